@@ -63,7 +63,7 @@ _LESS = (
 
 Of an option that is given twice the second value counts.
 """
-_BUSY = re.compile(r"not valid: (the client was the bottleneck|client \S+ used)")
+_BUSY = re.compile(r"not valid: the client was the bottleneck")
 """What measurements answer, with status 1, where the machine is not idle."""
 
 

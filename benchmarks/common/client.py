@@ -36,7 +36,6 @@ class Record(FrozenModel):
     """Its place in the workload: the same request has the same index in every run."""
     measured: bool = True
     """Whether it counts."""
-    worker: int = 0
     scheduled: float
     """When it was due; in a closed loop, when the request before it was answered."""
     started: float

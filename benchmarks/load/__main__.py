@@ -9,9 +9,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from benchmarks import BenchmarkError
-from benchmarks.load.paired import choose_arms, measure
-from benchmarks.load.report import REPORT, write_report
+from benchmarks.load.paired import choose_arms, measure, report_paired
+from benchmarks.load.report import REPORT
 from benchmarks.load.settings import PairedOptions, PrepareOptions, RequestOptions
 from benchmarks.load.workload import make_workload, prepare
 from benchmarks.server import end_servers_on_sigterm
@@ -59,13 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         broken = None
         if isinstance(options, PairedOptions):
-            paired = measure(options, choose_arms(options))
-            folder, broken = options.out, paired.broken
-            if not paired.runs:
-                raise BenchmarkError(broken or "nothing was measured")
+            folder = options.out
+            broken = measure(options, choose_arms(options)).broken
         else:
             folder = vars(options)["folder"]
-        answer, invalid = write_report(folder)
+        answer, invalid = report_paired(folder)
         print(f"{answer}\n{folder / REPORT}: {invalid} runs are not valid")
         if broken:
             print(f"load: ended early: {broken}", file=sys.stderr)

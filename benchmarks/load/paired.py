@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -18,9 +17,9 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from benchmarks import BenchmarkError
-from benchmarks.common.report import command_line, log_progress, show_stage
+from benchmarks.common.report import command_line, log_progress
 from benchmarks.common.shapes import write_shape
-from benchmarks.load.compare import Point, Run
+from benchmarks.load.report import Point, Run, write_report
 from benchmarks.load.result import RESULT, read_result
 from benchmarks.load.settings import (
     SHAPE,
@@ -30,18 +29,17 @@ from benchmarks.load.settings import (
     SendingOptions,
 )
 from benchmarks.load.workload import make_workload, prepare
-from benchmarks.server import end_group, free_port, serve
+from benchmarks.server import end_group, serve
 from benchmarks.yardsticks.examples import CLIP, LLAVA
 from vllm_autoprune import AutopruneError, load_state
 from vllm_autoprune.record_file import FrozenModel
+from vllm_autoprune.report import Section, Table
 
 _PAIRED, _LOG = "paired.json", "locust.log"
 _STEPS = (0.3, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 2.7, 3.6)
 """Rates of a sweep, as multiples of the first arm's capacity in a closed loop."""
 _PROBE = Load(users=16)
 """The closed loop that measures the capacity, where none is asked for."""
-_SILENCE = 15.0
-"""Seconds between two lines on the progress of a run."""
 _LOCUSTFILE = Path(__file__).resolve().parents[1] / "locustfile.py"
 
 
@@ -55,7 +53,6 @@ class Arm(FrozenModel):
     flags: tuple[str, ...] = ()
     digest: str | None = None
     """Of the state; None for stock."""
-    kv_cache_gb: int = 1
 
 
 class Paired(FrozenModel):
@@ -70,12 +67,6 @@ class Paired(FrozenModel):
     """Why it ended early; runs before that are kept."""
 
 
-def write_paired(out: Path, paired: Paired) -> None:
-    """Write the index of an experiment to its folder."""
-    out.mkdir(parents=True, exist_ok=True)
-    (out / _PAIRED).write_text(paired.model_dump_json(indent=1) + "\n")
-
-
 def read_paired(out: Path) -> tuple[Paired, list[Run]]:
     """The experiment in a folder; raises :class:`BenchmarkError` where there is none."""
     try:
@@ -83,6 +74,33 @@ def read_paired(out: Path) -> tuple[Paired, list[Run]]:
     except (OSError, ValidationError) as error:
         raise BenchmarkError(f"{out / _PAIRED}: {str(error).splitlines()[0]}") from error
     return paired, [Run(*entry, *read_result(out / entry[-1])) for entry in paired.runs]
+
+
+def report_paired(folder: Path) -> tuple[str, int]:
+    """Write the page of an experiment; the answer in a sentence, and how many runs are not valid.
+
+    Raises :class:`BenchmarkError` where there is no experiment, or it has no run.
+    """
+    paired, runs = read_paired(folder)
+    if not runs:
+        raise BenchmarkError(paired.broken or "nothing was measured")
+    arms = [
+        [arm.name, (arm.digest or "none")[:16], arm.url or " ".join([arm.model, *arm.flags])]
+        for arm in paired.arms
+    ]
+    settings = {**paired.options.model_dump(), **runs[0].result.environment}
+    rows = [[name.replace("_", "-"), str(value)] for name, value in settings.items()]
+    section = Section(
+        "Settings",
+        code=shlex.join(paired.command),
+        tables=[
+            Table("", ["arm", "digest of the state", "served as"], arms, "lll"),
+            Table("", ["setting", "value"], rows, "ll"),
+        ],
+        folded=True,
+    )
+    sentence = write_report(folder, runs, paired.options, section, paired.broken)
+    return sentence, sum(not run.result.valid for run in runs)
 
 
 def choose_arms(options: PairedOptions) -> tuple[Arm, ...]:
@@ -100,9 +118,7 @@ def choose_arms(options: PairedOptions) -> tuple[Arm, ...]:
     if shape == SHAPE:
         if not layers.isdecimal() or int(layers) < 1:
             raise BenchmarkError(f"--model {options.model}: {layers!r} is not a whole number")
-        folder = Path("out/load") / f"llava-{layers}-{options.tower_layers}-{options.width}"
-        sizes = {"tower_layers": options.tower_layers, "width": options.width}
-        model = write_shape("llava-1.5-7b", folder, int(layers), **sizes)
+        model = write_shape("llava-1.5-7b", Path("out/load") / f"llava-{layers}", int(layers))
         flags += ["--load-format", "dummy"]
     elif model == LLAVA:
         tower = tower or CLIP
@@ -117,19 +133,12 @@ def choose_arms(options: PairedOptions) -> tuple[Arm, ...]:
     if options.cache == "off":
         flags += ["--no-enable-prefix-caching", "--mm-processor-cache-gb", "0"]
         pruning += ["--autoprune-feature-cache-gb", "0"]
+    arms = [Arm(name="stock", model=str(model), flags=tuple(flags))]
     base = load_state(options.state).base_policy.name
-    arms = []
-    for name, state in (("stock", None), ("base policy", base), ("AutoPrune", options.state)):
-        served = flags if state is None else [*flags, "--autoprune-state", state, *pruning]
-        arms.append(
-            Arm(
-                name=name,
-                model=str(model),
-                flags=tuple(served),
-                digest=None if state is None else load_state(state).digest,
-                kv_cache_gb=options.kv_cache_gb,
-            )
-        )
+    for name, state in (("base policy", base), ("AutoPrune", options.state)):
+        served = (*flags, "--autoprune-state", state, *pruning)
+        digest = load_state(state).digest
+        arms.append(Arm(name=name, model=str(model), flags=served, digest=digest))
     return tuple(arms)
 
 
@@ -144,34 +153,24 @@ def measure(options: PairedOptions, arms: Sequence[Arm]) -> Paired:
     if options.model.startswith(f"{SHAPE}:"):
         workload = workload.model_copy(update={"vocabulary": "numbered"})
     total, at_most = options.passes * len(arms) * loads, "at most " if finds else ""
+    sending = {name: value for name, value in options if name in SendingOptions.model_fields}
     folders: dict[Load, Path] = {}
     entries, broken = list[tuple[str, int, str]](), None
 
     def send(load: Load, arm: Arm, number: int, url: str) -> Run:
         """Send one load to an arm, each load with images of its own."""
-        log_progress(f"run {len(entries) + 1} of {at_most}{total}: {arm.name}, {load.describe()}")
+        log_progress(f"run {len(entries) + 1} of {at_most}{total}: {arm.name}, {load.title}")
         if load not in folders:
-            log_progress(f"  draw {workload.requests + workload.warm_up} requests")
-            changes = {
-                "seed": workload.seed + (load.users or 10_000 + round(1000 * (load.rate or 0)))
-            }
+            seed = load.users or 10_000 + round(1000 * (load.rate or 0))
+            changes = {"seed": workload.seed + seed}
             if workload.data and workload.cache == "unique":
                 changes["first_item"] = len(folders) * (workload.requests + workload.warm_up)
             folders[load] = out / "workloads" / load.label
             prepare(workload.model_copy(update=changes), folders[load])
         folder = f"runs/{number}-{arm.name.replace(' ', '-')}/{load.label}"
-        _run(
-            RunOptions(
-                **{name: v for name, v in options if name in SendingOptions.model_fields},
-                host=url,
-                workload=folders[load],
-                out=out / folder,
-                rate=load.rate or 0.0,
-                users=load.users,
-                seed=load.seed,
-            ),
-            options.workers,
-        )
+        places = {"host": url, "workload": folders[load], "out": out / folder}
+        sent = {"rate": load.rate or 0.0, "users": load.users, "seed": load.seed}
+        _run(RunOptions.model_validate(sending | places | sent))
         entries.append((arm.name, number, folder))
         run = Run(*entries[-1], *read_result(out / folder))
         median = run.result.summary.percentile("TTFT", 50)
@@ -184,7 +183,7 @@ def measure(options: PairedOptions, arms: Sequence[Arm]) -> Paired:
         order = [(n, arm) for n in range(options.passes) for arm in arms[:: -1 if n % 2 else 1]]
         for number, arm in order:
             log = out / "servers" / f"{number}-{arm.name.replace(' ', '-')}.log"
-            with _serve(arm, log) as url:
+            with _serve(arm, log, options.kv_cache_gb) as url:
                 served = (arm, number, url)
                 closed = [send(Load(users=users), *served) for users in options.users]
                 if finds and not rates:
@@ -211,33 +210,31 @@ def measure(options: PairedOptions, arms: Sequence[Arm]) -> Paired:
         command=command_line(),
         broken=broken,
     )
-    write_paired(out, paired)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / _PAIRED).write_text(paired.model_dump_json(indent=1) + "\n")
     return paired
 
 
 @contextlib.contextmanager
-def _serve(arm: Arm, log: Path) -> Iterator[str]:
+def _serve(arm: Arm, log: Path, kv_cache_gb: int) -> Iterator[str]:
     """The address of a server of this arm, for as long as the block lasts."""
     if arm.url is not None:
         yield arm.url
         return
     log.parent.mkdir(parents=True, exist_ok=True)
-    kv = {"VLLM_CPU_KVCACHE_SPACE": str(arm.kv_cache_gb)}
-    with contextlib.ExitStack() as stack:
-        with show_stage(f"{arm.name}: start the server, whose log is {log}"):
-            serving = serve(arm.model, *arm.flags, env=kv, log=log, patience=600)
-            server = stack.enter_context(serving)
+    log_progress(f"{arm.name}: start the server, whose log is {log}")
+    kv = {"VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gb)}
+    with serve(arm.model, *arm.flags, env=kv, log=log, patience=600) as server:
         yield server.url
 
 
-def _run(options: RunOptions, workers: int = 0) -> None:
+def _run(options: RunOptions) -> None:
     """Send the workload once; the result is in the folder, valid or with the reasons why not.
 
-    Where there are workers, locust starts so many, and a master, on this machine. Raises
-    :class:`BenchmarkError` where there is no result at all.
+    Raises :class:`BenchmarkError` where there is no result at all.
     """
     # The key is nobody's who lists processes.
-    key = options.api_key and {"VLLM_API_KEY": options.api_key.get_secret_value()}
+    key = {"VLLM_API_KEY": options.api_key.get_secret_value()} if options.api_key else {}
     values = options.model_dump(mode="json", exclude_none=True)
     switches = [name for name in ("shared", "insecure") if values.pop(name)]
     command = [
@@ -246,9 +243,6 @@ def _run(options: RunOptions, workers: int = 0) -> None:
         *(f"--{name}" for name in switches),
         *(f"--header={header}" for header in options.header),
     ]
-    if workers:
-        port = str(free_port())
-        command += ["--processes", str(workers), "--master-bind-port", port, "--master-port", port]
     try:
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / RESULT).unlink(missing_ok=True)
@@ -258,19 +252,12 @@ def _run(options: RunOptions, workers: int = 0) -> None:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, **(key or {}), "PYTHONPATH": str(_LOCUSTFILE.parents[1])},
+                env={**os.environ, **key, "PYTHONPATH": str(_LOCUSTFILE.parents[1])},
                 start_new_session=True,
                 preexec_fn=_raise_priority,
             )
             try:
-                while process.poll() is None:
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        process.wait(_SILENCE)
-                        break
-                    text = (options.out / _LOG).read_text(errors="replace")
-                    answered = re.findall("^answered (.*)$", text, re.MULTILINE)
-                    log_progress(f"  answered: {answered[-1] if answered else 'none yet'}")
-                status = process.returncode
+                status = process.wait()
             finally:
                 end_group(process)
     except OSError as error:

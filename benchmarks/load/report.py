@@ -1,34 +1,32 @@
-"""Report of a paired experiment: one HTML file that loads nothing, and ``points.csv``.
+"""Comparison of a paired experiment's arms, as one HTML file that loads nothing.
 
-Points that are not valid are hollow in the charts and not on the solid lines.
+Every figure is of all passes of one arm at one load, with the passes of a request drawn together.
+Runs that are not valid count as unknown: they are hollow in the chart, and used for no ratio.
 """
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import quote
 
+from benchmarks.common.client import Record
 from benchmarks.common.report import format_estimate
-from benchmarks.load.compare import (
-    FIGURES,
-    Comparison,
-    Point,
-    Run,
-    answer_question,
-    compare_arms,
-    find_limits,
-    group_by_arm,
-    group_runs,
-    list_limits,
-    select_open,
+from benchmarks.load.result import (
+    KEPT_UP,
+    RECORDS,
+    RESULT,
+    Result,
+    Summary,
+    describe_few,
+    estimate_ratio,
+    summarize,
 )
-from benchmarks.load.paired import Paired, read_paired
-from benchmarks.load.result import LATENCIES, LEVELS, RECORDS, RESULT
-from benchmarks.load.settings import CACHES, SendingOptions
+from benchmarks.load.settings import CACHES, Load, SendingOptions
 from vllm_autoprune.report import (
     Cell,
     CellTone,
@@ -40,159 +38,303 @@ from vllm_autoprune.report import (
     Section,
     Series,
     Table,
+    Tone,
     render_document,
 )
 from vllm_autoprune.statistics import Estimate
 
-REPORT, _POINTS = "report.html", "points.csv"
+REPORT = "report.html"
+_COMPARED = (("TTFT", 50), ("TTFT", 99), ("TPOT", 50), ("E2E", 50))
+"""What arms are compared by."""
+_TABULATED = (
+    ("TTFT", 50), ("TTFT", 90), ("TTFT", 95), ("TTFT", 99), ("TTFAT", 50), ("TTFAT", 99),
+    ("ITL", 50), ("ITL", 99), ("TPOT", 50), ("TPOT", 99), ("E2E", 50), ("E2E", 99),
+)  # fmt: skip
+_GOOD_SHARE = 0.99
+"""Share of requests that have to meet the objective."""
 
 
-def write_report(folder: Path) -> tuple[str, int]:
-    """Write ``report.html`` and ``points.csv`` of an experiment.
+class Run(NamedTuple):
+    """One pass of one arm at one load."""
 
-    Returns the answer in a sentence, and the number of runs that are not valid.
+    arm: str
+    number: int
+    folder: str
+    """Relative to the report."""
+    result: Result
+    records: Sequence[Record]
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """All passes of one arm at one load."""
+
+    arm: str
+    load: Load
+    runs: tuple[Run, ...]
+
+    @property
+    def valid(self) -> bool:
+        """Whether every pass is valid."""
+        return all(run.result.valid for run in self.runs)
+
+    @cached_property
+    def summary(self) -> Summary:
+        """Figures over all passes."""
+        return summarize([run.records for run in self.runs], self.runs[0].result.options)
+
+    def keeps_up(self, idle: float) -> bool:
+        """Whether the server completes the rate that is offered.
+
+        Without the ``idle`` seconds that one answer takes on an idle server: otherwise the last
+        answer alone would make a short run look slow.
+        """
+        summaries = [run.result.summary for run in self.runs]
+        busy = [(s.requests - s.failed, s.seconds - idle) for s in summaries if s.seconds > idle]
+        answered = sum(count / seconds for count, seconds in busy) / max(len(busy), 1)
+        return answered >= KEPT_UP * (self.summary.offered_rate or 0.0)
+
+    @property
+    def past_saturation(self) -> bool:
+        """Whether most requests miss the objective or a run ended early: no higher rate is sent."""
+        goodput = self.summary.goodput
+        early = any(run.result.broken for run in self.runs)
+        return early or goodput is None or goodput.value < 0.5
+
+
+def _group_runs(runs: Sequence[Run]) -> list[Point]:
+    """Points by arm and load: closed loops before open ones, each by load."""
+    groups: dict[tuple[str, Load], list[Run]] = {}
+    for run in runs:
+        groups.setdefault((run.arm, run.result.options.load), []).append(run)
+    points = [Point(arm, load, tuple(passes)) for (arm, load), passes in groups.items()]
+    return sorted(points, key=lambda p: (p.load.rate or 0.0, p.load.users or 0))
+
+
+def _group_by_arm(points: Sequence[Point]) -> dict[str, list[Point]]:
+    """The points of each arm, in the order of arms."""
+    arms: dict[str, list[Point]] = {}
+    for point in points:
+        arms.setdefault(point.arm, []).append(point)
+    return arms
+
+
+def _select_open(points: Sequence[Point]) -> list[Point]:
+    """Those of open loops."""
+    return [point for point in points if point.load.rate is not None]
+
+
+def _compare_points(
+    point: Point, reference: Point, latency: str, level: int
+) -> tuple[Estimate | None, list[float]]:
+    """Ratio of a percentile to the reference's, and that of each pass alone.
+
+    Below 1: less than the reference; None where a run of either is not valid. The interval covers
+    the choice of requests, but not differences between passes.
     """
-    paired, runs = read_paired(folder)
-    points, slo = group_runs(runs), paired.options
-    sentence, tone = answer_question(points, slo)
-    invalid = sum(not run.result.valid for run in runs)
-    chart = Section(
-        "Latency and throughput",
-        ["Bars: 95 % intervals; hollow: not valid. Point at a mark for its figures, click it "
-         "for its records."],
-        [_draw_chart(points, slo)],
-    )  # fmt: skip
-    tables = [
-        _build_ratios(compare_arms(points)),
-        _build_sweeps(points, slo),
-        _build_figures(points),
-        _build_runs(runs),
-        _build_settings(paired, runs),
-    ]
+    if not (point.valid and reference.valid):
+        return None, []
+    over, under = ([run.records for run in p.runs] for p in (point, reference))
+    by_pass = [estimate_ratio([o], [u], latency, level) for o, u in zip(over, under, strict=False)]
+    ratio = estimate_ratio(over, under, latency, level)
+    return ratio, [passed.value for passed in by_pass if passed]
+
+
+def _find_highest_rate(points: Sequence[Point], slo: SendingOptions) -> str:
+    """The highest rate that the server keeps up with and at which p99 TTFT and goodput suffice.
+
+    Of an arm's open-loop points, by rising rate. A rate counts only if all lower valid ones do.
+    """
+    valid = [point for point in points if point.valid]
+    if not valid:
+        return "not known"
+    median = valid[0].summary.percentile("E2E", 50)
+    idle = median.value if median else 0.0
+
+    def meets(point: Point) -> bool:
+        p99, goodput = point.summary.percentile("TTFT", 99), point.summary.goodput
+        if p99 is None or goodput is None or not point.keeps_up(idle):
+            return False
+        late = slo.slo_ttft and 1000 * p99.value > slo.slo_ttft
+        return not late and goodput.value >= _GOOD_SHARE
+
+    good = [*takewhile(meets, valid)]
+    if not good:
+        return f"below {valid[0].load.rate:g}"
+    # The next rate that was sent may have no valid run.
+    following = points[points.index(good[-1]) + 1 :][:1]
+    known = any(point.valid for point in following)
+    return f"{'' if known else 'at least '}{good[-1].load.rate:g}"
+
+
+def _answer_question(points: Sequence[Point], slo: SendingOptions) -> tuple[str, Tone]:
+    """One sentence on the whole experiment: the last arm against the first.
+
+    At the highest load that all arms have, if possible below saturation for all: beyond it a queue
+    grows as long as a run lasts, so that its latencies mean nothing.
+    """
+    arms = _group_by_arm(points)
+    by_load: dict[Load, list[Point]] = {}
+    for point in points:
+        by_load.setdefault(point.load, []).append(point)
+    valid = [
+        shared for shared in by_load.values()
+        if len(shared) == len(arms) and all(point.valid for point in shared)
+    ]  # fmt: skip
+    if not valid:
+        return "No valid result at a load that all arms have: nothing can be compared.", "bad"
+    below = [shared for shared in valid if not any(p.past_saturation for p in shared)]
+    highest = (below or valid)[-1]
+    reference, candidate = highest[0], highest[-1]
+    ratio, _ = _compare_points(candidate, reference, "TTFT", 50)
+    tone: Tone = "open"
+    title = reference.load.title
+    if ratio is None or candidate is reference:
+        goodput = reference.summary.goodput
+        sentence = (
+            f"{reference.arm} answered {reference.summary.request_rate:.2f} requests/s ({title}); "
+            f"{format_estimate(goodput, 100) + ' %' if goodput else 'none'} of the requests met "
+            f"the objective ({slo.describe_objective()})"
+        )
+    else:
+        sentence = (
+            f"At {title}, the median time to the first token of {candidate.arm} is "
+            f"{format_estimate(ratio, 100, 0)} % of that of {reference.arm}"
+        )
+        if ratio.low <= 1 <= ratio.high:
+            sentence += ": no difference is shown"
+        else:
+            tone = "good" if ratio.high < 1 else "bad"
+    swept = [_select_open(arms[point.arm]) for point in (candidate, reference)]
+    if candidate is not reference and all(swept):
+        rate, against = (_find_highest_rate(points, slo) for points in swept)
+        sentence += f"; it serves {rate} requests/s within the objective, against {against}"
+    # A warning opens the sentence, where a load has too few requests for its percentiles.
+    few = describe_few(min(p.summary.requests for p in points if p.valid), " at a load")
+    if few:
+        return f"{few[0].upper()}{few[1:]}. {sentence}.", "open"
+    return f"{sentence}.", tone
+
+
+def _list_limits(runs: Sequence[Run], broken: str | None) -> Iterator[str]:
+    """How far the answer can be trusted."""
+    if broken:
+        yield f"The experiment ended early: {broken}"
+    if disturbed := [run.result.accepted[0] for run in runs if run.result.accepted]:
+        yield (
+            f"Other work disturbed {len(disturbed)} of {len(runs)} runs, which --shared accepts. "
+            f"The first: {disturbed[0]}."
+        )
+    if reasons := [run.result.reasons[0] for run in runs if not run.result.valid]:
+        yield f"{len(reasons)} of {len(runs)} runs are not valid. The first reason: {reasons[0]}."
+
+
+def write_report(
+    folder: Path, runs: Sequence[Run], slo: SendingOptions, settings: Section, broken: str | None
+) -> str:
+    """Write ``report.html`` of an experiment; returns the answer in a sentence.
+
+    ``settings``: how it was made, at the end of the page.
+    """
+    points = _group_runs(runs)
+    sentence, tone = _answer_question(points, slo)
+    arms, valid = _group_by_arm(points), sum(run.result.valid for run in runs)
     document = Document(
-        title=f"Load test: {', '.join(arm.name for arm in paired.arms)}",
+        title=f"Load test: {', '.join(arms)}",
         answer=sentence,
         tone=tone,
-        warnings=[*list_limits(points, paired.broken)],
+        warnings=[*_list_limits(runs, broken)],
         facts=[
-            f"{len(runs) - invalid} of {len(runs)} runs are valid",
+            f"{valid} of {len(runs)} runs are valid",
             f"{sum(run.result.summary.requests for run in runs):,} requests counted",
-            f"{paired.options.passes} passes",
             f"objective: {slo.describe_objective()}",
-            CACHES[paired.options.cache],
+            *dict.fromkeys(CACHES[run.result.workload.cache] for run in runs),
         ],
-        sections=[chart, *(s for s in tables if any(table.rows for table in s.tables))],
+        sections=[
+            _draw_chart(arms, slo),
+            *_build_ratios(points),
+            *_build_rates(arms, slo),
+            _build_figures(points),
+            _build_runs(runs),
+            settings,
+        ],
     )
     (folder / REPORT).write_text(render_document(document))
-    names = _list_latencies(points)
-    described = [_describe_point(point, names) for point in points]
-    with (folder / _POINTS).open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(described[0]) if described else [], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(described)
-    return sentence, invalid
+    return sentence
 
 
-def _list_latencies(points: Sequence[Point]) -> list[str]:
-    """The kinds of latency; TTFAT only where some model thinks."""
-    thinks = any(point.summary.thinks for point in points)
-    return [name for name in LATENCIES if thinks or name != "TTFAT"]
-
-
-def _describe_point(point: Point, latencies: Sequence[str]) -> dict[str, object]:
-    """One arm at one load, times in milliseconds, each estimate with its interval."""
-    summary = point.summary
-    row: dict[str, object] = {
-        "load": point.load.label,
-        "arm": point.arm,
-        "valid": point.valid,
-        "passes": len(point.runs),
-        "requests": summary.requests,
-        "offered_rate": _offered(point),
-        "achieved_rate": summary.request_rate,
-    }
-    estimates = {"goodput": (summary.goodput, 1.0)}
-    for name in latencies:
-        for level in LEVELS:
-            estimates[f"{name.lower()}_p{level}_ms"] = (summary.percentile(name, level), 1000.0)
-    for name, (estimate, unit) in estimates.items():
-        figures = dataclasses.astuple(estimate) if estimate else (None, None, None)
-        for end, figure in zip(("", "_low", "_high"), figures, strict=True):
-            row[name + end] = None if figure is None else round(unit * figure, 4)
-    return row
-
-
-def _build_ratios(compared: Sequence[Comparison]) -> Section:
-    """Every arm against the first, load by load."""
-    rows: dict[tuple[str, str], list[Cell | str]] = {}
-    for comparison in compared:
-        key, ratio = (comparison.load.title, comparison.arm), comparison.ratio
-        cell = Cell("not valid")
-        if ratio is not None:
+def _build_ratios(points: Sequence[Point]) -> Iterator[Section]:
+    """Every arm against the first, at every load that both have."""
+    against = points[0].arm
+    references = {point.load: point for point in points if point.arm == against}
+    rows: list[Row] = []
+    for point in points:
+        reference = references.get(point.load, point)
+        if reference is point:
+            continue
+        cells = [Cell(point.load.title), Cell(point.arm)]
+        for latency, level in _COMPARED:
+            ratio, by_pass = _compare_points(point, reference, latency, level)
+            if ratio is None:
+                cells.append(Cell("not valid"))
+                continue
             tone: CellTone = "good" if ratio.high < 1 else "bad" if ratio.low > 1 else ""
-            by_pass = ", ".join(f"{value:.3f}" for value in comparison.by_pass)
-            under = f"{ratio.low:.3f}–{ratio.high:.3f}; passes {by_pass}"
-            cell = Cell(f"{ratio.value:.3f}", under, tone=tone)
-        rows.setdefault(key, [*key]).append(cell)
-    head = ["load", "arm", *(f"{latency} p{level}" for latency, level in FIGURES)]
-    against = compared[0].against if compared else ""
+            passes = ", ".join(f"{value:.3f}" for value in by_pass)
+            under = f"{ratio.low:.3f}–{ratio.high:.3f}; passes {passes}"
+            cells.append(Cell(f"{ratio.value:.3f}", under, tone=tone))
+        rows.append(cells)
     text = (
         f"Ratios to {against} on the same requests, with 95 % intervals, then those of each pass: "
         "below 1 is less. An interval covers the choice of requests, but not differences between "
         "passes, so compare the passes too."
     )
-    return Section(f"Against {against}", [text], tables=[Table("", head, [*rows.values()], "ll")])
+    head = ["load", "arm", *(f"{latency} p{level}" for latency, level in _COMPARED)]
+    if rows:
+        yield Section(f"Against {against}", [text], tables=[Table("", head, rows, "ll")])
 
 
-def _build_sweeps(points: Sequence[Point], slo: SendingOptions) -> Section:
-    """Knee and highest rate of each arm."""
-    rows = []
-    for arm, swept in group_by_arm(select_open(points)).items():
-        knee, highest, saturated = find_limits(swept, slo)
-        note = "reached" if saturated else "not reached: try higher rates"
-        rows.append([arm, knee, highest, note])
-    return Section(
-        "Knee and highest rate, requests/s",
-        [f"Objective: {slo.describe_objective()} for 99 % of requests. Knee: the highest rate that "
-         "the server keeps up with, median TTFT at most twice that of the lowest valid rate. "
-         "The highest rate within the objective is kept up with, too. Only measured rates, two of "
-         "them where a run between them is not valid."],
-        tables=[Table("", ["arm", "knee", "within the objective", "saturation"], rows, "l")],
-    )  # fmt: skip
+def _build_rates(arms: dict[str, list[Point]], slo: SendingOptions) -> Iterator[Section]:
+    """The highest rate of each arm that was sent open loops."""
+    swept = {arm: _select_open(points) for arm, points in arms.items()}
+    rows = [[arm, _find_highest_rate(points, slo)] for arm, points in swept.items() if points]
+    text = (
+        f"The highest measured rate with {slo.describe_objective()} for 99 % of requests that the "
+        "server keeps up with."
+    )
+    if rows:
+        tables = [Table("", ["arm", "requests/s"], rows, "l")]
+        yield Section("Highest rate within the objective", [text], tables=tables)
 
 
 def _build_figures(points: Sequence[Point]) -> Section:
-    """Rates, goodput and the time to the first token; then the other latencies."""
+    """Counts, latencies, rates and goodput of every point; TTFAT only where some model thinks."""
 
-    def describe(estimate: Estimate | None, unit: float, few: str = "") -> str:
+    def describe(figure: Estimate | None, unit: float, few: str = "") -> str:
         """A figure and its interval, which the table puts under it."""
-        if estimate is None:
+        if figure is None:
             return "no answer"
-        return format_estimate(estimate, unit, 0 if unit * estimate.value > 100 else 1) + few
+        return format_estimate(figure, unit, 0 if unit * figure.value > 100 else 1) + few
 
-    first_tokens = [("TTFT", level) for level in LEVELS]
-    if "TTFAT" in _list_latencies(points):
-        first_tokens += [("TTFAT", level) for level in (50, 99)]
-    later = [(name, level) for name in ("ITL", "TPOT", "E2E") for level in (50, 99)]
-    tables = []
-    for figures in (first_tokens, later):
-        sizes = ["requests", "prompt tokens"] if figures is first_tokens else []
-        rates = ["offered/s", "achieved/s", "goodput, %"] if figures is first_tokens else []
-        rows: list[Row] = []
-        for point in points:
-            summary, offered = point.summary, _offered(point)
-            cells = [
-                describe(summary.percentile(name, level), 1000, summary.mark_few(level))
-                for name, level in figures
-            ]
-            if figures is first_tokens:
-                due = "–" if offered is None else f"{offered:.2f}"
-                cells = [f"{summary.requests}", f"{summary.prompt_tokens:.1f}", *cells, due]
-                cells += [f"{summary.request_rate:.2f}", describe(summary.goodput, 100)]
-            arm = point.arm if point.valid else Cell(point.arm, "not valid", tone="bad")
-            rows.append([point.load.title, arm, *cells])
-        heads = [*sizes, *(f"{name} p{level}, ms" for name, level in figures), *rates]
-        tables.append(Table("", ["load", "arm", *heads], rows, "ll"))
+    thinks = any(point.summary.thinks for point in points)
+    figures = [(name, level) for name, level in _TABULATED if thinks or name != "TTFAT"]
+    rows: list[Row] = []
+    for point in points:
+        summary, offered = point.summary, point.summary.offered_rate or point.load.rate
+        latencies = [
+            describe(summary.percentile(name, level), 1000, summary.mark_few(level))
+            for name, level in figures
+        ]
+        arm = point.arm if point.valid else Cell(point.arm, "not valid", tone="bad")
+        due = "–" if point.load.rate is None else f"{offered:.2f}"
+        goodput = describe(summary.goodput, 100)
+        counts = [f"{summary.requests}", f"{summary.prompt_tokens:.1f}"]
+        rates = [due, f"{summary.request_rate:.2f}", goodput]
+        rows.append([point.load.title, arm, *counts, *latencies, *rates])
+    latency_heads = (f"{name} p{level}, ms" for name, level in figures)
+    head = [
+        "load", "arm", "requests", "prompt tokens", *latency_heads,
+        "offered/s", "achieved/s", "goodput, %",
+    ]  # fmt: skip
     text = (
         "All passes together; in an open loop from the scheduled time, which a closed loop does "
         "not have. TTFAT: to the first token after thoughts. Goodput: the share of requests within "
@@ -200,79 +342,52 @@ def _build_figures(points: Sequence[Point]) -> Section:
         "may contain more than one token. TPOT: "
         "by the server's count of tokens. E2E: to the last token."
     )
-    return Section("Rates and latencies", [text], tables=tables)
+    return Section("Rates and latencies", [text], tables=[Table("", head, rows, "ll")])
 
 
 def _build_runs(runs: Sequence[Run]) -> Section:
-    """Each run with its verdict and notes, and links to its files."""
-    head = ["pass", "arm", "load", "verdict", "records", "figures"]
+    """Each run with its verdict, and links to its files."""
     rows: list[Row] = [
         [
             f"{run.number + 1}",
             run.arm,
-            run.result.load.describe(),
+            run.result.options.load.title,
             Cell(run.result.verdict, tone="" if run.result.valid else "bad"),
-            Cell(f"{len(run.records)} requests", link=_link(run, RECORDS)),
-            Cell("run.json", link=_link(run, RESULT)),
+            run.result.environment["load average"],
+            Cell(f"{len(run.records)} requests", link=quote(f"{run.folder}/{RECORDS}")),
+            Cell("run.json", link=quote(f"{run.folder}/{RESULT}")),
         ]
         for run in runs
     ]
+    head = ["pass", "arm", "load", "verdict", "load average before", "records", "figures"]
     return Section("Every run, in order of time", tables=[Table("", head, rows, "l" * len(head))])
 
 
-def _build_settings(paired: Paired, runs: Sequence[Run]) -> Section:
-    """Command, arms, options, machine."""
-    arms = [
-        [arm.name, (arm.digest or "none")[:16], arm.url or " ".join([arm.model, *arm.flags])]
-        for arm in paired.arms
-    ]
-    options, results = paired.options.model_dump(), [run.result for run in runs]
-    settings = {name.replace("_", "-"): str(value) for name, value in options.items()}
-    settings |= results[0].environment if results else {}
-    busy = ", ".join(result.environment["load average"] for result in results)
-    settings["load average before each run"] = busy
-    head, rows = ["arm", "digest of the state", "served as"], [*map(list, settings.items())]
-    return Section(
-        "Settings",
-        code=shlex.join(paired.command),
-        tables=[Table("", head, arms, "lll"), Table("", ["setting", "value"], rows, "ll")],
-        folded=True,
-    )
-
-
-def _offered(point: Point) -> float | None:
-    """Requests due a second, by the schedule; None in a closed loop."""
-    return None if point.load.rate is None else point.summary.offered_rate or point.load.rate
-
-
-def _link(run: Run, name: str) -> str:
-    """Link from the report to a file of the run."""
-    return quote(f"{run.folder}/{name}")
-
-
-def _draw_chart(points: Sequence[Point], slo: SendingOptions) -> Chart:
+def _draw_chart(arms: dict[str, list[Point]], slo: SendingOptions) -> Section:
     """Median TTFT over the achieved rate; open loops are dashed."""
     series = []
-    for colour, (arm, of_arm) in enumerate(group_by_arm(points).items()):
-        # In order of load: beyond the knee throughput may fall, and the line turns back.
-        swept = select_open(of_arm)
-        for kind, line in (("closed", of_arm[: len(of_arm) - len(swept)]), ("open", swept)):
+    for colour, (arm, points) in enumerate(arms.items()):
+        # In order of load: beyond saturation throughput may fall, and the line turns back.
+        swept = _select_open(points)
+        for kind, line in (("closed", points[: len(points) - len(swept)]), ("open", swept)):
             marks = []
             for point in line:
                 rate, median = point.summary.request_rate, point.summary.percentile("TTFT", 50)
                 if median is None:
                     continue
                 value, low, high = (1000 * end for end in dataclasses.astuple(median))
-                tip = (
-                    f"{arm}, {point.load.describe()}\n"
-                    f"TTFT p50 {value:.0f} ms ({low:.0f}–{high:.0f})\n"
-                    f"{rate:.2f} requests/s achieved\n{point.summary.requests} requests"
-                ) + ("" if point.valid else "\nnot valid")
-                link = _link(point.runs[0], RECORDS)
+                tip = f"{arm}, {point.load.title}: {value:.0f} ms ({low:.0f}–{high:.0f})"
+                tip += "" if point.valid else ", not valid"
+                link = quote(f"{point.runs[0].folder}/{RECORDS}")
                 marks.append(Mark(rate, value, tip, low, high, not point.valid, link))
             if marks:
                 name = f"{arm}, {kind} loop"
                 series.append(Series(name, marks, dashed=kind == "open", colour=colour))
     limit = [Rule(slo.slo_ttft, f"objective {slo.slo_ttft:g} ms")] if slo.slo_ttft else []
     titles = ("Latency over throughput", "achieved, requests/s", "median TTFT, ms")
-    return Chart(*titles, series, limit, y_scale="log", x_zero=True)
+    text = (
+        "Bars: 95 % intervals; hollow: not valid. Point at a mark for its figures, click it for "
+        "its records."
+    )
+    chart = Chart(*titles, series, limit, y_scale="log", x_zero=True)
+    return Section("Latency and throughput", [text], [chart])

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from benchmarks import BenchmarkError
 from benchmarks.common.client import Record
 from benchmarks.common.report import format_estimate
-from benchmarks.load.settings import Load, RunOptions, SendingOptions, Workload
+from benchmarks.load.settings import RunOptions, SendingOptions, Workload
 from vllm_autoprune.record_file import FrozenModel, read_records
 from vllm_autoprune.statistics import Estimate, Floats, estimate, resample
 
@@ -188,18 +188,6 @@ def summarize(passes: Sequence[Sequence[Record]], slo: SendingOptions) -> Summar
     )
 
 
-class ClientFacts(FrozenModel):
-    """One client process."""
-
-    worker: int = 0
-    cpu: float
-    """Share of one CPU core used while requests were sent."""
-    lag: float
-    """Seconds by which an idle greenlet woke up late, p99: the error of its time stamps."""
-    broken: str | None = None
-    """Why it stopped before its share was sent; None where it did not."""
-
-
 class Result(FrozenModel):
     """One run; its records are in ``records.jsonl`` beside it."""
 
@@ -208,9 +196,12 @@ class Result(FrozenModel):
     summary: Summary
     counters: Mapping[str, float] | None
     """Increase of :data:`COUNTERS`; None where the server's ``/metrics`` could not be read."""
-    clients: tuple[ClientFacts, ...] = ()
-    broken: str | None = None
-    """Why the run ended early, where no client reports it."""
+    cpu: float
+    """Share of one CPU core that the client used while requests were sent."""
+    lag: float
+    """Seconds by which an idle greenlet of the client woke up late, p99."""
+    broken: str = ""
+    """Why the run ended early; empty where it did not."""
     environment: Mapping[str, str]
     """Of the client."""
     reasons: tuple[str, ...] = ()
@@ -219,20 +210,9 @@ class Result(FrozenModel):
     """What would be a reason without ``--shared``."""
 
     @property
-    def load(self) -> Load:
-        """The open or closed loop."""
-        return self.options.load
-
-    @property
     def valid(self) -> bool:
         """Whether there is no reason against the run."""
         return not self.reasons
-
-    @property
-    def early(self) -> Sequence[str]:
-        """Every reason for an early end, each once."""
-        reasons = [self.broken, *(client.broken for client in self.clients)]
-        return tuple(dict.fromkeys(reason for reason in reasons if reason))
 
     @property
     def verdict(self) -> str:
@@ -276,7 +256,8 @@ def list_reasons(result: Result, records: Sequence[Record]) -> Iterator[str]:
     """Every reason why a run is not valid; no figure of such a run is compared."""
     workload, counters = result.workload, result.counters or {}
     # Requests that were not sent or recorded, failed, or were answered at another length.
-    yield from result.early
+    if result.broken:
+        yield result.broken
     if len(records) < workload.requests:
         yield f"only {len(records)} of {workload.requests} requests were recorded"
     failed = Counter(record.error for record in records if record.error)
@@ -287,18 +268,12 @@ def list_reasons(result: Result, records: Sequence[Record]) -> Iterator[str]:
     if uncounted := lengths.count(None):
         yield f"{uncounted} answers came without usage, so their tokens cannot be counted"
     wrong = [length for length in lengths if length not in (None, workload.output_tokens)]
-    if wrong and workload.dialect == "vllm":
-        yield (
-            f"{len(wrong)} answers are not of {workload.output_tokens} tokens (one: {wrong[0]}): "
-            "a shorter answer would be taken for a faster one"
-        )
+    if wrong and workload.dialect == "vllm":  # a shorter answer would be taken for a faster one
+        yield f"{len(wrong)} answers are not of {workload.output_tokens} tokens (one: {wrong[0]})"
     if not result.options.shared:
         yield from list_interference(result, records)
-    for client in [client for client in result.clients if client.cpu > _BUSY][:1]:
-        yield (
-            f"client {client.worker} used {100 * client.cpu:.0f} % of a core: it was the "
-            "bottleneck; give it more workers"
-        )
+    if result.cpu > _BUSY:
+        yield f"the client was the bottleneck: it used {100 * result.cpu:.0f} % of a core"
     # Cache hits that the declared state of the caches excludes. Requests with unique images share
     # the tokens before them, so these may hit the prefix cache.
     images, prefix = counters.get("image hits"), counters.get("prefix hits")
@@ -311,13 +286,11 @@ def list_reasons(result: Result, records: Sequence[Record]) -> Iterator[str]:
 def list_interference(result: Result, records: Sequence[Record]) -> Iterator[str]:
     """What other work on the client's machine or on the server did to a run."""
     fix = "use an idle one, or accept it with --shared"
-    # A closed loop has no schedule, so there it is the lag of the clients' idle greenlets.
-    summary = result.summary
-    late, lag = summary.percentile("delay", 99), max((c.lag for c in result.clients), default=0.0)
+    # A closed loop has no schedule, so there it is the lag of the client's idle greenlets.
+    late, median = (result.summary.percentile(*key) for key in (("delay", 99), ("TTFT", 50)))
     name, delay = "schedule delay", late.value if late else 0.0
-    if result.load.rate is None:
-        name, delay = "wake-up lag", lag
-    median = summary.percentile("TTFT", 50)
+    if result.options.load.rate is None:
+        name, delay = "wake-up lag", result.lag
     if median and delay > (bound := _DELAY_SHARE * median.value):
         yield (
             f"the client was the bottleneck: its {name} is {1000 * delay:.1f} ms at p99, above "
@@ -331,24 +304,21 @@ def list_interference(result: Result, records: Sequence[Record]) -> Iterator[str
 def format_result(result: Result) -> Iterator[str]:
     """Verdict first, then figures, a line each."""
     summary = result.summary
-    yield f"{result.load.describe()}; {result.verdict}"
+    yield f"{result.options.load.title}; {result.verdict}"
     busy, cores = result.environment["load average"], result.environment["cores"]
     if float(busy) > int(cores):
         yield f"  warning: load average {busy} on {cores} cores before the run: use an idle machine"
     rates = f"{summary.request_rate:.2f}"
-    if result.load.rate is not None and summary.offered_rate is not None:
+    if result.options.load.rate is not None and summary.offered_rate is not None:
         rates = f"{summary.offered_rate:.2f} offered, {rates} achieved"
-    yield (
-        f"  {summary.requests} requests counted, {summary.failed} failed, in "
-        f"{summary.seconds:.1f} s: {rates} requests/s"
-    )
+    yield f"  {summary.requests} requests counted, {summary.failed} failed: {rates} requests/s"
     for name, percentiles in summary.latencies.items():
         if percentiles and (name != "TTFAT" or summary.thinks):
-            text = "  ".join(
+            figures = [
                 f"p{level} {format_estimate(figure, 1000)}{summary.mark_few(level)}"
                 for level, figure in percentiles.items()
-            )
-            yield f"  {'client delay' if name == 'delay' else name:12s} ms: {text}"
+            ]
+            yield f"  {name:5s} ms: {'  '.join(figures)}"
     if summary.goodput is not None:
         good = format_estimate(summary.goodput, 100)
         yield f"  goodput: {good} % of requests met {result.options.describe_objective()}"

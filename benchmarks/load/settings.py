@@ -10,7 +10,6 @@ import numpy as np
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from benchmarks.common.client import Record
-from benchmarks.common.shapes import TOWER_LAYERS, WIDTH
 from benchmarks.yardsticks.examples import LLAVA
 from vllm_autoprune.connection import Connection, server_address
 from vllm_autoprune.errors import ConfigError
@@ -44,17 +43,10 @@ class Load(FrozenModel):
 
     @property
     def title(self) -> str:
-        """Short, for the rows of a table."""
+        """In words."""
         count, unit = (self.users, "user") if self.rate is None else (self.rate, "request")
         plural = "" if count == 1 else "s"
         return f"{count:g} {unit}{plural}" + ("" if self.rate is None else "/s")
-
-    def describe(self) -> str:
-        """In words."""
-        if self.rate is None:
-            return f"closed loop, {self.title}"
-        kind = "Poisson" if self.burstiness == 1 else f"gamma({self.burstiness:g})"
-        return f"open loop, {kind} arrivals at {self.title}"
 
     def due(self, count: int) -> list[float]:
         """Seconds from the start at which each of ``count`` requests is due; 0 in a closed loop.
@@ -154,7 +146,7 @@ class RequestOptions(FrozenModel):
     )
     images: _Mix = _option({1: 1}, "images a request, VALUE=WEIGHT,...")
     dialect: Literal["vllm", "openai"] = _option("vllm", "openai: without vLLM's own fields")
-    data: str = _option("", "images and questions of your own: a folder or a JSONL file")
+    data: str = _option("", "images of your own: a folder, or a JSONL file with questions too")
     seed: int = _option(0, "seed of requests and schedule", ge=0)
 
 
@@ -183,7 +175,7 @@ class SendingOptions(Connection):
     slo_tpot: _Limit = _option(0.0, "TPOT limit, ms; 0: none")
     slo_e2e: _Limit = _option(0.0, "end-to-end limit, ms; 0: none")
     burstiness: _Positive = _option(1.0, "1: Poisson arrivals; less: burstier")
-    most: _Count = _option(512, "requests in flight per worker that end the run")
+    most: _Count = _option(512, "requests in flight that end the run")
     shared: bool = _option(False, "accept delays of the client and requests of other clients")
 
     @property
@@ -232,8 +224,6 @@ class PairedOptions(RequestOptions, SendingOptions):
     """Servers and loads of a paired experiment."""
 
     model: str = _option(str(LLAVA), f"checkpoint, or {SHAPE}:LAYERS: LLaVA-1.5-7B without weights")
-    tower_layers: _Count = _option(TOWER_LAYERS, "layers of a shape's vision tower")
-    width: int = _option(WIDTH, "width of a shape's language model", ge=64)
     state: str = _option("autoprune", "pruning state, a file or a name")
     budget: _Count | None = _option(None, "K; default: the state's own")
     text_tower: Path | None = _option(None, "CLIP checkpoint of the state")
@@ -253,4 +243,3 @@ class PairedOptions(RequestOptions, SendingOptions):
     )
     passes: _Count = _option(2, "passes over all arms (2: ABBA)")
     out: Path = _option(Path("out/load/paired"), "folder of the report")
-    workers: int = _option(0, "locust workers on this machine", ge=0)

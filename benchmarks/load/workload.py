@@ -3,11 +3,8 @@
 A folder has ``workload.json`` and ``bodies.jsonl``, one request body a line: those that are
 measured, then those of the warm-up. All servers that are compared are sent the same folder.
 
-Own images and questions come from
-
-* a folder: its images, in order of their names; questions from ``prompts.txt`` in it, one a line;
-* a JSONL file: one object a line, with ``image`` (a path relative to the file, or base64) or
-  ``images``, and with ``question`` or ``prompt``.
+Own images come from a folder, in order of their names, or from a JSONL file with one object a line:
+``image`` (a path relative to the file, or base64) and, where it is not to be drawn, ``question``.
 """
 
 from __future__ import annotations
@@ -26,13 +23,7 @@ from benchmarks import BenchmarkError
 from benchmarks.common.requests import build_body, build_content, draw_picture, encode_picture
 from benchmarks.load.settings import RequestOptions, Workload
 from vllm_autoprune.errors import Problem
-from vllm_autoprune.evaluation.questions import (
-    Text,
-    read_lines,
-    read_objects,
-    read_picture,
-    refuse,
-)
+from vllm_autoprune.evaluation.questions import Text, read_objects, read_picture, refuse
 
 _T = TypeVar("_T")
 
@@ -228,10 +219,8 @@ def _generator(workload: Workload, stream: int, number: int) -> np.random.Genera
 class _Line(BaseModel):
     """One line of one's own data; what else it has is not read."""
 
-    image: Text | None = None
-    images: tuple[Text, ...] = ()
-    question: str | None = None
-    prompt: str | None = None
+    image: Text
+    question: str = ""
 
 
 _LINE = TypeAdapter(_Line)
@@ -243,22 +232,13 @@ def _open_data(data: str) -> Sequence[_Request]:
     path, items, problems = Path(data), list[_Request](), list[Problem]()
     fix = f"give a folder of {', '.join(_ENDINGS)} files, or a .jsonl file"
     if path.is_dir():
-        prompts = path / "prompts.txt"
-        lines = read_lines(prompts, problems, "make it readable") if prompts.exists() else []
-        questions = [line.strip() for _, line in lines] or [""]
         names = sorted(file.name for file in path.iterdir() if file.suffix.lower() in _ENDINGS)
-        items = [
-            _Request((_File(str(path / name), path, name),), questions[number % len(questions)])
-            for number, name in enumerate(names)
-        ]
+        items = [_Request((_File(str(path / name), path, name),), "") for name in names]
     else:
-        form = 'give an object with a path as "image", or a list as "images"'
+        form = 'give an object with a path as "image"'
         for number, line in read_objects(path, _LINE, problems, fix, form):
-            texts = line.images or tuple(filter(None, [line.image]))
-            files = [_File(f"{path}:{number}: image {t[:80]!r}", path.parent, t) for t in texts]
-            items.append(_Request(tuple(files), line.question or line.prompt or ""))
-            if not texts:
-                problems.append(Problem(f"{path}:{number}", "has no image", form))
+            where = f"{path}:{number}: image {line.image[:80]!r}"
+            items.append(_Request((_File(where, path.parent, line.image),), line.question))
     if not items and not problems:
         problems.append(Problem(str(path), "has no images", fix))
     refuse("--data", problems)

@@ -358,7 +358,7 @@ def test_a_load_test_refuses_what_its_requests_cannot_be_made_of(folder: Path) -
             list(map(_encode, (p for item in _open_data(str(write(path, content)))
                                for p in item.pictures)))  # fmt: skip
             assert not re.search("UTF|image '|not JSON|not an object|one object a", said), name
-    for content, said in (("{}", ":1: has no image"), (lines({"images": [""]}), "is blank")):
+    for content, said in (("{}", "'image' is missing"), (lines({"image": ""}), "is blank")):
         _open_data.cache_clear()
         with pytest.raises(ConfigError, match=said):
             _open_data(str(write(path, content)))

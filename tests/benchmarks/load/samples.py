@@ -8,8 +8,8 @@ from pathlib import Path
 from PIL import Image
 
 from benchmarks.common.client import Record
-from benchmarks.load.compare import Point, Run
-from benchmarks.load.result import ClientFacts, Result, summarize
+from benchmarks.load.report import Point, Run
+from benchmarks.load.result import Result, summarize
 from benchmarks.load.settings import Load, RunOptions, SendingOptions, Workload
 
 SLO = SendingOptions(slo_ttft=500)
@@ -52,7 +52,8 @@ def result(records: Sequence[Record], load: Load, **changes: object) -> Result:
         options=options,
         summary=summarize([records], SLO),
         counters={"image hits": 0, "prefix hits": 0},
-        clients=(ClientFacts(cpu=0.2, lag=0.0005),),
+        cpu=0.2,
+        lag=0.0005,
         environment={"load average": "0.10", "cores": "2"},
     )
     return good.model_copy(update=changes)

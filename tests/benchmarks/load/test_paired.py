@@ -34,19 +34,13 @@ from vllm_autoprune import load_state
 PAGE = Path(__file__).parents[3] / "docs" / "benchmarks.md"
 
 MISTAKES = {
-    "--requests 0": "--requests: '0' is refused -> give a value that is greater than or equal to 1",
     "--sides 32=0": "--sides: '0' is refused -> give a value that is greater than 0",
-    "--sides 0": "--sides: '0' is refused -> give a value that is greater than or equal to 1",
-    "--zipf inf": "--zipf: 'inf' is refused",
     "--users a": "--users: 'a' is refused",
-    "--users ,": "--users: '' is refused",
     "--passes 0 --pool 0": "--pool: '0' is refused",
     "--sidez 336": "unrecognized arguments: --sidez 336",
-    "--cache none": "--cache: 'none' is refused -> give a value that is 'unique', 'repeat', ",
     '--server-flags "\'"': "--server-flags: No closing quotation -> close the quotation",
     "--model out/none/such": "--model out/none/such: no such folder -> name a checkpoint",
     "--model shape:x": "--model shape:x: 'x' is not a whole number",
-    "--state nosuch": "nosuch",
     "--attach a": "--attach: 'a' is no server -> give NAME=http://HOST:PORT",
     "--attach a=http://x a=http://y": "two servers have the same name",
     "": "nothing to measure -> give --users or --rates",
@@ -95,12 +89,10 @@ def test_documented_commands_parse(command: str) -> None:
         parse_cost_arguments(arguments)
         return
     _, options = parse_arguments(arguments)
-    if not isinstance(options, PairedOptions):
-        return
-    assert PairedOptions.model_validate_json(options.model_dump_json()) == options
     if "--rates find" in command:
-        assert options.rates == "find"
+        assert isinstance(options, PairedOptions) and options.rates == "find"
     if "--attach" in command:
+        assert isinstance(options, PairedOptions)
         assert (options.users, options.rates) == ((1, 4, 16, 64), (2, 4, 8, 16))
         assert options.sides == {640: 2, 1024: 1} and options.images == {1: 3, 2: 1}
         stock, pruned = choose_arms(options)
@@ -122,34 +114,26 @@ def workload(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def send(
-    url: str, workload: Path, out: Path, load: Load = LOAD, *, workers: int = 0, **more: object
+    url: str, workload: Path, out: Path, load: Load = LOAD, **more: object
 ) -> tuple[Result, list[Record]]:
     places = {"host": url, "workload": workload, "out": out}
     sending = {"rate": load.rate or 0.0, "users": load.users, "most": 64, **more}
-    module._run(RunOptions.model_validate({**places, **sending}), workers)
+    module._run(RunOptions.model_validate({**places, **sending}))
     return read_result(out)
 
 
-def only_of_a_busy_machine(result: Result) -> bool:
-    """Whether the only reasons against a run are those that a busy machine may cause."""
-    return all(reason.startswith("the client was the bottleneck") for reason in result.reasons)
-
-
-def test_an_open_loop_sends_everything_by_its_schedule(
-    workload: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(module, "_SILENCE", 0.3)
-
+def test_an_open_loop_sends_everything_by_its_schedule(workload: Path, tmp_path: Path) -> None:
     def count() -> str:
         engines = (len(server.requests), 7)
         name = 'vllm:request_success_total{engine="%d"} %d\n'
         return "".join(name % pair for pair in enumerate(engines))
 
+    key: dict[str, Any] = {"api_key": "secret", "header": ["X-Team=blue"]}
     with fake_server(REPLY, pages={"/metrics": count}) as server:
-        result, records = send(server.url, workload, tmp_path)
+        result, records = send(server.url, workload, tmp_path, **key)
+    sent = {(headers["Authorization"], headers["X-Team"]) for headers in server.headers}
+    assert sent == {("Bearer secret", "blue")}, "the question for its metrics too"
+    assert not any("secret" in path.read_text() for path in tmp_path.iterdir())
     assert len(server.requests) == 40 + 2  # the server is warmed up once
     assert [record.index for record in records] == list(range(40))
     assert [record.scheduled for record in records] == pytest.approx(LOAD.due(40))
@@ -157,11 +141,9 @@ def test_an_open_loop_sends_everything_by_its_schedule(
     assert all(record.started >= record.scheduled for record in records)
     assert median(record.delay for record in records) < 0.5
     assert result.summary.requests == 38 and result.summary.failed == 0  # without the ramp
-    assert result.load == LOAD and result.workload == WORKLOAD
+    assert result.options.load == LOAD and result.workload == WORKLOAD
     assert result.counters == {"finished": 40}
-    assert only_of_a_busy_machine(result)
-    progress = re.findall(r"  answered: (.*)", capsys.readouterr().err)
-    assert progress[0] == "none yet" and any(re.fullmatch(r"\d+ of 40", p) for p in progress)
+    assert all(reason.startswith("the client was the bottleneck") for reason in result.reasons)
     # Gaps are right within 3 ms in the quietest quarter of the answers: a busy machine delays
     # some, a wrong clock all.
     gaps = [b - a for a, b in pairwise(REPLY.times(6))]
@@ -170,18 +152,6 @@ def test_an_open_loop_sends_everything_by_its_schedule(
         for record in records
     ]
     assert len(errors) == 40 and sorted(errors)[10] < 0.003
-
-
-def test_two_workers_share_the_schedule_of_one(workload: Path, tmp_path: Path) -> None:
-    with fake_server(REPLY) as server:
-        key: dict[str, Any] = {"api_key": "secret", "header": ["X-Team=blue"]}
-        result, records = send(server.url, workload, tmp_path, workers=2, shared=True, **key)
-    sent = {(headers["Authorization"], headers["X-Team"]) for headers in server.headers}
-    assert sent == {("Bearer secret", "blue")}, "the question for its metrics too"
-    assert not any("secret" in path.read_text() for path in tmp_path.iterdir())
-    assert [record.scheduled for record in records] == pytest.approx(LOAD.due(40))
-    assert {(record.index % 2, record.worker) for record in records} == {(0, 0), (1, 1)}
-    assert len(result.clients) == 2 and result.options.shared and result.valid
 
 
 def test_a_server_that_dies_ends_the_run_and_keeps_its_records(
@@ -230,7 +200,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[RunOptions]:
     """Options of all runs; servers sustain 2 requests/s, and those named dead do not answer."""
     requested: list[RunOptions] = []
 
-    def run(options: RunOptions, workers: int) -> None:
+    def run(options: RunOptions) -> None:
         requested.append(options)
         if "dead" in options.host:
             raise BenchmarkError(f"server {options.host}: /v1/models is not answered")
@@ -263,9 +233,9 @@ def test_arms_alternate_and_loads_share_no_images(
     assert [arm for arm, _, _ in experiment.runs] == [arm for arm in "abba" for _ in loads]
     assert read_paired(tmp_path)[0] == experiment and experiment.broken is None
     lines = [line.partition("] ")[2] for line in capsys.readouterr().err.splitlines()]
-    assert lines[:2] == ["run 1 of 12: a, closed loop, 1 user", "  draw 10 requests"]
-    assert lines[2].startswith("  TTFT p50 100 ms, valid")
-    assert lines[-2] == "run 12 of 12: a, open loop, Poisson arrivals at 1 request/s"
+    assert lines[0] == "run 1 of 12: a, 1 user"
+    assert lines[1].startswith("  TTFT p50 100 ms, valid")
+    assert lines[-2] == "run 12 of 12: a, 1 request/s"
 
 
 def test_loads_share_no_image_of_ones_own_data(seen: list[RunOptions], tmp_path: Path) -> None:

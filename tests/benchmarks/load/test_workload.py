@@ -26,28 +26,20 @@ from tests.benchmarks.load.samples import write_images
 
 
 @pytest.mark.parametrize(("burstiness", "variation"), [(1.0, 1.0), (0.25, 2.0), (4.0, 0.5)])
-def test_gaps_are_gamma_distributed_and_follow_from_the_seed(
+def test_gaps_are_gamma_distributed_and_come_at_exactly_the_rate(
     burstiness: float, variation: float
 ) -> None:
     gaps = np.diff(Load(rate=5.0, burstiness=burstiness).due(20_000))
-    assert gaps.mean() == pytest.approx(0.2, rel=0.03)
     assert gaps.std() / gaps.mean() == pytest.approx(variation, rel=0.05)
-    # The pattern is the same at every rate, only faster.
+    # The pattern is the same at every rate, only faster; another seed has another.
     slow, fast = (Load(rate=rate, burstiness=burstiness, seed=3).due(50) for rate in (1.0, 4.0))
     assert np.allclose(slow, 4 * np.array(fast))
     assert not np.allclose(slow, Load(rate=1.0, burstiness=burstiness, seed=4).due(50))
-
-
-@pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
-@pytest.mark.parametrize("seed", range(4))
-def test_the_measured_requests_come_at_exactly_the_rate(burstiness: float, seed: int) -> None:
-    load = Load(rate=6.0, burstiness=burstiness, seed=seed)
+    load = Load(rate=6.0, burstiness=burstiness)
     due = load.due(100)
     measured = [at for at, counts in zip(due, load.select_measured(100), strict=True) if counts]
-    assert len(measured) == 95
+    assert len(measured) == 95 and (np.diff(due) >= 0).all()
     assert (len(measured) - 1) / (measured[-1] - measured[0]) == pytest.approx(6.0)
-    assert len(due) / due[-1] == pytest.approx(6.0)
-    assert (np.diff(due) >= 0).all()
 
 
 def test_ramp_and_drain_do_not_count() -> None:
@@ -111,7 +103,6 @@ def test_numbered_questions_have_as_many_words_and_differ() -> None:
     words = [request.question.split() for request in measured]
     assert len({request.question for request in measured}) == 200
     assert {len(line) for line in words} == {8, 16, 32}
-    assert all(word[0] == "w" and word[1:].isdecimal() for word in words[0])
 
 
 SMALL = Workload(model="mock", requests=8, warm_up=2, output_tokens=4, sides={64: 1})
@@ -151,45 +142,34 @@ def test_an_incomplete_or_missing_folder_is_refused_with_the_fix(tmp_path: Path)
 # ---- images of one's own ----
 
 PREPARE = ["prepare", "--model", "m", "--requests", "3", "--warm-up", "1"]
-LINES = [
-    {"image": "000.png", "question": "One?"},
-    {"images": ["001.png", "002.png"], "prompt": "Two?"},
-    {"image": "003.png", "question": "Three?"},
-    {"image": "000.png", "question": "Four?"},
-]
+LINES = [{"image": f"{number:03}.png", "question": f"{number}?"} for number in (0, 1, 3, 0)]
+BEFORE = "\n".join(map(json.dumps, LINES[:3])) + "\n"
 
 
 @pytest.mark.parametrize(
-    ("files", "questions", "images"),
+    ("source", "questions", "images"),
     [
-        # A folder's images are sent in order; without prompts, questions are drawn.
-        ({"notes.md": "no image"}, None, [[0], [1], [2], [3]]),
-        ({"prompts.txt": "What?\n\nWhere?\n"}, ["What?", "Where?"] * 2, [[0], [1], [2], [3]]),
-        ({"q.jsonl": "\n".join(map(json.dumps, LINES))},
-         ["One?", "Two?", "Three?", "Four?"], [[0], [1, 2], [3], [0]]),
+        # A folder's images are sent in order, and questions are drawn.
+        ("data", None, [0, 1, 2, 3]),
+        ("data/q.jsonl", ["0?", "1?", "3?", "0?"], [0, 1, 3, 0]),
     ],
-    ids=["folder", "prompts", "jsonl"],
-)  # fmt: skip
+    ids=["folder", "jsonl"],
+)
 def test_images_and_questions_of_ones_own_are_sent(
-    tmp_path: Path, files: dict[str, str], questions: list[str] | None, images: list[list[int]]
+    tmp_path: Path, source: str, questions: list[str] | None, images: list[int]
 ) -> None:
     data = tmp_path / "data"
     write_images(data, 4)
-    for name, text in files.items():
-        (data / name).write_text(text)
-    source = data / "q.jsonl" if "q.jsonl" in files else data
-    assert main([*PREPARE, "--data", str(source), "--out", str(tmp_path / "w")]) == 0
+    (data / "q.jsonl").write_text("\n".join(map(json.dumps, LINES)))
+    assert main([*PREPARE, "--data", str(tmp_path / source), "--out", str(tmp_path / "w")]) == 0
     prepared = load_prepared(tmp_path / "w")
     bodies = (*prepared.measured, *prepared.warm_up)
     contents = [json.loads(body)["messages"][-1]["content"] for body in bodies]
     asked = [content[-1]["text"] for content in contents]
     assert asked == questions if questions else len(set(asked)) == 4
-    urls = [[part["image_url"]["url"] for part in content[:-1]] for content in contents]
-    encoded = [base64.b64encode((data / f"00{n}.png").read_bytes()).decode() for n in range(4)]
-    assert urls == [[f"data:image/png;base64,{encoded[n]}" for n in row] for row in images]
-
-
-BEFORE = "\n".join(map(json.dumps, LINES[:3]))
+    encoded = [base64.b64encode((data / f"00{n}.png").read_bytes()).decode() for n in images]
+    urls = [content[0]["image_url"]["url"] for content in contents]
+    assert urls == [f"data:image/png;base64,{content}" for content in encoded]
 
 
 @pytest.mark.parametrize(
@@ -198,10 +178,8 @@ BEFORE = "\n".join(map(json.dumps, LINES[:3]))
         ("few", None, "has 3 items, but --cache unique needs 4 (with the warm-up)"),
         ("none", None, "none: cannot be read (No such file or directory) -> give a folder of .jpg"),
         (".", None, "has no images -> give a folder of .jpg"),
-        ("a.jsonl", "{", "a.jsonl: is JSON over several lines"),
-        ("b.jsonl", '{"question": "?"}', "b.jsonl:1: has no image -> give an object"),
-        ("c.jsonl", BEFORE + '\n{"image": "none.png"}', "c.jsonl:4: image 'none.png': cannot be"),
-        ("d.jsonl", BEFORE + '\n{"image": "d.jsonl"}', "d.jsonl:4: image 'd.jsonl': is not a pi"),
+        ("b.jsonl", '{"question": "?"}', "b.jsonl:1: 'image' is missing -> give an object"),
+        ("c.jsonl", BEFORE + '{"image": "none.png"}', "c.jsonl:4: image 'none.png': cannot be"),
     ],
 )
 def test_a_mistake_in_the_data_is_answered_in_one_line(
