@@ -1,4 +1,4 @@
-"""lmms-eval: tasks and arms, its output as 0.7.3 writes it, our plugin, runs of a fake program."""
+"""lmms-eval: tasks and sets, its output as 0.7.3 writes it, our plugin, runs of a fake program."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ import importlib
 import importlib.metadata
 import json
 import shutil
+import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from openai import OpenAI
 from PIL import Image
 
-from benchmarks.common.fake_server import Answer, Body
-from tests.evaluation.fake_lmms_eval import GOLD
+from benchmarks.common.fake_server import Answer, Body, FakeServer
 from tests.offline_search.synthetic import MODELS, completion, endpoint, error
 from vllm_autoprune.cli.main import main
 from vllm_autoprune.evaluation import lmms
-from vllm_autoprune.evaluation.journal import MME, EvaluationError, Total
+from vllm_autoprune.evaluation.journal import MME, EvaluationError, Question, Total
 from vllm_autoprune.evaluation.journal import Answer as Scored
 from vllm_autoprune.evaluation.lmms import (
     BENCHMARKS,
@@ -36,7 +37,6 @@ from vllm_autoprune.evaluation.lmms import (
 FILES = Path(__file__).with_name("lmms_files")
 """What 0.7.3 wrote about four questions to a real server; in ``failed`` one answered 400."""
 PLUGIN = Path(lmms.__file__).with_name("lmms_plugin")
-FAKE = f"{sys.executable} {Path(__file__).with_name('fake_lmms_eval.py')}"
 OWN = _Benchmark("minillava", "minillava")
 
 Captured = pytest.CaptureFixture[str]
@@ -44,12 +44,8 @@ Captured = pytest.CaptureFixture[str]
 
 def test_columns_tasks_and_sets_may_be_mixed() -> None:
     assert len(BENCHMARKS) == 14 and len(COLUMN_SETS["paper-llava"]) == 10
-    for names, selected in (
-        ("POPE,gqa,mme", ["GQA", "POPE", MME]),
-        ("paper-qwen,gqa", ["GQA", "TextVQA", MME, "MMB-EN", "MMB-CN", "ChartQA", "AI2D",
-                            "HallBench"]),
-        ("mine,gqa", ["GQA", "mine"]),
-    ):  # fmt: skip
+    qwen = ["GQA", "TextVQA", MME, "MMB-EN", "MMB-CN", "ChartQA", "AI2D", "HallBench"]
+    for names, selected in (("paper-qwen,gqa", qwen), ("mine,POPE,gqa", ["GQA", "POPE", "mine"])):
         rows = select_benchmarks(names, cognition=True, with_tasks=True)
         assert [row.name for row in rows] == selected
     (mme,) = select_benchmarks("mme", cognition=False, with_tasks=False)
@@ -59,21 +55,15 @@ def test_columns_tasks_and_sets_may_be_mixed() -> None:
     assert extras["lmms"] == [f"lmms-eval=={PINNED}"]
 
 
-def test_one_address_of_a_judge_serves_every_task() -> None:
-    for url in ("http://j", "http://j/v1/", "http://j/v1/chat/completions"):
-        by_kind = {row.judge: row.judge_address(url) for row in BENCHMARKS}
-        assert by_kind["base"] == "http://j/v1"
-        assert by_kind["path"] == "http://j/v1/chat/completions"
-
-
-def answers_of(folder: Path, benchmark: _Benchmark) -> tuple[list[Scored], Total | None]:
-    records = list(_read_output(folder, benchmark, "full"))
+def records_of(folder: Path, benchmark: _Benchmark = OWN) -> tuple[list[Scored], Total | None]:
+    """Answers and total of a run."""
+    records = _read_output(folder, benchmark, "full")
     totals = [record for record in records if isinstance(record, Total)]
     return [r for r in records if isinstance(r, Scored)], totals[0] if totals else None
 
 
 def test_real_files_are_parsed() -> None:
-    answers, total = answers_of(FILES / "answered", OWN)
+    answers, total = records_of(FILES / "answered")
     assert [(answer.text, answer.prompt_tokens) for answer in answers] == [
         ("5", 157), ("blue", 158), ("cross", 162), ("1247", 161),
     ]  # fmt: skip
@@ -81,13 +71,22 @@ def test_real_files_are_parsed() -> None:
     assert total == Total(
         case="full", benchmark="minillava", metric="minillava_accuracy", value=100.0, count=4
     )
-    questions = list(_read_output(FILES / "answered", OWN, "full"))[:4]
+    records = _read_output(FILES / "answered", OWN, "full")
     # The document, and its image with it, is not among what is logged.
-    assert {vars(question)["image"] for question in questions} == {"minillava/264b78d7448f204c"}
-    answers, total = answers_of(FILES / "failed", OWN)
+    images = {record.image for record in records if isinstance(record, Question)}
+    assert images == {"minillava/264b78d7448f204c"}
+    answers, total = records_of(FILES / "failed")
     (failed,) = (answer for answer in answers if answer.failure is not None)
     assert total is None and (failed.question, failed.score) == ("minillava/1", None)
-    assert "400 - the engine is gone" in str(failed.failure)
+    assert str(failed.failure).endswith("3 retries] Error code: 400 - the engine is gone")
+
+
+def change_samples(path: Path, *changes: dict[str, Any]) -> None:
+    """Replace fields of the first samples of a file."""
+    samples = list(map(json.loads, path.read_text().splitlines()))
+    for sample, change in zip(samples, changes, strict=False):
+        sample |= change
+    path.write_text("\n".join(map(json.dumps, samples)))
 
 
 @pytest.mark.parametrize(
@@ -97,8 +96,6 @@ def test_real_files_are_parsed() -> None:
         ("*_samples_*", {"filtered_resps": "A", "resps": [["[LMMS_EVAL_BUDGET_EXCEEDED]"]]}, ""),
         ("*_samples_*", {"token_counts": [{"input_tokens": 0, "output_tokens": 0}]}, ""),
         ("*_samples_*", {"token_counts": [None]}, ""),
-        ("*_samples_*", {"filtered_resps": [], "resps": []}, ""),
-        ("*_samples_*", None, "its output is incomplete"),
         ("images.jsonl", None, "its output is incomplete .*images.jsonl"),
         ("*_samples_*", '{"doc_id": 0}\n', "1 samples, but lmms-eval reports 4"),
         ("*_results.json", '{"results": {"minillava": {}}}', "its output is incomplete"),
@@ -110,27 +107,38 @@ def test_a_failed_request_leaves_no_total_and_incomplete_output_is_refused(
     output = shutil.copytree(FILES / "answered", tmp_path / "run")
     (path,) = output.rglob(pattern)
     if isinstance(change, dict):
-        lines = list(map(json.loads, path.read_text().splitlines()))
-        lines[1] |= change
-        path.write_text("\n".join(map(json.dumps, lines)))
-        answers, total = answers_of(output, OWN)
+        change_samples(path, {}, change)
+        answers, total = records_of(output)
         assert total is None and answers[1].failure and answers[1].score is None
         assert [answer.failure for answer in answers if answer is not answers[1]] == [None] * 3
         return
     path.unlink() if change is None else path.write_text(change)
     with pytest.raises(EvaluationError, match=message):
-        answers_of(output, OWN)
+        records_of(output)
+
+
+def test_of_mme_only_the_half_that_counts_is_read(tmp_path: Path) -> None:
+    output = shutil.copytree(FILES / "answered", tmp_path / "run")
+    (path,) = output.rglob("*_samples_*")
+    pair = {"question_id": "a/1.jpg", "category": "a"}
+    halves = ("perception", "perception", "cognition")
+    changes = [{f"{half}_score": {**pair, "score": 1.0 * n}} for n, half in enumerate(halves)]
+    change_samples(path, *changes)
+    (summary,) = output.rglob("*_results.json")
+    text = summary.read_text().replace("minillava_accuracy,none", "perception_score,none")
+    summary.write_text(text.replace(": 1.0", ": 75.0"))
+    mme = _Benchmark(MME, "minillava", ("perception_score",), 1.0)
+    answers, total = records_of(output, mme)
+    assert [answer.score for answer in answers] == [0.0, 1.0] and total and total.value == 75.0
+    questions = [r for r in _read_output(output, mme, "full") if isinstance(r, Question)]
+    assert {(q.category, q.pair) for q in questions} == {("a", "a/a/1.jpg")}
 
 
 class Model:
     """Replaces the parent class of the plugin's model: builds the messages of every request."""
 
     def __init__(self) -> None:
-        completions = SimpleNamespace(create=partial(dict[str, object], model="m"))
-        self.client = SimpleNamespace(chat=SimpleNamespace(completions=completions))
-        self.client.with_options = lambda default_headers: SimpleNamespace(
-            **vars(self.client), headers=default_headers
-        )
+        self.client = OpenAI(api_key="none", base_url="http://h:1/v1")
 
     def generate_until(self, requests: Sequence[SimpleNamespace]) -> list[str]:
         return [str(request.arguments[1](request.arguments[3])) for request in requests]
@@ -163,138 +171,138 @@ def test_the_plugin_sends_the_options_of_its_case_and_records_images(
     assert (entry.group, entry.name) == ("lmms_eval.models", "openai")
     name = "autoprune_lmms.model.OpenAIWithImages"
     assert entry.load()() == ("openai", {"chat_class_path": name})
-    monkeypatch.setenv(plugin.FILE, str(tmp_path / "images.jsonl"))
-    headers = {"Authorization": "Bearer k"}
-    monkeypatch.setenv(plugin.HEADERS, json.dumps(headers))
-    for pruning in ({"budget": 8, "state": "visionzip"}, {}):
-        monkeypatch.setenv(plugin.PRUNING, json.dumps(pruning))
-        client = plugin.OpenAIWithImages().client
-        assert client.headers == headers
-        request = client.chat.completions.create(temperature=0)
-        extra = {"extra_body": {"mm_processor_kwargs": {"autoprune": pruning}}} if pruning else {}
-        assert request == {"model": "m", "temperature": 0, **extra}
+    pruning, images = {"budget": 8, "state": "visionzip"}, tmp_path / "images.jsonl"
+    run = {"pruning": pruning, "headers": {"X-Team": "t"}, "insecure": True, "images": str(images)}
+    monkeypatch.setenv("AUTOPRUNE_RUN", json.dumps(run))
+    with endpoint(lambda body, number: completion("yes")) as server:
+        model = plugin.OpenAIWithImages()
+        model.client.base_url = f"{server.url}/v1"
+        model.client.chat.completions.create(model="m", messages=[])
+        assert server.requests[0]["mm_processor_kwargs"] == {"autoprune": pruning}
+        assert server.headers[-1]["X-Team"] == "t"
+        assert not model.client._client._transport._pool._ssl_context.check_hostname
 
     def build(number: int) -> list[dict[str, object]]:
         image = Image.new("RGB", (2, 2), ("red", "red", "blue", "blue")[number])
         content = [{"type": "image", "url": image}, {"type": "text", "text": f"{number}?"}]
         return [{"role": "user", "content": content[number == 3 :]}]
 
-    def ask(model: type[Model]) -> list[str]:
+    def ask(model: Any) -> list[str]:
         requests = [SimpleNamespace(arguments=("c", build, {}, n, "t", "test")) for n in range(4)]
-        return [text.partition("<PIL")[0] for text in model().generate_until(requests)]
+        return [text.partition("<PIL")[0] for text in model.generate_until(requests)]
 
-    assert ask(plugin.OpenAIWithImages) == ask(Model)
-    lines = [json.loads(line) for line in (tmp_path / "images.jsonl").read_text().splitlines()]
-    assert [(line["task"], line["doc_id"]) for line in lines] == [("t", n) for n in range(4)]
+    assert ask(model) == ask(Model())
+    lines = list(map(json.loads, images.read_text().splitlines()))
+    assert [line["doc_id"] for line in lines] == [0, 1, 2, 3]
     red, again, blue, none = (line["image"] for line in lines)
     assert red == again != blue and none == ""
 
 
-def answer(body: Body, number: int) -> Answer:
-    """The reference answer with all tokens, "yes" to a shorter prompt with a state; no `trim`."""
-    pruning = body["mm_processor_kwargs"]["autoprune"]
-    content = body["messages"][0]["content"]
-    if pruning.get("state", {}).get("base_policy", {}).get("name") == "trim":
-        return error(400, "not on this server")
-    if isinstance(content, list):
-        return completion("?")  # the request about a plain image
-    if "budget" not in pruning:
-        return completion(GOLD[int(str(content).split()[1].rstrip("?"))])
-    status, text, headers = completion("yes")
-    return status, text.replace(b'"prompt_tokens": 10', b'"prompt_tokens": 4'), headers
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """A fake lmms-eval writes the real files, shorter prompts where K is sent; options of runs."""
+    runs: list[dict[str, Any]] = []
+
+    def run(command: list[str], **options: Any) -> SimpleNamespace:
+        if command[-1] == "version":
+            return SimpleNamespace(stdout=f"lmms-eval {PINNED}\nPython     3.11")
+        words = dict(zip(command[1::2], command[2::2], strict=False))
+        run, task = json.loads(options["env"]["AUTOPRUNE_RUN"]), words["--tasks"]
+        runs.append({**options["env"], **words, **run})
+        benchmark = next(row for row in BENCHMARKS if row.task == task)
+        if benchmark.judge is not None and "OPENAI_API_URL" not in options["env"]:
+            options["stdout"].write(b"failed to get a score")
+        for path in (FILES / "answered").rglob("*.json*"):
+            text = path.read_text().replace("minillava_accuracy", benchmark.metrics[0])
+            if "budget" in run["pruning"]:
+                text = text.replace('"input_tokens": 1', '"input_tokens": ')
+            target = Path(words["--output_path"], path.name.replace("minillava", task))
+            target.write_text(text.replace('"minillava"', f'"{task}"'))
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    return runs
 
 
 @pytest.fixture
-def call(tmp_path: Path) -> Callable[..., int]:
-    def call(url: str, *words: str, tasks: str = "gqa") -> int:
-        common = ["--served-name", "m", "--lmms-eval", FAKE, "--out", str(tmp_path)]
-        common += ["--server-url", url, "--budgets", "8"]
-        return main(["eval", "--suite", f"lmms:{tasks}", *common, *words])
+def server() -> Iterator[FakeServer]:
+    """A server that refuses the state `trim`."""
 
-    return call
+    def answer(body: Body, number: int) -> Answer:
+        state = body["mm_processor_kwargs"]["autoprune"].get("state", {})
+        return error(400, "not on this server") if state.get("name") == "trim" else completion("?")
+
+    with endpoint(answer) as server:
+        yield server
 
 
-def rows_in(folder: Path) -> dict[str, Any]:
-    report = json.loads((folder / "report.json").read_text())
-    return {row["case"]["name"]: row for row in report["rows"]}
+@pytest.fixture
+def call(tmp_path: Path, server: FakeServer) -> Callable[..., int]:
+    common = ["--served-name", "m", "--server-url", server.url, "--budgets", "8"]
+    common += ["--out", str(tmp_path)]
+    return lambda tasks, *words: main(["eval", "--suite", f"lmms:{tasks}", *common, *words])
 
 
 def test_every_state_is_measured_on_one_server(
-    tmp_path: Path, call: Callable[..., int], capsys: Captured
+    tmp_path: Path, call: Callable[..., int], runs: list[dict[str, Any]], capsys: Captured
 ) -> None:
-    with endpoint(answer) as server:
-        words = ["--state", "visionzip", "--state", "trim"]
-        assert call(server.url, *words, tasks="mme,gqa") == 0
-        assert "| trim | 8 | status 400: not on this server |" in capsys.readouterr().out
-        asked = len(server.requests)
-        assert asked == 5 + 4 * 8
-        assert call(server.url, *words, "--resume", tasks="mme,gqa") == 0
-        assert len(server.requests) == asked + 5, "complete tasks are not repeated"
-    rows = rows_in(tmp_path)
+    words = ["--state", "visionzip", "--state", "trim", "--insecure", "--header", "X-Team=t"]
+    assert call("pope,gqa", *words, "--dry-run") == 0 and not runs
+    assert capsys.readouterr().out.count("--tasks gqa") == 5
+    assert call("pope,gqa", *words) == 0
+    assert "| trim | 8 | status 400: not on this server |" in capsys.readouterr().out
+    assert [run["--tasks"] for run in runs] == ["gqa", "pope"] * 4
+    assert runs[0]["pruning"] == {"enabled": False} and runs[0]["insecure"]
+    assert runs[0]["headers"]["X-Team"] == "t" and runs[-1]["pruning"]["budget"] == 8
+    assert call("pope,gqa", *words, "--resume") == 0
+    assert len(runs) == 8, "complete tasks are not repeated"
+    report = json.loads((tmp_path / "report.json").read_text())
+    rows = {row["case"]["name"]: row for row in report["rows"]}
     assert set(rows) == {"full", "random@8", "resized@8", "visionzip@8"}
-    row = rows["visionzip@8"]
-    # Of MME's two pairs only the one of perception counts on LLaVA: one of two right, no pair.
-    assert row["benchmarks"] == {"GQA": 50.0, MME: 50.0} and row["prompt_tokens"] == 4.0
-    assert row["all"]["acc"] == (50 + 2.5) / 2 and row["to_full"]["mme"]["value"] == -150.0
-    text = (tmp_path / "samples.jsonl").read_text()
-    questions = [line for line in map(json.loads, text.splitlines()) if line["kind"] == "question"]
-    assert {line["image"] for line in questions} == {"gqa/i0", "gqa/i1", "mme/i0"}
+    assert rows["full"]["benchmarks"] == {"GQA": 100.0, "POPE": 100.0}
+    assert (rows["full"]["prompt_tokens"], rows["visionzip@8"]["prompt_tokens"]) == (159.5, 59.5)
 
 
-def test_a_failed_request_is_asked_again(call: Callable[..., int], capsys: Captured) -> None:
-    # lmms-eval would score its own failure text as a wrong answer and end with 0.
-    with endpoint(lambda body, n: error(500) if n == 7 else answer(body, n)) as server:
-        assert call(server.url) == 1
-        assert "1 of 4 requests failed: [LMMS_EVAL_REQUEST_FAILED" in capsys.readouterr().out
-        assert call(server.url, "--resume") == 0
-
-
-def test_a_judge_is_asked_and_without_one_the_report_is_not_valid(
-    tmp_path: Path, call: Callable[..., int], capsys: Captured, monkeypatch: pytest.MonkeyPatch
+def test_a_judge_is_asked_as_its_task_asks_and_without_one_the_report_is_not_valid(
+    call: Callable[..., int],
+    runs: list[dict[str, Any]],
+    capsys: Captured,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("OPENAI_API_URL", raising=False)
-    with endpoint(answer) as server:
-        assert call(server.url, tasks="mmvet") == 1
-        assert "MM-Vet: the judge gave no usable answer (4 times)" in capsys.readouterr().out
-        words = ["--resume", "--judge-url", "http://judge:1"]
-        assert call(server.url, *words, tasks="mmvet") == 0
-    assert rows_in(tmp_path)["full"]["benchmarks"] == {"MM-Vet": 80.0}
+    assert call("mmvet,mmbench_en_dev") == 1
+    assert "the judge gave no usable answer (1 times)" in capsys.readouterr().out
+    runs.clear()
+    judge = "http://judge:1/v1/chat/completions"
+    assert call("mmvet,mmbench_en_dev", "--resume", "--judge-url", judge) == 0
+    urls = {run["--tasks"]: run["OPENAI_API_URL"] for run in runs}
+    assert urls == {"mmbench_en_dev": judge, "mmvet": "http://judge:1/v1"}
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "message"),
+    ("replies", "message"),
     [
-        ("FAKE_ERROR", "1", "lmms-eval ended with 0 and no samples of gqa -> see "),
-        ("FAKE_VERSION", "0.9.0", "is version 0.9.0; only the output files of 0.7.3"),
+        ([], "--lmms-eval lmms-eval: is version nothing; only the output files of 0.7.3"),
+        (["lmms-eval 0.9.0"], "is version 0.9.0; only the output files of 0.7.3"),
+        ([f"lmms-eval {PINNED}"] * 2, "lmms-eval ended with 0 and no samples of gqa -> see "),
     ],
 )
 def test_a_program_that_fails_is_reported(
     call: Callable[..., int], capsys: Captured, monkeypatch: pytest.MonkeyPatch,
-    variable: str, value: str, message: str,
+    replies: list[str], message: str,
 ) -> None:  # fmt: skip
-    monkeypatch.setenv(variable, value)
-    with endpoint(answer) as server:
-        assert call(server.url) == 1
+    answers = iter([*replies, ""])
+    fake = partial(SimpleNamespace, returncode=0)
+    monkeypatch.setattr(subprocess, "run", lambda *call, **options: fake(stdout=next(answers)))
+    assert call("gqa") == 1
     captured = capsys.readouterr()
     assert message in captured.out + captured.err
 
 
-def test_a_server_that_dies_stops_the_run_and_the_plan_is_the_command_lines(
-    call: Callable[..., int], capsys: Captured, tmp_path: Path
+def test_a_server_that_dies_stops_the_run(
+    call: Callable[..., int], runs: list[dict[str, Any]], server: FakeServer, capsys: Captured
 ) -> None:
-    def dying(body: Body, number: int) -> Answer:
-        if number < 5:
-            return answer(body, number)
-        server.pages[MODELS] = error(503, "down")
-        return error(503)
-
-    with endpoint(dying) as server:
-        words = ["--include-path", "tasks", "--dry-run"]
-        assert call(server.url, *words, tasks="mme,gqa,own") == 0
-        lines = capsys.readouterr().out.splitlines()
-        tasks = [line.partition("--tasks ")[2].partition(" ")[0] for line in lines]
-        assert tasks == ["gqa", "mme", "own"] * 5
-        assert f"base_url={server.url}/v1," in lines[0] and not server.requests
-        assert f"--output_path {tmp_path}/lmms-eval/full/gqa/1 " in lines[0]
-        assert call(server.url, tasks="gqa,mme") == 1
-        assert len(server.requests) == 5 + 4 and "status 503: down" in capsys.readouterr().err
+    pages = iter([server.pages[MODELS]] * 2)
+    server.pages[MODELS] = lambda: next(pages, error(503, "down"))  # type: ignore[assignment,return-value]
+    assert call("gqa,pope") == 1
+    assert len(runs) == 1 and "status 503: down" in capsys.readouterr().err

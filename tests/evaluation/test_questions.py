@@ -25,10 +25,8 @@ from vllm.multimodal.media.image import ImageMediaIO
 
 from benchmarks.load.workload import _encode, _open_data
 from offline_search.dataset import SPLITS, convert_mme, read_dataset
-from tests.evaluation.test_lmms import FILES, OWN
-from vllm_autoprune.errors import AutopruneError, ConfigError, Problem
+from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.evaluation.journal import MME, PAIRS
-from vllm_autoprune.evaluation.lmms import _read_output
 from vllm_autoprune.evaluation.questions import read_picture, read_questions
 
 LINE = {"image": "a.png", "question": "?", "answer": "x"}
@@ -462,32 +460,6 @@ def test_any_bytes_are_a_picture_or_refused_in_words(folder: Path, content: byte
     with suppress(ConfigError):
         picture = read_picture("", folder, "any.png")
         assert picture.image.tobytes() == vllm_reads(content).tobytes()
-
-
-@pytest.fixture
-def output(tmp_path: Path) -> dict[str, Path]:
-    """The files of one run of lmms-eval, by the end of their names."""
-    for path in (FILES / "answered").rglob("*.json*"):
-        write(tmp_path / path.name, path.read_bytes())
-    return {re.sub(r".*(samples|results|images).*", r"\1", path.name): path
-           for path in tmp_path.iterdir()}  # fmt: skip
-
-
-@QUICK
-@given(st.data(), st.sampled_from(["samples", "results", "images"]))
-def test_any_output_of_lmms_eval_is_read_or_refused_in_words(
-    output: dict[str, Path], data: st.DataObject, name: str
-) -> None:
-    earlier = output[name].read_bytes()
-    text = json.loads(earlier.partition(b"\n")[0] if name != "results" else earlier)
-    values = st.none() | st.floats() | st.integers() | st.text(max_size=3) | st.just([None])
-    changed = text | data.draw(st.dictionaries(st.sampled_from(sorted(text)), values, max_size=2))
-    write(output[name], data.draw(st.just(json.dumps(changed).encode()) | mutants([earlier])))
-    try:
-        with suppress(AutopruneError):
-            _read_output(next(iter(output.values())).parent, OWN, "full")
-    finally:
-        write(output[name], earlier)
 
 
 def test_a_search_finds_one_image_in_two_splits_under_any_name(folder: Path) -> None:

@@ -242,7 +242,7 @@ def test_the_page_has_a_table_for_each_budget_and_what_cannot_be_served() -> Non
     assert report.valid and report.refused == (refused,)
     page = format_markdown(report)
     tables = re.findall(r"^### (.*)\n\n((?:\|.*\n)*)", page, re.MULTILINE)
-    assert [caption for caption, _ in tables] == ["K = 8", "K = 4", "Cannot be served"]
+    assert [caption for caption, _ in tables] == ["K = 8", "K = 4", "Not measured"]
     head, _, full, base, ours = [
         line.strip("| ").split(" | ") for line in tables[0][1].splitlines()
     ]

@@ -1,4 +1,4 @@
-"""Benchmarks through lmms-eval: its tasks, one run of it for every task in every case, its output.
+"""Benchmarks through lmms-eval, another program: one run of it for every task in every case.
 
 Complete runs are not repeated. lmms-eval scores the error message of a failed request like an
 answer; here it is a failure.
@@ -18,11 +18,8 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
-from pydantic import TypeAdapter
-
-from vllm_autoprune.connection import Connection, api_address, server_address
+from vllm_autoprune.connection import api_address, server_address
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.evaluation.journal import (
     MME,
@@ -34,16 +31,16 @@ from vllm_autoprune.evaluation.journal import (
     Setup,
     Total,
 )
-from vllm_autoprune.evaluation.questions import parse_json, read_objects, refuse
-from vllm_autoprune.evaluation.run import Progress, Suite, check_server
+from vllm_autoprune.evaluation.questions import parse_json
+from vllm_autoprune.evaluation.run import Progress, Server, Suite, check_server
+from vllm_autoprune.http_client import ServerClient, reporting_failures
 
 PINNED = "0.7.3"
 """The version of lmms-eval whose tasks, metrics and output files are supported."""
 
 _PLUGIN = Path(__file__).with_name("lmms_plugin")
-_IMAGES = "images.jsonl"
-"""Written into the output by our plugin of lmms-eval: the image of each question."""
-_LOG = "lmms-eval.log"
+_IMAGES, _LOG = "images.jsonl", "lmms-eval.log"
+"""Files of a run: the image of each question, written by our plugin, and what lmms-eval prints."""
 
 
 @dataclass(frozen=True)
@@ -54,18 +51,13 @@ class _Benchmark:
     task: str
     metrics: tuple[str, ...] = ()
     scale: float = 100.0
-    judge: Literal["none", "base", "path"] = "none"
-    """What its task takes OPENAI_API_URL for: the base of an OpenAI-compatible API (the judges of
-    lmms_eval/llm_judge give it to OpenAI's client), or the address that it posts to
-    (tasks/mmbench/mmbench_evals.py, tasks/hallusion_bench/utils.py)."""
-
-    def judge_address(self, url: str) -> str:
-        """The value of OPENAI_API_URL for a judge whose address was given in either form."""
-        base = api_address(url)
-        return base if self.judge == "base" else f"{base}/chat/completions"
+    judge: str | None = None
+    """What the OPENAI_API_URL of its task has behind ``/v1``: nothing for the judges of
+    lmms_eval/llm_judge, which give it to OpenAI's client, or the path that the task posts to
+    (tasks/mmbench/mmbench_evals.py, tasks/hallusion_bench/utils.py). None: it asks no judge."""
 
 
-_EXACT = ("exact_match",)
+_EXACT, _GPT, _CHAT = ("exact_match",), ("gpt_eval_score",), "/chat/completions"
 
 # The test splits of VQAv2 and VizWiz are scored by submission only; TextVQA has no OCR tokens in
 # its prompt; OCRBench always divides by 1,000.
@@ -77,12 +69,12 @@ BENCHMARKS: tuple[_Benchmark, ...] = (
     _Benchmark("TextVQA", "textvqa_val", _EXACT),
     _Benchmark("POPE", "pope", ("pope_f1_score",)),
     _Benchmark(MME, "mme", ("mme_perception_score", "mme_cognition_score"), 1.0),
-    _Benchmark("MMB-EN", "mmbench_en_dev", ("gpt_eval_score",), 1.0, judge="path"),
-    _Benchmark("MMB-CN", "mmbench_cn_dev", ("gpt_eval_score",), 1.0, judge="path"),
-    _Benchmark("MM-Vet", "mmvet", ("gpt_eval_score",), 1.0, judge="base"),
+    _Benchmark("MMB-EN", "mmbench_en_dev", _GPT, 1.0, judge=_CHAT),
+    _Benchmark("MMB-CN", "mmbench_cn_dev", _GPT, 1.0, judge=_CHAT),
+    _Benchmark("MM-Vet", "mmvet", _GPT, 1.0, judge=""),
     _Benchmark("ChartQA", "chartqa", ("relaxed_overall",)),
     _Benchmark("AI2D", "ai2d", _EXACT),
-    _Benchmark("HallBench", "hallusion_bench_image", ("aAcc",), 1.0, judge="path"),
+    _Benchmark("HallBench", "hallusion_bench_image", ("aAcc",), 1.0, judge=_CHAT),
     _Benchmark("OCRBench", "ocrbench", ("ocrbench_accuracy",)),
 )
 
@@ -109,28 +101,23 @@ def select_benchmarks(names: str, *, cognition: bool, with_tasks: bool) -> list[
         known = ", ".join([*COLUMN_SETS, *(row.task for row in BENCHMARKS)])
         fix = f"use: {known}; a task of your own needs --include-path"
         raise ConfigError("eval", [Problem(f"--suite lmms:{names}", what, fix)])
-    metrics = slice(None) if cognition else slice(1)
     selected = [row for row in BENCHMARKS if row.name in chosen]
     selected += [_Benchmark(name, name) for name in unknown]
+    metrics = slice(None) if cognition else slice(1)
     return [dataclasses.replace(row, metrics=row.metrics[metrics]) for row in selected]
 
 
 @dataclass
 class LmmsSuite(Suite):
-    """Benchmarks that lmms-eval, another program, asks one server in every case."""
+    """Benchmarks that lmms-eval asks one server in every case."""
 
+    server: Server
     cases: Sequence[Case]
     benchmarks: Sequence[_Benchmark]
-    url: str
-    """The address of the server."""
-    connection: Connection
-    served_name: str
     program: str
     folder: Path
     """It receives the files of lmms-eval."""
     backbone: str
-    mme_divisor: float
-    max_in_flight: int = 32
     limit: int | None = None
     include: Path | None = None
     """A folder of further tasks."""
@@ -138,56 +125,50 @@ class LmmsSuite(Suite):
     """Address of an OpenAI-compatible judge, for the tasks that ask one."""
 
     def __post_init__(self) -> None:
-        self.folder = self.folder.absolute()  # lmms-eval runs in another one
         limit = "" if self.limit is None else f", the first {self.limit} of each"
         self.setup = Setup(
             suite="lmms",
-            model=self.served_name,
+            model=self.server.model or "",
             data=", ".join(f"{each.name} ({each.task})" for each in self.benchmarks) + limit,
             scorer=f"lmms-eval {PINNED}",
             backbone=self.backbone,
-            mme_divisor=self.mme_divisor,
+            mme_divisor=28.0 if self.backbone.startswith("qwen") else 20.0,
         )
 
     def plan(self) -> Sequence[str]:
         """Every command line that will be run."""
-        return [
-            shlex.join(self._command(benchmark.task, self._new_folder(case, benchmark)))
-            for case in self.cases
-            for benchmark in self.benchmarks
-        ]
+        pairs = itertools.product(self.cases, self.benchmarks)
+        return [shlex.join(self._command(*pair)) for pair in pairs]
 
     def measure(self, journal: Journal, progress: Progress) -> None:
         """Run what is not complete, after checking lmms-eval and the server."""
         runs = [
             (case, benchmark)
-            for case in self.cases
-            for benchmark in self.benchmarks
+            for case, benchmark in itertools.product(self.cases, self.benchmarks)
             if not case.refused and benchmark.name not in journal.contents.totals.get(case.name, {})
         ]
         if not runs:
             return
         # Before the first task, which may take hours.
         self._check_version()
-        _, changed = check_server(self.url, self.connection, self.served_name, self.cases)
-        journal.append([*self.cases, *changed])
-        names = {case.name for case in changed if case.refused}
-        runs = [run for run in runs if run[0].name not in names]
+        _, names = check_server(self.server, self.cases, journal)
+        runs = [run for run in runs if run[0].name in names]
         progress.begin(len(runs))
         for case, benchmark in runs:
             # lmms-eval would ask a dead one every question.
-            check_server(self.url, self.connection, self.served_name, [])
+            client = ServerClient(self.server.url, self.server.connection)
+            with client, reporting_failures(client.url):
+                client.list_models()
             progress.write(f"{case.name}: {benchmark.task} ...")
-            folder = self._new_folder(case, benchmark)
-            self._run(case, benchmark, folder)
-            journal.append(_read_output(folder, benchmark, case.name))
+            self._run(case, benchmark)
+            journal.append(_read_output(self._folder_of(case, benchmark), benchmark, case.name))
             progress.advance()
 
-    def _new_folder(self, case: Case, benchmark: _Benchmark) -> Path:
-        folder = self.folder / case.name / benchmark.task
-        return next(path for n in itertools.count(1) if not (path := folder / str(n)).exists())
+    def _folder_of(self, case: Case, benchmark: _Benchmark) -> Path:
+        # Absolute, because lmms-eval runs in another folder.
+        return self.folder.absolute() / case.name / benchmark.task
 
-    def _command(self, task: str, output: Path) -> list[str]:
+    def _command(self, case: Case, benchmark: _Benchmark) -> list[str]:
         """The command line for one task; decoding and prompts are the task's.
 
         ``prefix_aware_queue`` is off because it reorders requests by their text.
@@ -195,17 +176,18 @@ class LmmsSuite(Suite):
         is 128.
         """
         arguments = {
-            "model_version": self.served_name,
-            "base_url": f"{server_address(self.url)}/v1",
-            "num_concurrent": self.max_in_flight,
-            "adaptive_max_concurrency": self.max_in_flight,
+            "model_version": self.server.model,
+            "base_url": f"{server_address(self.server.url)}/v1",
+            "num_concurrent": self.server.max_in_flight,
+            "adaptive_max_concurrency": self.server.max_in_flight,
             "max_retries": 3,
             "prefix_aware_queue": False,
         }
         model_args = ",".join(f"{name}={value}" for name, value in arguments.items())
+        output = str(self._folder_of(case, benchmark))
         line = [
-            *self._program(), "--model", "openai", "--model_args", model_args, "--tasks", task,
-            "--batch_size", "1", "--output_path", str(output), "--log_samples",
+            *self._program(), "--model", "openai", "--model_args", model_args, "--tasks",
+            benchmark.task, "--batch_size", "1", "--output_path", output, "--log_samples",
         ]  # fmt: skip
         if self.include is not None:
             line += ["--include_path", str(self.include.absolute())]
@@ -227,30 +209,31 @@ class LmmsSuite(Suite):
         fix = f"pip install lmms-eval=={PINNED} into a separate environment, and name its program"
         raise ConfigError("eval", [Problem(f"--lmms-eval {self.program}", what, fix)])
 
-    def _run(self, case: Case, benchmark: _Benchmark, folder: Path) -> None:
+    def _run(self, case: Case, benchmark: _Benchmark) -> None:
         """Run one task; raises :class:`EvaluationError`."""
+        folder = self._folder_of(case, benchmark)
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that was not complete
         folder.mkdir(parents=True)
+        connection = self.server.connection
+        headers = {name.title(): v for name, v in connection.headers(self.server.url).items()}
+        settings = {"pruning": case.pruning, "headers": headers, "insecure": connection.insecure}
         path = [str(_PLUGIN), *filter(None, [os.environ.get("PYTHONPATH")])]
         variables = {
-            # The client needs a key even if the server does not.
+            # Its client needs a key even if the server does not; ours is among the headers, since
+            # this one is the judge's.
             "OPENAI_API_KEY": "none",
             **os.environ,
             "PYTHONPATH": os.pathsep.join(path),
-            "AUTOPRUNE_IMAGES": str(folder / _IMAGES),
-            "AUTOPRUNE_PRUNING": json.dumps(case.pruning),
-            # Not OPENAI_API_KEY, which is the judge's.
-            "AUTOPRUNE_HEADERS": json.dumps(
-                {name.title(): v for name, v in self.connection.headers(self.url).items()}
-            ),
+            "AUTOPRUNE_RUN": json.dumps({**settings, "images": str(folder / _IMAGES)}),
         }
-        if ca_file := self.connection.ca_file:
-            variables["SSL_CERT_FILE"] = str(ca_file.absolute())
+        if connection.ca_file:
+            variables["SSL_CERT_FILE"] = str(connection.ca_file.absolute())
         judge = self.judge_url or os.environ.get("OPENAI_API_URL")
-        if judge and benchmark.judge != "none":
-            variables["OPENAI_API_URL"] = benchmark.judge_address(judge)
+        if judge and benchmark.judge is not None:
+            variables["OPENAI_API_URL"] = api_address(judge) + benchmark.judge
         with (folder / _LOG).open("wb") as log:
             process = subprocess.run(
-                self._command(benchmark.task, folder),
+                self._command(case, benchmark),
                 stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, check=False,
                 # In any other folder it would take a subfolder of the task's name for the task.
                 cwd=folder, env=variables,
@@ -263,7 +246,7 @@ class LmmsSuite(Suite):
             )
 
 
-_FAILURE_MARKS = ("[LMMS_EVAL_REQUEST_FAILED", "[LMMS_EVAL_BUDGET_EXCEEDED]")
+_FAILED = re.compile(r'\[LMMS_EVAL_(REQUEST_FAILED|BUDGET_EXCEEDED)[^"]{,300}')
 """How lmms-eval marks a failed request in place of its answer."""
 
 _UNJUDGED = re.compile(
@@ -287,14 +270,11 @@ def _read_output(
     try:
         return list(_parse_output(folder, benchmark, case))
     except (
-        ConfigError, OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError
+        OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError
     ) as error:  # fmt: skip
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         what = f"{benchmark.task}: its output is incomplete ({reason})"
         raise EvaluationError(f"{what} -> see {folder / _LOG}, fix that and add --resume") from None
-
-
-_LINE = TypeAdapter(dict[str, Any])
 
 
 def _parse_output(
@@ -302,35 +282,30 @@ def _parse_output(
 ) -> Iterator[Question | Answer | Total]:
     """The records of :func:`_read_output`; raises various errors for files of another form."""
     task = benchmark.task
-
-    def read(path: Path) -> list[dict[str, Any]]:
-        problems: list[Problem] = []
-        lines = read_objects(path, _LINE, problems, "run the task again", "run the task again")
-        refuse("files", problems)
-        return [line for _, line in lines]
-
-    (samples,) = folder.rglob(f"*_samples_{task}.jsonl")
+    (path,) = folder.rglob(f"*_samples_{task}.jsonl")
     # Tasks write more such files, as MMBench its submissions/mmbench_en_dev_results.json.
-    stamp = samples.name.removesuffix(f"_samples_{task}.jsonl")
-    summary = parse_json(samples.with_name(f"{stamp}_results.json").read_text("utf-8"))
-    lines = read(samples)
-    images = {line["doc_id"]: line["image"] for line in read(folder / _IMAGES)}
+    stamp = path.name.removesuffix(f"_samples_{task}.jsonl")
+    summary = parse_json(path.with_name(f"{stamp}_results.json").read_text("utf-8"))
+    samples, recorded = (
+        [parse_json(line) for line in file.read_text("utf-8").split("\n") if line]
+        for file in (path, folder / _IMAGES)
+    )
+    images = {line["doc_id"]: line["image"] for line in recorded}
     metrics = benchmark.metrics or (summary["configs"][task]["metric_list"][0]["metric"],)
     # Keys of the results have the form ``metric,filter``.
     scores = {key.partition(",")[0]: score for key, score in summary["results"][task].items()}
     points = sum(float(scores[metric]) for metric in metrics)
     expected = summary["n-samples"][task]["effective"]
-    if len({line["doc_id"] for line in lines}) != expected:
-        what = f"{task}: {len(lines)} samples, but lmms-eval reports {expected}"
-        raise EvaluationError(f"{what} -> some are missing; run it again with --resume")
+    if len({sample["doc_id"] for sample in samples}) != expected:
+        raise ValueError(f"{len(samples)} samples, but lmms-eval reports {expected}")
     answers = []
-    for line in lines:
-        name = next((name for name in metrics if name in line), None)
+    for sample in samples:
+        name = next((name for name in metrics if name in sample), None)
         if name is None:  # MME's other half
             continue
-        judgement = line[name] if isinstance(line[name], dict) else {"score": line[name]}
+        judgement = sample[name] if isinstance(sample[name], dict) else {"score": sample[name]}
         category = str(judgement["category"]) if benchmark.name == MME else ""
-        number = line["doc_id"]
+        number = sample["doc_id"]
         question = Question(
             id=f"{task}/{number}",
             benchmark=benchmark.name,
@@ -340,20 +315,17 @@ def _parse_output(
         )
         yield question
         # A task's filters may have changed the logged response, also of a failed request.
-        texts = [*_list_texts(line.get("filtered_resps")), *_list_texts(line.get("resps"))]
-        marked = [text[:300] for text in texts if text.startswith(_FAILURE_MARKS)]
-        tokens = ((line.get("token_counts") or [None])[0] or {}).get("input_tokens")
-        if not texts or marked or not tokens:
-            reason = [*marked, "no answer, or no prompt tokens were counted: the request failed"][0]
-            answers.append(Answer(case=case, question=question.id, failure=reason))
-            continue
-        score = judgement.get("score")
-        value = float(score) if isinstance(score, bool | int | float) else None
-        answers.append(
-            Answer(case=case, question=question.id, score=value, prompt_tokens=tokens,
-                   text=texts[0])
-        )  # fmt: skip
-    log = "" if benchmark.judge == "none" else (folder / _LOG).read_text(errors="replace")
+        failed = _FAILED.search(json.dumps([sample["filtered_resps"], sample.get("resps")]))
+        tokens = ((sample.get("token_counts") or [None])[0] or {}).get("input_tokens")
+        result: dict[str, object] = {"failure": "no prompt tokens were counted: the request failed"}
+        if failed:
+            result = {"failure": failed[0]}
+        elif tokens:
+            score = judgement.get("score")
+            result = {"prompt_tokens": tokens, "text": str(sample["filtered_resps"])}
+            result["score"] = float(score) if isinstance(score, bool | int | float) else None
+        answers.append(Answer.model_validate({"case": case, "question": question.id, **result}))
+    log = "" if benchmark.judge is None else (folder / _LOG).read_text(errors="replace")
     if unjudged := len(_UNJUDGED.findall(log)):
         failure = (
             f"{benchmark.name}: the judge gave no usable answer ({unjudged} times), and lmms-eval "
@@ -370,10 +342,3 @@ def _parse_output(
             value=round(benchmark.scale * points, 4),
             count=len(answers),
         )
-
-
-def _list_texts(value: object) -> list[str]:
-    """All texts in nested lists, whose shape depends on the number of requests a sample."""
-    if isinstance(value, list):
-        return [text for part in value for text in _list_texts(part)]
-    return [value] if isinstance(value, str) else []

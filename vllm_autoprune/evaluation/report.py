@@ -144,7 +144,12 @@ def build_report(contents: Contents, more: Iterable[str] = ()) -> Report:
         images=len({question.image for question in questions}),
         reasons=tuple(reasons),
         rows=tuple(rows),
-        refused=tuple(case for case in contents.cases.values() if case.refused),
+        # The server's own state, of no K, is listed until a case has it.
+        refused=tuple(
+            case
+            for case in contents.cases.values()
+            if case.refused and (case.budget or case.digest not in {r.case.digest for r in rows})
+        ),
         resizing=tuple(_compare_with_resizing(contents, complete, figures)),
     )
 
@@ -308,8 +313,8 @@ def format_markdown(report: Report) -> str:
         notes = [note.format(mme=mme, images=report.images) for note in _NOTES]
         lines += ["\n## Tables\n", *(f"- {note}" for note in notes)]
         tables = list(_result_tables(report))
-        if refused := [[case.label, str(case.budget), case.refused] for case in report.refused]:
-            tables.append(Table("Cannot be served", ["method", "K", "why"], refused, "lll"))
+        if refused := [[case.title, str(case.budget), case.refused] for case in report.refused]:
+            tables.append(Table("Not measured", ["method", "K", "why"], refused, "lll"))
         lines += [f"\n### {table.caption}\n\n{table.markdown()}" for table in tables]
     return "\n".join(lines) + "\n"
 

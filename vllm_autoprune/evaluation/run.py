@@ -12,9 +12,9 @@ import base64
 import contextlib
 import io
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from pydantic import BaseModel, JsonValue
 
@@ -29,7 +29,6 @@ from vllm_autoprune.evaluation.journal import (
     Case,
     EvaluationError,
     Journal,
-    Question,
     Setup,
 )
 from vllm_autoprune.evaluation.questions import PreparedQuestion, questions_digest
@@ -63,12 +62,10 @@ class Progress:
     def __init__(self, write: Callable[[str], None]) -> None:
         self.write = write
 
-    def begin(self, total: int, earlier: int = 0) -> None:
-        """Start the clock; ``earlier`` items of the total are left out of the speed."""
-        self._total, self._earlier, self._done = total, earlier, earlier
+    def begin(self, total: int) -> None:
+        """Start the clock."""
+        self._total, self._done = total, 0
         self._started = self._written = time.monotonic()
-        if earlier:
-            self.write(f"{earlier:,} of {total:,} are recorded already")
 
     def advance(self, count: int = 1) -> None:
         """Count items as done."""
@@ -77,11 +74,21 @@ class Progress:
         if now - self._written < _SECONDS_BETWEEN_LINES and self._done < self._total:
             return
         self._written = now
-        rate = (self._done - self._earlier) / max(now - self._started, 1e-9)
+        rate = self._done / max(now - self._started, 1e-9)
         seconds = (self._total - self._done) / max(rate, 1e-9)
         remaining = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
         share = f"{self._done / self._total:4.0%}  {self._done:,} of {self._total:,}"
         self.write(f"{share}, {rate:.2g}/s, {remaining} left")
+
+
+class Server(NamedTuple):
+    """A server that is asked, and how."""
+
+    url: str
+    connection: Connection
+    model: str | None
+    """None: the first that it serves."""
+    max_in_flight: int
 
 
 class Suite(Protocol):
@@ -221,7 +228,6 @@ def build_cases(names: Sequence[str], budgets: Sequence[int]) -> list[Case]:
 
 class _Allows(BaseModel):
     level: str
-    tokens: tuple[int, int]
 
 
 class _Served(BaseModel):
@@ -234,12 +240,13 @@ class _Served(BaseModel):
 
 
 def check_server(
-    url: str, connection: Connection, served_name: str | None, cases: Sequence[Case]
-) -> tuple[str, list[Case]]:
-    """The model of a server, and the cases that it refuses or that are its own state.
+    server: Server, cases: Sequence[Case], journal: Journal
+) -> tuple[str, Collection[str]]:
+    """The model of a server, and the names of the cases that it serves.
 
     What requests may choose is asked first, where the server says it, then a small request for each
-    case with pruning options. Raises :class:`ConfigError` for a server that does not answer, serves
+    case. The journal gets the reasons of those that are refused, and which case is the server's own
+    state, also where none is. Raises :class:`ConfigError` for a server that does not answer, serves
     another model, or refuses all tokens or every state.
     """
     from PIL import Image
@@ -248,20 +255,22 @@ def check_server(
     Image.new("RGB", (224, 224), "grey").save(buffer, "PNG")
     image = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
     content = [{"type": "image_url", "image_url": {"url": image}}, {"type": "text", "text": "?"}]
-    changed = dict[str, Case]()
-    with ServerClient(url, connection) as client:
+    checked = {case.name: case for case in cases}
+    with ServerClient(server.url, server.connection) as client:
         with reporting_failures(client.url):
             models, served = client.list_models(), _Served()
+        model = choose_model(client.url, models, server.model)
         with contextlib.suppress(*FAILURES, RequestRefused):  # another page has that address
             served = _Served.model_validate(client.read_served())
-        model = choose_model(client.url, models, served_name)
-        if any(case.pruning for case in cases):
-            _check_level(client.url, served, [case.budget for case in cases if case.budget])
+        if served.state is None:
+            raise _refuse(client.url, "serves no state")
+        if served.allows is not None and served.allows.level in ("none", "budget"):
+            raise _refuse(client.url, f"lets requests set {served.requests}")
         for case in cases:
-            if not case.pruning or case.refused:
+            if case.refused:
                 continue
             if case.digest and case.digest == served.digest:
-                changed[case.name] = case.model_copy(update={"served": True})
+                checked[case.name] = case.model_copy(update={"served": True})
             body = {
                 "model": model,
                 "messages": [{"role": "user", "content": content}],
@@ -273,34 +282,27 @@ def check_server(
             except RequestRefused as error:
                 if case.name == FULL.name:
                     raise _refuse(client.url, f"lets requests choose nothing ({error})") from None
-                changed[case.name] = case.model_copy(update={"refused": str(error)})
+                checked[case.name] = case.model_copy(update={"refused": str(error)})
             except FAILURES:  # the server fails in the evaluation as well, which tells how
                 pass
-    reasons = [
-        case.refused for case in changed.values() if "state" in case.pruning and case.refused
-    ]
-    states = [case for case in cases if "state" in case.pruning and not case.refused]
-    if states and len(states) == len(reasons):
-        fix = "name states that its model serves, such as --state cen_divprune"
+    states = [c.name for c in cases if "state" in c.pruning and not c.refused]
+    reasons = [checked[name].refused for name in states]
+    if reasons and all(reasons):
         if _REQUESTS_FLAG in reasons[0]:
             raise _refuse(client.url, f"refuses every state ({reasons[0]})")
+        fix = "name states that its model serves, such as --state cen_divprune"
         raise ConfigError("eval", [Problem(client.url, f"refuses every state: {reasons[0]}", fix)])
-    return model, list(changed.values())
-
-
-def _check_level(url: str, served: _Served, budgets: Sequence[int]) -> None:
-    """Refuse a server whose ``/v1/autoprune`` says that a request may not choose state and K."""
-    if served.state is None:
-        raise _refuse(url, "serves no state")
-    if served.allows is None:
-        return
-    if served.allows.level in ("none", "budget"):
-        raise _refuse(url, f"lets requests set {served.requests}")
-    least, most = served.allows.tokens
-    if budgets and not least <= min(budgets) <= max(budgets) <= most:
-        what = f"lets requests ask for {least} to {most} tokens of an image"
-        fix = f"give --budgets in this range, or start it with {_REQUESTS_FLAG} states"
-        raise ConfigError("eval", [Problem(url, what, fix)])
+    if served.state and served.digest not in {case.digest for case in cases}:
+        checked[""] = Case(
+            name=f"served {served.digest[:12]}",
+            arm="found",
+            label=served.state,
+            digest=served.digest,
+            refused=f"was not asked -> name it with --state {served.state}, or its file",
+            served=True,
+        )
+    journal.append([*checked.values()])
+    return model, [case.name for case in checked.values() if not case.refused]
 
 
 def _refuse(url: str, what: str) -> ConfigError:
@@ -312,26 +314,21 @@ def _refuse(url: str, what: str) -> ConfigError:
 
 
 class QuestionSuite(Suite):
-    """Questions that one server answers in every case, each request with its pruning options."""
+    """Questions of a file, each request with the pruning options of its case."""
 
     def __init__(
         self,
-        questions: Sequence[PreparedQuestion],
+        server: Server,
         cases: Sequence[Case],
-        *,
-        url: str,
-        connection: Connection,
-        served_name: str | None,
-        max_in_flight: int,
+        questions: Sequence[PreparedQuestion],
         data: str,
     ) -> None:
         """``data`` is the name of the questions in the report."""
-        self.cases, self.url, self._connection = cases, url, connection
-        self._served_name, self._max_in_flight = served_name, max_in_flight
-        self._questions = {question.record.id: question for question in questions}
+        self.cases, self._server = cases, server
+        self._questions = questions
         self.setup = Setup(
             suite="data",
-            model=served_name or "the first model of the server",
+            model=server.model or "the first model of the server",
             data=f"{data}, {len(questions)} questions, {questions_digest(questions)}",
             scorer=f"vllm-autoprune {__version__}: greedy decoding gives the reference answer",
         )
@@ -340,34 +337,27 @@ class QuestionSuite(Suite):
         """The server, and the number of requests."""
         cases, questions = sum(not case.refused for case in self.cases), len(self._questions)
         count = f"{cases} cases x {questions} questions: {cases * questions:,} requests"
-        return [f"(served at {server_address(self.url)})", count]
+        return [f"(served at {server_address(self._server.url)})", count]
 
     def measure(self, journal: Journal, progress: Progress) -> None:
         """Score the unanswered questions."""
-        records = [question.record for question in self._questions.values()]
-        journal.append(records)
+        journal.append([question.record for question in self._questions])
         pairs = [
             (case, question)
-            for question in records
+            for question in self._questions
             for case in self.cases
-            if not (case.refused or journal.contents.is_answered(case.name, question.id))
+            if not (case.refused or journal.contents.is_answered(case.name, question.record.id))
         ]
-        if not pairs:
-            return
-        model, changed = check_server(self.url, self._connection, self._served_name, self.cases)
-        journal.append([*self.cases, *changed])
-        if not any(case.served for case in changed):
-            progress.write("no row is the server's own state by GET /v1/autoprune: see --state")
-        names = {case.name for case in (*self.cases, *changed) if case.refused}
-        pairs = [pair for pair in pairs if pair[0].name not in names]
-        total = (len(self.cases) - len(names)) * len(records)
-        progress.begin(total, total - len(pairs))
-        asyncio.run(self._ask(model, pairs, journal, progress))
+        if pairs:
+            model, names = check_server(self._server, self.cases, journal)
+            pairs = [pair for pair in pairs if pair[0].name in names]
+            progress.begin(len(pairs))
+            asyncio.run(self._ask(model, pairs, journal, progress))
 
     async def _ask(
         self,
         model: str,
-        pairs: Sequence[tuple[Case, Question]],
+        pairs: Sequence[tuple[Case, PreparedQuestion]],
         journal: Journal,
         progress: Progress,
     ) -> None:
@@ -375,14 +365,15 @@ class QuestionSuite(Suite):
 
         Raises :class:`EvaluationError` if the server has stopped answering.
         """
-        server = AsyncServerClient(self.url, self._max_in_flight, self._connection)
+        url, connection, _, max_in_flight = self._server
+        server = AsyncServerClient(url, max_in_flight, connection)
         # One queue for all workers, so that requests about one image stay close to each other.
         queue, answers = iter(pairs), list[Answer]()
 
         async def work() -> None:
-            for case, record in queue:
-                answer = Answer(case=case.name, question=record.id)
-                question, result = self._questions[record.id], dict[str, object]()
+            for case, question in queue:
+                answer = Answer(case=case.name, question=question.record.id)
+                result = dict[str, object]()
                 try:
                     scored = await score_answer(
                         [server], model, question.image, question.text, question.answer,
@@ -405,7 +396,7 @@ class QuestionSuite(Suite):
 
         try:
             async with asyncio.TaskGroup() as group:
-                for _ in range(self._max_in_flight):
+                for _ in range(max_in_flight):
                     group.create_task(work())
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None

@@ -64,7 +64,13 @@ def evaluate_states(options: argparse.Namespace) -> int:
     from vllm_autoprune.evaluation.lmms import LmmsSuite, select_benchmarks
     from vllm_autoprune.evaluation.questions import read_questions
     from vllm_autoprune.evaluation.report import format_json, format_markdown
-    from vllm_autoprune.evaluation.run import Progress, QuestionSuite, build_cases, evaluate
+    from vllm_autoprune.evaluation.run import (
+        Progress,
+        QuestionSuite,
+        Server,
+        build_cases,
+        evaluate,
+    )
 
     kind, _, tasks = (options.suite or "data").partition(":")
     folder = options.out or Path("out/eval") / kind
@@ -77,34 +83,27 @@ def evaluate_states(options: argparse.Namespace) -> int:
     if options.data is None and options.served_name is None:
         fix = "give the name that the server has for the model"
         raise ConfigError("eval", [Problem("--served-name", "is missing", fix)])
-    connection = read_connection(options)
-    if options.data is None and connection.insecure:
-        fix = "name the certificate of the server's authority with --ca-file"
-        raise ConfigError("eval", [Problem("--insecure", "is no option of lmms-eval", fix)])
+    cases = build_cases(options.state or ["autoprune"], options.budgets)
+    server = Server(
+        options.server_url,
+        read_connection(options),
+        options.served_name,
+        options.concurrency or (32 if options.data is None else MAX_IN_FLIGHT),
+    )
     cases = build_cases(options.state or ["autoprune"], options.budgets)
     if options.data is not None:
-        suite: Suite = QuestionSuite(
-            read_questions(options.data, options.limit),
-            cases,
-            url=options.server_url,
-            connection=connection,
-            served_name=options.served_name,
-            max_in_flight=options.concurrency or MAX_IN_FLIGHT,
-            data=options.data.name.encode(errors="replace").decode(),  # a name may be any bytes
-        )
+        name = options.data.name.encode(errors="replace").decode()  # a name may be any bytes
+        questions = read_questions(options.data, options.limit)
+        suite: Suite = QuestionSuite(server, cases, questions, name)
     else:
         qwen = options.backbone.startswith("qwen")
         suite = LmmsSuite(
+            server,
             cases,
             select_benchmarks(tasks, cognition=qwen, with_tasks=options.include_path is not None),
-            options.server_url,
-            connection,
-            options.served_name,
             options.lmms_eval,
             folder / "lmms-eval",
             options.backbone,
-            mme_divisor=28.0 if qwen else 20.0,
-            max_in_flight=options.concurrency or 32,
             limit=options.limit,
             include=options.include_path,
             judge_url=options.judge_url,

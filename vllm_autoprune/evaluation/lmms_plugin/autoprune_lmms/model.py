@@ -12,62 +12,55 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lmms_eval.api.instance import GenerationResult, Instance
 from lmms_eval.models.chat.openai import OpenAICompatible
+from openai import DefaultHttpxClient
 from PIL import Image
 
-FILE = "AUTOPRUNE_IMAGES"
-"""Environment variable with the output file: ``task``, ``doc_id`` and ``image`` per line."""
-
-PRUNING = "AUTOPRUNE_PRUNING"
-"""Environment variable with the ``autoprune`` entry of every request, as JSON; empty for none."""
-
-HEADERS = "AUTOPRUNE_HEADERS"
-"""Environment variable with the headers of every request, as JSON: the key among them."""
-
 Messages = Sequence[Mapping[str, Sequence[Mapping[str, object]]]]
-Key = tuple[str, int]
 
 
 class OpenAIWithImages(OpenAICompatible):  # type: ignore[misc]  # untyped here
-    """The model that the package's manifest names."""
+    """The model that the package's manifest names.
+
+    The environment variable AUTOPRUNE_RUN is a JSON object: ``pruning``, the ``autoprune`` entry of
+    every request; their ``headers``, the key among them; ``insecure``, whether any certificate is
+    accepted; and ``images``, the file that gets ``doc_id`` and ``image``, one question a line.
+    """
 
     def __init__(self, *args: object, **settings: object) -> None:
         super().__init__(*args, **settings)
-        headers = json.loads(os.environ[HEADERS])
-        self.client: Any = self.client.with_options(default_headers=headers)
-        if pruning := json.loads(os.environ[PRUNING]):
-            completions = self.client.chat.completions
-            body = {"mm_processor_kwargs": {"autoprune": pruning}}
-            completions.create = functools.partial(completions.create, extra_body=body)
+        self._run = json.loads(os.environ["AUTOPRUNE_RUN"])
+        options = {"http_client": DefaultHttpxClient(verify=False)} if self._run["insecure"] else {}
+        self.client: Any = self.client.with_options(default_headers=self._run["headers"], **options)
+        completions = self.client.chat.completions
+        body = {"mm_processor_kwargs": {"autoprune": self._run["pruning"]}}
+        completions.create = functools.partial(completions.create, extra_body=body)
 
     def generate_until(self, requests: Sequence[Instance]) -> list[GenerationResult]:
         """Generate as the parent class does, and append the images to the file."""
-        images: dict[Key, str] = {}
+        images: dict[int, str] = {}
         for request in requests:
-            context, doc_to_messages, settings, number, task, split = request.arguments
-            recording = functools.partial(_record, doc_to_messages, images, (task, number))
-            request.arguments = (context, recording, settings, number, task, split)
+            context, doc_to_messages, settings, number, *where = request.arguments
+
+            def record(doc: object, number: int = number, build: Any = doc_to_messages) -> Messages:
+                messages: Messages = build(doc)
+                images[number] = _fingerprint(messages)
+                return messages
+
+            request.arguments = (context, record, settings, number, *where)
         answers: list[GenerationResult] = super().generate_until(requests)
-        with Path(os.environ[FILE]).open("a", encoding="utf-8") as file:
-            for (task, number), image in images.items():
-                file.write(json.dumps({"task": task, "doc_id": number, "image": image}) + "\n")
+        with Path(self._run["images"]).open("a", encoding="utf-8") as file:
+            for number, image in images.items():
+                file.write(json.dumps({"doc_id": number, "image": image}) + "\n")
         return answers
 
 
-def _record(
-    doc_to_messages: Callable[[object], Messages], images: dict[Key, str], key: Key, doc: object
-) -> Messages:
-    messages = doc_to_messages(doc)
-    images[key] = fingerprint(messages)
-    return messages
-
-
-def fingerprint(messages: Messages) -> str:
+def _fingerprint(messages: Messages) -> str:
     """Digest of the pixels of all images of a request in order; empty without images."""
     parts = [part for message in messages for part in message["content"]]
     media = [part["url"] for part in parts if part["type"] != "text"]
