@@ -19,6 +19,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic_core import from_json
+
 from vllm_autoprune.connection import api_address, server_address
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.evaluation.journal import (
@@ -31,7 +33,6 @@ from vllm_autoprune.evaluation.journal import (
     Setup,
     Total,
 )
-from vllm_autoprune.evaluation.questions import parse_json
 from vllm_autoprune.evaluation.run import Progress, Server, Suite, check_server
 from vllm_autoprune.http_client import ServerClient, reporting_failures
 
@@ -285,9 +286,9 @@ def _parse_output(
     (path,) = folder.rglob(f"*_samples_{task}.jsonl")
     # Tasks write more such files, as MMBench its submissions/mmbench_en_dev_results.json.
     stamp = path.name.removesuffix(f"_samples_{task}.jsonl")
-    summary = parse_json(path.with_name(f"{stamp}_results.json").read_text("utf-8"))
+    summary = from_json(path.with_name(f"{stamp}_results.json").read_text("utf-8"))
     samples, recorded = (
-        [parse_json(line) for line in file.read_text("utf-8").split("\n") if line]
+        [from_json(line) for line in file.read_text("utf-8").split("\n") if line]
         for file in (path, folder / _IMAGES)
     )
     images = {line["doc_id"]: line["image"] for line in recorded}

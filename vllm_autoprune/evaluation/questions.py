@@ -9,7 +9,6 @@ import base64
 import contextlib
 import hashlib
 import io
-import json
 import re
 import shlex
 import stat
@@ -18,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 from pydantic import StringConstraints, TypeAdapter, ValidationError
@@ -59,11 +58,9 @@ _NOT_JSONL = {
     rb"[\[{]([^\]}]*[\[{,])?$": ("JSON over several lines", "jq -c . {} > questions.jsonl"),
     rb"[\w ]+(,[\w ]+)+$": ("CSV", _TABLE.format(",")),
     rb"[\w ]+(\t[\w ]+)+$": ("TSV", _TABLE.format(r"\t")),
-    rb"[^\0]*\r[^\0]": ("text whose lines end in CR", r"tr '\r' '\n' < {} > questions.jsonl"),
     rb"<": ("HTML or XML", "download the file itself"),
 }
 """Other kinds of files by the beginning of their first line, and what makes JSON lines of them."""
-_UTF_16 = re.compile(rb"\A(\xff\xfe|\xfe\xff)|([^\0]\0){4}|(\0[^\0]){4}")
 
 
 def read_lines(
@@ -90,12 +87,6 @@ def read_lines(
     except UnicodeDecodeError as error:
         number = content.count(b"\n", 0, error.start) + 1
         what, advice = f"is not UTF-8 ({error.reason})", "save it as UTF-8"
-        if content[error.start] == 0xED:  # as UTF-8 would begin it
-            what = "holds half of a surrogate pair"
-        else:
-            encoding = "UTF-16" if _UTF_16.search(content) else "LATIN1"
-            what += f": {encoding}?"
-            advice += f": iconv -f {encoding} -t UTF-8 {shlex.quote(str(path))} > utf-8.jsonl"
         problems.append(Problem(f"{path}:{number}", what, advice))
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         problems.append(Problem(str(path), f"cannot be read ({_reason(error)})", fix))
@@ -122,7 +113,7 @@ def read_objects(
     objects = []
     for number, line in read_lines(path, problems, fix, jsonl=True):
         try:
-            objects.append((number, adapter.validate_python(parse_json(line))))
+            objects.append((number, adapter.validate_python(from_json(line))))
         except ValidationError as error:
             what = "; ".join(
                 f"{'.'.join(map(str, detail['loc']))[:40]!r} ".removeprefix("'' ")
@@ -134,26 +125,6 @@ def read_objects(
             what = f"is not JSON ({error})".replace(" at line 1 column ", " at column ")
             problems.append(Problem(f"{path}:{number}", what, form))
     return objects
-
-
-def parse_json(text: str) -> Any:
-    """The value of JSON text; raises ValueError, and no other error.
-
-    Refused as well: a key that occurs twice, half of a surrogate pair, lists hundreds deep.
-    """
-
-    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        if len(values := dict(pairs)) < len(pairs):
-            ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
-            raise ValueError(f"key {key[:40]!r} occurs twice")
-        return values
-
-    try:
-        from_json(text)  # stricter than Python's parser, which alone tells keys that occur twice
-    except ValueError as error:
-        half = "half of a surrogate pair" if "hex escape" in str(error) else error
-        raise ValueError(half) from None
-    return json.loads(text, object_pairs_hook=unique)
 
 
 # ---- pictures ----
@@ -185,23 +156,19 @@ def read_picture(where: str, folder: Path, text: str) -> Picture:
     def refusal(what: str, fix: str) -> ConfigError:
         return ConfigError("image", [Problem(where, what, fix)])
 
-    name, encoded = text, text.partition(",")[2] if text[:5].lower() == "data:" else ""
-    if not encoded:
-        try:
-            if not stat.S_ISREG((folder / text).stat().st_mode):  # a pipe might never end
-                raise OSError(0, "not a file")
-            content = (folder / text).read_bytes()
-        except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+    name, path = text, folder / text
+    encoded = text.partition(",")[2] if text[:5].lower() == "data:" else ""
+    try:
+        if not encoded:
+            if not stat.S_ISREG(path.stat().st_mode):  # a pipe might never end
+                raise IsADirectoryError(0, "not a file")
+            content = path.read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        if len(text) <= 40 or "." in text or isinstance(error, IsADirectoryError):
             fix = "give the path of a PNG or JPEG file"
             fix += "" if folder == Path() else f", relative to {folder}"
-            if re.match(r"\w+://", text):
-                fix = "give the path of a file on this machine"
-            elif "\\" in text or text.startswith("~"):
-                fix = 'write the path with "/", and without "~"'
-            elif len(text) > 40 and "." not in text and "not a file" not in str(error):
-                encoded = text
-            if not encoded:
-                raise refusal(f"cannot be read ({_reason(error)})", fix) from None
+            raise refusal(f"cannot be read ({_reason(error)})", fix) from None
+        encoded = text
     if encoded:
         encoded = "".join(encoded.split())
         try:
@@ -216,10 +183,8 @@ def read_picture(where: str, folder: Path, text: str) -> Picture:
         limit = f"{2 * (Image.MAX_IMAGE_PIXELS or 0):,}"
         raise refusal(f"has more pixels than vLLM takes ({limit})", "make it smaller") from None
     except UnidentifiedImageError:
-        if content.startswith(b"version https://git-lfs"):
-            raise refusal("is a Git LFS pointer", "git lfs pull") from None
-        kind = "is neither a file nor base64 of" if encoded else "is not"
-        raise refusal(f"{kind} a picture that vLLM reads", "convert it to PNG or JPEG") from None
+        what = "is not a picture that vLLM reads"
+        raise refusal(what, "convert it to PNG or JPEG, or download it whole") from None
     except Exception as error:  # decoders raise anything for a broken file
         what = f"is cut off or broken ({_reason(error)})"
         raise refusal(what, "copy or export it again") from None
