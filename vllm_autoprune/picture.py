@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
-from itertools import groupby
 from pathlib import Path
-from unicodedata import bidirectional, category, east_asian_width
+from unicodedata import category
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageEnhance, ImageFont, ImageOps, features
+from PIL import Image, ImageDraw, ImageEnhance, ImageFont, ImageOps
 from PIL.ImageFont import FreeTypeFont
 
 from vllm_autoprune.explain import Explanation, Trace
@@ -99,25 +100,19 @@ def _list_panels(trace: Trace, base: str) -> list[_Panel]:
     return panels
 
 
-# Words of any script, in the fonts of this machine.
-
-_UNDRAWN = "[...]"
-"""Stands for characters that no font has."""
+# Words of any script, in one font of this machine.
 
 _NO_CHARACTER = "\U0010ffff"
 
+_STYLES = re.compile("Bold|Italic|Oblique|Thin|Light|Mono|Cond")
+"""Fonts that come after the plain ones."""
 
-@cache
-def _load_default() -> FreeTypeFont:
-    """Pillow's own font, which has the letters of English."""
+
+def _list_fonts() -> Iterator[FreeTypeFont]:
+    """Pillow's own font, which has the letters of English, fonts of this machine, DejaVu Sans."""
     font = ImageFont.load_default(_QUESTION)
     assert isinstance(font, FreeTypeFont)
-    return font
-
-
-@cache
-def _list_fonts() -> list[FreeTypeFont]:
-    """Fonts of this machine, and matplotlib's DejaVu Sans; plain styles first."""
+    yield font
     data = os.environ.get("XDG_DATA_DIRS") or "/usr/local/share:/usr/share"
     home = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
     folders = [f"{folder}/fonts" for folder in (home, *data.split(":"))]
@@ -125,91 +120,58 @@ def _list_fonts() -> list[FreeTypeFont]:
     paths = [p for f in folders for p in Path(f).expanduser().rglob("*.[OoTt][Tt][CcFf]")]
     if (matplotlib := find_spec("matplotlib")) is not None and matplotlib.origin:
         paths.append(Path(matplotlib.origin).with_name("mpl-data") / "fonts/ttf/DejaVuSans.ttf")
-    fonts = []
-    for path in sorted(paths):
-        if path.name.startswith("LastResort"):  # has a box for every character
-            continue
-        try:
-            # Of one character alone; the other layout writes a circle below a mark.
-            fonts.append(ImageFont.truetype(path, _QUESTION, layout_engine=ImageFont.Layout.BASIC))
-        except OSError:  # damaged, or made of pictures of another size
-            continue
-    return sorted(fonts, key=lambda font: font.getname()[1] not in ("Regular", "Book", "Roman"))
-
-
-def _has_glyph(font: FreeTypeFont, character: str) -> bool:
-    """Whether a font draws a character otherwise than one that does not exist."""
-    drawn, missing = font.getmask(character), font.getmask(_NO_CHARACTER)
-    return (drawn.size, bytes(drawn)) != (missing.size, bytes(missing))
-
-
-def _needs_glyph(character: str) -> bool:
-    """False for spaces, and for what only changes the character before it."""
-    unseen = category(character) in ("Cc", "Cf", "Zl", "Zp", "Zs")
-    return not (unseen or "\ufe00" <= character <= "\ufe0f")
+    paths.sort(key=lambda path: (_STYLES.search(path.name) is not None, path))
+    for path in paths:
+        if not path.name.startswith("LastResort"):  # has a box for every character
+            with suppress(OSError):  # damaged, or made of pictures of another size
+                yield ImageFont.truetype(path, _QUESTION)
 
 
 @cache
-def _choose_fonts(text: str) -> Mapping[str, FreeTypeFont]:
-    """A font for each character that some font has, the same one for all where it can be."""
-    characters = {c for c in text if _needs_glyph(c) and category(c) != "Cs"}
-    fonts = [_load_default()]
-    if not all(_has_glyph(fonts[0], c) for c in characters):
-        fonts += _list_fonts()
-    glyphs = [({c for c in characters if _has_glyph(font, c)}, font) for font in reversed(fonts)]
-    glyphs.sort(key=lambda pair: len(pair[0]))  # who has most comes last, and is taken
-    return {c: font for has, font in glyphs for c in has}
+def _choose_font(text: str) -> tuple[FreeTypeFont, str]:
+    """The first font that has most of the characters of a text, and the characters it lacks."""
+    # Spaces and marks of direction are not drawn; nor what only changes the character before it.
+    drawn = [c for c in dict.fromkeys(text) if category(c) not in ("Cc", "Cf", "Zl", "Zp", "Zs")]
+    chosen: tuple[FreeTypeFont, str] | None = None
+    for font in _list_fonts():
+        # One character alone; the layout that joins letters writes a circle below a mark.
+        single = font.font_variant(layout_engine=ImageFont.Layout.BASIC)
+        box = _draw_glyph(single, _NO_CHARACTER)
+        lacks = "".join(
+            c for c in drawn if not "\ufe00" <= c <= "\ufe0f" and _draw_glyph(single, c) == box
+        )
+        if chosen is None or len(lacks) < len(chosen[1]):
+            chosen = font, lacks
+        if not lacks:
+            break
+    assert chosen is not None
+    return chosen
+
+
+def _draw_glyph(font: FreeTypeFont, character: str) -> tuple[tuple[int, int], bytes]:
+    mask = font.getmask(character)
+    return mask.size, bytes(mask)
 
 
 def list_undrawn(text: str) -> str:
-    """Characters of a text that no font on this machine has."""
-    fonts = _choose_fonts(text)
-    return "".join(c for c in dict.fromkeys(text) if _needs_glyph(c) and c not in fonts)
-
-
-_resize = cache(FreeTypeFont.font_variant)
-
-
-def _split_by_font(text: str, size: int) -> list[tuple[str, FreeTypeFont]]:
-    """Pieces of a line of one font each, in the order in which they are read."""
-    fonts, pieces = _choose_fonts(text), list[tuple[str, FreeTypeFont]]()
-    last = next((fonts[c] for c in text if c in fonts), _load_default())
-    for character in text:
-        font = fonts.get(character, last)
-        if pieces and font is last:
-            character = pieces.pop()[0] + character
-        pieces.append((character, font))
-        last = font
-    raqm = ImageFont.Layout.RAQM  # joins letters
-    return [(piece, _resize(font, size=size, layout_engine=raqm)) for piece, font in pieces]
+    """Characters of a text that its font lacks: it has a box for each of them."""
+    return _choose_font(text)[1]
 
 
 def _write(pen: ImageDraw.ImageDraw, x: int, y: int, text: str, size: int = _NOTE) -> int:
     """Write one line, and return where it ends."""
-    pieces, direction = _split_by_font(text, size), None
-    if features.check("raqm"):  # as the script of its first letter, which Pillow takes for a piece
-        letters = (kind for kind in map(bidirectional, text) if kind in ("L", "R", "AL"))
-        direction = "ltr" if next(letters, "L") == "L" else "rtl"
-    for piece, font in pieces if direction != "rtl" else reversed(pieces):
-        pen.text((x, y + size), piece, _INK, font, anchor="ls", direction=direction)
-        x += round(font.getlength(piece, direction=direction))
-    return x
+    font = _choose_font(text)[0].font_variant(size=size)
+    pen.text((x, y + size), text, _INK, font, anchor="ls")
+    return x + round(font.getlength(text))
 
 
 def _wrap(text: str, size: int, width: int) -> list[str]:
     """Lines of a text, which fit into a width in pixels; six at most."""
-    undrawn = set(list_undrawn(text))
     words = " ".join("".join(c for c in text if c.isspace() or category(c) != "Cc").split())
-    words = "".join(
-        _UNDRAWN if missing else "".join(piece)
-        for missing, piece in groupby(words, key=undrawn.__contains__)
-    )
-    length = sum(font.getlength(piece) for piece, font in _split_by_font(words, size))
-    # A wide character counts twice, and lines are as long as their average.
-    padded = "".join(c + "\0" * (east_asian_width(c) in "FW") for c in words)
-    fits = max(20, int(len(padded) * 0.95 * width / max(1, length)))
-    lines = textwrap.wrap(padded, fits, max_lines=6, placeholder=" ...")
-    return [line.replace("\0", "") for line in lines] or [""]
+    length = _choose_font(words)[0].font_variant(size=size).getlength(words)
+    # Lines are as long as their average.
+    fits = max(20, int(len(words) * 0.95 * width / max(1, length)))
+    return textwrap.wrap(words, fits, max_lines=6, placeholder=" ...") or [""]
 
 
 def encode_picture(explanations: Sequence[Explanation]) -> bytes:
@@ -235,9 +197,6 @@ def _draw_sheet(explanation: Explanation) -> Image.Image:
     rows, step = -(-len(panels) // columns), _NOTE + 12 + height + _GAP
     sheet_width = _GAP + columns * (width + _GAP)
     texts = [(explanation.question, _QUESTION), (explanation.summary, _NOTE)]
-    if undrawn := list_undrawn(explanation.question):
-        codes = " ".join(f"U+{ord(c):04X}" for c in undrawn)
-        texts.append((f"{_UNDRAWN}: no font on this machine has {codes}", _NOTE))
     lines = [
         (line, font) for text, font in texts for line in _wrap(text, font, sheet_width - 2 * _GAP)
     ]

@@ -222,7 +222,7 @@ REFUSED: Mapping[str, tuple[str | bytes, str]] = {
     "UTF-16": (lines({}).encode("utf-16"), ":1: is not UTF-8 (a NUL byte) -> save it as"),
     "UTF-16 behind UTF-8": (lines({}).encode() + lines({}).encode("utf-16-le"),
                             ":2: is not UTF-8 (a NUL byte) -> "),
-    "half a surrogate, escaped": (lines({"question": "a\ud83d?"}), "is not JSON (unexpected end of hex"),
+    "half a surrogate, escaped": (lines({"question": "a\ud83d?"}), "is not JSON (unexpected end"),
     "gzip": (gzip.compress(lines({}).encode()), "is gzip, not one object a line -> gunzip "),
     "a zip archive": (b"PK\x03\x04", "is an archive, a spreadsheet or Parquet"),
     "Git LFS": ("version https://git-lfs.github.com/spec/v1\n", "-> git lfs pull"),
