@@ -232,14 +232,6 @@ def test_states_that_rank_elsewhere_share_no_core() -> None:
     assert not torch.equal(*deltas)
 
 
-def test_images_without_a_merger_s_input_fall_back_and_say_why(
-    logged: pytest.LogCaptureFixture,
-) -> None:
-    (rows,) = prune([plan(8)], images(1), served(BEFORE), errors={"SelectionError": 2})
-    assert rows.shape == (8, 16)
-    assert "rank_at" in logged.text
-
-
 # ---- regions, with text between them or without ----
 
 BY_QUALITY: dict[str, object] = {

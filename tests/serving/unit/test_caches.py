@@ -123,14 +123,5 @@ def receive(server: Server, *items: tuple[str, float | None, int | None]) -> lis
     ]
 
 
-def test_an_image_is_kept_once_and_without_a_plan() -> None:
-    server = Server()
-    receive(server, *(("cat", 1.0 if k == 1 else None, k) for k in range(1, 9)))
-    assert receive(server, ("cat", None, 9)) == [(1, 9)]
-    assert receive(server, ("cat", None, None)) == [(1, None)]
-    assert list(server.engine._cache) == ["cat"]
-    assert set(server.engine._cache["cat"]) == {"pixel_values"}
-
-
 def test_two_images_that_a_peer_sends_under_one_key_keep_their_tensors() -> None:
     assert receive(Server(), ("x", 1.0, 4), ("x", 2.0, 4)) == [(1, 4), (2, 4)]

@@ -45,32 +45,25 @@ def said(role: str, content: object, **fields: object) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "image",
     [
-        URL,
-        {**URL, "uuid": "a"},
         {"type": "image_url", "image_url": None, "uuid": "a"},
-        {"type": "image_pil", "image_pil": object()},
         {"type": "input_image", "image_url": "http://x/y.png"},
         {"type": "image_embeds", "image_embeds": "AA=="},
-        {"image_url": "http://x/y.png"},
         {"image_pil": None, "uuid": "a"},
+        {"image_url": {"url": "http://x/y.png"}},
     ],
 )
-def test_every_way_to_send_images_texts_and_details(image: dict[str, Any]) -> None:
-    kinds = [{"type": f"{kind}text", "text": "what?"} for kind in ("", "input_", "output_")]
-    for question in (*kinds, {"text": "what?"}, "what?"):
+def test_an_image_of_every_form_has_its_text_and_its_detail(image: dict[str, Any]) -> None:
+    for question in ({"type": "input_text", "text": "what?"}, {"text": "what?"}, "what?"):
         assert extract_fields([user(image, question)])["instructions"] == ["what?"]
-    others: list[Any] = [{"type": kind, kind: {"url": "x"}} for kind in ("audio_url", "video_url")]
-    others += [{"type": "refusal", "refusal": "no"}, {"type": "text", "text": None}, {}, None, 3]
-    for part in others:
-        assert extract_fields([user(part, text("what?"))])["instructions"] == []
-        assert extract_fields([user(part, image, text("what?"))])["instructions"] == ["what?"]
-    inside = isinstance(image.get("image_url"), dict)
-    detail: object
-    for detail in ("low", "high", "auto", "original", "LOW", "", None, 1, {}, []):
-        level: dict[str, object] = {"detail": detail}
-        detailed = {**image, **({"image_url": level} if inside else level)}
-        expected = detail if detail in ("low", "high") else None
-        assert extract_fields([user(detailed)])["details"] == [expected]
+    others: list[Any] = [{"type": "audio_url"}, {"type": "text", "text": None}, {}, None, 3]
+    assert extract_fields([user(*others, text("what?"))])["instructions"] == []
+    assert extract_fields([user(*others, image, text("what?"))])["instructions"] == ["what?"]
+    for level in ("low", "high", "auto", "LOW", 1, {}):
+        where: Any = image.get("image_url")
+        detail = {"detail": level}
+        detailed = {**image, "image_url": {**where, **detail}} if isinstance(where, dict) else None
+        expected = level if level in ("low", "high") else None
+        assert extract_fields([user(detailed or {**image, **detail})])["details"] == [expected]
 
 
 ANSWER = said("assistant", "It is red.")
@@ -86,7 +79,6 @@ ANSWER = said("assistant", "It is red.")
             ["first", "2nd"],
             [0, 2],
         ),
-        ([said("system", "Be brief."), user(URL, text("what?"))], ["what?"], [1]),
         (
             [user(text("Buy.")), ANSWER, said("tool", [text("Done."), URL])],
             ["Buy.\nDone."],
@@ -114,11 +106,8 @@ BILLING = "x-anthropic-billing-header: cch=1"
             [TASK, said("assistant", [text("I click.")]), said("tool", "Done.")],
             "Buy a lamp.\nDone.",
         ),
-        ([TASK, said("assistant", None, tool_calls=[{"id": "c"}])], "Buy a lamp."),
         ([TASK, said("assistant", "", reasoning="Hm."), said("tool", "")], "Buy a lamp."),
         ([TASK, said("assistant", "I click."), said("user", "Red.")], "Buy a lamp.\nRed."),
-        ([user(URL, text("what?")), said("assistant", "A shop.")], "what?\nA shop."),
-        ([said("system", "Read totals.")], "Read totals."),
         ([said("system", f"{BILLING}\nRead totals.")], "Read totals."),
         ([said("system", BILLING)], ""),
         ([said("system", "Be brief."), TASK, said("assistant", "I.")], "Buy a lamp.\nI."),
@@ -151,14 +140,12 @@ def test_neither_a_long_task_nor_a_long_page_hides_the_other() -> None:
         (["USER:", "what? ASSISTANT: a USER:"], ["what?"] * 2, [0, 2], [0, 1]),
         (["USER:", "what? ASSISTANT: a USER:"], ["what?"] * 2, None, [0, 1]),
         (["USER:", "\n"], ["what?"] * 2, [0, 0], [0, 0]),
-        (["USER:", "\n"], ["what?"] * 2, None, [0, 0]),
         (["USER:", "\n"], ["what?", "who?"], None, [0, 1]),
         (["USER: what?\n", ""], ["what?"] * 2, None, [None, None]),
         (["USER:", "\nwhat?"], ["what?"] * 2, [0, 0], [0, None]),
         (["USER: one two"], ["one\ntwo"], [0], [None]),  # parts joined by the template
         (["USER: what? ASSISTANT: a USER:"], ["what?"], [2], [0]),  # asked earlier as well
         (["Say what you see. USER:"], ["what"], [1], [0]),
-        (["USER: task USER:", ""], ["task"] * 2, [None, None], [None, None]),
         (["USER:"], [""], None, [None]),
     ],
 )
@@ -203,10 +190,8 @@ def test_later_user_turns_without_an_image_are_marked_in_front_of_their_text() -
     "other",
     [
         said("user", "What does <image> mean?"),
-        said("assistant", "It stands for an <image>."),
         user({"type": "video_url", "video_url": {"url": "x"}}),
         user({"type": "image_embeds", "image_embeds": "x"}),
-        user({"image_embeds": "x"}),
         user({"type": "thinking", "thinking": "an <image>"}),
     ],
     ids=str,
@@ -230,13 +215,10 @@ def decode(ids: Sequence[int]) -> str:
     ("ids", "suffix", "expected"),
     [
         ([1, TOKEN, 3, 2], " ASSISTANT:", "what?"),
-        ([1, TOKEN, 3, 2], "", "what? ASSISTANT:"),
-        ([1, TOKEN, 3], " ASSISTANT:", "what?"),
         ([1, TOKEN, 3, TOKEN, 4, 2], " ASSISTANT:", "where?"),
         ([1, TOKEN, 3, 2, 1, 4, 2], " ASSISTANT:", "what? ASSISTANT: USER: where?"),
         ([1, TOKEN, 2], " ASSISTANT:", ""),
         ([1, 3, 2], " ASSISTANT:", "USER: what?"),
-        ([], " ASSISTANT:", ""),
     ],
 )
 def test_the_instruction_of_a_prompt(ids: list[int], suffix: str, expected: str) -> None:
@@ -251,16 +233,13 @@ IMAGE_ID = 4
 @pytest.mark.parametrize(
     ("asked", "needs", "relevance", "language"),
     [
-        ("ab", (), "", ""),
         ("ab", ("cls_attention", "tower"), "", ""),
         ("ab", ("instruction",), "ab", ""),
         ("ab", ("instruction", "language"), "ab", "ab"),
         # A literal image token has no meaning.
         ("a#b", ("instruction", "language"), "ab", "ab"),
-        ("#", ("language",), "", ""),
         # Words are tokenized one by one, without frequent ones; the whole text has them as well.
         ("is ab the c?", ("words",), "", "abc"),
-        ("is ab", ("words", "language"), "", "is ab"),
         ("", ("words",), "", ""),
         ("ab " * 300, ("words",), "", "ab" * (LANGUAGE_IDS // 2)),
         # Only the end of a long text is read.
@@ -307,11 +286,6 @@ def test_the_end_of_a_text_of_words_has_the_last_ids_of_all_of_it(tail: str) -> 
         ("What colour is the circle?", ["colour", "circle"]),
         ("<image>\nIs THE dog's bowl empty", ["dog", "s", "bowl", "empty"]),
         ("How many?\nAnswer the question using a single word or phrase.", ["many"]),
-        (
-            "Which is red?\nA. cup\nAnswer with the option's letter from the given choices "
-            "directly.",
-            ["red", "cup"],
-        ),
         ("12 x 3", ["12", "x", "3"]),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 
 from tests.serving.unit.samples import refusal, served, vllm_config
 from tests.tpdsl.samples import edited, sample, state
-from vllm_autoprune import BudgetError, PruningPolicy, RequestError, SafetyRecord, load_state
+from vllm_autoprune import PruningPolicy, RequestError, SafetyRecord, load_state
 from vllm_autoprune.serving import served_state
 from vllm_autoprune.serving.api.layout import TokenCount
 from vllm_autoprune.serving.api.planner import find_needs, resolve_plans
@@ -92,26 +92,6 @@ def test_a_budget_may_follow_the_tiles() -> None:
 
 
 LARGE = edited(sample(), {"/budget": {"atom": "fixed_budget@192"}})
-
-
-@pytest.mark.parametrize(
-    ("on", "asked", "message"),
-    [
-        *((BOUNDED, {"budget": budget}, "8 to 64") for budget in (7, [64, 65])),
-        *((BOUNDED, {"budget": {"shared": total}}, "8 to 64") for total in (14, 140)),
-        (BOUNDED, {"enabled": False}, "8 to 64"),
-        (BOUNDED, {"state": LARGE}, "8 to 64"),
-        (server(least=16, detail=DETAIL), {"details": ["low", "low"], "budget": 4}, "K = 4"),
-        (server("budget", 16, 64), {"recall": 65}, "K_r = 65, and requests may recall 64"),
-        (POOR, {"state": "fastv", "budget": 8}, "'language' (--enable-lora: because)"),
-    ],
-)
-def test_what_a_server_does_not_allow_is_refused(
-    on: ServedState, asked: object, message: str
-) -> None:
-    with pytest.raises((RequestError, BudgetError)) as caught:
-        resolve(asked, N, N, on=on)
-    assert message in str(caught.value)
 
 
 def test_a_plan_carries_the_state_of_its_request_and_reads_what_that_reads() -> None:

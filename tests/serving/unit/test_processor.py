@@ -35,10 +35,10 @@ from vllm_autoprune.serving.api.engine_requests import _check_embeddings
 from vllm_autoprune.serving.api.layout import Placeholders, Slot
 from vllm_autoprune.serving.api.planner import RequestPlanner
 from vllm_autoprune.serving.api.renderer import _refuse_unread_embeddings
-from vllm_autoprune.serving.api.request import SALT, PruningRequest
+from vllm_autoprune.serving.api.request import PruningRequest
 from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.models.qwen import shrink_glm_to_budget, shrink_to_budget
-from vllm_autoprune.serving.plan import FIELD, NO_KEY, REQUEST_FIELD, ItemPlan
+from vllm_autoprune.serving.plan import FIELD, NO_KEY, ItemPlan
 from vllm_autoprune.serving.settings import RequestRules
 
 pytestmark = pytest.mark.compat
@@ -66,24 +66,12 @@ def stock_identity(sender: Sender, image: Any) -> str:
 # ---- identities of images, and names that clients give them ----
 
 
-def test_features_are_cached_by_content_and_not_by_uuid(without_cache: Sender) -> None:
-    unnamed = without_cache.send([LARGE, OTHER])
-    one_name = without_cache.send([LARGE, OTHER], ["x", "x"])
-    # What vLLM itself calls images where both of its caches are off; a client may send it too.
-    counted = without_cache.send([LARGE], ["renderer0-mm-7-image-0"])
-    assert unnamed.keys == one_name.keys
-    assert len({*unnamed.keys, NO_KEY}) == 3
-    assert counted.keys == unnamed.keys[:1]
-    # An unpruned image is what it is in stock vLLM, and its features are not kept.
-    sent = without_cache.send([SMALL, LARGE], ["x", "x"])
-    assert sent.identities[0] == stock_identity(without_cache, SMALL) != sent.identities[1]
-    assert sent.keys[0] == NO_KEY != sent.keys[1]
-    assert sent.lengths == [4, 8]
-
-
 @pytest.mark.parametrize("modality", ["image", "video"])
 def test_no_uuid_is_the_identity_of_an_image(folder: Any, modality: str) -> None:
-    """Whoever knows a public image can compute both of its identities, and send other pixels."""
+    """Whoever knows a public image can compute both of its identities, and send other pixels.
+
+    That features are kept by content, and salts share nothing: ``tests/hostile``, and the pins.
+    """
     sender = Sender(folder, budget=8, rules=RequestRules("budget", explicit=True))
     public = [*sender.send([LARGE]).identities, stock_identity(sender, LARGE)]
     video = numpy.zeros((4, 56, 56, 3), numpy.uint8), {"fps": 2.0, "total_num_frames": 4}
@@ -111,26 +99,6 @@ def test_a_uuid_without_an_image_means_the_image_last_sent_with_it(
         forgetful.send([image], [name])
     with pytest.raises(ValueError, match="data is not provided"):
         forgetful.send([None], ["y"])
-
-
-def test_tenants_of_two_salts_share_nothing(sender: Sender) -> None:
-    sent = [sender.send([LARGE], salt=salt) for salt in ("", "a", "b")]
-    assert len({made.identities[0] for made in sent}) == 3
-    assert len({made.keys[0] for made in sent}) == 3
-    assert [made.sent for made in sent] == [[True]] * 3, "in the cache of another tenant"
-    assert sender.send([LARGE], salt="a").sent == [False]
-    # A salt that a request writes itself is none.
-    entry = {SALT: "a", REQUEST_FIELD: {"instructions": ["what"]}}
-    assert [identify(sender, "image", LARGE, None, **entry)] == sent[0].identities
-
-
-def test_a_random_keep_is_drawn_from_content(without_cache: Sender) -> None:
-    sources = ((LARGE, "one", ""), (LARGE, "two", ""), (LARGE, "one", "tenant"), (OTHER, "one", ""))
-    draws = [without_cache.send([image], [u], s, keep="random").keys[0] for image, u, s in sources]
-    before, renamed, salted, other = [content for content, _ in draws]
-    assert before == renamed == salted != other
-    with pytest.raises(RequestError, match="drawn from pixels"):
-        without_cache.send([None], ["one"], keep="random")
 
 
 # ---- tensors ----
@@ -210,37 +178,28 @@ def test_a_request_that_is_only_rendered_keeps_nothing_of_its_images(sender: Sen
 # ---- embeddings made elsewhere ----
 
 
-def embedded(rows: int, width: int, *grid: float) -> dict[str, Any]:
-    return {"image_embeds": torch.ones(rows, width), "image_grid_thw": torch.tensor([grid])}
-
-
 def list_embeddings(width: int) -> dict[str, Any]:
     """What clients send as an image of 12 tokens: right as rows or with a grid, and wrong."""
-    right = embedded(12, width, 1, 4, 12)
+    rows, grid = torch.ones(12, width), torch.tensor([[1, 4, 12]])
+    right = {"image_embeds": rows, "image_grid_thw": grid}
     return {
-        "rows": torch.ones(1, 12, width),
-        "list of rows": [torch.ones(12, width)],
+        "rows": rows[None],
+        "list of rows": [rows],
         "grid": right,
-        "rows of no batch": torch.ones(12, width),
-        "rows of another width": torch.ones(1, 12, width + 1),
+        "rows of no batch": rows,
         "no rows": torch.ones(1, 0, width),
-        "a row": torch.ones(width),
-        "no grid": {"image_embeds": torch.ones(12, width)},
-        "sizes": {"image_embeds": torch.ones(1, 12, width), "image_sizes": torch.ones(1, 2)},
-        "grid above the rows": embedded(12, width, 1, 4, 16),
-        "wide": embedded(12, width + 1, 1, 4, 12),
-        "narrow": embedded(12, width // 2, 1, 4, 12),
-        "three dimensions": {**right, "image_embeds": torch.ones(12, 1, width)},
-        "odd grid": embedded(12, width, 1, 3, 16),
-        "negative grid": embedded(12, width, -1, -4, 12),
-        "empty grid": embedded(0, width, 1, 0, 12),
-        "two frames": embedded(24, width, 2, 4, 12),
-        "grid of fractions": embedded(12, width, 1.0, 4.0, 12.0),
-        "grid of two sides": {**right, "image_grid_thw": torch.tensor([[4, 12]])},
-        "grid as a list": {**right, "image_grid_thw": [[1, 4, 12]]},
-        "null": {"image_embeds": None, "image_grid_thw": None},
-        "pixels instead": {"pixel_values": torch.ones(48, 24), "image_grid_thw": [[1, 4, 12]]},
-        "pixels beside": {**right, "pixel_values": torch.ones(48, 24)},
+        "no grid": {"image_embeds": rows},
+        "narrow": {**right, "image_embeds": rows[:, : width // 2]},
+        "three dimensions": {**right, "image_embeds": rows[:, None]},
+        "odd grid": {**right, "image_grid_thw": torch.tensor([[1, 3, 16]])},
+        "negative grid": {**right, "image_grid_thw": torch.tensor([[-1, -4, 12]])},
+        "two frames": {
+            "image_embeds": rows.repeat(2, 1),
+            "image_grid_thw": torch.tensor([[2, 4, 12]]),
+        },
+        "grid of fractions": {**right, "image_grid_thw": grid.float()},
+        "grid as a list": {**right, "image_grid_thw": grid.tolist()},
+        "pixels instead": {"pixel_values": torch.ones(48, 24), "image_grid_thw": grid.tolist()},
     }
 
 
@@ -302,30 +261,6 @@ def test_a_split_image_is_two_items_of_which_one_knows_no_question(folder: Any) 
     assert sender.send([LARGE], salt="a").identities[0] != before.identities[0]
 
 
-def test_images_are_laid_out_by_their_turns_and_processed_once(folder: Any) -> None:
-    sender = split_sender(folder)
-    with processing(sender) as runs:
-        together = sender.send([LARGE, OTHER], turns=[0, 0])
-    assert runs == [1, 1], "each by itself"
-    assert together.keys[0] == together.keys[2] != together.keys[1] == together.keys[3]
-    assert sender.send([LARGE, OTHER]).prompt == together.prompt
-    before, second = sender.send([LARGE], turns=[0]), sender.send([LARGE, OTHER], turns=[0, 2])
-    assert second.identities[:2] == before.identities
-    assert together.identities[:2] != before.identities
-    assert sender.send([LARGE, OTHER], turns=[None, None]).lengths == [24, 24]
-
-
-def test_cores_are_shared_by_budgets_and_states_with_the_same_core(folder: Any) -> None:
-    half = split_sender(folder).send([LARGE])
-    other = Sender(folder, 28, core={"share": 0.45}, base_policy={"name": "divprune"})
-    shared = other.with_blocks(16).send([LARGE])
-    assert shared.lengths == [15, 13]
-    assert shared.identities[0] == half.identities[0]
-    assert shared.identities[1] != half.identities[1]
-    strength = Sender(folder, 24, core={"share": 0.5, "cover": 0.5, "strength": 0.3})
-    assert strength.with_blocks(16).send([LARGE]).identities[0] != half.identities[0]
-
-
 def test_recall_is_refused_where_an_image_cannot_be_several_items() -> None:
     never: Any = None
     unsplit = Placeholders(never, never, lambda info: 7, "writes text around the tiles")
@@ -342,28 +277,14 @@ def test_recall_is_refused_where_an_image_cannot_be_several_items() -> None:
 UNIT = 28
 
 
-def test_a_resized_image_is_shared_by_questions_and_by_nothing_else(folder: Any) -> None:
-    sender = Sender(folder, budget=8).with_cache()
-    before = sender.send([LARGE], keep="resized", budget=20)
-    asked = sender.send([LARGE], keep="resized", budget=20, instructions=["how many"])
-    assert asked.identities == before.identities
-    assert asked.sent == [False], "vLLM's cache has it"
-    others = [
-        sender.send([LARGE], keep="resized", budget=8),
-        sender.send([OTHER], keep="resized", budget=20),
-        sender.send([LARGE], keep="resized", budget=20, salt="tenant"),
-        *(sender.send([LARGE], budget=16, keep=keep) for keep in ("state", "random")),
-        sender.send([LARGE], budget=64),
-    ]
-    assert len({made.identities[0] for made in (before, *others)}) == 7
-
-
-def test_what_cannot_be_resized_is_refused(folder: Any) -> None:
+def test_what_cannot_be_resized_or_drawn_is_refused(folder: Any) -> None:
     sender: Any = Sender(folder, budget=8, options={"min_pixels": 4 * UNIT**2})
     with pytest.raises(RequestError, match="makes at least 4 tokens -> ask for 4 or more"):
         sender.send([LARGE], keep="resized", budget=3)
     with pytest.raises(RequestError, match="send it as a picture"):
         sender.send([numpy.zeros((3, 224, 224), numpy.uint8)], keep="resized", budget=8)
+    with pytest.raises(RequestError, match="drawn from pixels"):
+        sender.send([None], ["one"], keep="random")
 
 
 @given(st.integers(28, 4000), st.integers(28, 4000), st.integers(1, 200))

@@ -201,25 +201,6 @@ def test_seconds_fall_into_buckets(tmp_path: Path) -> None:
     assert metrics[f"{SELECTION}_sum"] == pytest.approx(99.3015)
 
 
-def test_workers_add_up_also_after_a_restart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for process, hits in ((10, 3), (11, 4)):
-        monkeypatch.setattr("os.getpid", lambda process=process: process)
-        with closing(WorkerMetrics(str(tmp_path))) as worker:
-            publish(worker, hits=hits)
-    assert read_metrics(tmp_path)["autoprune_feature_cache_hits_total"] == 7
-
-
-def test_missing_folder_is_logged_once(tmp_path: Path, logged: pytest.LogCaptureFixture) -> None:
-    """The API server is on another machine."""
-    worker = WorkerMetrics(str(tmp_path / "elsewhere"))
-    for _ in range(3):
-        publish(worker)
-    (record,) = logged.records
-    assert "elsewhere" in record.getMessage()
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_collect_does_not_wait_for_the_gpu() -> None:

