@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.serving.unit import samples
 from tests.serving.unit.samples import Sender
 from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.serving import compat, startup
@@ -48,30 +44,6 @@ def logged(
     monkeypatch.setattr(logger, "handlers", [caplog.handler])
     caplog.set_level(logging.INFO, logger.name)
     return caplog
-
-
-@dataclass(frozen=True)
-class TinyClip:
-    """A random CLIP model and the folder it was saved to."""
-
-    model: Any
-    folder: Path
-
-
-@pytest.fixture(scope="session")
-def tiny_clip(tmp_path_factory: pytest.TempPathFactory) -> TinyClip:
-    """A CLIP with both towers, a tokenizer and random weights."""
-    from transformers import CLIPModel
-
-    folder = tmp_path_factory.mktemp("clip")
-    torch.manual_seed(0)
-    model = CLIPModel(samples.clip_config()).eval()
-    for weight in model.parameters():
-        # The default initialisation leaves layer norms at 1 and 0, which hides a missing one.
-        torch.nn.init.normal_(weight, std=0.3)
-    model.save_pretrained(folder)
-    samples.add_tokenizer(folder)
-    return TinyClip(model, folder)
 
 
 @pytest.fixture(scope="session")

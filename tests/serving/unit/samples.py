@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
-from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
@@ -41,16 +40,14 @@ from vllm_autoprune.serving.worker.selection import FallbackReporter, FirstImage
 from vllm_autoprune.tpdsl.tokens import Grid
 
 LLAVA = "LlavaForConditionalGeneration"
-BOS, EOS, SEGMENT, WIDTH, VISION_WIDTH = 62, 63, 8, 12, 24
 SIX = Grid(6, 6)
-WORDS = ("what", "colour", "is", "the", "cat")
 
 
 def hf_config(**changes: object) -> Any:
     """The fields of a LLaVA-1.5 config that the plugin looks at."""
     vision = SimpleNamespace(
         model_type="clip_vision_model",
-        hidden_size=VISION_WIDTH,
+        hidden_size=160,
         num_hidden_layers=4,
         image_size=336,
         patch_size=14,
@@ -124,67 +121,6 @@ def rows_of(features: ImageFeatures, rows: Tensor) -> list[int]:
     same = (rows[:, None] == features.rows()[None]).all(dim=2)
     assert bool((same.sum(dim=1) == 1).all()), "a row is no token of this image"
     return [int(i) for i in same.long().argmax(dim=1)]
-
-
-def clip_config(**text: object) -> Any:
-    """Both towers of CLIP, tiny."""
-    from transformers import CLIPConfig
-
-    return CLIPConfig(
-        text_config={
-            "vocab_size": 64,
-            "hidden_size": 16,
-            "intermediate_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "max_position_embeddings": SEGMENT,
-            "bos_token_id": BOS,
-            "eos_token_id": EOS,
-            "pad_token_id": 0,
-            **text,
-        },
-        vision_config={
-            "hidden_size": VISION_WIDTH,
-            "intermediate_size": 48,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "image_size": 28,
-            "patch_size": 7,
-        },
-        projection_dim=WIDTH,
-    )
-
-
-def describe(
-    folder: Path, stated: Mapping[str, object] | None = None, tokenizer: bool = True
-) -> Path:
-    """A folder that describes a CLIP model, without weights; ``stated`` goes into its config."""
-    folder.mkdir(parents=True, exist_ok=True)
-    config = {**json.loads(clip_config().to_json_string(use_diff=False)), **(stated or {})}
-    (folder / "config.json").write_text(json.dumps(config))
-    if tokenizer:
-        add_tokenizer(folder)
-    return folder
-
-
-def add_tokenizer(folder: Path, words: int = 64) -> None:
-    """A tokenizer of whole words with CLIP's start and end tokens."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Whitespace
-    from tokenizers.processors import TemplateProcessing
-    from transformers import PreTrainedTokenizerFast
-
-    known = ["<unk>", *WORDS]
-    known += [f"w{i}" for i in range(words - 2 - len(known))]
-    vocabulary = {word: i for i, word in enumerate([*known, "<s>", "</s>"])}
-    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = Whitespace()
-    ends = [("<s>", vocabulary["<s>"]), ("</s>", vocabulary["</s>"])]
-    tokenizer.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=ends)
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-    ).save_pretrained(folder)
 
 
 def refusal(settings: object, config: Any = None) -> tuple[Problem, ...]:

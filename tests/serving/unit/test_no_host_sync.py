@@ -17,9 +17,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.serving.unit.conftest import TinyClip
-from tests.serving.unit.samples import VISION_WIDTH, served
-from tests.serving.unit.test_signals import START, Attention, llama, served_model
+from tests.serving.engine import CLIP
+from tests.serving.unit.samples import served
+from tests.serving.unit.test_signals import (
+    START,
+    VISION_WIDTH,
+    Attention,
+    llama,
+    served_model,
+)
 from tests.stand_in_device import DEVICE, WaitsForDevice, forbid_waiting
 from vllm_autoprune import Grid
 from vllm_autoprune.serving.plan import Choice, ItemPlan
@@ -161,12 +167,11 @@ def test_fallbacks_are_counted(parts: ModelParts, monkeypatch: pytest.MonkeyPatc
     assert len(reporter.counts()) == 9  # zeros: nothing is copied from this device
 
 
-def test_instructions_in_the_space_of_clip(tiny_clip: TinyClip) -> None:
-    tower = ClipTower(read_text_tower(str(tiny_clip.folder)), DEVICE)
+def test_instructions_in_the_space_of_clip() -> None:
+    tower = ClipTower(read_text_tower(str(CLIP)), DEVICE)
     with worker_step():
-        for _ in range(2):  # the second time, one of them is known
-            text, used = tower.instructions([(62, 5, 63), tuple(range(20)), ()])
-            assert text.is_meta and used.is_meta
+        text, used = tower.instructions([(476, 5, 477), tuple(range(60)), ()])
+        assert text.is_meta and used.is_meta
         assert tower.patches(empty(2, 9, VISION_WIDTH)).is_meta
 
 
@@ -207,35 +212,21 @@ def test_positions_of_kept_tokens(share_token: bool) -> None:
     assert delta == UNCHANGED_DELTA
 
 
-# ---- the stand-in for a gpu refuses what a gpu would wait for, and nothing else ----
-
 DEVICE_ROWS, HOST_ROWS = torch.zeros(3, 3, device=DEVICE), torch.zeros(3, 3)
 
 WAITING: dict[str, Callable[[], object]] = {
     "a new tensor of host data": lambda: torch.tensor([1, 2], device=DEVICE),
-    "a tensor like another of host data": lambda: DEVICE_ROWS.new_tensor([1, 2]),
     "an upload": lambda: HOST_ROWS.to(DEVICE),
-    "an upload into a tensor": lambda: DEVICE_ROWS.copy_(HOST_ROWS),
     "a list as index": lambda: DEVICE_ROWS[:, [0, 2]],
-    "an index on the host": lambda: DEVICE_ROWS[torch.tensor([0, 2])],
     "a sum of both": lambda: DEVICE_ROWS + HOST_ROWS,
     "a download that is used at once": lambda: DEVICE_ROWS.to("cpu", non_blocking=True),
-    "a download": lambda: HOST_ROWS.clone().copy_(DEVICE_ROWS),
     "a number": lambda: int(DEVICE_ROWS.sum()),
     "a mask as index": lambda: DEVICE_ROWS[DEVICE_ROWS > 0],
 }
 
 
 @pytest.mark.parametrize("call", WAITING.values(), ids=WAITING)
-def test_calls_that_wait_raise(call: Callable[[], object]) -> None:
+def test_the_stand_in_for_a_gpu_refuses_what_a_gpu_waits_for(call: Callable[[], object]) -> None:
     # PyTorch itself refuses to read values of a tensor without data.
     with forbid_waiting(), pytest.raises((WaitsForDevice, RuntimeError, NotImplementedError)):
         call()
-
-
-def test_other_calls_work() -> None:
-    with forbid_waiting():
-        HOST_ROWS.to(DEVICE, non_blocking=True)
-        HOST_ROWS.clone().copy_(DEVICE_ROWS, non_blocking=True)
-        DEVICE_ROWS[torch.zeros(2, dtype=torch.int64, device=DEVICE)] * torch.tensor(2.0)
-        torch.where(DEVICE_ROWS > 0, 1.0, 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.serving.unit.conftest import TinyClip
+from tests.serving.engine import CLIP
 from tests.serving.unit.samples import (
-    SEGMENT,
-    VISION_WIDTH,
-    WIDTH,
-    add_tokenizer,
-    describe,
     places,
     refusal,
     served,
@@ -49,7 +45,7 @@ def resolve(**settings: object) -> ServedState:
     return resolve_settings({"state": "autoprune", **settings}, vllm_config())
 
 
-def test_each_setting_is_read_from_text_and_numbers(tiny_clip: TinyClip) -> None:
+def test_each_setting_is_read_from_text_and_numbers() -> None:
     file, digest = shipped_states()["autoprune"], load_state("autoprune").digest
     forms = ("autoprune", file, str(file), file.read_text(), shipped("autoprune"))
     for state in (*forms, load_state("autoprune")):
@@ -66,10 +62,10 @@ def test_each_setting_is_read_from_text_and_numbers(tiny_clip: TinyClip) -> None
         for requests in (None, "none", "budget:32-64"):
             rules = resolve(requests=requests, detail=detail).rules
             assert rules.detail == DetailBudgets(low=16, high=64)
-    tower = resolve(text_tower=str(tiny_clip.folder)).tower
+    tower = resolve(text_tower=str(CLIP)).tower
     assert tower is not None
-    assert (tower.path, tower.sign) == (str(tiny_clip.folder), -1)
-    assert (tower.segment, tower.width, tower.vision_width) == (SEGMENT, WIDTH, VISION_WIDTH)
+    assert (tower.path, tower.sign, tower.vocabulary) == (str(CLIP), 1, 478)
+    assert (tower.segment, tower.width, tower.vision_width) == (40, 128, 160)
 
 
 def test_levels_are_cumulative_and_have_a_range() -> None:
@@ -177,18 +173,29 @@ def test_all_problems_are_reported_together(
 
 # ---- text towers ----
 
+CONFIG = json.loads((CLIP / "config.json").read_text())
+
+
+def describe(folder: Path, tokenizer: bool = True, **changes: object) -> Path:
+    """Describe the CLIP of mini-LLaVA, without weights; None takes a key out of its config."""
+    config = {key: value for key, value in {**CONFIG, **changes}.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "tokenizer_config.json") if tokenizer else ():
+        shutil.copy(CLIP / name, folder)
+    return folder
+
 
 @pytest.mark.parametrize(
     ("stated", "sign", "because"),
     [
-        ({}, -1, "states no direction"),
+        ({SIGN_KEY: None}, -1, "states no direction"),
         *(({SIGN_KEY: sign}, int(sign), SIGN_KEY) for sign in (1, -1, 1.0)),
     ],
 )
 def test_the_sign_comes_with_its_reason(
     tmp_path: Path, stated: dict[str, object], sign: int, because: str
 ) -> None:
-    tower = read_text_tower(str(describe(tmp_path, stated)))
+    tower = read_text_tower(str(describe(tmp_path, **stated)))
     assert (tower.sign, type(tower.sign)) == (sign, int)
     assert because in tower.reason
 
@@ -203,18 +210,16 @@ def test_the_sign_comes_with_its_reason(
         # Transformers makes a tokenizer that has only start and end tokens.
         ("no tokenizer", "has no tokenizer"),
         # Ids of another model's reach beyond the embeddings, which ends a CUDA process.
-        ("another tokenizer", "token 64"),
+        ({"text_config": {**CONFIG["text_config"], "vocab_size": 477}}, "token 477"),
         ("nowhere", "cannot be read"),
     ],
 )
 def test_what_is_no_text_tower_is_refused(tmp_path: Path, config: Any, what: str) -> None:
     folder = tmp_path / "nowhere" if config == "nowhere" else tmp_path
     if isinstance(config, dict):
-        describe(folder, config)
-    elif isinstance(config, str) and "tokenizer" in config:
+        describe(folder, **config)
+    elif config == "no tokenizer":
         describe(folder, tokenizer=False)
-        if config == "another tokenizer":
-            add_tokenizer(folder, words=65)
     elif config not in (None, "nowhere"):
         (folder / "config.json").write_text(config)
     with pytest.raises(ConfigError) as caught:
@@ -229,7 +234,7 @@ def test_a_text_tower_of_another_vision_tower_is_refused(tmp_path: Path) -> None
     settings = {**STATE, "text_tower": str(describe(tmp_path))}
     (problem,) = refusal(settings, vllm_config(vision_config=vision))
     assert problem.where == f"--autoprune-text-tower {tmp_path}"
-    assert "24 wide, the model's 1024" in problem.what
+    assert "160 wide, the model's 1024" in problem.what
 
 
 # ---- descriptions ----

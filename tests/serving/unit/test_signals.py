@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import CLIPConfig, CLIPModel
 
 from tests.golden.case import load, names
-from tests.serving.unit.conftest import TinyClip
-from tests.serving.unit.samples import BOS, EOS, SEGMENT, VISION_WIDTH, WIDTH, clip_config
+from tests.serving.engine import CLIP
 from vllm_autoprune import ConfigError
 from vllm_autoprune.serving.plan import Ids
 from vllm_autoprune.serving.settings import TextTower, read_text_tower
@@ -30,37 +30,24 @@ from vllm_autoprune.serving.worker.tower_hooks import (
 )
 
 CPU = torch.device("cpu")
+VISION_WIDTH, SEGMENT, BOS, EOS = 160, 40, 476, 477
+"""Of mini-LLaVA's CLIP, whose norms are trained: defaults would hide a missing one."""
+
 close = torch.testing.assert_close
 
 
-def randomize(model: nn.Module, std: float) -> Any:
-    """The model with normal weights; defaults of norms would hide a missing one."""
-    for weight in model.parameters():
-        nn.init.normal_(weight, std=std)
-    return model.eval().requires_grad_(False)
+@pytest.fixture(scope="module")
+def clip() -> Any:
+    """The CLIP of mini-LLaVA by transformers, eager, so that it shows its attention."""
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    return CLIPModel.from_pretrained(str(CLIP), **options).eval().requires_grad_(False)
 
 
 @pytest.fixture(scope="module")
-def tower() -> Any:
-    """A CLIP tower of transformers: three layers, of which the second one is read."""
-    from transformers import CLIPVisionModel
-
-    torch.manual_seed(1)
-    config = clip_config().vision_config
-    return randomize(CLIPVisionModel._from_config(config, attn_implementation="eager"), 0.2)
-
-
-@pytest.fixture(scope="module")
-def run(tower: Any) -> Any:
-    """States and attentions of every layer."""
-    config = clip_config().vision_config
-    pixels = torch.randn(2, 3, config.image_size, config.image_size)
-    return tower(pixels, output_attentions=True, output_hidden_states=True)
-
-
-def layer_of(tower: Any, number: int) -> Any:
-    (layer,) = [m for name, m in tower.named_modules() if name.endswith(f"layers.{number}")]
-    return layer
+def run(clip: Any) -> Any:
+    """States and attentions of every layer of its vision tower, of which the fourth is read."""
+    pixels = torch.randn(2, 3, clip.config.vision_config.image_size, 168)
+    return clip.vision_model(pixels, output_attentions=True, output_hidden_states=True)
 
 
 # ---- attention and keys within the tower ----
@@ -99,18 +86,17 @@ def test_received_attention_is_the_mean_over_queries_and_heads(
         close(received.sum(), torch.tensor(1.0))
 
 
-def test_attention_and_keys_are_those_of_the_layer_the_model_reads(tower: Any, run: Any) -> None:
+def test_attention_and_keys_are_those_of_the_layer_the_model_reads(clip: Any, run: Any) -> None:
     """Transformers' ``attentions[-2]``, from the same projections."""
-    config, layer = clip_config().vision_config, layer_of(tower, 1).self_attn
-    heads = config.num_attention_heads
-    normed = layer_of(tower, 1).layer_norm1(run.hidden_states[-3])
-    attention = Attention(heads, (config.hidden_size // heads) ** -0.5)
+    block, heads = clip.vision_model.encoder.layers[3], 5
+    normed = block.layer_norm1(run.hidden_states[-3])
+    query, key = block.self_attn.q_proj(normed), block.self_attn.k_proj(normed)
+    attention = Attention(heads, (VISION_WIDTH // heads) ** -0.5)
     hook = hook_attention(attention)
     with hook.recording():
-        attention(layer.q_proj(normed), layer.k_proj(normed), normed)
+        attention(query, key, normed)
     taken = hook.take()
-    keys = layer.k_proj(normed).unflatten(-1, (heads, -1)).mean(dim=2)
-    close(taken.mean_keys(), keys[:, 1:])
+    close(taken.mean_keys(), key.unflatten(-1, (heads, -1)).mean(dim=2)[:, 1:])
     rows = [attentions.mean(dim=1)[:, 0, 1:] for attentions in run.attentions]
     close(taken.cls_attention(), rows[-2])
     assert not torch.allclose(rows[-2], rows[-1], atol=1e-3)
@@ -154,7 +140,7 @@ def test_rows_are_the_mean_of_patches_and_norms_the_mean_of_theirs(joined: bool)
 
 # ---- the layer after the one that is read ----
 
-NEXT = 2
+NEXT = 4
 LIKE = torch.zeros(1)
 PREFIXES = (
     "vision_tower.vision_model.encoder.layers.",
@@ -163,40 +149,38 @@ PREFIXES = (
 )
 
 
-def checkpoint(tower: Any, prefix: str = PREFIXES[0]) -> Iterator[tuple[str, Tensor]]:
+def checkpoint(clip: Any, prefix: str = PREFIXES[0]) -> Iterator[tuple[str, Tensor]]:
     """The tower's layers as a checkpoint streams them, among other things."""
-    yield "language_model.model.layers.2.self_attn.q_proj.weight", torch.zeros(3, 3)
-    for name, weight in tower.state_dict().items():
-        _, separator, rest = name.partition("encoder.layers.")
-        if separator:
-            yield prefix + rest, weight
+    yield "language_model.model.layers.4.self_attn.q_proj.weight", torch.zeros(3, 3)
+    for name, weight in clip.vision_model.encoder.layers.state_dict().items():
+        yield prefix + name, weight
 
 
-def load_layer(weights: Any, like: Tensor = LIKE, layer: Any = None) -> NextTowerLayer:
-    layer = layer or NextTowerLayer(clip_config().vision_config, NEXT)
+def load_layer(clip: Any, weights: Any, like: Tensor = LIKE, layer: Any = None) -> NextTowerLayer:
+    layer = layer or NextTowerLayer(clip.config.vision_config, NEXT)
     for _ in layer.capture_weights(weights, like):
         pass
     return layer
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
-def test_attention_is_of_one_wide_head_of_the_next_layer(tower: Any, run: Any, prefix: str) -> None:
+def test_attention_is_of_one_wide_head_of_the_next_layer(clip: Any, run: Any, prefix: str) -> None:
     """PruMerge's own rule, from transformers' modules: q k^T / sqrt(Dv) over [CLS] and patches."""
-    states, block = run.hidden_states[-2], layer_of(tower, NEXT)
+    states, block = run.hidden_states[-2], clip.vision_model.encoder.layers[NEXT]
     normed = block.layer_norm1(states)
     query, key = block.self_attn.q_proj(normed), block.self_attn.k_proj(normed)
     every_row = (query @ key.transpose(1, 2) * VISION_WIDTH**-0.5).softmax(dim=-1)
-    layer = load_layer(checkpoint(tower, prefix))
+    layer = load_layer(clip, checkpoint(clip, prefix))
     layer.require_weights()
     attention, keys = layer(states)
     close(attention, every_row[:, 0, 1:])
     close(keys, key[:, 1:])
 
 
-def test_weights_are_copied_in_the_tower_s_dtype_and_replaced_by_new_ones(tower: Any) -> None:
+def test_weights_are_copied_in_the_tower_s_dtype_and_replaced_by_new_ones(clip: Any) -> None:
     """Loaders reuse their buffers; at a reload the model's parameters are on the meta device."""
-    weights = {name: weight.clone() for name, weight in checkpoint(tower)}
-    layer = load_layer(weights.items(), LIKE.bfloat16())
+    weights = {name: weight.clone() for name, weight in checkpoint(clip)}
+    layer = load_layer(clip, weights.items(), LIKE.bfloat16())
     for weight in weights.values():
         weight.fill_(torch.nan)
     states = torch.randn(1, 5, VISION_WIDTH, dtype=torch.bfloat16)
@@ -204,30 +188,30 @@ def test_weights_are_copied_in_the_tower_s_dtype_and_replaced_by_new_ones(tower:
     assert (attention.dtype, keys.dtype) == (torch.float32, torch.bfloat16)
     layer.init_dummy_weights(LIKE)
     assert torch.equal(layer(states)[1], keys) and bool(keys.isfinite().all())
-    doubled = ((name, weight * 2) for name, weight in checkpoint(tower))
-    load_layer(doubled, torch.zeros(1, device="meta"), layer)
+    doubled = ((name, weight * 2) for name, weight in checkpoint(clip))
+    load_layer(clip, doubled, torch.zeros(1, device="meta"), layer)
     assert not torch.allclose(layer(states)[1], keys)
 
 
-@pytest.mark.parametrize("lost", NEXT_LAYER_WEIGHTS)
 @pytest.mark.parametrize("packed", [False, True])
-def test_missing_weights_and_their_shapes_are_named(tower: Any, lost: str, packed: bool) -> None:
-    weights = dict(checkpoint(tower))
-    name = f"{PREFIXES[0]}{NEXT}.{lost}"
-    weight = weights.pop(name)
-    if packed:
-        weights[name] = weight[..., :3]
-    with pytest.raises(ConfigError) as caught:
-        load_layer(weights.items()).require_weights()
-    (problem,) = caught.value.problems
-    assert problem.where.endswith(f"encoder.layers.{NEXT}.{lost}")
-    assert ("has shape" if packed else "not in the checkpoint") in problem.what
+def test_missing_weights_and_their_shapes_are_named(clip: Any, packed: bool) -> None:
+    for name in NEXT_LAYER_WEIGHTS:
+        weights = dict(checkpoint(clip))
+        weight = weights.pop(f"{PREFIXES[0]}{NEXT}.{name}")
+        if packed:
+            weights[f"{PREFIXES[0]}{NEXT}.{name}"] = weight[..., :3]
+        with pytest.raises(ConfigError) as caught:
+            load_layer(clip, weights.items()).require_weights()
+        (problem,) = caught.value.problems
+        assert problem.where.endswith(f"encoder.layers.{NEXT}.{name}")
+        assert ("has shape" if packed else "not in the checkpoint") in problem.what
 
 
-def test_dummies_serve_where_nothing_was_loaded() -> None:
+def test_dummies_serve_where_nothing_was_loaded(clip: Any) -> None:
     """``--load-format dummy`` never shows the model a checkpoint."""
-    layer = NextTowerLayer(clip_config().vision_config, NEXT)
+    layer = NextTowerLayer(clip.config.vision_config, NEXT)
     layer.init_dummy_weights(LIKE)
+    layer.require_weights()
     attention, keys = layer(torch.randn(2, 10, VISION_WIDTH))
     assert (attention.shape, keys.shape) == ((2, 9), (2, 9, VISION_WIDTH))
     assert bool(attention.isfinite().all())
@@ -236,38 +220,33 @@ def test_dummies_serve_where_nothing_was_loaded() -> None:
 # ---- relevance by a text tower or input embeddings ----
 
 SHORT: Ids = (BOS, 5, EOS)
-LONGER: Ids = (BOS, 5, 6, 7, 8, EOS)
-LONG: Ids = (BOS, *range(10, 26), EOS)  # three segments of 8, 8 and 2
-NO_END: Ids = (BOS, 5, 6)
+LONG: Ids = (BOS, *range(10, 108), EOS)  # three segments of 40, 40 and 20
 
 
 @pytest.fixture(scope="module")
-def text_tower(tiny_clip: TinyClip) -> ClipTower:
-    return ClipTower(read_text_tower(str(tiny_clip.folder)), CPU)
+def text_tower() -> ClipTower:
+    return ClipTower(read_text_tower(str(CLIP)), CPU)
 
 
-@pytest.mark.parametrize("ids", [SHORT, LONGER, LONG, NO_END])
+@pytest.mark.parametrize("ids", [SHORT, LONG, (BOS, 5, 6)], ids=["short", "long", "no end"])
 def test_segments_equal_those_padded_to_the_full_length(
-    tiny_clip: TinyClip, text_tower: ClipTower, ids: Ids
+    clip: Any, text_tower: ClipTower, ids: Ids
 ) -> None:
     """CDPruner pads with zeros to a multiple of the length, and splits."""
     padded = torch.zeros(-(-len(ids) // SEGMENT), SEGMENT, dtype=torch.int64)
     padded.view(-1)[: len(ids)] = torch.tensor(ids)
     mask = (torch.arange(padded.numel()) < len(ids)).long().view_as(padded)
-    model = tiny_clip.model
-    with torch.no_grad():
-        output = model.text_model(input_ids=padded, attention_mask=mask)
-        expected = model.text_projection(output.pooler_output)
+    output = clip.text_model(input_ids=padded, attention_mask=mask)
     text, used = text_tower.instructions([ids])
     assert used.all()
-    close(text[0], expected)
+    close(text[0], clip.text_projection(output.pooler_output))
 
 
 def test_a_batch_is_each_of_its_instructions_alone(text_tower: ClipTower) -> None:
     """Also one without ids: some tokenizers return none for an empty instruction."""
-    instructions = [SHORT, LONG, LONGER, ()]
+    instructions = [SHORT, LONG, (BOS, 5, 6, 7, 8, EOS), ()]
     text, used = text_tower.instructions(instructions)
-    assert text.shape == (4, 3, WIDTH) and bool(text.isfinite().all())
+    assert text.shape[:2] == (4, 3) and bool(text.isfinite().all())
     assert used.sum(dim=1).tolist() == [1, 3, 1, 1] and bool(used[:, 0].all())
     for row, ids in enumerate(instructions):
         close(text[row][used[row]], text_tower.instructions([ids])[0][0])
@@ -275,16 +254,16 @@ def test_a_batch_is_each_of_its_instructions_alone(text_tower: ClipTower) -> Non
 
 def test_later_segments_pool_where_the_published_code_did(tmp_path: Any) -> None:
     """Legacy checkpoints state end token 2 and pool at the largest id of each row."""
-    from transformers import CLIPModel
-
     torch.manual_seed(3)
-    sizes = {"vocab_size": 49408, "hidden_size": 8, "max_position_embeddings": 77}
-    model = CLIPModel(clip_config(**sizes, eos_token_id=2)).eval()
+    text = {"vocab_size": 49408, "hidden_size": 8, "max_position_embeddings": 77}
+    vision = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
+    text |= {"num_hidden_layers": 2, "num_attention_heads": 2, "eos_token_id": 2}
+    model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision)).eval()
     model.save_pretrained(tmp_path)
-    tower = ClipTower(TextTower(str(tmp_path), -1, "test", 77, WIDTH, VISION_WIDTH), CPU)
+    tower = ClipTower(TextTower(str(tmp_path), -1, "test", 77, 512, 24), CPU)
     for name in names("clip_chunk"):
         expected = load(name).expected
-        text, _ = tower.instructions([tuple(int(i) for i in expected["token_ids"])])
+        pooled_text, _ = tower.instructions([tuple(int(i) for i in expected["token_ids"])])
         with torch.no_grad():
             states = model.text_model(
                 input_ids=torch.from_numpy(expected["segments"]).long(),
@@ -292,16 +271,15 @@ def test_later_segments_pool_where_the_published_code_did(tmp_path: Any) -> None
             ).last_hidden_state
             at = torch.from_numpy(expected["pooled_pos"]).long()
             pooled = model.text_projection(states[torch.arange(len(at)), at])
-        close(text[0], pooled)
+        close(pooled_text[0], pooled)
 
 
 def test_patches_go_through_the_norm_and_the_projection_in_float32(
-    tiny_clip: TinyClip, text_tower: ClipTower
+    clip: Any, text_tower: ClipTower
 ) -> None:
-    hidden, model = torch.randn(2, 16, VISION_WIDTH).bfloat16(), tiny_clip.model
-    with torch.no_grad():
-        expected = model.visual_projection(model.vision_model.post_layernorm(hidden.float()))
-    close(text_tower.patches(hidden), expected)
+    hidden = torch.randn(2, 16, VISION_WIDTH).bfloat16()
+    normed = clip.vision_model.post_layernorm(hidden.float())
+    close(text_tower.patches(hidden), clip.visual_projection(normed))
 
 
 def test_input_embeddings_are_the_mean_of_the_instruction() -> None:
@@ -335,7 +313,10 @@ def llama() -> Any:
         max_position_embeddings=128,
         attn_implementation="eager",
     )
-    return randomize(LlamaModel(config), 0.3)
+    model = LlamaModel(config)
+    for weight in model.parameters():
+        nn.init.normal_(weight, std=0.3)  # defaults of norms would hide a missing one
+    return model.eval().requires_grad_(False)
 
 
 def served_model(llama: Any) -> Any:
