@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, cast
-from unittest.mock import patch
 
 import numpy
 import pytest
@@ -43,26 +41,6 @@ LLAVA = "LlavaForConditionalGeneration"
 SIX = Grid(6, 6)
 
 
-def hf_config(**changes: object) -> Any:
-    """The fields of a LLaVA-1.5 config that the plugin looks at."""
-    vision = SimpleNamespace(
-        model_type="clip_vision_model",
-        hidden_size=160,
-        num_hidden_layers=4,
-        image_size=336,
-        patch_size=14,
-    )
-    text = SimpleNamespace(model_type="llama", bos_token_id=1, max_position_embeddings=4096)
-    fields: dict[str, object] = {
-        "model_type": "llava",
-        "vision_config": vision,
-        "text_config": text,
-        "vision_feature_select_strategy": "default",
-        "vision_feature_layer": -2,
-    }
-    return SimpleNamespace(**{**fields, **changes})
-
-
 def vllm_config(
     settings: object = None,
     architecture: str = LLAVA,
@@ -70,17 +48,27 @@ def vllm_config(
     compiled: Mapping[str, bool] = MappingProxyType({}),
     **changes: object,
 ) -> Any:
-    """The part of a VllmConfig that settings are checked against."""
+    """The part of a VllmConfig that settings are checked against; ``changes`` of the HF config."""
+    vision = {"hidden_size": 160, "num_hidden_layers": 4, "image_size": 336, "patch_size": 14}
+    text = {"model_type": "llama", "bos_token_id": 1, "max_position_embeddings": 4096}
+    fields: dict[str, object] = {
+        "model_type": "llava",
+        "vision_config": SimpleNamespace(model_type="clip_vision_model", **vision),
+        "text_config": SimpleNamespace(**text),
+        "vision_feature_select_strategy": "default",
+        "vision_feature_layer": -2,
+    }
+    model = SimpleNamespace(
+        architecture=architecture,
+        hf_config=SimpleNamespace(**{**fields, **changes}),
+        dtype=torch.bfloat16,
+        get_total_num_hidden_layers=lambda: 4,
+        get_total_num_kv_heads=lambda: 6,
+        get_head_size=lambda: 32,
+        multimodal_config=SimpleNamespace(mm_encoder_tp_mode="weights"),
+    )
     return SimpleNamespace(
-        model_config=SimpleNamespace(
-            architecture=architecture,
-            hf_config=hf_config(**changes),
-            dtype=torch.bfloat16,
-            get_total_num_hidden_layers=lambda: 4,
-            get_total_num_kv_heads=lambda: 6,
-            get_head_size=lambda: 32,
-            multimodal_config=SimpleNamespace(mm_encoder_tp_mode="weights"),
-        ),
+        model_config=model,
         cache_config=SimpleNamespace(cache_dtype="auto"),
         additional_config={"autoprune": settings, "theirs": {"x": 1}},
         lora_config=lora,
@@ -321,20 +309,6 @@ class Sender:
                 for tensors in [{k: v.data for k, v in (feature.data or {}).items() if k != FIELD}]
             ],
         )
-
-
-@contextmanager
-def processing(sender: Sender) -> Iterator[list[int]]:
-    """How many images each run of the model's processor gets."""
-    kind: Any = type(sender._processor).__mro__[2]  # vLLM's own class, below the mixin
-    stock, runs = kind._apply_hf_processor_main, list[int]()
-
-    def noted(self: Any, mm_items: Any, hf_kwargs: Any) -> Any:
-        runs.append(len(mm_items["image"]) if "image" in mm_items else 0)
-        return stock(self, mm_items, hf_kwargs)
-
-    with patch.object(kind, "_apply_hf_processor_main", noted):
-        yield runs
 
 
 IMAGES = {"large": LARGE, "other": OTHER, "small": SMALL}

@@ -25,7 +25,7 @@ from tests.serving.unit.samples import (
     served,
 )
 from vllm_autoprune import PruningPolicy, VisualTokens
-from vllm_autoprune.serving.plan import Chooser, encode_state, split_over_parts
+from vllm_autoprune.serving.plan import Chooser, split_over_parts
 from vllm_autoprune.serving.worker import batch
 from vllm_autoprune.serving.worker.features import CoreCache, ImageFeatures, Region
 from vllm_autoprune.serving.worker.selection import FirstImageCheck, select_with_fallback
@@ -200,25 +200,6 @@ def test_a_state_that_ranks_before_the_merger_keeps_rows_after_it() -> None:
         assert rows_of(ImageFeatures((part,)), ours) == rows_of(entered, theirs)
     after = prune(plans, [ImageFeatures((part,)) for part in regions], served(AFTER))
     assert not torch.equal(torch.stack(after), torch.stack(rows))
-
-
-def test_plans_that_rank_before_and_after_the_merger_mix() -> None:
-    """Each image of a mixed batch keeps what it keeps alone, whichever state is the server's."""
-    before, after = (encode_state(served(changes).state) for changes in (BEFORE, AFTER))
-    plans = [plan(8, seed, state=(before, after, b"")[seed % 3]) for seed in range(4)]
-    together: dict[bool, list[Tensor]] = {}
-    for ranks_before in (True, False):
-        state, image_list = served(BEFORE if ranks_before else AFTER), []
-        for part in map(merged, range(4)):
-            # Cosines of the tokens that the server's own state compares.
-            ranked = part.signals["encoder"] if ranks_before else part.projected
-            cosine = VisualTokens(ranked[None], SIX).cosine[0]
-            image_list.append(with_signals(part, cosine=cosine))
-        together[ranks_before] = prune(plans, image_list, state)
-        for picture, rows, item in zip(image_list, together[ranks_before], plans, strict=True):
-            assert torch.equal(rows, prune([item], [picture], state)[0])
-    for number in (0, 1):
-        assert torch.equal(together[True][number], together[False][number])
 
 
 def test_states_that_rank_elsewhere_share_no_core() -> None:

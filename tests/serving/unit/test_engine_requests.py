@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -140,23 +141,15 @@ def rendered(**fields: Any) -> dict[str, object]:
     return {"type": "multimodal", "mm_hashes": hashes}
 
 
-def test_a_request_is_counted_once_and_when_it_is_passed_to_the_engine() -> None:
+def test_a_request_that_vllm_refuses_last_is_not_counted() -> None:
+    """Beams, samples, and what is only rendered: ``test_server.py`` and ``tests/hostile``."""
     counted: list[int] = []
-    for number in range(2):
-        prompt = rendered(count=lambda: counted.append(1))
-        for _ in range(3):  # a beam search hands over every beam, token by token
-            request = processed(prompt, [feature(PLAN.encode())])
-            assert len(counted) <= number + 1
-            hand_over(request)
-            hand_over(request)  # and n > 1 hands over each sample
-    assert counted == [1, 1]
     prompt = rendered(count=lambda: counted.append(1))
-    with pytest.raises(RuntimeError):
-        hand_over(processed(prompt, [feature(PLAN.encode())]), fails=True)
-    hand_over(processed({"type": "token"}, []))
+    for fails in (True, False, False):
+        with pytest.raises(RuntimeError) if fails else nullcontext():
+            hand_over(processed(prompt, [feature(PLAN.encode())]), fails=fails)
+        assert counted == ([] if fails else [1])
     hand_over(processed("a raw prompt", []))
-    hand_over(processed(prompt, [feature(PLAN.encode())], stock=True))
-    assert counted == [1, 1]
 
 
 def test_items_are_cached_under_the_key_of_their_image_when_they_are_handed_over() -> None:

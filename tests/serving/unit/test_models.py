@@ -24,7 +24,6 @@ from vllm_autoprune.serving.models.llava import (
 )
 from vllm_autoprune.serving.models.pruned_model import PrunedModel, describe_geometry
 from vllm_autoprune.serving.plan import NO_KEY
-from vllm_autoprune.serving.worker.features import ImageFeatures
 from vllm_autoprune.serving.worker.metrics import Stopwatch
 from vllm_autoprune.serving.worker.selection import FallbackReporter
 from vllm_autoprune.tpdsl.tokens import Grid
@@ -72,13 +71,6 @@ class Vision(LlavaVision):
 
 
 # ---- cached features ----
-
-
-def test_each_image_is_encoded_once() -> None:
-    vision = Vision()
-    assert vision.encode_values([1, 2, 1], 1, 2, 1) == [1, 2, 1]
-    assert vision.encode_values([2, 3], 2, 3) == [2, 3]
-    assert vision.clip.encoded == [[1, 2], [3]]
 
 
 def test_images_without_a_key_are_encoded_and_not_kept() -> None:
@@ -176,6 +168,7 @@ def test_every_backbone_has_a_tiny_model() -> None:
 # ---- any-resolution images ----
 
 SIDE, SIZE, WIDTH = 4, 16, 8
+TILES = torch.randn(5, SIZE, WIDTH, generator=torch.Generator().manual_seed(5))
 
 
 class Joined(_JoinedVision):
@@ -207,36 +200,23 @@ class Joined(_JoinedVision):
         return torch.cat([tiles[0], rows.flatten(0, 1)])
 
 
-TILES = torch.randn(5, SIZE, WIDTH, generator=torch.Generator().manual_seed(5))
-
-
-def join_tiles(cut: int, blank: int = 0) -> tuple[ImageFeatures, int]:
-    """Features of an image and its N; blank tiles of a larger image of the same call behind it."""
-    vision = Joined(cut)
-    tiles = nn.functional.pad(TILES, (0, 0, 0, 0, 0, blank))
-    sizes = torch.tensor([2 * SIDE, 2 * SIDE])
-    (image,) = vision.images({"pixel_values": tiles[None], "image_sizes": sizes[None]})
-    # Beside another image, whose tiles are encoded before.
-    other = {"pixel_values": torch.zeros(5, SIZE, WIDTH), "image_sizes": sizes}
-    return vision.encode([other, image.inputs])[1], image.tokens
-
-
 @pytest.mark.parametrize("cut", [0, 1])
-@pytest.mark.parametrize("blank", [0, 4])
-def test_joined_tiles_are_the_model_s_rows_and_regions_share_like_tiles(
-    cut: int, blank: int
-) -> None:
+def test_joined_tiles_are_the_model_s_rows_and_regions_share_like_tiles(cut: int) -> None:
     """Without padding base view and crops are equal tiles, else the crops are one region.
 
-    As the model cuts blank tiles off, neither layout nor shares of the budget count them.
+    Beside another image, which is encoded before; blank tiles, as of a larger image of the same
+    call, count in neither layout nor shares.
     """
-    vision, (features, tokens) = Joined(cut), join_tiles(cut, blank)
-    height = 2 * SIDE - 2 * cut
+    vision, size = Joined(cut), torch.tensor([2 * SIDE, 2 * SIDE])
+    padded = nn.functional.pad(TILES, (0, 0, 0, 0, 0, 4))
+    (image,) = vision.images({"pixel_values": padded[None], "image_sizes": size[None]})
+    other = {"pixel_values": torch.zeros(5, SIZE, WIDTH), "image_sizes": size}
+    features, height = vision.encode([other, image.inputs])[1], 2 * SIDE - 2 * cut
     assert torch.equal(features.rows(), vision.merge(None, None, TILES, vision.model.image_newline))
-    assert tokens == features.tokens == SIZE + height * (2 * SIDE + 1)
-    assert (features.candidates, features.gaps) == (tokens - height, height)
-    square, crops = Grid(SIDE, SIDE), Grid(height, 2 * SIDE)
-    expected = [(square, 1), (crops, 4)] if cut else [(Grid(SIDE, SIDE, 5), 5)]
+    assert image.tokens == features.tokens == SIZE + height * (2 * SIDE + 1)
+    assert (features.candidates, features.gaps) == (image.tokens - height, height)
+    expected = [(Grid(SIDE, SIDE), 1), (Grid(height, 2 * SIDE), 4)]
+    expected = expected if cut else [(Grid(SIDE, SIDE, 5), 5)]
     assert [(region.grid, region.share) for region in features.regions] == expected
     for region in features.regions:
         assert torch.equal(region.signals["cls_attention"], region.projected[:, 0].exp())

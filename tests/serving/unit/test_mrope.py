@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from tests.serving.unit.samples import served
-from vllm_autoprune.serving.plan import FIELD, Choice, ItemPlan, Part
-from vllm_autoprune.serving.served_state import PlanRules
+from vllm_autoprune.serving.plan import Choice, ItemPlan, Part
 from vllm_autoprune.serving.worker.mrope import (
     compute_input_positions,
     match_items,
@@ -20,7 +17,6 @@ from vllm_autoprune.serving.worker.mrope import (
     position_channels,
     unplaced_channels,
 )
-from vllm_autoprune.serving.worker.selection import FallbackReporter, PlanReader
 
 IMAGE, TEXT, CPU = 9, 1, torch.device("cpu")
 
@@ -153,79 +149,3 @@ def test_tokens_without_a_row_of_an_image_stay_where_they_are(video: int) -> Non
     expected = [[at] * 3 for at in range(7)]
     expected[start : start + 2] = moved
     assert placed == expected
-
-
-# ---- payloads that the worker drops (vLLM 0.33) ----
-
-START, END = 7, 8
-HEIGHT, WIDTH, KEPT, ROW = 4, 6, 5, 16
-
-
-def make_model() -> Any:
-    """A Qwen3-VL without weights, as far as positions and plans go."""
-    from vllm_autoprune.serving.models.qwen import AutopruneQwen3VLForConditionalGeneration as Model
-    from vllm_autoprune.serving.models.qwen import QwenVision
-
-    model: Any = Model.__new__(Model)
-    nn.Module.__init__(model)
-    model.config = SimpleNamespace(
-        image_token_id=IMAGE,
-        video_token_id=IMAGE + 1,
-        vision_start_token_id=START,
-        vision_end_token_id=END,
-        vision_config=SimpleNamespace(spatial_merge_size=2),
-    )
-    model.autoprune = vision = QwenVision.__new__(QwenVision)
-    vision.row_width = ROW
-    model.autoprune_plan_reader = PlanReader(PlanRules(served(), 100), FallbackReporter(), CPU)
-    return model
-
-
-@pytest.mark.compat
-def test_a_dropped_payload_is_asked_for_nothing() -> None:
-    from vllm.multimodal.inputs import (
-        MultiModalBatchedField,
-        MultiModalFeatureSpec,
-        MultiModalFieldElem,
-        MultiModalKwargsItem,
-        PlaceholderRange,
-    )
-    from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
-    from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
-
-    if not hasattr(EncoderCache, "update_encoder_inputs"):
-        pytest.skip("vLLM 0.32 keeps payloads: `make test-next` runs this against 0.33")
-    fields = {
-        FIELD: ItemPlan(KEPT, (1, 2), tokens=HEIGHT * WIDTH).encode(),
-        "image_grid_thw": torch.tensor([1, 2 * HEIGHT, 2 * WIDTH]),
-    }
-    field = MultiModalBatchedField(keep_on_cpu=True)
-    parts = {name: MultiModalFieldElem(data=part, field=field) for name, part in fields.items()}
-    place = PlaceholderRange(offset=3, length=KEPT)
-    feature = MultiModalFeatureSpec(MultiModalKwargsItem(parts), "image", "identity", place)
-    model, cache = make_model(), EncoderCache()
-    runner: Any = SimpleNamespace(encoder_cache=cache)
-    ids = [TEXT, TEXT, START, *[IMAGE] * KEPT, END, TEXT]
-
-    # As GPUModelRunner: a request is added, and its positions are computed, before any update.
-    cache.add_request("request", [feature])
-    positions, delta = model.get_mrope_input_positions(ids, cache.mm_features["request"])
-    assert delta == 3 + max(HEIGHT, WIDTH) + 2 - len(ids)
-    _, [(_, sent)] = EncoderRunner.prepare_mm_inputs(runner, {"request": [0]})
-    (plan,) = model.autoprune_plan_reader.read([sent[FIELD].data])
-    assert (plan.budget, plan.tokens) == (KEPT, HEIGHT * WIDTH)
-
-    # Later steps place the rows of the image without its payload.
-    cache.update_encoder_inputs("request", {0: None})
-    assert cache.mm_features["request"][0].data is None
-    assert EncoderRunner.prepare_mm_inputs(runner, {"request": [0]}) == ([], [])
-    channels = position_channels(HEIGHT, WIDTH, CPU)[:KEPT]
-    rows = [torch.cat([torch.zeros(KEPT, ROW), channels], dim=1)]
-    _, placed, _ = model.recompute_mrope_positions(torch.tensor(ids), rows, positions, 0)
-    of_image = placed[:, 3 : 3 + KEPT].tolist()
-    assert of_image == [[3] * KEPT, [3] * KEPT, [3, 4, 5, 6, 7]]
-
-    # A rollback restores it for encoding anew; the engine core's own copy was never changed.
-    cache.update_encoder_inputs("request", {0: feature.data})
-    _, [(_, again)] = EncoderRunner.prepare_mm_inputs(runner, {"request": [0]})
-    assert again is sent

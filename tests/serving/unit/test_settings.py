@@ -14,7 +14,6 @@ import pytest
 
 from tests.serving.engine import CLIP
 from tests.serving.unit.samples import (
-    places,
     refusal,
     served,
     vllm_config,
@@ -99,11 +98,11 @@ ABOVE = "low = 65, and --autoprune-requests allows 64 at most"
 @pytest.mark.parametrize(
     ("settings", "where", "what"),
     [
-        *((value, "additional_config/autoprune", "") for value in ("autoprune", 3, None, True)),
+        ("autoprune", "additional_config/autoprune", ""),
         ({**STATE, "buget": 3}, "additional_config/autoprune/buget", ""),
         *(
             (value, "--autoprune-state", "no state is given")
-            for value in ({}, {"from_flags": True}, {"state": None}, {"budget": 64})
+            for value in ({"from_flags": True}, {"state": None}, {"budget": 64})
         ),
         ({"state": "autoprun"}, "--autoprune-state autoprun", "no such file"),
         ({"state": edited(sample(), {"/schema": "x/9"})}, "#/schema", "x/9"),
@@ -142,33 +141,6 @@ def test_each_mistake_has_its_place_and_a_fix(settings: object, where: str, what
     (problem,) = refusal(settings)
     assert problem.where.startswith(where)
     assert what in problem.what
-
-
-def test_all_problems_are_reported_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
-    file = tmp_path / "state.json"
-    file.write_text(json.dumps(edited(sample(), {"/constraints/selector/q_e": -1, "/fusion": 1})))
-    settings = {
-        "state": str(file),
-        "budget": "x",
-        "text_tower": str(tmp_path),
-        "feature_cache_gb": "x",
-        "detail": "low=x",
-        "buget": 1,
-    }
-    assert sorted(places(settings, vllm_config(architecture="Other"))) == [
-        "--autoprune-budget",
-        "--autoprune-detail",
-        "--autoprune-feature-cache-gb",
-        f"--autoprune-state {file}#/constraints/selector/q_e",
-        f"--autoprune-state {file}#/fusion",
-        f"--autoprune-text-tower {tmp_path}",
-        "VLLM_USE_RUST_FRONTEND",
-        "additional_config/autoprune/buget",
-        "model",
-    ]
 
 
 # ---- text towers ----
@@ -240,32 +212,6 @@ def test_a_text_tower_of_another_vision_tower_is_refused(tmp_path: Path) -> None
 # ---- descriptions ----
 
 TOWER = TextTower("some/clip", -1, "its config says so", 77, 768, 1024)
-BY_TOWER = "CLIP text tower some/clip, sign -1, because its config says so"
-
-
-@pytest.mark.parametrize(
-    ("changes", "field", "value"),
-    [
-        ({}, "core", None),
-        ({"tower": TOWER}, "relevance", BY_TOWER),
-        ({"rules": RequestRules("budget", 8, 64, True, recall=8)}, "recall", 8),
-        (
-            {"rules": RequestRules("states", explicit=True)},
-            "requests",
-            "any state, 1 to 65536 tokens of an image, by --autoprune-requests, at a predicted "
-            "200 ms a selection or less",
-        ),
-        (
-            {"rules": RequestRules(detail=DetailBudgets(low=64, high=256))},
-            "detail",
-            {"low": 64, "high": 256},
-        ),
-    ],
-)
-def test_each_choice_is_described_with_its_reason(
-    changes: dict[str, Any], field: str, value: object
-) -> None:
-    assert describe_as_json(replace(served(), **changes))[field] == value
 
 
 def test_json_contains_no_path(tmp_path: Path) -> None:
