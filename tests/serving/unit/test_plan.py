@@ -111,16 +111,14 @@ def forged(place: int, value: int) -> torch.Tensor:
         *((forged(1, budget), f"K = {budget}") for budget in (0, 2**40)),
         *((forged(2, keep), f"keep = {keep}") for keep in (4, -1)),
         *((forged(6, size), f"state of {size} bytes") for size in (-1, 2**62)),
-        *((forged(9, part), "K_c = 0") for part in (1, 2)),
+        (forged(9, 1), "K_c = 0"),
         (forged(0, 1), "format version 1"),
         (forged(3, 2), "encoded"),
         (forged(7, 10**6), "1000000 numbers"),
-        (forged(7, 3), "too few"),
         (forged(8, 257), "257 numbers"),
         (forged(9, 4), "part = 4"),
         (forged(9, 3), "0 earlier choices"),
         (forged(10, 4), "K_c = 4"),
-        (forged(11, 1), "too few"),
         (forged(11, -1), "-1 earlier choices"),
         (forged(12, -1), "N = -1"),
         (forged(15, -3), "negative"),
@@ -236,10 +234,8 @@ DETAIL = DetailBudgets(low=4, high=10)
         (plan(keep="random", part="core", core=8), rules("budget"), "drawn at random"),
         (plan(instruction=(VOCABULARY,)), rules("none"), "vocabulary of 100"),
         (plan(instruction=(10,)), WITH_TOWER, "vocabulary of 10"),
-        (plan(language=(2**40,)), rules("none"), "vocabulary of 100"),
         (plan(state=SHIPPED), rules("budget"), "they may set budget"),
         (plan(state=UNSHIPPED), rules("shipped-states"), "does not ship"),
-        (plan(state=b"{}"), rules(), "cannot be served"),
         (plan(state=b"\xff" * 9), rules(), "cannot be served"),
         (plan(state=UNSHIPPED + b" "), rules(), "canonical"),
         (plan(state=encode_state(load_state("fastv"))), LACKING, "reads language"),
@@ -287,35 +283,30 @@ def test_a_worker_takes_out_what_is_not_allowed(row: object, by: PlanRules, made
     assert reporter.counts()["reference", "plan"] == 1
 
 
-@pytest.mark.parametrize(
-    ("changes", "budget", "keep"),
-    [
+def read(state: Any, *rows: object) -> list[ItemPlan]:
+    """Plans as a worker reads them."""
+    rules_of_state = PlanRules(state, VOCABULARY)
+    return PlanReader(rules_of_state, FallbackReporter(), torch.device("cpu")).read(rows)
+
+
+def test_a_budget_that_the_state_does_not_allow_keeps_its_number_of_rows() -> None:
+    for changes, budget, keep in (
         ({"/constraints/selector/r_min": 8}, 4, "reference"),
         ({"/budget/limit": 32}, 64, "random"),
-    ],
-)
-def test_a_budget_that_the_state_does_not_allow_keeps_its_number_of_rows(
-    changes: dict[str, object], budget: int, keep: str
-) -> None:
-    reader = PlanReader(
-        PlanRules(served(changes), VOCABULARY), FallbackReporter(), torch.device("cpu")
-    )
-    (result,) = reader.read([plan(budget=budget).encode()])
-    assert (result.budget, result.keep) == (budget, keep)
+    ):
+        (result,) = read(served({**changes}), plan(budget=budget).encode())
+        assert (result.budget, result.keep) == (budget, keep)
 
 
 def test_whatever_numbers_a_client_sends_a_worker_returns_as_many_rows_as_the_plan_keeps() -> None:
     sound = plan(state=UNSHIPPED, language=(4, 5)).encode()
+    places = [torch.tensor([place]) for place in range(len(sound))]
     values = (-(2**63), -1, 0, 1, 7, 35, 36, 2**31, 2**63 - 1)
-    rows = [
-        sound.index_fill(0, torch.tensor([place]), value)
-        for place in range(len(sound))
-        for value in values
-    ]
-    strict, reporter = replace(blind(), rules=RequestRules("states")), FallbackReporter()
-    plans = PlanReader(PlanRules(strict, VOCABULARY), reporter, torch.device("cpu")).read(rows)
+    strict = replace(blind(), rules=RequestRules("states"))
+    plans = read(strict, *(sound.index_fill(0, at, value) for at in places for value in values))
     accepted = [item for item in plans if not item.profile and item.budget <= 36]
     assert len(accepted) > 400
+    context = SelectionContext(strict, parts(), FallbackReporter())
     for item in accepted:
-        (kept,) = prune_images(SelectionContext(strict, parts(), reporter), [item], images(1))
+        (kept,) = prune_images(context, [item], images(1))
         assert kept.shape[0] == item.budget
