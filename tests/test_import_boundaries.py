@@ -33,7 +33,6 @@ SERVING = {
     "settings": {"compat"},
     "plan": {"compat"},
     "served_state": {"compat", "plan", "settings"},
-    "encoder_budget": {"compat", "plan"},
     "api": SHARED,
     "worker": SHARED,
     "models": SHARED | {"api", "worker"},

@@ -15,21 +15,16 @@ from PIL import Image
 from tests.serving import test_equivalence, test_hostile, test_policies
 from tests.serving.engine import (
     LLAVA,
-    Engine,
-    alone,
     assert_same,
     built,
     raw_prompt,
     start,
-    turn,
-    watch,
 )
 from tests.serving.runners import Result, Runner, in_engine
 from vllm_autoprune.selftest import serve
 from vllm_autoprune.selftest.backbones import TINY_MODELS
 from vllm_autoprune.selftest.checks import CHECKS, runners_agree
 from vllm_autoprune.selftest.run import Report
-from vllm_autoprune.selftest.serve import picture
 from vllm_autoprune.serving.models import BACKBONES
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -87,70 +82,6 @@ def test_selftest_checks_pass_on_both_model_runners(runner: Runner, name: str) -
     """Both keep the same rows and positions, and give the same answers."""
     v1 = Report.model_validate(Runner("v1").run(examine, name=name))
     assert runners_agree(v1, assert_checks_pass(name, runner)) == ""
-
-
-def _install_graphs(engine: Engine) -> Any:
-    """Let vLLM run the encoder by graphs; the manager counts them."""
-    import torch
-    from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
-
-    class StandIn(EncoderCudaGraphManager):
-        """Runs at once what a graph would replay."""
-
-        replays = 0
-        graph_pool = object()
-
-        def _run_budget_graph(
-            self,
-            mm_kwargs: dict[str, Any],
-            token_budget: int,
-            path: str = "default",
-            axis_keys: tuple[object, ...] = (),
-        ) -> Any:
-            buffers = self.model.prepare_encoder_cudagraph_replay_buffers(
-                mm_kwargs, self.max_batch_size, self.max_frames_per_batch, path
-            )
-            self.replays += 1
-            with torch.inference_mode():
-                return self.model.encoder_cudagraph_forward(dict(buffers.values), path=path)
-
-    manager = StandIn(
-        vllm_config=engine.llm.llm_engine.vllm_config,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        model=engine.model,
-    )
-    manager.graph_pool = object()
-    if hasattr(engine.runner, "encoder_cudagraph_manager"):
-        engine.runner.encoder_cudagraph_manager = manager
-    else:
-        engine.runner.model_state.encoder_runner.cudagraph_manager = manager
-    return manager
-
-
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3"])
-@in_engine
-def test_tokens_are_selected_after_encoder_graphs(name: str) -> None:
-    """The same as without; further questions replay no graph."""
-    pictures = [picture(112, 112, 0), picture(200, 112, 1), picture(96, 208, 2)]
-    talks = [[turn("what colour is the cat", i)] for i in pictures]
-    talks.append([turn("what colour is the cat", *pictures[:2])])
-    engine = start(
-        {"state": alone("cdpruner"), "budget": 8},
-        model=built(name),
-        dtype="float32",
-        limit_mm_per_prompt={"image": 2},
-    )
-    record = watch()
-    eager, kept = engine.chat(*talks), [*record.take().values()]
-    manager = _install_graphs(engine)
-    engine.empty_caches()
-    graphed = engine.chat(*talks)
-    assert [*record.take().values()] == kept
-    assert_same(graphed, eager)
-    used = manager.replays
-    engine.chat([turn("how many", pictures[0])])
-    assert manager.replays == used > 0
 
 
 @pytest.mark.parametrize("backbone", ["qwen2_5_vl", "qwen3_vl"])

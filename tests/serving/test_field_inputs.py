@@ -32,7 +32,6 @@ ENTRY: dict[str, object] = {"budget": 12}
 RIGHT = {KWARGS: {"autoprune": ENTRY}}
 OFF = {KWARGS: {"autoprune": {"enabled": False}}}
 WRITE = '"mm_processor_kwargs": {"autoprune": {"budget"'
-SEND = "send the header x-autoprune-budget"
 BUDGET, SHIPPED = "x-autoprune-budget", "x-autoprune-state"
 GRID = [1, 4, 12]
 UNFIT = "are not the rows of one image"
@@ -261,9 +260,6 @@ CHATS: dict[str, Case] = {
     "message": Case(CHAT, {**chat(), "messages": messages(autoprune=ENTRY)}, WRITE),
     "completions": Case(COMPLETIONS, words(autoprune=ENTRY), WRITE),
     "responses": Case(RESPONSES, responses(autoprune=ENTRY), WRITE),
-    "messages": Case(MESSAGES, anthropic(autoprune=ENTRY), SEND),
-    "messages entry": Case(MESSAGES, anthropic(**RIGHT), SEND),
-    "messages body": Case(MESSAGES, anthropic(extra_body={"auto_prune": 1}), SEND),
 }
 IMAGES = {"images": [URL], "embedding_types": ["float"]}
 PAIR = {"text_1": "What?", "text_2": {"content": [PICTURE]}}
@@ -284,7 +280,6 @@ POOLS: dict[str, Case] = {
     "embed part": Case(EMBED, pooled({**PICTURE, "autoprune": ENTRY}), WRITE),
     "score part": Case("/v1/score", {**PAIR, "autoprune": 64}, WRITE),
     "pool false": Case(POOL, pooled(**{KWARGS: {"autoprune": False}}), '{"enabled": false}'),
-    "cohere top": Case(COHERE, {"images": [URL], "autoprune": 64}, SEND),
 }
 
 

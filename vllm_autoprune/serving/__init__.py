@@ -2,6 +2,5 @@
 
 ``settings`` and ``startup`` check what an operator sets; ``api`` plans requests in the API server;
 ``worker`` selects tokens; ``plan`` and ``served_state`` are what both need; ``models`` has one file
-for each kind of backbone. ``compat`` holds every patch of vLLM; operators name ``encoder_budget``
-by its path.
+for each kind of backbone. ``compat`` holds every patch of vLLM.
 """

@@ -100,7 +100,7 @@ class ItemPlan:
     vLLM's memory profiling: the unpruned size is returned, after paying for a selection as well.
     ``state`` is one that the request names or holds, as
     :func:`encode_state` encodes it; empty for the server's own.
-    ``tokens`` is N by the image's size, which the scheduler counts the encoder's work by.
+    ``tokens`` is N by the image's size.
     ``earlier`` has, where the item is a recall, K of the image with its own question, and then
     every recall before this one: its tokens are chosen among those that are left.
     """
@@ -260,8 +260,8 @@ class ItemPlan:
 _VERSION = 4
 """First number of an encoded plan."""
 
-_PART, _TOKENS, _HEAD = 9, 12, 13
-"""Places of ``part`` and ``tokens`` in an encoded plan, and its numbers before the state."""
+_PART, _HEAD = 9, 13
+"""Place of ``part`` in an encoded plan, and its numbers before the state."""
 
 _WORD = 8
 """Bytes of an int64."""
@@ -280,15 +280,15 @@ def plan_error(what: str) -> RequestError:
     return refuse(FIELD, what, fix)
 
 
-def peek_plan(item: MultiModalKwargsItem | None) -> tuple[bool, int] | None:
-    """Whether an item of a request is a recall, and N of its image; None for one without a plan.
+def is_recall(item: MultiModalKwargsItem | None) -> bool:
+    """Whether an item of a request is a recall; reads one number, as schedulers ask in every step.
 
-    Reads two numbers of the plan and checks none: schedulers ask in every step.
+    With the processor's cache in shared memory only workers see the data.
     """
     row = None if item is None or FIELD not in item else item[FIELD].data
     if not isinstance(row, Tensor) or row.dim() != 1 or len(row) < _HEAD:
-        return None
-    return int(row[_PART]) == _PARTS.index("recall"), int(row[_TOKENS])
+        return False
+    return int(row[_PART]) == _PARTS.index("recall")
 
 
 # Canonical bytes of a state, for the plans that carry it to the workers.

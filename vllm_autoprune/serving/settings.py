@@ -188,7 +188,7 @@ SETTINGS_KEY = "autoprune"
 WAITING_SETTINGS = "autoprune_settings"
 """Attribute of a model config with settings that are not applied yet."""
 
-MIDDLEWARE = "vllm_autoprune.serving.api.request.KeepRequest"
+MIDDLEWARE = "vllm_autoprune.serving.api.request.KeepHeaders"
 """Import path of the middleware that keeps our headers, for vLLM's ``--middleware``."""
 
 

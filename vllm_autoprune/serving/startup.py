@@ -30,8 +30,8 @@ from vllm_autoprune.serving.compat import (
     uses_rust_frontend,
     worker,
 )
-from vllm_autoprune.serving.models import BACKBONES, UNSERVED, Backbone
-from vllm_autoprune.serving.plan import peek_plan
+from vllm_autoprune.serving.models import BACKBONES, Backbone
+from vllm_autoprune.serving.plan import is_recall
 from vllm_autoprune.serving.served_state import (
     ATTRIBUTE,
     KV_CACHE,
@@ -70,7 +70,7 @@ def _activate(architecture: str) -> None:
     compat.check_requests(request.check_request, request.handling)
     engine_requests.cache_without_plans()
     compat.register_renderer("hf", "vllm_autoprune.serving.api.renderer", "AutopruneHfRenderer")
-    worker.spread_recalls(peek_plan)
+    worker.spread_recalls(is_recall)
     worker.refuse_sleep(_sleep_problem)
 
 
@@ -180,9 +180,7 @@ def resolve_settings(raw: object, vllm_config: VllmConfig) -> ServedState:
         problems.append(Problem("VLLM_USE_RUST_FRONTEND", "bypasses Python processors", fix))
     backbone = BACKBONES.get(architecture)
     if backbone is None:
-        reason = UNSERVED.get(architecture)
-        what = f"architecture {architecture!r} has no pruned form"
-        what += "" if reason is None else f": {reason}"
+        what = f"architecture {architecture!r} has no pruned form (docs/backbones.md says why)"
         problems.append(Problem("model", what, f"serve one of: {', '.join(BACKBONES)}"))
     else:
         # Modes in which no state serves the model.
@@ -192,6 +190,10 @@ def resolve_settings(raw: object, vllm_config: VllmConfig) -> ServedState:
             # Features are kept by image alone, and LoRA layers bypass the hook on attention.
             what = "the vision tower would differ between requests"
             problems.append(Problem("--enable-tower-connector-lora", what, "serve without it"))
+        if vllm_config.compilation_config.cudagraph_mm_encoder:
+            flag = "--compilation-config cudagraph_mm_encoder"
+            what = "encoder graphs would hand on all tokens of an image"
+            problems.append(Problem(flag, what, "serve without it"))
         if connector is not None:
             extra = connector.kv_connector_extra_config
             problems += _connector_problems(str(connector.kv_connector), extra)
@@ -265,10 +267,9 @@ def _input_problems(
     if multimodal is not None and multimodal.mm_encoder_tp_mode == "data":
         why = "a rank encodes some images, and the state reads the vision tower of all of them"
         modes.append((_INSIDE_THE_TOWER, "--mm-encoder-tp-mode data", why))
-    for name in ("cudagraph_mm_encoder", "compile_mm_encoder"):
-        if vars(vllm_config.compilation_config).get(name):
-            why = "the state reads the inside of the vision tower, where hooks would not be called"
-            modes.append((_INSIDE_THE_TOWER, f"--compilation-config {name}", why))
+    if vllm_config.compilation_config.compile_mm_encoder:
+        why = "the state reads the inside of the vision tower, where hooks would not be called"
+        modes.append((_INSIDE_THE_TOWER, "--compilation-config compile_mm_encoder", why))
     if vllm_config.ec_transfer_config is not None:
         why = "images are encoded without their question, which the state reads"
         modes.append((_QUESTION, "--ec-transfer-config", why))

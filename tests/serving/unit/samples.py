@@ -22,7 +22,6 @@ from vllm_autoprune.errors import Problem
 from vllm_autoprune.serving.api.request import (
     SALT,
     CacheSalt,
-    SentRequest,
     check_request,
     handling,
 )
@@ -45,7 +44,6 @@ def vllm_config(
     settings: object = None,
     architecture: str = LLAVA,
     lora: object = None,
-    compiled: Mapping[str, bool] = MappingProxyType({}),
     **changes: object,
 ) -> Any:
     """The part of a VllmConfig that settings are checked against; ``changes`` of the HF config."""
@@ -74,7 +72,7 @@ def vllm_config(
         lora_config=lora,
         ec_transfer_config=None,
         kv_transfer_config=None,
-        compilation_config=SimpleNamespace(**compiled),
+        compilation_config=SimpleNamespace(cudagraph_mm_encoder=False, compile_mm_encoder=False),
         parallel_config=SimpleNamespace(pipeline_parallel_size=1),
     )
 
@@ -329,7 +327,7 @@ def answer_by(receiver: Sender, request: Mapping[str, Any]) -> list[str] | str:
     body = {"model": "m", "messages": [{"role": "user", "content": "?"}], **request.get("body", {})}
     try:
         sent = ChatCompletionRequest.model_validate({**body, "mm_processor_kwargs": kwargs})
-        with handling(SentRequest([*request.get("headers", {}).items()])):
+        with handling([*request.get("headers", {}).items()]):
             check_request(receiver._config, sent, trusted=False)
         images = [IMAGES[name] for name in request.get("images", ("large", "other"))]
         entry = (sent.mm_processor_kwargs or {}).get("autoprune") or {}

@@ -58,9 +58,10 @@ def test_an_image_of_every_form_has_its_text_and_its_detail(image: dict[str, Any
     others: list[Any] = [{"type": "audio_url"}, {"type": "text", "text": None}, {}, None, 3]
     assert extract_fields([user(*others, text("what?"))])["instructions"] == []
     assert extract_fields([user(*others, image, text("what?"))])["instructions"] == ["what?"]
+    level: object
     for level in ("low", "high", "auto", "LOW", 1, {}):
         where: Any = image.get("image_url")
-        detail = {"detail": level}
+        detail: dict[str, object] = {"detail": level}
         detailed = {**image, "image_url": {**where, **detail}} if isinstance(where, dict) else None
         expected = level if level in ("low", "high") else None
         assert extract_fields([user(detailed or {**image, **detail})])["details"] == [expected]

@@ -15,9 +15,8 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_autoprune.serving.compat import worker as patches
-from vllm_autoprune.serving.encoder_budget import UnprunedBudgetManager
 from vllm_autoprune.serving.models.pruned_model import group_by_tokens
-from vllm_autoprune.serving.plan import FIELD, Choice, ItemPlan, peek_plan
+from vllm_autoprune.serving.plan import FIELD, Choice, ItemPlan, is_recall
 
 
 @pytest.mark.compat
@@ -112,67 +111,7 @@ def test_both_runners_are_given_one_group_after_another(
     assert calls == [[sizes[name][i] for name in group for i in group[name]] for group in groups]
 
 
-# ---- the scheduler's encoder budget ----
-
-K, BUDGET, CACHE = 8, 1000, 4096
-
-
-@pytest.fixture
-def manager() -> UnprunedBudgetManager:
-    scheduler = SimpleNamespace(max_num_encoder_input_tokens=BUDGET)
-    config: Any = SimpleNamespace(scheduler_config=scheduler)
-    return UnprunedBudgetManager.create_manager(cache_size=CACHE, vllm_config=config)
-
-
-def request(name: str, *sizes: int | None) -> Any:
-    """A request with an image of each size, kept as K; None is an image without a plan."""
-    plans = [None if size is None else ItemPlan(K, (0, 0), tokens=size) for size in sizes]
-    features = [
-        SimpleNamespace(
-            identifier=f"{name}-{i}",
-            data=plan and {FIELD: SimpleNamespace(data=plan.encode())},
-        )
-        for i, plan in enumerate(plans)
-    ]
-    return SimpleNamespace(
-        request_id=name, mm_features=features, get_num_encoder_embeds=lambda i: K
-    )
-
-
-def schedule(manager: Any, *requests: Any) -> list[list[int]]:
-    """Inputs of each request that a step takes, tried and allocated as the scheduler does."""
-    taken: list[list[int]] = []
-    for request in requests:
-        taken.append([])
-        for i in range(len(request.mm_features)):
-            if manager.check_and_update_cache(request, i):
-                continue
-            if not manager.can_allocate(request, i, CACHE, K * len(taken[-1])):
-                break
-            taken[-1].append(i)
-        for i in taken[-1]:
-            manager.allocate(request, i)
-    manager.get_freed_mm_hashes()
-    return taken
-
-
-@pytest.mark.parametrize(
-    ("sizes", "steps"),
-    [
-        (((400, 400, 400), (300, 100)), [[[0, 1], []], [[2], [0, 1]], [[], []]]),
-        # An image above the budget has a step of its own.
-        (((5000,), (10,)), [[[0], []], [[], [0]]]),
-        # Images without a plan are counted as in stock vLLM.
-        (((None,) * 100,), [[[*range(100)]]]),
-    ],
-)
-def test_a_step_is_bounded_by_unpruned_tokens(
-    manager: UnprunedBudgetManager, sizes: Any, steps: list[list[list[int]]]
-) -> None:
-    requests = [request(str(i), *of_request) for i, of_request in enumerate(sizes)]
-    assert [schedule(manager, *requests) for _ in steps] == steps
-    images = sum(map(len, sizes))
-    assert manager.num_free_slots == CACHE - images * K, "the cache is counted in kept tokens"
+# ---- recalls within a step of the scheduler ----
 
 
 def test_a_step_takes_a_few_recalls_and_all_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,12 +119,37 @@ def test_a_step_takes_a_few_recalls_and_all_else(monkeypatch: pytest.MonkeyPatch
     for name in ("can_allocate", "get_freed_mm_hashes"):
         stock = getattr(EncoderCacheManager, name)
         monkeypatch.setattr(EncoderCacheManager, name, getattr(stock, "__wrapped__", stock))
-    patches.spread_recalls(peek_plan)
-    recall = ItemPlan(K, (0, 0), tokens=100, part="recall", earlier=(Choice(K),)).encode()
-    long, other = request("long", 100, *[100] * 5), request("other", 100, 100)
-    for feature in long.mm_features[1:]:
-        feature.data[FIELD].data = recall
-    manager = EncoderCacheManager(CACHE)
-    steps = [schedule(manager, long, other) for _ in range(3)]
+    patches.spread_recalls(is_recall)
+    image = ItemPlan(8, (0, 0), tokens=100)
+    recall = ItemPlan(8, (0, 0), tokens=100, part="recall", earlier=(Choice(8),))
+
+    def request(name: str, *plans: ItemPlan) -> Any:
+        features = [
+            SimpleNamespace(
+                identifier=f"{name}-{i}", data={FIELD: SimpleNamespace(data=plan.encode())}
+            )
+            for i, plan in enumerate(plans)
+        ]
+        return SimpleNamespace(
+            request_id=name, mm_features=features, get_num_encoder_embeds=lambda i: 8
+        )
+
+    manager = EncoderCacheManager(4096)
+    requests = request("long", image, *[recall] * 5), request("other", image, image)
+    steps: list[list[list[int]]] = []
+    for _ in range(3):  # tried and allocated as the scheduler does
+        steps.append([])
+        for each in requests:
+            taken = list[int]()
+            for i in range(len(each.mm_features)):
+                if manager.check_and_update_cache(each, i):
+                    continue
+                if not manager.can_allocate(each, i, 4096, 8 * len(taken)):
+                    break
+                taken.append(i)
+            for i in taken:
+                manager.allocate(each, i)
+            steps[-1].append(taken)
+        manager.get_freed_mm_hashes()
     assert steps == [[[0, 1, 2], [0, 1]], [[3, 4], []], [[5], []]]
-    assert peek_plan(None) is None
+    assert not is_recall(None)

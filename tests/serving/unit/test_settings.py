@@ -145,10 +145,11 @@ def test_each_mistake_has_its_place_and_a_fix(settings: object, where: str, what
 
 # ---- text towers ----
 
+STATED: Config = {}
 CONFIG = json.loads((CLIP / "config.json").read_text())
 
 
-def describe(folder: Path, tokenizer: bool = True, **changes: object) -> Path:
+def describe(folder: Path, changes: Config = STATED, tokenizer: bool = True) -> Path:
     """Describe the CLIP of mini-LLaVA, without weights; None takes a key out of its config."""
     config = {key: value for key, value in {**CONFIG, **changes}.items() if value is not None}
     (folder / "config.json").write_text(json.dumps(config))
@@ -167,7 +168,7 @@ def describe(folder: Path, tokenizer: bool = True, **changes: object) -> Path:
 def test_the_sign_comes_with_its_reason(
     tmp_path: Path, stated: dict[str, object], sign: int, because: str
 ) -> None:
-    tower = read_text_tower(str(describe(tmp_path, **stated)))
+    tower = read_text_tower(str(describe(tmp_path, stated)))
     assert (tower.sign, type(tower.sign)) == (sign, int)
     assert because in tower.reason
 
@@ -189,7 +190,7 @@ def test_the_sign_comes_with_its_reason(
 def test_what_is_no_text_tower_is_refused(tmp_path: Path, config: Any, what: str) -> None:
     folder = tmp_path / "nowhere" if config == "nowhere" else tmp_path
     if isinstance(config, dict):
-        describe(folder, **config)
+        describe(folder, config)
     elif config == "no tokenizer":
         describe(folder, tokenizer=False)
     elif config not in (None, "nowhere"):

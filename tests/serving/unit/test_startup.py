@@ -14,7 +14,7 @@ from tests.tpdsl.samples import edited, sample
 from vllm_autoprune import ConfigError
 from vllm_autoprune.serving import compat, plugin
 from vllm_autoprune.serving.compat import Hook, collect_hooks, worker
-from vllm_autoprune.serving.models import BACKBONES, UNSERVED
+from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.served_state import served_state
 from vllm_autoprune.serving.settings import TextTower
 from vllm_autoprune.serving.startup import _sleep_problem, apply_settings, resolve_settings
@@ -45,6 +45,7 @@ def changed(part: str = "", *, architecture: str = LLAVA, **fields: Any) -> Any:
         "text": model.hf_config.text_config,
         "encoder": model.multimodal_config,
         "parallel": config.parallel_config,
+        "compilation": config.compilation_config,
     }
     vars(parts[part]).update(fields)
     return config
@@ -58,9 +59,11 @@ def lora(tower: bool) -> Any:
     ("settings", "config", "where", "message"),
     [
         (base("divprune"), changed(architecture="Other"), "model", "has no pruned form"),
-        *(
-            (base("divprune"), changed(architecture=name), "model", reason)
-            for name, reason in UNSERVED.items()
+        (
+            base("divprune"),
+            changed("compilation", cudagraph_mm_encoder=True),
+            "--compilation-config cudagraph_mm_encoder",
+            "all tokens",
         ),
         *(
             (base("divprune"), changed("model", **fields), "model", message)
@@ -147,9 +150,10 @@ PRODUCER = SimpleNamespace(ec_role="ec_producer")
     ("flag", "config", "hidden"),
     [
         ("--mm-encoder-tp-mode data", changed("encoder", mm_encoder_tp_mode="data"), TOWER),
-        *(
-            (f"--compilation-config {name}", vllm_config(compiled={name: True}), TOWER)
-            for name in ("cudagraph_mm_encoder", "compile_mm_encoder")
+        (
+            "--compilation-config compile_mm_encoder",
+            changed("compilation", compile_mm_encoder=True),
+            TOWER,
         ),
         ("--ec-transfer-config", changed(ec_transfer_config=PRODUCER), QUESTION),
         ("--enable-lora", lora(False), LANGUAGE),
@@ -164,6 +168,11 @@ def test_a_mode_is_refused_only_for_states_that_read_what_it_hides(
     by_flag = {need for need, reason in resolved.unavailable if reason.startswith(flag)}
     assert by_flag == hidden - {"merger_input"}, "LLaVA has none under any flag"
     assert not resolved.needs & hidden, "states of requests cannot read it either"
+
+
+def test_the_rust_front_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    assert places(base("divprune")) == ["VLLM_USE_RUST_FRONTEND"]
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, **installed: str | None) -> None:

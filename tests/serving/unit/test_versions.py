@@ -17,8 +17,6 @@ LOOKED_AT: Mapping[str, str] = {
     "to what it returns",
     "vllm.engine.arg_utils.EngineArgs.create_model_config": "one more field is set; ours is added "
     "to what it returns",
-    "vllm.v1.core.encoder_cache_manager.EncoderCacheManager.allocate": "references of a request "
-    "are counted by image as well; what is allocated, and when it is asked, are what they were",
     "vllm.renderers.hf.HfRenderer.render_messages": "prompt embeddings that the chat template "
     "leaves out are dropped; messages and the prompt that is returned are what they were",
     "vllm.renderers.hf.HfRenderer.render_messages_async": "as render_messages",

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any
@@ -177,62 +176,38 @@ _PREFIX = f"x-{REQUEST_FIELD}"
 _HEADERS = {"budget": 'a number of tokens, such as "64"', "state": "the name of a shipped state"}
 """Fields of the entry that have a header, and what it holds."""
 
-_DROPPING = ("/messages", "/cohere/", "/v2/embed")
-"""Parts of paths whose requests vLLM parses without their unknown fields."""
+Headers = Sequence[tuple[str, str]]
+"""Headers with our prefix, as sent."""
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-
-
-@dataclass(slots=True)
-class SentRequest:
-    """Headers with our prefix, as sent, and the chunks of a body whose unknown fields are lost."""
-
-    headers: list[tuple[str, str]]
-    chunks: list[bytes] = field(default_factory=list)
-
-
-_current: ContextVar[SentRequest | None] = ContextVar("autoprune_request", default=None)
-"""What the request of this task was sent with; None where it did not come over HTTP."""
+_current: ContextVar[Headers] = ContextVar("autoprune_headers", default=())
+"""Headers of this task's request; none where it did not come over HTTP."""
 
 
 @contextmanager
-def handling(sent: SentRequest | None) -> Iterator[None]:
-    """Handle a request in this context; None for one that the server makes for itself."""
-    token = _current.set(sent)
+def handling(headers: Headers) -> Iterator[None]:
+    """Handle a request with these headers in this context."""
+    token = _current.set(headers)
     try:
         yield
     finally:
         _current.reset(token)
 
 
-class KeepRequest:
-    """ASGI middleware that keeps :class:`SentRequest`; vLLM adds it by ``--middleware``."""
+class KeepHeaders:
+    """ASGI middleware that keeps our headers of a request; vLLM adds it by ``--middleware``."""
 
-    def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]) -> None:
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self._app = app
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Mapping[str, Any], *channels: object) -> None:
         """Handle one connection (ASGI)."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        names = ((name.decode("latin-1"), value) for name, value in scope["headers"])
-        sent = SentRequest([(n, v.decode("latin-1")) for n, v in names if n.startswith(_PREFIX)])
-
-        async def receive_and_keep() -> Message:
-            message = await receive()
-            if message["type"] == "http.request":
-                sent.chunks.append(message.get("body", b""))
-            return message
-
-        keeps = any(part in scope["path"] for part in _DROPPING)
-        with handling(sent):
-            await self._app(scope, receive_and_keep if keeps else receive, send)
+        headers: Iterable[tuple[bytes, bytes]] = scope.get("headers", ())
+        pairs = [(name.decode("latin-1"), text.decode("latin-1")) for name, text in headers]
+        with handling([pair for pair in pairs if pair[0].startswith(_PREFIX)]):
+            await self._app(scope, *channels)
 
 
-def join_headers(entry: object, headers: list[tuple[str, str]]) -> object:
+def join_headers(entry: object, headers: Headers) -> object:
     """The entry of a request with the fields that its headers set.
 
     Raises RequestError where a header is unknown, malformed or sent twice, or where the entry has
@@ -264,7 +239,6 @@ def join_headers(entry: object, headers: list[tuple[str, str]]) -> object:
 # Pruning fields of a request that stand where nothing reads them, answered instead of ignored.
 
 _CLIENT_FIX = "send {entry} (extra_body={{{entry}}} in the OpenAI client)"
-_HEADER_FIX = f"send the header {_PREFIX}-budget: 64, or {_PREFIX}-state: NAME"
 OFFLINE_FIX = "put {entry} into the prompt's dict, or mm_processor_kwargs into LLM.chat's arguments"
 """What to write, where it is not a request of OpenAI's form."""
 
@@ -288,24 +262,16 @@ def check_request(model_config: ModelConfig, request: BaseModel, trusted: bool) 
     kwargs: Any = getattr(request, KWARGS, None) or {}
     if served is None or not isinstance(kwargs, Mapping):
         return  # completions do not declare it: refused by vLLM
-    sent = _current.get() or SentRequest([])
-    content, body = b"".join(sent.chunks), None
-    sent.chunks.clear()
-    if b"rune" in content:  # a name in it may be ours
-        with suppress(ValueError, RecursionError):  # answered by vLLM
-            body = json.loads(content)
+    headers = _current.get()
     try:
-        if body is None:
-            refuse_misplaced({**vars(request), **(request.model_extra or {})}, kwargs)
-        else:  # of an endpoint that reads headers alone
-            refuse_misplaced(body, {}, _HEADER_FIX)
+        refuse_misplaced({**vars(request), **(request.model_extra or {})}, kwargs)
         if REQUEST_FIELD in kwargs:
             parse_request(kwargs[REQUEST_FIELD])
-        entry = join_headers(kwargs.get(REQUEST_FIELD), sent.headers)
-        if sent.headers:
+        entry = join_headers(kwargs.get(REQUEST_FIELD), headers)
+        if headers:
             vars(request)[KWARGS] = {**kwargs, REQUEST_FIELD: entry}  # not all declare it
-        if (sent.headers or REQUEST_FIELD in kwargs) and not (trusted or served.rules.explicit):
-            where = f"header {sent.headers[0][0]}" if sent.headers else ENTRY
+        if (headers or REQUEST_FIELD in kwargs) and not (trusted or served.rules.explicit):
+            where = f"header {headers[0][0]}" if headers else ENTRY
             what = f"this server's requests may set nothing, because no {REQUESTS_FLAG} is given"
             raise refuse(where, what, f"leave it out, or serve with {REQUESTS_FLAG} budget")
     except RequestError:

@@ -59,7 +59,7 @@ def require_vllm() -> None:
 _ROOM = "vllm_autoprune.serving"
 
 _USERS = (
-    *("plugin", "compat.worker", "encoder_budget", "served_state"),
+    *("plugin", "compat.worker", "served_state"),
     *("api.engine_requests", "api.planner", "api.processor", "api.renderer"),
 )
 """Modules whose names every server needs; a backbone's module comes to them."""
@@ -281,7 +281,7 @@ _PROBE = "_render_probe_prompt"
 @depends_on("vllm.entrypoints.pooling.base.serving:PoolingBaseServing", "_init_ctx")
 def check_requests(
     check: Callable[[ModelConfig, BaseModel, bool], None],
-    handling: Callable[[None], AbstractContextManager[None]],
+    handling: Callable[[tuple[()]], AbstractContextManager[None]],
 ) -> None:
     """Call ``check`` with every chat, completion and pooling request before it is rendered.
 
@@ -322,5 +322,5 @@ def check_requests(
         async def probe(
             stock: Callable[..., Awaitable[object]], *args: object, **named: object
         ) -> object:
-            with handling(None):
+            with handling(()):
                 return await stock(*args, **named)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from vllm_autoprune.serving.compat import WORKER, depends_on, patch
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
-    from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
     from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
     from vllm.v1.worker.gpu.mm.rope import RopeState
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -178,10 +176,6 @@ def bound_encoder_calls() -> None:
         return [output for some in groups for output in stock(self, mm_kwargs[some])]
 
 
-Encode = Callable[[Mapping[str, object]], Sequence["Tensor"]]
-"""From the inputs of one call to the encoder's rows of each item, unpruned."""
-
-
 _RECALLS_A_STEP = 2
 """Recalls that one step of the scheduler takes, of all requests together."""
 
@@ -190,7 +184,7 @@ _RECALLS_A_STEP = 2
     "vllm.v1.core.encoder_cache_manager:EncoderCacheManager", "can_allocate", "get_freed_mm_hashes"
 )
 def spread_recalls(
-    peek_plan: Callable[[MultiModalKwargsItem | None], tuple[bool, int] | None],
+    is_recall: Callable[[MultiModalKwargsItem | None], bool],
 ) -> None:
     """Let a step of the scheduler take ``_RECALLS_A_STEP`` recalls at most.
 
@@ -208,8 +202,7 @@ def spread_recalls(
         input_id: int,
         *rest: object,
     ) -> bool:
-        is_recall, _ = peek_plan(request.mm_features[input_id].data) or (False, 0)
-        if not is_recall:
+        if not is_recall(request.mm_features[input_id].data):
             return stock(self, request, input_id, *rest)
         taken: set[tuple[str, int]] = self.__dict__.setdefault("_autoprune_recalls", set())
         recall = request.request_id, input_id
@@ -227,29 +220,6 @@ def spread_recalls(
         # The scheduler asks once, at the end of each step.
         self.__dict__.pop("_autoprune_recalls", None)
         return stock(self)
-
-
-@depends_on("vllm.v1.worker.encoder_cudagraph:EncoderCudaGraphManager", "execute", only=WORKER)
-def prune_after_encoder_graphs() -> None:
-    """Let a model select among the tokens that encoder CUDA graphs make.
-
-    Why: where there are graphs, both runners call ``EncoderCudaGraphManager.execute`` in place of
-    ``embed_multimodal``, and would take all N rows of an image for its K placeholders.
-    Remove when: a model runs its encoder's graphs itself.
-    """
-    from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
-
-    @patch(EncoderCudaGraphManager, "execute")
-    def execute(
-        stock: Callable[..., Sequence[Tensor]],
-        self: EncoderCudaGraphManager,
-        mm_kwargs: Mapping[str, object],
-    ) -> Sequence[Tensor]:
-        encode: Encode = functools.partial(stock, self)
-        # The method prunes the images of one call, encoded by the graphs that it is given.
-        prune: Callable[[Mapping[str, object], Encode], Sequence[Tensor]] | None
-        prune = getattr(self.model, "autoprune_prune_by_graphs", None)
-        return encode(mm_kwargs) if prune is None else prune(mm_kwargs, encode)
 
 
 @depends_on("vllm.model_executor.models.interfaces:SupportsMultiModal", "get_language_model")

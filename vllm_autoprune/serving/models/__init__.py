@@ -5,7 +5,7 @@ Model classes are named by import path: settings are checked before vLLM's model
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -129,34 +129,6 @@ def check_clip_inputs(
         what = f"max_position_embeddings {text.max_position_embeddings} is below {longest}"
         problems.append(Problem("model", what, _FIX))
     return problems
-
-
-# Architectures that vLLM serves, that users ask for, and that cannot be served pruned; and why.
-
-
-_ROW_BREAKS = (
-    "a token follows every row of an image, so the prompt would have to say how many tokens each "
-    "row keeps before any of them is chosen"
-)
-_RESAMPLER = "a resampler makes its tokens, so none of them stands for a part of the picture"
-_OWN_PROCESSOR = "its image processor is Python code of the checkpoint, which the tests do not run"
-
-UNSERVED: Mapping[str, str] = {
-    "PixtralForConditionalGeneration": _ROW_BREAKS,
-    "Mistral3ForConditionalGeneration": _ROW_BREAKS,
-    "Llama4ForConditionalGeneration": (
-        "separators stand between the tiles of an image, and its layers attend in chunks of the "
-        "whole prompt; the tests do not run it"
-    ),
-    "MiniCPMV": _RESAMPLER,
-    "MiniCPMO": _RESAMPLER,
-    "KimiVLForConditionalGeneration": _OWN_PROCESSOR,
-    "InternVLChatModel": (
-        "its image processor is Python code of the checkpoint; the same model in the format of "
-        "transformers (names that end in -hf) is served"
-    ),
-}
-"""Architecture -> why it has no pruned form."""
 
 
 _MODULE, _PREFIX = "vllm_autoprune.serving.models", "Autoprune"

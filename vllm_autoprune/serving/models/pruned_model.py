@@ -18,12 +18,10 @@ from vllm_autoprune.serving.api.layout import Placeholders
 from vllm_autoprune.serving.api.processor import make_pruned_factories
 from vllm_autoprune.serving.compat import declare_model
 from vllm_autoprune.serving.compat.worker import (
-    Encode,
     bound_encoder_calls,
     clear_with_worker_caches,
     embed_without_lora,
     is_rank_zero,
-    prune_after_encoder_graphs,
 )
 from vllm_autoprune.serving.plan import FIELD, NO_KEY, ItemPlan, Key
 from vllm_autoprune.serving.served_state import (
@@ -85,8 +83,6 @@ class Vision(ABC):
         self.cores = CoreCache(core_bytes)
         self.cache = TensorCache[ImageFeatures](served.cache_bytes - core_bytes)
         self.runs = 0
-        self.graphs: Encode | None = None
-        """The encoder as vLLM's CUDA graphs run it, for the images of the present call."""
         self._model = model
         self._relevance: RelevanceSpace | None = None
         # What reads the tower where the state does, while `recording`.
@@ -299,7 +295,6 @@ class PrunedModel(_Stock):
         self.autoprune_profiled = 0
         clear_with_worker_caches(_clear_features)
         bound_encoder_calls()
-        prune_after_encoder_graphs()
 
     def autoprune_split(self, items: Sequence[MultiModalKwargsItem | None]) -> list[slice]:
         """Runs of neighbouring items whose images have as many tokens, N, as memory profiling saw.
@@ -328,22 +323,6 @@ class PrunedModel(_Stock):
             return super().embed_multimodal(**kwargs)
         assert isinstance(rows, Tensor | list)
         return self.autoprune_rows(self.autoprune_plan_reader.read(rows), kwargs)
-
-    def autoprune_prune_by_graphs(
-        self, kwargs: Mapping[str, object], encode: Encode
-    ) -> MultiModalEmbeddings:
-        """Rows of every image, encoded by the CUDA graphs that ``encode`` replays.
-
-        Embeddings that come as inputs need no encoder; videos go through the graphs as stock.
-        """
-        vision = self.autoprune
-        if vision is None or not (FIELD in kwargs or kwargs.get("image_embeds") is not None):
-            return list(encode(kwargs))
-        vision.graphs = encode
-        try:
-            return self.embed_multimodal(**kwargs)
-        finally:
-            vision.graphs = None
 
     def autoprune_rows(self, plans: list[ItemPlan], inputs: Mapping[str, object]) -> list[Tensor]:
         """Encode the images and select their tokens: rows ``(K_i, D)`` for each image."""

@@ -111,16 +111,12 @@ class QwenVision(Vision):
         """Encode images; tokens are selected by the first D channels of each row."""
         grids = torch.stack([image["image_grid_thw"] for image in images])
         pixels = torch.cat([image["pixel_values"] for image in images])
-        rows: Sequence[Tensor]
         with self.recording():
-            if self.graphs is not None:
-                rows = self.graphs({"pixel_values": pixels, "image_grid_thw": grids})
-            else:
-                checked = self._model._parse_and_validate_image_input(
-                    pixel_values=pixels, image_grid_thw=grids
-                )
-                assert checked is not None
-                rows = self._model._process_image_input(checked)
+            checked = self._model._parse_and_validate_image_input(
+                pixel_values=pixels, image_grid_thw=grids
+            )
+            assert checked is not None
+            rows = self._model._process_image_input(checked)
 
         # What the hooks read, the tokens of each image in raster order.
         patches, unit = grids.prod(-1).tolist(), self._merge**2

@@ -89,11 +89,7 @@ class _TiledVision(Vision):
         """Encode images in one pass of the vision tower."""
         tiles = {name: torch.cat([image[name] for image in images]) for name in self.fields}
         with self.recording():
-            if self.graphs is not None:
-                each = torch.ones(len(tiles["pixel_values"]), dtype=torch.int64)
-                rows = torch.stack(list(self.graphs({**tiles, self.counts: each})))
-            else:
-                rows = self.rows(tiles)
+            rows = self.rows(tiles)
         side = self.side
         # Signals (M, n, ...) of all tiles.
         signals: dict[Signal, Tensor] = {
