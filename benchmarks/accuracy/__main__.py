@@ -1,15 +1,13 @@
-"""`python -m benchmarks.accuracy`: print the published tables with every figure recomputed."""
+"""``python -m benchmarks.accuracy``: print the published tables with every figure recomputed."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
-from typing import Literal
 
-from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.evaluation.scoring import MMBENCH, Aggregates, aggregate
 from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.report import Table
@@ -19,19 +17,16 @@ _COLUMNS = (
     "follows", "Acc. w/o MMB", "ratio of means w/o MMB", "mean of ratios w/o MMB",
 )  # fmt: skip
 
-_Follows = Literal["both", "ratio of means", "mean of ratios", "neither"]
-"""The definitions of Rel. that give a printed value."""
-
 
 class _Row(FrozenModel):
-    """One printed row."""
+    """One printed row; ``rel_follows``: the definitions of Rel. that give its value."""
 
     method: str
     tokens: int
     scores: tuple[float, ...]
     acc: float
     rel: float
-    rel_follows: _Follows
+    rel_follows: str
 
 
 class _PublishedTable(FrozenModel):
@@ -44,14 +39,10 @@ class _PublishedTable(FrozenModel):
     benchmarks: tuple[str, ...]
     rows: tuple[_Row, ...]
 
-    @property
-    def _full(self) -> _Row:
-        return next(row for row in self.rows if row.method == "full")
-
     def recompute(self, row: _Row, without: Collection[str] = ()) -> Aggregates:
         """The figures of a row, by its printed scores and those of the unpruned model."""
         scores, full = (
-            dict(zip(self.benchmarks, printed.scores, strict=True)) for printed in (row, self._full)
+            dict(zip(self.benchmarks, part.scores, strict=True)) for part in (row, self.rows[0])
         )
         return aggregate(scores, full, self.mme_divisor, without)
 
@@ -59,17 +50,18 @@ class _PublishedTable(FrozenModel):
         """Whether the recomputed Acc. rounds to the printed one."""
         return _rounds_to(self.recompute(row).acc, row.acc, self.decimals)
 
-    def definition(self, row: _Row) -> _Follows:
-        """The definitions of Rel. that give the printed value.
+    def definition(self, row: _Row) -> str:
+        """The definition of Rel. that gives the printed value, "both" or "neither".
 
         The ratio of means is tried with unrounded figures, with printed ones, and with an unrounded
         one over the printed one of the full model, as a table may have been computed in any of
         these ways.
         """
-        figures, full = self.recompute(row), self._full.acc
+        figures, full = self.recompute(row), self.rows[0].acc
         ratios = (figures.ratio_of_means, 100 * row.acc / full, 100 * figures.acc / full)
+        is_ratio = any(_rounds_to(value, row.rel, 1) for value in ratios)
         is_mean = _rounds_to(figures.mean_of_ratios, row.rel, 1)
-        if any(_rounds_to(value, row.rel, 1) for value in ratios):
+        if is_ratio:
             return "both" if is_mean else "ratio of means"
         return "mean of ratios" if is_mean else "neither"
 
@@ -80,16 +72,15 @@ def _rounds_to(value: float | None, printed: float, decimals: int) -> bool:
 
 
 def read_published() -> list[_PublishedTable]:
-    """The published tables as printed."""
-    tables = json.loads(Path(__file__).with_name("published.json").read_text())["tables"]
-    return [_PublishedTable.model_validate_json(json.dumps(table)) for table in tables]
+    """The published tables as printed; the first row of each is the full model's."""
+    text = Path(__file__).with_name("published.json").read_text(encoding="utf-8")
+    return [
+        _PublishedTable.model_validate(table, strict=False) for table in json.loads(text)["tables"]
+    ]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Exit status 1 if a printed figure follows none of the definitions, else 0."""
-    description = "Print the published tables with every figure recomputed."
-    parser = CommandParser(prog="python -m benchmarks.accuracy", description=description)
-    parser.parse_args(arguments)
     definitions, reproduced = Counter[str](), 0
     for table in read_published():
         cells = []

@@ -10,19 +10,20 @@ from __future__ import annotations
 import csv
 import io
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import compress
+from fractions import Fraction
 from pathlib import Path
 from statistics import fmean
 
+import numpy as np
 import torch
 
-from benchmarks.common.report import format_estimate
+from benchmarks.common.report import format_estimate, show_stage
 from benchmarks.policies import SEARCH_RESULTS, SOURCE
 from benchmarks.yardsticks import YARDSTICKS, open_yardstick
-from benchmarks.yardsticks.examples import Example
+from benchmarks.yardsticks.examples import Example, draw_examples
+from benchmarks.yardsticks.questions import CATEGORIES
 from benchmarks.yardsticks.yardstick import (
     ALL_TOKENS,
     FULL,
@@ -35,15 +36,13 @@ from benchmarks.yardsticks.yardstick import (
     batches,
 )
 from vllm_autoprune.cli.output import CommandParser
-from vllm_autoprune.errors import AutopruneError
-from vllm_autoprune.evaluation.run import Progress
 from vllm_autoprune.report import Table
-from vllm_autoprune.statistics import ClusterBootstrap, Estimate, estimate
+from vllm_autoprune.statistics import ClusterBootstrap, Estimate, Floats, estimate
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.loading import load_state, shipped_states
 from vllm_autoprune.tpdsl.materialize import materialize
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+_DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 _STATES = ("norm", SOURCE, "instruction-free", "shared-core", *SEARCH_RESULTS)
 """Shipped states that are measured beside every base policy alone."""
@@ -109,56 +108,51 @@ def measure(
     yardstick: Yardstick, cases: Sequence[Case], examples: Sequence[Example]
 ) -> Iterator[Row]:
     """Rows of every case: of all questions, of each category, and of each kind."""
-    progress = Progress(lambda line: print(f"{yardstick.key}: {line}", file=sys.stderr, flush=True))
-    groups = list(batches(yardstick, examples))
-    progress.begin(len(groups) * len(cases))
     scores: dict[tuple[str, str], list[Scores]] = {(c.name, c.budget.label): [] for c in cases}
-    for batch in groups:
-        encoded = yardstick.encode(batch)
-        for case in cases:
-            scores[case.name, case.budget.label].append(encoded.score(case))
-            progress.advance()
-    rights = {place: torch.cat([s.right for s in of]).tolist() for place, of in scores.items()}
-    kinds = [(name, kind) for name, kinds in yardstick.categories.items() for kind in kinds]
-    parts: list[tuple[str | None, str | None]] = [(None, None)]
-    for category, kind in [*parts, *((name, None) for name in yardstick.categories), *kinds]:
-        wanted = [k for name, k in kinds if category in (None, name) and kind in (None, k)]
-        members = [example.kind in wanted for example in examples]
-        if not any(members):
+    with show_stage(f"{len(cases)} cases on {yardstick.name}") as advance:
+        for batch in batches(yardstick, examples):
+            encoded = yardstick.encode(batch)
+            for case in cases:
+                scores[case.name, case.budget.label].append(encoded.score(case))
+            advance()
+    rights = {place: torch.cat([s.right for s in of]).double().numpy()
+              for place, of in scores.items()}  # fmt: skip
+    categories = CATEGORIES[yardstick.key]
+    parts: list[tuple[str | None, str | None]] = [(None, None), *((c, None) for c in categories)]
+    parts += [(category, kind) for category, kinds in categories.items() for kind in kinds]
+    image_of, kind_of = (np.array([getattr(e, n) for e in examples]) for n in ("image_id", "kind"))
+    for category, kind in parts:
+        kinds = categories[category] if category else tuple(kind_of)
+        members = np.isin(kind_of, [kind] if kind else kinds)
+        if not members.any():
             continue
-        images = list(compress((example.image_id for example in examples), members))
-        bootstrap = ClusterBootstrap(images)
+        bootstrap = ClusterBootstrap(image_of[members].tolist())
 
-        def percent(values: Sequence[float], bootstrap: ClusterBootstrap = bootstrap) -> Estimate:
+        def percent(values: Floats, bootstrap: ClusterBootstrap = bootstrap) -> Estimate:
             return estimate(100 * bootstrap.mean(values)).rounded(2)
 
         for case in cases:
             label = case.budget.label
-            right = list(compress(rights[case.name, label], members))
-            # Rounded one by one, as they were when the figures of the page were computed.
-            values = [round(v, 4) for s in scores[case.name, label] for v in s.logprob.tolist()]
+            right = rights[case.name, label][members]
             less: dict[str, Estimate | None] = {}
             for name in (RESIZED, case.base, yardstick.default):
                 other = None if name == case.name else rights.get((name, label))
-                pairs = zip(right, compress(other or [], members), strict=other is not None)
-                less[name] = percent([float(a) - b for a, b in pairs]) if other else None
-            reads = None
-            if case.state is not None:
-                most = max(16, case.state.budget.range()[1])
-                reads = materialize(case.state, most).reads_instruction
+                less[name] = None if other is None else percent(right - other[members])
+            # Rounded one by one, as they were when the figures of the page were computed.
+            logprobs = torch.cat([s.logprob for s in scores[case.name, label]]).double().numpy()
             yield Row(
                 yardstick=yardstick.name,
                 budget=label,
                 name=case.name,
-                reads_question=reads,
+                reads_question=materialize(case.state).reads_instruction if case.state else None,
                 digest="" if case.state is None else case.state.digest[:12],
                 category=category,
                 kind=kind,
                 questions=len(right),
-                images=len(set(images)),
+                images=len(set(image_of[members])),
                 tokens=round(fmean(s.tokens for s in scores[case.name, label]), 1),
                 accuracy=percent(right),
-                logprob=round(sum(compress(values, members)) / len(right), 3),
+                logprob=round(float(logprobs.round(4)[members].mean()), 3),
                 less_resized=less[RESIZED],
                 less_base=less[case.base],
                 less_default=less[yardstick.default],
@@ -167,16 +161,15 @@ def measure(
 
 def as_csv(rows: Sequence[Row]) -> str:
     """All rows, one a line; an estimate is three columns, its 95 % interval ``low`` to ``high``."""
-    records: list[dict[str, object]] = []
+    records = []
     for row in rows:
         record: dict[str, object] = {}
         for name, value in asdict(row).items():
+            record[name] = value
             if name == "accuracy" or name.startswith("less_"):
                 figures = value or dict.fromkeys(("value", "low", "high"))
-                record[name] = figures.pop("value")
-                record |= {f"{name}_{side}": figure for side, figure in figures.items()}
-            else:
-                record[name] = value
+                record |= {name: figures["value"]}
+                record |= {f"{name}_{side}": figures[side] for side in ("low", "high")}
         records.append(record)
     text = io.StringIO()
     writer = csv.DictWriter(text, records[0], lineterminator="\n")
@@ -198,10 +191,11 @@ def as_markdown(yardstick: Yardstick, rows: Sequence[Row]) -> str:
         f"split. With all tokens ({full.tokens:.1f} on average) {right} are right.\n",
     ]
     cells: dict[str, dict[str, str]] = {}
+    eighth = next(budget.label for budget in yardstick.budgets if budget.share == Fraction(1, 8))
     for row in rows[1:]:
         more, default = row.less_resized, row.name == yardstick.default
         # All questions, and at an eighth of the tokens each category.
-        detailed = row.category is None or row.budget == yardstick.eighth
+        detailed = row.category is None or row.budget == eighth
         if default and more and row.kind is None and detailed:
             verdict = "not decided"
             if more.low > 0:
@@ -225,7 +219,7 @@ def as_markdown(yardstick: Yardstick, rows: Sequence[Row]) -> str:
     return "\n".join([*lines, "", text, ""])
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the tables, and write them into the documentation where that is asked."""
     parser = CommandParser(
         prog="python -m benchmarks.accuracy.yardsticks",
@@ -241,26 +235,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)  # the last bits of pictures depend on it
     parts, all_rows = [], list[Row]()
-    try:
-        for name in options.yardsticks:
-            yardstick = open_yardstick(name, options.checkpoint)
-            cases = build_cases(yardstick, options.methods)
-            rows = list(measure(yardstick, cases, yardstick.draw("test", options.images)))
-            parts.append(as_markdown(yardstick, rows))
-            all_rows += rows
-    except AutopruneError as error:
-        print(error, file=sys.stderr)
-        return 1
+    for name in options.yardsticks:
+        yardstick = open_yardstick(name, options.checkpoint)
+        cases = build_cases(yardstick, options.methods)
+        examples = draw_examples("test", options.images, yardstick.key)
+        rows = list(measure(yardstick, cases, examples))
+        parts.append(as_markdown(yardstick, rows))
+        all_rows += rows
     page = "\n".join(parts)
     print(page, end="")
     if options.write_docs:
-        path = DOCS / "accuracy.md"
+        path = _DOCS / "accuracy.md"
         marked = re.compile(r"(?<=<!-- yardsticks -->\n\n).*(?=\n<!-- /yardsticks -->)", re.DOTALL)
         text = marked.sub(lambda _: page, path.read_text(encoding="utf-8"))
         path.write_text(text, encoding="utf-8")
-        (DOCS / "data" / "accuracy.csv").write_text(as_csv(all_rows), encoding="utf-8")
-    return 0
+        (_DOCS / "data" / "accuracy.csv").write_text(as_csv(all_rows), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

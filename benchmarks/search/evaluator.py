@@ -61,7 +61,7 @@ class YardstickEvaluator:
         self._base_policy, self._yardstick = base_policy, yardstick
         self._batches: dict[Split, list[list[SceneQuestion]]] = {}
         for split in SPLITS:
-            questions = _sample_questions(yardstick.draw(split, images[split]), each)
+            questions = _sample_questions(draw_examples(split, images[split], yardstick.key), each)
             self._batches[split] = list(_join_batches(yardstick, questions))
         examples = {
             split: [_as_example(split, question) for batch in joined for question in batch]

@@ -49,7 +49,6 @@ class MiniLlava(Yardstick):
     key = "minillava"
     default = "minillava"
     budgets = tuple(Budget(f"K = {k}", Fraction(k, PATCHES)) for k in (72, 36, 18, 9))
-    eighth = "K = 18"
     usual_tokens = PATCHES
     available = frozenset(get_args(Need)) - {"merger_input"}
     # A quarter of its six layers, where PyramidDrop's first stage ranks, is the layer of FastV.

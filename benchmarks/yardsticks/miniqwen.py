@@ -60,7 +60,6 @@ class MiniQwen(Yardstick):
     key = "miniqwen"
     default = "miniqwen"
     budgets = tuple(Budget(f"K = N/{n}", Fraction(1, n)) for n in (2, 4, 8, 16))
-    eighth = "K = N/8"
     usual_tokens = 72
     available = frozenset(("cls_attention", "instruction", "encoder", "merger_input", "words"))
 

@@ -21,12 +21,10 @@ from benchmarks.yardsticks.examples import (
     CHECKPOINTS,
     PROMPT,
     Example,
-    Split,
-    draw_examples,
     keep_first,
     weights_digest,
 )
-from benchmarks.yardsticks.questions import CATEGORIES, Model
+from benchmarks.yardsticks.questions import Model
 from vllm_autoprune.ops.rowwise import gather_rows
 from vllm_autoprune.serving.api.instruction import split_content_words
 from vllm_autoprune.tpdsl.materialize import materialize
@@ -120,17 +118,15 @@ class Yardstick(ABC):
     """A checkpoint with its questions, loaded at first use.
 
     ``key`` is the model's name in commands, ``default`` the state that the evidence recommends for
-    its family; ``eighth`` is the label of the budget that keeps an eighth of all tokens.
-    ``usual_tokens`` is N of a usual image, and ``available`` are the inputs that a server of this
-    backbone gives to policies. ``equal_policies`` keep the tokens of another base policy on this
-    model, and have no row. ``images_per_batch`` images may be encoded together.
+    its family. ``usual_tokens`` is N of a usual image, and ``available`` are the inputs that a
+    server of this backbone gives to policies. ``equal_policies`` keep the tokens of another base
+    policy on this model, and have no row. ``images_per_batch`` images may be encoded together.
     """
 
     name: ClassVar[str]
     key: ClassVar[Model]
     default: ClassVar[str]
     budgets: ClassVar[Sequence[Budget]]
-    eighth: ClassVar[str]
     usual_tokens: ClassVar[int]
     available: ClassVar[frozenset[Need]]
     equal_policies: ClassVar[Collection[str]] = ()
@@ -144,15 +140,6 @@ class Yardstick(ABC):
     def model(self) -> str:
         """Name and digest of the weights, as in the evidence of shipped states."""
         return f"{self.name} {weights_digest(self._checkpoint)}"
-
-    @property
-    def categories(self) -> Mapping[str, Sequence[str]]:
-        """The kinds of questions of each category."""
-        return CATEGORIES[self.key]
-
-    def draw(self, split: Split, images: int) -> Sequence[Example]:
-        """The questions about the first images of a split."""
-        return draw_examples(split, images, self.key)
 
     @property
     @abstractmethod
