@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ SEARCH_RESULTS: Mapping[str, str] = {
 """States that a search produced, and the model it measured them on; like the source, they are read
 from ``policies/``."""
 
-BUDGETS: Mapping[str, Sequence[int]] = {
+_BUDGETS: Mapping[str, Sequence[int]] = {
     "llava-1.5-7b": (16, 32, 64, 128),
     "llava-next-7b": (160, 320, 640),
     "qwen2.5-vl-7b": (32, 64, 128, 256),
@@ -75,7 +76,7 @@ def _build_states(folder: Path = POLICIES) -> list[PruningState]:
         return load_state({**document, "name": name, "provenance": provenance, **changes})
 
     states = [source, *results]
-    for backbone, budgets in BUDGETS.items():
+    for backbone, budgets in _BUDGETS.items():
         for budget in budgets:
             name = f"{SOURCE}-{backbone}-k{budget}"
             states.append(transfer(source, budget, BACKBONE_SHAPES[backbone], name)[0])
@@ -121,35 +122,11 @@ def _build_states(folder: Path = POLICIES) -> list[PruningState]:
     return states
 
 
-def _carries_evidence(name: str) -> bool:
-    """Whether accuracy measured on mini-LLaVA belongs into the file of a state.
-
-    Not for one that a search found on another model: its evidence is of both yardsticks.
-    """
-    return (
-        not name.startswith(f"{SOURCE}-") and SEARCH_RESULTS.get(name, "mini-LLaVA") == "mini-LLaVA"
-    )
-
-
 def _read_evidence(path: Path) -> _JsonObject:
     """What `measure` wrote into a state's file; empty where there is none, or of another form."""
     state = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"provenance": {}}
     scores: _JsonObject = state["provenance"].get("scores", {})
     return scores if "behaviour" in scores else {}
-
-
-def _write_state(state: PruningState, path: Path, evidence: _JsonObject | None = None) -> None:
-    """Write a state with all of its defaults, so that later releases serve the same policy.
-
-    Evidence goes into the provenance, which is outside the digest.
-    """
-    if evidence:
-        changes = {"evaluated_on": _EVALUATED_ON, "scores": evidence}
-        provenance = state.provenance.model_copy(update=changes)
-        state = state.model_copy(update={"provenance": provenance})
-    # A search may have written the same state in another form, which is kept.
-    if not path.exists() or load_state(path) != state:
-        path.write_text(_format_json(json.loads(state.dumps())) + "\n", encoding="utf-8")
 
 
 def _format_json(value: object, indent: int = 0, key: str = "") -> str:
@@ -171,20 +148,13 @@ def build(folder: Path) -> None:
     """Write every shipped state and delete the files of states that no longer exist."""
     states = {f"{state.name}.json": state for state in _build_states(folder)}
     for name, state in states.items():
-        path = folder / name
-        evidence = _read_evidence(path)
-        valid = evidence.get("behaviour") == _behaviour(state) and _carries_evidence(state.name)
-        _write_state(state, path, evidence if valid else None)
+        evidence = _read_evidence(folder / name)
+        valid = evidence.get("behaviour") == _behaviour(state)
+        _write_state(state, folder, evidence if valid else None)
     for path in folder.glob("*.json"):
         if path.name not in states:
             path.unlink()
     print(f"{len(states)} states in {folder.name}/")
-
-
-def _behaviour(state: PruningState) -> str:
-    """SHA-256 of everything in a state that affects answers at a budget given by the request."""
-    body = state.model_dump(mode="json", exclude={"name", "provenance", "budget"})
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def measure(folder: Path, report: Mapping[str, Any]) -> None:
@@ -195,10 +165,14 @@ def measure(folder: Path, report: Mapping[str, Any]) -> None:
     """
     rows = {row["case"]["name"]: row for row in report["rows"]}
     for state in _build_states(folder):
+        # The evidence of one that a search found on another model is of both yardsticks.
+        elsewhere = SEARCH_RESULTS.get(state.name, "mini-LLaVA") != "mini-LLaVA"
+        if elsewhere or state.name.startswith(f"{SOURCE}-"):
+            continue
         measured: list[_JsonObject] = []
         for budget in _MEASURED:
             row, control = (rows.get(f"{name}@{budget}") for name in (state.name, "resized"))
-            if row and control and _carries_evidence(state.name):
+            if row and control:
                 gain = Estimate(**row["to_resized"]["accuracy"]).rounded(2)
                 measured.append({
                     "budget": budget,
@@ -206,7 +180,7 @@ def measure(folder: Path, report: Mapping[str, Any]) -> None:
                     "accuracy_plus": round(row["accuracy_plus"], 2),
                     "prompt_tokens": round(row["prompt_tokens"], 1),
                     "resized": round(control["accuracy"]["value"], 2),
-                    "less_resized": {"value": gain.value, "low": gain.low, "high": gain.high},
+                    "less_resized": asdict(gain),
                 })  # fmt: skip
         if measured:
             evidence: _JsonObject = {
@@ -215,8 +189,29 @@ def measure(folder: Path, report: Mapping[str, Any]) -> None:
                 "behaviour": _behaviour(state),
                 "rows": measured,
             }
-            _write_state(state, folder / f"{state.name}.json", evidence)
+            _write_state(state, folder, evidence)
             print(state.name)
+
+
+def _write_state(state: PruningState, folder: Path, evidence: _JsonObject | None) -> None:
+    """Write a state with all of its defaults, so that later releases serve the same policy.
+
+    Evidence goes into the provenance, which is outside the digest.
+    """
+    if evidence:
+        changes = {"evaluated_on": _EVALUATED_ON, "scores": evidence}
+        provenance = state.provenance.model_copy(update=changes)
+        state = state.model_copy(update={"provenance": provenance})
+    path = folder / f"{state.name}.json"
+    # A search may have written the same state in another form, which is kept.
+    if not path.exists() or load_state(path) != state:
+        path.write_text(_format_json(json.loads(state.dumps())) + "\n", encoding="utf-8")
+
+
+def _behaviour(state: PruningState) -> str:
+    """SHA-256 of everything in a state that affects answers at a budget given by the request."""
+    body = state.model_dump(mode="json", exclude={"name", "provenance", "budget"})
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def as_markdown() -> str:
@@ -264,7 +259,7 @@ def _describe(state: PruningState) -> str:
     return state.provenance.notes.rstrip(".")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the arguments and run one of the commands."""
     parser = CommandParser(
         prog="python -m benchmarks.policies",
@@ -278,10 +273,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.command == "measure":
         measure(POLICIES, json.loads(options.report.read_text(encoding="utf-8")))
-        return 0
-    build(POLICIES)
-    return 0
+    else:
+        build(POLICIES)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

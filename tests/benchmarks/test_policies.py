@@ -10,11 +10,8 @@ import pytest
 
 from benchmarks import policies
 from vllm_autoprune import load_state, materialize
-from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.loading import shipped_states
 from vllm_autoprune.tpdsl.materialize import core_policy
-from vllm_autoprune.tpdsl.refine import refine
-from vllm_autoprune.tpdsl.safety import synthetic_probes
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "shipped-states.md"
 
@@ -32,36 +29,6 @@ def test_building_again_changes_no_file(tmp_path: Path) -> None:
     built = {path.name: path.read_text() for path in folder.iterdir()}
     assert built == {path.name: path.read_text() for path in policies.POLICIES.glob("*.json")}
     assert all(load_state(name).provenance.found_by for name in shipped_states())
-
-
-def test_the_selected_state_is_there_for_every_budget_and_backbone_of_the_paper() -> None:
-    source = load_state(policies.SOURCE)
-    for backbone, budgets in policies.BUDGETS.items():
-        for budget in budgets:
-            state = load_state(f"{policies.SOURCE}-{backbone}-k{budget}")
-            assert state.scoring == source.scoring and state.constraints == source.constraints
-            policy = materialize(state)
-            assert (policy.budget, policy.quota, policy.r_min) == (budget, 2, budget - 2)
-            assert not state.provenance.scores, "they would be of other budgets"
-
-
-def test_a_base_policy_alone_exchanges_nothing_and_reads_no_signal() -> None:
-    for name, policy in BASE_POLICIES.items():
-        alone = materialize(load_state(name), 16)
-        assert alone.base.name == name and not alone.refines
-        assert alone.needs == policy.needs_of(policy.default_params)
-
-
-@pytest.mark.parametrize("quota", policies.QUOTAS)
-def test_the_quota_sweep_differs_in_its_quota_alone(quota: int) -> None:
-    """The selected policy exchanges exactly q_e tokens of every image."""
-    source, state = load_state(policies.SOURCE), load_state(f"ablation-quota-{quota}")
-    selector = state.constraints.selector.model_copy(update={"q_e": 2})
-    constraints = state.constraints.model_copy(update={"selector": selector})
-    assert state.model_copy(update={"constraints": constraints}).digest == source.digest
-    policy = materialize(state, 32)
-    assert (policy.quota, policy.r_min) == (quota, 32 - quota)
-    assert set(refine(policy, synthetic_probes(128)[0]).exchanged.tolist()) == {quota}
 
 
 @pytest.mark.parametrize("name", ["minillava-split", "shared-core"])
