@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator
+from difflib import unified_diff
 from pathlib import Path
 from typing import Any
 
@@ -44,25 +45,15 @@ def read(name: str) -> Table:
     return rows
 
 
-def write(name: str) -> None:
-    """Make a table and write it."""
+def render(name: str) -> str:
+    """The file of a table as it would be written now."""
     rows = [f"{json.dumps(key)}: {json.dumps(row)}" for key, row in sorted(TABLES[name]().items())]
-    (DATA / f"{name}.json").write_text("{\n" + ",\n".join(rows) + "\n}\n", encoding="utf-8")
+    return "{\n" + ",\n".join(rows) + "\n}\n"
 
 
 def differences(name: str) -> Iterator[str]:
-    """Two lines for each row that has changed, one for each that is new or has gone."""
-    pinned, made = read(name), json.loads(json.dumps(TABLES[name]()))
-    for key in sorted({*pinned, *made}):
-        for sign, rows, others in (("-", pinned, made), ("+", made, pinned)):
-            if key in rows and (key not in others or rows[key] != others[key]):
-                yield f"{sign} {name}: {key}: {json.dumps(apart(rows[key], others.get(key)))}"
-
-
-def apart(row: object, other: object) -> object:
-    """What a row has and the other one has not."""
-    if isinstance(row, dict) and isinstance(other, dict):
-        return {key: row[key] for key in row if row[key] != other.get(key)} or row
-    if isinstance(row, list) and isinstance(other, list):
-        return [item for item in row if item not in other] or row
-    return row
+    """Rows that have changed, gone or come, with ``-`` as written and ``+`` as they are now."""
+    pinned = (DATA / f"{name}.json").read_text(encoding="utf-8")
+    lines = unified_diff(pinned.splitlines(), render(name).splitlines(), n=0)
+    # A row begins with its key.
+    return (f"{line[0]} {name}: {line[1:]}" for line in lines if line[1:2] == '"')
