@@ -23,13 +23,10 @@ PACKAGE = Path(vllm_autoprune.__file__).parent
 # What a room may import of the rooms beside it: arrows point down only. Of serving, sorted by
 # process: API server and worker are separate processes and never import each other.
 SHARED = {"compat", "settings", "plan", "served_state"}
-CORE = {
-    "ops": set[str](),
-    "tpdsl": {"ops", "backbones"},
-    "base_policies": {"tpdsl", "ops"},
-}
-SERVING = {
-    "compat": set[str](),
+CORE = {"ops": {"errors"}, "tpdsl": {"errors", "ops", "backbones"},
+        "base_policies": {"errors", "tpdsl", "ops"}}  # fmt: skip
+SERVING: dict[str, set[str]] = {
+    "compat": set(),
     "settings": {"compat"},
     "plan": {"compat"},
     "served_state": {"compat", "plan", "settings"},
@@ -42,15 +39,10 @@ SERVING = {
 # All packages of the repository, lowest first: a package imports itself and those of lower layers.
 LAYERS = (
     {"vllm_autoprune.errors"},
-    {"vllm_autoprune.record_file"},
-    {"vllm_autoprune.connection", "vllm_autoprune.stream"},
-    {"vllm_autoprune.http_client"},
-    {"vllm_autoprune.backbones"},
-    {"vllm_autoprune.statistics"},
-    {"vllm_autoprune.report"},
-    {"vllm_autoprune.advise"},
-    {"vllm_autoprune.probe"},
-    {"vllm_autoprune.ops"},
+    {"vllm_autoprune.record_file", "vllm_autoprune.backbones"},
+    {"vllm_autoprune.connection", "vllm_autoprune.stream", "vllm_autoprune.statistics"},
+    {"vllm_autoprune.http_client", "vllm_autoprune.report", "vllm_autoprune.advise"},
+    {"vllm_autoprune.probe", "vllm_autoprune.ops"},
     {"vllm_autoprune.tpdsl"},
     {"vllm_autoprune.base_policies"},
     {"vllm_autoprune.serving"},
@@ -71,11 +63,11 @@ def dotted(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-# Every module of the repository except tests and scripts.
+# Every module of the repository except tests, scripts and the entry point.
 SOURCES = {
     dotted(path): path
-    for top in (PACKAGE, PACKAGE.parent / "offline_search", PACKAGE.parent / "benchmarks")
-    for path in top.rglob("*.py")
+    for top in ("vllm_autoprune", "offline_search", "benchmarks")
+    for path in (PACKAGE.parent / top).rglob("*.py")
 }
 
 
@@ -96,34 +88,35 @@ def imported_modules(path: Path) -> frozenset[str]:
     return frozenset(modules)
 
 
-def modules_of(room: str) -> set[str]:
-    """Modules of a folder of the package, or one module."""
-    name = f"vllm_autoprune.{room}"
+def modules_of(name: str) -> set[str]:
+    """A module, or those of a folder."""
     return {module for module in SOURCES if module == name or module.startswith(f"{name}.")}
 
 
 @pytest.mark.parametrize(
-    ("room", "prefix", "allowed"),
+    ("prefix", "room", "allowed"),
     [
-        *((room, "vllm_autoprune.", {"errors", *rooms}) for room, rooms in CORE.items()),
-        *((f"serving.{room}", "vllm_autoprune.serving.", rooms) for room, rooms in SERVING.items()),
+        *(("vllm_autoprune.", *row) for row in CORE.items()),
+        *(("vllm_autoprune.serving.", *row) for row in SERVING.items()),
     ],
 )
-def test_arrows_point_down(room: str, prefix: str, allowed: set[str]) -> None:
-    rooms = {room.rpartition(".")[2], *allowed}
-    assert modules_of(room)
+def test_arrows_point_down(prefix: str, room: str, allowed: set[str]) -> None:
+    modules = modules_of(prefix + room)
+    assert modules
     wrong = {
         f"{module}: {name}"
-        for module in modules_of(room)
+        for module in modules
         for name in imported_modules(SOURCES[module])
-        if name.startswith(prefix) and name.removeprefix(prefix).split(".")[0] not in rooms
+        if name.startswith(prefix)
+        and name.removeprefix(prefix).split(".")[0] not in {room, *allowed}
     }
     assert wrong == set()
 
 
 def test_every_module_of_serving_is_in_a_room() -> None:
-    rooms = set[str]().union(*(modules_of(f"serving.{room}") for room in SERVING))
-    assert modules_of("serving") - rooms == {"vllm_autoprune.serving"}
+    serving = "vllm_autoprune.serving"
+    rooms = set[str]().union(*(modules_of(f"{serving}.{room}") for room in SERVING))
+    assert modules_of(serving) - rooms == {serving}
 
 
 def test_no_package_imports_a_higher_one_and_every_package_has_a_layer() -> None:
@@ -138,11 +131,12 @@ def test_no_package_imports_a_higher_one_and_every_package_has_a_layer() -> None
     wrong = {
         f"{module} imports {name}"
         for module, path in SOURCES.items()
-        for name in imported_modules(path) & SOURCES.keys()
-        if {package(module), package(name)} <= layers.keys()
-        and package(name) != package(module)
-        and layers[package(name)] >= layers[package(module)]
-    }
+        for name in imported_modules(path)
+        if name.split(".")[0] in ("tests", "scripts")
+        or ({package(module), package(name)} <= layers.keys()
+            and package(name) != package(module)
+            and layers[package(name)] >= layers[package(module)])
+    }  # fmt: skip
     assert wrong == set()
 
 
@@ -153,8 +147,8 @@ def test_there_is_no_import_cycle() -> None:
     tuple(TopologicalSorter(graph).static_order())  # raises CycleError
 
 
-def test_the_core_names_and_loads_no_server() -> None:
-    core = set[str]().union(*map(modules_of, CORE))
+def test_the_core_loads_no_server() -> None:
+    core = set[str]().union(*(modules_of(f"vllm_autoprune.{room}") for room in CORE))
     for module in core:
         names = {name.split(".")[0] for name in imported_modules(SOURCES[module])}
         assert not names & set(HEAVY), module
@@ -163,9 +157,7 @@ def test_the_core_names_and_loads_no_server() -> None:
         f"for name in {['vllm_autoprune', *sorted(core)]!r}: importlib.import_module(name)\n"
         f"print(sorted(set({HEAVY!r}) & set(sys.modules)))"
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
-    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "[]"
 
 
@@ -178,12 +170,6 @@ def test_pictures_are_opened_in_one_place() -> None:
 
 # ---- public surface ----
 
-PROBLEMS = (
-    Problem("/budget/atom", "unknown atom 'x'", "did you mean 'y'?"),
-    Problem("", "empty", "add it"),
-)
-
-
 ERRORS = [
     error
     for _, error in inspect.getmembers(errors, inspect.isclass)
@@ -192,20 +178,13 @@ ERRORS = [
 
 
 def test_public_names() -> None:
-    names = vllm_autoprune.__all__
-    assert names == [
-        "AutopruneError", "BudgetError", "ConfigError", "Grid", "Instruction", "PruningPolicy",
-        "PruningState", "RefinedTokens", "RequestError", "SafetyRecord", "SelectionError",
-        "StateError", "UnsupportedModelError", "VisualTokens", "load_state", "materialize",
-        "refine", "safety_check",
-    ]  # fmt: skip
     # Submodules become attributes of a package as they are imported; they are not its names.
     public = {
         name
         for name, value in vars(vllm_autoprune).items()
         if not name.startswith("_") and not inspect.ismodule(value)
     }
-    assert public == set(names)
+    assert public == set(vllm_autoprune.__all__)
 
 
 def test_the_tree_of_errors_is_the_one_that_is_drawn() -> None:
@@ -213,19 +192,17 @@ def test_the_tree_of_errors_is_the_one_that_is_drawn() -> None:
     leaves = [e.__name__ for e in ERRORS if e not in (AutopruneError, ProblemsError)]
     assert sorted(drawn) == sorted(leaves)
     assert all(issubclass(error, AutopruneError) for error in ERRORS)
-    for name in ("StateError", "BudgetError", "RequestError", "SelectionError"):
-        assert issubclass(vars(errors)[name], ValueError), "errors about values are ValueErrors"
 
 
 @pytest.mark.parametrize("error", [e for e in ERRORS if issubclass(e, ProblemsError)])
 def test_a_message_lists_every_problem_and_survives_pickling(error: type[ProblemsError]) -> None:
-    sent = error("state s.json", list(PROBLEMS))
+    problems = [Problem("/budget/atom", "unknown atom 'x'", "use 'y'"), Problem("", "empty", "add")]
+    sent = error("state s.json", problems)
     assert str(sent).splitlines() == [
         "state s.json: 2 problems",
-        "  - /budget/atom: unknown atom 'x' -> did you mean 'y'?",
-        "  - /: empty -> add it",
+        "  - /budget/atom: unknown atom 'x' -> use 'y'",
+        "  - /: empty -> add",
     ]
     received = pickle.loads(pickle.dumps(sent))
-    assert type(received) is error
-    assert received.problems == PROBLEMS and received.subject == "state s.json"
-    assert str(received) == str(sent)
+    assert type(received) is error and str(received) == str(sent)
+    assert received.problems == tuple(problems) and received.subject == "state s.json"

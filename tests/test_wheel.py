@@ -20,8 +20,6 @@ import pytest
 from hatchling.builders.sdist import SdistBuilder
 from hatchling.builders.wheel import WheelBuilder
 
-from tests.test_import_boundaries import imported_modules
-
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -127,16 +125,6 @@ def test_slow_commands_run_as_programs(installed: Path, tmp_path: Path, command:
     run_installed(installed, tmp_path, "vllm-autoprune", command, *SLOW[command].split())
 
 
-def test_the_installed_command_prints_its_version_without_torch(
-    installed: Path, tmp_path: Path
-) -> None:
-    words = ("-X", "importtime", str(installed / "vllm-autoprune"), "--version")
-    output = run_installed(installed, tmp_path, "python", *words).splitlines()
-    modules = {line.split("|")[-1].strip() for line in output}
-    assert output[0] == version("vllm-autoprune") and "vllm_autoprune_command" in modules
-    assert not {"torch", "vllm_autoprune"} & modules
-
-
 def test_the_sdist_builds_the_wheel_of_this_checkout(source: Path, wheel: Path) -> None:
     files = WheelBuilder(str(ROOT)).recurse_included_files()
     here = {file.distribution_path for file in files}
@@ -153,18 +141,3 @@ def test_the_sdist_builds_the_wheel_of_this_checkout(source: Path, wheel: Path) 
     assert text.count("\nProject-URL: ") >= 2
     for name in ("README.md", "LICENSE", "CITATION.cff", "docs/index.md", "examples", "Dockerfile"):
         assert (source / name).exists(), name
-
-
-def test_no_file_of_the_wheel_imports_what_is_not_in_it() -> None:
-    listed = WheelBuilder(str(ROOT)).recurse_included_files()
-    files = {f.distribution_path: Path(f.path) for f in listed if f.path.endswith(".py")}
-    names = {name.removesuffix(".py").removesuffix("/__init__") for name in files}
-    provided = {name.replace("/", ".") for name in names}
-    repository = {"vllm_autoprune", "offline_search", "benchmarks", "tests", "scripts"}
-    missing = {
-        f"{name} imports {module}"
-        for name, path in files.items()
-        for module in imported_modules(path)
-        if module.split(".")[0] in repository and module not in provided
-    }
-    assert missing == set()

@@ -10,14 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.docs_commands import (
-    ROOT,
-    Command,
-    prepare_folder,
-    read_commands,
-    type_page,
-    type_quick,
-)
+import vllm_autoprune_command
+from tests.docs.commands import ROOT, Command, prepare_folder, read_commands, type_page
 from tests.serving.unit.samples import refusal, served
 from tests.test_examples import flags_of
 from vllm_autoprune.cli.main import main, parser
@@ -50,14 +44,17 @@ def test_every_command_is_typed_or_says_why_not() -> None:
 
 
 @pytest.mark.parametrize("command", QUICK, ids=lambda command: command.text[:60])
-def test_quick_commands_succeed(command: Command, folder: Path) -> None:
-    assert type_quick(command, folder) == 0
+def test_quick_commands_succeed(
+    command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("sys.argv", shlex.split(command.text))
+    assert vllm_autoprune_command.main() == 0
 
 
 def test_options_with_which_a_command_measures_less_come_last() -> None:
     loop = Command("docs/new.md", "for n in 1 2; do python -m benchmarks.cost efficiency; done")
     assert loop.typed.endswith("efficiency --requests 1 --policies cdpruner; done")
-    assert Command("docs/new.md", "curl localhost:8000/metrics").typed.endswith("/metrics")
 
 
 @pytest.mark.engine
@@ -66,8 +63,7 @@ def test_options_with_which_a_command_measures_less_come_last() -> None:
 @pytest.mark.parametrize("page", list(dict.fromkeys(c.page for c in LONG)))
 def test_long_commands_of_a_page_succeed_in_order(page: str, folder: Path) -> None:
     commands = [command for command in LONG if command.page == page]
-    failures = {c.text: failure for c, _, failure in type_page(commands, folder) if failure}
-    assert failures == {}
+    assert list(type_page(commands, folder)) == []
 
 
 # ---- docs/mistakes.md: each is answered in one line that says what to do ----
@@ -110,9 +106,8 @@ def send(text: str, level: str) -> None:
 
 
 def test_mistakes_are_of_commands_flags_and_fields() -> None:
-    assert len(MISTAKES) >= 20
     for prefix in ("`vllm-autoprune ", "`vllm serve ", '`"autoprune"'):
-        assert any(mistake.startswith(prefix) for mistake, _ in MISTAKES)
+        assert sum(mistake.startswith(prefix) for mistake, _ in MISTAKES) >= 5
 
 
 @pytest.mark.parametrize(("mistake", "answer"), MISTAKES)

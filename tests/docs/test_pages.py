@@ -19,8 +19,8 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 from benchmarks.search.study import read_confirmed, read_results
 from benchmarks.search.tables import format_mean
-from scripts.docs_commands import read_commands
 from scripts.site_hooks import generate_files, restore_pipes, rewrite_links
+from tests.docs.commands import read_commands
 from vllm_autoprune.advise import WAYS
 from vllm_autoprune.cli.main import COMMANDS, main
 from vllm_autoprune.serving.api import engine_requests

@@ -1,7 +1,7 @@
-"""Type the commands of README.md and docs/: python scripts/docs_commands.py [--all].
+"""The commands of README.md and docs/, and how each is typed here.
 
-Every command of a ``sh`` block is of one kind. *Quick* ones are run in this process. *Long* ones
-are typed into a shell with ``--all``, page by page and in order, in a copy of the repository: they
+Every command of a ``sh`` block is of one kind. *Quick* ones are run in the process of the tests.
+*Long* ones are typed into a shell, page by page and in order, in a copy of the repository: they
 start the servers that a page names, or ask one. Those that measure for minutes to hours get options
 with which they measure less. All others need what this machine lacks.
 """
@@ -9,7 +9,6 @@ with which they measure less. All others need what this machine lacks.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import re
@@ -17,13 +16,16 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
+from PIL import Image
+
+from benchmarks.search.evaluator import write_data
+from benchmarks.server import serve
+
+ROOT = Path(__file__).resolve().parents[2]
 _WEIGHTS = ROOT / "benchmarks/yardsticks/weights/minillava"
 
 _NOT_TYPED = re.compile(
@@ -112,10 +114,6 @@ def read_commands() -> list[Command]:
 
 def prepare_folder(folder: Path) -> None:
     """Copy the repository into a folder, with the files that commands name."""
-    from PIL import Image
-
-    from benchmarks.search.evaluator import write_data
-
     leave_out = shutil.ignore_patterns(".*", "out", "__pycache__")
     shutil.copytree(ROOT, folder, ignore=leave_out, dirs_exist_ok=True)
     for hub_id, name in (
@@ -133,26 +131,12 @@ def prepare_folder(folder: Path) -> None:
     (folder / "questions.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in asked))
 
 
-def type_quick(command: Command, folder: Path) -> int:
-    """Run a quick command in this process and in ``folder``; returns its exit status."""
-    from vllm_autoprune.cli.main import main as run
-
-    with contextlib.chdir(folder):
-        try:
-            return run(shlex.split(command.text)[1:])
-        except SystemExit as ended:
-            return ended.code if isinstance(ended.code, int) else 1
-
-
-def type_page(commands: Sequence[Command], folder: Path) -> Iterator[tuple[Command, float, str]]:
-    """Type the long commands of one page in order, each to its end.
+def type_page(commands: Sequence[Command], folder: Path) -> Iterator[str]:
+    """Type the long commands of one page in order, each to its end; yields what failed, and how.
 
     A server that the page starts goes on until it starts another, or ends; a page that starts none
-    asks that of the first page which does. Yields each command with its seconds and, where it
-    failed, what it printed last.
+    asks that of the first page which does.
     """
-    from benchmarks.server import serve
-
     shared = next(command for command in read_commands() if _SERVE.match(command.text))
     # Programs and packages are those of this environment and of the copy.
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -161,7 +145,7 @@ def type_page(commands: Sequence[Command], folder: Path) -> Iterator[tuple[Comma
     with contextlib.chdir(folder), contextlib.ExitStack() as servers:
         address = ""
         for command in commands:
-            before, failure, starts = time.monotonic(), "", bool(_SERVE.match(command.text))
+            starts = bool(_SERVE.match(command.text))
             if starts or (_ADDRESS.search(command.text) and not address):
                 servers.close()
                 text = (command if starts else shared).typed.replace(" --port 8000", "")
@@ -176,28 +160,4 @@ def type_page(commands: Sequence[Command], folder: Path) -> Iterator[tuple[Comma
                     stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                 )  # fmt: skip
                 if done.returncode and not _BUSY.search(done.stdout):
-                    failure = "\n".join(["", *done.stdout.splitlines()[-20:]])
-            yield command, time.monotonic() - before, failure
-
-
-def main(arguments: Sequence[str]) -> int:
-    """1 where a command that is typed fails."""
-    sys.path.insert(0, str(ROOT))
-    commands = read_commands()
-    quick = {command.text: command for command in commands if command.kind == "quick"}
-    long = [command for command in commands if command.kind == "long" and "--all" in arguments]
-    with tempfile.TemporaryDirectory(prefix="docs-commands-") as name:
-        folder = Path(name)
-        prepare_folder(folder)
-        failed = [text for text, command in quick.items() if type_quick(command, folder) != 0]
-        for page, of_page in itertools.groupby(long, lambda command: command.page):
-            for command, seconds, failure in type_page(list(of_page), folder):
-                print(f"{seconds:5.0f} s  {page}: {command.typed}{failure}", flush=True)
-                failed += [command.text] if failure else []
-    for text in failed:
-        print(f"FAILED: {text}", file=sys.stderr)
-    return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+                    yield "\n".join([command.text, *done.stdout.splitlines()[-20:]])
