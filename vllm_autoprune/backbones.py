@@ -7,10 +7,8 @@ what they count and what they leave out.
 from __future__ import annotations
 
 import difflib
-import math
 import re
 import tomllib
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -68,11 +66,10 @@ class BackboneShape:
     linear: _LinearAttention | None = None
     """Its layers of linear attention; None where every layer has full attention."""
 
-    def linear_attention(self, layer: int) -> _LinearAttention | None:
-        """Linear attention of layer number ``layer``, counted from 0; None where it is full."""
-        if self.linear is None or (layer + 1) % self.linear.every == 0:
-            return None
-        return self.linear
+    @property
+    def full_layers(self) -> int:
+        """Layers of full attention."""
+        return self.layers // self.linear.every if self.linear else self.layers
 
     @property
     def tokens(self) -> int:
@@ -182,9 +179,6 @@ def _read_shape(name: str, config: PretrainedConfig) -> BackboneShape:
 
 # Cost of a prompt.
 
-TERA = 10**12
-MIB = 2**20
-
 ASSUMPTIONS = (
     "FLOPs = sum over layers of 2 x (n d (2 q + 2 k) + 2 n^2 q + 3 n d m): q, k, v and o "
     "projections, full n x n attention (no causal halving), three gated feed-forward matrices; "
@@ -215,12 +209,10 @@ def list_assumptions(shape: BackboneShape) -> tuple[str, ...]:
 class Cost:
     """Cost of one prompt."""
 
-    tokens: float
-    """Visual tokens, averaged over layers."""
-    after: int
-    """Visual tokens in the last layer, which decoding attends to."""
+    tokens: int
+    """Visual tokens."""
     text: int
-    """Text tokens of the prompt."""
+    """Text tokens."""
     flops: int
     """Floating-point operations of prefill."""
     kv_bytes: int
@@ -229,75 +221,40 @@ class Cost:
     @property
     def teraflops(self) -> float:
         """FLOPs in units of 10^12."""
-        return self.flops / TERA
+        return self.flops / 10**12
 
     @property
     def kv_mib(self) -> float:
         """KV cache in MiB."""
-        return self.kv_bytes / MIB
-
-
-def _prefill_flops(shape: BackboneShape, schedule: Sequence[int]) -> int:
-    """FLOPs of prefilling ``schedule[i]`` tokens in layer i."""
-    d, m, k, q = shape.width, shape.feed_forward, shape.kv_width, shape.query_width or shape.width
-    macs = 0  # multiply-accumulates
-    for layer, n in enumerate(schedule):
-        linear = shape.linear_attention(layer)
-        if linear is None:
-            macs += n * d * (2 * q + 2 * k) + 2 * n * n * q
-        else:
-            a, v = linear.key_width, linear.value_width
-            macs += n * d * (2 * a + 3 * v) + 3 * n * v * linear.key_head
-        macs += 3 * n * d * m
-    return 2 * macs
+        return self.kv_bytes / 2**20
 
 
 def estimate_cost(
-    shape: BackboneShape,
-    tokens: int,
-    *,
-    text: int = 0,
-    full_layers: int = 0,
-    ranking_layers: int = 0,
+    shape: BackboneShape, tokens: int, *, text: int = 0, ranking_layers: int = 0
 ) -> Cost:
-    """Cost of K = ``tokens`` visual tokens and ``text`` text tokens.
+    """Cost of a prompt of K = ``tokens`` visual tokens and ``text`` text tokens.
 
-    With ``full_layers`` = 0 every layer sees K visual tokens. With F > 0 it is the cost of a method
-    that prunes inside the language model: F layers see all N tokens and the others R, the smallest
-    number for which the mean over layers is at least K: ``F N + (L - F) R >= L K``. Raises
-    :class:`ConfigError` where the F full layers alone exceed a mean of K.
-
-    ``ranking_layers`` run over all N tokens before the selection, in addition to the prefill.
+    ``ranking_layers`` with full attention run over all N tokens before the selection, in addition
+    to the prefill. Raises :class:`ConfigError` for numbers that are none of tokens.
     """
-    layers, problems = shape.layers, []
-    for flag, value, least in (("--tokens", tokens, 1), ("--text", text, 0)):
-        if value < least:
-            what = f"{value} is not a number of tokens"
-            problems.append(Problem(flag, what, f"give {least} or more"))
-    used, allowed = full_layers * shape.tokens, layers * tokens
-    if not 0 <= full_layers < layers:
-        what, fix = f"{full_layers} of {layers} layers", f"give 0 to {layers - 1}"
-        problems.append(Problem("--full-layers", what, fix))
-    elif full_layers and tokens < shape.tokens and used >= allowed:
-        what = (
-            f"{full_layers} layers of all {shape.tokens} tokens are {used} token-layers, but "
-            f"{tokens} tokens on average over {layers} layers are {allowed}"
-        )
-        fix = "give fewer full layers or more tokens"
-        problems.append(Problem("--full-layers", what, fix))
+    problems = [
+        Problem(flag, f"{value} is not a number of tokens", f"give {least} or more")
+        for flag, value, least in (("--tokens", tokens, 1), ("--text", text, 0))
+        if value < least
+    ]
     if problems:
         raise ConfigError(f"cost on {shape.name}", problems)
-    visual = [tokens] * layers
-    if full_layers and tokens < shape.tokens:
-        remaining = math.ceil((allowed - used) / (layers - full_layers))
-        visual = [shape.tokens] * full_layers + [remaining] * (layers - full_layers)
-    schedule = [n + text for n in visual]
-    cached = [n for layer, n in enumerate(schedule) if shape.linear_attention(layer) is None]
-    return Cost(
-        tokens=sum(visual) / layers,
-        after=visual[-1],
-        text=text,
-        flops=_prefill_flops(shape, schedule)
-        + _prefill_flops(shape, [shape.tokens + text] * ranking_layers),
-        kv_bytes=sum(n * 2 * shape.kv_width * 2 for n in cached),  # keys and values of 16 bits
-    )
+    d, m, k, q = shape.width, shape.feed_forward, shape.kv_width, shape.query_width or shape.width
+
+    def count_full(n: int) -> int:
+        """Multiply-accumulates of a layer of full attention on ``n`` tokens."""
+        return n * d * (2 * q + 2 * k) + 2 * n * n * q + 3 * n * d * m
+
+    n, full = tokens + text, shape.full_layers
+    macs = full * count_full(n) + ranking_layers * count_full(shape.tokens + text)
+    if shape.linear is not None:
+        a, v = shape.linear.key_width, shape.linear.value_width
+        linear = n * d * (2 * a + 3 * v) + 3 * n * v * shape.linear.key_head + 3 * n * d * m
+        macs += (shape.layers - full) * linear
+    kv_bytes = full * n * 2 * k * 2  # keys and values of 16 bits
+    return Cost(tokens=tokens, text=text, flops=2 * macs, kv_bytes=kv_bytes)

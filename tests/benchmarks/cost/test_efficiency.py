@@ -18,30 +18,29 @@ from vllm_autoprune.backbones import BACKBONE_SHAPES, estimate_cost
 
 
 @pytest.mark.parametrize(
-    ("backbone", "tokens", "full_layers", "teraflops", "kv_mib"),
+    ("backbone", "tokens", "teraflops", "kv_mib"),
     [
-        ("llava-1.5-7b", 576, 0, 7.634, 288),
-        ("llava-1.5-7b", 128, 0, 1.666, 64),
-        ("llava-1.5-7b", 64, 0, 0.831, 32),
-        ("llava-1.5-7b", 32, 0, 0.415, 16),
-        ("llava-next-7b", 2880, 0, 41.6504, 1440),
-        ("llava-next-7b", 640, 0, 8.504, 320),
-        ("llava-next-7b", 320, 0, 4.1983, 160),
-        ("llava-next-7b", 160, 0, 2.086, 80),
-        ("llava-next-7b", 320, 2, 4.4356, 160.3125),  # FastV
-        ("qwen2.5-vl-7b", 1296, 0, 17.588, 70.875),
-        ("qwen2.5-vl-7b", 256, 0, 3.367, 14),
-        ("qwen2.5-vl-7b", 128, 0, 1.677, 7),
-        ("qwen2.5-vl-7b", 64, 0, 0.837, 3.5),
-        ("qwen2.5-vl-7b", 32, 0, 0.418, 1.75),
-        ("llava-1.5-13b", 2880, 0, None, 2250),
-        ("llava-1.5-13b", 320, 0, None, 250),
+        ("llava-1.5-7b", 576, 7.634, 288),
+        ("llava-1.5-7b", 128, 1.666, 64),
+        ("llava-1.5-7b", 64, 0.831, 32),
+        ("llava-1.5-7b", 32, 0.415, 16),
+        ("llava-next-7b", 2880, 41.6504, 1440),
+        ("llava-next-7b", 640, 8.504, 320),
+        ("llava-next-7b", 320, 4.1983, 160),
+        ("llava-next-7b", 160, 2.086, 80),
+        ("qwen2.5-vl-7b", 1296, 17.588, 70.875),
+        ("qwen2.5-vl-7b", 256, 3.367, 14),
+        ("qwen2.5-vl-7b", 128, 1.677, 7),
+        ("qwen2.5-vl-7b", 64, 0.837, 3.5),
+        ("qwen2.5-vl-7b", 32, 0.418, 1.75),
+        ("llava-1.5-13b", 2880, None, 2250),
+        ("llava-1.5-13b", 320, None, 250),
     ],
 )
 def test_every_row_of_the_published_efficiency_table_is_recomputed(
-    backbone: str, tokens: int, full_layers: int, teraflops: float | None, kv_mib: float
+    backbone: str, tokens: int, teraflops: float | None, kv_mib: float
 ) -> None:
-    cost = estimate_cost(BACKBONE_SHAPES[backbone], tokens, full_layers=full_layers)
+    cost = estimate_cost(BACKBONE_SHAPES[backbone], tokens)
     assert teraflops is None or cost.teraflops == pytest.approx(teraflops, abs=6e-4)
     assert cost.kv_mib == kv_mib
 

@@ -61,45 +61,33 @@ _NAMES = {"block": "--block-size", "prefill": "--prefill-ms-per-token"} | {
         "tokens, and a ninth of them)",
     ),
     argument("--text", type=int, default=0, metavar="T", help="text tokens counted too"),
-    argument(
-        "--full-layers",
-        type=int,
-        default=0,
-        metavar="F",
-        help="cost of a method that prunes inside the language model: F layers see all tokens, "
-        "and the others so many that the average over layers is K",
-    ),
     epilog="Example: vllm-autoprune cost --backbone llava-next-7b --tokens 2880 320",
 )
 def cost(options: argparse.Namespace) -> int:
     """Print FLOPs of prefill and bytes of KV cache."""
-    shape, full_layers = find_backbone(options.backbone), options.full_layers
+    shape = find_backbone(options.backbone)
     budgets: list[int] = options.tokens or [shape.tokens, shape.tokens // 9]
-    costs = [estimate_cost(shape, k, text=options.text, full_layers=full_layers) for k in budgets]
+    costs = [estimate_cost(shape, k, text=options.text) for k in budgets]
     record = {
         "backbone": shape.name,
-        "full_layers": full_layers,
         "rows": [
-            {"budget": k, **asdict(each), "teraflops": each.teraflops, "kv_mib": each.kv_mib}
-            for k, each in zip(budgets, costs, strict=True)
+            {**asdict(each), "teraflops": each.teraflops, "kv_mib": each.kv_mib} for each in costs
         ],
         "assumptions": list_assumptions(shape),
     }
     head = ["visual tokens", "TFLOPs", "KV MiB", "fewer FLOPs", "less KV"]
     rows = [
-        [k, f"{each.teraflops:#.4g}", f"{each.kv_mib:.7g}",
-         f"{costs[0].flops / each.flops:.2f}x", f"{costs[0].kv_bytes / each.kv_bytes:.2f}x",
-         *([f"{each.after}, mean {each.tokens:.7g}"] if full_layers else [])]
-        for k, each in zip(budgets, costs, strict=True)
+        [each.tokens, f"{each.teraflops:#.4g}", f"{each.kv_mib:.7g}",
+         f"{costs[0].flops / each.flops:.2f}x", f"{costs[0].kv_bytes / each.kv_bytes:.2f}x"]
+        for each in costs
     ]  # fmt: skip
-    head += [f"left after {full_layers} layers"] if full_layers else []
     counted = f"{options.text} text tokens counted too" if options.text else "text not counted"
     print_result(
         options,
         record,
         f"{shape.name}: L = {shape.layers}, d = {shape.width}, m = {shape.feed_forward}, "
         f"k = {shape.kv_width}; N = {shape.tokens} visual tokens an image; {counted}",
-        format_table(head, rows, ">>>>>>"),
+        format_table(head, rows, ">>>>>"),
         format_paragraphs(list_assumptions(shape), "- "),
     )
     return 0
