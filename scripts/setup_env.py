@@ -4,16 +4,11 @@ All work-arounds for the CPU wheels are here and in requirements/cpu/, each with
 that are not needed are skipped. With CUDA, install the project normally (docs/development.md).
 """
 
-import fcntl
 import hashlib
-import json
 import os
 import subprocess
 import sys
-import time
 import tomllib
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,49 +26,38 @@ WORKAROUND_CHECKS = {
 }
 """What each does, its reason is in its pyproject.toml, and code that fails where it is needed."""
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+IMPORTS = (
+    "import torchvision; from transformers import CLIPImageProcessor, LlavaProcessor; "
+    "import importlib.metadata as m; import vllm; m.version('vllm')"
+)
 
 
-class _SetupError(Exception):
-    """Set-up cannot continue; the message says what to do."""
+def _try(*command: str | Path) -> str:
+    """Run a command; empty where it succeeds, else what it printed."""
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    failed = f"{done.stdout.strip()}\nfailed: {' '.join(map(str, command))}"
+    return failed if done.returncode else ""
 
 
-@contextmanager
-def _step(what: str) -> Iterator[list[str]]:
-    """Print one line for a step: its name, the notes appended in the body, and its duration."""
-    print(f"  {what} ...", end="", flush=True)
-    notes: list[str] = []
-    started = time.monotonic()
-    try:
-        yield notes
-    except BaseException:
-        print(" failed", flush=True)
-        raise
-    print(f" {'; '.join(notes) or 'done'} ({time.monotonic() - started:.1f} s)", flush=True)
+def _require(what: str, *command: str | Path, hint: str = "") -> None:
+    """Run a command that set-up cannot continue without."""
+    print(f"  {what}", flush=True)
+    if failed := _try(*command):
+        raise SystemExit(f"{failed}\n{hint}")
 
 
-def _run(*command: str | Path) -> None:
-    """Run a command and show its output only if it fails."""
-    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if result.returncode != 0:
-        raise _SetupError(f"{result.stdout.strip()}\nfailed: {' '.join(map(str, command))}")
-
-
-def _expected_stamp(path: Path) -> dict[str, str]:
-    """Digests of everything an environment at `path` depends on, by what has to be rebuilt."""
-    packages = hashlib.sha256()
+def _compute_stamp(path: Path) -> str:
+    """Digest of everything that an environment at ``path`` depends on."""
+    # Without the patch version, so that shells with different ones can share a tree.
+    digest = hashlib.sha256(repr((sys.version_info[:2], str(path), str(ROOT))).encode())
     for file in [Path(__file__), LOCK, *sorted(WORKAROUNDS.rglob("*.*"))]:
         if file.suffix != ".pyc":
-            packages.update(file.read_bytes())
+            digest.update(file.read_bytes())
     # The settings of ruff, mypy and pytest in pyproject.toml require no rebuild.
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    installed = [settings["build-system"], settings["project"], settings["tool"]["hatch"]]
-    project = hashlib.sha256(json.dumps([installed, str(ROOT)], sort_keys=True).encode())
-    return {
-        # Without patch version and path, so that shells with different ones can share a tree.
-        "interpreter": f"{sys.version_info.major}.{sys.version_info.minor} {path}",
-        "packages": packages.hexdigest(),
-        "project": project.hexdigest(),
-    }
+    installed = settings["build-system"], settings["project"], settings["tool"]["hatch"]
+    digest.update(repr(installed).encode())
+    return digest.hexdigest()
 
 
 def install_packages(python: Path) -> None:
@@ -81,89 +65,49 @@ def install_packages(python: Path) -> None:
     pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps")
     lines = LOCK.read_text().splitlines()
     pins = [line for line in lines if line.startswith(("torch==", "torchvision=="))]
-    with _step(f"install {', '.join(pins)}") as notes:
-        try:
-            _run(*pip, *pins)
-        except _SetupError:
-            # PyPI has no CPU build of torch. Remove when it has one.
-            notes.append("from PyTorch's CPU index")
-            index = ("--extra-index-url", TORCH_CPU_INDEX, "--timeout", "30", "--retries", "2")
-            try:
-                _run(*pip, *index, *pins)
-            except _SetupError as error:
-                raise _SetupError(
-                    f"{error}\nNeither pip's configured package index nor {TORCH_CPU_INDEX} has "
-                    f"{pins[0]}; configure one that does (PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS)."
-                ) from None
-    with _step(f"install {LOCK.relative_to(ROOT)}"):
-        _run(*pip, "--requirement", LOCK)
+    print(f"  install {', '.join(pins)}", flush=True)
+    if _try(*pip, *pins):
+        # PyPI has no CPU build of torch. Remove when it has one.
+        index = ("--extra-index-url", TORCH_CPU_INDEX, "--timeout", "30", "--retries", "2")
+        hint = (
+            f"Neither pip's configured package index nor {TORCH_CPU_INDEX} has {pins[0]}; "
+            "configure one that does (PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS)."
+        )
+        _require("... from PyTorch's CPU index", *pip, *index, *pins, hint=hint)
+    _require(f"install {LOCK.relative_to(ROOT)}", *pip, "--requirement", LOCK)
     for folder, (what, code) in WORKAROUND_CHECKS.items():
-        with _step(what) as notes:
-            try:
-                _run(python, "-I", "-c", code)  # isolated from the source tree
-                notes.append("not needed")
-            except _SetupError:
-                _run(*pip, "--no-build-isolation", WORKAROUNDS / folder)
+        if _try(python, "-I", "-c", code):  # isolated from the source tree
+            _require(what, *pip, "--no-build-isolation", WORKAROUNDS / folder)
+        else:
+            print(f"  {what}: not needed")
+    editable = ("--no-build-isolation", "--editable", ROOT)
+    _require("install vllm-autoprune, editable", *pip, *editable)
+    _require("check that torchvision, transformers and vllm import", python, "-I", "-c", IMPORTS)
 
 
-def _build(path: Path) -> None:
-    """Update the environment at `path` with the steps that are needed."""
-    python, stamp = path / "bin/python", path / "autoprune-stamp.json"
-    expected = _expected_stamp(path)
-    current: dict[str, str] = {}
-    # The stamp is written last: an environment without it is not complete.
-    with suppress(FileNotFoundError, json.JSONDecodeError):
-        current = json.loads(stamp.read_text()) if python.exists() else {}
-    changed = {key for key, digest in expected.items() if current.get(key) != digest}
-    name = os.path.relpath(path, ROOT)
-    if not changed:
+def main() -> None:
+    """Build the environment named on the command line, or bring it up to date."""
+    path = Path(os.path.abspath(sys.argv[1] if len(sys.argv) > 1 else ROOT / ".venv"))
+    python, stamp, name = path / "bin/python", path / "autoprune-stamp", os.path.relpath(path, ROOT)
+    expected = _compute_stamp(path)
+    if python.exists() and stamp.is_file() and stamp.read_text() == expected:
         print(f"environment {name}: up to date")
         return
     print(f"environment {name}: setting up", flush=True)
-    started = time.monotonic()
-    path.mkdir(parents=True, exist_ok=True)
-    stamp.unlink(missing_ok=True)
-    if "interpreter" in changed:
-        # The base interpreter, even if the environment to build is the active one.
-        base = Path(sys.base_prefix, f"bin/python{sys.version_info.major}.{sys.version_info.minor}")
-        with _step(f"create {name} with Python {sys.version.split()[0]}"):
-            try:
-                used = Path(sys.executable) if sys.prefix == sys.base_prefix else base
-                _run(used, "-m", "venv", "--clear", path)
-            except _SetupError as error:
-                raise _SetupError(
-                    f"{error}\nOn Debian or Ubuntu the module venv is a package of its own: "
-                    "apt-get install python3-venv"
-                ) from None
-    if changed - {"project"}:
-        install_packages(python)
-    with _step("install vllm-autoprune, editable"):
-        pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-        _run(*pip, "--no-deps", "--no-build-isolation", "--editable", ROOT)
-    with _step("check that torchvision, transformers and vllm import"):
-        code = "import torchvision; from transformers import CLIPImageProcessor, LlavaProcessor; "
-        code += "import importlib.metadata as m; import vllm; m.version('vllm')"
-        _run(python, "-I", "-c", code)
-    stamp.write_text(json.dumps(expected, indent=1) + "\n")
-    print(f"environment {name}: ready ({time.monotonic() - started:.0f} s)")
-
-
-def main() -> int:
-    """Build the environment named on the command line, in one process at a time."""
-    guard = ROOT / ".build/setup_env.lock"
-    guard.parent.mkdir(exist_ok=True)
-    try:
-        with guard.open("w") as handle:
-            fcntl.flock(handle, fcntl.LOCK_EX)  # a second `make` waits until this one is done
-            _build(Path(os.path.abspath(sys.argv[1] if len(sys.argv) > 1 else ROOT / ".venv")))
-    except _SetupError as error:
-        print(error, file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted; the next run starts again", file=sys.stderr)
-        return 130
-    return 0
+    # The base interpreter, even if the environment to build is the active one.
+    minor = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    base = Path(sys.base_prefix, f"bin/{minor}")
+    used = Path(sys.executable) if sys.prefix == sys.base_prefix else base
+    hint = "On Debian or Ubuntu the module venv is a package of its own: apt-get install "
+    hint += "python3-venv"
+    stamp.unlink(missing_ok=True)  # written last: an environment without it is not complete
+    clear = () if (path / "lib" / minor).is_dir() else ("--clear",)
+    what = f"create {name} with Python {sys.version.split()[0]}"
+    _require(what, used, "-m", "venv", *clear, path, hint=hint)
+    install_packages(python)
+    stamp.write_text(expected)
+    print(f"environment {name}: ready")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

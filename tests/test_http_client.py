@@ -312,7 +312,7 @@ def test_metrics_are_summed_over_the_samples_with_a_label() -> None:
         ((200, b"[" * 100_000, {}), "no JSON object but application/json: [[["),
         ((200, b'{"data": [{"name": "m"}]}', {}), "no list of models: {"),
         ((200, b'{"error": {"message": "no credit"}}', {}), "status 200 with an error: no credit"),
-        ((200, b"{}", {"Content-Encoding": "gzip"}), "a body that is not encoded as its headers"),
+        ((200, b"{}", {"Content-Encoding": "gzip"}), "in an unknown format (Error -3"),
         (model_list(), "lists no model"),
     ],
 )  # fmt: skip
@@ -336,11 +336,8 @@ def test_a_server_says_how_long_to_wait(
     request, failures = httpx.Request("POST", "http://h"), Failures("http://h")
     refused = httpx.HTTPStatusError("", request=request, response=response)
     assert failures.wait(refused, 7.0) == pytest.approx(wait, abs=2)
-    failures.wait(refused, 7.0)
     failures.report()
-    said = capsys.readouterr().err.splitlines()
-    assert said[-1] == "http://h limited this run: 2 x status 429, asked again"
-    assert len(said) == 1 + (wait >= 30.0), "a long wait is said once"
+    assert capsys.readouterr().err == "http://h limited this run: 1 x status 429, asked again\n"
 
 
 _JSON = st.recursive(

@@ -15,7 +15,6 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.record_file import FrozenModel
 
 Way = Literal["stock", "question-reading", "split", "question-free", "resized"]
@@ -238,22 +237,6 @@ def align_core(traffic: Traffic) -> int:
     return min(edges, key=lambda core: abs(core - traffic.core), default=0)
 
 
-def fit_layers(layers: int | None, points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Seconds per token and per request, all layers, from one layer's seconds at some lengths.
-
-    One length: proportional. More: the line through the shortest and the longest. Raises
-    :class:`ConfigError` without the number of layers.
-    """
-    if layers is None or layers < 1:
-        fix = "give the number of layers of the language model"
-        raise ConfigError("inputs", [Problem("--layer-ms", "needs --layers", fix)])
-    (short, low), (long, high) = min(points), max(points)
-    if short == long:
-        return layers * low / short, 0.0
-    slope = (high - low) / (long - short)
-    return layers * slope, max(layers * (low - slope * short), 0.0)
-
-
 @dataclass(frozen=True, slots=True)
 class _Verdict:
     """The advice to an operator; ``gain`` is that of the best pruned way.
@@ -292,11 +275,6 @@ def judge(
             f"With stock vLLM, {_IMAGE} is {shares[_IMAGE]:.0%} of a mean question's time "
             f"({stock.first.shares[_IMAGE]:.0%} of the first question's TTFT).",
         ]
-        if stock.first.shares[_IMAGE] >= 0.2 > shares[_IMAGE]:
-            lines.append(
-                f"At {questions:g} questions an image, stock vLLM prefills the image once and "
-                "finds it in its prefix cache for all the others; there is little left to save."
-            )
         largest = max(shares, key=lambda part: shares[part])
         lines.append(
             f"Most of the time, {shares[largest]:.0%}, is {largest}: {_REMEDIES[largest]}."
@@ -318,18 +296,17 @@ def judge(
         )
     if helps:
         # Whether reading the question is worth its time.
-        readers: tuple[Way, ...] = ("split", "question-reading")
-        pays = [way for way in readers if gains[way] >= _WORTHWHILE]
+        reader = max(("split", "question-reading"), key=lambda way: gains[way])
         if gains["question-reading"] * _WORTHWHILE >= gains["question-free"]:
             lines.append(
                 "Reading the question costs next to nothing at this number of questions: choose by "
                 "accuracy at your K (`vllm-autoprune eval`)."
             )
-        elif pays:
+        elif gains[reader] >= _WORTHWHILE:
             lines.append(
                 "A question-free state costs least. Read the question where your K needs it "
-                f"(`vllm-autoprune eval`); {pays[0]} then costs "
-                f"{gains['question-free'] / gains[pays[0]]:.2f} times as much."
+                f"(`vllm-autoprune eval`); {reader} then costs "
+                f"{gains['question-free'] / gains[reader]:.2f} times as much."
             )
         else:
             lines.append(

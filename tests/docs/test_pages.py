@@ -144,7 +144,7 @@ def test_the_manifest_is_yaml_that_mounts_what_it_names() -> None:
 
 
 def test_choosing_has_what_advise_prints_and_its_ways(capsys: pytest.CaptureFixture[str]) -> None:
-    (call,) = {command.text for command in read_commands() if "--layer-ms" in command.text}
+    (call,) = {command.text for command in read_commands() if "--tower-ms" in command.text}
     assert main(shlex.split(call)[1:]) == 0
     (block,) = re.findall(r"```text\n(Pruning .*?)```", CHOOSING, re.DOTALL)
     assert block in capsys.readouterr().out

@@ -24,8 +24,8 @@ from vllm_autoprune.cli.main import COMMANDS, main
 from vllm_autoprune.selftest.run import SelftestError
 
 ADVISE = (
-    "advise --questions 16 --tokens 2928 --budget 320 --core 256 --tower-ms 12424 --layers 32 "
-    "--layer-ms 2949=6570.9 341=805.5"
+    "advise --questions 16 --tokens 2928 --budget 320 --core 256 --tower-ms 12424 "
+    "--prefill-ms-per-token 70.741"
 )
 SEARCH = "--proposer-model m --budget 8 --rounds 1 --per-round 2 --strategy autoprune"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import sys
 from dataclasses import asdict
 from functools import partial
@@ -19,7 +18,6 @@ from vllm_autoprune.advise import (
     Traffic,
     align_core,
     estimate_ways,
-    fit_layers,
     format_advantage,
     judge,
 )
@@ -93,19 +91,13 @@ def cost(options: argparse.Namespace) -> int:
     return 0
 
 
-def _parse_pair(
-    separator: str, form: str, number: type[int] | type[float], text: str
-) -> tuple[int, int | float]:
-    """A whole number and another one, both above 0; ``form`` says how they are written."""
-    count, _, value = text.partition(separator)
+def _parse_size(text: str) -> tuple[int, int]:
+    width, _, height = text.partition("x")
     with contextlib.suppress(ValueError):
-        if int(count) >= 1 and 0 < number(value) < math.inf:
-            return int(count), number(value)
+        if int(width) > 0 and int(height) > 0:
+            return int(width), int(height)
+    form = "WIDTHxHEIGHT in pixels, such as 1024x768"
     raise argparse.ArgumentTypeError(f"{text!r} is not {form}")
-
-
-_parse_layer = partial(_parse_pair, "=", "TOKENS=MS, such as 341=805.5", float)
-_parse_size = partial(_parse_pair, "x", "WIDTHxHEIGHT in pixels, such as 1024x768", int)
 
 
 def _add_advise(parser: argparse.ArgumentParser) -> None:
@@ -114,16 +106,8 @@ def _add_advise(parser: argparse.ArgumentParser) -> None:
     text = "read --budget and --core from a state, by file or name"
     group.add_argument("--state", metavar="STATE", help=text)
     add_flags(group, Traffic, _NAMES, sizes[4:], numbers=True)
-    text = "the server keeps no prefix cache"
-    group.add_argument("--no-prefix-caching", action="store_true", help=text)
     group = parser.add_argument_group("measured times, milliseconds")
     add_flags(group, Timings, _NAMES, numbers=True)
-    group.add_argument("--layers", type=int, metavar="L", help="layers, for --layer-ms")
-    text = (
-        "instead of --prefill-ms-per-token: prefill of one layer on so many tokens; two lengths "
-        "also give the layers' part of --request-ms"
-    )
-    group.add_argument("--layer-ms", type=_parse_layer, nargs="+", metavar="TOKENS=MS", help=text)
     group = parser.add_argument_group("a running server")
     group.add_argument("--server", metavar="URL", help="its address, for --probe")
     text = "measure what is not given with 24 requests, 12 of them with images of that size"
@@ -193,13 +177,6 @@ def _read_inputs(options: argparse.Namespace) -> tuple[Traffic, Timings, Inputs]
     flags = vars(options)
     values = {name: flags[name] for name in Traffic.model_fields if name in flags}
     values |= {name: flags[name] / 1000 for name in Timings.model_fields if name in flags}
-    if options.no_prefix_caching:
-        values["block"] = 0
-    if options.layer_ms is not None:
-        points = [(tokens, milliseconds / 1000) for tokens, milliseconds in options.layer_ms]
-        values["prefill"], request = fit_layers(options.layers, points)
-        if request:
-            values["request"] = values.get("request", 0.0) + request
     inputs = Inputs(values)
     if (options.server is None) != (options.probe is None):
         problem = Problem("--server", "needs --probe", "give the size of your images")

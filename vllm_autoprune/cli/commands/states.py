@@ -120,7 +120,7 @@ def show(options: argparse.Namespace) -> int:
         options,
         record,
         f"{state.name}  (digest {state.digest[:12]})",
-        format_paragraphs([" ".join(words), f"Reads: {', '.join(reads)}."]),
+        format_paragraphs([" ".join(words), f"Reads {', '.join(reads)}, at {state.rank_at}."]),
         format_table(["part", "atom", "parameters", "what it does"], rows, wrap=WIDTH + 40),
         format_table(["provenance", ""], origin, wrap=WIDTH) if origin else nothing,
     )
@@ -129,13 +129,13 @@ def show(options: argparse.Namespace) -> int:
 
 def _list_parts(state: PruningState) -> Iterator[dict[str, Any]]:
     """Base policies and atoms of a state, with their parameters, in the order of its fields."""
-    scoring, constraints = state.scoring, state.constraints
+    scoring, constraints, core = state.scoring, state.constraints, state.core
     fields: dict[str, tuple[AtomCall | BasePolicyCall, ...]] = {
         "base policy": (state.base_policy,),
         "source": (state.source.tokens,),
         "prior": state.source.priors,
         "budget": (state.budget,),
-        "core": () if state.core is None else (state.core.policy,),
+        "core": () if core is None else (core.policy,),
         "signal": scoring.signals,
         "kernel": (scoring.kernel,),
         "fusion": (scoring.fusion,),
@@ -145,20 +145,16 @@ def _list_parts(state: PruningState) -> Iterator[dict[str, Any]]:
         "reassembly": (state.reassembly,),
         "safety": state.safety,
     }
-    weights = sum(signal.weight for signal in scoring.signals) or 1.0
-    for part, calls in fields.items():
-        for call in calls:
-            if isinstance(call, BasePolicyCall):
-                name, doc = call.name, BASE_POLICIES[call.name].doc
-                parameters = call.params.model_dump(mode="json")
-            else:
-                name, doc = call.atom, ATOMS.of(call).doc
-                parameters = call.model_dump(mode="json", exclude={"atom"})
-            if part == "signal":
-                parameters["share"] = f"{parameters['weight'] / weights:.0%}"
-            elif part == "core" and state.core is not None:
-                parameters |= state.core.model_dump(include={"share", "cover", "strength"})
-            yield {"part": part, "atom": name, "parameters": parameters, "doc": doc}
+    for part, call in ((part, call) for part, calls in fields.items() for call in calls):
+        if isinstance(call, BasePolicyCall):
+            name, doc = call.name, BASE_POLICIES[call.name].doc
+            parameters = call.params.model_dump(mode="json")
+        else:
+            name, doc = call.atom, ATOMS.of(call).doc
+            parameters = call.model_dump(mode="json", exclude={"atom"})
+        if part == "core" and core is not None:
+            parameters |= core.model_dump(exclude={"policy"})
+        yield {"part": part, "atom": name, "parameters": parameters, "doc": doc}
 
 
 def _budget_range(policy: PruningPolicy) -> tuple[int, int]:
@@ -168,22 +164,19 @@ def _budget_range(policy: PruningPolicy) -> tuple[int, int]:
 
 def _describe_policy(policy: PruningPolicy) -> list[str]:
     """Sentences that say what a policy keeps, exchanges and reads."""
-    state, core, base = policy.state, policy.state.core if policy.core else None, policy.base.name
-    least, most = _budget_range(policy)
+    state, base, (least, most) = policy.state, policy.base.name, _budget_range(policy)
     count = f"{most}" if least == most else f"{least} to {most}, by its size,"
-    keeps = f"Keeps {count} visual tokens of every image"
-    all_core = core is not None and policy.core == policy.budget
-    if core is None:
-        words = [f"{keeps}, starting from those that {base} picks."]
-    elif all_core:
-        words = [f"{keeps}, all chosen by {core.policy.name}."]
-    else:
-        share = f"{policy.core}" if least == most else f"{core.share:.0%}"
-        words = [
-            f"{keeps}. {share} of them are the core, chosen by {core.policy.name} without the "
-            f"question; the others, the delta, start from those that {base} picks given the core."
-        ]
-    if policy.refines and not all_core:
+    words = [f"Keeps {count} visual tokens of every image, starting from those that {base} picks."]
+    if state.core is not None and policy.core:
+        name = state.core.policy.name
+        if policy.core == policy.budget:
+            return [f"Keeps {count} visual tokens of every image, all chosen by {name} without the "
+                    "question, so all questions on one image share its KV cache."]  # fmt: skip
+        share = f"{policy.core}" if least == most else f"{state.core.share:.0%}"
+        words.append(
+            f"{share} of them, the core, are chosen before by {name}, without the question."
+        )
+    if policy.refines:
         pools = ", then ".join(call.atom for call in state.constraints.pool)
         signals = sum(call.weight > 0 for call in state.scoring.signals)
         words.append(
@@ -191,24 +184,15 @@ def _describe_policy(policy: PruningPolicy) -> list[str]:
             f"{policy.r_min} stay. Quality is the {state.scoring.fusion.atom} of {signals} signals;"
             f" candidates come from {pools}."
         )
-    elif not all_core:
+    else:
         words.append("Nothing is exchanged: the base policy alone chooses.")
-    if state.rank_at == "merger_in":
-        words.append("Tokens are ranked by what enters the patch merger, before it merges them.")
-    if all_core or not policy.reads_instruction:
+    if not policy.reads_instruction:
         reads = "It does not read the instruction, so all questions on one image share its KV cache"
     elif policy.core:
-        reads = "Only the delta reads the instruction: questions on one image share the KV cache of"
-        reads += " its core"
+        reads = "Questions on one image share the KV cache of its core alone"
     else:
-        reads = "It reads the instruction, so two questions on one image may keep different tokens"
-        reads += " and share no KV cache"
-    words.append(f"{reads}.")
-    if not policy.falls_back and not all_core:
-        words.append(
-            "If it fails at run time, it does not fall back to the base policy's selection."
-        )
-    return words
+        reads = "It reads the instruction, so two questions on one image share no KV cache"
+    return [*words, f"{reads}."]
 
 
 @command(
