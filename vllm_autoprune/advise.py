@@ -296,7 +296,8 @@ def judge(
         )
     if helps:
         # Whether reading the question is worth its time.
-        reader = max(("split", "question-reading"), key=lambda way: gains[way])
+        readers: tuple[Way, ...] = ("split", "question-reading")
+        reader = max(readers, key=lambda way: gains[way])
         if gains["question-reading"] * _WORTHWHILE >= gains["question-free"]:
             lines.append(
                 "Reading the question costs next to nothing at this number of questions: choose by "
