@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.golden.case import Case, images, load, names
 from vllm_autoprune import load_state, materialize, refine
-from vllm_autoprune.ops.rowwise import mask_from_indices
+from vllm_autoprune.ops.rowwise import gather_rows, mask_from_indices
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, Given, PolicyParams
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
@@ -51,7 +51,7 @@ def parameters(policy: str, recipe: Recipe) -> Recipe:
             "rho": get("rho", 0.9),
             "kappa": float(get("kappa", 1)),
         },
-        "visionzip": {"contextual": get("contextual")},
+        "visionzip": {"contextual": get("contextual"), "patch_only": False},
         "prumerge_plus": {"plus": bool(get("plus", True))},
     }.get(policy, {})
 
@@ -85,11 +85,8 @@ def select(case: Case, policy: str, tokens: VisualTokens) -> Tensor:
     else:
         picks = chosen.select(params, tokens, count).picks
     # Picks come in turn from every tile.
-    return picks if tiles == 1 else within_tiles(picks.reshape(-1, tiles).T, tokens)
-
-
-def within_tiles(picks: Tensor, tokens: VisualTokens) -> Tensor:
-    return picks - torch.arange(len(picks))[:, None] * tokens.grid.per_tile
+    by_tile = picks.reshape(-1, tiles).T if tiles > 1 else picks
+    return by_tile - torch.arange(tiles)[:, None] * tokens.grid.per_tile
 
 
 def ascending(picks: Tensor) -> Tensor:
@@ -116,53 +113,60 @@ def replay(case: Case) -> Outputs:
         return
 
     # The others return more than picks, or in another order than the one that is served.
-    tiles, most = tokens.grid.tiles, tokens.count + (recipe.get("mode") == "cls")
-    budget = None if "K" not in recipe else min(recipe["K"] * tiles, most)
-    params = params_of(policy, recipe)
-    native = BASE_POLICIES[policy].native(params, tokens, budget)
-    indices, rows = native.indices, native.features
-    if method in ("holov", "prunesid", "fsr"):
-        picks = torch.stack([image[image >= 0] for image in indices])
-        assert budget is not None
-        if picks.shape[1]:  # one row is a patch where it is served, and [CLS] as published
-            served = BASE_POLICIES[policy].select(params, tokens, budget).picks
-            yield "served", ascending(served), ascending(picks), None
+    tiles, params = tokens.grid.tiles, params_of(policy, recipe)
+    if method in ("dart", "sparsevlm", "prumerge", "prumerge_budget"):
+        native = BASE_POLICIES[policy].native(params, tokens, recipe.get("K"))
+        (indices,), rows = native.indices, native.features
+        if method == "dart":
+            yield "keep", indices[None], recorded("keep")[None], None
+            return
+        assert rows is not None
+        kept, merged = indices[indices >= 0][None], rows[0]
+        if method == "sparsevlm":
+            yield "keep", kept, recorded("keep")[None], None
+            yield "rows", merged[kept.numel() :], recorded("merged"), NEXT_TO_ROUNDING
+        else:
+            yield "order", kept, recorded("idx")[None], None
+            yield "rows", merged, recorded("features"), NEXT_TO_ROUNDING
+        return
+
+    # What is served, by tile: picks, and rows with what is merged into them.
+    count = recipe.get("K") or len(recorded("keep")[0]) + 1
+    budget = min(count * tiles, tokens.count + (recipe.get("mode") == "cls"))
+    served = BASE_POLICIES[policy].select(params, tokens, budget)
+
+    def by_tile(values: Tensor) -> Tensor:
+        """Values ``(B, P, ...)`` of rows that come in turn from every tile, ``(R, p, ...)``."""
+        shape = (len(values), -1, tiles, *values.shape[2:])
+        return values.reshape(shape).transpose(1, 2).flatten(0, 1)
+
+    features = by_tile(gather_rows(served.rows(tokens), served.picks))
+    picks = by_tile(served.picks)
+    picks = picks - (torch.arange(len(picks)) % tiles)[:, None] * tokens.grid.per_tile
     match method:
-        case "dart" | "pdrop":
-            yield "keep", indices[0][None], recorded("keep")[None], None
-        case "holov":
+        case "pdrop":
+            yield "keep", ascending(picks), recorded("keep")[None], None
+        case "holov" | "prunesid":
             yield "order", ascending(picks), ascending(recorded("order")), None
-        case "prunesid":
-            yield "order", picks, recorded("order"), None
         case "fsr":
-            assert rows is not None
-            shape = recorded("order").shape
-            yield "order", within_tiles(picks.reshape(shape), tokens), recorded("order"), None
-            features = rows[0].reshape(*shape, -1)
-            yield "rows", features, recorded("features"), NEXT_TO_ROUNDING
-        case "visionzip":  # the dominant tokens as a set, [CLS] as 0
-            dominant = torch.stack([image[1 : recipe["dominant"]] for image in indices])
-            wanted = ascending(recorded("dominant_idx"))[:, 1:] - 1
-            assert rows is not None
-            yield "dominant", ascending(dominant), wanted, None
+            yield "order", picks, recorded("order"), None
             exact = case.dtype == torch.float32
-            yield "rows", torch.stack(rows), recorded("features"), 1e-4 if exact else 5e-2
-        case "prumerge" | "prumerge_budget":
-            assert rows is not None
-            yield "order", indices[0][None, :-1], recorded("idx")[None], None
-            yield "rows", rows[0], recorded("features"), NEXT_TO_ROUNDING
-        case "sparsevlm":
-            assert rows is not None
-            kept = indices[0][indices[0] >= 0]
-            yield "keep", kept[None], recorded("keep")[None], None
-            yield "rows", rows[0][kept.numel() :], recorded("merged"), NEXT_TO_ROUNDING
-        case "trim":  # rows of every tile, the mean of the others last
-            assert rows is not None
-            by_tile = indices[0].reshape(tiles, -1)
-            kept = within_tiles(by_tile[:, :-1], tokens)
-            yield "keep", kept, recorded("keep"), None
-            features = rows[0].reshape(*by_tile.shape, -1)
-            yield "rows", features, recorded("features_fp16"), 2e-2
+            yield "rows", features, recorded("features"), NEXT_TO_ROUNDING if exact else 1e-2
+        case "visionzip":  # [CLS], dominant tokens in raster order, contextual ones
+            assert served.extra is not None
+            last = recipe["dominant"] - 1
+            dominant, wanted = picks[:, :last], recorded("dominant_idx")
+            yield "dominant", ascending(dominant), ascending(wanted)[:, 1:] - 1, None
+            plain = gather_rows(features, dominant.argsort(dim=1))
+            every = torch.cat([by_tile(served.extra), plain, features[:, last:]], dim=1)
+            exact = case.dtype == torch.float32
+            yield "rows", every, recorded("features"), 1e-4 if exact else 5e-2
+        case "trim":  # kept patches in raster order, the mean of the others
+            assert served.extra is not None
+            yield "keep", ascending(picks), recorded("keep"), None
+            plain = gather_rows(features, picks.argsort(dim=1))
+            every = torch.cat([plain, by_tile(served.extra)], dim=1)
+            yield "rows", every, recorded("features_fp16"), 2e-2
 
 
 def released_state(recipe: Recipe) -> Recipe:
@@ -227,10 +231,10 @@ def test_output_equals_the_published_one(name: str) -> None:
                 )
             continue
         assert actual.shape == wanted.shape, what
-        for row in actual if what != "served" else ():
+        for row in actual:
             assert row.unique().numel() == row.numel(), what
             assert row.numel() == 0 or 0 <= int(row.min()) <= int(row.max()) < recipe["N"], what
-        if exact or what in ("served", "reference"):
+        if exact or what == "reference":
             assert actual.tolist() == wanted.tolist(), what
         elif recipe.get("stable_set", False):
             assert ascending(actual).tolist() == ascending(wanted).tolist(), what

@@ -1,4 +1,4 @@
-"""Operations of the selection: greedy loops, similarity, rows, dtypes."""
+"""Operations of the selection: similarity, rows, dtypes; golden cases hold the greedy loops."""
 
 from __future__ import annotations
 
@@ -15,19 +15,13 @@ from benchmarks.server import command
 from vllm_autoprune.ops.dpp import greedy_map
 from vllm_autoprune.ops.dtype import choose_dtype
 from vllm_autoprune.ops.greedy import (
-    distance_to_kept,
     farthest_points,
-    greedy_coverage,
-    weighted_farthest_points,
 )
 from vllm_autoprune.ops.rowwise import TIE, argmax_within, evenly_spaced, find_outliers
 from vllm_autoprune.ops.similarity import (
-    WeightMap,
     cosines,
     cosines_with,
     distance_to_neighbours,
-    map_weight,
-    mean_dissimilarity,
     plain_cosines,
 )
 
@@ -153,110 +147,6 @@ def test_contrast_is_the_distance_from_the_mean_of_the_neighbours() -> None:
     assert torch.allclose(distance_to_neighbours(plain_cosines(unit), 1, 25), expected, atol=1e-5)
     alike = plain_cosines(torch.randn(1, 1, 64).expand(1, 16, 64))
     assert distance_to_neighbours(alike, 4, 4).tolist() == [[0.0] * 16]
-
-
-@pytest.mark.parametrize(
-    ("kind", "weights"),
-    [("none", [1, 1, 1]), ("minmax", [1, 0.5, 0]), ("sigmoid", [0.7729, 0.5, 0.2271])],
-)
-def test_weights_reach_from_zero_to_one_and_are_one_for_tokens_that_are_alike(
-    kind: WeightMap, weights: list[float]
-) -> None:
-    spread = map_weight(torch.tensor([[0.5, 0.25, 0.0]]), kind)
-    assert spread[0].tolist() == pytest.approx(weights, abs=1e-3)
-    alike = rows(2, 1, 1, 4096, torch.float32).expand(1, 577, -1)
-    assert map_weight(mean_dissimilarity(alike), kind).tolist() == [[1.0] * 577]
-
-
-def on_a_line(places: list[float]) -> Tensor:
-    """``(1, N, N)`` distances between points of a line."""
-    at = torch.tensor(places)
-    return (at[:, None] - at).abs()[None]
-
-
-def none_taken(count: int) -> Tensor:
-    return torch.zeros(1, count, dtype=torch.bool)
-
-
-def test_rounding_breaks_no_tie() -> None:
-    near, none = torch.tensor([[0.9, 1.0, 1.0000001, 1.0]]), none_taken(4)
-    distance = torch.ones(1, 4, 4)
-    assert farthest_points(distance, 1, nearest=near, taken=none).tolist() == [[1]]
-    weighted = weighted_farthest_points(
-        distance, torch.ones(1, 4), 1, nearest=near, taken=none, floor=0.0
-    )
-    assert weighted.tolist() == [[1]]
-    assert coverage(torch.tensor([[0.1, 0.2], [0.3, 0.6], [0.6000001, 0.3]]), 1) == [1]
-
-
-LINE = on_a_line([0.0, 1.0, 4.0, 9.0, 10.0])
-ALL, FIRST = [1.0] * 5, torch.tensor([[True, False, False, False, False]])
-
-
-@pytest.mark.parametrize(
-    ("weight", "count", "options", "picks"),
-    [
-        # The first is farthest from its neighbour, whatever its weight.
-        ([1.0, 1.0, 0.0, 1.0, 1.0], 1, {}, [2]),
-        # From 4: distances 4, 3, 5, 6 times the weights are 4, 0.3, 5, 0.6.
-        ([1.0, 0.1, 1.0, 1.0, 0.1], 3, {}, [2, 3, 0]),
-        # Without weight tokens come last, and by weight or what fills.
-        ([0.0, 0.0, 1.0, 1.0, 0.0], 5, {}, [2, 3, 0, 1, 4]),
-        ([0.0, 0.0, 1.0, 1.0, 0.0], 5, {"fill": torch.tensor([[0.1, 0.9, 0.0, 0.0, 0.5]])},
-         [2, 3, 1, 4, 0]),
-        # It continues from what is chosen, and forced picks condition the others.
-        (ALL, 2, {"nearest": distance_to_kept(LINE, FIRST), "taken": FIRST}, [4, 2]),
-        (ALL, 3, {"leading": torch.tensor([[4, -1, -1]])}, [4, 0, 2]),
-    ],
-)  # fmt: skip
-def test_weight_times_distance_to_what_is_chosen(
-    weight: list[float], count: int, options: dict[str, Tensor], picks: list[int]
-) -> None:
-    start = {"nearest": torch.full((1, 5), torch.inf), "taken": none_taken(5), **options}
-    chosen = weighted_farthest_points(LINE, torch.tensor([weight]), count, floor=1e-6, **start)
-    assert chosen.tolist() == [picks]
-    assert distance_to_kept(LINE, FIRST).tolist() == [[0, 1, 4, 9, 10]]
-
-
-def coverage(degrees: Tensor, count: int, weight: list[float] | None = None) -> list[int]:
-    """Picks of one image, from nothing covered and nothing taken."""
-    size, rows = degrees.shape
-    weights = torch.ones(1, size) if weight is None else torch.tensor([weight])
-    picks: list[int] = greedy_coverage(
-        degrees[None],
-        weights,
-        count,
-        covered=torch.zeros(1, rows),
-        taken=torch.zeros(1, size, dtype=torch.bool),
-        floor=1e-9,
-        scale=weight is not None,
-    )[0].tolist()
-    return picks
-
-
-DEGREES = torch.tensor([[0.5, 0.5, 0.0], [0.9, 0.0, 0.0], [0.0, 0.0, 0.6]])
-"""Candidates that cover two rows half, one row well, and the third row."""
-
-
-ALIKE = torch.ones(4, 2)
-
-
-@pytest.mark.parametrize(
-    ("degrees", "weight", "picks"),
-    [
-        # Sums 1.0, 0.9, 0.6; after the first, 0.4 and 0.6 are left.
-        (DEGREES, None, [0, 2, 1]),
-        (DEGREES, [0.1, 1.0, 1.0], [1, 2, 0]),
-        # Negative degrees cover nothing, and what adds nothing comes by weight.
-        (torch.tensor([[-3.0, 0.1], [0.0, 0.2]]), None, [1, 0]),
-        (ALIKE, [0.1, 0.9, 0.3, 0.9], [1, 3, 2, 0]),
-        (ALIKE, None, [0, 1, 2, 3]),
-    ],
-)
-def test_each_pick_adds_most_to_what_is_covered(
-    degrees: Tensor, weight: list[float] | None, picks: list[int]
-) -> None:
-    assert coverage(degrees, len(degrees), weight) == picks
 
 
 # ---- the dtype of models on this machine ----

@@ -253,7 +253,6 @@ def test_files_that_are_none_that_change_or_that_may_not_be_read(
     ("version", "told"),
     [
         (DELETE, "missing"),
-        (None, "missing"),
         ("autoprune-state/2", '"autoprune-state/2" is not known'),
         ([], r"[] is not known"),
     ],
@@ -327,14 +326,9 @@ for _ in range(100_000):
 @pytest.mark.parametrize(
     ("value", "kind"),
     [
-        ({1, 2}, "syntax"),
         (b"x", "syntax"),
-        pytest.param(10**5000, "syntax", id="long"),
         pytest.param(DEEP, "depth", id="deep"),
         pytest.param(CYCLE, "syntax", id="cycle"),
-        pytest.param([0] * MAX_VALUES, "values", id="many"),
-        pytest.param("x" * MAX_BYTES, "size", id="large"),
-        (float("inf"), "syntax"),
         ("\ud800", "surrogate"),
     ],
 )
@@ -348,14 +342,11 @@ def test_a_mapping_is_refused_as_its_text_is(value: object, kind: str) -> None:
 HOSTILE = {
     "unknown fields": '{"schema":"autoprune-state/1",'
     + ",".join(f'"a{i}":0' for i in range(MAX_VALUES - 9)) + "}",
-    "unknown atoms": changed({"/safety": [f"{i}preserve_bugdet" for i in range(MAX_VALUES - 99)]}),
     "unknown signals": changed({"/scoring/signals": [{"atom": f"{i}_proxy"} for i in range(3000)]}),
     "keys that occur twice": "{" + '"a":0,' * (MAX_VALUES - 9) + '"b":1}',
     "a long name": changed({"/reassembly/atom": "mean_residual" * 80_000}),
     "a long key": changed({"/reassembly/" + "strength" * 100_000: 1}),
     "a long number": changed({}).replace('"q_e": 2', '"q_e": ' + "7" * 1_000_000),
-    "quotes": '{"' * 500_000,
-    "backslashes": '{"' + "\\" * 1_000_000,
     "pairs of brackets": '{"a": [' + "[]," * 340_000 + "[]]}",
 }  # fmt: skip
 

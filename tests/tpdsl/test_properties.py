@@ -12,8 +12,6 @@ from typing import get_args
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.stand_in_device import forbid_waiting
@@ -52,7 +50,7 @@ from vllm_autoprune.tpdsl.state import required_inputs
 from vllm_autoprune.tpdsl.tokens import Need
 
 GRIDS = [Grid(6, 6), Grid(3, 4, tiles=3)]
-ODD_GRIDS = [*GRIDS, Grid(1, 40), Grid(4, 4, tiles=5)]
+ODD_GRIDS = [Grid(1, 40), Grid(4, 4, tiles=5)]
 
 SILENT: Changes = {
     "/base_policy": {"name": "divprune"},
@@ -200,31 +198,13 @@ def test_k_sound_rows_and_the_same_bits_again_and_alone(name: str, grid: Grid) -
 @pytest.mark.parametrize("name", STATES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_the_smallest_and_the_largest_budgets(name: str, dtype: torch.dtype) -> None:
-    for grid, seed in ((GRIDS[0], 7), (ODD_GRIDS[3], 8)):
-        tokens = images(seed, grid=grid, dtype=dtype)
-        for budget in (1, 2, 5, 12, grid.tokens - 1):
+    for grid, clusters, noise in ((GRIDS[0], 6, 0.5), (ODD_GRIDS[0], 3, 0.5), (ODD_GRIDS[1], 1, 0)):
+        tokens = images(7, grid=grid, dtype=dtype, clusters=clusters, noise=noise)
+        for budget in (1, 5, grid.tokens - 1):
             policy = policy_of(name, budget)
-            assert_sound(policy, tokens, refine(policy, tokens))
-
-
-@given(
-    name=st.sampled_from(sorted(STATES)),
-    seed=st.integers(0, 10_000),
-    budget=st.integers(1, 35),
-    grid=st.sampled_from(ODD_GRIDS),
-    clusters=st.sampled_from([1, 3, 40]),
-    noise=st.sampled_from([0.0, 0.5]),
-)
-def test_any_image(
-    name: str, seed: int, budget: int, grid: Grid, clusters: int, noise: float
-) -> None:
-    policy, tokens = (
-        policy_of(name, budget),
-        images(seed, grid=grid, clusters=clusters, noise=noise),
-    )
-    refined = refine(policy, tokens)
-    assert_sound(policy, tokens, refined)
-    assert refined.fallback.tolist() == [0, 0]
+            refined = refine(policy, tokens)
+            assert_sound(policy, tokens, refined)
+            assert refined.fallback.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("name", STATES)

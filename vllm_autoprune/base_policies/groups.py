@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_autoprune.base_policies.merging import TileRows, merge_by_tile
-from vllm_autoprune.errors import SelectionError
+from vllm_autoprune.base_policies.merging import TileRows, cls_rows, merge_by_tile
 from vllm_autoprune.ops.rowwise import rank_descending
 from vllm_autoprune.ops.similarity import cosines, matmul_each
 from vllm_autoprune.tpdsl.base_policy import (
     PolicyParams,
-    PublishedSelection,
     ReferenceSelection,
     base_policy,
 )
@@ -45,17 +42,7 @@ class _HoloVParams(PolicyParams):
         return max(1, min(wanted, tokens))
 
 
-def _native_holov(params: _HoloVParams, tokens: VisualTokens, budget: int) -> PublishedSelection:
-    """Tokens band by band, by descending attention within a band."""
-    share = budget // tokens.grid.tiles
-    attention = tokens.by_tile(tokens.require_cls_attention().float())
-    picks = _select_by_band(attention, share, params.count(attention.shape[1], share))
-    tile = torch.arange(tokens.grid.tiles, device=picks.device).repeat(tokens.batch)
-    within = picks + tile[:, None] * tokens.grid.per_tile
-    return PublishedSelection(tuple(within.reshape(tokens.batch, -1)))
-
-
-@base_policy(_HoloVParams, needs=frozenset({"cls_attention"}), native=_native_holov)
+@base_policy(_HoloVParams, needs=frozenset({"cls_attention"}))
 def holov(params: _HoloVParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """The most attended tokens of every band of rows, with quotas by the band's attention.
 
@@ -146,58 +133,9 @@ class _PruneSIDParams(PolicyParams):
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _GroupedTokens:
-    """Tokens of R tiles in groups.
-
-    group ``(R, n)``; take ``(R, q)`` tokens are kept of each group. order ``(R, n)`` are the tokens
-    group by group, in the order in which each group gives them; rank ``(R, n)`` is the position of
-    a token in its group.
-    """
-
-    group: Tensor
-    take: Tensor
-    order: Tensor
-    rank: Tensor
-
-    def picks(self, count: int) -> Tensor:
-        """The kept tokens ``(R, count)``, group by group."""
-        places = self._kept().gather(1, self.order).to(torch.uint8)
-        ahead = torch.sort(places, dim=1, descending=True, stable=True).indices
-        return self.order.gather(1, ahead[:, :count])
-
-    def picks_by_rank(self, score: Tensor, count: int) -> Tensor:
-        """The kept tokens ``(R, count)``: the first of every group by descending score, and so on.
-
-        Earlier picks mean higher confidence, as consumers of a reference selection expect.
-        """
-        last = self.rank.shape[1]
-        best = rank_descending(score)
-        turn = self.rank.masked_fill(~self._kept(), last).gather(1, best)
-        return best.gather(1, turn.argsort(dim=1, stable=True)[:, :count])
-
-    def _kept(self) -> Tensor:
-        return self.rank < self.take.gather(1, self.group)
-
-
-def _native_prunesid(
-    params: _PruneSIDParams, tokens: VisualTokens, budget: int
-) -> PublishedSelection:
-    """Per tile, [CLS] in mode ``cls``, then tokens group by group."""
-    share = budget // tokens.grid.tiles
-    group = TileGroup(0, tokens.grid.tiles, share)
-    count = share - (params.mode == "cls")
-    grouped, _ = _group_tokens(params, tokens, group, count)
-    picks = group.within_image(grouped.picks(count), tokens)
-    if params.mode == "cls":
-        picks = torch.cat([picks.new_full((len(picks), 1), -1), picks], dim=1)
-    return PublishedSelection(tuple(picks.reshape(tokens.batch, -1)))
-
-
 @base_policy(
     _PruneSIDParams,
     needs=frozenset({"cls_attention", "encoder", "tower"}),
-    native=_native_prunesid,
     reads=lambda params: frozenset(_MODE_NEEDS[params.mode]),
 )
 def prunesid(params: _PruneSIDParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
@@ -207,32 +145,30 @@ def prunesid(params: _PruneSIDParams, tokens: VisualTokens, budget: int) -> Refe
     randomised and not seeded: here it is exact [ours].
     """
 
-    def pick(group: TileGroup, count: int) -> Tensor:
-        grouped, score = _group_tokens(params, tokens, group, count)
-        return grouped.picks_by_rank(score, count)
-
     def run(group: TileGroup) -> TileRows:
-        cls = tokens.require_tower().cls
-        if cls is None:
-            raise SelectionError("this vision tower has no [CLS] token: use mode 'patch'")
-        cls_rows = cls.narrow(1, group.start, group.tiles).flatten(0, 1)[:, None]
+        extra = cls_rows(tokens, group)
         # With a single row, keep a patch: [CLS] alone would leave no token.
-        extra = cls_rows if group.share > 1 else cls_rows[:, :0]
-        return TileRows(pick(group, group.share - extra.shape[1]), cls_rows[:, :0], extra)
+        extra = extra if group.share > 1 else extra[:, :0]
+        picks = _pick_by_group(params, tokens, group, group.share - extra.shape[1])
+        return TileRows(picks, extra[:, :0], extra)
 
     if params.mode == "cls":
         return merge_by_tile(tokens, budget, run)
     groups = tile_groups(tokens, budget)
-    picks = [group.within_image(pick(group, group.share), tokens) for group in groups]
+    picks = [
+        group.within_image(_pick_by_group(params, tokens, group, group.share), tokens)
+        for group in groups
+    ]
     return ReferenceSelection(join_groups(picks, groups, tokens))
 
 
-def _group_tokens(
+def _pick_by_group(
     params: _PruneSIDParams, tokens: VisualTokens, tiles: TileGroup, count: int
-) -> tuple[_GroupedTokens, Tensor]:
-    """Groups of the tiles' tokens, of which ``count`` are kept per tile, and scores ``(R, n)``.
+) -> Tensor:
+    """Picks ``(R, count)`` of the tiles: the best token of every group by score, the second, ...
 
     With one row of [CLS], ``count`` is one less than the tiles' share, which the rules count by.
+    Earlier picks mean higher confidence, as consumers of a reference selection expect.
     """
     qwen, budget = params.mode == "qwen", tiles.share
     rows = tiles.of(tokens.features if qwen else tokens.require_encoder(), tokens)
@@ -264,7 +200,9 @@ def _group_tokens(
     begins = (sizes.cumsum(dim=1) - sizes).gather(1, group.gather(1, order))
     places = torch.arange(size, device=order.device) - begins
     rank = torch.zeros_like(places).scatter_(1, order, places)
-    return _GroupedTokens(group, take, order, rank), score
+    dropped = rank >= take.gather(1, group)
+    turn = rank.masked_fill(dropped, size).gather(1, best)
+    return best.gather(1, turn.argsort(dim=1, stable=True)[:, :count])
 
 
 def _principal_loadings(rows: Tensor, groups: int) -> Tensor:

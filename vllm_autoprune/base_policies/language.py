@@ -66,18 +66,9 @@ class _PyramidDropParams(PolicyParams):
     )
 
 
-def _native_pyramiddrop(
-    params: _PyramidDropParams, tokens: VisualTokens, budget: int
-) -> PublishedSelection:
-    """Kept tokens of one stage, in raster order."""
-    picks = pyramiddrop(params, tokens, budget).picks
-    return PublishedSelection(tuple(picks.sort(dim=1).values))
-
-
 @base_policy(
     _PyramidDropParams,
     needs=frozenset({"language"}),
-    native=_native_pyramiddrop,
     # Attention of a layer needs the layers before it.
     ranking_layers=lambda params, layers: layers // 4 if params.layer is None else params.layer,
 )

@@ -83,27 +83,6 @@ def merge_by_tile(
     )
 
 
-def _native_by_tile(
-    tokens: VisualTokens, run: Callable[[int], tuple[Tensor, Tensor]]
-) -> PublishedSelection:
-    """Run a method's published code on each tile and join the results per image.
-
-    ``run`` takes the number of a tile in 0..B * T - 1 and returns indices ``(n_t,)`` within it, -1
-    for a row that no single token stands for, and rows ``(n_t, Dv)``.
-    """
-    indices, features = [], []
-    for image in range(tokens.batch):
-        parts = []
-        for tile in range(tokens.grid.tiles):
-            within, rows = run(image * tokens.grid.tiles + tile)
-            parts.append(
-                (torch.where(within < 0, within, within + tile * tokens.grid.per_tile), rows)
-            )
-        indices.append(torch.cat([tokens_of_tile for tokens_of_tile, _ in parts]))
-        features.append(torch.cat([rows for _, rows in parts]))
-    return PublishedSelection(tuple(indices), tuple(features))
-
-
 class _VisionZipParams(PolicyParams):
     """Parameters of VisionZip."""
 
@@ -124,28 +103,7 @@ class _VisionZipParams(PolicyParams):
         return budget - contextual, contextual
 
 
-def _native_visionzip(
-    params: _VisionZipParams, tokens: VisualTokens, budget: int
-) -> PublishedSelection:
-    """Per tile: [CLS] row, dominant patches in raster order, contextual rows."""
-    share = budget // tokens.grid.tiles
-    dominant, contextual = params.split(share)
-    group = TileGroup(0, tokens.grid.tiles, share)
-    top, targets, merged = _zip(tokens, group, dominant - 1, contextual)
-    cls = cls_rows(tokens, group)
-    patches = tokens.by_tile(tokens.require_tower().patches)
-
-    def run(tile: int) -> tuple[Tensor, Tensor]:
-        kept = top[tile].sort().values
-        indices = torch.cat([kept.new_full((1,), -1), kept, targets[tile]])
-        return indices, torch.cat([cls[tile], patches[tile, kept], merged[tile]])
-
-    return _native_by_tile(tokens, run)
-
-
-@base_policy(
-    _VisionZipParams, needs=frozenset({"cls_attention", "tower"}), native=_native_visionzip
-)
+@base_policy(_VisionZipParams, needs=frozenset({"cls_attention", "tower"}))
 def visionzip(params: _VisionZipParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """Patches with most attention from [CLS], then evenly spaced ones with the rest merged in.
 
@@ -200,7 +158,10 @@ def cls_rows(tokens: VisualTokens, group: TileGroup) -> Tensor:
     """[CLS] row of each tile ``(R, 1, Dv)``; raises :class:`SelectionError` if there is none."""
     cls = tokens.require_tower().cls
     if cls is None:
-        raise SelectionError("this vision tower has no [CLS] token: use VisionZip with patch_only")
+        raise SelectionError(
+            "this vision tower has no [CLS] token: use VisionZip with patch_only, or PruneSID in "
+            "mode 'patch'"
+        )
     return cls.narrow(1, group.start, group.tiles).flatten(0, 1)[:, None]
 
 
@@ -208,35 +169,7 @@ class _TrimParams(PolicyParams):
     """TRIM has no parameters."""
 
 
-def _native_trim(
-    params: _TrimParams, tokens: VisualTokens, budget: int | None
-) -> PublishedSelection:
-    """Per tile, the kept patches in raster order, then the mean of all others.
-
-    Without a budget, as many patches as the score has outliers, counted over all tiles; with a
-    budget, K rows including the mean.
-    """
-    score = tokens.by_tile(_text_similarity(tokens))
-    patches = tokens.by_tile(tokens.require_tower().patches)
-    tiles, size = tokens.grid.tiles, tokens.grid.per_tile
-
-    def run(tile: int) -> tuple[Tensor, Tensor]:
-        if budget is None:
-            image = slice(tile // tiles * tiles, (tile // tiles + 1) * tiles)
-            pooled = score[image].softmax(dim=-1).flatten()
-            count = int(size * (int(find_outliers(pooled[None]).sum()) / pooled.shape[0]))
-        else:
-            count = budget // tiles - 1
-        if count < 1:
-            raise SelectionError("TRIM's published code fails where it keeps no patch: keep more")
-        kept = rank_descending(score[tile])[:count].sort().values
-        rows, mean = patches[tile, kept], _mean_of_others(patches[tile][None], kept[None])[0]
-        return torch.cat([kept, kept.new_full((1,), -1)]), torch.cat([rows, mean])
-
-    return _native_by_tile(tokens, run)
-
-
-@base_policy(_TrimParams, needs=frozenset({"instruction", "tower"}), own_count=_native_trim)
+@base_policy(_TrimParams, needs=frozenset({"instruction", "tower"}))
 def trim(params: _TrimParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """The K - 1 patches most similar to the instruction, and the mean of all others.
 
@@ -304,10 +237,10 @@ def _native_prumerge_plus(
     attention = tokens.by_tile(following.attention)
     keys = tokens.by_tile(following.keys)
     patches = tokens.by_tile(tokens.require_tower().patches)
-    share = None if budget is None else budget // tokens.grid.tiles
-
-    def run(tile: int) -> tuple[Tensor, Tensor]:
-        size = attention.shape[1]
+    tiles, size = tokens.grid.tiles, tokens.grid.per_tile
+    share = None if budget is None else budget // tiles
+    indices, features = [], []
+    for tile in range(tokens.batch * tiles):
         outliers = int(find_outliers(attention[tile][None]).sum()) / size
         best = rank_descending(attention[tile])
         if share is not None:  # the rule of EffiVLM-Bench
@@ -329,9 +262,13 @@ def _native_prumerge_plus(
                 kept = torch.cat([kept, samples[~torch.isin(samples, kept)]])
         row = slice(tile, tile + 1)
         merged, extra = _merge_neighbours(attention[row], keys[row], patches[row], kept[None])
-        return torch.cat([kept, kept.new_full((1,), -1)]), torch.cat([merged[0], extra[0]])
-
-    return _native_by_tile(tokens, run)
+        indices.append(torch.cat([kept + tile % tiles * size, kept.new_full((1,), -1)]))
+        features.append(torch.cat([merged[0], extra[0]]))
+    images = [slice(begin, begin + tiles) for begin in range(0, len(indices), tiles)]
+    return PublishedSelection(
+        tuple(torch.cat(indices[image]) for image in images),
+        tuple(torch.cat(features[image]) for image in images),
+    )
 
 
 @base_policy(
@@ -441,20 +378,9 @@ def _continue_fsr(params: _FSRParams, tokens: VisualTokens, budget: int, start: 
     return join_tiles(picks, tokens, shares, start.next_tile(tokens))
 
 
-def _native_fsr(params: _FSRParams, tokens: VisualTokens, budget: int) -> PublishedSelection:
-    """Per tile, focus by priority and then the scan, with merged rows in float32."""
-    share = budget // tokens.grid.tiles
-    group = TileGroup(0, tokens.grid.tiles, share)
-    chosen = _focus_and_scan(params, tokens, group)
-    rows = _merge_into_scan(params, chosen, group.of(tokens.output, tokens).float())
-    picks = group.within_image(chosen.picks, tokens).reshape(tokens.batch, -1)
-    return PublishedSelection(tuple(picks), tuple(rows.reshape(*picks.shape, -1)))
-
-
 @base_policy(
     _FSRParams,
     needs=frozenset({"cls_attention", "instruction"}),
-    native=_native_fsr,
     continuation=_continue_fsr,
     reads=lambda params: frozenset(
         {"cls_attention", "instruction"} if params.alpha > 0 else {"cls_attention"}

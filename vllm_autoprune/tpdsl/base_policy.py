@@ -219,7 +219,7 @@ def base_policy(
     """Decorator: register a function as the base policy of the same name.
 
     It maps (params, tokens, K) to exactly K rows per image, for K < N. ``native`` is the method as
-    published, if it returns anything other than K picks, or ``own_count``, if it can choose how
+    published, if it keeps other tokens at K, or ``own_count``, if it can choose how
     many (K is None then). ``continuation`` gives the picks ``(B, K)`` of a greedy method that
     continues from given tokens, and ``condition`` is the part of that which depends on the image
     alone, for given ``(B, A)``. ``reads`` says what a call reads, where parameters decide that, and
