@@ -10,11 +10,8 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-
-from rich.console import Console
-from rich.progress import Progress
 
 from vllm_autoprune.ops.dtype import choose_dtype
 from vllm_autoprune.statistics import Estimate, Spread
@@ -82,22 +79,3 @@ def format_spread(sample: Spread, unit: float = 1000.0) -> str:
 def log_progress(line: str) -> None:
     """Print one line with the seconds since the start of this process."""
     print(f"[{time.monotonic() - _BEGIN:6.1f} s] {line}", file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def show_stage(name: str, total: int | None = None) -> Iterator[Callable[[], None]]:
-    """Show a stage of ``total`` steps, or of unknown length; yields what to call after each step.
-
-    A bar on a terminal; elsewhere a line at the start and at the end.
-    """
-    console, start = Console(stderr=True), time.monotonic()
-    if console.is_terminal:
-        with Progress(console=console) as bars:
-            task = bars.add_task(name, total=total)
-            yield lambda: bars.advance(task)
-            # A stage of unknown length is shown full once it is over.
-            bars.update(task, total=total or 1, completed=total or 1)
-        return
-    log_progress(f"{name} ...")
-    yield lambda: None
-    log_progress(f"{name}: done, {time.monotonic() - start:.0f} s")

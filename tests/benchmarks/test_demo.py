@@ -17,16 +17,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks import BenchmarkError
+from benchmarks import BenchmarkError, demo
 from benchmarks.common.fake_server import Body, Reply, fake_server
-from benchmarks.demo import measure
-from benchmarks.demo.__main__ import main
-from benchmarks.demo.measure import _ask_together, half_width
 from benchmarks.server import ServerDied
 from benchmarks.yardsticks.examples import draw_examples
 
 HERE = Path(__file__).resolve().parent
-README = HERE.parents[2] / "README.md"
+README = HERE.parents[1] / "README.md"
 
 
 def pruning(body: Body) -> dict[str, object]:
@@ -38,6 +35,13 @@ def parts(body: Body) -> tuple[dict[str, Any], str]:
     """Image and question of a request."""
     image, question = body["messages"][0]["content"]
     return image, question["text"]
+
+
+@contextlib.contextmanager
+def handlers_restored() -> Iterator[None]:
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
 
 
 @pytest.fixture
@@ -61,10 +65,10 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Body]]:
             yield SimpleNamespace(url=server.url)
         requests[log.stem] = server.requests
 
-    monkeypatch.setattr(measure, "serve", serve)
-    monkeypatch.setattr(measure, "_SCENES", 2)
+    monkeypatch.setattr(demo, "serve", serve)
+    monkeypatch.setattr(demo, "_SCENES", 2)
     for name, number in (("_ALONE", 2), ("_TOGETHER", 8), ("_IMAGES", 2)):
-        monkeypatch.setattr(measure, name, number)
+        monkeypatch.setattr(demo, name, number)
     return requests
 
 
@@ -73,12 +77,8 @@ def test_the_table_is_that_of_the_readme(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr("timeit.repeat", lambda *_, **__: [0.9, 0.1, 0.1])
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        assert main(["--out", str(tmp_path)]) == 0
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with handlers_restored():
+        assert demo.main(["--out", str(tmp_path)]) == 0
     table, log = capsys.readouterr()
     assert table == (tmp_path / "table.md").read_text()
     shown = README.read_text().partition("<!-- demo -->\n")[2].partition("<!-- /demo -->")[0]
@@ -124,47 +124,43 @@ def test_the_table_is_that_of_the_readme(
     ],
 )
 def test_correlated_scenes_widen_the_interval(rights: list[tuple[int, bool]], width: float) -> None:
-    assert half_width(rights) == pytest.approx(width, abs=1e-4)
+    assert demo._half_width(rights) == pytest.approx(width, abs=1e-4)
 
 
 @pytest.mark.parametrize(
     ("reply", "message"),
     [
         (Reply(status=400, error="no such budget"), "not answered: status 400: .*no such"),
-        (Reply(drop=True), "not answered: no answer"),
-        (Reply(("",), ttft=0.0), ""),
+        (Reply(("",), ttft=0.0), "not answered: the answer contains no text"),
     ],
 )
-def test_a_failed_question_ends_the_demo_and_an_empty_answer_does_not(
-    reply: Reply, message: str
-) -> None:
-    body = b'{"stream": true}'
+def test_a_failed_question_ends_the_demo(reply: Reply, message: str) -> None:
     with fake_server(reply, model=None) as server:
-        if not message:
-            assert _ask_together(server.url, [body], lambda: None)[0].text == ""
-            return
-        with pytest.raises(BenchmarkError, match=message) as caught:
-            _ask_together(server.url, [body] * 3, lambda: None)
-    assert "\n" not in str(caught.value)
+        with pytest.raises(BenchmarkError, match=message):
+            demo._ask(server.url, [b'{"stream": true}'] * 3)
+        if reply.status == 200:
+            assert demo._ask(server.url, [b'{"stream": true}'], empty=True)[0].text == ""
 
 
 def test_a_server_that_does_not_start_is_one_line_with_its_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def serve(model: Path, *flags: str, log: Path) -> None:
         log.write_text("INFO x\n\nvllm-autoprune: cannot serve:\n  - bad -> fix")
         raise ServerDied(log)
 
-    monkeypatch.setattr(measure, "serve", serve)
-    with pytest.raises(BenchmarkError, match=r"cannot serve: - bad -> fix \(log: .*stock\.log\)"):
-        measure.measure_answers([], tmp_path)
+    monkeypatch.setattr(demo, "serve", serve)
+    with handlers_restored():
+        assert demo.main(["--out", str(tmp_path)]) == 1
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert re.fullmatch(r"demo: .*cannot serve: - bad -> fix \(log: .*stock\.log\)", line)
 
 
 # The demo as it is, but what it starts is the stand-in.
 _SCRIPT = """
 import signal, sys
 from benchmarks import server
-from benchmarks.demo.__main__ import main
+from benchmarks.demo import main
 
 # What a shell starts in the background ignores Ctrl-C, and so would what it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,4 +1,6 @@
-"""Measurements of the demo: two models, each served stock and pruned, are sent the same requests.
+"""`python -m benchmarks.demo`: what README shows, on this machine.
+
+Two models are each served stock and pruned, and sent the same requests.
 
 mini-LLaVA is trained, so its answers are compared. The other one is LLaVA-1.5 at half the width,
 with four language layers and two of the vision tower, so that prefill takes about the share of a
@@ -8,24 +10,22 @@ those of any weights.
 
 from __future__ import annotations
 
-import contextlib
+import argparse
 import math
 import statistics
 import sys
 import time
 import timeit
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.markdown import Markdown
 
 from benchmarks import BenchmarkError
 from benchmarks.common.client import Client, Record
-from benchmarks.common.report import environment, show_stage
+from benchmarks.common.report import environment, log_progress
 from benchmarks.common.requests import build_body, build_content, draw_picture, encode_picture
 from benchmarks.common.shapes import (
     TOKENS,
@@ -34,7 +34,7 @@ from benchmarks.common.shapes import (
     draw_words,
     write_shape,
 )
-from benchmarks.server import serve
+from benchmarks.server import end_servers_on_sigterm, serve
 from benchmarks.yardsticks.examples import (
     CLIP,
     LLAVA,
@@ -44,6 +44,7 @@ from benchmarks.yardsticks.examples import (
     is_right,
     png_url,
 )
+from vllm_autoprune.errors import AutopruneError
 from vllm_autoprune.ops.dtype import choose_dtype
 from vllm_autoprune.report import Table
 from vllm_autoprune.statistics import Spread, spread
@@ -77,28 +78,20 @@ _SMALL_BUDGET = 16
 _Z = 1.96
 
 
-@contextlib.contextmanager
-def _serve(name: str, model: Path, flags: Sequence[str], log: Path) -> Iterator[str]:
-    """The address of a server; its start is a stage of its own."""
-    with contextlib.ExitStack() as stack:
-        with show_stage(f"{name}: start"):
-            server = stack.enter_context(serve(model, *flags, log=log))
-        yield server.url
+def _ask(
+    url: str, bodies: Sequence[bytes], at_once: int = _USERS, *, empty: bool = False
+) -> list[Record]:
+    """Send all requests, so many at a time; their answers in the same order.
 
-
-def _ask_together(url: str, bodies: Sequence[bytes], advance: Callable[[], None]) -> list[Record]:
-    """Send all requests, eight at a time; their answers in the same order.
-
-    Raises :class:`BenchmarkError` where one is not answered; no text is an answer too.
+    Raises :class:`BenchmarkError` where one is not answered; ``empty``: no text is an answer too.
     """
-    client, pool, records = Client(url), ThreadPoolExecutor(_USERS), list[Record]()
+    client, pool, records = Client(url), ThreadPoolExecutor(at_once), list[Record]()
     try:
         for future in [pool.submit(client.send, body) for body in bodies]:
             record = future.result()
-            if record.error not in (None, EMPTY):
+            if record.error not in (None, EMPTY if empty else None):
                 raise BenchmarkError(f"a question was not answered: {record.error}")
             records.append(record)
-            advance()
     finally:
         # Requests that are still running fail when the server ends, which must not wait for them.
         pool.shutdown(wait=False, cancel_futures=True)
@@ -114,7 +107,7 @@ class _Score:
     half_width: float
 
 
-def measure_answers(examples: Sequence[Example], out: Path) -> dict[str, _Score]:
+def _measure_answers(examples: Sequence[Example], out: Path) -> dict[str, _Score]:
     """Answers of stock vLLM, with resized images, pruned, and with the base policy alone."""
     contents = []
     for example in examples:  # encoded once
@@ -132,16 +125,17 @@ def measure_answers(examples: Sequence[Example], out: Path) -> dict[str, _Score]
     for server, flags, arms in (
         ("stock", common, {"stock": ""}), ("pruned", (*common, *pruning), keeps),
     ):  # fmt: skip
-        with _serve(f"mini-LLaVA, {server}", LLAVA, flags, out / f"{server}.log") as url:
+        log_progress(f"start mini-LLaVA, {server}")
+        with serve(LLAVA, *flags, log=out / f"{server}.log") as serving:
             for arm, keep in arms.items():
+                log_progress(f"ask mini-LLaVA, {arm}")
                 pruned = {"autoprune": {"budget": _SMALL_BUDGET, "keep": keep}}
                 fields = {"mm_processor_kwargs": pruned} if keep else {}
                 bodies = [
                     build_body(_SERVED, content, tokens=MAX_ANSWER_TOKENS, fields=fields)
                     for content in contents
                 ]
-                with show_stage(f"mini-LLaVA, {arm}: questions", len(bodies)) as advance:
-                    answers = _ask_together(url, bodies, advance)
+                answers = _ask(serving.url, bodies, empty=True)
                 rights = [
                     (example.image_id, is_right(answer.text, example.answer))
                     for example, answer in zip(examples, answers, strict=True)
@@ -149,12 +143,12 @@ def measure_answers(examples: Sequence[Example], out: Path) -> dict[str, _Score]
                 scores[arm] = _Score(
                     statistics.fmean(answer.prompt_tokens or 0 for answer in answers),
                     statistics.fmean(right for _, right in rights),
-                    half_width(rights),
+                    _half_width(rights),
                 )
     return scores
 
 
-def half_width(rights: Sequence[tuple[int, bool]]) -> float:
+def _half_width(rights: Sequence[tuple[int, bool]]) -> float:
     """Half of the 95 % interval of accuracy, of scenes and whether each answer is right.
 
     The wider of two: Wilson's takes questions as independent, and is correct near 0 and 1. The
@@ -183,7 +177,7 @@ class _Timing:
     questions: Sequence[float]
 
 
-def measure_times(folder: Path, out: Path) -> dict[str, _Timing]:
+def _measure_times(folder: Path, out: Path) -> dict[str, _Timing]:
     """Times of the large model, served stock, then pruned, where also resized images are sent."""
     flags = (*_FLAGS, "--load-format", "dummy", "--max-num-seqs", "16")
     pruning = ("--autoprune-state", _STATE, "--autoprune-budget", str(_BUDGET),
@@ -192,11 +186,12 @@ def measure_times(folder: Path, out: Path) -> dict[str, _Timing]:
     for server, arguments, arms in (
         ("stock", flags, ("stock",)), ("pruned", (*flags, *pruning), ("pruned", "resized")),
     ):  # fmt: skip
-        log = out / f"speed-{server}.log"
-        with _serve(f"large server, {server}", folder, arguments, log) as url:
+        log_progress(f"start the large model, {server}")
+        with serve(folder, *arguments, log=out / f"speed-{server}.log") as serving:
             for number, arm in enumerate(arms, 1):
+                log_progress(f"time the large model, {arm}")
                 # Arms of one server share no image and no text.
-                times[arm] = _time_requests(url, arm, 1000 * number)
+                times[arm] = _time_requests(serving.url, arm, 1000 * number)
     return times
 
 
@@ -212,30 +207,20 @@ def _time_requests(url: str, arm: str, start: int) -> _Timing:
         content = build_content(draw_words(_QUESTION_WORDS, start + question), [url])
         return build_body(_SERVED, content, tokens=_ANSWER_TOKENS, fields=fields)
 
-    def send(body: bytes) -> Record:
-        record = Client(url).send(body)
-        if record.error is not None:
-            raise BenchmarkError(f"the large server did not answer: {record.error}")
-        advance()
-        return record
-
     def milliseconds(records: Sequence[Record]) -> Spread:
         return spread([1000 * record.ttft for record in records])
 
-    total = 2 + _ALONE + _TOGETHER + _IMAGES * _QUESTIONS
-    with show_stage(f"large server, {arm}: times", total) as advance:
-        for number in range(2):
-            send(build(number, number))
-        alone = [send(build(number, number)) for number in range(10, 10 + _ALONE)]
-        bodies = [build(number, number) for number in range(100, 100 + _TOGETHER)]
-        begin = time.perf_counter()
-        together = _ask_together(url, bodies, advance)
-        seconds = time.perf_counter() - begin
-        # Image by image, so that the second question finds what the first one left.
-        questions = [
-            [send(build(image + 100 * question, image)) for question in range(_QUESTIONS)]
-            for image in range(300, 300 + _IMAGES)
-        ]
+    _ask(url, [build(number, number) for number in range(2)], 1)
+    alone = _ask(url, [build(number, number) for number in range(10, 10 + _ALONE)], 1)
+    bodies = [build(number, number) for number in range(100, 100 + _TOGETHER)]
+    begin = time.perf_counter()
+    together = _ask(url, bodies)
+    seconds = time.perf_counter() - begin
+    # Image by image, so that the second question finds what the first one left.
+    questions = [
+        _ask(url, [build(image + 100 * question, image) for question in range(_QUESTIONS)], 1)
+        for image in range(300, 300 + _IMAGES)
+    ]
     return _Timing(
         prompt_tokens=alone[0].prompt_tokens or 0,
         alone=milliseconds(alone),
@@ -296,7 +281,7 @@ def _format_table(
     return "\n".join([table, "", *(f"- {note}" for note in notes)]) + "\n"
 
 
-def run_demo(out: Path) -> None:
+def _run_demo(out: Path) -> None:
     """Say how long it takes, measure, and print the table, which is also written to ``out``."""
     # By the time that a product of the large model takes now.
     dtype = choose_dtype()
@@ -313,13 +298,34 @@ def run_demo(out: Path) -> None:
     torch.set_num_threads(1)
     out.mkdir(parents=True, exist_ok=True)
     examples = draw_examples("test", _SCENES)
-    scores = measure_answers(examples, out)
+    scores = _measure_answers(examples, out)
     sizes = {"tower_layers": _TOWER_LAYERS, "width": _WIDTH}
     large = write_shape("llava-1.5-7b", out / "shape", _LAYERS, **sizes)
-    table = _format_table(measure_times(large, out), scores, large, len(examples))
+    table = _format_table(_measure_times(large, out), scores, large, len(examples))
     (out / "table.md").write_text(table)
-    console = Console()
-    if console.is_terminal:
-        console.print(Markdown(table))
-    else:
-        print(table, end="")
+    print(table, end="")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status: 0 with a complete table, 130 after Ctrl-C, 1 where something failed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.demo",
+        description="Serve two models stock and pruned: the trained mini-LLaVA, to compare "
+        "answers, and one of LLaVA-1.5's proportions with random weights, to compare times.",
+    )
+    parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder of table, logs")
+    options = parser.parse_args(arguments)
+    end_servers_on_sigterm()
+    try:
+        _run_demo(options.out)
+    except KeyboardInterrupt:
+        print("demo: stopped, no server is left running", file=sys.stderr)
+        return 130
+    except AutopruneError as error:
+        print(f"demo: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
