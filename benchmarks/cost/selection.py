@@ -1,8 +1,9 @@
-"""`python -m benchmarks.cost selection`: time of choosing which tokens are kept, as tables.
+"""`python -m benchmarks.cost selection`: time of choosing which tokens are kept, as two tables.
 
+CDPruner against its published code at 40 sizes, and every base policy at the sizes of two models.
 Random images stand for a server's: clustered like a picture, so that the kernel does not have full
-rank. The baseline is CDPruner's selection as its published code does it. What is compared runs in
-turn, every second round in reverse order. Nothing here needs vLLM; ``--gpu`` needs Triton.
+rank. What is compared runs in turn, every second round in reverse order. Nothing here needs vLLM;
+``--gpu`` needs Triton.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from benchmarks import BenchmarkError
 from benchmarks.common.report import (
@@ -35,7 +35,7 @@ from vllm_autoprune import (
     refine,
 )
 from vllm_autoprune.report import Table
-from vllm_autoprune.statistics import Estimate, Verdict, at_most, ratio_of_medians, spread
+from vllm_autoprune.statistics import Verdict, at_most, ratio_of_medians, spread
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.prefix import RecordedPrefix
 from vllm_autoprune.tpdsl.tokens import NextLayer, TowerStates, Words
@@ -46,10 +46,8 @@ _Work = Callable[[], object]
 
 _WIDTH, _CLIP_WIDTH, _TOWER_WIDTH, _CLUSTERS = 4096, 768, 1024, 48
 """D of LLaVA-1.5-7B, widths of CLIP's joint space and of its vision tower, clusters in an image."""
-_INNER, _HEADS, _LAYERS, _TEXT, _WORDS = 11008, 32, 32, 60, 16
-"""Widths and depth of Llama-2-7B; text tokens around an image, and those of the question."""
-_SHARE = 0.03
-"""Share of the pruned prefill that a selection may take."""
+_HEADS, _WORDS = 32, 16
+"""Attention heads of Llama-2-7B; tokens of the question."""
 _PROMISES = {
     "cpu": ("selection never slower than the published loop", 1.0),
     "cuda": ("selection at least five times as fast as the published loop", 0.2),
@@ -202,19 +200,6 @@ def _measure_alternately(
     return seconds
 
 
-def _ratio(over: Sequence[float], under: Sequence[float]) -> Estimate:
-    return ratio_of_medians([[value] for value in over], [[value] for value in under])
-
-
-def _format_part(
-    title: str, setup: Sequence[str], claims: Sequence[Sequence[str]], table: Table
-) -> str:
-    """Setup, promises with their verdicts, and the table, as Markdown."""
-    promises = Table("", ("promise", "measured", "verdict"), claims).markdown()
-    lines = "\n".join(f"* {line}" for line in setup)
-    return f"## {title}\n\n{lines}\n\n{promises}\n\n{table.caption}\n\n{table.markdown()}\n"
-
-
 def _measure_loops(device: str, sizes: Sequence[_Size] = _LOOP_SIZES) -> str:
     """CDPruner from features to indices at 40 sizes: the published code and ours."""
     by_size, alike = dict[_Size, _Times](), dict[_Size, float]()
@@ -234,16 +219,18 @@ def _measure_loops(device: str, sizes: Sequence[_Size] = _LOOP_SIZES) -> str:
 def _format_loops(
     device: str, by_size: Mapping[_Size, _Times], alike: Mapping[_Size, float]
 ) -> str:
-    """The part of the report on the published loop; the worst size decides its promise."""
+    """The promise on the published loop, which the worst size decides, and the table."""
     promise, bound = _PROMISES[device]
-    ratios = {size: _ratio(times["ours"], times["published"]) for size, times in by_size.items()}
+    ratios = {
+        size: ratio_of_medians(*([[value] for value in times[k]] for k in ("ours", "published")))
+        for size, times in by_size.items()
+    }
     verdicts = [at_most(ratio, bound) for ratio in ratios.values()]
     counts = (f"{v} at {verdicts.count(v)} of {len(verdicts)} sizes" for v in sorted(set(verdicts)))
     worst = max(ratios, key=lambda size: ratios[size].value)
     largest = format_estimate(ratios[worst], digits=2)
     order: tuple[Verdict, ...] = ("does not hold", "inconclusive", "holds")
     verdict = next(verdict for verdict in order if verdict in verdicts)
-    claim = (promise, f"{', '.join(counts)}; largest ratio {largest} at {worst}", f"**{verdict}**")
     rows = [
         (
             str(size),
@@ -257,104 +244,39 @@ def _format_loops(
     columns = (
         "N → K", "published, ms", "ours, ms", "ours / published", "same picks, %", "rounds",
     )  # fmt: skip
-    setup = (
-        f"CDPruner from features (bfloat16, D = {_WIDTH}) to indices; "
-        f"{torch.get_num_threads()} threads",
-        "published: the algorithm of the published code, all images in one loop",
-        "random clustered features; both in turn, every second round in reverse order",
+    return (
+        f"## Against the published loop\n\nCDPruner from features (bfloat16, D = {_WIDTH}) to "
+        f"indices, {torch.get_num_threads()} threads: medians (quartiles), and ratios with 95 % "
+        f"intervals.\n\n{promise}: {', '.join(counts)}; largest ratio {largest} at {worst}: "
+        f"**{verdict}**\n\n{Table('', columns, rows).markdown()}\n"
     )
-    caption = "From features to indices: medians (quartiles), and ratios with 95 % intervals."
-    table = Table(caption, columns, rows)
-    return _format_part("Selection against the published loop", setup, [claim], table)
 
 
-_LAYER, _FULL_LAYER = "one layer", "one layer, all tokens"
-
-
-def _build_layer(rows: int, device: str) -> _Work:
-    """A decoder layer of Llama-2-7B's true widths on so many rows, with random weights.
-
-    A prefill is taken as 32 of them. Rotary embedding, embedding, final norm and logits are left
-    out, which makes it shorter and the share of selection larger.
-    """
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, dtype=torch.bfloat16, device=device) / shape[-1] ** 0.5
-
-    states, qkv, out = draw(rows, _WIDTH), draw(3 * _WIDTH, _WIDTH), draw(_WIDTH, _WIDTH)
-    gate_and_up, down = draw(2 * _INNER, _WIDTH), draw(_WIDTH, _INNER)
-
-    def run_layer() -> Tensor:
-        normed = functional.rms_norm(states, (_WIDTH,))
-        projected = functional.linear(normed, qkv).view(rows, 3, _HEADS, -1)
-        query, key, value = projected.permute(1, 2, 0, 3)
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        hidden = states + functional.linear(mixed.transpose(0, 1).reshape(rows, _WIDTH), out)
-        normed = functional.rms_norm(hidden, (_WIDTH,))
-        gate, up = functional.linear(normed, gate_and_up).chunk(2, dim=-1)
-        return hidden + functional.linear(functional.silu(gate) * up, down)
-
-    return run_layer
-
-
-def _measure_policies(device: str, sizes: Sequence[_Size] = tuple(_SHAPES)) -> str:
-    """Every base policy, the state, and a layer, in turn: on a CPU the time of one thread."""
-    threads, by_size = torch.get_num_threads(), dict[_Size, _Times]()
+def _measure_policies(device: str, sizes: Mapping[_Size, str] = _SHAPES) -> str:
+    """Every base policy and the state, in turn: on a CPU the time of one thread."""
+    threads, cells = torch.get_num_threads(), dict[str, list[str]]()
     clock = time.process_time if device == "cpu" else time.perf_counter
     torch.set_num_threads(1)
     try:
         for size in sizes:
             tokens = _draw_tokens(size, device)
-            policy = materialize(load_state("autoprune"), size.kept)
+            state = materialize(load_state("autoprune"), size.kept)
             works: dict[str, _Work] = {
                 name: partial(_select_tokens, tokens, name, size.kept) for name in BASE_POLICIES
             }
-            works["state autoprune"] = partial(_select_by_state, tokens, policy)
-            works[_LAYER] = _build_layer(size.kept + _TEXT, device)
-            works[_FULL_LAYER] = _build_layer(size.tokens + _TEXT, device)
-            by_size[size] = _measure_alternately(works, 7, warm_up=1, clock=clock)
+            works["state autoprune"] = partial(_select_by_state, tokens, state)
+            for name, seconds in _measure_alternately(works, 7, warm_up=1, clock=clock).items():
+                cells.setdefault(name, [f"`{name}`"]).append(format_spread(spread(seconds)))
             log_progress(f"{size}: {len(works)} works")
     finally:
         torch.set_num_threads(threads)
-    return _format_policies(by_size)
-
-
-def _format_policies(by_size: Mapping[_Size, _Times]) -> str:
-    """The part of the report on policies: shares of the prefill of 32 layers, and a promise."""
-    names = sorted(next(iter(by_size.values())).keys() - {_LAYER, _FULL_LAYER})
-    ranking = dict.fromkeys(names, 0) | {
-        name: policy.layers_read(policy.default_params, _LAYERS)
-        for name, policy in BASE_POLICIES.items()
-    }
-    claims, cells, columns = [], {name: [f"`{name}`"] for name in names}, ["policy"]
-    for size, times in by_size.items():
-        shape = f"{_SHAPES[size]}, {size.tokens} → {size.kept}"
-        columns += [f"{shape}, ms", "share, %"]
-        prefill, shares = [_LAYERS * seconds for seconds in times[_LAYER]], {}
-        for name in names:
-            # Policies that read the language model's first layers run those over all tokens.
-            pairs = zip(times[name], times[_FULL_LAYER], strict=True)
-            total = [alone + ranking[name] * layer for alone, layer in pairs]
-            shares[name] = _ratio(total, prefill)
-            cells[name] += [format_spread(spread(total)), f"{100 * shares[name].value:.2f}"]
-        worst = max((n for n in names if not ranking[n]), key=lambda name: shares[name].value)
-        share = format_estimate(shares[worst], 100, 2, " to ").replace(" (", " % (95 %: ")
-        promise = f"every policy that runs no language layer at most {_SHARE:.0%}"
-        claims.append((
-            f"{shape}: {promise} of the pruned prefill",
-            f"`{worst}` is slowest: {share}",
-            f"**{at_most(shares[worst], _SHARE)}**",
-        ))  # fmt: skip
-    heavy = ", ".join(f"`{name}`" for name in names if ranking[name])
-    setup = (
-        "the base policy alone, with default parameters, and the state with its exchange; every "
-        "input given, nothing computed yet",
-        f"prefill: {_LAYERS} times a decoder layer (D = {_WIDTH}, bfloat16) on K + {_TEXT} tokens",
-        "on a CPU the time of one thread for both, which other work on the machine changes little",
-        f"{heavy} run first layers of the language model over all tokens, in their time too",
+    columns = ["policy", *(f"{model}, {size}, ms" for size, model in sizes.items())]
+    return (
+        "## Every policy\n\nWith default parameters, and the state with its exchange; every input "
+        "given (also the layers of the language model that some read), nothing computed yet. On a "
+        "CPU the time of one thread. Medians (quartiles).\n\n"
+        f"{Table('', columns, [*cells.values()]).markdown()}\n"
     )
-    table = Table("Medians (quartiles), in turn.", columns, [cells[name] for name in names])
-    return _format_part("Selection time of every policy", setup, claims, table)
 
 
 _PARTS: Mapping[str, Callable[[str], str]] = {
