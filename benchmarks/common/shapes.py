@@ -20,8 +20,6 @@ if TYPE_CHECKING:  # loaded by what writes a folder
 
 TOKENS, WIDTH, TOWER_LAYERS = 576, 4096, 24
 """N and D of LLaVA-1.5, and the layers of its vision tower."""
-_HEAD = 128
-"""Width of an attention head."""
 _PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 """Tilings of llava-hf/llava-v1.6-vicuna-7b-hf, (height, width) in pixels."""
 
@@ -31,15 +29,13 @@ def write_shape(
 ) -> Path:
     """A folder of ``llava-1.5-7b``, ``llava-next-7b`` or ``qwen2.5-vl-7b``; returns it.
 
-    ``width``, a multiple of 128, is the language model's where that is LLaVA's 4096; its
+    ``width``, a multiple of a head's 128, is the language model's where that is LLaVA's 4096; its
     proportions stay. At full size, 23 layers of the vision tower (all but the last) precede 32
     language layers of width 4096. A layer of width 2048 costs a quarter, so 2 tower layers with 4
     of those take about the same share.
     """
     import transformers
 
-    if width % _HEAD or not 0 < width <= WIDTH:
-        raise ValueError(f"a width of {width}: expected a multiple of {_HEAD} up to {WIDTH}")
     shape = _read_shape("qwen" if name.startswith("qwen") else "llava", layers)
     text, pixels = shape["config"]["text_config"], shape["image_processor"]
     for size in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"):

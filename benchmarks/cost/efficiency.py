@@ -19,7 +19,6 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 
@@ -51,7 +50,6 @@ from vllm_autoprune.report import Table
 from vllm_autoprune.statistics import (
     DRAWS,
     Estimate,
-    Floats,
     estimate,
     medians,
     resample,
@@ -106,11 +104,8 @@ def _open_model(name: str, layers: int, out: Path) -> _Model:
     return _Model(_MINI, LLAVA, shape, ("--max-model-len", "1024"))
 
 
-def _draw_requests(name: str, count: int) -> list[tuple[bytes, bytes]]:
-    """Two questions about each of several images: the second has the first one's words, reversed.
-
-    mini-LLaVA gets images and questions that it knows.
-    """
+def _draw_requests(name: str, count: int) -> list[bytes]:
+    """A question about each of several images; mini-LLaVA gets some that it knows."""
     if name == _MINI:
         by_image = {example.image_id: example for example in reversed(draw_examples("test", count))}
         asked = [(png_url(by_image[i].image), by_image[i].question) for i in range(count)]
@@ -120,14 +115,12 @@ def _draw_requests(name: str, count: int) -> list[tuple[bytes, bytes]]:
             (encode_picture(draw_picture(number, side, side)), draw_words(16, number))
             for number in range(count)
         ]
-
-    def build(question: str, url: str) -> bytes:
-        # A special first token would have no text to be timed.
-        fields = {"ignore_eos": True, "skip_special_tokens": False}
-        content = build_content(question, [url])
-        return build_body(_SERVED, content, tokens=_ANSWER_TOKENS, fields=fields)
-
-    return [(build(text, url), build(" ".join(text.split()[::-1]), url)) for url, text in asked]
+    # A special first token would have no text to be timed.
+    fields = {"ignore_eos": True, "skip_special_tokens": False}
+    return [
+        build_body(_SERVED, build_content(text, [url]), tokens=_ANSWER_TOKENS, fields=fields)
+        for url, text in asked
+    ]
 
 
 class _Measurement(FrozenModel):
@@ -135,8 +128,6 @@ class _Measurement(FrozenModel):
 
     ttft: tuple[float, ...]
     """At the client: HTTP, image processor and vision tower included."""
-    again: tuple[float, ...]
-    """The same for a second question on the same image, right after the first."""
     prefill: float
     """In the engine, mean: vLLM's own ``request_prefill_time_seconds``, vision tower included."""
     decode: float
@@ -145,34 +136,27 @@ class _Measurement(FrozenModel):
     """Kept tokens of an image, as the plugin counts them; None without the plugin."""
 
 
-def _measure_arm(server: Server, requests: Sequence[tuple[bytes, bytes]]) -> _Measurement:
-    """Send all requests to a server, after the warm-up."""
-    client, timed = Client(server.url, timeout=900), requests[_WARM_UP:]
-
-    def read() -> Metrics:
-        return Metrics(server.get("/metrics"))
-
-    for question, _ in requests[:_WARM_UP]:
-        client.send(question)
-    records, again, seconds, begin = [], [], {"prefill": 0.0, "decode": 0.0}, read()
-    for question, second_question in timed:
-        before = read()
-        records.append(client.send(question))
-        gained = read().since(before)
-        for stage in seconds:
-            seconds[stage] += gained.total(f"vllm:request_{stage}_time_seconds_sum") or 0.0
-        again.append(client.send(second_question))
-    failed = [record.error for record in (*records, *again) if record.error]
+def _measure_arm(server: Server, requests: Sequence[bytes]) -> _Measurement:
+    """Send all requests to a server, one at a time, after the warm-up."""
+    client = Client(server.url, timeout=900)
+    for body in requests[:_WARM_UP]:
+        client.send(body)
+    before = Metrics(server.get("/metrics"))
+    records = [client.send(body) for body in requests[_WARM_UP:]]
+    failed = [record.error for record in records if record.error]
     if failed:
         raise BenchmarkError(f"{len(failed)} requests failed: {failed[0]}")
-    gained = read().since(begin)
+    gained = Metrics(server.get("/metrics")).since(before)
+    prefill, decode = (
+        (gained.total(f"vllm:request_{stage}_time_seconds_sum") or 0.0) / len(records)
+        for stage in ("prefill", "decode")
+    )
     images = gained.total("autoprune_images_total")
     tokens = gained.total("autoprune_visual_tokens_total", stage="after") or 0.0
     return _Measurement(
         ttft=tuple(record.ttft for record in records),
-        again=tuple(record.ttft for record in again),
-        prefill=seconds["prefill"] / len(timed),
-        decode=seconds["decode"] / len(timed) / (_ANSWER_TOKENS - 1),
+        prefill=prefill,
+        decode=decode / (_ANSWER_TOKENS - 1),
         visual_tokens=tokens / images if images else None,
     )
 
@@ -190,21 +174,16 @@ def _compute_cost(model: _Model, arm: str, budget: int, visual_tokens: float | N
 
 _NOTES = (
     *ASSUMPTIONS,
-    "TFLOPs and KV are computed for the published depth. Times are measured with the layers that "
-    "are served, and include the whole vision tower: with fewer, their ratios are smaller.",
+    "TFLOPs and KV (what a prompt needs of the cache) are computed for the published depth. Times "
+    "are measured with the layers that are served, and include the whole vision tower: with fewer, "
+    "their ratios are smaller.",
     "Tokens of the full model are counted as published: without a newline for each row.",
-    "Prefill: mean of vLLM's request_prefill_time_seconds, which includes vision tower "
-    "and selection; decode: of request_decode_time_seconds. TTFT: at the client. One request at a "
-    "time, always a new image.",
-    "Second question: median TTFT of a second question on each image, right after the first, "
-    "and its ratio to the first. Without the plugin, and with policies that ignore questions, "
-    "vLLM finds the image's KV in its prefix cache; policies that read the question reuse the "
-    "output of the vision tower.",
-    "KV MiB: what one prompt needs of the KV cache, which vLLM reserves whatever is pruned.",
+    "Prefill and decode: means of vLLM's own times, of which prefill includes vision tower and "
+    "selection. TTFT: at the client. One request at a time, always a new image.",
 )
 _COLUMNS = (
-    "method", "K", "TFLOPs", "prefill, ms", "TTFT, ms: median (quartiles)", "second question, ms",
-    "decode, ms/token", "KV, MiB",
+    "method", "K", "TFLOPs", "prefill, ms", "TTFT, ms: median (quartiles)", "decode, ms/token",
+    "KV, MiB",
 )  # fmt: skip
 
 
@@ -216,15 +195,15 @@ def _format_table(model: _Model, budget: int, arms: Mapping[str, _Measurement | 
             rows.append([arm, f"not served: {measured}", *[""] * (len(_COLUMNS) - 2)])
             continue
         cost = _compute_cost(model, arm, budget, measured.visual_tokens)
-        waits, again, prefill = spread(measured.ttft), median(measured.again), measured.prefill
-        faster = "" if isinstance(full, str) else f" ({full.prefill / prefill:.2f}x faster)"
+        faster = ""
+        if not isinstance(full, str):
+            faster = f" ({full.prefill / measured.prefill:.2f}x faster)"
         rows.append([
             arm,
             f"{cost.tokens:g}",
             f"{cost.teraflops:.4g} ({full_cost.flops / cost.flops:.1f}x fewer)",
-            f"{1000 * prefill:.1f}{faster}",
-            format_spread(waits),
-            f"{1000 * again:.1f} ({again / waits.median:.2f}x)",
+            f"{1000 * measured.prefill:.1f}{faster}",
+            format_spread(spread(measured.ttft)),
             f"{1000 * measured.decode:.2f}",
             f"{cost.kv_mib:.4g}",
         ])  # fmt: skip
@@ -302,7 +281,6 @@ def run(options: argparse.Namespace) -> int:
     text = _format_table(model, budget, arms)
     text += f"\n\nEnvironment: {format_environment(table.environment)}.\n"
     text += f"\nCommand: `{shlex.join(command_line())}`\n"
-    (options.out / f"{label}.md").write_text(text)
     (options.out / f"{label}.json").write_text(table.model_dump_json(indent=1) + "\n")
     print(text)
     return int(any(isinstance(arm, str) for arm in arms.values()))
@@ -311,11 +289,11 @@ def run(options: argparse.Namespace) -> int:
 def _compose(
     shallow: _Efficiency, deep: _Efficiency, depth: int
 ) -> dict[str, tuple[Estimate, ...]]:
-    """Of every arm at ``depth`` layers: seconds of a layer, of all else, TTFT; gains; ratio.
+    """Of every arm at ``depth`` layers: seconds of a layer, of all else, TTFT; gains of the two.
 
-    Gains are over the first arm, of a layer and of TTFT; the ratio is that of a second question to
-    the first. Intervals: 95 %, by bootstrap over requests, which are the same in every arm and at
-    both depths. Raises :class:`BenchmarkError` where tables cannot be combined.
+    Gains are over the first arm, of a layer and of TTFT. Intervals: 95 %, by bootstrap over
+    requests, which are the same in every arm and at both depths. Raises :class:`BenchmarkError`
+    where tables cannot be combined.
     """
     low, high, more = shallow.measured(), deep.measured(), deep.layers - shallow.layers
     described = (shallow.model, shallow.budget, shallow.digests, list(low))
@@ -331,20 +309,15 @@ def _compose(
     if len(counts) != 1:
         raise BenchmarkError(f"arms answered different numbers of requests: {sorted(counts)}")
     rows = resample(counts.pop(), DRAWS)
-
-    def fit(below: Sequence[float], above: Sequence[float]) -> tuple[Floats, Floats]:
-        """Slope per layer and value at zero layers, for every resample."""
-        base, top = medians(np.asarray(below), rows), medians(np.asarray(above), rows)
-        slope = (top - base) / more
-        return slope, base - slope * shallow.layers
-
     composed, reference = {}, None
     for arm, measured in low.items():
-        layer, fixed = fit(measured.ttft, high[arm].ttft)
-        layer_again, fixed_again = fit(measured.again, high[arm].again)
-        ttft, again = fixed + layer * depth, fixed_again + layer_again * depth
+        # Slope per layer and value at zero layers, for every resample.
+        base, top = (medians(np.asarray(m.ttft), rows) for m in (measured, high[arm]))
+        layer = (top - base) / more
+        fixed = base - layer * shallow.layers
+        ttft = fixed + layer * depth
         reference = reference or (layer, ttft)
-        figures = (layer, fixed, ttft, reference[0] / layer, reference[1] / ttft, again / ttft)
+        figures = (layer, fixed, ttft, reference[0] / layer, reference[1] / ttft)
         composed[arm] = tuple(map(estimate, figures))
     return composed
 
@@ -364,19 +337,18 @@ def run_depth(options: argparse.Namespace) -> int:
     except (OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())[:200]
         raise BenchmarkError(f"not a table of benchmarks.cost efficiency: {reason}") from error
-    styles = ((1000.0, 1), (1000.0, 0), (1.0, 2), (1.0, 2), (1.0, 2), (1.0, 2))
+    styles = ((1000.0, 1), (1000.0, 0), (1.0, 2), (1.0, 2), (1.0, 2))
     rows = [
         [arm, *(format_estimate(f, *s, " to ") for f, s in zip(figures, styles, strict=True))]
         for arm, figures in _compose(shallow, deep, depth).items()
     ]
     columns = (
         "arm", "a layer, ms", "all but the layers, ms", "TTFT, s", "prefill gain", "TTFT gain",
-        "second question / first",
     )  # fmt: skip
     requests = len(next(iter(shallow.measured().values())).ttft)
     print(
         f"{shallow.model}, K = {shallow.budget}; composed for {depth} language layers from "
         f"measurements of {shallow.layers} and {deep.layers}; {requests} requests each\n"
     )
-    print(Table("", columns, rows, "l" + "r" * 6).markdown())
+    print(Table("", columns, rows, "l" + "r" * 5).markdown())
     return 0

@@ -6,9 +6,7 @@ import base64
 import io
 import json
 import re
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 import pytest
@@ -31,28 +29,10 @@ from benchmarks.server import ServerDied, free_port
 # ---- the streaming client, against a server whose schedule is known beforehand ----
 
 
-def body(model: str = MODEL) -> bytes:
-    return json.dumps({"model": model, "max_tokens": 10, "stream": True}).encode()
-
-
 def send(reply: Reply, model: str = MODEL) -> Record:
+    body = {"model": model, "max_tokens": 10, "stream": True}
     with fake_server(reply) as server:
-        return Client(server.url).send(body(model))
-
-
-def test_recorded_gaps_are_right_within_3_ms() -> None:
-    """In the best of 8 answers: a busy machine delays single reads, a wrong clock all."""
-    reply = Reply(ttft=0.06, gaps=(0.010, 0.040, 0.025))
-    with fake_server(reply) as server:
-        records = [Client(server.url).send(body()) for _ in range(8)]
-    gaps = [b - a for a, b in pairwise(reply.times(10))]
-    errors = [
-        median(abs(measured - gap) for measured, gap in zip(record.gaps, gaps, strict=True))
-        for record in records
-    ]
-    assert min(errors) < 0.003
-    # The time to first token also includes connecting, which the schedule of the server does not.
-    assert 0 <= min(record.ttft for record in records) - reply.ttft < 0.02
+        return Client(server.url).send(json.dumps(body).encode())
 
 
 def test_stamps_are_in_order_and_usage_is_read() -> None:
@@ -60,6 +40,8 @@ def test_stamps_are_in_order_and_usage_is_read() -> None:
     assert record.ok and record.text == "0 1 2 3 4 5 6 7 8 9 "
     times = [record.scheduled, record.started, *record.deltas, record.done]
     assert times == sorted(times)
+    # The time to first token also includes connecting, which the schedule of the server does not.
+    assert record.ttft >= 0.02
     assert (record.prompt_tokens, record.completion_tokens) == (600, 10)
     assert record.tpot == pytest.approx((record.deltas[-1] - record.deltas[0]) / 9)
     without_usage = send(Reply(usage=None, ttft=0.01, gaps=(0.001,)))
@@ -67,8 +49,9 @@ def test_stamps_are_in_order_and_usage_is_read() -> None:
 
 
 def test_latency_counts_from_when_a_request_was_due() -> None:
-    with fake_server(Reply(ttft=0.01, gaps=(0.001,))) as server:
-        record = Client(server.url, clock=lambda: 100.0).send(body(), scheduled=97.5, index=3)
+    with fake_server(Reply(("yes",), ttft=0.01), model=None) as server:
+        client = Client(server.url, clock=lambda: 100.0)
+        record = client.send(b'{"stream": true}', scheduled=97.5, index=3)
     assert record.index == 3 and record.delay == record.ttft == record.e2e == 2.5
 
 
@@ -95,7 +78,7 @@ def test_every_failure_is_recorded_in_one_line(reply: Reply, model: str, message
 
 
 def test_a_refused_connection_is_recorded() -> None:
-    record = Client(f"http://127.0.0.1:{free_port()}").send(body())
+    record = Client(f"http://127.0.0.1:{free_port()}").send(b"{}")
     assert "no answer: ConnectError" in str(record.error)
 
 
@@ -114,24 +97,18 @@ def measure_slope(pixels: NDArray[np.float64]) -> float:
     return float(np.polyfit(np.log(band), np.log(power[band]), 1)[0])
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_pictures_have_the_statistics_of_photographs(seed: int) -> None:
-    picture = draw_picture(seed, SIDE, SIDE)
-    noise = np.random.default_rng(seed).integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
+def test_pictures_have_the_statistics_of_photographs_and_follow_from_the_seed() -> None:
+    picture = draw_picture(0, SIDE, SIDE)
+    noise = np.random.default_rng(0).integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
     assert -3.2 < measure_slope(np.asarray(picture.convert("L"), dtype=np.float64)) < -1.6
     assert abs(measure_slope(noise[..., 0].astype(np.float64))) < 0.2
     # Codecs find redundancy in them.
     sizes = [len(encode_picture(i, "jpeg")) for i in (picture, Image.fromarray(noise))]
     assert 2 * sizes[0] < sizes[1]
-
-
-def test_the_seed_determines_every_pixel_and_a_data_url_contains_them() -> None:
-    pixels = np.asarray(draw_picture(7, 80, 60))
-    assert pixels.shape == (60, 80, 3) and (pixels != np.asarray(draw_picture(8, 80, 60))).any()
-    head, _, data = encode_picture(draw_picture(7, 80, 60)).partition(",")
-    decoded = Image.open(io.BytesIO(base64.b64decode(data)))
-    assert head == "data:image/png;base64" and decoded.format == "PNG"
-    assert (np.asarray(decoded) == pixels).all()
+    head, _, data = encode_picture(draw_picture(0, SIDE, SIDE)).partition(",")
+    decoded = np.asarray(Image.open(io.BytesIO(base64.b64decode(data))))
+    assert head == "data:image/png;base64" and (decoded == np.asarray(picture)).all()
+    assert (decoded != np.asarray(draw_picture(1, SIDE, SIDE))).any()
 
 
 @pytest.fixture(scope="module")
@@ -159,8 +136,6 @@ def test_a_narrow_shape_keeps_its_proportions(tmp_path: Path) -> None:
     text = config.text_config
     assert (text.hidden_size, text.intermediate_size, text.num_attention_heads) == (2048, 5504, 16)
     assert (text.num_hidden_layers, config.vision_config.num_hidden_layers) == (4, 2)
-    with pytest.raises(ValueError, match="a multiple of 128"):
-        write_shape("llava-1.5-7b", tmp_path / "odd", 4, width=1000)
 
 
 def test_an_image_is_n_tokens_and_a_word_is_one(folder: Path) -> None:
@@ -174,7 +149,6 @@ def test_an_image_is_n_tokens_and_a_word_is_one(folder: Path) -> None:
     as_long = processor.tokenizer(processor.apply_chat_template(text))["input_ids"]
     assert len(as_long) == len(ids) - 1 + 64
     # Every id has a text, since dummy weights emit any.
-    assert len(processor.tokenizer) == 32064
     assert all(processor.tokenizer.convert_ids_to_tokens(list(range(32064))))
 
 
