@@ -18,14 +18,14 @@ if TYPE_CHECKING:  # loaded by what writes a folder
     from tokenizers.processors import PostProcessor
     from transformers import PreTrainedTokenizerFast
 
-TOKENS, WIDTH, TOWER_LAYERS = 576, 4096, 24
-"""N and D of LLaVA-1.5, and the layers of its vision tower."""
+TOKENS, _WIDTH = 576, 4096
+"""N and D of LLaVA-1.5."""
 _PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 """Tilings of llava-hf/llava-v1.6-vicuna-7b-hf, (height, width) in pixels."""
 
 
 def write_shape(
-    name: str, folder: Path, layers: int, *, tower_layers: int | None = None, width: int = WIDTH
+    name: str, folder: Path, layers: int, *, tower_layers: int | None = None, width: int = _WIDTH
 ) -> Path:
     """A folder of ``llava-1.5-7b``, ``llava-next-7b`` or ``qwen2.5-vl-7b``; returns it.
 
@@ -39,7 +39,7 @@ def write_shape(
     shape = _read_shape("qwen" if name.startswith("qwen") else "llava", layers)
     text, pixels = shape["config"]["text_config"], shape["image_processor"]
     for size in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"):
-        text[size] = text[size] * width // WIDTH
+        text[size] = text[size] * width // _WIDTH
     if tower_layers is not None:
         shape["config"]["vision_config"]["num_hidden_layers"] = tower_layers
     tokenizer = _build_tokenizer(shape, text["vocab_size"])
