@@ -19,7 +19,7 @@ from statistics import fmean
 import numpy as np
 import torch
 
-from benchmarks.common.report import format_estimate, show_stage
+from benchmarks.common.report import format_estimate, log_progress
 from benchmarks.policies import SEARCH_RESULTS, SOURCE
 from benchmarks.yardsticks import YARDSTICKS, open_yardstick
 from benchmarks.yardsticks.examples import Example, draw_examples
@@ -109,12 +109,11 @@ def measure(
 ) -> Iterator[Row]:
     """Rows of every case: of all questions, of each category, and of each kind."""
     scores: dict[tuple[str, str], list[Scores]] = {(c.name, c.budget.label): [] for c in cases}
-    with show_stage(f"{len(cases)} cases on {yardstick.name}") as advance:
-        for batch in batches(yardstick, examples):
-            encoded = yardstick.encode(batch)
-            for case in cases:
-                scores[case.name, case.budget.label].append(encoded.score(case))
-            advance()
+    log_progress(f"{len(cases)} cases on {yardstick.name}")
+    for batch in batches(yardstick, examples):
+        encoded = yardstick.encode(batch)
+        for case in cases:
+            scores[case.name, case.budget.label].append(encoded.score(case))
     rights = {place: torch.cat([s.right for s in of]).double().numpy()
               for place, of in scores.items()}  # fmt: skip
     categories = CATEGORIES[yardstick.key]
