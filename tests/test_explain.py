@@ -20,6 +20,7 @@ from vllm_autoprune.explain import (
     Explanation,
     Trace,
     _find_tiles_of_regions,
+    _name_deciders,
     _restore_picture,
     _SignalTrace,
     _trace_image,
@@ -41,6 +42,7 @@ from vllm_autoprune.picture import (
 )
 from vllm_autoprune.serving.worker.features import ImageFeatures
 from vllm_autoprune.tpdsl.loading import load_state
+from vllm_autoprune.tpdsl.prefix import RecordedPrefix
 from vllm_autoprune.tpdsl.tokens import MergerInput, VisualTokens
 
 Changes = dict[str, object]
@@ -99,6 +101,21 @@ def test_what_a_policy_does_not_do_is_not_traced() -> None:
     rule = materialize(load_state("miniqwen"))
     eighth = _trace_image(rule, tokens, refine(rule, tokens))
     assert (rule.budget, len(eighth.kept)) == (640, 36 // 8), "the rule on N decides"
+
+
+def test_what_decides_is_named_with_the_layers_that_it_reads() -> None:
+    def decided_by(name: str, changes: Changes) -> str:
+        policy = materialize(state({"/base_policy": {"name": name}, **changes}), 12)
+        text = torch.ones(1, 3, dtype=torch.bool)
+        tokens = dataclasses.replace(images(batch=1), language=RecordedPrefix(1, text, layers=8))
+        return _name_deciders(policy, tokens, policy.refines)
+
+    for name, changes, words in (
+        ("cdpruner", ALONE, "cdpruner alone"),
+        ("pyramiddrop", {}, "pyramiddrop (reads the first 2 of 8 language model layers), then"),
+        ("prumerge_plus", ALONE, "(reads the vision tower's layer before the projector and the"),
+    ):
+        assert words in decided_by(name, changes)
 
 
 def test_regions_are_the_tiles_that_keep_tokens() -> None:

@@ -70,7 +70,7 @@ class Trace:
     fallback: str
     """One of ``tpdsl.base_policy.FALLBACKS``."""
     decided_by: str
-    """What chose the tokens."""
+    """What chose the tokens, and the layers of the model that it read."""
 
 
 @dataclass(frozen=True)
@@ -290,5 +290,19 @@ def _trace_image(policy: PruningPolicy, tokens: VisualTokens, refined: RefinedTo
         signals=tuple(signals),
         quality=quality,
         fallback=fallback,
-        decided_by=policy.base.name + (" alone" if quality is None else ", then quality g"),
+        decided_by=_name_deciders(policy, tokens, quality is not None),
     )
+
+
+def _name_deciders(policy: PruningPolicy, tokens: VisualTokens, scored: bool) -> str:
+    """Base policy, the layers that it reads of both towers, and quality, where it decides."""
+    base, params = policy.base, policy.state.base_policy.params
+    needs, layers = base.needs_of(params), []
+    if "tower" in needs:
+        layers.append("the vision tower's layer before the projector")
+    if "next_layer" in needs:
+        layers.append("the layer after it")
+    if tokens.language is not None and (count := base.layers_read(params, tokens.language.layers)):
+        layers.append(f"the first {count} of {tokens.language.layers} language model layers")
+    reads = f" (reads {' and '.join(layers)})" if layers else ""
+    return f"{base.name}{reads}, then quality g" if scored else f"{base.name} alone{reads}"

@@ -103,6 +103,7 @@ def test_a_picture_is_what_vllm_makes_of_it(tmp_path: Path, name: str) -> None:
 NO_PICTURES = {
     "empty": (b"", "is not a picture"),
     "HTML": (b"<!doctype html><title>404</title>", "is not a picture"),
+    "Git LFS": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "-> git lfs pull"),
     "HEIC": (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + b"\0" * 64, "-> convert it to PNG or JPEG"),
     "PostScript": (save("EPS"), "is not a picture that vLLM reads"),
     "179 megapixels": (png_header(17_900, 10_000), "has more pixels than vLLM takes (178,956,970)"),
@@ -219,9 +220,11 @@ READ: Mapping[str, tuple[str | bytes, list[str]]] = {
     "base64": (lines({"image": INLINE}), ["?"]),
 }  # fmt: skip
 REFUSED: Mapping[str, tuple[str | bytes, str]] = {
-    "UTF-16": (lines({}).encode("utf-16"), ":1: is not UTF-8 (a NUL byte) -> save it as"),
+    "UTF-16": (lines({}).encode("utf-16"), ":1: is not UTF-8 (a NUL byte): UTF-16? -> iconv"),
+    "Latin-1": (lines({}, {"answer": "café"}, ensure_ascii=False).encode("latin-1"),
+                ":2: is not UTF-8 (invalid continuation byte): LATIN1? -> "),
     "UTF-16 behind UTF-8": (lines({}).encode() + lines({}).encode("utf-16-le"),
-                            ":2: is not UTF-8 (a NUL byte) -> "),
+                            ":2: is not UTF-8 (a NUL byte): UTF-16? -> "),
     "half a surrogate, escaped": (lines({"question": "a\ud83d?"}), "is not JSON (unexpected end"),
     "gzip": (gzip.compress(lines({}).encode()), "is gzip, not one object a line -> gunzip "),
     "a zip archive": (b"PK\x03\x04", "is an archive, a spreadsheet or Parquet"),

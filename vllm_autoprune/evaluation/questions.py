@@ -61,6 +61,7 @@ _NOT_JSONL = {
     rb"<": ("HTML or XML", "download the file itself"),
 }
 """Other kinds of files by the beginning of their first line, and what makes JSON lines of them."""
+_UTF_16 = re.compile(rb"\A(\xff\xfe|\xfe\xff)|([^\0]\0){4}|(\0[^\0]){4}")
 
 
 def read_lines(
@@ -86,7 +87,9 @@ def read_lines(
         return [(number, text) for number, text in lines if text.strip()]
     except UnicodeDecodeError as error:
         number = content.count(b"\n", 0, error.start) + 1
-        what, advice = f"is not UTF-8 ({error.reason})", "save it as UTF-8"
+        encoding = "UTF-16" if _UTF_16.search(content) else "LATIN1"
+        what = f"is not UTF-8 ({error.reason}): {encoding}?"
+        advice = f"iconv -f {encoding} -t UTF-8 {shlex.quote(str(path))} > utf-8.jsonl"
         problems.append(Problem(f"{path}:{number}", what, advice))
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         problems.append(Problem(str(path), f"cannot be read ({_reason(error)})", fix))
@@ -183,6 +186,8 @@ def read_picture(where: str, folder: Path, text: str) -> Picture:
         limit = f"{2 * (Image.MAX_IMAGE_PIXELS or 0):,}"
         raise refusal(f"has more pixels than vLLM takes ({limit})", "make it smaller") from None
     except UnidentifiedImageError:
+        if content.startswith(b"version https://git-lfs"):
+            raise refusal("is a Git LFS pointer", "git lfs pull") from None
         what = "is not a picture that vLLM reads"
         raise refusal(what, "convert it to PNG or JPEG, or download it whole") from None
     except Exception as error:  # decoders raise anything for a broken file
