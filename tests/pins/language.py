@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from random import Random
@@ -27,6 +26,7 @@ from vllm_autoprune import (
 )
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.loading import shipped_states
+from vllm_autoprune.tpdsl.reference import PLACES
 from vllm_autoprune.tpdsl.registry import ATOMS
 from vllm_autoprune.tpdsl.safety import synthetic_probes
 
@@ -42,21 +42,6 @@ ACTIVE = {
 }  # fmt: skip
 """Parameters of atoms that are idle, or not told from others, at their default."""
 
-SIGNALS = ("redundancy_density_penalty", "visual_token_norm_saliency")
-
-PLACES = {
-    "token_source_base_policy": ("/source/tokens", "/source/priors/0"),
-    "budget_control": ("/budget",),
-    "scoring": ("/scoring/signals/0",),
-    "similarity_kernel": ("/scoring/kernel",),
-    "score_fusion": ("/scoring/fusion",),
-    "candidate_pool": ("/constraints/pool/0", "/constraints/partition"),
-    "selection_constraints": ("/constraints/selector",),
-    "reassembly": ("/reassembly",),
-    "safety_checks": ("/safety/0",),
-}
-"""Where a state has the atoms of each group."""
-
 
 def call(name: str) -> Json:
     """An atom as a state has it, with parameters at which it is not idle."""
@@ -66,16 +51,16 @@ def call(name: str) -> Json:
 
 def state_using(name: str) -> PruningState:
     """The shipped divprune with an exchange by two signals, and the atom in its place."""
+    (place,) = (place for place in PLACES if name in place.names)
+    signals = ("redundancy_density_penalty", "visual_token_norm_saliency")
     changes: dict[str, object] = {
-        "/scoring/signals": [*map(call, SIGNALS)],
+        "/scoring/signals": [*map(call, signals)],
         "/constraints/selector": call("constrained_pool_dpp_selector"),
         "/source/priors": [call("reference_mask_prior")],
         "/safety": [call("preserve_budget")],
     }
-    for place in PLACES[ATOMS[name].group]:
-        with suppress(StateError):  # other atoms of the group stand there
-            return load_state(edited(edited(shipped("divprune"), changes), {place: call(name)}))
-    raise AssertionError(f"no state has a place for {name}")
+    pointer = f"{place.pointer}/0" if place.many else place.pointer
+    return load_state(edited(shipped("divprune"), {**changes, pointer: call(name)}))
 
 
 @cache
