@@ -26,11 +26,8 @@ from benchmarks.yardsticks.examples import Example, draw_examples
 from benchmarks.yardsticks.questions import CATEGORIES
 from benchmarks.yardsticks.yardstick import (
     ALL_TOKENS,
-    FULL,
-    ORACLE,
-    RANDOM,
-    RESIZED,
     Case,
+    Control,
     Scores,
     Yardstick,
     batches,
@@ -64,9 +61,10 @@ def build_cases(yardstick: Yardstick, names: Sequence[str] = ()) -> list[Case]:
     available = yardstick.available
     ablations = [name for name in names if name in shipped_states() and name not in _STATES]
     states = {name: load_state(name) for name in (*BASE_POLICIES, *_STATES, *ablations)}
-    cases = [Case(FULL, ALL_TOKENS, FULL)]
+    controls: Sequence[Control] = ("resized", "random", "oracle")
+    cases = [Case("full", ALL_TOKENS, "full")]
     for budget in yardstick.budgets:
-        cases += [Case(control, budget, control) for control in (RESIZED, RANDOM, ORACLE)]
+        cases += [Case(control, budget, control) for control in controls]
         for name, state in states.items():
             if name in yardstick.equal_policies or not materialize(state, 16).needs <= available:
                 continue
@@ -75,7 +73,7 @@ def build_cases(yardstick: Yardstick, names: Sequence[str] = ()) -> list[Case]:
             before = state.model_copy(update={"rank_at": "merger_in"})
             if name not in _WITHOUT_FEATURES and materialize(before, 16).needs <= available:
                 cases.append(Case(f"{name}{_BEFORE}", budget, state=before, base=name))
-    return [case for case in cases if not names or case.name in {*names, FULL, RESIZED}]
+    return [case for case in cases if not names or case.name in {*names, "full", "resized"}]
 
 
 @dataclass(frozen=True)
@@ -134,7 +132,7 @@ def measure(
             label = case.budget.label
             right = rights[case.name, label][members]
             less: dict[str, Estimate | None] = {}
-            for name in (RESIZED, case.base, yardstick.default):
+            for name in ("resized", case.base, yardstick.default):
                 other = None if name == case.name else rights.get((name, label))
                 less[name] = None if other is None else percent(right - other[members])
             # Rounded one by one, as they were when the figures of the page were computed.
@@ -152,7 +150,7 @@ def measure(
                 tokens=round(fmean(s.tokens for s in scores[case.name, label]), 1),
                 accuracy=percent(right),
                 logprob=round(float(logprobs.round(4)[members].mean()), 3),
-                less_resized=less[RESIZED],
+                less_resized=less["resized"],
                 less_base=less[case.base],
                 less_default=less[yardstick.default],
             )

@@ -18,7 +18,6 @@ from benchmarks.yardsticks.examples import Example as SceneQuestion
 from benchmarks.yardsticks.examples import draw_examples, png
 from benchmarks.yardsticks.yardstick import (
     ALL_TOKENS,
-    FULL,
     Budget,
     Case,
     EncodedBatch,
@@ -93,7 +92,7 @@ class YardstickEvaluator:
     async def _measure(self, job: EvaluationJob) -> Answers:
         program = job.candidate if isinstance(job.candidate, SelectionProgram) else None
         state = None if isinstance(job.candidate, SelectionProgram) else job.candidate
-        case = Case(FULL, ALL_TOKENS, FULL)
+        case = Case("full", ALL_TOKENS, "full")
         if job.candidate is not None:
             budget = Budget(f"K = {job.budget}", Fraction(job.budget, self._yardstick.usual_tokens))
             case = Case("candidate", budget, state=state)

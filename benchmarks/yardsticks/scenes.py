@@ -207,7 +207,7 @@ def render_scenes(scenes: Sequence[Scene], cells: int, seed: int) -> tuple[Tenso
     rendered = []
     for scene in scenes:
         patches: dict[Thing | Sign, tuple[int, ...]] = {
-            t: next(shape_patches) for t in scene.things
+            thing: next(shape_patches) for thing in scene.things
         }
         for sign in scene.signs:
             corner = sign.row * grid + sign.column
@@ -270,20 +270,13 @@ def _paint_things(
     view[image, row, column] = view[image, row, column] * (1 - alpha) + paint * alpha
 
     coverage = inside.view(len(things), CELL_PATCHES, PATCH, CELL_PATCHES, PATCH).mean((2, 4))
-    covered = (coverage >= _COVERAGE).flatten(1).tolist()
     # The middle patch shows the digit, so it comes first.
-    order = sorted(range(CELL_PATCHES**2), key=lambda place: place != CELL_PATCHES**2 // 2)
-    grid = cells * CELL_PATCHES
-    return [
-        tuple(
-            (thing.row * grid + thing.column) * CELL_PATCHES
-            + place // CELL_PATCHES * grid
-            + place % CELL_PATCHES
-            for place in order
-            if covers[place]
-        )
-        for covers, (_, thing) in zip(covered, things, strict=True)
-    ]
+    middle, count = CELL_PATCHES**2 // 2, CELL_PATCHES**2
+    place = torch.tensor([middle, *range(middle), *range(middle + 1, count)])
+    covered = (coverage.flatten(1) >= _COVERAGE)[:, place]
+    corner, grid = (row * cells * CELL_PATCHES + column) * CELL_PATCHES, cells * CELL_PATCHES
+    patches = corner[:, None] + place // CELL_PATCHES * grid + place % CELL_PATCHES
+    return [tuple(patch[covers].tolist()) for patch, covers in zip(patches, covered, strict=True)]
 
 
 def _paint_characters(

@@ -11,7 +11,7 @@ from fractions import Fraction
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -33,10 +33,7 @@ from vllm_autoprune.tpdsl.state import PruningState
 from vllm_autoprune.tpdsl.tokens import Need, VisualTokens
 
 Control = Literal["full", "resized", "random", "oracle"]
-FULL: Final = "full"
-RESIZED: Final = "resized"
-RANDOM: Final = "random"
-ORACLE: Final = "oracle"
+"""All tokens, the image resized to K, K random tokens, or those that the answer is in first."""
 
 
 @dataclass(frozen=True)
@@ -101,16 +98,22 @@ class EncodedBatch:
         """Score the answers to all questions of the batch in one case."""
         tokens = self.tokens
         count, budget = tokens.count, case.budget.tokens(tokens.count)
-        if case.control == RESIZED:
+        if case.control == "resized":
             return self.score_resized(budget)
         if case.state is not None:
             refined = refine(materialize(case.state, budget), tokens)
             return self.score_kept(refined.indices, refined.features)
         kept = case.kept
-        if case.control == FULL:
+        if case.control == "full":
             kept = torch.arange(count).expand(len(self.batch), -1)
         elif kept is None:
-            kept = keep_tokens(self.batch, count, budget, case.control)
+            rows = []
+            for example in self.batch:
+                # Fixed for each question.
+                rng = random.Random(f"{example.image_id} {example.question}")
+                evidence = example.evidence if case.control == "oracle" else ()
+                rows.append(keep_first(rng, evidence, budget, count))
+            kept = torch.tensor(rows)
         return self.score_kept(kept, gather_rows(tokens.features, kept))
 
 
@@ -199,21 +202,6 @@ def batches(yardstick: Yardstick, examples: Sequence[Example]) -> Iterator[list[
     size = yardstick.images_per_batch
     for _, group in groupby(examples, key=lambda example: example.image_id // size):
         yield list(group)
-
-
-def keep_tokens(
-    examples: Sequence[Example], count: int, budget: int, control: Control | None
-) -> Tensor:
-    """Raster tokens (M, K), ascending, of images of `count`: random, but fixed for each question.
-
-    The oracle keeps the question's evidence before them.
-    """
-    rows = []
-    for example in examples:
-        rng = random.Random(f"{example.image_id} {example.question}")
-        evidence = example.evidence if control == ORACLE else ()
-        rows.append(keep_first(rng, evidence, budget, count))
-    return torch.tensor(rows)
 
 
 def content_words(
