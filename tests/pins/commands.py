@@ -1,4 +1,4 @@
-"""Pins of the command line, of what README shows, and of the hostile suite."""
+"""Pins of the command line: flags, and keys of what is printed with ``--json``."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from unittest.mock import patch
 
 from PIL import Image
 
-import tests.hostile.forgeries  # noqa: F401  (registers its attacks)
 from tests.benchmarks.accuracy.minillava_server import answering
-from tests.hostile.site import ATTACKS
 from tests.offline_search.synthetic import answer_search, dataset, endpoint
-from tests.pins.table import ROOT, Table, key_paths, table
+from tests.pins.table import Table, key_paths, table
 from vllm_autoprune.cli.commands import selftest
 from vllm_autoprune.cli.main import COMMANDS, main
 from vllm_autoprune.selftest.run import SelftestError
@@ -74,25 +72,3 @@ def printed() -> Iterator[tuple[str, str]]:
             yield "search --dry-run", run(*search.split(), "--dry-run")
             yield "search", run(*search.split())
         yield "search report", run("search", "report", "--ledger", "ledger.jsonl", "--json")
-
-
-@table
-def readme() -> Table:
-    """Commands of README, and the rows of the demo's table."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    blocks = "".join(re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
-    lines = re.sub(r" *\\\n *", " ", blocks).splitlines()
-    demo = text.partition("<!-- demo -->")[2].partition("<!-- /demo -->")[0]
-    return {
-        "commands": [line.partition("   #")[0] for line in lines],
-        "demo": re.findall(r"^\| (.*?) \|", demo, re.MULTILINE),
-    }
-
-
-@table
-def attacks() -> Table:
-    """Attacks of the hostile suite: their server, whether pytest runs them, their backbones."""
-    return {
-        name: [attack.profile, "quick" if attack.quick else "slow", *attack.backbones]
-        for name, attack in ATTACKS.items()
-    }

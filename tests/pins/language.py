@@ -1,30 +1,23 @@
-"""Pins of the language: what states and atoms keep, digests, the loader's verdicts."""
+"""Pins of the language: what states and atoms keep, and digests."""
 
 from __future__ import annotations
 
-import json
-from collections import Counter
 from dataclasses import replace
 from functools import cache
-from random import Random
-from typing import Any
 
 import torch
 
-from tests.fuzz.generator import mutate
-from tests.pins.table import ROOT, Table, digest, table
+from tests.pins.table import Table, digest, table
 from tests.tpdsl.samples import Json, edited, shipped
 from vllm_autoprune import (
     Grid,
     PruningPolicy,
     PruningState,
-    StateError,
     VisualTokens,
     load_state,
     materialize,
     refine,
 )
-from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.loading import shipped_states
 from vllm_autoprune.tpdsl.reference import PLACES
 from vllm_autoprune.tpdsl.registry import ATOMS
@@ -32,9 +25,6 @@ from vllm_autoprune.tpdsl.safety import synthetic_probes
 
 K, PROBE = 16, 63
 """Tokens that are kept, and the K that probes are made for: they have N = 64."""
-
-MUTANTS = 100
-"""Mutated texts of each shipped state."""
 
 ACTIVE = {
     "strength": 0.5, "margin": 0.0, "q_e": 6, "floor": 0.5, "pool_ratio": 0.75, "cell_cap": 1,
@@ -110,46 +100,11 @@ def atoms() -> Table:
 
 @table
 def digests() -> Table:
-    """States and cores, atoms and base policies with their parameters, published figures."""
+    """The schema, states and cores; origin and inputs of every atom."""
     rows: Table = {"schema": digest(PruningState.model_json_schema())}
     for name in shipped_states():
         state = load_state(name)
         rows[f"state {name}"] = [state.digest[:16], state.core_digest[:16]]
     for atom in map(ATOMS.__getitem__, ATOMS.names()):
-        cells = [atom.origin, *sorted(atom.needs), parameters(atom.call)]
-        rows[f"{atom.group} {atom.name}"] = cells
-    for name, policy in BASE_POLICIES.items():
-        rows[f"base policy {name}"] = parameters(policy.call)
-    for folder in (ROOT / "tests/golden/data").iterdir():
-        rows[f"golden cases {folder.name}"] = len([*folder.glob("*.npz")])
-    (published,) = (ROOT / "benchmarks").rglob("published.json")
-    tables = json.loads(published.read_text(encoding="utf-8"))["tables"]
-    printed = [row for block in tables for row in block["rows"]]
-    return {**rows, "published rows": [len(printed), digest(printed)]}
-
-
-def parameters(model: Any) -> Json:
-    """Default and range of each parameter, by the JSON Schema of a call."""
-    schema = model.model_json_schema()
-    return {
-        name: {key: value for key, value in field.items() if key not in ("title", "description")}
-        for part in (schema, *schema.get("$defs", {}).values())
-        for name, field in part["properties"].items()
-        if name not in ("atom", "name", "params")
-    }
-
-
-@table
-def loader() -> Table:
-    """Verdicts on mutations of each shipped state: how many are loaded, and problems by kind."""
-    rows = {name: Counter[str]() for name in shipped_states()}
-    for name, verdicts in rows.items():
-        for number in range(MUTANTS):
-            body = shipped(name)
-            mutate(body, Random(f"{name}/{number}"))
-            try:
-                load_state(body)
-                verdicts["loaded"] += 1
-            except StateError as error:
-                verdicts.update({problem.kind for problem in error.problems})
-    return {name: dict(sorted(verdicts.items())) for name, verdicts in rows.items()}
+        rows[f"{atom.group} {atom.name}"] = [atom.origin, *sorted(atom.needs)]
+    return rows

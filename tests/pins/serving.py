@@ -1,4 +1,4 @@
-"""Pins of serving: what requests become, what they are refused with, flags, fields, metrics."""
+"""Pins of serving: what requests become, what they are refused with, flags, fields."""
 
 from __future__ import annotations
 
@@ -13,23 +13,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
-from prometheus_client.multiprocess import MultiProcessCollector
-from prometheus_client.parser import text_string_to_metric_families
-
 from tests.pins.table import Table, key_paths, read, table
 from tests.serving.unit.samples import Sender, answer_by, served
 from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.serving import plugin
 from vllm_autoprune.serving.api.endpoint import AutopruneEndpoint
-from vllm_autoprune.serving.api.engine_requests import count_request
-from vllm_autoprune.serving.api.request import REFUSED, PruningRequest
-from vllm_autoprune.serving.plan import NO_KEY, ItemPlan
+from vllm_autoprune.serving.api.request import PruningRequest
 from vllm_autoprune.serving.settings import DetailBudgets, RequestRules
-from vllm_autoprune.serving.worker.features import ImageFeatures, TensorCache
-from vllm_autoprune.serving.worker.metrics import Stopwatch, WorkerMetrics
-from vllm_autoprune.serving.worker.selection import FallbackReporter
 
 Request = dict[str, Any]
 """``entry`` has the pruning fields of a request, ``brings`` names the state that it holds in full;
@@ -102,7 +92,7 @@ def refusals() -> Table:
 
 @table
 def server() -> Table:
-    """Flags of ``vllm serve``, fields of a request, keys of ``GET /v1/autoprune``, metrics."""
+    """Flags of ``vllm serve``, fields of a request, keys of ``GET /v1/autoprune``."""
     schema = PruningRequest.model_json_schema()
     models = {"": schema, **{f"{name}.": part for name, part in schema["$defs"].items()}}
     fields = {
@@ -110,7 +100,7 @@ def server() -> Table:
         for model, part in models.items()
         for name, field in part["properties"].items()
     }
-    return {**fields, **flags(), **endpoint(), **metrics()}
+    return {**fields, **flags(), **endpoint()}
 
 
 def flags() -> Table:
@@ -135,26 +125,3 @@ def endpoint() -> Table:
     asyncio.run(route.init_state(engine, None, None))  # type: ignore[arg-type]
     route.attach_router(app)
     return {"GET /v1/autoprune": sorted(key_paths(TestClient(app).get("/v1/autoprune").json()))}
-
-
-def metrics() -> Table:
-    """Type, labels and help of each metric of the API server and of a worker."""
-    count_request("autoprune", "state", [64], [ItemPlan(8, NO_KEY)], 2)
-    REFUSED.inc()
-    reporter, watch = FallbackReporter(), Stopwatch(torch.device("cpu"))
-    reporter.report(torch.tensor([1], dtype=torch.uint8))
-    reporter.report_error(ValueError())
-    worker = CollectorRegistry()
-    with tempfile.TemporaryDirectory() as folder:
-        WorkerMetrics(folder).publish(watch, reporter, TensorCache[ImageFeatures](1), 1)
-        MultiProcessCollector(worker, path=folder)  # type: ignore[no-untyped-call]
-        pages = [generate_latest(registry).decode() for registry in (REGISTRY, worker)]
-    return {
-        f"metric {family.name}": [
-            family.type,
-            sorted({label for sample in family.samples for label in sample.labels}),
-            family.documentation,
-        ]
-        for family in text_string_to_metric_families("".join(pages))
-        if family.name.startswith("autoprune") and not family.name.endswith("_created")
-    }
