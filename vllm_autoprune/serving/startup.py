@@ -25,7 +25,6 @@ from vllm_autoprune.serving.api.endpoint import describe_as_json
 from vllm_autoprune.serving.compat import (
     attach,
     get_attachment,
-    require_hooks,
     require_vllm,
     uses_rust_frontend,
     worker,
@@ -130,8 +129,6 @@ def apply_settings(vllm_config: VllmConfig) -> None:
     try:
         require_vllm()
         served = resolve_settings(settings, vllm_config)
-        backbone = BACKBONES[served.architecture]
-        require_hooks(backbone.stock, backbone.module)
     except AutopruneError as error:
         if isinstance(settings, Mapping) and settings.get("from_flags"):
             raise SystemExit(f"\nvllm-autoprune: {error}") from None

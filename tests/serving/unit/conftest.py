@@ -26,8 +26,6 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (engine_requests, "watch_requests"),
         (worker, "request_positions_on_cpu"),
         (worker, "refuse_sleep"),
-        # Names have their own test; looking them up here would import many vLLM modules.
-        (startup, "require_hooks"),
     ):
         monkeypatch.setattr(owner, name, lambda *_: None)
     monkeypatch.delenv("VLLM_USE_RUST_FRONTEND", raising=False)

@@ -10,11 +10,9 @@ from typing import Any
 
 import numpy
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers.models.glm4v.image_processing_glm4v import smart_resize
-from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.multimodal.parse import ImageSize
 from vllm.multimodal.processing import ProcessorInputs
 from vllm.multimodal.processing.context import TimingContext
@@ -30,14 +28,12 @@ from tests.serving.unit.samples import (
 from vllm_autoprune import RequestError
 from vllm_autoprune.selftest.backbones import TINY_MODELS, build
 from vllm_autoprune.serving.api import planner
-from vllm_autoprune.serving.api.engine_requests import _check_embeddings
 from vllm_autoprune.serving.api.layout import Placeholders, Slot
 from vllm_autoprune.serving.api.planner import RequestPlanner
-from vllm_autoprune.serving.api.renderer import _refuse_unread_embeddings
 from vllm_autoprune.serving.api.request import PruningRequest
 from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.models.qwen import shrink_glm_to_budget, shrink_to_budget
-from vllm_autoprune.serving.plan import FIELD, NO_KEY, ItemPlan
+from vllm_autoprune.serving.plan import NO_KEY, ItemPlan
 from vllm_autoprune.serving.settings import RequestRules
 
 pytestmark = pytest.mark.compat
@@ -170,70 +166,6 @@ def test_a_request_that_is_only_rendered_keeps_nothing_of_its_images(sender: Sen
         assert not sender._processor._waiting
     finally:
         gc.enable()
-
-
-# ---- embeddings made elsewhere ----
-
-
-def list_embeddings(width: int) -> dict[str, Any]:
-    """What clients send as an image of 12 tokens: right as rows or with a grid, and wrong."""
-    rows, grid = torch.ones(12, width), torch.tensor([[1, 4, 12]])
-    right = {"image_embeds": rows, "image_grid_thw": grid}
-    return {
-        "rows": rows[None],
-        "list of rows": [rows],
-        "grid": right,
-        "rows of no batch": rows,
-        "no rows": torch.ones(1, 0, width),
-        "no grid": {"image_embeds": rows},
-        "narrow": {**right, "image_embeds": rows[:, : width // 2]},
-        "three dimensions": {**right, "image_embeds": rows[:, None]},
-        "odd grid": {**right, "image_grid_thw": torch.tensor([[1, 3, 16]])},
-        "negative grid": {**right, "image_grid_thw": torch.tensor([[-1, -4, 12]])},
-        "two frames": {
-            "image_embeds": rows.repeat(2, 1),
-            "image_grid_thw": torch.tensor([[2, 4, 12]]),
-        },
-        "grid of fractions": {**right, "image_grid_thw": grid.float()},
-        "grid as a list": {**right, "image_grid_thw": grid.tolist()},
-        "pixels instead": {"pixel_values": torch.ones(48, 24), "image_grid_thw": grid.tolist()},
-    }
-
-
-@pytest.mark.filterwarnings("ignore")  # of processors that are handed what is no picture
-@pytest.mark.parametrize("name", TINY_MODELS)
-def test_embeddings_are_served_whole_or_refused(
-    name: str, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """Before the engine, which would end at a shape that its model does not expect."""
-    sender = tiny_sender(name, tmp_path_factory, {})
-    config: Any = sender._config
-    config.get_multimodal_config().enable_mm_embeds = True
-    vision = vars(config.hf_config.vision_config)
-    levels = 1 + len(vision.get("deepstack_visual_indexes", ()))
-    served_forms, refusals = set(), []
-    for form, image in list_embeddings(config.get_inputs_embeds_size() * levels).items():
-        prompt: Any = {"multi_modal_data": {"image": image}}
-        ids = sender.info.get_tokenizer().encode(f"user {sender._placeholder} what")
-        try:
-            with _refuse_unread_embeddings(served(), prompt):
-                items = sender.info.parse_mm_data(prompt["multi_modal_data"])
-                made = sender._processor.apply(
-                    ProcessorInputs(ids, items, hf_processor_mm_kwargs={}),
-                    TimingContext(enabled=False),
-                )
-            parts = [made[key]["image"] for key in ("mm_kwargs", "mm_hashes", "mm_placeholders")]
-            for item, identity, place in zip(*parts, strict=True):
-                feature = MultiModalFeatureSpec(item, "image", identity, place, identity)
-                _check_embeddings(feature, config)
-                assert (place.get_num_embeds(), set(item) & {FIELD}) == (12, set())
-            served_forms.add(form)
-        except ValueError as error:
-            refusals.append(str(error))
-    qwen, rows = name.startswith("qwen"), name.startswith("llava") or name == "internvl"
-    assert served_forms == ({"grid"} if qwen else {"rows", "list of rows"} if rows else set())
-    if name.startswith("glm"):
-        assert [text for text in refusals if "for this model (KeyError" in text]
 
 
 # ---- images in two items ----

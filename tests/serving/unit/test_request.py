@@ -1,20 +1,26 @@
-"""What a request may say, where, and how it is refused: fields, misplaced fields, headers."""
+"""What a request may say and where; which K, state and control its images get."""
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.pins.table import read as read_table
-from tests.serving.unit.samples import Sender, answer_by, served
-from vllm_autoprune import RequestError
+from tests.serving.unit.samples import Sender, answer_by, refusal, served, vllm_config
+from tests.tpdsl.samples import edited, sample, state
+from vllm_autoprune import PruningPolicy, RequestError, SafetyRecord, load_state
+from vllm_autoprune.serving import served_state
 from vllm_autoprune.serving.api import request as request_module
+from vllm_autoprune.serving.api.layout import TokenCount
+from vllm_autoprune.serving.api.planner import find_needs, resolve_plans
 from vllm_autoprune.serving.api.request import (
     check_request,
     handling,
@@ -23,9 +29,11 @@ from vllm_autoprune.serving.api.request import (
     refuse_misplaced,
 )
 from vllm_autoprune.serving.compat import check_requests
-from vllm_autoprune.serving.plan import KWARGS
-from vllm_autoprune.serving.served_state import ATTRIBUTE
-from vllm_autoprune.serving.settings import DetailBudgets, RequestRules
+from vllm_autoprune.serving.plan import KWARGS, NO_KEY, ItemPlan, decode_state
+from vllm_autoprune.serving.served_state import ATTRIBUTE, NEEDS, ServedState, load_request_state
+from vllm_autoprune.serving.settings import LEVELS, DetailBudgets, RequestRules
+from vllm_autoprune.serving.startup import resolve_settings
+from vllm_autoprune.tpdsl.atoms.safety import Verdict
 
 REFUSALS = read_table("refusals")
 """Requests and their answers, which ``test_server.py`` gets over HTTP."""
@@ -125,7 +133,7 @@ def test_a_request_is_checked_before_it_is_rendered(monkeypatch: pytest.MonkeyPa
         preprocess: Any = OnlineRenderer.preprocess_chat
         return preprocess(server, ChatCompletionRequest.model_validate(body))
 
-    state = dataclasses.replace(served(), rules=RequestRules(explicit=True))
+    state = replace(served(), rules=RequestRules(explicit=True))
     with pytest.raises(VLLMValidationError, match="ignored at the top of a request"):
         render(state, autoprune=ENTRY)
     assert render(state, mm_processor_kwargs={"autoprune": ENTRY}) == "rendered"
@@ -152,3 +160,211 @@ def test_a_header_says_what_the_entry_says_and_agrees_with_it(text: str, budget:
             join_headers({}, malformed)
         (problem,) = caught.value.problems
         assert problem.fix and len(str(problem)) < 200
+
+
+# ---- K, state and control of each image ----
+
+N = 144
+DETAIL = DetailBudgets(low=4, high=32)
+
+
+def server(level: Any = "states", least: int = 1, most: int = 65536, **fields: Any) -> ServedState:
+    detail = fields.pop("detail", DetailBudgets())
+    return replace(served(), rules=RequestRules(level, least, most, detail=detail), **fields)
+
+
+def resolve(asked: object, *sizes: int, on: ServedState | None = None) -> list[ItemPlan]:
+    images = [TokenCount(size) for size in sizes or (N,)]
+    return resolve_plans(on or server(), parse_request(asked), images)
+
+
+BOUNDED = server(least=8, most=64)
+DETAILED = server(detail=DETAIL)
+BY_DETAIL = [server(level, detail=DETAIL) for level in LEVELS]
+LOW_HIGH = {"details": ["low", "high"]}
+POOR = server(unavailable=(("language", "--enable-lora: because"),))
+VISIONZIP = load_state("visionzip").budget.range()[1]
+
+
+@pytest.mark.parametrize(
+    ("on", "asked", "sizes", "budgets"),
+    [
+        *((server(level), None, (N, 5), [8, 5]) for level in LEVELS),
+        (server(), {"budget": 16}, (N, N), [16, 16]),
+        (server(), {"budget": [16, 4]}, (N, N), [16, 4]),
+        (server(), {"budget": {"shared": 33}}, (10, N), [10, 23]),
+        (server(), {"budget": 4096}, (N,), [N]),
+        (server(), {"enabled": False}, (N, 5), [N, 5]),
+        (BOUNDED, {"budget": [8, 64]}, (N, N), [8, 64]),
+        (BOUNDED, {"state": "visionzip", "budget": 64}, (N,), [64]),
+        # Neither the server's own budget nor what is recalled has a least one.
+        (server(least=16, most=64), None, (N,), [8]),
+        *((server("budget", 16, 64), {"recall": tokens}, (N,), [8]) for tokens in (0, 1, 64)),
+        (server("none"), {"recall": 0}, (N,), [8]),
+        # What keeps everything reads nothing.
+        (POOR, {"state": "fastv", "budget": N}, (N,), [N]),
+        (POOR, {"state": "visionzip", "budget": 8}, (N,), [8]),
+        # Details count at every level, where the operator gave them and the request sets nothing.
+        *((on, {"details": ["low", None, "high"]}, (N, N, 20), [4, 8, 20]) for on in BY_DETAIL),
+        (server(detail=DetailBudgets(low=4)), LOW_HIGH, (N, N), [4, 8]),
+        (DETAILED, {**LOW_HIGH, "budget": {"shared": 9}}, (N, N), [5, 4]),
+        (DETAILED, {**LOW_HIGH, "enabled": False}, (N, N), [N, N]),
+        (DETAILED, {"state": "visionzip", "details": ["low", None]}, (N, N), [4, VISIONZIP]),
+        (DETAILED, {"details": ["low"]}, (N, N), [8, 8]),
+        # The operator gave range and details; start-up has checked their end.
+        (server(least=16, most=64, detail=DETAIL), {"details": ["low"]}, (N,), [4]),
+    ],
+)  # fmt: skip
+def test_each_image_keeps_k_of_its_tokens(
+    on: ServedState, asked: object, sizes: tuple[int, ...], budgets: list[int]
+) -> None:
+    plans = resolve(asked, *sizes, on=on)
+    expected = [(budget, size, NO_KEY) for budget, size in zip(budgets, sizes, strict=True)]
+    assert [(plan.budget, plan.tokens, plan.key) for plan in plans] == expected
+
+
+def test_a_budget_may_follow_the_tiles() -> None:
+    images = [TokenCount(N, tiles=3), TokenCount(N, tiles=1)]
+    tiled = edited(sample(), {"/budget": {"atom": "per_tile_budget", "k": 10}})
+    request = parse_request({"state": tiled})
+    assert [plan.budget for plan in resolve_plans(server(), request, images)] == [30, 10]
+    with pytest.raises(RequestError, match="K = 30"):
+        resolve_plans(server(most=20), request, images)
+
+
+LARGE = edited(sample(), {"/budget": {"atom": "fixed_budget@192"}})
+
+
+def test_a_plan_carries_the_state_of_its_request_and_reads_what_that_reads() -> None:
+    (served_plan,), (brought,) = resolve(None), resolve({"state": "visionzip", "budget": 7})
+    assert (served_plan.state, served_plan.keep) == (b"", "state")
+    assert decode_state(brought.state).digest == load_state("visionzip").digest
+    assert "instruction" in find_needs(server(), served_plan)
+    assert "instruction" not in find_needs(server(), brought)
+    assert "language" in find_needs(server(), *resolve({"state": "fastv", "budget": 8}))
+    for asked in ({"keep": "random"}, {"keep": "resized"}, {"budget": N}, {"enabled": False}):
+        assert find_needs(server(), *resolve(asked)) == frozenset()
+
+
+def test_a_server_makes_what_any_request_may_read() -> None:
+    assert server("budget").needs == served().needs
+    assert server("shipped-states").needs == set(NEEDS)
+    assert POOR.needs == set(NEEDS) - {"language"}
+    # r_min = K leaves nothing to exchange at the default budget, but at a larger one.
+    fixed = served({"/base_policy": {"name": "divprune"}, "/constraints/selector/r_min": 8})
+    assert fixed.policy().needs == frozenset()
+    assert fixed.needs == fixed.policy(16).needs == {"cls_attention", "instruction"}
+
+
+# ---- states in requests ----
+
+
+def refused(value: Any, **bounds: float) -> str:
+    with pytest.raises(RequestError) as caught:
+        load_request_state(value, **bounds)
+    for problem in caught.value.problems:
+        assert problem.where.startswith("mm_processor_kwargs/autoprune/state")
+        assert problem.what and problem.fix
+    assert len(str(caught.value)) < 10_000
+    return str(caught.value)
+
+
+def test_a_shipped_name_or_a_whole_state_is_loaded_and_a_name_is_never_a_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert load_request_state("visionzip").digest == load_state("visionzip").digest
+    assert load_request_state(sample()).digest == state().digest
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(sample()))
+    monkeypatch.chdir(tmp_path)
+    for name in (str(file), "mine.json", "mine", "../policies/autoprune.json", "/etc/passwd", "~"):
+        assert "ships with this server" in refused(name)
+
+
+def test_a_state_with_mistakes_is_pointed_at_and_no_value_is_too_odd() -> None:
+    mistakes = {"/scoring/fusion/atom": "no", "/constraints/selector/q_e": -1}
+    assert all(f"state{pointer}" in refused(edited(sample(), mistakes)) for pointer in mistakes)
+    deep: Any = {}
+    for _ in range(100_000):
+        deep = {"a": deep}
+    for junk in ({}, {"a": 1}, deep, {"schema": float("nan")}, {"x": object()}, {1: {2: 3}}):
+        refused(junk)
+
+
+def test_a_large_or_costly_state_is_refused_before_it_is_parsed_or_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(served_state, "safety_check", lambda policy: pytest.fail("it was run"))
+    signal = {"atom": "cluster_centroid_representativeness", "clusters": 64, "weight": 0.5}
+    source = {"atom": "diversity_pool_builder", "pool_ratio": 8.0}
+    pool = {"atom": "multi_source_pool_builder", "pool_ratio": 8.0, "sources": [source] * 8}
+    dear = {"/scoring/signals": [signal] * 32, "/constraints/pool": [pool] * 8}
+    said = refused(edited(sample(), dear))
+    assert "ms of one CPU core" in said and "may take 200" in said
+    assert "32 x cluster_centroid_repre" in said and "--autoprune-request-cost" in said
+    assert "may take 20" in refused(edited(sample(), {"/constraints/selector/q_e": 5}), cost=20.0)
+    monkeypatch.setattr(served_state, "_load", lambda text: pytest.fail("it was parsed"))
+    huge = edited(sample(), {"/provenance": {"notes": "n" * 10_000_000}})
+    assert "a request may bring 65536" in refused(huge)
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[PruningPolicy]:
+    """Make every state fail its safety check; the policies that were checked."""
+    policies: list[PruningPolicy] = []
+
+    def fail(policy: PruningPolicy) -> SafetyRecord:
+        policies.append(policy)
+        return SafetyRecord((Verdict("shapes", False, "made to fail"),))
+
+    monkeypatch.setattr(served_state, "safety_check", fail)
+    monkeypatch.setattr(served_state, "_warnings", itertools.count(1))
+    return policies
+
+
+def test_a_state_that_violates_the_guarantees(
+    checked: list[PruningPolicy], logged: pytest.LogCaptureFixture
+) -> None:
+    """It is served as its base policy, or refused where it says so; either way by its digest.
+
+    By requests and at start-up alike, and it is checked once.
+    """
+    falling = edited(sample(), {"/constraints/selector/q_e": 7})
+    strict = edited(falling, {"/safety": ["preserve_budget"]})
+    expected = state({"/constraints/selector/q_e": 7}).without_exchange().digest
+    for _ in range(3):
+        assert load_request_state(falling).digest == expected
+        assert "made to fail" in refused(strict)
+    assert len(checked) == 2
+    at_start = resolve_settings({"state": falling}, vllm_config())
+    assert (at_start.state.digest, at_start.policy().refines) == (expected, False)
+    assert all(record.levelname == "WARNING" for record in logged.records)
+    assert "made to fail" in logged.messages[-1]
+    (problem,) = refusal({"state": strict})
+    assert problem.where == "state#/safety" and "made to fail" in problem.what
+    assert "fallback_to_selection" in problem.fix
+    # Clients cannot fill the log.
+    for quota in range(20, 50):
+        load_request_state(edited(sample(), {"/constraints/selector/q_e": quota}))
+    assert ["not logged" in line for line in logged.messages] == [False] * 15 + [True]
+
+
+def test_a_state_is_checked_at_its_own_budget_up_to_the_largest_quota(
+    checked: list[PruningPolicy],
+) -> None:
+    for budget in (16, 320, 4096):
+        resolve_settings({"state": "autoprune", "budget": budget}, vllm_config())
+    large = {"/budget/atom": "fixed_budget@512", "/constraints/selector/r_min": 512}
+    resolve_settings({"state": edited(sample(), large), "budget": 4096}, vllm_config())
+    assert [policy.budget for policy in checked] == [16, 320, 640, 640]
+    # A request's at 64, where 512 tokens that stay would make it wait for seconds.
+    assert load_request_state(edited(sample(), large)).constraints.selector.insists_on is None
+    strict = edited(sample(), {**large, "/safety": ["preserve_budget"]})
+    assert "made to fail" in refused(strict)
+    assert [policy.budget for policy in checked[4:]] == [64, 64]
+
+
+def test_a_state_of_a_request_keeps_its_r_min_when_it_is_checked_at_fewer_tokens() -> None:
+    large = {"/budget/atom": "fixed_budget@512", "/constraints/selector/r_min": 500}
+    document = edited(sample(), large)
+    assert load_request_state(document).digest == load_state(json.dumps(document)).digest

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers.hf import HfRenderer, safe_apply_chat_template
 
@@ -21,9 +19,8 @@ from vllm_autoprune.serving.api.request import (
     refuse_misplaced,
 )
 from vllm_autoprune.serving.compat import allow_mm_kwarg, depends_on
-from vllm_autoprune.serving.plan import KWARGS, REQUEST_FIELD, refuse
+from vllm_autoprune.serving.plan import KWARGS, REQUEST_FIELD
 from vllm_autoprune.serving.served_state import served_state
-from vllm_autoprune.tpdsl.loading import escape_unprintable
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -32,8 +29,6 @@ if TYPE_CHECKING:
     from vllm.renderers.inputs import DictPrompt
     from vllm.renderers.params import ChatParams
     from vllm.tokenizers.hf import HfTokenizer
-
-    from vllm_autoprune.serving.served_state import ServedState
 
 _MESSAGE_FIELDS = "_autoprune_message_fields"
 """Key of a prompt under which the fields extracted from its messages wait."""
@@ -141,14 +136,12 @@ class AutopruneHfRenderer(HfRenderer):
     def _process_tokens(
         self, prompt: TokensPrompt, **kwargs: bool
     ) -> TokensInput | MultiModalInput:
-        with _refuse_unread_embeddings(self._served, prompt):
-            return super()._process_tokens(self._prepare(prompt), **kwargs)
+        return super()._process_tokens(self._prepare(prompt), **kwargs)
 
     async def _process_tokens_async(
         self, prompt: TokensPrompt, **kwargs: bool
     ) -> TokensInput | MultiModalInput:
-        with _refuse_unread_embeddings(self._served, prompt):
-            return await super()._process_tokens_async(self._prepare(prompt), **kwargs)
+        return await super()._process_tokens_async(self._prepare(prompt), **kwargs)
 
     def _apply_prompt_embeds_to_engine_input(
         self, engine_input: MultiModalInput, *args: object, **named: object
@@ -166,21 +159,6 @@ class AutopruneHfRenderer(HfRenderer):
         fields = {key: value for key, value in prompt.items() if key != "prompt_token_ids"}
         refuse_misplaced(fields, prompt.get(KWARGS) or {}, OFFLINE_FIX)
         return _pass_fields(prompt) if prompt.get("multi_modal_data") else prompt
-
-
-@contextmanager
-def _refuse_unread_embeddings(served: ServedState | None, prompt: TokensPrompt) -> Iterator[None]:
-    """Refuse embeddings that the model cannot take, where stock has an internal error."""
-    try:
-        yield
-    except (AttributeError, KeyError, RuntimeError, TypeError) as error:
-        images = (prompt.get("multi_modal_data") or {}).get("image")
-        pieces = images if isinstance(images, list) else [images]
-        if served is None or not all(isinstance(part, Mapping | Tensor) for part in pieces):
-            raise
-        reason = escape_unprintable(f"{type(error).__name__}: {error}", 200)
-        what = f"cannot be read by vLLM for this model ({reason})"
-        raise refuse("image_embeds", what, "send the form it takes, or the picture") from None
 
 
 def _pass_fields(prompt: Any) -> Any:

@@ -54,20 +54,16 @@ def require_vllm() -> None:
         raise ConfigError("vLLM", [Problem("vllm", what, fix)])
 
 
-# Names within vLLM: declared where they are used, looked up at start-up and by the doctor.
+# Names within vLLM: declared where they are used, looked up by the doctor.
 
 _ROOM = "vllm_autoprune.serving"
 
 _USERS = (
-    *("plugin", "compat.worker", "served_state"),
+    *("plugin", "compat.worker", "served_state", "models.llava", "models.qwen", "models.tiled"),
     *("api.engine_requests", "api.planner", "api.processor", "api.renderer"),
 )
-"""Modules whose names every server needs; a backbone's module comes to them."""
+"""Modules that declare names."""
 
-_FAMILIES = ("llava", "qwen", "tiled")
-"""Modules of backbones."""
-
-WORKER = "worker"
 _FIX = "install a released vLLM in the supported range, and see `vllm-autoprune doctor`"
 
 
@@ -78,14 +74,12 @@ class Hook:
     module: str
     names: tuple[str, ...]
     used_by: str
-    only: str = ""
-    """The stock model class, or ``"worker"``, that alone relies on them; empty: every server."""
 
 
 _declared: list[Hook] = []
 
 
-def depends_on(place: str, *names: str, only: str = "") -> Callable[[F], F]:
+def depends_on(place: str, *names: str) -> Callable[[F], F]:
     """Declare names that the decorated function or class depends on.
 
     ``place`` is what has them: a vLLM module, or ``module:Class``.
@@ -97,7 +91,7 @@ def depends_on(place: str, *names: str, only: str = "") -> Callable[[F], F]:
     def declare(user: F) -> F:
         where = user.__module__.removeprefix(f"{_ROOM}.")
         purpose = (inspect.getdoc(user) or user.__qualname__).partition("\n")[0]
-        _declared.append(Hook(module, names, f"{where}: {purpose}", only))
+        _declared.append(Hook(module, names, f"{where}: {purpose}"))
         return user
 
     return declare
@@ -115,16 +109,16 @@ def declare_model(stock: type, methods: Sequence[str], merger: str = "") -> None
     module, _, merger_kind = merger.rpartition(".")
     if module:
         where = f"vllm.model_executor.models.{module}"
-        _declared.append(Hook(where, (f"{merger_kind}.forward",), "models: merger", kind))
+        _declared.append(Hook(where, (f"{merger_kind}.forward",), "models: merger"))
     elif merger:
         names.append(f"{merger}.forward")
-    _declared.append(Hook(stock.__module__, tuple(names), f"models: {kind}", kind))
+    _declared.append(Hook(stock.__module__, tuple(names), f"models: {kind}"))
 
 
-def collect_hooks(families: Sequence[str] = _FAMILIES) -> tuple[list[Hook], list[Problem]]:
+def collect_hooks() -> tuple[list[Hook], list[Problem]]:
     """All names that are declared, and the modules of ours that this vLLM cannot import."""
     problems = []
-    for user in (*_USERS, *(f"models.{family}" for family in families)):
+    for user in _USERS:
         try:
             importlib.import_module(f"{_ROOM}.{user}")
         except Exception as error:  # a broken installation may raise anything
@@ -146,23 +140,6 @@ def find_missing_names(hook: Hook) -> tuple[str, ...]:
         except AttributeError:
             missing.append(name)
     return tuple(missing)
-
-
-def require_hooks(stock: str, family: str) -> None:
-    """Raise if this vLLM lacks a name that serving this model class depends on.
-
-    Raises :class:`ConfigError` with every name. Within the versions that are allowed at all this
-    finds builds that differ from the release they name.
-    """
-    hooks, problems = collect_hooks([family])
-    problems += [
-        Problem(f"{hook.module}.{name}", f"is not there ({hook.used_by})", _FIX)
-        for hook in hooks
-        if hook.only in ("", stock)
-        for name in find_missing_names(hook)
-    ]
-    if problems:
-        raise ConfigError("this vLLM is not the one that the plugin was written for", problems)
 
 
 # Patches that several processes use.

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from vllm_autoprune.serving.compat import WORKER, depends_on, patch
+from vllm_autoprune.serving.compat import depends_on, patch
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -42,7 +42,7 @@ def request_positions(config: MultiModalConfig) -> None:
     setattr(config, _POSITIONS, True)
 
 
-@depends_on("vllm.v1.worker.cpu_model_runner:CPUModelRunner", "load_model", only=WORKER)
+@depends_on("vllm.v1.worker.cpu_model_runner:CPUModelRunner", "load_model")
 def request_positions_on_cpu() -> None:
     """Let the CPU's model runner V1 ask for positions too.
 
@@ -71,7 +71,7 @@ UNCHANGED_DELTA = -(2**31)
 """In place of what decoding adds to a prompt's length: what was known when the request arrived."""
 
 
-@depends_on("vllm.v1.worker.gpu.mm.rope:RopeState", "update_prefill_positions", only=WORKER)
+@depends_on("vllm.v1.worker.gpu.mm.rope:RopeState", "update_prefill_positions")
 def keep_deltas() -> None:
     """Let a model leave a request's delta as it is when it places the tokens of its images.
 
@@ -98,7 +98,7 @@ _WORKER_RESETS = (
 )
 
 
-@depends_on("vllm.v1.worker.gpu_worker:Worker", "get_model", *_WORKER_RESETS, only=WORKER)
+@depends_on("vllm.v1.worker.gpu_worker:Worker", "get_model", *_WORKER_RESETS)
 def clear_with_worker_caches(clear: Callable[[nn.Module], None]) -> None:
     """Call ``clear`` with a worker's model after vLLM cleared its caches or replaced its weights.
 
@@ -124,8 +124,8 @@ _Split = Callable[[Sequence["MultiModalKwargsItem | None"]], list[slice]]
 """``autoprune_split`` of a model: runs of neighbouring images that its encoder runs on together."""
 
 
-@depends_on("vllm.v1.worker.gpu_model_runner:GPUModelRunner", "_execute_mm_encoder", only=WORKER)
-@depends_on("vllm.v1.worker.gpu.mm.encoder_runner:EncoderRunner", "execute_mm_encoder", only=WORKER)
+@depends_on("vllm.v1.worker.gpu_model_runner:GPUModelRunner", "_execute_mm_encoder")
+@depends_on("vllm.v1.worker.gpu.mm.encoder_runner:EncoderRunner", "execute_mm_encoder")
 def bound_encoder_calls() -> None:
     """Encode the images of one step in groups, each within what memory profiling saw.
 

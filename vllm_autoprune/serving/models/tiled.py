@@ -152,11 +152,7 @@ class _InternVLVision(_TiledVision):
         return rows
 
 
-@depends_on(
-    "vllm.model_executor.models.idefics3:Idefics3Model",
-    "image_pixels_to_features",
-    only="Idefics3ForConditionalGeneration",
-)
+@depends_on("vllm.model_executor.models.idefics3:Idefics3Model", "image_pixels_to_features")
 class _Idefics3Vision(_TiledVision):
     """Idefics3 and SmolVLM, which vLLM serves with the same model.
 
