@@ -399,9 +399,11 @@ def sized(units: int) -> ImageFeatures:
 
 @given(st.integers(0, 10), st.lists(st.tuples(st.integers(0, 8), st.integers(1, 12)), max_size=60))
 def test_cache_never_exceeds_its_bound(limit: int, puts: list[tuple[int, int]]) -> None:
-    cache = TensorCache[ImageFeatures](16 * limit)
+    cache, counted = (TensorCache[ImageFeatures](16 * limit, least) for least in (0, 32))
     for key, units in puts:
         cache.put(key, sized(units))
+        counted.put(key, sized(units))
+        assert len(counted) * 32 <= counted.limit
         inside = [features for k in range(9) if (features := cache.get(k)) is not None]
         assert cache.used_bytes == sum(features.nbytes for features in inside) <= cache.limit
         assert len(cache) == len(inside)

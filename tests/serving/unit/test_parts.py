@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import replace
-from itertools import chain, pairwise
-from random import Random
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -14,8 +12,8 @@ import torch
 from tests.serving.unit.samples import SIX, N, images, plan, prune, region, rows_of, served
 from vllm_autoprune.serving.plan import NO_KEY, Choice, Chooser, ItemPlan
 from vllm_autoprune.serving.served_state import ServedState
-from vllm_autoprune.serving.worker import features, selection
-from vllm_autoprune.serving.worker.features import CoreCache, ImageFeatures, IndexRing
+from vllm_autoprune.serving.worker import selection
+from vllm_autoprune.serving.worker.features import CoreCache, ImageFeatures
 from vllm_autoprune.tpdsl.tokens import Grid
 
 K, CORE = 12, 8
@@ -203,37 +201,4 @@ def test_images_without_a_key_leave_nothing_in_the_cache() -> None:
     cores = CoreCache(1 << 20)
     items = [replace(item, key=NO_KEY) for item in (core_plan(), delta_plan())]
     prune(items, [FIRST] * 2, with_core(), cores)
-    assert len(cores.conditioned) == 0 and not cores.indices._spans
-
-
-def test_indices_are_those_that_were_put_however_often_the_buffer_is_full(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Against a dictionary, with items of random sizes that are put and read in random order."""
-    monkeypatch.setattr(features, "MAX_INDICES", 64)
-    monkeypatch.setattr(features, "MAX_CORES", 12)
-    random, ring, put, hits = Random(0), IndexRing(), dict[Hashable, list[int]](), 0
-    for step in range(3000):
-        key = random.randrange(30)
-        indices = ring.get(key)
-        if indices is None:
-            put[key] = [step] * random.randint(1, 20)
-            ring.put(key, torch.tensor(put[key]))
-        else:
-            hits += 1
-            assert indices.tolist() == put[key]
-        spans = sorted(ring._spans.values(), key=lambda span: span.start)
-        assert len(spans) <= 12
-        assert all(span.stop <= following.start for span, following in pairwise(spans))
-    assert hits > 300
-
-
-def test_indices_are_kept_inside_and_outside_of_inference_mode() -> None:
-    ring = IndexRing()
-    with torch.inference_mode():
-        ring.put("inside", torch.arange(4))
-    ring.put("outside", torch.arange(3))
-    with torch.inference_mode():
-        ring.put("inside again", torch.arange(2))
-    items = [ring.get(key) for key in ("inside", "outside", "inside again")]
-    assert [None if indices is None else len(indices) for indices in items] == [4, 3, 2]
+    assert len(cores.conditioned) == len(cores.indices) == 0

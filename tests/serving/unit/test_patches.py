@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,35 +53,28 @@ def test_groups_are_all_images_in_order_within_the_bound(sizes: list[int], bound
         assert sum(group) + following[0] > bound, "these would have gone together"
 
 
-class Model:
-    """Fake model whose items are numbers of tokens."""
-
-    def autoprune_split(self, items: Sequence[int]) -> list[slice]:
-        return list(group_by_tokens(items, 100))
-
-
 THREE_STEPS = {"a": [60, 30, 30], "b": [10], "c": [101]}
 
 
 @pytest.mark.compat
 @pytest.mark.parametrize(
-    ("model", "sizes", "groups"),
+    ("bound", "sizes", "groups"),
     [
-        (Model(), THREE_STEPS, [{"a": [0, 1]}, {"a": [2], "b": [0]}, {"c": [0]}]),
-        (Model(), {"a": [60, 30], "b": [10]}, [{"a": [0, 1], "b": [0]}]),
-        (Model(), {"a": [500]}, [{"a": [0]}]),
+        (100, THREE_STEPS, [{"a": [0, 1]}, {"a": [2], "b": [0]}, {"c": [0]}]),
+        (100, {"a": [60, 30], "b": [10]}, [{"a": [0, 1], "b": [0]}]),
+        (100, {"a": [500]}, [{"a": [0]}]),
         # Without the plugin.
-        (object(), {"a": [60, 60], "b": [60]}, [{"a": [0, 1], "b": [0]}]),
+        (None, {"a": [60, 60], "b": [60]}, [{"a": [0, 1], "b": [0]}]),
     ],
 )
 def test_both_runners_are_given_one_group_after_another(
     monkeypatch: pytest.MonkeyPatch,
-    model: object,
+    bound: int | None,
     sizes: dict[str, list[int]],
     groups: list[dict[str, list[int]]],
 ) -> None:
+    """Of a model whose items are numbers of tokens."""
     calls: list[Any] = []
-    every = [(name, i) for name, of_request in sizes.items() for i in range(len(of_request))]
 
     def encode_v1(self: object, scheduler_output: Any) -> Any:
         calls.append(scheduler_output.scheduled_encoder_inputs)
@@ -95,16 +87,19 @@ def test_both_runners_are_given_one_group_after_another(
     monkeypatch.setattr(GPUModelRunner, "_execute_mm_encoder", encode_v1)
     monkeypatch.setattr(EncoderRunner, "execute_mm_encoder", encode_v2)
     patches.bound_encoder_calls()
+    model: Any = SimpleNamespace()
+    if bound is not None:
+        model.autoprune_split = lambda items: [*group_by_tokens(items, bound)]
     requests = {
         name: SimpleNamespace(mm_features=[SimpleNamespace(data=size) for size in of_request])
         for name, of_request in sizes.items()
     }
     runner: Any = SimpleNamespace(get_model=lambda: model, model=model, requests=requests)
-    scheduled = {name: list(range(len(of_request))) for name, of_request in sizes.items()}
+    scheduled = {name: [*range(len(of_request))] for name, of_request in sizes.items()}
     output: Any = SimpleNamespace(scheduled_encoder_inputs=scheduled)
+    every = [(name, i) for name, inputs in scheduled.items() for i in inputs]
     assert GPUModelRunner._execute_mm_encoder(runner, output) == every
-    assert calls == groups
-    assert output.scheduled_encoder_inputs is scheduled
+    assert calls == groups and output.scheduled_encoder_inputs is scheduled
     calls.clear()
     items: Any = [("image", sizes[name][i]) for name, i in every]
     assert EncoderRunner.execute_mm_encoder(runner, items) == [size for _, size in items]

@@ -190,25 +190,19 @@ VISIONZIP = load_state("visionzip").budget.range()[1]
     ("on", "asked", "sizes", "budgets"),
     [
         *((server(level), None, (N, 5), [8, 5]) for level in LEVELS),
-        (server(), {"budget": 16}, (N, N), [16, 16]),
         (server(), {"budget": [16, 4]}, (N, N), [16, 4]),
         (server(), {"budget": {"shared": 33}}, (10, N), [10, 23]),
-        (server(), {"budget": 4096}, (N,), [N]),
         (server(), {"enabled": False}, (N, 5), [N, 5]),
         (BOUNDED, {"budget": [8, 64]}, (N, N), [8, 64]),
-        (BOUNDED, {"state": "visionzip", "budget": 64}, (N,), [64]),
         # Neither the server's own budget nor what is recalled has a least one.
         (server(least=16, most=64), None, (N,), [8]),
         *((server("budget", 16, 64), {"recall": tokens}, (N,), [8]) for tokens in (0, 1, 64)),
-        (server("none"), {"recall": 0}, (N,), [8]),
         # What keeps everything reads nothing.
         (POOR, {"state": "fastv", "budget": N}, (N,), [N]),
-        (POOR, {"state": "visionzip", "budget": 8}, (N,), [8]),
         # Details count at every level, where the operator gave them and the request sets nothing.
         *((on, {"details": ["low", None, "high"]}, (N, N, 20), [4, 8, 20]) for on in BY_DETAIL),
         (server(detail=DetailBudgets(low=4)), LOW_HIGH, (N, N), [4, 8]),
         (DETAILED, {**LOW_HIGH, "budget": {"shared": 9}}, (N, N), [5, 4]),
-        (DETAILED, {**LOW_HIGH, "enabled": False}, (N, N), [N, N]),
         (DETAILED, {"state": "visionzip", "details": ["low", None]}, (N, N), [4, VISIONZIP]),
         (DETAILED, {"details": ["low"]}, (N, N), [8, 8]),
         # The operator gave range and details; start-up has checked their end.

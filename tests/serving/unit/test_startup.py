@@ -52,70 +52,45 @@ def changed(part: str = "", *, architecture: str = LLAVA, **fields: Any) -> Any:
 
 
 def lora(tower: bool) -> Any:
-    return changed(lora_config=SimpleNamespace(enable_tower_connector_lora=tower))
+    return SimpleNamespace(enable_tower_connector_lora=tower)
+
+
+PATCH = base("prunesid", None, mode="patch")
+RECALL = {"state": "divprune", "recall": 8}
+GRAPHS = "--compilation-config cudagraph_mm_encoder"
 
 
 @pytest.mark.parametrize(
-    ("settings", "config", "where", "message"),
+    ("settings", "part", "fields", "where", "message"),
     [
-        (base("divprune"), changed(architecture="Other"), "model", "has no pruned form"),
-        (
-            base("divprune"),
-            changed("compilation", cudagraph_mm_encoder=True),
-            "--compilation-config cudagraph_mm_encoder",
-            "all tokens",
-        ),
-        *(
-            (base("divprune"), changed("model", **fields), "model", message)
-            for fields, message in (
-                (dict[str, Any](vision_config=NO_CLS), "no [CLS] token"),
-                (dict[str, Any](vision_feature_layer=[-2, -5]), "several vision layers"),
-                (dict[str, Any](vision_feature_select_strategy="full"), "'full'"),
-            )
-        ),
-        (base("divprune"), lora(True), "--enable-tower-connector-lora", "differ between requests"),
-        *(
-            (base("fastv"), changed("text", **fields), "model", message)
-            for fields, message in (
-                (dict[str, Any](model_type="qwen2"), "'qwen2'"),
-                (dict[str, Any](bos_token_id=None), "bos_token_id None"),
-                (dict[str, Any](max_position_embeddings=832), "832 is below 833"),
-            )
-        ),
-        *(
-            (base("prumerge_plus"), changed("model", vision_feature_layer=layer), "model", "last")
-            for layer in (-1, 4)
-        ),
-        *(
-            (policy, changed(architecture=GEMMA), "model", "before the projector")
-            for policy in (
-                base("scope", None),
-                base("mmtok", None),
-                base("prunesid", None, mode="patch"),
-            )
-        ),
+        (base("divprune"), "", {"architecture": "Other"}, "model", "has no pruned form"),
+        (base("divprune"), "compilation", {"cudagraph_mm_encoder": True}, GRAPHS, "all tokens"),
+        (base("divprune"), "", {"lora_config": lora(True)}, "--enable-tower-connector-lora", ""),
+        (base("divprune"), "model", {"vision_config": NO_CLS}, "model", "no [CLS] token"),
+        (base("divprune"), "model", {"vision_feature_layer": [-2, -5]}, "model", "several vision"),
+        (base("divprune"), "model", {"vision_feature_select_strategy": "full"}, "model", "'full'"),
+        (base("fastv"), "text", {"model_type": "qwen2"}, "model", "'qwen2'"),
+        (base("fastv"), "text", {"bos_token_id": None}, "model", "bos_token_id None"),
+        (base("fastv"), "text", {"max_position_embeddings": 832}, "model", "832 is below 833"),
+        (base("prumerge_plus"), "model", {"vision_feature_layer": -1}, "model", "last"),
+        (base("prumerge_plus"), "model", {"vision_feature_layer": 4}, "model", "last"),
+        (base("scope", None), "", {"architecture": GEMMA}, "model", "before the projector"),
+        (base("mmtok", None), "", {"architecture": GEMMA}, "model", "before the projector"),
+        (PATCH, "", {"architecture": GEMMA}, "model", "before the projector"),
+        (RECALL, "", {"architecture": GEMMA}, "--autoprune-recall", "this model"),
+        (RECALL, "", {"architecture": INTERNVL}, "--autoprune-recall", "this model"),
         # Positions of kept tokens do not reach later ranks of a pipeline.
         (
-            base("divprune"),
-            changed("parallel", architecture=QWEN, pipeline_parallel_size=2),
-            PIPELINE,
-            "positions",
-        ),
-        *(
-            (
-                {"state": "divprune", "recall": 8},
-                changed(architecture=name),
-                "--autoprune-recall",
-                "this model",
-            )
-            for name in (GEMMA, INTERNVL)
+            *(base("divprune"), "parallel"),
+            {"architecture": QWEN, "pipeline_parallel_size": 2},
+            *(PIPELINE, "positions"),
         ),
     ],
 )
 def test_what_cannot_be_served_pruned_is_refused(
-    settings: Any, config: Any, where: str, message: str
+    settings: Any, part: str, fields: dict[str, Any], where: str, message: str
 ) -> None:
-    (problem,) = refusal(settings, config)
+    (problem,) = refusal(settings, changed(part, **fields))
     assert problem.where == where
     assert message in problem.what
 
@@ -156,7 +131,7 @@ PRODUCER = SimpleNamespace(ec_role="ec_producer")
             TOWER,
         ),
         ("--ec-transfer-config", changed(ec_transfer_config=PRODUCER), QUESTION),
-        ("--enable-lora", lora(False), LANGUAGE),
+        ("--enable-lora", changed(lora_config=lora(False)), LANGUAGE),
         (PIPELINE, changed("parallel", pipeline_parallel_size=2), LANGUAGE),
     ],
 )

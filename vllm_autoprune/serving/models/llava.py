@@ -33,7 +33,6 @@ from vllm_autoprune.serving.worker.tower_hooks import NextTowerLayer
 from vllm_autoprune.tpdsl.tokens import Grid
 
 if TYPE_CHECKING:
-    from vllm.model_executor.models.llava import BaseLlavaProcessingInfo
     from vllm.model_executor.models.llava_next import LlavaNextLikeConfig, LlavaNextProcessingInfo
     from vllm.multimodal.parse import ImageSize
 
@@ -284,13 +283,6 @@ class _OnevisionVision(_JoinedVision):
         return rows
 
 
-def _count_llava_tokens(
-    info: BaseLlavaProcessingInfo, size: ImageSize, kwargs: Mapping[str, object]
-) -> TokenCount:
-    """Count the tokens of an image, which is one tile."""
-    return TokenCount(info.get_num_image_tokens(image_width=size.width, image_height=size.height))
-
-
 def _count_joined_tokens(
     info: LlavaNextProcessingInfo, size: ImageSize, kwargs: Mapping[str, object]
 ) -> TokenCount:
@@ -300,7 +292,7 @@ def _count_joined_tokens(
 
 
 _PLACEHOLDERS = Placeholders(
-    _count_llava_tokens,
+    lambda info, size, kwargs: TokenCount(info.get_max_image_tokens()),  # all are one tile
     lambda info: TokenCount(info.get_max_image_tokens()),
     lambda info: info.get_hf_config().image_token_index,
 )

@@ -314,22 +314,17 @@ def shrink_glm_to_budget(info: Glm4vProcessingInfo, size: ImageSize, budget: int
     return type(size)(width=min(width, budget * unit), height=min(height, budget * unit))
 
 
-def _count_largest(info: Qwen2VLProcessingInfo | Glm4vProcessingInfo) -> TokenCount:
-    """Count the tokens of the largest image that the processor accepts."""
-    return TokenCount(info.get_max_image_tokens())
-
-
-def _image_token(info: Qwen2VLProcessingInfo | Glm4vProcessingInfo) -> int:
-    """The id of ``<|image_pad|>``, in GLM ``<|image|>``."""
-    return int(info.get_hf_config().image_token_id)
-
-
 def _prune(stock: Any, *positions: str, merger: str = "", glm: bool = False) -> type[PrunedModel]:
     """The pruned form of one class; ``positions`` are names of its own beyond those of all."""
     calls = ("_parse_and_validate_image_input", "_process_image_input", "get_mrope_input_positions")
     count = _count_glm_tokens if glm else _count_tokens
     resize = shrink_glm_to_budget if glm else shrink_to_budget
-    placeholders = Placeholders(count, _count_largest, _image_token, resize=resize)
+    placeholders = Placeholders(
+        count,
+        lambda info: TokenCount(info.get_max_image_tokens()),
+        lambda info: info.get_hf_config().image_token_id,
+        resize=resize,
+    )
     parts = (_GlmVision, _PrunedGlm) if glm else (QwenVision, PrunedQwen)
     names = (*calls, *positions)
     return prune_class(stock, placeholders, *parts, methods=names, merger=merger)

@@ -303,7 +303,7 @@ class RegionBatch:
     def _remember(self, indices: Sequence[Tensor] | Tensor) -> None:
         for key, indices_of_item in zip(self._keys, indices, strict=True):
             if key is not None:
-                self.context.cores.indices.put(key, indices_of_item)
+                self.context.cores.indices.put(key, indices_of_item.clone())
 
     def _recall(self) -> Tensor:
         """Indices ``(B, K)`` as they were chosen when the items were computed, or chosen anew."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 import torch
 from cachetools import LRUCache
@@ -150,15 +149,17 @@ T = TypeVar("T", bound=_Sized)
 class TensorCache(Generic[T]):
     """LRU cache of records of tensors, bounded in bytes.
 
-    Of image features, which let further questions skip the tower, and of similarities conditioned
-    on a core. Keys and values depend on pixels and states, never on a question or a uuid.
+    Of image features, which let further questions skip the tower, and of what is chosen of them.
+    The entry that is put first under a key stays. Each counts as ``least`` bytes or more.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, least: int = 0) -> None:
         self.limit = limit
         self.hits = 0
         self.misses = 0
-        self._entries = LRUCache[Hashable, T](limit, getsizeof=lambda entry: entry.nbytes)
+        self._entries = LRUCache[Hashable, T](
+            limit, getsizeof=lambda entry: max(least, entry.nbytes)
+        )
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -205,89 +206,18 @@ class TensorCache(Generic[T]):
 # those tokens, and what is chosen after them leaves out the same ones.
 
 
-MAX_CORES = 8192
-"""Maximum number of cores, and of other items, whose indices are kept."""
+_MAX_ITEMS = 8192
+"""Items whose indices are kept at most; each counts as one of 160 tokens or more."""
 
-MAX_INDICES = MAX_CORES * 160
-"""Maximum number of indices of all items, 10 MB: a client may choose a K of many thousands."""
-
-
-class _Span(NamedTuple):
-    """Place of an item's indices in the buffer, and how much had been written before them."""
-
-    start: int
-    stop: int
-    written: int
-
-
-class IndexRing:
-    """Ring buffer of the indices ``(K,)`` of items in the order of their rows.
-
-    The oldest ones are overwritten.
-
-    A small tensor of its own for each item would outlive the temporary tensors around it, whose
-    memory an allocator could then not join: on a CPU it grew by tens of megabytes.
-    """
-
-    def __init__(self) -> None:
-        self._buffer: Tensor | None = None
-        self._spans: OrderedDict[Hashable, _Span] = OrderedDict()  # in the order of writing
-        self._end = 0
-        self._written = 0
-
-    def get(self, key: Hashable) -> Tensor | None:
-        """Indices ``(K,)`` of an item, or None.
-
-        They are written again when half of what fits is newer, so that items in use stay.
-        """
-        span = self._spans.get(key)
-        if span is None or self._buffer is None:
-            return None
-        indices = self._buffer[span.start : span.stop].clone()
-        if self._written - span.written > MAX_INDICES // 2:
-            del self._spans[key]
-            self.put(key, indices)
-        return indices
-
-    def put(self, key: Hashable, indices: Tensor) -> None:
-        """Write the indices ``(K,)`` of an item, unless some are there.
-
-        The first ones are those that its KV blocks were made of.
-        """
-        if key in self._spans or len(indices) > MAX_INDICES:
-            return
-        if self._buffer is None:
-            with torch.inference_mode(False):  # else nothing could be written outside of that mode
-                self._buffer = indices.new_empty(MAX_INDICES)
-        if self._end + len(indices) > MAX_INDICES:
-            self._drop_from(self._end, MAX_INDICES)
-            self._end = 0
-        span = _Span(self._end, self._end + len(indices), self._written)
-        self._drop_from(span.start, span.stop)
-        self._buffer[span.start : span.stop] = indices
-        self._spans[key] = span
-        self._end = span.stop
-        # A small item takes the place of an average one: their number is bounded as well.
-        self._written += max(len(indices), MAX_INDICES // MAX_CORES)
-        if len(self._spans) > MAX_CORES:
-            self._spans.popitem(last=False)
-
-    def clear(self) -> None:
-        """Drop all items."""
-        self._spans.clear()
-        self._end = 0
-
-    def _drop_from(self, start: int, stop: int) -> None:
-        """Drop the items that are next in the buffer and begin within these bounds."""
-        while self._spans and start <= next(iter(self._spans.values())).start < stop:
-            self._spans.popitem(last=False)
+_MAX_INDEX_BYTES = _MAX_ITEMS * 160 * 8
+"""Bound of all indices, 10 MB: a client may choose a K of many thousands."""
 
 
 class CoreCache:
-    """Indices of items, and within ``limit`` bytes the similarities conditioned on cores."""
+    """Indices ``(K,)`` of items, and in ``limit`` bytes the similarities conditioned on cores."""
 
     def __init__(self, limit: int) -> None:
-        self.indices = IndexRing()
+        self.indices = TensorCache[Tensor](_MAX_INDEX_BYTES, least=_MAX_INDEX_BYTES // _MAX_ITEMS)
         self.conditioned = TensorCache[Conditioned](limit)
 
     def clear(self) -> None:
