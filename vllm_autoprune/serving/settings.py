@@ -12,7 +12,6 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import (
@@ -142,8 +141,6 @@ def read_text_tower(path: str) -> TextTower:
     def refuse(what: str, fix: str = any_fix) -> ConfigError:
         return ConfigError("text tower", [Problem(f"{TOWER_FLAG} {path}", what, fix)])
 
-    if Path(path).exists() and not (Path(path) / "config.json").is_file():
-        raise refuse("holds no config.json")
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:

@@ -419,27 +419,16 @@ def test_profiling_reserves_the_bound_where_memory_is_measured() -> None:
 # ---- metrics of workers, shown by API servers ----
 
 
-def publish(worker: WorkerMetrics, seconds: tuple[float, ...] = (), hits: int = 0) -> None:
-    watch: Any = SimpleNamespace(collect=lambda: seconds)
-    cache = TensorCache[ImageFeatures](64)
-    cache.hits = hits
-    worker.publish(watch, FallbackReporter(), cache, 0)
-
-
-def read_metrics(folder: Path) -> dict[str, float]:
-    """Metrics that an API server exports from a folder."""
+def test_seconds_fall_into_buckets_of_a_file_that_api_servers_read(tmp_path: Path) -> None:
+    with closing(WorkerMetrics(str(tmp_path))) as worker:
+        for seconds in ((0.0005, 0.001, 0.3), (99.0,)):
+            watch: Any = SimpleNamespace(collect=lambda seconds=seconds: seconds)
+            worker.publish(watch, FallbackReporter(), TensorCache[ImageFeatures](64), 0)
     registry = CollectorRegistry()
-    MultiProcessCollector(registry, path=str(folder))  # type: ignore[no-untyped-call]
+    MultiProcessCollector(registry, path=str(tmp_path))  # type: ignore[no-untyped-call]
     lines = generate_latest(registry).decode().splitlines()
     pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    return {name: float(value) for name, value in pairs}
-
-
-def test_seconds_fall_into_buckets(tmp_path: Path) -> None:
-    with closing(WorkerMetrics(str(tmp_path))) as worker:
-        publish(worker, (0.0005, 0.001, 0.3))
-        publish(worker, (99.0,))
-    metrics = read_metrics(tmp_path)
+    metrics = {name: float(value) for name, value in pairs}
     buckets = {"0.001": 2, "0.25": 2, "0.5": 3, "2.5": 3, "+Inf": 4}
     assert {edge: metrics[f'{SELECTION}_bucket{{le="{edge}"}}'] for edge in buckets} == buckets
     assert metrics[f"{SELECTION}_sum"] == pytest.approx(99.3015)

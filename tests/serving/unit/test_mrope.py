@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_autoprune.serving.plan import Choice, ItemPlan, Part
-from vllm_autoprune.serving.worker.mrope import (
+from vllm_autoprune.serving.models.qwen import (
     compute_input_positions,
     match_items,
     place_image_tokens,
     position_channels,
     unplaced_channels,
 )
+from vllm_autoprune.serving.plan import Choice, ItemPlan, Part
 
 IMAGE, TEXT, CPU = 9, 1, torch.device("cpu")
 

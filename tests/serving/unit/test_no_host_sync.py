@@ -28,11 +28,11 @@ from tests.serving.unit.test_signals import (
 )
 from tests.stand_in_device import DEVICE, WaitsForDevice, forbid_waiting
 from vllm_autoprune import Grid
+from vllm_autoprune.serving.models.qwen import position_channels
 from vllm_autoprune.serving.plan import Choice, ItemPlan
 from vllm_autoprune.serving.settings import read_text_tower
 from vllm_autoprune.serving.worker.batch import ModelParts, SelectionContext, prune_images
 from vllm_autoprune.serving.worker.features import CoreCache, ImageFeatures, Region, Signals
-from vllm_autoprune.serving.worker.mrope import position_channels
 from vllm_autoprune.serving.worker.question import ClipTower, InputEmbeddings, LlamaPrefix
 from vllm_autoprune.serving.worker.selection import FallbackReporter
 from vllm_autoprune.serving.worker.tower_hooks import hook_attention

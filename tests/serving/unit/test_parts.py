@@ -45,14 +45,6 @@ def test_parts_are_disjoint_and_the_core_does_not_depend_on_the_question(base: s
         assert deltas[0] != deltas[1]
 
 
-def test_parts_of_many_images_in_one_batch_are_those_of_each_alone() -> None:
-    pictures = images(4) * 2
-    plans = [core_plan(key) for key in range(1, 5)] + [delta_plan(k, k) for k in range(1, 5)]
-    together = prune(plans, pictures, with_core())
-    for picture, rows, item in zip(pictures, together, plans, strict=True):
-        assert torch.equal(rows, prune([item], [picture], with_core())[0])
-
-
 def test_two_policies_upon_one_core_do_not_share_what_they_condition() -> None:
     """Cen-CDPruner compares centred tokens: CDPruner's conditioned cosines are not its own."""
     cores = CoreCache(1 << 20)

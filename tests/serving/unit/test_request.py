@@ -60,24 +60,12 @@ def test_a_refusal_of_the_table_has_its_message(senders: Callable[[str], Sender]
 
 
 def test_many_problems_are_only_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an answer repeats of keys and values: the attack ``control_characters``."""
     monkeypatch.setattr(request_module, "escape_unprintable", lambda *_: pytest.fail("a message"))
     fields = {f"x{i}": 1 for i in range(257)}
     for asked in (fields, {"details": ["x"] * 257}, {"recall_turns": [fields]}):
         with pytest.raises(RequestError, match=r"has 25\d problems"):
             parse_request(asked)
-
-
-@pytest.mark.parametrize(
-    "keys",
-    [["a\nERROR forged line"], ["\x1b[2J"], ["\u2028"], ["x" * 10_000 + str(i) for i in range(99)]],
-    ids=["line", "escape", "separator", "long"],
-)
-def test_an_answer_is_of_short_lines_whatever_is_asked(keys: list[str]) -> None:
-    with pytest.raises(RequestError) as caught:
-        parse_request({**dict.fromkeys(keys, 1), "budget": {keys[0]: 2}})
-    lines = str(caught.value).split("\n")
-    assert len(lines) <= 17
-    assert all(line.isprintable() and len(line) < 300 for line in lines)
     with pytest.raises(RequestError, match="keys that are no text"):
         parse_request({3: 1})
 

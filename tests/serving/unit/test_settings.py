@@ -179,7 +179,7 @@ def test_the_sign_comes_with_its_reason(
         *(({SIGN_KEY: sign}, f"{SIGN_KEY} = {sign!r}") for sign in (0, "1", True)),
         *((text, "cannot be read") for text in ("{", "[]", '{"model_type": "nope"}')),
         *((f'{{"model_type": "{kind}"}}', f"a {kind!r} model") for kind in ("siglip", "llava")),
-        (None, "holds no config.json"),
+        (None, "cannot be read"),
         # Transformers makes a tokenizer that has only start and end tokens.
         ("no tokenizer", "has no tokenizer"),
         # Ids of another model's reach beyond the embeddings, which ends a CUDA process.
