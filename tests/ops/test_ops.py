@@ -14,9 +14,7 @@ from torch import Tensor
 from benchmarks.server import command
 from vllm_autoprune.ops.dpp import greedy_map
 from vllm_autoprune.ops.dtype import choose_dtype
-from vllm_autoprune.ops.greedy import (
-    farthest_points,
-)
+from vllm_autoprune.ops.greedy import farthest_points
 from vllm_autoprune.ops.rowwise import TIE, argmax_within, evenly_spaced, find_outliers
 from vllm_autoprune.ops.similarity import (
     cosines,

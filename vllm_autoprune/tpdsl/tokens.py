@@ -173,33 +173,12 @@ class VisualTokens:
     merged: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.features.dim() != 3:
+        if self.features.dim() != 3 or self.features.shape[1] != self.grid.tokens:
             raise SelectionError(
-                f"features must be (B, N, D), got shape {tuple(self.features.shape)}"
+                f"features must be (B, N, D) with N = {self.grid.tokens} of the grid "
+                f"{self.grid.height} x {self.grid.width} x {self.grid.tiles} tiles, got shape "
+                f"{tuple(self.features.shape)}"
             )
-        batch, tokens, _ = self.features.shape
-        if tokens != self.grid.tokens:
-            raise SelectionError(
-                f"features hold N = {tokens} tokens but the grid {self.grid.height} x "
-                f"{self.grid.width} x {self.grid.tiles} tiles has {self.grid.tokens}"
-            )
-        merger, instruction, tower = self.merger_input, self.instruction, self.tower
-        inputs = {
-            "cls_attention": self.cls_attention,
-            "known_cosine": self.known_cosine,
-            "encoder": self.encoder,
-            "merged": self.merged,
-            "merger_input.norms": merger.norms if merger else None,
-            "instruction.patches": instruction.patches if instruction else None,
-            "tower.patches": tower.patches if tower else None,
-            "tower.keys": tower.keys if tower else None,
-        }
-        for name, tensor in inputs.items():
-            if tensor is not None and tensor.shape[:2] != (batch, tokens):
-                raise SelectionError(
-                    f"{name} must start with (B, N) = ({batch}, {tokens}), "
-                    f"got {tuple(tensor.shape)}"
-                )
 
     @property
     def batch(self) -> int:

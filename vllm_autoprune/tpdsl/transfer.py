@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pydantic import JsonValue
 
-from vllm_autoprune.backbones import BACKBONE_SHAPES, BackboneShape
+from vllm_autoprune.backbones import BackboneShape
 from vllm_autoprune.errors import Problem, StateError
 from vllm_autoprune.tpdsl.atoms.safety import SafetyRecord
 from vllm_autoprune.tpdsl.atoms.scoring import Relevance
@@ -122,7 +122,7 @@ def instruction_free(
     among K - K_c; a state that is all core is kept. Raises :class:`StateError` if a part without a
     substitute reads it.
     """
-    before, after = state_document(state), state_document(state)
+    after = state_document(state)
     why = {"/name": "distinguishes the variant from the original"}
     if state.core is not None and state.core.share < 1:
         del after["core"]
@@ -166,17 +166,21 @@ def instruction_free(
         ]
         unnamed = Problem("", "a part of the state reads the instruction", "remove that part")
         raise StateError(f"instruction-free variant of state {state.name}", readers or [unnamed])
+    return variant, _explain(state, variant, why)
+
+
+def _explain(
+    before: PruningState, after: PruningState, why: Mapping[str, str]
+) -> tuple[Change, ...]:
+    """Every difference, with the reason of the first pointer that it begins with."""
     changes = []
-    for change in list_changes(before, state_document(variant)):
+    for change in list_changes(state_document(before), state_document(after)):
         reasons = (reason for start, reason in why.items() if change.where.startswith(start))
         changes.append(replace(change, why=next(reasons, "")))
-    return variant, tuple(changes)
+    return tuple(changes)
 
 
 _SPACES = {"clip": "CLIP's joint space", "language": "the language model's embedding space"}
-
-_MAX_R_MIN = 640
-"""Largest r_min that the grammar allows; null, which means K - q_e, has no bound."""
 
 
 def transfer(
@@ -187,72 +191,53 @@ def transfer(
 ) -> tuple[PruningState, tuple[Change, ...]]:
     """Transfer a state to a budget (default: unchanged) and a backbone (default: any).
 
-    Returns it with every change: applied to the original they give the transferred state. Raises
-    :class:`BudgetError` if the state does not allow K.
+    Returns it with every change. Raises :class:`BudgetError` if the state does not allow K.
     """
-    document, changes = state_document(state), list[Change]()
-
-    def set_field(where: str, value: JsonValue, why: str) -> None:
-        *path, last = where.split("/")[1:]
-        parent: Any = document
-        for step in path:
-            parent = parent[int(step)] if isinstance(parent, list) else parent[step]
-        if parent[last] != value:
-            changes.append(Change(where, "changed", parent[last], value, why))
-            parent[last] = value
-
+    document: dict[str, Any] = state_document(state)
+    why: dict[str, str] = {}
     call, selector = state.budget, state.constraints.selector
     if budget is not None and not 1 <= budget <= MAX_BUDGET:
         materialize(state, budget)  # raises BudgetError
     if budget is not None and call.range() != (budget, budget):
-        why, fixed = f"K = {budget}", f"fixed_budget@{budget}"
+        why["/budget"] = f"K = {budget}"
+        document["budget"] = {"limit": call.limit, "atom": f"fixed_budget@{budget}"}
         if budget not in FIXED_BUDGETS:
-            why += ", which has no fixed_budget atom: a ratio budget with equal floor and ceiling"
-            ratio: dict[str, JsonValue] = {"limit": call.limit, "atom": "ratio_budget"}
-            ratio |= {"ratio": 1.0, "floor": budget, "ceiling": budget}
-            set_field("/budget", ratio, why)
-        elif call.atom.startswith("fixed_budget@"):
-            set_field("/budget/atom", fixed, why)
-        else:
-            set_field("/budget", {"limit": call.limit, "atom": fixed}, why)
+            why["/budget"] += ", which has no atom: a ratio budget with equal floor and ceiling"
+            document["budget"] = {"limit": call.limit, "atom": "ratio_budget"}
+            document["budget"] |= {"ratio": 1.0, "floor": budget, "ceiling": budget}
         if isinstance(selector, BoundedSelector) and selector.r_min is not None:
             r_min = max(0, budget - selector.q_e)
-            value = r_min if r_min <= _MAX_R_MIN else None
-            set_field("/constraints/selector/r_min", value, f"r_min = K - q_e = {r_min}")
+            why["/constraints/selector/r_min"] = f"r_min = K - q_e = {r_min}"
+            # The grammar allows at most 640; null, which means K - q_e, has no bound.
+            document["constraints"]["selector"]["r_min"] = r_min if r_min <= 640 else None
     if backbone is not None:
         if isinstance(state.source.tokens, TowerView) and not backbone.tower_rows:
-            view = default_call(ViewCall, "vision_tokens@post_projector").model_dump(mode="json")
-            why = f"the vision tower of {backbone.name} does not have one row per visual token"
-            set_field("/source/tokens", view, why)
+            view = default_call(ViewCall, "vision_tokens@post_projector")
+            document["source"]["tokens"] = view.model_dump(mode="json")
+            what = f"the vision tower of {backbone.name} does not have one row per visual token"
+            why["/source/tokens"] = what
         if state.rank_at == "merger_in" and not backbone.merger:
-            why = f"{backbone.name} has no patch merger to rank tokens before"
-            set_field("/rank_at", "merger_out", why)
+            document["rank_at"] = "merger_out"
+            why["/rank_at"] = f"{backbone.name} has no patch merger to rank tokens before"
+        why["/scoring"] = f"relevance on {backbone.name} is measured in "
+        why["/scoring"] += _SPACES[backbone.relevance]
         for index, signal in enumerate(state.scoring.signals):
             if isinstance(signal, Relevance) and signal.sign != "auto":
-                why = f"relevance on {backbone.name} is measured in {_SPACES[backbone.relevance]}"
-                set_field(f"/scoring/signals/{index}/sign", backbone.sign, why)
-    if changes or backbone is not None or name is not None:
-        # Name and provenance: earlier scores do not apply to the new state.
+                document["scoring"]["signals"][index]["sign"] = backbone.sign
+    if why or name is not None:
         k = materialize(state).budget if budget is None else budget
         target = f"K = {k}" + (f" on {backbone.name}" if backbone else "")
-        origin = f"Re-materialized from {state.name} ({state.digest[:12]}) for {target}."
-        stale = f"was measured before the transfer, not for {target}"
         if name is None:  # autoprune-k32 -> autoprune-llava-next-7b-k160, within 128 characters
-            known = "|".join(re.escape(shape) for shape in BACKBONE_SHAPES)
-            pattern = rf"(?P<stem>.+?)(?:-(?P<backbone>{known}))?(?:-k\d+)?"
-            match = re.fullmatch(pattern, state.name)
-            assert match is not None
-            on = backbone.name if backbone else match["backbone"]
-            suffix = (f"-{on}" if on else "") + f"-k{k}"
-            name = match["stem"][: 128 - len(suffix)] + suffix
-        set_field("/name", name, "distinguishes the two states")
-        set_field("/provenance/evaluated_on", "", stale)
-        set_field("/provenance/scores", {}, stale)
+            suffix = (f"-{backbone.name}" if backbone else "") + f"-k{k}"
+            name = re.sub(r"(?<=.)-k\d+$", "", state.name)[: 128 - len(suffix)] + suffix
+        document["name"], why["/name"] = name, "distinguishes the two states"
+        origin = f"Re-materialized from {state.name} ({state.digest[:12]}) for {target}."
         notes = f"{state.provenance.notes} {origin}".strip()
-        set_field("/provenance/notes", notes, "records the origin of the state")
+        document["provenance"] |= {"evaluated_on": "", "scores": {}, "notes": notes}
+        why["/provenance"] = f"what was measured before the transfer does not hold for {target}"
     transferred = PruningState.model_validate(document)
     materialize(transferred, budget)  # raises BudgetError
-    return transferred, tuple(changes)
+    return transferred, _explain(state, transferred, why)
 
 
 def check_transfer(policy: PruningPolicy, backbone: BackboneShape | None = None) -> SafetyRecord:
