@@ -59,7 +59,6 @@ _LESS = (
     (r"\.load paired .*--rates", "--requests 4 --warm-up 1 --passes 1"),
     (r"\.search study", "--seeds 1 --budgets 8 --rounds 1 --yardsticks minillava"),
     (r"\.search ablations", "--seeds 1 --rounds 1"),
-    (r"tests\.fuzz", "--count 200"),
 )
 """Pattern, and options that a long command gets besides its own, with which it takes minutes.
 

@@ -1,14 +1,14 @@
-"""Odd states and odd requests, drawn from a seed: the one generator of fuzzing and hostile tests.
+"""Odd states and odd requests: the one generator of the fuzz test and of the hostile tests.
 
-States are drawn from the JSON Schema, then mutated as trees of values, as texts and as bytes.
-Requests are chat requests whose pruning entry or messages were mutated.
+States are drawn from the JSON Schema by Hypothesis, then mutated as trees of values, as texts and
+as bytes. Requests are chat requests whose pruning entry or messages were mutated.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-import math
+import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from functools import cache
 from random import Random
 from typing import Any
+
+from hypothesis import strategies as st
 
 from tests.tpdsl.samples import sample
 from vllm_autoprune import PruningState
@@ -25,20 +27,24 @@ from vllm_autoprune.tpdsl.registry import ATOMS
 
 Json = dict[str, Any]
 
-_WORDS = ("gqa", "Größe", "注意", "score", "a/b", "x~y", "🦙", "0", "")
 _ODD_TEXTS = (
     *("", " ", "\0", "\ud800", "\udfff\ud800", "\u202eetats", "e\u0301", "\U0001f999", "\x1b[2J"),
     *("line\nline", "x" * 128, "x" * 129, "\U0001f999" * 128, "x" * 5000, "../../etc/passwd"),
     *("https://example.com/state.json", "__class__", "{0.__class__}", "%s%n", "null", "32"),
+    *("autoprune-state/2", "autoprune-state/1 "),
 )
 _ODD_NUMBERS: tuple[float, ...] = (
     *(0, -1, 1, 0.0, -0.0, 2.0, 2.5, 1e-9, 5e-324, 0.1 + 0.2, 640, 641, 65536, 65537),
     *(2**31, 2**53 + 1, 2**63, 2**64, -(2**63) - 1, 1e18, 1e19, 1e300, -1e308, 10**300, 10**400),
     *(float("inf"), float("-inf"), float("nan")),
 )
+_ODD_VALUES: tuple[Any, ...] = (
+    *(None, True, False, 0, -1, 1.5, 2**53 + 1, 10**30, 1e-320, "", "gqa", "注意", [], {}, [[]]),
+    *([0, None, "a/b"], {"": {}}, {"x~y": [0.5]}, {"atom": "x"}, [{"atom": 1}], {"score": {"": 0}}),
+)
 
 
-# ---- values ----
+# ---- states that the schema describes ----
 
 
 @cache
@@ -47,222 +53,146 @@ def state_schema() -> Json:
     return PruningState.model_json_schema()
 
 
-def draw_state(random: Random) -> Json:
-    """A state that the schema describes, valid except for rules that no schema can express."""
-    state: Json = _draw(state_schema(), random)
-    return state
+@cache
+def states(definition: str = "") -> st.SearchStrategy[Any]:
+    """What the schema, or one of its definitions, describes.
+
+    Valid except for rules that no schema can express.
+    """
+    return _values(state_schema()["$defs"][definition] if definition else state_schema())
 
 
-def _draw(schema: Json, random: Random) -> Any:
+def _values(schema: Json) -> st.SearchStrategy[Any]:
     match schema:
         case {"$ref": str(ref)}:
-            return _draw(state_schema()["$defs"][ref.rpartition("/")[2]], random)
+            return st.deferred(lambda: states(ref.rpartition("/")[2]))
         case {"const": value}:
-            return value
+            return st.just(value)
         case {"oneOf": list(branches)} | {"anyOf": list(branches)}:
-            return _draw(random.choice(branches), random)
+            return st.one_of(*map(_values, branches))
         case {"enum": list(values)}:
-            return random.choice(values)
+            return st.sampled_from(values)
         case {"type": "object"}:
-            fields = {
-                name: _draw(described, random)
-                for name, described in schema.get("properties", {}).items()
-                if name in schema.get("required", ()) or random.random() < 0.5
-            }
+            fields = {name: _values(field) for name, field in schema.get("properties", {}).items()}
+            required = {name: fields.pop(name) for name in schema.get("required", ())}
+            objects = st.fixed_dictionaries(required, optional=fields)
             if isinstance(more := schema.get("additionalProperties", False), dict):
-                fields |= {random.choice(_WORDS): _draw(more, random) for _ in range(2)}
-            return fields
+                others = st.dictionaries(st.text(max_size=8), _values(more), max_size=2)
+                return st.builds(operator.or_, others, objects)
+            return objects
         case {"type": "array"}:
-            least, most = schema.get("minItems", 0), schema.get("maxItems", 8)
-            size = least + min(most - least, int(random.expovariate(0.6)))
-            items = [
-                _draw(schema["items"], random)
-                for _ in range(most if random.random() < 0.02 else size)
-            ]
-            if random.random() < 0.2:
-                return items
-            # Mostly without repetition, which some lists do not allow.
-            named = {item["atom"] if isinstance(item, dict) else str(item): item for item in items}
-            return list(named.values())
+            sizes = {"min_size": schema.get("minItems", 0), "max_size": schema.get("maxItems", 8)}
+            items = _values(schema["items"])
+            # Some lists allow no repetition.
+            name = lambda item: item["atom"] if isinstance(item, dict) else str(item)  # noqa: E731
+            return st.lists(items, **sizes, unique_by=name) | st.lists(items, **sizes)
         case {"type": "string"}:
-            least, most = schema.get("minLength", 0), schema.get("maxLength", 40)
-            size = random.choice((least, most, random.randint(least, min(most, 40))))
-            return "".join(random.choice(_WORDS) or " " for _ in range(size))[:size]
-        case {"type": "number"}:
-            return _draw_number(schema, random)
-        case {"type": "integer"}:
-            return round(_draw_number(schema, random))
+            longest = min(schema.get("maxLength", 40), 40)
+            return st.text(min_size=schema.get("minLength", 0), max_size=longest)
+        case {"type": "number" | "integer" as kind}:
+            low, high = schema.get("minimum"), schema.get("maximum")
+            above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
+            if kind == "integer":
+                return st.integers(
+                    low if above is None else above + 1, high if below is None else below - 1
+                )
+            return st.floats(
+                low if above is None else above,
+                high if below is None else below,
+                exclude_min=above is not None,
+                exclude_max=below is not None,
+                allow_nan=False,
+                allow_infinity=False,
+            )
         case {"type": "boolean"}:
-            return random.random() < 0.5
+            return st.booleans()
         case {"type": "null"}:
-            return None
-    return draw_json(random)
-
-
-def _draw_number(schema: Json, random: Random) -> float:
-    """As often an end of the range as a number within it, on a logarithmic scale if it is wide.
-
-    Most faults occur there.
-    """
-    low: Any = schema.get("minimum", schema.get("exclusiveMinimum", -1000))
-    high: Any = schema.get("maximum", schema.get("exclusiveMaximum", 1000))
-    if "exclusiveMaximum" in schema and schema["type"] == "integer":
-        high -= 1
-    if random.random() < 0.3:
-        ends = [low, high, schema.get("default")]
-        return random.choice([end for end in ends if isinstance(end, int | float)])
-    if low >= 0 and high - low > 16:
-        return float(min(high, low + math.expm1(random.random() * math.log1p(high - low))))
-    return random.uniform(low, high)
-
-
-def draw_json(random: Random, depth: int = 3) -> Any:
-    """Any JSON value."""
-    match random.randrange(7 if depth else 5):
-        case 0:
-            return None
-        case 1:
-            return random.random() < 0.5
-        case 2:
-            return random.choice((0, 1, -1, 2**31, 2**53 + 1, -(2**63), 2**64, 10**30))
-        case 3:
-            return random.choice((0.5, -0.0, 1e-320, 1.5e308, 2.0, random.random()))
-        case 4:
-            return random.choice(_WORDS)
-        case 5:
-            return [draw_json(random, depth - 1) for _ in range(random.randrange(4))]
-    return {random.choice(_WORDS): draw_json(random, depth - 1) for _ in range(random.randrange(4))}
+            return st.none()
+    return st.sampled_from(_ODD_VALUES)
 
 
 # ---- mutations of trees ----
 
-_Place = tuple[Any, Any]
-"""A container and the key or index in it."""
 
-# Those that change most states only a little stand here twice.
-_MUTATIONS = (
-    *("drop", "rename", "misspell", "retype", "nest", "repeat", "intrude", "renumber", "renumber"),
-    *("swap_atom", "swap_atom", "graft", "odd_text", "odd_key", "reversion"),
-)
-
-
-def _is_possible(how: str, container: Any, key: Any) -> bool:
-    """Whether a mutation is possible at a place."""
-    value = container[key]
-    match how:
-        case "rename" | "intrude" | "odd_key":
-            return isinstance(container, dict)
-        case "misspell" | "odd_text":
-            return isinstance(value, str)
-        case "repeat":
-            return isinstance(container, list)
-        case "renumber":
-            return type(value) in (int, float)
-        case "swap_atom":
-            return isinstance(value, str) and value in {*ATOMS.names(), *BASE_POLICIES}
-    return True
-
-
-def _places(value: Any) -> Iterator[_Place]:
-    """Every place in a tree, from the root down."""
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Every container of a tree with each key or index in it, from the root down."""
     if isinstance(value, dict | list):
         for key in list(value) if isinstance(value, dict) else range(len(value)):
             yield value, key
             yield from _places(value[key])
 
 
-def _get(container: Any, key: Any) -> Any:
-    return container.get(key) if isinstance(container, dict) else container[key]
-
-
 @cache
 def _atoms() -> list[str]:
     """Sorted, so that a seed draws the same mutations wherever atoms are declared."""
-    return sorted(ATOMS.names())
+    return sorted({*ATOMS.names(), *BASE_POLICIES})
 
 
 @cache
 def _field_names() -> list[str]:
-    known = [name for atom in _atoms() for name in sorted(ATOMS[atom].call.parameters())]
+    known = [
+        name for atom in sorted(ATOMS.names()) for name in sorted(ATOMS[atom].call.parameters())
+    ]
     return [*known, "atom", "name", "limit", "Weight"]
 
 
-def _misspell(text: str, random: Random) -> str:
-    if not text:
-        return "x"
-    at = random.randrange(len(text))
-    return random.choice(
-        (
-            text[:at] + text[at + 1 :],
-            text[:at] + random.choice("aez_-@ 0") + text[at:],
-            text[:at] + text[at + 1 : at + 2] + text[at : at + 1] + text[at + 2 :],
-            text.upper(),
-            text.replace("_", "-"),
-            f" {text}",
-            f"{text}\n",
-            text.replace("a", "а").replace("e", "е"),  # Cyrillic
-        )
+def _respell(text: str, random: Random) -> str:
+    """A text with a mistake, or another one that is odd."""
+    at = random.randrange(len(text) + 1)
+    mistakes = (
+        text[:at] + text[at + 1 :],
+        text[:at] + random.choice("aez_-@ 0") + text[at:],
+        *(text.upper(), text.replace("_", "-"), f" {text}", f"{text}\n"),
+        text.replace("a", "а").replace("e", "е"),  # Cyrillic
     )
+    return random.choice(mistakes if random.random() < 0.5 else _ODD_TEXTS)
 
 
-def mutate(state: Json, random: Random) -> list[str]:
-    """Apply one to four mutations in place, each where it is possible, if it is anywhere.
-
-    Returns their names.
-    """
-    names = []
+def mutate(tree: Json, random: Random) -> None:
+    """Apply one to four mutations in place, each as the place allows."""
     for _ in range(random.choice((1, 1, 1, 2, 3, 4))):
-        names.append(how := random.choice(_MUTATIONS))
-        root = [(state, "schema")]  # every field may have been dropped
-        if how == "reversion":
-            state["schema"] = random.choice(
-                ("autoprune-state/2", "autoprune-state/1 ", 1, None, "", [])
-            )
-            continue
-        if how == "graft":  # a part in place of another one
-            part = copy.deepcopy(_get(*random.choice(list(_places(state)) or root)))
-            container, key = random.choice(list(_places(state)) or root)
-            container[key] = part
-            continue
-        places = [place for place in _places(state) if _is_possible(how, *place)]
-        if not places and how not in ("drop", "retype", "nest"):
-            continue
-        container, key = random.choice(places or root)
-        value = _get(container, key)
-        match how:
+        places = list(_places(tree))
+        if not places:
+            return
+        container, key = random.choice(places)
+        value, kinds = container[key], ["drop", "retype", "nest", "graft"]
+        kinds += ["rename", "intrude"] if isinstance(container, dict) else ["repeat"]
+        # What changes most states only a little is drawn more often.
+        if isinstance(value, str):
+            kinds += ["respell", *(["swap"] * 4 if value in _atoms() else [])]
+        if type(value) in (int, float):
+            kinds += ["renumber"] * 4
+        match random.choice(kinds):
             case "drop":
-                container.pop(key, None) if isinstance(container, dict) else container.pop(key)
-            case "rename":
-                container.pop(key)
-                container[_misspell(key, random)] = value
-            case "misspell":
-                container[key] = _misspell(value, random)
+                del container[key]
             case "retype":
-                plain: tuple[Any, ...] = (None, True, False, 0, 1.5, "", [], {})
-                nested = ([value], {"atom": value}, str(value), draw_json(random))
-                container[key] = random.choice((*plain, *nested))
+                odd = (*_ODD_VALUES, [value], {"atom": value}, str(value))
+                container[key] = copy.deepcopy(random.choice(odd))
             case "nest":
                 for _ in range(random.choice((1, 2, 20, 40, 300))):
                     value = [value] if random.random() < 0.5 else {"atom": value}
                 container[key] = value
+            case "graft":  # a part in place of another one
+                part = copy.deepcopy(value)
+                container, key = random.choice(places)
+                container[key] = part
+            case "rename":
+                container[_respell(key, random)] = container.pop(key)
+            case "intrude":  # a field of another part of the language, or an unknown one
+                odd_value = copy.deepcopy(random.choice(_ODD_VALUES))
+                container[random.choice(_field_names())] = odd_value
             case "repeat":
                 times = random.choice((1, 2, 8, 40))
                 container[key:key] = [copy.deepcopy(value) for _ in range(times)]
-            case "intrude":  # a field of another part of the language, or an unknown one
-                intruder = draw_json(random)
-                container[random.choice(_field_names())] = intruder
+            case "respell":
+                container[key] = _respell(value, random)
+            case "swap":  # the name of another atom of any group
+                container[key] = random.choice(_atoms())
             case "renumber":
                 near: tuple[float, ...] = (-value,)
                 if abs(value) < 2**63:  # others may be whole numbers that no float holds
                     near = (value + 1, value - 1, -value, value * 1.001, value * 10, float(value))
                 container[key] = random.choice((*near, *_ODD_NUMBERS))
-            case "swap_atom":  # the name of another atom of any group
-                container[key] = random.choice([*_atoms(), *sorted(BASE_POLICIES)])
-            case "odd_text":
-                container[key] = random.choice(_ODD_TEXTS)
-            case "odd_key":
-                container[random.choice(_ODD_TEXTS)] = value
-    return names
 
 
 # ---- mutations of texts and bytes ----
@@ -278,77 +208,65 @@ _INSERTED = (
 )
 _TEXTS = ("", " ", "null", "[]", "0", '"{}"', "{", "}", "{}", "true", "\ufeff", "NaN", "1e999")
 _ENCODINGS = ("utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be", "utf-7")
-# Small changes are drawn more often.
 _SPOILING = (
-    *("number", "key", "cut", "insert") * 2,
-    *("deep", "many", "doubled", "quotes", "nothing"),
-    *("encoded", "encoded", "latin", "bytes", "bytes", "bytes", "binary", "padded"),
+    *("number", "key", "cut", "insert"),
+    *("deep", "many", "doubled", "quotes", "nothing", "encoded", "bytes", "padded"),
 )
 
 
-def _spoil(text: str, random: Random) -> tuple[str | bytes, str]:
-    """A mutated text, and the name of its mutation."""
-    at, how = random.randrange(len(text) + 1), random.choice(_SPOILING)
-    raw = text.encode("utf-8", "surrogatepass")
-    spoilt: str | bytes = text
-    match how:
+def spoil(text: str, random: Random) -> str | bytes:
+    """A text that is no longer JSON, or is hardly any."""
+    at = random.randrange(len(text) + 1)
+    match random.choice(_SPOILING):
         case "number":
             numbers = list(re.finditer(r"-?\d+(\.\d+)?([eE][+-]?\d+)?", text))
             start, end = random.choice(numbers).span() if numbers else (len(text), len(text))
-            spoilt = text[:start] + random.choice(_NUMBERS) + text[end:]
+            return text[:start] + random.choice(_NUMBERS) + text[end:]
         case "key":  # repeated at the head of an object
             keys = re.findall(r'"[^"\\]*"(?=\s*:)', text) or ['"a"']
             head = random.choice([match.end() for match in re.finditer(r"\{", text)] or [0])
-            value = random.choice(("1", "null", "[]"))
-            spoilt = f"{text[:head]}{random.choice(keys)}: {value}, {text[head:]}"
+            return f"{text[:head]}{random.choice(keys)}: null, {text[head:]}"
         case "cut":
             after = text[at + 1 + random.randrange(5) :]
-            spoilt = random.choice((text[:at], text[at:], text[:at] + after))
+            return random.choice((text[:at], text[at:], text[:at] + after))
         case "insert":
-            spoilt = text[:at] + random.choice(_INSERTED) + text[at:]
+            return text[:at] + random.choice(_INSERTED) + text[at:]
         case "deep":
             depth = random.choice((10, 33, 1000, 100_000))
             opening, closing = random.choice((("[", "]"), ('{"a":', "}")))
             deep = opening * depth + "1" + closing * depth
-            spoilt = text.replace("null", deep, 1) + random.choice(("", "", "[" * depth))
+            return text.replace("null", deep, 1) + random.choice(("", "", "[" * depth))
         case "many":
             item = random.choice(("0", "[]", "{}", '"x"', '{"atom":"x"}', "1.5"))
             count = random.choice((100, 9000, 11_000, 60_000))
-            spoilt = text.replace("[", "[" + f"{item}," * count, 1)
+            return text.replace("[", "[" + f"{item}," * count, 1)
         case "doubled":
-            spoilt = text + random.choice(("", " ", ",", "\n")) + text
+            return text + random.choice(("", " ", ",", "\n")) + text
         case "quotes":
-            spoilt = text.replace('"', random.choice(("'", "“", "")))
+            return text.replace('"', random.choice(("'", "“", "")))
         case "nothing":
-            spoilt = random.choice(_TEXTS)
+            return random.choice(_TEXTS)
         case "encoded":
-            spoilt = text.encode(random.choice(_ENCODINGS), "surrogatepass")
-        case "latin":
-            spoilt = text.replace("a", "ä").encode("latin-1", "replace")
-        case "bytes":
-            content = bytearray(raw)
-            for _ in range(random.choice((1, 1, 3, 30)) if content else 0):
-                content[random.randrange(len(content))] = random.randrange(256)
-            spoilt = bytes(content)
-        case "binary":
-            spoilt = random.randbytes(random.choice((1, 100, 5000)))
+            return text.encode(random.choice(_ENCODINGS), "surrogatepass")
         case "padded":
-            spoilt = raw + b" " * random.choice((1 << 20, 3 << 20))
-    return spoilt, how
+            return text + " " * random.choice((1 << 20, 3 << 20))
+    content = bytearray(text.encode("utf-8", "surrogatepass"))
+    for _ in range(random.choice((1, 1, 3, 30)) if content else 0):
+        content[random.randrange(len(content))] = random.randrange(256)
+    return bytes(content)
 
 
-def draw_text(seed: int, index: int) -> tuple[str | bytes, list[str]]:
-    """The text of an index, and the mutations that were applied to a valid state."""
-    random = Random(f"{seed}/{index}")
-    state, fate = draw_state(random), random.random()
-    names = mutate(state, random) if 0.4 <= fate < 0.85 or fate > 0.97 else []
+@st.composite
+def texts(draw: st.DrawFn) -> str | bytes:
+    """Texts of states: as the schema has them, mutated, and spoilt."""
+    state, random = draw(states()), Random(draw(st.integers(0, 2**32)))
+    fate = draw(st.sampled_from(("sound", "mutated", "mutated", "spoilt")))
+    if fate == "mutated":
+        mutate(state, random)
     indent = random.choice((None, None, 2, "\t"))
     text = json.dumps(state, indent=indent, ensure_ascii=random.random() < 0.5)
     text = random.choice(("", "", "\n", " \r\n\t")) + text
-    if fate < 0.85:
-        return text, names
-    content, how = _spoil(text, random)
-    return content, [*names, how]
+    return spoil(text, random) if fate == "spoilt" else text
 
 
 # ---- requests ----
@@ -449,8 +367,8 @@ def draw_request(
             state = {**sample(), "core": copy.deepcopy(random.choice(_CORES))}
             entry |= {"state": state, "budget": random.choice((32, 48, 64))}
         if random.random() < 0.1:  # what only the server's renderer may say
-            turn = {"images": random.choice((0, 1, 2, 99, -1)), "text": random.choice(_ODD_TEXTS)}
-            entry["recall_turns"] = random.choice(([], [turn], [turn] * 300, turn, None))
+            turn = {"images": random.choice((0, 1, 99, -1)), "text": random.choice(_ODD_TEXTS)}
+            entry["recall_turns"] = random.choice(([], [turn] * 300, turn, None))
         request["mm_processor_kwargs"] = {REQUEST_FIELD: entry}
     elif kind != "body":
         request["mm_processor_kwargs"] = _draw_kwargs(kind, random)
@@ -464,7 +382,7 @@ def draw_request(
     text = json.dumps({k: v for k, v in request.items() if k not in ("model", "messages")})
     content = json.dumps(request)
     if random.random() < _SPOILT:
-        spoilt, _ = _spoil(content, random)
+        spoilt = spoil(content, random)
         raw = spoilt.encode("utf-8", "surrogatepass") if isinstance(spoilt, str) else spoilt
         return MutatedRequest("spoilt", raw, text, None)
     return MutatedRequest(kind, content.encode(), text, without_entry(request))
@@ -545,7 +463,8 @@ def _draw_kwargs(kind: str, random: Random) -> Any:
         case "kwargs":
             mutate(kwargs, random)
         case "anything":
-            kwargs = random.choice((draw_json(random), {REQUEST_FIELD: draw_json(random)}))
+            odd = copy.deepcopy(random.choice(_ODD_VALUES))
+            kwargs = random.choice((odd, {REQUEST_FIELD: odd}))
         case "huge":
             deep: Any = 1
             for _ in range(random.choice((300, 900))):

@@ -1,35 +1,169 @@
-"""The loader on generated states, and a negative control of its judge."""
+"""The loader on generated states, and a negative control of their judge.
+
+``--exhaustive`` draws twenty thousand texts in place of some hundreds, and
+``--hypothesis-profile=default`` others at each run.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+import pickle
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import jsonschema  # type: ignore[import-untyped]
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from tests.fuzz.__main__ import FAULT, judge, main
-from tests.fuzz.generator import REQUEST_KINDS, draw_request, draw_state, draw_text
+from tests.fuzz.generator import REQUEST_KINDS, Json, draw_request, state_schema, states, texts
 from tests.tpdsl.samples import edited, sample
-from vllm_autoprune import StateError, load_state
+from vllm_autoprune import BudgetError, PruningState, StateError, load_state, materialize
+from vllm_autoprune.tpdsl.atoms.safety import VERDICTS
+from vllm_autoprune.tpdsl.loading import RULES
+from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
 from vllm_autoprune.tpdsl.registry import ATOMS
+from vllm_autoprune.tpdsl.safety import safety_check, synthetic_probes
+
+SLOW = 1.0
+"""Seconds of processor time within which any text must be accepted or refused."""
+
+SMALL = 5
+"""K at which most states run, on an image of 16 tokens."""
+
+BUDGETS = (1, 2, 7, 64, 500, MAX_BUDGET, 0, -1, MAX_BUDGET + 1)
 
 
-def test_a_sample_of_texts_is_judged_without_a_fault(tmp_path: Path) -> None:
-    judged = [judge(draw_text(1, n)[0], tmp_path / "s", fully=n % 20 == 0) for n in range(400)]
-    counts = Counter(outcome for outcomes in judged for outcome in outcomes)
-    assert [outcome for outcome in counts if outcome.startswith(FAULT)] == []
+def judge(content: str | bytes, file: Path, fully: bool = False) -> PruningState | set[str]:
+    """The state of a text, or the kinds of its problems; fails where the loader's promises do.
+
+    ``fully``: at the state's own K on all probes, and by the full schema. A text that the loader
+    would take for a name or a path is read from ``file``.
+    """
+    source: Any = file
+    if isinstance(content, str) and content.lstrip(" \t\r\n").startswith("{"):
+        source = content
+    else:
+        raw = content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass")
+        file.write_bytes(raw)
+    state, refusal, kinds, begun = None, None, set[str](), time.process_time()
+    try:
+        state = load_state(source)
+    except StateError as error:
+        refusal = error
+    if refusal is not None:
+        kinds = {problem.kind for problem in refusal.problems}
+        message = str(refusal).replace("\n", "")
+        assert len(message) <= 64 * 1024 and message.isprintable(), message[:999]
+        assert kinds, "refused without a problem"
+        for problem in refusal.problems:
+            assert problem.what and problem.fix and problem.kind, problem
+            assert not problem.where or problem.where.startswith("/"), "no JSON pointer"
+    assert (seconds := time.process_time() - begun) < SLOW, f"took {seconds:.1f} s"
+    if not kinds or not kinds <= {*RULES, "more"}:  # no schema can express the rules
+        compare_with_schema(content, kinds, fully)
+    if state is None:
+        return kinds
+    use(state, fully)
+    return state
+
+
+def compare_with_schema(content: str | bytes, kinds: set[str], fully: bool) -> None:
+    """The schema accepts what the loader has not refused for any of these reasons."""
+    try:
+        text = content.decode() if isinstance(content, bytes) else content
+        # Python refuses to read longer numbers.
+        value = json.loads(text, parse_int=lambda d: int(d) if len(d) < 4000 else math.inf)
+    except (ValueError, RecursionError):
+        assert kinds, "text is no JSON, but the loader accepts it"
+        return
+    accepts = quick_validator()(value)
+    assert accepts is not bool(kinds), f"schema accepts: {accepts}, the loader refuses for {kinds}"
+    if fully:
+        assert jsonschema.Draft202012Validator(state_schema()).is_valid(value) == accepts
+
+
+@cache
+def quick_validator() -> Callable[[Any], bool]:
+    """The verdict of ``jsonschema``, by the branch of a ``oneOf`` that the instance's tag selects.
+
+    The other branches cannot match, because each requires another constant, and with a hundred
+    atoms they would take most of the time. Judged fully, a text is compared with the full schema.
+    """
+    plainly = jsonschema.Draft202012Validator.VALIDATORS["oneOf"]
+
+    def one_of(validator: Any, branches: Any, instance: Any, where: Json) -> Iterator[Any]:
+        tag = where.get("discriminator", {}).get("propertyName")
+        if tag is None or not isinstance(instance, dict):
+            yield from plainly(validator, branches, instance, where)
+            return
+        for branch in branches:
+            described = state_schema()["$defs"][branch["$ref"].rpartition("/")[2]]
+            if described["properties"][tag]["const"] == instance.get(tag):
+                yield from validator.descend(instance, branch)
+                return
+        yield jsonschema.ValidationError(f"no branch for {instance.get(tag)!r}")
+
+    extended = jsonschema.validators.extend(jsonschema.Draft202012Validator, {"oneOf": one_of})
+    accepts: Callable[[Any], bool] = extended(state_schema()).is_valid
+    return accepts
+
+
+@cache
+def probes() -> Any:
+    return synthetic_probes(SMALL)
+
+
+def use(state: PruningState, fully: bool) -> None:
+    """An accepted state can be written, read again, materialized at every K and checked."""
+    text = state.dumps()
+    again = load_state(text)
+    assert (again, again.digest, again.dumps()) == (state, state.digest, text)
+    assert load_state(json.loads(text)) == state == pickle.loads(pickle.dumps(state))
+    assert quick_validator()(json.loads(text)), "schema refuses what it writes"
+    own = materialize(state)
+    for budget in BUDGETS:
+        with suppress(BudgetError):
+            policy = materialize(state, budget)
+            assert 1 <= policy.budget <= MAX_BUDGET and policy.r_min <= policy.budget, budget
+    least = state.constraints.selector.insists_on or 0
+    k = min(max(SMALL, least), state.budget.limit or MAX_BUDGET)
+    probe = probes()[int(state.digest[0], 16) % len(probes())]
+    record = safety_check(own if fully else materialize(state, k), None if fully else [probe])
+    assert [verdict.name for verdict in record.verdicts] == list(VERDICTS)
+
+
+@pytest.mark.parametrize(
+    ("examples", "fully"),
+    [(400, False), (20, True), pytest.param(20_000, False, marks=pytest.mark.exhaustive)],
+)
+@pytest.mark.timeout(7200)
+def test_texts_are_accepted_or_refused_as_promised(
+    tmp_path: Path, examples: int, fully: bool
+) -> None:
+    outcomes, atoms = Counter[str](), set[str]()
+
+    @settings(max_examples=examples, suppress_health_check=list(HealthCheck))
+    @given(texts())
+    def judge_text(text: str | bytes) -> None:
+        outcome = judge(text, tmp_path / "state.json", fully)
+        outcomes.update(["accepted"] if isinstance(outcome, PruningState) else outcome)
+        if isinstance(outcome, PruningState):
+            atoms.update(name for name in ATOMS.names() if f'"{name}"' in outcome.dumps())
+
+    judge_text()
+    print(outcomes, len(atoms), len(ATOMS))
     # Valid and invalid texts must both be frequent for the sample to be informative.
-    assert 60 < counts["accepted"] < 300
-    assert sum(outcome.startswith("refused") for outcome in counts) >= 10
-
-
-def test_drawn_states_have_every_atom() -> None:
-    text = json.dumps([draw_state(Random(number)) for number in range(2000)])
-    assert [name for name in ATOMS.names() if json.dumps(name) not in text] == []
+    assert 0.1 < outcomes["accepted"] / examples < 0.8
+    if examples >= 400:
+        assert len(outcomes) > 10 and len(atoms) > len(ATOMS) / 2
 
 
 def test_every_kind_of_request_is_drawn_and_repeated_by_its_seed() -> None:
@@ -39,14 +173,14 @@ def test_every_kind_of_request_is_drawn_and_repeated_by_its_seed() -> None:
         [draw_request([body], Random(f"0/{n}"), ("m", "adapter")) for n in range(150)]
         for _ in range(2)
     )
-    assert [request.content for request in requests] == [request.content for request in again]
+    assert requests == again
     assert {request.kind for request in requests} - {"spoilt"} == set(REQUEST_KINDS)
 
 
 def breakable(value: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Places at which every wrong value must be reported: pointer, container and key."""
     for key in value if isinstance(value, dict) else range(len(value)):
-        at = f"{where}/{key}"
+        at = f"{where}/{str(key).replace('~', '~0').replace('/', '~1')}"
         # A wrong version ends validation, scores accept any value, and with a wrong name the
         # fields beside it are not validated.
         if at not in ("/schema", "/provenance/scores") and key not in ("atom", "name"):
@@ -55,21 +189,20 @@ def breakable(value: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:
                 yield from breakable(value[key], at)
 
 
-def test_all_problems_are_reported_at_their_pointers() -> None:
-    random = Random(0)
-    for _ in range(150):
-        state = draw_state(random)
-        places, broken = list(breakable(state)), list[str]()
-        for where, container, key in random.sample(places, min(12, len(places))):
-            nested = (f"{where}/".startswith(f"{other}/") for other in broken)
-            if not any(nested) and not any(f"{b}/".startswith(f"{where}/") for b in broken):
-                container[key] = {"wrong": 1}
-                broken.append(where)
-        with pytest.raises(StateError) as raised:
-            load_state(json.dumps(state))
-        reported = {problem.where for problem in raised.value.problems}
-        # An object in place of an object is reported at its fields.
-        assert [b for b in broken if not {b, f"{b}/wrong"} & reported] == []
+@settings(max_examples=100)
+@given(states(), st.integers(0, 2**32))
+def test_all_problems_are_reported_at_their_pointers(state: Json, seed: int) -> None:
+    places, broken = list(breakable(state)), list[str]()
+    for where, container, key in Random(seed).sample(places, min(12, len(places))):
+        nested = (f"{where}/".startswith(f"{other}/") for other in broken)
+        if not any(nested) and not any(f"{other}/".startswith(f"{where}/") for other in broken):
+            container[key] = {"wrong": 1}
+            broken.append(where)
+    with pytest.raises(StateError) as raised:
+        load_state(json.dumps(state))
+    reported = {problem.where for problem in raised.value.problems}
+    # An object in place of an object is reported at its fields.
+    assert [where for where in broken if not {where, f"{where}/wrong"} & reported] == []
 
 
 def raising(error: Exception) -> Callable[..., Any]:
@@ -79,32 +212,25 @@ def raising(error: Exception) -> Callable[..., Any]:
     return load
 
 
-SHIPPED = load_state("autoprune")
-BAD = json.dumps(edited(sample(), {"/reassembly/strength": 2}))
-FAULTS: dict[str, tuple[str, Callable[..., Any], str]] = {
-    "KeyError: 'x'": ("load_state", raising(KeyError("x")), "{}"),
-    "schema refuses it, the loader accepts it": ("load_state", lambda _: SHIPPED, BAD),
-    "text is no JSON, but the loader accepts it": ("load_state", lambda _: SHIPPED, "{,"),
-    "schema accepts it, the loader refuses it for ['version']": (
-        *("load_state", lambda _: load_state("{}"), json.dumps(sample())),
+LOAD, SHIPPED = load_state, load_state("autoprune")
+FAULTS: dict[str, tuple[Callable[..., Any], str]] = {
+    "KeyError: 'x'": (raising(KeyError("x")), "{}"),
+    "accepts: False": (
+        lambda _: SHIPPED,
+        json.dumps(edited(sample(), {"/reassembly/strength": 2})),
     ),
-    "message is too long, or does not print": (
-        *("load_state", raising(StateError("state\x1b[2J", [])), "{,"),
-    ),
-    "RuntimeError: out of memory": (
-        *("safety_check", raising(RuntimeError("out of memory")), json.dumps(sample())),
-    ),
+    "text is no JSON, but": (lambda _: SHIPPED, "{,"),
+    "accepts: True": (lambda _: LOAD("{}"), json.dumps(sample())),
+    "isprintable": (raising(StateError("state\x1b[2J", [])), "{,"),
+    "refused without": (raising(StateError("state", [])), "{,"),
 }
-"""A fault that is reported, where a function is replaced by another one, of a text."""
+"""A fault that is reported, where the loader is replaced by this function, of a text."""
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    name, replacement, text = FAULTS[fault]
-    monkeypatch.setattr(f"tests.fuzz.__main__.{name}", replacement)
-    assert FAULT + fault in judge(text, tmp_path / "state.json", fully=True)
-
-
-def test_the_command_judges_texts_and_counts_them(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--count", "20", "--seed", "3"]) == 0
-    assert capsys.readouterr().out.rstrip().endswith("0 faults")
+    loader, text = FAULTS[fault]
+    monkeypatch.setattr("tests.fuzz.test_fuzz.load_state", loader)
+    with pytest.raises((AssertionError, KeyError)) as raised:
+        judge(text, tmp_path / "state.json", fully=True)
+    assert fault in f"{raised.typename}: {raised.value}"
