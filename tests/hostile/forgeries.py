@@ -12,23 +12,15 @@ import torch
 from torch import Tensor
 
 from tests.fuzz.generator import Json
-from tests.hostile.attacks import (
-    QUESTIONS,
-    RECALL,
-    RECALLED,
-    SPLIT,
-    conversation,
-)
+from tests.hostile.attacks import QUESTIONS, RECALL, RECALLED, SPLIT, conversation
 from tests.hostile.site import (
     LARGE,
-    Client,
     Picture,
-    Problems,
     Site,
+    assert_no_error,
+    assert_same,
     attack,
     nearest,
-    server_errors,
-    unlike,
 )
 from tests.serving.http import entry
 from tests.tpdsl.samples import sample
@@ -72,8 +64,9 @@ FORGED: Mapping[str, Forge] = {
     **{  # words at the head of a plan: budget, keep, part and the like
         f"word {at} = {value}": _with_word(at, value)
         for at in range(12)
-        for value in (0, -1, 1, 9, 33, 10_000, 2**31, 2**62, -(2**63))
+        for value in (-1, 10_000, 2**62)
     },
+    "word 0 = 33": _with_word(0, 33),  # more tokens than room
     "a core": _as_core,
     **{
         f"a delta of K_c = {core}": changed(part="delta", core=core) for core in (1, 8, 255, 10_000)
@@ -90,12 +83,11 @@ FORGED: Mapping[str, Forge] = {
     "fractions": lambda plan: plan.double() + 0.5,
     "not finite": lambda plan: torch.full(plan.shape, float("nan")),
 }
-_QUICK = [name for name in FORGED if "word" not in name or name.endswith((" -1", " 10000"))]
 
 
-def _render(client: Client, *pictures: Picture, **more: Any) -> Json:
+def _render(site: Site, *pictures: Picture, **more: Any) -> Json:
     """A request for the endpoint for processed inputs, as rendered by vLLM."""
-    reply = client.send(RENDER, client.body(*pictures, **more))
+    reply = site.send(RENDER, site.body(*pictures, **more))
     assert reply.status == 200, reply
     sampling = {"temperature": 0, "max_tokens": 4, "logprobs": 20}
     return {**reply.body, "sampling_params": sampling, "stream": False}
@@ -140,92 +132,55 @@ Forgery = tuple[str, Mapping[str, Any], Sequence[Forge]]
 """Its name, a rendered request, and what is made of the plans of its items."""
 
 
-def _send_forgeries(site: Site, forgeries: Iterable[Forgery]) -> Problems:
-    """A problem for each server error, a dead engine, and a refusal of what is not forged."""
-    statuses: dict[str, int] = {}
+def _send_forgeries(site: Site, forgeries: Iterable[Forgery]) -> None:
+    """No server error and no dead engine, and what is not forged is answered."""
+    answered = False
     for name, request, forges in forgeries:
-        for kind, changes in ((name, forges), ("nothing forged", [_same])):
-            if kind in statuses:
-                continue
-            reply = site.send(GENERATE, forge(request, *changes))
-            statuses[kind] = reply.status
-            yield from (f"{kind}: {problem}" for problem in server_errors(reply))
-            if not site.lives():
-                yield f"{kind}: {reply}, and the engine is dead"
-                return
-    site.notes.append(f"{statuses}")
-    if statuses["nothing forged"] != 200:
-        yield "the endpoint refuses what is not forged"
+        if not answered:
+            reply = site.send(GENERATE, forge(request, _same))
+            answered = reply.status == 200
+            assert answered, f"nothing forged: {reply}"
+        reply = site.send(GENERATE, forge(request, *forges))
+        assert not reply.failed and site.lives(), f"{name}: {reply}"
 
 
 @attack("uncached", judge=_send_forgeries)
 def forged_plans(site: Site) -> Iterable[Forgery]:
-    """Invalid plans: out of range, too short, too long, of another type, missing."""
-    request = _render(site, _PICTURE)
-    return [(name, request, [FORGED[name]]) for name in _QUICK]
-
-
-@attack("uncached", quick=False, judge=_send_forgeries)
-def forged_plans_of_every_kind(site: Site) -> Iterable[Forgery]:
-    """Every header field of a plan with every extreme value."""
+    """Invalid plans: out of range, too short, too long, of another type."""
     request = _render(site, _PICTURE)
     return [(name, request, [change]) for name, change in FORGED.items()]
 
 
 @attack("uncached")
-def forged_budgets_of_two_images(site: Site) -> Problems:
+def forged_budgets_of_two_images(site: Site) -> None:
     """Two images whose plans are exchanged, so that rows and placeholders differ."""
     request = _render(site, _PICTURE, Picture(17, 56, 56))
     request["features"]["kwargs_data"]["image"].reverse()
     reply = site.send(GENERATE, forge(request, _same))
-    if not site.lives():
-        yield f"exchanged plans: {reply}, and the engine is dead"
+    assert site.lives(), reply
 
 
 @attack("uncached", quick=False)
-def plan_left_out(site: Site) -> Problems:
-    """An image without a plan in place of a pruned one: no error that stock vLLM does not give.
-
-    Stock vLLM gets the equivalent: fewer placeholders than the image needs.
-    """
-    reply = site.send(GENERATE, forge(_render(site, _PICTURE), lambda plan: None))
-    if site.lives():
-        return
-    stock = site.stock()
-    request = _render(stock, _PICTURE)
-    request["features"]["mm_placeholders"]["image"][0]["length"] -= 1
-    request["features"]["mm_metadata"] = None
-    other = stock.send(GENERATE, request)
-    if stock.lives():
-        yield f"no plan: {reply}, and the engine is dead; stock answers {other.status} and lives"
-    else:
-        site.notes.append("the engine is dead, and so is that of stock by a range that is short")
-        site.restart()
-
-
-@attack("uncached", quick=False)
-def planted_key(site: Site) -> Problems:
+def planted_key(site: Site) -> None:
     """A plan with the feature key of another client's image and different pixels."""
     victim, planted = Picture(30, *LARGE), Picture(31, *LARGE)
     key = _plans_of(_render(site, victim))[0].key
     about_planted = site.ask(planted)
-    yield from server_errors(site.send(GENERATE, forge(_render(site, planted), changed(key=key))))
+    assert_no_error(site.send(GENERATE, forge(_render(site, planted), changed(key=key))))
     answer = site.ask(victim)
     # The reference answer is requested last, with another salt and so another key.
-    if nearest(answer, site.ask(victim, cache_salt="alone"), about_planted) == 1:
-        yield "an image is answered about the one that a peer sent under its key"
+    assert nearest(answer, site.ask(victim, cache_salt="alone"), about_planted) == 0
 
 
 @attack("uncached")
-def state_where_none_is_allowed(site: Site) -> Problems:
+def state_where_none_is_allowed(site: Site) -> None:
     """A state in a forged plan, on a server whose requests may set nothing."""
     request = _render(site, _PICTURE)
-    if (refused := site.ask(_PICTURE, **entry(state="visionzip"))).status != 400:
-        yield f"a state by name: {refused}"
+    assert site.ask(_PICTURE, **entry(state="visionzip")).status == 400
     state = encode_state(load_state("visionzip"))
     sound = site.send(GENERATE, forge(request, _same))
     reply = site.send(GENERATE, forge(request, changed(state=state)))
-    yield from unlike("a carried state", reply, sound)
+    assert_same("a carried state", reply, sound)
 
 
 def _other_parts(request: Json) -> Iterable[Forgery]:
@@ -261,12 +216,10 @@ def _other_parts(request: Json) -> Iterable[Forgery]:
 
 
 @attack("split")
-def forged_parts(site: Site) -> Problems:
+def forged_parts(site: Site) -> None:
     """Cores and deltas that fit neither each other, nor their image, nor the server's state."""
     request = _render(site, SPLIT)
-    if [plan.part for plan in _plans_of(request)] != ["core", "delta"]:
-        yield "the image is not split"
-        return
+    assert [plan.part for plan in _plans_of(request)] == ["core", "delta"]
     two = _render(site, SPLIT, Picture(51, *LARGE))
     exchanged = copy.deepcopy(two)
     exchanged["features"]["kwargs_data"]["image"].reverse()
@@ -279,11 +232,11 @@ def forged_parts(site: Site) -> Problems:
         "exchanged images": exchanged,
     }
     forgeries = [*_other_parts(request), *((name, body, [_same]) for name, body in bodies.items())]
-    yield from _send_forgeries(site, forgeries)
+    _send_forgeries(site, forgeries)
     # The forged plans' cores have the key of this image; another salt has none of them.
     for text in QUESTIONS:
         body = site.body(SPLIT, text=text)
-        yield from site.check("after the forged plans", body, {**body, "cache_salt": "alone"})
+        site.check("after the forged plans", body, {**body, "cache_salt": "alone"})
 
 
 def _repeat_item(request: Mapping[str, Any], item: int, times: int) -> Json:
@@ -333,16 +286,14 @@ def _other_recalls(recall: ItemPlan) -> Mapping[str, Forge]:
 
 
 @attack("split")
-def forged_recalls(site: Site) -> Problems:
+def forged_recalls(site: Site) -> None:
     """Recalls whose plans tell other turns, or other numbers, than there were."""
     talk = conversation(RECALLED, QUESTIONS[1], QUESTIONS[1])
     request = _render(site, messages=talk, **RECALL)
     plans = _plans_of(request)
-    if [plan.part for plan in plans][-2:] != ["recall", "recall"]:
-        yield f"nothing is recalled: {[plan.part for plan in plans]}"
-        return
+    assert [plan.part for plan in plans][-2:] == ["recall", "recall"]
     sound = [_same] * (len(plans) - 1)
     forges = _other_recalls(plans[-1])
-    yield from _send_forgeries(site, [(name, request, [*sound, f]) for name, f in forges.items()])
+    _send_forgeries(site, [(name, request, [*sound, forged]) for name, forged in forges.items()])
     body = site.body(messages=conversation(RECALLED, QUESTIONS[1]), **RECALL)
-    yield from site.check("after the forged plans", body, {**body, "cache_salt": "alone"})
+    site.check("after the forged plans", body, {**body, "cache_salt": "alone"})

@@ -1,11 +1,10 @@
-"""Attacks: their registry, pictures, a client of the attacked server, and what is a problem."""
+"""Attacks: their registry, pictures, a client of the attacked server, and what must not happen."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -39,7 +38,7 @@ the processor too, as ``stock`` does, which has no state; ``split`` has a state 
 by ``image_url.detail`` and the endpoints for tokens."""
 
 # A connection for each request: vLLM closes those that it has not heard of for five seconds.
-_HTTP = httpx.Client(
+HTTP = httpx.Client(
     timeout=PATIENCE, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0)
 )
 
@@ -135,28 +134,20 @@ class Reply:
 
 @dataclass
 class Client:
-    """Requests to one server; ``statuses`` has that of every answer, 0 where there was none."""
+    """Requests to one server."""
 
     server: Server
-    statuses: list[int] = field(default_factory=list)
 
     def send(self, path: str, body: Mapping[str, object] | bytes) -> Reply:
         """The answer to a POST request on a connection of its own."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers, begun = {"Content-Type": "application/json"}, time.monotonic()
         try:
-            answer = _HTTP.post(self.server.url + path, content=content, headers=headers)
+            answer = HTTP.post(self.server.url + path, content=content, headers=headers)
             status, text = answer.status_code, answer.content.decode("utf-8", "replace")
         except httpx.HTTPError as error:
             status, text = 0, repr(error)
-        self.statuses.append(status)
         return Reply(status, text, time.monotonic() - begun)
-
-    def abandon(self, body: Mapping[str, object], after: float) -> None:
-        """Send a chat request and hang up before it is answered."""
-        timeout = httpx.Timeout(PATIENCE, read=after)
-        with contextlib.suppress(httpx.HTTPError):
-            _HTTP.post(self.server.url + CHAT, json=body, timeout=timeout)
 
     def body(self, *pictures: Picture, text: str = QUESTION, **more: Any) -> Json:
         """A chat request: the pictures first, then the text."""
@@ -187,35 +178,24 @@ class Client:
 OddRequests = Iterable[tuple[Any, ...]]
 """What is odd, a request, and requests as one of which it may be answered."""
 
-AtOnce = Iterable[tuple[object, Json]]
-"""Requests of several clients, each with a group: within one they differ in their images alone."""
-
 
 @dataclass
 class Site(Client):
     """Target of an attack: a client of its server, and servers of all profiles.
 
-    ``get`` starts a server anew if its engine is dead. ``notes`` are figures that an attack reports
-    in addition to the ``problems`` that it finds.
+    ``get`` starts a server anew if its engine is dead.
     """
 
     get: Callable[[Profile], Server] = field(kw_only=True)
     profile: Profile = field(kw_only=True)
-    notes: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
     _known: dict[str, Reply] = field(default_factory=dict)
 
     def stock(self) -> Client:
         """A client of the server without a state."""
         return Client(self.get("stock"))
 
-    def restart(self) -> None:
-        """Start both servers again after a request that ended their engines."""
-        self.server = self.get(self.profile)
-        self.get("stock")
-
-    def check(self, name: str, body: Json, *accepted: Json) -> Generator[str, None, Reply]:
-        """A problem where a chat request is a server error, and without its entry not by stock.
+    def check(self, name: str, body: Json, *accepted: Json) -> Reply:
+        """Fail where a chat request is a server error, and without its entry not by stock.
 
         And where it is answered as none of the ``accepted`` requests, which are sent once before.
         """
@@ -223,44 +203,41 @@ class Site(Client):
             if (key := json.dumps(other)) not in self._known:
                 self._known[key] = self.send(CHAT, other)
         reply = self.send(CHAT, body)
-        if reply.status != 200:
-            self.notes.append(f"{name}: {reply}")
         if reply.failed:
             stock = self.stock()
-            other_reply = stock.send(CHAT, {**without_entry(body), "model": stock.server.model})
-            if not other_reply.failed:
-                yield f"{name}: {reply}, and stock answers {other_reply.status}"
+            by_stock = stock.send(CHAT, {**without_entry(body), "model": stock.server.model})
+            assert by_stock.failed, f"{name}: {reply}, and stock answers {by_stock.status}"
         elif accepted:
-            yield from unlike(name, reply, *(self._known[json.dumps(other)] for other in accepted))
+            assert_same(name, reply, *(self._known[json.dumps(other)] for other in accepted))
         return reply
 
-    def check_each(self, requests: OddRequests) -> Iterable[str]:
+    def check_each(self, requests: OddRequests) -> None:
         """:meth:`check` of each request."""
         for name, *bodies in requests:
-            yield from self.check(name, *bodies)
+            self.check(name, *bodies)
 
-    def check_at_once(self, requests: AtOnce) -> Iterable[str]:
-        """A problem for each request that is answered at once as another one of its group is alone.
+    def check_at_once(self, requests: OddRequests) -> None:
+        """Each of several clients' requests is answered at once as alone, under another salt.
 
-        Alone they are sent with a salt of their own.
+        Within a group, by which each is named, they differ in their images alone: an answer is
+        nearest to the one alone about the same image.
         """
 
-        def send(request: tuple[object, Json], salt: str) -> Reply:
+        def send(request: tuple[Any, ...], salt: str) -> Reply:
             return self.send(CHAT, {**request[1], "cache_salt": salt})
 
         listed = list(requests)
         alone = [send(request, f"alone {at}") for at, request in enumerate(listed)]
         with ThreadPoolExecutor(16) as pool:
             together = list(pool.map(lambda request: send(request, "at once"), listed))
-        yield from server_errors(*alone, *together)
+        assert_no_error(*alone, *together)
         for at, reply in enumerate(together):
             peers = [i for i, (group, _) in enumerate(listed) if group == listed[at][0]]
             likest = peers[nearest(reply, *(alone[i] for i in peers))]
-            if reply.status == 200 and likest != at:
-                yield f"request {at} is answered as request {likest}"
+            assert reply.status != 200 or likest == at, f"{at} is answered as request {likest}"
 
 
-# ---- what is a problem ----
+# ---- what must not happen ----
 
 
 def distance(answer: Logprobs, other: Logprobs) -> float:
@@ -282,18 +259,17 @@ def nearest(reply: Reply, *references: Reply) -> int:
     return gaps.index(min(gaps))
 
 
-def server_errors(*replies: Reply) -> Iterable[str]:
-    """A problem for each reply that is a server error or missing."""
-    return (str(reply) for reply in replies if reply.failed)
+def assert_no_error(*replies: Reply) -> None:
+    """No reply is missing or a server error."""
+    assert [str(reply) for reply in replies if reply.failed] == []
 
 
-def unlike(name: str, reply: Reply, *accepted: Reply) -> Iterable[str]:
-    """A problem for a server error, and for an answer that equals none of the references."""
-    yield from server_errors(reply)
+def assert_same(name: str, reply: Reply, *accepted: Reply) -> None:
+    """No server error, and an answer equals one of the references."""
+    assert_no_error(reply)
     if reply.status == 200:
         gap = min(distance(reply.logprobs, other.logprobs) for other in accepted)
-        if gap > SAME:
-            yield f"{name}: the answer differs from the expected one by {gap:.2f}"
+        assert gap <= SAME, f"{name}: the answer differs from the expected one by {gap:.2f}"
 
 
 # ---- attacks ----
@@ -303,38 +279,43 @@ BACKBONES = ("qwen2_5_vl", "llava_next", "llava")
 
 @dataclass(frozen=True)
 class Attack:
-    """One attack: ``run`` yields problems; those marked ``quick`` also run in pytest."""
+    """One attack on a server of each of ``profiles``; ``quick`` ones run without --exhaustive."""
 
-    name: str
-    summary: str
-    profile: Profile
+    profiles: Sequence[Profile]
     quick: bool
     backbones: Sequence[str]
-    run: Callable[[Site], Iterable[str]]
+    run: Callable[[Site], None]
 
 
 ATTACKS: dict[str, Attack] = {}
 
-Problems = Iterable[str]
-
 
 def attack(
-    profile: Profile = "default",
+    *profiles: Profile,
     quick: bool = True,
     backbones: Sequence[str] = BACKBONES,
-    judge: Callable[[Site, Iterable[Any]], Problems] = lambda site, problems: problems,
-) -> Callable[[Callable[[Site], Iterable[Any]]], Callable[[Site], Iterable[Any]]]:
-    """Register a function as an attack, with its name and docstring as description.
+    judge: Callable[[Site, Any], None] = lambda site, nothing: None,
+) -> Callable[[Callable[[Site], Any]], Callable[[Site], Any]]:
+    """Register a function as an attack by its name; it fails where something happens.
 
-    ``judge`` makes problems of what it yields: of a :class:`Site`, ``check_each`` or
-    ``check_at_once``, or nothing, where it yields problems.
+    Or ``judge`` does, ``Site.check_each`` or ``Site.check_at_once``, for what it yields.
     """
 
-    def register(function: Callable[[Site], Iterable[Any]]) -> Callable[[Site], Iterable[Any]]:
-        name = function.__name__
-        summary = (function.__doc__ or "").strip().partition("\n")[0]
-        run: Callable[[Site], Problems] = lambda site: judge(site, function(site))  # noqa: E731
-        ATTACKS[name] = Attack(name, summary, profile, quick, backbones, run)
+    def register(function: Callable[[Site], Any]) -> Callable[[Site], Any]:
+        run: Callable[[Site], None] = lambda site: judge(site, function(site))  # noqa: E731
+        ATTACKS[function.__name__] = Attack(profiles or ("default",), quick, backbones, run)
         return function
 
     return register
+
+
+def run_attack(name: str, profile: Profile, get: Callable[[Profile], Server]) -> None:
+    """Run an attack on a server, which afterwards answers a usual question as before."""
+    site = Site(get(profile), get=get, profile=profile)
+    question = site.body(Picture(0, 448, 448), text="what colour is the cat")
+    before = site.send(CHAT, question)
+    assert before.status == 200, before
+    ATTACKS[name].run(site)
+    after = site.send(CHAT, question)
+    assert after.status == 200, f"{after}\n{site.server.logged()[-3000:]}"
+    assert_same("a usual question afterwards", after, before)

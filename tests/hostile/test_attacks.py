@@ -1,48 +1,122 @@
-"""Quick attacks on a backbone with variable image sizes; on mini-LLaVA: ``test_hostile.py``."""
+"""Attacks on servers of their own; ``tests/serving/test_hostile.py`` attacks mini-LLaVA's.
+
+``make test`` runs those on Qwen2.5-VL without caches and on split images, ``--exhaustive`` all.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 
+import httpx
 import pytest
 
-from tests.hostile.__main__ import Fleet, run_attack
-from tests.hostile.site import ATTACKS, Reply, distance
+import tests.hostile.attacks
+import tests.hostile.forgeries  # noqa: F401  (both register their attacks)
+from benchmarks.server import Server, serve
+from tests.hostile.site import ATTACKS, Profile, Reply, distance, run_attack
+from tests.serving.engine import CLIP, LLAVA, built
+from tests.serving.runners import ENVIRONMENTS
+from tests.tpdsl.samples import sample
 
-BACKBONE = "qwen2_5_vl"
-CACHED = ("one_uuid_in_one_request", "one_uuid_in_two_requests")
-UNCACHED = tuple(a.name for a in ATTACKS.values() if a.quick and a.profile == "uncached")
-SPLIT = ("forged_parts", "cache_salt_of_cores")
+BUDGETS: Mapping[str, int] = {"qwen2_5_vl": 32, "llava_next": 64, "llava": 32}
+"""K of each backbone: above N of a small picture where N varies, and below that of a large one."""
 
 
-# One runner each, because starting a server takes longer than all attacks on it.
+def make_flags(backbone: str, profile: Profile, split_state: Path) -> Sequence[str]:
+    """Flags of a server of a profile; ``split_state`` is the file of a state with a core."""
+    common = (
+        *("--enforce-eager", "--block-size", "32", "--enable-prompt-tokens-details"),
+        *("--limit-mm-per-prompt", '{"image": 128}'),
+        *("--max-model-len", "2048" if backbone == "llava" else "8192"),
+    )
+    if profile == "stock":
+        return (*common, "--trust-request-mm-kwargs", "--enable-scale-out")
+    budget = BUDGETS[backbone]
+    states, detail = ("--autoprune-requests", "states"), f"low={budget // 4},high={budget * 2}"
+    rules: Mapping[Profile, Sequence[str]] = {
+        "default": states,
+        "uncached": (
+            *("--mm-processor-cache-gb", "0", "--no-enable-prefix-caching", "--enable-scale-out"),
+            *("--autoprune-requests", "none"),
+        ),
+        "trusting": (*states, "--trust-request-mm-kwargs"),
+        "split": (*states, "--autoprune-detail", detail, "--enable-scale-out"),
+    }
+    state = str(split_state) if profile == "split" else "autoprune"
+    tower = ("--autoprune-text-tower", str(CLIP)) if backbone == "llava" else ()
+    pruning = ("--autoprune-state", state, "--autoprune-budget", str(budget))
+    return (*common, *pruning, *tower, *rules[profile])
+
+
+class Fleet(ExitStack):
+    """Starts servers on demand, and stops them at exit."""
+
+    def __init__(self, backbone: str, runner: str) -> None:
+        super().__init__()
+        self._backbone, self._environment = backbone, ENVIRONMENTS[runner]
+        self._servers: dict[Profile, tuple[ExitStack, Server]] = {}
+        folder = self.enter_context(tempfile.TemporaryDirectory(prefix="hostile-"))
+        self._split_state = Path(folder, "core.json")
+        self._split_state.write_text(json.dumps({**sample(), "core": {"share": 0.5}}))
+
+    def get(self, profile: Profile) -> Server:
+        """The running server of a profile, restarted if it has crashed.
+
+        A stock server stays beside one pruned server: that of another profile is ended.
+        """
+        for other in list(self._servers):
+            crashed = False
+            if other == profile:
+                try:  # the server itself ends some seconds after its engine
+                    self._servers[other][1].get("/health")
+                except httpx.HTTPError:
+                    crashed = True
+            if crashed or (other != profile and "stock" not in (other, profile)):
+                self._servers.pop(other)[0].close()
+        if profile not in self._servers:
+            stack = self.enter_context(ExitStack())
+            model = LLAVA if self._backbone == "llava" else built(self._backbone)
+            flags = make_flags(self._backbone, profile, self._split_state)
+            server = stack.enter_context(serve(model, *flags, env=self._environment))
+            self._servers[profile] = stack, server
+        return self._servers[profile][1]
+
+
 @pytest.fixture(scope="module")
-def cached() -> Iterator[Fleet]:
-    with Fleet(BACKBONE, "v2") as fleet:
+def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
+    with Fleet(*request.param) as fleet:
         yield fleet
 
 
-@pytest.fixture(scope="module")
-def uncached() -> Iterator[Fleet]:
-    with Fleet(BACKBONE, "v1") as fleet:
-        yield fleet
+FLEETS = (("qwen2_5_vl", "v1"), ("qwen2_5_vl", "v2"), ("llava_next", "v1"), ("llava", "v2"))
+"""Backbone and model runner."""
+QUICK = ("forged_parts", "cache_salt")
+"""On split images, without --exhaustive."""
 
 
-@pytest.mark.exhaustive
+def list_attacks() -> Iterator[object]:
+    """Attacks on every fleet, those of one profile after another."""
+    for backbone, runner in FLEETS:
+        for profile in ("uncached", "split", "default", "trusting"):
+            for name, attack in ATTACKS.items():
+                if profile not in attack.profiles or backbone not in attack.backbones:
+                    continue
+                quick = profile == "uncached" and attack.quick
+                quick = quick or (profile == "split" and name in QUICK)
+                marks = () if quick and (backbone, runner) == FLEETS[0] else pytest.mark.exhaustive
+                values, identity = ((backbone, runner), name, profile), f"{backbone}-{runner}"
+                yield pytest.param(*values, marks=marks, id=f"{identity}-{profile}-{name}")
+
+
 @pytest.mark.engine
-@pytest.mark.timeout(500)
-@pytest.mark.parametrize("name", CACHED)
-def test_attack_finds_no_problem(cached: Fleet, name: str) -> None:
-    assert run_attack(ATTACKS[name], cached.get).problems == []
-
-
-@pytest.mark.engine
-@pytest.mark.timeout(500)
-@pytest.mark.parametrize("name", [*UNCACHED, *SPLIT])
-def test_attack_without_caches_or_on_split_images_finds_no_problem(
-    uncached: Fleet, name: str
-) -> None:
-    assert run_attack(ATTACKS[name], uncached.get).problems == []
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("fleet", "name", "profile"), list_attacks(), indirect=["fleet"])
+def test_an_attack_is_withstood(fleet: Fleet, name: str, profile: Profile) -> None:
+    run_attack(name, profile, fleet.get)
 
 
 def test_a_token_that_one_answer_lacks_counts_as_its_least_likely() -> None:

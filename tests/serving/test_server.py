@@ -21,7 +21,7 @@ from benchmarks.yardsticks.examples import as_picture, draw_examples, format_pro
 from tests.hostile.forgeries import FORGED, Forge, changed, forge
 from tests.pins.table import read
 from tests.serving.conftest import COMMON, PRUNED
-from tests.serving.engine import LLAVA, STATE, TOKENS, examples, raw_prompt, turn
+from tests.serving.engine import CLIP, LLAVA, STATE, TOKENS, examples, raw_prompt, turn
 from tests.serving.http import ask, assert_grows, body, entry, prompt_tokens, text_of
 from tests.serving.runners import Runner, in_engine
 from vllm_autoprune import load_state
@@ -114,6 +114,7 @@ def test_endpoint_describes_the_state_on_every_front_end_and_is_off_by_default(
         assert description["budget"]["k"] == 16
         assert (description["core"], description["recall"]) == (None, 5)
         assert description["evidence"] == state.provenance.model_dump(mode="json")
+        assert str(CLIP) not in str(description), "no path of the server"
     assert two_front_ends.post(PATH, {"state": "visionzip"})[0] == 405, "read only"
     with pytest.raises(httpx.HTTPStatusError, match="404"):
         pruned.get(PATH)
