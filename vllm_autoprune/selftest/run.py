@@ -72,7 +72,7 @@ class Report(BaseModel):
     have linear attention.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
     runner: Literal["v1", "v2"]
     completions: dict[str, dict[str, Completion]]
