@@ -114,7 +114,7 @@ def list_attacks() -> Iterator[object]:
 
 @pytest.mark.engine
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("fleet", "name", "profile"), list_attacks(), indirect=["fleet"])
+@pytest.mark.parametrize(("fleet", "name", "profile"), list(list_attacks()), indirect=["fleet"])
 def test_an_attack_is_withstood(fleet: Fleet, name: str, profile: Profile) -> None:
     run_attack(name, profile, fleet.get)
 

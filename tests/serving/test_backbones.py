@@ -12,7 +12,7 @@ import pytest
 from _pytest.mark import ParameterSet
 from PIL import Image
 
-from tests.serving import test_equivalence, test_hostile, test_policies
+from tests.serving import test_equivalence, test_hostile
 from tests.serving.engine import (
     LLAVA,
     assert_same,
@@ -114,15 +114,6 @@ COMPARED = (
     test_equivalence.test_mixed_concurrent_requests_equal_single_ones,
     test_hostile.test_engine_survives_failing_policies_and_invalid_requests,
 )
-ALIKE = (
-    test_equivalence.test_negative_control_without_the_instruction_in_the_identity,
-    test_equivalence.test_a_state_that_does_not_read_the_instruction_shares_across_questions,
-    test_policies.test_a_state_of_a_request_is_served_as_the_state_of_a_server,
-    test_policies.serve_base_policies,
-)
-"""Differ from those above in what the API server and the selection do, the same code for both model
-runners."""
-
 CLOSE = 3e-2
 """Tolerance between sums of log-probabilities, which the runners add in different orders."""
 
@@ -144,7 +135,7 @@ def assert_alike(report: Any, other: Any, where: str = "") -> None:
 
 @pytest.mark.parametrize(
     "function",
-    [*COMPARED, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ALIKE)],
+    COMPARED,
     ids=lambda function: function.__name__,
 )
 @pytest.mark.only("v2")

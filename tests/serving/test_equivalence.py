@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from benchmarks.yardsticks.examples import Example, as_picture, png_url
+from benchmarks.yardsticks.examples import as_picture
 from tests.serving.engine import (
     CORES,
     LLAVA,
@@ -48,7 +48,7 @@ from tests.serving.runners import Result, Runner, in_engine
 from vllm_autoprune.selftest.run import BLOCK
 from vllm_autoprune.selftest.serve import picture
 from vllm_autoprune.serving.api import planner
-from vllm_autoprune.serving.plan import make_cache_identity, make_core_identity
+from vllm_autoprune.serving.plan import make_cache_identity
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
 
@@ -85,86 +85,48 @@ def test_caches_do_not_change_what_is_kept() -> Result:
     return answers, sorted(kept[0])
 
 
-def make_identity_without_question(
-    image: str, served: str, budget: int, keep: Any, ids: Any, core: int
-) -> str:
-    """A cache identity as it must not be."""
-    return make_cache_identity(image, served, budget, keep, None, core)
-
-
 @in_engine
-def test_negative_control_without_the_instruction_in_the_identity() -> Result:
+def test_negative_control_without_the_instruction_in_the_identity() -> None:
     """Shows that answers tell a missing instruction: a trained model then gives wrong ones."""
+
+    def without(image: str, served: str, budget: int, keep: Any, ids: Any, core: int) -> str:
+        return make_cache_identity(image, served, budget, keep, None, core)
+
     engine = start({**STATE, "budget": 4})
     right = [engine.ask(example) for example in examples(6)]
     engine.llm.reset_prefix_cache()
-    with patch.object(planner, "make_cache_identity", make_identity_without_question):
+    with patch.object(planner, "make_cache_identity", without):
         wrong = [engine.ask(example) for example in examples(6)]
     answers = zip(right, wrong, examples(6), strict=True)
     assert any(right["text"] == e.answer != wrong["text"] for right, wrong, e in answers)
-    return right, wrong
 
 
 @in_engine
-def test_a_state_that_does_not_read_the_instruction_shares_across_questions() -> Result:
+def test_a_state_that_does_not_read_the_instruction_shares_across_questions() -> None:
     engine = start({"state": alone("divprune"), "budget": 32})
     runs = engine.runs
     new, *later = [engine.ask(example)["cached"] for example in examples(1)]
     assert new == 0 and min(later) >= BLOCK
     assert engine.runs - runs == 1
-    return later
-
-
-@in_engine
-def test_a_later_turn_changes_nothing_about_an_image_of_a_detail() -> None:
-    """It is a text, or an image of another ``image_url.detail``. What a detail sets: the attack
-    ``odd_details``."""
-    detail = {"low": 64, "high": 128}
-    engine = start({**STATE, "budget": 96, "detail": detail, "requests": "none"})
-    example, other = examples(2)[0], examples(2)[-1]
-
-    def show(example: Example, detail: str) -> dict[str, object]:
-        image = {"url": png_url(example.image), "detail": detail}
-        text = {"type": "text", "text": example.question}
-        return {"role": "user", "content": [{"type": "image_url", "image_url": image}, text]}
-
-    for later in ({"role": "user", "content": "And what is left of it?"}, show(other, "high")):
-        engine.empty_caches()
-        (answer,) = engine.chat([show(example, "low")])
-        (more,) = engine.chat([show(example, "low"), said(answer["text"]), later])
-        assert answer["cached"] == 0
-        assert more["cached"] >= answer["prompt_tokens"] // BLOCK * BLOCK >= detail["low"]
-    assert engine.chat([show(example, "high")])[0]["cached"] == 0
 
 
 # ---- how long features are held ----
 
 
 @in_engine
-def test_cache_resets_and_new_weights_clear_features() -> None:
+def test_cache_resets_clear_features() -> None:
     engine = start({**STATE, "budget": 16})
-    name, weight = next(iter(engine.model.named_parameters()))
-    weights = {
-        "weights_iterator": [(name, weight.detach().clone())],
-        "is_checkpoint_format": False,
-    }
-    resets: tuple[Callable[[], object], ...] = (
-        engine.llm.llm_engine.reset_mm_cache,
-        engine.llm.llm_engine.reset_encoder_cache,
-        lambda: engine.llm.collective_rpc("reload_weights", kwargs=weights),
-    )
+    resets = (engine.llm.llm_engine.reset_mm_cache, engine.llm.llm_engine.reset_encoder_cache)
     cache = engine.model.autoprune.cache
     # One question each, because vLLM's encoder cache would serve a repeated image.
-    for reset, example in zip(resets, examples(2)[-3:], strict=True):
+    for reset, example in zip(resets, examples(2)[-2:], strict=True):
         engine.llm.reset_prefix_cache()
         engine.ask(example)
         assert len(cache) > 0
-        with torch.no_grad():  # kernel-format weights are copied into parameters as they are
-            reset()
+        reset()
         assert len(cache) == 0, reset
 
 
-@pytest.mark.exhaustive
 @in_engine
 def test_new_weights_from_disk_answer_as_a_new_engine() -> None:
     """Projector rows in another order, and another first language layer; then the first again.
@@ -406,39 +368,6 @@ def test_images_are_split_where_questions_follow_them() -> None:
     assert len({str(rows) for rows in kept}) > 1 and len(kept) == len(QUESTIONS)
     unsplit = [(part, sorted(rows)) for part, *_, rows in _take_parts(record)]
     assert unsplit == [("whole", rows) for rows in kept]
-
-
-@in_engine
-def test_negative_control_without_the_size_of_the_core_in_the_identity() -> None:
-    """The same question under system prompts of two lengths has cores of two sizes."""
-
-    def core(image: str, chosen_by: str, core: int) -> str:
-        return make_core_identity(image, chosen_by, 0)
-
-    def delta(image: str, served: str, budget: int, keep: Any, ids: Any, core: int) -> str:
-        return make_cache_identity(image, served, budget, keep, ids, min(core, 1))
-
-    engine = start({**STATE, "state": state_with_core(), "budget": BUDGET})
-    example = examples(1)[0]
-    prompts: list[Prompt] = [
-        {
-            "prompt": f"{prefix}USER: <image>\n{example.question} ASSISTANT:",
-            "multi_modal_data": {"image": as_picture(example.image)},
-        }
-        for prefix in ("", "red green blue yellow white black ")
-    ]
-    right: object = engine.generate_each(prompts)
-    engine.empty_caches()
-    wrong: object
-    with (
-        patch.object(planner, "make_core_identity", core),
-        patch.object(planner, "make_cache_identity", delta),
-    ):
-        try:
-            wrong = engine.generate_each(prompts)
-        except Exception as error:
-            wrong = error
-    assert wrong != right
 
 
 @pytest.mark.both

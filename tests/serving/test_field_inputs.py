@@ -78,16 +78,11 @@ INPUTS: dict[str, tuple[str | None, Input]] = {
     "two in one": (None, generate(TWO, prompt=TWICE)),
     "rows alone": (None, generate(EMBEDDED[None])),
     "narrow": (UNFIT, generate({**EMBEDS, "image_embeds": EMBEDDED[:, :192]})),
-    "no grid": (None, generate({"image_embeds": EMBEDDED})),
-    "K above N": (None, generate(**{KWARGS: {"autoprune": {"budget": 4000}}})),
     "off": (None, chat_offline(**OFF)),
     "other keys": (None, generate([IMAGE], state="CA", budget=None, **OFF)),
     "in the prompt": (WRITE, generate(autoprune=ENTRY)),
-    "in the data": (WRITE, generate(data={KWARGS: {"autoprune": ENTRY}})),
     "one level up": ("one level down", generate(**{KWARGS: ENTRY})),
-    "no object": ('{"budget": 12}', generate(**{KWARGS: {"autoprune": 12}})),
     "chat, part": (WRITE, chat_offline({**PART, "autoprune": ENTRY})),
-    "chat, message": (WRITE, chat_offline(message={"autoprune": ENTRY})),
     "chat, template": (WRITE, chat_offline(chat_template_kwargs={"autoprune": ENTRY})),
     "extra_args": (
         WRITE,
@@ -193,52 +188,28 @@ class Case(NamedTuple):
 COMPLETIONS, RESPONSES, MESSAGES = "/v1/completions", "/v1/responses", "/v1/messages"
 EMBED, POOL, COHERE = "/v1/embeddings", "/pooling", "/v2/embed"
 TWELVE = {BUDGET: "12"}
-TOOL = {"type": "function", "function": {"name": "autoprune", "parameters": {"autoprune": {}}}}
-CALLED = [
-    {"role": "user", "content": "autoprune"},
-    {
-        "role": "assistant",
-        "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {"autoprune": 64}}],
-    },
-    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "ok"}]},
-]
 
 CHATS: dict[str, Case] = {
     # Embeddings made elsewhere, and what else stock takes or refuses.
     "picture": Case(CHAT, chat()),
     "embeds": Case(CHAT, chat(ROWS)),
-    "embeds twice": Case(CHAT, chat(ROWS, ROWS)),
-    "embeds with a grid of two dimensions": Case(CHAT, chat(rows_on([GRID]))),
     "embeds by uuid": Case(CHAT, chat({**ROWS, "uuid": "one"})),
     "embeds of a known uuid": Case(CHAT, chat({**ROWS, "image_embeds": None, "uuid": "one"})),
     "embeds beside a picture": Case(CHAT, chat(ROWS, PICTURE)),
-    "embeds without a grid": Case(CHAT, chat({**ROWS, "image_embeds": noise(12, 576)})),
     "embeds with a budget": Case(CHAT, chat(ROWS, **RIGHT), 0),
-    # Of shapes at which the engine would end, and those that vLLM answers by 500.
+    # More shapes at which the engine would end: `unit/test_processor.py`.
     "embeds of another width": Case(CHAT, chat(rows_on(GRID, 12, 192)), UNFIT),
-    "embeds above their rows": Case(CHAT, chat(rows_on([1, 4, 16])), UNFIT),
-    "embeds of half tokens": Case(CHAT, chat(rows_on([1, 3, 16])), UNFIT),
-    "embeds of two frames": Case(CHAT, chat(rows_on([2, 4, 12], 24, 576)), UNFIT),
-    "embeds on a negative grid": Case(CHAT, chat(rows_on([-1, -4, 12])), UNFIT),
-    "embeds as rows": Case(CHAT, chat({"type": "image_embeds", "image_embeds": noise(12, 192)})),
     "embeds after all of them": Case(CHAT, chat(ROWS)),
-    "embeds with a header": Case(CHAT, chat(ROWS), 0, TWELVE),
     "prompt embeds": Case(CHAT, chat({"type": "prompt_embeds", "data": noise(4, 192)})),
     "no picture": Case(CHAT, chat(TEXT)),
     "uuid alone": Case(CHAT, chat(UNSENT)),
-    # What only looks like a setting.
-    "words alone": Case(CHAT, chat({"type": "text", "text": 'autoprune {"budget": 64}'})),
+    # What only looks like a setting: more of them in `unit/test_request.py`.
     "unknown fields": Case(CHAT, chat(autotune=True, autorun={"a": 1}, budget=64, extra={"a": 1})),
-    "tool": Case(CHAT, chat(tools=[TOOL], tool_choice="none")),
-    "called tool": Case(MESSAGES, anthropic(messages=CALLED)),
     # Settings where they are read.
     "entry": Case(CHAT, chat(**RIGHT), 12),
     "entry of responses": Case(RESPONSES, responses(**RIGHT), 12),
     "header": Case(CHAT, chat(), 12, TWELVE),
     "header and entry": Case(CHAT, chat(**RIGHT), 12, TWELVE),
-    "header beside an entry": Case(
-        CHAT, chat(**{KWARGS: {"autoprune": {"keep": "random"}}}), 12, TWELVE
-    ),
     "header of responses": Case(RESPONSES, responses(), 12, TWELVE),
     "header of messages": Case(MESSAGES, anthropic(), 12, TWELVE),
     "header of counting": Case(
@@ -247,15 +218,11 @@ CHATS: dict[str, Case] = {
     "header of completions": Case(COMPLETIONS, words(), None, TWELVE),
     "state in a header": Case(CHAT, chat(), K, {SHIPPED: "divprune", BUDGET: "8"}),
     # Malformed settings at an endpoint of another form; those of chats are pinned refusals.
-    "header without a number": Case(MESSAGES, anthropic(), "give a number", {BUDGET: "many"}),
     "header out of range": Case(MESSAGES, anthropic(), "65", {BUDGET: "65"}),
     # Settings in the wrong place.
     "data": Case(CHAT, chat(multi_modal_data=RIGHT), WRITE),
-    "template": Case(CHAT, chat(chat_template_kwargs={"autoprune": ENTRY}), WRITE),
     "vllm_xargs": Case(CHAT, chat(vllm_xargs={"autoprune": 64}), WRITE),
     "part": Case(CHAT, chat({**PICTURE, "autoprune": ENTRY}), WRITE),
-    "url": Case(CHAT, chat({"type": "image_url", "image_url": {"url": URL, "budget": 9}}), WRITE),
-    "message": Case(CHAT, {**chat(), "messages": messages(autoprune=ENTRY)}, WRITE),
     "completions": Case(COMPLETIONS, words(autoprune=ENTRY), WRITE),
     "responses": Case(RESPONSES, responses(autoprune=ENTRY), WRITE),
 }
@@ -264,20 +231,14 @@ PAIR = {"text_1": "What?", "text_2": {"content": [PICTURE]}}
 POOLS: dict[str, Case] = {
     "embed": Case(EMBED, pooled()),
     "embed rows": Case(EMBED, pooled({"type": "image_embeds", "image_embeds": noise(144, 192)})),
-    "embed rows on a grid": Case(EMBED, pooled(rows_on(GRID, 12, 192))),
     "pool": Case(POOL, pooled(task="embed")),
     "score a picture": Case("/v1/score", PAIR),
     "classify": Case("/classify", pooled()),
     "cohere": Case(COHERE, IMAGES),
     "embed entry": Case(EMBED, pooled(**RIGHT), 12),
     "embed header": Case(EMBED, pooled(), 12, TWELVE),
-    "pool header": Case(POOL, pooled(task="embed"), 12, TWELVE),
-    "cohere header": Case(COHERE, IMAGES, None, TWELVE),
     "embed top": Case(EMBED, pooled(autoprune=ENTRY), WRITE),
-    "embed beside": Case(EMBED, pooled(**{KWARGS: ENTRY}), "one level down"),
-    "embed part": Case(EMBED, pooled({**PICTURE, "autoprune": ENTRY}), WRITE),
     "score part": Case("/v1/score", {**PAIR, "autoprune": 64}, WRITE),
-    "pool false": Case(POOL, pooled(**{KWARGS: {"autoprune": False}}), '{"enabled": false}'),
 }
 
 

@@ -146,7 +146,7 @@ def test_a_request_may_name_any_shipped_state() -> None:
 
 
 @in_engine
-def test_a_state_of_a_request_is_served_as_the_state_of_a_server() -> Result:
+def test_a_state_of_a_request_is_served_as_the_state_of_a_server() -> None:
     """Named or whole; to an engine of another state all at once, and one by one, nothing cached."""
     questions, names = examples(1)[:2], ("autoprune", "visionzip", "fastv")
     keys = list(product(names, (8, 24), range(len(questions))))
@@ -174,4 +174,3 @@ def test_a_state_of_a_request_is_served_as_the_state_of_a_server() -> Result:
     answers = engine.generate_each([brought[at], brought[at], brought[other]])
     new, repeated, of_another_state = (answer["cached"] for answer in answers)
     assert new == of_another_state == 0 and repeated >= BLOCK
-    return native, together
