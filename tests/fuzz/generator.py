@@ -277,11 +277,8 @@ SPECIAL_TOKENS = (
 )
 REQUEST_KINDS: Mapping[str, float] = {
     "state": 34,
-    "entry": 25,
-    "kwargs": 8,
-    "anything": 8,
-    "huge": 2,
-    "sound": 6,
+    "entry": 34,
+    "anything": 10,
     "body": 17,
     "conversation": 30,
 }
@@ -305,16 +302,11 @@ _ODD_FIELDS: Mapping[str, tuple[object, ...]] = {
     "continue_final_message": (True, False),
     "mm_processor_kwargs": (
         {REQUEST_FIELD: {REQUEST_FIELD: {"budget": 8}}},
-        {"images_kwargs": {REQUEST_FIELD: {"budget": 8}}},
         {REQUEST_FIELD: {"budget": 8}, "images_kwargs": {"do_resize": False}},
-        {REQUEST_FIELD: {"instructions": ["forged"]}},
-        {REQUEST_FIELD: {"instructions": [1, None]}},
-        {FIELD: [[1, 0, 1, 0, 0, 0, 0]]},
-        {REQUEST_FIELD: {}, FIELD: [1, 2, 3]},
+        {REQUEST_FIELD: {"instructions": ["forged", 1, None]}},
+        {REQUEST_FIELD: {}, FIELD: [[1, 0, 1, 0, 0, 0, 0]]},
         {"_autoprune_plan": {"items": []}},
-        {"_autoprune_profile": True},
-        {"_autoprune_uncounted": True},
-        {REQUEST_FIELD: {"budget": 8, "_autoprune_profile": True}},
+        {REQUEST_FIELD: {"budget": 8, "_autoprune_profile": True}, "_autoprune_uncounted": True},
         [{REQUEST_FIELD: {}}],
         "autoprune",
     ),
@@ -354,26 +346,27 @@ def draw_request(
     """A mutation of one of the chat requests ``bodies``, to one of the models where given."""
     (kind,) = random.choices(list(REQUEST_KINDS), list(REQUEST_KINDS.values()))
     request = copy.deepcopy(random.choice(bodies))
-    if kind == "conversation":
-        for _ in range(random.choice((1, 1, 2, 2, 3, 6, 40))):
-            later = {"role": "user", "content": "And what shape is it?"}
-            if random.random() < 0.2:  # with an image of its own
-                later = copy.deepcopy(random.choice(bodies)["messages"][0])
-            request["messages"] += [{"role": "assistant", "content": "red"}, later]
-        odd = (*_ODD_NUMBERS, "4", True, None, [4], {"images": 1})
-        recalls = odd if random.random() < 0.1 else (1, 4, 8, 24, 144, 4096)
-        entry: Json = {"recall": random.choice(recalls)}
-        if random.random() < 0.6:  # budgets at which a core reaches the edge of a KV block
-            state = {**sample(), "core": copy.deepcopy(random.choice(_CORES))}
-            entry |= {"state": state, "budget": random.choice((32, 48, 64))}
-        if random.random() < 0.1:  # what only the server's renderer may say
-            turn = {"images": random.choice((0, 1, 99, -1)), "text": random.choice(_ODD_TEXTS)}
-            entry["recall_turns"] = random.choice(([], [turn] * 300, turn, None))
-        request["mm_processor_kwargs"] = {REQUEST_FIELD: entry}
-    elif kind != "body":
-        request["mm_processor_kwargs"] = _draw_kwargs(kind, random)
-    elif random.random() < 0.5:
-        request["mm_processor_kwargs"] = {REQUEST_FIELD: random.choice(_entries()[:12])}
+    entry: Json = random.choice(_entries())
+    kwargs: Any = {REQUEST_FIELD: entry}
+    match kind:
+        case "state":
+            entry = {"state": sample(), "budget": random.choice((None, 8, 16, 64))}
+            changed: Json = entry["state"]
+            if random.random() < 0.5:
+                changed["core"] = copy.deepcopy(random.choice(_CORES))
+                # Else hardly any would change the core.
+                changed = random.choice((changed, changed["core"]))
+            kwargs[REQUEST_FIELD] = entry
+            mutate(changed, random)
+        case "entry":
+            mutate(random.choice((entry, entry, kwargs)), random)
+        case "anything":
+            odd = random.choice((*_ODD_VALUES, *(_huge_entries() if random.random() < 0.2 else ())))
+            kwargs = random.choice((odd, {REQUEST_FIELD: odd}))
+        case "conversation":
+            kwargs[REQUEST_FIELD] = _draw_conversation(request, bodies, random)
+    if kind != "body" or random.random() < 0.5:
+        request["mm_processor_kwargs"] = kwargs
     if kind in ("body", "conversation"):
         for _ in range(random.choice((1, 1, 2, 3) if kind == "body" else (0, 1, 1, 2))):
             _change_body(request, random)
@@ -388,6 +381,53 @@ def draw_request(
     return MutatedRequest(kind, content.encode(), text, without_entry(request))
 
 
+def _entries() -> list[Json]:
+    """Valid entries to mutate."""
+    with_cores = [{**sample(), "core": copy.deepcopy(core)} for core in _CORES]
+    return [
+        *({"budget": budget} for budget in (8, [8], {"shared": 8})),
+        *({"budget": 8, "keep": keep} for keep in ("reference", "resized")),
+        {"keep": "random", "enabled": True},
+        {"recall": 4, "recall_turns": [{"images": 1, "text": "and now?"}]},
+        {"enabled": False},
+        *({"state": name, "budget": 16} for name in ("visionzip", "fastv", "prumerge_plus")),
+        *({"state": sample()} for _ in range(6)),
+        *({"state": state, "budget": budget} for state in with_cores for budget in (8, 48)),
+    ]
+
+
+def _huge_entries() -> Sequence[object]:
+    deep: Any = 1
+    for _ in range(900):
+        deep = {"state": deep}
+    return (
+        {"state": {**sample(), "provenance": {"notes": "n" * 10_000_000}}},
+        {"budget": [8] * 1_000_000},
+        {"n" * 1_000_000: 8},
+        {str(i): i for i in range(50_000)},
+        deep,
+    )
+
+
+def _draw_conversation(request: Json, bodies: Sequence[Json], random: Random) -> Json:
+    """Add later turns, some with an image of their own; an entry that lets them recall."""
+    for _ in range(random.choice((1, 1, 2, 2, 3, 6, 40))):
+        later = {"role": "user", "content": "And what shape is it?"}
+        if random.random() < 0.2:
+            later = copy.deepcopy(random.choice(bodies)["messages"][0])
+        request["messages"] += [{"role": "assistant", "content": "red"}, later]
+    odd = (*_ODD_NUMBERS, "4", True, None, [4], {"images": 1})
+    recalls = odd if random.random() < 0.1 else (1, 4, 8, 24, 144, 4096)
+    entry: Json = {"recall": random.choice(recalls)}
+    if random.random() < 0.6:  # budgets at which a core reaches the edge of a KV block
+        state = {**sample(), "core": copy.deepcopy(random.choice(_CORES))}
+        entry |= {"state": state, "budget": random.choice((32, 48, 64))}
+    if random.random() < 0.1:  # what only the server's renderer may say
+        turn = {"images": random.choice((0, 1, 99, -1)), "text": random.choice(_ODD_TEXTS)}
+        entry["recall_turns"] = random.choice(([], [turn] * 300, turn, None))
+    return entry
+
+
 def _change_body(request: Json, random: Random) -> None:
     """Change a field that vLLM reads, or the messages, as a tree or as images and texts."""
     changes = ("uuid", "uuid", "twice", "detail", "text", "turns", "tree", "tree")
@@ -398,16 +438,15 @@ def _change_body(request: Json, random: Random) -> None:
             request["temperature"] = 1
         return
     messages: Any = request.get("messages")
-    if change == "tree":
-        tree = {"messages": copy.deepcopy(messages)}
-        with suppress(RecursionError):  # not where that nests deeper than Python copies
+    # An earlier mutation may have left nothing of the kind, or nest deeper than Python copies.
+    with suppress(TypeError, LookupError, AttributeError, RecursionError):
+        if change == "tree":
+            tree = {"messages": copy.deepcopy(messages)}
             mutate(tree, random)
             json.dumps(tree)
             request.pop("messages", None)
             request |= tree
-        return
-    # An earlier mutation may have left nothing of the kind.
-    with suppress(TypeError, LookupError, AttributeError):
+            return
         parts = messages[0]["content"]
         images = [part for part in parts if part["type"] == "image_url"]
         odd = (*SPECIAL_TOKENS, *_ODD_TEXTS)
@@ -425,57 +464,3 @@ def _change_body(request: Json, random: Random) -> None:
                     text = random.choice((*odd, *["and now?"] * 3))
                     messages.append({"role": "assistant", "content": "red"})
                     messages.append({"role": "user", "content": text})
-
-
-def _entries() -> list[Any]:
-    """Valid entries to mutate."""
-    with_cores = [{**sample(), "core": copy.deepcopy(core)} for core in _CORES]
-    return [
-        {"budget": 8},
-        {"budget": [8]},
-        {"budget": {"shared": 8}},
-        {"budget": 8, "keep": "reference"},
-        {"keep": "random", "enabled": True},
-        {"budget": 8, "keep": "resized"},
-        {"budget": 8, "recall": 4},
-        {"recall": 4, "recall_turns": [{"images": 1, "text": "and now?"}]},
-        {"enabled": False},
-        {"state": "visionzip", "budget": 8},
-        *({"state": name, "budget": 16} for name in ("fastv", "prumerge_plus")),
-        *({"state": sample()} for _ in range(12)),
-        *({"state": state, "budget": budget} for state in with_cores for budget in (8, 48)),
-    ]
-
-
-def _draw_kwargs(kind: str, random: Random) -> Any:
-    entry = random.choice(_entries())
-    kwargs: Any = {REQUEST_FIELD: entry}
-    match kind:
-        case "state":
-            state = sample()
-            if random.random() < 0.5:
-                state["core"] = copy.deepcopy(random.choice(_CORES))
-            kwargs[REQUEST_FIELD] = {"state": state, "budget": random.choice((None, 8, 16, 64))}
-            # Else hardly any would change the core.
-            mutate(state["core"] if "core" in state and random.random() < 0.5 else state, random)
-        case "entry":
-            mutate(entry, random)
-        case "kwargs":
-            mutate(kwargs, random)
-        case "anything":
-            odd = copy.deepcopy(random.choice(_ODD_VALUES))
-            kwargs = random.choice((odd, {REQUEST_FIELD: odd}))
-        case "huge":
-            deep: Any = 1
-            for _ in range(random.choice((300, 900))):
-                deep = {"state": deep}
-            huge: tuple[Any, ...] = (
-                {"state": {**sample(), "provenance": {"notes": "n" * 10_000_000}}},
-                {"state": "n" * 10_000_000},
-                {"budget": [8] * 1_000_000},
-                {"n" * 1_000_000: 8},
-                {str(i): i for i in range(50_000)},
-                deep,
-            )
-            kwargs[REQUEST_FIELD] = random.choice(huge)
-    return kwargs

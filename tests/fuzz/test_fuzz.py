@@ -1,6 +1,6 @@
 """The loader on generated states, and a negative control of their judge.
 
-``--exhaustive`` draws twenty thousand texts in place of some hundreds, and
+``--exhaustive`` draws five thousand texts in place of some hundreds, and
 ``--hypothesis-profile=default`` others at each run.
 """
 
@@ -142,7 +142,7 @@ def use(state: PruningState, fully: bool) -> None:
 
 @pytest.mark.parametrize(
     ("examples", "fully"),
-    [(400, False), (20, True), pytest.param(20_000, False, marks=pytest.mark.exhaustive)],
+    [(400, False), (20, True), pytest.param(5_000, False, marks=pytest.mark.exhaustive)],
 )
 @pytest.mark.timeout(7200)
 def test_texts_are_accepted_or_refused_as_promised(

@@ -150,35 +150,6 @@ def truncated_prompts(site: Site) -> None:
     assert sum(status >= 500 for status in pruned) <= sum(status >= 500 for status in stock)
 
 
-@attack("trusting", quick=False)
-def trusted_arguments(site: Site) -> None:
-    """Processor arguments of clients that change N; they end the engine where they end stock's."""
-    for kwargs in (
-        {"max_pixels": 28 * 28},
-        {"min_pixels": 512 * 512, "max_pixels": 512 * 512},
-        {"size": {"shortest_edge": 28 * 28, "longest_edge": 56 * 56}},
-        {"size": {"height": 28, "width": 28}},
-        {"do_resize": False},
-        {"merge_size": 1},
-        {"merge_size": 4},
-        {"patch_size": 7},
-        {"temporal_patch_size": 1},
-        {"image_grid_pinpoints": [[56, 56]]},
-        {"image_grid_pinpoints": [[560, 560], [56, 560]]},
-        {"crop_size": {"height": 28, "width": 28}},
-        {"do_center_crop": False, "do_resize": False},
-        {"num_additional_image_tokens": 7},
-        {"vision_feature_select_strategy": "full"},
-    ):
-        for fields in ({}, {"budget": 4}, {"budget": 4096}):
-            arguments = {**kwargs, "autoprune": fields}
-            body = site.body(Picture(19, *LARGE), mm_processor_kwargs=arguments)
-            site.check(f"{kwargs}", body)
-        if not site.lives():
-            assert not site.stock().lives(), f"{kwargs} ends the engine, and not that of stock"
-            site.server = site.get(site.profile)
-
-
 # ---- names of images: each answer is about the image that was sent ----
 
 

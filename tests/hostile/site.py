@@ -31,11 +31,10 @@ SAME = 0.15
 Batches and cached prefixes round bfloat16 differently, by some hundredths; another image of a tiny
 random model differs by several times that."""
 
-Profile = Literal["default", "uncached", "trusting", "split", "stock"]
+Profile = Literal["default", "uncached", "split", "stock"]
 """Which server: ``default`` lets requests bring states; ``uncached`` has both of vLLM's caches off,
-the endpoints for tokens on, and lets requests set nothing; ``trusting`` lets them set arguments of
-the processor too, as ``stock`` does, which has no state; ``split`` has a state with a core, budgets
-by ``image_url.detail`` and the endpoints for tokens."""
+the endpoints for tokens on, and lets requests set nothing; ``split`` has a state with a core,
+budgets by ``image_url.detail`` and the endpoints for tokens; ``stock`` has no state."""
 
 # A connection for each request: vLLM closes those that it has not heard of for five seconds.
 HTTP = httpx.Client(
@@ -181,10 +180,7 @@ OddRequests = Iterable[tuple[Any, ...]]
 
 @dataclass
 class Site(Client):
-    """Target of an attack: a client of its server, and servers of all profiles.
-
-    ``get`` starts a server anew if its engine is dead.
-    """
+    """Target of an attack: a client of its server, and servers of all profiles."""
 
     get: Callable[[Profile], Server] = field(kw_only=True)
     profile: Profile = field(kw_only=True)

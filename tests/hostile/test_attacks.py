@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-import httpx
 import pytest
 
 import tests.hostile.attacks
@@ -43,7 +42,6 @@ def make_flags(backbone: str, profile: Profile, split_state: Path) -> Sequence[s
             *("--mm-processor-cache-gb", "0", "--no-enable-prefix-caching", "--enable-scale-out"),
             *("--autoprune-requests", "none"),
         ),
-        "trusting": (*states, "--trust-request-mm-kwargs"),
         "split": (*states, "--autoprune-detail", detail, "--enable-scale-out"),
     }
     state = str(split_state) if profile == "split" else "autoprune"
@@ -64,20 +62,13 @@ class Fleet(ExitStack):
         self._split_state.write_text(json.dumps({**sample(), "core": {"share": 0.5}}))
 
     def get(self, profile: Profile) -> Server:
-        """The running server of a profile, restarted if it has crashed.
+        """The running server of a profile.
 
         A stock server stays beside one pruned server: that of another profile is ended.
         """
-        for other in list(self._servers):
-            crashed = False
-            if other == profile:
-                try:  # the server itself ends some seconds after its engine
-                    self._servers[other][1].get("/health")
-                except httpx.HTTPError:
-                    crashed = True
-            if crashed or (other != profile and "stock" not in (other, profile)):
-                self._servers.pop(other)[0].close()
         if profile not in self._servers:
+            for other in {*self._servers} - {"stock"} if profile != "stock" else ():
+                self._servers.pop(other)[0].close()
             stack = self.enter_context(ExitStack())
             model = LLAVA if self._backbone == "llava" else built(self._backbone)
             flags = make_flags(self._backbone, profile, self._split_state)
@@ -101,7 +92,7 @@ QUICK = ("forged_parts", "cache_salt")
 def list_attacks() -> Iterator[object]:
     """Attacks on every fleet, those of one profile after another."""
     for backbone, runner in FLEETS:
-        for profile in ("uncached", "split", "default", "trusting"):
+        for profile in ("uncached", "split", "default"):
             for name, attack in ATTACKS.items():
                 if profile not in attack.profiles or backbone not in attack.backbones:
                     continue
