@@ -17,7 +17,6 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 MODEL = "mock"
-_PROMPT_TOKENS = 600
 
 Body = dict[str, Any]
 """A chat request, as JSON."""
@@ -44,8 +43,6 @@ class Reply:
     status: int = 200
     error: str = "the engine is gone"
     """Message of an answer whose status is not 200."""
-    cut: bool = False
-    """Close the connection in the middle of the stream, without [DONE]."""
     drop: bool = False
     """Close the connection without any answer."""
 
@@ -65,7 +62,7 @@ class Reply:
 
     def count_tokens(self, body: Body) -> dict[str, object]:
         """The usage of the answer to a request."""
-        usage = {"prompt_tokens": _PROMPT_TOKENS, "completion_tokens": len(self.texts(body))}
+        usage = {"prompt_tokens": 600, "completion_tokens": len(self.texts(body))}
         return {**usage, "total_tokens": sum(usage.values()), **(self.usage or {})}
 
 
@@ -81,15 +78,12 @@ class FakeServer(socketserver.ThreadingTCPServer):
     allow_reuse_address = True
     request_queue_size = 128
 
-    def __init__(
-        self, port: int, respond: _Respond, model: str | None, pages: _Pages, serves: int | None
-    ) -> None:
+    def __init__(self, port: int, respond: _Respond, model: str | None, pages: _Pages) -> None:
         super().__init__(("127.0.0.1", port), _Handler)
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
-        self.respond, self.model, self.serves = respond, model, serves
-        self.pages, self.requests = dict(pages), list[Body]()
-        self.headers = list[Message]()
-        self.stop, self.lock = threading.Event(), threading.Lock()
+        self.respond, self.model, self.pages = respond, model, dict(pages)
+        self.requests, self.headers = list[Body](), list[Message]()
+        self.stop = threading.Event()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -120,15 +114,8 @@ class _Handler(BaseHTTPRequestHandler):
         begin, server = time.perf_counter(), self.server
         self.close_connection = True
         body: Body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with server.lock:
-            server.requests.append(body)
-            server.headers.append(self.headers)
-            count = len(server.requests)
-        if server.serves is not None and count > server.serves:
-            # Accept no further connection.
-            server.shutdown()
-            server.socket.close()
-            return
+        server.requests.append(body)
+        server.headers.append(self.headers)
         if server.model in (None, body.get("model")):
             reply = server.respond(body)
         else:
@@ -148,29 +135,24 @@ class _Handler(BaseHTTPRequestHandler):
             self._write(200, json.dumps({**_chunk(choice), **answer}).encode())
 
     def _stream(self, reply: Reply, body: Body, begin: float) -> None:
-        def write(data: bytes) -> None:
-            event = b"data: " + data + b"\n\n"
-            self.wfile.write(b"%x\r\n%s\r\n" % (len(event), event))
+        def write(event: Mapping[str, object] | str) -> None:
+            text = event if isinstance(event, str) else json.dumps(event)
+            data = f"data: {text}\n\n".encode()
+            self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
 
-        def write_delta(tokens: int, **delta: str) -> None:
-            chunk = _chunk({"index": 0, "delta": delta, "finish_reason": None})
-            if (body.get("stream_options") or {}).get("continuous_usage_stats"):
-                chunk["usage"] = {**reply.count_tokens(body), "completion_tokens": tokens}
-            write(json.dumps(chunk).encode())
+        def write_delta(**delta: str) -> None:
+            write(_chunk({"index": 0, "delta": delta, "finish_reason": None}))
 
         self._begin(200, {"Content-Type": "text/event-stream", "Transfer-Encoding": "chunked"})
         texts = reply.texts(body)
-        write_delta(0, role="assistant", content="")
+        write_delta(role="assistant", content="")
         for number, (text, at) in enumerate(zip(texts, reply.times(len(texts)), strict=True)):
             if self.server.stop.wait(max(begin + at - time.perf_counter(), 0)):
                 return
-            field = "reasoning" if number < reply.thoughts else "content"
-            write_delta(number + 1, **{field: text})
-            if reply.cut and number >= len(texts) // 2:
-                return
+            write_delta(**{"reasoning" if number < reply.thoughts else "content": text})
         if reply.usage is not None:
-            write(json.dumps({**_chunk(), "usage": reply.count_tokens(body)}).encode())
-        write(b"[DONE]")
+            write({**_chunk(), "usage": reply.count_tokens(body)})
+        write("[DONE]")
         self.wfile.write(b"0\r\n\r\n")
 
     def _write(self, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:
@@ -196,14 +178,12 @@ def fake_server(
     *,
     model: str | None = MODEL,
     pages: _Pages | None = None,
-    serves: int | None = None,
     port: int = 0,
 ) -> Iterator[FakeServer]:
     """Serve from threads until the block ends.
 
     ``model``: the only one that is served; None: any. ``pages``: added to ``/v1/models``,
-    ``/version`` and ``/metrics``. ``serves``: after so many requests connections are cut and new
-    ones refused.
+    ``/version`` and ``/metrics``.
     """
     reply = respond or Reply()
     models = json.dumps({"object": "list", "data": [{"id": model or MODEL, "object": "model"}]})
@@ -214,7 +194,7 @@ def fake_server(
         "/metrics": "vllm:kv_cache_usage_perc 0.25\n",
     }
     answer = (lambda body: reply) if isinstance(reply, Reply) else reply
-    server = FakeServer(port, answer, model, {**standard, **(pages or {})}, serves)
+    server = FakeServer(port, answer, model, {**standard, **(pages or {})})
     thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
     try:

@@ -194,7 +194,7 @@ def measure(options: PairedOptions, arms: Sequence[Arm]) -> Paired:
                         raise BenchmarkError("no request was answered, so no rate can be chosen")
                     rates = tuple(float(f"{capacity * step:.3g}") for step in _STEPS)
                 for rate in rates:
-                    load = Load(rate=rate, burstiness=options.burstiness, seed=options.seed)
+                    load = Load(rate=rate, seed=options.seed)
                     latest = send(load, *served)
                     # Each arm is measured until it is saturated.
                     if finds and Point(arm.name, load, (latest,)).past_saturation:

@@ -32,7 +32,6 @@ class Load(FrozenModel):
     """Exactly one of ``rate`` (requests a second, open loop) and ``users`` (closed loop)."""
 
     rate: float | None = None
-    burstiness: float = 1.0
     users: int | None = None
     seed: int = 0
 
@@ -51,23 +50,18 @@ class Load(FrozenModel):
     def due(self, count: int) -> list[float]:
         """Seconds from the start at which each of ``count`` requests is due; 0 in a closed loop.
 
-        Gaps are gamma distributed with mean 1 / ``rate`` seconds and shape ``burstiness``: 1 is a
-        Poisson process, less is burstier, more is more regular (as ``vllm bench serve`` counts it).
-        They are scaled so that the measured requests come at exactly ``rate``, and so do those of
-        the ramp: the mean of a few hundred random gaps would be several per cent off. The same seed
-        gives the same pattern at every rate, only faster or slower, so that the points of a sweep
-        differ in nothing else.
+        A Poisson process, scaled so that the measured requests come at exactly ``rate``, and so do
+        those of the ramp: the mean of a few hundred random gaps would be several per cent off. The
+        same seed gives the same pattern at every rate, only faster or slower, so that the points of
+        a sweep differ in nothing else.
         """
         if self.rate is None:
             return [0.0] * count
-        gaps = np.random.default_rng(self.seed).gamma(
-            self.burstiness, 1.0 / self.burstiness, size=count
-        )
+        gaps = np.random.default_rng(self.seed).exponential(size=count)
         # The gap before the first measured request belongs to the ramp.
         ramp = self.select_measured(count).index(True) + 1
         for part in (gaps[:ramp], gaps[ramp:]):
-            # A very bursty draw may be all zeros: such gaps stay as they are.
-            part *= len(part) / (part.sum() or 1.0)
+            part *= len(part) / part.sum()
         return [float(at) for at in np.cumsum(gaps) / self.rate]
 
     def select_measured(self, count: int) -> list[bool]:
@@ -174,7 +168,6 @@ class SendingOptions(Connection):
     slo_ttft: _Limit = _option(1000.0, "TTFT limit, ms; 0: none")
     slo_tpot: _Limit = _option(0.0, "TPOT limit, ms; 0: none")
     slo_e2e: _Limit = _option(0.0, "end-to-end limit, ms; 0: none")
-    burstiness: _Positive = _option(1.0, "1: Poisson arrivals; less: burstier")
     most: _Count = _option(512, "requests in flight that end the run")
     shared: bool = _option(False, "accept delays of the client and requests of other clients")
 
@@ -212,7 +205,7 @@ class RunOptions(SendingOptions):
     def load(self) -> Load:
         """The open loop where there is a rate, else the closed one."""
         if self.rate:
-            return Load(rate=self.rate, burstiness=self.burstiness, seed=self.seed)
+            return Load(rate=self.rate, seed=self.seed)
         return Load(users=self.users or 1)
 
 

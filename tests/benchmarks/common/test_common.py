@@ -69,7 +69,6 @@ def test_the_first_token_may_be_a_thought() -> None:
         (Reply(status=500), MODEL, "status 500: .*the engine is gone"),
         (Reply(), "other", "status 404: .*does not exist"),
         (Reply(drop=True), MODEL, "no answer: "),
-        (Reply(cut=True), MODEL, "the answer was cut short"),
     ],
 )
 def test_every_failure_is_recorded_in_one_line(reply: Reply, model: str, message: str) -> None:
