@@ -149,7 +149,7 @@ def measure(options: PairedOptions, arms: Sequence[Arm]) -> Paired:
     out, finds = options.out, options.rates == "find"
     rates = () if options.rates == "find" else tuple(sorted(options.rates))
     loads = len(options.users) + (len(_STEPS) + 1 if finds else len(rates))
-    workload = make_workload(options, options.served_name, loads)
+    workload = make_workload(options, options.served_name)
     if options.model.startswith(f"{SHAPE}:"):
         workload = workload.model_copy(update={"vocabulary": "numbered"})
     total, at_most = options.passes * len(arms) * loads, "at most " if finds else ""
@@ -162,11 +162,8 @@ def measure(options: PairedOptions, arms: Sequence[Arm]) -> Paired:
         log_progress(f"run {len(entries) + 1} of {at_most}{total}: {arm.name}, {load.title}")
         if load not in folders:
             seed = load.users or 10_000 + round(1000 * (load.rate or 0))
-            changes = {"seed": workload.seed + seed}
-            if workload.data and workload.cache == "unique":
-                changes["first_item"] = len(folders) * (workload.requests + workload.warm_up)
             folders[load] = out / "workloads" / load.label
-            prepare(workload.model_copy(update=changes), folders[load])
+            prepare(workload.model_copy(update={"seed": workload.seed + seed}), folders[load])
         folder = f"runs/{number}-{arm.name.replace(' ', '-')}/{load.label}"
         places = {"host": url, "workload": folders[load], "out": out / folder}
         sent = {"rate": load.rate or 0.0, "users": load.users, "seed": load.seed}

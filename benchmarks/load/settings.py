@@ -140,7 +140,6 @@ class RequestOptions(FrozenModel):
     )
     images: _Mix = _option({1: 1}, "images a request, VALUE=WEIGHT,...")
     dialect: Literal["vllm", "openai"] = _option("vllm", "openai: without vLLM's own fields")
-    data: str = _option("", "images of your own: a folder, or a JSONL file with questions too")
     seed: int = _option(0, "seed of requests and schedule", ge=0)
 
 
@@ -151,8 +150,6 @@ class Workload(RequestOptions):
     """Name of the served model."""
     vocabulary: Literal["english", "numbered"] = "english"
     """numbered: the words w1, w2, ..., one token each for a model without weights."""
-    first_item: int = 0
-    """The first item of the data that is used: the loads of an experiment share none."""
 
 
 class PrepareOptions(RequestOptions):

@@ -1,10 +1,7 @@
-"""Requests of a workload: drawn by seed or from own data, and encoded before any clock runs.
+"""Requests of a workload: drawn by seed, and encoded before any clock runs.
 
 A folder has ``workload.json`` and ``bodies.jsonl``, one request body a line: those that are
 measured, then those of the warm-up. All servers that are compared are sent the same folder.
-
-Own images come from a folder, in order of their names, or from a JSONL file with one object a line:
-``image`` (a path relative to the file, or base64) and, where it is not to be drawn, ``question``.
 """
 
 from __future__ import annotations
@@ -17,19 +14,15 @@ from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from benchmarks import BenchmarkError
 from benchmarks.common.requests import build_body, build_content, draw_picture, encode_picture
 from benchmarks.load.settings import RequestOptions, Workload
-from vllm_autoprune.errors import Problem
-from vllm_autoprune.evaluation.questions import Text, read_objects, read_picture, refuse
 
 _T = TypeVar("_T")
 
 _WORKLOAD, _BODIES = "workload.json", "bodies.jsonl"
-_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".gif")
-"""Of the names of files that are sent from a folder."""
 _ASPECTS = {"4/3": 4, "3/4": 2, "1/1": 2, "16/9": 1}
 """Width over height, with weights."""
 _FORMATS: Mapping[Literal["jpeg", "png"], float] = {"jpeg": 4, "png": 1}
@@ -57,18 +50,10 @@ class _Picture(NamedTuple):
     format: Literal["jpeg", "png"]
 
 
-class _File(NamedTuple):
-    """One picture of one's own data, as ``read_picture`` takes it."""
-
-    where: str
-    folder: Path
-    text: str
-
-
 class _Request(NamedTuple):
     """One request; requests with equal pictures and question have identical bodies."""
 
-    pictures: tuple[_Picture | _File, ...]
+    pictures: tuple[_Picture, ...]
     question: str
 
 
@@ -81,22 +66,9 @@ class Prepared(NamedTuple):
     digest: str
 
 
-def make_workload(options: RequestOptions, model: str, loads: int = 1) -> Workload:
-    """The workload of these options; raises :class:`BenchmarkError` for too few data.
-
-    Each of several ``loads`` with unique images has items of its own.
-    """
-    workload = Workload(model=model, **options.model_dump(include=set(RequestOptions.model_fields)))
-    if workload.data:
-        count = len(_open_data(workload.data))
-        needed = _count_distinct(workload) + workload.warm_up
-        needed *= loads if workload.cache == "unique" else 1
-        if count < needed:
-            raise BenchmarkError(
-                f"--data {workload.data}: has {count} items, but --cache {workload.cache} needs "
-                f"{needed} (with the warm-up) -> give more images, or send fewer requests"
-            )
-    return workload
+def make_workload(options: RequestOptions, model: str) -> Workload:
+    """The workload of these options."""
+    return Workload(model=model, **options.model_dump(include=set(RequestOptions.model_fields)))
 
 
 def prepare(workload: Workload, folder: Path) -> Prepared:
@@ -143,12 +115,10 @@ def load_prepared(folder: Path) -> Prepared:
 
 
 @lru_cache(maxsize=64)
-def _encode(picture: _Picture | _File) -> str:
+def _encode(picture: _Picture) -> str:
     """An image as a data URL, as chat clients send it."""
-    if isinstance(picture, _Picture):
-        image = draw_picture(picture.seed, picture.width, picture.height)
-        return encode_picture(image, picture.format)
-    return read_picture(*picture).url
+    image = draw_picture(picture.seed, picture.width, picture.height)
+    return encode_picture(image, picture.format)
 
 
 def _draw_requests(workload: Workload) -> list[_Request]:
@@ -167,22 +137,12 @@ def _draw_requests(workload: Workload) -> list[_Request]:
         _draw_request(workload, identity, index if workload.cache == "same-image" else identity)
         for index, identity in enumerate(identities)
     ]
-    behind = _count_distinct(workload) if workload.data else workload.requests
-    warm_up = range(behind, behind + workload.warm_up)
+    warm_up = range(workload.requests, workload.requests + workload.warm_up)
     return drawn + [_draw_request(workload, number, number) for number in warm_up]
-
-
-def _count_distinct(workload: Workload) -> int:
-    return workload.requests if workload.cache == "unique" else workload.pool
 
 
 def _draw_request(workload: Workload, identity: int, asked: int) -> _Request:
     """The request whose pictures follow from ``identity``, and its question from ``asked``."""
-    if workload.data:
-        items = _open_data(workload.data)
-        question = items[(workload.first_item + asked) % len(items)].question
-        pictures = items[workload.first_item + identity].pictures
-        return _Request(pictures, question or _draw_question(workload, asked))
     generator = _generator(workload, 1, identity)
     drawn = []
     for number in range(_draw_from(workload.images, generator)):
@@ -214,32 +174,3 @@ def _draw_from(mix: Mapping[_T, float], generator: np.random.Generator) -> _T:
 
 def _generator(workload: Workload, stream: int, number: int) -> np.random.Generator:
     return np.random.default_rng([workload.seed, stream, number])
-
-
-class _Line(BaseModel):
-    """One line of one's own data; what else it has is not read."""
-
-    image: Text
-    question: str = ""
-
-
-_LINE = TypeAdapter(_Line)
-
-
-@lru_cache(maxsize=2)
-def _open_data(data: str) -> Sequence[_Request]:
-    """The items at a path, whose question may be empty; ConfigError for what is no data."""
-    path, items, problems = Path(data), list[_Request](), list[Problem]()
-    fix = f"give a folder of {', '.join(_ENDINGS)} files, or a .jsonl file"
-    if path.is_dir():
-        names = sorted(file.name for file in path.iterdir() if file.suffix.lower() in _ENDINGS)
-        items = [_Request((_File(str(path / name), path, name),), "") for name in names]
-    else:
-        form = 'give an object with a path as "image"'
-        for number, line in read_objects(path, _LINE, problems, fix, form):
-            where = f"{path}:{number}: image {line.image[:80]!r}"
-            items.append(_Request((_File(where, path.parent, line.image),), line.question))
-    if not items and not problems:
-        problems.append(Problem(str(path), "has no images", fix))
-    refuse("--data", problems)
-    return items

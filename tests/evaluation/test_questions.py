@@ -23,7 +23,6 @@ from hypothesis import strategies as st
 from PIL import Image
 from vllm.multimodal.media.image import ImageMediaIO
 
-from benchmarks.load.workload import _encode, _open_data
 from offline_search.dataset import SPLITS, convert_mme, read_dataset
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.evaluation.journal import MME, PAIRS
@@ -278,8 +277,6 @@ def test_only_a_line_feed_ends_a_line(folder: Path, name: str) -> None:
     assert [question.text for question in questions] == asked
     assert all(question.image.startswith("data:image/png;base64,") for question in questions)
     assert {question.record.image for question in questions} <= {"a.png"} or name == "base64"
-    _open_data.cache_clear()
-    assert [request.question for request in _open_data(str(path))] == asked
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -296,20 +293,6 @@ def test_eval_and_search_refuse_the_same_in_one_line(folder: Path, name: str) ->
     with pytest.raises(ConfigError) as caught:
         read_dataset(folder)
     assert [*map(str, caught.value.problems)][1:-1] == texts, "the other two have no example"
-
-
-def test_a_load_test_refuses_what_its_requests_cannot_be_made_of(folder: Path) -> None:
-    path = folder / "load.jsonl"
-    for name, (content, said) in REFUSED.items():
-        _open_data.cache_clear()
-        with suppress(ConfigError):
-            list(map(_encode, (p for item in _open_data(str(write(path, content)))
-                               for p in item.pictures)))  # fmt: skip
-            assert not re.search("UTF|image '|not JSON|not an object|one object a", said), name
-    for content, said in (("{}", "'image' is missing"), (lines({"image": ""}), "is blank")):
-        _open_data.cache_clear()
-        with pytest.raises(ConfigError, match=said):
-            _open_data(str(write(path, content)))
 
 
 def test_questions_are_ordered_by_image_and_pairs_are_scored_as_mme(folder: Path) -> None:
@@ -387,10 +370,8 @@ def test_any_file_is_read_or_refused_in_words(folder: Path, content: bytes) -> N
     category.mkdir(parents=True, exist_ok=True)
     write(category / "1.png", save())
     write(category / "1.txt", content)
-    _open_data.cache_clear()
     for read in (
         lambda: read_questions(path),
-        lambda: [_encode(p) for item in _open_data(str(path)) for p in item.pictures],
         lambda: convert_mme(folder / "mme", folder / "converted"),
     ):
         problems: Sequence[Problem] = ()

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from PIL import Image
-
 from benchmarks.common.client import Record
 from benchmarks.load.report import Point, Run
 from benchmarks.load.result import Result, summarize
@@ -74,10 +72,3 @@ def point(
         folder = f"runs/{number}-{arm}/{load.label}"
         runs.append(Run(arm, number, folder, result(records, load, reasons=reasons), records))
     return Point(arm, load, tuple(runs))
-
-
-def write_images(folder: Path, count: int) -> None:
-    """Small images that differ, in a folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for number in range(count):
-        Image.new("RGB", (8, 8), (number, 2 * number, 0)).save(folder / f"{number:03}.png")

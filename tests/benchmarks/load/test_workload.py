@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 
 from benchmarks import BenchmarkError
-from benchmarks.load.__main__ import main
 from benchmarks.load.settings import Load, Workload
 from benchmarks.load.workload import (
     _BODIES,
@@ -22,7 +20,6 @@ from benchmarks.load.workload import (
     load_prepared,
     prepare,
 )
-from tests.benchmarks.load.samples import write_images
 
 
 def test_arrivals_are_poisson_and_come_at_exactly_the_rate() -> None:
@@ -123,59 +120,3 @@ def test_an_incomplete_or_missing_folder_is_refused_with_the_fix(tmp_path: Path)
         load_prepared(tmp_path)
     with pytest.raises(BenchmarkError, match=r"python -m benchmarks\.load prepare"):
         load_prepared(tmp_path / "nowhere")
-
-
-# ---- images of one's own ----
-
-PREPARE = ["prepare", "--model", "m", "--requests", "3", "--warm-up", "1"]
-LINES = [{"image": f"{number:03}.png", "question": f"{number}?"} for number in (0, 1, 3, 0)]
-BEFORE = "\n".join(map(json.dumps, LINES[:3])) + "\n"
-
-
-@pytest.mark.parametrize(
-    ("source", "questions", "images"),
-    [
-        # A folder's images are sent in order, and questions are drawn.
-        ("data", None, [0, 1, 2, 3]),
-        ("data/q.jsonl", ["0?", "1?", "3?", "0?"], [0, 1, 3, 0]),
-    ],
-    ids=["folder", "jsonl"],
-)
-def test_images_and_questions_of_ones_own_are_sent(
-    tmp_path: Path, source: str, questions: list[str] | None, images: list[int]
-) -> None:
-    data = tmp_path / "data"
-    write_images(data, 4)
-    (data / "q.jsonl").write_text("\n".join(map(json.dumps, LINES)))
-    assert main([*PREPARE, "--data", str(tmp_path / source), "--out", str(tmp_path / "w")]) == 0
-    prepared = load_prepared(tmp_path / "w")
-    bodies = (*prepared.measured, *prepared.warm_up)
-    contents = [json.loads(body)["messages"][-1]["content"] for body in bodies]
-    asked = [content[-1]["text"] for content in contents]
-    assert asked == questions if questions else len(set(asked)) == 4
-    encoded = [base64.b64encode((data / f"00{n}.png").read_bytes()).decode() for n in images]
-    urls = [content[0]["image_url"]["url"] for content in contents]
-    assert urls == [f"data:image/png;base64,{content}" for content in encoded]
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "reason"),
-    [
-        ("few", None, "has 3 items, but --cache unique needs 4 (with the warm-up)"),
-        ("none", None, "none: cannot be read (No such file or directory) -> give a folder of .jpg"),
-        (".", None, "has no images -> give a folder of .jpg"),
-        ("b.jsonl", '{"question": "?"}', "b.jsonl:1: 'image' is missing -> give an object"),
-        ("c.jsonl", BEFORE + '{"image": "none.png"}', "c.jsonl:4: image 'none.png': cannot be"),
-    ],
-)
-def test_a_mistake_in_the_data_is_answered_in_one_line(
-    name: str, content: str | None, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_images(tmp_path / "few", 3)
-    if content is not None:
-        write_images(tmp_path, 4)
-        (tmp_path / name).write_text(content)
-    out = str(tmp_path / "w")
-    assert main([*PREPARE, "--data", str(tmp_path / name), "--out", out]) == 1
-    error = capsys.readouterr().err
-    assert reason in error and error.count("\n") == 1
