@@ -14,24 +14,11 @@ from benchmarks.server import end_servers_on_sigterm
 from vllm_autoprune.errors import AutopruneError
 
 _COMMANDS = {
-    "efficiency": (
-        "FLOPs, prefill, decode and KV cache of each policy, as a table",
-        ("efficiency", "add_arguments", "run"),
-    ),
-    "depth": (
-        "time to first token at full depth, composed from two efficiency tables",
-        ("efficiency", "add_depth_arguments", "run_depth"),
-    ),
-    "selection": (
-        "time of token selection, compared with the published code and the prefill",
-        ("selection", "add_arguments", "run"),
-    ),
-    "soak": (
-        "a pruned server under mixed load: errors, memory growth, metrics",
-        ("soak", "add_arguments", "run"),
-    ),
+    "efficiency": "FLOPs, prefill, decode and KV cache of each policy, as a table",
+    "selection": "time of token selection, compared with the published code",
+    "soak": "a pruned server under mixed load: errors, memory growth, metrics",
 }
-"""Help, and the module with the functions that add the options and run."""
+"""Modules with ``add_arguments`` and ``run``, and their help."""
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -40,13 +27,13 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         prog="python -m benchmarks.cost", description="What pruning costs and what it saves."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (text, (module, add, run)) in _COMMANDS.items():
+    for name, text in _COMMANDS.items():
         defaults = argparse.ArgumentDefaultsHelpFormatter
         command = commands.add_parser(name, help=text, description=text, formatter_class=defaults)
         if name in arguments[:1]:
-            imported = vars(importlib.import_module(f"benchmarks.cost.{module}"))
-            imported[add](command)
-            command.set_defaults(run=imported[run])
+            module = importlib.import_module(f"benchmarks.cost.{name}")
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
     return parser.parse_args(arguments)
 
 

@@ -1,14 +1,7 @@
 """`python -m benchmarks.cost efficiency`: full model, base policies and AutoPrune, as a table.
 
-Every arm has its own server and the same requests, one at a time. Two tables of different depth
-give the time to first token at full depth:
-
-    python -m benchmarks.cost efficiency --model llava-next-7b --layers 1 --policies cdpruner
-    python -m benchmarks.cost efficiency --model llava-next-7b --layers 4 --policies cdpruner
-    python -m benchmarks.cost depth out/efficiency/llava-next-7b-{1,4}-layers.json
-
-All layers cost the same, so time is linear in their number. The slope is the prefill of one layer;
-the value at zero layers is vision tower, selection, HTTP and the language model's head.
+Every arm has its own server and the same requests, one at a time. All language layers cost the
+same, so that the times of a deeper model are linear in their number.
 """
 
 from __future__ import annotations
@@ -20,15 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
 from benchmarks import BenchmarkError
 from benchmarks.common.client import Client
 from benchmarks.common.report import (
     command_line,
     environment,
     format_environment,
-    format_estimate,
     format_spread,
     log_progress,
 )
@@ -47,14 +37,7 @@ from vllm_autoprune.backbones import (
 from vllm_autoprune.http_client import Metrics
 from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.report import Table
-from vllm_autoprune.statistics import (
-    DRAWS,
-    Estimate,
-    estimate,
-    medians,
-    resample,
-    spread,
-)
+from vllm_autoprune.statistics import spread
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
 _POLICIES = (
@@ -215,21 +198,6 @@ def _format_table(model: _Model, budget: int, arms: Mapping[str, _Measurement | 
     return "\n".join([head, Table("", _COLUMNS, rows).markdown(), "", *notes])
 
 
-class _Efficiency(FrozenModel):
-    """The JSON file of a table; an arm that was not served has its reason."""
-
-    model: str
-    layers: int
-    budget: int
-    digests: Mapping[str, str | None]
-    arms: Mapping[str, _Measurement | str]
-    environment: Mapping[str, str]
-
-    def measured(self) -> dict[str, _Measurement]:
-        """The arms that were served."""
-        return {name: arm for name, arm in self.arms.items() if not isinstance(arm, str)}
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``efficiency``, each with a default."""
     add = parser.add_argument
@@ -253,7 +221,8 @@ def run(options: argparse.Namespace) -> int:
     states: dict[str, str | None] = {_FULL: None}
     states |= {name: name for name in options.policies.split(",") if name}
     states["AutoPrune"] = "autoprune"
-    digests = {name: load_state(state).digest if state else None for name, state in states.items()}
+    for known in filter(None, states.values()):
+        load_state(known)  # a wrong name is refused before any server starts
     requests = _draw_requests(model.name, _WARM_UP + options.requests)
     layers = model.shape.layers
     label = model.name + (f"-{layers}-layers" if layers != model.published.layers else "")
@@ -274,81 +243,9 @@ def run(options: argparse.Namespace) -> int:
         except ServerDied as error:
             arms[name] = error.cause[:300]
             log_progress(f"{name}: {error}")
-    table = _Efficiency(
-        model=model.name, layers=layers, budget=budget, digests=digests, arms=arms,
-        environment=environment(),
-    )  # fmt: skip
     text = _format_table(model, budget, arms)
-    text += f"\n\nEnvironment: {format_environment(table.environment)}.\n"
+    text += f"\n\nEnvironment: {format_environment(environment())}.\n"
     text += f"\nCommand: `{shlex.join(command_line())}`\n"
-    (options.out / f"{label}.json").write_text(table.model_dump_json(indent=1) + "\n")
+    (options.out / f"{label}.md").write_text(text)
     print(text)
     return int(any(isinstance(arm, str) for arm in arms.values()))
-
-
-def _compose(
-    shallow: _Efficiency, deep: _Efficiency, depth: int
-) -> dict[str, tuple[Estimate, ...]]:
-    """Of every arm at ``depth`` layers: seconds of a layer, of all else, TTFT; gains of the two.
-
-    Gains are over the first arm, of a layer and of TTFT. Intervals: 95 %, by bootstrap over
-    requests, which are the same in every arm and at both depths. Raises :class:`BenchmarkError`
-    where tables cannot be combined.
-    """
-    low, high, more = shallow.measured(), deep.measured(), deep.layers - shallow.layers
-    described = (shallow.model, shallow.budget, shallow.digests, list(low))
-    if described != (deep.model, deep.budget, deep.digests, list(high)):
-        raise BenchmarkError(
-            "the tables differ in model, budget, states or arms -> measure both again"
-        )
-    if more <= 0:
-        raise BenchmarkError(
-            f"depths {shallow.layers} and {deep.layers}: give the shallow one first"
-        )
-    counts = {len(arm.ttft) for arm in (*low.values(), *high.values())}
-    if len(counts) != 1:
-        raise BenchmarkError(f"arms answered different numbers of requests: {sorted(counts)}")
-    rows = resample(counts.pop(), DRAWS)
-    composed, reference = {}, None
-    for arm, measured in low.items():
-        # Slope per layer and value at zero layers, for every resample.
-        base, top = (medians(np.asarray(m.ttft), rows) for m in (measured, high[arm]))
-        layer = (top - base) / more
-        fixed = base - layer * shallow.layers
-        ttft = fixed + layer * depth
-        reference = reference or (layer, ttft)
-        figures = (layer, fixed, ttft, reference[0] / layer, reference[1] / ttft)
-        composed[arm] = tuple(map(estimate, figures))
-    return composed
-
-
-def add_depth_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the two files of ``depth``."""
-    parser.add_argument("shallow", type=Path, help="JSON file of the table with fewer layers")
-    parser.add_argument("deep", type=Path, help="JSON file of the table with more layers")
-
-
-def run_depth(options: argparse.Namespace) -> int:
-    """Print the table that is composed for full depth; 0."""
-    paths = (options.shallow, options.deep)
-    try:
-        shallow, deep = (_Efficiency.model_validate_json(path.read_text()) for path in paths)
-        depth = BACKBONE_SHAPES[shallow.model].layers
-    except (OSError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise BenchmarkError(f"not a table of benchmarks.cost efficiency: {reason}") from error
-    styles = ((1000.0, 1), (1000.0, 0), (1.0, 2), (1.0, 2), (1.0, 2))
-    rows = [
-        [arm, *(format_estimate(f, *s, " to ") for f, s in zip(figures, styles, strict=True))]
-        for arm, figures in _compose(shallow, deep, depth).items()
-    ]
-    columns = (
-        "arm", "a layer, ms", "all but the layers, ms", "TTFT, s", "prefill gain", "TTFT gain",
-    )  # fmt: skip
-    requests = len(next(iter(shallow.measured().values())).ttft)
-    print(
-        f"{shallow.model}, K = {shallow.budget}; composed for {depth} language layers from "
-        f"measurements of {shallow.layers} and {deep.layers}; {requests} requests each\n"
-    )
-    print(Table("", columns, rows, "l" + "r" * 5).markdown())
-    return 0
