@@ -1,9 +1,6 @@
-"""Searched components of a state, alpha = (S, C, R), as JSON, and what a candidate is."""
+"""Searched components of a state, alpha = (S, C, R), as JSON."""
 
 from __future__ import annotations
-
-import hashlib
-from dataclasses import dataclass
 
 from pydantic import JsonValue
 
@@ -24,22 +21,6 @@ BASE = "base_policy"
 
 _LIBRARY_COMPONENTS = ("source", "budget", *COMPONENTS, "safety")
 """Fields that take the 131 atoms of the paper."""
-
-
-@dataclass(frozen=True, slots=True)
-class SelectionProgram:
-    """Python code with a function ``select(features, signals, K)`` that returns K indices."""
-
-    code: str
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of the code, which identifies the candidate as a state's digest does."""
-        return hashlib.sha256(self.code.encode()).hexdigest()
-
-
-Candidate = PruningState | SelectionProgram
-"""What a search evaluates: a state, or a program that selects tokens."""
 
 
 def searched_components(settings: Settings) -> tuple[str, ...]:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
-from offline_search.components import Candidate, SelectionProgram
 from offline_search.dataset import Dataset, Split
 from offline_search.history import Answers
 from offline_search.ledger import ALL_TOKENS, Clock, EvaluationRecord, Ledger
@@ -39,6 +38,7 @@ from vllm_autoprune.http_client import (
     describe_failure,
 )
 from vllm_autoprune.tpdsl.loading import load_state
+from vllm_autoprune.tpdsl.state import PruningState
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 _CHECKED_IMAGES = 8
@@ -50,7 +50,7 @@ _DECIMALS = 5
 class EvaluationJob:
     """Examples ``start`` to ``stop`` of a split at K = ``budget``; unpruned without a candidate."""
 
-    candidate: Candidate | None
+    candidate: PruningState | None
     budget: int
     split: Split
     start: int
@@ -226,8 +226,6 @@ class ServedEvaluator:
 
     async def evaluate(self, job: EvaluationJob) -> Answers:
         """Answers to a job; every example goes to the server that its image is assigned to."""
-        if isinstance(job.candidate, SelectionProgram):
-            raise EvaluationFailed("a server measures states only, not programs that select tokens")
         pruning = pruning_options(job.candidate, job.budget)
         examples = self.dataset.examples(job.split)[job.start : job.stop]
         scores = await asyncio.gather(*(self._score(example, pruning) for example in examples))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from offline_search.candidates import BASE_PARENT
-from offline_search.components import Candidate, SelectionProgram, structure
+from offline_search.components import structure
 from offline_search.ledger import ProposalRecord, TrialRecord
 from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.statistics import ClusterBootstrap, Estimate, Floats, estimate
@@ -121,16 +121,12 @@ def gave_up(results: Sequence[TrialRecord]) -> bool:
 
 @dataclass(frozen=True)
 class Trial:
-    """A candidate with its result; ``values`` ``(M,)`` are those of the answered examples.
-
-    A candidate in free code has ``selection`` in place of a state.
-    """
+    """A candidate with its result; ``values`` ``(M,)`` are those of the answered examples."""
 
     proposal: ProposalRecord
     result: TrialRecord
     state: PruningState | None = None
     values: Floats | None = None
-    selection: SelectionProgram | None = None
 
     @property
     def name(self) -> str:
@@ -145,14 +141,10 @@ class Trial:
         return self.result.score
 
     def require_state(self) -> PruningState:
-        """The state; every trial that was measured has one, unless it is a program."""
+        """The state, which every trial that was measured has."""
         if self.state is None:
             raise ValueError(f"candidate {self.name} has no state")
         return self.state
-
-    def require_candidate(self) -> Candidate:
-        """The state or the program; every trial that was measured has one."""
-        return self.selection or self.require_state()
 
 
 @dataclass

@@ -3,9 +3,8 @@
 ``clock`` holds what differs between two runs of the same search (start and duration); all other
 fields are compared on replay.
 
-Replies, program outputs, verdicts and evaluations are *external records*: they depend on a server,
-a process or the machine, and are never recomputed. All other records follow from the settings and
-the external records.
+Replies, verdicts and evaluations are *external records*: they depend on a server or the machine,
+and are never recomputed. All other records follow from the settings and the external records.
 """
 
 from __future__ import annotations
@@ -112,15 +111,6 @@ class ReplyRecord(_CandidateRecord):
     )
 
 
-class ProgramRecord(_CandidateRecord):
-    """Output of a program that the proposer wrote, or the reason why it failed."""
-
-    kind: Literal["program"] = "program"
-    code: str
-    output: str = ""
-    failure: str = ""
-
-
 class ProposalRecord(_CandidateRecord):
     """A proposed candidate, or the problems that make it invalid."""
 
@@ -130,7 +120,6 @@ class ProposalRecord(_CandidateRecord):
     state: dict[str, JsonValue] | None = None
     digest: str = ""
     problems: tuple[str, ...] = ()
-    program: str = Field(default="", description="the program that returned the candidate, if any")
     hypothesis: Hypothesis | None = Field(
         default=None, exclude_if=lambda value: value is None, description="of a proposal in a list"
     )
@@ -223,12 +212,7 @@ class WinnerRecord(_Record):
     kind: Literal["chosen"] = "chosen"
     winner: str
     digest: str
-    state: dict[str, JsonValue] | None
-    program: str = Field(
-        default="",
-        exclude_if=lambda program: not program,
-        description="the winner's code where it is a program that selects tokens",
-    )
+    state: dict[str, JsonValue]
     confirmed: dict[str, Comparison] = Field(
         description="by proposal: scores on the validation split"
     )
@@ -248,7 +232,6 @@ class WinnerRecord(_Record):
 Record = Annotated[
     SettingsRecord
     | ReplyRecord
-    | ProgramRecord
     | ProposalRecord
     | VerdictRecord
     | EvaluationRecord
@@ -258,7 +241,7 @@ Record = Annotated[
     Field(discriminator="kind"),
 ]
 
-_EXTERNAL_RECORDS = (ReplyRecord, ProgramRecord, VerdictRecord, EvaluationRecord)
+_EXTERNAL_RECORDS = (ReplyRecord, VerdictRecord, EvaluationRecord)
 
 _ADAPTER: TypeAdapter[Record] = TypeAdapter(Record)
 

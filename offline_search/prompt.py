@@ -1,4 +1,4 @@
-"""Prompts of the proposer: the language of atoms or the task in code, and H_t of Algorithm 2.
+"""Prompts of the proposer: the task in the language of atoms, and H_t of Algorithm 2.
 
 The constant part comes first, so that a server's prefix cache computes it once. Prompts say what is
 asked for and what was measured, and give no advice on what to propose. Scores are objectives in
@@ -18,7 +18,6 @@ from typing_extensions import TypedDict
 from offline_search.candidates import BASE_PARENT, MAX_HYPOTHESIS, PROPOSALS, PURPOSES
 from offline_search.components import BASE, compact_json, components_json, searched_components
 from offline_search.history import History, Trial, paired_error
-from offline_search.programs import SIGNALS
 from offline_search.search_space import describe_space, excluded_atoms, numbers_at_upper_end
 from offline_search.settings import Settings
 from vllm_autoprune.statistics import Floats
@@ -40,17 +39,6 @@ Messages = tuple[_Message, ...]
 _MAX_SHOWN_REPLY = 4000
 """Characters of an invalid proposal that are sent back with its problems."""
 
-INITIAL_PROGRAM = """import numpy as np
-
-
-def select(features, signals, K):
-    kept = [int(index) for index in signals["reference"]]
-    norms = np.linalg.norm(features, axis=1)
-    kept[-1] = next(int(index) for index in np.argsort(-norms) if index not in kept)
-    return kept
-"""
-"""The base policy's picks with the last one exchanged: what the smallest state does."""
-
 
 @cache
 def describe_task(settings: Settings) -> str:
@@ -62,18 +50,6 @@ def describe_task(settings: Settings) -> str:
             "MME total of the model (accuracy and accuracy+ of each category in per cent, summed)"
         )
     score = f"A score is the {score} less that of the model with all tokens; higher is better."
-    if settings.writes_code:
-        signals = "\n".join(f"- {name}: {effect}" for name, effect in SIGNALS.items())
-        return f"""You design a policy that decides which {budget} visual tokens of an \
-image a vision-language model keeps. It is a Python function select(features, signals, K) that \
-returns the indices of K different tokens. features is a numpy array (N, D), the tokens as the \
-language model reads them; signals is a dict of numpy arrays:
-
-{signals}
-
-The base policy is {policy.name}: {policy.doc} The function is called once for each image and \
-question. {score} The program may import numpy, math and random; \
-it has no files and no network, and returns the same indices each time."""
     base = f"The base policy {policy.name} picks {budget} of them: {policy.doc}"
     if settings.bases:
         listed = "\n".join(f"- {name}: {BASE_POLICIES[name].doc}" for name in settings.bases)
@@ -119,102 +95,76 @@ Answer with {{"{PROPOSALS}": [...]}} and nothing else: a list of such objects, e
 
 A hypothesis is confirmed if the measured difference to the parent is as expected: more than two \
 standard errors for higher or lower, less for same."""
-    elif not settings.writes_code:
+    else:
         system += "\n\nAnswer with one such object and nothing else."
-    form = "Python" if settings.writes_code else "JSON"
     return (
         {"role": "system", "content": system},
-        {"role": "user", "content": f"{request} {form} only."},
+        {"role": "user", "content": f"{request} JSON only."},
     )
 
 
 def proposal_prompt(
-    settings: Settings, summary: str, example: PruningState, number: int, count: int
-) -> Messages:
-    """Prompt for one of ``count`` candidates, given the summary H_(t-1) and an example."""
-    which = f"Propose candidate {number + 1} of {count}, with a higher score."
-    return _ask(settings, f"{_show_history(settings, summary, example)}{which}")
-
-
-def list_prompt(
     settings: Settings,
     summary: str,
     example: PruningState,
     begin: int,
-    count: int,
     total: int,
-    purposes: Sequence[str],
+    purposes: Sequence[str] = (),
 ) -> Messages:
-    """Prompt for ``count`` of a round's ``total`` candidates, given the summary and an example."""
-    which = f"candidate {begin + 1}" if count == 1 else f"candidates {begin + 1} to {begin + count}"
-    request = (
-        f"Propose {which} of {total}, each different from all others, in search of a higher "
-        f"score. Their purposes, in order: {', '.join(purposes)}."
-    )
-    return _ask(settings, f"{_show_history(settings, summary, example)}{request}")
+    """Prompt for candidate ``begin`` of a round's ``total``, or a list from there on.
 
-
-def program_prompt(settings: Settings, number: int, count: int) -> Messages:
-    """Prompt for one of ``count`` programs, before any is measured."""
-    which = f"Write program {number + 1} of {count}, with a higher score."
-    return _ask(settings, f"A valid program looks like this:\n{_fence(INITIAL_PROGRAM)}\n\n{which}")
+    A list has a candidate for each of ``purposes``. The summary is H_(t-1).
+    """
+    request = f"Propose candidate {begin + 1} of {total}, with a higher score."
+    if count := len(purposes):
+        which = f"candidates {begin + 1} to {begin + count}"
+        request = (
+            f"Propose {which if count > 1 else f'candidate {begin + 1}'} of {total}, each "
+            "different from all others, in search of a higher score. Their purposes, in order: "
+            f"{', '.join(purposes)}."
+        )
+    text = _dump_compactly(example, bool(settings.bases))
+    return _ask(settings, f"{summary}\n\nA valid candidate looks like this:\n{text}\n\n{request}")
 
 
 def crossover_prompt(settings: Settings, parents: Sequence[Trial]) -> Messages:
     """EvoPrompting's prompt: parents with their scores, and the score a child should exceed."""
     described = "\n".join(
         f"Score {_score(parent.score)}:\n"
-        + (
-            _fence(parent.proposal.program)
-            if settings.writes_code
-            else _dump_compactly(parent.require_state(), bool(settings.bases))
-        )
+        + _dump_compactly(parent.require_state(), bool(settings.bases))
         for parent in parents
     )
     best = _score(max(parent.score for parent in parents))
     return _ask(settings, f"Parents:\n{described}\n\nCombine the parents, to score above {best}.")
 
 
-def repair_prompt(request: Messages, reply: str, problems: Sequence[str]) -> Messages:
-    """The conversation so far with the problems of its reply, asking for a corrected one."""
-    listed = "\n".join(f"- {problem[:300]}" for problem in problems[:8])
-    correction = f"That is not valid:\n{listed}\nWrite the corrected JSON object, nothing else."
-    return _correct(request, reply[:_MAX_SHOWN_REPLY], correction)
-
-
-def repair_list_prompt(
+def repair_prompt(
     request: Messages, reply: str, problems: Mapping[int, Sequence[str]], count: int
 ) -> Messages:
-    """As :func:`repair_prompt`, for the proposals of a list that are invalid, by their number."""
-    listed = "\n".join(
-        f"- proposal {number}: {'; '.join(texts)[:300]}" for number, texts in problems.items()
-    )
-    correction = (
-        f"Not valid are:\n{listed}\nWrite a list of these {len(problems)} proposals, "
-        "corrected, in this order, and nothing else."
-    )
-    return _correct(request, reply[: _MAX_SHOWN_REPLY * count], correction)
+    """The conversation with the problems of its reply, asking for corrected proposals.
 
-
-def _correct(request: Messages, reply: str, correction: str) -> Messages:
+    ``problems`` of a list's proposals by their number; without a ``count``, of the only proposal.
+    """
+    if count:
+        listed = "\n".join(
+            f"- proposal {number}: {'; '.join(texts)[:300]}" for number, texts in problems.items()
+        )
+        correction = (
+            f"Not valid are:\n{listed}\nWrite a list of these {len(problems)} proposals, "
+            "corrected, in this order, and nothing else."
+        )
+    else:
+        listed = "\n".join(f"- {problem[:300]}" for problem in problems[1][:8])
+        correction = f"That is not valid:\n{listed}\nWrite the corrected JSON object, nothing else."
     return (
         *request,
-        {"role": "assistant", "content": reply},
+        {"role": "assistant", "content": reply[: _MAX_SHOWN_REPLY * max(count, 1)]},
         {"role": "user", "content": correction},
     )
 
 
-def _show_history(settings: Settings, summary: str, example: PruningState) -> str:
-    text = _dump_compactly(example, bool(settings.bases))
-    return f"{summary}\n\nA valid candidate looks like this:\n{text}\n\n"
-
-
 def _dump_compactly(state: PruningState, bases: bool) -> str:
     return json.dumps(compact_json(state, bases), separators=(",", ":"))
-
-
-def _fence(code: str) -> str:
-    return f"```python\n{code.strip()}\n```"
 
 
 _MAX_BEST = 10

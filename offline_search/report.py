@@ -1,19 +1,21 @@
-"""Report on the ledger of a finished or running search, as Markdown and as HTML."""
+"""Report on the ledger of a finished or running search, and the lines that it prints as it runs."""
 
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from offline_search.candidates import base_state
-from offline_search.components import BASE, COMPONENTS, CORE, RANK_AT, JsonObject
-from offline_search.history import FAILURES_TO_GIVE_UP, gave_up
+from offline_search.components import BASE, COMPONENTS, CORE, RANK_AT
+from offline_search.history import FAILURES_TO_GIVE_UP, History, Trial, gave_up
 from offline_search.ledger import (
     ALL_TOKENS,
+    Comparison,
     Cost,
     EvaluationRecord,
     ProposalRecord,
@@ -43,7 +45,6 @@ from vllm_autoprune.report import (
     render_markdown,
 )
 from vllm_autoprune.statistics import Estimate, count_decimals
-from vllm_autoprune.tpdsl.transfer import list_changes
 
 _STATUS_WORDS: Mapping[Status, str] = {
     "evaluated": "measured in full",
@@ -53,15 +54,7 @@ _STATUS_WORDS: Mapping[Status, str] = {
     "invalid": "invalid",
     "unsafe": "unsafe",
 }
-_ORIGIN_WORDS = {"llm": "language model", "tpe": "TPE"}
 _MAX_ROWS = 10
-_EXPLANATIONS = (
-    "The {count} best candidates of the search split were measured on the validation split. The "
-    "winner has the highest objective on the examples of both together: the search split alone "
-    "favours candidates that were lucky on it.",
-    "Examples that no candidate was chosen on. accuracy+: both answers of a pair right, or all "
-    "about an image. MME total: accuracy and accuracy+ in per cent, added over all categories.",
-)
 
 
 @dataclass(frozen=True)
@@ -80,7 +73,8 @@ class _CandidateRow:
     @property
     def origin(self) -> str:
         """What proposed the candidate, in words."""
-        return _ORIGIN_WORDS.get(self.proposal.origin, self.proposal.origin)
+        origin = self.proposal.origin
+        return {"llm": "language model", "tpe": "TPE"}.get(origin, origin)
 
     @property
     def status(self) -> str:
@@ -131,6 +125,28 @@ class _SearchReport:
                 points.append((row.spent, score))
         return points
 
+    def html(self) -> str:
+        """The page, with every candidate."""
+        return render_document(_make_document(self))
+
+    def markdown(self) -> str:
+        """The report without its chart, and with the best candidates only."""
+        document = _make_document(self)
+        sections = [section for section in document.sections if not section.entries]
+        return render_markdown(replace(document, sections=sections))
+
+    def format(self, *values: float | None) -> list[str]:
+        """Objectives with as many decimals as the width of the winner's interval supports.
+
+        Without a winner, the spread of the candidates stands for it.
+        """
+        measured = [row.result.objective or 0.0 for row in self.rows] or [0.0]
+        low, high = min(measured), max(measured)
+        if self.winner is not None:
+            low, high = self.winner.test.objective.low, self.winner.test.objective.high
+        digits = count_decimals(low, high)
+        return ["unknown" if value is None else f"{value:+.{digits}f}" for value in values]
+
 
 def read_report(records: Iterable[Record]) -> _SearchReport:
     """The report on a ledger's records; raises :class:`SearchError` for an empty ledger."""
@@ -164,31 +180,17 @@ def _of_type(records: Iterable[Record], kind: type[R]) -> list[R]:
 
 def _measure_base(evaluations: Sequence[EvaluationRecord], settings: Settings) -> float | None:
     """The base policy's objective on the search split; None until it is measured."""
-    if settings.objective == "mme":
-        return None  # the ledger does not have the categories of the questions
-    digest = base_state(settings).digest
-    answers = {
-        (record.digest, record.budget): np.asarray(record.logprob)
-        for record in evaluations
-        if record.split == "search" and record.start == 0 and not record.failure
-    }
-    full = answers.get((ALL_TOKENS, 0))
-    base = [answers[digest, budget] for budget in settings.budgets if (digest, budget) in answers]
-    if full is None or len(base) < len(settings.budgets):
+    digest, base = base_state(settings).digest, dict[int, np.ndarray]()
+    full = np.empty(0)
+    for record in evaluations:
+        if record.split == "search" and record.digest == ALL_TOKENS:
+            full = np.asarray(record.logprob)
+        elif record.split == "search" and record.digest == digest:
+            base[record.budget] = np.asarray(record.logprob)
+    # For MME's total the ledger would need the categories of the questions.
+    if settings.objective == "mme" or len(base) < len(settings.budgets):
         return None
-    return round(float(np.mean([(values - full[: len(values)]).mean() for values in base])), 6)
-
-
-def as_html(report: _SearchReport) -> str:
-    """The page, with every candidate."""
-    return render_document(_make_document(report))
-
-
-def as_markdown(report: _SearchReport) -> str:
-    """The report without its chart, and with the best candidates only."""
-    document = _make_document(report)
-    sections = [section for section in document.sections if not section.entries]
-    return render_markdown(replace(document, sections=sections))
+    return round(float(np.mean([(values - full).mean() for values in base.values()])), 6)
 
 
 def _make_document(report: _SearchReport) -> Document:
@@ -202,27 +204,41 @@ def _make_document(report: _SearchReport) -> Document:
     facts.append(f"{len(report.rows)} candidates")
     sections = []
     if winner is not None:
-        answer, tone = _describe_winner(report, winner)
+        gain, base = winner.test.gain, settings.base_policy
+        tone, verdict = "open", f"shows no difference to {base} alone"
+        if gain.low > 0 or gain.high < 0:
+            tone = "good" if gain.low > 0 else "bad"
+            verdict = f"is {'better' if gain.low > 0 else 'worse'} than {base} alone"
+        value, low, high = report.format(gain.value, gain.low, gain.high)
+        answer = (
+            f"Candidate {winner.winner} won and {verdict} on the test split: objective {value} "
+            f"{settings.objective_unit} ({low} to {high}), accuracy "
+            f"{_percent(winner.test.accuracy)} % against {_percent(winner.base.accuracy)} %."
+        )
         facts += [f"{winner.test.examples} test examples", f"digest {winner.digest[:12]}"]
-        why, test = _EXPLANATIONS
-        mme = report.settings.objective == "mme"
-        test = test if mme else test.partition(" MME total")[0]
-        texts = [why.format(count=len(winner.confirmed)), describe_leader(winner, leader)]
-        finalists = _finalist_table(report, winner)
-        sections += [
-            Section("Why this candidate", texts, tables=[finalists]),
-            Section("Result on the test split", [test], tables=[_result_table(winner, mme)]),
-        ]
+        why = (
+            f"The {len(winner.confirmed)} best candidates of the search split were measured on the "
+            "validation split. The winner has the highest objective on the examples of both "
+            "together: the search split alone favours candidates that were lucky on it."
+        )
+        tables = [_finalist_table(report, winner)]
+        sections.append(
+            Section("Why this candidate", [why, _describe_leader(winner, leader)], tables=tables)
+        )
+        test = (
+            "Examples that no candidate was chosen on. accuracy+: both answers of a pair right, or "
+            "all about an image."
+        )
+        if settings.objective == "mme":
+            test += " MME total: accuracy and accuracy+ in per cent, added over all categories."
+        tables = [_result_table(winner, settings.objective == "mme")]
+        sections.append(Section("Result on the test split", [test], tables=tables))
     elif leader is not None:
-        base = report.base_objective
-        if base is not None and base >= (ranked[0].result.score or 0.0):
+        measured = report.base_objective
+        if measured is not None and measured >= (ranked[0].result.score or 0.0):
             leader = f"{settings.base_policy} alone"
         answer = f"The search has not ended; {leader} leads on the search split."
-    charts, texts = _draw_progress(report), ["Nothing has been measured yet."]
-    if charts:
-        texts = ["Hollow: stopped early, measured on a part of the search split. "
-                 "Click a point for the candidate."]  # fmt: skip
-    sections.append(Section("Progress", texts, charts))
+    sections.append(_progress_section(report))
     if report.rows:
         sections += _candidate_sections(report)
     sections.append(Section("Cost", _describe_cost(report), folded=True))
@@ -230,25 +246,7 @@ def _make_document(report: _SearchReport) -> Document:
     return Document(f"Search for a state: {title}", answer, tone, facts=facts, sections=sections)
 
 
-def _describe_winner(report: _SearchReport, winner: WinnerRecord) -> tuple[str, Tone]:
-    """Whether the winner is better than the base policy on the test split, and the verdict."""
-    gain, base = winner.test.gain, report.settings.base_policy
-    tone: Tone = "good" if gain.low > 0 else "bad" if gain.high < 0 else "open"
-    verdict = {
-        "good": f"is better than {base} alone",
-        "bad": f"is worse than {base} alone",
-        "open": f"shows no difference to {base} alone",
-    }[tone]
-    value, low, high = _format_objectives(report, gain.value, gain.low, gain.high)
-    answer = (
-        f"Candidate {winner.winner} won and {verdict} on the test split: objective {value} "
-        f"{report.settings.objective_unit} ({low} to {high}), accuracy "
-        f"{_percent(winner.test.accuracy)} % against {_percent(winner.base.accuracy)} %."
-    )
-    return answer, tone
-
-
-def describe_leader(winner: WinnerRecord, leader: str | None) -> str:
+def _describe_leader(winner: WinnerRecord, leader: str | None) -> str:
     """Whether the winner also led on the search split, as the progress of the search shows it."""
     if leader is None or leader == winner.winner:
         return f"{winner.winner} was also the best on the search split."
@@ -258,21 +256,7 @@ def describe_leader(winner: WinnerRecord, leader: str | None) -> str:
     )
 
 
-def _format_objectives(report: _SearchReport, *values: float | None) -> list[str]:
-    """Objectives with as many decimals as the width of the winner's interval supports.
-
-    Without a winner, the spread of the candidates stands for it.
-    """
-    if report.winner is not None:
-        low, high = report.winner.test.objective.low, report.winner.test.objective.high
-    else:
-        measured = [row.result.objective or 0.0 for row in report.rows]
-        low, high = min(measured, default=0.0), max(measured, default=0.0)
-    digits = count_decimals(low, high)
-    return ["unknown" if value is None else f"{value:+.{digits}f}" for value in values]
-
-
-def format_interval(estimate: Estimate, scale: float = 1.0) -> str:
+def _format_interval(estimate: Estimate, scale: float = 1.0) -> str:
     """A mean with its 95 % interval."""
     value, low, high = (scale * x for x in (estimate.value, estimate.low, estimate.high))
     digits = count_decimals(low, high)
@@ -286,14 +270,17 @@ def _percent(share: float | None) -> str:
 
 def _result_table(winner: WinnerRecord, mme: bool) -> Table:
     """The winner on the test split, the base policy, and the difference; MME's total if asked."""
+
+    def row(name: str, scores: Comparison) -> list[str]:
+        shares = [_percent(scores.accuracy), _percent(scores.accuracy_plus)]
+        return [name, _format_interval(scores.objective), *shares, f"{scores.mme_total:.1f}"]
+
     test, base = winner.test, winner.base
+    gains = [_format_interval(test.gain), _format_interval(test.accuracy_gain, 100), ""]
     rows = [
-        [name, format_interval(scores.objective), _percent(scores.accuracy),
-         _percent(scores.accuracy_plus), f"{scores.mme_total:.1f}"]
-        for name, scores in (("winner", test), ("base policy", base))
+        row("winner", test), row("base policy", base),
+        ["gain, paired", *gains, f"{test.mme_total - base.mme_total:+.1f}"],
     ]  # fmt: skip
-    gains = [format_interval(test.gain), format_interval(test.accuracy_gain, 100), ""]
-    rows.append(["gain, paired", *gains, f"{test.mme_total - base.mme_total:+.1f}"])
     head = ["", "objective", "accuracy %", "accuracy+ %", "MME total"]
     columns = 5 if mme else 4
     cells = [row[:columns] for row in rows]
@@ -305,41 +292,36 @@ def _finalist_table(report: _SearchReport, winner: WinnerRecord) -> Table:
     scores = {row.name: row.result.objective for row in report.rows}
 
     def cell(estimate: Estimate) -> Cell:
-        value, low, high = _format_objectives(report, estimate.value, estimate.low, estimate.high)
+        value, low, high = report.format(estimate.value, estimate.low, estimate.high)
         return Cell(value, f"{low} to {high}")
 
     rows: list[Row] = []
     for name in sorted(winner.confirmed, key=lambda each: -winner.estimates[each]):
         won, validation = name == winner.winner, winner.confirmed[name]
-        search, both = _format_objectives(report, scores[name], winner.estimates[name])
+        search, both = report.format(scores[name], winner.estimates[name])
         on_test = (winner.test.objective, winner.test.gain)
         test, gain = (cell(figure) if won else Cell("not measured") for figure in on_test)
         title = Cell(name, "winner" if won else "", _link(name), "good" if won else "")
         measured, ahead = cell(validation.objective), cell(validation.gain)
         rows.append([title, search, measured, both, test, ahead, gain])
-    search, base = _format_objectives(report, report.base_objective, winner.base_validation)
+    search, base = report.format(report.base_objective, winner.base_validation)
     rows.append(["base policy", search, base, "–", cell(winner.base.objective), "–", "–"])
     head = ["candidate", "search", "validation", "search and validation", "test",
             "gain, validation", "gain, test"]  # fmt: skip
     return Table("Objectives of the finalists", head, rows, "lrrrrrr")
 
 
-def _draw_progress(report: _SearchReport) -> list[Chart]:
-    """Every candidate at the answers spent until it was measured, and the best so far.
-
-    Empty until something is measured.
-    """
+def _progress_section(report: _SearchReport) -> Section:
+    """Every candidate at the answers spent until it was measured, and the best so far."""
     marks: dict[bool, list[Mark]] = {True: [], False: []}
     for row in report.rows:
         objective, complete = row.result.objective, row.result.score is not None
         if objective is not None:
-            (text,) = _format_objectives(report, objective)
-            tip = f"{row.name} by {row.origin}\nobjective {text}"
-            tip += "" if complete else f"\n{row.status}"
+            tip = f"{row.name} by {row.origin}\nobjective {report.format(objective)[0]}"
             mark = Mark(row.spent, objective, tip, hollow=not complete, link=_link(row.name))
             marks[complete].append(mark)
     if not any(marks.values()):
-        return []
+        return Section("Progress", ["Nothing has been measured yet."])
     best: list[tuple[float, float]] = list(report.curve())
     if best:
         best.append((max(mark.x for mark in marks[True] + marks[False]), best[-1][1]))
@@ -350,11 +332,12 @@ def _draw_progress(report: _SearchReport) -> list[Chart]:
     ]
     drawn = [each for each in series if each.marks or each.path]
     base = report.base_objective
-    (text,) = _format_objectives(report, base)
-    rules = [] if base is None else [Rule(base, f"base policy {text}")]
+    rules = [] if base is None else [Rule(base, f"base policy {report.format(base)[0]}")]
     spent = "answers of the served model, search split"
     label = f"objective, {report.settings.objective_unit}"
-    return [Chart("Objective over answers spent", spent, label, drawn, rules, x_zero=True)]
+    chart = Chart("Objective over answers spent", spent, label, drawn, rules, x_zero=True)
+    text = "Hollow: measured on a part of the search split. Click a point for the candidate."
+    return Section("Progress", [text], [chart])
 
 
 def _link(name: str) -> str:
@@ -376,7 +359,7 @@ def _candidate_sections(report: _SearchReport) -> list[Section]:
     best = [
         [
             row.name,
-            *_format_objectives(report, row.result.score),
+            *report.format(row.result.score),
             _percent(row.result.accuracy),
             _percent(row.result.accuracy_plus),
             str(row.result.examples),
@@ -389,51 +372,41 @@ def _candidate_sections(report: _SearchReport) -> list[Section]:
     if causes := [[cause, str(count)] for cause, count in report.causes.items()]:
         caption = "Why candidates were not evaluated"
         tables.append(Table(caption, ["cause", "times"], causes, "lr", folded=True))
-    proposals = {row.name: row.proposal for row in rows}
     ordered = [*ranked, *(row for row in rows if row.result.score is None)]
-    entries = [_describe_candidate(report, row, proposals) for row in ordered]
     text = "Best on the search split first, then the others in order of proposal."
     return [
         Section("Candidates", texts, tables=tables),
-        Section("Every candidate", [text], entries=entries, folded=True),
+        Section(
+            "Every candidate",
+            [text],
+            entries=[_describe_candidate(report, row) for row in ordered],
+            folded=True,
+        ),
     ]
 
 
-def _describe_candidate(
-    report: _SearchReport, row: _CandidateRow, proposals: Mapping[str, ProposalRecord]
-) -> Details:
-    """Origin and result in one line; folded, its hypothesis, problems, changes and components."""
+def _describe_candidate(report: _SearchReport, row: _CandidateRow) -> Details:
+    """Origin and result in one line; folded, its parents, hypothesis, problems and components."""
     result, proposal = row.result, row.proposal
     outcome = f"{row.status} {result.reason}".strip()
     if result.same_as:
         outcome = f"keeps the same tokens as {result.same_as}"
     elif result.objective is not None:
-        scores = (("", result.accuracy), ("+", result.accuracy_plus))
-        shares = [f"accuracy{sign} {_percent(v)} %" for sign, v in scores if v is not None]
-        (objective,) = _format_objectives(report, result.objective)
-        outcome = ", ".join([f"objective {objective}", *shares, f"{result.examples} answers"])
-        if result.score is None:
-            outcome = f"{row.status} after {outcome} {result.reason}".strip()
-    texts, changes = list(proposal.problems), list[str]()
+        (objective,) = report.format(result.objective)
+        measured = f"objective {objective}, accuracy {_percent(result.accuracy)} %"
+        outcome = measured if result.score is not None else f"{outcome}: {measured}"
+    texts = [f"From {', '.join(proposal.parents)}."] if proposal.parents else []
     if proposal.hypothesis is not None:
-        texts.insert(0, f"{proposal.hypothesis.purpose}: {proposal.hypothesis.text}")
-    components = _components(proposal)
-    parent = proposals.get(proposal.parents[0]) if proposal.parents else None
-    if components and parent is not None and (before := _components(parent)):
-        changes = [
-            f"{each.where} {each.kind}: {json.dumps(each.before)} → {json.dumps(each.after)}"
-            for each in list_changes(before, components)
-        ]
-        texts += [f"Against {', '.join(proposal.parents)}:"] if changes else []
-    body = json.dumps(components, indent=1) if components else ""
-    name = _link(row.name).removeprefix("#")
-    return Details(f"{row.name} by {row.origin}: {outcome}", texts, changes, body, name=name)
-
-
-def _components(proposal: ProposalRecord) -> JsonObject:
-    """The searched components of a candidate's state; empty for an invalid one."""
+        texts.append(f"{proposal.hypothesis.purpose}: {proposal.hypothesis.text}")
     state = proposal.state or {}
-    return {name: state[name] for name in (*COMPONENTS, CORE, RANK_AT, BASE) if name in state}
+    components = {n: state[n] for n in (*COMPONENTS, CORE, RANK_AT, BASE) if n in state}
+    body = json.dumps(components, indent=1) if components else ""
+    return Details(
+        f"{row.name} by {row.origin}: {outcome}",
+        [*texts, *proposal.problems],
+        code=body,
+        name=_link(row.name).removeprefix("#"),
+    )
 
 
 def _describe_cost(report: _SearchReport) -> list[str]:
@@ -450,3 +423,58 @@ def _describe_cost(report: _SearchReport) -> list[str]:
         f"({sum(bool(record.failure) for record in evaluations)} evaluations failed). "
         f"The whole search: {report.duration:,.0f} s.",
     ]
+
+
+class ProgressLog:
+    """Writes one line a round, and one line for each candidate that was not evaluated."""
+
+    def __init__(self, write: Callable[[str], None], clock: Callable[[], float] = time.monotonic):
+        self._write = write
+        self._clock = clock
+        self._created = self._rounds_started = clock()
+        self._leader: str | None = None
+
+    def on_start(self, history: History, examples: int) -> None:
+        """Write the base policy's objective."""
+        base = history.base.result.objective or 0.0
+        elapsed = self._clock() - self._created
+        self._write(f"base policy {base:+.4f} on {examples} examples ({elapsed:.0f} s)")
+        self._rounds_started = self._clock()
+
+    def on_round(self, trials: Sequence[Trial], history: History, share: float, cost: Cost) -> None:
+        """Write the results of a round, the best so far, and the remaining time."""
+        best, leader = history.best(), "no leader on the search split"
+        if best is not None:
+            self._leader, origin = best.name, best.proposal.origin
+            leader = f"{best.name} by {origin} leads on the search split, {best.score:+.4f}"
+            base = history.base.result.objective
+            if base is not None and base >= best.score:
+                behind = f"{best.name} by {origin} has {best.score:+.4f}"
+                leader = f"the base policy leads on the search split, {base:+.4f}; {behind}"
+        counts = Counter(trial.result.status for trial in trials)
+        statuses = ", ".join(f"{count} {status}" for status, count in counts.items())
+        tokens = f", {cost.tokens} proposer tokens" if cost.tokens else ""
+        remaining = "time left unknown"
+        if share > 0:
+            seconds = (self._clock() - self._rounds_started) * (1 - share) / share
+            remaining = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+            remaining += " left"
+        number = trials[0].proposal.round
+        self._write(f"{share:4.0%} round {number}: {statuses}; {leader}{tokens}, {remaining}")
+        for trial in trials:
+            if trial.result.failed:
+                status, reason = trial.result.status, trial.result.reason
+                self._write(f"       {trial.name} {status}: {reason[:120]}")
+        if gave_up([trial.result for trial in history.trials]):
+            count = FAILURES_TO_GIVE_UP
+            self._write(f"gives up: the last {count} candidates were invalid or unsafe")
+
+    def on_finish(self, winner: WinnerRecord) -> None:
+        """Write the winner's scores on the test split, and whether it led the search."""
+        test = winner.test
+        self._write(
+            f"winner {winner.winner}: test objective {_format_interval(test.objective)}, gain over "
+            f"the base policy {_format_interval(test.gain)}, accuracy {100 * test.accuracy:.1f} %"
+        )
+        if self._leader is not None:
+            self._write(_describe_leader(winner, self._leader))

@@ -11,19 +11,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from offline_search.candidates import Draft
-from offline_search.components import Candidate, SelectionProgram
 from offline_search.dataset import Dataset
 from offline_search.evaluator import EvaluationJob, RecordedEvaluator
 from offline_search.history import Answers, History, Trial, paired_error
 from offline_search.ledger import Ledger, ProposalRecord, Status, TrialRecord, VerdictRecord
-from offline_search.programs import select_with_program
 from offline_search.settings import Settings
-from vllm_autoprune.errors import AutopruneError, EvaluationFailed, ProblemsError, SelectionError
+from vllm_autoprune.errors import AutopruneError, EvaluationFailed, ProblemsError
 from vllm_autoprune.evaluation.questions import Example, read_picture
-from vllm_autoprune.ops.rowwise import gather_rows
 from vllm_autoprune.statistics import Floats
 from vllm_autoprune.tpdsl.materialize import materialize
 from vllm_autoprune.tpdsl.refine import refine
@@ -62,7 +58,8 @@ def _check_state(state: PruningState, settings: Settings, probes: Probes) -> Ver
         policy = materialize(state, budget)
         for tokens in probes:
             refined = refine(policy.at(tokens.count, tokens.grid.tiles), tokens)
-            _update_behaviour(behaviour, refined.indices, refined.features)
+            behaviour.update(refined.indices.contiguous().numpy().tobytes())
+            behaviour.update(refined.features.float().contiguous().numpy().tobytes())
     policy = materialize(state, settings.source_budget)
     return VerdictRecord(
         digest=state.digest,
@@ -71,35 +68,6 @@ def _check_state(state: PruningState, settings: Settings, probes: Probes) -> Ver
         r_min=policy.r_min,
         behaviour=behaviour.hexdigest() if probes else "",
     )
-
-
-async def _check_program(
-    program: SelectionProgram, settings: Settings, probes: Probes
-) -> VerdictRecord:
-    """Verdict on a program that selects tokens: it runs on every probe, twice with equal results.
-
-    Its behaviour is that of a state that keeps the same tokens and merges none.
-    """
-    behaviour = hashlib.sha256()
-    try:
-        for budget in settings.budgets:
-            for tokens in probes:
-                indices, again = [
-                    await select_with_program(program, tokens, settings.base_policy, budget)
-                    for _ in range(2)
-                ]
-                if not torch.equal(indices, again):
-                    raise SelectionError("select returns other indices when it is run again")
-                _update_behaviour(behaviour, indices, gather_rows(tokens.features, indices))
-    except SelectionError as error:
-        return VerdictRecord(digest=program.digest, valid=False, problems=(str(error)[:300],))
-    digest = behaviour.hexdigest() if probes else ""
-    return VerdictRecord(digest=program.digest, valid=True, behaviour=digest)
-
-
-def _update_behaviour(digest: hashlib._Hash, indices: Tensor, features: Tensor) -> None:
-    digest.update(indices.contiguous().numpy().tobytes())
-    digest.update(features.float().contiguous().numpy().tobytes())
 
 
 def probes_from_checkpoint(
@@ -167,7 +135,7 @@ class RoundEvaluator:
         proposal = ProposalRecord(round=0, index=0, origin="base policy", digest=base.digest)
         candidate = self._begin(Draft("base policy", base), proposal)
         await self._measure(candidate, 0, count)
-        verdict = await self._check(base)
+        verdict = self._check(base)
         self._known |= {base.digest: "base", verdict.behaviour or base.digest: "base"}
         names_bases = bool(settings.proposer and settings.bases)
         return History(self._end(candidate), [], self._examples, names_bases)
@@ -178,7 +146,7 @@ class RoundEvaluator:
         """The trials of one round in the order of its drafts; states are measured concurrently."""
         candidates: list[_Candidate] = []
         for index, draft in enumerate(drafts):
-            state, proposed = draft.state, draft.candidate
+            state = draft.state
             proposal = ProposalRecord(
                 round=number,
                 index=index,
@@ -187,14 +155,13 @@ class RoundEvaluator:
                 state=None
                 if state is None
                 else state.model_dump(mode="json", exclude={"provenance"}),
-                digest="" if proposed is None else proposed.digest,
+                digest="" if state is None else state.digest,
                 problems=tuple(str(problem)[:500] for problem in draft.problems[:8]),
-                program=draft.program,
                 hypothesis=draft.hypothesis,
             )
             candidates.append(self._begin(draft, self._ledger.put(proposal)))
         for candidate in candidates:
-            candidate.result = await self._screen(candidate)
+            candidate.result = self._screen(candidate)
         start = 0
         for step, share in enumerate(_RACING_SHARES if early_stopping else (1.0,)):
             stop = max(1, round(share * len(self._examples)))
@@ -214,7 +181,7 @@ class RoundEvaluator:
         """The candidate as a trial; one that has no result yet was evaluated to the end."""
         draft, result = candidate.draft, candidate.result or self._record(candidate, "evaluated")
         values = self._values(candidate) if any(candidate.answers) else None
-        return Trial(candidate.proposal, result, draft.state, values, draft.selection)
+        return Trial(candidate.proposal, result, draft.state, values)
 
     def _values(self, candidate: _Candidate) -> Floats:
         """Value of each answered example less the unpruned model's, mean over the budgets."""
@@ -228,20 +195,20 @@ class RoundEvaluator:
             for answers in candidate.answers
         ]
 
-    async def _screen(self, candidate: _Candidate) -> TrialRecord | None:
+    def _screen(self, candidate: _Candidate) -> TrialRecord | None:
         """The result of a candidate that needs no measurement, or None."""
-        proposal, proposed = candidate.proposal, candidate.draft.candidate
-        if proposed is None:
+        proposal, state = candidate.proposal, candidate.draft.state
+        if state is None:
             reason = proposal.problems[0] if proposal.problems else "no state"
             return self._record(candidate, "invalid", reason=reason)
-        if proposed.digest in self._known:
-            return self._record(candidate, "same", same_as=self._known[proposed.digest])
-        verdict = await self._check(proposed)
+        if state.digest in self._known:
+            return self._record(candidate, "same", same_as=self._known[state.digest])
+        verdict = self._check(state)
         if not verdict.valid:
             return self._record(candidate, "unsafe", reason=verdict.problems[0])
-        behaviour = verdict.behaviour or proposed.digest
+        behaviour = verdict.behaviour or state.digest
         # Remembered before it is measured, because a later draft of this round may be a duplicate.
-        name = self._known[proposed.digest] = self._known.setdefault(behaviour, proposal.name)
+        name = self._known[state.digest] = self._known.setdefault(behaviour, proposal.name)
         return None if name == proposal.name else self._record(candidate, "same", same_as=name)
 
     async def _measure_all(self, candidates: Sequence[_Candidate], start: int, stop: int) -> None:
@@ -258,9 +225,9 @@ class RoundEvaluator:
                 raise outcome
 
     async def _measure(self, candidate: _Candidate, start: int, stop: int) -> None:
-        proposed = candidate.draft.candidate
+        state = candidate.draft.state
         jobs = [
-            self._evaluator.evaluate(EvaluationJob(proposed, budget, "search", start, stop))
+            self._evaluator.evaluate(EvaluationJob(state, budget, "search", start, stop))
             for budget in self._settings.budgets
         ]
         answers = await asyncio.gather(*jobs)
@@ -279,13 +246,9 @@ class RoundEvaluator:
             reason = f"not among the best {after}"
             candidate.result = self._record(candidate, "dropped", reason=reason)
 
-    async def _check(self, candidate: Candidate) -> VerdictRecord:
-        known = self._ledger.find(VerdictRecord, f"verdict/{candidate.digest}")
-        if known is not None:
-            return known
-        if isinstance(candidate, SelectionProgram):
-            return self._ledger.put(await _check_program(candidate, self._settings, self._probes))
-        return self._ledger.put(_check_state(candidate, self._settings, self._probes))
+    def _check(self, state: PruningState) -> VerdictRecord:
+        known = self._ledger.find(VerdictRecord, f"verdict/{state.digest}")
+        return known or self._ledger.put(_check_state(state, self._settings, self._probes))
 
     def _record(
         self, candidate: _Candidate, status: Status, *, same_as: str = "", reason: str = ""

@@ -17,9 +17,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -27,14 +25,11 @@ from random import Random
 import numpy as np
 
 from offline_search.candidates import base_state, list_purposes, minimal_state
-from offline_search.components import Candidate
 from offline_search.dataset import SPLITS, Dataset, Split
 from offline_search.evaluator import EvaluationJob, Evaluator, RecordedEvaluator
 from offline_search.history import (
-    FAILURES_TO_GIVE_UP,
     Answers,
     History,
-    Trial,
     bootstrap_mean,
     gave_up,
 )
@@ -49,70 +44,16 @@ from offline_search.ledger import (
     digest_records,
     read_ledger,
 )
-from offline_search.prompt import Messages, list_prompt, proposal_prompt, summarize
+from offline_search.prompt import Messages, proposal_prompt, summarize
 from offline_search.proposer import ProposalClient, Proposer, SpendingLimits
-from offline_search.report import describe_leader, format_interval
+from offline_search.report import ProgressLog
 from offline_search.rounds import RoundEvaluator
 from offline_search.settings import RACED_PER_PLACE, Settings
 from offline_search.strategies import STRATEGIES
 from offline_search.strategies.language_model import Round
 from vllm_autoprune.errors import EvaluationFailed, SearchError
+from vllm_autoprune.tpdsl.state import PruningState
 from vllm_autoprune.tpdsl.tokens import VisualTokens
-
-
-class ProgressLog:
-    """Writes one line a round, and one line for each candidate that was not evaluated."""
-
-    def __init__(self, write: Callable[[str], None], clock: Callable[[], float] = time.monotonic):
-        self._write = write
-        self._clock = clock
-        self._created = self._rounds_started = clock()
-        self._leader: str | None = None
-
-    def on_start(self, history: History, examples: int) -> None:
-        """Write the base policy's objective."""
-        base = history.base.result.objective or 0.0
-        elapsed = self._clock() - self._created
-        self._write(f"base policy {base:+.4f} on {examples} examples ({elapsed:.0f} s)")
-        self._rounds_started = self._clock()
-
-    def on_round(self, trials: Sequence[Trial], history: History, share: float, cost: Cost) -> None:
-        """Write the results of a round, the best so far, and the remaining time."""
-        best, leader = history.best(), "no leader on the search split"
-        if best is not None:
-            self._leader, origin = best.name, best.proposal.origin
-            leader = f"{best.name} by {origin} leads on the search split, {best.score:+.4f}"
-            base = history.base.result.objective
-            if base is not None and base >= best.score:
-                behind = f"{best.name} by {origin} has {best.score:+.4f}"
-                leader = f"the base policy leads on the search split, {base:+.4f}; {behind}"
-        counts = Counter(trial.result.status for trial in trials)
-        statuses = ", ".join(f"{count} {status}" for status, count in counts.items())
-        tokens = f", {cost.tokens} proposer tokens" if cost.tokens else ""
-        remaining = "time left unknown"
-        if share > 0:
-            seconds = (self._clock() - self._rounds_started) * (1 - share) / share
-            remaining = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
-            remaining += " left"
-        number = trials[0].proposal.round
-        self._write(f"{share:4.0%} round {number}: {statuses}; {leader}{tokens}, {remaining}")
-        for trial in trials:
-            if trial.result.failed:
-                status, reason = trial.result.status, trial.result.reason
-                self._write(f"       {trial.name} {status}: {reason[:120]}")
-        if gave_up([trial.result for trial in history.trials]):
-            count = FAILURES_TO_GIVE_UP
-            self._write(f"gives up: the last {count} candidates were invalid or unsafe")
-
-    def on_finish(self, winner: WinnerRecord) -> None:
-        """Write the winner's scores on the test split, and whether it led the search."""
-        test = winner.test
-        self._write(
-            f"winner {winner.winner}: test objective {format_interval(test.objective)}, gain over "
-            f"the base policy {format_interval(test.gain)}, accuracy {100 * test.accuracy:.1f} %"
-        )
-        if self._leader is not None:
-            self._write(describe_leader(winner, self._leader))
 
 
 class NothingMeasured(SearchError):
@@ -209,7 +150,7 @@ class Search:
         confirmed: dict[str, Comparison] = {}
         for name, trial in candidates.items():
             with contextlib.suppress(EvaluationFailed):
-                confirmed[name] = await self._compare(trial.require_candidate(), "validation")
+                confirmed[name] = await self._compare(trial.require_state(), "validation")
         # Objectives over search and validation examples together, without shrinkage towards the
         # mean: all candidates have the same examples, so it would not change their order.
         searched, estimates = len(history.examples), {}
@@ -220,7 +161,7 @@ class Search:
         test, name = None, ""
         for name in sorted(estimates, key=lambda each: -estimates[each]):
             with contextlib.suppress(EvaluationFailed):
-                test = await self._compare(candidates[name].require_candidate(), "test")
+                test = await self._compare(candidates[name].require_state(), "test")
                 break
         if test is None:
             raise SearchError(
@@ -228,39 +169,38 @@ class Search:
                 "-> look at the server's log and begin a new ledger"
             )
         winner, base = candidates[name], await self._compare(self._base, "test")
-        state = winner.state
-        if state is not None:  # name and provenance are outside its digest
-            figures = {"validation": confirmed[name], "test": test, "test_base_policy": base}
-            scores = {key: scores.model_dump(mode="json") for key, scores in figures.items()}
-            provenance = state.provenance.model_copy(
-                update={
-                    "found_by": f"vllm-autoprune search, strategy {settings.strategy}, "
-                    f"proposer {settings.proposer or 'none'}",
-                    "evaluated_on": settings.evaluator,
-                    "seed": settings.seed,
-                    "scores": {"search_objective": winner.score, **scores},
-                    "notes": f"Candidate {name} by {winner.proposal.origin}. "
-                    f"Objective: {settings.objective_text}.",
-                }
-            )
-            title = f"{state.base_policy.name}-searched-k{settings.source_budget}"
-            state = state.model_copy(update={"name": title, "provenance": provenance})
+        state = winner.require_state()
+        figures = {"validation": confirmed[name], "test": test, "test_base_policy": base}
+        scores = {key: scores.model_dump(mode="json") for key, scores in figures.items()}
+        provenance = state.provenance.model_copy(
+            update={
+                "found_by": f"vllm-autoprune search, strategy {settings.strategy}, "
+                f"proposer {settings.proposer or 'none'}",
+                "evaluated_on": settings.evaluator,
+                "seed": settings.seed,
+                "scores": {"search_objective": winner.score, **scores},
+                "notes": f"Candidate {name} by {winner.proposal.origin}. "
+                f"Objective: {settings.objective_text}.",
+            }
+        )
+        # Name and provenance are outside a state's digest.
+        title = f"{state.base_policy.name}-searched-k{settings.source_budget}"
+        state = state.model_copy(update={"name": title, "provenance": provenance})
         return WinnerRecord(
             winner=name,
-            digest=winner.require_candidate().digest,
-            state=None if state is None else state.model_dump(mode="json"),
-            program="" if winner.selection is None else winner.selection.code,
+            digest=state.digest,
+            state=state.model_dump(mode="json"),
             confirmed=confirmed,
             estimates=estimates,
             test=test,
             base=base,
         )
 
-    async def _compare(self, candidate: Candidate, split: Split) -> Comparison:
+    async def _compare(self, candidate: PruningState, split: Split) -> Comparison:
         """Scores of a candidate on a split, and paired differences to the base policy."""
         settings, examples = self._settings, self._dataset.examples(split)
 
-        async def measure(candidate: Candidate | None, budget: int) -> Answers:
+        async def measure(candidate: PruningState | None, budget: int) -> Answers:
             job = EvaluationJob(candidate, budget, split, 0, len(examples))
             return await self._evaluator.evaluate(job)
 
@@ -361,14 +301,8 @@ def estimate_cost(
     """Cost of a search on a data set at the price of a million tokens of prompts and replies."""
     history, example = "(the history comes here)", minimal_state(settings)
     listed, total = settings.proposals_per_reply, settings.per_round
-    count = min(listed, total)
-    messages = (
-        proposal_prompt(settings, history, example, 0, total)
-        if listed == 1
-        else list_prompt(
-            settings, history, example, 0, count, total, list_purposes(0, count, measured=True)
-        )
-    )
+    purposes = list_purposes(0, min(listed, total), measured=True) if listed > 1 else ()
+    messages = proposal_prompt(settings, history, example, 0, total, purposes)
     # Proposals that repeat earlier ones cost a call and no evaluation, so there may be more calls.
     rounds = settings.maximum_rounds
     proposals = total if STRATEGIES[settings.strategy](settings).uses_proposer else 0

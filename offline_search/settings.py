@@ -22,17 +22,7 @@ from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
 
-Strategy = Literal[
-    "autoprune",
-    "autoprune+",
-    "evoprompting-code",
-    "evoprompting-states",
-    "openevolve-code",
-    "openevolve-states",
-    "random",
-    "tpe",
-]
-"""Names of the strategies; the candidates of those in ``-code`` are programs that select tokens."""
+Strategy = Literal["autoprune", "autoprune+", "evoprompting", "openevolve", "random", "tpe"]
 
 Objective = Literal["quality", "mme"]
 Library = Literal["searched", "paper"]
@@ -119,7 +109,7 @@ class SearchChoices(FrozenModel):
 
     strategy: Strategy = Field(
         default="autoprune+",
-        description="autoprune+, autoprune, evoprompting-states, openevolve-states, random or tpe",
+        description="autoprune+, autoprune, evoprompting, openevolve, random or tpe",
     )
     rounds: int = Field(default=10, ge=1, le=10_000, description="T, rounds of proposals")
     per_round: int = Field(default=5, ge=1, le=1000, description="m, candidates per round")
@@ -182,6 +172,16 @@ class Settings(SearchChoices):
     )
     temperature: _Temperature = 1.0
     reply_tokens: _ReplyTokens = 1024
+    proposer_options: str = Field(
+        default="",
+        exclude_if=lambda text: not text,
+        description="more fields of every request to the proposer, as JSON",
+    )
+    unsent: tuple[str, ...] = Field(
+        default=(),
+        exclude_if=lambda names: not names,
+        description="fields that the proposer is not sent, because its endpoint refuses them",
+    )
     evaluator: str = Field(default="", description="model and data that candidates are measured on")
 
     @model_validator(mode="after")
@@ -193,10 +193,6 @@ class Settings(SearchChoices):
             names = " and ".join(STRATEGIES_WITH_LISTS)
             message = f"only {names} ask for lists, of a language model: leave it out"
             raise _problem(message, "proposals_per_reply")
-        if self.writes_code and (self.other_bases or self.space != "all"):
-            field, what = ("other_bases", "base policy") if self.other_bases else ("space", "space")
-            message = f"only a state has a {what}, and no program: leave others out"
-            raise _problem(message, "strategy", field)
         if self.space != "all" and self.library == "paper":
             message = f"the space {self.space} has atoms of its own: leave others out"
             raise _problem(message, "space", "library")
@@ -248,11 +244,6 @@ class Settings(SearchChoices):
         if self.objective == "mme":
             what = "MME's total less that of the model with all tokens"
         return f"{what}, in {self.objective_unit}"
-
-    @property
-    def writes_code(self) -> bool:
-        """Whether candidates are programs, which only an evaluator in this process can measure."""
-        return self.strategy.endswith("-code")
 
 
 class EvaluationOptions(FrozenModel):

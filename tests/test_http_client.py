@@ -36,11 +36,11 @@ from vllm_autoprune.http_client import (
     RequestRefused,
     ServerClient,
     ServerLost,
-    _describe_error,
     _read_answer,
     _read_models,
     chat_with_retries,
     choose_model,
+    describe_error,
     reporting_failures,
 )
 
@@ -263,10 +263,7 @@ def test_every_http_client_is_made_in_one_place() -> None:
     assert {name for name, text in sources.items() if re.search(calls, text)} == {
         "vllm_autoprune.connection"
     }
-    assert {name for name, text in sources.items() if "OpenAI(" in text} == {
-        "offline_search.proposer"
-    }
-    others = {"http.client", "urllib.request", "requests", "aiohttp", "urllib3", "httpx2"}
+    others = {"http.client", "openai", "urllib.request", "requests", "aiohttp", "urllib3", "httpx2"}
     assert not {name for name, path in SOURCES.items() if imported_modules(path) & others}
 
 
@@ -365,7 +362,7 @@ def test_any_answer_is_read_or_said_in_one_line(status: int, content: bytes, kin
         except RequestRefused as refusal:
             line = str(refusal)
         except FAILURES as failure:
-            line = _describe_error(failure)
+            line = describe_error(failure)
         assert line.isprintable() and len(line) < 500
 
 

@@ -100,7 +100,7 @@ class Failures:
 
     def wait(self, error: Exception, planned: float) -> float:
         """Seconds until the next attempt, by Retry-After up to a minute, else as planned."""
-        self._counts[_describe_error(error).partition(":")[0]] += 1
+        self._counts[describe_error(error).partition(":")[0]] += 1
         asked = 0.0
         if isinstance(error, httpx.HTTPStatusError):
             asked = _read_retry_after(error.response.headers.get("retry-after", ""))
@@ -163,7 +163,7 @@ class ServerClient:
             try:
                 return read(self.http.send(request))
             except httpx.HTTPStatusError as error:
-                if not _may_pass(error.response):
+                if not may_pass(error.response):
                     raise
                 wait = self._failures.wait(error, planned)
             except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError) as error:
@@ -230,7 +230,7 @@ async def chat_with_retries(
         try:
             return await server.chat(body)
         except FAILURES as error:
-            failure = _describe_error(error)
+            failure = describe_error(error)
             wait = server.failures.wait(error, first_wait * 2**attempt)
         if attempt < attempts - 1:
             await asyncio.sleep(wait)
@@ -259,9 +259,11 @@ def reporting_failures(url: str) -> Iterator[None]:
         raise ConfigError("server", [describe_failure(url, error)]) from None
 
 
-def describe_failure(url: str, error: Exception) -> Problem:
+def describe_failure(
+    url: str, error: Exception, server: str = "a vllm serve, such as http://localhost:8000"
+) -> Problem:
     """Why a server cannot be used, by what a request to it raised, and what to do."""
-    fix = "give the address of a vllm serve, such as http://localhost:8000"
+    fix = f"give the address of {server}"
     guess, text = False, one_line(error, 200)
     match error:
         case httpx.HTTPStatusError(response=response):
@@ -306,7 +308,7 @@ def describe_rejection(response: httpx.Response) -> str:
     return f"status {response.status_code}: {one_line(text, 400) or 'no text'}"
 
 
-def _describe_error(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """What a request raised, on one line that begins with its kind."""
     if isinstance(error, httpx.HTTPStatusError):
         return describe_rejection(error.response)
@@ -314,7 +316,7 @@ def _describe_error(error: Exception) -> str:
     return f"{kind}: {one_line(error, 300)}"
 
 
-def _may_pass(response: httpx.Response) -> bool:
+def may_pass(response: httpx.Response) -> bool:
     """Whether another attempt may not meet this failure."""
     return response.is_server_error or response.status_code in (408, 425, 429)
 
@@ -348,6 +350,6 @@ def _read_models(response: httpx.Response) -> dict[str, int]:
 
 
 def _read_answer(response: httpx.Response) -> dict[str, Any]:
-    if 300 <= response.status_code < 500 and not _may_pass(response):
+    if 300 <= response.status_code < 500 and not may_pass(response):
         raise RequestRefused(describe_rejection(response))
     return _read_object(response)

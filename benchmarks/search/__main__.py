@@ -22,7 +22,7 @@ from benchmarks.search.study import (
 from benchmarks.search.tables import format_tables
 from benchmarks.yardsticks import YARDSTICKS
 from offline_search.dataset import SPLITS
-from offline_search.proposer import EndpointProposer, EndpointSettings
+from offline_search.endpoint import EndpointProposer, EndpointSettings
 from offline_search.settings import DEFAULT_LIST, Settings
 from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.errors import AutopruneError, SearchError

@@ -8,7 +8,6 @@ training does not use; mini-LLaVA's are also a data folder of `vllm-autoprune se
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from fractions import Fraction
 from itertools import groupby
 from pathlib import Path
@@ -24,11 +23,9 @@ from benchmarks.yardsticks.yardstick import (
     Yardstick,
     batches,
 )
-from offline_search.components import SelectionProgram
 from offline_search.dataset import SPLITS, Dataset, Split, write_split
 from offline_search.evaluator import EvaluationJob
 from offline_search.history import Answers
-from offline_search.programs import select_with_program
 from vllm_autoprune.errors import AutopruneError, EvaluationFailed
 from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.tpdsl.tokens import VisualTokens
@@ -46,18 +43,10 @@ class YardstickEvaluator:
     """
 
     def __init__(
-        self,
-        yardstick: Yardstick,
-        images: Mapping[Split, int],
-        *,
-        each: int | None = None,
-        base_policy: str = "cdpruner",
+        self, yardstick: Yardstick, images: Mapping[Split, int], each: int | None = None
     ) -> None:
-        """``each`` is the maximum number of questions about one image.
-
-        Programs that select tokens are given the picks of ``base_policy``.
-        """
-        self._base_policy, self._yardstick = base_policy, yardstick
+        """``each`` is the maximum number of questions about one image."""
+        self._yardstick = yardstick
         self._batches: dict[Split, list[list[SceneQuestion]]] = {}
         for split in SPLITS:
             questions = _sample_questions(draw_examples(split, images[split], yardstick.key), each)
@@ -84,31 +73,23 @@ class YardstickEvaluator:
         """The answers to a job, computed in whole batches of images."""
         if job not in self._answers:
             try:
-                self._answers[job] = await self._measure(job)
+                self._answers[job] = self._measure(job)
             except AutopruneError as error:
                 raise EvaluationFailed(str(error)) from None
         return self._answers[job]
 
-    async def _measure(self, job: EvaluationJob) -> Answers:
-        program = job.candidate if isinstance(job.candidate, SelectionProgram) else None
-        state = None if isinstance(job.candidate, SelectionProgram) else job.candidate
+    def _measure(self, job: EvaluationJob) -> Answers:
         case = Case("full", ALL_TOKENS, "full")
         if job.candidate is not None:
             budget = Budget(f"K = {job.budget}", Fraction(job.budget, self._yardstick.usual_tokens))
-            case = Case("candidate", budget, state=state)
+            case = Case("candidate", budget, state=job.candidate)
         logprob, right, begin = list[float](), list[bool](), 0
         for number, batch in enumerate(self._batches[job.split]):
             selected = slice(max(job.start - begin, 0), max(job.stop - begin, 0))
             begin += len(batch)
             if not batch[selected]:
                 continue
-            encoded = self._encode(job.split, number)
-            if program is not None:
-                count = case.budget.tokens(encoded.tokens.count)
-                base = self._base_policy
-                picks = await select_with_program(program, encoded.tokens, base, count)
-                case = replace(case, kept=picks)
-            scores = encoded.score(case)
+            scores = self._encode(job.split, number).score(case)
             logprob += scores.logprob[selected].tolist()
             right += map(bool, scores.right[selected].tolist())
         return Answers(tuple(logprob), tuple(right))

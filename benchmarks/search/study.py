@@ -22,19 +22,19 @@ from benchmarks.common.report import log_progress
 from benchmarks.search.evaluator import YardstickEvaluator
 from benchmarks.yardsticks import open_yardstick
 from offline_search.candidates import base_state, paper_state
-from offline_search.components import Candidate, SelectionProgram
 from offline_search.dataset import Split
 from offline_search.evaluator import EvaluationJob, Evaluator
 from offline_search.ledger import Ledger, read_ledger
 from offline_search.proposer import Proposer
-from offline_search.report import read_report
-from offline_search.search import NothingMeasured, ProgressLog, Search
+from offline_search.report import ProgressLog, read_report
+from offline_search.search import NothingMeasured, Search
 from offline_search.settings import STRATEGIES_WITH_LISTS, Settings, Space
 from offline_search.strategies import STRATEGIES
 from vllm_autoprune.cli.output import write_file
 from vllm_autoprune.errors import SearchError
 from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.tpdsl.loading import load_state
+from vllm_autoprune.tpdsl.state import PruningState
 
 WITHOUT_PROPOSER = ("random", "tpe", "autoprune+@none")
 """Arms that ask no language model.
@@ -42,10 +42,7 @@ WITHOUT_PROPOSER = ("random", "tpe", "autoprune+@none")
 An arm is a strategy; ``@none`` behind it leaves out the language model of one that may use one, and
 the name of a smaller space, such as ``@numbers``, may follow.
 """
-ARMS = (
-    *WITHOUT_PROPOSER, "autoprune+", "autoprune", "evoprompting-states", "openevolve-states",
-    "evoprompting-code", "openevolve-code",
-)  # fmt: skip
+ARMS = (*WITHOUT_PROPOSER, "autoprune+", "autoprune", "evoprompting", "openevolve")
 ABLATIONS = tuple(
     f"autoprune+@none@{space}"
     for space in ("released", "without-diversity", "without-fusion", "without-anchoring")
@@ -73,19 +70,16 @@ Connect = Callable[[], AbstractAsyncContextManager[Proposer]]
 
 
 class Winner(FrozenModel):
-    """The winner of a search, with its scores on the test split; either a state or a program."""
+    """The winner of a search, with its scores on the test split."""
 
     digest: str
     objective: float
     gain: float = Field(description="objective less the base policy's")
     accuracy: float
-    state: dict[str, JsonValue] | None = None
-    program: str = ""
+    state: dict[str, JsonValue]
 
-    def load(self) -> Candidate:
-        """The state or program."""
-        if self.state is None:
-            return SelectionProgram(self.program)
+    def load(self) -> PruningState:
+        """The state."""
         return load_state(json.dumps(self.state))
 
 
@@ -215,8 +209,7 @@ def _read_result(folder: Path, name: str) -> _SearchResult:
             gain=record.test.gain.value,
             accuracy=record.test.accuracy,
             # Without the provenance, which has the scores again.
-            state=record.state and {k: v for k, v in record.state.items() if k != "provenance"},
-            program=record.program,
+            state={k: v for k, v in record.state.items() if k != "provenance"},
         )
     return _SearchResult(
         name=name,
@@ -231,7 +224,7 @@ def _read_result(folder: Path, name: str) -> _SearchResult:
 
 
 def _confirm(
-    folder: Path, evaluator: Evaluator, states: Mapping[str, Candidate], budget: int
+    folder: Path, evaluator: Evaluator, states: Mapping[str, PruningState], budget: int
 ) -> None:
     """Measure what was not measured yet, every winner and other ``states``, with K = ``budget``.
 
@@ -239,7 +232,7 @@ def _confirm(
     """
     confirmed, count = read_confirmed(folder), len(evaluator.dataset.examples("test"))
 
-    async def measure(candidate: Candidate) -> Confirmed:
+    async def measure(candidate: PruningState) -> Confirmed:
         full = await evaluator.evaluate(EvaluationJob(None, 0, "test", 0, count))
         answers = await evaluator.evaluate(EvaluationJob(candidate, budget, "test", 0, count))
         objective = answers.relative_to(full, ())
@@ -279,10 +272,10 @@ def run_study(
     q_e.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    yardstick, base = open_yardstick(yardstick_name), settings.base_policy
-    evaluator = YardstickEvaluator(yardstick, _IMAGES, each=1, base_policy=base)
+    yardstick = open_yardstick(yardstick_name)
+    evaluator = YardstickEvaluator(yardstick, _IMAGES, each=1)
     _run_comparison(folder, arms, seeds, settings, evaluator, connect, at_once)
-    confirming = YardstickEvaluator(yardstick, _CONFIRMING_IMAGES, each=1, base_policy=base)
+    confirming = YardstickEvaluator(yardstick, _CONFIRMING_IMAGES, each=1)
     states = {f"q_e = {q}": paper_state(settings, q) for q in quotas}
     _confirm(folder, confirming, {BASE: base_state(settings), **states}, settings.source_budget)
     return yardstick.name

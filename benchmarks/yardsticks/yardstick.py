@@ -53,7 +53,7 @@ ALL_TOKENS = Budget("all", Fraction(1))
 
 @dataclass(frozen=True)
 class Case:
-    """One way to choose tokens, at one budget: a control, a state, or given indices ``(M, K)``.
+    """One way to choose tokens, at one budget: a control or a state.
 
     ``base`` is the base policy that a state refines, or the case that ranks after the merger where
     this one ranks before it: the one it is compared with.
@@ -64,7 +64,6 @@ class Case:
     control: Control | None = None
     state: PruningState | None = None
     base: str = ""
-    kept: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -103,10 +102,9 @@ class EncodedBatch:
         if case.state is not None:
             refined = refine(materialize(case.state, budget), tokens)
             return self.score_kept(refined.indices, refined.features)
-        kept = case.kept
         if case.control == "full":
             kept = torch.arange(count).expand(len(self.batch), -1)
-        elif kept is None:
+        else:
             rows = []
             for example in self.batch:
                 # Fixed for each question.

@@ -9,10 +9,8 @@ from offline_search.strategies.sampling import AutoPrunePlus, RandomSearch, TpeS
 STRATEGIES: dict[str, type[Strategy]] = {
     "autoprune": AutoPrune,
     "autoprune+": AutoPrunePlus,
-    "evoprompting-code": EvoPrompting,
-    "evoprompting-states": EvoPrompting,
-    "openevolve-code": OpenEvolve,
-    "openevolve-states": OpenEvolve,
+    "evoprompting": EvoPrompting,
+    "openevolve": OpenEvolve,
     "random": RandomSearch,
     "tpe": TpeSearch,
 }

@@ -23,7 +23,7 @@ from pydantic import JsonValue
 
 from benchmarks.common.fake_server import Answer, Body, FakeServer, fake_server
 from offline_search.candidates import Expectation, Hypothesis
-from offline_search.components import Candidate, JsonObject, SelectionProgram
+from offline_search.components import JsonObject
 from offline_search.dataset import SPLITS, Dataset, read_dataset, write_split
 from offline_search.evaluator import EvaluationJob
 from offline_search.history import Answers, Trial
@@ -40,7 +40,8 @@ from offline_search.ledger import (
 )
 from offline_search.prompt import Messages
 from offline_search.proposer import Reply, SpendingLimits
-from offline_search.search import ProgressLog, Search
+from offline_search.report import ProgressLog
+from offline_search.search import Search
 from offline_search.search_space import RandomSource, sample_proposal
 from offline_search.settings import Settings
 from offline_search.strategies import STRATEGIES
@@ -187,14 +188,12 @@ def digest_of(job: EvaluationJob) -> str:
     return "full" if job.candidate is None else job.candidate.digest
 
 
-def _score(candidate: Candidate) -> float:
-    """Score of a candidate, at most 0, which the unpruned model has; a program's by its length."""
-    if isinstance(candidate, SelectionProgram):
-        return -0.01 * (1 + len(candidate.code) % 17)
-    weights = {call.atom: call.weight for call in candidate.scoring.signals}
+def _score(state: PruningState) -> float:
+    """Score of a state, at most 0, which the unpruned model has."""
+    weights = {call.atom: call.weight for call in state.scoring.signals}
     share = weights.get("instruction_guided_visual_relevance", 0.0) / (sum(weights.values()) or 1)
-    quota = candidate.constraints.selector.bounds(8)[0]
-    merges = float(candidate.reassembly.model_dump().get("strength", 0.0))
+    quota = state.constraints.selector.bounds(8)[0]
+    merges = float(state.reassembly.model_dump().get("strength", 0.0))
     return -0.8 * (share - 0.6) ** 2 - 0.03 * abs(quota - 4) - 0.5 * merges - 0.01
 
 
@@ -329,37 +328,15 @@ def trial(
     return Trial(proposal, result, state, array)
 
 
-def _change(old: str, new: str) -> str:
-    """OpenEvolve's form of a change of a program."""
-    return f"<<<<<<< SEARCH\n{old}=======\n{new}>>>>>>> REPLACE\n"
+def change(proposal: str) -> str:
+    """A reply in OpenEvolve's form that gives any parent the scoring of a proposal."""
+    scoring = json.dumps(json.loads(proposal)["scoring"])
+    changed = f' "scoring": {scoring},\n "before": {{'
+    return f'<<<<<<< SEARCH\n "scoring": {{\n=======\n{changed}\n>>>>>>> REPLACE\n'
 
 
-def change(body: str) -> str:
-    """A reply that puts a statement at the beginning of any parent."""
-    head = "def policy(budget):\n"
-    return _change(head, f"{head}    {body}\n")
-
-
-_BODIES = (
-    "return range(K)",
-    "return range(1, K + 1)",
-    "return sorted(signals['relevance'].argsort()[-K:])",
-    "return signals['attention'].argsort()[-K:]",
-    "return [0] * K",
-    "import os; return os.listdir('/')",
-)
-_SELECT = "```python\ndef select(features, signals, K):\n    {}\n```\nDone."
 REPLIES_OF: dict[str, list[str | None]] = {
-    **{name: [*VALID_REPLIES[:9], HOSTILE["prose"], None]
-       for name in STRATEGIES if not name.endswith("-code")},
-    "openevolve-states": [
-        *(f"Better:\n{change(f'import json; return json.loads({text!r})')}"
-          for text in VALID_REPLIES[:6]),
-        change("return open('/etc/passwd').read()"), "I cannot help with that.", None,
-    ],
-    "evoprompting-code": [*map(_SELECT.format, _BODIES), "No."],
-    "openevolve-code": [
-        *(_change("    return kept\n", f"    {body}\n") for body in _BODIES), "No.", None,
-    ],
-}  # fmt: skip
+    **{name: [*VALID_REPLIES[:9], HOSTILE["prose"], None] for name in STRATEGIES},
+    "openevolve": [*map(change, VALID_REPLIES[:6]), "I cannot help with that.", None],
+}
 """Replies to each strategy, some of which are no proposals."""

@@ -13,8 +13,8 @@ import pytest
 from benchmarks.common.fake_server import Answer, Body, FakeServer
 from offline_search.dataset import SPLITS, Dataset
 from offline_search.ledger import ReplyRecord, SettingsRecord, read_ledger
-from offline_search.search import ProgressLog, estimate_cost
-from offline_search.settings import Settings
+from offline_search.report import ProgressLog
+from offline_search.search import estimate_cost
 from tests.offline_search.synthetic import (
     IMAGE_TOKENS,
     SIZE,
@@ -92,7 +92,7 @@ def test_the_command_searches_reports_resumes_and_replays(
     ("more", "length", "ranges"),
     [
         ([], 5, {"candidates 1 to 5", "candidate 6"}),
-        (["--strategy", "evoprompting-states"], 1, set()),
+        (["--strategy", "evoprompting"], 1, set()),
         (["--proposals-per-reply", "3"], 3, {"candidates 1 to 3", "candidates 4 to 6"}),
     ],
 )
@@ -241,7 +241,6 @@ def test_a_dry_run_counts_the_rounds_that_repeated_proposals_may_add(
     ("more", "message"),
     [
         (["--strategy", "magic"], "--strategy: 'magic' is refused -> give a value that is"),
-        (["--strategy", "openevolve-code"], "writes programs, and a server measures states"),
         (["--rounds", "0"], "--rounds: '0' is refused -> give a value that is greater than"),
         (["--budget", "0", "--dry-run"], "search: --budget: '0' is refused"),
         (["--budget", "8", "8"], "--budget: "),
@@ -281,12 +280,6 @@ def test_every_wrong_option_is_reported(run_command: Run, capsys: Printed) -> No
     where = [problem["where"] for problem in problems]
     assert where == ["--rounds", "--budget", "--images", "--most-money"]
     assert all(problem["fix"] for problem in problems)
-
-
-@pytest.mark.parametrize("field", [{"space": "numbers"}, {"other_bases": ("dart",)}], ids=str)
-def test_programs_have_no_space_and_no_base_policy(field: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="leave others out"):
-        Settings.model_validate({"proposer": "m", "strategy": "openevolve-code", **field})
 
 
 @pytest.mark.parametrize(

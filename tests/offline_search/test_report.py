@@ -12,8 +12,8 @@ from offline_search.candidates import base_state
 from offline_search.evaluator import EvaluationJob
 from offline_search.history import History, Trial
 from offline_search.ledger import Cost, TrialRecord, read_ledger
-from offline_search.report import as_html, as_markdown, describe_leader, read_report
-from offline_search.search import NothingMeasured, ProgressLog
+from offline_search.report import ProgressLog, _describe_leader, read_report
+from offline_search.search import NothingMeasured
 from tests.offline_search.synthetic import (
     HOSTILE,
     SIZE,
@@ -51,7 +51,7 @@ async def test_markdown_and_page_have_the_result(ledger: Path, search: Searches)
     best = [value for _, value in report.curve()]
     assert best == sorted(best) and best[-1] == report.ranked[0].result.score
 
-    text, gain = as_markdown(report), winner.test.gain
+    text, gain = report.markdown(), winner.test.gain
     digits = count_decimals(gain.low, gain.high)
     figures = [f"{value:+.{digits}f}" for value in (gain.value, gain.low, gain.high)]
     assert f"Candidate {winner.winner} won" in text and 0 < report.duration < 600
@@ -61,7 +61,7 @@ async def test_markdown_and_page_have_the_result(ledger: Path, search: Searches)
     written = sum(reply.text is not None for reply in report.replies)
     assert f"{100 * written:,} prompt and {50 * written:,} completion tokens, at a price" in text
 
-    page = as_html(report)
+    page = report.html()
     words = text_of(page)
     assert f"{gain.value:+.4f}" in words[: words.index("Why this candidate")]
     (row,) = (row for row in report.rows if row.name == winner.winner)
@@ -89,14 +89,14 @@ async def test_markdown_and_page_have_the_result(ledger: Path, search: Searches)
     assert names <= set(re.findall(r' href="#candidate-([^"]+)"', page))
     for row in report.rows:
         assert f'<details id="candidate-{row.name}"><summary>{row.name} ' in page
-    assert re.search(r"Against \d+\.\d+", page), "a candidate's difference to its parent"
+    assert re.search(r">From \d+\.\d+[,.]", page), "parents are named"
     assert "<script" not in page and "&lt;script&gt;" in page
 
 
 async def test_hypotheses_are_shown_as_text(search: Searches) -> None:
     replies = [list_reply(0, 3, hypothesis=SCRIPT_TAG)]
     await search(replies, proposals_per_reply=3, rounds=1)
-    page = as_html(read_report(read_ledger(search.path)))
+    page = read_report(read_ledger(search.path)).html()
     assert page.count("explore: &lt;script&gt;") == 3 and SCRIPT_TAG not in page
 
 
@@ -107,15 +107,15 @@ async def test_a_search_that_runs_or_gave_up_can_be_reported(
     for end in (1, 5, len(lines) // 2, len(lines) - 1):
         part.write_bytes(b"".join(lines[:end]) + b'{"kind": "pro')
         report = read_report(read_ledger(part))
-        assert "has not ended" in as_markdown(report) and "has not ended" in as_html(report)
-        empty = "Nothing has been measured yet." in as_html(report)
-        assert empty == (not report.rows) and ("Best on" in as_markdown(report)) != empty
+        assert "has not ended" in report.markdown() and "has not ended" in report.html()
+        empty = "Nothing has been measured yet." in report.html()
+        assert empty == (not report.rows) and ("Best on" in report.markdown()) != empty
     part.write_bytes(b"")
     with pytest.raises(SearchError, match="the ledger is empty"):
         read_report(read_ledger(part))
     with pytest.raises(NothingMeasured):
         await search(["no"], ledger="none", rounds=20, per_round=5)
-    text = as_markdown(read_report(read_ledger(search.path)))
+    text = read_report(read_ledger(search.path)).markdown()
     assert "gave up: the last 25 were invalid or unsafe." in text
 
 
@@ -145,8 +145,8 @@ async def test_progress_and_last_line_name_the_same_winner(search: Searches) -> 
     leader = [line for line in lines if "leads on the search split" in line][-1]
     assert f"{report.ranked[0].name} by " in leader
     assert lines[-2].startswith(f"winner {winner.winner}: ")
-    assert lines[-1] == describe_leader(winner, report.ranked[0].name)
+    assert lines[-1] == _describe_leader(winner, report.ranked[0].name)
     # Where validation chose another one, the last line says which, and why.
-    other = describe_leader(winner, "9.9")
+    other = _describe_leader(winner, "9.9")
     assert other.startswith("On the search split alone 9.9 was better")
     assert f"{winner.winner} is" in other

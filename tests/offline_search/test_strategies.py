@@ -17,24 +17,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from offline_search.candidates import PROPOSALS, PURPOSES, assemble_state, warm_start_states
-from offline_search.components import SelectionProgram
+from offline_search.candidates import PROPOSALS, PURPOSES, warm_start_states
 from offline_search.dataset import read_dataset
 from offline_search.evaluator import EvaluationJob
 from offline_search.history import Answers, History, Trial
 from offline_search.ledger import (
-    ProgramRecord,
     ProposalRecord,
     ReplyRecord,
     SummaryRecord,
     TrialRecord,
-    VerdictRecord,
 )
-from offline_search.prompt import INITIAL_PROGRAM
 from offline_search.settings import Settings
 from offline_search.strategies import STRATEGIES
-from offline_search.strategies.language_model import _extract_program, draw_parents
-from offline_search.strategies.openevolve import _apply_change, _build_database
+from offline_search.strategies.language_model import draw_parents
+from offline_search.strategies.openevolve import OpenEvolve, _apply_change
 from tests.offline_search.synthetic import (
     REPLIES_OF,
     SIZE,
@@ -183,16 +179,16 @@ async def test_a_model_that_writes_lists_proposes_in_the_first_round_of_autoprun
     assert origins.count("warm start") > 4
 
 
-# ---- programs ----
+# ---- the two baselines ----
 
 
 async def evolve(search: Searches) -> str:
     """A search by OpenEvolve; returns the digest of its ledger."""
-    await search(REPLIES_OF["openevolve-states"], strategy="openevolve-states")
+    await search(REPLIES_OF["openevolve"], strategy="openevolve")
     return search.digest()
 
 
-async def test_programs_are_evolved_and_evaluated_on_five_islands(search: Searches) -> None:
+async def test_states_are_evolved_by_diffs_on_five_islands(search: Searches) -> None:
     before = random.getstate()
     await evolve(search)
     assert random.getstate() == before, "the state of the global generator is restored"
@@ -200,34 +196,36 @@ async def test_programs_are_evolved_and_evaluated_on_five_islands(search: Search
     assert len(proposed) == 9 and initial.origin == "initial" and initial.state
     names = {record.name for record in proposed}
     assert all(child.origin == "openevolve" and {*child.parents} <= names for child in children)
-    outputs = {record.name: record.output for record in search.records(ProgramRecord)}
-    evolved = [child for child in children if child.state is not None]
-    for child in evolved:
-        written = json.loads(outputs[child.name])
-        assert child.digest == assemble_state(written, settings_of()).digest
-    assert evolved and all(child.problems for child in children if child not in evolved)
+    evolved = [child.state for child in children if child.state is not None]
+    assert evolved and all(child.problems for child in children if child.state is None)
+    signals = [json.loads(text)["scoring"]["signals"][0]["atom"] for text in VALID_REPLIES[:6]]
+    for state in map(load_state, evolved):
+        assert state.scoring.signals[0].atom in signals, "changed by the reply"
+        assert state.reassembly == load_state(initial.state).reassembly, "and by nothing else"
     system, user = ("\n".join(m[place]["content"] for m in search.proposer.requests)
                     for place in (0, 1))  # fmt: skip
-    assert "def policy(budget)" in user and "combined_score" in user
+    assert '"scoring": {' in user and "combined_score" in user
     assert "quality_topk_selector" in system
 
+    strategy = OpenEvolve(settings_of())
     trials = [
-        Trial(each, TrialRecord(round=each.round, index=each.index, status="invalid"))
+        Trial(each, TrialRecord(round=each.round, index=each.index, status="invalid"),
+              load_state(each.state) if each.state else None)
         for each in proposed
-    ]
-    base = trial("0.0", np.zeros(1))
-    database = _build_database(History(base, trials), [])
+    ]  # fmt: skip
+    database = strategy._build_database(History(trial("0.0", np.zeros(1)), trials))
     assert len(database.islands) == 5
-    programs = {record.name: number for number, record in enumerate(proposed) if record.program}
+    numbers = {record.name: number for number, record in enumerate(proposed) if record.state}
     for number, island in enumerate(database.islands):
-        assert all(programs[name] % 5 == number for name in island if name in programs)
+        assert all(numbers[name] % 5 == number for name in island if name in numbers)
 
 
 def test_a_reply_that_leaves_its_parent_unchanged_is_no_candidate() -> None:
-    parent = "def policy(budget):\n    return {}\n"
-    assert _apply_change(parent, change("return 1")).startswith("def policy(budget):\n    return 1")
-    equal = "<<<<<<< SEARCH\n    return {}\n=======\n    return {}\n>>>>>>> REPLACE\n"
-    for reply in (equal, "```python\n" + parent + "```", change("x").replace("budget", "b")):
+    parent = json.dumps(json.loads(VALID_REPLIES[0]), indent=1)
+    changed = json.loads(_apply_change(parent, change(VALID_REPLIES[1])))
+    assert changed["scoring"] == json.loads(VALID_REPLIES[1])["scoring"]
+    equal = '<<<<<<< SEARCH\n "scoring": {\n=======\n "scoring": {\n>>>>>>> REPLACE\n'
+    for reply in (equal, parent, change(VALID_REPLIES[1]).replace("scoring", "scores")):
         with pytest.raises(ValueError, match=r"SEARCH|does not change"):
             _apply_change(parent, reply)
 
@@ -250,7 +248,7 @@ def test_parents_do_not_depend_on_hash_seeds(search: Searches, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("package", "strategy", "extra"),
     [
-        ("openevolve.database", "openevolve-states", "search-openevolve"),
+        ("openevolve.database", "openevolve", "search-openevolve"),
         ("optuna", "tpe", "search"),
     ],
 )
@@ -260,28 +258,6 @@ def test_a_missing_package_is_an_error(
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=extra):
         STRATEGIES[strategy](Settings())
-
-
-@pytest.mark.parametrize("strategy", ["evoprompting-code", "openevolve-code"])
-async def test_programs_are_candidates(strategy: str, search: Searches) -> None:
-    winner = await search(REPLIES_OF[strategy], strategy=strategy, rounds=4, per_round=4)
-    assert winner.state is None and SelectionProgram(winner.program).digest == winner.digest
-    proposed = search.records(ProposalRecord)
-    assert all(record.state is None for record in proposed)
-    assert winner.program in {record.program for record in proposed}
-    statuses = {trial.status for trial in search.records(TrialRecord)}
-    assert {"evaluated", "unsafe", "invalid"} <= statuses
-    problems = str([record.problems for record in search.records(VerdictRecord)])
-    assert "1 different indices" in problems or "Permission" in problems
-
-
-def test_a_program_is_taken_from_its_fence() -> None:
-    assert _extract_program(f"Sure:\n```python\n{INITIAL_PROGRAM}```\nbye") == INITIAL_PROGRAM
-    assert _extract_program(f"```\nx = 1\n```\n```py\n{INITIAL_PROGRAM}") == INITIAL_PROGRAM
-    assert _extract_program(INITIAL_PROGRAM) == INITIAL_PROGRAM
-    for reply in ("", "```python\nx = 1\n```", "{}"):
-        with pytest.raises(ValueError, match="defines no function select"):
-            _extract_program(reply)
 
 
 if __name__ == "__main__":

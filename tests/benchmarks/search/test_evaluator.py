@@ -13,12 +13,10 @@ from benchmarks.search.evaluator import YardstickEvaluator, write_data
 from benchmarks.yardsticks import open_yardstick
 from benchmarks.yardsticks.examples import draw_examples
 from benchmarks.yardsticks.questions import KINDS
-from offline_search.components import Candidate, SelectionProgram
 from offline_search.dataset import SPLITS, Split, read_dataset
 from offline_search.evaluator import EvaluationJob
 from offline_search.history import Answers
-from vllm_autoprune import load_state
-from vllm_autoprune.errors import EvaluationFailed
+from vllm_autoprune import PruningState, load_state
 
 FEW: dict[Split, int] = {"search": 2, "validation": 3, "test": 4}
 
@@ -35,7 +33,7 @@ def evaluator() -> YardstickEvaluator:
 
 
 async def measure(
-    evaluator: YardstickEvaluator, candidate: Candidate | None, budget: int = 8, start: int = 0,
+    evaluator: YardstickEvaluator, candidate: PruningState | None, budget: int = 8, start: int = 0,
     stop: int | None = None,
 ) -> Answers:  # fmt: skip
     """Answers to the questions of the search split, by default to all of them."""
@@ -72,22 +70,6 @@ async def test_a_budget_is_a_share_where_images_differ_in_size() -> None:
     assert await measure(evaluator, state, 72) == full
     eighth = await measure(evaluator, state, 9)
     assert eighth.relative_to(full, ()).mean() < -0.1
-
-
-@pytest.mark.parametrize(("name", "budget"), [("minillava", 8), ("miniqwen", 9)])
-async def test_programs_are_measured_on_the_tokens_that_they_select(name: str, budget: int) -> None:
-    """The base policy's picks score as the base policy does, any others differently."""
-    evaluator = open_evaluator(name, 2, each=4, base_policy="divprune")
-    programs = [
-        SelectionProgram(f"def select(features, signals, K):\n    return {result}")
-        for result in ("signals['reference']", "range(K)", "[0]")
-    ]
-    base = await measure(evaluator, load_state("divprune"), budget)
-    assert await measure(evaluator, programs[0], budget) == base
-    front = await measure(evaluator, programs[1], budget)
-    assert sum(front.logprob) < sum(base.logprob)
-    with pytest.raises(EvaluationFailed, match="different indices"):
-        await measure(evaluator, programs[2], budget)
 
 
 def test_the_data_folder_can_be_read_and_sampled_questions_keep_pairs_together(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import os
 import sys
 from pathlib import Path
@@ -69,17 +70,17 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def search(options: argparse.Namespace) -> int:
     """Find a state offline, with a language model, on a served model."""
     from offline_search.ledger import read_ledger
-    from offline_search.report import as_html, as_markdown, read_report
+    from offline_search.report import read_report
 
     if options.output is not None:
         check_writable(options.output)
     if options.action == "report":
         report = read_report(read_ledger(options.ledger))
         if options.output is not None:
-            write_file(options.output, as_html(report))
+            write_file(options.output, report.html())
         chosen = None if report.winner is None else report.winner.model_dump(mode="json")
         record = {"chosen": chosen, "statuses": report.statuses, "causes": report.causes}
-        print_result(options, record, as_markdown(report).rstrip())
+        print_result(options, record, report.markdown().rstrip())
         return 0
     try:
         flags = read_flags(_Flags, options)
@@ -115,11 +116,11 @@ def search(options: argparse.Namespace) -> int:
             text = f"stopped; {options.ledger} keeps what was measured, --resume goes on from it"
             print(f"vllm-autoprune search: {text}", file=sys.stderr)
             raise
-    if options.output is not None and winner.state is not None:
+    if options.output is not None:
         from vllm_autoprune.tpdsl.loading import load_state
 
         write_file(options.output, load_state(winner.state).dumps())
-    text = as_markdown(read_report(read_ledger(options.ledger)))
+    text = read_report(read_ledger(options.ledger)).markdown()
     print_result(options, winner.model_dump(mode="json", exclude={"clock"}), text.rstrip())
     return 0
 
@@ -138,14 +139,12 @@ def _build_settings(flags: _Flags) -> Settings:
         raise _refusal("--proposer-model", "has no endpoint", fix)
     if flags.proposer_url is not None and not name:
         raise _refusal("--proposer-model", "is missing", "name a model at --proposer-url")
-    if flags.strategy.endswith("-code"):
-        what = f"{flags.strategy} writes programs, and a server measures states"
-        raise _refusal("--strategy", what, "give evoprompting-states or openevolve-states")
     uses_proposer = STRATEGIES[flags.strategy](Settings(proposer=name)).uses_proposer
     if uses_proposer and not name:
         fix = "give --proposer-url, or one of autoprune+, tpe and random"
         raise _refusal("--strategy", f"{flags.strategy} needs a language model", fix)
     lists = uses_proposer and flags.strategy in STRATEGIES_WITH_LISTS
+    options = flags.proposer_options if uses_proposer else None
     try:
         return Settings(
             **{field: value for field, value in flags if field in SearchChoices.model_fields},
@@ -153,17 +152,20 @@ def _build_settings(flags: _Flags) -> Settings:
             proposals_per_reply=flags.proposals_per_reply or (DEFAULT_LIST if lists else 1),
             temperature=flags.temperature,
             reply_tokens=flags.reply_tokens,
+            proposer_options=json.dumps(options, sort_keys=True) if options else "",
         )
     except ValidationError as error:
         raise ConfigError("search", flag_problems(error, _NAMES)) from None
 
 
 async def _search(path: Path, flags: _Flags, settings: Settings, dataset: Dataset) -> WinnerRecord:
+    from offline_search.endpoint import EndpointProposer, EndpointSettings
     from offline_search.evaluator import ServedEvaluator
     from offline_search.ledger import Ledger
-    from offline_search.proposer import EndpointProposer, EndpointSettings, SpendingLimits
+    from offline_search.proposer import SpendingLimits
+    from offline_search.report import ProgressLog
     from offline_search.rounds import probes_from_checkpoint
-    from offline_search.search import ProgressLog, Search
+    from offline_search.search import Search
 
     def write(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
@@ -195,11 +197,12 @@ async def _search(path: Path, flags: _Flags, settings: Settings, dataset: Datase
                 settings.temperature,
                 settings.reply_tokens * settings.proposals_per_reply,
                 flags.price,
-                seeded=not flags.no_seeds,
+                unsent=frozenset({"seed"} if flags.no_seeds else ()),
                 options=flags.proposer_options or {},
             )
-            proposer = await stack.enter_async_context(EndpointProposer(endpoint, write))
+            proposer = await stack.enter_async_context(EndpointProposer(endpoint))
             await proposer.prepare()
+            settings = settings.model_copy(update={"unsent": tuple(sorted(proposer.unsent))})
         limits = SpendingLimits(flags.most_tokens, flags.most_money)
         progress = ProgressLog(write)
         return await Search(settings, ledger, evaluator, proposer, limits, progress).run()

@@ -1,0 +1,200 @@
+"""The proposer's endpoint: any OpenAI-compatible service, or a model served by vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Self
+
+import httpx
+from pydantic import JsonValue, SecretStr
+
+from offline_search.components import JsonObject
+from offline_search.ledger import Cost
+from offline_search.prompt import Messages
+from offline_search.proposer import Reply
+from offline_search.replies import UNFINISHED
+from vllm_autoprune.connection import Connection, api_address, make_client
+from vllm_autoprune.errors import ConfigError, Problem
+from vllm_autoprune.http_client import Failures, describe_error, describe_failure, may_pass
+from vllm_autoprune.stream import one_line, read_error, read_message
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointSettings:
+    """Address, model, sampling and retry settings of an endpoint."""
+
+    url: str
+    model: str
+    connection: Connection = field(default_factory=lambda: Connection(api_key=SecretStr("")))
+    temperature: float = 1.0
+    reply_tokens: int = 1024
+    price: tuple[float, float] = (0.0, 0.0)
+    """Money for a million prompt and a million completion tokens."""
+    retries: int = 4
+    first_wait: float = 1.0
+    """Seconds before the first retry, twice as long before each further one."""
+    timeout: float = 300.0
+    max_in_flight: int = 8
+    unsent: frozenset[str] = frozenset()
+    """Fields that are left out: the seed for vLLM on a CPU, at least up to 0.32, because a request
+    with one whose prompt is prefilled in chunks crashes its engine ("CPU Generator does not use
+    offset")."""
+    options: Mapping[str, JsonValue] = field(default_factory=dict)
+    """More fields of every request."""
+
+
+_CHECK_TOKENS = 16
+"""Length of the reply to the first check: some endpoints refuse less."""
+
+_DROPPABLE = ("max_tokens", "temperature", "seed", "response_format")
+"""Fields that an endpoint may refuse; the last by any words, or by failing on the schema."""
+
+_FORMAT = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
+"""What reading a response raises that is no chat completion."""
+
+
+class EndpointProposer:
+    """Proposer behind an endpoint, which is asked again after a failure that may pass.
+
+    A failure that remains is a reply. Fields of a request that the endpoint refuses are no longer
+    sent once a request without them has succeeded.
+    """
+
+    def __init__(self, endpoint: EndpointSettings) -> None:
+        self._endpoint, self._url = endpoint, api_address(endpoint.url)
+        self._http = make_client(
+            httpx.AsyncClient, endpoint.url, endpoint.connection, timeout=endpoint.timeout
+        )
+        self._failures = Failures(self._url)
+        self._slots = asyncio.Semaphore(endpoint.max_in_flight)
+        self.unsent = endpoint.unsent
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._http.aclose()
+        self._failures.report()
+
+    async def prepare(self) -> None:
+        """Send one short chat; raises :class:`ConfigError` for a wrong key, model or address."""
+        fields = self._fields(({"role": "user", "content": "Say yes."},), None, 0, _CHECK_TOKENS)
+        try:
+            _read_completion(await self._send(fields, retries=0))
+            return
+        except (httpx.HTTPError, *_FORMAT) as error:
+            example = "an OpenAI-compatible endpoint, such as http://HOST:PORT/v1"
+            problem = describe_failure(self._url.removesuffix("/v1"), error, example)
+            where, what, fix = "--proposer-url", f"{problem.where} {problem.what}", problem.fix
+            if isinstance(error, httpx.HTTPStatusError):
+                if may_pass(error.response) and "insufficient_quota" not in error.response.text:
+                    return  # requests of the search are asked again
+                if error.response.status_code in (401, 403):
+                    where, fix = "--proposer-key-env", "name a variable that holds a valid key"
+                elif error.response.status_code == 404 and (names := await self._list_models()):
+                    where, fix = "--proposer-model", f"name a model that the endpoint has: {names}"
+        raise ConfigError("proposer", [Problem(where, what, fix)])
+
+    async def reply(self, messages: Messages, schema: JsonObject | None, seed: int) -> Reply:
+        """Reply to a chat; without the schema where the endpoint refuses one."""
+        endpoint = self._endpoint
+        fields = self._fields(messages, schema, seed, endpoint.reply_tokens)
+        async with self._slots:
+            try:
+                return _read_completion(await self._send(fields, endpoint.retries), endpoint.price)
+            except httpx.HTTPError as error:
+                failure = describe_error(error)
+                if not isinstance(error, httpx.HTTPStatusError) or may_pass(error.response):
+                    failure += f", after at most {endpoint.retries} retries"
+                return Reply(None, failure)
+            except _FORMAT as error:
+                return Reply(None, f"the response is no chat completion: {one_line(error, 200)}")
+
+    async def _list_models(self) -> str:
+        """Names of the first models of the endpoint; empty where it lists none."""
+        with suppress(httpx.HTTPError, *_FORMAT):
+            models = (await self._http.get(f"{self._url}/models")).json()["data"]
+            return ", ".join(str(model["id"]) for model in models[:8])
+        return ""
+
+    def _fields(
+        self, messages: Messages, schema: JsonObject | None, seed: int, tokens: int
+    ) -> dict[str, object]:
+        """The fields of a request, those that an endpoint may refuse among them."""
+        endpoint = self._endpoint
+        fields: dict[str, object] = {"model": endpoint.model, "messages": list(messages)}
+        fields |= {"max_tokens": tokens, "temperature": endpoint.temperature, "seed": seed}
+        if schema is not None:
+            named = {"name": "proposal", "schema": schema}
+            fields["response_format"] = {"type": "json_schema", "json_schema": named}
+        return {**fields, **endpoint.options}
+
+    async def _send(self, fields: Mapping[str, object], retries: int) -> str:
+        """The text of the response to a request, without the fields that the endpoint refuses."""
+        reasons = dict[str, str]()
+        attempt = 0
+        while True:
+            unsent = self.unsent | reasons.keys()
+            body = {name: value for name, value in fields.items() if name not in unsent}
+            if "max_tokens" in unsent:  # its name since OpenAI's o-series
+                body["max_completion_tokens"] = fields["max_tokens"]
+            try:
+                response = await self._http.post(f"{self._url}/chat/completions", json=body)
+                response.raise_for_status()
+            except httpx.HTTPError as error:
+                if isinstance(error, httpx.HTTPStatusError):
+                    if name := _find_refused_field(error.response, body):
+                        reasons[name] = describe_error(error)
+                        continue
+                    if not may_pass(error.response):
+                        raise
+                if attempt == retries:
+                    raise
+                wait = self._failures.wait(error, self._endpoint.first_wait * 2**attempt)
+                attempt += 1
+                await asyncio.sleep(wait)
+                continue
+            # Only now is it known that these fields were what the endpoint refused.
+            for name in sorted(reasons.keys() - self.unsent):
+                instead = "it is no longer sent"
+                if name == "max_tokens":
+                    instead = "max_completion_tokens is sent instead"
+                line = f"the proposer refuses {name} ({reasons[name]}): {instead}"
+                print(line, file=sys.stderr, flush=True)
+            self.unsent = unsent
+            return response.text
+
+
+def _find_refused_field(response: httpx.Response, body: Mapping[str, object]) -> str | None:
+    """Which of a request's fields an error refuses, if any."""
+    if response.status_code not in (400, 422, 500):
+        return None
+    names = [name for name in _DROPPABLE if name in body]
+    named = [name for name in names if re.search(rf"\b{name}\b", response.text)]
+    if named and response.status_code != 500:
+        return named[0]
+    return "response_format" if "response_format" in names else None
+
+
+def _read_completion(text: str, price: tuple[float, float] = (0.0, 0.0)) -> Reply:
+    """The reply in a chat completion; raises one of :data:`_FORMAT` for anything else."""
+    try:
+        body = json.loads(text)
+    except json.JSONDecodeError:
+        raise ValueError(repr(one_line(text, 120))) from None
+    if not isinstance(body, dict) or not body.get("choices"):
+        raise ValueError(one_line(read_error(body) or json.dumps(body), 200))
+    choice, usage = body["choices"][0], body.get("usage")
+    answer, thoughts = read_message(choice["message"])
+    counts = [0, 0]
+    if isinstance(usage, dict):
+        texts = [str(usage.get(name)) for name in ("prompt_tokens", "completion_tokens")]
+        counts = [int(count) if count.isdecimal() else 0 for count in texts]
+    cut = choice.get("finish_reason") == "length"
+    return Reply(answer or (UNFINISHED if thoughts else ""), "", Cost.at(price, *counts), cut)

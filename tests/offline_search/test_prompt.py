@@ -1,0 +1,171 @@
+"""Prompts: what a language model is told of the task, and of what was measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+
+from offline_search.candidates import (
+    PURPOSES,
+    Expectation,
+    base_state,
+    minimal_state,
+    paper_state,
+)
+from offline_search.history import History, Trial
+from offline_search.prompt import (
+    crossover_prompt,
+    proposal_prompt,
+    repair_prompt,
+    summarize,
+)
+from offline_search.settings import Settings
+from tests.offline_search.synthetic import trial
+from vllm_autoprune.evaluation.questions import Example
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
+
+SETTINGS = Settings(budgets=(8,), base_policy="visionzip", proposer="scripted")
+LISTS = SETTINGS.model_copy(update={"proposals_per_reply": 5})
+ADVICE = re.compile(
+    r"\b(safe|safer|helps?|should|prefer\w*|avoid|recommend\w*|pays?|usually|try|good|advice|"
+    r"instead|better to|don't|not to repeat)\b",
+    re.IGNORECASE,
+)
+EXAMPLES = tuple(
+    Example(image=f"{number}.png", question=f"Q{number}?", answer="a", category=category)
+    for number, category in enumerate(["text"] * 4 + ["relation"] * 12)
+)
+BASE = np.full(16, -3.0)
+NOISE = np.tile([-0.2, 0.2], 8)
+
+
+def history_of(*trials: Trial) -> History:
+    return History(trial("0.0", BASE), list(trials), EXAMPLES)
+
+
+@pytest.fixture
+def history() -> History:
+    paper, changed = paper_state(SETTINGS), paper_state(SETTINGS, quota=4)
+    merge = paper.reassembly.model_copy(update={"strength": 1.0})
+    other = paper.model_copy(update={"reassembly": merge})
+    return history_of(
+        trial("1.0", [-1.0] * 4 + [-2.0] * 12, paper),
+        trial("2.0", [-1.1] * 4 + [-1.9] * 12, changed, parent="1.0"),
+        trial("2.1", [-2.5] * 2, minimal_state(SETTINGS), "dropped"),
+        trial("2.2", None, other, "same", same_as="1.0"),
+        trial("2.3", [0.0] * 4 + [-1.0] * 12, other, parent="1.0"),
+    )
+
+
+def test_prompts_give_no_advice(history: History) -> None:
+    """A proposer is told what it may write and what was measured, not what to conclude."""
+    prompts = [
+        proposal_prompt(SETTINGS, summarize(history), minimal_state(SETTINGS), 0, 5),
+        crossover_prompt(SETTINGS, history.ranked()[:2]),
+        proposal_prompt(LISTS, summarize(history), minimal_state(LISTS), 0, 5, list(PURPOSES)),
+    ]
+    prompts.append(repair_prompt(prompts[-1], "reply", {2: ["is invalid"]}, 5))
+    for messages in prompts:
+        text = "\n".join(message["content"] for message in messages)
+        assert not ADVICE.findall(text)
+
+
+def test_the_summary_of_a_history(history: History) -> None:
+    """Categories with the questions that lose most, trends, and each candidate with its changes."""
+    text = summarize(history)
+    lines = text.splitlines()
+    assert lines[0] == "Base policy alone: -3000."
+    assert "- relation: 12, -3000, -1000, 100%" in lines and "- text: 4, -3000, +0, 0%" in lines
+    assert "Questions of relation that lose most: Q4?; Q5?" in lines
+    assert "Scores by round, best and median: 1: -1750, -1750; 2: -750, -1700." in lines
+    assert "- 2.3: -750; 1.0 with /reassembly/strength 0.0005 -> 1" in lines
+    assert "At the upper end of its range in 2.3: reassembly/strength = 1." in lines
+    assert "2.2 kept the same tokens as 1.0." in lines
+    assert "- 2.0: -1700 (-950 ± " in text and "1.0 with /constraints/selector/q_e 2 -> 4" in text
+    assert not any(line.startswith("- 1.0") for line in lines), "2.3 is the best of its structure"
+    # A category that gains has a negative share of the loss.
+    history.trials.append(trial("3.0", [1.0] * 4 + [-1.0] * 12, paper_state(SETTINGS)))
+    text = summarize(history)
+    assert "- relation: 12, -3000, -1000, 150%" in text and "- text: 4, -3000, +1000, -50%" in text
+    # A candidate that was dropped names questions, not its answers at several budgets.
+    dropped = history.trials[2]
+    twice = dropped.result.model_copy(update={"examples": 4})
+    history.trials[2:] = [dataclasses.replace(dropped, result=twice)]
+    assert "2.1 was dropped after 2 questions at about " in summarize(history)
+
+
+def test_the_summary_of_failures() -> None:
+    failed = [trial(f"1.{n}", None, None, "invalid", reason="no such atom") for n in range(3)]
+    assert "- no such atom (3 times)" in summarize(history_of(*failed))
+    assert summarize(History(trial("0.0", BASE))) == "Base policy alone: -3000."
+
+
+def test_base_policies_are_named_where_a_model_chooses_them(history: History) -> None:
+    settings = SETTINGS.model_copy(update={"other_bases": ("dart", "trim")})
+    dart = base_state(Settings(budgets=(8,), base_policy="dart")).base_policy
+    other = history.trials[0].require_state().model_copy(update={"base_policy": dart})
+    history.trials.append(trial("3.0", [0.0] * 16, other, parent="1.0"))
+    history.names_bases = True
+    messages = proposal_prompt(settings, summarize(history), other, 0, 5)
+    for name in settings.bases:
+        assert f"- {name}: {BASE_POLICIES[name].doc}" in messages[0]["content"]
+    assert "1.0 with /base_policy/name visionzip -> dart\n" in messages[1]["content"]
+    assert '"base_policy":{"name":"dart"}' in messages[1]["content"]
+    plain = proposal_prompt(SETTINGS, "", other, 0, 5)[0]["content"]
+    assert "base_policy" not in plain
+    # A selector says what does not act on it.
+    (line,) = (line for line in plain.splitlines() if "runtime_reference_anchor_pool" in line)
+    assert "signals act by the pool, the kernel not" in line
+
+
+def outcomes(*trials: Trial) -> dict[str, str]:
+    """What the summary says of each hypothesis of the last round."""
+    lines = summarize(history_of(*trials)).splitlines()
+    return dict(line[2:].split(" => ", 1) for line in lines if " => " in line)
+
+
+@pytest.mark.parametrize(
+    ("change", "expect", "outcome"),
+    [
+        (0.5, "higher", "-2500, +500 ± 52: confirmed"),
+        (0.5, "same", "-2500, +500 ± 52: not confirmed"),
+        (0.1, "higher", "-2900, +100 ± 52: not confirmed"),
+        (0.1, "same", "-2900, +100 ± 52: confirmed"),
+        (-0.5, "lower", "-3500, -500 ± 52: confirmed"),
+        (-0.1, "lower", "-3100, -100 ± 52: not confirmed"),
+    ],
+)
+def test_a_hypothesis_is_confirmed_by_two_standard_errors(
+    change: float, expect: Expectation, outcome: str
+) -> None:
+    trials = [trial("1.0", BASE + 9.0), trial("2.0", BASE + change + NOISE, expect=expect)]
+    line = f"2.0 (ablate of base, expected {expect}): Why 2.0."
+    assert outcomes(*trials) == {line: outcome}
+    trials = [trial("1.0", BASE), trial("2.0", BASE + change + NOISE, None, "evaluated", "1.0",
+              expect=expect)]  # fmt: skip
+    assert [*outcomes(*trials).values()] == [outcome], "its parent's values are the base policy's"
+
+
+def test_what_hypotheses_are_compared_on() -> None:
+    lines = outcomes(
+        trial("1.0", [-1.0] * 4 + [-9.0] * 12, expect="higher"),
+        trial("2.0", -2.0 + NOISE[:4], None, "dropped", "1.0", expect="lower"),
+        trial("2.1", None, None, "same", "1.0", same_as="1.0", expect="same"),
+        trial("2.2", None, None, "same", same_as="base", expect="higher"),
+        trial("2.3", None, None, "unsafe", reason="preserve_budget failed", expect="higher"),
+        trial("2.4", None, None, "invalid", reason="x" * 500, expect="higher"),
+        trial("2.5", [-2.0], None, "dropped", expect="same"),
+        trial("2.6", BASE),
+    )
+    assert [line[:3] for line in lines] == [f"2.{n}" for n in range(6)], "last round only"
+    assert list(lines.values()) == [
+        "-2000, -1000 ± 115 on the first 4 questions: confirmed",
+        "-7000, +0 ± 0: confirmed",
+        "-3000, +0 ± 0: not confirmed",
+        "not measured, unsafe: preserve_budget failed",
+        f"not measured, invalid: {'x' * 100}",
+        "-2000, +1000 ± inf on the first 1 questions: not confirmed",
+    ]
