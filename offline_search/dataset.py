@@ -11,10 +11,10 @@ import hashlib
 import json
 import random
 import shutil
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import count
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -97,46 +97,44 @@ _SHARES: dict[Split, float] = {"search": 0.5, "validation": 0.2, "test": 0.3}
 _QUESTIONS = "questions_answers_YN"
 
 
-@dataclass(frozen=True, slots=True)
-class _TextFile:
-    """Questions of one category about one image; ``content`` is the SHA-256 of the image file."""
-
-    category: str
-    image: Path
-    content: str
-    examples: Sequence[tuple[int, Example]]
-    """With the numbers of their lines; ``image`` and ``pair`` are not those of a split."""
-
-
 def convert_mme(source: Path, target: Path, seed: int = 0) -> dict[Split, int]:
     """Write the three splits and the images; returns the number of questions of each split.
 
     The two questions about an image are a pair, as accuracy+ counts them. An image that several
-    categories use is in one split, and in one file. Raises :class:`ConfigError` with every problem.
+    categories use is in one split, that of the first. Raises :class:`ConfigError` with every
+    problem.
     """
     problems: list[Problem] = []
-    folders = sorted(path for path in source.iterdir() if path.is_dir()) if source.is_dir() else []
-    files = [file for folder in folders for file in _read_category(folder, problems)]
-    split_of = _draw_splits(files, seed)
-    if not files and not problems:
-        fix = "give MME's folder, which has a folder for each category"
-        problems.append(Problem(str(source), "contains no question", fix))
-    if not problems and set(split_of.values()) != set(SPLITS):
-        what = f"has too few images for three splits ({len(split_of)})"
-        problems.append(Problem(str(source), what, "give more categories, or more of their files"))
-    refuse("MME", problems)
     splits: dict[Split, list[Example]] = {split: [] for split in SPLITS}
+    split_of: dict[str, Split] = {}
     names: dict[str, str] = {}
+    copies: dict[str, Path] = {}
+    rng, pairs = random.Random(seed), count()
+    folders = sorted(path for path in source.iterdir() if path.is_dir()) if source.is_dir() else []
+    for folder in folders:
+        read = list(_read_category(folder, problems))
+        new = sorted({content for content, _, _ in read} - split_of.keys())
+        rng.shuffle(new)
+        begin, share = 0, 0.0
+        for split in SPLITS:
+            share += _SHARES[split]
+            end = round(share * len(new))
+            split_of |= dict.fromkeys(new[begin:end], split)
+            begin = end
+        for content, image, examples in read:
+            name = names.setdefault(content, f"images/{folder.name}/{image.name}")
+            copies[name] = image
+            update = {"image": name, "pair": next(pairs)}
+            splits[split_of[content]] += [each.model_copy(update=update) for each in examples]
+    if not problems and not all(splits.values()):
+        what = f"has too few images for three splits ({len(split_of)})"
+        fix = "give MME's folder, which has a folder for each category"
+        problems.append(Problem(str(source), what, fix))
+    refuse("MME", problems)
     try:
-        for pair, file in enumerate(files):
-            if file.content not in names:
-                name = names[file.content] = f"images/{file.category}/{file.image.name}"
-                (target / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(file.image, target / name)
-            update = {"image": names[file.content], "pair": pair}
-            splits[split_of[file.content]] += [
-                example.model_copy(update=update) for _, example in file.examples
-            ]
+        for name, image in copies.items():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(image, target / name)
         for split, examples in splits.items():
             write_split(target / f"{split}.jsonl", examples)
     except OSError as error:
@@ -146,70 +144,34 @@ def convert_mme(source: Path, target: Path, seed: int = 0) -> dict[Split, int]:
     return {split: len(examples) for split, examples in splits.items()}
 
 
-def _read_category(folder: Path, problems: list[Problem]) -> Iterator[_TextFile]:
+def _read_category(
+    folder: Path, problems: list[Problem]
+) -> Iterator[tuple[str, Path, Sequence[Example]]]:
+    """SHA-256 of each image, its file, and the questions about it."""
     separate = (folder / _QUESTIONS).is_dir()
     texts, images = (folder / _QUESTIONS, folder / "images") if separate else (folder, folder)
     for path in sorted(texts.glob("*.txt")):
-        count, where = len(problems), str(path)
         files = (images / f"{path.stem}{ending}" for ending in (".png", ".jpg", ".jpeg"))
         image = next((file for file in files if file.exists()), None)
         if image is None:
             fix = f"put {path.stem}.png or .jpg beside it"
-            problems.append(Problem(where, "has no image", fix))
+            problems.append(Problem(str(path), "has no image", fix))
             continue
-        lines = read_lines(path, problems, "make it readable")
+        examples: list[tuple[int, Example]] = []
+        for number, line in read_lines(path, problems, "make it readable"):
+            question, _, answer = (part.strip() for part in line.partition("\t"))
+            asked = {"question": question, "answer": answer, "category": folder.name}
+            try:
+                examples.append((number, Example(image=image.name, pair=0, **asked)))
+            except ValidationError:
+                fix = "a line is a question, a tab and the answer, in a folder with a name of text"
+                what = "is no question with an answer"
+                problems.append(Problem(f"{path}:{number}", what, fix))
+        problems += find_contradictions(path, examples)
         try:
-            picture = read_picture(str(image), images, image.name)
+            url = read_picture(str(image), images, image.name).url
         except ConfigError as error:
             problems += error.problems
-            continue
-        content = hashlib.sha256(picture.url.encode()).hexdigest()
-        examples: list[tuple[int, Example]] = []
-        for number, line in lines:
-            question, _, answer = (part.strip() for part in line.partition("\t"))
-            if question and answer and "\t" not in answer:
-                asked = {"question": question, "answer": answer, "category": folder.name}
-                try:
-                    examples.append((number, Example(image=image.name, pair=0, **asked)))
-                except ValidationError:
-                    fix = "rename its folder and its image"
-                    problems.append(Problem(where, "has a name that is not text", fix))
-                    break
-            else:
-                fix = "a line is a question, a tab and the answer"
-                what = "is no question with an answer"
-                problems.append(Problem(f"{where}:{number}", what, fix))
-        problems += find_contradictions(path, examples)
-        if not examples and len(problems) == count:
-            problems.append(Problem(where, "has no question", "write them, or remove the file"))
-        yield _TextFile(folder.name, image, content, examples)
-
-
-def _draw_splits(files: Sequence[_TextFile], seed: int) -> dict[str, Split]:
-    """A random split for each image content, so that each category has its :data:`_SHARES`."""
-    rng = random.Random(seed)
-    categories: dict[str, list[str]] = {}
-    for file in files:
-        categories.setdefault(file.content, []).append(file.category)
-    # Images of a category that each split gets.
-    places: dict[str, dict[Split, int]] = {}
-    for category, size in Counter(file.category for file in files).items():
-        begin, share = 0, 0.0
-        places[category] = {}
-        for split in SPLITS:
-            share += _SHARES[split]
-            end = round(share * size)
-            places[category][split] = end - begin
-            begin = end
-    split_of: dict[str, Split] = {}
-    # Images of several categories first: the others can then fill the places that are left.
-    for content in sorted(categories, key=lambda content: -len(categories[content])):
-        names = categories[content]
-        free = [max(0, min(places[name][split] for name in names)) for split in SPLITS]
-        if not any(free):  # in all of them: then in any of them
-            free = [sum(max(0, places[name][split]) for name in names) for split in SPLITS]
-        (split,) = rng.choices(SPLITS, weights=free)
-        split_of[content] = split
-        for name in names:
-            places[name][split] -= 1
-    return split_of
+        else:
+            content = hashlib.sha256(url.encode()).hexdigest()
+            yield content, image, [example for _, example in examples]

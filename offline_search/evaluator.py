@@ -166,46 +166,39 @@ class ServedEvaluator:
         :class:`ConfigError` with what is wrong with each server.
         """
         problems: list[Problem] = []
-        named = bool(self._model)
         for url in self._urls:
             with ServerClient(url, self._connection) as server:
                 try:
-                    models = list(server.list_models())
+                    self._try_state(server)
+                except RequestRefused as error:
+                    fix = "serve it with --autoprune-requests states --autoprune-state {NAME}"
+                    problems.append(Problem(server.url, str(error), fix))
+                except EvaluationFailed as error:
+                    fix = "serve it with a chat template that ends with the answer it is given"
+                    problems.append(Problem(server.url, str(error), fix))
+                except ConfigError as error:
+                    problems += error.problems
+                except ServerLost as error:
+                    problems.append(Problem(server.url, str(error), "start it again"))
                 except FAILURES as error:
                     problems.append(describe_failure(server.url, error))
-                    continue
-                self._model = self._model or models[0]
-                if self._model not in models:
-                    fix = "serve that model" + (", or correct --server-model" if named else
-                          " on all, or name one that all serve with --server-model")  # fmt: skip
-                    what = f"serves {', '.join(models)}, not {self._model}"
-                    problems.append(Problem(server.url, what, fix))
-                    continue
-                problems += self._try_state(server)
         if problems:
             raise ConfigError("servers", problems)
         self.name = f"{self._model} through vLLM, data {self.dataset.digest[:12]}"
 
-    def _try_state(self, server: ServerClient) -> list[Problem]:
-        """Why a server cannot measure states, if so."""
+    def _try_state(self, server: ServerClient) -> None:
+        """Raise what keeps a server from measuring states."""
+        models = list(server.list_models())
+        self._model = self._model or models[0]
+        if self._model not in models:
+            fix = f"serve {self._model}, or name a model that all serve with --server-model"
+            what = f"serves {', '.join(models)}, not {self._model}"
+            raise ConfigError("servers", [Problem(server.url, what, fix)])
         example = self.dataset.examples("search")[0]
         pruning = pruning_options(load_state("cdpruner"), 1)
         image = self.dataset.images[example.image]
         body = scoring_request(self._model, image, example.question, example.answer, pruning)
-        try:
-            answer = server.chat(body)
-            score_reference_answer(answer["prompt_logprobs"], example.answer)
-        except RequestRefused as error:
-            fix = "serve the model with --autoprune-requests states --autoprune-state {NAME}"
-            return [Problem(server.url, str(error), fix)]
-        except ServerLost as error:
-            return [Problem(server.url, str(error), "start it again")]
-        except EvaluationFailed as error:
-            fix = "serve the model with a chat template that ends with the answer that it is given"
-            return [Problem(server.url, str(error), fix)]
-        except FAILURES as error:
-            return [describe_failure(server.url, error)]
-        return []
+        score_reference_answer(server.chat(body)["prompt_logprobs"], example.answer)
 
     async def check_budget(self, budget: int) -> None:
         """Raise :class:`ConfigError` for a K at which the first search images keep all tokens."""

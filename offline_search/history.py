@@ -84,13 +84,11 @@ class Answers:
 
         ``examples`` are those of the whole split.
         """
-        count, gaps = len(self), np.asarray(self.logprob)
+        count = len(self)
         if objective == "mme":
             full = Answers(full.logprob[:count], full.right[:count])
-            gaps = self.mme_shares(examples) - full.mme_shares(examples)
-        else:
-            gaps = gaps - np.asarray(full.logprob[:count])
-        return gaps
+            return self.mme_shares(examples) - full.mme_shares(examples)
+        return np.subtract(self.logprob, full.logprob[:count])
 
 
 def bootstrap_mean(examples: Sequence[Example], values: Floats) -> Estimate:
@@ -181,7 +179,7 @@ class History:
 
     def best(self) -> Trial | None:
         """The trial with the highest objective so far."""
-        return max(self.evaluated(), key=lambda trial: trial.score, default=None)
+        return next(iter(self.ranked()), None)
 
     def find(self, name: str) -> Trial | None:
         """The trial of a name."""

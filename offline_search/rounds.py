@@ -102,8 +102,8 @@ Those that are clearly worse than the best so far are dropped before."""
 class _Candidate:
     """A candidate during its round, with its answers by budget; finished once it has a result."""
 
-    draft: Draft
     proposal: ProposalRecord
+    state: PruningState | None
     answers: list[Answers]
     result: TrialRecord | None = None
 
@@ -133,12 +133,11 @@ class RoundEvaluator:
         count, settings = len(self._examples), self._settings
         self._full = await self._evaluator.evaluate(EvaluationJob(None, 0, "search", 0, count))
         proposal = ProposalRecord(round=0, index=0, origin="base policy", digest=base.digest)
-        candidate = self._begin(Draft("base policy", base), proposal)
+        candidate = _Candidate(proposal, base, [Answers()] * len(settings.budgets))
         await self._measure(candidate, 0, count)
-        verdict = self._check(base)
-        self._known |= {base.digest: "base", verdict.behaviour or base.digest: "base"}
+        self._known |= dict.fromkeys((base.digest, self._fingerprint(base)), "base")
         names_bases = bool(settings.proposer and settings.bases)
-        return History(self._end(candidate), [], self._examples, names_bases)
+        return History(self._finish(candidate), [], self._examples, names_bases)
 
     async def evaluate_round(
         self, drafts: Sequence[Draft], number: int, history: History, early_stopping: bool
@@ -152,14 +151,13 @@ class RoundEvaluator:
                 index=index,
                 origin=draft.origin,
                 parents=draft.parents,
-                state=None
-                if state is None
-                else state.model_dump(mode="json", exclude={"provenance"}),
-                digest="" if state is None else state.digest,
+                state=state.model_dump(mode="json", exclude={"provenance"}) if state else None,
+                digest=state.digest if state else "",
                 problems=tuple(str(problem)[:500] for problem in draft.problems[:8]),
                 hypothesis=draft.hypothesis,
             )
-            candidates.append(self._begin(draft, self._ledger.put(proposal)))
+            answers = [Answers()] * len(self._settings.budgets)
+            candidates.append(_Candidate(self._ledger.put(proposal), state, answers))
         for candidate in candidates:
             candidate.result = self._screen(candidate)
         start = 0
@@ -169,47 +167,47 @@ class RoundEvaluator:
             if stop < len(self._examples):
                 self._drop_losers(candidates, history.best_values(), stop, _RACING_KEEPS[step])
             start = stop
-        trials = [self._end(candidate) for candidate in candidates]
+        trials = list(map(self._finish, candidates))
         for trial in trials:
             self._ledger.put(trial.result)
         return trials
 
-    def _begin(self, draft: Draft, proposal: ProposalRecord) -> _Candidate:
-        return _Candidate(draft, proposal, [Answers()] * len(self._settings.budgets))
-
-    def _end(self, candidate: _Candidate) -> Trial:
+    def _finish(self, candidate: _Candidate) -> Trial:
         """The candidate as a trial; one that has no result yet was evaluated to the end."""
-        draft, result = candidate.draft, candidate.result or self._record(candidate, "evaluated")
-        values = self._values(candidate) if any(candidate.answers) else None
-        return Trial(candidate.proposal, result, draft.state, values)
+        result = candidate.result or self._result(candidate, "evaluated")
+        values = self._values(candidate).mean(0) if any(candidate.answers) else None
+        return Trial(candidate.proposal, result, candidate.state, values)
 
     def _values(self, candidate: _Candidate) -> Floats:
-        """Value of each answered example less the unpruned model's, mean over the budgets."""
-        mean: Floats = np.mean(self._values_by_budget(candidate), axis=0)
-        return mean
-
-    def _values_by_budget(self, candidate: _Candidate) -> list[Floats]:
+        """Values of the answered examples at each budget, less the unpruned model's, ``(B, M)``."""
         objective = self._settings.objective
-        return [
+        return np.array([
             answers.relative_to(self._full, self._examples, objective)
             for answers in candidate.answers
-        ]
+        ])  # fmt: skip
 
     def _screen(self, candidate: _Candidate) -> TrialRecord | None:
         """The result of a candidate that needs no measurement, or None."""
-        proposal, state = candidate.proposal, candidate.draft.state
+        proposal, state = candidate.proposal, candidate.state
         if state is None:
             reason = proposal.problems[0] if proposal.problems else "no state"
-            return self._record(candidate, "invalid", reason=reason)
+            return self._result(candidate, "invalid", reason=reason)
         if state.digest in self._known:
-            return self._record(candidate, "same", same_as=self._known[state.digest])
-        verdict = self._check(state)
-        if not verdict.valid:
-            return self._record(candidate, "unsafe", reason=verdict.problems[0])
-        behaviour = verdict.behaviour or state.digest
+            return self._result(candidate, "same", same_as=self._known[state.digest])
+        if problems := self._check(state).problems:
+            return self._result(candidate, "unsafe", reason=problems[0])
         # Remembered before it is measured, because a later draft of this round may be a duplicate.
-        name = self._known[state.digest] = self._known.setdefault(behaviour, proposal.name)
-        return None if name == proposal.name else self._record(candidate, "same", same_as=name)
+        name = self._known.setdefault(self._fingerprint(state), proposal.name)
+        self._known[state.digest] = name
+        return None if name == proposal.name else self._result(candidate, "same", same_as=name)
+
+    def _check(self, state: PruningState) -> VerdictRecord:
+        known = self._ledger.find(VerdictRecord, f"verdict/{state.digest}")
+        return known or self._ledger.put(_check_state(state, self._settings, self._probes))
+
+    def _fingerprint(self, state: PruningState) -> str:
+        """What is equal for states that keep the same tokens of the probes."""
+        return self._check(state).behaviour or state.digest
 
     async def _measure_all(self, candidates: Sequence[_Candidate], start: int, stop: int) -> None:
         """Measure examples ``start`` to ``stop``; candidates that fail get their result."""
@@ -220,17 +218,16 @@ class RoundEvaluator:
                 # Forgotten, so that later duplicates are evaluated.
                 name = candidate.proposal.name
                 self._known = {key: known for key, known in self._known.items() if known != name}
-                candidate.result = self._record(candidate, "unevaluated", reason=str(outcome))
+                candidate.result = self._result(candidate, "unevaluated", reason=str(outcome))
             elif isinstance(outcome, BaseException):
                 raise outcome
 
     async def _measure(self, candidate: _Candidate, start: int, stop: int) -> None:
-        state = candidate.draft.state
-        jobs = [
-            self._evaluator.evaluate(EvaluationJob(state, budget, "search", start, stop))
+        jobs = (
+            EvaluationJob(candidate.state, budget, "search", start, stop)
             for budget in self._settings.budgets
-        ]
-        answers = await asyncio.gather(*jobs)
+        )
+        answers = await asyncio.gather(*map(self._evaluator.evaluate, jobs))
         candidate.answers = [a + b for a, b in zip(candidate.answers, answers, strict=True)]
 
     def _drop_losers(
@@ -238,39 +235,39 @@ class RoundEvaluator:
     ) -> None:
         """Drop those clearly worse than the best so far, then all but one in ``divisor``."""
         after = f"after {stop} of {len(self._examples)} examples"
+        means = []
         for candidate in _unfinished(candidates):
-            if _is_clearly_below(self._examples, self._values(candidate), reference):
-                candidate.result = self._record(candidate, "dropped", reason=f"behind {after}")
-        ranked = sorted(_unfinished(candidates), key=lambda c: -float(self._values(c).mean()))
-        for candidate in ranked[-(-len(ranked) // divisor) :]:
+            values = self._values(candidate).mean(0)
+            if _is_clearly_below(self._examples, values, reference):
+                candidate.result = self._result(candidate, "dropped", reason=f"behind {after}")
+            else:
+                means.append((-float(values.mean()), candidate))
+        means.sort(key=lambda entry: entry[0])
+        for _, candidate in means[-(-len(means) // divisor) :]:
             reason = f"not among the best {after}"
-            candidate.result = self._record(candidate, "dropped", reason=reason)
+            candidate.result = self._result(candidate, "dropped", reason=reason)
 
-    def _check(self, state: PruningState) -> VerdictRecord:
-        known = self._ledger.find(VerdictRecord, f"verdict/{state.digest}")
-        return known or self._ledger.put(_check_state(state, self._settings, self._probes))
-
-    def _record(
+    def _result(
         self, candidate: _Candidate, status: Status, *, same_as: str = "", reason: str = ""
     ) -> TrialRecord:
-        figures: dict[str, float] = {}
-        if any(candidate.answers) and status != "unevaluated":
-            values, answers = self._values_by_budget(candidate), candidate.answers
-            columns = {
-                "objective": [float(each.mean()) for each in values],
-                "accuracy": [each.accuracy for each in answers],
-                "accuracy_plus": [each.accuracy_plus(self._examples) for each in answers],
-            }
-            figures = {name: round(sum(c) / len(c), 6) for name, c in columns.items()}
-        return TrialRecord(
+        """The candidate's record; scores are means over the budgets."""
+        record = TrialRecord(
             round=candidate.proposal.round,
             index=candidate.proposal.index,
             status=status,
             same_as=same_as,
             reason=reason[:500],
             examples=sum(map(len, candidate.answers)),
-            **figures,  # type: ignore[arg-type]
         )
+        if status == "unevaluated" or not any(candidate.answers):
+            return record
+        columns = {
+            "objective": self._values(candidate).mean(1).tolist(),
+            "accuracy": [each.accuracy for each in candidate.answers],
+            "accuracy_plus": [each.accuracy_plus(self._examples) for each in candidate.answers],
+        }
+        figures = {name: round(sum(c) / len(c), 6) for name, c in columns.items()}
+        return record.model_copy(update=figures)
 
 
 def _unfinished(candidates: Sequence[_Candidate]) -> list[_Candidate]:

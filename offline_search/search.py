@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -25,7 +25,7 @@ from random import Random
 import numpy as np
 
 from offline_search.candidates import base_state, list_purposes, minimal_state
-from offline_search.dataset import SPLITS, Dataset, Split
+from offline_search.dataset import SPLITS, Dataset, Split, read_dataset
 from offline_search.evaluator import EvaluationJob, Evaluator, RecordedEvaluator
 from offline_search.history import (
     Answers,
@@ -37,7 +37,6 @@ from offline_search.ledger import (
     Comparison,
     Cost,
     Ledger,
-    Record,
     SettingsRecord,
     SummaryRecord,
     WinnerRecord,
@@ -249,33 +248,33 @@ class _Recording:
         )
 
 
-async def replay(recording: Path, into: Path, dataset: Dataset) -> tuple[WinnerRecord, str, str]:
+async def replay(
+    recording: Path, into: Path, data: Path, images: int | None = None
+) -> tuple[WinnerRecord, str, str]:
     """Replay a recording into a new ledger; returns the winner and the digests of both ledgers.
 
-    The recording is only read. Raises :class:`SearchError` if it was made on other data, or if a
-    step needs a request that was not recorded.
+    ``images`` of each split of the data folder are read. The recording is only read. Raises
+    :class:`SearchError` if it was made on other data, or if a step needs a request that was not
+    recorded.
     """
     recorded = read_ledger(recording)
-    settings = recorded_settings(recording, recorded)
+    head = next((record for record in recorded if isinstance(record, SettingsRecord)), None)
+    if head is None:
+        raise SearchError(f"ledger {recording}: contains no search -> give one that has begun")
+    settings = head.settings
+    # The order of the questions, and with ``images`` their choice, depends on the seed.
+    dataset = read_dataset(data, settings.seed, images)
     # Every evaluator of the package and of the benchmarks ends its name so; others are not checked.
     named = re.search(r"data ([0-9a-f]{12})$", settings.evaluator)
     if named is not None and not dataset.digest.startswith(named[1]):
         raise SearchError(
-            f"ledger {recording}: its search had other questions than {dataset.folder} gives "
+            f"ledger {recording}: its search had other questions than {data} gives "
             f"(data {named[1]}, not {dataset.digest[:12]}) -> give the data folder and the "
             "--images of the recorded search"
         )
     with Ledger(into, recorded) as ledger:
         winner = await Search(settings, ledger, _Recording(settings.evaluator, dataset)).run()
         return winner, digest_records(recorded), digest_records(ledger)
-
-
-def recorded_settings(path: Path, records: Sequence[Record]) -> Settings:
-    """The settings of the search whose ledger at ``path`` has these records."""
-    for record in records:
-        if isinstance(record, SettingsRecord):
-            return record.settings
-    raise SearchError(f"ledger {path}: contains no search -> give one that has begun")
 
 
 _CHARACTERS_PER_TOKEN = 3.5
@@ -285,20 +284,14 @@ _REPLY_TOKENS = 300
 """Approximate tokens of a proposal; the history adds about four times as many to a prompt."""
 
 
-@dataclass(frozen=True)
-class _CostEstimate:
-    """Upper bounds of requests and answers without repairs; rough averages of tokens and money."""
-
-    messages: Messages
-    calls: int
-    cost: Cost
-    answers: Mapping[Split, int]
-
-
 def estimate_cost(
     settings: Settings, dataset: Dataset, price: tuple[float, float]
-) -> _CostEstimate:
-    """Cost of a search on a data set at the price of a million tokens of prompts and replies."""
+) -> tuple[Messages, int, Cost, dict[Split, int]]:
+    """The first prompt of a search, and the requests, the cost, and the answers that it takes.
+
+    Requests and answers of each split are upper bounds without repairs; tokens and money, at the
+    price of a million tokens of prompts and of replies, are rough averages.
+    """
     history, example = "(the history comes here)", minimal_state(settings)
     listed, total = settings.proposals_per_reply, settings.per_round
     purposes = list_purposes(0, min(listed, total), measured=True) if listed > 1 else ()
@@ -314,12 +307,9 @@ def estimate_cost(
     # The unpruned model and the base policy are measured as well as the candidates.
     measured = {"search": settings.total_candidates, "validation": settings.confirmed, "test": 1}
     budgets = len(settings.budgets)
-    return _CostEstimate(
-        messages=messages,
-        calls=calls,
-        cost=Cost.at(price, prompt_tokens, rounds * proposals * _REPLY_TOKENS),
-        answers={
-            split: len(dataset.examples(split)) * (1 + budgets * (measured[split] + 1))
-            for split in SPLITS
-        },
-    )
+    answers = {
+        split: len(dataset.examples(split)) * (1 + budgets * (measured[split] + 1))
+        for split in SPLITS
+    }
+    cost = Cost.at(price, prompt_tokens, rounds * proposals * _REPLY_TOKENS)
+    return messages, calls, cost, answers

@@ -69,12 +69,10 @@ _ListLength = Annotated[int, Field(ge=1, le=20)]
 _Amount = Annotated[float, Field(ge=0)]
 
 
-_OWN_FIELDS = {
-    "model": "--proposer-model", "temperature": "--temperature", "seed": "--seed",
-    "max_tokens": "--reply-tokens", "max_completion_tokens": "--reply-tokens",
-    "messages": "", "stream": "", "n": "",
-}  # fmt: skip
-"""Fields of a request that the search sets, and their flags."""
+_OWN_FIELDS = (
+    "model", "messages", "temperature", "seed", "max_tokens", "max_completion_tokens", "stream", "n"
+)  # fmt: skip
+"""Fields of a request that the search sets."""
 
 
 def _read_options(text: object) -> object:
@@ -82,22 +80,21 @@ def _read_options(text: object) -> object:
     if not isinstance(text, str):
         return text
     fix = """give an object, such as '{"reasoning_effort": "high"}', or a file that holds one"""
+    # Without ": ", which ends what is wrong.
+    name = ascii(text[:80]).replace(": ", ":")
     try:
         is_file = not text.lstrip().startswith(("{", "["))
         options = json.loads(Path(text).read_text("utf-8-sig") if is_file else text)
     except json.JSONDecodeError as error:
-        what = f"{text}:{error.lineno} is" if is_file else "is"
-        raise _problem(f"{what} not JSON ({error.msg} at column {error.colno}): {fix}") from None
+        where = f"line {error.lineno} column {error.colno}"
+        raise _problem(f"{name} is not JSON ({error.msg} at {where}): {fix}") from None
     except (OSError, ValueError, RecursionError) as error:
         reason = (isinstance(error, OSError) and error.strerror) or type(error).__name__
-        # Without ": ", which ends what is wrong.
-        name = ascii(text[:80]).replace(": ", ":")
         raise _problem(f"{name} cannot be read ({reason}): {fix}") from None
     if not isinstance(options, dict):
         raise _problem(f"is no JSON object: {fix}")
-    for name in _OWN_FIELDS.keys() & options.keys():
-        flag = _OWN_FIELDS[name]
-        raise _problem(f"{name} is set by the search: {f'give {flag}' if flag else 'leave it out'}")
+    if taken := sorted(options.keys() & set(_OWN_FIELDS)):
+        raise _problem(f"{taken[0]} is set by the search: leave it out, or give its flag")
     return options
 
 

@@ -17,9 +17,9 @@ from benchmarks.search.study import (
     RELEASED,
     WITHOUT_PROPOSER,
     asks_model,
+    format_tables,
     run_study,
 )
-from benchmarks.search.tables import format_tables
 from benchmarks.yardsticks import YARDSTICKS
 from offline_search.dataset import SPLITS
 from offline_search.endpoint import EndpointProposer, EndpointSettings

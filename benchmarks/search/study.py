@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
@@ -33,6 +35,7 @@ from offline_search.strategies import STRATEGIES
 from vllm_autoprune.cli.output import write_file
 from vllm_autoprune.errors import SearchError
 from vllm_autoprune.record_file import FrozenModel
+from vllm_autoprune.report import Table
 from vllm_autoprune.tpdsl.loading import load_state
 from vllm_autoprune.tpdsl.state import PruningState
 
@@ -56,7 +59,7 @@ has no CLIP for that."""
 
 BASE = "base policy"
 """Name of the base policy alone among what was confirmed."""
-CURVE_SHARES = (0.1, 0.2, 0.4, 1.0)
+_CURVE_SHARES = (0.1, 0.2, 0.4, 1.0)
 """Shares of all answers after which the best objective on the search split is kept."""
 _IMAGES: Mapping[Split, int] = {"search": 128, "validation": 128, "test": 128}
 _CONFIRMING_IMAGES: Mapping[Split, int] = {"search": 1, "validation": 1, "test": 600}
@@ -69,7 +72,7 @@ Connect = Callable[[], AbstractAsyncContextManager[Proposer]]
 """Opens the language model, once for each comparison, because each has its event loop."""
 
 
-class Winner(FrozenModel):
+class _Winner(FrozenModel):
     """The winner of a search, with its scores on the test split."""
 
     digest: str
@@ -93,10 +96,10 @@ class _SearchResult(FrozenModel):
     replies: int = Field(description="replies of the language model")
     answers: int
     curve: tuple[float | None, ...]
-    winner: Winner | None
+    winner: _Winner | None
 
 
-class Confirmed(FrozenModel):
+class _Confirmed(FrozenModel):
     """One winner or state: its mean objective, and accuracy."""
 
     questions: int
@@ -111,23 +114,23 @@ class Confirmed(FrozenModel):
     )
 
 
-_CONFIRMED = TypeAdapter(dict[str, Confirmed])
+_CONFIRMED = TypeAdapter(dict[str, _Confirmed])
 
 
-def read_results(folder: Path) -> dict[str, _SearchResult]:
+def _read_results(folder: Path) -> dict[str, _SearchResult]:
     """Results of the searches that have ended, by arm and seed, such as ``tpe-0``."""
     path = folder / "results.jsonl"
     lines = path.read_bytes().splitlines() if path.exists() else []
     return {result.name: result for result in map(_SearchResult.model_validate_json, lines)}
 
 
-def read_confirmed(folder: Path) -> dict[str, Confirmed]:
+def _read_confirmed(folder: Path) -> dict[str, _Confirmed]:
     """What was confirmed so far, by name of the search or state."""
     path = folder / "confirmation.json"
     return _CONFIRMED.validate_json(path.read_bytes()) if path.exists() else {}
 
 
-def read_space(arm: str) -> Space:
+def _read_space(arm: str) -> Space:
     """The space of an arm: the whole language unless its name ends in another, as ``@numbers``."""
     return next((space for space in get_args(Space) if arm.endswith(f"@{space}")), "all")
 
@@ -161,7 +164,7 @@ def _run_comparison(
         settings = common.model_copy(
             update={
                 "strategy": strategy,
-                "space": read_space(arm),
+                "space": _read_space(arm),
                 "seed": seed,
                 "evaluator": evaluator.name,
                 "equal_evaluations": True,
@@ -169,7 +172,7 @@ def _run_comparison(
                 "proposals_per_reply": common.proposals_per_reply if writes_lists else 1,
             }
         )
-        if (known := read_results(folder).get(name)) is not None:
+        if (known := _read_results(folder).get(name)) is not None:
             if known.settings != settings:
                 fix = "give the same settings again, or another folder"
                 raise SearchError(f"{folder}: {name} has other settings -> {fix}")
@@ -184,7 +187,7 @@ def _run_comparison(
                 except NothingMeasured as error:
                     # The other arms go on: that a model writes nothing valid is a result as well.
                     print(f"{arm} {seed}: {error}", flush=True)
-        results = {**read_results(folder), name: _read_result(folder, name)}
+        results = {**_read_results(folder), name: _read_result(folder, name)}
         lines = (f"{results[key].model_dump_json()}\n" for key in sorted(results))
         write_file(folder / "results.jsonl", "".join(lines))
 
@@ -201,9 +204,9 @@ def _read_result(folder: Path, name: str) -> _SearchResult:
     report = read_report(read_ledger(folder / f"{name}.jsonl"))
     answers = report.rows[-1].spent if report.rows else 0
     winner, record, curve = None, report.winner, report.curve()
-    reached = [[best for spent, best in curve if spent <= s * answers] for s in CURVE_SHARES]
+    reached = [[best for spent, best in curve if spent <= s * answers] for s in _CURVE_SHARES]
     if record is not None:
-        winner = Winner(
+        winner = _Winner(
             digest=record.digest,
             objective=record.test.objective.value,
             gain=record.test.gain.value,
@@ -230,14 +233,14 @@ def _confirm(
 
     The file is written after each.
     """
-    confirmed, count = read_confirmed(folder), len(evaluator.dataset.examples("test"))
+    confirmed, count = _read_confirmed(folder), len(evaluator.dataset.examples("test"))
 
-    async def measure(candidate: PruningState) -> Confirmed:
+    async def measure(candidate: PruningState) -> _Confirmed:
         full = await evaluator.evaluate(EvaluationJob(None, 0, "test", 0, count))
         answers = await evaluator.evaluate(EvaluationJob(candidate, budget, "test", 0, count))
         objective = answers.relative_to(full, ())
         blocks = np.array_split(objective, min(_BLOCKS, count))
-        return Confirmed(
+        return _Confirmed(
             questions=count,
             evaluator=evaluator.name,
             digest=candidate.digest,
@@ -246,7 +249,7 @@ def _confirm(
             blocks=tuple(round(float(block.mean()), 4) for block in blocks),
         )
 
-    winners = {n: r.winner.load() for n, r in read_results(folder).items() if r.winner}
+    winners = {n: r.winner.load() for n, r in _read_results(folder).items() if r.winner}
     for name, candidate in {**states, **winners}.items():
         known = confirmed.get(name)
         if known and (known.digest, known.evaluator) == (candidate.digest, evaluator.name):
@@ -279,3 +282,146 @@ def run_study(
     states = {f"q_e = {q}": paper_state(settings, q) for q in quotas}
     _confirm(folder, confirming, {BASE: base_state(settings), **states}, settings.source_budget)
     return yardstick.name
+
+
+# Two-sided 95 % quantiles of Student's t distribution, for 1 to 9 degrees of freedom.
+_T_QUANTILES = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+_REFERENCES = ("tpe", "autoprune+@none")
+"""The arms that the others are compared with, where they are among them."""
+
+
+def format_tables(folder: Path, arms: Sequence[str], seeds: Sequence[int]) -> str:
+    """The searches of a folder; their winners beside each reference; single states.
+
+    Winners that were not confirmed are left out. Spaces are compared by strategy, each with the
+    largest.
+    """
+    tables = [_format_searches(folder, arms, seeds)]
+    groups = {arm: list(arms) for arm in _REFERENCES if arm in arms} or {arms[0]: list(arms)}
+    if any(_read_space(arm) != "all" for arm in arms):
+        strategies: dict[str, list[str]] = {}
+        for arm in arms:
+            strategies.setdefault(arm.removesuffix(f"@{_read_space(arm)}"), []).append(arm)
+        groups = {group[0]: group for group in strategies.values()}
+    confirmed = _read_confirmed(folder)
+    if confirmed:
+        tables += [_format_winners(confirmed, g, seeds, arm) for arm, g in groups.items()]
+    base = confirmed.get(BASE)
+    states = [
+        (name, f"{s.objective:.2f}", f"{100 * s.accuracy:.1f}", _format_difference([(s, base)]))
+        for name, s in confirmed.items()
+        if base and name.startswith("q_e = ")
+    ]
+    if states:
+        columns = ("state", "objective", "accuracy %", f"less {BASE}")
+        tables.append(Table("", columns, states, "lrrr").markdown() + "\n")
+    return "\n".join(tables)
+
+
+def _format_searches(folder: Path, arms: Sequence[str], seeds: Sequence[int]) -> str:
+    """Test results, and the best objective after shares of the answers."""
+    known = _read_results(folder)
+    rows, curves = [], []
+    for arm in arms:
+        results = [known[name] for name in (f"{arm}-{seed}" for seed in seeds) if name in known]
+        candidates = sum(result.candidates for result in results)
+        invalid = sum(result.invalid for result in results)
+        share = f"{100 * invalid / candidates:.0f}" if candidates else ""
+        ended = [(result, result.winner) for result in results if result.winner is not None]
+        if not ended:
+            rows.append([arm, "0", *[""] * 4, share])
+            continue
+        rows.append([
+            arm,
+            str(len(ended)),
+            _format_mean([winner.objective for _, winner in ended]),
+            _format_mean([winner.gain for _, winner in ended]),
+            _format_mean([100 * winner.accuracy for _, winner in ended], 1),
+            f"{statistics.mean(result.answers for result, _ in ended):.0f}",
+            share,
+        ])  # fmt: skip
+        # Where every search has a best objective by then.
+        columns = zip(*(result.curve for result, _ in ended), strict=True)
+        best = [[value for value in column if value is not None] for column in columns]
+        means = (f"{statistics.mean(c):.4f}" if len(c) == len(ended) else "" for c in best)
+        curves.append([arm, *means])
+    head = ["strategy", "seeds", "test objective", "gain over base", "accuracy %", "answers"]
+    shares = (f"{share:.0%}" for share in _CURVE_SHARES)
+    tables = (
+        Table("", [*head, "invalid %"], rows, "lrrrrrr"),
+        Table("", ["search objective after", *shares], curves, "lrrrr"),
+    )
+    return "\n".join(f"{table.markdown()}\n" for table in tables)
+
+
+def _format_winners(
+    confirmed: dict[str, _Confirmed], arms: Sequence[str], seeds: Sequence[int], reference: str
+) -> str:
+    """Confirmed objective and accuracy of each arm, less a reference and less the base policy."""
+    scores = {
+        arm: {seed: confirmed[name] for seed in seeds if (name := f"{arm}-{seed}") in confirmed}
+        for arm in arms
+    }
+    base, references = confirmed.get(BASE), scores[reference]
+    head = ["strategy", "seeds", "objective", "accuracy %", f"less {reference}, paired by seed"]
+    head += [f"less {BASE}"] if base else []
+    rows = []
+    for arm, by_seed in scores.items():
+        if not by_seed:
+            continue
+        pairs = [(score, references[seed]) for seed, score in by_seed.items() if seed in references]
+        rows.append([
+            arm,
+            str(len(by_seed)),
+            _format_mean([score.objective for score in by_seed.values()], 2),
+            _format_mean([100 * score.accuracy for score in by_seed.values()], 1),
+            _format_difference(pairs) if pairs and arm != reference else "-",
+            *([_format_difference([(score, base) for score in by_seed.values()])] if base else []),
+        ])  # fmt: skip
+    questions = sorted({score.questions for score in confirmed.values()})
+    note = f"{', '.join(map(str, questions))} questions; \u00b1 is Student's t over seeds"
+    note += ", in differences over questions as well." if base else "."
+    return "\n".join([Table("", head, rows, "lrrrrr"[: len(head)]).markdown(), "", note]) + "\n"
+
+
+def _format_mean(values: Sequence[float], digits: int = 4) -> str:
+    """Mean with its 95 % confidence interval by Student's t; only the mean of a single value."""
+    mean = statistics.mean(values)
+    if len(values) < 2:
+        return f"{mean:.{digits}f}"
+    width = _t_quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    return f"{mean:.{digits}f} ± {width:.{digits}f}"
+
+
+def _t_quantile(freedom: int) -> float:
+    """Two-sided 95 % quantile of Student's t distribution.
+
+    Above the table by the expansion around the normal quantile (Abramowitz and Stegun, 26.7.5),
+    which is right to three decimals there.
+    """
+    if freedom <= len(_T_QUANTILES):
+        return _T_QUANTILES[freedom - 1]
+    z = statistics.NormalDist().inv_cdf(0.975)
+    linear = (z**3 + z) / 4
+    square = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    cubic = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + linear / freedom + square / freedom**2 + cubic / freedom**3
+
+
+def _format_difference(pairs: Sequence[tuple[_Confirmed, _Confirmed]]) -> str:
+    """Mean difference over pairs, one a seed, with its 95 % interval over seeds and questions.
+
+    The variance of the mean is bounded by the sum of those over seeds and over blocks of questions
+    (two crossed random effects, whose residual counts twice), and Student's t has the fewer degrees
+    of freedom of the two. An effect with a single level is left out, as questions without blocks.
+    """
+    by_seed = [score.objective - other.objective for score, other in pairs]
+    blocks = [np.subtract(a.blocks, b.blocks) for a, b in pairs if a.blocks and b.blocks]
+    by_block = np.mean(blocks, axis=0).tolist() if blocks else []
+    mean = statistics.mean(by_seed)
+    effects = [effect for effect in (by_seed, by_block) if len(effect) > 1]
+    if not effects:
+        return f"{mean:.2f}"
+    variance = sum(statistics.variance(effect) / len(effect) for effect in effects)
+    width = _t_quantile(min(map(len, effects)) - 1) * math.sqrt(variance)
+    return f"{mean:.2f} ± {width:.2f}"

@@ -17,8 +17,7 @@ import yaml  # type: ignore[import-untyped]
 from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from benchmarks.search.study import read_confirmed, read_results
-from benchmarks.search.tables import format_mean
+from benchmarks.search.study import _format_mean, _read_confirmed, _read_results
 from scripts.site_hooks import generate_files, restore_pipes, rewrite_links
 from tests.docs.commands import read_commands
 from vllm_autoprune.advise import WAYS
@@ -183,7 +182,7 @@ STUDIES = ROOT / "benchmarks/search/recorded/study"
 def test_the_study_has_a_row_for_every_recorded_search_and_no_other() -> None:
     rows = []
     for folder in sorted(STUDIES.iterdir()):
-        results, confirmed = read_results(folder), read_confirmed(folder)
+        results, confirmed = _read_results(folder), _read_confirmed(folder)
         winners = {name: result.winner for name, result in results.items() if result.winner}
         assert set(winners) == set(confirmed)
         for name, winner in winners.items():
@@ -195,9 +194,9 @@ def test_the_study_has_a_row_for_every_recorded_search_and_no_other() -> None:
             scores, others = ([confirmed[f"{name}-{seed}"] for seed in range(8)]
                               for name in (arm, "tpe"))  # fmt: skip
             gaps = [a.objective - b.objective for a, b in zip(scores, others, strict=True)]
-            gap = "-" if arm == "tpe" else f"{'+' if sum(gaps) > 0 else ''}{format_mean(gaps, 2)}"
-            objective = format_mean([score.objective for score in scores], 2)
-            accuracy = format_mean([100 * score.accuracy for score in scores], 1)
+            gap = "-" if arm == "tpe" else f"{'+' if sum(gaps) > 0 else ''}{_format_mean(gaps, 2)}"
+            objective = _format_mean([score.objective for score in scores], 2)
+            accuracy = _format_mean([100 * score.accuracy for score in scores], 1)
             rows.append(f"| `{arm.removesuffix('@none')}` | {objective} | {accuracy} | {gap} |")
     printed = re.findall(r"\| `[a-z+]+` \| -[\d.]+ ± [\d.]+ \| .*", STUDY)
     assert sorted(printed) == sorted(rows)

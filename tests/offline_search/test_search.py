@@ -167,7 +167,7 @@ async def test_a_search_resumes_from_any_prefix_repeats_no_step_and_replays(
                  if r["kind"] == "evaluation"}  # fmt: skip
         again = {(digest_of(job), job.split, job.start) for job in search.evaluator.jobs}
         assert not known & again, "measured again"
-    replayed, before, after = await replay(complete, tmp_path / "again", search.data)
+    replayed, before, after = await replay(complete, tmp_path / "again", search.data.folder)
     assert before == after == digest
     assert replayed.digest == winner.digest and replayed.test == winner.test
     if changes.get("core"):
@@ -185,7 +185,7 @@ async def test_a_recorded_search_replays_and_would_send_the_same_prompts_today(
     name: str, digest: str, search: Searches, tmp_path: Path
 ) -> None:
     recording = RECORDED / f"{name}.jsonl"
-    _, before, after = await replay(recording, tmp_path / "again", search.data)
+    _, before, after = await replay(recording, tmp_path / "again", search.data.folder)
     assert before == after and after.startswith(digest)
     records = read_ledger(recording)
     replies = {record.key: record for record in records if isinstance(record, ReplyRecord)}
@@ -215,10 +215,10 @@ async def test_a_recording_is_only_read_and_what_is_missing_in_it_is_an_error(
     recording, target = search.path, tmp_path / "replayed"
     text = recording.read_text()
     recording.write_text(f'{text}{{"kind": "pro')  # cut off by a kill
-    _, before, after = await replay(recording, target, search.data)
+    _, before, after = await replay(recording, target, search.data.folder)
     assert before == after and recording.read_text() == f'{text}{{"kind": "pro'
     with Ledger(recording):  # no replay waits for its lock
-        await replay(recording, tmp_path / "again", search.data)
+        await replay(recording, tmp_path / "again", search.data.folder)
 
     lines = text.splitlines(keepends=True)
     reply = next(record.text for record in search.records(ReplyRecord) if record.text)
@@ -231,9 +231,9 @@ async def test_a_recording_is_only_read_and_what_is_missing_in_it_is_an_error(
         recording.write_text(content)
         target.unlink(missing_ok=True)
         with pytest.raises(SearchError, match=message):
-            await replay(recording, target, search.data)
+            await replay(recording, target, search.data.folder)
     with pytest.raises(SearchError, match="name the ledger of a search that has begun"):
-        await replay(tmp_path / "typo" / "l", target, search.data)
+        await replay(tmp_path / "typo" / "l", target, search.data.folder)
     assert not (tmp_path / "typo").exists()
 
 

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import pytest
 
-from offline_search.candidates import assemble_state, base_state, paper_state, warm_start_states
+from offline_search.candidates import assemble_state, base_state, warm_start_states
 from offline_search.components import JsonObject, atom_calls, components_json, structure
 from offline_search.ledger import ProposalRecord
 from offline_search.search_space import (
@@ -23,7 +23,6 @@ from tests.offline_search.synthetic import BUDGET, Searches
 from vllm_autoprune import PruningState, load_state, materialize, safety_check
 from vllm_autoprune.tpdsl.reference import CORE_POLICIES
 from vllm_autoprune.tpdsl.registry import ATOMS
-from vllm_autoprune.tpdsl.transfer import list_changes
 
 PLAIN = Settings(budgets=(BUDGET,))
 SPACES: list[Space] = [space for space in get_args(Space) if space != "all"]
@@ -85,7 +84,7 @@ def features(state: PruningState) -> set[str]:
 def test_the_choices_of_a_state_reproduce_it(name: str) -> None:
     settings = settings_of(name)
     sources: list[ChoiceSource] = [BoundSource(False), BoundSource(True)]
-    for source in (*sources, *(RandomSource(Random(seed)) for seed in range(40))):
+    for source in (*sources, *(RandomSource(Random(seed)) for seed in range(20))):
         state = assemble_state(sample_proposal(source, settings), settings)
         again = sample_proposal(FixedSource(choices_of_state(state, settings)), settings)
         assert assemble_state(again, settings).digest == state.digest
@@ -119,7 +118,7 @@ def test_optional_components_leave_the_other_choices_as_they_are(
     name: str, field: str, values: set[str | None]
 ) -> None:
     settings, drawn = settings_of(name), set()
-    for seed in range(200):
+    for seed in range(100):
         proposal = draw(settings, seed)
         assert {key: part for key, part in proposal.items() if key != field} == draw(PLAIN, seed)
         plain = assemble_state(proposal, PLAIN)
@@ -166,24 +165,20 @@ def test_quotas_are_within_the_language_at_large_budgets(budget: int) -> None:
     assert max(quota for quota in quotas if quota is not None) == 640
 
 
-# ---- smaller spaces, by the text of the released search ----
+# ---- smaller spaces ----
 
-Ranges = dict[str, tuple[float, float]]
-BIAS, ABLATED = {"bias": (0.35, 0.95)}, {"strength": (0.0005, 0.0005), "power": (0.5, 1.8)}
-NUMBERS = {"q_e": (0, 3), "lam": (0.04, 0.22), "keep_weight": (0.1, 0.8), "power": (0.7, 1.5),
-           "strength": (0, 0.006)}  # fmt: skip
-WITHOUT: Ranges = {**BIAS, **ABLATED, "q_e": (2, 2), "lam": (0.05, 0.5), "keep_weight": (0, 0.6)}
-INSIDE: dict[Space, tuple[Ranges, set[int]]] = {
-    "numbers": (NUMBERS, {5}),
-    "released": (NUMBERS | BIAS, {1, 2, 3, 4, 5}),
-    "without-diversity": (WITHOUT | {"lam": (0, 0)}, {1, 2, 3, 4, 5}),
-    "without-fusion": (WITHOUT, {1}),
+ABLATED = {"strength": (0.0005, 0.0005), "q_e": (2, 2), "keep_weight": (0, 0.6)}
+INSIDE: dict[Space, tuple[dict[str, tuple[float, float]], set[int]]] = {
+    "numbers": ({"q_e": (0, 3), "lam": (0.04, 0.22), "power": (0.7, 1.5)}, {5}),
+    "released": ({"q_e": (0, 3), "strength": (0, 0.006), "bias": (0.35, 0.95)}, {1, 2, 3, 4, 5}),
+    "without-diversity": (ABLATED | {"lam": (0, 0)}, {1, 2, 3, 4, 5}),
+    "without-fusion": (ABLATED | {"lam": (0.05, 0.5), "power": (0.5, 1.8)}, {1}),
     "without-anchoring": (
-        WITHOUT | {"q_e": (MAX_QUOTA, MAX_QUOTA), "keep_weight": (0, 0)}, {1, 2, 3, 4, 5}
+        ABLATED | {"q_e": (MAX_QUOTA, MAX_QUOTA), "keep_weight": (0, 0)}, {1, 2, 3, 4, 5}
     ),
 }  # fmt: skip
-"""Bounds of the numbers, and how many of the released signals a state has."""
-RELEASED = load_state("autoprune").model_dump(mode="json")["scoring"]["signals"]
+"""Bounds of numbers by docs/search.md, and how many of the released signals a state has."""
+RELEASED = {call.atom for call in load_state("autoprune").scoring.signals}
 
 
 def is_inside(state: PruningState, space: Space) -> bool:
@@ -193,37 +188,28 @@ def is_inside(state: PruningState, space: Space) -> bool:
         values |= {"bias": dict(call)["bias"]} if "bias" in dict(call) else {}
     within = all(low <= values[name] <= high
                  for name, (low, high) in ranges.items() if name in values)  # fmt: skip
-    known = {call.atom for call in signals} <= {call["atom"] for call in RELEASED}
-    small = space not in ("numbers", "released") or values["q_e"] < 2 or values["strength"] <= 0.003
-    return within and known and small and len(signals) in counts and values["r_min"] is None
+    small = values["q_e"] < 2 or values["strength"] <= 0.003
+    return (within and small and len(signals) in counts and values["r_min"] is None
+            and {call.atom for call in signals} <= RELEASED)  # fmt: skip
 
 
 @pytest.mark.parametrize("space", SPACES)
 def test_every_proposal_is_put_into_its_space_and_its_own_stay(space: Space) -> None:
     settings = Settings(budgets=(BUDGET,), space=space)
-    released, varied, digests, atoms = (
-        paper_state(PLAIN).model_dump(mode="json"),
-        set(),
-        set(),
-        set(),
-    )
-    for seed in range(200):
-        state = assemble_state(draw(settings, seed), PLAIN)  # as it was drawn
+    states = [assemble_state(draw(settings, seed), PLAIN) for seed in range(100)]  # as drawn
+    for seed, state in enumerate(states):
         assert is_inside(state, space), seed
         assert assemble_state(components_json(state), settings).digest == state.digest
-        digests.add(state.digest)
-        atoms |= {call.atom for call in state.scoring.signals}
-        changes = list_changes(released, state.model_dump(mode="json"))
-        varied |= {change.where.rpartition("/")[2] for change in changes}
         assert is_inside(assemble_state(draw(PLAIN, seed), settings), space), seed
-    assert len(digests) > 150 and all(is_inside(s, space) for s in warm_start_states(settings))
+    assert len({state.digest for state in states}) > 75
+    assert all(is_inside(state, space) for state in warm_start_states(settings))
+    atoms = {call.atom for state in states for call in state.scoring.signals}
     assert len(atoms) == (4 if space == "without-fusion" else 5)
-    assert space != "numbers" or varied == NUMBERS.keys()
 
 
-@pytest.mark.parametrize("strategy", ["random", "tpe", "autoprune", "autoprune+"])
+@pytest.mark.parametrize("strategy", ["tpe", "autoprune", "autoprune+"])
 async def test_every_strategy_stays_in_the_space(strategy: str, search: Searches) -> None:
-    await search(strategy=strategy, rounds=3, per_round=5, space="released")
+    await search(strategy=strategy, rounds=2, per_round=5, space="released")
     states = [record.state for record in search.records(ProposalRecord) if record.state]
-    assert len(states) >= 11
+    assert len(states) >= 8
     assert all(is_inside(load_state(body), "released") for body in states)

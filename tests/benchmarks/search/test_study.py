@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import statistics
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,31 +12,29 @@ import pytest
 from benchmarks.search import __main__ as command
 from benchmarks.search import study
 from benchmarks.search.study import (
+    _CURVE_SHARES,
     ARMS,
     BASE,
-    CURVE_SHARES,
     WITHOUT_PROPOSER,
-    Confirmed,
     _confirm,
+    _Confirmed,
+    _format_difference,
+    _format_mean,
+    _read_confirmed,
+    _read_results,
     _run_comparison,
     asks_model,
-    read_confirmed,
-    read_results,
+    format_tables,
     run_study,
 )
-from benchmarks.search.tables import _format_difference, format_mean, format_tables
-from offline_search.components import JsonObject
 from offline_search.dataset import Dataset
 from offline_search.ledger import (
     ReplyRecord,
     SettingsRecord,
     TrialRecord,
     WinnerRecord,
-    digest_records,
     read_ledger,
 )
-from offline_search.prompt import Messages
-from offline_search.proposer import Reply
 from offline_search.settings import Settings
 from offline_search.strategies import STRATEGIES
 from tests.offline_search.synthetic import (
@@ -83,57 +80,28 @@ def test_a_comparison_resumes_and_each_winner_is_confirmed_once(
     _run_comparison(tmp_path, TWO, [0], SMALL, evaluator, None)
     assert len(evaluator.jobs) == asked, "nothing is measured again"
     _run_comparison(tmp_path, TWO, [0, 1], SMALL, evaluator, None)
-    assert list(read_results(tmp_path)) == ["random-0", "random-1", "tpe-0", "tpe-1"]
+    assert list(_read_results(tmp_path)) == ["random-0", "random-1", "tpe-0", "tpe-1"]
     with pytest.raises(SearchError, match="tpe-0 has other settings"):
         _run_comparison(tmp_path, TWO, [0], Settings(rounds=3), evaluator, None)
 
     _confirm(tmp_path, confirming, {}, 8)
-    confirmed, jobs = read_confirmed(tmp_path), len(confirming.jobs)
-    assert confirmed.keys() == read_results(tmp_path).keys()
+    records = [*read_ledger(tmp_path / "random-0.jsonl")]
+    trials = [record for record in records if isinstance(record, TrialRecord)]
+    result = _read_results(tmp_path)["random-0"]
+    assert result.candidates == len(trials) and result.invalid == result.replies == 0
+    assert result.answers == sum(trial.examples for trial in trials)
+    assert len(result.curve) == len(_CURVE_SHARES) and result.winner is not None
+    assert result.curve[0] is None, "a tenth of the answers is less than one candidate"
+    assert isinstance(records[-1], WinnerRecord)
+    assert result.winner.load().digest == records[-1].digest
+    confirmed, jobs = _read_confirmed(tmp_path), len(confirming.jobs)
+    assert confirmed.keys() == _read_results(tmp_path).keys()
     _confirm(tmp_path, confirming, {}, 8)
     assert len(confirming.jobs) == jobs and {job.split for job in confirming.jobs} == {"test"}
     text = format_tables(tmp_path, TWO, range(3))
     gaps = [confirmed[f"random-{n}"].objective - confirmed[f"tpe-{n}"].objective for n in (0, 1)]
     assert f"{statistics.mean(gaps):.2f} ±" in text and "24 questions" in text
     assert text.count("| tpe | 2 |") == 2
-
-
-def test_a_result_has_what_the_ledger_says_and_outlives_it(data: Dataset, tmp_path: Path) -> None:
-    _run_comparison(tmp_path, ["random"], [0], SMALL, SyntheticEvaluator(data), None)
-    records = read_ledger(tmp_path / "random-0.jsonl")
-    (tmp_path / "random-0.jsonl").unlink()
-    trials = [record for record in records if isinstance(record, TrialRecord)]
-    (recorded,) = (record for record in records if isinstance(record, WinnerRecord))
-    result = read_results(tmp_path)["random-0"]
-    assert result.candidates == len(trials) and result.invalid == result.replies == 0
-    assert result.answers == sum(trial.examples for trial in trials)
-    best = max(trial.objective for trial in trials if trial.objective is not None)
-    assert len(result.curve) == len(CURVE_SHARES) and result.curve[-1] == best
-    assert result.curve[0] is None, "a tenth of the answers is less than one candidate"
-    assert result.winner is not None and result.winner.load().digest == recorded.digest
-    assert result.winner.objective == recorded.test.objective.value
-
-
-def test_concurrent_searches_have_the_same_ledgers(data: Dataset, tmp_path: Path) -> None:
-    arms, seeds, evaluator = ("autoprune", "random"), (0, 1), SyntheticEvaluator(data)
-    alone = ScriptedProposer(VALID_REPLIES[:20])
-
-    class Slow(ScriptedProposer):
-        """Replies after the others have asked."""
-
-        async def reply(self, messages: Messages, schema: JsonObject | None, seed: int) -> Reply:
-            await asyncio.sleep(0.01)
-            return await super().reply(messages, schema, seed)
-
-    together = Slow(VALID_REPLIES[:20])
-    _run_comparison(tmp_path / "a", arms, seeds, ASKING, evaluator, lambda: nullcontext(alone))
-    _run_comparison(
-        tmp_path / "b", arms, seeds, ASKING, evaluator, lambda: nullcontext(together), at_once=4
-    )
-    assert alone.requests != together.requests, "in another order"
-    for name in (f"{arm}-{seed}.jsonl" for arm in arms for seed in seeds):
-        digests = (digest_records(read_ledger(tmp_path / folder / name)) for folder in "ab")
-        assert len(set(digests)) == 1
 
 
 def test_a_model_that_writes_nothing_valid_does_not_stop_other_arms(
@@ -144,7 +112,7 @@ def test_a_model_that_writes_nothing_valid_does_not_stop_other_arms(
     _run_comparison(
         tmp_path, arms, [0], settings, SyntheticEvaluator(data), lambda: nullcontext(model)
     )
-    results = read_results(tmp_path)
+    results = _read_results(tmp_path)
     assert results["autoprune-0"].winner is None and results["random-0"].winner is not None
     assert results["autoprune-0"].invalid == results["autoprune-0"].candidates == 25
     lines = format_tables(tmp_path, arms, [0]).splitlines()
@@ -155,17 +123,17 @@ def test_a_model_that_writes_nothing_valid_does_not_stop_other_arms(
 @pytest.mark.parametrize(("count", "quantile"), [(5, 2.776), (10, 2.262), (11, 2.228), (24, 2.069)])
 def test_a_mean_has_a_student_t_interval(count: int, quantile: float) -> None:
     values = [float(value) for value in range(count)]
-    mean, width = format_mean(values, 2).split(" ± ")
+    mean, width = _format_mean(values, 2).split(" ± ")
     assert float(mean) == pytest.approx((count - 1) / 2, abs=0.01)
     half = quantile * statistics.stdev(values) / count**0.5
     assert float(width) == pytest.approx(half, abs=0.01)
-    assert format_mean([2.0]) == "2.0000", "one value has no interval"
+    assert _format_mean([2.0]) == "2.0000", "one value has no interval"
 
 
 def test_intervals_of_differences_are_over_seeds_and_questions() -> None:
-    def score(*blocks: float) -> Confirmed:
+    def score(*blocks: float) -> _Confirmed:
         mean = statistics.mean(blocks)
-        return Confirmed(
+        return _Confirmed(
             questions=2, evaluator="e", digest="d", objective=mean, accuracy=0.0, blocks=blocks
         )
 
@@ -199,7 +167,7 @@ def test_a_study_compares_arms_with_and_without_a_language_model(tmp_path: Path)
     text = format_tables(folder, arms, range(2))
     assert text.count("| autoprune+@none | 2 |") == 3
     assert all(f"less {arm}, paired by seed" in text for arm in arms[:2])
-    assert BASE in read_confirmed(folder)
+    assert BASE in _read_confirmed(folder)
     for arm, asks in zip(arms, (False, False, True), strict=True):
         head, *records = read_ledger(folder / f"{arm}-1.jsonl")
         assert isinstance(head, SettingsRecord) and bool(head.settings.proposer) == asks
@@ -233,7 +201,7 @@ def test_the_ablations_search_smaller_spaces_and_sweep_the_quota(
     assert command.main([*call, "--rounds", "1"]) == 0
     text = capsys.readouterr().out
     for arm in study.ABLATIONS:
-        settings = read_results(tmp_path / "minillava-k8")[f"{arm}-1"].settings
+        settings = _read_results(tmp_path / "minillava-k8")[f"{arm}-1"].settings
         assert arm == f"autoprune+@none@{settings.space}" and settings.base_policy == "divprune"
         assert f"| {arm} | 2 |" in text
     assert "less autoprune+@none@released" in text and "less base policy" in text

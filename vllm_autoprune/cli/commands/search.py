@@ -209,17 +209,12 @@ async def _search(path: Path, flags: _Flags, settings: Settings, dataset: Datase
 
 
 def _replay(options: argparse.Namespace, data: Path, images: int | None) -> WinnerRecord:
-    from offline_search.dataset import read_dataset
-    from offline_search.ledger import read_ledger
-    from offline_search.search import recorded_settings, replay
+    from offline_search.search import replay
 
     if options.ledger.exists() and options.ledger.stat().st_size:
         what = "is where the replay would be written"
         raise _refusal(str(options.ledger), what, "name a new file with --ledger")
-    # The order of the questions, and with --images their choice, depends on the seed.
-    seed = recorded_settings(options.replay, read_ledger(options.replay)).seed
-    dataset = read_dataset(data, seed, images)
-    winner, before, after = asyncio.run(replay(options.replay, options.ledger, dataset))
+    winner, before, after = asyncio.run(replay(options.replay, options.ledger, data, images))
     print(f"recording {before}\nreplay    {after}", file=sys.stderr)
     if before != after:
         raise SearchError(
@@ -234,17 +229,16 @@ def _estimate(
 ) -> int:
     from offline_search.search import estimate_cost
 
-    estimate, length = estimate_cost(settings, dataset, flags.price), settings.proposals_per_reply
-    cost, messages = estimate.cost, list(estimate.messages)
+    messages, calls, cost, answers = estimate_cost(settings, dataset, flags.price)
+    length = settings.proposals_per_reply
     reply = "one proposal" if length == 1 else f"up to {length} proposals"
-    answers = ", ".join(f"{count} of {split}" for split, count in estimate.answers.items())
+    listed = ", ".join(f"{count} of {split}" for split, count in answers.items())
     about = (
-        f"At most {estimate.calls} requests to the proposer, each for {reply}: about "
+        f"At most {calls} requests to the proposer, each for {reply}: about "
         f"{cost.prompt_tokens} prompt tokens and {cost.completion_tokens} completion tokens, "
-        f"money {cost.money:.4f}; repairs are extra. Answers of the served model: {answers}."
+        f"money {cost.money:.4f}; repairs are extra. Answers of the served model: {listed}."
     )
-    record = {"messages": messages, "calls": estimate.calls, **dict(cost)}
     prompts = [f"--- {message['role']}\n{message['content']}" for message in messages]
-    record |= {"answers": estimate.answers}
+    record = {"messages": messages, "calls": calls, **dict(cost), "answers": answers}
     print_result(options, record, *prompts, format_paragraphs([about]))
     return 0
