@@ -26,6 +26,7 @@ from benchmarks.yardsticks import open_yardstick
 from offline_search.candidates import base_state, paper_state
 from offline_search.dataset import Split
 from offline_search.evaluator import EvaluationJob, Evaluator
+from offline_search.history import Answers
 from offline_search.ledger import Ledger, read_ledger
 from offline_search.proposer import Proposer
 from offline_search.report import ProgressLog, read_report
@@ -235,26 +236,25 @@ def _confirm(
     """
     confirmed, count = _read_confirmed(folder), len(evaluator.dataset.examples("test"))
 
-    async def measure(candidate: PruningState) -> _Confirmed:
-        full = await evaluator.evaluate(EvaluationJob(None, 0, "test", 0, count))
-        answers = await evaluator.evaluate(EvaluationJob(candidate, budget, "test", 0, count))
-        objective = answers.relative_to(full, ())
+    def answer(state: PruningState | None) -> Answers:
+        return asyncio.run(evaluator.evaluate(EvaluationJob(state, budget, "test", 0, count)))
+
+    winners = {n: r.winner.load() for n, r in _read_results(folder).items() if r.winner}
+    for name, state in {**states, **winners}.items():
+        known = confirmed.get(name)
+        if known and (known.digest, known.evaluator) == (state.digest, evaluator.name):
+            continue
+        answers = answer(state)
+        objective = answers.relative_to(answer(None), ())
         blocks = np.array_split(objective, min(_BLOCKS, count))
-        return _Confirmed(
+        confirmed[name] = _Confirmed(
             questions=count,
             evaluator=evaluator.name,
-            digest=candidate.digest,
+            digest=state.digest,
             objective=round(float(objective.mean()), 6),
             accuracy=round(answers.accuracy, 6),
             blocks=tuple(round(float(block.mean()), 4) for block in blocks),
         )
-
-    winners = {n: r.winner.load() for n, r in _read_results(folder).items() if r.winner}
-    for name, candidate in {**states, **winners}.items():
-        known = confirmed.get(name)
-        if known and (known.digest, known.evaluator) == (candidate.digest, evaluator.name):
-            continue
-        confirmed[name] = asyncio.run(measure(candidate))
         log_progress(f"{name}: {confirmed[name].objective:+.4f}")
         write_file(folder / "confirmation.json", _CONFIRMED.dump_json(confirmed, indent=1))
 
