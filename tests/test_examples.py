@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import runpy
 import shlex
-import shutil
-import subprocess
-import sysconfig
-import venv
-from collections.abc import Iterable
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml  # type: ignore[import-untyped]
-from packaging.requirements import Requirement
 
 from benchmarks.common.fake_server import Body, Reply, fake_server
 from benchmarks.load.__main__ import parse_arguments
@@ -27,6 +19,7 @@ from vllm_autoprune.serving.startup import resolve_settings
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
 
 
 def flags_of(words: list[str]) -> dict[str, object]:
@@ -81,23 +74,7 @@ def test_the_client_asks_at_every_budget(capsys: pytest.CaptureFixture[str]) -> 
     assert "K = 64:    80 prompt tokens: a cup" in capsys.readouterr().out
 
 
-def link_packages(names: Iterable[str], folder: Path) -> None:
-    """Link the installed files of these packages, and of all that they need, into a folder."""
-    shared, waiting, linked = Path(sysconfig.get_paths()["purelib"]), [*names], set[str]()
-    while waiting:
-        distribution = metadata.distribution(waiting.pop())
-        if distribution.name in linked:
-            continue
-        linked.add(distribution.name)
-        for top in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
-            with contextlib.suppress(FileExistsError):
-                (folder / top).symlink_to(shared / top)
-        needs = map(Requirement, distribution.requires or ())
-        waiting += [r.name for r in needs if r.marker is None or r.marker.evaluate({"extra": ""})]
-
-
-def test_the_job_s_image_runs_its_load_test(tmp_path: Path) -> None:
-    """In an environment with what the image installs and copies, against a server that answers."""
+def test_the_job_names_a_load_test_that_its_image_holds() -> None:
     job = read("kubernetes/load-test-job.yaml")
     assert (job["apiVersion"], job["kind"]) == ("batch/v1", "Job")
     pod = job["spec"]["template"]["spec"]
@@ -107,24 +84,9 @@ def test_the_job_s_image_runs_its_load_test(tmp_path: Path) -> None:
     command = shlex.split(container["args"][0].partition(";")[0])
     assert command[:3] == ["python", "-m", "benchmarks.load"]
     assert parse_arguments(command[3:])[0] == "paired"
-    stage = (ROOT / "Dockerfile").read_text().partition(" AS load\n")[2].partition("\nFROM ")[0]
-    installed = re.findall(r"^RUN pip install --no-cache-dir (?!--no-deps)(.*)$", stage, re.M)
-    names = [word for line in installed for word in line.split() if not re.search("[-:]+/?/", word)]
-    venv.EnvBuilder(symlinks=True).create(tmp_path / "venv")
-    packages = Path(sysconfig.get_paths(vars={"base": str(tmp_path / "venv")})["purelib"])
-    link_packages((name for name in names if not name.startswith("-")), packages)
-    source, without = tmp_path / "src", shutil.ignore_patterns("weights", "__pycache__")
-    for name in ("vllm_autoprune", "policies", *re.findall(r"^COPY (?!--)(\S+)", stage, re.M)):
-        shutil.copytree(ROOT / name, source / name, ignore=without)
-    with fake_server(Reply(ttft=0.01, gaps=(0.001,)), model=None) as server:
-        changes = {"--attach": [f"a={server.url}", f"b={server.url}"], "--out": [str(tmp_path)]}
-        small = {"--users": ["1"], "--rates": ["50"], "--requests": ["4"], "--sides": ["32"]}
-        words = [word for flag, values in {**small, **changes}.items() for word in (flag, *values)]
-        ran = subprocess.run(
-            [tmp_path / "venv/bin/python", *command[1:4], *words, "--shared"],
-            cwd=source, env={}, capture_output=True, text=True, timeout=120, check=False,
-        )  # fmt: skip
-    assert ran.returncode == 0 and (tmp_path / "report.html").is_file(), ran.stderr[-2000:]
+    stage = DOCKERFILE.partition(" AS load\n")[2].partition("\nFROM ")[0]
+    assert "COPY benchmarks ./benchmarks" in stage and "--no-deps /dist/*.whl" in stage
+    assert re.search(r"^RUN pip install .* locust .* httpx ", stage, re.MULTILINE)
 
 
 def test_the_compose_file_serves_scrapes_and_shows() -> None:
@@ -147,11 +109,10 @@ def test_the_compose_file_serves_scrapes_and_shows() -> None:
 
 def test_the_dockerfile_copies_what_the_wheel_is_built_from() -> None:
     """Its steps are run by tests/test_wheel.py, in a virtual environment."""
-    text = (ROOT / "Dockerfile").read_text()
-    lines = re.findall(r"^COPY (?!--from)(.+)$", text, re.MULTILINE)
+    lines = re.findall(r"^COPY (?!--from)(.+)$", DOCKERFILE, re.MULTILINE)
     copied = {name for line in lines for name in line.split()[:-1]}
     ignored = (ROOT / ".dockerignore").read_text()
     assert copied == set(re.findall(r"^!(.+)$", ignored, re.MULTILINE))
     assert copied >= {"pyproject.toml", "vllm_autoprune", "offline_search", "policies"}
     assert all((ROOT / name).exists() for name in copied)
-    assert "pip wheel --no-cache-dir --no-deps" in text and "--no-deps /dist/*.whl" in text
+    assert "pip wheel --no-cache-dir --no-deps" in DOCKERFILE

@@ -62,17 +62,6 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return commands
 
 
-def run_installed(installed: Path, folder: Path, program: str, *words: str) -> str:
-    """Output of a program of the environment with the wheel, which must succeed."""
-    environment = {"PATH": os.environ["PATH"], "HOME": str(folder), "HF_HUB_OFFLINE": "1"}
-    ran = subprocess.run(
-        [str(installed / program), *words],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]
-    return ran.stdout + ran.stderr
-
-
 CALLS = """
 validate cdpruner
 list
@@ -89,12 +78,6 @@ selftest --help
 """
 """The smallest form of every command that needs neither a server, a network nor seconds."""
 
-SLOW = {
-    "explain": f"{ROOT}/docs/images/kept-tokens.png What? --budget 16 -o kept.png --checkpoint "
-    f"{ROOT}/benchmarks/yardsticks/weights/minillava/llava",
-    "doctor": "",
-}
-
 ALL_IN_ONE = f"""
 import importlib.util, sys, vllm_autoprune, offline_search
 for module in (vllm_autoprune, offline_search):
@@ -107,7 +90,7 @@ def run(*words):
     except SystemExit as ended:
         return ended.code
 calls = [line.split() for line in {CALLS!r}.strip().splitlines()]
-assert set(COMMANDS) == {{*(call[0] for call in calls), *{[*SLOW]!r}}}
+assert set(COMMANDS) - {{call[0] for call in calls}} == {{"explain", "doctor"}}, "seconds"
 calls += [[name, "--help"] for name in COMMANDS]
 failed = [call for call in calls if run(*call) != 0]
 raise SystemExit(f"failed: {{failed}}" if failed else 0)
@@ -115,14 +98,15 @@ raise SystemExit(f"failed: {{failed}}" if failed else 0)
 
 
 def test_every_command_runs_from_the_installed_wheel(installed: Path, tmp_path: Path) -> None:
-    output = run_installed(installed, tmp_path, "python", "-c", ALL_IN_ONE, str(installed.parent))
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    ran = subprocess.run(
+        [installed / "python", "-c", ALL_IN_ONE, str(installed.parent)],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    output = ran.stdout + ran.stderr
+    assert ran.returncode == 0, output[-4000:]
     assert "cdpruner: valid" in output and "clone the repository" not in output
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("command", [pytest.param("explain", marks=pytest.mark.engine), "doctor"])
-def test_slow_commands_run_as_programs(installed: Path, tmp_path: Path, command: str) -> None:
-    run_installed(installed, tmp_path, "vllm-autoprune", command, *SLOW[command].split())
+    assert (installed / "vllm-autoprune").is_file()
 
 
 def test_the_sdist_builds_the_wheel_of_this_checkout(source: Path, wheel: Path) -> None:

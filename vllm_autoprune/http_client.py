@@ -41,6 +41,8 @@ _CHECK_TIMEOUT = 30.0
 """For the list of models, which tells whether a server is alive."""
 _LONGEST_WAIT = 60.0
 """Seconds that a server may ask for before the next attempt."""
+_SILENT_WAIT = 5.0
+"""Seconds from which on a wait is said."""
 
 _FORMAT = (ValueError, KeyError, TypeError, IndexError, AttributeError)
 """What reading an answer raises that is not JSON, or has other fields."""
@@ -96,7 +98,7 @@ class Failures:
     """What a server made a run wait for; said aloud, because a limited server measures slowly."""
 
     def __init__(self, url: str) -> None:
-        self._url, self._counts = url, Counter[str]()
+        self._url, self._counts, self._longest = url, Counter[str](), _SILENT_WAIT
 
     def wait(self, error: Exception, planned: float) -> float:
         """Seconds until the next attempt, by Retry-After up to a minute, else as planned."""
@@ -104,6 +106,10 @@ class Failures:
         asked = 0.0
         if isinstance(error, httpx.HTTPStatusError):
             asked = _read_retry_after(error.response.headers.get("retry-after", ""))
+        if asked > self._longest:
+            self._longest = asked
+            wait = f"{asked:,.0f} s; asked again after {min(asked, _LONGEST_WAIT):.0f} s"
+            print(f"{self._url} asks to wait {wait}", file=sys.stderr, flush=True)
         return min(asked, _LONGEST_WAIT) if asked > 0 else planned
 
     def report(self) -> None:
