@@ -274,7 +274,8 @@ def test_a_failed_check_is_reported_with_its_runner(run: Run) -> None:
     unserved = {("gemma3", "v2"): {"vision_runs": 3}, ("qwen2_vl", "v1"): None}
     status, output, _ = run("qwen2_vl gemma3", broken=unserved)
     assert status == 1
-    assert "gemma3, v2, images are seen once: it ran 3 times more" in output
+    assert "FAIL qwen2_vl, v1: 0 of 1 checks hold: served: qwen2_vl ended with 1" in output
+    assert "checks hold: images_are_seen_once: it ran 3 times more" in output
     other_rows = {("gemma3", "v1"): {"kept": {SPLIT_QUESTION: [OTHERS]}}}
     status, output, _ = run("gemma3 --json", broken=other_rows)
     report = json.loads(output)

@@ -7,17 +7,16 @@ import importlib.util
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from vllm_autoprune.cli.flags import command
-from vllm_autoprune.cli.output import format_table, print_result
+from vllm_autoprune.cli.output import print_result
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.selftest.backbones import NEEDED_PACKAGES, TINY_MODELS
 from vllm_autoprune.selftest.checks import CHECKS, runners_agree
 from vllm_autoprune.selftest.device import (
     KERNEL,
-    SelectionResult,
     check_kernel,
     check_selections,
     describe_device,
@@ -32,12 +31,7 @@ from vllm_autoprune.selftest.run import (
     run_backbone,
 )
 
-_Verdicts = Mapping[str, Mapping[str, str]]
-"""Runner -> check -> the empty string if it passes, else what is wrong; "both" has the comparison
-of the two runners."""
-
 _BOTH = "both"
-_SERVED, _AGREE = "served", runners_agree.__name__
 
 GPU_BACKBONES = ("llava_next", "qwen3_vl")
 """One backbone with tiles and a text tower's attention, one with M-RoPE and deepstack."""
@@ -95,7 +89,7 @@ def selftest(options: argparse.Namespace) -> int:
 
     # Selections on the GPU, then the backbones in what is left of the time.
     record: dict[str, object] = {}
-    blocks, problems = list[str](), list[str]()
+    lines, problems = list[str](), list[str]()
     if device is not None:
         deadline = time.monotonic() + GPU_SECONDS
         kernel, selections = check_kernel(device), list(check_selections(device))
@@ -104,30 +98,39 @@ def selftest(options: argparse.Namespace) -> int:
             "kernel": kernel,
             "selections": [asdict(selection) for selection in selections],
         }
-        blocks += [str(record["device"]), _format_selections(kernel, selections)]
-        problems += [kernel, *(selection.wrong for selection in selections)]
-    results: dict[str, _Verdicts] = {}
+        lines += [str(record["device"]), _format_line(KERNEL, kernel)]
+        for each in selections:
+            text = f"{each.name}: {each.share:.0%} as on the host, {1000 * each.seconds:.2f} ms"
+            lines.append(_format_line(text, each.wrong))
+        problems += [kernel, *(each.wrong for each in selections)]
+    verdicts: dict[str, dict[str, dict[str, str]]] = {}
     for name in names:
         seconds = deadline - time.monotonic()
         if name not in left_out and seconds < _LEAST_SECONDS * len(runners):
             left_out[name] = "no time left"
         if name in left_out:
+            lines.append(f"     {name}: not served, {left_out[name]}")
             continue
         timeout = min(TIMEOUT, seconds / len(runners))
-        results[name] = _check_backbone(name, runners, not options.json, timeout)
-        problems += (wrong for checks in results[name].values() for wrong in checks.values())
+        verdicts[name] = _check_backbone(name, runners, not options.json, timeout)
+        for runner, checks in verdicts[name].items():
+            broken = {check: wrong for check, wrong in checks.items() if wrong}
+            text = f"{name}, {runner}: {len(checks) - len(broken)} of {len(checks)} checks hold"
+            lines.append(_format_line(text, "; ".join(f"{c}: {w}" for c, w in broken.items())))
+            problems += broken.values()
 
     holds = not any(problems)
-    if results:
-        missing = "" if device is not None or "v2" in available else f" ({_NO_V2})"
-        blocks.append(f"vLLM's model runner {' and '.join(runners)}{missing}")
-        blocks.append(_format_results(results, runners))
-    blocks += (f"{name}: not served, {reason}" for name, reason in left_out.items())
+    if verdicts and device is None and "v2" not in available:
+        lines.append(_NO_V2)
     passed = "All checks that were run passed." if record or left_out else "All checks passed."
-    blocks.append(passed if holds else "Some checks failed: see above.")
-    served = {"runners": runners, "found": results, "left_out": left_out}
-    print_result(options, {"holds": holds, **record, **served}, *blocks)
+    lines.append(passed if holds else "Some checks failed: see above.")
+    served = {"runners": runners, "found": verdicts, "left_out": left_out}
+    print_result(options, {"holds": holds, **record, **served}, "\n".join(lines))
     return 0 if holds else 1
+
+
+def _format_line(text: str, wrong: str) -> str:
+    return f"FAIL {text}: {wrong}" if wrong else f"ok   {text}"
 
 
 def _refusal(where: str, what: str, fix: str) -> ConfigError:
@@ -136,51 +139,23 @@ def _refusal(where: str, what: str, fix: str) -> ConfigError:
 
 def _check_backbone(
     name: str, runners: Sequence[str], progress: bool, timeout: float
-) -> dict[str, Mapping[str, str]]:
-    """Verdicts on one backbone under each runner, and on both together."""
+) -> dict[str, dict[str, str]]:
+    """What is wrong by check, under each runner and, as "both", between the two; empty: nothing."""
     reports: list[Report] = []
-    verdicts: dict[str, Mapping[str, str]] = {}
+    verdicts: dict[str, dict[str, str]] = {}
     for runner in runners:
         start = time.monotonic()
         try:
             report = run_backbone(name, RUNNERS[runner], timeout)
         except SelftestError as error:
-            verdicts[runner] = {_SERVED: str(error)}
+            verdicts[runner] = {"served": str(error)}
         else:
             other = "" if report.runner == runner else f"vLLM used {report.runner} instead"
             checks = {check: holds(report) for check, holds in CHECKS.items()}
-            verdicts[runner] = {_SERVED: other, **checks}
+            verdicts[runner] = {"served": other, **checks}
             reports.append(report)
         if progress:
             print(f"{name}, {runner}: {time.monotonic() - start:.0f} s", file=sys.stderr)
     if len(reports) == len(RUNNERS):
-        verdicts[_BOTH] = {_AGREE: runners_agree(*reports)}
+        verdicts[_BOTH] = {runners_agree.__name__: runners_agree(*reports)}
     return verdicts
-
-
-def _format_selections(kernel: str, selections: Sequence[SelectionResult]) -> str:
-    """A table with a line for each state, and one line for each that failed."""
-    rows: list[list[object]] = [[KERNEL, "-", "-", not kernel]]
-    for result in selections:
-        share, milliseconds = f"{result.share:.0%}", f"{1000 * result.seconds:.2f}"
-        rows.append([result.name, share, milliseconds, not result.wrong])
-    wrong = {KERNEL: kernel, **{result.name: result.wrong for result in selections}}
-    lines = [format_table(("selection", "as on the host", "ms", "holds"), rows)]
-    return "\n".join(lines + [f"{name}: {problem}" for name, problem in wrong.items() if problem])
-
-
-def _format_results(results: Mapping[str, _Verdicts], runners: Sequence[str]) -> str:
-    """A table with a column for each backbone, and one line for each failed check."""
-    rows, failures = [], list[str]()
-    for check in (_SERVED, *CHECKS, *((_AGREE,) if len(runners) > 1 else ())):
-        label = check.replace("_s_", "'s ").replace("_", " ")
-        cells = [label]
-        for name, verdicts in results.items():
-            by = {runner: checks[check] for runner, checks in verdicts.items() if check in checks}
-            broken = [runner for runner, wrong in by.items() if wrong]
-            # With the runners that fail, or "-" if it was not checked.
-            failed = f"no ({', '.join(broken)})" if len(verdicts) > 1 else "no"
-            cells.append(failed if broken else "yes" if by else "-")
-            failures += (f"{name}, {runner}, {label}: {by[runner]}" for runner in broken)
-        rows.append(cells)
-    return "\n".join([format_table(["check", *results], rows), *failures])
