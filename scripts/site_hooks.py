@@ -2,8 +2,8 @@
 
 The reference of atoms and the JSON Schema of states are written here and are not in git.
 
-Links from a page to files outside docs become the path of the file, or, where ``repo_url`` is set,
-links to the file there. A file that is missing stops the build. ``\\|`` in code within a table is
+Links from a page to files outside docs become the path of the file. One that is missing stops the
+build. ``\\|`` in code within a table is
 a plain ``|`` in the repository, but would keep its backslash on the site.
 """
 
@@ -25,23 +25,20 @@ _LINK = re.compile(r"\[([^\]]*)\]\(\.\./([^)#\s]+)(#[^)\s]*)?\)")
 _CODE = re.compile(r"`[^`\n]+`")
 
 
-def rewrite_links(text: str, repo_url: str | None, page: str = "index.md") -> str:
-    """The page with links to files outside docs rewritten; those to other pages stay.
+def rewrite_links(text: str, page: str) -> str:
+    """The page with links to files outside docs as their paths; those to other pages stay.
 
     ``page`` is its path within docs. Raises FileNotFoundError for a missing file.
     """
     folder = posixpath.join("docs", posixpath.dirname(page))
 
     def replace(match: re.Match[str]) -> str:
-        label, link, anchor = match[1], match[2], match[3] or ""
-        path = posixpath.normpath(posixpath.join(folder, "..", link))
+        path = posixpath.normpath(posixpath.join(folder, "..", match[2]))
         if path.startswith("docs/"):  # mkdocs checks it
             return match[0]
         if not (ROOT / path).exists():
             raise FileNotFoundError(f"{page} links to {path}, which is not in the repository")
-        if repo_url:
-            return f"[{label}]({repo_url.rstrip('/')}/blob/main/{path}{anchor})"
-        return f"{label} (`{path}` in the repository)"
+        return f"{match[1]} (`{path}` in the repository)"
 
     return _LINK.sub(replace, text)
 
@@ -66,9 +63,9 @@ def generate_files() -> dict[str, str]:
     }
 
 
-def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, **_: object) -> str:
+def on_page_markdown(markdown: str, *, page: Page, **_: object) -> str:
     """Called by mkdocs with the source of every page."""
-    return restore_pipes(rewrite_links(markdown, config.repo_url, page.file.src_uri))
+    return restore_pipes(rewrite_links(markdown, page.file.src_uri))
 
 
 def restore_pipes(text: str) -> str:

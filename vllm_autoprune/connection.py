@@ -10,7 +10,6 @@ import re
 import ssl
 import sys
 from base64 import b64encode
-from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -180,28 +179,23 @@ def proxy_variables() -> list[str]:
 def find_address(tried: str) -> str | None:
     """Where an API is, of the places that may be meant by one where there is none.
 
-    They get neither key nor headers, because they may be those of somebody else.
+    Tried without the last parts of its path, with the other scheme, and at vLLM's port, without key
+    and headers, because these places may be somebody else's.
     """
+    base = httpx.URL(tried)
+    parts = base.path.removesuffix("/v1").split("/")
+    places = [
+        base.copy_with(scheme=scheme, path="/".join([*parts[:length], "v1"]))
+        for scheme in (base.scheme, "http" if base.scheme == "https" else "https")
+        for length in range(len(parts), 0, -1)
+    ]
+    if base.port is None:
+        places.append(base.copy_with(scheme="http", port=_PORT, path="/v1"))
     with httpx.Client(verify=False, timeout=_GUESS_TIMEOUT) as client:
-        for other in _similar_addresses(tried):
+        for url in (url for url in places if url != base):
             with suppress(httpx.HTTPError, httpx.InvalidURL, ValueError, RecursionError, TypeError):
-                response = client.get(f"{other}/models")
+                response = client.get(f"{url}/models")
                 # The OpenAI format, also of an error.
                 if {"data", "error"} & set(response.json()) and response.status_code != 404:
-                    return other
+                    return str(url)
     return None
-
-
-def _similar_addresses(tried: str) -> Iterator[str]:
-    """Without the last parts of the path, with the other scheme, with vLLM's port."""
-    base = httpx.URL(tried)
-    other = "http" if base.scheme == "https" else "https"
-    parts = base.path.removesuffix("/v1").split("/")
-    for scheme in (base.scheme, other):
-        for length in range(len(parts), 0, -1):
-            path = "/".join([*parts[:length], "v1"])
-            similar = base.copy_with(scheme=scheme, path=path)
-            if similar != base:
-                yield str(similar)
-    if base.port is None:
-        yield str(base.copy_with(scheme="http", port=_PORT, path="/v1"))
