@@ -31,7 +31,6 @@ ROOMS: dict[str, set[str]] = {
     "serving.settings": {"compat"},
     "serving.plan": {"compat"},
     "serving.served_state": {"compat", "plan", "settings"},
-    "serving.encoder_budget": {"compat", "plan"},
     "serving.api": SHARED,
     "serving.worker": SHARED,
     "serving.models": SHARED | {"api", "worker"},
