@@ -35,14 +35,13 @@ from vllm_autoprune.ops.rowwise import (
     min_max_normalise,
 )
 from vllm_autoprune.tpdsl.atoms.scoring import instruction_relevance
-from vllm_autoprune.tpdsl.materialize import MAX_BUDGET, core_policy, delta_policy
+from vllm_autoprune.tpdsl.materialize import MAX_BUDGET, core_policy
 from vllm_autoprune.tpdsl.refine import (
     give_core,
     keep_evenly,
     keep_indices,
     keep_reference,
     pool_tokens,
-    select_tokens,
 )
 from vllm_autoprune.tpdsl.tokens import TowerStates, Words, split_over_tiles
 
@@ -319,12 +318,6 @@ def test_the_delta_of_cdpruner_is_greedy_map_with_the_core_as_anchors() -> None:
     expected = greedy_map(tokens.cosine, relevance, 12, anchors=refined.indices[:, :6])[:, 6:]
     assert refined.reference[:, 6:].tolist() == expected.tolist()
     assert refined.indices[:, 6:].tolist() == expected.sort(dim=1).values.tolist()
-    # From factors that a server keeps for all questions, the same.
-    start, condition = give_core(policy, tokens, refined.indices[:, :6]), policy.base.condition
-    assert condition is not None
-    known = condition(policy.state.base_policy.params, tokens, start.indices)
-    continued = select_tokens(delta_policy(policy), tokens, replace(start, conditioned=known))
-    assert torch.equal(continued.indices, refined.indices[:, 6:])
 
 
 # Ranking before the merger: by the encoder's tokens, rows after it.

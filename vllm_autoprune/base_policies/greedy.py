@@ -89,9 +89,7 @@ class _Sets:
         """Greedy MAP from the given tokens: quality scales the kernel conditioned on them."""
         eligible = conditioned = None
         if self.start.most:
-            conditioned = self.start.conditioned
-            if conditioned is None:
-                conditioned = self.condition(similarity, self.start.indices)
+            conditioned = self.condition(similarity, self.start.indices)
             eligible = ~self.closed
         return self.join(
             greedy_map(
@@ -147,13 +145,7 @@ class _CDPrunerParams(PolicyParams):
     )
 
 
-def _condition_cdpruner(
-    params: _CDPrunerParams, tokens: VisualTokens, fixed: Tensor
-) -> Conditioned:
-    return _Sets(tokens, 0, Given.none(tokens)).condition(tokens.tile_cosine, fixed)
-
-
-@greedy_policy(_CDPrunerParams, needs=frozenset({"instruction"}), condition=_condition_cdpruner)
+@greedy_policy(_CDPrunerParams, needs=frozenset({"instruction"}))
 def cdpruner(params: _CDPrunerParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
     """Greedy MAP on L = diag(r) S diag(r) per tile, with relevance r normalised over all tiles.
 
@@ -205,17 +197,9 @@ class _CenCDPrunerCoreParams(_CenCDPrunerParams):
     relevance: Literal[False] = Field(False, description="a core reads no question")
 
 
-def _condition_cen_cdpruner(
-    params: _CenCDPrunerParams, tokens: VisualTokens, fixed: Tensor
-) -> Conditioned:
-    sets = _Sets(tokens, 0, Given.none(tokens), params.tile_scope == "global")
-    return sets.condition(params.compare(sets)[0], fixed)
-
-
 @greedy_policy(
     _CenCDPrunerParams,
     needs=frozenset({"instruction"}),
-    condition=_condition_cen_cdpruner,
     reads=lambda params: frozenset({"instruction"} if params.relevance else ()),
     core=_CenCDPrunerCoreParams,
 )

@@ -9,7 +9,6 @@ q_j^2 d_j with d_j the residual of S_jj.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -204,23 +203,6 @@ class Conditioned:
 
     factors: Tensor
     residual: Tensor
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of both tensors."""
-        return self.factors.nbytes + self.residual.nbytes
-
-    def select(self, image: int, images: int) -> Conditioned:
-        """Image ``image`` of a batch of ``images``, with all its tiles, copied."""
-        tiles = len(self.factors) // images
-        some = slice(image * tiles, (image + 1) * tiles)
-        return Conditioned(self.factors[some].clone(), self.residual[some].clone())
-
-    @staticmethod
-    def join(images: Sequence[Conditioned]) -> Conditioned:
-        """Images as one batch."""
-        factors = torch.cat([image.factors for image in images])
-        return Conditioned(factors, torch.cat([image.residual for image in images]))
 
 
 def condition(similarity: Tensor, fixed: Tensor, valid: Tensor | None = None) -> Conditioned:

@@ -107,11 +107,6 @@ class ServedState:
         return state.digest + tower
 
     @property
-    def splits(self) -> bool:
-        """Whether any request may have an image's tokens split into core and delta."""
-        return self.state.core is not None or self.rules.allows("shipped-states")
-
-    @property
     def needs(self) -> frozenset[Need]:
         """Inputs that any request may make the workers read: quotas grow with K.
 

@@ -17,7 +17,6 @@ from pydantic_core import CoreSchema, core_schema
 from torch import Tensor
 
 from vllm_autoprune.errors import SelectionError
-from vllm_autoprune.ops.greedy import Conditioned
 from vllm_autoprune.ops.rowwise import mask_from_indices, positions_in_order
 from vllm_autoprune.tpdsl.registry import StatePart, literal_type
 from vllm_autoprune.tpdsl.tokens import Need, VisualTokens
@@ -75,17 +74,13 @@ class Given:
 
     closed ``(B, N)`` bool marks tokens that may not be picked, at least the given ones; covered
     ``(B, N)`` bool the given ones and those that their rows stand for, which are not merged again.
-    conditioned is the tile-wise cosine conditioned on the given tokens, and exchange the similarity
-    that the state's selector compares tokens by, where they are known: they depend on the image
-    alone and serve every question. most is the largest number of closed tokens of any image.
+    most is the largest number of closed tokens of any image.
     """
 
     indices: Tensor
     closed: Tensor
     covered: Tensor
     most: int
-    conditioned: Conditioned | None = None
-    exchange: Conditioned | None = None
 
     @classmethod
     def none(cls, tokens: VisualTokens) -> Given:
@@ -120,7 +115,6 @@ class BasePolicy:
     published: Callable[..., PublishedSelection] | None = None
     chooses_count: bool = False
     continuation: Callable[..., Tensor] | None = None
-    condition: Callable[..., Conditioned] | None = None
     reads: Callable[..., frozenset[Need]] | None = None
     core: type[BasePolicyCall] | None = None
     ranking_layers: Callable[..., int] | None = None
@@ -211,7 +205,6 @@ def base_policy(
     native: Callable[[P, VisualTokens, int], PublishedSelection] | None = None,
     own_count: Callable[[P, VisualTokens, int | None], PublishedSelection] | None = None,
     continuation: _Continue[P] | None = None,
-    condition: Callable[[P, VisualTokens, Tensor], Conditioned] | None = None,
     reads: Callable[[P], frozenset[Need]] | None = None,
     core: type[P] | None = None,
     ranking_layers: Callable[[P, int], int] | None = None,
@@ -221,8 +214,7 @@ def base_policy(
     It maps (params, tokens, K) to exactly K rows per image, for K < N. ``native`` is the method as
     published, if it keeps other tokens at K, or ``own_count``, if it can choose how
     many (K is None then). ``continuation`` gives the picks ``(B, K)`` of a greedy method that
-    continues from given tokens, and ``condition`` is the part of that which depends on the image
-    alone, for given ``(B, A)``. ``reads`` says what a call reads, where parameters decide that, and
+    continues from given tokens. ``reads`` says what a call reads, where parameters decide that, and
     ``core`` are the parameters of the form that reads no question, where ``needs`` has one.
     ``ranking_layers``, of the language model's number of layers, are those that it reads over all
     tokens.
@@ -254,7 +246,7 @@ def base_policy(
             alone = call_of(f"{name.capitalize()}CorePolicy", core)
         BASE_POLICIES[name] = BasePolicy(
             name, call, needs, doc, function, native or own_count, own_count is not None,
-            continuation, condition, reads, alone, ranking_layers,
+            continuation, reads, alone, ranking_layers,
         )  # fmt: skip
         return function
 
@@ -265,7 +257,6 @@ def greedy_policy(
     params: type[P],
     *,
     needs: frozenset[Need] = frozenset(),
-    condition: Callable[[P, VisualTokens, Tensor], Conditioned] | None = None,
     reads: Callable[[P], frozenset[Need]] | None = None,
     core: type[P] | None = None,
 ) -> Callable[[_Continue[P]], _Continue[P]]:
@@ -276,9 +267,7 @@ def greedy_policy(
         def select(params: P, tokens: VisualTokens, budget: int) -> ReferenceSelection:
             return ReferenceSelection(function(params, tokens, budget, Given.none(tokens)))
 
-        base_policy(
-            params, needs=needs, continuation=function, condition=condition, reads=reads, core=core
-        )(select)
+        base_policy(params, needs=needs, continuation=function, reads=reads, core=core)(select)
         return function
 
     return register

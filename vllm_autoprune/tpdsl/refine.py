@@ -18,7 +18,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from vllm_autoprune.ops.greedy import Conditioned
 from vllm_autoprune.ops.rowwise import (
     evenly_spaced,
     gather_rows,
@@ -31,7 +30,7 @@ from vllm_autoprune.ops.rowwise import (
 from vllm_autoprune.tpdsl.atoms.pools import build_pool
 from vllm_autoprune.tpdsl.atoms.reassembly import RECIPES
 from vllm_autoprune.tpdsl.atoms.scoring import instruction_relevance, run_fusion, run_signal
-from vllm_autoprune.tpdsl.atoms.selectors import SelectorInputs, condition_selector
+from vllm_autoprune.tpdsl.atoms.selectors import SelectorInputs
 from vllm_autoprune.tpdsl.atoms.source import PriorInputs
 from vllm_autoprune.tpdsl.base_policy import (
     Given,
@@ -81,13 +80,6 @@ def give_core(policy: PruningPolicy, tokens: VisualTokens, core: Tensor) -> Give
     if count + -(-delta // tiles) > per_tile or most + delta > tokens.count:
         return Given(core, mask_from_indices(core, tokens.count), covered, policy.core)
     return Given(core, covered, covered, most)
-
-
-def condition_exchange(policy: PruningPolicy, tokens: VisualTokens, fixed: Tensor) -> Conditioned:
-    """What the policy's greedy selector reads of the tokens at ``(B, A)`` for every question."""
-    scoring, selector = policy.state.scoring, policy.state.constraints.selector
-    view = run(VisualTokens, policy.state.source.tokens, policy.state.ranked(tokens))
-    return condition_selector(selector, scoring.kernel, view, fixed)
 
 
 def give_kept(tokens: VisualTokens, kept: Tensor) -> Given:

@@ -32,7 +32,7 @@ from vllm_autoprune.serving.served_state import ATTRIBUTE, KV_CACHE, ServedState
 from vllm_autoprune.serving.settings import DEFAULT_RULES, RequestRules, TextTower
 from vllm_autoprune.serving.startup import resolve_settings
 from vllm_autoprune.serving.worker.batch import ModelParts, SelectionContext, prune_images
-from vllm_autoprune.serving.worker.features import CoreCache, ImageFeatures, Region
+from vllm_autoprune.serving.worker.features import ImageFeatures, IndexCache, Region
 from vllm_autoprune.serving.worker.selection import FallbackReporter, FirstImageCheck
 from vllm_autoprune.tpdsl.tokens import Grid
 
@@ -166,13 +166,13 @@ def prune(
     plans: Sequence[ItemPlan],
     image_list: Sequence[ImageFeatures],
     state: ServedState | None = None,
-    cores: CoreCache | None = None,
+    indices: IndexCache | None = None,
     errors: Mapping[str, int] = MappingProxyType({}),
     check: FirstImageCheck | None = None,
 ) -> list[Tensor]:
     """The rows of each image; policies raise so many exceptions of each type."""
     reporter = FallbackReporter()
-    memory = CoreCache(1 << 20) if cores is None else cores
+    memory = IndexCache() if indices is None else indices
     context = SelectionContext(state or served(), parts(), reporter, check, memory)
     rows = prune_images(context, plans, image_list)
     assert reporter.errors == errors

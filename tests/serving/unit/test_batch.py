@@ -35,7 +35,7 @@ from vllm_autoprune import Grid, PruningPolicy, VisualTokens, materialize
 from vllm_autoprune.ops.rowwise import evenly_spaced
 from vllm_autoprune.serving.plan import Chooser, split_over_parts
 from vllm_autoprune.serving.worker import batch, selection
-from vllm_autoprune.serving.worker.features import CoreCache, ImageFeatures, Region, TensorCache
+from vllm_autoprune.serving.worker.features import ImageFeatures, IndexCache, Region, TensorCache
 from vllm_autoprune.serving.worker.metrics import SELECTION, Stopwatch, WorkerMetrics
 from vllm_autoprune.serving.worker.selection import (
     FallbackReporter,
@@ -220,12 +220,12 @@ def test_a_state_that_ranks_before_the_merger_keeps_rows_after_it() -> None:
 
 def test_states_that_rank_elsewhere_share_no_core() -> None:
     """One image, one core policy, one cache: each delta stands beside its own state's core."""
-    picture, cores, deltas = ImageFeatures((merged(1),)), CoreCache(1 << 20), []
+    picture, indices, deltas = ImageFeatures((merged(1),)), IndexCache(), []
     for changes in (AFTER, BEFORE):
         state = served({**changes, "/core": {"share": 0.5}})
         item = [plan(4, 1, part="delta", core=8)]
-        deltas += prune(item, [picture], state, cores)
-        assert torch.equal(deltas[-1], prune(item, [picture], state, CoreCache(0))[0])
+        deltas += prune(item, [picture], state, indices)
+        assert torch.equal(deltas[-1], prune(item, [picture], state, IndexCache())[0])
     assert not torch.equal(*deltas)
 
 
@@ -412,8 +412,8 @@ def test_cache_never_exceeds_its_bound(limit: int, puts: list[tuple[int, int]]) 
 def test_profiling_reserves_the_bound_where_memory_is_measured() -> None:
     cache = TensorCache[ImageFeatures](64)
     assert cache.reserve(torch.device("cpu")) is None
-    buffer = cache.reserve(torch.device("meta"), more=32)
-    assert buffer is not None and buffer.nbytes == 96
+    buffer = cache.reserve(torch.device("meta"))
+    assert buffer is not None and buffer.nbytes == 64
 
 
 # ---- metrics of workers, shown by API servers ----

@@ -32,7 +32,7 @@ from vllm_autoprune.serving.models.qwen import position_channels
 from vllm_autoprune.serving.plan import Choice, ItemPlan
 from vllm_autoprune.serving.settings import read_text_tower
 from vllm_autoprune.serving.worker.batch import ModelParts, SelectionContext, prune_images
-from vllm_autoprune.serving.worker.features import CoreCache, ImageFeatures, Region, Signals
+from vllm_autoprune.serving.worker.features import ImageFeatures, IndexCache, Region, Signals
 from vllm_autoprune.serving.worker.question import ClipTower, InputEmbeddings, LlamaPrefix
 from vllm_autoprune.serving.worker.selection import FallbackReporter
 from vllm_autoprune.serving.worker.tower_hooks import hook_attention
@@ -106,7 +106,7 @@ def count_rows(
     """The number of rows of each image; fails where a policy raised and something else was kept."""
     state = served({"/base_policy": {"name": base}, **({"/core": core} if core else {})})
     reporter = FallbackReporter()
-    context = SelectionContext(state, parts, reporter, cores=CoreCache(1 << 20))
+    context = SelectionContext(state, parts, reporter, indices=IndexCache())
     with worker_step():
         rows = prune_images(context, plans, [image] * len(plans))
     assert reporter.errors == {} and all(part.is_meta for part in rows)

@@ -13,7 +13,7 @@ from tests.serving.unit.samples import SIX, N, images, plan, prune, region, rows
 from vllm_autoprune.serving.plan import NO_KEY, Choice, Chooser, ItemPlan
 from vllm_autoprune.serving.served_state import ServedState
 from vllm_autoprune.serving.worker import selection
-from vllm_autoprune.serving.worker.features import CoreCache, ImageFeatures
+from vllm_autoprune.serving.worker.features import ImageFeatures, IndexCache
 from vllm_autoprune.tpdsl.tokens import Grid
 
 K, CORE = 12, 8
@@ -43,20 +43,6 @@ def test_parts_are_disjoint_and_the_core_does_not_depend_on_the_question(base: s
     assert [len(delta - core) for delta in deltas] == [K - CORE] * 2
     if base.endswith("cdpruner"):
         assert deltas[0] != deltas[1]
-
-
-def test_two_policies_upon_one_core_do_not_share_what_they_condition() -> None:
-    """Cen-CDPruner compares centred tokens: CDPruner's conditioned cosines are not its own."""
-    cores = CoreCache(1 << 20)
-    for seed in range(4):
-        part = region(seed, SIX)
-        shifted = [ImageFeatures((replace(part, projected=part.projected + 4),))]
-        for state in (with_core("cdpruner"), with_core("cen_cdpruner")):
-            expected, actual = (
-                prune([delta_plan(8, seed + 1)], shifted, state, memory)[0]
-                for memory in (CoreCache(1 << 20), cores)
-            )
-            assert torch.equal(actual, expected)
 
 
 def test_regions_share_core_and_delta_like_their_budget() -> None:
@@ -93,8 +79,7 @@ def test_a_recall_keeps_new_tokens_as_they_are(base: str, core: int, keep: Choos
     together = prune(items, [FIRST] * len(items), state)
     before, recalled = (set(rows_of(FIRST, rows)) for rows in together[-2:])
     assert (len(recalled), recalled & before) == (5, set())
-    for cores in (CoreCache(1 << 20), CoreCache(0)):
-        assert torch.equal(prune([asked], [FIRST], state, cores)[0], together[-1])
+    assert torch.equal(prune([asked], [FIRST], state)[0], together[-1])
 
 
 def test_what_a_recall_keeps_depends_on_every_question_before_it() -> None:
@@ -127,9 +112,9 @@ def test_a_forged_recall_of_an_image_that_is_all_kept_is_a_random_draw() -> None
 
 def test_the_indices_of_a_core_outlive_a_change_of_the_features() -> None:
     """As where a tower rounds differently in another batch: nothing is kept twice."""
-    cores = CoreCache(1 << 20)
-    (core,) = prune([core_plan()], [FIRST], with_core(), cores)
-    (delta,) = prune([delta_plan()], [OTHER], with_core(), cores)
+    indices = IndexCache()
+    (core,) = prune([core_plan()], [FIRST], with_core(), indices)
+    (delta,) = prune([delta_plan()], [OTHER], with_core(), indices)
     assert not set(rows_of(OTHER, delta)) & set(rows_of(FIRST, core))
 
 
@@ -158,39 +143,39 @@ def test_an_image_that_is_encoded_again_keeps_the_tokens_that_it_was_given_first
             for noise in [torch.randn(part.projected.shape, generator=source) / 64]
         ]
 
-    def choose(pictures: list[ImageFeatures], cores: CoreCache) -> list[list[int]]:
-        rows = prune(plans, pictures, state, cores)
+    def choose(pictures: list[ImageFeatures], indices: IndexCache) -> list[list[int]]:
+        rows = prune(plans, pictures, state, indices)
         return [rows_of(*pair) for pair in zip(pictures, rows, strict=True)]
 
-    before, again, cores = encode(), encode(), CoreCache(1 << 20)
-    anew, chosen = choose(again, CoreCache(1 << 20)), choose(before, cores)
+    before, again, indices = encode(), encode(), IndexCache()
+    anew, chosen = choose(again, IndexCache()), choose(before, indices)
     assert chosen != anew
-    assert choose(again, cores) == chosen
-    (alone,) = prune(plans[3:4], again[3:4], state, cores)
+    assert choose(again, indices) == chosen
+    (alone,) = prune(plans[3:4], again[3:4], state, indices)
     assert rows_of(again[3], alone) == chosen[3]
-    cores.clear()
-    assert choose(again, cores) == anew
+    indices.clear()
+    assert choose(again, indices) == anew
 
 
 def test_tokens_of_profiling_and_after_an_exception_are_not_remembered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cores = CoreCache(0)
-    prune([plan(K, profile=True)], [FIRST], cores=cores)
+    indices = IndexCache()
+    prune([plan(K, profile=True)], [FIRST], indices=indices)
 
     def broken(*_: object) -> None:
         raise MemoryError
 
     with monkeypatch.context() as patch:
         patch.setattr(selection, "select_tokens", broken)
-        (fallen,) = prune([plan(K)], [FIRST], cores=cores, errors={"MemoryError": 1})
+        (fallen,) = prune([plan(K)], [FIRST], indices=indices, errors={"MemoryError": 1})
     (expected,) = prune([plan(K)], [FIRST])
     assert not torch.equal(fallen, expected)
-    assert torch.equal(prune([plan(K)], [FIRST], cores=cores)[0], expected)
+    assert torch.equal(prune([plan(K)], [FIRST], indices=indices)[0], expected)
 
 
 def test_images_without_a_key_leave_nothing_in_the_cache() -> None:
-    cores = CoreCache(1 << 20)
+    indices = IndexCache()
     items = [replace(item, key=NO_KEY) for item in (core_plan(), delta_plan())]
-    prune(items, [FIRST] * 2, with_core(), cores)
-    assert len(cores.conditioned) == len(cores.indices) == 0
+    prune(items, [FIRST] * 2, with_core(), indices)
+    assert len(indices) == 0

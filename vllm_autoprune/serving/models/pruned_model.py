@@ -31,8 +31,8 @@ from vllm_autoprune.serving.served_state import (
 )
 from vllm_autoprune.serving.worker.batch import ModelParts, SelectionContext, prune_images
 from vllm_autoprune.serving.worker.features import (
-    CoreCache,
     ImageFeatures,
+    IndexCache,
     Region,
     Signal,
     Signals,
@@ -79,9 +79,8 @@ class Vision(ABC):
     def __init__(self, model: SupportsMultiModal, served: ServedState) -> None:
         self.served = served
         self.needs = served.needs
-        core_bytes = served.cache_bytes // 8 if served.splits else 0
-        self.cores = CoreCache(core_bytes)
-        self.cache = TensorCache[ImageFeatures](served.cache_bytes - core_bytes)
+        self.cache = TensorCache[ImageFeatures](served.cache_bytes)
+        self.indices = IndexCache()
         self.runs = 0
         self._model = model
         self._relevance: RelevanceSpace | None = None
@@ -186,7 +185,7 @@ class Vision(ABC):
     def clear(self) -> None:
         """Drop what is kept of images, as when weights are replaced."""
         self.cache.clear()
-        self.cores.clear()
+        self.indices.clear()
 
     def features(
         self, keys: Sequence[Key], images: Sequence[ImageInputs], profile: bool = False
@@ -333,12 +332,11 @@ class PrunedModel(_Stock):
         if profile:
             tokens = sum(image.tokens for image in images)
             self.autoprune_profiled = max(self.autoprune_profiled, tokens)
-            cores = vision.cores.conditioned.limit
-            reserved = vision.cache.reserve(vision.sample_weight.device, cores)
+            reserved = vision.cache.reserve(vision.sample_weight.device)
         keys, encoder_inputs = [plan.key for plan in plans], [image.inputs for image in images]
         features, parts = vision.features(keys, encoder_inputs, profile), vision.model_parts()
         check = self.autoprune_first_check
-        context = SelectionContext(vision.served, parts, reporter, check, vision.cores)
+        context = SelectionContext(vision.served, parts, reporter, check, vision.indices)
         # Times that are not published would be kept forever.
         metrics = self.autoprune_metrics if not profile and is_rank_zero() else None
         with nullcontext() if metrics is None else self.autoprune_watch.measure():

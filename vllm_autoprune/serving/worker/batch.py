@@ -5,18 +5,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from vllm_autoprune.errors import SelectionError
-from vllm_autoprune.ops.greedy import Conditioned
 from vllm_autoprune.ops.rowwise import upload
 from vllm_autoprune.serving.plan import NO_KEY, Choice, Ids, ItemPlan, plan_error, runs_policy
 from vllm_autoprune.serving.served_state import ServedState
-from vllm_autoprune.serving.worker.features import CoreCache, ImageFeatures, Region, stack
+from vllm_autoprune.serving.worker.features import ImageFeatures, IndexCache, Region, stack
 from vllm_autoprune.serving.worker.question import RelevanceSpace
 from vllm_autoprune.serving.worker.selection import (
     FallbackReporter,
@@ -25,12 +24,10 @@ from vllm_autoprune.serving.worker.selection import (
     select_with_fallback,
 )
 from vllm_autoprune.tpdsl.atoms.reassembly import orders_by_quality
-from vllm_autoprune.tpdsl.atoms.selectors import compares_greedily
-from vllm_autoprune.tpdsl.base_policy import Given, RefinedTokens
+from vllm_autoprune.tpdsl.base_policy import RefinedTokens
 from vllm_autoprune.tpdsl.materialize import PruningPolicy, delta_policy
 from vllm_autoprune.tpdsl.prefix import LanguagePrefix
 from vllm_autoprune.tpdsl.refine import (
-    condition_exchange,
     give_core,
     give_kept,
     join_parts,
@@ -73,15 +70,15 @@ class ModelParts:
 class SelectionContext:
     """State, model parts and reporter for the selection of one batch.
 
-    ``first_check`` is the safety check on a state's first real images; None skips it. ``cores``
-    keeps what further questions about an image need.
+    ``first_check`` is the safety check on a state's first real images; None skips it. ``indices``
+    are those of the tokens that items keep.
     """
 
     served: ServedState
     parts: ModelParts
     reporter: FallbackReporter
     first_check: FirstImageCheck | None = None
-    cores: CoreCache = field(default_factory=lambda: CoreCache(0))
+    indices: IndexCache = field(default_factory=IndexCache)
 
 
 def prune_images(
@@ -217,7 +214,7 @@ class RegionBatch:
         An image keeps the tokens that it was given first, as long as they are remembered: features
         differ in their last bits from batch to batch, and KV of those tokens may be left.
         """
-        plan, reporter, cores = self.plans[0], self.context.reporter, self.context.cores
+        plan, reporter = self.plans[0], self.context.reporter
         bare = VisualTokens(stack([r.projected for r in self.regions]), self.regions[0].grid)
         if plan.keep == "resized":
             return pool_tokens(self.rows, bare)
@@ -241,7 +238,7 @@ class RegionBatch:
             if before and plan.part == "recall":
                 earlier = give_kept(tokens, torch.cat(before, dim=1))
             elif before:
-                earlier = items[0]._give_core(policy, tokens, before[0])
+                earlier = give_core(policy, tokens, before[0])
         except Exception as error:  # as in select_with_fallback(): the engine has to live
             reporter.report_error(error)
             earlier = give_kept(bare, torch.cat(before, dim=1)) if before else None
@@ -250,7 +247,7 @@ class RegionBatch:
             return refined
         if earlier is not None and plan.part == "delta":
             policy = delta_policy(policy)
-        known = [cores.indices.get(key) for key in self._keys]
+        known = [self.context.indices.get(key) for key in self._keys]
         errors = dict(reporter.errors)
         refined = select_with_fallback(policy, tokens, reporter, earlier, known)
         # After an exception a later selection may succeed, so its tokens are remembered only where
@@ -303,46 +300,16 @@ class RegionBatch:
     def _remember(self, indices: Sequence[Tensor] | Tensor) -> None:
         for key, indices_of_item in zip(self._keys, indices, strict=True):
             if key is not None:
-                self.context.cores.indices.put(key, indices_of_item.clone())
+                self.context.indices.put(key, indices_of_item.clone())
 
     def _recall(self) -> Tensor:
         """Indices ``(B, K)`` as they were chosen when the items were computed, or chosen anew."""
-        known = [self.context.cores.indices.get(key) for key in self._keys]
+        known = [self.context.indices.get(key) for key in self._keys]
         if any(indices is None for indices in known):
             anew = self.select().indices
             known = [anew[i] if indices is None else indices for i, indices in enumerate(known)]
             self._remember(_present(known))
         return torch.stack(_present(known))
-
-    def _give_core(self, policy: PruningPolicy, tokens: VisualTokens, core: Tensor) -> Given:
-        """These items, kept at ``(B, A)``, as cores, with what further questions need of them."""
-        state, base = policy.state, policy.base
-        start = give_core(policy, tokens, core)
-        conditioned, exchange = None, None
-        # Another policy or selector compares tokens in another way, upon the same core.
-        if base.condition is not None:
-            by = state.base_policy.model_dump_json()
-            ranked = state.ranked(tokens)
-            condition = partial(base.condition, state.base_policy.params, ranked, core)
-            conditioned = self._condition(by, condition)
-        if policy.refines and compares_greedily(state.constraints.selector):
-            by = repr((state.source.tokens, state.scoring.kernel, state.constraints.selector.atom))
-            exchange = self._condition(by, partial(condition_exchange, policy, tokens, core))
-        return replace(start, conditioned=conditioned, exchange=exchange)
-
-    def _condition(self, by: str, condition: Callable[[], Conditioned]) -> Conditioned:
-        """Similarities of the batch conditioned on its cores, from the cache or computed."""
-        cache = self.context.cores.conditioned
-        keys = [None if key is None else (key, by) for key in self._keys]
-        known = [cache.get(key) for key in keys]
-        if any(part is None for part in known):
-            fresh = condition()
-            for i, key in enumerate(keys):
-                if known[i] is None:
-                    known[i] = conditioned = fresh.select(i, len(keys))
-                    if key is not None:
-                        cache.put(key, conditioned)
-        return Conditioned.join(_present(known))
 
     def _make_tokens(self, policy: PruningPolicy, bare: VisualTokens) -> VisualTokens:
         """The tokens with every input that the policy reads and the images or the model have."""

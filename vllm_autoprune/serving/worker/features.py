@@ -11,7 +11,6 @@ import torch
 from cachetools import LRUCache
 from torch import Tensor
 
-from vllm_autoprune.ops.greedy import Conditioned
 from vllm_autoprune.serving.plan import split_over_parts
 from vllm_autoprune.tpdsl.tokens import Grid
 
@@ -187,19 +186,18 @@ class TensorCache(Generic[T]):
         """Drop all entries, as when the weights that they were made with are replaced."""
         self._entries.clear()
 
-    def reserve(self, device: torch.device, more: int = 0) -> Tensor | None:
+    def reserve(self, device: torch.device) -> Tensor | None:
         """Allocate a buffer of the bound's size, for the time that vLLM profiles device memory.
 
-        ``more`` bytes are for other caches. vLLM gives all memory that profiling left free to the
-        KV cache, so what they will hold later has to be seen then. The CPU's KV cache has a fixed
-        size: nothing to reserve.
+        vLLM gives all memory that profiling left free to the KV cache, so what the cache will hold
+        later has to be seen then. The CPU's KV cache has a fixed size: nothing to reserve.
         """
-        if device.type == "cpu" or self.limit + more == 0:
+        if device.type == "cpu" or self.limit == 0:
             return None
-        return torch.empty(self.limit + more, dtype=torch.uint8, device=device)
+        return torch.empty(self.limit, dtype=torch.uint8, device=device)
 
 
-# Kept tokens of images: what was chosen first for an item, and cores for further questions.
+# Kept tokens of images: what was chosen first for an item.
 #
 # KV blocks stay in vLLM's prefix cache longer than the image's features stay here. The indices of
 # the tokens that they were made of are kept for longer too: an image that is encoded again keeps
@@ -213,14 +211,8 @@ _MAX_INDEX_BYTES = _MAX_ITEMS * 160 * 8
 """Bound of all indices, 10 MB: a client may choose a K of many thousands."""
 
 
-class CoreCache:
-    """Indices ``(K,)`` of items, and in ``limit`` bytes the similarities conditioned on cores."""
+class IndexCache(TensorCache[Tensor]):
+    """Indices ``(K,)`` of items in the order of their rows."""
 
-    def __init__(self, limit: int) -> None:
-        self.indices = TensorCache[Tensor](_MAX_INDEX_BYTES, least=_MAX_INDEX_BYTES // _MAX_ITEMS)
-        self.conditioned = TensorCache[Conditioned](limit)
-
-    def clear(self) -> None:
-        """Drop everything, as when the weights that features are made with are replaced."""
-        self.indices.clear()
-        self.conditioned.clear()
+    def __init__(self) -> None:
+        super().__init__(_MAX_INDEX_BYTES, least=_MAX_INDEX_BYTES // _MAX_ITEMS)

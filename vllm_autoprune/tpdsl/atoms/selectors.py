@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_autoprune.ops.dpp import greedy_map
-from vllm_autoprune.ops.greedy import Conditioned, capped_greedy_map, condition
+from vllm_autoprune.ops.greedy import capped_greedy_map, condition
 from vllm_autoprune.ops.rowwise import (
     argmax_within,
     mask_from_indices,
@@ -182,7 +182,7 @@ class SelectorInputs:
         count, conditioned = self.picks.shape[1], None
         anchors, eligible = self.picks[:, : count - self.quota], self.pool | self.reference
         if self.start is not None:
-            conditioned = self.start.exchange or condition(kernel.similarity, self.start.indices)
+            conditioned = condition(kernel.similarity, self.start.indices)
         inputs = (kernel.similarity, kernel.quality, count)
         if cap is None:
             picks = greedy_map(*inputs, anchors=anchors, eligible=eligible, conditioned=conditioned)
@@ -360,31 +360,6 @@ def _runtime_reference_anchor_pool_dpp_selector(
 def _constrained_pool_dpp_selector(call: _CappedSelector, revision: SelectorInputs) -> Tensor:
     """Anchored DPP with a cap on the kept tokens of each part of the state's partition."""
     return revision.select_anchored(revision.kernel, call.cell_cap)
-
-
-_GREEDY = (
-    "anchor_controlled_pool_dpp_selector",
-    "runtime_reference_anchor_pool_dpp_selector",
-    "constrained_pool_dpp_selector",
-)
-
-
-def compares_greedily(call: SelectorCall) -> bool:
-    """Whether a selector runs a greedy MAP, which continues from a conditioned similarity."""
-    return call.atom in _GREEDY
-
-
-def condition_selector(
-    call: SelectorCall, kernel_call: AtomCall, tokens: VisualTokens, fixed: Tensor
-) -> Conditioned:
-    """What a greedy selector reads of the tokens at fixed ``(B, A)``, the same for every question.
-
-    Token quality, which may depend on the question, only scales the kernel.
-    """
-    if call.atom == "runtime_reference_anchor_pool_dpp_selector":
-        return condition(tokens.cosine, fixed)
-    g = tokens.features.new_ones(tokens.batch, tokens.count, dtype=torch.float32)
-    return condition(run(Kernel, kernel_call, tokens, g).similarity, fixed)
 
 
 Selector = Annotated[SelectorCall, OneOf("selection_constraints", SelectorCall)]
