@@ -12,7 +12,6 @@ import io
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from fractions import Fraction
 from pathlib import Path
 from statistics import fmean
 
@@ -51,7 +50,7 @@ _WITHOUT_FEATURES = ("mmtok", "scope", "prunesid", "holov")
 """Base policies that read encoder tokens anyway, or attention alone: the same before the merger."""
 
 
-def build_cases(yardstick: Yardstick, names: Sequence[str] = ()) -> list[Case]:
+def _build_cases(yardstick: Yardstick, names: Sequence[str] = ()) -> list[Case]:
     """Every case whose inputs a yardstick has, the full model first; or the named ones of them.
 
     A name may also be that of any other shipped state, such as an ablation. The full model and the
@@ -77,7 +76,7 @@ def build_cases(yardstick: Yardstick, names: Sequence[str] = ()) -> list[Case]:
 
 
 @dataclass(frozen=True)
-class Row:
+class _Row:
     """One case on all questions, or on those of one category or kind; in per cent right.
 
     ``less_resized`` is the case less the resize control at the same K, ``less_base`` a state less
@@ -102,9 +101,9 @@ class Row:
     less_default: Estimate | None
 
 
-def measure(
+def _measure(
     yardstick: Yardstick, cases: Sequence[Case], examples: Sequence[Example]
-) -> Iterator[Row]:
+) -> Iterator[_Row]:
     """Rows of every case: of all questions, of each category, and of each kind."""
     scores: dict[tuple[str, str], list[Scores]] = {(c.name, c.budget.label): [] for c in cases}
     log_progress(f"{len(cases)} cases on {yardstick.name}")
@@ -137,7 +136,7 @@ def measure(
                 less[name] = None if other is None else percent(right - other[members])
             # Rounded one by one, as they were when the figures of the page were computed.
             logprobs = torch.cat([s.logprob for s in scores[case.name, label]]).double().numpy()
-            yield Row(
+            yield _Row(
                 yardstick=yardstick.name,
                 budget=label,
                 name=case.name,
@@ -156,7 +155,7 @@ def measure(
             )
 
 
-def as_csv(rows: Sequence[Row]) -> str:
+def _as_csv(rows: Sequence[_Row]) -> str:
     """All rows, one a line; an estimate is three columns, its 95 % interval ``low`` to ``high``."""
     records = []
     for row in rows:
@@ -175,45 +174,31 @@ def as_csv(rows: Sequence[Row]) -> str:
     return text.getvalue()
 
 
-def as_markdown(yardstick: Yardstick, rows: Sequence[Row]) -> str:
-    """What the default state gains upon resizing, and the table of all cases.
+def _as_markdown(yardstick: Yardstick, rows: Sequence[_Row]) -> str:
+    """The table of all cases but those before the merger; the default state is in bold.
 
-    A cell is per cent right and points more than resizing; there are no rows before the merger.
+    A cell is per cent right, then points more than resizing ± the longer side of the interval.
     """
     full = rows[0]
     right = format_estimate(full.accuracy, between=" to ").replace(" (", " % (")
-    lines = [
-        f"### {yardstick.name}\n",
-        f"{yardstick.model}; {full.questions} questions about {full.images} images of the test "
-        f"split. With all tokens ({full.tokens:.1f} on average) {right} are right.\n",
-    ]
     cells: dict[str, dict[str, str]] = {}
-    eighth = next(budget.label for budget in yardstick.budgets if budget.share == Fraction(1, 8))
     for row in rows[1:]:
-        more, default = row.less_resized, row.name == yardstick.default
-        # All questions, and at an eighth of the tokens each category.
-        detailed = row.category is None or row.budget == eighth
-        if default and more and row.kind is None and detailed:
-            verdict = "not decided"
-            if more.low > 0:
-                verdict = f"`{row.name}` is better than resizing"
-            elif more.high < 0:
-                verdict = f"resizing is better than `{row.name}`"
-            difference = f"{more.value:+.1f} ({more.low:+.1f} to {more.high:+.1f})"
-            part = row.category or "all questions"
-            lines.append(f"- {row.budget}, {part}: {difference}; {verdict}")
         if row.category is None and not row.name.endswith(_BEFORE):
             reads = {True: "read", False: "not read", None: ""}[row.reads_question]
             figure = f"{row.accuracy.value:.1f}"
-            if more:
+            if more := row.less_resized:
                 width = max(more.high - more.value, more.value - more.low)
                 figure += f" {more.value:+.1f}±{width:.1f}"
-            label = f"**{row.name}**" if default else row.name
-            cells.setdefault(row.name, {"": label, "question": reads})[row.budget] = figure
-    columns = ("", "question", *(budget.label for budget in yardstick.budgets))
+            label = f"**{row.name}**" if row.name == yardstick.default else row.name
+            method = cells.setdefault(row.name, {"method": label, "question": reads})
+            method[row.budget] = figure
+    columns = ("method", "question", *(budget.label for budget in yardstick.budgets))
     table = [[method.get(column, "-") for column in columns] for method in cells.values()]
-    text = Table("", ("method", *columns[1:]), table, "--" + "r" * len(columns[2:])).markdown()
-    return "\n".join([*lines, "", text, ""])
+    return (
+        f"### {yardstick.name}\n\n{yardstick.model}; {full.questions} questions about "
+        f"{full.images} images of the test split. With all tokens ({full.tokens:.1f} on average) "
+        f"{right} are right.\n\n{Table('', columns, table, '--rrrr').markdown()}\n"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -231,13 +216,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--write-docs", action="store_true", help=text)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)  # the last bits of pictures depend on it
-    parts, all_rows = [], list[Row]()
+    parts, all_rows = [], list[_Row]()
     for name in options.yardsticks:
         yardstick = open_yardstick(name, options.checkpoint)
-        cases = build_cases(yardstick, options.methods)
+        cases = _build_cases(yardstick, options.methods)
         examples = draw_examples("test", options.images, yardstick.key)
-        rows = list(measure(yardstick, cases, examples))
-        parts.append(as_markdown(yardstick, rows))
+        rows = list(_measure(yardstick, cases, examples))
+        parts.append(_as_markdown(yardstick, rows))
         all_rows += rows
     page = "\n".join(parts)
     print(page, end="")
@@ -246,7 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         marked = re.compile(r"(?<=<!-- yardsticks -->\n\n).*(?=\n<!-- /yardsticks -->)", re.DOTALL)
         text = marked.sub(lambda _: page, path.read_text(encoding="utf-8"))
         path.write_text(text, encoding="utf-8")
-        (_DOCS / "data" / "accuracy.csv").write_text(as_csv(all_rows), encoding="utf-8")
+        (_DOCS / "data" / "accuracy.csv").write_text(_as_csv(all_rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ class _Pictures:
         return states, merged, levels
 
 
-def shrink_size(size: Size, budget: int) -> Size:
+def _shrink_size(size: Size, budget: int) -> Size:
     """The size that the image processor gives an image of `size` limited to `budget` tokens."""
     height, width = smart_resize(*size.pixels, TOKEN, TOKEN * TOKEN, budget * TOKEN * TOKEN)
     return Size(height // TOKEN, width // TOKEN)
@@ -124,7 +124,7 @@ def _draw_pictures(
     size = seen = rng.choice(pages.SIZES)
     divisor = rng.choices((1, 2, 4, 8, 16), views)[0]
     if divisor > 1:
-        seen = shrink_size(size, size.tokens // divisor)
+        seen = _shrink_size(size, size.tokens // divisor)
     rng, most_shapes = random.Random(seed), most or pages.MOST_SHAPES
     scenes = [pages.draw_rectangle(rng, size, most_shapes) for _ in range(scene_count)]
     images, scenes = pages.render_rectangles(scenes, size, seed)

@@ -137,10 +137,10 @@ def start(model: Model, train: Callable[[Training], None]) -> None:
     torch.set_flush_denormal(True)
     # Two batches at once use two cores better than two threads do in a single one.
     torch.set_num_threads(1)
-    train(Training(read_recipe(model), **vars(parser.parse_args())))
+    train(Training(_read_recipe(model), **vars(parser.parse_args())))
 
 
-def read_recipe(model: Model) -> Recipe:
+def _read_recipe(model: Model) -> Recipe:
     """The recipe of a model."""
     path = Path(__file__).with_name("recipes.toml")
     return Recipe.model_validate(tomllib.loads(path.read_text(encoding="utf-8"))[model])

@@ -18,7 +18,7 @@ from benchmarks.yardsticks import examples, pages
 from benchmarks.yardsticks.examples import CHECKPOINTS, SEEDS, Split, draw_examples
 from benchmarks.yardsticks.pages import MERGE, TOKEN
 from benchmarks.yardsticks.questions import Model
-from benchmarks.yardsticks.train_miniqwen import shrink_size
+from benchmarks.yardsticks.train_miniqwen import _shrink_size
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_resizing_and_patches_are_those_of_the_processor(divisor: int) -> None:
     processor = AutoProcessor.from_pretrained(CHECKPOINTS["miniqwen"]).image_processor
     for size in (*pages.SIZES, *pages.UNSEEN_SIZES):
         budget = size.tokens // divisor
-        seen = shrink_size(size, budget)
+        seen = _shrink_size(size, budget)
         assert seen.tokens <= budget
         images, _ = pages.render_pages([pages.draw_page(random.Random(3), "table", size)], 3)
         limits = {"shortest_edge": TOKEN * TOKEN, "longest_edge": budget * TOKEN * TOKEN}
