@@ -115,7 +115,7 @@ def explain_image(
     image's tokens, :class:`UnsupportedModelError` for architectures that are not served.
     """
     require_architecture(checkpoint, BACKBONES)
-    keep_engine_in_process()
+    _keep_engine_in_process()
     from transformers import AutoConfig
     from vllm import LLM, SamplingParams
     from vllm.exceptions import VLLMValidationError
@@ -145,7 +145,7 @@ def explain_image(
     )
     content = [{"type": "image_pil", "image_pil": image}, {"type": "text", "text": question}]
     message = {"role": "user", "content": content}
-    with record_selections() as selections, _record_tiles(llm) as tiles:
+    with _record_selections() as selections, _record_tiles(llm) as tiles:
         try:
             llm.chat([message], SamplingParams(max_tokens=1), use_tqdm=False)
         except VLLMValidationError as error:
@@ -164,7 +164,7 @@ def explain_image(
     return explanations
 
 
-def keep_engine_in_process() -> None:
+def _keep_engine_in_process() -> None:
     """Set vLLM's environment so that an engine that starts later has its model in this process."""
     for name, value in (
         ("VLLM_ENABLE_V1_MULTIPROCESSING", "0"),
@@ -175,7 +175,7 @@ def keep_engine_in_process() -> None:
 
 
 @contextmanager
-def record_selections() -> Iterator[list[_Selection]]:
+def _record_selections() -> Iterator[list[_Selection]]:
     """Record every selection of an engine in this process while the context is open."""
     from vllm_autoprune.serving.worker import batch
     from vllm_autoprune.serving.worker.selection import select_with_fallback
