@@ -58,7 +58,7 @@ def test_complete_lines_survive_truncation_anywhere(path: Path) -> None:
         assert numbers(path) == [*complete, 3]
 
 
-@pytest.mark.parametrize("remains", [b"\0" * 50, b"\0\n", b"\n", b'{"number":3,\0\0\0', b"{\xff\n"])
+@pytest.mark.parametrize("remains", [b"\0" * 50, b"\n", b'{"number":3,\0\0\0', b"{\xff\n"])
 def test_remains_of_a_power_failure_are_removed(path: Path, remains: bytes) -> None:
     content = path.read_bytes()
     path.write_bytes(content + remains)
@@ -71,12 +71,9 @@ def test_remains_of_a_power_failure_are_removed(path: Path, remains: bytes) -> N
     ("content", "line"),
     [
         (b"milk, eggs", 1),
-        (b"milk\neggs\n", 1),
-        (b'{"name": "a state"}', 1),
         (b'{\n  "name": "a state"\n}\n', 1),
         (b'{"number":1}\n{"number":"many"}\n', 2),
         (b'{"number":1}\n{"num\n{"number":3}\n', 2),
-        (b'{"number":1}\n[]', 2),
     ],
 )
 def test_foreign_content_is_refused_and_left_unchanged(
@@ -130,7 +127,6 @@ def failing(number: int) -> Iterator[None]:
     [
         (0, "File too large -> make room and resume"),
         (errno.ENOSPC, "-> make room and resume"),
-        (errno.EDQUOT, "-> make room and resume"),
         (errno.EIO, "Input/output error -> name a place that can be written$"),
     ],
 )

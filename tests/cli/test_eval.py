@@ -91,7 +91,7 @@ def test_every_case_is_asked_every_question_once(
         assert call(server.url, "--resume", "--json") == 0
         assert count_questions(server.requests) == dict.fromkeys(CASES, 4)
     assert "### K = 8" in captured.out and "A trial run on 2 images" in captured.out
-    assert "- autoprune, K = 8: 2 images are too few to decide (at least 6)" in captured.out
+    assert "- autoprune, K = 8: images are too few to decide (at least 6), 0.0" in captured.out
     assert "100%  20 of 20" in captured.err
     report = json.loads(capsys.readouterr().out)
     rows = {row["case"]["name"]: row for row in report["rows"]}

@@ -154,17 +154,6 @@ class Contents:
         answer = self.answers.get(case, {}).get(question)
         return answer is not None and answer.failure is None
 
-    def prompt_lengths(self, case: Case) -> list[tuple[int, int]]:
-        """Prompt tokens of a case that prunes and of the full model, by question, where known."""
-        full = self.answers.get("full", {}) if case.budget else {}
-        return [
-            (answer.prompt_tokens, unpruned.prompt_tokens)
-            for name, answer in self.answers.get(case.name, {}).items()
-            if answer.prompt_tokens is not None
-            and (unpruned := full.get(name)) is not None
-            and unpruned.prompt_tokens is not None
-        ]
-
 
 class Journal(RecordFile[Record]):
     """A file of records to which one process at a time can append."""

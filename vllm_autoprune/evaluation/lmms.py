@@ -136,10 +136,10 @@ class LmmsSuite(Suite):
             mme_divisor=28.0 if self.backbone.startswith("qwen") else 20.0,
         )
 
-    def plan(self) -> Sequence[str]:
-        """Every command line that will be run."""
-        pairs = itertools.product(self.cases, self.benchmarks)
-        return [shlex.join(self._command(*pair)) for pair in pairs]
+    def plan(self) -> str:
+        """The number of runs of lmms-eval."""
+        cases, tasks = len(self.cases), len(self.benchmarks)
+        return f"{cases} cases x {tasks} tasks: {cases * tasks:,} runs of lmms-eval"
 
     def measure(self, journal: Journal, progress: Progress) -> None:
         """Run what is not complete, after checking lmms-eval and the server."""
@@ -150,8 +150,19 @@ class LmmsSuite(Suite):
         ]
         if not runs:
             return
+        name, *more = shlex.split(self.program) or [""]
+        program = [os.path.abspath(path) if (path := shutil.which(name)) else name, *more]
         # Before the first task, which may take hours.
-        self._check_version()
+        what = "cannot be run"
+        with contextlib.suppress(OSError):
+            process = subprocess.run(
+                [*program, "version"], capture_output=True, text=True, check=False
+            )
+            version = (process.stdout.split("\n")[0].split() or ["nothing"])[-1]
+            what = f"is version {version}; only the output files of {PINNED} are supported"
+        if f"version {PINNED};" not in what:
+            fix = f"pip install lmms-eval=={PINNED} into an environment of its own, and name it"
+            raise ConfigError("eval", [Problem(f"--lmms-eval {self.program}", what, fix)])
         _, names = check_server(self.server, self.cases, journal)
         runs = [run for run in runs if run[0].name in names]
         progress.begin(len(runs))
@@ -161,63 +172,39 @@ class LmmsSuite(Suite):
             with client, reporting_failures(client.url):
                 client.list_models()
             progress.write(f"{case.name}: {benchmark.task} ...")
-            self._run(case, benchmark)
-            journal.append(_read_output(self._folder_of(case, benchmark), benchmark, case.name))
+            # Absolute, because lmms-eval runs in it.
+            folder = self.folder.absolute() / case.name / benchmark.task
+            shutil.rmtree(folder, ignore_errors=True)  # of a run that was not complete
+            folder.mkdir(parents=True)
+            self._run(program, case, benchmark, folder)
+            journal.append(_read_output(folder, benchmark, case.name))
             progress.advance()
 
-    def _folder_of(self, case: Case, benchmark: _Benchmark) -> Path:
-        # Absolute, because lmms-eval runs in another folder.
-        return self.folder.absolute() / case.name / benchmark.task
-
-    def _command(self, case: Case, benchmark: _Benchmark) -> list[str]:
-        """The command line for one task; decoding and prompts are the task's.
-
-        ``prefix_aware_queue`` is off because it reorders requests by their text.
-        ``adaptive_max_concurrency`` limits ``num_concurrent`` even if nothing adapts; its default
-        is 128.
-        """
+    def _run(self, program: Sequence[str], case: Case, benchmark: _Benchmark, folder: Path) -> None:
+        """Run one task, with its own decoding and prompts; raises :class:`EvaluationError`."""
+        url, connection, model, max_in_flight = self.server
         arguments = {
-            "model_version": self.server.model,
-            "base_url": f"{server_address(self.server.url)}/v1",
-            "num_concurrent": self.server.max_in_flight,
-            "adaptive_max_concurrency": self.server.max_in_flight,
+            "model_version": model,
+            "base_url": f"{server_address(url)}/v1",
+            "num_concurrent": max_in_flight,
+            # Limits num_concurrent even if nothing adapts; its default is 128.
+            "adaptive_max_concurrency": max_in_flight,
             "max_retries": 3,
-            "prefix_aware_queue": False,
+            "prefix_aware_queue": False,  # it reorders requests by their text
         }
         model_args = ",".join(f"{name}={value}" for name, value in arguments.items())
-        output = str(self._folder_of(case, benchmark))
-        line = [
-            *self._program(), "--model", "openai", "--model_args", model_args, "--tasks",
-            benchmark.task, "--batch_size", "1", "--output_path", output, "--log_samples",
+        command = [
+            *program, "--model", "openai", "--model_args", model_args, "--tasks", benchmark.task,
+            "--batch_size", "1", "--output_path", str(folder), "--log_samples",
         ]  # fmt: skip
-        if self.include is not None:
-            line += ["--include_path", str(self.include.absolute())]
-        return line if self.limit is None else [*line, "--limit", str(self.limit)]
-
-    def _program(self) -> list[str]:
-        name, *more = shlex.split(self.program) or [""]
-        return [os.path.abspath(path) if (path := shutil.which(name)) else name, *more]
-
-    def _check_version(self) -> None:
-        what = "cannot be run"
-        with contextlib.suppress(OSError):
-            command = [*self._program(), "version"]
-            process = subprocess.run(command, capture_output=True, text=True, check=False)
-            version = (process.stdout.split("\n")[0].split() or ["nothing"])[-1]
-            if version == PINNED:
-                return
-            what = f"is version {version}; only the output files of {PINNED} are supported"
-        fix = f"pip install lmms-eval=={PINNED} into a separate environment, and name its program"
-        raise ConfigError("eval", [Problem(f"--lmms-eval {self.program}", what, fix)])
-
-    def _run(self, case: Case, benchmark: _Benchmark) -> None:
-        """Run one task; raises :class:`EvaluationError`."""
-        folder = self._folder_of(case, benchmark)
-        shutil.rmtree(folder, ignore_errors=True)  # of a run that was not complete
-        folder.mkdir(parents=True)
-        connection = self.server.connection
-        headers = {name.title(): v for name, v in connection.headers(self.server.url).items()}
-        settings = {"pruning": case.pruning, "headers": headers, "insecure": connection.insecure}
+        command += ["--include_path", str(self.include.absolute())] if self.include else []
+        command += ["--limit", str(self.limit)] if self.limit is not None else []
+        run = {
+            "pruning": case.pruning,
+            "headers": {name.title(): v for name, v in connection.headers(url).items()},
+            "insecure": connection.insecure,
+            "images": str(folder / _IMAGES),
+        }
         path = [str(_PLUGIN), *filter(None, [os.environ.get("PYTHONPATH")])]
         variables = {
             # Its client needs a key even if the server does not; ours is among the headers, since
@@ -225,7 +212,7 @@ class LmmsSuite(Suite):
             "OPENAI_API_KEY": "none",
             **os.environ,
             "PYTHONPATH": os.pathsep.join(path),
-            "AUTOPRUNE_RUN": json.dumps({**settings, "images": str(folder / _IMAGES)}),
+            "AUTOPRUNE_RUN": json.dumps(run),
         }
         if connection.ca_file:
             variables["SSL_CERT_FILE"] = str(connection.ca_file.absolute())
@@ -234,10 +221,9 @@ class LmmsSuite(Suite):
             variables["OPENAI_API_URL"] = api_address(judge) + benchmark.judge
         with (folder / _LOG).open("wb") as log:
             process = subprocess.run(
-                self._command(case, benchmark),
-                stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, check=False,
+                command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
                 # In any other folder it would take a subfolder of the task's name for the task.
-                cwd=folder, env=variables,
+                check=False, cwd=folder, env=variables,
             )  # fmt: skip
         # It exits with 0 even after an exception.
         if process.returncode or not any(folder.rglob("*_samples_*.jsonl")):
@@ -266,13 +252,11 @@ def _read_output(
 ) -> Sequence[Question | Answer | Total]:
     """The files of one run: questions, answers, and last the total, unless a request failed.
 
-    Raises :class:`EvaluationError` if something is missing.
+    Raises :class:`EvaluationError` for files that are missing, incomplete or of another form.
     """
     try:
         return list(_parse_output(folder, benchmark, case))
-    except (
-        OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError
-    ) as error:  # fmt: skip
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         what = f"{benchmark.task}: its output is incomplete ({reason})"
         raise EvaluationError(f"{what} -> see {folder / _LOG}, fix that and add --resume") from None
@@ -281,7 +265,6 @@ def _read_output(
 def _parse_output(
     folder: Path, benchmark: _Benchmark, case: str
 ) -> Iterator[Question | Answer | Total]:
-    """The records of :func:`_read_output`; raises various errors for files of another form."""
     task = benchmark.task
     (path,) = folder.rglob(f"*_samples_{task}.jsonl")
     # Tasks write more such files, as MMBench its submissions/mmbench_en_dev_results.json.

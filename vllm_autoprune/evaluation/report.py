@@ -13,15 +13,15 @@ kind: a smaller image is what an operator has without a plugin, so a state has t
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal, get_args
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Literal
 
 import numpy as np
 
 from vllm_autoprune.evaluation.journal import MME, Arm, Case, Contents, EvaluationError, Setup
 from vllm_autoprune.evaluation.scoring import Aggregates, Figures, Scoring, aggregate
 from vllm_autoprune.record_file import FrozenModel
-from vllm_autoprune.report import Table
+from vllm_autoprune.report import Document, Section, Table, render_markdown
 from vllm_autoprune.statistics import Estimate, Floats, estimate
 
 _Winner = Literal["pruning", "resizing", "not decided", "too few images"]
@@ -37,8 +37,6 @@ _PRUNING_ARMS: tuple[Arm, ...] = ("found", "autoprune", "base")
 
 _TRIAL_IMAGES = 20
 """With fewer images than this, bootstrap intervals over images are too narrow."""
-_FEW_RIGHT = 50
-"""Per cent right with all tokens below which the answers are probably written in another way."""
 
 _NOTES = (
     "Acc. is the mean over benchmarks{mme}. Rel. is given by "
@@ -59,17 +57,11 @@ class Comparison(FrozenModel):
     """
 
     case: str
-    label: str
-    budget: int
     kind: str | None
     questions: int
     images: int
     difference: Estimate
     winner: _Winner
-    more_tokens: float = 0.0
-    """Mean tokens that its prompts have more: a resized image may have a few less than K."""
-    stated: bool
-    """Whether the case is a state that was to be evaluated, not what it is compared with."""
 
 
 class _Differences(FrozenModel):
@@ -90,6 +82,7 @@ class Row(FrozenModel):
     accuracy: Estimate | None
     accuracy_plus: float | None
     prompt_tokens: float | None
+    """Their mean, where the server told any."""
     to_full: _Differences | None = None
     to_base: _Differences | None = None
     to_resized: _Differences | None = None
@@ -121,23 +114,20 @@ def build_report(contents: Contents, more: Iterable[str] = ()) -> Report:
         raise EvaluationError("the journal is empty -> run an evaluation first")
     (setup,) = contents.setups.values()
     questions = list(contents.questions.values())
-    complete = [
-        case
-        for case in contents.cases.values()
-        if questions and all(contents.is_answered(case.name, name) for name in contents.questions)
-    ]
     scoring = Scoring(questions, setup.mme_divisor)
-    figures = {case.name: scoring.figures(contents.answers[case.name]) for case in complete}
-    full = next((case.name for case in complete if case.arm == "full"), None)
+    figures = {
+        name: scoring.figures(contents.answers[name])
+        for name in contents.cases
+        if questions and all(contents.is_answered(name, q.id) for q in questions)
+    }
     reasons = [*_find_reasons(contents), *more]
-    rows: list[Row] = []
-    if full is not None:
-        right = figures[full].metrics.get("accuracy")
-        if right is not None and right[0] == 0:  # whatever prunes can then be no worse
-            reason = "full: no answer is right even with all tokens -> write the answers exactly "
-            reason += "as the model does (capitals, full stop, language), and ask it for a word or "
-            reasons.insert(0, f"{reason}a number")
-        rows = list(_build_rows(contents, setup.mme_divisor, complete, full, figures))
+    rows = list(_build_rows(contents, setup.mme_divisor, figures)) if "full" in figures else []
+    right = figures["full"].metrics.get("accuracy") if rows else None
+    if right is not None and right[0] == 0:  # whatever prunes can then be no worse
+        reason = "full: no answer is right even with all tokens -> write the answers exactly "
+        reason += "as the model does (capitals, full stop, language), and ask it for a word or "
+        reasons.insert(0, f"{reason}a number")
+    measured = {row.case.digest for row in rows}
     return Report(
         setup=setup,
         questions=len(questions),
@@ -148,27 +138,23 @@ def build_report(contents: Contents, more: Iterable[str] = ()) -> Report:
         refused=tuple(
             case
             for case in contents.cases.values()
-            if case.refused and (case.budget or case.digest not in {r.case.digest for r in rows})
+            if case.refused and (case.budget or case.digest not in measured)
         ),
-        resizing=tuple(_compare_with_resizing(contents, complete, figures)),
+        resizing=tuple(_compare_with_resizing(contents, figures)),
     )
 
 
 def _build_rows(
-    contents: Contents,
-    divisor: float,
-    cases: Sequence[Case],
-    full: str,
-    figures: Mapping[str, Figures],
+    contents: Contents, divisor: float, figures: Mapping[str, Figures]
 ) -> Iterator[Row]:
+    cases = [contents.cases[name] for name in figures]
     benchmarks = {question.benchmark for question in contents.questions.values()}
-    controls = {case.budget: case.name for case in cases if case.arm == "resized"}
     # The total of a benchmark's own scorer, or else what is computed from answers.
     scores = {}
-    for case in cases:
-        computed = {name: float(f[0]) for name, f in figures[case.name].benchmarks.items()}
-        totals = contents.totals.get(case.name, {})
-        scores[case.name] = computed | {name: total.value for name, total in totals.items()}
+    for name in figures:
+        computed = {key: float(score[0]) for key, score in figures[name].benchmarks.items()}
+        totals = contents.totals.get(name, {})
+        scores[name] = computed | {key: total.value for key, total in totals.items()}
     for case in cases:
         points, metrics = scores[case.name], figures[case.name].metrics
         if not benchmarks <= points.keys():
@@ -176,34 +162,27 @@ def _build_rows(
         # Paired: all figures are of the same resamples.
         differences = {}
         for field, other in (
-            ("to_full", full),
+            ("to_full", "full"),
             ("to_base", case.base),
-            ("to_resized", controls.get(case.budget, "")),
+            ("to_resized", f"resized@{case.budget}"),
         ):
             if other in figures and other != case.name:
                 less = figures[other].metrics
-                estimates = {
-                    name: _estimate(metrics[name] - less[name])
-                    for name in metrics.keys() & less.keys() & _Differences.model_fields.keys()
-                }
+                names = metrics.keys() & less.keys() & _Differences.model_fields.keys()
+                estimates = {name: _estimate(metrics[name] - less[name]) for name in names}
                 differences[field] = _Differences(**estimates)
-        single = {name: _estimate(metrics[name]) for name in metrics}
-        plus, tokens = single.get("accuracy_plus"), _mean_length(contents, case)
+        plus = _estimate(metrics["accuracy_plus"]) if "accuracy_plus" in metrics else None
+        answers = contents.answers[case.name].values()
+        lengths = [answer.prompt_tokens for answer in answers if answer.prompt_tokens]
         yield Row(
             case=case,
             benchmarks={name: round(score, _DIGITS) for name, score in points.items()},
-            all=aggregate(points, scores[full], divisor).rounded(_DIGITS),
-            accuracy=single.get("accuracy"),
+            all=aggregate(points, scores["full"], divisor).rounded(_DIGITS),
+            accuracy=_estimate(metrics["accuracy"]) if "accuracy" in metrics else None,
             accuracy_plus=None if plus is None else plus.value,
-            prompt_tokens=None if tokens is None else round(tokens, 2),
+            prompt_tokens=round(sum(lengths) / len(lengths), 2) if lengths else None,
             **differences,
         )
-
-
-def _mean_length(contents: Contents, case: Case) -> float | None:
-    """Mean prompt tokens of a case, where the server told any."""
-    lengths = [a.prompt_tokens for a in contents.answers[case.name].values() if a.prompt_tokens]
-    return sum(lengths) / len(lengths) if lengths else None
 
 
 def _estimate(figure: Floats) -> Estimate | None:
@@ -213,65 +192,62 @@ def _estimate(figure: Floats) -> Estimate | None:
 
 def _find_reasons(contents: Contents) -> Iterator[str]:
     """Reasons against any evaluation: failures, missing answers, no full model, no pruning."""
-    cases = [case for case in contents.cases.values() if not case.refused]
     total = len(contents.questions)
     if not total:
         yield "there are no questions"
         return
-    if not any(case.arm == "full" for case in cases):
+    if "full" not in contents.cases:
         yield "the full model is not among the cases: there is nothing to compare with"
-    if empty := [case.name for case in cases if not contents.answers.get(case.name)]:
-        yield f"{', '.join(empty)}: no question was answered"
-    for case in cases:
-        answers = contents.answers.get(case.name, {})
+    full = contents.answers.get("full", {})
+    for name, case in contents.cases.items():
+        if case.refused:
+            continue
+        answers = contents.answers.get(name, {})
         failures = [answer.failure for answer in answers.values() if answer.failure is not None]
         if failures:
-            yield f"{case.name}: {len(failures)} of {total:,} requests failed: {failures[0]}"
-        if 0 < len(answers) < total:
-            missing = [q.benchmark for name, q in contents.questions.items() if name not in answers]
+            yield f"{name}: {len(failures)} of {total:,} requests failed: {failures[0]}"
+        if len(answers) < total:
+            missing = [q.benchmark for id, q in contents.questions.items() if id not in answers]
             where = ", ".join(dict.fromkeys(missing))
-            yield f"{case.name}: {len(answers):,} of {total:,} answers; {where} is incomplete"
-        lengths = contents.prompt_lengths(case)
-        if lengths and all(pruned >= unpruned for pruned, unpruned in lengths):
-            yield f"{case.name}: no prompt is shorter than unpruned: K keeps every token"
+            yield f"{name}: {len(answers):,} of {total:,} answers; {where} is incomplete"
+        lengths = [
+            (answer.prompt_tokens, full[id].prompt_tokens)
+            for id, answer in answers.items()
+            if case.budget and id in full
+        ]
+        known = [(pruned, unpruned) for pruned, unpruned in lengths if pruned and unpruned]
+        if known and all(pruned >= unpruned for pruned, unpruned in known):
+            yield f"{name}: no prompt is shorter than unpruned: K keeps every token"
 
 
 def _compare_with_resizing(
-    contents: Contents, cases: Sequence[Case], figures: Mapping[str, Figures]
+    contents: Contents, figures: Mapping[str, Figures]
 ) -> Iterator[Comparison]:
     """Each case that runs a policy and has a resize control, overall and then by kind."""
-    controls = {case.budget: case for case in cases if case.arm == "resized"}
-    bases = {case.base for case in cases}
     questions = contents.questions.values()
-    kinds_differ = len({question.topic for question in questions}) > 1
-    for case in cases:
-        control = controls.get(case.budget)
-        if control is None or case.arm not in ("base", "autoprune", "found"):
+    kinds = {question.topic for question in questions}
+    for name, case in contents.cases.items():
+        control = figures.get(f"resized@{case.budget}")
+        if name not in figures or control is None or case.arm not in _PRUNING_ARMS:
             continue
-        tokens, fewer = _mean_length(contents, case), _mean_length(contents, control)
-        for kind, right in figures[case.name].topics.items():
-            resized = figures[control.name].topics.get(kind)
-            if resized is None or (kind is not None and not kinds_differ):
+        for kind, right in figures[name].topics.items():
+            if kind not in control.topics or (kind is not None and len(kinds) == 1):
                 continue
             asked = [question for question in questions if kind in (None, question.topic)]
             images = len({question.image for question in asked})
-            difference = estimate(right - resized).rounded(_DIGITS)
+            difference = estimate(right - control.topics[kind]).rounded(_DIGITS)
             winner: _Winner = "not decided"
             if images < _MIN_IMAGES:
                 winner = "too few images"
             elif difference.low > 0 or difference.high < 0:
                 winner = "pruning" if difference.low > 0 else "resizing"
             yield Comparison(
-                case=case.name,
-                label=case.label,
-                budget=case.budget,
+                case=name,
                 kind=kind,
                 questions=len(asked),
                 images=images,
                 difference=difference,
                 winner=winner,
-                more_tokens=round(tokens - fewer, 2) if tokens and fewer else 0.0,
-                stated=case.arm != "base" or case.name not in bases,
             )
 
 
@@ -286,37 +262,28 @@ def format_json(report: Report) -> str:
 
 def format_markdown(report: Report) -> str:
     """The report as a page: the answer, reasons against it, pruning or resizing, all tables."""
-    setup = report.setup
-    lines = [f"# Accuracy: {setup.suite}\n", f"{_build_answer(report)}\n"]
-    lines += [*(f"- {reason}" for reason in report.reasons), ""] if report.reasons else []
-    lines += [
-        f"- model: {setup.model}",
-        f"- data: {setup.data}",
-        f"- scored by {setup.scorer}",
-        f"- {report.questions:,} questions about {report.images:,} images",
-    ]
+    setup, sections = report.setup, []
     if verdicts := list(_describe_verdicts(report)):
-        lines.append("\n## Pruning or resizing?\n")
         full = next((row.accuracy for row in report.rows if row.case.arm == "full"), None)
         if full is not None:
-            sentence = f"With all tokens, {full.value:.1f} % of the answers are right."
-            if full.value < _FEW_RIGHT:
-                sentence += (
-                    " An answer is right if the model gives exactly it: where it is not written "
-                    "as the model writes it, it is wrong in every row."
-                )
-            verdicts.insert(0, sentence)
-        lines += [f"- {verdict}" for verdict in verdicts]
+            verdicts.insert(0, f"With all tokens, {full.value:.1f} % of the answers are right.")
+        sections.append(Section("Pruning or resizing?", verdicts))
     if report.rows:
         has_mme = MME in report.rows[0].benchmarks
         mme = f", with MME divided by {setup.mme_divisor:g} first" if has_mme else ""
-        notes = [note.format(mme=mme, images=report.images) for note in _NOTES]
-        lines += ["\n## Tables\n", *(f"- {note}" for note in notes)]
         tables = list(_result_tables(report))
         if refused := [[case.title, str(case.budget), case.refused] for case in report.refused]:
             tables.append(Table("Not measured", ["method", "K", "why"], refused, "lll"))
-        lines += [f"\n### {table.caption}\n\n{table.markdown()}" for table in tables]
-    return "\n".join(lines) + "\n"
+        notes = [note.format(mme=mme, images=report.images) for note in _NOTES]
+        sections.append(Section("Tables", notes, tables=tables))
+    facts = [
+        f"model: {setup.model}",
+        f"data: {setup.data}",
+        f"scored by {setup.scorer}",
+        f"{report.questions:,} questions about {report.images:,} images",
+    ]
+    title, answer = f"Accuracy: {setup.suite}", _build_answer(report)
+    return render_markdown(Document(title, answer, "open", report.reasons, facts, sections))
 
 
 def _build_answer(report: Report) -> str:
@@ -344,30 +311,33 @@ def _build_answer(report: Report) -> str:
 
 
 def _describe_verdicts(report: Report) -> Iterator[str]:
-    """One line for each stated case: who wins overall, by how much, and for which kinds."""
+    """One line for each state that was to be evaluated: who wins, by how much, by kind."""
     verdicts: dict[_Winner, str] = {
         "pruning": "pruning beats resizing",
         "resizing": "resizing beats pruning",
         "not decided": "not decided between pruning and resizing",
+        "too few images": f"images are too few to decide (at least {_MIN_IMAGES})",
     }
+    rows = {row.case.name: row for row in report.rows}
+    bases = {row.case.base for row in report.rows}
     for overall in report.resizing:
-        if not overall.stated or overall.kind is not None:
+        # A base policy that a state is compared with was not to be evaluated.
+        if overall.kind is not None or overall.case not in rows or overall.case in bases:
             continue
-        few = f"{overall.images} images are too few to decide (at least {_MIN_IMAGES})"
-        tokens = overall.more_tokens
-        more = f" with {tokens:.1f} tokens more" if tokens >= 0.5 else ""
+        row, control = rows[overall.case], rows.get(f"resized@{rows[overall.case].case.budget}")
+        more = (row.prompt_tokens or 0.0) - ((control and control.prompt_tokens) or 0.0)
         line = (
-            f"{overall.label}, K = {overall.budget}: {verdicts.get(overall.winner, few)}, "
-            f"{_format(overall.difference)} points right{more}."
+            f"{row.case.label}, K = {row.case.budget}: {verdicts[overall.winner]}, "
+            f"{_format(overall.difference)} points right"
         )
-        kinds = [row for row in report.resizing if row.case == overall.case and row.kind]
-        by_winner = []
-        for winner in get_args(_Winner):
-            cells = [f"{row.kind} {_format(row.difference)}" for row in kinds
-                     if row.winner == winner]  # fmt: skip
-            wins = " wins" if winner in ("pruning", "resizing") else ""
-            by_winner += [f"{winner}{wins}: {', '.join(cells)}"] if cells else []
-        yield line + (f" By kind: {'; '.join(by_winner)}." if by_winner else "")
+        # A resized image may have a few tokens less than K.
+        line += f" with {more:.1f} tokens more." if control and more >= 0.5 else "."
+        kinds = [
+            f"{part.kind} {_format(part.difference)}: {part.winner}"
+            for part in report.resizing
+            if part.case == overall.case and part.kind
+        ]
+        yield line + (f" By kind: {'; '.join(kinds)}." if kinds else "")
 
 
 def _format(estimate: Estimate | None, digits: int = 1) -> str:
@@ -394,11 +364,9 @@ def _result_tables(report: Report) -> Iterator[Table]:
     has_acc = any(differences.acc for differences in to_full)
     metrics = [("acc", "Acc.", 1) if has_acc else ("accuracy", "samples", 1)]
     metrics += [("logprob", "ln p", 3)] if any(row.logprob for row in to_full) else []
-    references = ["full", "base"]
-    references += ["resized"] if any(row.case.arm == "resized" for row in report.rows) else []
-    benchmarks = list(report.rows[0].benchmarks)
+    benchmarks, others = list(report.rows[0].benchmarks), ("full", "base", "resized")
     head = ["method", *benchmarks, "Acc.", "Rel., ratio of means", "Rel., mean of ratios"]
-    head += [f"{name} less {other}" for _, name, _ in metrics for other in references]
+    head += [f"{name} less {other}" for _, name, _ in metrics for other in others]
     for budget in sorted({row.case.budget for row in report.rows} - {0}, reverse=True):
         rows = []
         for row in report.rows:
@@ -408,7 +376,8 @@ def _result_tables(report: Report) -> Iterator[Table]:
             figures += [row.all.acc, row.all.ratio_of_means, row.all.mean_of_ratios]
             cells = [_NONE if figure is None else f"{figure:.1f}" for figure in figures]
             for metric, _, digits in metrics:
-                for other in (row.to_full, row.to_base, row.to_resized)[: len(references)]:
-                    cells.append(_format(dict(other)[metric] if other else None, digits))
+                for differences in (row.to_full, row.to_base, row.to_resized):
+                    estimate = dict(differences)[metric] if differences else None
+                    cells.append(_format(estimate, digits))
             rows.append([row.case.title, *cells])
         yield Table(f"K = {budget}", head, rows, "l" + "r" * (len(head) - 1))

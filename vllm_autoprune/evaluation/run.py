@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple, Protocol
 from pydantic import BaseModel, JsonValue
 
 from vllm_autoprune import __version__
-from vllm_autoprune.connection import Connection, server_address
+from vllm_autoprune.connection import Connection
 from vllm_autoprune.errors import AutopruneError, ConfigError, EvaluationFailed, Problem
 from vllm_autoprune.evaluation.journal import (
     JOURNAL,
@@ -99,7 +99,7 @@ class Suite(Protocol):
     cases: Sequence[Case]
     """Every way to serve the questions; one of them is the full model."""
 
-    def plan(self) -> Sequence[str]:
+    def plan(self) -> str:
         """Describe what will be run, without starting anything."""
 
     def measure(self, journal: Journal, progress: Progress) -> None:
@@ -333,11 +333,10 @@ class QuestionSuite(Suite):
             scorer=f"vllm-autoprune {__version__}: greedy decoding gives the reference answer",
         )
 
-    def plan(self) -> Sequence[str]:
-        """The server, and the number of requests."""
+    def plan(self) -> str:
+        """The number of requests."""
         cases, questions = sum(not case.refused for case in self.cases), len(self._questions)
-        count = f"{cases} cases x {questions} questions: {cases * questions:,} requests"
-        return [f"(served at {server_address(self._server.url)})", count]
+        return f"{cases} cases x {questions} questions: {cases * questions:,} requests"
 
     def measure(self, journal: Journal, progress: Progress) -> None:
         """Score the unanswered questions."""

@@ -109,7 +109,7 @@ def evaluate_states(options: argparse.Namespace) -> int:
             judge_url=options.judge_url,
         )
     if options.dry_run:
-        print("\n".join(suite.plan()))
+        print(suite.plan())
         return 0
     progress = Progress(lambda line: print(line, file=sys.stderr, flush=True))
     report = evaluate(suite, folder, resume=options.resume, progress=progress)
