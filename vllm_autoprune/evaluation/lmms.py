@@ -33,7 +33,7 @@ from vllm_autoprune.evaluation.journal import (
     Setup,
     Total,
 )
-from vllm_autoprune.evaluation.run import Progress, Server, Suite, check_server
+from vllm_autoprune.evaluation.run import Progress, Server, check_server
 from vllm_autoprune.http_client import ServerClient, reporting_failures
 
 PINNED = "0.7.3"
@@ -109,7 +109,7 @@ def select_benchmarks(names: str, *, cognition: bool, with_tasks: bool) -> list[
 
 
 @dataclass
-class LmmsSuite(Suite):
+class LmmsSuite:
     """Benchmarks that lmms-eval asks one server in every case."""
 
     server: Server

@@ -14,9 +14,9 @@ import io
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple
 
-from pydantic import BaseModel, JsonValue
+from pydantic import BaseModel
 
 from vllm_autoprune import __version__
 from vllm_autoprune.connection import Connection
@@ -91,26 +91,20 @@ class Server(NamedTuple):
     max_in_flight: int
 
 
-class Suite(Protocol):
-    """A set of questions for one model, to be answered in several cases."""
-
-    setup: Setup
-    """Model, data and settings that the measurements belong to."""
-    cases: Sequence[Case]
-    """Every way to serve the questions; one of them is the full model."""
-
-    def plan(self) -> str:
-        """Describe what will be run, without starting anything."""
-
-    def measure(self, journal: Journal, progress: Progress) -> None:
-        """Add to the journal what it lacks.
-
-        Raises :class:`ConfigError` if it cannot start and :class:`EvaluationError` if it cannot
-        continue; the journal keeps the answers until then.
-        """
+Measure = Callable[[Journal, Progress], None]
+"""Adds to a journal what it lacks. Raises :class:`ConfigError` if it cannot start and
+:class:`EvaluationError` if it cannot continue; the journal keeps the answers until then."""
 
 
-def evaluate(suite: Suite, folder: Path, *, resume: bool, progress: Progress) -> Report:
+def evaluate(
+    setup: Setup,
+    cases: Sequence[Case],
+    measure: Measure,
+    folder: Path,
+    *,
+    resume: bool,
+    progress: Progress,
+) -> Report:
     """Measure what is missing and write the report files.
 
     Raises :class:`ConfigError` or :class:`EvaluationError` if the evaluation cannot start.
@@ -123,10 +117,10 @@ def evaluate(suite: Suite, folder: Path, *, resume: bool, progress: Progress) ->
         contents, interruptions = journal.contents, list[str]()
         # A server that need not be asked again was asked whose state is its own.
         marks = {name: case.served for name, case in contents.cases.items()}
-        cases = [c.model_copy(update={"served": marks.get(c.name, False)}) for c in suite.cases]
-        journal.append([suite.setup, *cases])
+        cases = [c.model_copy(update={"served": marks.get(c.name, False)}) for c in cases]
+        journal.append([setup, *cases])
         try:
-            suite.measure(journal, progress)
+            measure(journal, progress)
         except EvaluationError as error:
             interruptions.append(f"stopped: {error}")
         except ConfigError:
@@ -149,15 +143,8 @@ FULL = Case(name="full", arm="full", label="full", pruning={"enabled": False})
 _SOURCE = "autoprune"
 """The shipped state whose exchange is applied to every base policy."""
 
-_CONTROLS: tuple[tuple[Literal["random", "resized"], str], ...] = (
-    ("random", "random keep"),
-    ("resized", RESIZED),
-)
 
-
-def _prune_case(
-    name: str, arm: Arm, label: str, state: PruningState, budget: int, base: str = ""
-) -> Case:
+def _prune_case(arm: Arm, state: PruningState, budget: int, base: str = "") -> Case:
     """A case that sends a state in every request; refused if the state cannot have K = budget."""
     refused, quota = "", None
     try:
@@ -165,9 +152,9 @@ def _prune_case(
     except AutopruneError as error:
         refused = str(error)
     return Case(
-        name=name,
+        name=f"{state.name}@{budget}",
         arm=arm,
-        label=label,
+        label=state.name,
         budget=budget,
         base=base,
         quota=quota,
@@ -201,29 +188,24 @@ def build_cases(names: Sequence[str], budgets: Sequence[int]) -> list[Case]:
         for name in names
         for state in (map(_residual_on, BASE_POLICIES) if name == "all" else [load_state(name)])
     ]
-    cases = {FULL.name: FULL}
-
-    def add(case: Case) -> Case:
-        return cases.setdefault(case.name, case)
-
+    cases, controls = [FULL], (("random", "random keep"), ("resized", RESIZED))
     for budget in budgets:
-        # Controls of K tokens without a policy: chosen at random, or of the image resized to K.
-        for keep, label in _CONTROLS:
-            pruning: dict[str, JsonValue] = {"keep": keep, "budget": budget}
-            name = f"{keep}@{budget}"
-            add(Case(name=name, arm=keep, label=label, budget=budget, pruning=pruning))
+        # K tokens without a policy: chosen at random, or of the image resized to K.
+        for keep, label in controls:
+            fields = {"name": f"{keep}@{budget}", "arm": keep, "label": label, "budget": budget}
+            pruning = {"keep": keep, "budget": budget}
+            cases.append(Case.model_validate({**fields, "pruning": pruning}))
         for state in states:
             # The base policy of the state with the same parameters, and no exchange.
             policy = state.base_policy
             data = load_state(policy.name).model_dump(mode="json")
             alone = load_state(data | {"base_policy": policy.model_dump(mode="json")})
-            base = add(_prune_case(f"{alone.name}@{budget}", "base", alone.name, alone, budget))
+            cases.append(_prune_case("base", alone, budget))
             if state.digest != alone.digest:
                 shipped = state.digest == _residual_on(policy.name).digest
                 arm: Arm = "autoprune" if shipped else "found"
-                name = f"{state.name}@{budget}"
-                add(_prune_case(name, arm, state.name, state, budget, base.name))
-    return list(cases.values())
+                cases.append(_prune_case(arm, state, budget, f"{alone.name}@{budget}"))
+    return list({case.name: case for case in cases}.values())
 
 
 class _Allows(BaseModel):
@@ -313,7 +295,7 @@ def _refuse(url: str, what: str) -> ConfigError:
     return ConfigError("eval", [Problem(url, what, fix)])
 
 
-class QuestionSuite(Suite):
+class QuestionSuite:
     """Questions of a file, each request with the pruning options of its case."""
 
     def __init__(

@@ -9,14 +9,10 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from vllm_autoprune.cli.flags import add_connection_flags, command, read_connection
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.http_client import MAX_IN_FLIGHT
-
-if TYPE_CHECKING:
-    from vllm_autoprune.evaluation.run import Suite
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,7 +90,7 @@ def evaluate_states(options: argparse.Namespace) -> int:
     if options.data is not None:
         name = options.data.name.encode(errors="replace").decode()  # a name may be any bytes
         questions = read_questions(options.data, options.limit)
-        suite: Suite = QuestionSuite(server, cases, questions, name)
+        suite: QuestionSuite | LmmsSuite = QuestionSuite(server, cases, questions, name)
     else:
         qwen = options.backbone.startswith("qwen")
         suite = LmmsSuite(
@@ -112,7 +108,9 @@ def evaluate_states(options: argparse.Namespace) -> int:
         print(suite.plan())
         return 0
     progress = Progress(lambda line: print(line, file=sys.stderr, flush=True))
-    report = evaluate(suite, folder, resume=options.resume, progress=progress)
+    report = evaluate(
+        suite.setup, cases, suite.measure, folder, resume=options.resume, progress=progress
+    )
     print(format_json(report) if options.json else format_markdown(report), end="")
     print(f"{folder}/: report.md, report.json, samples.jsonl", file=sys.stderr)
     return 0 if report.valid else 1
