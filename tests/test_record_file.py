@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -103,25 +101,6 @@ def test_one_process_writes_while_others_read_complete_lines(path: Path) -> None
     open_notes(path).close()  # closing and the refusal have let go of the lock
 
 
-@contextmanager
-def failing(number: int) -> Iterator[None]:
-    """The disk reports an error when it is waited for; 0: a write ends half way, and then fails."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def fail(handle: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    with pytest.MonkeyPatch.context() as patch:
-        if number:
-            patch.setattr(os, "fsync", fail)
-        else:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (80, hard))
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 @pytest.mark.parametrize(
     ("number", "message"),
     [
@@ -130,11 +109,27 @@ def failing(number: int) -> Iterator[None]:
         (errno.EIO, "Input/output error -> name a place that can be written$"),
     ],
 )
-def test_a_disk_that_fails_leaves_nothing_of_a_batch(path: Path, number: int, message: str) -> None:
+def test_a_disk_that_fails_leaves_nothing_of_a_batch(
+    path: Path, number: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reports an error when it is waited for; 0: a write ends half way, and then fails."""
     content, batch = path.read_bytes(), [Note(number=number) for number in range(3, 9)]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fail(handle: object) -> None:
+        raise OSError(number, os.strerror(number))
+
     with open_notes(path) as file:
-        with failing(number), pytest.raises(NotesError, match=message):
-            file.append(batch)
+        with monkeypatch.context() as patch:
+            if number:
+                patch.setattr(os, "fsync", fail)
+            else:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (80, hard))
+            try:
+                with pytest.raises(NotesError, match=message):
+                    file.append(batch)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert path.read_bytes() == content
         file.append(batch)
     assert numbers(path) == [1, 2, 3, 4, 5, 6, 7, 8]

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import base64
-import gzip
 import io
 import json
 import os
 import re
-import struct
 import warnings
-import zlib
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from vllm.multimodal.media.image import ImageMediaIO
 
 from offline_search.dataset import SPLITS, convert_mme, read_dataset
-from vllm_autoprune.errors import ConfigError, Problem
+from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.evaluation.journal import MME, PAIRS
 from vllm_autoprune.evaluation.questions import read_picture, read_questions
 
@@ -46,15 +42,6 @@ def save(kind: str = "PNG", mode: str = "RGB", **options: Any) -> bytes:
     buffer = io.BytesIO()
     draw(mode).save(buffer, kind, **options)
     return buffer.getvalue()
-
-
-def chunk(kind: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-
-def png_header(width: int, height: int) -> bytes:
-    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0" * 9))
 
 
 FRAMES: dict[str, Any] = {
@@ -105,11 +92,9 @@ NO_PICTURES = {
     "Git LFS": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "-> git lfs pull"),
     "HEIC": (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + b"\0" * 64, "-> convert it to PNG or JPEG"),
     "PostScript": (save("EPS"), "is not a picture that vLLM reads"),
-    "179 megapixels": (png_header(17_900, 10_000), "has more pixels than vLLM takes (178,956,970)"),
-    "a cut JPEG": (save("JPEG")[:-150], "is cut off or broken (image file is truncated"),
-    "a cut PNG": (save()[:-60], "is cut off or broken"),
-    "only a header": (png_header(24, 16), "is cut off or broken"),
-    "a wrong checksum": (save().replace(b"IDAT", b"IDAT\1"), "is cut off or broken"),
+    "a cut JPEG": (save("JPEG")[:-150], "cannot be decoded (image file is truncated"),
+    "a cut PNG": (save()[:-60], "cannot be decoded"),
+    "a wrong checksum": (save().replace(b"IDAT", b"IDAT\1"), "cannot be decoded"),
 }  # fmt: skip
 
 
@@ -123,12 +108,14 @@ def test_what_is_no_picture_is_refused_in_one_line(tmp_path: Path, name: str) ->
     assert problem.where == "WHERE" and said in str(problem) and len(str(problem).splitlines()) == 1
 
 
-def test_a_large_picture_below_the_limit_is_read_without_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_picture_has_at_most_twice_the_pixels_of_pillows_warning(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 24 * 16 - 1)
-    (tmp_path / "a.png").write_bytes(save())
-    assert read_picture("", tmp_path, "a.png").image.size == (24, 16)
+    assert read_picture("", folder, "a.png").image.size == (24, 16)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 24 * 8 - 1)
+    with pytest.raises(ConfigError, match=r"exceeds limit of 382 pixels.* or make it smaller"):
+        read_picture("", folder, "a.png")
 
 
 INLINE = base64.b64encode(save()).decode()
@@ -140,7 +127,6 @@ FORMS = {
     "base64 for URLs": base64.urlsafe_b64encode(save("WEBP")).decode(),
     "an absolute path": "FOLDER/a.png",
     "a path that goes up": "../data/a.png",
-    "an image of no suffix": "3f2a" * 16,
     "spaces and other scripts": "naïve 图像 (1).png",
     "a link": "link.png",
 }
@@ -153,7 +139,7 @@ NO_FORMS = {
     "a long path": ("x." * 2500, "cannot be read (File name too long)"),
     "base64 of nothing": ("iVBORw0KGgo=" * 10, "is neither a file nor base64"),
     "base64 of text": (base64.b64encode(b"no picture at all" * 9).decode(), "is not a picture"),
-    "base64 that is cut": (INLINE[:120], "is cut off or broken"),
+    "base64 that is cut": (INLINE[:120], "cannot be decoded"),
     "a data URL of text": ("data:image/svg+xml,%3Csvg/%3E", "is neither a file nor base64"),
     "a data URL of nothing": ("data:image/png;base64,", "cannot be read"),
 }
@@ -225,15 +211,14 @@ REFUSED: Mapping[str, tuple[str | bytes, str]] = {
     "UTF-16 behind UTF-8": (lines({}).encode() + lines({}).encode("utf-16-le"),
                             ":2: is not UTF-8 (a NUL byte): UTF-16? -> "),
     "half a surrogate, escaped": (lines({"question": "a\ud83d?"}), "is not JSON (unexpected end"),
-    "gzip": (gzip.compress(lines({}).encode()), "is gzip, not one object a line -> gunzip "),
+    "HTML": ("\n<!doctype html>\n", ":2: is not JSON (expected value at column 1)"),
+    "gzip": (b"\x1f\x8b\b", "is gzip, not one object a line -> gunzip "),
     "a zip archive": (b"PK\x03\x04", "is an archive, a spreadsheet or Parquet"),
     "Git LFS": ("version https://git-lfs.github.com/spec/v1\n", "-> git lfs pull"),
-    "HTML": ("\n<!doctype html>\n<p>404\n", "is HTML or XML"),
+    "CSV": ("image,question,answer\na.png,?,4\n", "is CSV or TSV, not one object a line -> export"),
     "an array": (json.dumps([LINE, LINE]), "is one JSON array, not one object a line -> jq"),
     "an array in lines": (json.dumps([LINE], indent=1), "is one JSON array"),
     "an object in lines": (json.dumps(LINE, indent=1), "is JSON over several lines"),
-    "CSV": ("image,question,answer\na.png,?,4\n", "is CSV, not one object a line -> python -c"),
-    "TSV": ("index\timage\tquestion\n0\tiVBOR\t?\n", r'delimiter="\t")'),
     "nothing": (" \n\t\n", "contains no example"),
     "a comma in a line": ('{"image": "a.png",}', "is not JSON (trailing comma at column 19)"),
     "two objects in a line": (lines({})[:-1] + lines({}), "is not JSON (trailing characters"),
@@ -252,7 +237,7 @@ REFUSED: Mapping[str, tuple[str | bytes, str]] = {
     "a field in two lines": (json.dumps({**LINE, "a\nb\u2028c": 1}), r"'a\nb\u2028c' is not"),
     "a missing image": (lines({}, {"image": "c.png"}, {"image": "c.png"}),
                         ":2: image 'c.png': cannot be read (No such file or directory) -> "),
-    "a broken image": (lines({"image": "cut.jpg"}), ":1: image 'cut.jpg': is cut off or broken"),
+    "a broken image": (lines({"image": "cut.jpg"}), ":1: image 'cut.jpg': cannot be decoded"),
     "base64 of no image": (lines({"image": "iVBORw0KGgo=" * 10}), "is neither a file nor base64"),
     "a pair of one": (lines(PAIR[0]), '"pair": 1 about \'a.png\' is not one "yes" and one "no"'),
     "a pair of three": (lines(*PAIR, {**PAIR[0], "question": "3?"}), "(lines 1, 2, 3)"),
@@ -324,7 +309,7 @@ def test_many_problems_are_counted_and_a_missing_file_is_said_to_be_missing(tmp_
 # ---- nothing that a file holds ends in another exception ----
 
 SEEDS = [content.encode() if isinstance(content, str) else content
-         for content in [*(c for c, _ in READ.values()), *(c for c, _ in REFUSED.values())]
+         for content in [*(c for c, _ in (*READ.values(), *REFUSED.values())), *PICTURES.values()]
          if len(content) < 2000]  # fmt: skip
 
 
@@ -339,38 +324,23 @@ def mutants(draw: st.DrawFn, seeds: list[bytes]) -> bytes:
     return content
 
 
-QUICK = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-@QUICK
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary() | mutants(SEEDS))
-def test_any_file_is_read_or_refused_in_words(folder: Path, content: bytes) -> None:
-    path = write(folder / "any.jsonl", content)
+def test_any_bytes_are_read_or_refused_in_words(folder: Path, content: bytes) -> None:
     category = folder / "mme" / "colour"
     category.mkdir(parents=True, exist_ok=True)
     write(category / "1.png", save())
-    write(category / "1.txt", content)
+    path = write(category / "1.txt", content)
     for read in (
         lambda: read_questions(path),
+        lambda: read_picture("", category, "1.txt"),
         lambda: convert_mme(folder / "mme", folder / "converted"),
     ):
-        problems: Sequence[Problem] = ()
         try:
             read()
         except ConfigError as error:
-            problems = error.problems
-        for problem in problems:
-            assert len(str(problem).encode().decode().splitlines()) == 1 and problem.fix
-
-
-@QUICK
-@given(mutants([content for content in PICTURES.values() if len(content) < 4000]))
-@example(b"")
-def test_any_bytes_are_a_picture_or_refused_in_words(folder: Path, content: bytes) -> None:
-    write(folder / "any.png", content)
-    with suppress(ConfigError):
-        picture = read_picture("", folder, "any.png")
-        assert picture.image.tobytes() == vllm_reads(content).tobytes()
+            for problem in error.problems:
+                assert len(str(problem).encode().decode().splitlines()) == 1 and problem.fix
 
 
 def test_a_search_finds_one_image_in_two_splits_under_any_name(folder: Path) -> None:
@@ -380,11 +350,3 @@ def test_a_search_finds_one_image_in_two_splits_under_any_name(folder: Path) -> 
         read_dataset(folder)
     (problem,) = caught.value.problems
     assert problem.what == "the same image is in search and in test"
-    write(
-        folder / "test.jsonl",
-        lines({"image": f"data:;base64,{base64.b64encode(save('BMP')).decode()}"}),
-    )
-    dataset = read_dataset(folder)
-    assert [url[:15] for url in dataset.images.values()] == [
-        "data:image/png;", "data:image/jpeg", "data:image/bmp;",
-    ]  # fmt: skip

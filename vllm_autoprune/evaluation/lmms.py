@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic_core import from_json
+from tqdm import tqdm
 
 from vllm_autoprune.connection import api_address, server_address
 from vllm_autoprune.errors import ConfigError, Problem
@@ -33,7 +34,7 @@ from vllm_autoprune.evaluation.journal import (
     Setup,
     Total,
 )
-from vllm_autoprune.evaluation.run import Progress, Server, check_server
+from vllm_autoprune.evaluation.run import Server, check_server
 from vllm_autoprune.http_client import ServerClient, reporting_failures
 
 PINNED = "0.7.3"
@@ -141,7 +142,7 @@ class LmmsSuite:
         cases, tasks = len(self.cases), len(self.benchmarks)
         return f"{cases} cases x {tasks} tasks: {cases * tasks:,} runs of lmms-eval"
 
-    def measure(self, journal: Journal, progress: Progress) -> None:
+    def measure(self, journal: Journal) -> None:
         """Run what is not complete, after checking lmms-eval and the server."""
         runs = [
             (case, benchmark)
@@ -165,20 +166,19 @@ class LmmsSuite:
             raise ConfigError("eval", [Problem(f"--lmms-eval {self.program}", what, fix)])
         _, names = check_server(self.server, self.cases, journal)
         runs = [run for run in runs if run[0].name in names]
-        progress.begin(len(runs))
-        for case, benchmark in runs:
+        progress = tqdm(runs, unit="task")
+        for case, benchmark in progress:
+            progress.set_description(f"{case.name}: {benchmark.task}")
             # lmms-eval would ask a dead one every question.
             client = ServerClient(self.server.url, self.server.connection)
             with client, reporting_failures(client.url):
                 client.list_models()
-            progress.write(f"{case.name}: {benchmark.task} ...")
             # Absolute, because lmms-eval runs in it.
             folder = self.folder.absolute() / case.name / benchmark.task
             shutil.rmtree(folder, ignore_errors=True)  # of a run that was not complete
             folder.mkdir(parents=True)
             self._run(program, case, benchmark, folder)
             journal.append(_read_output(folder, benchmark, case.name))
-            progress.advance()
 
     def _run(self, program: Sequence[str], case: Case, benchmark: _Benchmark, folder: Path) -> None:
         """Run one task, with its own decoding and prompts; raises :class:`EvaluationError`."""

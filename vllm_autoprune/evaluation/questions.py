@@ -46,19 +46,14 @@ def refuse(subject: str, problems: Sequence[Problem]) -> None:
 
 # ---- lines and JSON ----
 
-_TABLE = (
-    "python -c 'import csv, json, sys; [print(json.dumps(row)) for row in "
-    'csv.DictReader(sys.stdin, delimiter="{}")]\' < {{}} > questions.jsonl'
-)
+_EXPORT = "export it as JSON, one object a line"
 _NOT_JSONL = {
     rb"\x1f\x8b": ("gzip", "gunzip {}"),
-    rb"PK\x03\x04|PAR1": ("an archive, a spreadsheet or Parquet", "export it as text"),
+    rb"PK\x03\x04|PAR1": ("an archive, a spreadsheet or Parquet", _EXPORT),
     rb"version https://git-lfs": ("a Git LFS pointer", "git lfs pull"),
     rb"\[\s*([{\]]|$)": ("one JSON array", "jq -c '.[]' {} > questions.jsonl"),
     rb"[\[{]([^\]}]*[\[{,])?$": ("JSON over several lines", "jq -c . {} > questions.jsonl"),
-    rb"[\w ]+(,[\w ]+)+$": ("CSV", _TABLE.format(",")),
-    rb"[\w ]+(\t[\w ]+)+$": ("TSV", _TABLE.format(r"\t")),
-    rb"<": ("HTML or XML", "download the file itself"),
+    rb"[\w ]+([,\t][\w ]+)+$": ("CSV or TSV", _EXPORT),
 }
 """Other kinds of files by the beginning of their first line, and what makes JSON lines of them."""
 _UTF_16 = re.compile(rb"\A(\xff\xfe|\xfe\xff)|([^\0]\0){4}|(\0[^\0]){4}")
@@ -182,17 +177,14 @@ def read_picture(where: str, folder: Path, text: str) -> Picture:
         name = f"sha256:{hashlib.sha256(content).hexdigest()[:16]}"
     try:
         kind, image = _decode(content)
-    except Image.DecompressionBombError:
-        limit = f"{2 * (Image.MAX_IMAGE_PIXELS or 0):,}"
-        raise refusal(f"has more pixels than vLLM takes ({limit})", "make it smaller") from None
     except UnidentifiedImageError:
         if content.startswith(b"version https://git-lfs"):
             raise refusal("is a Git LFS pointer", "git lfs pull") from None
         what = "is not a picture that vLLM reads"
         raise refusal(what, "convert it to PNG or JPEG, or download it whole") from None
     except Exception as error:  # decoders raise anything for a broken file
-        what = f"is cut off or broken ({_reason(error)})"
-        raise refusal(what, "copy or export it again") from None
+        what = f"cannot be decoded ({_reason(error)})"
+        raise refusal(what, "export it again, or make it smaller") from None
     data = base64.b64encode(content).decode()
     return Picture(name, f"data:{Image.MIME.get(kind, 'image/png')};base64,{data}", image)
 

@@ -11,12 +11,12 @@ import asyncio
 import base64
 import contextlib
 import io
-import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from pydantic import BaseModel
+from tqdm import tqdm
 
 from vllm_autoprune import __version__
 from vllm_autoprune.connection import Connection
@@ -48,37 +48,14 @@ from vllm_autoprune.tpdsl.loading import load_state
 from vllm_autoprune.tpdsl.materialize import materialize
 from vllm_autoprune.tpdsl.state import PruningState
 
-_SECONDS_BETWEEN_LINES = 10.0
+SECONDS_BETWEEN_LINES = 5
+"""Of progress, which a log file gets a line of each time."""
+
 _REQUESTS_FLAG = "--autoprune-requests"
 _DIGITS = 5
 """Decimals of log-probabilities; bfloat16 has less precision."""
 _WRITE_EVERY = 64
 """Answers that are written together; a killed process loses at most as many."""
-
-
-class Progress:
-    """Share, speed and remaining time of a run; ``write`` gets a line at most every ten seconds."""
-
-    def __init__(self, write: Callable[[str], None]) -> None:
-        self.write = write
-
-    def begin(self, total: int) -> None:
-        """Start the clock."""
-        self._total, self._done = total, 0
-        self._started = self._written = time.monotonic()
-
-    def advance(self, count: int = 1) -> None:
-        """Count items as done."""
-        self._done += count
-        now = time.monotonic()
-        if now - self._written < _SECONDS_BETWEEN_LINES and self._done < self._total:
-            return
-        self._written = now
-        rate = self._done / max(now - self._started, 1e-9)
-        seconds = (self._total - self._done) / max(rate, 1e-9)
-        remaining = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
-        share = f"{self._done / self._total:4.0%}  {self._done:,} of {self._total:,}"
-        self.write(f"{share}, {rate:.2g}/s, {remaining} left")
 
 
 class Server(NamedTuple):
@@ -91,7 +68,7 @@ class Server(NamedTuple):
     max_in_flight: int
 
 
-Measure = Callable[[Journal, Progress], None]
+Measure = Callable[[Journal], None]
 """Adds to a journal what it lacks. Raises :class:`ConfigError` if it cannot start and
 :class:`EvaluationError` if it cannot continue; the journal keeps the answers until then."""
 
@@ -103,7 +80,6 @@ def evaluate(
     folder: Path,
     *,
     resume: bool,
-    progress: Progress,
 ) -> Report:
     """Measure what is missing and write the report files.
 
@@ -120,7 +96,7 @@ def evaluate(
         cases = [c.model_copy(update={"served": marks.get(c.name, False)}) for c in cases]
         journal.append([setup, *cases])
         try:
-            measure(journal, progress)
+            measure(journal)
         except EvaluationError as error:
             interruptions.append(f"stopped: {error}")
         except ConfigError:
@@ -320,7 +296,7 @@ class QuestionSuite:
         cases, questions = sum(not case.refused for case in self.cases), len(self._questions)
         return f"{cases} cases x {questions} questions: {cases * questions:,} requests"
 
-    def measure(self, journal: Journal, progress: Progress) -> None:
+    def measure(self, journal: Journal) -> None:
         """Score the unanswered questions."""
         journal.append([question.record for question in self._questions])
         pairs = [
@@ -332,15 +308,13 @@ class QuestionSuite:
         if pairs:
             model, names = check_server(self._server, self.cases, journal)
             pairs = [pair for pair in pairs if pair[0].name in names]
-            progress.begin(len(pairs))
-            asyncio.run(self._ask(model, pairs, journal, progress))
+            asyncio.run(self._ask(model, pairs, journal))
 
     async def _ask(
         self,
         model: str,
         pairs: Sequence[tuple[Case, PreparedQuestion]],
         journal: Journal,
-        progress: Progress,
     ) -> None:
         """Score all pairs concurrently, started in order; answers are written even after an error.
 
@@ -350,6 +324,7 @@ class QuestionSuite:
         server = AsyncServerClient(url, max_in_flight, connection)
         # One queue for all workers, so that requests about one image stay close to each other.
         queue, answers = iter(pairs), list[Answer]()
+        progress = tqdm(total=len(pairs), unit="answer", mininterval=SECONDS_BETWEEN_LINES)
 
         async def work() -> None:
             for case, question in queue:
@@ -370,7 +345,7 @@ class QuestionSuite:
                     fix = "start it again and add --resume: nothing is lost"
                     raise EvaluationError(f"{error} -> {fix}") from None
                 answers.append(answer.model_copy(update=result))
-                progress.advance()
+                progress.update()
                 if len(answers) >= _WRITE_EVERY:
                     journal.append(answers)
                     answers.clear()
@@ -383,4 +358,5 @@ class QuestionSuite:
             raise errors.exceptions[0] from None
         finally:
             journal.append(answers)
+            progress.close()
             await server.close()

@@ -5,7 +5,6 @@ The answer is part of the prompt, so that its log-probability costs a prefill an
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -88,7 +87,7 @@ async def score_answer(
     """Score a reference answer, as :func:`chat_with_retries` asks and raises.
 
     Raises :class:`EvaluationFailed` too for an answer without the log-probabilities of the prompt
-    or without a message. Where the usage is missing, those are as many as the prompt has tokens.
+    or their number, or without a message.
     """
     body = scoring_request(model, image, question, answer, pruning)
     content = await chat_with_retries(servers, body, attempts, first_wait)
@@ -98,12 +97,11 @@ async def score_answer(
         logprob, right = score_reference_answer(prompt, answer)
         what = "a message"
         following, _ = read_message(content["choices"][0]["message"])
+        what = "the number of prompt tokens"
+        tokens = int(content["usage"]["prompt_tokens"])
     except (ValueError, KeyError, TypeError, IndexError, AttributeError):
         received = json.dumps(content)[:120]
         raise EvaluationFailed(f"answers without {what}: {received}") from None
-    tokens = len(prompt)
-    with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
-        tokens = int(content["usage"]["prompt_tokens"])
     return _ScoredAnswer(logprob, right, following, tokens)
 
 

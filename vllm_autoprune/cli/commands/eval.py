@@ -61,7 +61,6 @@ def evaluate_states(options: argparse.Namespace) -> int:
     from vllm_autoprune.evaluation.questions import read_questions
     from vllm_autoprune.evaluation.report import format_json, format_markdown
     from vllm_autoprune.evaluation.run import (
-        Progress,
         QuestionSuite,
         Server,
         build_cases,
@@ -107,10 +106,7 @@ def evaluate_states(options: argparse.Namespace) -> int:
     if options.dry_run:
         print(suite.plan())
         return 0
-    progress = Progress(lambda line: print(line, file=sys.stderr, flush=True))
-    report = evaluate(
-        suite.setup, cases, suite.measure, folder, resume=options.resume, progress=progress
-    )
+    report = evaluate(suite.setup, cases, suite.measure, folder, resume=options.resume)
     print(format_json(report) if options.json else format_markdown(report), end="")
     print(f"{folder}/: report.md, report.json, samples.jsonl", file=sys.stderr)
     return 0 if report.valid else 1
