@@ -16,7 +16,7 @@ _RANK = 8
 _MODULES = ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
 
 
-def draw_adapter(seed: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def _draw_adapter(seed: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """A and B of each adapted module, by the checkpoint's name of the module."""
     random = torch.Generator().manual_seed(seed)
     config = json.loads((LLAVA / "config.json").read_text())["text_config"]
@@ -41,7 +41,7 @@ def write_adapters(folder: Path) -> None:
     for seed, name in enumerate(ADAPTERS):
         (folder / name).mkdir(parents=True, exist_ok=True)
         tensors = {}
-        for module, (down, up) in draw_adapter(seed).items():
+        for module, (down, up) in _draw_adapter(seed).items():
             tensors[f"base_model.model.{module}.lora_A.weight"] = down
             tensors[f"base_model.model.{module}.lora_B.weight"] = up
         save_file(tensors, folder / name / "adapter_model.safetensors")

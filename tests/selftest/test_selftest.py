@@ -72,9 +72,8 @@ def good() -> Report:
         "stock": stock,
         "whole": stock,
         "again": pruned.model_copy(update={"cached": 32}),
-        **dict.fromkeys(("pruned", "alone", "unnamed", "renamed", "chunked", "preempted"), pruned),
+        **dict.fromkeys(("pruned", "alone", "chunked", "preempted"), pruned),
     }
-    unpruned = {"video": stock, "embeddings": stock}
     split = {
         "first": start,
         "second": second,
@@ -88,8 +87,8 @@ def good() -> Report:
         completions={
             **{setting: {SPLIT_QUESTION: completion} for setting, completion in settings.items()},
             "split": split,
-            "stock others": unpruned,
-            "others": unpruned,
+            "stock others": {"video": stock},
+            "others": {"video": stock},
         },
         predicted={SPLIT_QUESTION: [N]},
         kept={SPLIT_QUESTION: [KEPT]},
@@ -146,7 +145,6 @@ BROKEN: Mapping[str, Change] = {
     "preempted_requests_go_on": answer("preempted", ids=[3, 5]),
     "the_same_question_shares": answer("pruned", cached=32),
     "questions_stand_alone": answer("alone", logprob=-3.1),
-    "names_do_not_matter": answer("renamed", ids=[3, 5]),
     "images_are_seen_once": fields(vision_runs=1),
     "nothing_fell_back": fields(errors={"RuntimeError": 1}),
     "positions_are_a_gather": fields(kept={SPLIT_QUESTION: [OTHERS]}),
@@ -157,7 +155,6 @@ BROKEN: Mapping[str, Change] = {
     "parts_stand_on_one_grid": answer("split", "first", positions=FULL),
     "merger_input_is_that_of_transformers": fields(merger_error=math.nan),
     "videos_are_untouched": answer("others", "video", logprob=-3.01),
-    "embeddings_are_untouched": answer("stock others", "embeddings"),
 }
 """A change of the correct report for each check, that it reports."""
 

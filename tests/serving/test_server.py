@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import io
 import json
-import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +18,7 @@ from benchmarks.server import Server, serve
 from benchmarks.yardsticks.examples import as_picture, draw_examples, format_prompt, png_url
 from tests.pins.table import read
 from tests.serving.conftest import COMMON, PRUNED
-from tests.serving.engine import CLIP, LLAVA, STATE, TOKENS, examples, raw_prompt, turn
+from tests.serving.engine import CLIP, LLAVA, STATE, TOKENS, examples, raw_prompt
 from tests.serving.http import ask, assert_grows, body, entry, prompt_tokens, text_of
 from tests.serving.runners import Runner, in_engine
 from vllm_autoprune import load_state
@@ -28,7 +26,7 @@ from vllm_autoprune.http_client import CHAT
 from vllm_autoprune.ops.dtype import choose_dtype
 from vllm_autoprune.selftest.run import BLOCK
 from vllm_autoprune.serving.api.endpoint import PATH
-from vllm_autoprune.serving.plan import FIELD, ItemPlan
+from vllm_autoprune.serving.plan import FIELD
 from vllm_autoprune.serving.plugin import DISABLE
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -50,16 +48,6 @@ def test_no_pruning_is_the_stock_answer(stock: Server, pruned: Server) -> None:
         unpruned = ask(pruned, example, logprobs=True, **entry(**fields))
         assert unpruned["choices"][0]["logprobs"] == full["choices"][0]["logprobs"]
         assert prompt_tokens(unpruned) == prompt_tokens(full)
-
-
-def test_both_front_ends_answer_alike(stock: Server, two_front_ends: Server) -> None:
-    example = examples(1)[0]
-    full = prompt_tokens(ask(stock, example))
-    answers = [ask(two_front_ends, example) for _ in range(24)]
-    expected = full - TOKENS + 16, text_of(answers[0])
-    assert {(prompt_tokens(answer), text_of(answer)) for answer in answers} == {expected}
-    processes = r"\((ApiServer_\d+) pid=\d+\).*Received request"
-    assert len(set(re.findall(processes, two_front_ends.logged()))) == 2, "both have answered"
 
 
 # ---- refusals ----
@@ -87,17 +75,6 @@ def test_each_refusal_of_the_table_is_a_bad_request(pruned: Server) -> None:
         sent += 1
     assert sent > 35
     ask(pruned, examples(1)[0], **entry(budget=None))  # null means no budget
-
-
-def test_settings_that_no_flag_allows_are_refused(pruned: Server, two_front_ends: Server) -> None:
-    """Of pruning, and other arguments of the processor."""
-    size = {"autoprune": {"budget": 8}, "size": {"height": 10_000, "width": 10_000}}
-    for server, fields, flag in (
-        (two_front_ends, entry(budget=8), "--autoprune-requests budget"),
-        (pruned, {"mm_processor_kwargs": size}, "trust-request-mm-kwargs"),
-    ):
-        status, answer = server.post(CHAT, body(server, examples(1)[0], **fields))
-        assert status == 400 and flag in str(answer)
 
 
 # ---- endpoints ----
@@ -164,8 +141,6 @@ def scene(number: int = 0) -> Image.Image:
 IMAGES: dict[str, Callable[[], list[bytes]]] = {
     "truncated": lambda: [encode(scene())[:-200]],
     "nothing": lambda: [b""],
-    "one pixel": lambda: [encode(Image.new("RGB", (1, 1), (255, 0, 0)))],
-    "thin": lambda: [encode(Image.new("RGB", (10_000, 10), (0, 99, 0)))],
     "transparent": lambda: [encode(scene().convert("RGBA"))],
     "sixteen bits": lambda: [encode(Image.new("I;16", (40, 40), 40_000))],
     "animated": lambda: [encode(scene(), "GIF", save_all=True, append_images=[scene(1), scene(2)])],
@@ -210,15 +185,11 @@ RENDER, GENERATE = f"{CHAT}/render", "/inference/v1/generate"
 
 @pytest.mark.only("v1")
 @in_engine
-def test_renderers_read_an_instruction_once_and_do_not_mix_requests() -> None:
-    """100 images and 96,000 words: 47 s and 80 MB where each image has its own copy.
-
-    Conversations that are rendered concurrently have the plans and token ids of single ones.
-    """
+def test_renderers_read_an_instruction_once() -> None:
+    """100 images and 96,000 words: 47 s and 80 MB where each image has its own copy."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.plugins import load_general_plugins
     from vllm.renderers import renderer_from_config
-    from vllm.renderers.params import ChatParams
 
     load_general_plugins()
     config = EngineArgs(
@@ -243,19 +214,6 @@ def test_renderers_read_an_instruction_once_and_do_not_mix_requests() -> None:
         items = request["mm_kwargs"]["image"]
         sizes.append(sum(item[FIELD].data.nbytes for item in items))
     assert sizes[1] < 1_500_000 and seconds[1] < seconds[0] + 2.0
-
-    talks = [[turn(example.question, example.image)] for example in examples(4)[:8]]
-
-    async def render_together() -> list[Any]:
-        jobs = (renderer.render_chat_async([talk], ChatParams()) for talk in talks)
-        return [requests[0] for _, requests in await asyncio.gather(*jobs)]
-
-    def read(request: Any) -> object:
-        plans = [ItemPlan.decode(item[FIELD].data) for item in request["mm_kwargs"]["image"]]
-        return [plan.instruction for plan in plans], list(request["prompt_token_ids"])
-
-    alone = [read(renderer.render_chat([talk], ChatParams())[1][0]) for talk in talks]
-    assert [read(request) for request in asyncio.run(render_together())] == alone
     renderer.shutdown()
 
 

@@ -54,12 +54,10 @@ class Report(BaseModel):
 
     ``runner`` is the model runner that vLLM used. Settings: ``stock`` without a state; ``whole``
     with a K that keeps every token; ``pruned`` with a small K; ``again`` the same a second time;
-    ``alone`` after all caches were emptied; ``unnamed`` and ``renamed``: images of several sizes
-    without a ``uuid``, and all with the same one; ``chunked`` with prefill chunks of a few tokens;
+    ``alone`` after all caches were emptied; ``chunked`` with prefill chunks of a few tokens;
     ``preempted`` by the scheduler; ``split``: questions about one image under a state with a core,
     and the third turn of a conversation, together, alone, and with chunked and preempted prefill;
-    ``stock others`` and ``others``: inputs that are served unpruned, a video and embeddings, where
-    the model takes them.
+    ``stock others`` and ``others``: a video, which is served unpruned, where the model takes one.
 
     ``predicted`` has N of every image, computed from its size. ``kept`` has the index of each kept
     row among an image's unpruned rows, or -1 if it equals none of them. ``vision_runs`` counts runs

@@ -10,7 +10,7 @@ import itertools
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from vllm_autoprune.errors import RequestError
 from vllm_autoprune.ops.dtype import choose_dtype
-from vllm_autoprune.selftest.backbones import WIDTH, build
+from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.selftest.run import (
     BLOCK,
     RECALL,
@@ -61,14 +61,6 @@ _QUESTIONS: Mapping[str, _Question] = {
     "two": (_COUNT, [_TALL, picture(120, 96, 3)]),
     "other question": (_PLACE, [_WIDE]),
 }
-_NAMED_QUESTIONS: Mapping[str, tuple[str, Sequence[Image.Image], list[int]]] = {
-    "two at once": (*_QUESTIONS["two"], [SMALL_BUDGET, SMALL_BUDGET]),
-    "one pruned, one whole": (_COUNT, [picture(96, 96, 5), _WIDE], [SMALL_BUDGET, 4096]),
-    "first": (_COLOUR, [_TALL], [SMALL_BUDGET]),
-    "second": (_COLOUR, [_WIDE], [SMALL_BUDGET]),
-}
-"""Requests whose images all have the same `uuid`; each image has a budget."""
-
 _PADDING = " and the sky is blue on the right" * 6
 """Added to every question, so that image and text fill a block of the prefix cache."""
 
@@ -174,7 +166,6 @@ class _TinyEngine(Engine):
             max_model_len=1024,
             num_gpu_blocks_override=128,
             limit_mm_per_prompt={"image": 4},
-            enable_mm_embeds=True,
             **options,
         )
         self.config = self.llm.llm_engine.vllm_config
@@ -227,20 +218,15 @@ class _TinyEngine(Engine):
     def ask(
         self,
         question: _Question,
-        budget: int | list[int] | None = None,
+        budget: int | None = None,
         preempted: bool = False,
-        uuid: str | None = None,
         later: Sequence[str] = (),
         **fields: object,
     ) -> Completion:
-        """The completion of a text about images, each sent under the name ``uuid``.
-
-        ``later`` turns follow, and ``fields`` are of the pruning entry.
-        """
+        """The completion of a text about images and ``later`` turns; ``fields`` of the entry."""
         text, images = question
-        named = {} if uuid is None else {"uuid": uuid}
         content: list[dict[str, object]] = [
-            {"type": "image_pil", "image_pil": image, **named} for image in images
+            {"type": "image_pil", "image_pil": image} for image in images
         ]
         content.append({"type": "text", "text": text + _PADDING})
         messages: list[dict[str, object]] = [{"role": "user", "content": content}]
@@ -261,44 +247,25 @@ class _TinyEngine(Engine):
         """The completion of a third turn; the second and the third recall tokens if they may."""
         fields = {"recall": RECALL} if recall else {}
         question = _QUESTIONS[SPLIT_QUESTION]
-        return self.ask(question, None, preempted, None, (_PLACE, _COUNT), **fields)
+        return self.ask(question, None, preempted, (_PLACE, _COUNT), **fields)
 
-    def ask_unpruned(self) -> dict[str, Completion]:
-        """Completions about a video and about embeddings of 12 tokens, where the model takes them.
-
-        The video has four frames.
-        """
-        info, inputs = self.processor.info, dict[str, tuple[str, object]]()
-        if "video" in info.get_supported_mm_limits():
-            frames = numpy.stack([numpy.asarray(picture(56, 84, seed)) for seed in range(4)])
-            metadata = {
-                "fps": 2.0,
-                "duration": 2.0,
-                "total_num_frames": 4,
-                "frames_indices": [0, 1, 2, 3],
-                "video_backend": "opencv",
-                "do_sample_frames": False,
-            }
-            inputs["video"] = "video", (frames, metadata)
-        visual = getattr(self.model, "visual", None)
-        width = WIDTH if visual is None else visual.out_hidden_size
-        noise = torch.Generator().manual_seed(0)
-        rows = torch.randn(12, int(width), generator=noise).to(torch.bfloat16)
-        if "image" in info.get_data_parser().embedding_fields:
-            grid = torch.tensor([[1, 4, 12]])
-            inputs["embeddings"] = "image", {"image_embeds": rows, "image_grid_thw": grid}
-        else:
-            inputs["embeddings"] = "image", rows[None]
-        completions = {}
-        for name, (modality, data) in inputs.items():
-            placeholder = type(self.model).get_placeholder_str(modality, 0)
-            text = f"user {placeholder} what is on the left you"
-            prompt = {"prompt": text, "multi_modal_data": {modality: data}}
-            # Some models take no embeddings; GLM's processor looks for the image's grid.
-            refusals = (TypeError, ValueError, KeyError) if name == "embeddings" else ()
-            with suppress(*refusals):
-                completions[name] = self._complete(self.llm.generate, prompt)
-        return completions
+    def ask_video(self) -> dict[str, Completion]:
+        """The completion about a video of four frames, where the model takes one."""
+        if "video" not in self.processor.info.get_supported_mm_limits():
+            return {}
+        frames = numpy.stack([numpy.asarray(picture(56, 84, seed)) for seed in range(4)])
+        metadata = {
+            "fps": 2.0,
+            "duration": 2.0,
+            "total_num_frames": 4,
+            "frames_indices": [0, 1, 2, 3],
+            "video_backend": "opencv",
+            "do_sample_frames": False,
+        }
+        placeholder = type(self.model).get_placeholder_str("video", 0)
+        text = f"user {placeholder} what is on the left you"
+        prompt = {"prompt": text, "multi_modal_data": {"video": (frames, metadata)}}
+        return {"video": self._complete(self.llm.generate, prompt)}
 
     def _complete(
         self,
@@ -347,7 +314,7 @@ def serve_folder(folder: Path) -> Report:
     results["hybrid"] = engine.config.model_config.is_hybrid
     results["runner"] = "v2" if engine.config.use_v2_model_runner else "v1"
     completions["stock"] = engine.ask_each(_QUESTIONS)
-    completions["stock others"] = engine.ask_unpruned()
+    completions["stock others"] = engine.ask_video()
     engine.stop()
 
     engine = _TinyEngine(folder, _settings(_LARGE_BUDGET))
@@ -369,12 +336,6 @@ def serve_folder(folder: Path) -> Report:
     completions["alone"] = engine.ask_each(
         {name: _QUESTIONS[name] for name in ("other question", "wide")}, SMALL_BUDGET
     )
-    for setting, uuid in (("unnamed", None), ("renamed", "one name for all")):
-        engine.empty_caches()
-        completions[setting] = {
-            name: engine.ask((text, pictures), budgets, uuid=uuid)
-            for name, (text, pictures, budgets) in _NAMED_QUESTIONS.items()
-        }
     reporter = engine.model.autoprune_reporter
     results["fallbacks"] = sum(n for (kind, _), n in reporter.counts().items() if kind != "none")
     results["errors"] = dict(reporter.errors)
@@ -383,7 +344,7 @@ def serve_folder(folder: Path) -> Report:
     settings = _settings(SMALL_BUDGET)
     engine = _TinyEngine(folder, settings, max_num_batched_tokens=8, max_num_seqs=2)
     completions["chunked"] = engine.ask_each(_QUESTIONS)
-    completions["others"] = engine.ask_unpruned()
+    completions["others"] = engine.ask_video()
     engine.llm.reset_prefix_cache()
     longest = max(len(completion.prompt) for completion in completions["chunked"].values())
     with engine.preempting(max(_STEPS_BETWEEN_PREEMPTIONS, longest // 8 + 3)):
