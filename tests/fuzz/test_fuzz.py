@@ -128,7 +128,7 @@ def use(state: PruningState, fully: bool) -> None:
     assert (again, again.digest, again.dumps()) == (state, state.digest, text)
     assert load_state(json.loads(text)) == state == pickle.loads(pickle.dumps(state))
     assert quick_validator()(json.loads(text)), "schema refuses what it writes"
-    own = materialize(state)
+    shipped = materialize(state)
     for budget in BUDGETS:
         with suppress(BudgetError):
             policy = materialize(state, budget)
@@ -136,7 +136,7 @@ def use(state: PruningState, fully: bool) -> None:
     least = state.constraints.selector.insists_on or 0
     k = min(max(SMALL, least), state.budget.limit or MAX_BUDGET)
     probe = probes()[int(state.digest[0], 16) % len(probes())]
-    record = safety_check(own if fully else materialize(state, k), None if fully else [probe])
+    record = safety_check(shipped if fully else materialize(state, k), None if fully else [probe])
     assert [verdict.name for verdict in record.verdicts] == list(VERDICTS)
 
 
