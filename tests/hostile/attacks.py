@@ -399,17 +399,3 @@ def counted_though_not_served(site: Site) -> None:
         reply = site.send(path, body)
         assert_no_error(reply)
         assert [site.metric(counter) for counter in counters] == before, (path, reply)
-
-
-@attack()
-def several_answers(site: Site) -> None:
-    """A request with ``n > 1`` is counted once, and all its answers see its image."""
-    picture = Picture(12, *LARGE)
-    alone, before = site.ask(picture), site.metric("autoprune_images_total")
-    reply = site.ask(picture, n=3, temperature=1, top_k=1)
-    assert reply.status == 200, reply
-    assert site.metric("autoprune_images_total") - before == 1
-    answers = {choice["message"]["content"] for choice in reply.body["choices"]}
-    assert answers == {alone.body["choices"][0]["message"]["content"]}
-    refused = site.ask(picture, n=10**6, temperature=1)
-    assert not refused.failed and refused.status != 200, refused

@@ -17,10 +17,8 @@ from tests.hostile.site import (
     LARGE,
     Picture,
     Site,
-    assert_no_error,
     assert_same,
     attack,
-    nearest,
 )
 from tests.serving.http import entry
 from tests.tpdsl.samples import sample
@@ -158,18 +156,6 @@ def forged_budgets_of_two_images(site: Site) -> None:
     request["features"]["kwargs_data"]["image"].reverse()
     reply = site.send(GENERATE, forge(request, _same))
     assert site.lives(), reply
-
-
-@attack("uncached", quick=False)
-def planted_key(site: Site) -> None:
-    """A plan with the feature key of another client's image and different pixels."""
-    victim, planted = Picture(30, *LARGE), Picture(31, *LARGE)
-    key = _plans_of(_render(site, victim))[0].key
-    about_planted = site.ask(planted)
-    assert_no_error(site.send(GENERATE, forge(_render(site, planted), changed(key=key))))
-    answer = site.ask(victim)
-    # The reference answer is requested last, with another salt and so another key.
-    assert nearest(answer, site.ask(victim, cache_salt="alone"), about_planted) == 0
 
 
 @attack("uncached")

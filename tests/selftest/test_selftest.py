@@ -7,7 +7,6 @@ import importlib.util
 import json
 import math
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from vllm_autoprune.cli.main import main
 from vllm_autoprune.selftest import device as device_checks
 from vllm_autoprune.selftest.backbones import TINY_MODELS
 from vllm_autoprune.selftest.checks import CHECKS, runners_agree
-from vllm_autoprune.selftest.device import WAITING, SelectionResult, check_kernel, check_selections
+from vllm_autoprune.selftest.device import SelectionResult, check_kernel, check_selections
 from vllm_autoprune.selftest.run import (
     RUNNERS,
     SPLIT_QUESTION,
@@ -27,7 +26,7 @@ from vllm_autoprune.selftest.run import (
     SelftestError,
 )
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, PolicyParams, ReferenceSelection
-from vllm_autoprune.tpdsl.loading import load_state, shipped_states
+from vllm_autoprune.tpdsl.loading import shipped_states
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 CPU = torch.device("cpu")
@@ -332,16 +331,6 @@ def test_every_base_policy_and_shipped_state_is_selected_on_a_device(
     assert "of the host's tokens are kept" in wrong["cdpruner"]
     assert wrong["divprune"] == "RuntimeError: called a synchronizing CUDA operation"
     assert wrong["trim"] == ""
-
-
-def test_only_a_policy_that_has_to_wait_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forbid(device: torch.device) -> AbstractContextManager[None]:
-        raise RuntimeError("waits")
-
-    monkeypatch.setattr(device_checks, "_forbid_waiting", forbid)
-    waits = {result.name for result in check_selections(CPU) if not result.wrong}
-    bases = {name: load_state(name).base_policy.name for name in shipped_states()}
-    assert waits == WAITING | {name for name, base in bases.items() if base in WAITING}
 
 
 @pytest.mark.gpu

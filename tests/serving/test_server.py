@@ -41,15 +41,6 @@ def test_prompt_tokens_fall_by_exactly_n_minus_k(stock: Server, pruned: Server) 
             assert prompt_tokens(ask(pruned, example, **fields)) == full - TOKENS + k
 
 
-def test_no_pruning_is_the_stock_answer(stock: Server, pruned: Server) -> None:
-    example = examples(1)[1]
-    full = ask(stock, example, logprobs=True)
-    for fields in ({"enabled": False}, {"budget": TOKENS}, {"budget": 4096}):
-        unpruned = ask(pruned, example, logprobs=True, **entry(**fields))
-        assert unpruned["choices"][0]["logprobs"] == full["choices"][0]["logprobs"]
-        assert prompt_tokens(unpruned) == prompt_tokens(full)
-
-
 # ---- refusals ----
 
 
