@@ -240,15 +240,6 @@ def test_the_published_splits_of_visionzip_and_bands_of_holov() -> None:
     assert {shape: params_of("holov").count(*shape) for shape in bands} == bands
 
 
-def test_where_the_published_code_has_no_count_of_its_own_the_error_says_so() -> None:
-    for policy, tokens, message in (
-        ("visionzip", ZIPPED, "no count of its own"),
-        ("prumerge_plus", outlying({}), "0% of the tokens are outliers"),
-    ):
-        with pytest.raises(SelectionError, match=message):
-            BASE_POLICIES[policy].native(BASE_POLICIES[policy].default_params, tokens)
-
-
 def test_an_input_that_the_model_lacks_is_an_error() -> None:
     without = images(7)
     tower = replace(without.require_tower(), cls=None)

@@ -16,8 +16,15 @@ from torch import Tensor
 
 from tests.golden.case import Case, images, load, names
 from vllm_autoprune import load_state, materialize, refine
+from vllm_autoprune.base_policies.language import (
+    _cluster_count,
+    _cluster_means,
+    _density_peak_clusters,
+    _recycled_count,
+)
+from vllm_autoprune.base_policies.merging import _merge_neighbours
 from vllm_autoprune.ops.rowwise import gather_rows, mask_from_indices
-from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, Given, PolicyParams
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, Given
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 AUTOPRUNE = Path(__file__).parents[2] / "policies" / "autoprune.json"
@@ -56,7 +63,7 @@ def parameters(policy: str, recipe: Recipe) -> Recipe:
     }.get(policy, {})
 
 
-def params_of(policy: str, recipe: Recipe, **others: object) -> PolicyParams:
+def params_of(policy: str, recipe: Recipe, **others: object) -> Any:
     params = {**parameters(policy, recipe), **others}
     return BASE_POLICIES[policy].call.model_validate({"name": policy, "params": params}).params
 
@@ -112,26 +119,25 @@ def replay(case: Case) -> Outputs:
         yield "order", picks, recorded("order").reshape(picks.shape), None
         return
 
-    # The others return more than picks, or in another order than the one that is served.
-    tiles, params = tokens.grid.tiles, params_of(policy, recipe)
-    if method in ("dart", "sparsevlm", "prumerge", "prumerge_budget"):
-        native = BASE_POLICIES[policy].native(params, tokens, recipe.get("K"))
-        (indices,), rows = native.indices, native.features
-        if method == "dart":
-            yield "keep", indices[None], recorded("keep")[None], None
-            return
-        assert rows is not None
-        kept, merged = indices[indices >= 0][None], rows[0]
-        if method == "sparsevlm":
-            yield "keep", kept, recorded("keep")[None], None
-            yield "rows", merged[kept.numel() :], recorded("merged"), NEXT_TO_ROUNDING
-        else:
-            yield "order", kept, recorded("idx")[None], None
-            yield "rows", merged, recorded("features"), NEXT_TO_ROUNDING
-        return
-
     # What is served, by tile: picks, and rows with what is merged into them.
+    tiles, params = tokens.grid.tiles, params_of(policy, recipe)
+    if method in ("prumerge", "prumerge_budget"):  # the published choice, and the rows that it has
+        layer, patches = tokens.require_next_layer(), tokens.require_tower().patches
+        merged = _merge_neighbours(layer.attention, layer.keys, patches, recorded("idx")[None])
+        yield "rows", torch.cat(merged, dim=1)[0], recorded("features"), NEXT_TO_ROUNDING
+        return
     count = recipe.get("K") or len(recorded("keep")[0]) + 1
+    if method == "dart":
+        count = len(recorded("keep"))  # pivots are added to the published budget
+    elif method == "sparsevlm":  # the dropped ones in descending order are clustered
+        count = min(count, tokens.count - 1)
+        order = BASE_POLICIES[policy].select(params, tokens, tokens.count).picks
+        language = tokens.require_language()
+        states = language.visual(language.states(params.layer), tokens.count, dim=1)
+        states = gather_rows(states, order[:, count:][:, : _recycled_count(tokens.count - count)])
+        clusters = _cluster_count(states.shape[1])
+        members = _density_peak_clusters(states, clusters, break_ties=False)
+        yield "rows", _cluster_means(members, states)[0], recorded("merged"), NEXT_TO_ROUNDING
     budget = min(count * tiles, tokens.count + (recipe.get("mode") == "cls"))
     served = BASE_POLICIES[policy].select(params, tokens, budget)
 
@@ -144,7 +150,7 @@ def replay(case: Case) -> Outputs:
     picks = by_tile(served.picks)
     picks = picks - (torch.arange(len(picks)) % tiles)[:, None] * tokens.grid.per_tile
     match method:
-        case "pdrop":
+        case "pdrop" | "dart" | "sparsevlm":
             yield "keep", ascending(picks), recorded("keep")[None], None
         case "holov" | "prunesid":
             yield "order", ascending(picks), ascending(recorded("order")), None

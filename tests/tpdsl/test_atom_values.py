@@ -22,7 +22,7 @@ from vllm_autoprune.tpdsl.atoms.reassembly import RECIPES
 from vllm_autoprune.tpdsl.atoms.scoring import Kernel, run_fusion, run_signal
 from vllm_autoprune.tpdsl.atoms.selectors import SelectorInputs
 from vllm_autoprune.tpdsl.atoms.source import FIXED_BUDGETS, PriorInputs, run_budget
-from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, PublishedSelection
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.registry import ATOMS, run
 
 E1, E2 = [1.0, 0.0], [0.0, 1.0]
@@ -393,7 +393,7 @@ def test_tower_view_scores_tower_features_and_keeps_projected_rows() -> None:
     assert refine(materialize(state(changes), 1), tokens).indices.tolist() == [[21], [21]]
 
 
-def test_priors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_priors() -> None:
     divprune = BASE_POLICIES["divprune"].call.model_validate({"name": "divprune"})
     six = PriorInputs(plain(torch.eye(6)), divprune, 2, torch.tensor([[4, 1]]))
     floor = run(Tensor, call("reference_mask_prior", floor=0.25), six)
@@ -403,20 +403,11 @@ def test_priors(monkeypatch: pytest.MonkeyPatch) -> None:
     prior = run(Tensor, call("external_policy", policy="cdpruner", weight=0.75), known)
     picks = second.select(second.default_params, tokens, 5).picks
     assert torch.equal(prior, torch.full((1, 36), 0.25).scatter(1, picks, 1.0))
-    # The published code keeps two tokens of the first image and a merged row; one of the second.
-    rows = (torch.tensor([5, 0, -1]), torch.tensor([2]))
-    requested: list[object] = []
-
-    def published(params: object, tokens: VisualTokens, budget: object) -> PublishedSelection:
-        requested.append(budget)
-        return PublishedSelection(rows)
-
-    teacher = replace(BASE_POLICIES["divprune"], published=published)
-    monkeypatch.setitem(BASE_POLICIES, "divprune", teacher)
-    known = PriorInputs(plain(torch.rand(2, 6, 3)), divprune, 3, torch.zeros(2, 3).long())
+    native = {"name": "cdpruner", "params": {"theta": 0.5}}
+    known = replace(known, policy=BASE_POLICIES["cdpruner"].call.model_validate(native))
     prior = run(Tensor, call("native_teacher_mask_prior", weight=0.5), known)
-    assert prior.tolist() == [[1, 0.5, 0.5, 0.5, 0.5, 1], [0.5, 0.5, 1, 0.5, 0.5, 0.5]]
-    assert requested == [3]
+    picks = second.select(known.policy.params, tokens, 5).picks
+    assert torch.equal(prior, torch.full((1, 36), 0.5).scatter(1, picks, 1.0))
 
 
 def test_priors_multiply_quality_one_after_the_other() -> None:

@@ -12,11 +12,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_autoprune.ops.rowwise import gather_rows, mask_from_indices, rank_descending
+from vllm_autoprune.ops.rowwise import gather_rows, rank_descending
 from vllm_autoprune.ops.similarity import cosines_with, matmul_each
 from vllm_autoprune.tpdsl.base_policy import (
     PolicyParams,
-    PublishedSelection,
     ReferenceSelection,
     base_policy,
 )
@@ -111,31 +110,9 @@ class _DartParams(PolicyParams):
     )
 
 
-def _native_dart(params: _DartParams, tokens: VisualTokens, budget: int) -> PublishedSelection:
-    """4 + 8 floor(K / 8) tokens in raster order: the visual pivots are added to the budget.
-
-    Pivots are processed in the iteration order of a CPython set of their positions, as in the
-    port; the order affects which tokens are kept.
-    """
-    each = budget // (_VISUAL_PIVOTS + _TEXT_PIVOTS)
-    start = tokens.require_language().start
-    length, states = _pivot_norms_and_states(params, tokens)
-    visual, words = _dart_pivots(params, tokens, length)
-    kept = []
-    for image in range(tokens.batch):
-        positions = {*(visual[image] + start).tolist(), *words[image].tolist()}
-        turns = torch.tensor([list(positions)], device=visual.device)
-        row = slice(image, image + 1)
-        shares = [each] * len(positions)
-        picks = _least_similar(states[row], visual[row], turns, shares, start, tokens.count)
-        kept.append(picks[0].sort().values)
-    return PublishedSelection(tuple(kept))
-
-
 @base_policy(
     _DartParams,
     needs=frozenset({"language"}),
-    native=_native_dart,
     # States of a layer need that layer as well.
     ranking_layers=lambda params, layers: params.layer if params.space == "layer" else 0,
 )
@@ -220,30 +197,9 @@ class _SparseVLMParams(PolicyParams):
     )
 
 
-def _native_sparsevlm(
-    params: _SparseVLMParams, tokens: VisualTokens, budget: int
-) -> PublishedSelection:
-    """One stage: kept tokens in raster order, then cluster means, of the layer's output."""
-    language = tokens.require_language()
-    score = _rater_attention(language, params.layer, tokens.count)
-    count = min(budget, tokens.count - 1)
-    kept = rank_descending(score)[:, :count].sort(dim=1).values
-    states = language.visual(language.states(params.layer), tokens.count, dim=1)
-    # Recycled are pruned tokens, by descending score.
-    rest = score.masked_fill(mask_from_indices(kept, tokens.count), -torch.inf)
-    sources = rank_descending(rest)[:, : _recycled_count(tokens.count - count)]
-    count = _cluster_count(sources.shape[1])
-    members = _density_peak_clusters(gather_rows(states, sources), count, break_ties=False)
-    merged = _cluster_means(members, gather_rows(states, sources))
-    none = kept.new_full((tokens.batch, merged.shape[1]), -1)
-    rows = torch.cat([gather_rows(states, kept).float(), merged], dim=1)
-    return PublishedSelection(tuple(torch.cat([kept, none], dim=1)), tuple(rows))
-
-
 @base_policy(
     _SparseVLMParams,
     needs=frozenset({"language"}),
-    native=_native_sparsevlm,
     # Attention of a layer needs the layers before it, recycling the layer's own output.
     ranking_layers=lambda params, layers: params.layer + params.recycle,
 )

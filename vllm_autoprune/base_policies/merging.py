@@ -27,7 +27,6 @@ from vllm_autoprune.tpdsl.atoms.scoring import instruction_relevance
 from vllm_autoprune.tpdsl.base_policy import (
     Given,
     PolicyParams,
-    PublishedSelection,
     ReferenceSelection,
     base_policy,
 )
@@ -225,55 +224,7 @@ class _PruMergePlusParams(PolicyParams):
     )
 
 
-def _native_prumerge_plus(
-    params: _PruMergePlusParams, tokens: VisualTokens, budget: int | None
-) -> PublishedSelection:
-    """Outliers by descending attention, then samples, then the sum of the dropped tokens.
-
-    Without a budget, the published number of tokens; with a budget, K tokens and K + 1 rows as in
-    EffiVLM-Bench, which takes samples from the top of the image first.
-    """
-    following = tokens.require_next_layer()
-    attention = tokens.by_tile(following.attention)
-    keys = tokens.by_tile(following.keys)
-    patches = tokens.by_tile(tokens.require_tower().patches)
-    tiles, size = tokens.grid.tiles, tokens.grid.per_tile
-    share = None if budget is None else budget // tiles
-    indices, features = [], []
-    for tile in range(tokens.batch * tiles):
-        outliers = int(find_outliers(attention[tile][None]).sum()) / size
-        best = rank_descending(attention[tile])
-        if share is not None:  # the rule of EffiVLM-Bench
-            top = best[: min(share, max(1, int(size * outliers)))]
-            samples = torch.arange(0, size, size // share, device=best.device)
-            free = samples[~torch.isin(samples, top)]
-            kept = torch.cat([top, free[: share - top.shape[0]]])
-        else:  # the published rule, about 4 per outlier
-            kept = best[: int(size * outliers)]
-            stride = int(int(1 / outliers) / 3) if outliers else 0
-            if params.plus and stride == 0:
-                raise SelectionError(
-                    f"PruMerge+ cannot choose its own count: {outliers:.0%} of the tokens are "
-                    "outliers, for which the published rule divides by zero; give a budget K"
-                )
-            if params.plus:
-                # The published range stops one early, so the last token is never sampled.
-                samples = torch.arange(0, size - 1, stride, device=best.device)
-                kept = torch.cat([kept, samples[~torch.isin(samples, kept)]])
-        row = slice(tile, tile + 1)
-        merged, extra = _merge_neighbours(attention[row], keys[row], patches[row], kept[None])
-        indices.append(torch.cat([kept + tile % tiles * size, kept.new_full((1,), -1)]))
-        features.append(torch.cat([merged[0], extra[0]]))
-    images = [slice(begin, begin + tiles) for begin in range(0, len(indices), tiles)]
-    return PublishedSelection(
-        tuple(torch.cat(indices[image]) for image in images),
-        tuple(torch.cat(features[image]) for image in images),
-    )
-
-
-@base_policy(
-    _PruMergePlusParams, needs=frozenset({"tower", "next_layer"}), own_count=_native_prumerge_plus
-)
+@base_policy(_PruMergePlusParams, needs=frozenset({"tower", "next_layer"}))
 def prumerge_plus(
     params: _PruMergePlusParams, tokens: VisualTokens, budget: int
 ) -> ReferenceSelection:
@@ -281,8 +232,8 @@ def prumerge_plus(
 
     Source: Shang et al., "LLaVA-PruMerge" (ICCV 2025), and its published code, which adds an
     unnormalised sum of neighbours to each kept token where the paper averages. The published number
-    of tokens depends on the image; for a given K, ``native`` follows EffiVLM-Bench, and the base
-    policy uses a rule of this project [ours] with exactly K rows.
+    of tokens depends on the image; here tokens are chosen by a rule of this project [ours], with
+    exactly K rows.
     """
     following = tokens.require_next_layer()
 

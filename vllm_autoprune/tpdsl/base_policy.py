@@ -16,7 +16,6 @@ from pydantic import GetCoreSchemaHandler, create_model
 from pydantic_core import CoreSchema, core_schema
 from torch import Tensor
 
-from vllm_autoprune.errors import SelectionError
 from vllm_autoprune.ops.rowwise import mask_from_indices, positions_in_order
 from vllm_autoprune.tpdsl.registry import StatePart, literal_type
 from vllm_autoprune.tpdsl.tokens import Need, VisualTokens
@@ -53,19 +52,6 @@ class ReferenceSelection:
             return tokens.features
         where = self.picks[:, :, None].expand_as(self.merged)
         return tokens.features.scatter(1, where, self.merged.to(tokens.features.dtype))
-
-
-@dataclass(frozen=True, slots=True)
-class PublishedSelection:
-    """Output of a method's published code: its own number and order of rows, per image.
-
-    indices: ``(n_i,)`` int64 for image i, -1 for a row that no single token stands for; features:
-    ``(n_i, Dv)`` for image i, in the space where the method works (before the projector for merging
-    methods), or None if the method only selects.
-    """
-
-    indices: tuple[Tensor, ...]
-    features: tuple[Tensor, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +98,6 @@ class BasePolicy:
     needs: frozenset[Need]
     doc: str
     function: Callable[..., ReferenceSelection]
-    published: Callable[..., PublishedSelection] | None = None
-    chooses_count: bool = False
     continuation: Callable[..., Tensor] | None = None
     reads: Callable[..., frozenset[Need]] | None = None
     core: type[BasePolicyCall] | None = None
@@ -171,22 +155,6 @@ class BasePolicy:
         alone = replace(self, continuation=None)
         return alone.select_given(params, tokens, budget, Given.none(tokens))
 
-    def native(
-        self, params: PolicyParams, tokens: VisualTokens, budget: int | None = None
-    ) -> PublishedSelection:
-        """Output of the method's published code, which may differ from exactly K rows.
-
-        For comparison with published results: unlike :meth:`select` it may synchronise with the
-        device. With ``budget`` None the method chooses its own count; :class:`SelectionError` if it
-        cannot.
-        """
-        if budget is None and not self.chooses_count:
-            raise SelectionError(f"{self.name} has no count of its own: give a budget K")
-        if self.published is not None:
-            return self.published(params, tokens, budget)
-        assert budget is not None
-        return PublishedSelection(tuple(self.select(params, tokens, budget).picks))
-
 
 BASE_POLICIES: dict[str, BasePolicy] = {}
 
@@ -202,8 +170,6 @@ def base_policy(
     params: type[P],
     *,
     needs: frozenset[Need] = frozenset(),
-    native: Callable[[P, VisualTokens, int], PublishedSelection] | None = None,
-    own_count: Callable[[P, VisualTokens, int | None], PublishedSelection] | None = None,
     continuation: _Continue[P] | None = None,
     reads: Callable[[P], frozenset[Need]] | None = None,
     core: type[P] | None = None,
@@ -211,13 +177,11 @@ def base_policy(
 ) -> Callable[[_Select[P]], _Select[P]]:
     """Decorator: register a function as the base policy of the same name.
 
-    It maps (params, tokens, K) to exactly K rows per image, for K < N. ``native`` is the method as
-    published, if it keeps other tokens at K, or ``own_count``, if it can choose how
-    many (K is None then). ``continuation`` gives the picks ``(B, K)`` of a greedy method that
-    continues from given tokens. ``reads`` says what a call reads, where parameters decide that, and
-    ``core`` are the parameters of the form that reads no question, where ``needs`` has one.
-    ``ranking_layers``, of the language model's number of layers, are those that it reads over all
-    tokens.
+    It maps (params, tokens, K) to exactly K rows per image, for K < N. ``continuation`` gives the
+    picks ``(B, K)`` of a greedy method that continues from given tokens. ``reads`` says what a call
+    reads, where parameters decide that, and ``core`` are the parameters of the form that reads no
+    question, where ``needs`` has one. ``ranking_layers``, of the language model's number of layers,
+    are those that it reads over all tokens.
     """
 
     def register(function: _Select[P]) -> _Select[P]:
@@ -245,8 +209,7 @@ def base_policy(
         elif core is not None:
             alone = call_of(f"{name.capitalize()}CorePolicy", core)
         BASE_POLICIES[name] = BasePolicy(
-            name, call, needs, doc, function, native or own_count, own_count is not None,
-            continuation, reads, alone, ranking_layers,
+            name, call, needs, doc, function, continuation, reads, alone, ranking_layers
         )  # fmt: skip
         return function
 

@@ -17,7 +17,7 @@ from pydantic_core import CoreSchema, core_schema
 from torch import Tensor
 
 from vllm_autoprune.ops.rowwise import mask_from_indices
-from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicyCall
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicyCall, PolicyParams
 from vllm_autoprune.tpdsl.registry import (
     AtomCall,
     OneOf,
@@ -158,29 +158,27 @@ declare(
 )
 def _external_policy(call: _ExternalPolicy, known: PriorInputs) -> Tensor:
     """Run a second base policy and reduce the quality of every token that it does not pick."""
-    second = BASE_POLICIES[call.policy]
-    picks = second.select(second.default_params, known.tokens, known.budget).picks
-    return _prior(mask_from_indices(picks, known.tokens.count), 1 - call.weight)
+    params = BASE_POLICIES[call.policy].default_params
+    return _prior_of(call.policy, params, known, call.weight)
 
 
 @atom("token_source_base_policy", _WeightedPrior)
 def _native_teacher_mask_prior(call: _WeightedPrior, known: PriorInputs) -> Tensor:
     """As reference_mask_prior (floor = 1 - weight), for what the policy's published code keeps."""
-    teacher = BASE_POLICIES[known.policy.name]
-    native = teacher.native(known.policy.params, known.tokens, known.budget)
-    count = known.tokens.count
-    # Map -1, which means no token, to position ``count``, which is cut off.
-    rows = [
-        mask_from_indices(row.where(row >= 0, count)[None], count + 1)[:, :count]
-        for row in native.indices
-    ]
-    return _prior(torch.cat(rows), 1 - call.weight)
+    # [ours] The base policy's own form, which may keep other tokens than its published code at K.
+    return _prior_of(known.policy.name, known.policy.params, known, call.weight)
 
 
 @atom("token_source_base_policy", _ReferencePrior)
 def _reference_mask_prior(call: _ReferencePrior, known: PriorInputs) -> Tensor:
     """Reduce the quality of every token outside the reference selection."""
     return _prior(mask_from_indices(known.picks, known.tokens.count), call.floor)
+
+
+def _prior_of(policy: str, params: PolicyParams, known: PriorInputs, weight: float) -> Tensor:
+    """1 for what a base policy keeps at K, else 1 - weight, ``(B, N)``."""
+    picks = BASE_POLICIES[policy].select(params, known.tokens, known.budget).picks
+    return _prior(mask_from_indices(picks, known.tokens.count), 1 - weight)
 
 
 def _prior(selected: Tensor, floor: float) -> Tensor:
