@@ -24,7 +24,7 @@ from torch import Tensor
 
 from vllm_autoprune.ops import dpp
 from vllm_autoprune.ops.dpp import greedy_map
-from vllm_autoprune.ops.greedy import Conditioned, capped_greedy_map, condition, greedy_map_torch
+from vllm_autoprune.ops.greedy import capped_greedy_map, condition, greedy_map_torch
 from vllm_autoprune.ops.rowwise import TIE
 from vllm_autoprune.ops.similarity import cosines
 
@@ -166,39 +166,25 @@ class Inputs:
     core: Tensor | None = None
 
     def picks(self, implementation: Callable[..., Tensor], device: str = "cpu") -> list[list[int]]:
-        conditioned = None if self.core is None else condition(self.similarity, self.core)
-        parts = (
-            self.similarity,
-            self.quality,
-            self.count,
-            self.anchors,
-            self.eligible,
-            conditioned,
-        )
-        moved = [part.to(device) if isinstance(part, Tensor) else part for part in parts]
-        if conditioned is not None:
-            tensors = (conditioned.factors.to(device), conditioned.residual.to(device))
-            moved[-1] = Conditioned(*tensors)
-        picks: list[list[int]] = implementation(*moved).tolist()
+        def moved(part: Tensor | None) -> Tensor | None:
+            return None if part is None else part.to(device)
+
+        similarity = self.similarity.to(device)
+        known = None if self.core is None else condition(similarity, self.core.to(device))
+        optional = (moved(self.anchors), moved(self.eligible), known)
+        quality = self.quality.to(device)
+        picks: list[list[int]] = implementation(similarity, quality, self.count, *optional).tolist()
         return picks
-
-
-def _random(seed: int, batch: int, tokens: int, count: int, width: int) -> Inputs:
-    source = torch.Generator().manual_seed(seed)
-    rows = torch.randn(batch, tokens, width, generator=source)
-    unit = rows / rows.norm(dim=-1, keepdim=True)
-    quality = 0.2 + 0.8 * torch.rand(batch, tokens, generator=source)
-    return Inputs(unit @ unit.transpose(1, 2), quality, count)
 
 
 def cases() -> Iterator[tuple[str, Inputs]]:
     """Inputs on which both implementations must agree: gains are far apart or bit-identical."""
-    yield "one token", _random(1, 1, 1, 1, 4)
-    yield "every token", _random(3, 2, 12, 12, 32)
-    yield "five tiles", _random(4, 5, 130, 24, 96)
-    yield "true shape", _random(5, 1, 576, 24, 256)
+    yield "one token", Inputs(*kernel(1, 1, 1, 4), 1)
+    yield "every token", Inputs(*kernel(3, 2, 12, 32), 12)
+    yield "five tiles", Inputs(*kernel(4, 5, 130, 96), 24)
+    yield "true shape", Inputs(*kernel(5, 1, 576, 256), 24)
 
-    plain = _random(6, 3, 40, 12, 48)
+    plain = Inputs(*kernel(6, 3, 40, 48), 12)
     source = torch.Generator().manual_seed(7)
     anchors = torch.stack([torch.randperm(40, generator=source)[:4] for _ in range(3)])
     eligible = torch.rand(3, 40, generator=source) > 0.4

@@ -1,6 +1,6 @@
-"""Values of the atoms by hand, and against plain loops; those of reassembly have a file of theirs.
+"""Values of atoms by hand, and against plain loops; those of reassembly have a file of theirs.
 
-``EXAMPLES`` collects the atoms that have a value here: every atom must.
+What a state of each atom keeps is pinned (``tests/pins``).
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from torch import Tensor
 from tests.tpdsl.samples import Changes, around, call, images, plain, state, with_relevance
 from vllm_autoprune import Grid, Instruction, VisualTokens, materialize, refine
 from vllm_autoprune.ops.rowwise import mask_from_indices
-from vllm_autoprune.tpdsl.atoms.pools import _SizedPool, build_pool
-from vllm_autoprune.tpdsl.atoms.reassembly import RECIPES
+from vllm_autoprune.tpdsl.atoms.pools import build_pool
 from vllm_autoprune.tpdsl.atoms.scoring import Kernel, run_fusion, run_signal
 from vllm_autoprune.tpdsl.atoms.selectors import SelectorInputs
 from vllm_autoprune.tpdsl.atoms.source import FIXED_BUDGETS, PriorInputs, run_budget
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-from vllm_autoprune.tpdsl.registry import ATOMS, run
+from vllm_autoprune.tpdsl.registry import run
 
 E1, E2 = [1.0, 0.0], [0.0, 1.0]
 HALF = 1 / math.sqrt(2)
@@ -263,24 +262,6 @@ def test_pools(fact: str) -> None:
     assert positions(built(calls, tokens, g, reference)) == pool
 
 
-def test_a_source_is_no_joined_pool_itself() -> None:
-    with pytest.raises(ValueError, match="multi_source_pool_builder"):
-        call("multi_source_pool_builder", sources=[{"atom": "multi_source_pool_builder"}])
-
-
-SIZED = ATOMS.of_kind("candidate_pool", _SizedPool)
-
-
-@pytest.mark.parametrize(("ratio", "size"), [(0.25, 2), (0.5, 3), (1.5, 9), (8.0, 30)])
-@pytest.mark.parametrize("name", SIZED)
-def test_a_pool_is_a_multiple_of_the_budget_as_far_as_there_are_tokens(
-    name: str, ratio: float, size: int
-) -> None:
-    tokens, reference = images(1), torch.arange(6).expand(2, -1)
-    pool = build_pool([call(name, pool_ratio=ratio)], tokens, torch.rand(2, 36), reference)
-    assert pool.sum(dim=1).tolist() == [size, size]
-
-
 def select(
     name: str, tokens: VisualTokens, g: list[float], reference: list[int], pool: list[int],
     q_e: int = 2, **parameters: object,
@@ -357,25 +338,6 @@ def test_selections(fact: str) -> None:
     assert select(name, tokens, g, reference, pool, **parameters) == kept  # type: ignore[arg-type]
 
 
-# Two tiles of two tokens; tokens 0 and 2 are alike, and lie in different tiles.
-TILED = plain(torch.tensor([E1, E2, E1, [-1.0, 0.0]]), Grid(1, 2, tiles=2))
-
-
-@pytest.mark.parametrize(
-    ("view", "values"),
-    [
-        (call("vision_tokens@post_projector"), [0, 0, 1, 1]),  # the nearest other: -1 of (2, 3)
-        (call("vision_tokens@pre_llm"), [-1, 0, -1, 0]),
-        (call("vision_tokens@pre_llm", tile_scope="per_tile"), [0, 0, 1, 1]),
-    ],
-)
-def test_views_compare_within_tiles_or_across(view: object, values: list[float]) -> None:
-    seen = run(VisualTokens, view, TILED)  # type: ignore[arg-type]
-    assert torch.equal(seen.features, TILED.features)
-    redundancy = call("redundancy_density_penalty", m=1)
-    assert run_signal(redundancy, seen, torch.zeros(1, 1).long())[0].tolist() == values
-
-
 def test_tower_view_scores_tower_features_and_keeps_projected_rows() -> None:
     """In the tower one token is longer than all others together; after the projector another is."""
     tokens = images(1)
@@ -410,24 +372,8 @@ def test_priors() -> None:
     assert torch.equal(prior, torch.full((1, 36), 0.5).scatter(1, picks, 1.0))
 
 
-def test_priors_multiply_quality_one_after_the_other() -> None:
-    changes: Changes = {"/scoring/signals": [{"atom": "visual_token_norm_saliency"}]}
-    prior, tokens = {"atom": "reference_mask_prior", "floor": 0.5}, images(3)
-    none, once, twice = (
-        refine(materialize(state({**changes, "/source": {"priors": [prior] * n}}), 8), tokens)
-        for n in range(3)
-    )
-    assert none.quality is not None and once.quality is not None and twice.quality is not None
-    outside = torch.ones(2, 36, dtype=torch.bool).scatter(1, none.reference, False)
-    for refined, factor in ((once, 0.5), (twice, 0.25)):
-        assert refined.quality is not None
-        assert torch.allclose(refined.quality[outside], factor * none.quality[outside])
-        assert torch.equal(refined.quality[~outside], none.quality[~outside])
-
-
 BUDGETS: list[tuple[str, Changes, int, int, int]] = [
     *((f"fixed_budget@{k}", {}, 576, 1, k) for k in FIXED_BUDGETS),
-    ("ratio_budget", {"ratio": 0.1}, 576, 1, 57),
     ("ratio_budget", {"ratio": 0.3}, 100, 1, 30),  # 0.3 x 100 is 29.99... in binary fractions
     ("ratio_budget", {"ratio": 0.25}, 2880, 1, 640),  # the ceiling
     ("ratio_budget", {"ratio": 0.01}, 576, 1, 16),  # the floor
@@ -444,20 +390,3 @@ def test_budgets(name: str, parameters: Changes, tokens: int, tiles: int, kept: 
     assert run_budget(call(name, **parameters), tokens, tiles) == kept
     policy = materialize(state({"/budget": {"atom": name, **parameters}}))
     assert policy.tokens_kept(tokens, tiles) == min(kept, tokens)
-
-
-EXAMPLES = {
-    *(row[0] for table in (SIGNALS, FUSIONS, KERNELS, PARTITIONS) for row in table.values()),
-    *(row[0] for row in SELECTIONS.values()),
-    *("local_contrast_saliency", "local_detail_energy"),
-    *(BEST, FAR, COVER, "multi_source_pool_builder"),
-    *("vision_tokens@post_projector", "vision_tokens@pre_llm", "vision_tokens@vision_tower"),
-    *("reference_mask_prior", "external_policy", "native_teacher_mask_prior"),
-    *(row[0] for row in BUDGETS),
-    *RECIPES,  # in test_reassembly.py
-    *ATOMS.names("safety_checks"),  # in test_safety.py
-}  # fmt: skip
-
-
-def test_every_atom_has_a_test_of_its_values() -> None:
-    assert set(ATOMS.names()) == EXAMPLES

@@ -9,14 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vllm_autoprune.tpdsl.atoms.safety import (
-    CHECKS,
-    VERDICTS,
-    DeterminismCall,
-    Expectation,
-    SafetyRecord,
-    Verdict,
-)
+from vllm_autoprune.ops.rowwise import mask_from_indices
+from vllm_autoprune.tpdsl.atoms.safety import VERDICTS, DeterminismCall, SafetyRecord, Verdict
+from vllm_autoprune.tpdsl.base_policy import RefinedTokens
 from vllm_autoprune.tpdsl.materialize import PruningPolicy, materialize
 from vllm_autoprune.tpdsl.prefix import RecordedPrefix
 from vllm_autoprune.tpdsl.refine import refine
@@ -146,17 +141,54 @@ def safety_check(
 
 
 def _check_probe(policy: PruningPolicy, tokens: VisualTokens) -> tuple[Verdict, ...]:
-    calls = {call.atom: call for call in policy.state.safety}
-    repeat = calls.get("deterministic")
-    repeats = repeat.repeats if isinstance(repeat, DeterminismCall) else 2
+    repeats = 2
+    for call in policy.state.safety:
+        if isinstance(call, DeterminismCall):
+            repeats = call.repeats
     try:
-        sized = policy.at(tokens.count, tokens.grid.tiles)
-        budget = min(sized.budget, tokens.count)
-        expected = Expectation(budget, min(sized.r_min, budget), sized.quota)
         runs = [refine(policy, tokens) for _ in range(repeats)]
-        verdicts: list[Verdict] = []
-        for check in CHECKS:
-            verdicts += check(calls.get(check.__name__.removeprefix("_")), tokens, runs, expected)
-        return tuple(verdicts)
+        return _judge_runs(policy.at(tokens.count, tokens.grid.tiles), tokens, runs)
     except Exception as error:  # any failure of the policy is a result of this check
         return tuple(Verdict(name, False, f"{type(error).__name__}: {error}") for name in VERDICTS)
+
+
+def _judge_runs(
+    policy: PruningPolicy, tokens: VisualTokens, runs: list[RefinedTokens]
+) -> tuple[Verdict, ...]:
+    """The five verdicts on runs of a policy for images of this size."""
+    run, budget = runs[0], min(policy.budget, tokens.count)
+    images, picked = run.indices.shape
+    counted = (images, picked + run.extra) == (tokens.batch, budget) and picked > 0
+    count = f"{images} images of {picked} tokens and {run.extra} extra rows, K = {budget}"
+    valid, detail = False, "not checked: the count is wrong"
+    if counted:
+        inside = bool(((run.indices >= 0) & (run.indices < tokens.count)).all())
+        unique = bool((run.indices.sort(dim=1).values.diff(dim=1) > 0).all())
+        distinct = bool((run.reference.sort(dim=1).values.diff(dim=1) > 0).all())
+        detail = f"in range: {inside}, unique: {unique}, reference unique: {distinct}"
+        valid = inside and unique and distinct
+    if valid:
+        member, r_min = mask_from_indices(run.indices, tokens.count), min(policy.r_min, budget)
+        kept = int(member.gather(1, run.reference).sum(dim=1).min()) + run.extra
+        detail += f", reference tokens kept: {kept} of at least {r_min}"
+        valid = kept >= r_min and budget - kept <= policy.quota
+
+    rows, fallbacks = bool(run.features.isfinite().all()), int((run.fallback != 0).sum())
+    shape = (tokens.batch, budget, tokens.features.shape[2])
+    shaped = (
+        tuple(run.features.shape) == shape
+        and run.features.dtype == tokens.features.dtype
+        and run.features.device == tokens.features.device
+    )
+    same = all(
+        torch.equal(run.indices, other.indices) and torch.equal(run.features, other.features)
+        for other in runs[1:]
+    )
+    finite = f"finite rows: {rows}, fell back: {fallbacks}"
+    return (
+        Verdict("exact_count", counted, count),
+        Verdict("valid_indices", valid, detail),
+        Verdict("finite_scores", rows and not fallbacks, finite),
+        Verdict("shapes", shaped, f"features {tuple(run.features.shape)}, expected {shape}"),
+        Verdict("determinism", same, f"{len(runs)} runs, all equal: {same}"),
+    )
