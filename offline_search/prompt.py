@@ -18,7 +18,7 @@ from typing_extensions import TypedDict
 from offline_search.candidates import BASE_PARENT, MAX_HYPOTHESIS, PROPOSALS, PURPOSES
 from offline_search.components import BASE, compact_json, components_json, searched_components
 from offline_search.history import History, Trial, paired_error
-from offline_search.search_space import describe_space, excluded_atoms, numbers_at_upper_end
+from offline_search.search_space import describe_space, excluded_atoms
 from offline_search.settings import Settings
 from vllm_autoprune.statistics import Floats
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
@@ -190,10 +190,6 @@ def summarize(history: History) -> str:
             "difference to the first with its standard error:"
         )
         lines += [_describe(trial, history) for trial in best]
-        components = components_json(best[0].require_state())
-        numbers = (f"{path} = {value:g}" for path, value in numbers_at_upper_end(components))
-        if listed := ", ".join(numbers):
-            lines.append(f"At the upper end of its range in {best[0].name}: {listed}.")
     lines += _describe_last_round(history, {trial.name for trial in best})
     lines += _describe_hypotheses(history)
     if failures := history.count_failures().most_common(_MAX_FAILURES):

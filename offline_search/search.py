@@ -299,8 +299,6 @@ def estimate_cost(
     # Proposals that repeat earlier ones cost a call and no evaluation, so there may be more calls.
     rounds = settings.maximum_rounds
     proposals = total if STRATEGIES[settings.strategy](settings).uses_proposer else 0
-    if settings.race and settings.strategy != "autoprune+":  # which asks for three slots in ten
-        proposals *= RACED_PER_PLACE
     calls = rounds * math.ceil(proposals / listed)
     length = sum(len(message["content"]) for message in messages) / _CHARACTERS_PER_TOKEN
     prompt_tokens = round(calls * (length + 4 * _REPLY_TOKENS))

@@ -188,24 +188,6 @@ def _quota_options(budget: int) -> list[str]:
     return [str(quota) for quota in (0, *(2**n for n in range(10) if 2**n < most), most)]
 
 
-def numbers_at_upper_end(value: JsonValue, path: str = "") -> Iterator[tuple[str, float]]:
-    """Paths and values of the numbers of components that cannot be larger, q_e left out."""
-    if isinstance(value, list):
-        for index, item in enumerate(value):
-            yield from numbers_at_upper_end(item, f"{path}{index}/")
-    if not isinstance(value, dict):
-        return
-    atom = value.get("atom")
-    schemas = _parameter_schemas(atom) if isinstance(atom, str) else {}
-    core = _core_bounds() if path == f"{CORE}/" else {}
-    for name, item in value.items():
-        bounds = _bounds(schemas[name]) if name in schemas else core.get(name)
-        if bounds is None:
-            yield from numbers_at_upper_end(item, f"{path}{name}/")
-        elif name not in (*_FIXED_PARAMETERS, "q_e") and item == bounds[1]:
-            yield f"{path}{name}", bounds[1]
-
-
 def atom_names(group: Group, library: Library) -> list[str]:
     """Atoms of a group that a search of a library varies, in registry order."""
     names = ATOMS.names(group)
@@ -387,21 +369,23 @@ def _choices_of_released(state: PruningState) -> dict[str, Choice]:
 
 def project(state: PruningState, space: Space) -> JsonObject:
     """Components of the nearest state of a space: fixed parts overwritten, numbers clipped."""
-    return _draw_released(_ClippingSource(_choices_of_released(state)), space)
+    return _draw_released(ClippedChoices(_choices_of_released(state)), space)
 
 
-class _ClippingSource:
-    """Choices that are known: clipped to their range, the lowest or foremost where unknown."""
+class ClippedChoices:
+    """Choices that are known, clipped to their range; elsewhere the first option, or the middle."""
 
     def __init__(self, choices: Mapping[str, Choice]) -> None:
         self._choices = choices
 
     def option(self, name: str, options: Sequence[str]) -> str:
+        """The known option."""
         value = str(self._choices.get(name))
         return value if value in options else options[0]
 
     def number(self, name: str, low: float, high: float, integer: bool) -> float:
-        value = min(high, max(low, float(self._choices.get(name, low))))
+        """The nearest number of the range."""
+        value = min(high, max(low, float(self._choices.get(name, (low + high) / 2))))
         return round(value) if integer else value
 
 

@@ -133,11 +133,6 @@ class SearchChoices(FrozenModel):
         "(numbers), its signals and weights too (released), or one of its ablations "
         "(without-diversity, without-fusion, without-anchoring)",
     )
-    race: bool = Field(
-        default=False,
-        description="propose three times as many candidates and drop most after an eighth of the "
-        "questions; autoprune+ always does",
-    )
     core: bool = Field(
         default=False,
         description="candidates may split K into a core without the question and a delta",
@@ -217,7 +212,7 @@ class Settings(SearchChoices):
     @property
     def races(self) -> bool:
         """Whether candidates are dropped after a part of the examples, and more proposed."""
-        return self.race or self.strategy == "autoprune+"
+        return self.strategy == "autoprune+"
 
     @property
     def has_fixed_evaluations(self) -> bool:

@@ -20,7 +20,7 @@ from benchmarks.search.study import (
     format_tables,
     run_study,
 )
-from benchmarks.yardsticks import YARDSTICKS
+from benchmarks.yardsticks import YARDSTICKS, open_yardstick
 from offline_search.dataset import SPLITS
 from offline_search.endpoint import EndpointProposer, EndpointSettings
 from offline_search.settings import DEFAULT_LIST, Settings
@@ -101,8 +101,9 @@ def _run_study(options: argparse.Namespace) -> None:
             base = options.base_policy or BASE_POLICIES[name]
             settings = common.model_copy(update={"base_policy": base, "budgets": (budget,)})
             folder, seeds = options.out / f"{name}-k{budget}", range(options.seeds)
-            title = run_study(folder, name, arms, seeds, settings, connect, options.at_once)
-            print(f"## {title}, K = {budget}\n\n{format_tables(folder, arms, seeds)}", flush=True)
+            yardstick, at_once = open_yardstick(name), options.at_once
+            tables = run_study(folder, yardstick, arms, seeds, settings, connect, at_once)
+            print(tables, flush=True)
 
 
 def _run_ablations(options: argparse.Namespace) -> None:
@@ -110,8 +111,8 @@ def _run_ablations(options: argparse.Namespace) -> None:
     settings = Settings(rounds=options.rounds, base_policy=base, budgets=(budget,))
     folder, seeds = options.out / f"{options.yardstick}-k{budget}", range(options.seeds)
     quotas = [quota for quota in QUOTAS if quota <= budget]
-    title = run_study(folder, options.yardstick, ABLATIONS, seeds, settings, quotas=quotas)
-    print(f"## {title}, K = {budget}\n\n{format_tables(folder, ABLATIONS, seeds)}")
+    yardstick = open_yardstick(options.yardstick)
+    print(run_study(folder, yardstick, ABLATIONS, seeds, settings, quotas=quotas))
 
 
 if __name__ == "__main__":

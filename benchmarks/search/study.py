@@ -22,7 +22,7 @@ from pydantic import Field, JsonValue, TypeAdapter
 
 from benchmarks.common.report import log_progress
 from benchmarks.search.evaluator import YardstickEvaluator
-from benchmarks.yardsticks import open_yardstick
+from benchmarks.yardsticks.yardstick import Yardstick
 from offline_search.candidates import base_state, paper_state
 from offline_search.dataset import Split
 from offline_search.evaluator import EvaluationJob, Evaluator
@@ -142,6 +142,22 @@ def asks_model(arm: str, settings: Settings) -> bool:
     return "none" not in options and STRATEGIES[strategy](settings).uses_proposer
 
 
+def _settings_of(arm: str, seed: int, common: Settings, evaluator: str) -> Settings:
+    """Settings of one search, without those of the language model that its strategy ignores."""
+    strategy, asks = arm.partition("@")[0], asks_model(arm, common)
+    writes_lists = asks and strategy in STRATEGIES_WITH_LISTS
+    update = {
+        "strategy": strategy,
+        "space": _read_space(arm),
+        "seed": seed,
+        "evaluator": evaluator,
+        "equal_evaluations": True,
+        "proposer": common.proposer if asks else "",
+        "proposals_per_reply": common.proposals_per_reply if writes_lists else 1,
+    }
+    return common.model_copy(update=update)
+
+
 def _run_comparison(
     folder: Path,
     arms: Sequence[str],
@@ -159,36 +175,22 @@ def _run_comparison(
     slots = asyncio.Semaphore(at_once)
 
     async def run_search(arm: str, seed: int, proposer: Proposer | None) -> None:
-        strategy, asks, name = arm.partition("@")[0], asks_model(arm, common), f"{arm}-{seed}"
-        writes_lists = asks and strategy in STRATEGIES_WITH_LISTS
-        # Without the settings of the language model that a strategy ignores.
-        settings = common.model_copy(
-            update={
-                "strategy": strategy,
-                "space": _read_space(arm),
-                "seed": seed,
-                "evaluator": evaluator.name,
-                "equal_evaluations": True,
-                "proposer": common.proposer if asks else "",
-                "proposals_per_reply": common.proposals_per_reply if writes_lists else 1,
-            }
-        )
+        name, settings = f"{arm}-{seed}", _settings_of(arm, seed, common, evaluator.name)
         if (known := _read_results(folder).get(name)) is not None:
             if known.settings != settings:
                 fix = "give the same settings again, or another folder"
                 raise SearchError(f"{folder}: {name} has other settings -> {fix}")
             return
+        path, backend = folder / f"{name}.jsonl", proposer if settings.proposer else None
         observer = ProgressLog(lambda line: print(f"{arm} {seed}: {line}", flush=True))
         async with slots:
-            with Ledger(folder / f"{name}.jsonl") as ledger:
-                backend = proposer if asks else None
-                search = Search(settings, ledger, evaluator, backend, observer=observer)
+            with Ledger(path) as ledger:
                 try:
-                    await search.run()
+                    await Search(settings, ledger, evaluator, backend, observer=observer).run()
                 except NothingMeasured as error:
                     # The other arms go on: that a model writes nothing valid is a result as well.
                     print(f"{arm} {seed}: {error}", flush=True)
-        results = {**_read_results(folder), name: _read_result(folder, name)}
+        results = {**_read_results(folder), name: _read_result(name, path)}
         lines = (f"{results[key].model_dump_json()}\n" for key in sorted(results))
         write_file(folder / "results.jsonl", "".join(lines))
 
@@ -200,13 +202,12 @@ def _run_comparison(
     asyncio.run(run_all())
 
 
-def _read_result(folder: Path, name: str) -> _SearchResult:
+def _read_result(name: str, path: Path) -> _SearchResult:
     """The result of a search whose ledger is complete."""
-    report = read_report(read_ledger(folder / f"{name}.jsonl"))
-    answers = report.rows[-1].spent if report.rows else 0
-    winner, record, curve = None, report.winner, report.curve()
-    reached = [[best for spent, best in curve if spent <= s * answers] for s in _CURVE_SHARES]
-    if record is not None:
+    report = read_report(read_ledger(path))
+    answers, winner = report.rows[-1].spent if report.rows else 0, None
+    best = [[y for x, y in report.curve() if x <= share * answers] for share in _CURVE_SHARES]
+    if (record := report.winner) is not None:
         winner = _Winner(
             digest=record.digest,
             objective=record.test.objective.value,
@@ -222,7 +223,7 @@ def _read_result(folder: Path, name: str) -> _SearchResult:
         invalid=report.statuses.get("invalid", 0) + report.statuses.get("unsafe", 0),
         replies=len(report.replies),
         answers=answers,
-        curve=tuple(bests[-1] if bests else None for bests in reached),
+        curve=tuple(reached[-1] if reached else None for reached in best),
         winner=winner,
     )
 
@@ -261,7 +262,7 @@ def _confirm(
 
 def run_study(
     folder: Path,
-    yardstick_name: str,
+    yardstick: Yardstick,
     arms: Sequence[str],
     seeds: Sequence[int],
     settings: Settings,
@@ -269,19 +270,20 @@ def run_study(
     at_once: int = 1,
     quotas: Sequence[int] = (),
 ) -> str:
-    """Run what a folder lacks of one yardstick; returns the yardstick's name in tables.
+    """Run what a folder lacks of one yardstick; returns its tables.
 
     The base policy is confirmed too, and with ``quotas`` the released policy with each of these
     q_e.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    yardstick = open_yardstick(yardstick_name)
     evaluator = YardstickEvaluator(yardstick, _IMAGES, each=1)
     _run_comparison(folder, arms, seeds, settings, evaluator, connect, at_once)
     confirming = YardstickEvaluator(yardstick, _CONFIRMING_IMAGES, each=1)
-    states = {f"q_e = {q}": paper_state(settings, q) for q in quotas}
-    _confirm(folder, confirming, {BASE: base_state(settings), **states}, settings.source_budget)
-    return yardstick.name
+    states = {BASE: base_state(settings)}
+    states |= {f"q_e = {quota}": paper_state(settings, quota) for quota in quotas}
+    _confirm(folder, confirming, states, settings.source_budget)
+    title = f"## {yardstick.name}, K = {settings.source_budget}"
+    return f"{title}\n\n{format_tables(folder, arms, seeds)}"
 
 
 # Two-sided 95 % quantiles of Student's t distribution, for 1 to 9 degrees of freedom.
@@ -296,7 +298,7 @@ def format_tables(folder: Path, arms: Sequence[str], seeds: Sequence[int]) -> st
     Winners that were not confirmed are left out. Spaces are compared by strategy, each with the
     largest.
     """
-    tables = [_format_searches(folder, arms, seeds)]
+    tables = _tabulate_searches(_read_results(folder), arms, seeds)
     groups = {arm: list(arms) for arm in _REFERENCES if arm in arms} or {arms[0]: list(arms)}
     if any(_read_space(arm) != "all" for arm in arms):
         strategies: dict[str, list[str]] = {}
@@ -304,8 +306,9 @@ def format_tables(folder: Path, arms: Sequence[str], seeds: Sequence[int]) -> st
             strategies.setdefault(arm.removesuffix(f"@{_read_space(arm)}"), []).append(arm)
         groups = {group[0]: group for group in strategies.values()}
     confirmed = _read_confirmed(folder)
+    texts = [f"{table.markdown()}\n" for table in tables]
     if confirmed:
-        tables += [_format_winners(confirmed, g, seeds, arm) for arm, g in groups.items()]
+        texts += [_tabulate_winners(confirmed, group, seeds, arm) for arm, group in groups.items()]
     base = confirmed.get(BASE)
     states = [
         (name, f"{s.objective:.2f}", f"{100 * s.accuracy:.1f}", _format_difference([(s, base)]))
@@ -314,13 +317,14 @@ def format_tables(folder: Path, arms: Sequence[str], seeds: Sequence[int]) -> st
     ]
     if states:
         columns = ("state", "objective", "accuracy %", f"less {BASE}")
-        tables.append(Table("", columns, states, "lrrr").markdown() + "\n")
-    return "\n".join(tables)
+        texts.append(Table("", columns, states, "lrrr").markdown() + "\n")
+    return "\n".join(texts)
 
 
-def _format_searches(folder: Path, arms: Sequence[str], seeds: Sequence[int]) -> str:
+def _tabulate_searches(
+    known: Mapping[str, _SearchResult], arms: Sequence[str], seeds: Sequence[int]
+) -> list[Table]:
     """Test results, and the best objective after shares of the answers."""
-    known = _read_results(folder)
     rows, curves = [], []
     for arm in arms:
         results = [known[name] for name in (f"{arm}-{seed}" for seed in seeds) if name in known]
@@ -331,53 +335,53 @@ def _format_searches(folder: Path, arms: Sequence[str], seeds: Sequence[int]) ->
         if not ended:
             rows.append([arm, "0", *[""] * 4, share])
             continue
+        winners = [winner for _, winner in ended]
         rows.append([
             arm,
             str(len(ended)),
-            _format_mean([winner.objective for _, winner in ended]),
-            _format_mean([winner.gain for _, winner in ended]),
-            _format_mean([100 * winner.accuracy for _, winner in ended], 1),
+            _format_mean([winner.objective for winner in winners]),
+            _format_mean([winner.gain for winner in winners]),
+            _format_mean([100 * winner.accuracy for winner in winners], 1),
             f"{statistics.mean(result.answers for result, _ in ended):.0f}",
             share,
         ])  # fmt: skip
-        # Where every search has a best objective by then.
         columns = zip(*(result.curve for result, _ in ended), strict=True)
-        best = [[value for value in column if value is not None] for column in columns]
-        means = (f"{statistics.mean(c):.4f}" if len(c) == len(ended) else "" for c in best)
+        # Where every search has a best objective by then.
+        means = (
+            "" if None in column else f"{statistics.mean(v for v in column if v is not None):.4f}"
+            for column in columns
+        )
         curves.append([arm, *means])
     head = ["strategy", "seeds", "test objective", "gain over base", "accuracy %", "answers"]
     shares = (f"{share:.0%}" for share in _CURVE_SHARES)
-    tables = (
+    return [
         Table("", [*head, "invalid %"], rows, "lrrrrrr"),
         Table("", ["search objective after", *shares], curves, "lrrrr"),
-    )
-    return "\n".join(f"{table.markdown()}\n" for table in tables)
+    ]
 
 
-def _format_winners(
-    confirmed: dict[str, _Confirmed], arms: Sequence[str], seeds: Sequence[int], reference: str
+def _tabulate_winners(
+    confirmed: Mapping[str, _Confirmed], arms: Sequence[str], seeds: Sequence[int], reference: str
 ) -> str:
     """Confirmed objective and accuracy of each arm, less a reference and less the base policy."""
-    scores = {
-        arm: {seed: confirmed[name] for seed in seeds if (name := f"{arm}-{seed}") in confirmed}
-        for arm in arms
-    }
-    base, references = confirmed.get(BASE), scores[reference]
-    head = ["strategy", "seeds", "objective", "accuracy %", f"less {reference}, paired by seed"]
-    head += [f"less {BASE}"] if base else []
+    base = confirmed.get(BASE)
     rows = []
-    for arm, by_seed in scores.items():
-        if not by_seed:
+    for arm in arms:
+        scores = {s: confirmed[name] for s in seeds if (name := f"{arm}-{s}") in confirmed}
+        if not scores:
             continue
-        pairs = [(score, references[seed]) for seed, score in by_seed.items() if seed in references]
+        others = {s: confirmed.get(f"{reference}-{s}") for s in scores}
+        pairs = [(score, other) for s, score in scores.items() if (other := others[s]) is not None]
         rows.append([
             arm,
-            str(len(by_seed)),
-            _format_mean([score.objective for score in by_seed.values()], 2),
-            _format_mean([100 * score.accuracy for score in by_seed.values()], 1),
+            str(len(scores)),
+            _format_mean([score.objective for score in scores.values()], 2),
+            _format_mean([100 * score.accuracy for score in scores.values()], 1),
             _format_difference(pairs) if pairs and arm != reference else "-",
-            *([_format_difference([(score, base) for score in by_seed.values()])] if base else []),
+            *([_format_difference([(score, base) for score in scores.values()])] if base else []),
         ])  # fmt: skip
+    head = ["strategy", "seeds", "objective", "accuracy %", f"less {reference}, paired by seed"]
+    head += [f"less {BASE}"] if base else []
     questions = sorted({score.questions for score in confirmed.values()})
     note = f"{', '.join(map(str, questions))} questions; \u00b1 is Student's t over seeds"
     note += ", in differences over questions as well." if base else "."

@@ -29,6 +29,7 @@ from offline_search.history import Trial
 from offline_search.search_space import (
     Choice,
     ChoiceSource,
+    ClippedChoices,
     RandomSource,
     choices_of_state,
     sample_proposal,
@@ -121,33 +122,31 @@ class _SuggestedChoices:
         return round(self._trial.suggest_float(name, low, high), 4)
 
 
-class _MeasuredPoint:
-    """Known choices, within their range, and the distributions that they are made from.
+class _MeasuredPoint(ClippedChoices):
+    """Choices of a measured state, and the distributions that they are made from.
 
-    Where they have none: the first option, or the middle of the range. As a point of a study it is
-    written without asking the sampler, which takes 50 ms a point.
+    As a point of a study they are written without asking the sampler, which takes 50 ms a point.
     """
 
     def __init__(self, choices: Mapping[str, Choice]) -> None:
-        self._choices = choices
+        super().__init__(choices)
         self.values: dict[str, Choice] = {}
         self.distributions: dict[str, BaseDistribution] = {}
 
     def option(self, name: str, options: Sequence[str]) -> str:
         from optuna.distributions import CategoricalDistribution
 
-        value = self.values[name] = str(self._choices.get(name, options[0]))
         self.distributions[name] = CategoricalDistribution(options)
+        value = self.values[name] = super().option(name, options)
         return value
 
     def number(self, name: str, low: float, high: float, integer: bool) -> float:
         from optuna.distributions import FloatDistribution, IntDistribution
 
-        value = min(high, max(low, float(self._choices.get(name, (low + high) / 2))))
-        self.values[name] = value = round(value) if integer else value
         self.distributions[name] = (
             IntDistribution(round(low), round(high)) if integer else FloatDistribution(low, high)
         )
+        value = self.values[name] = super().number(name, low, high, integer)
         return value
 
 

@@ -184,7 +184,7 @@ def test_intervals_and_errors_are_over_images_not_questions() -> None:
     assert paired_error(rows, constant) == pytest.approx(0.0), "however many questions an image has"
 
 
-def test_only_clearly_worse_candidates_are__is_clearly_below() -> None:
+def test_only_clearly_worse_candidates_are_dropped() -> None:
     generator = np.random.default_rng(1)
     rows = [example(i // 2) for i in range(80)]
     rival, noise = generator.normal(size=80), 0.1 * generator.normal(size=80)
@@ -212,8 +212,7 @@ def history(*trials: Trial, base: float = -2.0) -> History:
 def test_the_best_trial_may_be_as_good_as_the_unpruned_model() -> None:
     perfect, poor = trial("1.0", [0.0] * 8), trial("1.1", [-1.0] * 8)
     known = history(perfect, poor)
-    assert known.best() is perfect and perfect.score == 0.0
-    assert known.ranked() == [perfect, poor] and known.best_values() is perfect.values
+    assert known.best() is perfect and known.best_values() is perfect.values
     known = history(poor, base=0.0)
     assert known.best_values() is known.base_values
 

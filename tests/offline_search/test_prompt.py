@@ -82,7 +82,6 @@ def test_the_summary_of_a_history(history: History) -> None:
     assert "Questions of relation that lose most: Q4?; Q5?" in lines
     assert "Scores by round, best and median: 1: -1750, -1750; 2: -750, -1700." in lines
     assert "- 2.3: -750; 1.0 with /reassembly/strength 0.0005 -> 1" in lines
-    assert "At the upper end of its range in 2.3: reassembly/strength = 1." in lines
     assert "2.2 kept the same tokens as 1.0." in lines
     assert "- 2.0: -1700 (-950 ± " in text and "1.0 with /constraints/selector/q_e 2 -> 4" in text
     assert not any(line.startswith("- 1.0") for line in lines), "2.3 is the best of its structure"

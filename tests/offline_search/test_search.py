@@ -6,7 +6,6 @@ import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,6 @@ from tests.offline_search.synthetic import (
     HOSTILE,
     REPLIES_OF,
     SIZE,
-    VALID_REPLIES,
     ScriptedProposer,
     Searches,
     SyntheticEvaluator,
@@ -179,7 +177,7 @@ RECORDED = Path(__file__).parent / "recorded"
 
 
 @pytest.mark.parametrize(
-    ("name", "digest"), [("lists", "ab8d9583e0dd"), ("crossovers", "2b60a485b888")]
+    ("name", "digest"), [("lists", "dd5b3b813885"), ("crossovers", "1489c0313289")]
 )
 async def test_a_recorded_search_replays_and_would_send_the_same_prompts_today(
     name: str, digest: str, search: Searches, tmp_path: Path
@@ -213,49 +211,29 @@ async def test_a_recording_is_only_read_and_what_is_missing_in_it_is_an_error(
 ) -> None:
     await search()
     recording, target = search.path, tmp_path / "replayed"
-    text = recording.read_text()
-    recording.write_text(f'{text}{{"kind": "pro')  # cut off by a kill
-    _, before, after = await replay(recording, target, search.data.folder)
-    assert before == after and recording.read_text() == f'{text}{{"kind": "pro'
-    with Ledger(recording):  # no replay waits for its lock
-        await replay(recording, tmp_path / "again", search.data.folder)
-
+    text = f'{recording.read_text()}{{"kind": "pro'  # cut off by a kill
+    recording.write_text(text)
+    with Ledger(recording) as ledger:  # no replay waits for its lock
+        recording.write_text(text)
+        _, before, after = await replay(recording, target, search.data.folder)
+        assert before == after == digest_records(ledger) and recording.read_text() == text
     lines = text.splitlines(keepends=True)
-    reply = next(record.text for record in search.records(ReplyRecord) if record.text)
-    old, new = (json.dumps(written)[1:-1] for written in (reply, VALID_REPLIES[-1]))
     for content, message in (
         ("", "contains no search"),
         ("".join(lines[: len(lines) // 2]), "resume the recorded search"),
-        (text.replace(old, new), "recor"),
     ):
         recording.write_text(content)
         target.unlink(missing_ok=True)
         with pytest.raises(SearchError, match=message):
             await replay(recording, target, search.data.folder)
-    with pytest.raises(SearchError, match="name the ledger of a search that has begun"):
-        await replay(tmp_path / "typo" / "l", target, search.data.folder)
-    assert not (tmp_path / "typo").exists()
 
 
 # ---- failures ----
 
 
-async def test_hostile_replies_are_invalid_proposals_and_the_search_continues(
-    search: Searches,
-) -> None:
-    replies = [*HOSTILE.values(), "{\ud83d}", *VALID_REPLIES[:3]]
-    await search(ScriptedProposer(replies, in_order=True), rounds=2, per_round=10)
-    trials = search.records(TrialRecord)
-    assert len(trials) == 20 and "evaluated" in {trial.status for trial in trials}
-    assert all(trial.status != "invalid" or trial.reason for trial in trials)
-    assert search.path.stat().st_size < 2_000_000
-    written = {record.text for record in search.records(ReplyRecord)}
-    assert "{?}" in written, "half a character is recorded"
-
-
 @pytest.mark.parametrize(
     ("reply", "count", "reason"),
-    [(None, 9, "the endpoint is down"), ("no", 28, "no JSON object")],  # 28: a round after 25
+    [(None, 9, "the endpoint is down"), ("no \ud83d", 28, "no JSON object")],  # a round after 25
 )
 async def test_a_model_that_writes_nothing_valid_ends_the_search(
     reply: str | None, count: int, reason: str, search: Searches
@@ -266,30 +244,24 @@ async def test_a_model_that_writes_nothing_valid_ends_the_search(
     trials = search.records(TrialRecord)
     assert len(trials) == count and {trial.status for trial in trials} == {"invalid"}
     assert all(reason in trial.reason for trial in trials)
-    assert (search.lines[-1] == "gives up: the last 25 candidates were invalid or unsafe") == (
-        count > 25
-    )
+    gives_up = search.lines[-1] == "gives up: the last 25 candidates were invalid or unsafe"
+    assert gives_up == (count > 25)
+    written = {record.text for record in search.records(ReplyRecord)}
+    assert written == ({"no ?"} if reply else {None}), "half a character is recorded"
     winner = await search([reply], ledger="plus", strategy="autoprune+")
     assert winner.test.gain.low > 0, "it proposes by other means as well"
 
 
-def undefined(digest: str) -> Callable[[EvaluationJob, Answers], Answers]:
-    def change(job: EvaluationJob, answers: Answers) -> Answers:
-        if digest_of(job) != digest:
-            return answers
-        return Answers((float("nan"), *answers.logprob[1:]), answers.right)
-
-    return change
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"), [(failing, "cannot identify"), (undefined, "not finite")]
-)
-async def test_a_failed_evaluation_is_not_scored_as_wrong(
-    change: Any, reason: str, search: Searches
-) -> None:
+@pytest.mark.parametrize("reason", ["cannot identify", "not finite"])
+async def test_a_failed_evaluation_is_not_scored_as_wrong(reason: str, search: Searches) -> None:
     best = (await search(ledger="free")).digest
-    assert (await search(change=change(best))).digest != best
+
+    def undefined(job: EvaluationJob, answers: Answers) -> Answers:
+        value = float("nan") if digest_of(job) == best else answers.logprob[0]
+        return Answers((value, *answers.logprob[1:]), answers.right)
+
+    change = undefined if reason == "not finite" else failing(best)
+    assert (await search(change=change)).digest != best
     trials = [each for each in search.records(TrialRecord) if each.status == "unevaluated"]
     assert trials and all(each.objective is None and reason in each.reason for each in trials)
 

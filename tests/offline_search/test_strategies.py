@@ -87,15 +87,6 @@ async def test_autoprune_plus_races_candidates_of_every_origin(search: Searches)
     assert {trial.examples for trial in trials if trial.status == "dropped"} <= {3, 12}
 
 
-async def test_any_strategy_can_race(search: Searches) -> None:
-    await search_blindly(search, "tpe", per_round=4, race=True, equal_evaluations=False)
-    trials = search.records(TrialRecord)
-    assert {trial.round for trial in trials if trial.index == 11} >= {1, 2}
-    dropped = [trial for trial in trials if trial.status == "dropped"]
-    assert dropped and {trial.examples for trial in dropped} <= {3, 12}
-    assert sum(trial.examples for trial in trials) <= 13 * SIZE
-
-
 def test_two_parents_are_drawn_by_rank() -> None:
     population = [trial(f"1.{index}", [-float(index)]) for index in range(10)]
     pairs = [draw_parents(population, 2, Random(seed)) for seed in range(2000)]

@@ -12,7 +12,6 @@ import torch
 from benchmarks.search.evaluator import YardstickEvaluator, write_data
 from benchmarks.yardsticks import open_yardstick
 from benchmarks.yardsticks.examples import draw_examples
-from benchmarks.yardsticks.questions import KINDS
 from offline_search.dataset import SPLITS, Split, read_dataset
 from offline_search.evaluator import EvaluationJob
 from offline_search.history import Answers
@@ -78,19 +77,13 @@ def test_the_data_folder_can_be_read_and_sampled_questions_keep_pairs_together(
     write_data(tmp_path / "all", FEW)
     write_data(tmp_path / "few", FEW, each=5)
     dataset, sampled = read_dataset(tmp_path / "all"), read_dataset(tmp_path / "few")
-    images = set()
     for split in SPLITS:
         questions, read = draw_examples(split, FEW[split]), dataset.examples(split)
-        assert {question.kind for question in questions} == set(KINDS)
         assert sorted(e.question for e in read) == sorted(e.question for e in questions)
         assert len({example.image for example in read}) == FEW[split]
-        images |= {dataset.images[example.image] for example in read}
-        some = sampled.examples(split)
-        for image in {example.image for example in some}:
-            about = [example for example in some if example.image == image]
+        for image in {example.image for example in sampled.examples(split)}:
+            about = [each for each in sampled.examples(split) if each.image == image]
             assert 4 <= len(about) <= 5, "a pair that does not fit leaves one place"
             pairs = [example.pair for example in about if example.pair is not None]
             assert all(pairs.count(pair) == 2 for pair in pairs)
-        assert {example.category for example in some} > {some[0].category}
-    assert len(images) == sum(FEW.values()), "splits share no scene"
-    assert all(image.startswith("data:image/png;base64,") for image in images)
+    assert len(set(dataset.images.values())) == sum(FEW.values()), "splits share no scene"
