@@ -40,17 +40,6 @@ class Answers:
         """Share of examples answered correctly by greedy decoding."""
         return sum(self.right) / len(self.right)
 
-    def accuracy_plus(self, examples: Sequence[Example]) -> float:
-        """MME's accuracy+: share of pairs with both answers right, or of images without pairs."""
-        groups: dict[tuple[str, int | None], bool] = {}
-        paired = any(example.pair is not None for example in examples)
-        for example, right in zip(examples, self.right, strict=False):
-            if paired and example.pair is None:
-                continue
-            key = (example.image, example.pair)
-            groups[key] = groups.get(key, True) and right
-        return sum(groups.values()) / len(groups) if groups else 0.0
-
     def mme_shares(self, examples: Sequence[Example]) -> Floats:
         """Share of each answered example in MME's total, ``(M,)``, in thousand points.
 

@@ -171,7 +171,6 @@ class TrialRecord(_CandidateRecord):
     examples: int = Field(default=0, description="number of answers evaluated, over all budgets")
     objective: float | None = None
     accuracy: float | None = None
-    accuracy_plus: float | None = None
 
     @property
     def score(self) -> float | None:
@@ -199,7 +198,6 @@ class Comparison(FrozenModel):
     split: Split
     examples: int
     accuracy: float
-    accuracy_plus: float
     mme_total: float = Field(description="accuracy and accuracy+ of each category, summed")
     objective: Estimate
     gain: Estimate = Field(description="objective less the base policy's, on the same examples")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from offline_search.candidates import base_state
-from offline_search.components import BASE, COMPONENTS, CORE, RANK_AT
 from offline_search.history import FAILURES_TO_GIVE_UP, History, Trial, gave_up
 from offline_search.ledger import (
     ALL_TOKENS,
@@ -29,21 +27,7 @@ from offline_search.ledger import (
 )
 from offline_search.settings import Settings
 from vllm_autoprune.errors import SearchError
-from vllm_autoprune.report import (
-    Cell,
-    Chart,
-    Details,
-    Document,
-    Mark,
-    Row,
-    Rule,
-    Section,
-    Series,
-    Table,
-    Tone,
-    render_document,
-    render_markdown,
-)
+from vllm_autoprune.report import Cell, Document, Row, Section, Table, Tone
 from vllm_autoprune.statistics import Estimate, count_decimals
 
 _STATUS_WORDS: Mapping[Status, str] = {
@@ -125,15 +109,9 @@ class _SearchReport:
                 points.append((row.spent, score))
         return points
 
-    def html(self) -> str:
-        """The page, with every candidate."""
-        return render_document(_make_document(self))
-
-    def markdown(self) -> str:
-        """The report without its chart, and with the best candidates only."""
-        document = _make_document(self)
-        sections = [section for section in document.sections if not section.entries]
-        return render_markdown(replace(document, sections=sections))
+    def document(self) -> Document:
+        """Who won and why, the best candidates, and what the search cost."""
+        return _make_document(self)
 
     def format(self, *values: float | None) -> list[str]:
         """Objectives with as many decimals as the width of the winner's interval supports.
@@ -194,7 +172,6 @@ def _measure_base(evaluations: Sequence[EvaluationRecord], settings: Settings) -
 
 
 def _make_document(report: _SearchReport) -> Document:
-    """Who won and why, the progress of the search, its candidates, and what it cost."""
     settings, winner, ranked = report.settings, report.winner, report.ranked
     leader = ranked[0].name if ranked else None
     tone: Tone = "open"
@@ -225,12 +202,12 @@ def _make_document(report: _SearchReport) -> Document:
         sections.append(
             Section("Why this candidate", [why, _describe_leader(winner, leader)], tables=tables)
         )
-        test = (
-            "Examples that no candidate was chosen on. accuracy+: both answers of a pair right, or "
-            "all about an image."
-        )
+        test = "Examples that no candidate was chosen on."
         if settings.objective == "mme":
-            test += " MME total: accuracy and accuracy+ in per cent, added over all categories."
+            test += (
+                " MME total: accuracy, and accuracy+ (both answers of a pair right), in per cent, "
+                "added over all categories."
+            )
         tables = [_result_table(winner, settings.objective == "mme")]
         sections.append(Section("Result on the test split", [test], tables=tables))
     elif leader is not None:
@@ -238,10 +215,9 @@ def _make_document(report: _SearchReport) -> Document:
         if measured is not None and measured >= (ranked[0].result.score or 0.0):
             leader = f"{settings.base_policy} alone"
         answer = f"The search has not ended; {leader} leads on the search split."
-    sections.append(_progress_section(report))
     if report.rows:
-        sections += _candidate_sections(report)
-    sections.append(Section("Cost", _describe_cost(report), folded=True))
+        sections.append(_candidate_section(report))
+    sections.append(Section("Cost", _describe_cost(report)))
     title = f"{settings.strategy} on {settings.base_policy}, K = {settings.source_budget}"
     return Document(f"Search for a state: {title}", answer, tone, facts=facts, sections=sections)
 
@@ -272,19 +248,19 @@ def _result_table(winner: WinnerRecord, mme: bool) -> Table:
     """The winner on the test split, the base policy, and the difference; MME's total if asked."""
 
     def row(name: str, scores: Comparison) -> list[str]:
-        shares = [_percent(scores.accuracy), _percent(scores.accuracy_plus)]
-        return [name, _format_interval(scores.objective), *shares, f"{scores.mme_total:.1f}"]
+        shares = [_percent(scores.accuracy), f"{scores.mme_total:.1f}"]
+        return [name, _format_interval(scores.objective), *shares]
 
     test, base = winner.test, winner.base
-    gains = [_format_interval(test.gain), _format_interval(test.accuracy_gain, 100), ""]
+    gains = [_format_interval(test.gain), _format_interval(test.accuracy_gain, 100)]
     rows = [
         row("winner", test), row("base policy", base),
         ["gain, paired", *gains, f"{test.mme_total - base.mme_total:+.1f}"],
     ]  # fmt: skip
-    head = ["", "objective", "accuracy %", "accuracy+ %", "MME total"]
-    columns = 5 if mme else 4
+    head = ["", "objective", "accuracy %", "MME total"]
+    columns = 4 if mme else 3
     cells = [row[:columns] for row in rows]
-    return Table("Winner and base policy", head[:columns], cells, "lrrrr"[:columns])
+    return Table("Winner and base policy", head[:columns], cells, "lrrr"[:columns])
 
 
 def _finalist_table(report: _SearchReport, winner: WinnerRecord) -> Table:
@@ -301,7 +277,7 @@ def _finalist_table(report: _SearchReport, winner: WinnerRecord) -> Table:
         search, both = report.format(scores[name], winner.estimates[name])
         on_test = (winner.test.objective, winner.test.gain)
         test, gain = (cell(figure) if won else Cell("not measured") for figure in on_test)
-        title = Cell(name, "winner" if won else "", _link(name), "good" if won else "")
+        title = Cell(name, "winner" if won else "", tone="good" if won else "")
         measured, ahead = cell(validation.objective), cell(validation.gain)
         rows.append([title, search, measured, both, test, ahead, gain])
     search, base = report.format(report.base_objective, winner.base_validation)
@@ -311,42 +287,9 @@ def _finalist_table(report: _SearchReport, winner: WinnerRecord) -> Table:
     return Table("Objectives of the finalists", head, rows, "lrrrrrr")
 
 
-def _progress_section(report: _SearchReport) -> Section:
-    """Every candidate at the answers spent until it was measured, and the best so far."""
-    marks: dict[bool, list[Mark]] = {True: [], False: []}
-    for row in report.rows:
-        objective, complete = row.result.objective, row.result.score is not None
-        if objective is not None:
-            tip = f"{row.name} by {row.origin}\nobjective {report.format(objective)[0]}"
-            mark = Mark(row.spent, objective, tip, hollow=not complete, link=_link(row.name))
-            marks[complete].append(mark)
-    if not any(marks.values()):
-        return Section("Progress", ["Nothing has been measured yet."])
-    best: list[tuple[float, float]] = list(report.curve())
-    if best:
-        best.append((max(mark.x for mark in marks[True] + marks[False]), best[-1][1]))
-    series = [
-        Series("measured", marks[True], line="none"),
-        Series("stopped early", marks[False], line="none", colour=1),
-        Series("best so far", path=best, line="steps", colour=2),
-    ]
-    drawn = [each for each in series if each.marks or each.path]
-    base = report.base_objective
-    rules = [] if base is None else [Rule(base, f"base policy {report.format(base)[0]}")]
-    spent = "answers of the served model, search split"
-    label = f"objective, {report.settings.objective_unit}"
-    chart = Chart("Objective over answers spent", spent, label, drawn, rules, x_zero=True)
-    text = "Hollow: measured on a part of the search split. Click a point for the candidate."
-    return Section("Progress", [text], [chart])
-
-
-def _link(name: str) -> str:
-    return f"#candidate-{name}"
-
-
-def _candidate_sections(report: _SearchReport) -> list[Section]:
-    """The best candidates and why others failed; then every candidate."""
-    rows, ranked = report.rows, report.ranked
+def _candidate_section(report: _SearchReport) -> Section:
+    """The best candidates, and why others were not measured."""
+    rows = report.rows
     statuses = ", ".join(f"{count} {status}" for status, count in report.statuses.items())
     counted = f"{len(rows)} candidates: {statuses}."
     if gave_up([row.result for row in rows]):
@@ -361,52 +304,18 @@ def _candidate_sections(report: _SearchReport) -> list[Section]:
             row.name,
             *report.format(row.result.score),
             _percent(row.result.accuracy),
-            _percent(row.result.accuracy_plus),
             str(row.result.examples),
             row.origin,
+            ", ".join(row.proposal.parents),
         ]
-        for row in ranked[:_MAX_ROWS]
+        for row in report.ranked[:_MAX_ROWS]
     ]
-    head = ["candidate", "objective", "accuracy %", "accuracy+ %", "answers", "origin"]
-    tables = [Table("Best on the search split", head, best, "lrrrrl")]
+    head = ["candidate", "objective", "accuracy %", "answers", "origin", "parents"]
+    tables = [Table("Best on the search split", head, best, "lrrrll")]
     if causes := [[cause, str(count)] for cause, count in report.causes.items()]:
         caption = "Why candidates were not evaluated"
-        tables.append(Table(caption, ["cause", "times"], causes, "lr", folded=True))
-    ordered = [*ranked, *(row for row in rows if row.result.score is None)]
-    text = "Best on the search split first, then the others in order of proposal."
-    return [
-        Section("Candidates", texts, tables=tables),
-        Section(
-            "Every candidate",
-            [text],
-            entries=[_describe_candidate(report, row) for row in ordered],
-            folded=True,
-        ),
-    ]
-
-
-def _describe_candidate(report: _SearchReport, row: _CandidateRow) -> Details:
-    """Origin and result in one line; folded, its parents, hypothesis, problems and components."""
-    result, proposal = row.result, row.proposal
-    outcome = f"{row.status} {result.reason}".strip()
-    if result.same_as:
-        outcome = f"keeps the same tokens as {result.same_as}"
-    elif result.objective is not None:
-        (objective,) = report.format(result.objective)
-        measured = f"objective {objective}, accuracy {_percent(result.accuracy)} %"
-        outcome = measured if result.score is not None else f"{outcome}: {measured}"
-    texts = [f"From {', '.join(proposal.parents)}."] if proposal.parents else []
-    if proposal.hypothesis is not None:
-        texts.append(f"{proposal.hypothesis.purpose}: {proposal.hypothesis.text}")
-    state = proposal.state or {}
-    components = {n: state[n] for n in (*COMPONENTS, CORE, RANK_AT, BASE) if n in state}
-    body = json.dumps(components, indent=1) if components else ""
-    return Details(
-        f"{row.name} by {row.origin}: {outcome}",
-        [*texts, *proposal.problems],
-        code=body,
-        name=_link(row.name).removeprefix("#"),
-    )
+        tables.append(Table(caption, ["cause", "times"], causes, "lr"))
+    return Section("Candidates", texts, tables=tables)
 
 
 def _describe_cost(report: _SearchReport) -> list[str]:

@@ -264,7 +264,6 @@ class RoundEvaluator:
         columns = {
             "objective": self._values(candidate).mean(1).tolist(),
             "accuracy": [each.accuracy for each in candidate.answers],
-            "accuracy_plus": [each.accuracy_plus(self._examples) for each in candidate.answers],
         }
         figures = {name: round(sum(c) / len(c), 6) for name, c in columns.items()}
         return record.model_copy(update=figures)

@@ -223,7 +223,6 @@ class Search:
             split=split,
             examples=len(examples),
             accuracy=mean([answers.accuracy for answers in ours]),
-            accuracy_plus=mean([answers.accuracy_plus(examples) for answers in ours]),
             mme_total=mean([1000 * float(each.mme_shares(examples).mean()) for each in ours]),
             objective=bootstrap_mean(examples, values),
             gain=bootstrap_mean(examples, values - base_values),

@@ -177,7 +177,7 @@ RECORDED = Path(__file__).parent / "recorded"
 
 
 @pytest.mark.parametrize(
-    ("name", "digest"), [("lists", "dd5b3b813885"), ("crossovers", "1489c0313289")]
+    ("name", "digest"), [("lists", "17faba462bd1"), ("crossovers", "aa9c63105a3a")]
 )
 async def test_a_recorded_search_replays_and_would_send_the_same_prompts_today(
     name: str, digest: str, search: Searches, tmp_path: Path
