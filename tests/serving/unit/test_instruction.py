@@ -47,7 +47,6 @@ def said(role: str, content: object, **fields: object) -> dict[str, Any]:
     [
         {"type": "image_url", "image_url": None, "uuid": "a"},
         {"type": "input_image", "image_url": "http://x/y.png"},
-        {"type": "image_embeds", "image_embeds": "AA=="},
         {"image_pil": None, "uuid": "a"},
         {"image_url": {"url": "http://x/y.png"}},
     ],

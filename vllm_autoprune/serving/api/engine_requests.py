@@ -19,7 +19,7 @@ from vllm.multimodal.cache import LruKeyReplicatedSenderCache
 from vllm.multimodal.cache.base import BaseMultiModalProcessorCache
 from vllm.multimodal.inputs import MultiModalKwargsItem
 
-from vllm_autoprune.errors import AutopruneError, RequestError
+from vllm_autoprune.errors import AutopruneError
 from vllm_autoprune.serving.api.request import OFFLINE_FIX, REFUSED, refuse_misplaced
 from vllm_autoprune.serving.compat import depends_on, patch
 from vllm_autoprune.serving.plan import (
@@ -28,12 +28,10 @@ from vllm_autoprune.serving.plan import (
     ItemPlan,
     make_feature_key,
     plan_error,
-    refuse,
 )
 from vllm_autoprune.serving.served_state import PlanRules, served_state
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig
     from vllm.config.multimodal import MMHasherAlgorithm
     from vllm.multimodal.cache.base import (
         MultiModalProcessorCacheInItem,
@@ -108,8 +106,6 @@ def count_request(
 # changes it.
 
 _Tensors = Mapping[str, "MultiModalFieldElem"]
-
-_EMBEDDINGS = "image_embeds"
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -307,12 +303,6 @@ def watch_requests() -> None:
         refuse_misplaced({"extra_args": getattr(params, "extra_args", None)}, {}, OFFLINE_FIX)
         if not request.mm_features:
             return request
-        try:
-            for feature in request.mm_features:
-                _check_embeddings(feature, self.model_config)
-        except RequestError as error:
-            REFUSED.inc()
-            raise VLLMValidationError(str(error), parameter=_EMBEDDINGS) from None
         hashes = prompt.get("mm_hashes") if isinstance(prompt, Mapping) else None
         if isinstance(hashes, RenderedHashes):
             hashes.await_hand_over(request.mm_features)
@@ -346,31 +336,6 @@ def watch_requests() -> None:
             hashes.hand_over(request.mm_features or ())
 
 
-def _check_embeddings(feature: MultiModalFeatureSpec, model: ModelConfig) -> None:
-    """Refuse embeddings of another shape than their image's: the engine would end at them.
-
-    vLLM checks their width on LLaVA, and neither width nor number on Qwen-VL.
-    """
-    data = feature.data or {}
-    rows, grid = (data[n].data if n in data else None for n in (_EMBEDDINGS, "image_grid_thw"))
-    if rows is None:
-        return
-    vision = vars(model.hf_config.vision_config)
-    # Qwen3-VL's rows hold those of later layers, too.
-    width = model.get_inputs_embeds_size() * (1 + len(vision.get("deepstack_visual_indexes", ())))
-    count = feature.mm_position.get_num_embeds()
-    fits = count > 0 and tuple(rows.shape) == (count, width) and "pixel_values" not in data
-    if fits and grid is not None:
-        frames, *sides = grid.flatten().tolist()
-        merge = vision["spatial_merge_size"]
-        fits = frames == 1 and len(sides) == 2 and all(s > 0 == s % merge for s in sides)
-    if not fits:
-        of_grid = "" if grid is None else f" of the grid {grid.tolist()}"
-        what = f"{tuple(rows.shape)} are not the rows of one image{of_grid}"
-        fix = f"send a row of {width} for each of its tokens, and one grid [1, height, width]"
-        raise refuse(_EMBEDDINGS, what, fix)
-
-
 @depends_on("vllm.multimodal.hasher:MultiModalHasher", "hash_kwargs")
 @depends_on("vllm.multimodal.inputs:MultiModalKwargsItem", "get_data")
 def _check_features(
@@ -391,9 +356,9 @@ def _check_features(
         data = MultiModalKwargsItem() if feature.data is None else feature.data
         field = data.get(FIELD)
         if field is None or field.data is None:
-            # Embeddings have no pixels, nor has an image that the engine or shared memory has.
-            pixels = data.get("pixel_values")
-            if feature.modality == "image" and pixels is not None and pixels.data is not None:
+            # An image that the engine or shared memory has comes without either.
+            tensors = [data[name].data for name in ("pixel_values", "image_embeds") if name in data]
+            if feature.modality == "image" and any(part is not None for part in tensors):
                 raise plan_error("is missing: the image was processed without the plugin")
             continue
         if not isinstance(field.field, MultiModalBatchedField) or not field.field.keep_on_cpu:
@@ -402,8 +367,8 @@ def _check_features(
             raise plan_error("comes without the tensors of an image")
         plan = ItemPlan.decode(field.data)
         rules.check(plan, feature.mm_position.get_num_embeds())
-        tensors = {name: part for name, part in data.get_data().items() if name != FIELD}
-        seed, key = make_feature_key(MultiModalHasher.hash_kwargs(algorithm, **tensors), salt)
+        fields = {name: part for name, part in data.get_data().items() if name != FIELD}
+        seed, key = make_feature_key(MultiModalHasher.hash_kwargs(algorithm, **fields), salt)
         # A random keep is drawn from the picture, which is not here.
         seed = plan.key[0] if plan.keep == "random" else seed
         field.data = replace(plan, key=(seed, key)).encode()

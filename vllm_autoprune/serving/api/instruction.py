@@ -18,12 +18,9 @@ if TYPE_CHECKING:
 # Parts of OpenAI-style messages, whatever a client sends as one.
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
-_IMAGE_PARTS = ("image_url", "image", "image_pil", "input_image", "image_embeds")
+_IMAGE_PARTS = ("image_url", "image", "image_pil", "input_image")
 _WORD_PARTS = ("refusal", "thinking", "tool_reference")
 """Kinds of parts that are words, though no instruction."""
-
-_EMBEDDINGS = "image_embeds"
-"""Kind of a part that brings an image without the signals that states read."""
 
 _BILLING_HEADER = "x-anthropic-billing-header"
 """Start of a line that is new with every request; vLLM leaves it out of system prompts too."""
@@ -48,7 +45,7 @@ def _part_text(part: object) -> str | None:
 
 
 def _shows_image(part: object) -> bool:
-    """Whether a part is an image, or its embeddings."""
+    """Whether a part is an image."""
     if not isinstance(part, Mapping):
         return False
     kind = part.get("type")
@@ -164,8 +161,7 @@ def mark_recall_turns(
         if text is not None or kind in _WORD_PARTS:
             recalls = token not in (str(part) if text is None else text)
         else:
-            keys = (kind, *part) if isinstance(part, Mapping) else ()
-            recalls = _shows_image(part) and _EMBEDDINGS not in keys
+            recalls = _shows_image(part)
         if not recalls:
             return list(messages), []
     marked: list[Any] = []

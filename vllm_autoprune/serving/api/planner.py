@@ -315,7 +315,12 @@ class RequestPlanner:
         }
         hashes = dict(self._hash_inputs(replace(inputs, mm_uuid_items=names or None)))
         request = parse_request(fields)
-        if not hashes.get("image") or not by_content:
+        if not hashes.get("image"):
+            return RequestPlan((), hashes)
+        if not isinstance(inputs.mm_data_items["image"], ImageProcessorItems):
+            what = "come without the signals that states read, and are not served beside a state"
+            raise refuse("image_embeds", what, "send the picture")
+        if not by_content:
             return RequestPlan((), hashes)
         digests, image_sizes = self._resolve_names(inputs, hashes["image"], salt)
         counts = [
@@ -534,10 +539,7 @@ def _hash_picture(image: object) -> str:
 
 
 def prunable(mm_items: MultiModalDataItems) -> bool:
-    """False for embeddings made elsewhere: they come without the signals that states read.
-
-    Also for what is no picture, which vLLM's own processor refuses.
-    """
+    """False for embeddings, and what is no picture, which vLLM's own processor refuses."""
     images = mm_items.get("image")
     if not isinstance(images, ImageProcessorItems):
         return False

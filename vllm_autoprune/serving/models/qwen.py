@@ -45,7 +45,6 @@ from vllm_autoprune.tpdsl.tokens import Grid
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.model_executor.models.glm4_1v import Glm4vProcessingInfo
-    from vllm.model_executor.models.interfaces import MultiModalEmbeddings
     from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration as _Stock
     from vllm.model_executor.models.qwen2_vl import Qwen2VLProcessingInfo
     from vllm.multimodal.inputs import MultiModalFeatureSpec
@@ -214,13 +213,11 @@ class QwenVision(Vision):
         grids = inputs["image_grid_thw"]
         assert isinstance(grids, Tensor)
         sizes, unit = grids.prod(-1).tolist(), self._merge**2
-        field = "pixel_values" if "pixel_values" in inputs else "image_embeds"
-        rows = inputs[field]
-        assert isinstance(rows, Tensor)
-        counts = sizes if field == "pixel_values" else [size // unit for size in sizes]
+        pixels = inputs["pixel_values"]
+        assert isinstance(pixels, Tensor)
         return [
-            ModelImage({field: part, "image_grid_thw": grid}, size // unit)
-            for part, grid, size in zip(rows.split(counts), grids, sizes, strict=True)
+            ModelImage({"pixel_values": part, "image_grid_thw": grid}, size // unit)
+            for part, grid, size in zip(pixels.split(sizes), grids, sizes, strict=True)
         ]
 
     def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
@@ -260,16 +257,6 @@ class QwenVision(Vision):
             features.append(ImageFeatures((region,)))
         return features
 
-    def embeddings_with_positions(self, inputs: EncoderInputs) -> list[Tensor]:
-        """Precomputed embeddings, unpruned, with positions appended."""
-        all_rows = []
-        for image in self.images(inputs):
-            rows = image.inputs["image_embeds"].to(self._model.visual.dtype)
-            _, height, width = image.inputs["image_grid_thw"].tolist()
-            places = position_channels(height // self._merge, width // self._merge, rows.device)
-            all_rows.append(torch.cat([rows, places.to(rows.dtype)], dim=1))
-        return all_rows
-
 
 class PrunedQwen(PrunedModel, _Stock):
     """Mixin before the stock classes: rows carry the positions of their tokens."""
@@ -288,15 +275,6 @@ class PrunedQwen(PrunedModel, _Stock):
         if self.autoprune is not None:
             # Videos are handled by the stock model.
             self.is_multimodal_pruning_enabled = False
-
-    def embed_multimodal(self, **kwargs: object) -> MultiModalEmbeddings | None:
-        """Embed images and videos; rows of images carry their positions."""
-        vision = self.autoprune
-        if isinstance(vision, QwenVision) and kwargs.get("image_embeds") is not None:
-            return vision.embeddings_with_positions(
-                {n: g for n, g in kwargs.items() if isinstance(g, Tensor | list)}
-            )
-        return super().embed_multimodal(**kwargs)
 
     def get_mrope_input_positions(
         self, input_tokens: list[int], mm_features: list[MultiModalFeatureSpec]
