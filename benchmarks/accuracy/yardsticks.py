@@ -29,7 +29,6 @@ from benchmarks.yardsticks.yardstick import (
     Control,
     Scores,
     Yardstick,
-    batches,
 )
 from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.report import Table
@@ -107,7 +106,7 @@ def _measure(
     """Rows of every case: of all questions, of each category, and of each kind."""
     scores: dict[tuple[str, str], list[Scores]] = {(c.name, c.budget.label): [] for c in cases}
     log_progress(f"{len(cases)} cases on {yardstick.name}")
-    for batch in batches(yardstick, examples):
+    for batch in yardstick.batches(examples):
         encoded = yardstick.encode(batch)
         for case in cases:
             scores[case.name, case.budget.label].append(encoded.score(case))

@@ -34,7 +34,7 @@ from benchmarks.common.requests import build_body, build_content, draw_picture, 
 from benchmarks.common.shapes import count_kv_bytes, count_visual_tokens
 from benchmarks.server import serve
 from benchmarks.yardsticks.adapters import ADAPTERS, adapter_flags, write_adapters
-from benchmarks.yardsticks.examples import CLIP, LLAVA, image_token_id
+from benchmarks.yardsticks.examples import CLIP, IMAGE_TOKEN, LLAVA
 from vllm_autoprune.connection import Connection, make_client
 from vllm_autoprune.http_client import CHAT
 from vllm_autoprune.serving.api.layout import align_core
@@ -352,7 +352,7 @@ def run(options: argparse.Namespace) -> int:
             tokens = reply.get("tokens")
             if status != 200 or not isinstance(tokens, list):
                 raise BenchmarkError(f"/tokenize is answered {status}: {reply}")
-            start = tokens.index(image_token_id())
+            start = tokens.index(IMAGE_TOKEN)
             before = _read_counters(server.get("/metrics"))
             tally, samples = _keep_busy(
                 server.url, server.process.pid, start, options.users, seconds, options.seed

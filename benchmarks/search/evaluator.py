@@ -21,7 +21,6 @@ from benchmarks.yardsticks.yardstick import (
     Case,
     EncodedBatch,
     Yardstick,
-    batches,
 )
 from offline_search.dataset import SPLITS, Dataset, Split, write_split
 from offline_search.evaluator import EvaluationJob
@@ -106,7 +105,7 @@ def _join_batches(
 ) -> Iterator[list[SceneQuestion]]:
     """Batches of the usual number of questions, unless every image needs its own."""
     joined: list[SceneQuestion] = []
-    for batch in batches(yardstick, questions):
+    for batch in yardstick.batches(questions):
         full = len(joined) + len(batch) > _QUESTIONS_PER_BATCH
         if joined and (full or yardstick.images_per_batch == 1):
             yield joined

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
-import json
 import random
 import re
 from collections.abc import Mapping, Sequence
@@ -44,6 +43,9 @@ PROMPT: Mapping[Model, tuple[str, str, str]] = {
     ),
 }
 """The chat templates' prompt of one question about one image: before, at and behind the image."""
+
+IMAGE_TOKEN = 4
+"""The id of mini-LLaVA's image token."""
 
 MAX_ANSWER_TOKENS = 6
 """More than the longest answer and its end token."""
@@ -133,11 +135,6 @@ def keep_first(rng: random.Random, evidence: Sequence[int], budget: int, count: 
 def format_prompt(question: str, model: Model = "minillava") -> str:
     """The prompt of one question about one image, with a single image token."""
     return "".join(PROMPT[model]).format(question=question)
-
-
-def image_token_id() -> int:
-    """The id of mini-LLaVA's image token."""
-    return int(json.loads((LLAVA / "config.json").read_text())["image_token_index"])
 
 
 def as_picture(image: Tensor) -> Image.Image:

@@ -29,15 +29,13 @@ from benchmarks.yardsticks.yardstick import (
     Budget,
     EncodedBatch,
     Yardstick,
-    content_words,
     pad_ids,
     record_outputs,
-    token_ids,
 )
 from vllm_autoprune.checkpoint import LlavaVision
 from vllm_autoprune.tpdsl.prefix import LanguagePrefix, PrefixOutput, attention_rows
 from vllm_autoprune.tpdsl.refine import pool_tokens
-from vllm_autoprune.tpdsl.tokens import Instruction, Need, Words
+from vllm_autoprune.tpdsl.tokens import Instruction, Need
 
 _BEFORE_IMAGE, _, _BEHIND_IMAGE = PROMPT["minillava"]
 
@@ -89,17 +87,16 @@ class MiniLlava(Yardstick):
         text = clip.text_projection(clip.text_model(**encoded).pooler_output)
         segments = torch.ones(len(batch), 1, dtype=torch.bool)
         sign = int(clip.config.autoprune_relevance_sign)
-        words, used = content_words(self.tokenizer, batch)
-        behind = [token_ids(self.tokenizer, _BEHIND_IMAGE.format(question=q)) for q in questions]
+        behind = [self.token_ids(_BEHIND_IMAGE.format(question=q)) for q in questions]
         ids, present = pad_ids(behind)
         embed = self.network.get_input_embeddings()
-        before = embed(torch.tensor(token_ids(self.tokenizer, _BEFORE_IMAGE)))
+        before = embed(torch.tensor(self.token_ids(_BEFORE_IMAGE)))
         embeds = (before.expand(len(batch), -1, -1), tokens.features, embed(ids))
         model = self.network.model.language_model
         tokens = replace(
             tokens,
             instruction=Instruction(image, text[:, None], segments, sign),
-            words=Words(embed(words), used),
+            words=self.embed_content_words(batch),
             language=_LlamaPrefix(model, torch.cat(embeds, 1), len(before), present),
         )
         return EncodedBatch(

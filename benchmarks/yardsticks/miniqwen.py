@@ -28,11 +28,9 @@ from benchmarks.yardsticks.yardstick import (
     EncodedBatch,
     Scores,
     Yardstick,
-    content_words,
     record_outputs,
-    token_ids,
 )
-from vllm_autoprune.tpdsl.tokens import Grid, Instruction, MergerInput, VisualTokens, Words
+from vllm_autoprune.tpdsl.tokens import Grid, Instruction, MergerInput, VisualTokens
 
 
 @dataclass(frozen=True)
@@ -91,10 +89,9 @@ class MiniQwen(Yardstick):
         grid = Grid(image.size.rows, image.size.columns)
         features = image.rows.expand(count, -1, -1)
         embed = self.network.get_input_embeddings()
-        questions = [torch.tensor(token_ids(self.tokenizer, e.question)) for e in batch]
+        questions = [torch.tensor(self.token_ids(e.question)) for e in batch]
         text = torch.stack([embed(ids).float().mean(0) for ids in questions])
         segments = torch.ones(count, 1, dtype=torch.bool)
-        words, present = content_words(self.tokenizer, batch)
         tokens = VisualTokens(
             features,
             grid,
@@ -102,7 +99,7 @@ class MiniQwen(Yardstick):
             instruction=Instruction(features, text[:, None], segments, sign=1),
             known_cosine=VisualTokens(image.rows[None], grid).cosine.expand(count, -1, -1),
             encoder=image.encoder.expand(count, -1, -1),
-            words=Words(embed(words), present),
+            words=self.embed_content_words(batch),
             merger_input=MergerInput(
                 image.merger_norms.expand(count, -1, -1),
                 VisualTokens(image.encoder[None], grid).cosine.expand(count, -1, -1),

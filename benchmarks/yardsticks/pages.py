@@ -10,6 +10,7 @@ import functools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Literal
 
 import torch
@@ -41,8 +42,9 @@ _NUMBERS = range(10, 100)
 # Words that stay off every page, for the questions whose answer is "no".
 _RESERVED = 4
 
-PageStyle = Literal["list", "table"]
+PageStyle = Literal["list", "table", "full"]
 PAGE_STYLES: tuple[PageStyle, ...] = ("list", "table")
+"""Styles of pages with questions."""
 
 
 @dataclass(frozen=True)
@@ -116,10 +118,19 @@ class Page:
 
 
 def draw_page(rng: random.Random, style: PageStyle, size: Size, most: int = len(WORDS)) -> Page:
-    """Draw a random page of at most so many words, each of which it shows once, as its numbers."""
+    """Draw a random page of at most so many words, each of which it shows once, as its numbers.
+
+    A page that is full has any word or number in nearly every place, without relations.
+    """
     most = max(4, min(most, len(WORDS) - _RESERVED))
     words, numbers = list[Word](), list[Number]()
-    if style == "list":
+    if style == "full":
+        for row, column in product(range(size.rows), range(size.columns)):
+            if rng.random() < 0.4:
+                words.append(Word(rng.randrange(len(WORDS)), row, column))
+            elif rng.random() < 0.9:
+                numbers.append(Number(rng.choice(_NUMBERS), row, column))
+    elif style == "list":
         # Columns of words, most with a number on their right.
         pitch = rng.choice((2, 3))
         margin = rng.randint(0, size.columns % pitch)
@@ -148,18 +159,6 @@ def draw_page(rng: random.Random, style: PageStyle, size: Size, most: int = len(
             numbers.append(Number(value, label.row, head.column, label, head))
         words = heads + labels
     return Page(style, size, tuple(words), tuple(numbers))
-
-
-def fill_page(rng: random.Random, size: Size) -> Page:
-    """A page with a word or number in nearly every place, without relations between them."""
-    words, numbers = list[Word](), list[Number]()
-    for row in range(size.rows):
-        for column in range(size.columns):
-            if rng.random() < 0.4:
-                words.append(Word(rng.randrange(len(WORDS)), row, column))
-            elif rng.random() < 0.9:
-                numbers.append(Number(rng.choice(_NUMBERS), row, column))
-    return Page("list", size, tuple(words), tuple(numbers))
 
 
 def draw_rectangle(rng: random.Random, size: Size, most: int = MOST_SHAPES) -> Scene:
@@ -232,22 +231,18 @@ def render_pages(
     return add_grain(paper * (1 - ink) + text * ink, generator), centres
 
 
-def resize_images(images: Tensor, size: Size) -> Tensor:
-    """Resize (B, 3, H, W) uint8 images as the image processor does."""
-    if tuple(images.shape[2:]) == size.pixels:
-        return images
-    resized = F.interpolate(images.float(), size.pixels, mode="bicubic", antialias=True)
-    return resized.round().clamp(0, 255).to(torch.uint8)
+def split_patches(images: Tensor, size: Size) -> Tensor:
+    """Normalised patches (B, N, MERGE², 3 · PATCH²) bf16, in the order of their tokens.
 
-
-def split_patches(images: Tensor) -> Tensor:
-    """Normalised patches (B, N, MERGE², 3 · PATCH²) bf16, in the order of their tokens."""
+    The images (B, 3, H, W) uint8 are resized, both as the image processor does it.
+    """
+    if tuple(images.shape[2:]) != size.pixels:
+        images = F.interpolate(images.float(), size.pixels, mode="bicubic", antialias=True)
+        images = images.round().clamp(0, 255).to(torch.uint8)
     values = normalize_pixels(images)
-    rows, columns = values.shape[2] // TOKEN, values.shape[3] // TOKEN
-    view = values.view(len(values), 3, rows, MERGE, PATCH, columns, MERGE, PATCH)
-    return view.permute(0, 2, 5, 3, 6, 1, 4, 7).reshape(
-        len(values), rows * columns, MERGE * MERGE, 3 * PATCH * PATCH
-    )
+    view = values.view(len(values), 3, size.rows, MERGE, PATCH, size.columns, MERGE, PATCH)
+    patches = view.permute(0, 2, 5, 3, 6, 1, 4, 7)
+    return patches.reshape(len(values), size.tokens, MERGE * MERGE, 3 * PATCH * PATCH)
 
 
 @functools.cache

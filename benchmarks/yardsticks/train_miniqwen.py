@@ -114,7 +114,7 @@ def _draw_pictures(
     plain: bool = False,
     most: int | None = None,
 ) -> _Pictures:
-    """Draw scenes and then pages; `plain` pages are full of unrelated words and numbers.
+    """Draw scenes and then pages; `plain` pages are full ones.
 
     `views` are shares of pictures seen with all tokens, a half, fourth, eighth and sixteenth.
     `most` makes them easier: scenes of at most so many shapes, pages of at most so many words.
@@ -128,12 +128,10 @@ def _draw_pictures(
     rng, most_shapes = random.Random(seed), most or pages.MOST_SHAPES
     scenes = [pages.draw_rectangle(rng, size, most_shapes) for _ in range(scene_count)]
     images, scenes = pages.render_rectangles(scenes, size, seed)
-    texts = [
-        pages.fill_page(rng, size)
-        if plain
-        else pages.draw_page(rng, rng.choice(pages.PAGE_STYLES), size, most or len(WORDS))
-        for _ in range(page_count)
-    ]
+    texts = []
+    for _ in range(page_count):
+        style: pages.PageStyle = "full" if plain else rng.choice(pages.PAGE_STYLES)
+        texts.append(pages.draw_page(rng, style, size, most or len(WORDS)))
     page_images, centres = pages.render_pages(texts, seed)
     # Picture, centre in pixels, half extents and labels of every shape, word and number.
     items: list[list[float]] = []
@@ -155,9 +153,10 @@ def _draw_pictures(
             names.append([2, label, head, *divmod(number.value, 10)])
         for place, named in zip(places, names, strict=True):
             items.append([index, *place, TOKEN / 2, PATCH / 2, *named, *[UNLABELLED] * 5])
-    joined = pages.resize_images(torch.cat((images, page_images)), seen)
-    labels = _label_patches(torch.tensor(items), len(joined), size, seen)
-    return _Pictures(size, seen, pages.split_patches(joined), labels, [*scenes, *texts])
+    contents: list[Scene | Page] = [*scenes, *texts]
+    labels = _label_patches(torch.tensor(items), len(contents), size, seen)
+    patches = pages.split_patches(torch.cat((images, page_images)), seen)
+    return _Pictures(size, seen, patches, labels, contents)
 
 
 def _label_patches(items: Tensor, count: int, size: Size, seen: Size) -> Tensor:

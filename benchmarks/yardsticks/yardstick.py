@@ -30,7 +30,7 @@ from vllm_autoprune.serving.api.instruction import split_content_words
 from vllm_autoprune.tpdsl.materialize import materialize
 from vllm_autoprune.tpdsl.refine import refine
 from vllm_autoprune.tpdsl.state import PruningState
-from vllm_autoprune.tpdsl.tokens import Need, VisualTokens
+from vllm_autoprune.tpdsl.tokens import Need, VisualTokens, Words
 
 Control = Literal["full", "resized", "random", "oracle"]
 """All tokens, the image resized to K, K random tokens, or those that the answer is in first."""
@@ -156,6 +156,23 @@ class Yardstick(ABC):
     def encode(self, batch: Sequence[Example]) -> EncodedBatch:
         """Encode the images of a batch of questions, with all inputs of policies."""
 
+    def batches(self, examples: Sequence[Example]) -> Iterator[list[Example]]:
+        """The questions about a few images at a time; the same however many there are."""
+        size = self.images_per_batch
+        for _, group in groupby(examples, key=lambda example: example.image_id // size):
+            yield list(group)
+
+    def token_ids(self, text: str) -> list[int]:
+        """Ids of a text without special tokens of its own."""
+        return self.tokenizer(text, add_special_tokens=False).input_ids
+
+    def embed_content_words(self, batch: Sequence[Example]) -> Words:
+        """The content words of the questions, in the language model's input embeddings."""
+        words = [split_content_words(example.question) for example in batch]
+        ids, used = pad_ids([[token for word in row for token in self.token_ids(word)]
+                             for row in words])  # fmt: skip
+        return Words(self.network.get_input_embeddings()(ids), used)
+
     @torch.no_grad()
     def score_rows(
         self,
@@ -169,16 +186,14 @@ class Yardstick(ABC):
         before and behind the image. Padding is on the right, where the causal mask hides it from
         every real token.
         """
-        tokenizer, end = self.tokenizer, self.tokenizer.eos_token_id
         lead, _, template = PROMPT[self.key]
-        questions = [
-            token_ids(tokenizer, template.format(question=example.question)) for example in examples
-        ]
-        answers = [[*token_ids(tokenizer, f" {e.answer}"), end] for e in examples]
+        questions = [self.token_ids(template.format(question=e.question)) for e in examples]
+        end = self.tokenizer.eos_token_id
+        answers = [[*self.token_ids(f" {example.answer}"), end] for example in examples]
         pairs = zip(questions, answers, strict=True)
         texts, _ = pad_ids([question + answer[:-1] for question, answer in pairs])
         embed = self.network.get_input_embeddings()
-        before = embed(torch.tensor(token_ids(tokenizer, lead)))
+        before = embed(torch.tensor(self.token_ids(lead)))
         embeds = (before.expand(len(examples), -1, -1), rows.to(before.dtype), embed(texts))
         hidden = self.network.model.language_model(
             inputs_embeds=torch.cat(embeds, 1),
@@ -193,27 +208,6 @@ class Yardstick(ABC):
             right.append(bool((predicted.argmax(-1) == expected).all()))
             logprob.append(predicted.gather(1, expected[:, None]).sum())
         return Scores(torch.tensor(right), torch.stack(logprob), rows.shape[1])
-
-
-def batches(yardstick: Yardstick, examples: Sequence[Example]) -> Iterator[list[Example]]:
-    """The questions about a few images at a time; a batch is the same however many there are."""
-    size = yardstick.images_per_batch
-    for _, group in groupby(examples, key=lambda example: example.image_id // size):
-        yield list(group)
-
-
-def content_words(
-    tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example]
-) -> tuple[Tensor, Tensor]:
-    """Ids (M, W) of the questions' content words, and which of them are no padding."""
-    words = [split_content_words(example.question) for example in examples]
-    return pad_ids([[token for word in row for token in token_ids(tokenizer, word)]
-                    for row in words])  # fmt: skip
-
-
-def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Ids of a text without special tokens of its own."""
-    return tokenizer(text, add_special_tokens=False).input_ids
 
 
 def pad_ids(rows: Sequence[list[int]]) -> tuple[Tensor, Tensor]:

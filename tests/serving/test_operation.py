@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from benchmarks.server import CPU_ENVIRONMENT, Server, command, free_port, serve
-from benchmarks.yardsticks.examples import image_token_id
+from benchmarks.yardsticks.examples import IMAGE_TOKEN
 from tests.serving.conftest import COMMON, PRUNED
 from tests.serving.engine import LLAVA, TOKENS, examples
 from tests.serving.http import (
@@ -54,7 +54,7 @@ def test_recalled_tokens_are_prompt_tokens_and_are_counted(two_front_ends: Serve
         status, answer = two_front_ends.post(CHAT, conversation)
         assert status == 200
         assert counted["count"] == prompt_tokens(answer)
-        assert counted["tokens"].count(image_token_id()) == 16 + 5
+        assert counted["tokens"].count(IMAGE_TOKEN) == 16 + 5
 
     kept = {"recalled_tokens": 5, "visual_tokens stage=after": 16 + 5}
     assert_grows(two_front_ends, send_requests, {**kept, "images chooser=state": 1})

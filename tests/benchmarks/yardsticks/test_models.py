@@ -12,12 +12,12 @@ from transformers.models.qwen3_vl import modeling_qwen3_vl
 
 from benchmarks.yardsticks.examples import (
     CHECKPOINTS,
+    IMAGE_TOKEN,
     LLAVA,
     Example,
     as_picture,
     draw_examples,
     format_prompt,
-    image_token_id,
     weights_digest,
 )
 from benchmarks.yardsticks.minillava import MiniLlava, _LlamaPrefix
@@ -28,7 +28,6 @@ from benchmarks.yardsticks.yardstick import (
     ALL_TOKENS,
     Case,
     Yardstick,
-    batches,
     record_outputs,
 )
 
@@ -66,7 +65,7 @@ def test_processors_and_chat_templates_make_the_prompts_of_training() -> None:
     text = processor.apply_chat_template(chat, add_generation_prompt=True)
     inputs = processor(images=example.image, text=text, return_tensors="pt")
     assert text == format_prompt(example.question)
-    assert int((inputs.input_ids == image_token_id()).sum()) == PATCHES
+    assert int((inputs.input_ids == IMAGE_TOKEN).sum()) == PATCHES
     expected = normalize_pixels(example.image[None]).float()
     assert torch.allclose(inputs.pixel_values.float(), expected, atol=0.02)
     text = qwen.apply_chat_template(chat, add_generation_prompt=True)
@@ -81,7 +80,7 @@ def test_processors_and_chat_templates_make_the_prompts_of_training() -> None:
 
 def test_all_tokens_answer_right_and_fewer_do_not(llava: MiniLlava, qwen: MiniQwen) -> None:
     def accuracy(yardstick: Yardstick, examples: list[Example], case: Case) -> float:
-        scores = [yardstick.encode(batch).score(case) for batch in batches(yardstick, examples)]
+        scores = [yardstick.encode(batch).score(case) for batch in yardstick.batches(examples)]
         return float(torch.cat([score.right for score in scores]).float().mean())
 
     full, (half, _, eighth, _) = Case("full", ALL_TOKENS, "full"), MiniQwen.budgets
