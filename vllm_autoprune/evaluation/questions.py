@@ -15,22 +15,18 @@ import stat
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, NamedTuple
 
 from PIL import Image, ImageOps, UnidentifiedImageError
-from pydantic import StringConstraints, TypeAdapter, ValidationError
+from pydantic import StringConstraints, ValidationError
 from pydantic_core import from_json
 
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.evaluation.journal import MME, PAIRS, Question
 from vllm_autoprune.record_file import FrozenModel
 
-_T = TypeVar("_T")
-
-Text = Annotated[str, StringConstraints(pattern=r"\S")]
-"""Text that is not blank."""
+_Text = Annotated[str, StringConstraints(pattern=r"\S")]  # not blank
 
 _MAX_PROBLEMS = 20
 
@@ -91,45 +87,10 @@ def read_lines(
     return []
 
 
-_MEANINGS = {
-    "missing": "is missing",
-    "extra_forbidden": "is not a known field",
-    "string_type": "is not text",
-    "string_pattern_mismatch": "is blank",
-    "model_type": "is not an object",
-    "dict_type": "is not an object",
-}
-
-
-def read_objects(
-    path: Path, adapter: TypeAdapter[_T], problems: list[Problem], fix: str, form: str
-) -> list[tuple[int, _T]]:
-    """What a JSONL file has on each line that is not blank, with its number.
-
-    Problems are added as by :func:`read_lines`, one a line; ``form`` says how a line is written.
-    """
-    objects = []
-    for number, line in read_lines(path, problems, fix, jsonl=True):
-        try:
-            objects.append((number, adapter.validate_python(from_json(line))))
-        except ValidationError as error:
-            what = "; ".join(
-                f"{'.'.join(map(str, detail['loc']))[:40]!r} ".removeprefix("'' ")
-                + _MEANINGS.get(detail["type"], detail["msg"])
-                for detail in error.errors(include_url=False)
-            )
-            problems.append(Problem(f"{path}:{number}", what, form))
-        except ValueError as error:
-            what = f"is not JSON ({error})".replace(" at line 1 column ", " at column ")
-            problems.append(Problem(f"{path}:{number}", what, form))
-    return objects
-
-
 # ---- pictures ----
 
 
-@dataclass(frozen=True, slots=True)
-class Picture:
+class Picture(NamedTuple):
     """A picture that was decoded once, whole; ``image`` is what a model sees of it, in RGB.
 
     ``name`` is its path as written, or a digest where base64 was written; ``url`` is its content
@@ -227,18 +188,24 @@ class Example(FrozenModel):
     one name for each content.
     """
 
-    image: Text
-    question: Text
-    answer: Text
-    category: Text = "all"
+    image: _Text
+    question: _Text
+    answer: _Text
+    category: _Text = "all"
     pair: int | None = None
 
 
-_EXAMPLE = TypeAdapter(Example)
 _FORM = (
     'write one object a line: {"image": "a.png", "question": "...", "answer": "..."}, with '
     '"category" as text and "pair" as a whole number where wanted'
 )
+_MEANINGS = {
+    "missing": "is missing",
+    "extra_forbidden": "is not a known field",
+    "string_type": "is not text",
+    "string_pattern_mismatch": "is blank",
+    "model_type": "is not an object",
+}
 
 
 def read_examples(
@@ -248,20 +215,31 @@ def read_examples(
 
     Problems are added to ``problems``; ``fix`` is for a file that cannot be read.
     """
-    earlier = len(problems)
-    numbered = []
+    earlier, numbered = len(problems), list[tuple[int, Example]]()
     # Names of images by their text in the file, and by content.
     names, name_of_url = dict[str, str](), dict[str, str]()
-    for number, example in read_objects(path, _EXAMPLE, problems, fix, _FORM):
-        if example.image not in names:
-            names[example.image] = ""
-            where = f"{path}:{number}: image {example.image[:80]!r}"
-            try:
-                picture = read_picture(where, path.parent, example.image)
-                names[example.image] = name_of_url.setdefault(picture.url, picture.name)
-            except ConfigError as error:
-                problems += error.problems
-        numbered.append((number, example.model_copy(update={"image": names[example.image]})))
+    for number, line in read_lines(path, problems, fix, jsonl=True):
+        where = f"{path}:{number}"
+        try:
+            example = Example.model_validate(from_json(line))
+            text = example.image
+            if text not in names:
+                names[text] = ""  # so that a problem of an image is told once
+                picture = read_picture(f"{where}: image {text[:80]!r}", path.parent, text)
+                names[text] = name_of_url.setdefault(picture.url, picture.name)
+            numbered.append((number, example.model_copy(update={"image": names[text]})))
+        except ConfigError as error:
+            problems += error.problems
+        except ValidationError as error:
+            what = "; ".join(
+                f"{'.'.join(map(str, detail['loc']))[:40]!r} ".removeprefix("'' ")
+                + _MEANINGS.get(detail["type"], detail["msg"])
+                for detail in error.errors(include_url=False)
+            )
+            problems.append(Problem(where, what, _FORM))
+        except ValueError as error:
+            what = f"is not JSON ({error})".replace(" at line 1 column ", " at column ")
+            problems.append(Problem(where, what, _FORM))
     if not numbered and len(problems) == earlier:
         problems.append(Problem(str(path), "contains no example", "give it at least one example"))
     if len(problems) == earlier:
@@ -269,8 +247,7 @@ def read_examples(
     return [example for _, example in numbered], {name: url for url, name in name_of_url.items()}
 
 
-@dataclass(frozen=True)
-class PreparedQuestion:
+class PreparedQuestion(NamedTuple):
     """One question with its prompt, reference answer and image."""
 
     record: Question
