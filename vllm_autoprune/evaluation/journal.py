@@ -146,8 +146,7 @@ class Contents:
                 return self.questions, record.id
             case Answer():
                 return self.answers.setdefault(record.case, {}), record.question
-            case Total():
-                return self.totals.setdefault(record.case, {}), record.benchmark
+        return self.totals.setdefault(record.case, {}), record.benchmark
 
     def is_answered(self, case: str, question: str) -> bool:
         """Whether a question has an answer that did not fail."""
@@ -178,20 +177,16 @@ class Journal(RecordFile[Record]):
         new = []
         for record in records:
             siblings, name = self.contents.siblings(record)
-            existing = siblings.get(name)
-            if existing == record:
-                continue
-            new.append(record)
-            if existing is None or isinstance(record, Answer | Total):
-                continue
-            differ = sorted(field for field, value in record if dict(existing)[field] != value)
-            if not {"refused", "served"}.issuperset(differ):
-                raise EvaluationError(
-                    f"{self.path}: contains another evaluation ({record.kind} {name}: "
-                    f"{', '.join(differ)} differ) -> name another folder with --out"
-                )
-        if new:
-            super().append(new)
+            earlier = siblings.get(name)
+            if earlier is not None and not isinstance(record, Answer | Total):
+                differ = sorted(key for key, value in record if dict(earlier)[key] != value)
+                if not {"refused", "served"}.issuperset(differ):
+                    what = f"contains another evaluation ({record.kind} {name}: "
+                    what += f"{', '.join(differ)} differ)"
+                    raise EvaluationError(f"{self.path}: {what} -> name another folder with --out")
+            if earlier != record:
+                new.append(record)
+        super().append(new)
         for record in new:
             siblings, name = self.contents.siblings(record)
             siblings[name] = record

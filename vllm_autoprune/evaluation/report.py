@@ -294,20 +294,16 @@ def _build_answer(report: Report) -> str:
     if not rows:
         return "Nothing was pruned in this evaluation: only full tokens were measured."
     row = min(rows, key=lambda row: (_PRUNING_ARMS.index(row.case.arm), -row.case.budget))
-    sentence = f"{row.case.label} at K = {row.case.budget}"
+    answer = f"{row.case.label} at K = {row.case.budget}"
     if row.accuracy is not None:
-        sentence += f" answers {row.accuracy.value:.1f} % of the questions right"
+        answer += f" answers {row.accuracy.value:.1f} % of the questions right"
     if row.to_full is not None and (gap := row.to_full.accuracy) is not None:
-        interval = f"95 %: {gap.low:+.1f} to {gap.high:+.1f}"
-        if gap.low <= 0 <= gap.high:
-            sentence += f"; no difference to all tokens is shown ({gap.value:+.1f}, {interval})"
-        else:
-            word = "fewer" if gap.value < 0 else "more"
-            sentence += f", {abs(gap.value):.1f} points {word} than with all tokens ({interval})"
+        answer += f", {_format(gap)} points against all tokens"
+        answer += "; no difference is shown" if gap.low <= 0 <= gap.high else ""
     if report.images < _TRIAL_IMAGES:
         images = f"{report.images} images, no measurement (at least {_TRIAL_IMAGES} images)"
-        return f"A trial run on {images}: {sentence}."
-    return f"{sentence}."
+        return f"A trial run on {images}: {answer}."
+    return f"{answer}."
 
 
 def _describe_verdicts(report: Report) -> Iterator[str]:
