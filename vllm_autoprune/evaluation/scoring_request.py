@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import JsonValue
 
@@ -60,8 +59,7 @@ def scoring_request(
     }
 
 
-@dataclass(frozen=True, slots=True)
-class _ScoredAnswer:
+class _ScoredAnswer(NamedTuple):
     """What a server says of a reference answer."""
 
     logprob: float
