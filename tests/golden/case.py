@@ -36,30 +36,6 @@ from vllm_autoprune.tpdsl.tokens import (
 Doubles = npt.NDArray[np.float64]
 Recipe = Mapping[str, Any]
 
-_RELEVANCE = ("image_embeds", "text_embeds")
-_ARRAYS: dict[str, tuple[str, ...]] = {
-    "autoprune_released": ("image_features", *_RELEVANCE, "text_features"),
-    "cdpruner": ("image_features", *_RELEVANCE),
-    "divprune": ("features",),
-    "visionzip": ("cls_attn", "hidden", "key_metric"),
-    "prumerge": ("hidden", "k", "q"),
-    "prumerge_nocls": ("hidden", "k", "q"),
-    "trim": ("hidden", *_RELEVANCE),
-    "dart": ("normed_hidden", "keys"),
-    "fastv": ("attn_last_row",),
-    "pdrop": ("q_last", "keys"),
-    "sparsevlm": ("embeds", "attn_text_rows", "layer_out"),
-    "prunesid": ("hidden", "cls_attn"),
-    "cen_divprune": ("features",),
-    "cen_cdpruner": ("features", *_RELEVANCE),
-    "scope": ("features", "cls_attn"),
-    "mmtok": ("features", "encoder", "text_tokens"),
-    "holov": ("features", "cls_attn"),
-    "fsr": ("features", *_RELEVANCE, "cls_attn"),
-    "idpruner": ("features", "cls_attn"),
-}
-"""Arrays of each kind of recipe."""
-
 _WITH_CLS = ("visionzip", "prumerge", "prunesid")
 """Kinds whose rows of the vision tower begin with that of [CLS]."""
 
@@ -76,15 +52,6 @@ def _uniform(seed: int, name: str, shape: tuple[int, ...]) -> Doubles:
         z = z ^ (z >> np.uint64(31))
     bits: Doubles = (z >> np.uint64(11)).astype(np.float64)
     return (bits * 2.0**-53).reshape(shape)
-
-
-def _inputs(recipe: Recipe) -> dict[str, npt.NDArray[np.float32]]:
-    """Every input array of a case by name, none for a case that stores its own."""
-    names = _ARRAYS.get(recipe["gen"], ())
-    if recipe.get("relevance") == "negative_mean":
-        names = names[:-1]
-    arrays = {name: _array(recipe, name) for name in names}
-    return {name: np.ascontiguousarray(array, np.float32) for name, array in arrays.items()}
 
 
 def _array(recipe: Recipe, name: str) -> Doubles:
@@ -237,9 +204,9 @@ def load(name: str) -> Case:
     """Load a case by name, whose inputs must have the recorded digests."""
     with np.load(_DATA / f"{name}.npz", allow_pickle=False) as stored:
         recipe = json.loads(str(stored["spec"]))
-        recorded = json.loads(str(stored["sha"])) if "sha" in stored else {}
+        recorded = json.loads(str(stored["sha"]))
         expected = {key: stored[key] for key in stored.files if key not in ("spec", "sha")}
-    arrays = _inputs(recipe)
+    arrays = {key: np.ascontiguousarray(_array(recipe, key), np.float32) for key in recorded}
     digests = {key: hashlib.sha256(array.tobytes()).hexdigest() for key, array in arrays.items()}
     assert digests == recorded, f"{name}: the generator does not make the recorded inputs"
     tensors = {key: torch.from_numpy(array) for key, array in arrays.items()}

@@ -19,8 +19,6 @@ from vllm_autoprune.ops.rowwise import TIE, argmax_within, evenly_spaced, find_o
 from vllm_autoprune.ops.similarity import (
     cosines,
     cosines_with,
-    distance_to_neighbours,
-    plain_cosines,
 )
 
 INF = torch.inf
@@ -131,20 +129,6 @@ def selection(features: Tensor, text: Tensor) -> tuple[Tensor, ...]:
     nothing = torch.zeros_like(quality, dtype=torch.bool)
     far = farthest_points(1 - similarity, count, nearest=1 - similarity[:, 0], taken=nothing)
     return similarity, relevance, picks, far
-
-
-def test_contrast_is_the_distance_from_the_mean_of_the_neighbours() -> None:
-    unit = torch.nn.functional.normalize(rows(1, 2, 25, 16, torch.float32), dim=-1)
-    square = unit.view(2, 5, 5, -1)
-    mean = sum(square.roll(step, axis) for axis in (1, 2) for step in (1, -1)) / 4
-    expected = (square - mean).norm(dim=-1).flatten(1)
-    assert torch.allclose(distance_to_neighbours(plain_cosines(unit), 5, 5), expected, atol=1e-5)
-    nearest = plain_cosines(unit).topk(8, dim=-1).indices
-    mean = torch.stack([image[at].mean(dim=1) for image, at in zip(unit, nearest, strict=True)])
-    expected = (unit - mean).norm(dim=-1)
-    assert torch.allclose(distance_to_neighbours(plain_cosines(unit), 1, 25), expected, atol=1e-5)
-    alike = plain_cosines(torch.randn(1, 1, 64).expand(1, 16, 64))
-    assert distance_to_neighbours(alike, 4, 4).tolist() == [[0.0] * 16]
 
 
 # ---- the dtype of models on this machine ----

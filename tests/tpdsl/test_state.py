@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import pickle
-import re
 from collections import Counter
 
 import jsonschema  # type: ignore[import-untyped]
 import pytest
-from pydantic import ValidationError
 
 from tests.tpdsl.samples import DELETE, IN, UNCHANGED, Changes, Json, edited, sample, state
 from vllm_autoprune import PruningState, load_state, materialize
@@ -148,27 +146,3 @@ def test_the_reference_names_every_atom_and_parameter_once() -> None:
     assert set(CORE_POLICIES) == set(BASE_POLICIES) - readers
     assert "/core" not in render_language(("scoring", "constraints", "reassembly"))
     assert "/core" in render_language(("scoring", "core"))
-
-
-@pytest.mark.parametrize("name", ATOMS.names())
-def test_stated_ranges_and_defaults_are_those_of_the_call(name: str) -> None:
-    """Both ends of a stated range are accepted, a step beyond is not."""
-    call = ATOMS[name].call
-
-    def accepts(value: object) -> bool:
-        try:
-            call.model_validate_json(json.dumps({"atom": name, parameter.name: value}))
-        except ValidationError:
-            return False
-        return True
-
-    for parameter in _list_parameters(call):
-        assert accepts(json.loads(parameter.default))
-        stated = re.match(r"(integer|number) (\S+)(?: to (\S+))?( or null)?$", parameter.values)
-        if stated is None:
-            continue
-        least, most = float(stated[2]), float(stated[3] or stated[2])
-        for value, inside in ((least, True), (most, True), (least - 1, False), (most + 1, False)):
-            number = int(value) if stated[1] == "integer" else value
-            assert accepts(number) is inside, (parameter, number)
-        assert accepts(None) is bool(stated[4])

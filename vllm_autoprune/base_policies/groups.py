@@ -54,14 +54,13 @@ def holov(params: _HoloVParams, tokens: VisualTokens, budget: int) -> ReferenceS
     groups, picks = tile_groups(tokens, budget), []
     for group in groups:
         scores = group.of(attention, tokens)
-        banded = _select_by_band(scores, group.share, params.count(scores.shape[1], group.share))
-        order = rank_descending(scores.gather(1, banded))
-        picks.append(group.within_image(banded.gather(1, order), tokens))
+        bands = params.count(scores.shape[1], group.share)
+        picks.append(group.within_image(_select_by_band(scores, group.share, bands), tokens))
     return ReferenceSelection(join_groups(picks, groups, tokens))
 
 
 def _select_by_band(attention: Tensor, count: int, bands: int) -> Tensor:
-    """Picks ``(R, count)`` of attention ``(R, n)``: band by band, by descending attention.
+    """Picks ``(R, count)`` of attention ``(R, n)``: those of every band, by descending attention.
 
     Bands are runs of n // P tokens, the first n mod P one token longer, with quotas by their mean
     attention. What a band has no room for goes one by one to the band with room whose fair share is
@@ -95,13 +94,14 @@ def _select_by_band(attention: Tensor, count: int, bands: int) -> Tensor:
         take = take.scatter_add(1, best, (missing > 0).to(take.dtype))
 
     # The most attended of each.
-    order = rank_descending(attention)
-    order = order.gather(1, band[order].argsort(dim=1, stable=True))
+    best = rank_descending(attention)
+    order = best.gather(1, band[best].argsort(dim=1, stable=True))
     owner = band[order]
     rank = place - (sizes.cumsum(0) - sizes)[owner]
-    chosen = rank < take.gather(1, owner)
-    places = torch.sort(chosen.to(torch.uint8), dim=1, descending=True, stable=True).indices
-    return order.gather(1, places[:, :count])
+    chosen = torch.zeros_like(order, dtype=torch.bool)
+    chosen.scatter_(1, order, rank < take.gather(1, owner))
+    ahead = rank_descending(chosen.gather(1, best).to(torch.uint8))
+    return best.gather(1, ahead[:, :count])
 
 
 _Mode = Literal["patch", "cls", "qwen"]

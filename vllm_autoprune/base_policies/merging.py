@@ -175,38 +175,26 @@ def trim(params: _TrimParams, tokens: VisualTokens, budget: int) -> ReferenceSel
     Source: Song et al., "Less is More: A Simple yet Effective Token Reduction Method" (COLING
     2025), and its published code, which takes minus the dot product where the paper says cosine.
     """
-    score = _text_similarity(tokens)
+    instruction = tokens.require_instruction()
+    # Signed dot products (B, N) with the text, neither side normalised, as published; several text
+    # segments are represented by their mean [ours]: the published code truncates the text.
+    used = instruction.segments[:, :, None]
+    total = torch.where(used, instruction.text.float(), 0.0).sum(dim=1, keepdim=True)
+    text = total / used.sum(dim=1, keepdim=True).clamp_min(1)
+    dots = matmul_each(instruction.patches.float(), text.transpose(1, 2))[:, :, 0]
+    score = instruction.sign * dots
 
     def run(group: TileGroup) -> TileRows:
         # With a single row, keep a patch rather than the mean of all.
         count = max(1, group.share - 1)
         picks = rank_descending(group.of(score, tokens))[:, :count]
         patches = group.of(tokens.require_tower().patches, tokens)
-        mean = _mean_of_others(patches, picks)
+        size = patches.shape[1]
+        dropped = (~mask_from_indices(picks, size)).float()[:, None, :]
+        mean = matmul_each(dropped, patches.float()) / max(1, size - count)
         return TileRows(picks, patches[:, :0], mean[:, : group.share - count])
 
     return merge_by_tile(tokens, budget, run)
-
-
-def _text_similarity(tokens: VisualTokens) -> Tensor:
-    """Signed dot product of each token with the text, ``(B, N)`` float32.
-
-    Neither side is normalised, as published. Several text segments are represented by their mean
-    [ours]: the published code truncates the text after the first.
-    """
-    instruction = tokens.require_instruction()
-    used = instruction.segments[:, :, None]
-    total = torch.where(used, instruction.text.float(), 0.0).sum(dim=1, keepdim=True)
-    text = total / used.sum(dim=1, keepdim=True).clamp_min(1)
-    dots = matmul_each(instruction.patches.float(), text.transpose(1, 2))[:, :, 0]
-    return instruction.sign * dots
-
-
-def _mean_of_others(patches: Tensor, picks: Tensor) -> Tensor:
-    """Mean of the rows that are not picked ``(R, 1, Dv)`` float32; zero if there are none."""
-    size = patches.shape[1]
-    dropped = (~mask_from_indices(picks, size)).float()[:, None, :]
-    return matmul_each(dropped, patches.float()) / max(1, size - picks.shape[1])
 
 
 _NEIGHBOURS = 32
