@@ -10,8 +10,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.tpdsl.samples import Changes, around, call, images, plain, state, with_relevance
@@ -105,25 +103,6 @@ def test_signals(fact: str) -> None:
     picks = torch.tensor([[3, 0, 4, 1] if tokens.count == 5 else [0]])
     values = run_signal(call(name, **parameters), tokens, picks)
     assert values[0].tolist() == pytest.approx(expected, abs=1e-4)
-
-
-@given(seed=st.integers(0, 1000), radius=st.integers(1, 3))
-def test_contrast_and_detail_are_those_of_the_window(seed: int, radius: int) -> None:
-    tokens, nothing = images(seed, batch=1, grid=Grid(4, 5, tiles=2)), torch.zeros(1, 1).long()
-    contrast, detail = (
-        run_signal(call(name, radius=radius), tokens, nothing)[0].view(2, 4, 5)
-        for name in ("local_contrast_saliency", "local_detail_energy")
-    )
-    unit = torch.nn.functional.normalize(tokens.features, dim=2).view(2, 4, 5, -1)
-    for tile, y, x in ((0, 0, 0), (1, 2, 3), (1, 3, 4)):
-        window = unit[
-            tile, max(0, y - radius) : y + radius + 1, max(0, x - radius) : x + radius + 1
-        ]
-        rows = window.flatten(0, 1)
-        others = (float((rows @ unit[tile, y, x]).sum()) - 1) / (len(rows) - 1)
-        assert float(contrast[tile, y, x]) == pytest.approx(1 - others, abs=1e-5)
-        variance = float((rows - rows.mean(dim=0)).square().sum(dim=1).mean())
-        assert float(detail[tile, y, x]) == pytest.approx(variance, abs=1e-5)
 
 
 PICKS = torch.tensor([[2, 0]])

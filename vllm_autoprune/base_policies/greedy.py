@@ -14,7 +14,6 @@ from torch import Tensor
 
 from vllm_autoprune.ops.dpp import greedy_map
 from vllm_autoprune.ops.greedy import (
-    Conditioned,
     condition,
     covered_by,
     distance_to_kept,
@@ -74,28 +73,22 @@ class _Sets:
             return picks
         return join_tiles(picks, self.tokens, self.shares, self.start.next_tile(self.tokens))
 
-    def condition(self, similarity: Tensor, fixed: Tensor) -> Conditioned:
-        """Similarity ``(R, n, n)`` conditioned on the tokens at fixed ``(B, A)`` of each set."""
-        tiles, size = self.tokens.grid.tiles, self.tokens.grid.per_tile
-        if self.across or tiles == 1:
-            return condition(similarity, fixed)
-        tile = torch.arange(tiles, device=fixed.device)[None, :, None]
-        inside = (fixed // size)[:, None] == tile
-        # A token of another tile stands at a place of its own and conditions nothing.
-        within = (fixed % size)[:, None].expand_as(inside)
-        return condition(similarity, within.flatten(0, 1), inside.flatten(0, 1))
-
     def pick_by_map(self, similarity: Tensor, quality: Tensor) -> Tensor:
         """Greedy MAP from the given tokens: quality scales the kernel conditioned on them."""
         eligible = conditioned = None
         if self.start.most:
-            conditioned = self.condition(similarity, self.start.indices)
-            eligible = ~self.closed
-        return self.join(
-            greedy_map(
-                similarity, quality, self.shares[0], eligible=eligible, conditioned=conditioned
-            )
-        )
+            eligible, given, valid = ~self.closed, self.start.indices, None
+            if not self.across and self.tokens.grid.tiles > 1:
+                size, tiles = self.tokens.grid.per_tile, self.tokens.grid.tiles
+                tile = torch.arange(tiles, device=given.device)[None, :, None]
+                # A token of another tile stands at a place of its own and conditions nothing.
+                valid = (given // size)[:, None] == tile
+                given = (given % size)[:, None].expand_as(valid).flatten(0, 1)
+                valid = valid.flatten(0, 1)
+            conditioned = condition(similarity, given, valid)
+        count = self.shares[0]
+        picks = greedy_map(similarity, quality, count, eligible=eligible, conditioned=conditioned)
+        return self.join(picks)
 
 
 def _relevance(tokens: VisualTokens) -> Tensor:
