@@ -108,7 +108,6 @@ def test_the_compose_file_serves_scrapes_and_shows() -> None:
 
 
 def test_the_dockerfile_copies_what_the_wheel_is_built_from() -> None:
-    """Its steps are run by tests/test_wheel.py, in a virtual environment."""
     lines = re.findall(r"^COPY (?!--from)(.+)$", DOCKERFILE, re.MULTILINE)
     copied = {name for line in lines for name in line.split()[:-1]}
     ignored = (ROOT / ".dockerignore").read_text()

@@ -136,7 +136,6 @@ class _Question:
 
     ttft: float
     seconds: Mapping[str, float]
-    shares: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +172,7 @@ def estimate_ways(traffic: Traffic, timings: Timings) -> dict[Way, _Estimate]:
         text = max(traffic.template - cached, 0) + traffic.prompt
         spent = (front_end, tower, selections * timings.selection, timings.request,
                  image * timings.prefill, text * timings.prefill)  # fmt: skip
-        seconds, ttft = dict(zip(_REMEDIES, spent, strict=False)), math.fsum(spent)
-        return _Question(ttft, seconds, {part: time / ttft for part, time in seconds.items()})
+        return _Question(math.fsum(spent), dict(zip(_REMEDIES, spent, strict=False)))
 
     estimates: dict[Way, _Estimate] = {}
     for way in WAYS:
@@ -273,7 +271,7 @@ def judge(
         lines = [
             "Pruning will not help you here.",
             f"With stock vLLM, {_IMAGE} is {shares[_IMAGE]:.0%} of a mean question's time "
-            f"({stock.first.shares[_IMAGE]:.0%} of the first question's TTFT).",
+            f"({stock.first.seconds[_IMAGE] / stock.first.ttft:.0%} of the first question's TTFT).",
         ]
         largest = max(shares, key=lambda part: shares[part])
         lines.append(

@@ -150,11 +150,6 @@ def advise(options: argparse.Namespace) -> int:
          "" if way == "stock" else format_advantage(each.cheaper_than_stock)]
         for way, each in estimates.items()
     ]  # fmt: skip
-    shares = [
-        [f"{way}, {which}", *(f"{share:.0%}" for share in question.shares.values())]
-        for way, each in estimates.items()
-        for which, question in (("first", each.first), ("another", each.another))
-    ]
     head = ("", "first, ms", "another, ms", "another/first", "total, s", "gain")
     print_result(
         options,
@@ -163,8 +158,6 @@ def advise(options: argparse.Namespace) -> int:
         format_paragraphs(verdict.lines),
         "Time to first token of two questions on an image, and the time of all questions:",
         format_table((*head, "cheaper than stock"), costs, "<>>>>><"),
-        "Where the time to first token goes:",
-        format_table(("", *estimates["stock"].first.shares), shares, "<>>>>>>"),
         format_paragraphs([*inputs.notes, *ASSUMPTIONS], "- "),
     )
     return 0
