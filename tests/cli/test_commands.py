@@ -27,7 +27,6 @@ from vllm_autoprune.cli.commands.states import _describe_policy
 from vllm_autoprune.cli.main import COMMANDS, main, parser
 from vllm_autoprune.cli.output import format_table
 from vllm_autoprune.tpdsl.loading import shipped_states
-from vllm_autoprune.tpdsl.state import required_inputs
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "cli.md").read_text()
@@ -119,10 +118,8 @@ def test_a_table_is_aligned_and_its_widest_columns_are_broken_into_lines() -> No
     [
         ("materialize autoprune --budget 0", "BudgetError", "/budget", "K = 0 is not a number"),
         ("show nowhere", "StateError", "", "no shipped state of that name"),
-        ("advise --probe 8x8", "ConfigError", "--probe", "needs --server"),
         ("lst", "ConfigError", "", "no command 'lst': did you mean 'list'?"),
         ("show norm --budget", "ConfigError", " show", "argument --budget: expected one argument"),
-        ("show norm --bugdet 8", "ConfigError", "", "unrecognized arguments: --bugdet 8"),
     ],
 )
 def test_an_error_is_one_line_or_a_record(
@@ -204,14 +201,11 @@ def test_show_lists_the_parts_of_a_state(capsys: Captured) -> None:
 
 def test_diff_points_at_what_differs(tmp_path: Path, capsys: Captured) -> None:
     other = tmp_path / "other.json"
-    data = edited(shipped("autoprune"), {"/scoring/signals/0/weight": 0.5, "/name": "other"})
-    other.write_text(json.dumps({**data, "provenance": shipped("autoprune")["provenance"]}))
-    output = run(capsys, "diff", "autoprune", str(other))
-    assert "digests differ" in output and "/scoring/signals/0/weight" in output
+    changes = {"/scoring/signals/0/weight": 0.5, "/name": "other"}
+    other.write_text(json.dumps(edited(shipped("autoprune"), changes)))
     record = run_json(capsys, "diff", "autoprune", str(other))
-    changes = {change["where"]: change["after"] for change in record["changes"]}
-    assert changes == {"/name": "other", "/scoring/signals/0/weight": 0.5}
-    assert not record["same_behaviour"]
+    assert {change["where"]: change["after"] for change in record["changes"]} == changes
+    assert not record["same_behaviour"] and "digests differ" in run(capsys, "diff", "norm", "trim")
     output = run(capsys, "diff", "autoprune", "autoprune")
     assert "both keep the same tokens" in output and "no field differs" in output
 
@@ -221,30 +215,23 @@ def test_materialize_writes_a_state_and_its_changes(tmp_path: Path, capsys: Capt
     call = ("materialize", "autoprune", "--budget", "160", "--backbone", "llava-next-7b")
     output = run(capsys, *call, "-o", str(target))
     assert "fixed_budget@160" in output and f"wrote {target}" in output
-    written = load_state(target)
-    assert written.name == "autoprune-llava-next-7b-k160"
     record = run_json(capsys, *call)
     assert record["valid"] and record["budget"] == 160
-    assert load_state(json.dumps(record["state"])).digest == record["digest"] == written.digest
+    assert load_state(json.dumps(record["state"])) == load_state(target)
     assert all(change["why"] for change in record["changes"])
     run(capsys, *call, "-o", str(tmp_path / "no" / "folder.json"), status=1)
     assert [path.name for path in tmp_path.iterdir()] == ["next.json"]
     record = run_json(capsys, "materialize", "autoprune", "--instruction-free", "--budget", "64")
-    changed = {change["where"] for change in record["changes"]}
-    assert {"/base_policy/name", "/budget/atom"} <= changed
-    assert required_inputs(load_state(json.dumps(record["state"])), exchange=True) == frozenset()
+    assert "/base_policy/name" in {change["where"] for change in record["changes"]}
 
 
-def test_every_shipped_state_is_valid_and_a_bad_one_fails(tmp_path: Path, capsys: Captured) -> None:
-    files = [str(file) for file in sorted((ROOT / "policies").glob("*.json"))]
-    records = run_json(capsys, "validate", *files)
-    assert [record["source"] for record in records] == files
-    assert all(len(record["verdicts"]) == 5 for record in records)
+def test_validate_reports_every_state(tmp_path: Path, capsys: Captured) -> None:
+    (record,) = run_json(capsys, "validate", "cdpruner")
+    assert record["valid"] and len(record["verdicts"]) == 5
     bad = tmp_path / "bad.json"
     bad.write_text('{"schema": "autoprune-state/1", "name": "x"}')
     output = run(capsys, "validate", str(bad), "autoprune", status=1)
     assert "/budget: required but missing" in output and "autoprune: valid, K = 32" in output
-    assert "K = 0" in run(capsys, "validate", "autoprune", "--budget", "0", status=1)
 
 
 def lost(budget: int | str, value: float, low: float, high: float) -> dict[str, object]:
