@@ -87,26 +87,26 @@ def _examine(text_tower: str | None) -> Iterator[_Finding]:
     if plugins is not None and _ENTRY not in plugins.split(","):
         what = f"VLLM_PLUGINS={plugins} leaves the plugin out"
         yield judge("environment", what, f"add {_ENTRY} to it, or unset it")
-    if disabled():
-        yield judge("environment", f"{DISABLE} turns the plugin off", "unset it")
-    if uses_rust_frontend():
-        what = "VLLM_USE_RUST_FRONTEND bypasses the plugin's image processors"
-        yield judge("environment", what, "unset it")
+    for is_set, what in (
+        (disabled(), f"{DISABLE} turns the plugin off"),
+        (uses_rust_frontend(), "VLLM_USE_RUST_FRONTEND bypasses the plugin's image processors"),
+    ):
+        if is_set:
+            yield judge("environment", what, "unset it")
 
     # Names of vLLM; what it logs during its import would push the report off the screen.
     logging.disable(logging.ERROR)
     try:
         vllm_version()
         hooks, problems = collect_hooks()
-        lost = [(hook, names) for hook in hooks if (names := find_missing_names(hook))]
-        for problem in problems:
-            yield judge("hooks", f"{problem.where} {problem.what}", problem.fix)
-        for hook, names in lost:
-            what = f"{hook.used_by}: vLLM has no {', '.join(names)}"
-            yield judge("hooks", what, "install a supported version of vLLM")
-        if not lost and not problems:
-            total = sum(len(hook.names) for hook in hooks)
-            yield judge("hooks", f"all {total} names that the plugin uses exist")
+        wrong = [(f"{problem.where} {problem.what}", problem.fix) for problem in problems]
+        for hook in hooks:
+            if names := find_missing_names(hook):
+                what = f"{hook.used_by}: vLLM has no {', '.join(names)}"
+                wrong.append((what, "install a supported version of vLLM"))
+        total = sum(len(hook.names) for hook in hooks)
+        for what, fix in wrong or [(f"all {total} names that the plugin uses exist", "")]:
+            yield judge("hooks", what, fix)
     except ConfigError:
         yield judge("hooks", "not checked: vLLM is not installed", "install vLLM")
     finally:
@@ -135,8 +135,7 @@ def _examine(text_tower: str | None) -> Iterator[_Finding]:
         except AutopruneError:
             invalid.append(name)
     fix = f"see: vllm-autoprune validate {' '.join(invalid)}" if invalid else ""
-    if not shipped:
-        fix = "install the package anew: its states lie in vllm_autoprune/policies"
+    fix = fix if shipped else "install the package anew: its states lie in vllm_autoprune/policies"
     yield judge("shipped states", f"{len(shipped) - len(invalid)} of {len(shipped)} load", fix)
 
 

@@ -46,11 +46,10 @@ class _Flags(ProposerOptions, EvaluationOptions, SearchChoices, Connection):
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    add, actions = parser.add_argument, ("run", "report", "mme")
+    add = parser.add_argument
     text = "run a search (the default), report on a ledger, or write MME's files as --data"
-    add("action", nargs="?", choices=actions, default="run", help=text)
-    text = "file that holds the search"
-    add("--ledger", type=Path, default=Path("ledger.jsonl"), help=text)
+    add("action", nargs="?", choices=("run", "report", "mme"), default="run", help=text)
+    add("--ledger", type=Path, default=Path("ledger.jsonl"), help="file that holds the search")
     add("--resume", action="store_true", help="resume the ledger's search")
     text = "replay a recorded search without network"
     add("--replay", type=Path, metavar="LEDGER", help=text)
@@ -60,9 +59,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-o", "--output", type=Path, metavar="FILE", help=text)
     text = "with `mme`: the folder of MME's categories"
     add("--mme", type=Path, metavar="FOLDER", help=text)
-    add_flags(parser.add_argument_group("search"), SearchChoices, _NAMES)
-    add_flags(parser.add_argument_group("evaluation"), EvaluationOptions, _NAMES)
-    add_flags(parser.add_argument_group("proposer"), ProposerOptions, _NAMES)
+    for title, model in (("search", SearchChoices), ("evaluation", EvaluationOptions),
+                         ("proposer", ProposerOptions)):  # fmt: skip
+        add_flags(parser.add_argument_group(title), model, _NAMES)
     add_connection_flags(parser)
 
 
@@ -96,8 +95,7 @@ def search(options: argparse.Namespace) -> int:
             fix = "name the folder that has a folder for each category of MME"
             raise _refusal("--mme", "is missing", fix)
         counts = convert_mme(options.mme, flags.data, flags.seed)
-        words = ", ".join(f"{count} questions in {split}" for split, count in counts.items())
-        print_result(options, counts, words)
+        print_result(options, counts, ", ".join(f"{n} questions in {s}" for s, n in counts.items()))
         return 0
     if options.replay is not None:
         winner = _replay(options, flags.data, flags.images)
@@ -135,11 +133,10 @@ def _build_settings(flags: _Flags) -> Settings:
     from offline_search.strategies import STRATEGIES
 
     name = flags.proposer_model or ""
-    if flags.proposer_url is None and name:
-        fix = "give --proposer-url, or leave it out"
-        raise _refusal("--proposer-model", "has no endpoint", fix)
-    if flags.proposer_url is not None and not name:
-        raise _refusal("--proposer-model", "is missing", "name a model at --proposer-url")
+    if bool(name) != (flags.proposer_url is not None):
+        what = "has no endpoint" if name else "is missing"
+        fix = "give --proposer-url and a model there, or neither"
+        raise _refusal("--proposer-model", what, fix)
     uses_proposer = STRATEGIES[flags.strategy](Settings(proposer=name)).uses_proposer
     if uses_proposer and not name:
         fix = "give --proposer-url, or one of autoprune+, tpe and random"
