@@ -266,17 +266,15 @@ def judge(
         ]
     else:
         # Where the time of a mean question goes with stock vLLM, and what would shorten it.
-        mean = sum(stock.mean_question.values())
-        shares = {part: seconds / mean for part, seconds in stock.mean_question.items()}
+        mean = stock.mean_question
+        image, total = mean[_IMAGE], sum(mean.values())
+        largest = max(mean, key=lambda part: mean[part])
         lines = [
             "Pruning will not help you here.",
-            f"With stock vLLM, {_IMAGE} is {shares[_IMAGE]:.0%} of a mean question's time "
+            f"With stock vLLM, {_IMAGE} is {image / total:.0%} of a mean question's time "
             f"({stock.first.seconds[_IMAGE] / stock.first.ttft:.0%} of the first question's TTFT).",
+            f"Most of the time, {mean[largest] / total:.0%}, is {largest}: {_REMEDIES[largest]}.",
         ]
-        largest = max(shares, key=lambda part: shares[part])
-        lines.append(
-            f"Most of the time, {shares[largest]:.0%}, is {largest}: {_REMEDIES[largest]}."
-        )
     alone = [estimate_ways(traffic, timings)[best].gain for timings in repeats]
     gain_range = (min(alone), max(alone)) if alone else None
     if gain_range is not None:

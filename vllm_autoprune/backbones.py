@@ -151,18 +151,7 @@ def _read_shape(name: str, config: PretrainedConfig) -> BackboneShape:
         routed = experts + getattr(text, "n_shared_experts", 0)
         feed_forward = routed * text.moe_intermediate_size
         feed_forward += getattr(text, "shared_expert_intermediate_size", 0)
-    linear = like.linear
-    if linear is not None:
-        linear = _LinearAttention(
-            every=linear.every,
-            key_width=text.linear_num_key_heads * text.linear_key_head_dim,
-            value_width=text.linear_num_value_heads * text.linear_value_head_dim,
-            key_head=text.linear_key_head_dim,
-        )
-    side = like.grid_height
-    if like.has_cls:
-        side = config.vision_config.image_size // config.vision_config.patch_size
-    return replace(
+    shape = replace(
         like,
         name=name,
         layers=text.num_hidden_layers,
@@ -170,11 +159,20 @@ def _read_shape(name: str, config: PretrainedConfig) -> BackboneShape:
         feed_forward=feed_forward,
         kv_width=(getattr(text, "num_key_value_heads", None) or heads) * head,
         query_width=heads * head,
-        grid_height=side,
-        grid_width=side,
-        linear=linear,
         source=f"{name}: its config.json; images as of {like.name}",
     )
+    if like.has_cls:
+        side = config.vision_config.image_size // config.vision_config.patch_size
+        shape = replace(shape, grid_height=side, grid_width=side)
+    if like.linear is not None:
+        linear = replace(
+            like.linear,
+            key_width=text.linear_num_key_heads * text.linear_key_head_dim,
+            value_width=text.linear_num_value_heads * text.linear_value_head_dim,
+            key_head=text.linear_key_head_dim,
+        )
+        shape = replace(shape, linear=linear)
+    return shape
 
 
 # Cost of a prompt.

@@ -275,11 +275,11 @@ def describe_failure(
         case httpx.HTTPStatusError(response=response):
             what, status = f"answers with {describe_rejection(response)}", response.status_code
             guess = status in (400, 404, 405)
-            if status in (401, 403):
-                fix = "give the key that the server asks for as --api-key or VLLM_API_KEY"
-            elif response.has_redirect_location:
+            if response.has_redirect_location:
                 target = server_address(str(response.url.join(response.headers["location"])))
                 what, fix = f"redirects to {target}", "give that address"
+            elif status in (401, 403):
+                fix = "give the key that the server asks for as --api-key or VLLM_API_KEY"
             elif status == 407:
                 fix = f"give {', '.join(proxy_variables())} as http://USER:PASSWORD@HOST:PORT"
             elif not guess:
@@ -333,13 +333,16 @@ def _read_object(response: httpx.Response) -> dict[str, Any]:
     content = None
     with contextlib.suppress(ValueError, RecursionError):
         content = response.json()
-    message = read_error(content)
-    if isinstance(content, dict) and not message:
-        return content
-    kind = response.headers.get("content-type", "no type").partition(";")[0]
-    text = one_line(response.content.decode(errors="replace"), 80) or "nothing"
-    what = f"status {response.status_code} with an error: {message}"
-    raise ValueError(what if message else f"no JSON object but {kind}: {text}")
+    if message := read_error(content):
+        raise ValueError(f"status {response.status_code} with an error: {message}")
+    if not isinstance(content, dict):
+        kind = response.headers.get("content-type", "no type").partition(";")[0]
+        raise ValueError(f"no JSON object but {kind}: {_quote(response) or 'nothing'}")
+    return content
+
+
+def _quote(response: httpx.Response) -> str:
+    return one_line(response.content.decode(errors="replace"), 80)
 
 
 def _read_models(response: httpx.Response) -> dict[str, int]:
@@ -347,9 +350,7 @@ def _read_models(response: httpx.Response) -> dict[str, int]:
     try:
         models = {str(model["id"]): int(model.get("max_model_len") or 0) for model in data or ()}
     except _FORMAT:
-        raise ValueError(
-            f"no list of models: {one_line(response.content.decode(errors='replace'), 80)}"
-        ) from None
+        raise ValueError(f"no list of models: {_quote(response)}") from None
     if not models:
         raise ValueError("lists no model at /v1/models")
     return models

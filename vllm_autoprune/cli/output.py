@@ -58,13 +58,13 @@ def write_file(path: Path, content: str | bytes) -> None:
 
 def check_writable(path: Path) -> None:
     """Raise :class:`ConfigError`, before long work, where :func:`write_file` would at its end."""
-    what = ""
+    what, fix = "", "choose another path"
     if path.is_dir():
         what, fix = "is a folder", "name a file in it"
     elif not path.parent.is_dir():
         what, fix = f"cannot be written: there is no folder {path.parent}", "make it"
     elif not os.access(path.parent, os.W_OK | os.X_OK):
-        what, fix = "cannot be written (Permission denied)", "choose another path"
+        what = "cannot be written (Permission denied)"
     if what:
         raise ConfigError("output", [Problem(str(path), what, fix)])
 

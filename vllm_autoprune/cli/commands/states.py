@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from vllm_autoprune.backbones import BACKBONE_SHAPES, find_backbone
 from vllm_autoprune.cli.flags import argument, command
@@ -325,7 +325,7 @@ def validate(options: argparse.Namespace) -> int:
 
     One record a state; one that cannot be loaded is reported, never raised.
     """
-    records, lines = [], list[str]()
+    records, lines = list[dict[str, Any]](), list[str]()
     for source in options.state:
         record: dict[str, Any] = {"source": source, "valid": False, "budget": options.budget}
         record |= {"digest": None, "problems": [], "verdicts": [], "warnings": []}
@@ -336,15 +336,11 @@ def validate(options: argparse.Namespace) -> int:
             record["problems"] = [[p.where, p.what, p.fix] for p in error.problems]
             lines.append(str(error))
             continue
-        safety, digest = safety_check(policy), policy.state.digest
-        warnings = list(_find_losses(policy.state))
-        record |= {
-            "valid": safety.valid,
-            "budget": policy.budget,
-            "digest": digest,
-            "verdicts": [[verdict.name, verdict.ok, verdict.detail] for verdict in safety.verdicts],
-            "warnings": [[loss.where, loss.what, loss.fix] for loss in warnings],
-        }
+        safety, warnings = safety_check(policy), list(_find_losses(policy.state))
+        record["valid"], record["budget"] = safety.valid, policy.budget
+        record["digest"] = digest = policy.state.digest
+        record["verdicts"] = [[v.name, v.ok, v.detail] for v in safety.verdicts]
+        record["warnings"] = [[loss.where, loss.what, loss.fix] for loss in warnings]
         verdict = "valid" if safety.valid else "fails its safety check"
         lines.append(f"{source}: {verdict}, K = {policy.budget}, digest {digest[:12]}")
         lines += [*_format_verdicts(safety), *(f"  warn {loss}" for loss in warnings)]
@@ -362,16 +358,12 @@ class _Row(BaseModel):
     less_resized: Estimate | None = None
 
 
-class _Scores(BaseModel):
-    rows: tuple[_Row, ...] = ()
-
-
-def _read_scores(state: PruningState) -> tuple[_Row, ...]:
+def _read_scores(state: PruningState) -> list[_Row]:
     """The scores in a state's provenance; none where they have another form."""
     try:
-        return _Scores.model_validate(state.provenance.scores).rows
+        return TypeAdapter(list[_Row]).validate_python(state.provenance.scores.get("rows", []))
     except ValidationError:
-        return ()
+        return []
 
 
 def _find_losses(state: PruningState) -> Iterator[Problem]:
