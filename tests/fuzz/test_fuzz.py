@@ -139,12 +139,12 @@ def use(state: PruningState, fully: bool) -> None:
     assert [verdict.name for verdict in record.verdicts] == list(VERDICTS)
 
 
-EXAMPLES = 400
+EXAMPLES = 250
 
 
 @pytest.mark.parametrize(
     ("number", "fully"),
-    [(0, False), (1, True), *(pytest.param(n, False, marks=EXHAUSTIVE) for n in range(2, 14))],
+    [(0, False), (1, True), *(pytest.param(n, False, marks=EXHAUSTIVE) for n in range(2, 22))],
 )
 @pytest.mark.timeout(1200)
 def test_texts_are_accepted_or_refused_as_promised(
@@ -166,7 +166,7 @@ def test_texts_are_accepted_or_refused_as_promised(
     # Valid and invalid texts must both be frequent for the sample to be informative.
     if not fully:
         assert 0.2 < outcomes["accepted"] / EXAMPLES < 0.8
-        assert len(outcomes) > 10 and len(atoms) > len(ATOMS) / 3
+        assert len(outcomes) > 10 and len(atoms) > len(ATOMS) / 4
 
 
 def test_every_kind_of_request_is_drawn_and_repeated_by_its_seed() -> None:

@@ -253,17 +253,14 @@ def test_both_runners_are_run_where_there_are_two(run: Run) -> None:
     assert status == 1 and "vLLM used v1 instead" in output
 
 
-@pytest.mark.parametrize(
-    ("arguments", "refusal"),
-    [
+def test_what_cannot_be_run_is_refused(run: Run) -> None:
+    for arguments, refusal in (
         ("gemma3 --runner v2", "--runner: no model runner v2 here"),
         ("gpt", "gpt: no such backbone"),
         ("--gpu", "--gpu: no CUDA device here"),
-    ],
-)
-def test_what_cannot_be_run_is_refused(run: Run, arguments: str, refusal: str) -> None:
-    status, output, calls = run(arguments, available=("v1",), gpu=False)
-    assert (status, calls) == (1, []) and refusal in output
+    ):
+        status, output, calls = run(arguments, available=("v1",), gpu=False)
+        assert (status, calls) == (1, []) and refusal in output
 
 
 def test_a_failed_check_is_reported_with_its_runner(run: Run) -> None:

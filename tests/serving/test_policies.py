@@ -28,7 +28,7 @@ from tests.serving.engine import (
     start,
     watch,
 )
-from tests.serving.runners import Result, Runner, in_engine
+from tests.serving.runners import in_engine
 from vllm_autoprune import materialize, refine
 from vllm_autoprune.checkpoint import LlavaVision
 from vllm_autoprune.selftest.run import BLOCK
@@ -45,6 +45,11 @@ SMALL: Mapping[str, Any] = {
 BUDGETS = (8, 16)
 
 
+def _assert_no_fallback(engine: Engine, before: Counter[str], name: str) -> None:
+    by = _count(engine) - before
+    assert by["errors"] == by["reference"] == by["uniform"] == 0 < by["none"], name
+
+
 def _count(engine: Engine) -> Counter[str]:
     """Selections by their fallback, and errors, so far."""
     reporter = engine.model.autoprune_reporter
@@ -54,71 +59,35 @@ def _count(engine: Engine) -> Counter[str]:
     return counts
 
 
-def serve_base_policies() -> Result:
-    """What each base policy does; requests to one engine bring them, which saves their starts.
-
-    ``full`` has the prompt lengths of a server without a state. By policy: ``lengths`` of prompts
-    by K and question, kept tokens ``kept`` and those of ``transformers`` where something was
-    selected, how far their ``rows`` are apart; kept tokens ``together``, in one batch with empty
-    caches, and ``single``; selections by their ``fallbacks``.
-    """
-    questions = examples(2)
-    engine = start(None, **SMALL)
-    full = engine.generate_each([prompt(example) for example in questions])
-    report: dict[str, Any] = {"full": [answer["prompt_tokens"] for answer in full]}
-    engine.stop()
-    engine = start({**STATE, "requests": "states"}, **SMALL)
-    offline = LlavaVision(LLAVA, CLIP, dtype="float32")
-    record = watch()
-    for name in BASE_POLICIES:
-        engine.empty_caches()
-        before, state, single = _count(engine), alone(name), {}
-        row: dict[str, Any] = {"lengths": [], "kept": [], "transformers": [], "rows": []}
-        for budget, example in product(BUDGETS, questions):
-            policy = materialize(load_state(json.dumps(state)), budget)
-            (answer,) = engine.generate([prompt(example, state=state, budget=budget)])
-            row["lengths"].append(answer["prompt_tokens"])
-            # None, where questions share what is kept.
-            for plan, kept in record.take().items():
-                single[str(plan)] = kept
-                expected = refine(
-                    policy, offline.encode(as_picture(example.image), example.question)
-                )
-                apart = (record.rows[plan] - expected.features[0]).abs().max()
-                row["kept"].append(kept)
-                row["transformers"].append(expected.indices[0].tolist())
-                row["rows"].append(float(apart))
-        engine.empty_caches()
-        record.budgets.clear()
-        fields = {"state": state, "budget": 16}
-        engine.generate([prompt(example, **fields) for example in questions])
-        row["together"] = {str(plan): kept for plan, kept in record.take().items()}
-        row |= {"single": single, "at_once": max(map(len, record.budgets))}
-        row["fallbacks"] = _count(engine) - before
-        report[name] = row
-    return report
-
-
-@pytest.mark.reads.with_args(serve_base_policies)
-@pytest.mark.parametrize("name", BASE_POLICIES)
-def test_a_base_policy_keeps_what_it_keeps_in_transformers(runner: Runner, name: str) -> None:
+@in_engine
+def test_a_base_policy_keeps_what_it_keeps_in_transformers() -> None:
     """Equal tokens, and rows equal up to float32 rounding; each prompt is shorter by N - K.
 
-    Alone and in one batch. A policy that does not read the instruction selects once an image: later
-    questions find the rows in vLLM's caches.
+    Requests to one engine bring the policies. One that does not read the instruction selects once
+    an image: later questions find the rows in vLLM's caches.
     """
-    report = runner.run(serve_base_policies)
-    full, row = report["full"], report[name]
-    assert row["lengths"] == [tokens - (TOKENS - budget) for budget in BUDGETS for tokens in full]
-    base = BASE_POLICIES[name]
-    reads_instruction = bool(base.needs_of(base.default_params) & INSTRUCTION_NEEDS)
-    images = 2
-    assert len(row["kept"]) == len(BUDGETS) * (len(full) if reads_instruction else images)
-    assert row["kept"] == row["transformers"] and max(row["rows"]) < 1e-3
-    assert row["together"] and row["at_once"] > 1
-    assert row["together"] == {plan: row["single"][plan] for plan in row["together"]}
-    by = Counter[str](row["fallbacks"])
-    assert by["reference"] == by["uniform"] == by["errors"] == 0 < by["none"]
+    questions = examples(2)
+    engine = start({**STATE, "requests": "states"}, **SMALL)
+    unpruned = engine.generate_each([prompt(example, enabled=False) for example in questions])
+    offline = LlavaVision(LLAVA, CLIP, dtype="float32")
+    record = watch()
+    for name, base in BASE_POLICIES.items():
+        engine.empty_caches()
+        before, state, selections = _count(engine), alone(name), 0
+        for budget, at in product(BUDGETS, range(len(questions))):
+            policy = materialize(load_state(json.dumps(state)), budget)
+            (answer,) = engine.generate([prompt(questions[at], state=state, budget=budget)])
+            assert answer["prompt_tokens"] == unpruned[at]["prompt_tokens"] - TOKENS + budget, name
+            for plan, kept in record.take().items():
+                image = as_picture(questions[at].image)
+                expected = refine(policy, offline.encode(image, questions[at].question))
+                assert kept == expected.indices[0].tolist(), name
+                assert (record.rows[plan] - expected.features[0]).abs().max() < 1e-3, name
+                selections += 1
+        reads_instruction = bool(base.needs_of(base.default_params) & INSTRUCTION_NEEDS)
+        images = 2
+        assert selections == len(BUDGETS) * (len(questions) if reads_instruction else images), name
+        _assert_no_fallback(engine, before, name)
 
 
 @pytest.mark.only("v1")
@@ -141,8 +110,7 @@ def test_a_request_may_name_any_shipped_state() -> None:
         for kept, entry in entries.items():
             (answer,) = engine.generate([prompt(example, **entry)])
             assert answer["prompt_tokens"] == full["prompt_tokens"] - TOKENS + kept, name
-        by = _count(engine) - before
-        assert by["errors"] == by["reference"] == by["uniform"] == 0 < by["none"], name
+        _assert_no_fallback(engine, before, name)
 
 
 @in_engine
