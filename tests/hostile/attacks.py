@@ -5,15 +5,19 @@ Most yield odd requests, each with those as one of which it may be answered (``c
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import copy
+import io
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+from PIL import Image
 
+from benchmarks.common.requests import draw_picture
 from tests.fuzz.generator import SPECIAL_TOKENS, Json
 from tests.hostile.site import (
     HTTP,
@@ -71,6 +75,32 @@ def odd_sizes(site: Site) -> OddRequests:
     for size in ((1, 1), (2, 3), (1, 300), (3000, 1), (29, 4000), (4000, 29)):
         for more in ({}, entry(budget=1), entry(budget=4096)):
             yield f"{size}", site.body(Picture(18, *size), **more)
+
+
+@attack()
+def odd_images(site: Site) -> None:
+    """Broken images and those of other modes: refused or answered as by stock vLLM."""
+
+    def encode(image: Image.Image, form: str = "PNG", **options: object) -> bytes:
+        content = io.BytesIO()
+        image.save(content, form, **options)
+        return content.getvalue()
+
+    scene, other = draw_picture(70, *LARGE), draw_picture(71, *LARGE)
+    whole, stock = encode(scene), site.stock()
+    for name, images in {
+        "truncated": [whole[:-200]],
+        "nothing": [b""],
+        "transparent": [encode(scene.convert("RGBA"))],
+        "sixteen bits": [encode(Image.new("I;16", (40, 40), 40_000))],
+        "animated": [encode(scene, "GIF", save_all=True, append_images=[other])],
+        "one of two broken": [whole, whole[:-200]],
+    }.items():
+        urls = ("data:image/png;base64," + base64.b64encode(image).decode() for image in images)
+        parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+        turn = {"role": "user", "content": [*parts, {"type": "text", "text": QUESTION}]}
+        reply, expected = (each.ask(messages=[turn]) for each in (site, stock))
+        assert reply.status == expected.status < 500, (name, reply, expected)
 
 
 @attack(backbones=("qwen2_5_vl",), judge=Site.check_each)

@@ -64,22 +64,16 @@ FORGED: Mapping[str, Forge] = {
         for at in range(12)
         for value in (-1, 10_000, 2**62)
     },
-    "word 0 = 33": _with_word(0, 33),  # more tokens than room
     "a core": _as_core,
     **{
         f"a delta of K_c = {core}": changed(part="delta", core=core) for core in (1, 8, 255, 10_000)
     },
     "empty": lambda plan: plan[:0],
-    "short": lambda plan: plan[:3],
     "long": lambda plan: torch.cat([plan, torch.full((100_000,), 5)]),
     "ids out of range": lambda plan: torch.cat([plan[:-2], torch.tensor([10**9, -(10**9)])]),
-    "zeros": torch.zeros_like,
-    "minus one": lambda plan: torch.full_like(plan, -1),
     "random": lambda plan: torch.randint(-(2**62), 2**62, plan.shape),
     "two rows": lambda plan: torch.stack([plan, plan]),
-    "a scalar": lambda plan: plan[0],
     "fractions": lambda plan: plan.double() + 0.5,
-    "not finite": lambda plan: torch.full(plan.shape, float("nan")),
 }
 
 

@@ -21,7 +21,6 @@ import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -78,17 +77,13 @@ class Runner:
         """Queue a function behind those already queued for the same environment, once a session."""
         variables = tuple(sorted({**self.environment, **(environment or {})}.items()))
         call = json.dumps([function.__module__, function.__name__, parameters])
-        return _start_process(variables).begin(call, patience)
+        if variables not in _PROCESSES:
+            _PROCESSES[variables] = _EngineProcess(dict(variables))
+        return _PROCESSES[variables].begin(call, patience)
 
-    def run(
-        self,
-        function: Callable[..., Result],
-        environment: Mapping[str, str] | None = None,
-        patience: float = PATIENCE,
-        **parameters: object,
-    ) -> Result:
-        """What a function of a module returns; a failure is that of every test that asks for it."""
-        return self.begin(function, environment, patience, **parameters).result()
+    def run(self, function: Callable[..., Result], *process: Any, **parameters: Any) -> Result:
+        """What :meth:`begin` has queued returns; its failure is that of every test that asks."""
+        return self.begin(function, *process, **parameters).result()
 
 
 def in_engine(function: Callable[..., Result]) -> Callable[..., None]:
@@ -98,7 +93,7 @@ def in_engine(function: Callable[..., Result]) -> Callable[..., None]:
     """
 
     def test(runner: Runner, **parameters: object) -> None:
-        runner.begin(function, None, PATIENCE, **parameters).result()
+        runner.run(function, None, PATIENCE, **parameters)
 
     signature = inspect.signature(function)
     runner_parameter = inspect.Parameter("runner", inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -113,34 +108,27 @@ def in_engine(function: Callable[..., Result]) -> Callable[..., None]:
 def begin_tests(items: list[pytest.Item]) -> None:
     """Queue the tests that run in an engine's process, and what others read.
 
-    They read the functions of their mark ``reads``, with those of their parameters that these take,
-    or the function that is a parameter.
+    They read the functions of their mark ``reads``, with those of their parameters that these take.
     """
     for item in items:
         if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
             continue
         parameters = dict(item.callspec.params)
-        functions = [vars(item.obj).get("in_engine"), parameters.pop("function", None)]
+        functions = [vars(item.obj).get("in_engine")]
         functions += [function for mark in item.iter_markers("reads") for function in mark.args]
         for function in filter(None, functions):
-            taken = inspect.signature(vars(function).get("in_engine", function)).parameters
+            taken = inspect.signature(function).parameters
             chosen = {name: value for name, value in parameters.items() if name in taken}
             Runner(str(parameters["runner"])).begin(function, None, PATIENCE, **chosen)
 
 
-_STARTED: list[_EngineProcess] = []
-
-
-@cache
-def _start_process(environment: tuple[tuple[str, str], ...]) -> _EngineProcess:
-    process = _EngineProcess(dict(environment))
-    _STARTED.append(process)
-    return process
+_PROCESSES: dict[tuple[tuple[str, str], ...], _EngineProcess] = {}
+"""By the environment of each."""
 
 
 def end_processes() -> None:
     """End every engine process of this session, and forget what is still queued."""
-    for process in _STARTED:
+    for process in _PROCESSES.values():
         process.end()
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection
-from typing import Any
 
 import numpy
 import pytest
 from _pytest.mark import ParameterSet
 from PIL import Image
 
-from tests.serving import test_equivalence, test_hostile
 from tests.serving.engine import (
     LLAVA,
     assert_same,
@@ -106,38 +104,3 @@ def test_a_resized_image_is_answered_as_one_that_the_client_has_shrunk(backbone:
     answers = engine.generate(resized)
     assert len({answer["text"] for answer in answers}) > 1, "sizes should matter"
     assert_same(answers, engine.generate(shrunk))
-
-
-COMPARED = (
-    test_equivalence.answer_without_a_state,
-    test_equivalence.test_caches_do_not_change_what_is_kept,
-    test_equivalence.test_mixed_concurrent_requests_equal_single_ones,
-    test_hostile.test_engine_survives_failing_policies_and_invalid_requests,
-)
-CLOSE = 3e-2
-"""Tolerance between sums of log-probabilities, which the runners add in different orders."""
-
-
-def assert_alike(report: Any, other: Any, where: str = "") -> None:
-    """Equal reports, numbers up to :data:`CLOSE`."""
-    match report, other:
-        case (float(), float()):
-            assert abs(report - other) <= CLOSE, where
-        case (dict(), dict()) if report.keys() == other.keys():
-            for key in report:
-                assert_alike(report[key], other[key], f"{where}/{key}")
-        case (list(), list()) if len(report) == len(other):
-            for i, pair in enumerate(zip(report, other, strict=True)):
-                assert_alike(*pair, f"{where}/{i}")
-        case _:
-            assert report == other, where
-
-
-@pytest.mark.parametrize(
-    "function",
-    COMPARED,
-    ids=lambda function: function.__name__,
-)
-@pytest.mark.only("v2")
-def test_results_of_both_runners_are_equal(runner: Runner, function: Any) -> None:
-    assert_alike(Runner("v1").run(function), runner.run(function))

@@ -61,6 +61,7 @@ def answer_without_a_state() -> Result:
     return [engine.chat(talk, tokens=8)[0] for talk in talks]
 
 
+@pytest.mark.both
 @pytest.mark.reads.with_args(answer_without_a_state)
 def test_without_a_state_the_plugin_changes_no_bit(runner: Runner) -> None:
     absent = {"VLLM_AUTOPRUNE_DISABLE": "1"}
@@ -68,8 +69,9 @@ def test_without_a_state_the_plugin_changes_no_bit(runner: Runner) -> None:
     assert inert == runner.run(answer_without_a_state, environment=absent)
 
 
+@pytest.mark.both
 @in_engine
-def test_caches_do_not_change_what_is_kept() -> Result:
+def test_caches_do_not_change_what_is_kept() -> None:
     """Of prefix cache, multi-modal caches and feature cache; every prompt in one step."""
     no_caches: dict[str, Any] = {"enable_prefix_caching": False, "mm_processor_cache_gb": 0}
     record, answers, kept = watch(), [], []
@@ -82,7 +84,6 @@ def test_caches_do_not_change_what_is_kept() -> Result:
         engine.stop()
     assert kept[0] == kept[1]
     assert_same(answers[0], answers[1], tolerance=2e-2)
-    return answers, sorted(kept[0])
 
 
 @in_engine
@@ -188,12 +189,10 @@ BATCHED: Mapping[str, Any] = {
 }
 
 
-def assert_together_as_alone(
-    engine: Engine, prompts: Sequence[Prompt], images: int
-) -> tuple[Watch, list[list[int]]]:
+def assert_together_as_alone(engine: Engine, prompts: Sequence[Prompt], images: int) -> Watch:
     """Requests at once are answered, and keep tokens, as single ones without caches.
 
-    At least so many ``images`` are compared. What is selected at once, and the answers.
+    At least so many ``images`` are compared. What is selected at once.
     """
     record = watch()
     together, kept = engine.complete(prompts, 6), record.take()
@@ -202,11 +201,12 @@ def assert_together_as_alone(
     # A plan that no single request had is that of an image whose tensors depend on its neighbours.
     assert {str(plan) for plan, rows in kept.items() if record.kept.get(plan) != rows} == set()
     assert len(kept) > images
-    return at_once, together
+    return at_once
 
 
+@pytest.mark.both
 @in_engine
-def test_mixed_concurrent_requests_equal_single_ones() -> Result:
+def test_mixed_concurrent_requests_equal_single_ones() -> None:
     """Of every kind: K, states, controls, cores, conversations that recall."""
     random = Random(0)
     budgets, later, recalls = (4, 8, 16, 31, 64, TOKENS), (0, 0, 0, 1, 2), (0, 3, 8)
@@ -221,9 +221,8 @@ def test_mixed_concurrent_requests_equal_single_ones() -> Result:
         for _ in range(64)
     ]
     engine = start({**STATE, "requests": "states"}, **BATCHED)
-    at_once, answers = assert_together_as_alone(engine, prompts, images=30)
+    at_once = assert_together_as_alone(engine, prompts, images=30)
     assert max(len({*budgets}) for budgets in at_once.budgets) > 2
-    return answers
 
 
 @pytest.mark.parametrize("backbone", ["llava_next", "llava_onevision", "idefics3", "internvl"])
@@ -243,7 +242,7 @@ def test_images_of_mixed_tiles_keep_what_they_keep_alone(backbone: str) -> None:
         images = [picture(*SIZES[number], number) for number in numbers]
         asked = f"user {f'{mark} ' * len(images)}{text} you"
         prompts.append(raw_prompt(asked, images, instructions=[text] * len(images), **entry))
-    at_once, _ = assert_together_as_alone(engine, prompts, images=10)
+    at_once = assert_together_as_alone(engine, prompts, images=10)
     assert max(map(len, at_once.budgets)) > 1
 
 

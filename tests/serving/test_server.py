@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import time
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import httpx
 import pytest
-from PIL import Image
 
-from benchmarks.common.requests import build_content
 from benchmarks.server import Server, serve
 from benchmarks.yardsticks.examples import as_picture, draw_examples, format_prompt, png_url
 from tests.pins.table import read
@@ -114,59 +109,6 @@ def test_screenshots_of_an_agent_stay_in_the_prefix_cache(pruned: Server) -> Non
         )
         assert usage["prompt_tokens"] > before + 32
         before = usage["prompt_tokens"]
-
-
-# ---- unusual and broken images: a pruned server answers wherever stock vLLM does ----
-
-
-def encode(image: Image.Image, form: str = "PNG", **options: object) -> bytes:
-    content = io.BytesIO()
-    image.save(content, form, **options)
-    return content.getvalue()
-
-
-def scene(number: int = 0) -> Image.Image:
-    return as_picture(examples(4)[number].image)
-
-
-IMAGES: dict[str, Callable[[], list[bytes]]] = {
-    "truncated": lambda: [encode(scene())[:-200]],
-    "nothing": lambda: [b""],
-    "transparent": lambda: [encode(scene().convert("RGBA"))],
-    "sixteen bits": lambda: [encode(Image.new("I;16", (40, 40), 40_000))],
-    "animated": lambda: [encode(scene(), "GIF", save_all=True, append_images=[scene(1), scene(2)])],
-    # None is used by other tests, because stock vLLM fails on these images later, see below.
-    "twenty": lambda: [encode(scene().rotate(1 + i)) for i in range(20)],
-    "one of two broken": lambda: [encode(scene()), encode(scene())[:-200]],
-    # Last. vLLM 0.32 caches images of a prompt that it refuses as too long, and answers 500 to
-    # later requests with one of the twenty, because the engine never received it.
-    "unseen": lambda: [encode(scene().rotate(45))],
-}
-
-
-def answer_about(server: Server, images: Sequence[bytes]) -> tuple[int, int]:
-    """Status, and prompt tokens where there is an answer."""
-    urls = ["data:image/png;base64," + base64.b64encode(image).decode() for image in images]
-    turns = [{"role": "user", "content": build_content("What is it?", urls)}]
-    sent = {"model": server.model, "messages": turns, "temperature": 0, "max_tokens": 2}
-    status, reply = server.post(CHAT, sent)
-    return status, prompt_tokens(reply) if status == 200 else 0
-
-
-@pytest.mark.parametrize("name", IMAGES)
-def test_a_pruned_server_answers_about_images_as_stock_does(
-    stock: Server, pruned: Server, name: str
-) -> None:
-    images = IMAGES[name]()
-    (expected, full), (status, kept) = (answer_about(server, images) for server in (stock, pruned))
-    if len(images) * TOKENS > 2048:  # more than the context of stock vLLM, not of a pruned server
-        assert (expected, status) == (400, 200)
-        assert kept < len(images) * TOKENS
-        return
-    assert status == expected < 500
-    assert (name != "unseen") or status == 200
-    if status == 200:
-        assert kept == full - len(images) * (TOKENS - 32)
 
 
 # ---- requests that are rendered before the engine, by another server, or by a client ----
