@@ -48,7 +48,7 @@ test: lint types policies docs ## everything that CI runs: lint, types, states, 
 	@echo "tests 2/2: on real vLLM engines and servers"
 	@$(PY) -m pytest -q -m engine $(PYTEST)
 
-test-all: ## make test, and the exhaustive sweeps (an hour and a half)
+test-all: ## make test, and the exhaustive sweeps (two hours)
 	@$(MAKE) test PYTEST=--exhaustive
 
 # A newer vLLM that has no CPU wheel yet: the ordinary wheel without its dependencies. Its sources hide

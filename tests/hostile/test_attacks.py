@@ -17,11 +17,11 @@ import tests.hostile.attacks
 import tests.hostile.forgeries  # noqa: F401  (both register their attacks)
 from benchmarks.server import Server, serve
 from tests.hostile.site import ATTACKS, Profile, Reply, distance, run_attack
-from tests.serving.engine import CLIP, LLAVA, built
+from tests.serving.engine import built
 from tests.serving.runners import ENVIRONMENTS
 from tests.tpdsl.samples import sample
 
-BUDGETS: Mapping[str, int] = {"qwen2_5_vl": 32, "llava_next": 64, "llava": 32}
+BUDGETS: Mapping[str, int] = {"qwen2_5_vl": 32, "llava_next": 64}
 """K of each backbone: above N of a small picture where N varies, and below that of a large one."""
 
 
@@ -29,8 +29,7 @@ def make_flags(backbone: str, profile: Profile, split_state: Path) -> Sequence[s
     """Flags of a server of a profile; ``split_state`` is the file of a state with a core."""
     common = (
         *("--enforce-eager", "--block-size", "32", "--enable-prompt-tokens-details"),
-        *("--limit-mm-per-prompt", '{"image": 128}'),
-        *("--max-model-len", "2048" if backbone == "llava" else "8192"),
+        *("--limit-mm-per-prompt", '{"image": 128}', "--max-model-len", "8192"),
     )
     if profile == "stock":
         return (*common, "--trust-request-mm-kwargs", "--enable-scale-out")
@@ -45,9 +44,8 @@ def make_flags(backbone: str, profile: Profile, split_state: Path) -> Sequence[s
         "split": (*states, "--autoprune-detail", detail, "--enable-scale-out"),
     }
     state = str(split_state) if profile == "split" else "autoprune"
-    tower = ("--autoprune-text-tower", str(CLIP)) if backbone == "llava" else ()
     pruning = ("--autoprune-state", state, "--autoprune-budget", str(budget))
-    return (*common, *pruning, *tower, *rules[profile])
+    return (*common, *pruning, *rules[profile])
 
 
 class Fleet(ExitStack):
@@ -70,9 +68,10 @@ class Fleet(ExitStack):
             for other in {*self._servers} - {"stock"} if profile != "stock" else ():
                 self._servers.pop(other)[0].close()
             stack = self.enter_context(ExitStack())
-            model = LLAVA if self._backbone == "llava" else built(self._backbone)
             flags = make_flags(self._backbone, profile, self._split_state)
-            server = stack.enter_context(serve(model, *flags, env=self._environment))
+            server = stack.enter_context(
+                serve(built(self._backbone), *flags, env=self._environment)
+            )
             self._servers[profile] = stack, server
         return self._servers[profile][1]
 
@@ -83,7 +82,7 @@ def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
         yield fleet
 
 
-FLEETS = (("qwen2_5_vl", "v1"), ("qwen2_5_vl", "v2"), ("llava_next", "v1"), ("llava", "v2"))
+FLEETS = (("qwen2_5_vl", "v1"), ("qwen2_5_vl", "v2"), ("llava_next", "v1"))
 """Backbone and model runner."""
 QUICK = ("forged_parts", "cache_salt")
 """On split images, without --exhaustive."""

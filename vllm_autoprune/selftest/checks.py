@@ -35,7 +35,7 @@ tokens in another order are more than 1 apart."""
 # ---- what checks compare ----
 
 
-def count_between(prompt: list[int], image: int) -> list[int]:
+def _count_between(prompt: list[int], image: int) -> list[int]:
     """How many image tokens stand before, between and after the other tokens of a prompt."""
     counts = [0]
     for token in prompt:
@@ -150,7 +150,7 @@ def _kept_rows_stand_in_their_tiles(report: Report) -> str:
         (image,) = Counter(stock) - Counter(pruned)
         sizes = report.predicted[name]
         rows = [sum(sizes[:i]) + row for i, kept_rows in enumerate(images) for row in kept_rows]
-        tiles, placeholders = count_between(stock, image), count_between(pruned, image)
+        tiles, placeholders = _count_between(stock, image), _count_between(pruned, image)
         start = 0
         for size, count in zip(tiles, placeholders, strict=True):
             inside = sum(start <= row < start + size for row in rows)

@@ -14,7 +14,7 @@ from vllm.multimodal.processing.processor import PromptUpdateDetails
 
 from tests.serving.unit.samples import Sender, served
 from vllm_autoprune.selftest.backbones import build
-from vllm_autoprune.selftest.checks import count_between
+from vllm_autoprune.selftest.checks import _count_between
 from vllm_autoprune.serving.api.layout import shorten_placeholders
 from vllm_autoprune.serving.models import pruned_model
 from vllm_autoprune.serving.models.llava import (
@@ -260,5 +260,5 @@ def test_each_tile_keeps_its_share(budget: int, rest_at: int, runs: list[int]) -
     tiles = [OTHER, *[IMAGE] * 3, OTHER, *[IMAGE] * 3, OTHER, *[IMAGE] * 3, OTHER]
     content = PromptUpdateDetails.select_token_id(tiles, IMAGE)
     shortened: Any = shorten_placeholders(content, budget, rest_at=rest_at)
-    assert count_between(shortened.full, IMAGE)[1:-1] == runs
+    assert _count_between(shortened.full, IMAGE)[1:-1] == runs
     assert (shortened is content) == (budget == 9)
