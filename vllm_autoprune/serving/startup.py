@@ -141,7 +141,7 @@ def apply_settings(vllm_config: VllmConfig) -> None:
     served = replace(served, metrics_folder=_open_metrics_folder(), kv_bytes=kv_bytes)
     attach(model_config, ATTRIBUTE, served)
     attach(model_config, KV_CACHE, vllm_config.cache_config)
-    description = describe_as_json(served, private=False)
+    description = describe_as_json(served)
     del description["evidence"]
     logger.info("Serving pruned: %s", json.dumps(description))
 
@@ -187,7 +187,7 @@ def resolve_settings(raw: object, vllm_config: VllmConfig) -> ServedState:
             # Features are kept by image alone, and LoRA layers bypass the hook on attention.
             what = "the vision tower would differ between requests"
             problems.append(Problem("--enable-tower-connector-lora", what, "serve without it"))
-        if vllm_config.compilation_config.cudagraph_mm_encoder:
+        if vars(vllm_config.compilation_config).get("cudagraph_mm_encoder"):
             flag = "--compilation-config cudagraph_mm_encoder"
             what = "encoder graphs would hand on all tokens of an image"
             problems.append(Problem(flag, what, "serve without it"))
@@ -264,7 +264,7 @@ def _input_problems(
     if multimodal is not None and multimodal.mm_encoder_tp_mode == "data":
         why = "a rank encodes some images, and the state reads the vision tower of all of them"
         modes.append((_INSIDE_THE_TOWER, "--mm-encoder-tp-mode data", why))
-    if vllm_config.compilation_config.compile_mm_encoder:
+    if vars(vllm_config.compilation_config).get("compile_mm_encoder"):
         why = "the state reads the inside of the vision tower, where hooks would not be called"
         modes.append((_INSIDE_THE_TOWER, "--compilation-config compile_mm_encoder", why))
     if vllm_config.ec_transfer_config is not None:

@@ -72,7 +72,7 @@ def vllm_config(
         lora_config=lora,
         ec_transfer_config=None,
         kv_transfer_config=None,
-        compilation_config=SimpleNamespace(cudagraph_mm_encoder=False, compile_mm_encoder=False),
+        compilation_config=SimpleNamespace(),
         parallel_config=SimpleNamespace(pipeline_parallel_size=1),
     )
 

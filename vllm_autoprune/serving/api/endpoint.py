@@ -25,10 +25,10 @@ _PERMISSIONS = {
 }
 
 
-def describe_as_json(served: ServedState, private: bool = True) -> dict[str, JsonValue]:
+def describe_as_json(served: ServedState) -> dict[str, JsonValue]:
     """JSON of `GET /v1/autoprune`: the served state, its digest, budget and evidence.
 
-    The core is that before it is moved to the edge of a KV block. ``private`` tells no local path.
+    The core is that before it is moved to the edge of a KV block. No local path is told.
     """
     policy, state, rules, tower = served.policy(), served.state, served.rules, served.tower
     core = policy.state.core
@@ -39,7 +39,7 @@ def describe_as_json(served: ServedState, private: bool = True) -> dict[str, Jso
         relevance = f"the language model's input embeddings, sign +1, {reason}"
     elif policy.reads_instruction and tower is not None:
         local = Path(tower.path).exists() or Path(tower.path).is_absolute()
-        name = "from a local folder" if private and local else tower.path
+        name = "from a local folder" if local else tower.path
         relevance = f"CLIP text tower {name}, sign {tower.sign:+d}, because {tower.reason}"
     # What requests may set, with the flag that lets them.
     if not rules.explicit:
