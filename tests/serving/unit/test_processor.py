@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -98,43 +99,27 @@ def test_a_uuid_without_an_image_means_the_image_last_sent_with_it(
 
 # ---- tensors ----
 
-OPTIONS: Mapping[str, Sequence[Mapping[str, object]]] = {
-    "gemma3": ({}, {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 32}),
-    "idefics3": ({}, {"do_image_splitting": False}),
-    "smolvlm": ({}, {"do_image_splitting": False}),
-}
-"""Backbone -> processor options of servers, where those make other tiles of an image."""
-
-
-def tiny_sender(
-    name: str, folders: pytest.TempPathFactory, options: Mapping[str, object]
-) -> Sender:
-    """The processor of a tiny model, which is written once."""
-    folder = folders.getbasetemp() / f"tiny-{name}"
-    if not folder.exists():
-        build(name, folder)
-    (architecture,) = (at for at, backbone in BACKBONES.items() if backbone.name == name)
-    return Sender(folder, 5, architecture=architecture, placeholder="", options=options)
+OPTIONS: list[tuple[str, dict[str, object]]] = [
+    *((name, {}) for name in TINY_MODELS),
+    ("gemma3", {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 32}),
+    ("idefics3", {"do_image_splitting": False}),
+    ("smolvlm", {"do_image_splitting": False}),
+]
+"""Backbones and processor options of servers, where those make other tiles of an image."""
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation")  # of GLM's image processor
-@pytest.mark.parametrize("gigabytes", [0, 4])
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [(name, options) for name in TINY_MODELS for options in OPTIONS.get(name, ({},))],
-)
+@pytest.mark.parametrize(("name", "options"), OPTIONS)
 def test_what_is_made_of_an_image_does_not_depend_on_those_beside_it(
-    name: str,
-    options: Mapping[str, object],
-    gigabytes: int,
-    tmp_path_factory: pytest.TempPathFactory,
+    name: str, options: dict[str, object], tmp_path: Path
 ) -> None:
     """Processors pad a call to its largest image; with and without caches of processed images."""
-    small, large = picture(100, 48), picture(330, 300, 1)
+    small, large, folder = picture(100, 48), picture(330, 300, 1), build(name, tmp_path)
+    (architecture,) = (at for at, backbone in BACKBONES.items() if backbone.name == name)
 
-    def send(*calls: Sequence[Any]) -> dict[int, set[str]]:
+    def send(gigabytes: int, *calls: Sequence[Any]) -> dict[int, set[str]]:
         """By image, everything that one processor sends of it in these calls."""
-        sender = tiny_sender(name, tmp_path_factory, options)
+        sender = Sender(folder, 5, architecture=architecture, placeholder="", options=options)
         sender._config.get_multimodal_config().mm_processor_cache_gb = gigabytes
         sender = sender.with_cache() if gigabytes else sender
         made: dict[int, set[str]] = {}
@@ -144,10 +129,11 @@ def test_what_is_made_of_an_image_does_not_depend_on_those_beside_it(
                     made.setdefault(id(image), set()).add(data)
         return made
 
-    alone = send([small]) | send([large])
     orders = ([small, large], [large, small], [small, large, small])
-    for calls in (*((order,) for order in orders), ([small, large], [small], [large])):
-        assert send(*calls) == alone
+    for gigabytes in (0, 4):
+        alone = send(gigabytes, [small]) | send(gigabytes, [large])
+        for calls in (*((order,) for order in orders), ([small, large], [small], [large])):
+            assert send(gigabytes, *calls) == alone
 
 
 def test_another_question_or_k_sends_a_plan_alone(sender: Sender) -> None:
