@@ -26,7 +26,6 @@ from benchmarks.yardsticks.questions import CATEGORIES
 from benchmarks.yardsticks.yardstick import (
     ALL_TOKENS,
     Case,
-    Control,
     Scores,
     Yardstick,
 )
@@ -59,10 +58,9 @@ def _build_cases(yardstick: Yardstick, names: Sequence[str] = ()) -> list[Case]:
     available = yardstick.available
     ablations = [name for name in names if name in shipped_states() and name not in _STATES]
     states = {name: load_state(name) for name in (*BASE_POLICIES, *_STATES, *ablations)}
-    controls: Sequence[Control] = ("resized", "random", "oracle")
-    cases = [Case("full", ALL_TOKENS, "full")]
+    cases = [Case("full", ALL_TOKENS)]
     for budget in yardstick.budgets:
-        cases += [Case(control, budget, control) for control in controls]
+        cases += [Case(control, budget) for control in ("resized", "random", "oracle")]
         for name, state in states.items():
             if name in yardstick.equal_policies or not materialize(state, 16).needs <= available:
                 continue

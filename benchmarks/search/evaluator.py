@@ -78,7 +78,7 @@ class YardstickEvaluator:
         return self._answers[job]
 
     def _measure(self, job: EvaluationJob) -> Answers:
-        case = Case("full", ALL_TOKENS, "full")
+        case = Case("full", ALL_TOKENS)
         if job.candidate is not None:
             budget = Budget(f"K = {job.budget}", Fraction(job.budget, self._yardstick.usual_tokens))
             case = Case("candidate", budget, state=job.candidate)

@@ -11,7 +11,7 @@ from fractions import Fraction
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +32,6 @@ from vllm_autoprune.tpdsl.refine import refine
 from vllm_autoprune.tpdsl.state import PruningState
 from vllm_autoprune.tpdsl.tokens import Need, VisualTokens, Words
 
-Control = Literal["full", "resized", "random", "oracle"]
-"""All tokens, the image resized to K, K random tokens, or those that the answer is in first."""
-
 
 @dataclass(frozen=True)
 class Budget:
@@ -53,15 +50,16 @@ ALL_TOKENS = Budget("all", Fraction(1))
 
 @dataclass(frozen=True)
 class Case:
-    """One way to choose tokens, at one budget: a control or a state.
+    """One way to choose tokens, at one budget: a state or, by its name, a control.
 
+    Controls are all tokens (``full``), the image ``resized`` to K, K tokens at ``random``, and
+    those that the answer is in before them (``oracle``).
     ``base`` is the base policy that a state refines, or the case that ranks after the merger where
     this one ranks before it: the one it is compared with.
     """
 
     name: str
     budget: Budget
-    control: Control | None = None
     state: PruningState | None = None
     base: str = ""
 
@@ -97,19 +95,19 @@ class EncodedBatch:
         """Score the answers to all questions of the batch in one case."""
         tokens = self.tokens
         count, budget = tokens.count, case.budget.tokens(tokens.count)
-        if case.control == "resized":
-            return self.score_resized(budget)
         if case.state is not None:
             refined = refine(materialize(case.state, budget), tokens)
             return self.score_kept(refined.indices, refined.features)
-        if case.control == "full":
+        if case.name == "resized":
+            return self.score_resized(budget)
+        if case.name == "full":
             kept = torch.arange(count).expand(len(self.batch), -1)
         else:
             rows = []
             for example in self.batch:
                 # Fixed for each question.
                 rng = random.Random(f"{example.image_id} {example.question}")
-                evidence = example.evidence if case.control == "oracle" else ()
+                evidence = example.evidence if case.name == "oracle" else ()
                 rows.append(keep_first(rng, evidence, budget, count))
             kept = torch.tensor(rows)
         return self.score_kept(kept, gather_rows(tokens.features, kept))

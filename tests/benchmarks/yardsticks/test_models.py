@@ -83,15 +83,15 @@ def test_all_tokens_answer_right_and_fewer_do_not(llava: MiniLlava, qwen: MiniQw
         scores = [yardstick.encode(batch).score(case) for batch in yardstick.batches(examples)]
         return float(torch.cat([score.right for score in scores]).float().mean())
 
-    full, (half, _, eighth, _) = Case("full", ALL_TOKENS, "full"), MiniQwen.budgets
+    full, (half, _, eighth, _) = Case("full", ALL_TOKENS), MiniQwen.budgets
     assert accuracy(llava, draw_examples("validation", 3), full) >= 0.9
     examples = draw_examples("test", 16, "miniqwen")
     cases = {
         "full": full,
-        "half": Case("resized", half, "resized"),
-        "eighth": Case("resized", eighth, "resized"),
-        "oracle": Case("oracle", eighth, "oracle"),
-        "random": Case("random", eighth, "random"),
+        "half": Case("resized", half),
+        "eighth": Case("resized", eighth),
+        "oracle": Case("oracle", eighth),
+        "random": Case("random", eighth),
     }
     share = {name: accuracy(qwen, examples, case) for name, case in cases.items()}
     assert min(share["full"], share["oracle"]) > 0.8
@@ -108,7 +108,7 @@ def score_answer(model: Any, answer: list[int], **inputs: Tensor) -> float:
 @torch.no_grad()
 def test_answers_score_as_in_the_whole_llava(llava: MiniLlava, scenes: list[Example]) -> None:
     model, tokenizer = llava.network, llava.tokenizer
-    scores = llava.encode(scenes[:4]).score(Case("full", ALL_TOKENS, "full"))
+    scores = llava.encode(scenes[:4]).score(Case("full", ALL_TOKENS))
     for example, logprob in zip(scenes, scores.logprob.tolist(), strict=False):
         prompt = format_prompt(example.question).replace("<image>", "<image>" * PATCHES)
         answer = [*tokenizer(f" {example.answer}").input_ids, tokenizer.eos_token_id]
