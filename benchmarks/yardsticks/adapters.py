@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -16,34 +17,24 @@ _RANK = 8
 _MODULES = ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
 
 
-def _draw_adapter(seed: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """A and B of each adapted module, by the checkpoint's name of the module."""
-    random = torch.Generator().manual_seed(seed)
-    config = json.loads((LLAVA / "config.json").read_text())["text_config"]
-    hidden, middle = config["hidden_size"], config["intermediate_size"]
-    weights = {}
-    for layer in range(config["num_hidden_layers"]):
-        for module in _MODULES:
-            wide = middle if module == "mlp.down_proj" else hidden
-            down = torch.randn(_RANK, wide, generator=random) / wide**0.5
-            up = torch.randn(hidden, _RANK, generator=random) / _RANK**0.5
-            weights[f"language_model.model.layers.{layer}.{module}"] = (down, up)
-    return weights
-
-
 def write_adapters(folder: Path) -> None:
     """Write every adapter to a folder of its own name."""
+    model = json.loads((LLAVA / "config.json").read_text())["text_config"]
+    hidden = model["hidden_size"]
     modules = sorted(module.rpartition(".")[2] for module in _MODULES)
     config = {
         "peft_type": "LORA", "r": _RANK, "lora_alpha": _RANK, "target_modules": modules,
         "bias": "none",
     }  # fmt: skip
     for seed, name in enumerate(ADAPTERS):
+        random, tensors = torch.Generator().manual_seed(seed), dict[str, torch.Tensor]()
+        for layer, module in product(range(model["num_hidden_layers"]), _MODULES):
+            width = model["intermediate_size"] if module == "mlp.down_proj" else hidden
+            down = torch.randn(_RANK, width, generator=random) / width**0.5
+            up = torch.randn(hidden, _RANK, generator=random) / _RANK**0.5
+            prefix = f"base_model.model.language_model.model.layers.{layer}.{module}"
+            tensors |= {f"{prefix}.lora_A.weight": down, f"{prefix}.lora_B.weight": up}
         (folder / name).mkdir(parents=True, exist_ok=True)
-        tensors = {}
-        for module, (down, up) in _draw_adapter(seed).items():
-            tensors[f"base_model.model.{module}.lora_A.weight"] = down
-            tensors[f"base_model.model.{module}.lora_B.weight"] = up
         save_file(tensors, folder / name / "adapter_model.safetensors")
         (folder / name / "adapter_config.json").write_text(json.dumps(config))
 
