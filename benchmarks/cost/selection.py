@@ -1,9 +1,8 @@
-"""`python -m benchmarks.cost selection`: time of choosing which tokens are kept, as two tables.
+"""`python -m benchmarks.cost selection`: time of CDPruner's selection against its published code.
 
-CDPruner against its published code at 40 sizes, and every base policy at the sizes of two models.
 Random images stand for a server's: clustered like a picture, so that the kernel does not have full
-rank. What is compared runs in turn, every second round in reverse order. Nothing here needs vLLM;
-``--gpu`` needs Triton.
+rank. Both run in turn, every second round in reverse order. Nothing here needs vLLM; ``--gpu``
+needs Triton.
 """
 
 from __future__ import annotations
@@ -28,26 +27,18 @@ from benchmarks.common.report import (
 from vllm_autoprune import (
     Grid,
     Instruction,
-    PruningPolicy,
     VisualTokens,
-    load_state,
-    materialize,
-    refine,
 )
 from vllm_autoprune.report import Table
 from vllm_autoprune.statistics import Verdict, at_most, ratio_of_medians, spread
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-from vllm_autoprune.tpdsl.prefix import RecordedPrefix
-from vllm_autoprune.tpdsl.tokens import NextLayer, TowerStates, Words
 
 _Times = Mapping[str, Sequence[float]]
 """Seconds of each work, one value a round."""
 _Work = Callable[[], object]
 
-_WIDTH, _CLIP_WIDTH, _TOWER_WIDTH, _CLUSTERS = 4096, 768, 1024, 48
-"""D of LLaVA-1.5-7B, widths of CLIP's joint space and of its vision tower, clusters in an image."""
-_HEADS, _WORDS = 32, 16
-"""Attention heads of Llama-2-7B; tokens of the question."""
+_WIDTH, _CLIP_WIDTH, _CLUSTERS = 4096, 768, 48
+"""D of LLaVA-1.5-7B, width of CLIP's joint space, clusters in an image."""
 _PROMISES = {
     "cpu": ("selection never slower than the published loop", 1.0),
     "cuda": ("selection at least five times as fast as the published loop", 0.2),
@@ -74,8 +65,7 @@ class _Size:
         return f"{self.tokens}{tiles} → {self.kept}, batch {self.batch}"
 
 
-_SHAPES = {_Size(576, 1, 1, 64): "LLaVA-1.5-7B", _Size(576, 5, 1, 320): "LLaVA-NeXT-7B"}
-_LOOP_SIZES = [
+_SIZES = [
     _Size(tokens, tiles, batch, tiles * (tokens // 9))
     for tiles, counts in ((1, (64, 144, 256, 576, 1024, 2880)), (5, (64, 144, 256, 576)))
     for tokens in counts
@@ -87,11 +77,11 @@ _LOOP_SIZES = [
 def _draw_tokens(
     size: _Size, device: str = "cpu", dtype: torch.dtype = torch.bfloat16
 ) -> VisualTokens:
-    """Random images with every input of a policy: features in the server's dtype."""
+    """Random images with what CDPruner reads: features in the server's dtype, and relevance."""
     source, batch, tokens = torch.Generator().manual_seed(0), size.batch, size.tokens
     owner = torch.randint(_CLUSTERS, (batch, tokens), generator=source).to(device)
 
-    def normal(*shape: int, kind: torch.dtype = dtype) -> Tensor:
+    def normal(*shape: int, kind: torch.dtype) -> Tensor:
         return torch.randn(*shape, generator=source).to(device, kind)
 
     def clustered(width: int, kind: torch.dtype) -> Tensor:
@@ -101,42 +91,18 @@ def _draw_tokens(
     height = side if side * side == size.per_tile else 1
     asked = torch.ones(batch, 1, dtype=torch.bool, device=device)
     text = normal(batch, 1, _CLIP_WIDTH, kind=torch.float32)
-    attention = normal(batch, tokens, kind=torch.float32).softmax(dim=1)
-    patches, projector = normal(batch, tokens, _TOWER_WIDTH), normal(_TOWER_WIDTH, _WIDTH)
-    tower = TowerStates(
-        patches=patches,
-        keys=normal(batch, tokens, 64),
-        project=lambda rows: rows @ projector,
-        cls=normal(batch, size.tiles, _TOWER_WIDTH),
-        next_layer=NextLayer(attention, normal(batch, tokens, _TOWER_WIDTH)),
-    )
-    length = 1 + tokens + _WORDS
-    entering, used = normal(batch, length, _WIDTH), asked.expand(-1, _WORDS)
-    recorded = {
-        **dict.fromkeys(("embeddings", "states", "normed"), entering),
-        "keys": normal(batch, _HEADS, length, _WIDTH // _HEADS),
-        "attention": normal(batch, _HEADS, _WORDS, length).float().softmax(dim=-1),
-    }
     return VisualTokens(
         clustered(_WIDTH, dtype),
         Grid(height, size.per_tile // height, size.tiles),
-        attention,
+        None,
         Instruction(clustered(_CLIP_WIDTH, torch.float32), text, asked, -1),
-        tower=tower,
-        encoder=patches,
-        words=Words(entering[:, -_WORDS:], used),
-        language=RecordedPrefix(start=1, text=used, recorded=recorded),
     )
 
 
-def _select_tokens(tokens: VisualTokens, policy: str, kept: int) -> Tensor:
-    """Picks ``(B, K)`` of a base policy, from features to indices."""
-    base = BASE_POLICIES[policy]
+def _select_tokens(tokens: VisualTokens, kept: int) -> Tensor:
+    """Picks ``(B, K)`` of CDPruner, from features to indices."""
+    base = BASE_POLICIES["cdpruner"]
     return base.select(base.default_params, replace(tokens), kept).picks  # nothing computed yet
-
-
-def _select_by_state(tokens: VisualTokens, policy: PruningPolicy) -> Tensor:
-    return refine(policy, replace(tokens)).indices
 
 
 def _select_as_published(tokens: VisualTokens, kept: int) -> Tensor:
@@ -176,11 +142,7 @@ def _select_as_published(tokens: VisualTokens, kept: int) -> Tensor:
 
 
 def _measure_alternately(
-    works: Mapping[str, _Work],
-    rounds: int,
-    *,
-    warm_up: int = 2,
-    clock: Callable[[], float] = time.perf_counter,
+    works: Mapping[str, _Work], rounds: int, warm_up: int = 2
 ) -> dict[str, list[float]]:
     """Seconds of each work in each round; every second round is in reverse order."""
     seconds: dict[str, list[float]] = {name: [] for name in works}
@@ -193,20 +155,20 @@ def _measure_alternately(
         for turn in range(rounds):
             for name in [*works][:: -1 if turn % 2 else 1]:
                 await_device()
-                begin = clock()
+                begin = time.perf_counter()
                 works[name]()
                 await_device()
-                seconds[name].append(clock() - begin)
+                seconds[name].append(time.perf_counter() - begin)
     return seconds
 
 
-def _measure_loops(device: str, sizes: Sequence[_Size] = _LOOP_SIZES) -> str:
+def _measure_loops(device: str, sizes: Sequence[_Size] = _SIZES) -> str:
     """CDPruner from features to indices at 40 sizes: the published code and ours."""
     by_size, alike = dict[_Size, _Times](), dict[_Size, float]()
     for size in sizes:
         tokens = _draw_tokens(size, device)
         published = partial(_select_as_published, tokens, size.kept)
-        ours = partial(_select_tokens, tokens, "cdpruner", size.kept)
+        ours = partial(_select_tokens, tokens, size.kept)
         # About ten seconds a size, but never fewer than five rounds.
         rounds = max(5, min(31, int(8e7 / (size.batch * size.tiles * size.per_tile**2))))
         by_size[size] = _measure_alternately({"published": published, "ours": ours}, rounds)
@@ -245,49 +207,15 @@ def _format_loops(
         "N → K", "published, ms", "ours, ms", "ours / published", "same picks, %", "rounds",
     )  # fmt: skip
     return (
-        f"## Against the published loop\n\nCDPruner from features (bfloat16, D = {_WIDTH}) to "
+        f"CDPruner from features (bfloat16, D = {_WIDTH}) to "
         f"indices, {torch.get_num_threads()} threads: medians (quartiles), and ratios with 95 % "
         f"intervals.\n\n{promise}: {', '.join(counts)}; largest ratio {largest} at {worst}: "
         f"**{verdict}**\n\n{Table('', columns, rows).markdown()}\n"
     )
 
 
-def _measure_policies(device: str, sizes: Mapping[_Size, str] = _SHAPES) -> str:
-    """Every base policy and the state, in turn: on a CPU the time of one thread."""
-    threads, cells = torch.get_num_threads(), dict[str, list[str]]()
-    clock = time.process_time if device == "cpu" else time.perf_counter
-    torch.set_num_threads(1)
-    try:
-        for size in sizes:
-            tokens = _draw_tokens(size, device)
-            state = materialize(load_state("autoprune"), size.kept)
-            works: dict[str, _Work] = {
-                name: partial(_select_tokens, tokens, name, size.kept) for name in BASE_POLICIES
-            }
-            works["state autoprune"] = partial(_select_by_state, tokens, state)
-            for name, seconds in _measure_alternately(works, 7, warm_up=1, clock=clock).items():
-                cells.setdefault(name, [f"`{name}`"]).append(format_spread(spread(seconds)))
-            log_progress(f"{size}: {len(works)} works")
-    finally:
-        torch.set_num_threads(threads)
-    columns = ["policy", *(f"{model}, {size}, ms" for size, model in sizes.items())]
-    return (
-        "## Every policy\n\nWith default parameters, and the state with its exchange; every input "
-        "given (also the layers of the language model that some read), nothing computed yet. On a "
-        "CPU the time of one thread. Medians (quartiles).\n\n"
-        f"{Table('', columns, [*cells.values()]).markdown()}\n"
-    )
-
-
-_PARTS: Mapping[str, Callable[[str], str]] = {
-    "selection": _measure_loops,
-    "policies": _measure_policies,
-}
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options; each has a default."""
-    parser.add_argument("--only", choices=tuple(_PARTS), help="one of the two parts")
+    """Add the only option."""
     parser.add_argument("--gpu", action="store_true", help="measure on a CUDA device")
 
 
@@ -305,7 +233,6 @@ def run(options: argparse.Namespace) -> int:
         if not dpp_triton.works():
             raise BenchmarkError("Triton does not work on this machine; the log says why")
         device, name = "cuda", f" on {torch.cuda.get_device_name()}"
-    chosen = [options.only] if options.only else list(_PARTS)
-    print("\n".join([f"# Selection{name}\n", *(_PARTS[part](device) for part in chosen)]))
+    print(f"# Selection{name}\n\n{_measure_loops(device)}")
     print(f"Environment: {format_environment(environment())}.")
     return 0

@@ -15,17 +15,16 @@ from benchmarks.common.fake_server import Body, Reply, fake_server
 
 
 def main() -> None:
-    port, notes, healthy = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "healthy"
+    port, pids, healthy = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "healthy"
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 
     def hang(body: Body) -> Reply:
-        notes.with_name("pids.asked").touch()
+        pids.with_suffix(".asked").touch()
         return Reply(ttft=600.0)
 
-    pages = {"/health": "" if healthy else None}
-    with fake_server(hang, model=None, pages=pages, port=port):
-        notes.with_suffix(".new").write_text(f"{os.getpid()} {child.pid}")
-        notes.with_suffix(".new").rename(notes)
+    with fake_server(hang, model=None, pages={"/health": "" if healthy else None}, port=port):
+        pids.with_suffix(".new").write_text(f"{os.getpid()} {child.pid}")
+        pids.with_suffix(".new").rename(pids)
         signal.pause()
 
 
