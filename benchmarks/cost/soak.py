@@ -194,7 +194,7 @@ _Sample = Mapping[str, int]
 
 
 def _keep_busy(
-    url: str, pid: int, start: int, users: int, seconds: float, seed: int = 0
+    url: str, pid: int, start: int, users: int, seconds: float
 ) -> tuple[_Tally, list[_Sample]]:
     """Send requests for that long; what was counted, and the memory of the server with that pid.
 
@@ -210,7 +210,7 @@ def _keep_busy(
     )
 
     def use(number: int) -> None:
-        random = Random(f"{seed}/{number}")
+        random = Random(number)
         while time.monotonic() < end:
             hang_up = random.random() < _HANGING_UP
             _send(client, _draw_request(random, start, hang_up=hang_up), tally, hang_up=hang_up)
@@ -270,39 +270,28 @@ def _read_resident(pid: int) -> _Sample:
     return resident
 
 
-def _judge_memory(samples: Sequence[_Sample]) -> tuple[list[str], list[str]]:
-    """A line on each process that existed after the warm-up, and what is wrong with their memory.
-
-    Samples are evenly spaced in time.
-    """
-    size = len(samples) // _PARTS
-    if not size:
-        return [], ["memory: too few samples"]
-    later, lines, problems = samples[size:], list[str](), list[str]()
-    for name in sorted({name for sample in later for name in sample}):
-        if any(name not in sample for sample in later):
-            problems.append(f"memory of {name}: it did not exist all the time")
-            continue
-        early, late = (
-            median(sample[name] for sample in part) for part in (later[:size], later[-size:])
-        )
-        lines.append(f"  {name}: {early / MIB:,.1f} -> {late / MIB:,.1f} MiB")
-        if late - early > max(_ALLOWED * early, _SLACK):
-            problems.append(f"memory of {name}: it grew")
-    return lines, problems
-
-
 def _format_report(
     minutes: float, tally: _Tally, different: Sequence[str], samples: Sequence[_Sample]
 ) -> tuple[str, bool]:
-    """A few lines of text, and whether the soak is passed."""
+    """A few lines of text, and whether the soak is passed.
+
+    Samples of the memory are evenly spaced in time.
+    """
     outcomes, sent = tally.outcomes, tally.outcomes.total()
-    memory, problems = _judge_memory(samples)
-    wrong = [*different, *problems]
-    if not outcomes["answered"]:
-        wrong.append("nothing was answered")
+    size, memory, wrong = len(samples) // _PARTS, list[str](), [*different]
+    if not outcomes["answered"] or not size:
+        wrong.append("nothing was answered, or there are too few samples of the memory")
     if outcomes["failed"]:
         wrong.append(f"{outcomes['failed']} of {sent} requests failed")
+    later = samples[size:]
+    for name in sorted({name for sample in later for name in sample}):
+        if any(name not in sample for sample in later):
+            wrong.append(f"memory of {name}: it did not exist all the time")
+            continue
+        early, late = (median(s[name] for s in part) for part in (later[:size], later[-size:]))
+        memory.append(f"  {name}: {early / MIB:,.1f} -> {late / MIB:,.1f} MiB")
+        if late - early > max(_ALLOWED * early, _SLACK):
+            wrong.append(f"memory of {name}: it grew")
     lines = [
         f"{sent:,} requests in {minutes:g} min: "
         + ", ".join(f"{outcome} {count:,}" for outcome, count in sorted(outcomes.items())),
@@ -320,7 +309,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options; each has a default."""
     parser.add_argument("--minutes", type=float, default=60.0, help="duration")
     parser.add_argument("--users", type=int, default=8, help="requests at once")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the requests")
     parser.add_argument("--out", type=Path, default=Path("out/soak"), help="folder of report, log")
 
 
@@ -355,7 +343,7 @@ def run(options: argparse.Namespace) -> int:
             start = tokens.index(IMAGE_TOKEN)
             before = _read_counters(server.get("/metrics"))
             tally, samples = _keep_busy(
-                server.url, server.process.pid, start, options.users, seconds, options.seed
+                server.url, server.process.pid, start, options.users, seconds
             )
             after = _read_counters(server.get("/metrics"))
     text, passed = _format_report(
