@@ -269,12 +269,11 @@ def _build_ratios(points: Sequence[Point]) -> Iterator[Section]:
     references = {point.load: point for point in points if point.arm == against}
     rows: list[Row] = []
     for point in points:
-        reference = references.get(point.load, point)
-        if reference is point:
+        if point.arm == against or point.load not in references:
             continue
         cells = [Cell(point.load.title), Cell(point.arm)]
         for latency, level in _COMPARED:
-            ratio, by_pass = _compare_points(point, reference, latency, level)
+            ratio, by_pass = _compare_points(point, references[point.load], latency, level)
             if ratio is None:
                 cells.append(Cell("not valid"))
                 continue
@@ -285,8 +284,7 @@ def _build_ratios(points: Sequence[Point]) -> Iterator[Section]:
         rows.append(cells)
     text = (
         f"Ratios to {against} on the same requests, with 95 % intervals, then those of each pass: "
-        "below 1 is less. An interval covers the choice of requests, but not differences between "
-        "passes, so compare the passes too."
+        "below 1 is less. An interval does not cover differences between passes, so compare them."
     )
     head = ["load", "arm", *(f"{latency} p{level}" for latency, level in _COMPARED)]
     if rows:
@@ -297,13 +295,10 @@ def _build_rates(arms: dict[str, list[Point]], slo: SendingOptions) -> Iterator[
     """The highest rate of each arm that was sent open loops."""
     swept = {arm: _select_open(points) for arm, points in arms.items()}
     rows = [[arm, _find_highest_rate(points, slo)] for arm, points in swept.items() if points]
-    text = (
-        f"The highest measured rate with {slo.describe_objective()} for 99 % of requests that the "
-        "server keeps up with."
-    )
+    text = f"{slo.describe_objective()} for 99 % of requests, and the server keeps up."
     if rows:
-        tables = [Table("", ["arm", "requests/s"], rows, "l")]
-        yield Section("Highest rate within the objective", [text], tables=tables)
+        table = Table("", ["arm", "highest measured rate, requests/s"], rows, "l")
+        yield Section("Highest rate within the objective", [text], tables=[table])
 
 
 def _build_figures(points: Sequence[Point]) -> Section:
@@ -337,10 +332,9 @@ def _build_figures(points: Sequence[Point]) -> Section:
     ]  # fmt: skip
     text = (
         "All passes together; in an open loop from the scheduled time, which a closed loop does "
-        "not have. TTFAT: to the first token after thoughts. Goodput: the share of requests within "
-        "the objective. †: too few requests for this percentile. ITL: gaps between deltas, which "
-        "may contain more than one token. TPOT: "
-        "by the server's count of tokens. E2E: to the last token."
+        "not have. TTFAT: to the first token after thoughts. TPOT: by the server's count of "
+        "tokens. ITL: gaps between deltas, which may contain more than one token. †: too few "
+        "requests for this percentile."
     )
     return Section("Rates and latencies", [text], tables=[Table("", head, rows, "ll")])
 
@@ -368,26 +362,21 @@ def _draw_chart(arms: dict[str, list[Point]], slo: SendingOptions) -> Section:
     series = []
     for colour, (arm, points) in enumerate(arms.items()):
         # In order of load: beyond saturation throughput may fall, and the line turns back.
-        swept = _select_open(points)
-        for kind, line in (("closed", points[: len(points) - len(swept)]), ("open", swept)):
+        for kind in ("closed", "open"):
             marks = []
-            for point in line:
-                rate, median = point.summary.request_rate, point.summary.percentile("TTFT", 50)
-                if median is None:
+            for point in points:
+                median = point.summary.percentile("TTFT", 50)
+                if median is None or (point.load.rate is None) != (kind == "closed"):
                     continue
                 value, low, high = (1000 * end for end in dataclasses.astuple(median))
-                tip = f"{arm}, {point.load.title}: {value:.0f} ms ({low:.0f}–{high:.0f})"
-                tip += "" if point.valid else ", not valid"
-                link = quote(f"{point.runs[0].folder}/{RECORDS}")
-                marks.append(Mark(rate, value, tip, low, high, not point.valid, link))
+                tip = f"{arm}, {point.load.title}" + ("" if point.valid else ", not valid")
+                rate = point.summary.request_rate
+                marks.append(Mark(rate, value, tip, low, high, not point.valid))
             if marks:
                 name = f"{arm}, {kind} loop"
                 series.append(Series(name, marks, dashed=kind == "open", colour=colour))
     limit = [Rule(slo.slo_ttft, f"objective {slo.slo_ttft:g} ms")] if slo.slo_ttft else []
     titles = ("Latency over throughput", "achieved, requests/s", "median TTFT, ms")
-    text = (
-        "Bars: 95 % intervals; hollow: not valid. Point at a mark for its figures, click it for "
-        "its records."
-    )
     chart = Chart(*titles, series, limit, y_scale="log", x_zero=True)
+    text = "Bars: 95 % intervals; hollow: not valid. Point at a mark for its load."
     return Section("Latency and throughput", [text], [chart])

@@ -161,9 +161,8 @@ def test_a_run_is_told_in_a_few_lines() -> None:
     assert verdict.endswith("valid, but 11 requests are too few for a verdict (20 needed)")
     assert warning.startswith("  warning: load average 2.10 on 2 cores")
     assert rates.endswith("2.00 offered, 2.00 achieved requests/s")
-    closed = "\n".join(format_result(result(ANSWERED, CLOSED, counters=None)))
-    assert "offered" not in closed and "warning" not in closed
-    assert "valid, but the server's /metrics could not be read" in closed
+    unread = result(ANSWERED, CLOSED, counters=None).verdict
+    assert unread == "valid, but the server's /metrics could not be read"
 
 
 TIMES = [float(t) for t in np.random.default_rng(0).exponential(0.2, 40)]
@@ -324,9 +323,8 @@ def test_the_page_has_the_answer_ratios_verdicts_rates_and_settings(
     row = re.search(r"4 requests/s stock 60 600.0 .*? (\d\.\d\d) (\d\.\d\d) 100\.0", text)
     assert row is not None and row[1] == "4.00"
     assert float(row[2]) == pytest.approx(60 / (59 / 4 + 0.159 + 0.15), abs=0.01)
-    # Records are linked from the table and the chart, where the invalid point is hollow.
     links = re.findall(r' href="([^"]+)"', page)
-    assert links.count("runs/0-AutoPrune/rate-4/records.jsonl") > 1
+    assert "runs/0-AutoPrune/rate-4/records.jsonl" in links
     assert all(link.startswith("runs/") for link in links)
-    titles = re.findall(r"<title>([^<]*)</title>", page)
+    titles = re.findall(r"<title>([^<]*)</title>", page)  # of the chart's marks
     assert sum(title.endswith("not valid") for title in titles) == 1
