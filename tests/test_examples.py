@@ -13,6 +13,7 @@ import yaml  # type: ignore[import-untyped]
 
 from benchmarks.common.fake_server import Body, Reply, fake_server
 from benchmarks.load.__main__ import parse_arguments
+from benchmarks.load.settings import PairedOptions
 from tests.serving.unit.samples import vllm_config
 from vllm_autoprune.cli.main import main
 from vllm_autoprune.serving.startup import resolve_settings
@@ -83,7 +84,7 @@ def test_the_job_names_a_load_test_that_its_image_holds() -> None:
     assert mounts == {volume["name"] for volume in pod["volumes"]}
     command = shlex.split(container["args"][0].partition(";")[0])
     assert command[:3] == ["python", "-m", "benchmarks.load"]
-    assert parse_arguments(command[3:])[0] == "paired"
+    assert isinstance(parse_arguments(command[3:]), PairedOptions)
     stage = DOCKERFILE.partition(" AS load\n")[2].partition("\nFROM ")[0]
     assert "COPY benchmarks ./benchmarks" in stage and "--no-deps /dist/*.whl" in stage
     assert re.search(r"^RUN pip install .* locust .* httpx ", stage, re.MULTILINE)

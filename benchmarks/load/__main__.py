@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from pydantic import ValidationError
 
-from benchmarks.load.paired import choose_arms, measure, report_paired
+from benchmarks.load.paired import choose_arms, measure
 from benchmarks.load.report import REPORT
 from benchmarks.load.settings import PairedOptions, PrepareOptions, RequestOptions
 from benchmarks.load.workload import make_workload, prepare
@@ -18,30 +16,25 @@ from vllm_autoprune.cli.flags import add_flags, flag_problems, read_flags
 from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.errors import AutopruneError, ConfigError
 
-_COMMANDS: Mapping[str, tuple[str, type[RequestOptions] | None]] = {
+_COMMANDS: Mapping[str, tuple[str, type[RequestOptions]]] = {
     "prepare": ("draw and encode the requests of a workload", PrepareOptions),
     "paired": (
         "stock, base policy and AutoPrune under the same load, in ABBA order, as a report",
         PairedOptions,
     ),
-    "report": ("write the page of a paired experiment again", None),
 }
 
 
-def parse_arguments(argv: Sequence[str]) -> tuple[str, RequestOptions | argparse.Namespace]:
-    """The command and its options; exits with status 2 where any is wrong."""
+def parse_arguments(argv: Sequence[str]) -> RequestOptions:
+    """The options of a command; exits with status 2 where any is wrong."""
     parser = CommandParser(prog="python -m benchmarks.load", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, (text, model) in _COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
-        if model is None:
-            command.add_argument("folder", type=Path, help="folder of a paired experiment")
-        else:
-            add_flags(command.add_argument_group("options"), model, {})
+        add_flags(command.add_argument_group("options"), model, {})
     flags = parser.parse_args(argv)
-    model = _COMMANDS[flags.command][1]
     try:
-        return flags.command, flags if model is None else read_flags(model, flags)
+        return read_flags(_COMMANDS[flags.command][1], flags)
     except ValidationError as error:
         problems = ConfigError("options", flag_problems(error, {}))
         parser.error(" ".join(str(problems).split()))
@@ -49,21 +42,16 @@ def parse_arguments(argv: Sequence[str]) -> tuple[str, RequestOptions | argparse
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0: all valid; 1: invalid or failed; 2: wrong arguments; 130: interrupted."""
-    _, options = parse_arguments(sys.argv[1:] if argv is None else argv)
+    options = parse_arguments(sys.argv[1:] if argv is None else argv)
     end_servers_on_sigterm()
     try:
         if isinstance(options, PrepareOptions):
             workload = prepare(make_workload(options, options.model), options.out)
             print(f"{options.out}: {len(workload.measured)} requests, {workload.digest}")
             return 0
-        broken = None
-        if isinstance(options, PairedOptions):
-            folder = options.out
-            broken = measure(options, choose_arms(options)).broken
-        else:
-            folder = vars(options)["folder"]
-        answer, invalid = report_paired(folder)
-        print(f"{answer}\n{folder / REPORT}: {invalid} runs are not valid")
+        assert isinstance(options, PairedOptions)
+        answer, invalid, broken = measure(options, choose_arms(options))
+        print(f"{answer}\n{options.out / REPORT}: {invalid} runs are not valid")
         if broken:
             print(f"load: ended early: {broken}", file=sys.stderr)
         return 1 if broken or invalid else 0

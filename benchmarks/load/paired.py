@@ -14,13 +14,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from benchmarks import BenchmarkError
+from benchmarks.common.client import Record
 from benchmarks.common.report import command_line, log_progress
 from benchmarks.common.shapes import write_shape
 from benchmarks.load.report import Point, Run, write_report
-from benchmarks.load.result import RESULT, read_result
+from benchmarks.load.result import RESULT, Result, read_result
 from benchmarks.load.settings import (
     SHAPE,
     Load,
@@ -35,7 +34,7 @@ from vllm_autoprune import AutopruneError, load_state
 from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.report import Section, Table
 
-_PAIRED, _LOG = "paired.json", "locust.log"
+_LOG = "locust.log"
 _STEPS = (0.3, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 2.7, 3.6)
 """Rates of a sweep, as multiples of the first arm's capacity in a closed loop."""
 _PROBE = Load(users=16)
@@ -53,54 +52,6 @@ class Arm(FrozenModel):
     flags: tuple[str, ...] = ()
     digest: str | None = None
     """Of the state; None for stock."""
-
-
-class Paired(FrozenModel):
-    """The experiment's index."""
-
-    options: PairedOptions
-    arms: tuple[Arm, ...]
-    runs: tuple[tuple[str, int, str], ...]
-    """Arm, pass and folder of each, in order of time."""
-    command: tuple[str, ...]
-    broken: str | None = None
-    """Why it ended early; runs before that are kept."""
-
-
-def read_paired(out: Path) -> tuple[Paired, list[Run]]:
-    """The experiment in a folder; raises :class:`BenchmarkError` where there is none."""
-    try:
-        paired = Paired.model_validate_json((out / _PAIRED).read_bytes())
-    except (OSError, ValidationError) as error:
-        raise BenchmarkError(f"{out / _PAIRED}: {str(error).splitlines()[0]}") from error
-    return paired, [Run(*entry, *read_result(out / entry[-1])) for entry in paired.runs]
-
-
-def report_paired(folder: Path) -> tuple[str, int]:
-    """Write the page of an experiment; the answer in a sentence, and how many runs are not valid.
-
-    Raises :class:`BenchmarkError` where there is no experiment, or it has no run.
-    """
-    paired, runs = read_paired(folder)
-    if not runs:
-        raise BenchmarkError(paired.broken or "nothing was measured")
-    arms = [
-        [arm.name, (arm.digest or "none")[:16], arm.url or " ".join([arm.model, *arm.flags])]
-        for arm in paired.arms
-    ]
-    settings = {**paired.options.model_dump(), **runs[0].result.environment}
-    rows = [[name.replace("_", "-"), str(value)] for name, value in settings.items()]
-    section = Section(
-        "Settings",
-        code=shlex.join(paired.command),
-        tables=[
-            Table("", ["arm", "digest of the state", "served as"], arms, "lll"),
-            Table("", ["setting", "value"], rows, "ll"),
-        ],
-        folded=True,
-    )
-    sentence = write_report(folder, runs, paired.options, section, paired.broken)
-    return sentence, sum(not run.result.valid for run in runs)
 
 
 def choose_arms(options: PairedOptions) -> tuple[Arm, ...]:
@@ -142,8 +93,12 @@ def choose_arms(options: PairedOptions) -> tuple[Arm, ...]:
     return tuple(arms)
 
 
-def measure(options: PairedOptions, arms: Sequence[Arm]) -> Paired:
-    """Serve every arm in turn and send it every load; runs before a failure are kept."""
+def measure(options: PairedOptions, arms: Sequence[Arm]) -> tuple[str, int, str]:
+    """Serve every arm in turn, send it every load, and write the page.
+
+    Returns the answer in a sentence, how many runs are not valid, and why the experiment ended
+    early: runs before a failure are kept. Raises :class:`BenchmarkError` where there is none.
+    """
     if not (options.users or options.rates):
         raise BenchmarkError("nothing to measure -> give --users or --rates")
     out, finds = options.out, options.rates == "find"
@@ -155,11 +110,11 @@ def measure(options: PairedOptions, arms: Sequence[Arm]) -> Paired:
     total, at_most = options.passes * len(arms) * loads, "at most " if finds else ""
     sending = {name: value for name, value in options if name in SendingOptions.model_fields}
     folders: dict[Load, Path] = {}
-    entries, broken = list[tuple[str, int, str]](), None
+    runs, broken = list[Run](), ""
 
     def send(load: Load, arm: Arm, number: int, url: str) -> Run:
         """Send one load to an arm, each load with images of its own."""
-        log_progress(f"run {len(entries) + 1} of {at_most}{total}: {arm.name}, {load.title}")
+        log_progress(f"run {len(runs) + 1} of {at_most}{total}: {arm.name}, {load.title}")
         if load not in folders:
             seed = load.users or 10_000 + round(1000 * (load.rate or 0))
             folders[load] = out / "workloads" / load.label
@@ -167,9 +122,9 @@ def measure(options: PairedOptions, arms: Sequence[Arm]) -> Paired:
         folder = f"runs/{number}-{arm.name.replace(' ', '-')}/{load.label}"
         places = {"host": url, "workload": folders[load], "out": out / folder}
         sent = {"rate": load.rate or 0.0, "users": load.users, "seed": load.seed}
-        _run(RunOptions.model_validate(sending | places | sent))
-        entries.append((arm.name, number, folder))
-        run = Run(*entries[-1], *read_result(out / folder))
+        result, records = _run(RunOptions.model_validate(sending | places | sent))
+        run = Run(arm.name, number, folder, result, records)
+        runs.append(run)
         median = run.result.summary.percentile("TTFT", 50)
         latency = f"TTFT p50 {1000 * median.value:.0f} ms" if median else "no answer"
         log_progress(f"  {latency}, {run.result.verdict}")
@@ -200,16 +155,25 @@ def measure(options: PairedOptions, arms: Sequence[Arm]) -> Paired:
         broken = str(error)
     except KeyboardInterrupt:
         broken = "stopped before its end"
-    paired = Paired(
-        options=options,
-        arms=tuple(arms),
-        runs=tuple(entries),
-        command=command_line(),
-        broken=broken,
+    if not runs:
+        raise BenchmarkError(broken or "nothing was measured")
+    served_as = [
+        [arm.name, (arm.digest or "none")[:16], arm.url or " ".join([arm.model, *arm.flags])]
+        for arm in arms
+    ]
+    settings = {**options.model_dump(), **runs[0].result.environment}
+    rows = [[name.replace("_", "-"), str(value)] for name, value in settings.items()]
+    section = Section(
+        "Settings",
+        code=shlex.join(command_line()),
+        tables=[
+            Table("", ["arm", "digest of the state", "served as"], served_as, "lll"),
+            Table("", ["setting", "value"], rows, "ll"),
+        ],
+        folded=True,
     )
-    out.mkdir(parents=True, exist_ok=True)
-    (out / _PAIRED).write_text(paired.model_dump_json(indent=1) + "\n")
-    return paired
+    answer = write_report(out, runs, options, section, broken)
+    return answer, sum(not run.result.valid for run in runs), broken
 
 
 @contextlib.contextmanager
@@ -225,8 +189,8 @@ def _serve(arm: Arm, log: Path, kv_cache_gb: int) -> Iterator[str]:
         yield server.url
 
 
-def _run(options: RunOptions) -> None:
-    """Send the workload once; the result is in the folder, valid or with the reasons why not.
+def _run(options: RunOptions) -> tuple[Result, list[Record]]:
+    """Send the workload once; the result is valid or has the reasons why not.
 
     Raises :class:`BenchmarkError` where there is no result at all.
     """
@@ -265,6 +229,7 @@ def _run(options: RunOptions) -> None:
         raise BenchmarkError(
             f"{options.out}: locust ended with {status} and no result: {' | '.join(causes)}"
         )
+    return read_result(options.out)
 
 
 def _raise_priority() -> None:

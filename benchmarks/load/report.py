@@ -216,7 +216,7 @@ def _answer_question(points: Sequence[Point], slo: SendingOptions) -> tuple[str,
     return f"{sentence}.", tone
 
 
-def _list_limits(runs: Sequence[Run], broken: str | None) -> Iterator[str]:
+def _list_limits(runs: Sequence[Run], broken: str) -> Iterator[str]:
     """How far the answer can be trusted."""
     if broken:
         yield f"The experiment ended early: {broken}"
@@ -230,7 +230,7 @@ def _list_limits(runs: Sequence[Run], broken: str | None) -> Iterator[str]:
 
 
 def write_report(
-    folder: Path, runs: Sequence[Run], slo: SendingOptions, settings: Section, broken: str | None
+    folder: Path, runs: Sequence[Run], slo: SendingOptions, settings: Section, broken: str
 ) -> str:
     """Write ``report.html`` of an experiment; returns the answer in a sentence.
 

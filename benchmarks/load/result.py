@@ -12,13 +12,11 @@ from pathlib import Path
 from statistics import mean
 
 import numpy as np
-from pydantic import TypeAdapter, ValidationError
 
-from benchmarks import BenchmarkError
 from benchmarks.common.client import Record
 from benchmarks.common.report import format_estimate
 from benchmarks.load.settings import RunOptions, SendingOptions, Workload
-from vllm_autoprune.record_file import FrozenModel, read_records
+from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.statistics import Estimate, Floats, estimate, resample
 
 RESULT, RECORDS = "run.json", "records.jsonl"
@@ -234,13 +232,10 @@ def write_result(folder: Path, result: Result, records: Sequence[Record]) -> Non
 
 
 def read_result(folder: Path) -> tuple[Result, list[Record]]:
-    """A run and its records, by index; raises :class:`BenchmarkError` where there is none."""
-    try:
-        result = Result.model_validate_json((folder / RESULT).read_bytes())
-    except (OSError, ValidationError) as error:
-        raise BenchmarkError(f"{folder / RESULT}: {str(error).splitlines()[0]}") from error
-    fix = "name the folder of a finished run"
-    records = read_records(folder / RECORDS, TypeAdapter(Record), BenchmarkError, fix)
+    """A run and its records, by index."""
+    result = Result.model_validate_json((folder / RESULT).read_bytes())
+    lines = (folder / RECORDS).read_text().splitlines()
+    records = map(Record.model_validate_json, lines)
     return result, sorted(records, key=lambda record: record.index)
 
 

@@ -24,8 +24,9 @@ from benchmarks.common.fake_server import MODEL, Body, Reply, fake_server
 from benchmarks.cost.__main__ import parse_arguments as parse_cost_arguments
 from benchmarks.load import paired as module
 from benchmarks.load.__main__ import main, parse_arguments
-from benchmarks.load.paired import Arm, Paired, choose_arms, measure, read_paired
-from benchmarks.load.result import RECORDS, Result, read_result, write_result
+from benchmarks.load.paired import Arm, choose_arms, measure
+from benchmarks.load.report import REPORT
+from benchmarks.load.result import RECORDS, Result
 from benchmarks.load.settings import Load, PairedOptions, RunOptions, Workload
 from benchmarks.load.workload import load_prepared, prepare
 from tests.benchmarks.load.samples import record, result
@@ -88,7 +89,7 @@ def test_documented_commands_parse(command: str) -> None:
     if "benchmarks.cost" in command:
         parse_cost_arguments(arguments)
         return
-    _, options = parse_arguments(arguments)
+    options = parse_arguments(arguments)
     if "--rates find" in command:
         assert isinstance(options, PairedOptions) and options.rates == "find"
     if "--attach" in command:
@@ -118,8 +119,7 @@ def send(
 ) -> tuple[Result, list[Record]]:
     places = {"host": url, "workload": workload, "out": out}
     sending = {"rate": load.rate or 0.0, "users": load.users, "most": 64, **more}
-    module._run(RunOptions.model_validate({**places, **sending}))
-    return read_result(out)
+    return module._run(RunOptions.model_validate({**places, **sending}))
 
 
 def test_an_open_loop_sends_everything_by_its_schedule(workload: Path, tmp_path: Path) -> None:
@@ -203,20 +203,20 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[RunOptions]:
     """Options of all runs; servers sustain 2 requests/s, and those named dead do not answer."""
     requested: list[RunOptions] = []
 
-    def run(options: RunOptions) -> None:
+    def run(options: RunOptions) -> tuple[Result, list[Record]]:
         requested.append(options)
         if "dead" in options.host:
             raise BenchmarkError(f"server {options.host}: /v1/models is not answered")
         rate = options.load.rate or 2.0
         late = 0.1 if rate <= 2.0 else 0.9
         records = [record(n, scheduled=n / rate, ttft=late) for n in range(20)]
-        write_result(options.out, result(records, options.load), records)
+        return result(records, options.load), records
 
     monkeypatch.setattr(module, "_run", run)
     return requested
 
 
-def measured(out: Path, *arms: str, **options: object) -> Paired:
+def measured(out: Path, *arms: str, **options: object) -> tuple[str, int, str]:
     """The experiment on small requests; an arm's name is its server's."""
     small = {"requests": 8, "warm_up": 2, "output_tokens": 4, "sides": "64", "slo_ttft": 500}
     served = [Arm(name=name, url=f"http://{name}") for name in arms or "ab"]
@@ -226,7 +226,8 @@ def measured(out: Path, *arms: str, **options: object) -> Paired:
 def test_arms_alternate_and_loads_share_no_images(
     seen: list[RunOptions], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    experiment = measured(tmp_path, users="1,2", rates="1")
+    _, invalid, broken = measured(tmp_path, users="1,2", rates="1")
+    assert (invalid, broken) == (0, "")
     order = [(options.host[-1], options.load.label) for options in seen]
     loads = ["users-1", "users-2", "rate-1"]
     assert order == [(arm, label) for arm in "abba" for label in loads]
@@ -234,8 +235,6 @@ def test_arms_alternate_and_loads_share_no_images(
     bodies = [body for load in prepared.values() for body in (*load.measured, *load.warm_up)]
     urls = {re.findall(rb'"url": "([^"]+)"', body)[0] for body in bodies}
     assert len(bodies) == len(urls) == 30
-    assert [arm for arm, _, _ in experiment.runs] == [arm for arm in "abba" for _ in loads]
-    assert read_paired(tmp_path)[0] == experiment and experiment.broken is None
     lines = [line.partition("] ")[2] for line in capsys.readouterr().err.splitlines()]
     assert lines[0] == "run 1 of 12: a, 1 user"
     assert lines[1].startswith("  TTFT p50 100 ms, valid")
@@ -246,8 +245,9 @@ def test_rates_are_chosen_once_and_raised_until_saturation(
 ) -> None:
     measured(tmp_path, rates="find", passes=1)
     assert seen[0].load.users == 16  # the capacity is measured first
-    capacity = read_paired(tmp_path)[1][0].result.summary.request_rate
-    steps = [step * capacity for step in module._STEPS]
+    first_rate = min(opts.load.rate for opts in seen if opts.load.rate)
+    steps = [step / module._STEPS[0] * first_rate for step in module._STEPS]
+    assert first_rate == pytest.approx(0.3 * 2.0, rel=0.05)
     for arm in "ab":
         rates = [opts.load.rate for opts in seen if opts.host[-1] == arm and opts.load.rate]
         # At the first rate above 2 all requests miss the objective, and no higher one is tried.
@@ -256,7 +256,8 @@ def test_rates_are_chosen_once_and_raised_until_saturation(
 
 
 def test_runs_before_a_failure_are_kept(seen: list[RunOptions], tmp_path: Path) -> None:
-    experiment = measured(tmp_path, "a", "dead", users="1")
-    assert experiment.broken == "server http://dead: /v1/models is not answered"
-    assert [arm for arm, _, _ in experiment.runs] == ["a"]
-    assert read_paired(tmp_path)[0].broken == experiment.broken
+    answer, _, broken = measured(tmp_path, "a", "dead", users="1")
+    assert broken == "server http://dead: /v1/models is not answered"
+    assert "a answered" in answer and broken in (tmp_path / REPORT).read_text()
+    with pytest.raises(BenchmarkError, match="/v1/models is not answered"):
+        measured(tmp_path, "dead", users="1")

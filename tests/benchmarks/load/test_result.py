@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.load.__main__ import main
-from benchmarks.load.paired import Arm, Paired
 from benchmarks.load.report import (
     REPORT,
     Point,
@@ -20,6 +18,7 @@ from benchmarks.load.report import (
     _find_highest_rate,
     _group_runs,
     _list_limits,
+    write_report,
 )
 from benchmarks.load.result import (
     _estimate_percentiles,
@@ -28,10 +27,10 @@ from benchmarks.load.result import (
     list_interference,
     list_reasons,
     summarize,
-    write_result,
 )
-from benchmarks.load.settings import Load, PairedOptions, SendingOptions, Workload
+from benchmarks.load.settings import Load, SendingOptions, Workload
 from tests.benchmarks.load.samples import SLO, point, record, result
+from vllm_autoprune.report import Section
 
 OPEN, CLOSED = Load(rate=10.0), Load(users=2)
 ANSWERED = [record(n, scheduled=0.1 * n) for n in range(200)]
@@ -250,41 +249,28 @@ def test_the_answer_is_one_sentence_at_the_highest_valid_load(
 def test_disturbed_runs_limit_the_answer() -> None:
     (run,) = point("stock", CLOSED, [ENOUGH]).runs
     disturbed = run._replace(result=run.result.model_copy(update={"accepted": ("late",)}))
-    (warning,) = _list_limits([run, disturbed], None)
+    (warning,) = _list_limits([run, disturbed], "")
     assert warning.startswith("Other work disturbed 1 of 2 runs, which --shared accepts.")
 
 
-def write_experiment(folder: Path, points: list[Point], broken: str | None = None) -> None:
-    """A folder as ``measure`` would have written it."""
-    runs = [run for point in points for run in point.runs]
-    for run in runs:
-        write_result(folder / run.folder, run.result, run.records)
-    arms = (Arm(name=name, url="http://x", digest="d" * 64) for name in ("stock", "AutoPrune"))
-    paired = Paired(
-        options=PairedOptions(slo_ttft=500),
-        arms=tuple(arms),
-        runs=tuple((run.arm, run.number, run.folder) for run in runs),
-        command=("python", "-m", "benchmarks.load", "paired", "--state", "<b>"),
-        broken=broken,
-    )
-    (folder / "paired.json").write_text(paired.model_dump_json())
+def write_page(folder: Path, points: list[Point], broken: str = "") -> str:
+    """The page of these points."""
+    settings = Section("Settings", code="paired --state '<b>'")
+    write_report(folder, [run for point in points for run in point.runs], SLO, settings, broken)
+    return (folder / REPORT).read_text()
 
 
 def test_thoughts_have_columns_of_their_own(tmp_path: Path) -> None:
     """But not where no model thinks; without thoughts the first token is of the answer."""
     times = [0.1 + 0.001 * n for n in range(20)]
-    thinking = point("stock", CLOSED, [times], thoughts=2)
-    for folder, points in (("some", [thinking]), ("none", [point("stock", CLOSED, [times])])):
-        write_experiment(tmp_path / folder, points)
-        main(["report", str(tmp_path / folder)])
-        assert ("TTFAT p50, ms" in (tmp_path / folder / REPORT).read_text()) == (folder == "some")
-        printed = "\n".join(format_result(points[0].runs[0].result))
-        assert ("  TTFAT ms: p50 209.0" in printed) == (folder == "some")
+    for thoughts in (0, 2):
+        stock = point("stock", CLOSED, [times], thoughts=thoughts)
+        assert ("TTFAT p50, ms" in write_page(tmp_path, [stock])) == bool(thoughts)
+        printed = "\n".join(format_result(stock.runs[0].result))
+        assert ("  TTFAT ms: p50 209.0" in printed) == bool(thoughts)
 
 
-def test_the_page_has_the_answer_ratios_verdicts_rates_and_settings(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_has_the_answer_ratios_verdicts_rates_and_settings(tmp_path: Path) -> None:
     times = [0.1 + 0.001 * n for n in range(60)]
     points = []
     for arm, share in (("stock", 1.0), ("AutoPrune", 0.5)):
@@ -294,12 +280,7 @@ def test_the_page_has_the_answer_ratios_verdicts_rates_and_settings(
             point(arm, Load(rate=2.0), [mine, mine], every=0.5),
             point(arm, Load(rate=4.0), [mine], every=0.25, valid=arm == "stock"),
         ]
-    write_experiment(tmp_path, points, broken="AutoPrune: no <state>")
-    assert main(["report", str(tmp_path / "runs")]) == 1
-    assert str(tmp_path / "runs" / "paired.json") in capsys.readouterr().err
-    assert main(["report", str(tmp_path)]) == 1
-    assert capsys.readouterr().out.endswith("report.html: 1 runs are not valid\n")
-    page = (tmp_path / REPORT).read_text()
+    page = write_page(tmp_path, points, "AutoPrune: no <state>")
     answer = re.search(r'<p class="answer (\w+)">(.*?)</p>', page)
     assert answer is not None and page.index(answer[2]) < page.index("<table")
     # 60 requests in each of two passes, but only one pass at the highest rate.
@@ -314,10 +295,8 @@ def test_the_page_has_the_answer_ratios_verdicts_rates_and_settings(
         "2 users AutoPrune 0.500 0.500–0.500; passes 0.500, 0.500",
         "4 requests/s AutoPrune not valid",
         "not valid: the client was the bottleneck",
-        "python -m benchmarks.load paired --state '<b>'",
-        "d" * 16,
+        "paired --state '<b>'",
         "every image is new",
-        "sides {480: 1.0, 640: 2.0, 1024: 1.0}",
     ):
         assert wanted in text
     row = re.search(r"4 requests/s stock 60 600.0 .*? (\d\.\d\d) (\d\.\d\d) 100\.0", text)
