@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
@@ -17,7 +16,6 @@ from urllib.parse import quote
 from benchmarks.common.client import Record
 from benchmarks.common.report import format_estimate
 from benchmarks.load.result import (
-    KEPT_UP,
     RECORDS,
     RESULT,
     Result,
@@ -50,8 +48,6 @@ _TABULATED = (
     ("TTFT", 50), ("TTFT", 90), ("TTFT", 95), ("TTFT", 99), ("TTFAT", 50), ("TTFAT", 99),
     ("ITL", 50), ("ITL", 99), ("TPOT", 50), ("TPOT", 99), ("E2E", 50), ("E2E", 99),
 )  # fmt: skip
-_GOOD_SHARE = 0.99
-"""Share of requests that have to meet the objective."""
 
 
 class Run(NamedTuple):
@@ -83,17 +79,6 @@ class Point:
         """Figures over all passes."""
         return summarize([run.records for run in self.runs], self.runs[0].result.options)
 
-    def keeps_up(self, idle: float) -> bool:
-        """Whether the server completes the rate that is offered.
-
-        Without the ``idle`` seconds that one answer takes on an idle server: otherwise the last
-        answer alone would make a short run look slow.
-        """
-        summaries = [run.result.summary for run in self.runs]
-        busy = [(s.requests - s.failed, s.seconds - idle) for s in summaries if s.seconds > idle]
-        answered = sum(count / seconds for count, seconds in busy) / max(len(busy), 1)
-        return answered >= KEPT_UP * (self.summary.offered_rate or 0.0)
-
     @property
     def past_saturation(self) -> bool:
         """Whether most requests miss the objective or a run ended early: no higher rate is sent."""
@@ -119,11 +104,6 @@ def _group_by_arm(points: Sequence[Point]) -> dict[str, list[Point]]:
     return arms
 
 
-def _select_open(points: Sequence[Point]) -> list[Point]:
-    """Those of open loops."""
-    return [point for point in points if point.load.rate is not None]
-
-
 def _compare_points(
     point: Point, reference: Point, latency: str, level: int
 ) -> tuple[Estimate | None, list[float]]:
@@ -138,33 +118,6 @@ def _compare_points(
     by_pass = [estimate_ratio([o], [u], latency, level) for o, u in zip(over, under, strict=False)]
     ratio = estimate_ratio(over, under, latency, level)
     return ratio, [passed.value for passed in by_pass if passed]
-
-
-def _find_highest_rate(points: Sequence[Point], slo: SendingOptions) -> str:
-    """The highest rate that the server keeps up with and at which p99 TTFT and goodput suffice.
-
-    Of an arm's open-loop points, by rising rate. A rate counts only if all lower valid ones do.
-    """
-    valid = [point for point in points if point.valid]
-    if not valid:
-        return "not known"
-    median = valid[0].summary.percentile("E2E", 50)
-    idle = median.value if median else 0.0
-
-    def meets(point: Point) -> bool:
-        p99, goodput = point.summary.percentile("TTFT", 99), point.summary.goodput
-        if p99 is None or goodput is None or not point.keeps_up(idle):
-            return False
-        late = slo.slo_ttft and 1000 * p99.value > slo.slo_ttft
-        return not late and goodput.value >= _GOOD_SHARE
-
-    good = [*takewhile(meets, valid)]
-    if not good:
-        return f"below {valid[0].load.rate:g}"
-    # The next rate that was sent may have no valid run.
-    following = points[points.index(good[-1]) + 1 :][:1]
-    known = any(point.valid for point in following)
-    return f"{'' if known else 'at least '}{good[-1].load.rate:g}"
 
 
 def _answer_question(points: Sequence[Point], slo: SendingOptions) -> tuple[str, Tone]:
@@ -205,10 +158,6 @@ def _answer_question(points: Sequence[Point], slo: SendingOptions) -> tuple[str,
             sentence += ": no difference is shown"
         else:
             tone = "good" if ratio.high < 1 else "bad"
-    swept = [_select_open(arms[point.arm]) for point in (candidate, reference)]
-    if candidate is not reference and all(swept):
-        rate, against = (_find_highest_rate(points, slo) for points in swept)
-        sentence += f"; it serves {rate} requests/s within the objective, against {against}"
     # A warning opens the sentence, where a load has too few requests for its percentiles.
     few = describe_few(min(p.summary.requests for p in points if p.valid), " at a load")
     if few:
@@ -253,7 +202,6 @@ def write_report(
         sections=[
             _draw_chart(arms, slo),
             *_build_ratios(points),
-            *_build_rates(arms, slo),
             _build_figures(points),
             _build_runs(runs),
             settings,
@@ -289,16 +237,6 @@ def _build_ratios(points: Sequence[Point]) -> Iterator[Section]:
     head = ["load", "arm", *(f"{latency} p{level}" for latency, level in _COMPARED)]
     if rows:
         yield Section(f"Against {against}", [text], tables=[Table("", head, rows, "ll")])
-
-
-def _build_rates(arms: dict[str, list[Point]], slo: SendingOptions) -> Iterator[Section]:
-    """The highest rate of each arm that was sent open loops."""
-    swept = {arm: _select_open(points) for arm, points in arms.items()}
-    rows = [[arm, _find_highest_rate(points, slo)] for arm, points in swept.items() if points]
-    text = f"{slo.describe_objective()} for 99 % of requests, and the server keeps up."
-    if rows:
-        table = Table("", ["arm", "highest measured rate, requests/s"], rows, "l")
-        yield Section("Highest rate within the objective", [text], tables=[table])
 
 
 def _build_figures(points: Sequence[Point]) -> Section:

@@ -31,8 +31,6 @@ COUNTERS = {
 _ENOUGH = {50: 20, 90: 50, 95: 100, 99: 200}
 """Requests that a percentile needs to be quoted."""
 LEVELS = tuple(_ENOUGH)
-KEPT_UP = 0.95
-"""Share of the offered rate that a server which keeps up completes."""
 _DRAWS = 1000
 _DELAY_SHARE = 0.05
 """Limit of the client's p99 delay, as a share of the median TTFT."""

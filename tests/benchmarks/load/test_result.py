@@ -15,7 +15,6 @@ from benchmarks.load.report import (
     Point,
     _answer_question,
     _compare_points,
-    _find_highest_rate,
     _group_runs,
     _list_limits,
     write_report,
@@ -182,38 +181,6 @@ def test_an_arm_is_compared_with_the_first_and_invalid_runs_have_no_ratio() -> N
     assert _compare_points(invalid, stock, "TTFT", 50) == (None, [])
 
 
-def at(rate: float, ttft: float, *, valid: bool = True) -> Point:
-    """200 requests at this rate."""
-    return point("stock", Load(rate=rate), [[ttft] * 200], every=1 / rate, valid=valid)
-
-
-UNKNOWN = at(2, 0.1, valid=False)
-BURST = point("stock", Load(rate=200), [[0.1 + 0.0025 * n for n in range(100)]], every=1 / 200)
-BRIEF = point("stock", Load(rate=10), [[0.4] * 10], every=0.1)
-
-
-@pytest.mark.parametrize(
-    ("points", "highest"),
-    [
-        # A rate counts only if all lower ones do.
-        ([at(1, 0.1), at(2, 0.6), at(4, 0.1)], "1"),
-        ([at(1, 0.9)], "below 1"),
-        ([at(1, 0.1), at(2, 0.45)], "at least 2"),
-        # Invalid runs count as unknown.
-        ([at(1, 0.1), UNKNOWN, at(4, 0.1), at(8, 0.9)], "4"),
-        ([at(1, 0.1), UNKNOWN, at(4, 0.9)], "at least 1"),
-        ([UNKNOWN], "not known"),
-        # 200 requests due in a second meet the objective in a short run, but are not answered at
-        # that rate: the queue would grow without bound.
-        ([at(1, 0.1), BURST], "1"),
-        # Ten requests within a second, each answered after 0.4 s: the last is no backlog.
-        ([BRIEF], "at least 10"),
-    ],
-)
-def test_highest_rate_within_the_objective(points: list[Point], highest: str) -> None:
-    assert _find_highest_rate(points, SLO) == highest
-
-
 ENOUGH = [0.1 + 0.001 * (n % 7) for n in range(200)]
 
 
@@ -289,7 +256,6 @@ def test_the_page_has_the_answer_ratios_verdicts_rates_and_settings(tmp_path: Pa
     text = " ".join(html.unescape(re.sub(r"<[^>]+>", " ", body)).split())
     for wanted in (
         "At 2 requests/s, the median time to the first token of AutoPrune is 50 (50–50) %",
-        "at least 2 requests/s within the objective, against at least 4",
         "ended early: AutoPrune: no <state>",
         "9 of 10 runs are valid",
         "2 users AutoPrune 0.500 0.500–0.500; passes 0.500, 0.500",
