@@ -231,7 +231,9 @@ def test_every_state_is_measured_on_one_server(
     assert call("mme,gqa", *words, "--dry-run") == 0 and not runs
     assert "5 cases x 2 tasks: 10 runs" in capsys.readouterr().out
     assert call("mme,gqa", *words) == 0
-    assert "| trim | 8 | status 400: not on this server |" in capsys.readouterr().out
+    page = capsys.readouterr().out
+    assert "| trim | 8 | status 400: not on this server |" in page
+    assert "By kind: GQA 0.0 (0.0 to 0.0): too few images; attributes 0.0 (" in page
     assert [run["--tasks"] for run in runs] == ["gqa", "mme"] * 4
     assert runs[0]["pruning"] == {"enabled": False} and runs[0]["insecure"]
     assert runs[0]["headers"]["X-Team"] == "t" and runs[-1]["pruning"]["budget"] == 8
