@@ -98,8 +98,6 @@ def estimate(figure: Floats) -> Estimate:
 def ratio_of_medians(over: Sequence[Sequence[float]], under: Sequence[Sequence[float]]) -> Estimate:
     """median(over) / median(under) of paired rounds ``(rounds, requests)``, drawn as a whole."""
     top, bottom = np.asarray(over, dtype=np.float64), np.asarray(under, dtype=np.float64)
-    if len(top) != len(bottom) or not top.size:
-        raise ValueError(f"rounds of shapes {top.shape} and {bottom.shape} cannot be paired")
     rows = resample(len(top), DRAWS)
     return estimate(medians(top, rows) / medians(bottom, rows))
 
@@ -125,13 +123,9 @@ class ClusterBootstrap:
     ) -> Floats:
         """Weighted mean of the sample and of every resample, ``(1 + draws,)``.
 
-        values, weights: ``(M,)``. Not a number where all weights of a resample are 0. Raises
-        ValueError where there is not one value for each question, or no question.
+        values, weights: ``(M,)``. Not a number where all weights of a resample are 0.
         """
-        questions = len(self._places)
-        if len(values) != questions or not questions:
-            raise ValueError(f"{len(values)} values for {questions} questions; give one for each")
-        used = np.ones(questions) if weights is None else np.asarray(weights, dtype=np.float64)
+        used = np.ones(len(values)) if weights is None else np.asarray(weights, dtype=np.float64)
         weighted = np.asarray(values, dtype=np.float64) * used
         sums, counts = (np.bincount(self._places, part, self._count) for part in (weighted, used))
         over, under = [], []

@@ -18,7 +18,7 @@ from typing import Literal
 
 import numpy as np
 
-from vllm_autoprune.evaluation.journal import MME, Arm, Case, Contents, EvaluationError, Setup
+from vllm_autoprune.evaluation.journal import MME, Arm, Case, Contents, Setup
 from vllm_autoprune.evaluation.scoring import Aggregates, Figures, Scoring, aggregate
 from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.report import Document, Section, Table, render_markdown
@@ -106,12 +106,7 @@ class Report(FrozenModel):
 
 
 def build_report(contents: Contents, more: Iterable[str] = ()) -> Report:
-    """The report of a journal; ``more`` are further reasons against it.
-
-    Raises :class:`EvaluationError` for an empty journal.
-    """
-    if not contents.setups:
-        raise EvaluationError("the journal is empty -> run an evaluation first")
+    """The report of a journal that has a set-up; ``more`` are further reasons against it."""
     (setup,) = contents.setups.values()
     questions = list(contents.questions.values())
     scoring = Scoring(questions, setup.mme_divisor)

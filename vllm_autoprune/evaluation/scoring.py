@@ -47,14 +47,10 @@ def aggregate(
 
     Acc. is the mean over benchmarks, MME divided by ``mme_divisor``. Rel. as the paper writes it is
     100 x Acc. over Acc. of the full model; as CDPruner defines it, 100 x the mean over benchmarks
-    of a score over the full model's, where the divisor of MME cancels out. Raises ValueError for
-    scores on other benchmarks than the full model's, and where none is left.
+    of a score over the full model's, where the divisor of MME cancels out. Both have scores on the
+    same benchmarks.
     """
-    if different := sorted(scores.keys() ^ full.keys()):
-        raise ValueError(f"not scored on the same benchmarks: {', '.join(different)}")
     names = [name for name in scores if name not in without]
-    if not names:
-        raise ValueError("no benchmark is left to average")
     divisors = {name: mme_divisor if name == MME else 1.0 for name in names}
     acc, full_acc = (
         sum(part[name] / divisors[name] for name in names) / len(names) for part in (scores, full)
