@@ -12,6 +12,7 @@ import base64
 import contextlib
 import io
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,9 +49,6 @@ from vllm_autoprune.tpdsl.loading import load_state
 from vllm_autoprune.tpdsl.materialize import materialize
 from vllm_autoprune.tpdsl.state import PruningState
 
-SECONDS_BETWEEN_LINES = 5
-"""Of progress, which a log file gets a line of each time."""
-
 _REQUESTS_FLAG = "--autoprune-requests"
 _DIGITS = 5
 """Decimals of log-probabilities; bfloat16 has less precision."""
@@ -68,22 +66,18 @@ class Server(NamedTuple):
     max_in_flight: int
 
 
-Measure = Callable[[Journal], None]
-"""Adds to a journal what it lacks. Raises :class:`ConfigError` if it cannot start and
-:class:`EvaluationError` if it cannot continue; the journal keeps the answers until then."""
-
-
 def evaluate(
     setup: Setup,
     cases: Sequence[Case],
-    measure: Measure,
+    measure: Callable[[Journal], None],
     folder: Path,
     *,
     resume: bool,
 ) -> Report:
     """Measure what is missing and write the report files.
 
-    Raises :class:`ConfigError` or :class:`EvaluationError` if the evaluation cannot start.
+    ``measure`` adds to the journal what it lacks. It raises :class:`ConfigError` if it cannot
+    start, as this does, and :class:`EvaluationError` if it cannot continue: a reason in the report.
     """
     path = folder / JOURNAL
     if not resume and path.exists() and path.stat().st_size:
@@ -271,42 +265,43 @@ def _refuse(url: str, what: str) -> ConfigError:
     return ConfigError("eval", [Problem(url, what, fix)])
 
 
+@dataclass
 class QuestionSuite:
     """Questions of a file, each request with the pruning options of its case."""
 
-    def __init__(
-        self,
-        server: Server,
-        cases: Sequence[Case],
-        questions: Sequence[PreparedQuestion],
-        data: str,
-    ) -> None:
-        """``data`` is the name of the questions in the report."""
-        self.cases, self._server = cases, server
-        self._questions = questions
-        self.setup = Setup(
+    server: Server
+    cases: Sequence[Case]
+    questions: Sequence[PreparedQuestion]
+    name: str
+    """The name of the questions in the report."""
+
+    @property
+    def setup(self) -> Setup:
+        """The questions with a digest of them and their images."""
+        count, digest = len(self.questions), questions_digest(self.questions)
+        return Setup(
             suite="data",
-            model=server.model or "the first model of the server",
-            data=f"{data}, {len(questions)} questions, {questions_digest(questions)}",
+            model=self.server.model or "the first model of the server",
+            data=f"{self.name}, {count} questions, {digest}",
             scorer=f"vllm-autoprune {__version__}: greedy decoding gives the reference answer",
         )
 
     def plan(self) -> str:
         """The number of requests."""
-        cases, questions = sum(not case.refused for case in self.cases), len(self._questions)
+        cases, questions = sum(not case.refused for case in self.cases), len(self.questions)
         return f"{cases} cases x {questions} questions: {cases * questions:,} requests"
 
     def measure(self, journal: Journal) -> None:
         """Score the unanswered questions."""
-        journal.append([question.record for question in self._questions])
+        journal.append([question.record for question in self.questions])
         pairs = [
             (case, question)
-            for question in self._questions
+            for question in self.questions
             for case in self.cases
             if not (case.refused or journal.contents.is_answered(case.name, question.record.id))
         ]
         if pairs:
-            model, names = check_server(self._server, self.cases, journal)
+            model, names = check_server(self.server, self.cases, journal)
             pairs = [pair for pair in pairs if pair[0].name in names]
             asyncio.run(self._ask(model, pairs, journal))
 
@@ -320,11 +315,11 @@ class QuestionSuite:
 
         Raises :class:`EvaluationError` if the server has stopped answering.
         """
-        url, connection, _, max_in_flight = self._server
+        url, connection, _, max_in_flight = self.server
         server = AsyncServerClient(url, max_in_flight, connection)
         # One queue for all workers, so that requests about one image stay close to each other.
         queue, answers = iter(pairs), list[Answer]()
-        progress = tqdm(total=len(pairs), unit="answer", mininterval=SECONDS_BETWEEN_LINES)
+        progress = tqdm(total=len(pairs), unit="answer", mininterval=5)
 
         async def work() -> None:
             for case, question in queue:

@@ -60,12 +60,7 @@ def evaluate_states(options: argparse.Namespace) -> int:
     from vllm_autoprune.evaluation.lmms import LmmsSuite, select_benchmarks
     from vllm_autoprune.evaluation.questions import read_questions
     from vllm_autoprune.evaluation.report import format_json, format_markdown
-    from vllm_autoprune.evaluation.run import (
-        QuestionSuite,
-        Server,
-        build_cases,
-        evaluate,
-    )
+    from vllm_autoprune.evaluation.run import QuestionSuite, Server, build_cases, evaluate
 
     kind, _, tasks = (options.suite or "data").partition(":")
     folder = options.out or Path("out/eval") / kind
@@ -78,7 +73,6 @@ def evaluate_states(options: argparse.Namespace) -> int:
     if options.data is None and options.served_name is None:
         fix = "give the name that the server has for the model"
         raise ConfigError("eval", [Problem("--served-name", "is missing", fix)])
-    cases = build_cases(options.state or ["autoprune"], options.budgets)
     server = Server(
         options.server_url,
         read_connection(options),
