@@ -87,14 +87,14 @@ def odd_images(site: Site) -> None:
         return content.getvalue()
 
     scene, other = draw_picture(70, *LARGE), draw_picture(71, *LARGE)
-    whole, stock = encode(scene), site.stock()
+    sound, stock = encode(scene), site.stock()
     for name, images in {
-        "truncated": [whole[:-200]],
+        "truncated": [sound[:-200]],
         "nothing": [b""],
         "transparent": [encode(scene.convert("RGBA"))],
         "sixteen bits": [encode(Image.new("I;16", (40, 40), 40_000))],
         "animated": [encode(scene, "GIF", save_all=True, append_images=[other])],
-        "one of two broken": [whole, whole[:-200]],
+        "one of two broken": [sound, sound[:-200]],
     }.items():
         urls = ("data:image/png;base64," + base64.b64encode(image).decode() for image in images)
         parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
