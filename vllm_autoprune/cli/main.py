@@ -8,9 +8,17 @@ import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
 
-import vllm_autoprune_command
 from vllm_autoprune import AutopruneError
-from vllm_autoprune.cli.commands import costs, doctor, eval, explain, search, selftest, states
+from vllm_autoprune.cli.commands import (
+    SUMMARIES,
+    costs,
+    doctor,
+    eval,
+    explain,
+    search,
+    selftest,
+    states,
+)
 from vllm_autoprune.cli.flags import Command
 from vllm_autoprune.cli.output import CommandParser, error_as_json
 from vllm_autoprune.tpdsl.loading import suggest_name
@@ -62,11 +70,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of all commands; ``vllm_autoprune_command`` prints the help of them together."""
+    """The parser of all commands; ``format_help`` is that of them together."""
     top = CommandParser(prog="vllm-autoprune", add_help=False)
     commands = top.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for name, command in COMMANDS.items():
-        text = vllm_autoprune_command.COMMANDS[name]
+        text = SUMMARIES[name]
         entry = commands.add_parser(
             name, description=f"{text[:1].upper()}{text[1:]}.", epilog=command.epilog
         )

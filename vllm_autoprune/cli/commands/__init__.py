@@ -1,4 +1,32 @@
-"""The sub-commands of `vllm-autoprune`, listed in ``cli.main``.
+"""The sub-commands of `vllm-autoprune`: what each does, for the help that needs no torch.
 
-Modules that are slow to import are imported when a command runs.
+``cli.main`` has their functions. Modules that are slow to import are imported when a command runs.
 """
+
+SUMMARIES = {
+    "validate": "check states and run their safety check, warn where resizing images was better",
+    "list": "list the states that ship",
+    "show": "describe a state in words and as a table",
+    "diff": "compare two states field by field",
+    "atoms": "list the atoms of the language",
+    "schema": "print the JSON Schema of a state",
+    "materialize": "transfer a state to another budget or backbone, and record what changed",
+    "explain": "draw which tokens of an image a state keeps for a question, and why",
+    "cost": "print FLOPs of prefill and bytes of KV cache",
+    "advise": "say which kind of state pays for your traffic, and whether pruning helps at all",
+    "search": "find a state offline, with a language model, on a served model",
+    "eval": "measure accuracy on your questions, and whether pruning beats resizing images",
+    "doctor": "check whether this installation can serve",
+    "selftest": "serve tiny models of all backbones but LLaVA-1.5 here, and check the results",
+}
+
+
+def format_help() -> str:
+    """The help of all commands together."""
+    return "\n".join([
+        "usage: vllm-autoprune [-h] [--version] COMMAND ...\n",
+        "Inspect, check, compare, search and evaluate pruning states.\n",
+        *(f"  {name:<13}{text}" for name, text in SUMMARIES.items()),
+        "\nvllm-autoprune COMMAND --help has the options of a command.",
+        "Exit status: 0 success, 1 failure, 2 wrong arguments.",
+    ])  # fmt: skip
