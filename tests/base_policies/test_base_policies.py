@@ -79,13 +79,6 @@ def outlying(strong: dict[int, float], count: int = 40, keys: Tensor | None = No
     return VisualTokens(patches, Grid(1, count), tower=tower)
 
 
-def heard(heads: list[list[float]], text: list[bool], at: int) -> VisualTokens:
-    """One token, four of the image and the text; of the attention a single row is known."""
-    attention = torch.full((len(heads), len(text), len(heads[0])), torch.nan)
-    attention[:, at] = torch.tensor(heads)
-    return prefix(4, text, attention=attention)
-
-
 # Eight patches: attention falls from 3 on, keys point in two directions, patches count in powers of
 # two so that a sum says what is in it.
 KEYS = torch.tensor([[1.0, 0], [0, 2.0], [1, 0], [1, 0], [1, 0], [0, 1], [3, 0.1], [0.1, 3]])[None]
@@ -99,7 +92,9 @@ ZIPPED = VisualTokens(
 DOTS = [0.5, -3.0, 2.0, -0.1, 7.0, -1.0]
 FOUR = {5: 0.3, 9: 0.5, 20: 0.4, 21: 0.2}
 # Means 0.1, 0.2, 0.25, 0.25: no head's own favourite, and the tie goes to the lower index.
-HEADS = [[9.0, 0.1, 0.4, 0.0, 0.2, 9.0, 9.0, 9.0], [9.0, 0.1, 0.0, 0.5, 0.3, 9.0, 9.0, 9.0]]
+ATTENDED = torch.full((2, 3, 8), torch.nan)
+ATTENDED[0, 1] = torch.tensor([9.0, 0.1, 0.4, 0.0, 0.2, 9.0, 9.0, 9.0])
+ATTENDED[1, 1] = torch.tensor([9.0, 0.1, 0.0, 0.5, 0.3, 9.0, 9.0, 9.0])
 # One position before three visual tokens, then three words; width 2. Two visual tokens are like the
 # first word, one like the second, none like the third.
 EMBEDDINGS = torch.tensor(
@@ -130,7 +125,7 @@ PICKS: dict[str, tuple[str, VisualTokens, int, dict[str, object], list[int]]] = 
     "what adds nothing comes by attention": (
         "scope", attended([0.2, 0.4, 0.1, 0.3], torch.ones(1, 4, 4)), 3, {}, [1, 3, 0]),
     "the last token that is no padding": (
-        "fastv", heard(HEADS, [True, True, False], 1), 3, {}, [2, 3, 1]),
+        "fastv", prefix(4, [True, True, False], attention=ATTENDED), 3, {}, [2, 3, 1]),
     "an instruction of one word is four pivots": (
         "dart", prefix(12, [True], start=0, embeddings=FAN), 5, {"space": "embeddings"},
         [11, 10, 9, 8, 0]),
@@ -202,6 +197,8 @@ ROWS: dict[str, tuple[str, VisualTokens, int, dict[str, object], object, object]
     "neighbours are added unnormalised and the rest is summed": (
         "prumerge_plus", OUTLYING, 3, {}, torch.stack(WITH_NEIGHBOURS), DROPPED),
     "the scan alone takes others": ("fsr", FOCUS, 2, {"alpha": 0.0, "rho": 0.9}, MIXED, None),
+    "without priority a token changes none": (
+        "fsr", FOCUS, 2, {"alpha": 0.0, "rho": 0.9, "kappa": 9.0}, MIXED, None),
     "without merging rows stay": (
         "fsr", FOCUS, 2, {"alpha": 0.0, "rho": 0.9, "kappa": 0.0}, [[1.0, 0], [0, 1]], None),
     "a pruned token is recycled": (
@@ -255,26 +252,20 @@ def test_an_input_that_the_model_lacks_is_an_error() -> None:
     assert select("visionzip", without, 4).picks.shape == (2, 4)
 
 
-@pytest.mark.parametrize(
-    ("policy", "layers", "params", "layer"),
-    [
-        ("fastv", 32, {}, 1),
-        ("fastv", 32, {"layer": 1}, 0),
-        ("pyramiddrop", 32, {}, 8),
-        ("pyramiddrop", 3, {}, 0),
-        ("pyramiddrop", 32, {"layer": 24}, 24),
-    ],
-)
-def test_attention_is_of_the_published_layer(
-    policy: str, layers: int, params: dict[str, object], layer: int
-) -> None:
+def test_attention_is_of_the_published_layer() -> None:
     class Recorder(RecordedPrefix):
         def attention(self, layer: int) -> Tensor:
             raise KeyError(layer)
 
-    language = Recorder(1, torch.ones(1, 3, dtype=torch.bool), layers)
-    with pytest.raises(KeyError, match=f"^{layer}$"):
-        select(policy, replace(plain(torch.eye(4)), language=language), 2, **params)
+    for policy, layers, params, layer in (
+        ("fastv", 32, {}, 1),
+        ("pyramiddrop", 32, {}, 8),
+        ("pyramiddrop", 3, {}, 0),
+        ("pyramiddrop", 32, {"layer": 24}, 24),
+    ):
+        language = Recorder(1, torch.ones(1, 3, dtype=torch.bool), layers)
+        with pytest.raises(KeyError, match=f"^{layer}$"):
+            select(policy, replace(plain(torch.eye(4)), language=language), 2, **params)
 
 
 GRIDS = [Grid(6, 6), Grid(3, 4, tiles=3), Grid(4, 4, tiles=5)]

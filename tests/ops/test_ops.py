@@ -131,11 +131,8 @@ def selection(features: Tensor, text: Tensor) -> tuple[Tensor, ...]:
     return similarity, relevance, picks, far
 
 
-# ---- the dtype of models on this machine ----
-
-
 @pytest.mark.parametrize(
-    ("gpus", "onednn", "instructions", "limit", "expected"),
+    "machine",
     [
         (0, True, "avx512_bf16", "", "bfloat16"),
         (0, True, "amx_bf16", "", "bfloat16"),
@@ -146,13 +143,9 @@ def selection(features: Tensor, text: Tensor) -> tuple[Tensor, ...]:
     ],
 )
 def test_bfloat16_needs_a_gpu_or_the_instructions(
-    gpus: int,
-    onednn: bool,
-    instructions: str,
-    limit: str,
-    expected: str,
-    monkeypatch: pytest.MonkeyPatch,
+    machine: tuple[int, bool, str, str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    gpus, onednn, instructions, limit, expected = machine
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)

@@ -164,25 +164,6 @@ def test_kernels(fact: str) -> None:
     assert kernel.quality[0].tolist() == pytest.approx(quality, rel=1e-4, abs=1e-4)
 
 
-PARTITIONS: dict[str, tuple[str, Changes, VisualTokens, list[int]]] = {
-    "tiles have cells of their own, small ones fewer": (
-        "spatial_grid_partition", {"cells": 12}, plain(torch.eye(8), Grid(2, 2, tiles=2)),
-        [0, 1, 2, 3, 4, 5, 6, 7]),
-    "well separated clusters": (
-        "feature_cluster_partition", {"clusters": 3}, around([0, 180, 5, 90, 185, 95, 355]),
-        [0, 1, 0, 2, 1, 2, 0]),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("fact", PARTITIONS)
-def test_partitions(fact: str) -> None:
-    """Labels up to their numbering, which is that of first appearance here."""
-    name, parameters, tokens, expected = PARTITIONS[fact]
-    labels = run(Tensor, call(name, **parameters), tokens)[0].tolist()
-    numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
-    assert [numbers[label] for label in labels] == expected
-
-
 def positions(mask: Tensor) -> list[int]:
     places: list[int] = mask[0].nonzero().flatten().tolist()
     return places

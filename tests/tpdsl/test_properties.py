@@ -336,11 +336,12 @@ def test_an_input_that_a_base_policy_lacks_is_named_in_the_error(name: str) -> N
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_an_idle_reassembly_reads_nothing_but_an_order_by_quality_the_signals(name: str) -> None:
+def test_an_idle_reassembly_changes_no_row_and_reads_for_its_order_alone(name: str) -> None:
     changes: Changes = {**SILENT, "/reassembly": {"atom": name}}
     tokens, idle = images(9), materialize(state(changes), 8)
     assert idle.needs == frozenset()
-    assert refine(idle, VisualTokens(tokens.features, tokens.grid)).exchanged.shape == (2,)
+    refined = refine(idle, VisualTokens(tokens.features, tokens.grid))
+    assert torch.equal(refined.features, gather_rows(tokens.features, refined.indices))
     signal = [{"atom": "instruction_guided_visual_relevance"}]
     alone = state({**changes, "/scoring/signals": signal, **UNCHANGED})
     reads = "instruction" in required_inputs(alone, exchange=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.tpdsl.samples import call, images, plain, with_relevance
+from tests.tpdsl.samples import call, plain, with_relevance
 from vllm_autoprune import Grid
 from vllm_autoprune.tpdsl.atoms.reassembly import PRINTED, RECIPES
 from vllm_autoprune.tpdsl.base_policy import ReferenceSelection, TokenSelection
@@ -66,16 +66,6 @@ def test_rows_of_every_composition_in_their_order(name: str) -> None:
     expected = dict(zip([0, 2, 7], torch.tensor(ROWS[levels]).view(3, 2), strict=True))
     wanted = torch.stack([expected[token] for token in ORDERS[order]])
     torch.testing.assert_close(rows[0], wanted, atol=1e-3, rtol=0)
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_by_default_nothing_changes_but_the_order(name: str) -> None:
-    tokens, none = images(1, dtype=torch.float16), torch.zeros(2, dtype=torch.uint8)
-    kept, g = torch.tensor([[2, 3, 11], [0, 30, 35]]), torch.rand(2, 36)
-    chosen = TokenSelection(kept, ReferenceSelection(kept.flip(1)), none, g)
-    rows, placed = RECIPES[name](call(name), tokens, chosen)
-    assert torch.equal(rows, tokens.features.gather(1, placed[:, :, None].expand(-1, -1, 16)))
-    assert torch.equal(placed.sort(dim=1).values, kept)
 
 
 def test_eight_names_are_the_papers_and_rows_merged_by_the_base_policy_are_the_anchors() -> None:

@@ -135,11 +135,7 @@ def test_no_variant_reads_the_instruction(policy: str) -> None:
         ("cen_cdpruner", {"scale_variance": True}, {"relevance": False}),
         ("mmtok", {"alpha": 0.25}, {"words": False}),
         ("fsr", {"rho": 0.5}, {"alpha": 0.0}),
-        (
-            "idpruner",
-            {"balance": 0.25, "importance": "relevance"},
-            {"importance": "attention"},
-        ),
+        ("idpruner", {"importance": "relevance", "balance": 0}, {"importance": "attention"}),
     ],
 )
 def test_a_policy_with_a_form_that_reads_no_question_keeps_its_other_parameters(

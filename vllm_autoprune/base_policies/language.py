@@ -12,7 +12,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_autoprune.ops.rowwise import gather_rows, rank_descending
+from vllm_autoprune.ops.rowwise import gather_rows, mask_from_indices, rank_descending
 from vllm_autoprune.ops.similarity import cosines_with, matmul_each
 from vllm_autoprune.tpdsl.base_policy import (
     PolicyParams,
@@ -87,8 +87,7 @@ def pyramiddrop(
     return ReferenceSelection(rank_descending(score)[:, :budget])
 
 
-_VISUAL_PIVOTS = 4
-_TEXT_PIVOTS = 4
+_PIVOTS = 4
 
 _SLOTS = 32
 """Size of CPython's hash table for a set of five to eight small integers."""
@@ -124,62 +123,38 @@ def dart(params: _DartParams, tokens: VisualTokens, budget: int) -> ReferenceSel
     the port in LightCompress. Here tokens are selected before prefill [ours], by the states of an
     early layer or by the input embeddings alone.
     """
-    start = tokens.require_language().start
-    length, states = _pivot_norms_and_states(params, tokens)
-    visual, words = _dart_pivots(params, tokens, length)
-    visual = visual[:, :budget]
-    turns = torch.cat([visual + start, words], dim=1)
+    language, count = tokens.require_language(), tokens.count
+    # L1 norms (B, L), over all heads together, rank pivots; states (B, L, D) are compared.
+    if params.space == "embeddings":
+        states = language.embeddings().float()
+        length = states.abs().sum(dim=2)
+    else:
+        length = language.keys(params.layer - 1).float().abs().sum(dim=(1, 3))
+        states = language.normed(params.layer - 1)
+
+    # Visual pivots (B, 4) and words (B, 4), fewer if there are fewer tokens. If only some
+    # instructions of the batch are that short, their strongest token is repeated [ours].
+    visual = rank_descending(language.visual(length, count))[:, :_PIVOTS][:, :budget]
+    strength = language.textual(length, count).masked_fill(~language.text, -torch.inf)
+    words = rank_descending(strength)[:, :_PIVOTS]
+    words = torch.where(language.text.gather(1, words), words, words[:, :1])
+    turns = torch.cat([visual, words + count], dim=1) + language.start
     # Iteration order of a CPython set without hash collisions; else the lower comes first.
     by_slot = (turns % _SLOTS) * states.shape[1] + turns
     turns = turns.gather(1, by_slot.argsort(dim=1, stable=True))
-    each, rest = divmod(budget - visual.shape[1], turns.shape[1])
-    shares = [each + (turn < rest) for turn in range(turns.shape[1])]
-    return ReferenceSelection(_least_similar(states, visual, turns, shares, start, tokens.count))
 
-
-def _pivot_norms_and_states(params: _DartParams, tokens: VisualTokens) -> tuple[Tensor, Tensor]:
-    """L1 norms ``(B, L)`` that rank pivots, and states ``(B, L, D)`` that are compared."""
-    language = tokens.require_language()
-    if params.space == "embeddings":
-        entering = language.embeddings().float()
-        return entering.abs().sum(dim=2), entering
-    layer = params.layer - 1
-    # The L1 norm over all heads together.
-    return language.keys(layer).float().abs().sum(dim=(1, 3)), language.normed(layer)
-
-
-def _dart_pivots(
-    params: _DartParams, tokens: VisualTokens, length: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Visual pivots ``(B, 4)`` as image indices, and text pivots ``(B, 4)`` as absolute positions.
-
-    Fewer if there are fewer tokens. If only some instructions of the batch are that short, their
-    strongest token is repeated [ours].
-    """
-    language = tokens.require_language()
-    visual = rank_descending(language.visual(length, tokens.count))[:, :_VISUAL_PIVOTS]
-    text = language.text
-    strength = language.textual(length, tokens.count).masked_fill(~text, -torch.inf)
-    words = rank_descending(strength)[:, :_TEXT_PIVOTS]
-    words = torch.where(text.gather(1, words), words, words[:, :1])
-    return visual, words + language.start + tokens.count
-
-
-def _least_similar(
-    states: Tensor, visual: Tensor, turns: Tensor, shares: list[int], start: int, count: int
-) -> Tensor:
-    """Visual pivots, then for each pivot its share of the remaining tokens, least similar first."""
-    dissimilarity = -cosines_with(gather_rows(states, turns), states.narrow(1, start, count))
-    taken = torch.zeros(dissimilarity.shape[0], count, dtype=torch.bool, device=states.device)
-    taken.scatter_(1, visual, True)
-    picks = [visual]
-    for turn, share in enumerate(shares):
+    # For each pivot its share of the remaining tokens, least similar first.
+    each, remainder = divmod(budget - visual.shape[1], turns.shape[1])
+    image = states.narrow(1, language.start, count)
+    dissimilarity = -cosines_with(gather_rows(states, turns), image)
+    taken, picks = mask_from_indices(visual, count), [visual]
+    for turn in range(turns.shape[1]):
         # NaN ranks last among the remaining tokens, but before those already taken.
         score = dissimilarity[:, turn].nan_to_num(nan=-2.0).masked_fill(taken, -torch.inf)
-        chosen = rank_descending(score)[:, :share]
+        chosen = rank_descending(score)[:, : each + (turn < remainder)]
         taken.scatter_(1, chosen, True)
         picks.append(chosen)
-    return torch.cat(picks, dim=1)
+    return ReferenceSelection(torch.cat(picks, dim=1))
 
 
 class _SparseVLMParams(PolicyParams):

@@ -107,50 +107,39 @@ def visionzip(params: _VisionZipParams, tokens: VisualTokens, budget: int) -> Re
     """Patches with most attention from [CLS], then evenly spaced ones with the rest merged in.
 
     Source: Yang et al., "VisionZip" (CVPR 2025), and its published code, which adds the mean of the
-    merged tokens to their target where the paper averages all of them.
+    merged tokens to their target where the paper averages all of them. Computed in the dtype of the
+    tower, as published: in half precision ties between targets are common, and the first wins.
     """
+    tower = tokens.require_tower()
 
     def run(group: TileGroup) -> TileRows:
         dominant, contextual = params.split(group.share)
         # With a single dominant row, keep a patch: [CLS] alone would leave no token.
         by_cls = not params.patch_only and dominant > 1
-        top, targets, merged = _zip(tokens, group, dominant - by_cls, contextual)
-        extra = cls_rows(tokens, group) if by_cls else merged[:, :0]
+        dominant -= by_cls
+        patches = group.of(tower.patches, tokens)
+        extra = cls_rows(tokens, group) if by_cls else patches[:, :0]
+        top = rank_descending(group.of(tokens.require_cls_attention(), tokens))[:, :dominant]
+        if contextual == 0:
+            return TileRows(top, patches[:, :0], extra)
+        size, remaining = patches.shape[1], patches.shape[1] - dominant
+        kept, step = mask_from_indices(top, size), max(1, remaining // contextual)
+        targets = indices_from_mask(~kept, remaining)[:, : contextual * step : step]
+        kept = kept | mask_from_indices(targets, size)
+        sources = indices_from_mask(~kept, remaining - contextual)
+
+        keys = group.of(tower.keys, tokens)
+        unit = keys / keys.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(keys.dtype).tiny)
+        towards = gather_rows(unit, targets).transpose(1, 2)
+        nearest = matmul_each(gather_rows(unit, sources), towards).argmax(dim=2)
+        members = patches.new_zeros(*nearest.shape, contextual)
+        members.scatter_(2, nearest[:, :, None], 1.0)
+        total = matmul_each(members.transpose(1, 2), gather_rows(patches, sources))
+        mean = total / members.sum(dim=1).clamp_min(1)[:, :, None]
+        merged = gather_rows(patches, targets) + mean
         return TileRows(torch.cat([top, targets], dim=1), merged, extra)
 
     return merge_by_tile(tokens, budget, run)
-
-
-def _zip(
-    tokens: VisualTokens, group: TileGroup, dominant: int, contextual: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Dominant picks ``(R, dominant)``, contextual targets ``(R, contextual)`` and their rows.
-
-    Computed in the dtype of the tower, as published: in half precision ties between targets are
-    common, and the first target wins.
-    """
-    tower = tokens.require_tower()
-    patches = group.of(tower.patches, tokens)
-    top = rank_descending(group.of(tokens.require_cls_attention(), tokens))[:, :dominant]
-    kept = mask_from_indices(top, patches.shape[1])
-    remaining = patches.shape[1] - dominant
-    if contextual == 0:
-        return top, top[:, :0], patches[:, :0]
-    step = max(1, remaining // contextual)
-    targets = indices_from_mask(~kept, remaining)[:, : contextual * step : step]
-    sources = indices_from_mask(
-        ~(kept | mask_from_indices(targets, patches.shape[1])), remaining - contextual
-    )
-
-    keys = group.of(tower.keys, tokens)
-    unit = keys / keys.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(keys.dtype).tiny)
-    towards = gather_rows(unit, targets).transpose(1, 2)
-    nearest = matmul_each(gather_rows(unit, sources), towards).argmax(dim=2)
-    members = torch.zeros(*nearest.shape, contextual, dtype=patches.dtype, device=patches.device)
-    members.scatter_(2, nearest[:, :, None], 1.0)
-    total = matmul_each(members.transpose(1, 2), gather_rows(patches, sources))
-    mean = total / members.sum(dim=1).clamp_min(1)[:, :, None]
-    return top, targets, gather_rows(patches, targets) + mean
 
 
 def cls_rows(tokens: VisualTokens, group: TileGroup) -> Tensor:
@@ -332,29 +321,13 @@ def fsr(params: _FSRParams, tokens: VisualTokens, budget: int) -> ReferenceSelec
     Source: "Focus, Scan, Refine" (arXiv 2602.05809), the paper's formulas: there is no code.
     """
     groups = tile_groups(tokens, budget)
-    picks, merged = [], []
-    for group in groups:
-        chosen = _focus_and_scan(params, tokens, group)
-        picks.append(group.within_image(chosen.picks, tokens))
-        if params.kappa > 0:
-            rows = group.of(tokens.output, tokens).float()
-            merged.append(_merge_into_scan(params, chosen, rows).to(tokens.output.dtype))
+    parts = [_focus_and_scan(params, tokens, group) for group in groups]
+    picks = [group.within_image(part[0], tokens) for group, part in zip(groups, parts, strict=True)]
+    merged = [part[1] for part in parts]
     return ReferenceSelection(
-        join_groups(picks, groups, tokens), join_groups(merged, groups, tokens) if merged else None
+        join_groups(picks, groups, tokens),
+        join_groups(merged, groups, tokens) if params.kappa > 0 else None,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _FocusAndScan:
-    """Picks ``(R, K)`` of R tiles: the first focus ``(R, 1)`` of them, then the scan.
-
-    priority ``(R, n)``; similarity ``(R, n, n)``.
-    """
-
-    picks: Tensor
-    focus: Tensor
-    priority: Tensor
-    similarity: Tensor
 
 
 def _fsr_priority(params: _FSRParams, tokens: VisualTokens) -> Tensor:
@@ -368,7 +341,14 @@ def _fsr_priority(params: _FSRParams, tokens: VisualTokens) -> Tensor:
     return phi * min_max_normalise(relevance) ** params.alpha
 
 
-def _focus_and_scan(params: _FSRParams, tokens: VisualTokens, group: TileGroup) -> _FocusAndScan:
+def _focus_and_scan(
+    params: _FSRParams, tokens: VisualTokens, group: TileGroup
+) -> tuple[Tensor, Tensor]:
+    """Picks ``(R, K)`` of the tiles, the focus and then the scan, and their rows ``(R, K, D)``.
+
+    Each other token goes with its most similar pick of the scan; the most similar of these pairs
+    are merged, by priority.
+    """
     phi = group.of(_fsr_priority(params, tokens), tokens)
     count = group.share
     similarity = group.of(tokens.by_image(tokens.precise_tile_cosine), tokens)
@@ -389,33 +369,24 @@ def _focus_and_scan(params: _FSRParams, tokens: VisualTokens, group: TileGroup) 
         leading=leading,
         fill=phi,
     )
-    return _FocusAndScan(picks, focus, phi, similarity)
+    if params.kappa == 0:
+        return picks, tokens.output[:, :0]
 
-
-def _merge_into_scan(params: _FSRParams, chosen: _FocusAndScan, rows: Tensor) -> Tensor:
-    """Rows ``(R, K, D)`` of the picks, from rows ``(R, n, D)`` float32 of all tokens.
-
-    Each other token goes with its most similar pick of the scan; the most similar of these pairs
-    are merged, by priority.
-    """
-    picks, count = chosen.picks, chosen.picks.shape[1]
-    size = rows.shape[1]
-    in_scan = torch.arange(count, device=picks.device) >= chosen.focus
-    towards = chosen.similarity.gather(2, picks[:, None, :].expand(-1, size, -1))
-    towards = towards.masked_fill(~in_scan[:, None, :], -torch.inf)
-    nearness, owner = towards.max(dim=2)
+    rows, size = group.of(tokens.output, tokens).float(), phi.shape[1]
+    in_scan = torch.arange(count, device=picks.device) >= focus
+    towards = similarity.gather(2, picks[:, None, :].expand(-1, size, -1))
+    nearness, owner = towards.masked_fill(~in_scan[:, None, :], -torch.inf).max(dim=2)
     nearness = nearness.scatter(1, picks, -torch.inf)
     turn = torch.arange(size, device=picks.device).expand(len(picks), -1)
     place = torch.zeros_like(turn).scatter_(1, rank_descending(nearness), turn)
     pairs = (params.kappa * in_scan.sum(dim=1, keepdim=True).double()).floor()
     merges = (place < pairs) & (nearness > -torch.inf)
-    share = torch.where(merges, chosen.priority, 0.0)
-    weights = rows.new_zeros(len(picks), size, count).scatter_(
-        2, owner[:, :, None], share[:, :, None]
-    )
-    pick_priority = chosen.priority.gather(1, picks)
-    total = pick_priority + weights.sum(dim=1)
-    plain = gather_rows(rows, picks)
-    mixed = pick_priority[:, :, None] * plain + matmul_each(weights.transpose(1, 2), rows)
+    share = torch.where(merges, phi, 0.0)
+    weights = rows.new_zeros(len(picks), size, count)
+    weights.scatter_(2, owner[:, :, None], share[:, :, None])
+    priority, plain = phi.gather(1, picks), gather_rows(rows, picks)
+    total = priority + weights.sum(dim=1)
+    mixed = priority[:, :, None] * plain + matmul_each(weights.transpose(1, 2), rows)
     changed = in_scan & (total > 0) & (weights.sum(dim=1) > 0)
-    return torch.where(changed[:, :, None], mixed / total[:, :, None], plain)
+    merged = torch.where(changed[:, :, None], mixed / total[:, :, None], plain)
+    return picks, merged.to(tokens.output.dtype)
