@@ -10,25 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import count
 from pathlib import Path
 from typing import Literal, get_args
 
-from pydantic import ValidationError
-
-from vllm_autoprune.errors import ConfigError, Problem
-from vllm_autoprune.evaluation.questions import (
-    Example,
-    find_contradictions,
-    read_examples,
-    read_lines,
-    read_picture,
-    refuse,
-)
+from vllm_autoprune.errors import Problem
+from vllm_autoprune.evaluation.questions import Example, read_examples, refuse
 
 Split = Literal["search", "validation", "test"]
 
@@ -89,89 +78,3 @@ def write_split(path: Path, examples: Sequence[Example]) -> None:
     """Write one split file of a data folder."""
     lines = [json.dumps(example.model_dump(exclude_none=True)) for example in examples]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-_SHARES: dict[Split, float] = {"search": 0.5, "validation": 0.2, "test": 0.3}
-"""Shares of the images of each category."""
-
-_QUESTIONS = "questions_answers_YN"
-
-
-def convert_mme(source: Path, target: Path, seed: int = 0) -> dict[Split, int]:
-    """Write the three splits and the images; returns the number of questions of each split.
-
-    The two questions about an image are a pair, as accuracy+ counts them. An image that several
-    categories use is in one split, that of the first. Raises :class:`ConfigError` with every
-    problem.
-    """
-    problems: list[Problem] = []
-    splits: dict[Split, list[Example]] = {split: [] for split in SPLITS}
-    split_of: dict[str, Split] = {}
-    names: dict[str, str] = {}
-    copies: dict[str, Path] = {}
-    rng, pairs = random.Random(seed), count()
-    folders = sorted(path for path in source.iterdir() if path.is_dir()) if source.is_dir() else []
-    for folder in folders:
-        read = list(_read_category(folder, problems))
-        new = sorted({content for content, _, _ in read} - split_of.keys())
-        rng.shuffle(new)
-        begin, share = 0, 0.0
-        for split in SPLITS:
-            share += _SHARES[split]
-            end = round(share * len(new))
-            split_of |= dict.fromkeys(new[begin:end], split)
-            begin = end
-        for content, image, examples in read:
-            name = names.setdefault(content, f"images/{folder.name}/{image.name}")
-            copies[name] = image
-            update = {"image": name, "pair": next(pairs)}
-            splits[split_of[content]] += [each.model_copy(update=update) for each in examples]
-    if not problems and not all(splits.values()):
-        what = f"has too few images for three splits ({len(split_of)})"
-        fix = "give MME's folder, which has a folder for each category"
-        problems.append(Problem(str(source), what, fix))
-    refuse("MME", problems)
-    try:
-        for name, image in copies.items():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(image, target / name)
-        for split, examples in splits.items():
-            write_split(target / f"{split}.jsonl", examples)
-    except OSError as error:
-        what = f"cannot be written ({error.strerror or error})"
-        fix = "choose another folder with --data"
-        raise ConfigError("search", [Problem(str(target), what, fix)]) from None
-    return {split: len(examples) for split, examples in splits.items()}
-
-
-def _read_category(
-    folder: Path, problems: list[Problem]
-) -> Iterator[tuple[str, Path, Sequence[Example]]]:
-    """SHA-256 of each image, its file, and the questions about it."""
-    separate = (folder / _QUESTIONS).is_dir()
-    texts, images = (folder / _QUESTIONS, folder / "images") if separate else (folder, folder)
-    for path in sorted(texts.glob("*.txt")):
-        files = (images / f"{path.stem}{ending}" for ending in (".png", ".jpg", ".jpeg"))
-        image = next((file for file in files if file.exists()), None)
-        if image is None:
-            fix = f"put {path.stem}.png or .jpg beside it"
-            problems.append(Problem(str(path), "has no image", fix))
-            continue
-        examples: list[tuple[int, Example]] = []
-        for number, line in read_lines(path, problems, "make it readable"):
-            question, _, answer = (part.strip() for part in line.partition("\t"))
-            asked = {"question": question, "answer": answer, "category": folder.name}
-            try:
-                examples.append((number, Example(image=image.name, pair=0, **asked)))
-            except ValidationError:
-                fix = "a line is a question, a tab and the answer, in a folder with a name of text"
-                what = "is no question with an answer"
-                problems.append(Problem(f"{path}:{number}", what, fix))
-        problems += find_contradictions(path, examples)
-        try:
-            url = read_picture(str(image), images, image.name).url
-        except ConfigError as error:
-            problems += error.problems
-        else:
-            content = hashlib.sha256(url.encode()).hexdigest()
-            yield content, image, [example for _, example in examples]

@@ -12,7 +12,6 @@ import pytest
 from vllm_autoprune.report import (
     Cell,
     Chart,
-    Details,
     Document,
     Mark,
     Rule,
@@ -40,13 +39,12 @@ DOCUMENT = Document(
     [
         Section("Charts", [f"Text {HOSTILE}"], [CHART]),
         Section("Tables", tables=[TABLE], code=HOSTILE, folded=True),
-        Section("Entries", entries=[Details(HOSTILE, ["text"], ["item"], HOSTILE, "one")]),
     ],
 )  # fmt: skip
 
 
-def page_of(*tables: Table, entries: tuple[Details, ...] = ()) -> str:
-    section = Section("s", tables=tables, entries=entries)
+def page_of(*tables: Table) -> str:
+    section = Section("s", tables=tables)
     return render_document(Document("t", "a", "good", sections=[section]))
 
 

@@ -132,18 +132,6 @@ class Chart:
 
 
 @dataclass(frozen=True)
-class Details:
-    """An entry that is folded to its summary."""
-
-    summary: str
-    texts: Sequence[str] = ()
-    items: Sequence[str] = ()
-    code: str = ""
-    name: str = ""
-    """What links to it refer to, as ``#name``."""
-
-
-@dataclass(frozen=True)
 class Section:
     """A titled part of a document."""
 
@@ -152,7 +140,6 @@ class Section:
     charts: Sequence[Chart] = ()
     tables: Sequence[Table] = ()
     code: str = ""
-    entries: Sequence[Details] = ()
     folded: bool = False
 
 
@@ -189,7 +176,7 @@ def render_document(document: Document) -> str:
 
 
 def render_markdown(document: Document) -> str:
-    """The document without its charts and entries."""
+    """The document without its charts."""
     lines = [f"# {document.title}\n", f"{document.answer}\n"]
     lines += [*(f"- {text}" for text in document.warnings), ""] if document.warnings else []
     lines += [f"- {fact}" for fact in document.facts]

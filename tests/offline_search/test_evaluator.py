@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import base64
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.common.fake_server import Answer, Body, FakeServer
-from offline_search.dataset import SPLITS, Dataset, convert_mme, read_dataset
+from offline_search.dataset import Dataset, read_dataset
 from offline_search.evaluator import EvaluationJob, ServedEvaluator
 from tests.offline_search.synthetic import (
     MODELS,
-    PIXEL,
     completion,
     endpoint,
     error,
@@ -23,7 +20,6 @@ from tests.offline_search.synthetic import (
     token,
 )
 from vllm_autoprune import load_state
-from vllm_autoprune.cli.main import main
 from vllm_autoprune.errors import ConfigError, EvaluationFailed, SearchError
 
 # ---- dataset ----
@@ -50,85 +46,11 @@ def test_problems_of_all_splits_are_reported_together(data: Dataset) -> None:
     with (folder / "search.jsonl").open("a") as file:
         file.write("not json\n")
     (folder / "test.jsonl").unlink()
-    (folder / "validation-0.png").write_bytes((folder / "search-3.png").read_bytes())
     with pytest.raises(ConfigError) as caught:
         read_dataset(folder)
     problems = {Path(problem.where).name: problem.what for problem in caught.value.problems}
-    assert problems.keys() == {"search.jsonl:25", "test.jsonl", "validation-0.png"}
-    shared = "the same image is in search and in validation"
-    assert problems["validation-0.png"] == shared, "under any name"
+    assert problems.keys() == {"search.jsonl:25", "test.jsonl"}
     assert all(problem.fix for problem in caught.value.problems)
-
-
-@pytest.fixture
-def mme(tmp_path: Path) -> Path:
-    """Two categories in the two layouts of MME, with ten images each."""
-    beside, apart = tmp_path / "mme" / "color", tmp_path / "mme" / "scene"
-    for folder in (beside, apart / "questions_answers_YN", apart / "images"):
-        folder.mkdir(parents=True)
-    for number in range(10):
-        (beside / f"{number}.txt").write_text("Is it red?\tYes\nIs it blue?\tNo\n")
-        (beside / f"{number}.jpg").write_bytes(PIXEL + f"color {number}".encode())
-        (apart / "questions_answers_YN" / f"{number}.txt").write_text("A cat?\tNo\nA dog?\tYes")
-        (apart / "images" / f"{number}.png").write_bytes(PIXEL + f"scene {number}".encode())
-    return tmp_path / "mme"
-
-
-def test_files_of_both_layouts_become_a_data_folder(
-    mme: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """MME has images in two of existence, count, position and color: each is in one split."""
-    for number in range(4):
-        category = mme / "position"
-        category.mkdir(exist_ok=True)
-        (category / f"{number}.txt").write_text("Left of it?\tYes\nRight of it?\tNo\n")
-        (category / f"{number}.jpg").write_bytes(PIXEL + f"color {number}".encode())
-    drawn = []
-    for draw, seed in enumerate(("0", "1", "1")):
-        target = tmp_path / f"data-{draw}"
-        flags = ["--mme", str(mme), "--data", str(target), "--seed", seed, "--json"]
-        assert main(["search", "mme", *flags]) == 0
-        counts = json.loads(capsys.readouterr().out)
-        data = read_dataset(target)  # raises for an image in two splits
-        assert counts == {split: len(data.examples(split)) for split in SPLITS}
-        assert counts["search"] >= 20 and counts["validation"] >= 8 and counts["test"] >= 12
-        drawn.append({example.image for example in data.examples("search")})
-    assert drawn[0] != drawn[1] == drawn[2], "the draw depends on the seed"
-    examples = [example for split in SPLITS for example in data.examples(split)]
-    assert {(example.category, example.question, example.answer) for example in examples} == {
-        ("color", "Is it red?", "Yes"), ("color", "Is it blue?", "No"),
-        ("scene", "A cat?", "No"), ("scene", "A dog?", "Yes"),
-        ("position", "Left of it?", "Yes"), ("position", "Right of it?", "No"),
-    }  # fmt: skip
-    assert Counter(example.pair for example in examples) == dict.fromkeys(range(24), 2)
-    contents = {
-        base64.b64decode(data.images[example.image].partition(",")[2]) for example in examples
-    }
-    assert contents == {PIXEL + f"{name} {n}".encode() for name in ("color", "scene")
-                        for n in range(10)}  # fmt: skip
-
-
-def test_every_problem_of_the_files_is_listed_and_nothing_written(
-    mme: Path, tmp_path: Path
-) -> None:
-    (mme / "color" / "1.txt").write_text("Is it red?\tYes\nIs it blue?\t\n")
-    (mme / "color" / "2.txt").write_bytes("Un caf\u00e9?\tYes\n".encode("latin-1"))
-    (mme / "color" / "5.jpg").unlink()
-    (mme / "color" / "7.txt").write_text("Is it red?\tYes\nIs it red?\tNo\n")
-    (mme / "color" / "8.jpg").write_text("no picture")
-    with pytest.raises(ConfigError) as caught:
-        convert_mme(mme, tmp_path / "data")
-    problems = {Path(problem.where).name: problem.what for problem in caught.value.problems}
-    words = {
-        "1.txt:2": "is no question with an answer", "2.txt:1": "is not UTF-8",
-        "5.txt": "has no image", "7.txt:2": "has another answer than line 1",
-        "8.jpg": "is not a picture",
-    }  # fmt: skip
-    assert {where for where in words if words[where] not in problems.get(where, "")} == set()
-    assert all(problem.fix for problem in caught.value.problems)
-    with pytest.raises(ConfigError, match=r"too few images for three splits \(0\)"):
-        convert_mme(tmp_path / "nowhere", tmp_path / "data")
-    assert not (tmp_path / "data").exists()
 
 
 # ---- the evaluator on servers; its client has tests of its own ----
