@@ -18,7 +18,7 @@ from offline_search.components import (
     components_json,
     searched_components,
 )
-from offline_search.search_space import atom_names, project
+from offline_search.search_space import project
 from offline_search.settings import MAX_QUOTA, Settings
 from vllm_autoprune.errors import Problem, StateError
 from vllm_autoprune.record_file import FrozenModel
@@ -101,17 +101,11 @@ def assemble_state(components: Mapping[str, JsonValue], settings: Settings) -> P
             problem = Problem(f"/{BASE}", f"{str(name)[:80]!r} is not offered", fix)
             raise StateError("proposal", [problem])
         parts[BASE] = {"name": name}
-    if settings.library == "paper":
-        _refuse_extensions(parts)
     # An atom that keeps exactly K tokens: where none has this K, equal floor and ceiling.
     count = settings.source_budget
     budget: JsonObject = {"atom": f"fixed_budget@{count}"}
     if count not in FIXED_BUDGETS:
         budget = {"atom": "ratio_budget", "ratio": 1.0, "floor": count, "ceiling": count}
-    chosen = parts.get("budget")
-    if isinstance(chosen, dict) and chosen.get("atom") in ATOMS.names("budget_control"):
-        # Candidates are instantiated at K_0 (equation 6), so that their scores compare.
-        parts["budget"] = {**chosen, **budget, "limit": chosen.get("limit")}
     document: JsonObject = {
         "schema": SCHEMA,
         "name": "candidate",
@@ -125,20 +119,6 @@ def assemble_state(components: Mapping[str, JsonValue], settings: Settings) -> P
     if settings.space == "all":
         return state
     return load_state(document | project(state, settings.space))
-
-
-def _refuse_extensions(value: JsonValue | Mapping[str, JsonValue], where: str = "") -> None:
-    """Raise :class:`StateError` for an atom that is not one of the paper's 131."""
-    if isinstance(value, list):
-        for index, item in enumerate(value):
-            _refuse_extensions(item, f"{where}/{index}")
-    elif isinstance(value, Mapping):
-        atom = value.get("atom")
-        if isinstance(atom, str) and atom in ATOMS and ATOMS[atom].origin == "extension":
-            problem = Problem(where, f"{atom} is an extension", "write an atom of the list")
-            raise StateError("proposal", [problem])
-        for name, item in value.items():
-            _refuse_extensions(item, f"{where}/{name}")
 
 
 _CORE_SHARES = (0.5, 0.75)
@@ -202,10 +182,7 @@ def warm_start_states(settings: Settings) -> list[PruningState]:
         *bases,
         *(assemble_state({**components, **variant}, settings) for variant in variants),
         paper_state(settings, largest_quota),
-        *(
-            minimal_state(settings, name, largest_quota)
-            for name in atom_names("scoring", settings.library)
-        ),
+        *(minimal_state(settings, name, largest_quota) for name in ATOMS.names("scoring")),
     ]
     # With a small K or in a small space, some of them are equal.
     return list({state.digest: state for state in states}.values())

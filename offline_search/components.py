@@ -5,7 +5,6 @@ from __future__ import annotations
 from pydantic import JsonValue
 
 from offline_search.settings import Settings
-from vllm_autoprune.tpdsl.atoms.source import Source
 from vllm_autoprune.tpdsl.registry import AtomCall
 from vllm_autoprune.tpdsl.state import Constraints, PruningState
 
@@ -19,15 +18,11 @@ RANK_AT = "rank_at"
 BASE = "base_policy"
 """The optional components, searched where the settings say so."""
 
-_LIBRARY_COMPONENTS = ("source", "budget", *COMPONENTS, "safety")
-"""Fields that take the 131 atoms of the paper."""
-
 
 def searched_components(settings: Settings) -> tuple[str, ...]:
     """Names of the components that a search varies, except the base policy."""
-    names = _LIBRARY_COMPONENTS if settings.library == "paper" else COMPONENTS
     optional = {CORE: settings.core, RANK_AT: settings.rank_at}
-    return (*names, *(name for name, searched in optional.items() if searched))
+    return (*COMPONENTS, *(name for name, searched in optional.items() if searched))
 
 
 def components_json(state: PruningState) -> JsonObject:
@@ -51,8 +46,6 @@ def compact_json(state: PruningState, bases: bool = False) -> JsonObject:
     default = Constraints.model_fields["partition"].get_default(call_default_factory=True)
     if constraints.partition != default:
         compact["partition"] = constraints.partition.model_dump(mode="json", exclude_defaults=True)
-    if state.source != Source():
-        body = {"source": state.source.model_dump(mode="json", exclude_defaults=True), **body}
     body |= {"constraints": compact, "reassembly": state.reassembly.model_dump(mode="json")}
     # By its name, because its parameters are not searched.
     return {**body, BASE: {"name": state.base_policy.name}} if bases else body
@@ -77,8 +70,7 @@ def structure(state: PruningState) -> tuple[str, ...]:
 
     Two states of one structure differ in numbers only.
     """
-    source = (state.source.tokens, *state.source.priors) if state.source != Source() else ()
     core = () if state.core is None else (f"core={state.core.policy.name}",)
     rank = () if state.rank_at == "merger_out" else (f"{RANK_AT}={state.rank_at}",)
     base = f"{BASE}={state.base_policy.name}"
-    return (*(call.atom for call in (*source, *atom_calls(state))), *core, *rank, base)
+    return (*(call.atom for call in atom_calls(state)), *core, *rank, base)

@@ -171,13 +171,12 @@ class History:
         return next(iter(self.ranked()), None)
 
     def find(self, name: str) -> Trial | None:
-        """The trial of a name."""
-        return next((trial for trial in self.trials if trial.name == name), None)
+        """The trial of a name; the base policy's for its own."""
+        trials = (trial for trial in self.trials if trial.name == name)
+        return self.base if name == BASE_PARENT else next(trials, None)
 
     def find_measured(self, name: str) -> Trial | None:
-        """The trial of a name, or the one that it duplicates: the base policy among them."""
-        if name == BASE_PARENT:
-            return self.base
+        """The trial of a name, or the one that it duplicates."""
         trial = self.find(name)
         repeats = trial is not None and trial.result.status == "same"
         return self.find_measured(trial.result.same_as) if trial and repeats else trial

@@ -13,7 +13,6 @@ from offline_search.candidates import base_state
 from offline_search.history import FAILURES_TO_GIVE_UP, History, Trial, gave_up
 from offline_search.ledger import (
     ALL_TOKENS,
-    Comparison,
     Cost,
     EvaluationRecord,
     ProposalRecord,
@@ -244,27 +243,8 @@ def _percent(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.1f}"
 
 
-def _result_table(winner: WinnerRecord, mme: bool) -> Table:
-    """The winner on the test split, the base policy, and the difference; MME's total if asked."""
-
-    def row(name: str, scores: Comparison) -> list[str]:
-        shares = [_percent(scores.accuracy), f"{scores.mme_total:.1f}"]
-        return [name, _format_interval(scores.objective), *shares]
-
-    test, base = winner.test, winner.base
-    gains = [_format_interval(test.gain), _format_interval(test.accuracy_gain, 100)]
-    rows = [
-        row("winner", test), row("base policy", base),
-        ["gain, paired", *gains, f"{test.mme_total - base.mme_total:+.1f}"],
-    ]  # fmt: skip
-    head = ["", "objective", "accuracy %", "MME total"]
-    columns = 4 if mme else 3
-    cells = [row[:columns] for row in rows]
-    return Table("Winner and base policy", head[:columns], cells, "lrrr"[:columns])
-
-
 def _finalist_table(report: _SearchReport, winner: WinnerRecord) -> Table:
-    """Search, validation and test of the finalists and of the base policy, side by side."""
+    """Objectives of the finalists and of the base policy on each split, the winner's first."""
     scores = {row.name: row.result.objective for row in report.rows}
 
     def cell(estimate: Estimate) -> Cell:
@@ -275,16 +255,28 @@ def _finalist_table(report: _SearchReport, winner: WinnerRecord) -> Table:
     for name in sorted(winner.confirmed, key=lambda each: -winner.estimates[each]):
         won, validation = name == winner.winner, winner.confirmed[name]
         search, both = report.format(scores[name], winner.estimates[name])
-        on_test = (winner.test.objective, winner.test.gain)
-        test, gain = (cell(figure) if won else Cell("not measured") for figure in on_test)
+        test = cell(winner.test.objective) if won else Cell("not measured")
         title = Cell(name, "winner" if won else "", tone="good" if won else "")
-        measured, ahead = cell(validation.objective), cell(validation.gain)
-        rows.append([title, search, measured, both, test, ahead, gain])
+        rows.append([title, search, cell(validation.objective), both, test])
     search, base = report.format(report.base_objective, winner.base_validation)
-    rows.append(["base policy", search, base, "–", cell(winner.base.objective), "–", "–"])
-    head = ["candidate", "search", "validation", "search and validation", "test",
-            "gain, validation", "gain, test"]  # fmt: skip
-    return Table("Objectives of the finalists", head, rows, "lrrrrrr")
+    rows.append(["base policy", search, base, "–", cell(winner.base.objective)])
+    head = ["candidate", "search", "validation", "search and validation", "test"]
+    return Table("Objectives of the finalists", head, rows, "lrrrr")
+
+
+def _result_table(winner: WinnerRecord, mme: bool) -> Table:
+    """The winner on the test split, the base policy, and the difference; MME's total if asked."""
+    test, base = winner.test, winner.base
+    rows = [
+        [name, _format_interval(scores.objective), _percent(scores.accuracy),
+         f"{scores.mme_total:.1f}"]
+        for name, scores in (("winner", test), ("base policy", base))
+    ]  # fmt: skip
+    gains = [_format_interval(test.gain), _format_interval(test.accuracy_gain, 100)]
+    rows.append(["gain, paired", *gains, f"{test.mme_total - base.mme_total:+.1f}"])
+    head, columns = ["", "objective", "accuracy %", "MME total"], 4 if mme else 3
+    cells = [row[:columns] for row in rows]
+    return Table("Winner and base policy", head[:columns], cells, "lrrr"[:columns])
 
 
 def _candidate_section(report: _SearchReport) -> Section:

@@ -24,7 +24,7 @@ from offline_search.components import (
     atom_calls,
     components_json,
 )
-from offline_search.settings import MAX_QUOTA, Library, Settings, Space
+from offline_search.settings import MAX_QUOTA, Settings, Space
 from vllm_autoprune.tpdsl.atoms.pools import JoinedPool, PartitionCall
 from vllm_autoprune.tpdsl.loading import load_state
 from vllm_autoprune.tpdsl.reference import CORE_POLICIES
@@ -78,7 +78,7 @@ def sample_proposal(source: ChoiceSource, settings: Settings) -> JsonObject:
     Core, place of ranking and base policy come last, so that all other choices are as without.
     """
     if settings.space == "all":
-        proposal = _draw_components(source, settings.source_budget, settings.library)
+        proposal = _draw_components(source, settings.source_budget)
     else:
         proposal = _draw_released(source, settings.space)
     if settings.core and source.option("with core", _NO_YES) == "yes":
@@ -96,7 +96,7 @@ def sample_proposal(source: ChoiceSource, settings: Settings) -> JsonObject:
 def choices_of_state(state: PruningState, settings: Settings) -> dict[str, Choice]:
     """The choices for which :func:`sample_proposal` gives the proposal nearest to a state."""
     if settings.space == "all":
-        choices = _choices_of_components(state, settings.source_budget, settings.library)
+        choices = _choices_of_components(state, settings.source_budget)
     else:
         choices = _choices_of_released(state)
     if settings.core:
@@ -110,7 +110,7 @@ def choices_of_state(state: PruningState, settings: Settings) -> dict[str, Choic
     return choices | {RANK_AT: state.rank_at} if settings.rank_at else choices
 
 
-def _draw_components(source: ChoiceSource, budget: int, library: Library) -> JsonObject:
+def _draw_components(source: ChoiceSource, budget: int) -> JsonObject:
     """Components from the whole language, q_e among powers of two."""
 
     def call(atom: str) -> JsonObject:
@@ -131,12 +131,12 @@ def _draw_components(source: ChoiceSource, budget: int, library: Library) -> Jso
         return values
 
     def any_of(group: Group) -> JsonObject:
-        return call(source.option(group, atom_names(group, library)))
+        return call(source.option(group, ATOMS.names(group)))
 
     def takes_part(atom: str) -> bool:
         return source.option(f"with {atom}", _NO_YES) == "yes"
 
-    scorers, pools = atom_names("scoring", library), _flat_pools(library)
+    scorers, pools = ATOMS.names("scoring"), _flat_pools()
     signals: list[JsonValue] = [call(name) for name in scorers if takes_part(name)]
     chosen = [name for name in pools if takes_part(name)]
     return {
@@ -153,7 +153,7 @@ def _draw_components(source: ChoiceSource, budget: int, library: Library) -> Jso
     }
 
 
-def _choices_of_components(state: PruningState, budget: int, library: Library) -> dict[str, Choice]:
+def _choices_of_components(state: PruningState, budget: int) -> dict[str, Choice]:
     """Recover the choices from components: the inverse of :func:`_draw_components`.
 
     A union of pools stands for its first source; partitions and repeated signals have no choice.
@@ -166,7 +166,7 @@ def _choices_of_components(state: PruningState, budget: int, library: Library) -
         "selection_constraints": state.constraints.selector,
         "reassembly": state.reassembly,
     }
-    optional = (*atom_names("scoring", library), *_flat_pools(library))
+    optional = (*ATOMS.names("scoring"), *_flat_pools())
     choices: dict[str, Choice] = {f"with {name}": _NO_YES[name in listed] for name in optional}
     choices |= {group: call.atom for group, call in groups.items()}
     for call in (*listed.values(), *groups.values()):
@@ -188,26 +188,18 @@ def _quota_options(budget: int) -> list[str]:
     return [str(quota) for quota in (0, *(2**n for n in range(10) if 2**n < most), most)]
 
 
-def atom_names(group: Group, library: Library) -> list[str]:
-    """Atoms of a group that a search of a library varies, in registry order."""
-    names = ATOMS.names(group)
-    return [name for name in names if library != "paper" or ATOMS[name].origin != "extension"]
-
-
 def excluded_atoms(settings: Settings) -> frozenset[str]:
     """Atoms that a language model is not offered."""
     if settings.space != "all":
         return frozenset(ATOMS.names()) - {call.atom for call in atom_calls(_released_policy())}
-    if settings.library == "paper":
-        return frozenset(name for name in ATOMS.names() if ATOMS[name].origin == "extension")
     return frozenset()
 
 
-def _flat_pools(library: Library) -> list[str]:
+def _flat_pools() -> list[str]:
     """Pool builders that take no other pool and no partition; they are combined in a list."""
     return [
         name
-        for name in atom_names("candidate_pool", library)
+        for name in ATOMS.names("candidate_pool")
         if not issubclass(ATOMS[name].call, PartitionCall)
         and all(schema.get("type") != "array" for schema in _parameter_schemas(name).values())
     ]

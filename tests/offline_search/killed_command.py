@@ -1,14 +1,12 @@
-"""Repeatedly killed runs of `vllm-autoprune search`: ``python -m ... URL FOLDER KILLS BYTES``.
+"""Repeatedly killed runs of `vllm-autoprune search`: ``python -m ... URL FOLDER KILLS``.
 
 Forks after all imports, so that kills hit the search and not an import. Every run is the command
-itself, against an endpoint over HTTP. BYTES limits the size of the ledger in one run, like a full
-disk.
+itself, against an endpoint over HTTP.
 """
 
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import sys
 import time
@@ -25,11 +23,10 @@ URL, FOLDER = sys.argv[1], Path(sys.argv[2])
 COMPLETE, CUT = FOLDER / "complete.jsonl", FOLDER / "cut.jsonl"
 
 
-def run_command(ledger: Path, seconds: float = 600.0, max_bytes: int = -1) -> int:
+def run_command(ledger: Path, seconds: float = 600.0) -> int:
     """Exit code of the command in a child process; negative where it was killed after a time."""
     child = os.fork()
     if child == 0:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, max_bytes))
         with (FOLDER / "errors").open("a") as sys.stderr:
             sys.stdout = sys.stderr
             code = main([
@@ -57,5 +54,5 @@ for _ in range(int(sys.argv[3])):
     complete = content[: content.rfind(b"\n") + 1]
     assert complete.startswith(recorded), "a kill lost what was recorded"
     recorded = complete
-codes += [run_command(CUT, max_bytes=int(sys.argv[4])), run_command(CUT)]
+codes.append(run_command(CUT))
 print(kills, *codes, *(digest_records(read_ledger(path)) for path in (COMPLETE, CUT)))

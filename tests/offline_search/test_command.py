@@ -14,7 +14,6 @@ from benchmarks.common.fake_server import Answer, Body, FakeServer
 from offline_search.dataset import Dataset
 from offline_search.ledger import ReplyRecord, SettingsRecord, read_ledger
 from offline_search.report import ProgressLog
-from offline_search.search import estimate_cost
 from tests.offline_search.synthetic import (
     IMAGE_TOKENS,
     SIZE,
@@ -23,7 +22,6 @@ from tests.offline_search.synthetic import (
     endpoint,
     error,
     list_reply,
-    settings_of,
 )
 from vllm_autoprune import load_state
 from vllm_autoprune.cli.main import main
@@ -222,29 +220,11 @@ def test_where_a_state_cannot_be_written_is_found_first(
 
 
 @pytest.mark.parametrize(
-    ("strategy", "equal", "calls", "tokens"),
-    [("autoprune", False, 50, 15_000), ("autoprune", True, 200, 60_000),
-     ("autoprune+", False, 200, 60_000), ("random", True, 0, 0)],
-)  # fmt: skip
-def test_a_dry_run_counts_the_rounds_that_repeated_proposals_may_add(
-    strategy: str, equal: bool, calls: int, tokens: int, data: Dataset
-) -> None:
-    for length, share in ((1, 5), (3, 2), (5, 1)) if calls else ((1, 5),):
-        settings = settings_of(
-            strategy=strategy, equal_evaluations=equal, proposals_per_reply=length, rounds=10,
-            per_round=5,
-        )  # fmt: skip
-        _, requests, cost, _ = estimate_cost(settings, data, (0.0, 0.0))
-        assert (requests, cost.completion_tokens) == (calls * share // 5, tokens)
-
-
-@pytest.mark.parametrize(
     ("more", "message"),
     [
         (["--strategy", "magic"], "--strategy: 'magic' is refused -> give a value that is"),
         (["--budget", "0", "--dry-run"], "search: --budget: '0' is refused"),
         (["--budget", "8", "8"], "--budget: "),
-        (["--space", "numbers", "--library", "paper"], "--space, --library: the space numbers has"),
         (["--space", "without-anchoring", "--budget", "720"], "anchoring cannot be removed above"),
         (["--data", "/nowhere"], "search.jsonl"),
         (["--proposals-per-reply", "5", "--strategy", "tpe"],

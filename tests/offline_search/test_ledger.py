@@ -85,24 +85,19 @@ def slow_model(body: Body, number: int) -> Answer:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kills", [0, 12])
-def test_a_command_that_is_killed_or_finds_no_room_has_the_same_ledger(
-    kills: int, data: Dataset
-) -> None:
-    room = -1 if kills else 20_000
+def test_a_command_that_is_killed_has_the_same_ledger(data: Dataset) -> None:
     with endpoint(slow_model) as server:
         ended = subprocess.run(
             [sys.executable, "-m", "tests.offline_search.killed_command", server.url,
-             str(data.folder), str(kills), str(room)],
+             str(data.folder), "12"],
             capture_output=True, text=True, timeout=600, cwd=Path(__file__).resolve().parents[2],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
     assert ended.returncode == 0, ended.stderr[-2000:]
-    hits, *codes, complete, cut = ended.stdout.split()
-    assert cut == complete and codes == ["0", "0" if kills else "1", "0"]
-    assert int(hits) >= min(3, kills), "kills came too late to tell anything"
-    errors = (data.folder / "errors").read_text()
-    assert ("make room and resume" in errors) != bool(kills) and "Traceback" not in errors
+    kills, *codes, complete, cut = ended.stdout.split()
+    assert cut == complete and codes == ["0", "0"]
+    assert int(kills) >= 3, "kills came too late to tell anything"
+    assert "Traceback" not in (data.folder / "errors").read_text()
     records = read_ledger(data.folder / "cut.jsonl")
     assert len({record.key for record in records}) == len(records), "nothing was measured twice"
     assert isinstance(records[-1], WinnerRecord)
@@ -156,12 +151,6 @@ def test_values_of_examples_have_the_objective_as_their_mean(seed: int) -> None:
 
 
 def test_intervals_and_errors_are_over_images_not_questions() -> None:
-    per_image = np.random.default_rng(0).normal(size=50)
-    shared = bootstrap_mean([example(i // 4) for i in range(200)], np.repeat(per_image, 4))
-    lone = bootstrap_mean([example(i) for i in range(200)], np.repeat(per_image, 4))
-    assert shared.value == lone.value == pytest.approx(per_image.mean(), abs=1e-5)
-    assert shared.high - shared.low > 1.5 * (lone.high - lone.low)
-
     counts = [1 + image % 5 for image in range(60)]
     rows = [example(image) for image, count in enumerate(counts) for _ in range(count)]
     gaps = np.random.default_rng(3).normal(size=60).repeat(counts) - 1.0

@@ -177,7 +177,7 @@ RECORDED = Path(__file__).parent / "recorded"
 
 
 @pytest.mark.parametrize(
-    ("name", "digest"), [("lists", "17faba462bd1"), ("crossovers", "aa9c63105a3a")]
+    ("name", "digest"), [("lists", "bb32b9bf7560"), ("crossovers", "02c7614708d6")]
 )
 async def test_a_recorded_search_replays_and_would_send_the_same_prompts_today(
     name: str, digest: str, search: Searches, tmp_path: Path
