@@ -231,13 +231,18 @@ def _describe(trial: Trial, history: History) -> str:
     """One candidate on one line: score, comparison with the best, and what was changed."""
     best, difference = history.best(), ""
     values, reference = trial.values, None if best is None else best.values
-    compared = trial is not best and history.examples
-    if compared and values is not None and reference is not None and len(values) == len(reference):
-        gaps: Floats = values - reference
-        gap, error = float(gaps.mean()), paired_error(history.examples, gaps)
+    if trial is not best and history.examples and values is not None and reference is not None:
+        gap, error = _compare(values, reference, history)
         tied = ", tied" if abs(gap) < 2 * error else ""
         difference = f" ({_score(gap)} ± {1000 * error:.0f}{tied})"
     return f"- {trial.name}: {_score(trial.score)}{difference}; {_origin(trial, history)}"
+
+
+def _compare(values: Floats, reference: Floats, history: History) -> tuple[float, float]:
+    """Mean paired difference on the examples that both answered, and its standard error."""
+    count = min(len(values), len(reference))
+    gaps: Floats = values[:count] - reference[:count]
+    return float(gaps.mean()), paired_error(history.examples, gaps)
 
 
 def _origin(trial: Trial, history: History) -> str:
@@ -303,16 +308,14 @@ def _describe_hypotheses(history: History) -> Iterator[str]:
         elif reference is None:  # its parent repeats a candidate whose measurement failed
             outcome = f"{_score(float(values.mean()))}, parent not measured"
         else:
-            count = min(len(values), len(reference))
-            gaps: Floats = values[:count] - reference[:count]
-            gap, error = float(gaps.mean()), paired_error(history.examples, gaps)
+            gap, error = _compare(values, reference, history)
             confirmed = {
                 "same": abs(gap) <= 2 * error < float("inf"),
                 "higher": gap > 2 * error,
                 "lower": gap < -2 * error,
             }[hypothesis.expect]
             outcome = f"{_score(float(values.mean()))}, {_score(gap)} ± {1000 * error:.0f}"
-            if count < len(history.base_values):
+            if (count := min(len(values), len(reference))) < len(history.base_values):
                 outcome += f" on the first {count} questions"
             outcome += ": confirmed" if confirmed else ": not confirmed"
         yield f"- {trial.name} ({purpose}): {hypothesis.text or 'no hypothesis'} => {outcome}"

@@ -91,14 +91,10 @@ def endpoint(answer: Callable[[Body, int], Answer]) -> Iterator[FakeServer]:
         yield server
 
 
-def valid_replies(length: int) -> list[str]:
-    """Random valid proposals."""
-    settings = Settings(budgets=(BUDGET,))
-    sources = (RandomSource(Random(seed)) for seed in range(length))
-    return [json.dumps(sample_proposal(source, settings)) for source in sources]
-
-
-VALID_REPLIES = valid_replies(40)
+VALID_REPLIES = [
+    json.dumps(sample_proposal(RandomSource(Random(seed)), Settings(budgets=(BUDGET,))))
+    for seed in range(40)
+]
 
 HOSTILE = {
     "empty": "",
@@ -125,14 +121,10 @@ def list_reply(begin: int, length: int, **changes: JsonValue) -> str:
     return json.dumps({"proposals": [fields | changes | json.loads(text) for text in chosen]})
 
 
-def draw_pixel() -> bytes:
-    """A PNG file."""
-    buffer = io.BytesIO()
-    Image.new("RGB", (1, 1)).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-PIXEL = draw_pixel()
+_FILE = io.BytesIO()
+Image.new("RGB", (1, 1)).save(_FILE, "PNG")
+PIXEL = _FILE.getvalue()
+"""A PNG file."""
 
 
 def dataset(folder: Path, images: int = SIZE // 2) -> Dataset:
