@@ -30,7 +30,6 @@ from vllm_autoprune.evaluation.scoring_request import (
 )
 from vllm_autoprune.http_client import (
     FAILURES,
-    MAX_IN_FLIGHT,
     AsyncServerClient,
     RequestRefused,
     ServerClient,
@@ -141,7 +140,6 @@ class ServedEvaluator:
         dataset: Dataset,
         *,
         model: str | None = None,
-        max_in_flight: int = MAX_IN_FLIGHT,
         connection: Connection | None = None,
         first_wait: float = 1.0,
         probes: Sequence[VisualTokens] = (),
@@ -150,7 +148,7 @@ class ServedEvaluator:
         self.dataset = dataset
         self.name = ""
         self._urls, self._connection = urls, connection
-        self._servers = [AsyncServerClient(url, max_in_flight, connection) for url in urls]
+        self._servers = [AsyncServerClient(url, connection=connection) for url in urls]
         self._model = model or ""
         self._first_wait = first_wait
         self._probes = probes

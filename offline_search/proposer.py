@@ -44,22 +44,6 @@ class Proposer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class SpendingLimits:
-    """Maximum cost of a search's proposer; None is unlimited."""
-
-    tokens: int | None = None
-    money: float | None = None
-
-    def exceeded(self, cost: Cost) -> str:
-        """The limit that is reached, as a message, or an empty string."""
-        if self.tokens is not None and cost.tokens >= self.tokens:
-            return f"the proposer's budget of {self.tokens} tokens is spent"
-        if self.money is not None and cost.money >= self.money:
-            return f"the proposer's budget of {self.money} in money is spent"
-        return ""
-
-
-@dataclass(frozen=True, slots=True)
 class ProposalRequest:
     """One request to the proposer: its place in the search, its prompt, and its provenance."""
 
@@ -92,13 +76,13 @@ class ProposalClient:
         settings: Settings,
         ledger: Ledger,
         proposer: Proposer | None,
-        limits: SpendingLimits,
+        most_money: float | None,
     ) -> None:
-        """Without a ``proposer`` every reply has to be recorded."""
+        """Without a ``proposer`` every reply has to be recorded; none is sent beyond the money."""
         self._settings = settings
         self._ledger = ledger
         self._proposer = proposer
-        self._limits = limits
+        self._most_money = most_money
 
     async def request(self, request: ProposalRequest) -> list[Draft]:
         """The drafts in a reply, after one attempt to repair those that are invalid."""
@@ -165,8 +149,8 @@ class ProposalClient:
             fix = "resume the recorded search to its end"
             raise SearchError(f"the recording has no reply to this request -> {fix}")
         start, started_at = time.monotonic(), time.time()
-        if exceeded := self._limits.exceeded(self.total_cost()):
-            reply = Reply(None, exceeded)
+        if self._most_money is not None and self.total_cost().money >= self._most_money:
+            reply = Reply(None, f"the proposer's budget of {self._most_money} in money is spent")
         else:
             schema = reply_schema(settings, count) if constrained else None
             seed = (settings.seed * 1_000_003 + number * 1009 + index) % 2**31

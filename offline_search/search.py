@@ -44,7 +44,7 @@ from offline_search.ledger import (
     read_ledger,
 )
 from offline_search.prompt import Messages, proposal_prompt, summarize
-from offline_search.proposer import ProposalClient, Proposer, SpendingLimits
+from offline_search.proposer import ProposalClient, Proposer
 from offline_search.report import ProgressLog
 from offline_search.rounds import RoundEvaluator
 from offline_search.settings import RACED_PER_PLACE, Settings
@@ -60,7 +60,7 @@ class NothingMeasured(SearchError):
 
 
 class Search:
-    """One search; ``limits`` bound the cost of its proposer, ``observer`` is told.
+    """One search; ``most_money`` bounds the cost of its proposer, ``observer`` is told.
 
     Without a ``proposer`` a request to it ends the search, unless its reply is recorded.
     """
@@ -71,7 +71,7 @@ class Search:
         ledger: Ledger,
         evaluator: Evaluator,
         proposer: Proposer | None = None,
-        limits: SpendingLimits | None = None,
+        most_money: float | None = None,
         observer: ProgressLog | None = None,
     ) -> None:
         self._settings = settings
@@ -80,7 +80,7 @@ class Search:
         self._dataset = evaluator.dataset
         self._base = base_state(settings)
         self._evaluator = RecordedEvaluator(ledger, evaluator, self._base.digest)
-        self._client = ProposalClient(settings, ledger, proposer, limits or SpendingLimits())
+        self._client = ProposalClient(settings, ledger, proposer, most_money)
         examples, probes = self._dataset.examples("search"), evaluator.probes()
         self._rounds = RoundEvaluator(settings, ledger, self._evaluator, examples, probes)
 

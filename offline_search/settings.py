@@ -17,7 +17,6 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from vllm_autoprune.connection import Header
-from vllm_autoprune.http_client import MAX_IN_FLIGHT
 from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
@@ -247,9 +246,6 @@ class EvaluationOptions(FrozenModel):
     server_model: str | None = Field(
         default=None, title="NAME", description="model to evaluate, if a server has several"
     )
-    at_once: PositiveInt = Field(
-        default=MAX_IN_FLIGHT, title="N", description="concurrent requests per server"
-    )
     checkpoint: Path | None = Field(
         default=None,
         description="folder of a served LLaVA-1.5, to detect candidates that keep the same tokens",
@@ -297,12 +293,6 @@ class ProposerOptions(FrozenModel):
         default=(0.0, 0.0),
         title="IN OUT",
         description="price of a million prompt and completion tokens",
-    )
-    most_tokens: PositiveInt | None = Field(
-        default=None,
-        title="N",
-        description="send the proposer no further requests once N tokens are spent; a round in "
-        "flight may exceed it",
     )
     most_money: _Amount | None = Field(
         default=None,

@@ -39,7 +39,7 @@ from offline_search.ledger import (
     read_ledger,
 )
 from offline_search.prompt import Messages
-from offline_search.proposer import Reply, SpendingLimits
+from offline_search.proposer import Reply
 from offline_search.report import ProgressLog
 from offline_search.search import Search
 from offline_search.search_space import RandomSource, sample_proposal
@@ -269,7 +269,7 @@ class Searches:
         replies: Sequence[str | None] | ScriptedProposer = VALID_REPLIES[:30],
         evaluator: SyntheticEvaluator | None = None,
         ledger: str = "l",
-        limits: SpendingLimits | None = None,
+        most_money: float | None = None,
         change: Change | None = None,
         **changes: object,
     ) -> WinnerRecord:
@@ -281,7 +281,7 @@ class Searches:
         settings = settings_of(**{"evaluator": self.evaluator.name, **changes})
         progress = ProgressLog(self.lines.append)
         with Ledger(self.path) as opened:
-            search = Search(settings, opened, self.evaluator, self.proposer, limits, progress)
+            search = Search(settings, opened, self.evaluator, self.proposer, most_money, progress)
             return await search.run()
 
     def records(self, kind: type[R]) -> list[R]:

@@ -28,7 +28,7 @@ from offline_search.ledger import (
     read_ledger,
 )
 from offline_search.prompt import Messages
-from offline_search.proposer import Reply, SpendingLimits
+from offline_search.proposer import Reply
 from offline_search.search import NothingMeasured, Search, replay
 from tests.offline_search.synthetic import (
     HOSTILE,
@@ -95,9 +95,8 @@ async def test_probes_detect_states_that_keep_the_same_tokens(
     assert idle_trial.same_as == ("base" if probes else "") and paper_trial.status == "evaluated"
 
 
-@pytest.mark.parametrize("limits", [SpendingLimits(tokens=400), SpendingLimits(money=0.025)])
-async def test_spending_limits_stop_requests(limits: SpendingLimits, search: Searches) -> None:
-    await search(limits=limits)
+async def test_a_spending_limit_stops_requests(search: Searches) -> None:
+    await search(most_money=0.025)
     replies = search.records(ReplyRecord)
     spent = [reply for reply in replies if "is spent" in reply.failure]
     assert spent and sum(reply.cost.money for reply in spent) == 0

@@ -151,7 +151,6 @@ async def _search(path: Path, flags: _Flags, settings: Settings, dataset: Datase
     from offline_search.endpoint import EndpointProposer, EndpointSettings
     from offline_search.evaluator import ServedEvaluator
     from offline_search.ledger import Ledger
-    from offline_search.proposer import SpendingLimits
     from offline_search.report import ProgressLog
     from offline_search.rounds import probes_from_checkpoint
     from offline_search.search import Search
@@ -164,7 +163,7 @@ async def _search(path: Path, flags: _Flags, settings: Settings, dataset: Datase
     async with contextlib.AsyncExitStack() as stack:
         ledger = stack.enter_context(Ledger(path))
         evaluator = ServedEvaluator(
-            flags.server_url, dataset, model=flags.server_model, max_in_flight=flags.at_once,
+            flags.server_url, dataset, model=flags.server_model,
             connection=flags, probes=probes,
         )  # fmt: skip
         stack.push_async_callback(evaluator.close)
@@ -192,9 +191,8 @@ async def _search(path: Path, flags: _Flags, settings: Settings, dataset: Datase
             proposer = await stack.enter_async_context(EndpointProposer(endpoint))
             await proposer.prepare()
             settings = settings.model_copy(update={"unsent": tuple(sorted(proposer.unsent))})
-        limits = SpendingLimits(flags.most_tokens, flags.most_money)
-        progress = ProgressLog(write)
-        return await Search(settings, ledger, evaluator, proposer, limits, progress).run()
+        progress, money = ProgressLog(write), flags.most_money
+        return await Search(settings, ledger, evaluator, proposer, money, progress).run()
 
 
 def _replay(options: argparse.Namespace, data: Path, images: int | None) -> WinnerRecord:
