@@ -18,7 +18,7 @@ from offline_search.candidates import BASE_PARENT
 from offline_search.components import structure
 from offline_search.ledger import ProposalRecord, TrialRecord
 from vllm_autoprune.evaluation.questions import Example
-from vllm_autoprune.statistics import ClusterBootstrap, Estimate, Floats, estimate
+from vllm_autoprune.statistics import Floats
 from vllm_autoprune.tpdsl.state import PruningState
 
 
@@ -78,12 +78,6 @@ class Answers:
             full = Answers(full.logprob[:count], full.right[:count])
             return self.mme_shares(examples) - full.mme_shares(examples)
         return np.subtract(self.logprob, full.logprob[:count])
-
-
-def bootstrap_mean(examples: Sequence[Example], values: Floats) -> Estimate:
-    """Mean with its 95 % bootstrap interval, clustered by image, rounded to six decimals."""
-    bootstrap = ClusterBootstrap([example.image for example in examples])
-    return estimate(bootstrap.mean(values)).rounded(6)
 
 
 def paired_error(examples: Sequence[Example], gaps: Floats) -> float:

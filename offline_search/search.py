@@ -30,7 +30,6 @@ from offline_search.evaluator import EvaluationJob, Evaluator, RecordedEvaluator
 from offline_search.history import (
     Answers,
     History,
-    bootstrap_mean,
     gave_up,
 )
 from offline_search.ledger import (
@@ -51,6 +50,8 @@ from offline_search.settings import RACED_PER_PLACE, Settings
 from offline_search.strategies import STRATEGIES
 from offline_search.strategies.language_model import Round
 from vllm_autoprune.errors import EvaluationFailed, SearchError
+from vllm_autoprune.evaluation.questions import Example
+from vllm_autoprune.statistics import ClusterBootstrap, Estimate, Floats, estimate
 from vllm_autoprune.tpdsl.state import PruningState
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
@@ -224,10 +225,16 @@ class Search:
             examples=len(examples),
             accuracy=mean([answers.accuracy for answers in ours]),
             mme_total=mean([1000 * float(each.mme_shares(examples).mean()) for each in ours]),
-            objective=bootstrap_mean(examples, values),
-            gain=bootstrap_mean(examples, values - base_values),
-            accuracy_gain=bootstrap_mean(examples, correct - base_correct),
+            objective=_bootstrap_mean(examples, values),
+            gain=_bootstrap_mean(examples, values - base_values),
+            accuracy_gain=_bootstrap_mean(examples, correct - base_correct),
         )
+
+
+def _bootstrap_mean(examples: Sequence[Example], values: Floats) -> Estimate:
+    """Mean with its 95 % bootstrap interval, clustered by image, rounded to six decimals."""
+    bootstrap = ClusterBootstrap([example.image for example in examples])
+    return estimate(bootstrap.mean(values)).rounded(6)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,32 @@ class Round:
         replies = await asyncio.gather(*map(self.client.request, requests))
         return [draft for drafts in replies for draft in drafts]
 
+    async def request_improvements(self, settings: Settings, count: int) -> list[Draft]:
+        """Request the first ``count`` drafts of a round, one by one or in lists.
+
+        Each improves on the best trial, or on the simplest state before one is measured. Requests
+        are concurrent, share their prompt, and are batched by the endpoint. The purposes of a list
+        follow those of the lists before it, over all rounds.
+        """
+        history, number, summary = self.history, self.number, self.summary
+        best = history.best()
+        example = (best and best.state) or minimal_state(settings)
+        parents = () if best is None else (best.name,)
+        size = settings.proposals_per_reply
+        names = {
+            trial.name for trial in history.trials if history.values_of(trial.name) is not None
+        }
+        requests = []
+        for begin in range(0, count, size):
+            length, total, purposes = 0, self.count, list[str]()
+            if size > 1:
+                length, total = min(size, count - begin), count
+                start = ((number - 1) * count + begin) % len(PURPOSES)
+                purposes = list_purposes(start, length, measured=best is not None)
+            messages = proposal_prompt(settings, summary, example, begin, total, purposes)
+            requests.append(ProposalRequest(number, begin, messages, "llm", parents, length, names))
+        return await self.request(requests)
+
 
 class Strategy(ABC):
     """Proposes the candidates of a search, round by round.
@@ -55,32 +81,7 @@ class AutoPrune(Strategy):
 
     async def propose(self, current: Round) -> list[Draft]:
         """All candidates of the round by the model."""
-        return await request_improvements(current, self._settings, current.count)
-
-
-async def request_improvements(current: Round, settings: Settings, count: int) -> list[Draft]:
-    """Request the first ``count`` drafts of a round, one by one or in lists.
-
-    Each improves on the best trial, or on the simplest state before one is measured. Requests are
-    concurrent, share their prompt, and are batched by the endpoint. The purposes of a list follow
-    those of the lists before it, over all rounds.
-    """
-    history, number, summary = current.history, current.number, current.summary
-    best = history.best()
-    example = (best and best.state) or minimal_state(settings)
-    parents = () if best is None else (best.name,)
-    size = settings.proposals_per_reply
-    names = {trial.name for trial in history.trials if history.values_of(trial.name) is not None}
-    requests = []
-    for begin in range(0, count, size):
-        length, total, purposes = 0, current.count, list[str]()
-        if size > 1:
-            length, total = min(size, count - begin), count
-            start = ((number - 1) * count + begin) % len(PURPOSES)
-            purposes = list_purposes(start, length, measured=best is not None)
-        messages = proposal_prompt(settings, summary, example, begin, total, purposes)
-        requests.append(ProposalRequest(number, begin, messages, "llm", parents, length, names))
-    return await current.request(requests)
+        return await current.request_improvements(self._settings, current.count)
 
 
 _PARENTS = 2

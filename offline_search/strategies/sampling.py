@@ -39,7 +39,6 @@ from offline_search.strategies.language_model import (
     Round,
     Strategy,
     draw_parents,
-    request_improvements,
 )
 from vllm_autoprune.errors import ConfigError, Problem
 
@@ -197,7 +196,7 @@ class AutoPrunePlus(Strategy):
         else:
             source = RandomSource(rng)
             derived = [_sample_draft("random", source, settings) for _ in range(slots)]
-        written = await request_improvements(current, settings, written_count)
+        written = await current.request_improvements(settings, written_count)
         return [*written, *(Draft("warm start", state) for state in starts), *derived]
 
     def _study_measured(self, current: Round) -> optuna.Study:

@@ -17,7 +17,6 @@ from offline_search.history import (
     Answers,
     History,
     Trial,
-    bootstrap_mean,
     gave_up,
     paired_error,
 )
@@ -34,6 +33,7 @@ from offline_search.ledger import (
     read_ledger,
 )
 from offline_search.rounds import _is_clearly_below
+from offline_search.search import _bootstrap_mean
 from offline_search.settings import Settings
 from tests.offline_search.synthetic import answer_search, endpoint, trial
 from vllm_autoprune.errors import SearchError
@@ -154,7 +154,7 @@ def test_intervals_and_errors_are_over_images_not_questions() -> None:
     counts = [1 + image % 5 for image in range(60)]
     rows = [example(image) for image, count in enumerate(counts) for _ in range(count)]
     gaps = np.random.default_rng(3).normal(size=60).repeat(counts) - 1.0
-    interval = bootstrap_mean(rows, gaps)
+    interval = _bootstrap_mean(rows, gaps)
     assert paired_error(rows, gaps) == pytest.approx((interval.high - interval.low) / 3.92, rel=0.1)
     constant = np.full(len(rows), -1.0)
     assert paired_error(rows, constant) == pytest.approx(0.0), "however many questions an image has"
