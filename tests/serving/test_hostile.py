@@ -123,15 +123,8 @@ def test_engine_survives_failing_policies_and_invalid_requests() -> None:
     assert repeated == engine.generate([refused])
 
 
-API_SERVER = (
-    *("dear_states", "counted_though_not_served", "control_characters", "special_tokens"),
-    *("truncated_prompts", "odd_sizes", "images_of_every_role", "odd_arguments_of_media"),
-    "odd_images",
-)
-"""Attacks on the API server, which is the same for both model runners."""
-
 QUICK = [
-    pytest.param(name, marks=pytest.mark.only("v1") if name in API_SERVER else ())
+    name
     for name, attack in ATTACKS.items()
     if attack.quick and "default" in attack.profiles and "llava" in attack.backbones
 ]
