@@ -311,7 +311,8 @@ def format_result(result: Result) -> Iterator[str]:
                 f"p{level} {format_estimate(figure, 1000)}{summary.mark_few(level)}"
                 for level, figure in percentiles.items()
             ]
-            yield f"  {name:5s} ms: {'  '.join(figures)}"
+            label = "client delay" if name == "delay" else name
+            yield f"  {label} ms: {'  '.join(figures)}"
     if summary.goodput is not None:
         good = format_estimate(summary.goodput, 100)
         yield f"  goodput: {good} % of requests met {result.options.describe_objective()}"
