@@ -77,15 +77,15 @@ class _Sets:
         """Greedy MAP from the given tokens: quality scales the kernel conditioned on them."""
         eligible = conditioned = None
         if self.start.most:
-            eligible, given, valid = ~self.closed, self.start.indices, None
+            eligible, fixed, valid = ~self.closed, self.start.indices, None
             if not self.across and self.tokens.grid.tiles > 1:
                 size, tiles = self.tokens.grid.per_tile, self.tokens.grid.tiles
-                tile = torch.arange(tiles, device=given.device)[None, :, None]
+                tile = torch.arange(tiles, device=fixed.device)[None, :, None]
                 # A token of another tile stands at a place of its own and conditions nothing.
-                valid = (given // size)[:, None] == tile
-                given = (given % size)[:, None].expand_as(valid).flatten(0, 1)
+                valid = (fixed // size)[:, None] == tile
+                fixed = (fixed % size)[:, None].expand_as(valid).flatten(0, 1)
                 valid = valid.flatten(0, 1)
-            conditioned = condition(similarity, given, valid)
+            conditioned = condition(similarity, fixed, valid)
         count = self.shares[0]
         picks = greedy_map(similarity, quality, count, eligible=eligible, conditioned=conditioned)
         return self.join(picks)
