@@ -49,6 +49,25 @@ def test_each_state_is_compared_with_its_base_policy(tmp_path: Path) -> None:
     assert "limit" in cases["autoprune@128"].refused and not cases["fastv@128"].refused
 
 
+def test_policies_of_one_name_are_cases_of_their_own(tmp_path: Path) -> None:
+    states = []
+    for place, (name, layer) in enumerate((("a", 3), ("b", 4), ("b", 5), ("random", 3))):
+        data = load_state("autoprune").model_dump(mode="json") | {"name": name}
+        data["base_policy"] = {"name": "fastv", "params": {"layer": layer}}
+        states.append(tmp_path / f"{place}.json")
+        states[-1].write_text(json.dumps(data))
+    cases = {case.name: case for case in build_cases([*map(str, states), "fastv"], [8])}
+    pruned = {name: case.base for name, case in cases.items() if case.arm == "found"}
+    assert pruned.pop("a@8") == "fastv-of-a@8" and pruned.pop("b@8") == "fastv-of-b@8"
+    assert sorted(name[:-14] for name in pruned) == ["b-", "random-"]
+    assert (cases["fastv@8"].arm, cases["random@8"].arm) == ("base", "random")
+    for case in cases.values():
+        if case.base:
+            alone, state = cases[case.base].pruning["state"], case.pruning["state"]
+            assert isinstance(alone, dict) and isinstance(state, dict)
+            assert alone["base_policy"] == state["base_policy"]
+
+
 @pytest.fixture
 def call(tmp_path: Path) -> Callable[..., int]:
     """Runs eval on four questions about two images."""

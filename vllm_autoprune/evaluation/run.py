@@ -114,7 +114,7 @@ _SOURCE = "autoprune"
 """The shipped state whose exchange is applied to every base policy."""
 
 
-def _prune_case(arm: Arm, state: PruningState, budget: int, base: str = "") -> Case:
+def _prune_case(arm: Arm, label: str, state: PruningState, budget: int, base: str = "") -> Case:
     """A case that sends a state in every request; refused if the state cannot have K = budget."""
     refused, quota = "", None
     try:
@@ -122,9 +122,9 @@ def _prune_case(arm: Arm, state: PruningState, budget: int, base: str = "") -> C
     except AutopruneError as error:
         refused = str(error)
     return Case(
-        name=f"{state.name}@{budget}",
+        name=f"{label}@{budget}",
         arm=arm,
-        label=state.name,
+        label=label,
         budget=budget,
         base=base,
         quota=quota,
@@ -159,22 +159,32 @@ def build_cases(names: Sequence[str], budgets: Sequence[int]) -> list[Case]:
         for state in (map(_residual_on, BASE_POLICIES) if name == "all" else [load_state(name)])
     ]
     cases, controls = [FULL], (("random", "random keep"), ("resized", RESIZED))
+    labels = {(keep, ""): keep for keep, _ in controls}
+
+    def label_of(state: PruningState, other: str) -> str:
+        """Its name, or ``other`` where another policy has that label."""
+        name = other if state.name in labels.values() else state.name
+        return labels.setdefault((state.name, state.digest), name)
+
+    # The names of states come before those of their base policies, which may be the same.
+    state_labels = [label_of(state, f"{state.name}-{state.digest[:12]}") for state in states]
     for budget in budgets:
         # K tokens without a policy: chosen at random, or of the image resized to K.
         for keep, label in controls:
             fields = {"name": f"{keep}@{budget}", "arm": keep, "label": label, "budget": budget}
             pruning = {"keep": keep, "budget": budget}
             cases.append(Case.model_validate({**fields, "pruning": pruning}))
-        for state in states:
+        for state, label in zip(states, state_labels, strict=True):
             # The base policy of the state with the same parameters, and no exchange.
             policy = state.base_policy
             data = load_state(policy.name).model_dump(mode="json")
             alone = load_state(data | {"base_policy": policy.model_dump(mode="json")})
-            cases.append(_prune_case("base", alone, budget))
+            base = label_of(alone, f"{alone.name}-of-{label}")
+            cases.append(_prune_case("base", base, alone, budget))
             if state.digest != alone.digest:
                 shipped = state.digest == _residual_on(policy.name).digest
                 arm: Arm = "autoprune" if shipped else "found"
-                cases.append(_prune_case(arm, state, budget, f"{alone.name}@{budget}"))
+                cases.append(_prune_case(arm, label, state, budget, f"{base}@{budget}"))
     return list({case.name: case for case in cases}.values())
 
 
