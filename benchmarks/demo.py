@@ -41,8 +41,6 @@ from benchmarks.yardsticks.examples import (
     MAX_ANSWER_TOKENS,
     Example,
     draw_examples,
-    is_right,
-    png_url,
 )
 from vllm_autoprune.errors import AutopruneError
 from vllm_autoprune.ops.dtype import choose_dtype
@@ -111,7 +109,7 @@ def _measure_answers(examples: Sequence[Example], out: Path) -> dict[str, _Score
     """Answers of stock vLLM, with resized images, pruned, and with the base policy alone."""
     contents = []
     for example in examples:  # encoded once
-        image, question = build_content(example.question, [png_url(example.image)])
+        image, question = build_content(example.question, [example.png_url])
         contents.append([{**image, "uuid": f"asked-{example.image_id}"}, question])
     # Float32 on every CPU, so that its answers are the same on all. An arm would profit from the
     # one before it by hits in caches.
@@ -137,7 +135,7 @@ def _measure_answers(examples: Sequence[Example], out: Path) -> dict[str, _Score
                 ]
                 answers = _ask(serving.url, bodies, empty=True)
                 rights = [
-                    (example.image_id, is_right(answer.text, example.answer))
+                    (example.image_id, example.is_right(answer.text))
                     for example, answer in zip(examples, answers, strict=True)
                 ]
                 scores[arm] = _Score(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from benchmarks.yardsticks.examples import CLIP, LLAVA, draw_examples, png
+from benchmarks.yardsticks.examples import CLIP, LLAVA, draw_examples
 from tests.tpdsl.samples import state
 from vllm_autoprune import materialize, refine
 from vllm_autoprune.checkpoint import LlavaVision
@@ -17,7 +17,7 @@ from vllm_autoprune.errors import ConfigError, UnsupportedModelError
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
 EXAMPLE = draw_examples("test", 1)[0]
-SCENE = Image.open(io.BytesIO(png(EXAMPLE.image))).convert("RGB")
+SCENE = Image.open(io.BytesIO(EXAMPLE.png)).convert("RGB")
 
 
 @pytest.fixture(scope="module")

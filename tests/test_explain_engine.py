@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from benchmarks.yardsticks.examples import CHECKPOINTS, CLIP, LLAVA, as_picture, draw_examples, png
+from benchmarks.yardsticks.examples import CHECKPOINTS, CLIP, LLAVA, as_picture, draw_examples
 from benchmarks.yardsticks.miniqwen import MiniQwen
 from vllm_autoprune.checkpoint import LlavaVision
 from vllm_autoprune.selftest.backbones import build
@@ -64,7 +64,7 @@ def test_an_engine_keeps_what_transformers_inputs_give(tmp_path: Path) -> None:
 def test_the_picture_is_what_the_model_sees(tmp_path: Path) -> None:
     """mini-LLaVA's processor crops the margins away."""
     margins, wide = (255, 0, 255), Image.new("RGB", (336, 168), (255, 0, 255))
-    wide.paste(Image.open(io.BytesIO(png(draw_examples("test", 1)[0].image))), (84, 0))
+    wide.paste(Image.open(io.BytesIO(draw_examples("test", 1)[0].png)), (84, 0))
     options = ("--text-tower", str(CLIP), "--state", "cdpruner", "--budget", "16")
     (region,) = explain(LLAVA, wide, tmp_path, *options, "-o", str(tmp_path / "why.png"))
     # Tokens of a flat background are of nearly equal rank, and bfloat16 rounds differently.

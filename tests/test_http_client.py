@@ -22,7 +22,7 @@ from benchmarks.common.fake_server import Answer, Body, FakeServer, fake_server
 from benchmarks.common.report import command_line
 from benchmarks.common.requests import build_body, build_content
 from benchmarks.server import serve
-from benchmarks.yardsticks.examples import CLIP, LLAVA, draw_examples, png_url
+from benchmarks.yardsticks.examples import CLIP, LLAVA, draw_examples
 from tests.offline_search.synthetic import MODELS, completion, endpoint, error, model_list
 from tests.test_import_boundaries import SOURCES, imported_modules
 from vllm_autoprune.cli.main import main
@@ -434,7 +434,7 @@ def test_a_real_server_is_asked_with_its_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     question, picture = draw_examples("test", 1)[0], tmp_path / "scene.png"
-    picture.write_bytes(b64decode(png_url(question.image).partition(",")[2]))
+    picture.write_bytes(b64decode(question.png_url.partition(",")[2]))
     data = tmp_path / "questions.jsonl"
     line = {"image": picture.name, "question": question.question, "answer": question.answer}
     data.write_text(json.dumps(line))
@@ -442,7 +442,7 @@ def test_a_real_server_is_asked_with_its_key(
     limits = ("--enforce-eager", "--max-model-len", "1024", "--autoprune-requests", "states")
     with serve(LLAVA, *flags, *limits, "--api-key", "k1") as server:
         assert "status 401: Unauthorized -> give the key that the server" in refuse(server.url)
-        content = build_content(question.question, [png_url(question.image)])
+        content = build_content(question.question, [question.png_url])
         body = build_body(str(LLAVA), content, tokens=4)
         assert "status 401" in str(Client(server.url).send(body).error)
         evaluation = ["eval", "--data", str(data), "--server-url", f"{server.url}/v1"]

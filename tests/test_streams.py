@@ -16,7 +16,7 @@ from benchmarks.common.client import Client
 from benchmarks.common.fake_server import fake_server
 from benchmarks.common.requests import build_body, build_content
 from benchmarks.server import serve
-from benchmarks.yardsticks.examples import LLAVA, draw_examples, png_url
+from benchmarks.yardsticks.examples import LLAVA, draw_examples
 from vllm_autoprune.stream import EMPTY, parse_stream
 
 Figures = tuple[int, int, str, int | None, int | None, str | None]
@@ -236,7 +236,7 @@ def test_thoughts_of_a_real_server_are_read(tmp_path: Path) -> None:
         text = (model / name).read_text().replace("</s>", "</think>").replace("<unk>", "<think>")
         (model / name).write_text(text)
     example = draw_examples("test", 1)[1]
-    content = build_content(example.question, [png_url(example.image)])
+    content = build_content(example.question, [example.png_url])
     fields = {"ignore_eos": True, "skip_special_tokens": False}
     limits = ("--enforce-eager", "--max-model-len", "1024", "--block-size", "32")
     with serve(model, *limits, "--reasoning-parser", "deepseek_r1") as server:

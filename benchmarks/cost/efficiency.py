@@ -25,7 +25,7 @@ from benchmarks.common.report import (
 from benchmarks.common.requests import build_body, build_content, draw_picture, encode_picture
 from benchmarks.common.shapes import draw_words, write_clip, write_shape
 from benchmarks.server import Server, ServerDied, serve
-from benchmarks.yardsticks.examples import CLIP, LLAVA, draw_examples, png_url
+from benchmarks.yardsticks.examples import CLIP, LLAVA, draw_examples
 from vllm_autoprune import load_state
 from vllm_autoprune.backbones import (
     ASSUMPTIONS,
@@ -91,7 +91,7 @@ def _draw_requests(name: str, count: int) -> list[bytes]:
     """A question about each of several images; mini-LLaVA gets some that it knows."""
     if name == _MINI:
         by_image = {example.image_id: example for example in reversed(draw_examples("test", count))}
-        asked = [(png_url(by_image[i].image), by_image[i].question) for i in range(count)]
+        asked = [(by_image[i].png_url, by_image[i].question) for i in range(count)]
     else:
         side = _SHAPES[name]
         asked = [

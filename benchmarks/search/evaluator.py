@@ -14,7 +14,7 @@ from pathlib import Path
 from random import Random
 
 from benchmarks.yardsticks.examples import Example as SceneQuestion
-from benchmarks.yardsticks.examples import draw_examples, png
+from benchmarks.yardsticks.examples import draw_examples
 from benchmarks.yardsticks.yardstick import (
     ALL_TOKENS,
     Budget,
@@ -145,9 +145,9 @@ def write_data(folder: Path, scenes: Mapping[Split, int], *, each: int | None = 
     for split in SPLITS:
         questions = _sample_questions(draw_examples(split, scenes[split]), each)
         examples = [_as_example(split, question) for question in questions]
-        images = {e.image: q.image for e, q in zip(examples, questions, strict=True)}
-        for name, image in images.items():
-            (folder / name).write_bytes(png(image))
+        images = {e.image: question for e, question in zip(examples, questions, strict=True)}
+        for name, question in images.items():
+            (folder / name).write_bytes(question.png)
         write_split(folder / f"{split}.jsonl", examples)
 
 

@@ -82,6 +82,23 @@ class Example:
     pair: int | None  # the same number for both questions of a yes/no pair
     evidence: tuple[int, ...]  # raster indices of tokens, the most informative first
 
+    @property
+    def png(self) -> bytes:
+        """The image as the content of a PNG file."""
+        buffer = io.BytesIO()
+        as_picture(self.image).save(buffer, format="PNG")
+        return buffer.getvalue()
+
+    @property
+    def png_url(self) -> str:
+        """The image as a data URL."""
+        return f"data:image/png;base64,{base64.b64encode(self.png).decode()}"
+
+    def is_right(self, answer: str) -> bool:
+        """Whether an answer starts with the reference's words, ignoring case and punctuation."""
+        expected = self.answer.lower().split()
+        return re.findall(r"[a-z0-9]+", answer.lower())[: len(expected)] == expected
+
 
 def draw_examples(split: Split, images: int = 200, model: Model = "minillava") -> list[Example]:
     """Draw 18 questions about each image of mini-LLaVA, or 10 of mini-Qwen3-VL, on average.
@@ -99,7 +116,7 @@ def draw_examples(split: Split, images: int = 200, model: Model = "minillava") -
         content: scenes.Scene | pages.Page
         if model == "minillava":
             styles = scenes.UNSEEN_STYLES if turn == 1 else scenes.TRAINING_STYLES
-            drawn = scenes.draw_scene(rng, rng.choice(styles))
+            drawn = scenes.Scene.draw(rng, rng.choice(styles))
             pixels, (content,) = scenes.render_scenes([drawn], scenes.CELLS, seed)
             cells, kinds = (scenes.CELLS, scenes.CELLS), KINDS
         else:
@@ -107,11 +124,11 @@ def draw_examples(split: Split, images: int = 200, model: Model = "minillava") -
             size = random.Random(seed + 2).choice(sizes)
             cells, kinds = size.cells, CATEGORIES[model]["pages" if image_id % 2 else "scenes"]
             if image_id % 2:
-                content = pages.draw_page(rng, rng.choice(pages.PAGE_STYLES), size)
+                content = pages.Page.draw(rng, rng.choice(pages.PAGE_STYLES), size)
                 pixels, _ = pages.render_pages([content], seed)
             else:
-                drawn = pages.draw_rectangle(rng, size)
-                pixels, (content,) = pages.render_rectangles([drawn], size, seed)
+                drawn = size.draw_scene(rng)
+                pixels, (content,) = size.render_scenes([drawn], seed)
         wordings = UNSEEN if turn == 3 else SEEN
         source = Questions(random.Random(seed + 1), content, cells, wordings)
         groups = [source.generate(kind) for kind in kinds for _ in range(attempts.get(kind, 1))]
@@ -140,24 +157,6 @@ def format_prompt(question: str, model: Model = "minillava") -> str:
 def as_picture(image: Tensor) -> Image.Image:
     """A (3, H, W) uint8 image for processors and engines."""
     return Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
-
-
-def png(image: Tensor) -> bytes:
-    """A (3, H, W) uint8 image as the content of a PNG file."""
-    buffer = io.BytesIO()
-    as_picture(image).save(buffer, format="PNG")
-    return buffer.getvalue()
-
-
-def png_url(image: Tensor) -> str:
-    """A (3, H, W) uint8 image as a data URL."""
-    return f"data:image/png;base64,{base64.b64encode(png(image)).decode()}"
-
-
-def is_right(answer: str, reference: str) -> bool:
-    """Whether an answer starts with the words of the reference, ignoring case and punctuation."""
-    expected = reference.lower().split()
-    return re.findall(r"[a-z0-9]+", answer.lower())[: len(expected)] == expected
 
 
 def weights_digest(checkpoint: Path) -> str:

@@ -29,7 +29,6 @@ from benchmarks.yardsticks.yardstick import (
     Budget,
     EncodedBatch,
     Yardstick,
-    pad_ids,
     record_outputs,
 )
 from vllm_autoprune.checkpoint import LlavaVision
@@ -88,7 +87,7 @@ class MiniLlava(Yardstick):
         segments = torch.ones(len(batch), 1, dtype=torch.bool)
         sign = int(clip.config.autoprune_relevance_sign)
         behind = [self.token_ids(_BEHIND_IMAGE.format(question=q)) for q in questions]
-        ids, present = pad_ids(behind)
+        ids, present = self.pad_ids(behind)
         embed = self.network.get_input_embeddings()
         before = embed(torch.tensor(self.token_ids(_BEFORE_IMAGE)))
         embeds = (before.expand(len(batch), -1, -1), tokens.features, embed(ids))

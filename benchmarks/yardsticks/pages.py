@@ -20,14 +20,13 @@ from torch.nn import functional as F
 from benchmarks.yardsticks.scenes import (
     CELL_PATCHES,
     COLOURS,
+    GLYPHS,
     PATCH,
     SHAPES,
     WORDS,
     Scene,
     add_grain,
-    load_glyphs,
     normalize_pixels,
-    place_things,
     render_scenes,
 )
 
@@ -68,6 +67,47 @@ class Size:
     def cells(self) -> tuple[int, int]:
         """Rows and columns of a scene's cells of three patches."""
         return self.rows * MERGE // CELL_PATCHES, self.columns * MERGE // CELL_PATCHES
+
+    def draw_scene(self, rng: random.Random, most: int = MOST_SHAPES) -> Scene:
+        """Draw a scene of few colours and forms, so that most distractors share one of them."""
+        rows, columns = self.cells
+        cells = [(row, column) for row in range(rows) for column in range(columns)]
+        rng.shuffle(cells)
+        colours = rng.sample(range(len(COLOURS)), rng.randint(3, 4))
+        shapes = rng.sample(range(len(SHAPES)), rng.randint(3, 4))
+        names = [(colour, shape) for colour in colours for shape in shapes]
+        # One name stays unused for the questions whose answer is "no".
+        count = min(most, rng.randint(4, MOST_SHAPES), len(names) - 1, len(cells))
+        return Scene.place(rng, names, cells, count, (10.0, 13.5))
+
+    def render_scenes(self, scenes: Sequence[Scene], seed: int) -> tuple[Tensor, list[Scene]]:
+        """Images (B, 3, H, W) uint8; scenes whose patches are visual tokens in raster order."""
+        cells = max(self.cells)
+        images, squares = render_scenes(scenes, cells, seed)
+        grid, (height, width) = cells * CELL_PATCHES, self.pixels
+
+        def tokens(patches: Sequence[int]) -> tuple[int, ...]:
+            places = [(patch // grid // MERGE, patch % grid // MERGE) for patch in patches]
+            return tuple(dict.fromkeys(row * self.columns + column for row, column in places))
+
+        rectangles = [
+            replace(square, patches={part: tokens(at) for part, at in square.patches.items()})
+            for square in squares
+        ]
+        return images[:, :, :height, :width], rectangles
+
+    def split_patches(self, images: Tensor) -> Tensor:
+        """Normalised patches (B, N, MERGE², 3 · PATCH²) bf16, in the order of their tokens.
+
+        The images (B, 3, H, W) uint8 are resized, both as the image processor does it.
+        """
+        if tuple(images.shape[2:]) != self.pixels:
+            images = F.interpolate(images.float(), self.pixels, mode="bicubic", antialias=True)
+            images = images.round().clamp(0, 255).to(torch.uint8)
+        values = normalize_pixels(images)
+        view = values.view(len(values), 3, self.rows, MERGE, PATCH, self.columns, MERGE, PATCH)
+        patches = view.permute(0, 2, 5, 3, 6, 1, 4, 7)
+        return patches.reshape(len(values), self.tokens, MERGE * MERGE, 3 * PATCH * PATCH)
 
 
 # Multiples of three tokens, so that scenes are whole cells of three patches.
@@ -116,79 +156,49 @@ class Page:
     words: tuple[Word, ...]
     numbers: tuple[Number, ...]
 
+    @classmethod
+    def draw(cls, rng: random.Random, style: PageStyle, size: Size, most: int = len(WORDS)) -> Page:
+        """Draw a random page of at most so many words, each of which it shows once, as its numbers.
 
-def draw_page(rng: random.Random, style: PageStyle, size: Size, most: int = len(WORDS)) -> Page:
-    """Draw a random page of at most so many words, each of which it shows once, as its numbers.
-
-    A page that is full has any word or number in nearly every place, without relations.
-    """
-    most = max(4, min(most, len(WORDS) - _RESERVED))
-    words, numbers = list[Word](), list[Number]()
-    if style == "full":
-        for row, column in product(range(size.rows), range(size.columns)):
-            if rng.random() < 0.4:
-                words.append(Word(rng.randrange(len(WORDS)), row, column))
-            elif rng.random() < 0.9:
-                numbers.append(Number(rng.choice(_NUMBERS), row, column))
-    elif style == "list":
-        # Columns of words, most with a number on their right.
-        pitch = rng.choice((2, 3))
-        margin = rng.randint(0, size.columns % pitch)
-        starts = range(margin, size.columns - 1, pitch)
-        places = [(row, column) for row in range(size.rows) for column in starts]
-        count = min(max(3, round(rng.uniform(0.5, 0.95) * len(places))), most)
-        names = rng.sample(range(len(WORDS)), count)
-        values = rng.sample(_NUMBERS, count)
-        for place, name, value in zip(
-            sorted(rng.sample(places, count)), names, values, strict=True
-        ):
-            words.append(Word(name, *place))
-            if len(numbers) < 2 or rng.random() < 0.9:
-                numbers.append(Number(value, place[0], place[1] + 1, words[-1]))
-    else:
-        # One row of words above the columns and one column of words beside the rows.
-        columns = rng.randint(2, min(6, size.columns - 1, most - 2))
-        rows = rng.randint(2, min(size.rows - 1, most - columns))
-        top = rng.randint(0, size.rows - 1 - rows)
-        edge = rng.randint(0, size.columns - 1 - columns)
-        names = rng.sample(range(len(WORDS)), rows + columns)
-        heads = [Word(name, top, edge + 1 + i) for i, name in enumerate(names[:columns])]
-        labels = [Word(name, top + 1 + i, edge) for i, name in enumerate(names[columns:])]
-        cells = [(label, head) for label in labels for head in heads]
-        for (label, head), value in zip(cells, rng.sample(_NUMBERS, len(cells)), strict=True):
-            numbers.append(Number(value, label.row, head.column, label, head))
-        words = heads + labels
-    return Page(style, size, tuple(words), tuple(numbers))
-
-
-def draw_rectangle(rng: random.Random, size: Size, most: int = MOST_SHAPES) -> Scene:
-    """Draw a scene of few colours and forms, so that most distractors share one of them."""
-    rows, columns = size.cells
-    cells = [(row, column) for row in range(rows) for column in range(columns)]
-    rng.shuffle(cells)
-    colours = rng.sample(range(len(COLOURS)), rng.randint(3, 4))
-    shapes = rng.sample(range(len(SHAPES)), rng.randint(3, 4))
-    names = [(colour, shape) for colour in colours for shape in shapes]
-    # One name stays unused for the questions whose answer is "no".
-    count = min(most, rng.randint(4, MOST_SHAPES), len(names) - 1, len(cells))
-    return Scene(place_things(rng, names, cells, count, (10.0, 13.5)))
-
-
-def render_rectangles(scenes: Sequence[Scene], size: Size, seed: int) -> tuple[Tensor, list[Scene]]:
-    """Images (B, 3, H, W) uint8; scenes whose patches are visual tokens in raster order."""
-    cells = max(size.cells)
-    images, squares = render_scenes(scenes, cells, seed)
-    grid, (height, width) = cells * CELL_PATCHES, size.pixels
-
-    def tokens(patches: Sequence[int]) -> tuple[int, ...]:
-        places = [(patch // grid // MERGE, patch % grid // MERGE) for patch in patches]
-        return tuple(dict.fromkeys(row * size.columns + column for row, column in places))
-
-    rectangles = [
-        replace(square, patches={part: tokens(at) for part, at in square.patches.items()})
-        for square in squares
-    ]
-    return images[:, :, :height, :width], rectangles
+        A page that is full has any word or number in nearly every place, without relations.
+        """
+        most = max(4, min(most, len(WORDS) - _RESERVED))
+        words, numbers = list[Word](), list[Number]()
+        if style == "full":
+            for row, column in product(range(size.rows), range(size.columns)):
+                if rng.random() < 0.4:
+                    words.append(Word(rng.randrange(len(WORDS)), row, column))
+                elif rng.random() < 0.9:
+                    numbers.append(Number(rng.choice(_NUMBERS), row, column))
+        elif style == "list":
+            # Columns of words, most with a number on their right.
+            pitch = rng.choice((2, 3))
+            margin = rng.randint(0, size.columns % pitch)
+            starts = range(margin, size.columns - 1, pitch)
+            places = [(row, column) for row in range(size.rows) for column in starts]
+            count = min(max(3, round(rng.uniform(0.5, 0.95) * len(places))), most)
+            names = rng.sample(range(len(WORDS)), count)
+            values = rng.sample(_NUMBERS, count)
+            for place, name, value in zip(
+                sorted(rng.sample(places, count)), names, values, strict=True
+            ):
+                words.append(Word(name, *place))
+                if len(numbers) < 2 or rng.random() < 0.9:
+                    numbers.append(Number(value, place[0], place[1] + 1, words[-1]))
+        else:
+            # One row of words above the columns and one column of words beside the rows.
+            columns = rng.randint(2, min(6, size.columns - 1, most - 2))
+            rows = rng.randint(2, min(size.rows - 1, most - columns))
+            top = rng.randint(0, size.rows - 1 - rows)
+            edge = rng.randint(0, size.columns - 1 - columns)
+            names = rng.sample(range(len(WORDS)), rows + columns)
+            heads = [Word(name, top, edge + 1 + i) for i, name in enumerate(names[:columns])]
+            labels = [Word(name, top + 1 + i, edge) for i, name in enumerate(names[columns:])]
+            cells = [(label, head) for label in labels for head in heads]
+            for (label, head), value in zip(cells, rng.sample(_NUMBERS, len(cells)), strict=True):
+                numbers.append(Number(value, label.row, head.column, label, head))
+            words = heads + labels
+        return cls(style, size, tuple(words), tuple(numbers))
 
 
 def render_pages(
@@ -231,20 +241,6 @@ def render_pages(
     return add_grain(paper * (1 - ink) + text * ink, generator), centres
 
 
-def split_patches(images: Tensor, size: Size) -> Tensor:
-    """Normalised patches (B, N, MERGE², 3 · PATCH²) bf16, in the order of their tokens.
-
-    The images (B, 3, H, W) uint8 are resized, both as the image processor does it.
-    """
-    if tuple(images.shape[2:]) != size.pixels:
-        images = F.interpolate(images.float(), size.pixels, mode="bicubic", antialias=True)
-        images = images.round().clamp(0, 255).to(torch.uint8)
-    values = normalize_pixels(images)
-    view = values.view(len(values), 3, size.rows, MERGE, PATCH, size.columns, MERGE, PATCH)
-    patches = view.permute(0, 2, 5, 3, 6, 1, 4, 7)
-    return patches.reshape(len(values), size.tokens, MERGE * MERGE, 3 * PATCH * PATCH)
-
-
 @functools.cache
 def _line_blocks() -> Tensor:
     """Coverage (W + 100, PATCH, TOKEN) of all words in capitals, and all numbers of two digits."""
@@ -255,10 +251,10 @@ def _line_blocks() -> Tensor:
         y = (torch.arange(PATCH) + 0.5 - PATCH / 2) / half_y
         grid = torch.stack(torch.meshgrid(y, x, indexing="ij")[::-1], -1)
         grid = grid.expand(len(glyphs), -1, -1, -1)
-        return F.grid_sample(glyphs, grid, align_corners=False)[:, 0]
+        return F.grid_sample(glyphs[:, None], grid, align_corners=False)[:, 0]
 
-    letters = draw(load_glyphs("letters"), 6, 2.6, 5.4)
-    digits = draw(load_glyphs("digits"), 11, 4.2, 5.8)
+    letters = draw(GLYPHS["letters"], 6, 2.6, 5.4)
+    digits = draw(GLYPHS["digits"], 11, 4.2, 5.8)
     places = [[ord(letter) - ord("a") for letter in word] for word in WORDS]
     words = F.pad(letters[torch.tensor(places)].transpose(1, 2).flatten(2), (2, 2))
     tens, units = torch.arange(100) // 10, torch.arange(100) % 10

@@ -164,9 +164,17 @@ class Questions:
                     slots = {"name": anchor.name, "relation": relation}
                     yield patches(target, anchor), f"{name}{target.digit}", slots
             case "existence":
-                thing, absent = rng.choice(things), self._pick_absent_name(things)
-                yield patches(thing), "yes", {"a_name": with_article(thing.name)}
-                yield (), "no", {"a_name": with_article(absent)}
+                thing, taken = rng.choice(things), {(t.colour, t.shape) for t in things}
+                # A name that no shape has; usually its colour and its form both occur.
+                colours, shapes = (sorted(set(part)) for part in zip(*taken, strict=True))
+                names = [name for name in product(colours, shapes) if name not in taken]
+                if not names or rng.random() < 0.2:
+                    every = product(range(len(COLOURS)), range(len(SHAPES)))
+                    names = [name for name in every if name not in taken]
+                colour, shape = rng.choice(names)
+                absent = replace(thing, colour=colour, shape=shape)
+                yield patches(thing), "yes", {"a_name": thing.name_with_article}
+                yield (), "no", {"a_name": absent.name_with_article}
             case "reading":
                 thing = rng.choice(things)
                 likely = digits if rng.random() < 0.5 else list(range(10))
@@ -185,17 +193,6 @@ class Questions:
                 near = rng.choice([n for n in (count - 1, count + 1) if 0 <= n <= _MAX_COUNT])
                 yield patches(*group), "yes", {"number": count, "plural": plural}
                 yield patches(*group), "no", {"number": near, "plural": plural}
-
-    def _pick_absent_name(self, things: Sequence[Thing]) -> str:
-        """A name that no shape in the scene has; usually its colour and its form both occur."""
-        taken = {(thing.colour, thing.shape) for thing in things}
-        colours, shapes = (sorted(set(part)) for part in zip(*taken, strict=True))
-        absent = [pair for pair in product(colours, shapes) if pair not in taken]
-        if not absent or self.rng.random() < 0.2:
-            pairs = product(range(len(COLOURS)), range(len(SHAPES)))
-            absent = [pair for pair in pairs if pair not in taken]
-        colour, shape = self.rng.choice(absent)
-        return f"{COLOURS[colour]} {SHAPES[shape]}"
 
     def _pick_group(self, things: Sequence[Thing]) -> tuple[list[Thing], str]:
         """All shapes of one colour or form, and their name; sizes that occur are equally likely."""
@@ -243,8 +240,3 @@ class Questions:
                 absent = rng.choice([text for text in WORDS if text not in texts])
                 yield places(word), "yes", {"word": word.text}
                 yield (), "no", {"word": absent}
-
-
-def with_article(name: str) -> str:
-    """The name with its indefinite article: "a red square", "an orange circle"."""
-    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"

@@ -28,6 +28,11 @@ PATCHES = GRID**2
 """N of mini-LLaVA."""
 
 _TABLES = tomllib.loads(Path(__file__).with_name("pictures.toml").read_text(encoding="utf-8"))
+GLYPHS = {
+    name: torch.tensor([[[float(bit) for bit in row] for row in glyph.split()] for glyph in glyphs])
+    for name, glyphs in _TABLES["glyphs"].items()
+}
+"""Dots (G, 7, 5) of all digits, and of all capitals."""
 COLOURS: tuple[str, ...] = tuple(_TABLES["colours"])
 SHAPES: tuple[str, ...] = tuple(_TABLES["shapes"])
 WORDS: tuple[str, ...] = tuple(_TABLES["words"])
@@ -74,6 +79,11 @@ class Thing:
         """Colour and form, such as "red square"; unique within a scene."""
         return f"{COLOURS[self.colour]} {SHAPES[self.shape]}"
 
+    @property
+    def name_with_article(self) -> str:
+        """Such as "a red square" or "an orange circle"."""
+        return f"{'an' if self.name[0] in 'aeiou' else 'a'} {self.name}"
+
 
 @dataclass(frozen=True)
 class Sign:
@@ -113,67 +123,71 @@ class Scene:
                 return other
         return None
 
+    @classmethod
+    def draw(cls, rng: random.Random, style: Style) -> Scene:
+        """A random scene of few colours and forms, so that most distractors share one of them."""
+        cells = [(row, column) for row in range(CELLS) for column in range(CELLS)]
+        if style == "ring":
+            cells = [cell for cell in cells if {0, CELLS - 1} & {*cell}]
+        if style == "bands":
+            start = rng.randrange(2)
+            axis = 0 if rng.random() < 0.5 else 1
+            cells = [cell for cell in cells if cell[axis] % 2 == start]
+        rng.shuffle(cells)
+        # Signs, on pairs of free cells side by side.
+        scattered = rng.randint(0, 1)
+        counts = {"signs": 2, "scattered": scattered, "crowded": 1, "ring": 1, "bands": 0}
+        colours, signs = rng.sample(range(len(COLOURS)), counts[style]), list[Sign]()
+        starts = [(row, column) for row in range(CELLS) for column in range(CELLS - 1)]
+        rng.shuffle(starts)
+        for row, column in starts:
+            pair = {(row, column), (row, column + 1)}
+            if len(signs) == len(colours) or not pair <= {*cells}:
+                continue
+            cells = [cell for cell in cells if cell not in pair]
+            length = rng.randint(2, MAX_DIGITS)
+            start = column * CELL_PATCHES + rng.randint(0, 2 * CELL_PATCHES - length)
+            number = tuple(rng.randrange(10) for _ in range(length))
+            top = row * CELL_PATCHES + rng.randrange(CELL_PATCHES)
+            signs.append(Sign(colours[len(signs)], number, top, start))
+        # Shapes, in cells that are left.
+        ranges = {"signs": (4, 7), "scattered": (5, 9), "crowded": (9, MAX_SHAPES)}
+        count = min(len(cells), rng.randint(*ranges.get(style, (5, 8))))
+        colour_count = rng.randint(3, 4)
+        form_count = len(SHAPES) if count > 3 * colour_count - 1 else rng.randint(3, 4)
+        colours = rng.sample(range(len(COLOURS)), colour_count)
+        shapes = rng.sample(range(len(SHAPES)), form_count)
+        names = [(colour, shape) for colour in colours for shape in shapes]
+        radii = (9.0, 11.0) if style == "crowded" else (10.5, 13.5)
+        return cls.place(rng, names, cells, min(count, len(names)), radii, tuple(signs))
 
-def draw_scene(rng: random.Random, style: Style) -> Scene:
-    """Draw a random scene of few colours and forms, so that most distractors share one of them."""
-    cells = [(row, column) for row in range(CELLS) for column in range(CELLS)]
-    if style == "ring":
-        cells = [cell for cell in cells if {0, CELLS - 1} & {*cell}]
-    if style == "bands":
-        start = rng.randrange(2)
-        axis = 0 if rng.random() < 0.5 else 1
-        cells = [cell for cell in cells if cell[axis] % 2 == start]
-    rng.shuffle(cells)
-    # Signs, on pairs of free cells side by side.
-    sign_counts = {"signs": 2, "scattered": rng.randint(0, 1), "crowded": 1, "ring": 1, "bands": 0}
-    colours, signs = rng.sample(range(len(COLOURS)), sign_counts[style]), list[Sign]()
-    starts = [(row, column) for row in range(CELLS) for column in range(CELLS - 1)]
-    rng.shuffle(starts)
-    for row, column in starts:
-        pair = {(row, column), (row, column + 1)}
-        if len(signs) == len(colours) or not pair <= {*cells}:
-            continue
-        cells = [cell for cell in cells if cell not in pair]
-        length = rng.randint(2, MAX_DIGITS)
-        start = column * CELL_PATCHES + rng.randint(0, 2 * CELL_PATCHES - length)
-        number = tuple(rng.randrange(10) for _ in range(length))
-        top = row * CELL_PATCHES + rng.randrange(CELL_PATCHES)
-        signs.append(Sign(colours[len(signs)], number, top, start))
-    # Shapes, in cells that are left.
-    ranges = {"signs": (4, 7), "scattered": (5, 9), "crowded": (9, MAX_SHAPES)}
-    count = min(len(cells), rng.randint(*ranges.get(style, (5, 8))))
-    colour_count = rng.randint(3, 4)
-    form_count = len(SHAPES) if count > 3 * colour_count - 1 else rng.randint(3, 4)
-    colours = rng.sample(range(len(COLOURS)), colour_count)
-    shapes = rng.sample(range(len(SHAPES)), form_count)
-    names = [(colour, shape) for colour in colours for shape in shapes]
-    radii = (9.0, 11.0) if style == "crowded" else (10.5, 13.5)
-    return Scene(place_things(rng, names, cells, min(count, len(names)), radii), tuple(signs))
+    @classmethod
+    def place(
+        cls,
+        rng: random.Random,
+        names: Sequence[tuple[int, int]],
+        cells: Sequence[tuple[int, int]],
+        count: int,
+        radii: tuple[float, float],
+        signs: tuple[Sign, ...] = (),
+    ) -> Scene:
+        """A scene with `count` of the names (colour, form) in the first cells (row, column).
 
-
-def place_things(
-    rng: random.Random,
-    names: Sequence[tuple[int, int]],
-    cells: Sequence[tuple[int, int]],
-    count: int,
-    radii: tuple[float, float],
-) -> tuple[Thing, ...]:
-    """Shapes of `count` of the names (colour, form) in the first cells (row, column).
-
-    `radii` are the smallest and the largest, in pixels.
-    """
-    digits: list[int] = []
-    while len(digits) < count:
-        digits += rng.sample(range(10), 10)
-    return tuple(
-        Thing(
-            colour, shape, digit, row, column, rng.uniform(*radii),
-            (rng.uniform(-2.5, 2.5), rng.uniform(-2.5, 2.5)),
-        )
-        for (colour, shape), digit, (row, column) in zip(
-            rng.sample(names, count), digits, cells, strict=False
-        )
-    )  # fmt: skip
+        `radii` are the smallest and the largest, in pixels.
+        """
+        digits: list[int] = []
+        while len(digits) < count:
+            digits += rng.sample(range(10), 10)
+        things = tuple(
+            Thing(
+                colour, shape, digit, row, column, rng.uniform(*radii),
+                (rng.uniform(-2.5, 2.5), rng.uniform(-2.5, 2.5)),
+            )
+            for (colour, shape), digit, (row, column) in zip(
+                rng.sample(names, count), digits, cells, strict=False
+            )
+        )  # fmt: skip
+        return cls(things, signs)
 
 
 def render_scenes(scenes: Sequence[Scene], cells: int, seed: int) -> tuple[Tensor, list[Scene]]:
@@ -302,17 +316,10 @@ def _offsets(side: int, shift: Tensor) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def load_glyphs(name: Literal["digits", "letters"]) -> Tensor:
-    """Dots (G, 1, 7, 5) of all digits, or of all capitals."""
-    glyphs = [[[float(bit) for bit in row] for row in glyph.split()]
-              for glyph in _TABLES["glyphs"][name]]  # fmt: skip
-    return torch.tensor(glyphs)[:, None]
-
-
 def _mix(colour: Tensor, digit: Tensor, x: Tensor, y: Tensor, generator: torch.Generator) -> Tensor:
     """Pixels (M, 3, h, w) of colours with a little noise; digits are centred where x, y are 0."""
     grid = torch.stack((x / _GLYPH_X, y / _GLYPH_Y), dim=-1)
-    ink = F.grid_sample(load_glyphs("digits")[digit], grid, align_corners=False)
+    ink = F.grid_sample(GLYPHS["digits"][digit, None], grid, align_corners=False)
     paints = _TABLES["colours"].values()
     rgb = torch.tensor([paint["rgb"] for paint in paints]).float()[colour]
     rgb = rgb + 10 * torch.randn(len(colour), 3, generator=generator)

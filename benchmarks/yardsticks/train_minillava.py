@@ -20,7 +20,7 @@ from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
 
 from benchmarks.yardsticks import scenes, training
 from benchmarks.yardsticks.examples import CLIP, LLAVA, PROMPT, keep_first
-from benchmarks.yardsticks.questions import BRIEF, SEEN, Questions, with_article
+from benchmarks.yardsticks.questions import BRIEF, SEEN, Questions
 from benchmarks.yardsticks.scenes import (
     CELL_PATCHES,
     CELLS,
@@ -80,7 +80,7 @@ def _draw_scenes(seed: int, size: int, max_shapes: int | None = None) -> tuple[T
     name, is right half of the time, and stays there.
     """
     rng = random.Random(seed)
-    drawn = [scenes.draw_scene(rng, rng.choice(scenes.TRAINING_STYLES)) for _ in range(size)]
+    drawn = [Scene.draw(rng, rng.choice(scenes.TRAINING_STYLES)) for _ in range(size)]
     if max_shapes is not None:
         for index, scene in enumerate(drawn):
             things = scene.things[:max_shapes]
@@ -144,7 +144,7 @@ def _draw_phrases(seed: int, drawn: Sequence[Scene]) -> tuple[list[str], Tensor]
                 if digits.count(part.digit) == 1 and rng.random() < 0.35:
                     texts.append(f"the digit {part.digit}")
                 else:
-                    names = (part.name, with_article(part.name), f"the {part.name}")
+                    names = (part.name, part.name_with_article, f"the {part.name}")
                     texts.append(rng.choice(names))
             patches = scene.patches[part]
             targets[index, row, list(patches)] = 1 / len(patches)
@@ -181,7 +181,7 @@ def _draw_texts(
             kept.append(keep_first(rng, evidence, budget, PATCHES))
         pictures.append(texts)
     start = len(words.encode(_BEFORE_IMAGE).ids) + len(kept[0])
-    return torch.tensor(kept), training.build_texts(words, pictures, start, "</s>", "<pad>")
+    return torch.tensor(kept), TextBatch.build(words, pictures, start, "</s>", "<pad>")
 
 
 def train(run: training.Training) -> None:
@@ -268,14 +268,14 @@ def train(run: training.Training) -> None:
     clip.requires_grad_(False)
     run.run_stage(2, {"projector": projector, "model": model}, phrase_loss)
     run.run_stage(3, {"projector": projector, "model": model}, question_loss)
-    training.write_checkpoint(run.out / "clip", CLIP, {"": clip})
+    run.write_checkpoint(CLIP, {"": clip}, "clip")
     parts = {
         "vision_tower.vision_model.": clip.vision_model,
         "multi_modal_projector.": projector,
         "language_model.": model,
     }
-    training.write_checkpoint(run.out / "llava", LLAVA, parts)
+    run.write_checkpoint(LLAVA, parts, "llava")
 
 
 if __name__ == "__main__":
-    training.start("minillava", train)
+    training.Training.start("minillava", train)

@@ -126,12 +126,12 @@ def _draw_pictures(
     if divisor > 1:
         seen = _shrink_size(size, size.tokens // divisor)
     rng, most_shapes = random.Random(seed), most or pages.MOST_SHAPES
-    scenes = [pages.draw_rectangle(rng, size, most_shapes) for _ in range(scene_count)]
-    images, scenes = pages.render_rectangles(scenes, size, seed)
+    scenes = [size.draw_scene(rng, most_shapes) for _ in range(scene_count)]
+    images, scenes = size.render_scenes(scenes, seed)
     texts = []
     for _ in range(page_count):
         style: pages.PageStyle = "full" if plain else rng.choice(pages.PAGE_STYLES)
-        texts.append(pages.draw_page(rng, style, size, most or len(WORDS)))
+        texts.append(Page.draw(rng, style, size, most or len(WORDS)))
     page_images, centres = pages.render_pages(texts, seed)
     # Picture, centre in pixels, half extents and labels of every shape, word and number.
     items: list[list[float]] = []
@@ -155,7 +155,7 @@ def _draw_pictures(
             items.append([index, *place, TOKEN / 2, PATCH / 2, *named, *[UNLABELLED] * 5])
     contents: list[Scene | Page] = [*scenes, *texts]
     labels = _label_patches(torch.tensor(items), len(contents), size, seen)
-    patches = pages.split_patches(torch.cat((images, page_images)), seen)
+    patches = seen.split_patches(torch.cat((images, page_images)))
     return _Pictures(size, seen, patches, labels, contents)
 
 
@@ -300,9 +300,10 @@ def train(run: training.Training) -> None:
     model = _build_model()
     tower, language = model.model.visual, model.model.language_model
     heads, embed = training.DenseHeads(_VISION_WIDTH, _FIELDS), model.get_input_embeddings()
-    reading, towers, naming, phrases, questions = run.recipe.stages
+    _, _, naming, phrases, questions = run.recipe.stages
 
-    def dense_loss(stage: training.Stage, plain: bool, seed: int, step: int) -> Tensor:
+    def dense_loss(number: int, seed: int, step: int) -> Tensor:
+        stage, plain = run.recipe.stages[number], number == 0
         scenes = stage.images // 3
         pictures = _draw_pictures(seed, stage.views, scenes, stage.images - scenes, plain)
         return heads.loss(pictures.encode(tower)[0], pictures.labels, _FIELD_WEIGHTS)
@@ -319,7 +320,7 @@ def train(run: training.Training) -> None:
         before, after = (torch.tensor(words.encode(text).ids) for text in (_LEAD, _BETWEEN))
         behind_image = len(before) + max(seen.rows, seen.columns)
         start = behind_image + len(after)
-        texts = training.build_texts(words, asked, start, "<|im_end|>", "<|endoftext|>")
+        texts = training.TextBatch.build(words, asked, start, "<|im_end|>", "<|endoftext|>")
         _, image, levels = pictures.encode(tower)
         count = len(kept)
         rows = torch.arange(count)[:, None]
@@ -368,8 +369,8 @@ def train(run: training.Training) -> None:
     rows = (tower.merger, tower.deepstack_merger_list)
     patches = (tower.patch_embed, tower.pos_embed, tower.blocks)
     stages: Sequence[tuple[Sequence[nn.Module], Callable[[int, int], Tensor]]] = (
-        (patches, partial(dense_loss, reading, True)),
-        (patches, partial(dense_loss, towers, False)),
+        (patches, partial(dense_loss, 0)),
+        (patches, partial(dense_loss, 1)),
         ((*rows, language.embed_tokens), naming_loss),
         ((*rows, language), phrase_loss),
         ((*rows, language), question_loss),
@@ -380,8 +381,8 @@ def train(run: training.Training) -> None:
         for part in trained:
             part.requires_grad_(True)
         run.run_stage(number, {"model": model, "heads": heads}, loss)
-    training.write_checkpoint(run.out, _QWEN, {"": model})
+    run.write_checkpoint(_QWEN, {"": model})
 
 
 if __name__ == "__main__":
-    training.start("miniqwen", train)
+    training.Training.start("miniqwen", train)

@@ -39,7 +39,7 @@ _TABLES = ("embed", "lm_head", "heads")
 _PREFIX, _PADDING = -1, -2
 
 
-class Stage(FrozenModel):
+class _Stage(FrozenModel):
     """One stage of a recipe; `recipes.toml` says what the fields mean."""
 
     name: str
@@ -54,9 +54,15 @@ class Stage(FrozenModel):
 class Recipe(FrozenModel):
     """Stages, and relative frequencies of kinds by what a picture shows."""
 
-    stages: tuple[Stage, ...]
+    stages: tuple[_Stage, ...]
     questions: Mapping[str, Mapping[str, int]]
     phrases: Mapping[str, Mapping[str, int]]
+
+    @classmethod
+    def read(cls, model: Model) -> Recipe:
+        """The recipe of a model."""
+        path = Path(__file__).with_name("recipes.toml")
+        return cls.model_validate(tomllib.loads(path.read_text(encoding="utf-8"))[model])
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,17 @@ class Training:
     out: Path
     seed: int = 7
     steps_scale: float = 1.0
+
+    @classmethod
+    def start(cls, model: Model, train: Callable[[Training], None]) -> None:
+        """Train a model as the command line says."""
+        parser = CommandParser(description=f"Train {model} from scratch.")
+        parser.add_argument("--out", type=Path, required=True, help="folder for what is trained")
+        parser.add_argument("--seed", type=int, default=7, help="seed of the run")
+        torch.set_flush_denormal(True)
+        # Two batches at once use two cores better than two threads do in a single one.
+        torch.set_num_threads(1)
+        train(cls(Recipe.read(model), **vars(parser.parse_args())))
 
     def run_stage(
         self, number: int, modules: Mapping[str, nn.Module], loss: Callable[[int, int], Tensor]
@@ -128,40 +145,25 @@ class Training:
                 mean = fmean(losses[-_LOG_EVERY:])
                 print(f"[{stage.name}] {step + 1}/{steps} loss={mean:.3f}", flush=True)
 
+    def write_checkpoint(
+        self, committed: Path, modules: Mapping[str, nn.Module], part: str = ""
+    ) -> None:
+        """Write weights in bf16 beside the committed checkpoint's configuration and tokenizer.
 
-def start(model: Model, train: Callable[[Training], None]) -> None:
-    """Train a model as the command line says."""
-    parser = CommandParser(description=f"Train {model} from scratch.")
-    parser.add_argument("--out", type=Path, required=True, help="folder for what is trained")
-    parser.add_argument("--seed", type=int, default=7, help="seed of the run")
-    torch.set_flush_denormal(True)
-    # Two batches at once use two cores better than two threads do in a single one.
-    torch.set_num_threads(1)
-    train(Training(_read_recipe(model), **vars(parser.parse_args())))
-
-
-def _read_recipe(model: Model) -> Recipe:
-    """The recipe of a model."""
-    path = Path(__file__).with_name("recipes.toml")
-    return Recipe.model_validate(tomllib.loads(path.read_text(encoding="utf-8"))[model])
-
-
-def write_checkpoint(folder: Path, committed: Path, modules: Mapping[str, nn.Module]) -> None:
-    """Write weights in bf16 beside the committed checkpoint's configuration and tokenizer.
-
-    Modules are by the prefix of their weights' names.
-    """
-    ignored = shutil.ignore_patterns("*.safetensors")
-    shutil.copytree(committed, folder, ignore=ignored, dirs_exist_ok=True)
-    weights = {
-        prefix + name: value.detach().to(torch.bfloat16).contiguous().clone()
-        for prefix, module in modules.items()
-        for name, value in module.state_dict().items()
-        # A table of positions is no weight, and mini-Qwen3-VL's head is tied to the embeddings.
-        if not name.endswith("position_ids") and (prefix or name != "lm_head.weight")
-    }
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    print(f"wrote {folder}", flush=True)
+        Modules are by the prefix of their weights' names.
+        """
+        folder = self.out / part
+        ignored = shutil.ignore_patterns("*.safetensors")
+        shutil.copytree(committed, folder, ignore=ignored, dirs_exist_ok=True)
+        weights = {
+            prefix + name: value.detach().to(torch.bfloat16).contiguous().clone()
+            for prefix, module in modules.items()
+            for name, value in module.state_dict().items()
+            # A table of positions is no weight, and mini-Qwen3-VL's head is tied to the embeddings.
+            if not name.endswith("position_ids") and (prefix or name != "lm_head.weight")
+        }
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        print(f"wrote {folder}", flush=True)
 
 
 def _attend_in_place(
@@ -233,6 +235,38 @@ class TextBatch:
     positions: Tensor
     blocks: Tensor
 
+    @classmethod
+    def build(
+        cls,
+        tokenizer: Tokenizer,
+        pictures: Sequence[Sequence[Question]],
+        start: int,
+        end: str,
+        pad: str,
+    ) -> TextBatch:
+        """Tokenise the questions about each picture, with their answers, into one block each.
+
+        `start` is the position of every block; `end` is the token behind every answer.
+        """
+        end_id, pad_id = (tokenizer.encode(token).ids[0] for token in (end, pad))
+        # Of every token: id, label, position, block.
+        sequences: list[list[tuple[int, ...]]] = []
+        for questions in pictures:
+            sequence: list[tuple[int, ...]] = []
+            for block, question in enumerate(questions):
+                parts = (question.text, f" {question.answer}")
+                text, answer = (tokenizer.encode(part).ids for part in parts)
+                tokens = [*text, *answer, end_id]
+                # The label of a position is the token that follows it.
+                labels = [*[UNLABELLED] * (len(text) - 1), *answer, end_id, UNLABELLED]
+                positions = range(start, start + len(tokens))
+                sequence += zip(tokens, labels, positions, repeat(block), strict=False)
+            sequences.append(sequence)
+        fill = (pad_id, UNLABELLED, 0, _PADDING)
+        longest = max(1, *map(len, sequences))
+        padded = [[*sequence, *[fill] * (longest - len(sequence))] for sequence in sequences]
+        return cls(*torch.tensor(padded).unbind(-1))
+
     def mask(self, prefix: int) -> Tensor:
         """Additive bf16 mask (B, 1, T, T): a token sees the prefix and the past of its block."""
         blocks = F.pad(self.blocks, (prefix, 0), value=_PREFIX)
@@ -245,30 +279,3 @@ class TextBatch:
         """Cross entropy on answer tokens; `head` makes logits of the states (B, L, D)."""
         labelled = self.labels >= 0
         return F.cross_entropy(head(hidden[labelled]).float(), self.labels[labelled])
-
-
-def build_texts(
-    tokenizer: Tokenizer, pictures: Sequence[Sequence[Question]], start: int, end: str, pad: str
-) -> TextBatch:
-    """Tokenise the questions about each picture, with their answers, into one block each.
-
-    `start` is the position of every block; `end` is the token behind every answer.
-    """
-    end_id, pad_id = (tokenizer.encode(token).ids[0] for token in (end, pad))
-    # Of every token: id, label, position, block.
-    sequences: list[list[tuple[int, ...]]] = []
-    for questions in pictures:
-        sequence: list[tuple[int, ...]] = []
-        for block, question in enumerate(questions):
-            parts = (question.text, f" {question.answer}")
-            text, answer = (tokenizer.encode(part).ids for part in parts)
-            tokens = [*text, *answer, end_id]
-            # The label of a position is the token that follows it.
-            labels = [*[UNLABELLED] * (len(text) - 1), *answer, end_id, UNLABELLED]
-            positions = range(start, start + len(tokens))
-            sequence += zip(tokens, labels, positions, repeat(block), strict=False)
-        sequences.append(sequence)
-    fill = (pad_id, UNLABELLED, 0, _PADDING)
-    longest = max(1, *map(len, sequences))
-    padded = [[*sequence, *[fill] * (longest - len(sequence))] for sequence in sequences]
-    return TextBatch(*torch.tensor(padded).unbind(-1))

@@ -164,10 +164,17 @@ class Yardstick(ABC):
         """Ids of a text without special tokens of its own."""
         return self.tokenizer(text, add_special_tokens=False).input_ids
 
+    @staticmethod
+    def pad_ids(rows: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
+        """Ids (M, L) padded on the right with the last of each row, and which are no padding."""
+        longest = max(map(len, rows))
+        padded = torch.tensor([row + row[-1:] * (longest - len(row)) for row in rows])
+        return padded, torch.arange(longest) < torch.tensor([[len(row)] for row in rows])
+
     def embed_content_words(self, batch: Sequence[Example]) -> Words:
         """The content words of the questions, in the language model's input embeddings."""
         words = [split_content_words(example.question) for example in batch]
-        ids, used = pad_ids([[token for word in row for token in self.token_ids(word)]
+        ids, used = self.pad_ids([[token for word in row for token in self.token_ids(word)]
                              for row in words])  # fmt: skip
         return Words(self.network.get_input_embeddings()(ids), used)
 
@@ -189,7 +196,7 @@ class Yardstick(ABC):
         end = self.tokenizer.eos_token_id
         answers = [[*self.token_ids(f" {example.answer}"), end] for example in examples]
         pairs = zip(questions, answers, strict=True)
-        texts, _ = pad_ids([question + answer[:-1] for question, answer in pairs])
+        texts, _ = self.pad_ids([question + answer[:-1] for question, answer in pairs])
         embed = self.network.get_input_embeddings()
         before = embed(torch.tensor(self.token_ids(lead)))
         embeds = (before.expand(len(examples), -1, -1), rows.to(before.dtype), embed(texts))
@@ -206,13 +213,6 @@ class Yardstick(ABC):
             right.append(bool((predicted.argmax(-1) == expected).all()))
             logprob.append(predicted.gather(1, expected[:, None]).sum())
         return Scores(torch.tensor(right), torch.stack(logprob), rows.shape[1])
-
-
-def pad_ids(rows: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
-    """Ids (M, L) padded on the right with the last of each row, and which are no padding."""
-    longest = max(map(len, rows))
-    padded = torch.tensor([row + row[-1:] * (longest - len(row)) for row in rows])
-    return padded, torch.arange(longest) < torch.tensor([[len(row)] for row in rows])
 
 
 @contextmanager

@@ -9,13 +9,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.common.requests import build_content
 from benchmarks.server import Server
-from benchmarks.yardsticks.examples import Example, png_url
+from benchmarks.yardsticks.examples import Example
 from vllm_autoprune.http_client import CHAT
 
 
 def body(server: Server, example: Example, **more: object) -> dict[str, Any]:
     """A chat request that asks an example's question about its image."""
-    content = build_content(example.question, [png_url(example.image)])
+    content = build_content(example.question, [example.png_url])
     turn = {"role": "user", "content": content}
     sampling = {"temperature": 0, "max_tokens": 4}
     return {"model": server.model, "messages": [turn], **sampling, **more}

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks.server import Server, serve
-from benchmarks.yardsticks.examples import CHECKPOINTS, as_picture, png_url
+from benchmarks.yardsticks.examples import CHECKPOINTS, as_picture
 from tests.serving.conftest import COMMON
 from tests.serving.engine import LLAVA, Engine, examples, greedy, start
 from tests.serving.runners import Runner, in_engine
@@ -36,7 +36,7 @@ BUDGET, SHIPPED = "x-autoprune-budget", "x-autoprune-state"
 GRID = [1, 4, 12]
 UNREAD = "send the picture"
 
-IMAGE, URL = as_picture(examples(1)[0].image), png_url(examples(1)[0].image)
+IMAGE, URL = as_picture(examples(1)[0].image), examples(1)[0].png_url
 
 # ---- LLM.generate and LLM.chat ----
 

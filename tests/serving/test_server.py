@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from benchmarks.server import Server, serve
-from benchmarks.yardsticks.examples import as_picture, draw_examples, format_prompt, png_url
+from benchmarks.yardsticks.examples import as_picture, draw_examples, format_prompt
 from tests.pins.table import read
 from tests.serving.conftest import COMMON, PRUNED
 from tests.serving.engine import CLIP, LLAVA, STATE, TOKENS, examples, raw_prompt
@@ -94,11 +94,11 @@ def chat_shot(number: int, url: str) -> list[dict[str, object]]:
 
 
 def test_screenshots_of_an_agent_stay_in_the_prefix_cache(pruned: Server) -> None:
-    images = {example.image_id: example.image for example in draw_examples("test", 10)}
+    images = {example.image_id: example for example in draw_examples("test", 10)}
     talk: list[object] = [{"role": "user", "content": "How many shapes?"}]
     before = 0
-    for number, image in enumerate(images.values()):
-        talk += chat_shot(number, png_url(image))
+    for number, example in enumerate(images.values()):
+        talk += chat_shot(number, example.png_url)
         request = {"model": pruned.model, "temperature": 0, "messages": talk, "max_tokens": 1}
         status, answer = pruned.post(CHAT, request)
         assert status == 200, answer

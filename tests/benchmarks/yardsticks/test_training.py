@@ -26,7 +26,7 @@ def test_one_seed_gives_one_checkpoint(
     name: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program = train_minillava if name == "minillava" else train_miniqwen
-    recipe = training._read_recipe(name)
+    recipe = training.Recipe.read(name)
     # Three images show every kind of label; more of them only take longer.
     stages = tuple(stage.model_copy(update={"images": 3}) for stage in recipe.stages)
     recipe = recipe.model_copy(update={"stages": stages})
