@@ -29,17 +29,9 @@ from pydantic import ValidationError
 from benchmarks import BenchmarkError
 from benchmarks.common.client import Client, Record
 from benchmarks.common.report import environment
-from benchmarks.load.result import (
-    COUNTERS,
-    Result,
-    format_result,
-    list_interference,
-    list_reasons,
-    summarize,
-    write_result,
-)
+from benchmarks.load.result import COUNTERS, Result, Summary
 from benchmarks.load.settings import LOCUST_FIELDS, RunOptions
-from benchmarks.load.workload import load_prepared
+from benchmarks.load.workload import Prepared
 from vllm_autoprune.cli.flags import add_flags, flag_problems
 from vllm_autoprune.errors import AutopruneError, ConfigError
 from vllm_autoprune.http_client import FAILURES, ServerClient
@@ -61,7 +53,7 @@ class _LoadTest:
 
     def __init__(self, locust: Environment, options: RunOptions) -> None:
         self._locust, self._options = locust, options
-        self._prepared = load_prepared(options.workload)
+        self._prepared = Prepared.read(options.workload)
         self._client = Client(options.host, self._now, connection=options)
         count = len(self._prepared.measured)
         self._schedule = enumerate(options.load.due(count))
@@ -76,16 +68,17 @@ class _LoadTest:
         self._zero = self._cpu = 0.0
         self._late = [0.0]
         self._broken = ""
-        locust.events.test_start.add_listener(self._warm_up)
-        locust.events.spawning_complete.add_listener(self._begin)
+        locust.events.test_start.add_listener(self.warm_up)
+        locust.events.spawning_complete.add_listener(self.begin)
         locust.events.test_stopping.add_listener(lambda **_: self._stop.set())
-        locust.events.quitting.add_listener(self._judge)
+        locust.events.quitting.add_listener(self.judge)
 
     def _now(self) -> float:
         """Seconds since the start of the schedule."""
         return time.perf_counter() - self._zero
 
-    def _warm_up(self, **_: object) -> None:
+    def warm_up(self, **_: object) -> None:
+        """Send the requests of the warm-up, before the clock starts."""
         pool = Pool(_WARM_UP_AT_ONCE)
         for body in self._prepared.warm_up:
             pool.spawn(self._client.send, body)
@@ -95,7 +88,7 @@ class _LoadTest:
         gc.collect()
         gc.freeze()
 
-    def _begin(self, **_: object) -> None:
+    def begin(self, **_: object) -> None:
         """Start the schedule: all users wait for it."""
         self._zero, self._cpu = time.perf_counter(), time.process_time()
         gevent.spawn(self._measure_lag)
@@ -161,14 +154,14 @@ class _LoadTest:
         self._broken = self._broken or reason
         self._stop.set()
 
-    def _judge(self, **_: object) -> None:
+    def judge(self, **_: object) -> None:
         """Judge the run, write and print its result, and set the exit status."""
         options, records, before = self._options, self._records, self._counters
         after = None if before is None else _read_counters(options)
         result = Result(
             workload=self._prepared.workload,
             options=options,
-            summary=summarize([records], options),
+            summary=Summary.of([records], options),
             # A labelled counter appears with its first event, so that before it there was none.
             counters=after
             and {name: total - (before or {}).get(name, 0.0) for name, total in after.items()},
@@ -177,13 +170,13 @@ class _LoadTest:
             broken=self._broken or ("stopped before its end" if self._working else ""),
             environment=self._environment,
         )
-        accepted = list_interference(result, records) if options.shared else ()
-        update = {"reasons": tuple(list_reasons(result, records)), "accepted": tuple(accepted)}
+        accepted = result.list_interference(records) if options.shared else ()
+        update = {"reasons": tuple(result.list_reasons(records)), "accepted": tuple(accepted)}
         result = result.model_copy(update=update)
-        print("\n".join(format_result(result)), flush=True)
+        print("\n".join(result.format()), flush=True)
         self._locust.process_exit_code = 0 if result.valid else 1
         try:
-            write_result(options.out, result, records)
+            result.write(options.out, records)
         except OSError as error:
             print(f"load: {options.out}: result not written: {error}", file=sys.stderr)
             self._locust.process_exit_code = 1

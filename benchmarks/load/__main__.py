@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
-from benchmarks.load.paired import choose_arms, measure
+from benchmarks.load.paired import Arm, measure
 from benchmarks.load.report import REPORT
-from benchmarks.load.settings import PairedOptions, PrepareOptions, RequestOptions
-from benchmarks.load.workload import make_workload, prepare
+from benchmarks.load.settings import PairedOptions, RequestOptions, Workload
+from benchmarks.load.workload import prepare
 from benchmarks.server import end_servers_on_sigterm
 from vllm_autoprune.cli.flags import add_flags, flag_problems, read_flags
 from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.errors import AutopruneError, ConfigError
 
+
+class _PrepareOptions(RequestOptions):
+    """Preparation of a workload."""
+
+    model: str = Field(description="name of the served model")
+    out: Path = Field(description="folder to write")
+
+
 _COMMANDS: Mapping[str, tuple[str, type[RequestOptions]]] = {
-    "prepare": ("draw and encode the requests of a workload", PrepareOptions),
+    "prepare": ("draw and encode the requests of a workload", _PrepareOptions),
     "paired": (
         "stock, base policy and AutoPrune under the same load, in ABBA order, as a report",
         PairedOptions,
@@ -45,12 +54,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse_arguments(sys.argv[1:] if argv is None else argv)
     end_servers_on_sigterm()
     try:
-        if isinstance(options, PrepareOptions):
-            workload = prepare(make_workload(options, options.model), options.out)
+        if isinstance(options, _PrepareOptions):
+            workload = prepare(Workload.of(options, options.model), options.out)
             print(f"{options.out}: {len(workload.measured)} requests, {workload.digest}")
             return 0
         assert isinstance(options, PairedOptions)
-        answer, invalid, broken = measure(options, choose_arms(options))
+        answer, invalid, broken = measure(options, Arm.choose(options))
         print(f"{answer}\n{options.out / REPORT}: {invalid} runs are not valid")
         if broken:
             print(f"load: ended early: {broken}", file=sys.stderr)

@@ -18,16 +18,17 @@ from benchmarks import BenchmarkError
 from benchmarks.common.client import Record
 from benchmarks.common.report import command_line, log_progress
 from benchmarks.common.shapes import write_shape
-from benchmarks.load.report import Point, Run, write_report
-from benchmarks.load.result import RESULT, Result, read_result
+from benchmarks.load.report import Experiment, Point, Run
+from benchmarks.load.result import RESULT, Result
 from benchmarks.load.settings import (
     SHAPE,
     Load,
     PairedOptions,
     RunOptions,
     SendingOptions,
+    Workload,
 )
-from benchmarks.load.workload import make_workload, prepare
+from benchmarks.load.workload import prepare
 from benchmarks.server import end_group, serve
 from benchmarks.yardsticks.examples import CLIP, LLAVA
 from vllm_autoprune import AutopruneError, load_state
@@ -53,44 +54,56 @@ class Arm(FrozenModel):
     digest: str | None = None
     """Of the state; None for stock."""
 
+    @classmethod
+    def choose(cls, options: PairedOptions) -> tuple[Arm, ...]:
+        """The running servers; else stock, the state's base policy alone, and the state.
 
-def choose_arms(options: PairedOptions) -> tuple[Arm, ...]:
-    """The running servers; else stock, the state's base policy alone, and the state.
+        These three have the same flags otherwise. Raises :class:`BenchmarkError` for a model that
+        does not exist.
+        """
+        if options.attach:
+            pairs = [server.partition("=") for server in options.attach]
+            return tuple(cls(name=name, url=url) for name, _, url in pairs)
+        model, tower = Path(options.model), options.text_tower
+        flags = ["--served-model-name", options.served_name, *shlex.split(options.server_flags)]
+        shape, _, layers = options.model.partition(":")
+        if shape == SHAPE:
+            if not layers.isdecimal() or int(layers) < 1:
+                raise BenchmarkError(f"--model {options.model}: {layers!r} is not a whole number")
+            model = write_shape("llava-1.5-7b", Path("out/load") / f"llava-{layers}", int(layers))
+            flags += ["--load-format", "dummy"]
+        elif model == LLAVA:
+            tower = tower or CLIP
+        elif not model.exists() and len(model.parts) != 2:
+            raise BenchmarkError(
+                f"--model {model}: no such folder -> name a checkpoint, ORGANISATION/NAME on the "
+                f"Hub, or {SHAPE}:LAYERS"
+            )
+        pruning = [] if options.budget is None else ["--autoprune-budget", str(options.budget)]
+        if tower is not None:
+            pruning += ["--autoprune-text-tower", str(tower)]
+        if options.cache == "off":
+            flags += ["--no-enable-prefix-caching", "--mm-processor-cache-gb", "0"]
+            pruning += ["--autoprune-feature-cache-gb", "0"]
+        arms = [cls(name="stock", model=str(model), flags=tuple(flags))]
+        base = load_state(options.state).base_policy.name
+        for name, state in (("base policy", base), ("AutoPrune", options.state)):
+            served = (*flags, "--autoprune-state", state, *pruning)
+            digest = load_state(state).digest
+            arms.append(cls(name=name, model=str(model), flags=served, digest=digest))
+        return tuple(arms)
 
-    These three have the same flags otherwise. Raises :class:`BenchmarkError` for a model that does
-    not exist.
-    """
-    if options.attach:
-        pairs = [server.partition("=") for server in options.attach]
-        return tuple(Arm(name=name, url=url) for name, _, url in pairs)
-    model, tower = Path(options.model), options.text_tower
-    flags = ["--served-model-name", options.served_name, *shlex.split(options.server_flags)]
-    shape, _, layers = options.model.partition(":")
-    if shape == SHAPE:
-        if not layers.isdecimal() or int(layers) < 1:
-            raise BenchmarkError(f"--model {options.model}: {layers!r} is not a whole number")
-        model = write_shape("llava-1.5-7b", Path("out/load") / f"llava-{layers}", int(layers))
-        flags += ["--load-format", "dummy"]
-    elif model == LLAVA:
-        tower = tower or CLIP
-    elif not model.exists() and len(model.parts) != 2:
-        raise BenchmarkError(
-            f"--model {model}: no such folder -> name a checkpoint, ORGANISATION/NAME on the "
-            f"Hub, or {SHAPE}:LAYERS"
-        )
-    pruning = [] if options.budget is None else ["--autoprune-budget", str(options.budget)]
-    if tower is not None:
-        pruning += ["--autoprune-text-tower", str(tower)]
-    if options.cache == "off":
-        flags += ["--no-enable-prefix-caching", "--mm-processor-cache-gb", "0"]
-        pruning += ["--autoprune-feature-cache-gb", "0"]
-    arms = [Arm(name="stock", model=str(model), flags=tuple(flags))]
-    base = load_state(options.state).base_policy.name
-    for name, state in (("base policy", base), ("AutoPrune", options.state)):
-        served = (*flags, "--autoprune-state", state, *pruning)
-        digest = load_state(state).digest
-        arms.append(Arm(name=name, model=str(model), flags=served, digest=digest))
-    return tuple(arms)
+    @contextlib.contextmanager
+    def serve(self, log: Path, kv_cache_gb: int) -> Iterator[str]:
+        """The address of a server of this arm, for as long as the block lasts."""
+        if self.url is not None:
+            yield self.url
+            return
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log_progress(f"{self.name}: start the server, whose log is {log}")
+        kv = {"VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gb)}
+        with serve(self.model, *self.flags, env=kv, log=log, patience=600) as server:
+            yield server.url
 
 
 def measure(options: PairedOptions, arms: Sequence[Arm]) -> tuple[str, int, str]:
@@ -104,7 +117,7 @@ def measure(options: PairedOptions, arms: Sequence[Arm]) -> tuple[str, int, str]
     out, finds = options.out, options.rates == "find"
     rates = () if options.rates == "find" else tuple(sorted(options.rates))
     loads = len(options.users) + (len(_STEPS) + 1 if finds else len(rates))
-    workload = make_workload(options, options.served_name)
+    workload = Workload.of(options, options.served_name)
     if options.model.startswith(f"{SHAPE}:"):
         workload = workload.model_copy(update={"vocabulary": "numbered"})
     total, at_most = options.passes * len(arms) * loads, "at most " if finds else ""
@@ -135,7 +148,7 @@ def measure(options: PairedOptions, arms: Sequence[Arm]) -> tuple[str, int, str]
         order = [(n, arm) for n in range(options.passes) for arm in arms[:: -1 if n % 2 else 1]]
         for number, arm in order:
             log = out / "servers" / f"{number}-{arm.name.replace(' ', '-')}.log"
-            with _serve(arm, log, options.kv_cache_gb) as url:
+            with arm.serve(log, options.kv_cache_gb) as url:
                 served = (arm, number, url)
                 closed = [send(Load(users=users), *served) for users in options.users]
                 if finds and not rates:
@@ -172,21 +185,9 @@ def measure(options: PairedOptions, arms: Sequence[Arm]) -> tuple[str, int, str]
         ],
         folded=True,
     )
-    answer = write_report(out, runs, options, section, broken)
-    return answer, sum(not run.result.valid for run in runs), broken
-
-
-@contextlib.contextmanager
-def _serve(arm: Arm, log: Path, kv_cache_gb: int) -> Iterator[str]:
-    """The address of a server of this arm, for as long as the block lasts."""
-    if arm.url is not None:
-        yield arm.url
-        return
-    log.parent.mkdir(parents=True, exist_ok=True)
-    log_progress(f"{arm.name}: start the server, whose log is {log}")
-    kv = {"VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gb)}
-    with serve(arm.model, *arm.flags, env=kv, log=log, patience=600) as server:
-        yield server.url
+    experiment = Experiment(runs, options, broken)
+    experiment.write(out, section)
+    return experiment.answer[0], sum(not run.result.valid for run in runs), broken
 
 
 def _run(options: RunOptions) -> tuple[Result, list[Record]]:
@@ -229,7 +230,7 @@ def _run(options: RunOptions) -> tuple[Result, list[Record]]:
         raise BenchmarkError(
             f"{options.out}: locust ended with {status} and no result: {' | '.join(causes)}"
         )
-    return read_result(options.out)
+    return Result.read(options.out)
 
 
 def _raise_priority() -> None:

@@ -22,7 +22,6 @@ from benchmarks.load.result import (
     Summary,
     describe_few,
     estimate_ratio,
-    summarize,
 )
 from benchmarks.load.settings import CACHES, Load, SendingOptions
 from vllm_autoprune.report import (
@@ -77,7 +76,7 @@ class Point:
     @cached_property
     def summary(self) -> Summary:
         """Figures over all passes."""
-        return summarize([run.records for run in self.runs], self.runs[0].result.options)
+        return Summary.of([run.records for run in self.runs], self.runs[0].result.options)
 
     @property
     def past_saturation(self) -> bool:
@@ -85,23 +84,6 @@ class Point:
         goodput = self.summary.goodput
         early = any(run.result.broken for run in self.runs)
         return early or goodput is None or goodput.value < 0.5
-
-
-def _group_runs(runs: Sequence[Run]) -> list[Point]:
-    """Points by arm and load: closed loops before open ones, each by load."""
-    groups: dict[tuple[str, Load], list[Run]] = {}
-    for run in runs:
-        groups.setdefault((run.arm, run.result.options.load), []).append(run)
-    points = [Point(arm, load, tuple(passes)) for (arm, load), passes in groups.items()]
-    return sorted(points, key=lambda p: (p.load.rate or 0.0, p.load.users or 0))
-
-
-def _group_by_arm(points: Sequence[Point]) -> dict[str, list[Point]]:
-    """The points of each arm, in the order of arms."""
-    arms: dict[str, list[Point]] = {}
-    for point in points:
-        arms.setdefault(point.arm, []).append(point)
-    return arms
 
 
 def _compare_points(
@@ -120,201 +102,217 @@ def _compare_points(
     return ratio, [passed.value for passed in by_pass if passed]
 
 
-def _answer_question(points: Sequence[Point], slo: SendingOptions) -> tuple[str, Tone]:
-    """One sentence on the whole experiment: the last arm against the first.
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """The runs of all arms in order of time, the objective, and why it ended early, if it did."""
 
-    At the highest load that all arms have, if possible below saturation for all: beyond it a queue
-    grows as long as a run lasts, so that its latencies mean nothing.
-    """
-    arms = _group_by_arm(points)
-    by_load: dict[Load, list[Point]] = {}
-    for point in points:
-        by_load.setdefault(point.load, []).append(point)
-    valid = [
-        shared for shared in by_load.values()
-        if len(shared) == len(arms) and all(point.valid for point in shared)
-    ]  # fmt: skip
-    if not valid:
-        return "No valid result at a load that all arms have: nothing can be compared.", "bad"
-    below = [shared for shared in valid if not any(p.past_saturation for p in shared)]
-    highest = (below or valid)[-1]
-    reference, candidate = highest[0], highest[-1]
-    ratio, _ = _compare_points(candidate, reference, "TTFT", 50)
-    tone: Tone = "open"
-    title = reference.load.title
-    if ratio is None or candidate is reference:
-        goodput = reference.summary.goodput
-        sentence = (
-            f"{reference.arm} answered {reference.summary.request_rate:.2f} requests/s ({title}); "
-            f"{format_estimate(goodput, 100) + ' %' if goodput else 'none'} of the requests met "
-            f"the objective ({slo.describe_objective()})"
-        )
-    else:
-        sentence = (
-            f"At {title}, the median time to the first token of {candidate.arm} is "
-            f"{format_estimate(ratio, 100, 0)} % of that of {reference.arm}"
-        )
-        if ratio.low <= 1 <= ratio.high:
-            sentence += ": no difference is shown"
+    runs: Sequence[Run]
+    slo: SendingOptions
+    broken: str = ""
+
+    @cached_property
+    def points(self) -> list[Point]:
+        """Points by arm and load: closed loops before open ones, each by load."""
+        groups: dict[tuple[str, Load], list[Run]] = {}
+        for run in self.runs:
+            groups.setdefault((run.arm, run.result.options.load), []).append(run)
+        points = [Point(arm, load, tuple(passes)) for (arm, load), passes in groups.items()]
+        return sorted(points, key=lambda p: (p.load.rate or 0.0, p.load.users or 0))
+
+    @cached_property
+    def arms(self) -> dict[str, list[Point]]:
+        """The points of each arm, in the order of arms."""
+        arms: dict[str, list[Point]] = {}
+        for point in self.points:
+            arms.setdefault(point.arm, []).append(point)
+        return arms
+
+    @cached_property
+    def answer(self) -> tuple[str, Tone]:
+        """One sentence on the whole experiment: the last arm against the first.
+
+        At the highest load that all arms have, if possible below saturation for all: beyond it a
+        queue grows as long as a run lasts, so that its latencies mean nothing.
+        """
+        by_load: dict[Load, list[Point]] = {}
+        for point in self.points:
+            by_load.setdefault(point.load, []).append(point)
+        valid = [
+            shared for shared in by_load.values()
+            if len(shared) == len(self.arms) and all(point.valid for point in shared)
+        ]  # fmt: skip
+        if not valid:
+            return "No valid result at a load that all arms have: nothing can be compared.", "bad"
+        below = [shared for shared in valid if not any(p.past_saturation for p in shared)]
+        highest = (below or valid)[-1]
+        reference, candidate = highest[0], highest[-1]
+        ratio, _ = _compare_points(candidate, reference, "TTFT", 50)
+        tone: Tone = "open"
+        title = reference.load.title
+        if ratio is None or candidate is reference:
+            rate, goodput = reference.summary.request_rate, reference.summary.goodput
+            met = f"{format_estimate(goodput, 100)} %" if goodput else "none"
+            sentence = (
+                f"{reference.arm} answered {rate:.2f} requests/s ({title}); {met} of the requests "
+                f"met the objective ({self.slo.describe_objective()})"
+            )
         else:
-            tone = "good" if ratio.high < 1 else "bad"
-    # A warning opens the sentence, where a load has too few requests for its percentiles.
-    few = describe_few(min(p.summary.requests for p in points if p.valid), " at a load")
-    if few:
-        return f"{few[0].upper()}{few[1:]}. {sentence}.", "open"
-    return f"{sentence}.", tone
+            sentence = (
+                f"At {title}, the median time to the first token of {candidate.arm} is "
+                f"{format_estimate(ratio, 100, 0)} % of that of {reference.arm}"
+            )
+            if ratio.low <= 1 <= ratio.high:
+                sentence += ": no difference is shown"
+            else:
+                tone = "good" if ratio.high < 1 else "bad"
+        # A warning opens the sentence, where a load has too few requests for its percentiles.
+        few = describe_few(min(p.summary.requests for p in self.points if p.valid), " at a load")
+        if few:
+            return f"{few[0].upper()}{few[1:]}. {sentence}.", "open"
+        return f"{sentence}.", tone
 
+    def list_limits(self) -> Iterator[str]:
+        """How far the answer can be trusted."""
+        if self.broken:
+            yield f"The experiment ended early: {self.broken}"
+        total = f"of {len(self.runs)} runs"
+        if disturbed := [run.result.accepted[0] for run in self.runs if run.result.accepted]:
+            yield (
+                f"Other work disturbed {len(disturbed)} {total}, which --shared accepts. "
+                f"The first: {disturbed[0]}."
+            )
+        if reasons := [run.result.reasons[0] for run in self.runs if not run.result.valid]:
+            yield f"{len(reasons)} {total} are not valid. The first reason: {reasons[0]}."
 
-def _list_limits(runs: Sequence[Run], broken: str) -> Iterator[str]:
-    """How far the answer can be trusted."""
-    if broken:
-        yield f"The experiment ended early: {broken}"
-    if disturbed := [run.result.accepted[0] for run in runs if run.result.accepted]:
-        yield (
-            f"Other work disturbed {len(disturbed)} of {len(runs)} runs, which --shared accepts. "
-            f"The first: {disturbed[0]}."
+    def write(self, folder: Path, settings: Section) -> None:
+        """Write ``report.html``; ``settings``: how it was made, at the end of the page."""
+        sentence, tone = self.answer
+        valid = sum(run.result.valid for run in self.runs)
+        document = Document(
+            title=f"Load test: {', '.join(self.arms)}",
+            answer=sentence,
+            tone=tone,
+            warnings=[*self.list_limits()],
+            facts=[
+                f"{valid} of {len(self.runs)} runs are valid",
+                f"{sum(run.result.summary.requests for run in self.runs):,} requests counted",
+                f"objective: {self.slo.describe_objective()}",
+                *dict.fromkeys(CACHES[run.result.workload.cache] for run in self.runs),
+            ],
+            sections=[
+                self.draw_chart(),
+                *self.build_ratios(),
+                self.build_figures(),
+                self.build_runs(),
+                settings,
+            ],
         )
-    if reasons := [run.result.reasons[0] for run in runs if not run.result.valid]:
-        yield f"{len(reasons)} of {len(runs)} runs are not valid. The first reason: {reasons[0]}."
+        (folder / REPORT).write_text(render_document(document))
 
+    def draw_chart(self) -> Section:
+        """Median TTFT over the achieved rate; open loops are dashed."""
+        series = []
+        for colour, (arm, points) in enumerate(self.arms.items()):
+            # In order of load: beyond saturation throughput may fall, and the line turns back.
+            for kind in ("closed", "open"):
+                marks = []
+                for point in points:
+                    median = point.summary.percentile("TTFT", 50)
+                    if median is None or (point.load.rate is None) != (kind == "closed"):
+                        continue
+                    value, low, high = (1000 * end for end in dataclasses.astuple(median))
+                    tip = f"{arm}, {point.load.title}" + ("" if point.valid else ", not valid")
+                    rate = point.summary.request_rate
+                    marks.append(Mark(rate, value, tip, low, high, not point.valid))
+                if marks:
+                    name = f"{arm}, {kind} loop"
+                    series.append(Series(name, marks, dashed=kind == "open", colour=colour))
+        most = self.slo.slo_ttft
+        limit = [Rule(most, f"objective {most:g} ms")] if most else []
+        titles = ("Latency over throughput", "achieved, requests/s", "median TTFT, ms")
+        chart = Chart(*titles, series, limit, y_scale="log", x_zero=True)
+        text = "Bars: 95 % intervals; hollow: not valid. Point at a mark for its load."
+        return Section("Latency and throughput", [text], [chart])
 
-def write_report(
-    folder: Path, runs: Sequence[Run], slo: SendingOptions, settings: Section, broken: str
-) -> str:
-    """Write ``report.html`` of an experiment; returns the answer in a sentence.
-
-    ``settings``: how it was made, at the end of the page.
-    """
-    points = _group_runs(runs)
-    sentence, tone = _answer_question(points, slo)
-    arms, valid = _group_by_arm(points), sum(run.result.valid for run in runs)
-    document = Document(
-        title=f"Load test: {', '.join(arms)}",
-        answer=sentence,
-        tone=tone,
-        warnings=[*_list_limits(runs, broken)],
-        facts=[
-            f"{valid} of {len(runs)} runs are valid",
-            f"{sum(run.result.summary.requests for run in runs):,} requests counted",
-            f"objective: {slo.describe_objective()}",
-            *dict.fromkeys(CACHES[run.result.workload.cache] for run in runs),
-        ],
-        sections=[
-            _draw_chart(arms, slo),
-            *_build_ratios(points),
-            _build_figures(points),
-            _build_runs(runs),
-            settings,
-        ],
-    )
-    (folder / REPORT).write_text(render_document(document))
-    return sentence
-
-
-def _build_ratios(points: Sequence[Point]) -> Iterator[Section]:
-    """Every arm against the first, at every load that both have."""
-    against = points[0].arm
-    references = {point.load: point for point in points if point.arm == against}
-    rows: list[Row] = []
-    for point in points:
-        if point.arm == against or point.load not in references:
-            continue
-        cells = [Cell(point.load.title), Cell(point.arm)]
-        for latency, level in _COMPARED:
-            ratio, by_pass = _compare_points(point, references[point.load], latency, level)
-            if ratio is None:
-                cells.append(Cell("not valid"))
+    def build_ratios(self) -> Iterator[Section]:
+        """Every arm against the first, at every load that both have."""
+        against = self.points[0].arm
+        references = {point.load: point for point in self.points if point.arm == against}
+        rows: list[Row] = []
+        for point in self.points:
+            if point.arm == against or point.load not in references:
                 continue
-            tone: CellTone = "good" if ratio.high < 1 else "bad" if ratio.low > 1 else ""
-            passes = ", ".join(f"{value:.3f}" for value in by_pass)
-            under = f"{ratio.low:.3f}–{ratio.high:.3f}; passes {passes}"
-            cells.append(Cell(f"{ratio.value:.3f}", under, tone=tone))
-        rows.append(cells)
-    text = (
-        f"Ratios to {against} on the same requests, with 95 % intervals, then those of each pass: "
-        "below 1 is less. An interval does not cover differences between passes, so compare them."
-    )
-    head = ["load", "arm", *(f"{latency} p{level}" for latency, level in _COMPARED)]
-    if rows:
-        yield Section(f"Against {against}", [text], tables=[Table("", head, rows, "ll")])
-
-
-def _build_figures(points: Sequence[Point]) -> Section:
-    """Counts, latencies, rates and goodput of every point; TTFAT only where some model thinks."""
-
-    def describe(figure: Estimate | None, unit: float, few: str = "") -> str:
-        """A figure and its interval, which the table puts under it."""
-        if figure is None:
-            return "no answer"
-        return format_estimate(figure, unit, 0 if unit * figure.value > 100 else 1) + few
-
-    thinks = any(point.summary.thinks for point in points)
-    figures = [(name, level) for name, level in _TABULATED if thinks or name != "TTFAT"]
-    rows: list[Row] = []
-    for point in points:
-        summary, offered = point.summary, point.summary.offered_rate or point.load.rate
-        latencies = [
-            describe(summary.percentile(name, level), 1000, summary.mark_few(level))
-            for name, level in figures
-        ]
-        arm = point.arm if point.valid else Cell(point.arm, "not valid", tone="bad")
-        due = "–" if point.load.rate is None else f"{offered:.2f}"
-        goodput = describe(summary.goodput, 100)
-        counts = [f"{summary.requests}", f"{summary.prompt_tokens:.1f}"]
-        rates = [due, f"{summary.request_rate:.2f}", goodput]
-        rows.append([point.load.title, arm, *counts, *latencies, *rates])
-    latency_heads = (f"{name} p{level}, ms" for name, level in figures)
-    head = [
-        "load", "arm", "requests", "prompt tokens", *latency_heads,
-        "offered/s", "achieved/s", "goodput, %",
-    ]  # fmt: skip
-    text = (
-        "All passes together; in an open loop from the scheduled time, which a closed loop does "
-        "not have. TTFAT: to the first token after thoughts. TPOT: by the server's count of "
-        "tokens. ITL: gaps between deltas, which may contain more than one token. †: too few "
-        "requests for this percentile."
-    )
-    return Section("Rates and latencies", [text], tables=[Table("", head, rows, "ll")])
-
-
-def _build_runs(runs: Sequence[Run]) -> Section:
-    """Each run with its verdict, and links to its files."""
-    rows: list[Row] = [
-        [
-            f"{run.number + 1}",
-            run.arm,
-            run.result.options.load.title,
-            Cell(run.result.verdict, tone="" if run.result.valid else "bad"),
-            run.result.environment["load average"],
-            Cell(f"{len(run.records)} requests", link=quote(f"{run.folder}/{RECORDS}")),
-            Cell("run.json", link=quote(f"{run.folder}/{RESULT}")),
-        ]
-        for run in runs
-    ]
-    head = ["pass", "arm", "load", "verdict", "load average before", "records", "figures"]
-    return Section("Every run, in order of time", tables=[Table("", head, rows, "l" * len(head))])
-
-
-def _draw_chart(arms: dict[str, list[Point]], slo: SendingOptions) -> Section:
-    """Median TTFT over the achieved rate; open loops are dashed."""
-    series = []
-    for colour, (arm, points) in enumerate(arms.items()):
-        # In order of load: beyond saturation throughput may fall, and the line turns back.
-        for kind in ("closed", "open"):
-            marks = []
-            for point in points:
-                median = point.summary.percentile("TTFT", 50)
-                if median is None or (point.load.rate is None) != (kind == "closed"):
+            cells = [Cell(point.load.title), Cell(point.arm)]
+            for latency, level in _COMPARED:
+                ratio, by_pass = _compare_points(point, references[point.load], latency, level)
+                if ratio is None:
+                    cells.append(Cell("not valid"))
                     continue
-                value, low, high = (1000 * end for end in dataclasses.astuple(median))
-                tip = f"{arm}, {point.load.title}" + ("" if point.valid else ", not valid")
-                rate = point.summary.request_rate
-                marks.append(Mark(rate, value, tip, low, high, not point.valid))
-            if marks:
-                name = f"{arm}, {kind} loop"
-                series.append(Series(name, marks, dashed=kind == "open", colour=colour))
-    limit = [Rule(slo.slo_ttft, f"objective {slo.slo_ttft:g} ms")] if slo.slo_ttft else []
-    titles = ("Latency over throughput", "achieved, requests/s", "median TTFT, ms")
-    chart = Chart(*titles, series, limit, y_scale="log", x_zero=True)
-    text = "Bars: 95 % intervals; hollow: not valid. Point at a mark for its load."
-    return Section("Latency and throughput", [text], [chart])
+                tone: CellTone = "good" if ratio.high < 1 else "bad" if ratio.low > 1 else ""
+                passes = ", ".join(f"{value:.3f}" for value in by_pass)
+                under = f"{ratio.low:.3f}–{ratio.high:.3f}; passes {passes}"
+                cells.append(Cell(f"{ratio.value:.3f}", under, tone=tone))
+            rows.append(cells)
+        text = (
+            f"Ratios to {against} on the same requests, with 95 % intervals, then those of each "
+            "pass: below 1 is less. An interval does not cover differences between passes, so "
+            "compare them."
+        )
+        head = ["load", "arm", *(f"{latency} p{level}" for latency, level in _COMPARED)]
+        if rows:
+            yield Section(f"Against {against}", [text], tables=[Table("", head, rows, "ll")])
+
+    def build_figures(self) -> Section:
+        """Counts, latencies, rates and goodput of every point; TTFAT only where a model thinks."""
+
+        def describe(figure: Estimate | None, unit: float, few: str = "") -> str:
+            """A figure and its interval, which the table puts under it."""
+            if figure is None:
+                return "no answer"
+            return format_estimate(figure, unit, 0 if unit * figure.value > 100 else 1) + few
+
+        thinks = any(point.summary.thinks for point in self.points)
+        figures = [(name, level) for name, level in _TABULATED if thinks or name != "TTFAT"]
+        rows: list[Row] = []
+        for point in self.points:
+            summary, offered = point.summary, point.summary.offered_rate or point.load.rate
+            latencies = [
+                describe(summary.percentile(name, level), 1000, summary.mark_few(level))
+                for name, level in figures
+            ]
+            arm = point.arm if point.valid else Cell(point.arm, "not valid", tone="bad")
+            due = "–" if point.load.rate is None else f"{offered:.2f}"
+            goodput = describe(summary.goodput, 100)
+            counts = [f"{summary.requests}", f"{summary.prompt_tokens:.1f}"]
+            rates = [due, f"{summary.request_rate:.2f}", goodput]
+            rows.append([point.load.title, arm, *counts, *latencies, *rates])
+        latency_heads = (f"{name} p{level}, ms" for name, level in figures)
+        head = [
+            "load", "arm", "requests", "prompt tokens", *latency_heads,
+            "offered/s", "achieved/s", "goodput, %",
+        ]  # fmt: skip
+        text = (
+            "All passes together; in an open loop from the scheduled time, which a closed loop "
+            "does not have. TTFAT: to the first token after thoughts. TPOT: by the server's count "
+            "of tokens. ITL: gaps between deltas, which may contain more than one token. †: too "
+            "few requests for this percentile."
+        )
+        return Section("Rates and latencies", [text], tables=[Table("", head, rows, "ll")])
+
+    def build_runs(self) -> Section:
+        """Each run with its verdict, and links to its files."""
+        rows: list[Row] = [
+            [
+                f"{run.number + 1}",
+                run.arm,
+                run.result.options.load.title,
+                Cell(run.result.verdict, tone="" if run.result.valid else "bad"),
+                run.result.environment["load average"],
+                Cell(f"{len(run.records)} requests", link=quote(f"{run.folder}/{RECORDS}")),
+                Cell("run.json", link=quote(f"{run.folder}/{RESULT}")),
+            ]
+            for run in self.runs
+        ]
+        head = ["pass", "arm", "load", "verdict", "load average before", "records", "figures"]
+        table = Table("", head, rows, "l" * len(head))
+        return Section("Every run, in order of time", tables=[table])

@@ -119,6 +119,14 @@ def _values_by_request(passes: Sequence[Sequence[Record]], latency: str) -> dict
     return dict(sorted(by_index.items()))
 
 
+def describe_few(requests: int, where: str = "") -> str:
+    """That these are too few requests for a percentile; empty where they are enough."""
+    for level, what in ((50, "a verdict"), (99, "p99")):
+        if 0 < requests < _ENOUGH[level]:
+            return f"{requests} requests{where} are too few for {what} ({_ENOUGH[level]} needed)"
+    return ""
+
+
 class Summary(FrozenModel):
     """Seconds and counts over the measured requests; latencies are of answered ones."""
 
@@ -151,37 +159,37 @@ class Summary(FrozenModel):
         """A dagger where a percentile rests on too few requests."""
         return "" if self.answered >= _ENOUGH[level] else "†"
 
+    @classmethod
+    def of(cls, passes: Sequence[Sequence[Record]], slo: SendingOptions) -> Summary:
+        """The summary of the measured requests of one or several passes over the same requests.
 
-def summarize(passes: Sequence[Sequence[Record]], slo: SendingOptions) -> Summary:
-    """The summary of the measured requests of one or several passes over the same requests.
-
-    Rates are means over the passes; values of one request are resampled together.
-    """
-    counted = [
-        sorted((r for r in records if r.measured), key=lambda r: r.index) for records in passes
-    ]
-    measured = [record for records in counted for record in records]
-    good = [record for record in measured if record.ok]
-    seconds, rates, offered = list[float](), list[float](), list[float]()
-    for records in filter(None, counted):
-        span = records[-1].scheduled - records[0].scheduled
-        offered += [(len(records) - 1) / span] if span else []
-        seconds.append(max(r.done for r in records) - min(r.scheduled for r in records))
-        rates.append(sum(r.ok for r in records) / seconds[-1])
-    met = np.asarray([slo.is_good(record) for record in measured], dtype=np.float64)
-    by_latency = {name: [*_values_by_request(passes, name).values()] for name in LATENCIES}
-    by_latency["delay"] = [[record.delay] for record in measured]
-    return Summary(
-        requests=len(measured),
-        failed=len(measured) - len(good),
-        answered=len({record.index for record in good}),
-        seconds=mean(seconds or [0.0]),
-        latencies={name: _estimate_percentiles(values) for name, values in by_latency.items()},
-        goodput=estimate(_resample_weights(len(met)) @ met / len(met)) if len(met) else None,
-        offered_rate=mean(offered) if offered else None,
-        request_rate=mean(rates or [0.0]),
-        prompt_tokens=mean([r.prompt_tokens or 0 for r in good] or [0]),
-    )
+        Rates are means over the passes; values of one request are resampled together.
+        """
+        counted = [
+            sorted((r for r in records if r.measured), key=lambda r: r.index) for records in passes
+        ]
+        measured = [record for records in counted for record in records]
+        good = [record for record in measured if record.ok]
+        seconds, rates, offered = list[float](), list[float](), list[float]()
+        for records in filter(None, counted):
+            span = records[-1].scheduled - records[0].scheduled
+            offered += [(len(records) - 1) / span] if span else []
+            seconds.append(max(r.done for r in records) - min(r.scheduled for r in records))
+            rates.append(sum(r.ok for r in records) / seconds[-1])
+        met = np.asarray([slo.is_good(record) for record in measured], dtype=np.float64)
+        by_latency = {name: [*_values_by_request(passes, name).values()] for name in LATENCIES}
+        by_latency["delay"] = [[record.delay] for record in measured]
+        return cls(
+            requests=len(measured),
+            failed=len(measured) - len(good),
+            answered=len({record.index for record in good}),
+            seconds=mean(seconds or [0.0]),
+            latencies={name: _estimate_percentiles(values) for name, values in by_latency.items()},
+            goodput=estimate(_resample_weights(len(met)) @ met / len(met)) if len(met) else None,
+            offered_rate=mean(offered) if offered else None,
+            request_rate=mean(rates or [0.0]),
+            prompt_tokens=mean([r.prompt_tokens or 0 for r in good] or [0]),
+        )
 
 
 class Result(FrozenModel):
@@ -220,99 +228,89 @@ class Result(FrozenModel):
         limits = [limit for limit in limits if limit]
         return f"valid, but {', and '.join(limits)}" if limits else "valid"
 
+    def write(self, folder: Path, records: Sequence[Record]) -> None:
+        """Write a run and its records; raises :class:`OSError`. The result is written last."""
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = (record.model_dump_json() + "\n" for record in records)
+        (folder / RECORDS).write_text("".join(lines))
+        (folder / RESULT).write_text(self.model_dump_json(indent=1) + "\n")
 
-def write_result(folder: Path, result: Result, records: Sequence[Record]) -> None:
-    """Write a run and its records; raises :class:`OSError`. The result is written last."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = (record.model_dump_json() + "\n" for record in records)
-    (folder / RECORDS).write_text("".join(lines))
-    (folder / RESULT).write_text(result.model_dump_json(indent=1) + "\n")
+    @classmethod
+    def read(cls, folder: Path) -> tuple[Result, list[Record]]:
+        """A run and its records, by index."""
+        result = cls.model_validate_json((folder / RESULT).read_bytes())
+        lines = (folder / RECORDS).read_text().splitlines()
+        records = map(Record.model_validate_json, lines)
+        return result, sorted(records, key=lambda record: record.index)
 
+    def list_reasons(self, records: Sequence[Record]) -> Iterator[str]:
+        """Every reason why a run is not valid; no figure of such a run is compared."""
+        workload, counters = self.workload, self.counters or {}
+        # Requests that were not sent or recorded, failed, or were answered at another length.
+        if self.broken:
+            yield self.broken
+        if len(records) < workload.requests:
+            yield f"only {len(records)} of {workload.requests} requests were recorded"
+        failed = Counter(record.error for record in records if record.error)
+        if failed.total() > _FAILED_SHARE * len(records):
+            worst, times = failed.most_common(1)[0]
+            yield f"{failed.total()} of {len(records)} requests failed; {times} with: {worst}"
+        lengths = [record.completion_tokens for record in records if record.ok]
+        if uncounted := lengths.count(None):
+            yield f"{uncounted} answers came without usage, so their tokens cannot be counted"
+        wrong = [length for length in lengths if length not in (None, workload.output_tokens)]
+        wanted = workload.output_tokens
+        if wrong and workload.dialect == "vllm":  # a shorter one would be taken for a faster one
+            yield f"{len(wrong)} answers are not of {wanted} tokens (one: {wrong[0]})"
+        if not self.options.shared:
+            yield from self.list_interference(records)
+        if self.cpu > _BUSY:
+            yield f"the client was the bottleneck: it used {100 * self.cpu:.0f} % of a core"
+        # Cache hits that the declared state of the caches excludes. Requests with unique images
+        # share the tokens before them, so these may hit the prefix cache.
+        images, prefix = counters.get("image hits"), counters.get("prefix hits")
+        if workload.cache in ("unique", "off") and images:
+            yield f"cache state is {workload.cache!r}, but {images:.0f} images came from a cache"
+        if workload.cache == "off" and prefix:
+            yield f"cache state is 'off', but {prefix:.0f} prompt tokens came from the prefix cache"
 
-def read_result(folder: Path) -> tuple[Result, list[Record]]:
-    """A run and its records, by index."""
-    result = Result.model_validate_json((folder / RESULT).read_bytes())
-    lines = (folder / RECORDS).read_text().splitlines()
-    records = map(Record.model_validate_json, lines)
-    return result, sorted(records, key=lambda record: record.index)
+    def list_interference(self, records: Sequence[Record]) -> Iterator[str]:
+        """What other work on the client's machine or on the server did to a run."""
+        fix = "use an idle one, or accept it with --shared"
+        # A closed loop has no schedule, so there it is the lag of the client's idle greenlets.
+        late, median = (self.summary.percentile(*key) for key in (("delay", 99), ("TTFT", 50)))
+        name, delay = "schedule delay", late.value if late else 0.0
+        if self.options.load.rate is None:
+            name, delay = "wake-up lag", self.lag
+        if median and delay > (bound := _DELAY_SHARE * median.value):
+            yield (
+                f"the client was the bottleneck: its {name} is {1000 * delay:.1f} ms at p99, above "
+                f"{100 * _DELAY_SHARE:.0f} % of the median TTFT ({1000 * bound:.1f} ms); {fix}"
+            )
+        foreign = (self.counters or {}).get("finished", 0.0) - len(records)
+        if foreign > max(_FOREIGN_REQUESTS * len(records), 2):
+            yield f"the server also answered {foreign:.0f} requests of other clients; {fix}"
 
-
-def describe_few(requests: int, where: str = "") -> str:
-    """That these are too few requests for a percentile; empty where they are enough."""
-    for level, what in ((50, "a verdict"), (99, "p99")):
-        if 0 < requests < _ENOUGH[level]:
-            return f"{requests} requests{where} are too few for {what} ({_ENOUGH[level]} needed)"
-    return ""
-
-
-def list_reasons(result: Result, records: Sequence[Record]) -> Iterator[str]:
-    """Every reason why a run is not valid; no figure of such a run is compared."""
-    workload, counters = result.workload, result.counters or {}
-    # Requests that were not sent or recorded, failed, or were answered at another length.
-    if result.broken:
-        yield result.broken
-    if len(records) < workload.requests:
-        yield f"only {len(records)} of {workload.requests} requests were recorded"
-    failed = Counter(record.error for record in records if record.error)
-    if failed.total() > _FAILED_SHARE * len(records):
-        worst, times = failed.most_common(1)[0]
-        yield f"{failed.total()} of {len(records)} requests failed; {times} with: {worst}"
-    lengths = [record.completion_tokens for record in records if record.ok]
-    if uncounted := lengths.count(None):
-        yield f"{uncounted} answers came without usage, so their tokens cannot be counted"
-    wrong = [length for length in lengths if length not in (None, workload.output_tokens)]
-    if wrong and workload.dialect == "vllm":  # a shorter answer would be taken for a faster one
-        yield f"{len(wrong)} answers are not of {workload.output_tokens} tokens (one: {wrong[0]})"
-    if not result.options.shared:
-        yield from list_interference(result, records)
-    if result.cpu > _BUSY:
-        yield f"the client was the bottleneck: it used {100 * result.cpu:.0f} % of a core"
-    # Cache hits that the declared state of the caches excludes. Requests with unique images share
-    # the tokens before them, so these may hit the prefix cache.
-    images, prefix = counters.get("image hits"), counters.get("prefix hits")
-    if workload.cache in ("unique", "off") and images:
-        yield f"cache state is {workload.cache!r}, but {images:.0f} images came from a cache"
-    if workload.cache == "off" and prefix:
-        yield f"cache state is 'off', but {prefix:.0f} prompt tokens came from the prefix cache"
-
-
-def list_interference(result: Result, records: Sequence[Record]) -> Iterator[str]:
-    """What other work on the client's machine or on the server did to a run."""
-    fix = "use an idle one, or accept it with --shared"
-    # A closed loop has no schedule, so there it is the lag of the client's idle greenlets.
-    late, median = (result.summary.percentile(*key) for key in (("delay", 99), ("TTFT", 50)))
-    name, delay = "schedule delay", late.value if late else 0.0
-    if result.options.load.rate is None:
-        name, delay = "wake-up lag", result.lag
-    if median and delay > (bound := _DELAY_SHARE * median.value):
-        yield (
-            f"the client was the bottleneck: its {name} is {1000 * delay:.1f} ms at p99, above "
-            f"{100 * _DELAY_SHARE:.0f} % of the median TTFT ({1000 * bound:.1f} ms); {fix}"
-        )
-    foreign = (result.counters or {}).get("finished", 0.0) - len(records)
-    if foreign > max(_FOREIGN_REQUESTS * len(records), 2):
-        yield f"the server also answered {foreign:.0f} requests of other clients; {fix}"
-
-
-def format_result(result: Result) -> Iterator[str]:
-    """Verdict first, then figures, a line each."""
-    summary = result.summary
-    yield f"{result.options.load.title}; {result.verdict}"
-    busy, cores = result.environment["load average"], result.environment["cores"]
-    if float(busy) > int(cores):
-        yield f"  warning: load average {busy} on {cores} cores before the run: use an idle machine"
-    rates = f"{summary.request_rate:.2f}"
-    if result.options.load.rate is not None and summary.offered_rate is not None:
-        rates = f"{summary.offered_rate:.2f} offered, {rates} achieved"
-    yield f"  {summary.requests} requests counted, {summary.failed} failed: {rates} requests/s"
-    for name, percentiles in summary.latencies.items():
-        if percentiles and (name != "TTFAT" or summary.thinks):
-            figures = [
-                f"p{level} {format_estimate(figure, 1000)}{summary.mark_few(level)}"
-                for level, figure in percentiles.items()
-            ]
-            label = "client delay" if name == "delay" else name
-            yield f"  {label} ms: {'  '.join(figures)}"
-    if summary.goodput is not None:
-        good = format_estimate(summary.goodput, 100)
-        yield f"  goodput: {good} % of requests met {result.options.describe_objective()}"
+    def format(self) -> Iterator[str]:
+        """Verdict first, then figures, a line each."""
+        summary = self.summary
+        yield f"{self.options.load.title}; {self.verdict}"
+        busy, cores = self.environment["load average"], self.environment["cores"]
+        if float(busy) > int(cores):
+            load = f"load average {busy} on {cores} cores before the run"
+            yield f"  warning: {load}: use an idle machine"
+        rates = f"{summary.request_rate:.2f}"
+        if self.options.load.rate is not None and summary.offered_rate is not None:
+            rates = f"{summary.offered_rate:.2f} offered, {rates} achieved"
+        yield f"  {summary.requests} requests counted, {summary.failed} failed: {rates} requests/s"
+        for name, percentiles in summary.latencies.items():
+            if percentiles and (name != "TTFAT" or summary.thinks):
+                figures = [
+                    f"p{level} {format_estimate(figure, 1000)}{summary.mark_few(level)}"
+                    for level, figure in percentiles.items()
+                ]
+                label = "client delay" if name == "delay" else name
+                yield f"  {label} ms: {'  '.join(figures)}"
+        if summary.goodput is not None:
+            good = format_estimate(summary.goodput, 100)
+            yield f"  goodput: {good} % of requests met {self.options.describe_objective()}"

@@ -151,12 +151,10 @@ class Workload(RequestOptions):
     vocabulary: Literal["english", "numbered"] = "english"
     """numbered: the words w1, w2, ..., one token each for a model without weights."""
 
-
-class PrepareOptions(RequestOptions):
-    """Preparation of a workload."""
-
-    model: str = Field(description="name of the served model")
-    out: Path = Field(description="folder to write")
+    @classmethod
+    def of(cls, options: RequestOptions, model: str) -> Workload:
+        """The workload of these options."""
+        return cls(model=model, **options.model_dump(include=set(RequestOptions.model_fields)))
 
 
 class SendingOptions(Connection):

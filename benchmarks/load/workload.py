@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from benchmarks import BenchmarkError
 from benchmarks.common.requests import build_body, build_content, draw_picture, encode_picture
-from benchmarks.load.settings import RequestOptions, Workload
+from benchmarks.load.settings import Workload
 
 _T = TypeVar("_T")
 
@@ -65,10 +65,25 @@ class Prepared(NamedTuple):
     warm_up: Sequence[bytes]
     digest: str
 
-
-def make_workload(options: RequestOptions, model: str) -> Workload:
-    """The workload of these options."""
-    return Workload(model=model, **options.model_dump(include=set(RequestOptions.model_fields)))
+    @classmethod
+    def read(cls, folder: Path) -> Prepared:
+        """Read a folder; raises :class:`BenchmarkError` where it is none, or incomplete."""
+        try:
+            workload = Workload.model_validate_json((folder / _WORKLOAD).read_bytes())
+            content = (folder / _BODIES).read_bytes()
+        except (OSError, ValidationError) as error:
+            reason = str(error).splitlines()[0]
+            raise BenchmarkError(
+                f"workload {folder}: {reason} -> create one: "
+                "python -m benchmarks.load prepare --out DIR"
+            ) from error
+        bodies, count = content.split(b"\n")[:-1], workload.requests
+        if len(bodies) != count + workload.warm_up or not content.endswith(b"\n"):
+            raise BenchmarkError(
+                f"workload {folder}: {_BODIES} is incomplete -> delete the folder, prepare it again"
+            )
+        digest = hashlib.sha256(content).hexdigest()[:16]
+        return cls(workload, bodies[:count], bodies[count:], digest)
 
 
 def prepare(workload: Workload, folder: Path) -> Prepared:
@@ -91,27 +106,7 @@ def prepare(workload: Workload, folder: Path) -> Prepared:
         (folder / _WORKLOAD).write_text(workload.model_dump_json(indent=1) + "\n")
     except OSError as error:
         raise BenchmarkError(f"workload {folder}: {error}") from error
-    return load_prepared(folder)
-
-
-def load_prepared(folder: Path) -> Prepared:
-    """Read a prepared folder; raises :class:`BenchmarkError` where it is none, or incomplete."""
-    try:
-        workload = Workload.model_validate_json((folder / _WORKLOAD).read_bytes())
-        content = (folder / _BODIES).read_bytes()
-    except (OSError, ValidationError) as error:
-        reason = str(error).splitlines()[0]
-        raise BenchmarkError(
-            f"workload {folder}: {reason} -> create one: "
-            "python -m benchmarks.load prepare --out DIR"
-        ) from error
-    bodies, count = content.split(b"\n")[:-1], workload.requests
-    if len(bodies) != count + workload.warm_up or not content.endswith(b"\n"):
-        raise BenchmarkError(
-            f"workload {folder}: {_BODIES} is incomplete -> delete the folder, prepare it again"
-        )
-    digest = hashlib.sha256(content).hexdigest()[:16]
-    return Prepared(workload, bodies[:count], bodies[count:], digest)
+    return Prepared.read(folder)
 
 
 @lru_cache(maxsize=64)

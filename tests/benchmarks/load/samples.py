@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.common.client import Record
 from benchmarks.load.report import Point, Run
-from benchmarks.load.result import Result, summarize
+from benchmarks.load.result import Result, Summary
 from benchmarks.load.settings import Load, RunOptions, SendingOptions, Workload
 
 SLO = SendingOptions(slo_ttft=500)
@@ -48,7 +48,7 @@ def result(records: Sequence[Record], load: Load, **changes: object) -> Result:
     good = Result(
         workload=Workload(model="mock", requests=len(records) or 1, output_tokens=4),
         options=options,
-        summary=summarize([records], SLO),
+        summary=Summary.of([records], SLO),
         counters={"image hits": 0, "prefix hits": 0},
         cpu=0.2,
         lag=0.0005,

@@ -24,11 +24,11 @@ from benchmarks.common.fake_server import MODEL, Body, Reply, fake_server
 from benchmarks.cost.__main__ import parse_arguments as parse_cost_arguments
 from benchmarks.load import paired as module
 from benchmarks.load.__main__ import main, parse_arguments
-from benchmarks.load.paired import Arm, choose_arms, measure
+from benchmarks.load.paired import Arm, measure
 from benchmarks.load.report import REPORT
 from benchmarks.load.result import RECORDS, Result
 from benchmarks.load.settings import Load, PairedOptions, RunOptions, Workload
-from benchmarks.load.workload import load_prepared, prepare
+from benchmarks.load.workload import Prepared, prepare
 from tests.benchmarks.load.samples import record, result
 from vllm_autoprune import load_state
 
@@ -52,7 +52,7 @@ MISTAKES = {
 def test_a_mistake_is_answered_in_one_line_before_anything_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: str
 ) -> None:
-    monkeypatch.setattr(module, "_serve", None)  # cannot be called
+    monkeypatch.setattr(Arm, "serve", None)  # cannot be called
     users = [] if not flags or "--users" in flags else ["--users", "1"]
     try:
         status: object = main(["paired", *users, "--out", str(tmp_path / "o"), *shlex.split(flags)])
@@ -64,7 +64,7 @@ def test_a_mistake_is_answered_in_one_line_before_anything_starts(
 
 
 def test_the_three_arms_differ_only_in_their_state() -> None:
-    stock, base, pruned = choose_arms(PairedOptions(budget=16, cache="off"))
+    stock, base, pruned = Arm.choose(PairedOptions(budget=16, cache="off"))
     assert [arm.name for arm in (stock, base, pruned)] == ["stock", "base policy", "AutoPrune"]
     assert base.flags[: len(stock.flags)] == pruned.flags[: len(stock.flags)] == stock.flags
     extra = base.flags[len(stock.flags) :]
@@ -96,7 +96,7 @@ def test_documented_commands_parse(command: str) -> None:
         assert isinstance(options, PairedOptions)
         assert (options.users, options.rates) == ((1, 4, 16, 64), (2, 4, 8, 16))
         assert options.sides == {640: 2, 1024: 1} and options.images == {1: 3, 2: 1}
-        stock, pruned = choose_arms(options)
+        stock, pruned = Arm.choose(options)
         assert (stock.name, pruned.url) == ("stock", "http://gpu-2:8000")
 
 
@@ -231,7 +231,7 @@ def test_arms_alternate_and_loads_share_no_images(
     order = [(options.host[-1], options.load.label) for options in seen]
     loads = ["users-1", "users-2", "rate-1"]
     assert order == [(arm, label) for arm in "abba" for label in loads]
-    prepared = {options.load.label: load_prepared(options.workload) for options in seen}
+    prepared = {options.load.label: Prepared.read(options.workload) for options in seen}
     bodies = [body for load in prepared.values() for body in (*load.measured, *load.warm_up)]
     urls = {re.findall(rb'"url": "([^"]+)"', body)[0] for body in bodies}
     assert len(bodies) == len(urls) == 30

@@ -12,20 +12,14 @@ import pytest
 
 from benchmarks.load.report import (
     REPORT,
+    Experiment,
     Point,
-    _answer_question,
     _compare_points,
-    _group_runs,
-    _list_limits,
-    write_report,
 )
 from benchmarks.load.result import (
+    Summary,
     _estimate_percentiles,
     estimate_ratio,
-    format_result,
-    list_interference,
-    list_reasons,
-    summarize,
 )
 from benchmarks.load.settings import Load, SendingOptions, Workload
 from tests.benchmarks.load.samples import SLO, point, record, result
@@ -75,7 +69,7 @@ def test_paired_ratios_recover_a_common_factor_exactly() -> None:
 def test_rates_are_means_over_the_whole_time_and_latencies_are_of_answers(passes: int) -> None:
     records = [record(n, scheduled=0.5 * n, ttft=0.2, gap=0.1) for n in range(10)]
     records.append(record(10, scheduled=5.0, error="cut short"))
-    summary = summarize([records] * passes, SendingOptions())
+    summary = Summary.of([records] * passes, SendingOptions())
     assert (summary.requests, summary.failed) == (11 * passes, passes)
     # From 0 to the end of the failed request at 5 + 0.2 + 3 x 0.05.
     assert summary.request_rate == pytest.approx(10 / 5.35)
@@ -89,10 +83,10 @@ def test_only_measured_requests_count_and_a_failed_one_misses_the_objective() ->
     records = [record(n, ttft=0.1 * n - 0.01) for n in range(1, 5)]
     records += [record(5, ttft=0.1, error="refused"), record(6, ttft=0.1, gap=0.5)]
     records.append(record(7, ttft=9, measured=False))
-    summary = summarize([records], SendingOptions(slo_ttft=300, slo_tpot=400))
+    summary = Summary.of([records], SendingOptions(slo_ttft=300, slo_tpot=400))
     assert summary.requests == 6
     assert summary.goodput is not None and summary.goodput.value == pytest.approx(3 / 6)
-    empty = summarize([[]], SendingOptions())
+    empty = Summary.of([[]], SendingOptions())
     assert empty.requests == empty.request_rate == 0 and empty.goodput is None
 
 
@@ -140,14 +134,14 @@ def test_a_run_is_valid_or_has_every_reason_against_it(case: str) -> None:
     """And what other work did to it is accepted where the user knows of that."""
     records, load, changes, wanted = VERDICTS[case]
     run = result(records, load, **changes)
-    reasons = [*list_reasons(run, records)]
+    reasons = [*run.list_reasons(records)]
     assert len(reasons) == len(wanted)
     assert all(part in reason for part, reason in zip(wanted, reasons, strict=True))
-    accepted = tuple(list_interference(run, records))
+    accepted = tuple(run.list_interference(records))
     assert bool(accepted) == (case in ("a late client", "a lagging client", "other clients",
                                        "all at once"))  # fmt: skip
     shared = run.model_copy(update={"options": run.options.model_copy(update={"shared": True})})
-    assert [*list_reasons(shared, records)] == [r for r in reasons if r not in accepted]
+    assert [*shared.list_reasons(records)] == [r for r in reasons if r not in accepted]
     verdict = run.model_copy(update={"accepted": accepted}).verdict
     assert verdict.startswith("valid, but " + accepted[0] if accepted else "valid")
 
@@ -155,7 +149,7 @@ def test_a_run_is_valid_or_has_every_reason_against_it(case: str) -> None:
 def test_a_run_is_told_in_a_few_lines() -> None:
     records = [record(n, scheduled=0.5 * n, ttft=0.5, gap=0.0) for n in range(11)]
     busy = result(records, Load(rate=2.0), environment={"load average": "2.10", "cores": "2"})
-    verdict, warning, rates, *_ = format_result(busy)
+    verdict, warning, rates, *_ = busy.format()
     assert verdict.endswith("valid, but 11 requests are too few for a verdict (20 needed)")
     assert warning.startswith("  warning: load average 2.10 on 2 cores")
     assert rates.endswith("2.00 offered, 2.00 achieved requests/s")
@@ -171,7 +165,7 @@ def test_an_arm_is_compared_with_the_first_and_invalid_runs_have_no_ratio() -> N
     stock = point("stock", CLOSED, [TIMES, TIMES])
     pruned = point("AutoPrune", CLOSED, [HALF, [0.9 * t for t in HALF]])
     runs = [stock.runs[0], pruned.runs[0], pruned.runs[1], stock.runs[1]]
-    assert _group_runs(runs) == [stock, pruned]
+    assert Experiment(runs, SLO).points == [stock, pruned]
     ratio, by_pass = _compare_points(pruned, stock, "TTFT", 50)
     assert by_pass == pytest.approx([0.5, 0.45])
     assert ratio is not None and 0.44 < ratio.low <= ratio.high < 0.51
@@ -209,21 +203,22 @@ MEDIAN = "At 2 users, the median time to the first token of AutoPrune is "
 def test_the_answer_is_one_sentence_at_the_highest_valid_load(
     points: list[Point], tone: str, sentence: str
 ) -> None:
-    answer = _answer_question(points, SLO)
+    answer = Experiment([run for point in points for run in point.runs], SLO).answer
     assert answer[1] == tone and answer[0].startswith(sentence)
 
 
 def test_disturbed_runs_limit_the_answer() -> None:
     (run,) = point("stock", CLOSED, [ENOUGH]).runs
     disturbed = run._replace(result=run.result.model_copy(update={"accepted": ("late",)}))
-    (warning,) = _list_limits([run, disturbed], "")
+    (warning,) = Experiment([run, disturbed], SLO).list_limits()
     assert warning.startswith("Other work disturbed 1 of 2 runs, which --shared accepts.")
 
 
 def write_page(folder: Path, points: list[Point], broken: str = "") -> str:
     """The page of these points."""
     settings = Section("Settings", code="paired --state '<b>'")
-    write_report(folder, [run for point in points for run in point.runs], SLO, settings, broken)
+    runs = [run for point in points for run in point.runs]
+    Experiment(runs, SLO, broken).write(folder, settings)
     return (folder / REPORT).read_text()
 
 
@@ -233,7 +228,7 @@ def test_thoughts_have_columns_of_their_own(tmp_path: Path) -> None:
     for thoughts in (0, 2):
         stock = point("stock", CLOSED, [times], thoughts=thoughts)
         assert ("TTFAT p50, ms" in write_page(tmp_path, [stock])) == bool(thoughts)
-        printed = "\n".join(format_result(stock.runs[0].result))
+        printed = "\n".join(stock.runs[0].result.format())
         assert ("  TTFAT ms: p50 209.0" in printed) == bool(thoughts)
 
 

@@ -14,10 +14,10 @@ from benchmarks import BenchmarkError
 from benchmarks.load.settings import Load, Workload
 from benchmarks.load.workload import (
     _BODIES,
+    Prepared,
     _draw_requests,
     _Picture,
     _Request,
-    load_prepared,
     prepare,
 )
 
@@ -117,6 +117,6 @@ def test_an_incomplete_or_missing_folder_is_refused_with_the_fix(tmp_path: Path)
     prepare(SMALL, tmp_path)
     (tmp_path / _BODIES).write_bytes((tmp_path / _BODIES).read_bytes()[:-10])
     with pytest.raises(BenchmarkError, match="incomplete"):
-        load_prepared(tmp_path)
+        Prepared.read(tmp_path)
     with pytest.raises(BenchmarkError, match=r"python -m benchmarks\.load prepare"):
-        load_prepared(tmp_path / "nowhere")
+        Prepared.read(tmp_path / "nowhere")
