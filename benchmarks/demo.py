@@ -45,7 +45,7 @@ from benchmarks.yardsticks.examples import (
 from vllm_autoprune.errors import AutopruneError
 from vllm_autoprune.ops.dtype import choose_dtype
 from vllm_autoprune.report import Table
-from vllm_autoprune.statistics import Spread, spread
+from vllm_autoprune.statistics import Spread
 from vllm_autoprune.stream import EMPTY
 
 _INTRODUCTION = """\
@@ -206,7 +206,7 @@ def _time_requests(url: str, arm: str, start: int) -> _Timing:
         return build_body(_SERVED, content, tokens=_ANSWER_TOKENS, fields=fields)
 
     def milliseconds(records: Sequence[Record]) -> Spread:
-        return spread([1000 * record.ttft for record in records])
+        return Spread.of([1000 * record.ttft for record in records])
 
     _ask(url, [build(number, number) for number in range(2)], 1)
     alone = _ask(url, [build(number, number) for number in range(10, 10 + _ALONE)], 1)

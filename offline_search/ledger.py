@@ -20,7 +20,7 @@ from offline_search.candidates import Hypothesis
 from offline_search.dataset import Split
 from offline_search.settings import Settings
 from vllm_autoprune.errors import SearchError
-from vllm_autoprune.record_file import FrozenModel, RecordFile, read_records
+from vllm_autoprune.record_file import FrozenModel, RecordFile
 from vllm_autoprune.statistics import Estimate
 
 ALL_TOKENS = "full"
@@ -292,7 +292,8 @@ class Ledger(RecordFile[Record]):
 
 def read_ledger(path: Path) -> list[Record]:
     """The complete records of a ledger, which another process may be writing; changes nothing."""
-    return read_records(path, _ADAPTER, SearchError, "name the ledger of a search that has begun")
+    fix = "name the ledger of a search that has begun"
+    return RecordFile.read(path, _ADAPTER, SearchError, fix)
 
 
 def digest_records(records: Iterable[Record]) -> str:

@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel, TypeAdapter
 
 from vllm_autoprune.errors import AutopruneError
-from vllm_autoprune.record_file import RecordFile, read_records
+from vllm_autoprune.record_file import RecordFile
 
 
 class Note(BaseModel):
@@ -31,7 +31,7 @@ def open_notes(path: Path) -> RecordFile[Note]:
 
 
 def numbers(path: Path) -> list[int]:
-    return [note.number for note in read_records(path, NOTE, NotesError, "name one")]
+    return [note.number for note in RecordFile.read(path, NOTE, NotesError, "name one")]
 
 
 @pytest.fixture

@@ -14,13 +14,10 @@ from vllm_autoprune.report import (
     Chart,
     Document,
     Mark,
-    Rule,
     Section,
     Series,
     Table,
     _draw_chart,
-    render_document,
-    render_markdown,
 )
 
 HOSTILE = "<script>alert(1)</script>\"'"
@@ -31,7 +28,7 @@ MARKS = (
     Mark(3.0, 20.0, "third"),
 )
 LINES = (Series(f"stock {HOSTILE}", MARKS), Series("other", path=[(0, 0), (3, 30)], colour=2))
-CHART = Chart("Title", "across", "up", LINES, [Rule(15.0, "objective")])
+CHART = Chart("Title", "across", "up", LINES, {"objective": 15.0})
 TABLE = Table("Rows", ["a|b", "b"], [["x|y", Cell("1.0", "0.9–1.1", "runs/a", "good")]], "lr")
 DOCUMENT = Document(
     f"Report {HOSTILE}", f"The answer {HOSTILE}", "good", [f"A warning {HOSTILE}"],
@@ -45,7 +42,7 @@ DOCUMENT = Document(
 
 def page_of(*tables: Table) -> str:
     section = Section("s", tables=tables)
-    return render_document(Document("t", "a", "good", sections=[section]))
+    return Document("t", "a", "good", sections=[section]).render_html()
 
 
 def parse(page: str) -> ElementTree.Element:
@@ -55,7 +52,7 @@ def parse(page: str) -> ElementTree.Element:
 
 
 def test_the_page_is_well_formed_loads_nothing_and_runs_nothing() -> None:
-    page = render_document(DOCUMENT)
+    page = DOCUMENT.render_html()
     elements = list(parse(page).iter())
     tags = {element.tag.rpartition("}")[2] for element in elements}
     assert not {"script", "link", "img", "iframe", "object"} & tags
@@ -65,11 +62,11 @@ def test_the_page_is_well_formed_loads_nothing_and_runs_nothing() -> None:
     assert not any(name.startswith("on") or name == "src" for name in names)
     assert "url(http" not in page and "@import" not in page
     assert "default-src 'none'" in page and "script-src" not in page
-    assert page == render_document(DOCUMENT)
+    assert page == DOCUMENT.render_html()
 
 
 def test_markdown_has_the_answer_the_warnings_and_the_tables() -> None:
-    page = render_markdown(DOCUMENT)
+    page = DOCUMENT.render_markdown()
     for part in (f"# Report {HOSTILE}", f"- A warning {HOSTILE}", f"- A fact {HOSTILE}"):
         assert part in page
     assert "### Rows\n\n| a|b | b |\n| :-- | --: |\n| x\\|y | 1.0 (0.9–1.1) |" in page
@@ -101,7 +98,7 @@ def texts(svg: ElementTree.Element) -> set[str]:
 
 
 def test_a_chart_has_its_labels_points_tips_links_and_rules() -> None:
-    svg = svg_of(*LINES, rules=[Rule(15.0, "objective")])
+    svg = svg_of(*LINES, rules={"objective": 15.0})
     assert {"x", "y", "objective", "other", f"stock {HOSTILE}", "1.0", "3.0", "30"} <= texts(svg)
     from_five = Series("s", [Mark(5, 99.0, ""), Mark(6, 40.0, "")])
     assert ["0" in texts(svg_of(from_five, x_zero=zero)) for zero in (True, False)] == [True, False]
@@ -124,4 +121,4 @@ def test_higher_points_are_drawn_higher_and_no_points_are_drawn_too(scale: str) 
 
 def test_without_matplotlib_a_page_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "pip install matplotlib" in render_document(DOCUMENT)
+    assert "pip install matplotlib" in DOCUMENT.render_html()

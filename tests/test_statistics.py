@@ -10,19 +10,17 @@ from vllm_autoprune.statistics import (
     ClusterBootstrap,
     Estimate,
     Spread,
-    at_most,
     count_decimals,
     estimate,
     ratio_of_medians,
     resample,
-    spread,
 )
 
 SCENES = [number // 5 for number in range(200)]
 
 
 def test_a_spread_has_median_and_quartiles() -> None:
-    assert spread([5, 1, 2, 4, 3]) == Spread(median=3, low=2, high=4, count=5)
+    assert Spread.of([5, 1, 2, 4, 3]) == Spread(median=3, low=2, high=4, count=5)
 
 
 def test_rounds_of_a_ratio_are_drawn_together() -> None:
@@ -78,4 +76,4 @@ def test_decimals_and_verdicts_follow_the_interval(
     low: float, high: float, decimals: int, verdict: str
 ) -> None:
     assert count_decimals(low, high) == decimals
-    assert at_most(Estimate(low, low, high), bound=1.05) == verdict
+    assert Estimate(low, low, high).at_most(bound=1.05) == verdict

@@ -95,18 +95,18 @@ class RecordFile(Generic[_R]):
             return
         raise self._error_type(f"{self.path}: {reason} -> {fix}")
 
+    @staticmethod
+    def read(
+        path: Path, adapter: TypeAdapter[_R], error_type: type[AutopruneError], fix: str
+    ) -> list[_R]:
+        """The complete records of a file, which another process may be writing.
 
-def read_records(
-    path: Path, adapter: TypeAdapter[_R], error_type: type[AutopruneError], fix: str
-) -> list[_R]:
-    """The complete records of a file, which another process may be writing.
-
-    Raises ``error_type`` for a file with other content, or that cannot be read: then with ``fix``.
-    """
-    try:
-        return _read_complete_lines(path, adapter, error_type)[0]
-    except OSError as error:
-        raise error_type(f"{path}: {error.strerror or error} -> {fix}") from None
+        Raises ``error_type`` for other content, and for a file that cannot be read, with ``fix``.
+        """
+        try:
+            return _read_complete_lines(path, adapter, error_type)[0]
+        except OSError as error:
+            raise error_type(f"{path}: {error.strerror or error} -> {fix}") from None
 
 
 def _read_complete_lines(

@@ -11,8 +11,8 @@ import io
 import re
 import warnings
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -110,14 +110,6 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Rule:
-    """A horizontal reference line; the legend has its name."""
-
-    y: float
-    name: str
-
-
-@dataclass(frozen=True)
 class Chart:
     """A chart with its title and the labels of its axes."""
 
@@ -125,7 +117,8 @@ class Chart:
     x_label: str
     y_label: str
     series: Sequence[Series]
-    rules: Sequence[Rule] = ()
+    rules: Mapping[str, float] = field(default_factory=dict)
+    """Horizontal reference lines by their name in the legend."""
     y_scale: Literal["linear", "log"] = "linear"
     x_zero: bool = False
     """Whether the x axis includes 0."""
@@ -157,35 +150,34 @@ class Document:
     """What was measured, in short phrases."""
     sections: Sequence[Section] = ()
 
+    def render_html(self) -> str:
+        """The HTML file; whatever it is given is escaped."""
+        environment = jinja2.Environment(
+            loader=jinja2.FileSystemLoader(Path(__file__).parent),
+            autoescape=True,
+            undefined=jinja2.StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+            keep_trailing_newline=True,
+        )
+        return environment.get_template("report.html.jinja").render(
+            document=self,
+            draw_chart=_draw_chart,
+            breakable=lambda text: Markup(_JOINT.sub("<wbr>", escape(text))),
+        )
 
-def render_document(document: Document) -> str:
-    """The HTML file; whatever it is given is escaped."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    return environment.get_template("report.html.jinja").render(
-        document=document,
-        draw_chart=_draw_chart,
-        breakable=lambda text: Markup(_JOINT.sub("<wbr>", escape(text))),
-    )
-
-
-def render_markdown(document: Document) -> str:
-    """The document without its charts."""
-    lines = [f"# {document.title}\n", f"{document.answer}\n"]
-    lines += [*(f"- {text}" for text in document.warnings), ""] if document.warnings else []
-    lines += [f"- {fact}" for fact in document.facts]
-    for section in document.sections:
-        if section.tables or not section.charts:
-            lines.append(f"\n## {section.title}\n")
-            lines += [f"- {text}" for text in section.texts]
-            lines += [f"\n### {table.caption}\n\n{table.markdown()}" for table in section.tables]
-    return "\n".join(lines) + "\n"
+    def render_markdown(self) -> str:
+        """The document without its charts."""
+        lines = [f"# {self.title}\n", f"{self.answer}\n"]
+        lines += [*(f"- {text}" for text in self.warnings), ""] if self.warnings else []
+        lines += [f"- {fact}" for fact in self.facts]
+        for section in self.sections:
+            if section.tables or not section.charts:
+                lines.append(f"\n## {section.title}\n")
+                lines += [f"- {text}" for text in section.texts]
+                for table in section.tables:
+                    lines.append(f"\n### {table.caption}\n\n{table.markdown()}")
+        return "\n".join(lines) + "\n"
 
 
 _SVG = "http://www.w3.org/2000/svg"
@@ -223,8 +215,8 @@ def _draw_chart(chart: Chart) -> Markup:
         axes = figure.add_subplot(xlabel=chart.x_label, ylabel=chart.y_label)
         for series in chart.series:
             _draw_series(axes, series, marks)
-        for rule in chart.rules:
-            axes.axhline(rule.y, color=_INK, linestyle=":", label=rule.name)
+        for name, y in chart.rules.items():
+            axes.axhline(y, color=_INK, linestyle=":", label=name)
         if chart.x_zero:
             axes.set_xlim(left=min(0.0, axes.get_xlim()[0]))
         # A logarithmic axis needs a positive point.

@@ -42,6 +42,12 @@ class Estimate:
         """The same estimate with fewer decimals."""
         return Estimate(*(round(figure, digits) for figure in (self.value, self.low, self.high)))
 
+    def at_most(self, bound: float) -> Verdict:
+        """Whether the figure is at most ``bound``: decided by its whole interval."""
+        if self.high <= bound:
+            return "holds"
+        return "does not hold" if self.low > bound else "inconclusive"
+
 
 def count_decimals(low: float, high: float, most: int = 4) -> int:
     """Decimals that show three digits of the width of an interval, as more say nothing."""
@@ -58,11 +64,11 @@ class Spread:
     high: float
     count: int
 
-
-def spread(values: Sequence[float]) -> Spread:
-    """Median and interpolated quartiles of a sample that is not empty."""
-    low, median, high = np.percentile(np.asarray(values, dtype=np.float64), (25, 50, 75))
-    return Spread(float(median), float(low), float(high), len(values))
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Median and interpolated quartiles of a sample that is not empty."""
+        low, median, high = np.percentile(np.asarray(values, dtype=np.float64), (25, 50, 75))
+        return cls(float(median), float(low), float(high), len(values))
 
 
 def resample(count: int, draws: int, *, block: int = 1) -> _Indices:
@@ -135,10 +141,3 @@ class ClusterBootstrap:
         with np.errstate(invalid="ignore", divide="ignore"):
             mean: Floats = np.concatenate(over) / np.concatenate(under)
         return mean
-
-
-def at_most(estimate: Estimate, bound: float) -> Verdict:
-    """Whether a figure is at most ``bound``: decided by its whole interval."""
-    if estimate.high <= bound:
-        return "holds"
-    return "does not hold" if estimate.low > bound else "inconclusive"

@@ -37,7 +37,7 @@ from vllm_autoprune.backbones import (
 from vllm_autoprune.http_client import Metrics
 from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.report import Table
-from vllm_autoprune.statistics import spread
+from vllm_autoprune.statistics import Spread
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
 _POLICIES = (
@@ -186,7 +186,7 @@ def _format_table(model: _Model, budget: int, arms: Mapping[str, _Measurement | 
             f"{cost.tokens:g}",
             f"{cost.teraflops:.4g} ({full_cost.flops / cost.flops:.1f}x fewer)",
             f"{1000 * measured.prefill:.1f}{faster}",
-            format_spread(spread(measured.ttft)),
+            format_spread(Spread.of(measured.ttft)),
             f"{1000 * measured.decode:.2f}",
             f"{cost.kv_mib:.4g}",
         ])  # fmt: skip

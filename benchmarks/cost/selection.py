@@ -30,7 +30,7 @@ from vllm_autoprune import (
     VisualTokens,
 )
 from vllm_autoprune.report import Table
-from vllm_autoprune.statistics import Verdict, at_most, ratio_of_medians, spread
+from vllm_autoprune.statistics import Spread, Verdict, ratio_of_medians
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
 _Times = Mapping[str, Sequence[float]]
@@ -187,7 +187,7 @@ def _format_loops(
         size: ratio_of_medians(*([[value] for value in times[k]] for k in ("ours", "published")))
         for size, times in by_size.items()
     }
-    verdicts = [at_most(ratio, bound) for ratio in ratios.values()]
+    verdicts = [ratio.at_most(bound) for ratio in ratios.values()]
     counts = (f"{v} at {verdicts.count(v)} of {len(verdicts)} sizes" for v in sorted(set(verdicts)))
     worst = max(ratios, key=lambda size: ratios[size].value)
     largest = format_estimate(ratios[worst], digits=2)
@@ -196,7 +196,7 @@ def _format_loops(
     rows = [
         (
             str(size),
-            *(format_spread(spread(times[name])) for name in ("published", "ours")),
+            *(format_spread(Spread.of(times[name])) for name in ("published", "ours")),
             format_estimate(ratios[size], digits=2),
             f"{100 * alike[size]:.1f}",
             str(len(times["ours"])),

@@ -31,12 +31,10 @@ from vllm_autoprune.report import (
     Document,
     Mark,
     Row,
-    Rule,
     Section,
     Series,
     Table,
     Tone,
-    render_document,
 )
 from vllm_autoprune.statistics import Estimate
 
@@ -207,7 +205,7 @@ class Experiment:
                 settings,
             ],
         )
-        (folder / REPORT).write_text(render_document(document))
+        (folder / REPORT).write_text(document.render_html())
 
     def draw_chart(self) -> Section:
         """Median TTFT over the achieved rate; open loops are dashed."""
@@ -228,7 +226,7 @@ class Experiment:
                     name = f"{arm}, {kind} loop"
                     series.append(Series(name, marks, dashed=kind == "open", colour=colour))
         most = self.slo.slo_ttft
-        limit = [Rule(most, f"objective {most:g} ms")] if most else []
+        limit = {f"objective {most:g} ms": most} if most else {}
         titles = ("Latency over throughput", "achieved, requests/s", "median TTFT, ms")
         chart = Chart(*titles, series, limit, y_scale="log", x_zero=True)
         text = "Bars: 95 % intervals; hollow: not valid. Point at a mark for its load."

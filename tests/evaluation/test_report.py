@@ -21,8 +21,6 @@ from vllm_autoprune.evaluation.report import (
     Comparison,
     Report,
     Row,
-    build_report,
-    format_markdown,
 )
 from vllm_autoprune.statistics import Estimate
 
@@ -73,7 +71,7 @@ def row_of(report: Report, name: str) -> Row:
 
 
 def test_rows_have_acc_both_definitions_of_rel_and_paired_differences() -> None:
-    report = build_report(contents((FULL, RIGHT), (BASE, HALF), (RESIDUAL, RIGHT)))
+    report = Report.build(contents((FULL, RIGHT), (BASE, HALF), (RESIDUAL, RIGHT)))
     full, base, ours = report.rows
     assert report.valid and (report.questions, report.images) == (6, 2)
     assert base.benchmarks == {"colour": 50.0, MME: 125.0}
@@ -98,7 +96,7 @@ def test_categories_of_mme_are_summed() -> None:
         for n in range(4)
     ]
     counted = [float(question.category == "count") for question in questions]
-    report = build_report(contents((FULL, [1.0] * 8), (BASE, counted), questions=questions))
+    report = Report.build(contents((FULL, [1.0] * 8), (BASE, counted), questions=questions))
     assert [(row.benchmarks[MME], row.all.acc) for row in report.rows] == [(400, 200), (200, 100)]
 
 
@@ -106,11 +104,11 @@ def test_totals_of_a_benchmarks_scorer_are_used_and_replace_missing_scores() -> 
     unscored = [q.model_copy(update={"benchmark": "MMB-EN"}) for q in QUESTIONS[:2]]
     scores = [None, None, *HALF[2:]]
     journal = contents((FULL, RIGHT), (BASE, scores), questions=[*unscored, *QUESTIONS[2:]])
-    assert [row.case.name for row in build_report(journal).rows] == ["full"]
+    assert [row.case.name for row in Report.build(journal).rows] == ["full"]
     for name, points in (("full", 60.0), (BASE.name, 45.0)):
         total = Total(case=name, benchmark="MMB-EN", metric="m", value=points, count=2)
         journal.totals[name] = {"MMB-EN": total}
-    row = row_of(build_report(journal), BASE.name)
+    row = row_of(Report.build(journal), BASE.name)
     assert row.benchmarks == {"MMB-EN": 45.0, MME: 125.0} and row.to_full is not None
     assert row.to_full.acc is None and row.to_full.accuracy is not None
 
@@ -136,15 +134,15 @@ INCOMPLETE: dict[str, Callable[[Contents], object]] = {
 def test_an_incomplete_evaluation_is_not_valid(reason: str) -> None:
     journal = contents((FULL, RIGHT), (BASE, HALF))
     INCOMPLETE[reason](journal)
-    report = build_report(journal, ["stopped: the server"])
+    report = Report.build(journal, ["stopped: the server"])
     assert not report.valid and report.reasons[0].startswith(reason)
     assert "mine@8" not in [row.case.name for row in report.rows]
-    page = format_markdown(report)
+    page = report.format_markdown()
     assert "Not valid: " in page and f"- {reason}" in page and "- stopped: the server" in page
 
 
 def test_a_report_of_nothing_right_is_not_valid() -> None:
-    report = build_report(contents((FULL, [0.0] * 6), (BASE, [0.0] * 6)))
+    report = Report.build(contents((FULL, [0.0] * 6), (BASE, [0.0] * 6)))
     assert "no answer is right even with all tokens" in report.reasons[0]
     row = row_of(report, BASE.name)
     assert row.all.ratio_of_means is row.all.mean_of_ratios is None
@@ -163,7 +161,7 @@ def report_of(
 ) -> Report:
     """The report of questions of two kinds, with all tokens always right."""
     right = (FULL, [1.0] * len(questions))
-    return build_report(contents(right, *cases, questions=questions))
+    return Report.build(contents(right, *cases, questions=questions))
 
 
 def compared(report: Report, name: str, kind: str | None = None) -> Comparison:
@@ -184,7 +182,7 @@ def test_states_are_compared_with_resizing_overall_and_by_kind() -> None:
     assert row_of(report, "resized@8").to_resized is None
     none = [0.0] * 2 * IMAGES
     other = report_of((CONTROL, none), (case("mine@16", "found"), none))
-    assert other.resizing == () and "Pruning or resizing?" not in format_markdown(other)
+    assert other.resizing == () and "Pruning or resizing?" not in other.format_markdown()
 
 
 @pytest.mark.parametrize(
@@ -210,8 +208,8 @@ def test_a_winner_needs_an_interval_without_0_and_enough_images(
 def test_the_page_says_who_wins_of_each_state_that_was_to_be_evaluated() -> None:
     mixed = [1.0, 0.0] * (IMAGES // 2) + [1.0, 1.0] * (IMAGES // 2)
     cases = [(CONTROL, [0, 1] * IMAGES), (BASE, [0, 1] * IMAGES)]
-    assert "- cdpruner, K = 8: not decided" in format_markdown(report_of(*cases))
-    page = format_markdown(report_of(*cases, (STATE, mixed)))
+    assert "- cdpruner, K = 8: not decided" in report_of(*cases).format_markdown()
+    page = report_of(*cases, (STATE, mixed)).format_markdown()
     assert "With all tokens, 100.0 % of the answers are right." in page
     (line,) = [line for line in page.splitlines() if ", K = 8: " in line]
     assert line.startswith("- mine, K = 8: pruning beats resizing, +25.0 (")
@@ -222,7 +220,7 @@ def test_the_page_says_who_wins_of_each_state_that_was_to_be_evaluated() -> None
     for resized, words in ((20, " with 8.0 tokens more."), (28, " right.")):
         right = [(each, [1] * 2 * IMAGES) for each in (FULL, CONTROL, STATE)]
         journal = contents(*right, questions=BY_KIND, prompt_tokens=(164, resized, 28))
-        assert words in format_markdown(build_report(journal))
+        assert words in Report.build(journal).format_markdown()
 
 
 def test_the_page_has_a_table_for_each_budget_and_what_cannot_be_served() -> None:
@@ -230,9 +228,9 @@ def test_the_page_has_a_table_for_each_budget_and_what_cannot_be_served() -> Non
     journal = contents((FULL, RIGHT), (BASE, HALF), (RESIDUAL, RIGHT), other)
     refused = case("trim@8", refused="K is | too small")
     journal.cases[refused.name] = refused
-    report = build_report(journal)
+    report = Report.build(journal)
     assert report.valid and report.refused == (refused,)
-    page = format_markdown(report)
+    page = report.format_markdown()
     tables = re.findall(r"^### (.*)\n\n((?:\|.*\n)*)", page, re.MULTILINE)
     assert [caption for caption, _ in tables] == ["K = 8", "K = 4", "Not measured"]
     head, _, full, base, ours = [

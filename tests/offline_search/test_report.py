@@ -19,7 +19,6 @@ from tests.offline_search.synthetic import (
     trial,
 )
 from vllm_autoprune.errors import SearchError
-from vllm_autoprune.report import render_document, render_markdown
 from vllm_autoprune.statistics import count_decimals
 
 SCRIPT_TAG = "<script>alert(1)</script>"
@@ -42,7 +41,7 @@ async def test_the_report_has_the_result_and_what_decided(ledger: Path) -> None:
     best = [value for _, value in report.curve()]
     assert best == sorted(best) and best[-1] == report.ranked[0].result.score
 
-    text, gain = render_markdown(report.document()), winner.test.gain
+    text, gain = report.document().render_markdown(), winner.test.gain
     digits = count_decimals(gain.low, gain.high)
     figures = [f"{value:+.{digits}f}" for value in (gain.value, gain.low, gain.high)]
     assert f"Candidate {winner.winner} won" in text and 0 < report.duration < 600
@@ -63,7 +62,7 @@ async def test_the_report_has_the_result_and_what_decided(ledger: Path) -> None:
     # The words are a reader's.
     assert " stopped early" in text and " with the same tokens as an earlier one" in text
     assert not re.search(r"dropped|\btpe\b|★|->", text.partition("## Candidates")[0])
-    page = render_document(report.document())
+    page = report.document().render_html()
     assert page.startswith("<!doctype html>") and "<script" not in page
     assert "&lt;script&gt;" in page
 
@@ -75,14 +74,14 @@ async def test_a_search_that_runs_or_gave_up_can_be_reported(
     for end in (1, 5, len(lines) // 2, len(lines) - 1):
         part.write_bytes(b"".join(lines[:end]) + b'{"kind": "pro')
         report = read_report(read_ledger(part))
-        text = render_markdown(report.document())
+        text = report.document().render_markdown()
         assert "has not ended" in text and ("Best on" in text) == bool(report.rows)
     part.write_bytes(b"")
     with pytest.raises(SearchError, match="the ledger is empty"):
         read_report(read_ledger(part))
     with pytest.raises(NothingMeasured):
         await search(["no"], ledger="none", rounds=20, per_round=5)
-    text = render_markdown(read_report(read_ledger(search.path)).document())
+    text = read_report(read_ledger(search.path)).document().render_markdown()
     assert "gave up: the last 25 were invalid or unsafe." in text
     assert "invalid: /: the reply holds no JSON object" in text, "the reason"
 

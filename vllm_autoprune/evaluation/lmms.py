@@ -34,7 +34,7 @@ from vllm_autoprune.evaluation.journal import (
     Setup,
     Total,
 )
-from vllm_autoprune.evaluation.run import Server, check_server
+from vllm_autoprune.evaluation.run import Server
 from vllm_autoprune.http_client import ServerClient, reporting_failures
 
 PINNED = "0.7.3"
@@ -164,7 +164,7 @@ class LmmsSuite:
         if f"version {PINNED};" not in what:
             fix = f"pip install lmms-eval=={PINNED} into an environment of its own, and name it"
             raise ConfigError("eval", [Problem(f"--lmms-eval {self.program}", what, fix)])
-        _, names = check_server(self.server, self.cases, journal)
+        _, names = self.server.check(self.cases, journal)
         runs = [run for run in runs if run[0].name in names]
         progress = tqdm(runs, unit="task")
         for case, benchmark in progress:

@@ -257,14 +257,6 @@ class PreparedQuestion(NamedTuple):
     """A ``data:`` URL; questions about one image share one object."""
 
 
-def questions_digest(questions: Sequence[PreparedQuestion]) -> str:
-    """First twelve digits of the SHA-256 over questions, answers and images."""
-    digest = hashlib.sha256()
-    for question in questions:
-        digest.update(f"{question.text}\n{question.answer}\n{question.image}\n".encode())
-    return digest.hexdigest()[:12]
-
-
 def read_questions(path: Path, limit: int | None = None) -> Sequence[PreparedQuestion]:
     """The first ``limit`` questions of a JSONL file, ordered by image; raises ConfigError.
 

@@ -19,9 +19,9 @@ from typing import Literal
 import numpy as np
 
 from vllm_autoprune.evaluation.journal import MME, Arm, Case, Contents, Setup
-from vllm_autoprune.evaluation.scoring import Aggregates, Figures, Scoring, aggregate
+from vllm_autoprune.evaluation.scoring import Aggregates, Figures, Scoring
 from vllm_autoprune.record_file import FrozenModel
-from vllm_autoprune.report import Document, Section, Table, render_markdown
+from vllm_autoprune.report import Document, Section, Table
 from vllm_autoprune.statistics import Estimate, Floats, estimate
 
 _Winner = Literal["pruning", "resizing", "not decided", "too few images"]
@@ -104,39 +104,73 @@ class Report(FrozenModel):
         """Whether there is no reason against the report."""
         return not self.reasons
 
+    @classmethod
+    def build(cls, contents: Contents, more: Iterable[str] = ()) -> Report:
+        """The report of a journal that has a set-up; ``more`` are further reasons against it."""
+        (setup,) = contents.setups.values()
+        questions = list(contents.questions.values())
+        scoring = Scoring(questions, setup.mme_divisor)
+        figures = {
+            name: scoring.figures(contents.answers[name])
+            for name in contents.cases
+            if questions and all(contents.is_answered(name, q.id) for q in questions)
+        }
+        reasons = [*_find_reasons(contents), *more]
+        rows = list(_build_rows(contents, setup.mme_divisor, figures)) if "full" in figures else []
+        right = figures["full"].metrics.get("accuracy") if rows else None
+        if right is not None and right[0] == 0:  # whatever prunes can then be no worse
+            reason = "full: no answer is right even with all tokens -> write the answers exactly "
+            reason += "as the model does (capitals, full stop, language), and ask it for a word or "
+            reasons.insert(0, f"{reason}a number")
+        measured = {row.case.digest for row in rows}
+        return cls(
+            setup=setup,
+            questions=len(questions),
+            images=len({question.image for question in questions}),
+            reasons=tuple(reasons),
+            rows=tuple(rows),
+            # The server's own state, of no K, is listed until a case has it.
+            refused=tuple(
+                case
+                for case in contents.cases.values()
+                if case.refused and (case.budget or case.digest not in measured)
+            ),
+            resizing=tuple(_compare_with_resizing(contents, figures)),
+        )
 
-def build_report(contents: Contents, more: Iterable[str] = ()) -> Report:
-    """The report of a journal that has a set-up; ``more`` are further reasons against it."""
-    (setup,) = contents.setups.values()
-    questions = list(contents.questions.values())
-    scoring = Scoring(questions, setup.mme_divisor)
-    figures = {
-        name: scoring.figures(contents.answers[name])
-        for name in contents.cases
-        if questions and all(contents.is_answered(name, q.id) for q in questions)
-    }
-    reasons = [*_find_reasons(contents), *more]
-    rows = list(_build_rows(contents, setup.mme_divisor, figures)) if "full" in figures else []
-    right = figures["full"].metrics.get("accuracy") if rows else None
-    if right is not None and right[0] == 0:  # whatever prunes can then be no worse
-        reason = "full: no answer is right even with all tokens -> write the answers exactly "
-        reason += "as the model does (capitals, full stop, language), and ask it for a word or "
-        reasons.insert(0, f"{reason}a number")
-    measured = {row.case.digest for row in rows}
-    return Report(
-        setup=setup,
-        questions=len(questions),
-        images=len({question.image for question in questions}),
-        reasons=tuple(reasons),
-        rows=tuple(rows),
-        # The server's own state, of no K, is listed until a case has it.
-        refused=tuple(
-            case
-            for case in contents.cases.values()
-            if case.refused and (case.budget or case.digest not in measured)
-        ),
-        resizing=tuple(_compare_with_resizing(contents, figures)),
-    )
+    def format_json(self) -> str:
+        """The report without the states that were sent, which the journal contains."""
+        sent = {"pruning"}
+        content = self.model_dump(
+            mode="json",
+            exclude={"rows": {"__all__": {"case": sent}}, "refused": {"__all__": sent}},
+        )
+        return json.dumps({"valid": self.valid, **content}, indent=1) + "\n"
+
+    def format_markdown(self) -> str:
+        """The report as a page: answer, reasons against it, pruning or resizing, all tables."""
+        setup, sections = self.setup, []
+        if verdicts := list(_describe_verdicts(self)):
+            full = next((row.accuracy for row in self.rows if row.case.arm == "full"), None)
+            if full is not None:
+                verdicts.insert(0, f"With all tokens, {full.value:.1f} % of the answers are right.")
+            sections.append(Section("Pruning or resizing?", verdicts))
+        if self.rows:
+            has_mme = MME in self.rows[0].benchmarks
+            mme = f", with MME divided by {setup.mme_divisor:g} first" if has_mme else ""
+            tables = list(_result_tables(self))
+            if refused := [[case.title, str(case.budget), case.refused] for case in self.refused]:
+                tables.append(Table("Not measured", ["method", "K", "why"], refused, "lll"))
+            notes = [note.format(mme=mme, images=self.images) for note in _NOTES]
+            sections.append(Section("Tables", notes, tables=tables))
+        facts = [
+            f"model: {setup.model}",
+            f"data: {setup.data}",
+            f"scored by {setup.scorer}",
+            f"{self.questions:,} questions about {self.images:,} images",
+        ]
+        title, answer = f"Accuracy: {setup.suite}", _build_answer(self)
+        return Document(title, answer, "open", self.reasons, facts, sections).render_markdown()
 
 
 def _build_rows(
@@ -172,7 +206,7 @@ def _build_rows(
         yield Row(
             case=case,
             benchmarks={name: round(score, _DIGITS) for name, score in points.items()},
-            all=aggregate(points, scores["full"], divisor).rounded(_DIGITS),
+            all=Aggregates.of(points, scores["full"], divisor).rounded(_DIGITS),
             accuracy=_estimate(metrics["accuracy"]) if "accuracy" in metrics else None,
             accuracy_plus=None if plus is None else plus.value,
             prompt_tokens=round(sum(lengths) / len(lengths), 2) if lengths else None,
@@ -244,41 +278,6 @@ def _compare_with_resizing(
                 difference=difference,
                 winner=winner,
             )
-
-
-def format_json(report: Report) -> str:
-    """The report without the states that were sent, which the journal contains."""
-    content = report.model_dump(
-        mode="json",
-        exclude={"rows": {"__all__": {"case": {"pruning"}}}, "refused": {"__all__": {"pruning"}}},
-    )
-    return json.dumps({"valid": report.valid, **content}, indent=1) + "\n"
-
-
-def format_markdown(report: Report) -> str:
-    """The report as a page: the answer, reasons against it, pruning or resizing, all tables."""
-    setup, sections = report.setup, []
-    if verdicts := list(_describe_verdicts(report)):
-        full = next((row.accuracy for row in report.rows if row.case.arm == "full"), None)
-        if full is not None:
-            verdicts.insert(0, f"With all tokens, {full.value:.1f} % of the answers are right.")
-        sections.append(Section("Pruning or resizing?", verdicts))
-    if report.rows:
-        has_mme = MME in report.rows[0].benchmarks
-        mme = f", with MME divided by {setup.mme_divisor:g} first" if has_mme else ""
-        tables = list(_result_tables(report))
-        if refused := [[case.title, str(case.budget), case.refused] for case in report.refused]:
-            tables.append(Table("Not measured", ["method", "K", "why"], refused, "lll"))
-        notes = [note.format(mme=mme, images=report.images) for note in _NOTES]
-        sections.append(Section("Tables", notes, tables=tables))
-    facts = [
-        f"model: {setup.model}",
-        f"data: {setup.data}",
-        f"scored by {setup.scorer}",
-        f"{report.questions:,} questions about {report.images:,} images",
-    ]
-    title, answer = f"Accuracy: {setup.suite}", _build_answer(report)
-    return render_markdown(Document(title, answer, "open", report.reasons, facts, sections))
 
 
 def _build_answer(report: Report) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import hashlib
 import io
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -32,8 +33,8 @@ from vllm_autoprune.evaluation.journal import (
     Journal,
     Setup,
 )
-from vllm_autoprune.evaluation.questions import PreparedQuestion, questions_digest
-from vllm_autoprune.evaluation.report import Report, build_report, format_json, format_markdown
+from vllm_autoprune.evaluation.questions import PreparedQuestion
+from vllm_autoprune.evaluation.report import Report
 from vllm_autoprune.evaluation.scoring_request import pruning_options, score_answer
 from vllm_autoprune.http_client import (
     FAILURES,
@@ -54,16 +55,6 @@ _DIGITS = 5
 """Decimals of log-probabilities; bfloat16 has less precision."""
 _WRITE_EVERY = 64
 """Answers that are written together; a killed process loses at most as many."""
-
-
-class Server(NamedTuple):
-    """A server that is asked, and how."""
-
-    url: str
-    connection: Connection
-    model: str | None
-    """None: the first that it serves."""
-    max_in_flight: int
 
 
 def evaluate(
@@ -97,10 +88,10 @@ def evaluate(
             if not (contents.answers or contents.totals):
                 path.unlink()  # else the corrected command would have to say --resume
             raise
-        report = build_report(contents, interruptions)
+        report = Report.build(contents, interruptions)
     try:
-        (folder / "report.json").write_text(format_json(report))
-        (folder / "report.md").write_text(format_markdown(report))
+        (folder / "report.json").write_text(report.format_json())
+        (folder / "report.md").write_text(report.format_markdown())
     except OSError as error:
         fix = f"make room; {JOURNAL} is kept, and --resume writes the report from it"
         raise EvaluationError(f"{folder}: {error.strerror} -> {fix}") from None
@@ -201,70 +192,80 @@ class _Served(BaseModel):
     allows: _Allows | None = None
 
 
-def check_server(
-    server: Server, cases: Sequence[Case], journal: Journal
-) -> tuple[str, Collection[str]]:
-    """The model of a server, and the names of the cases that it serves.
+class Server(NamedTuple):
+    """A server that is asked, and how."""
 
-    What requests may choose is asked first, where the server says it, then a small request for each
-    case. The journal gets the reasons of those that are refused, and which case is the server's own
-    state, also where none is. Raises :class:`ConfigError` for a server that does not answer, serves
-    another model, or refuses all tokens or every state.
-    """
-    from PIL import Image
+    url: str
+    connection: Connection
+    model: str | None
+    """None: the first that it serves."""
+    max_in_flight: int
 
-    buffer = io.BytesIO()
-    Image.new("RGB", (224, 224), "grey").save(buffer, "PNG")
-    image = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
-    content = [{"type": "image_url", "image_url": {"url": image}}, {"type": "text", "text": "?"}]
-    checked = {case.name: case for case in cases}
-    with ServerClient(server.url, server.connection) as client:
-        with reporting_failures(client.url):
-            models, served = client.list_models(), _Served()
-        model = choose_model(client.url, models, server.model)
-        with contextlib.suppress(*FAILURES, RequestRefused):  # another page has that address
-            served = _Served.model_validate(client.read_served())
-        if served.state is None:
-            raise _refuse(client.url, "serves no state")
-        if served.allows is not None and served.allows.level in ("none", "budget"):
-            raise _refuse(client.url, f"lets requests set {served.requests}")
-        for case in cases:
-            if case.refused:
-                continue
-            if case.digest and case.digest == served.digest:
-                checked[case.name] = case.model_copy(update={"served": True})
-            body = {
-                "model": model,
-                "messages": [{"role": "user", "content": content}],
-                "max_tokens": 1,
-                "mm_processor_kwargs": {"autoprune": case.pruning},
-            }
-            try:
-                client.chat(body)
-            except RequestRefused as error:
-                if case.name == FULL.name:
-                    raise _refuse(client.url, f"lets requests choose nothing ({error})") from None
-                checked[case.name] = case.model_copy(update={"refused": str(error)})
-            except FAILURES:  # the server fails in the evaluation as well, which tells how
-                pass
-    states = [c.name for c in cases if "state" in c.pruning and not c.refused]
-    reasons = [checked[name].refused for name in states]
-    if reasons and all(reasons):
-        if _REQUESTS_FLAG in reasons[0]:
-            raise _refuse(client.url, f"refuses every state ({reasons[0]})")
-        fix = "name states that its model serves, such as --state cen_divprune"
-        raise ConfigError("eval", [Problem(client.url, f"refuses every state: {reasons[0]}", fix)])
-    if served.state and served.digest not in {case.digest for case in cases}:
-        checked[""] = Case(
-            name=f"served {served.digest[:12]}",
-            arm="found",
-            label=served.state,
-            digest=served.digest,
-            refused=f"was not asked -> name it with --state {served.state}, or its file",
-            served=True,
-        )
-    journal.append([*checked.values()])
-    return model, [case.name for case in checked.values() if not case.refused]
+    def check(self, cases: Sequence[Case], journal: Journal) -> tuple[str, Collection[str]]:
+        """Its model, and the names of the cases that it serves.
+
+        What requests may choose is asked first, where the server says it, then a small request for
+        each case. The journal gets the reasons of those that are refused, and which case is the
+        server's own state, also where none is. Raises :class:`ConfigError` for a server that does
+        not answer, serves another model, or refuses all tokens or every state.
+        """
+        from PIL import Image
+
+        buffer = io.BytesIO()
+        Image.new("RGB", (224, 224), "grey").save(buffer, "PNG")
+        image = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+        part = {"type": "image_url", "image_url": {"url": image}}
+        content = [part, {"type": "text", "text": "?"}]
+        checked = {case.name: case for case in cases}
+        with ServerClient(self.url, self.connection) as client:
+            with reporting_failures(client.url):
+                models, served = client.list_models(), _Served()
+            model = choose_model(client.url, models, self.model)
+            with contextlib.suppress(*FAILURES, RequestRefused):  # another page has that address
+                served = _Served.model_validate(client.read_served())
+            if served.state is None:
+                raise _refuse(client.url, "serves no state")
+            if served.allows is not None and served.allows.level in ("none", "budget"):
+                raise _refuse(client.url, f"lets requests set {served.requests}")
+            for case in cases:
+                if case.refused:
+                    continue
+                if case.digest and case.digest == served.digest:
+                    checked[case.name] = case.model_copy(update={"served": True})
+                body = {
+                    "model": model,
+                    "messages": [{"role": "user", "content": content}],
+                    "max_tokens": 1,
+                    "mm_processor_kwargs": {"autoprune": case.pruning},
+                }
+                try:
+                    client.chat(body)
+                except RequestRefused as error:
+                    if case.name == FULL.name:
+                        what = f"lets requests choose nothing ({error})"
+                        raise _refuse(client.url, what) from None
+                    checked[case.name] = case.model_copy(update={"refused": str(error)})
+                except FAILURES:  # the server fails in the evaluation as well, which tells how
+                    pass
+        states = [c.name for c in cases if "state" in c.pruning and not c.refused]
+        reasons = [checked[name].refused for name in states]
+        if reasons and all(reasons):
+            if _REQUESTS_FLAG in reasons[0]:
+                raise _refuse(client.url, f"refuses every state ({reasons[0]})")
+            fix = "name states that its model serves, such as --state cen_divprune"
+            what = f"refuses every state: {reasons[0]}"
+            raise ConfigError("eval", [Problem(client.url, what, fix)])
+        if served.state and served.digest not in {case.digest for case in cases}:
+            checked[""] = Case(
+                name=f"served {served.digest[:12]}",
+                arm="found",
+                label=served.state,
+                digest=served.digest,
+                refused=f"was not asked -> name it with --state {served.state}, or its file",
+                served=True,
+            )
+        journal.append([*checked.values()])
+        return model, [case.name for case in checked.values() if not case.refused]
 
 
 def _refuse(url: str, what: str) -> ConfigError:
@@ -288,11 +289,14 @@ class QuestionSuite:
     @property
     def setup(self) -> Setup:
         """The questions with a digest of them and their images."""
-        count, digest = len(self.questions), questions_digest(self.questions)
+        digest = hashlib.sha256()
+        for question in self.questions:
+            digest.update(f"{question.text}\n{question.answer}\n{question.image}\n".encode())
+        count = len(self.questions)
         return Setup(
             suite="data",
             model=self.server.model or "the first model of the server",
-            data=f"{self.name}, {count} questions, {digest}",
+            data=f"{self.name}, {count} questions, {digest.hexdigest()[:12]}",
             scorer=f"vllm-autoprune {__version__}: greedy decoding gives the reference answer",
         )
 
@@ -311,7 +315,7 @@ class QuestionSuite:
             if not (case.refused or journal.contents.is_answered(case.name, question.record.id))
         ]
         if pairs:
-            model, names = check_server(self.server, self.cases, journal)
+            model, names = self.server.check(self.cases, journal)
             pairs = [pair for pair in pairs if pair[0].name in names]
             asyncio.run(self._ask(model, pairs, journal))
 

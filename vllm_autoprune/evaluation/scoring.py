@@ -39,28 +39,29 @@ class Aggregates(FrozenModel):
         figures = {name: None if f is None else round(f, digits) for name, f in self}
         return Aggregates.model_validate(figures)
 
+    @classmethod
+    def of(
+        cls, scores: Scores, full: Scores, mme_divisor: float, without: Collection[str] = ()
+    ) -> Aggregates:
+        """Figures of scores beside those of the full model, but for the benchmarks in ``without``.
 
-def aggregate(
-    scores: Scores, full: Scores, mme_divisor: float, without: Collection[str] = ()
-) -> Aggregates:
-    """Figures of scores beside those of the full model, but for the benchmarks in ``without``.
-
-    Acc. is the mean over benchmarks, MME divided by ``mme_divisor``. Rel. as the paper writes it is
-    100 x Acc. over Acc. of the full model; as CDPruner defines it, 100 x the mean over benchmarks
-    of a score over the full model's, where the divisor of MME cancels out. Both have scores on the
-    same benchmarks.
-    """
-    names = [name for name in scores if name not in without]
-    divisors = {name: mme_divisor if name == MME else 1.0 for name in names}
-    acc, full_acc = (
-        sum(part[name] / divisors[name] for name in names) / len(names) for part in (scores, full)
-    )
-    ratios = [scores[name] / full[name] for name in names if full[name]]
-    return Aggregates(
-        acc=acc,
-        ratio_of_means=100 * acc / full_acc if full_acc else None,
-        mean_of_ratios=100 * (sum(ratios) / len(ratios)) if len(ratios) == len(names) else None,
-    )
+        Acc. is the mean over benchmarks, MME divided by ``mme_divisor``. Rel. as the paper writes
+        it is 100 x Acc. over Acc. of the full model; as CDPruner defines it, 100 x the mean over
+        benchmarks of a score over the full model's, where the divisor of MME cancels out. Both
+        have scores on the same benchmarks.
+        """
+        names = [name for name in scores if name not in without]
+        divisors = {name: mme_divisor if name == MME else 1.0 for name in names}
+        acc, full_acc = (
+            sum(part[name] / divisors[name] for name in names) / len(names)
+            for part in (scores, full)
+        )
+        ratios = [scores[name] / full[name] for name in names if full[name]]
+        return cls(
+            acc=acc,
+            ratio_of_means=100 * acc / full_acc if full_acc else None,
+            mean_of_ratios=100 * (sum(ratios) / len(ratios)) if len(ratios) == len(names) else None,
+        )
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from benchmarks.yardsticks.examples import Example, draw_examples
 from benchmarks.yardsticks.minillava import MiniLlava
 from benchmarks.yardsticks.miniqwen import MiniQwen
 from benchmarks.yardsticks.yardstick import Budget, Case, Scores, Yardstick
-from vllm_autoprune.evaluation.scoring import MMBENCH, Aggregates, aggregate
+from vllm_autoprune.evaluation.scoring import MMBENCH, Aggregates
 from vllm_autoprune.statistics import Estimate
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
@@ -116,7 +116,7 @@ def recompute(table: Json, row: Json, without: Collection[str] = ()) -> Aggregat
         dict(zip(table["benchmarks"], printed["scores"], strict=True))
         for printed in (row, table["rows"][0])
     )
-    return aggregate(scores, full, table["mme_divisor"], without)
+    return Aggregates.of(scores, full, table["mme_divisor"], without)
 
 
 def rounds_to(value: float | None, printed: float, decimals: int) -> bool:

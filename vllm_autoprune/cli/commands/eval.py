@@ -59,7 +59,6 @@ def evaluate_states(options: argparse.Namespace) -> int:
     """Measure accuracy on your questions, and whether pruning beats resizing images."""
     from vllm_autoprune.evaluation.lmms import LmmsSuite, select_benchmarks
     from vllm_autoprune.evaluation.questions import read_questions
-    from vllm_autoprune.evaluation.report import format_json, format_markdown
     from vllm_autoprune.evaluation.run import QuestionSuite, Server, build_cases, evaluate
 
     kind, _, tasks = (options.suite or "data").partition(":")
@@ -101,6 +100,6 @@ def evaluate_states(options: argparse.Namespace) -> int:
         print(suite.plan())
         return 0
     report = evaluate(suite.setup, cases, suite.measure, folder, resume=options.resume)
-    print(format_json(report) if options.json else format_markdown(report), end="")
+    print(report.format_json() if options.json else report.format_markdown(), end="")
     print(f"{folder}/: report.md, report.json, samples.jsonl", file=sys.stderr)
     return 0 if report.valid else 1

@@ -68,17 +68,16 @@ def search(options: argparse.Namespace) -> int:
     """Find a state offline, with a language model, on a served model."""
     from offline_search.ledger import read_ledger
     from offline_search.report import read_report
-    from vllm_autoprune.report import render_document, render_markdown
 
     if options.output is not None:
         check_writable(options.output)
     if options.action == "report":
         report = read_report(read_ledger(options.ledger))
         if options.output is not None:
-            write_file(options.output, render_document(report.document()))
+            write_file(options.output, report.document().render_html())
         chosen = None if report.winner is None else report.winner.model_dump(mode="json")
         record = {"chosen": chosen, "statuses": report.statuses, "causes": report.causes}
-        print_result(options, record, render_markdown(report.document()).rstrip())
+        print_result(options, record, report.document().render_markdown().rstrip())
         return 0
     try:
         flags = read_flags(_Flags, options)
@@ -110,7 +109,7 @@ def search(options: argparse.Namespace) -> int:
         from vllm_autoprune.tpdsl.loading import load_state
 
         write_file(options.output, load_state(winner.state).dumps())
-    text = render_markdown(read_report(read_ledger(options.ledger)).document())
+    text = read_report(read_ledger(options.ledger)).document().render_markdown()
     print_result(options, winner.model_dump(mode="json", exclude={"clock"}), text.rstrip())
     return 0
 
