@@ -174,6 +174,41 @@ class _Timing:
     requests_per_second: float
     questions: Sequence[float]
 
+    @classmethod
+    def measure(cls, url: str, arm: str, start: int) -> _Timing:
+        """Time the requests of an arm; ``start`` is the number of its first image and text."""
+        # A special first token would have no text to be timed.
+        fields: dict[str, object] = {"ignore_eos": True, "skip_special_tokens": False}
+        if arm == "resized":
+            fields["mm_processor_kwargs"] = {"autoprune": {"keep": "resized"}}
+
+        def build(question: int, image: int) -> bytes:
+            url = encode_picture(draw_picture(start + image, 640, 480))
+            content = build_content(draw_words(_QUESTION_WORDS, start + question), [url])
+            return build_body(_SERVED, content, tokens=_ANSWER_TOKENS, fields=fields)
+
+        def milliseconds(records: Sequence[Record]) -> Spread:
+            return Spread.of([1000 * record.ttft for record in records])
+
+        _ask(url, [build(number, number) for number in range(2)], 1)
+        alone = _ask(url, [build(number, number) for number in range(10, 10 + _ALONE)], 1)
+        bodies = [build(number, number) for number in range(100, 100 + _TOGETHER)]
+        begin = time.perf_counter()
+        together = _ask(url, bodies)
+        seconds = time.perf_counter() - begin
+        # Image by image, so that the second question finds what the first one left.
+        questions = [
+            _ask(url, [build(image + 100 * question, image) for question in range(_QUESTIONS)], 1)
+            for image in range(300, 300 + _IMAGES)
+        ]
+        return cls(
+            prompt_tokens=alone[0].prompt_tokens or 0,
+            alone=milliseconds(alone),
+            together=milliseconds(together),
+            requests_per_second=_TOGETHER / seconds,
+            questions=[milliseconds(records).median for records in zip(*questions, strict=True)],
+        )
+
 
 def _measure_times(folder: Path, out: Path) -> dict[str, _Timing]:
     """Times of the large model, served stock, then pruned, where also resized images are sent."""
@@ -189,43 +224,8 @@ def _measure_times(folder: Path, out: Path) -> dict[str, _Timing]:
             for number, arm in enumerate(arms, 1):
                 log_progress(f"time the large model, {arm}")
                 # Arms of one server share no image and no text.
-                times[arm] = _time_requests(serving.url, arm, 1000 * number)
+                times[arm] = _Timing.measure(serving.url, arm, 1000 * number)
     return times
-
-
-def _time_requests(url: str, arm: str, start: int) -> _Timing:
-    """Time the requests of an arm; ``start`` is the number of its first image and text."""
-    # A special first token would have no text to be timed.
-    fields: dict[str, object] = {"ignore_eos": True, "skip_special_tokens": False}
-    if arm == "resized":
-        fields["mm_processor_kwargs"] = {"autoprune": {"keep": "resized"}}
-
-    def build(question: int, image: int) -> bytes:
-        url = encode_picture(draw_picture(start + image, 640, 480))
-        content = build_content(draw_words(_QUESTION_WORDS, start + question), [url])
-        return build_body(_SERVED, content, tokens=_ANSWER_TOKENS, fields=fields)
-
-    def milliseconds(records: Sequence[Record]) -> Spread:
-        return Spread.of([1000 * record.ttft for record in records])
-
-    _ask(url, [build(number, number) for number in range(2)], 1)
-    alone = _ask(url, [build(number, number) for number in range(10, 10 + _ALONE)], 1)
-    bodies = [build(number, number) for number in range(100, 100 + _TOGETHER)]
-    begin = time.perf_counter()
-    together = _ask(url, bodies)
-    seconds = time.perf_counter() - begin
-    # Image by image, so that the second question finds what the first one left.
-    questions = [
-        _ask(url, [build(image + 100 * question, image) for question in range(_QUESTIONS)], 1)
-        for image in range(300, 300 + _IMAGES)
-    ]
-    return _Timing(
-        prompt_tokens=alone[0].prompt_tokens or 0,
-        alone=milliseconds(alone),
-        together=milliseconds(together),
-        requests_per_second=_TOGETHER / seconds,
-        questions=[milliseconds(records).median for records in zip(*questions, strict=True)],
-    )
 
 
 def _format_table(

@@ -20,15 +20,6 @@ EXCLUDED = {
 }
 
 
-def _resolve(lines: list[str]) -> dict[str, str]:
-    """Normalised name and version of every distribution that pip would install."""
-    command = [sys.executable, "-m", "pip", "install", "-qq", "--dry-run"]
-    command += ["--ignore-installed", "--report", "-", *lines]
-    report = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
-    metadata = (item["metadata"] for item in report["install"])
-    return {re.sub(r"[-_.]+", "-", meta["name"]).lower(): meta["version"] for meta in metadata}
-
-
 def main() -> None:
     """Resolve, remove the excluded distributions and write the lock."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -39,7 +30,12 @@ def main() -> None:
     lines = [line for line in lines if line]
     lines += [req for req in ours if re.split(r"[^\w-]", req)[0] != "vllm"]
     print(f"resolving {SOURCE.relative_to(ROOT)} and the extras {', '.join(EXTRAS)}", flush=True)
-    versions = _resolve(lines)
+    command = [sys.executable, "-m", "pip", "install", "-qq", "--dry-run"]
+    command += ["--ignore-installed", "--report", "-", *lines]
+    report = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+    # Normalised name and version of every distribution that pip would install.
+    metadata = (item["metadata"] for item in report["install"])
+    versions = {re.sub(r"[-_.]+", "-", meta["name"]).lower(): meta["version"] for meta in metadata}
     cuda = {name for name in versions if name.startswith(("nvidia-", "cuda-"))}
     dropped = EXCLUDED.keys() | cuda
     header = [

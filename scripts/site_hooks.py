@@ -25,8 +25,8 @@ _LINK = re.compile(r"\[([^\]]*)\]\(\.\./([^)#\s]+)(#[^)\s]*)?\)")
 _CODE = re.compile(r"`[^`\n]+`")
 
 
-def rewrite_links(text: str, page: str) -> str:
-    """The page with links to files outside docs as their paths; those to other pages stay.
+def _adapt_page(text: str, page: str) -> str:
+    """The page as the site has it: links to files outside docs are their paths, ``\\|`` is ``|``.
 
     ``page`` is its path within docs. Raises FileNotFoundError for a missing file.
     """
@@ -40,18 +40,19 @@ def rewrite_links(text: str, page: str) -> str:
             raise FileNotFoundError(f"{page} links to {path}, which is not in the repository")
         return f"{match[1]} (`{path}` in the repository)"
 
-    return _LINK.sub(replace, text)
+    # Only within code: cells are not divided there.
+    return _CODE.sub(lambda match: match[0].replace("\\|", "|"), _LINK.sub(replace, text))
 
 
 def on_files(files: Files, *, config: MkDocsConfig, **_: object) -> None:
     """Called by mkdocs with the files of the site: adds those that are generated."""
     from mkdocs.structure.files import File
 
-    for name, content in generate_files().items():
+    for name, content in _generate_files().items():
         files.append(File.generated(config, name, content=content))
 
 
-def generate_files() -> dict[str, str]:
+def _generate_files() -> dict[str, str]:
     """What ``vllm-autoprune atoms --prompt`` and ``vllm-autoprune schema`` print."""
     from vllm_autoprune.tpdsl.reference import render_language
     from vllm_autoprune.tpdsl.state import PruningState
@@ -65,9 +66,4 @@ def generate_files() -> dict[str, str]:
 
 def on_page_markdown(markdown: str, *, page: Page, **_: object) -> str:
     """Called by mkdocs with the source of every page."""
-    return restore_pipes(rewrite_links(markdown, page.file.src_uri))
-
-
-def restore_pipes(text: str) -> str:
-    """The page with every ``\\|`` within code as ``|``; cells are not divided there."""
-    return _CODE.sub(lambda match: match[0].replace("\\|", "|"), text)
+    return _adapt_page(markdown, page.file.src_uri)

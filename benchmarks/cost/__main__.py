@@ -18,7 +18,7 @@ _COMMANDS = {
     "selection": "time of token selection, compared with the published code",
     "soak": "a pruned server under mixed load: errors, memory growth, metrics",
 }
-"""Modules with ``add_arguments`` and ``run``, and their help."""
+"""Modules with ``OPTIONS`` and ``run``, and their help."""
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -32,7 +32,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         command = commands.add_parser(name, help=text, description=text, formatter_class=defaults)
         if name in arguments[:1]:
             module = importlib.import_module(f"benchmarks.cost.{name}")
-            module.add_arguments(command)
+            for flag, settings in module.OPTIONS.items():
+                command.add_argument(flag, **settings)
             command.set_defaults(run=module.run)
     return parser.parse_args(arguments)
 

@@ -12,6 +12,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks import BenchmarkError
 from benchmarks.common.client import Client
@@ -65,45 +66,46 @@ class _Model:
         depth = self.shape.layers if self.name == _MINI else BACKBONE_SHAPES[self.name].layers
         return replace(self.shape, layers=depth)
 
+    @classmethod
+    def open(cls, name: str, layers: int, out: Path) -> _Model:
+        """The model of that name; the folder of a shape is written below ``out``."""
+        if name != _MINI:
+            folder = write_shape(name, out / f"{name}-{layers}-layers", layers)
+            flags = ("--load-format", "dummy", "--max-model-len", "4096")
+            return cls(name, folder, replace(BACKBONE_SHAPES[name], layers=layers), flags)
+        config = json.loads((LLAVA / "config.json").read_text())
+        text, vision = config["text_config"], config["vision_config"]
+        grid = vision["image_size"] // vision["patch_size"]
+        shape = replace(
+            BACKBONE_SHAPES["llava-1.5-7b"],
+            layers=text["num_hidden_layers"],
+            width=text["hidden_size"],
+            feed_forward=text["intermediate_size"],
+            kv_width=text["num_key_value_heads"] * text["head_dim"],
+            grid_height=grid,
+            grid_width=grid,
+        )
+        return cls(_MINI, LLAVA, shape, ("--max-model-len", "1024"))
 
-def _open_model(name: str, layers: int, out: Path) -> _Model:
-    """The model of that name; the folder of a shape is written below ``out``."""
-    if name != _MINI:
-        folder = write_shape(name, out / f"{name}-{layers}-layers", layers)
-        flags = ("--load-format", "dummy", "--max-model-len", "4096")
-        return _Model(name, folder, replace(BACKBONE_SHAPES[name], layers=layers), flags)
-    config = json.loads((LLAVA / "config.json").read_text())
-    text, vision = config["text_config"], config["vision_config"]
-    grid = vision["image_size"] // vision["patch_size"]
-    shape = replace(
-        BACKBONE_SHAPES["llava-1.5-7b"],
-        layers=text["num_hidden_layers"],
-        width=text["hidden_size"],
-        feed_forward=text["intermediate_size"],
-        kv_width=text["num_key_value_heads"] * text["head_dim"],
-        grid_height=grid,
-        grid_width=grid,
-    )
-    return _Model(_MINI, LLAVA, shape, ("--max-model-len", "1024"))
-
-
-def _draw_requests(name: str, count: int) -> list[bytes]:
-    """A question about each of several images; mini-LLaVA gets some that it knows."""
-    if name == _MINI:
-        by_image = {example.image_id: example for example in reversed(draw_examples("test", count))}
-        asked = [(by_image[i].png_url, by_image[i].question) for i in range(count)]
-    else:
-        side = _SHAPES[name]
-        asked = [
-            (encode_picture(draw_picture(number, side, side)), draw_words(16, number))
-            for number in range(count)
+    def draw_requests(self, count: int) -> list[bytes]:
+        """A question about each of several images; mini-LLaVA gets some that it knows."""
+        if self.name == _MINI:
+            by_image = {
+                example.image_id: example for example in reversed(draw_examples("test", count))
+            }
+            asked = [(by_image[i].png_url, by_image[i].question) for i in range(count)]
+        else:
+            side = _SHAPES[self.name]
+            asked = [
+                (encode_picture(draw_picture(number, side, side)), draw_words(16, number))
+                for number in range(count)
+            ]
+        # A special first token would have no text to be timed.
+        fields = {"ignore_eos": True, "skip_special_tokens": False}
+        return [
+            build_body(_SERVED, build_content(text, [url]), tokens=_ANSWER_TOKENS, fields=fields)
+            for url, text in asked
         ]
-    # A special first token would have no text to be timed.
-    fields = {"ignore_eos": True, "skip_special_tokens": False}
-    return [
-        build_body(_SERVED, build_content(text, [url]), tokens=_ANSWER_TOKENS, fields=fields)
-        for url, text in asked
-    ]
 
 
 class _Measurement(FrozenModel):
@@ -118,30 +120,30 @@ class _Measurement(FrozenModel):
     visual_tokens: float | None
     """Kept tokens of an image, as the plugin counts them; None without the plugin."""
 
-
-def _measure_arm(server: Server, requests: Sequence[bytes]) -> _Measurement:
-    """Send all requests to a server, one at a time, after the warm-up."""
-    client = Client(server.url, timeout=900)
-    for body in requests[:_WARM_UP]:
-        client.send(body)
-    before = Metrics(server.get("/metrics"))
-    records = [client.send(body) for body in requests[_WARM_UP:]]
-    failed = [record.error for record in records if record.error]
-    if failed:
-        raise BenchmarkError(f"{len(failed)} requests failed: {failed[0]}")
-    gained = Metrics(server.get("/metrics")).since(before)
-    prefill, decode = (
-        (gained.total(f"vllm:request_{stage}_time_seconds_sum") or 0.0) / len(records)
-        for stage in ("prefill", "decode")
-    )
-    images = gained.total("autoprune_images_total")
-    tokens = gained.total("autoprune_visual_tokens_total", stage="after") or 0.0
-    return _Measurement(
-        ttft=tuple(record.ttft for record in records),
-        prefill=prefill,
-        decode=decode / (_ANSWER_TOKENS - 1),
-        visual_tokens=tokens / images if images else None,
-    )
+    @classmethod
+    def of(cls, server: Server, requests: Sequence[bytes]) -> _Measurement:
+        """Send all requests to a server, one at a time, after the warm-up."""
+        client = Client(server.url, timeout=900)
+        for body in requests[:_WARM_UP]:
+            client.send(body)
+        before = Metrics(server.get("/metrics"))
+        records = [client.send(body) for body in requests[_WARM_UP:]]
+        failed = [record.error for record in records if record.error]
+        if failed:
+            raise BenchmarkError(f"{len(failed)} requests failed: {failed[0]}")
+        gained = Metrics(server.get("/metrics")).since(before)
+        prefill, decode = (
+            (gained.total(f"vllm:request_{stage}_time_seconds_sum") or 0.0) / len(records)
+            for stage in ("prefill", "decode")
+        )
+        images = gained.total("autoprune_images_total")
+        tokens = gained.total("autoprune_visual_tokens_total", stage="after") or 0.0
+        return cls(
+            ttft=tuple(record.ttft for record in records),
+            prefill=prefill,
+            decode=decode / (_ANSWER_TOKENS - 1),
+            visual_tokens=tokens / images if images else None,
+        )
 
 
 def _compute_cost(model: _Model, arm: str, budget: int, visual_tokens: float | None) -> Cost:
@@ -198,21 +200,22 @@ def _format_table(model: _Model, budget: int, arms: Mapping[str, _Measurement | 
     return "\n".join([head, Table("", _COLUMNS, rows).markdown(), "", *notes])
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``efficiency``, each with a default."""
-    add = parser.add_argument
-    add("--model", choices=(_MINI, *_SHAPES), default=_MINI, help="checkpoint, or a true shape")
-    add("--layers", type=int, default=2, help="language layers of a true shape")
-    add("--budget", type=int, help="K (default: a ninth of the visual tokens)")
-    add("--policies", default=",".join(_POLICIES), help="base policies to compare with")
-    add("--requests", type=int, default=20, help="timed requests of an arm")
-    add("--kv-cache-gb", type=int, default=1, help="size of a CPU server's KV cache")
-    add("--out", type=Path, default=Path("out/efficiency"), help="folder of files")
+OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "--model": {
+        "choices": (_MINI, *_SHAPES), "default": _MINI, "help": "checkpoint, or a true shape"
+    },
+    "--layers": {"type": int, "default": 2, "help": "language layers of a true shape"},
+    "--budget": {"type": int, "help": "K (default: a ninth of the visual tokens)"},
+    "--policies": {"default": ",".join(_POLICIES), "help": "base policies to compare with"},
+    "--requests": {"type": int, "default": 20, "help": "timed requests of an arm"},
+    "--kv-cache-gb": {"type": int, "default": 1, "help": "size of a CPU server's KV cache"},
+    "--out": {"type": Path, "default": Path("out/efficiency"), "help": "folder of files"},
+}  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:
     """Serve every arm, and print and write the table; 0: every arm was served; 1: one was not."""
-    model = _open_model(options.model, options.layers, options.out)
+    model = _Model.open(options.model, options.layers, options.out)
     budget = options.budget or model.shape.tokens // 9
     pruning = ["--autoprune-budget", str(budget)]
     if model.shape.relevance == "clip":  # for shapes, one with random weights is written once
@@ -223,7 +226,7 @@ def run(options: argparse.Namespace) -> int:
     states["AutoPrune"] = "autoprune"
     for known in filter(None, states.values()):
         load_state(known)  # a wrong name is refused before any server starts
-    requests = _draw_requests(model.name, _WARM_UP + options.requests)
+    requests = model.draw_requests(_WARM_UP + options.requests)
     layers = model.shape.layers
     label = model.name + (f"-{layers}-layers" if layers != model.published.layers else "")
     (options.out / "servers").mkdir(parents=True, exist_ok=True)
@@ -238,7 +241,7 @@ def run(options: argparse.Namespace) -> int:
         log = options.out / "servers" / f"{label}-{name}.log"
         try:
             with serve(model.folder, *flags, env=kv, log=log, patience=900) as server:
-                arms[name] = arm = _measure_arm(server, requests)
+                arms[name] = arm = _Measurement.of(server, requests)
             log_progress(f"{name}: prefill {arm.prefill:.3f} s")
         except ServerDied as error:
             arms[name] = error.cause[:300]

@@ -214,9 +214,7 @@ def _format_loops(
     )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the only option."""
-    parser.add_argument("--gpu", action="store_true", help="measure on a CUDA device")
+OPTIONS = {"--gpu": {"action": "store_true", "help": "measure on a CUDA device"}}
 
 
 def run(options: argparse.Namespace) -> int:

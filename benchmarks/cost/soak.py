@@ -33,7 +33,7 @@ from benchmarks.common.report import MIB
 from benchmarks.common.requests import build_body, build_content, draw_picture, encode_picture
 from benchmarks.common.shapes import count_kv_bytes, count_visual_tokens
 from benchmarks.server import serve
-from benchmarks.yardsticks.adapters import ADAPTERS, adapter_flags, write_adapters
+from benchmarks.yardsticks.adapters import ADAPTERS, write_adapters
 from benchmarks.yardsticks.examples import CLIP, IMAGE_TOKEN, LLAVA
 from vllm_autoprune.connection import Connection, make_client
 from vllm_autoprune.http_client import CHAT
@@ -93,67 +93,69 @@ class _Request(NamedTuple):
     body: bytes
     counts: Mapping[str, int]
 
+    @classmethod
+    def draw(cls, random: Random, start: int, *, hang_up: bool = False) -> _Request:
+        """A request of a random kind, to the model or one of its adapters.
+
+        ``start`` tokens of a prompt stand before its image. ``hang_up``: a valid request for a long
+        answer, which is streamed.
+        """
+        kinds = {kind: weight for kind, weight in _KINDS.items() if not (hang_up and kind == "bad")}
+        (kind,), choose = random.choices([*kinds], [*kinds.values()]), random.choice
+        fields_by_kind: dict[str, Mapping[str, Any]] = {
+            "plain": {},
+            "policy": {"budget": choose(_BUDGETS), "state": choose(_STATES)},
+            "off": {"enabled": False},
+            "split": {"budget": choose(_SPLIT_BUDGETS), "state": choose(_SPLIT_STATES)},
+            "recall": {"budget": choose(_BUDGETS), "recall": choose(_RECALLS)},
+            "bad": choose(_BAD),
+        }
+        pruning, turns = fields_by_kind[kind], choose((1, 2, 3)) if kind == "recall" else 0
+        image, url = choose(_draw_repeated_pictures())
+        if random.random() < 0.5:
+            url = encode_picture(image.rotate(random.random() * 360))
+        messages: list[Mapping[str, object]] = [
+            {"role": "user", "content": build_content(choose(_QUESTIONS), [url])}
+        ]
+        for _ in range(turns):
+            messages.append({"role": "assistant", "content": choose(("red", "two", "no"))})
+            messages.append({"role": "user", "content": choose(_QUESTIONS)})
+        fields: dict[str, object] = {"ignore_eos": True, "messages": messages}
+        if pruning:
+            fields["mm_processor_kwargs"] = {"autoprune": pruning}
+        length = _LONG_ANSWER if hang_up else _SHORT_ANSWER
+        model = choose((str(LLAVA), *ADAPTERS))
+        body = build_body(model, [], tokens=length, stream=hang_up, fields=fields)
+        if kind == "bad":
+            return cls(kind, body, {_REFUSED: 1})
+
+        # By what the counters grow.
+        state, budget = pruning.get("state", _STATE), min(pruning.get("budget", _BUDGET), _TOKENS)
+        if kind == "off":
+            state, budget = "off", _TOKENS
+        # Later turns recall what was not kept.
+        recalled = min(turns * pruning.get("recall", _RECALL), _TOKENS - budget)
+        core = load_state(state).core if kind == "split" else None
+        wanted = core.tokens(budget) if core and budget < _TOKENS else 0
+        counts = {
+            f"autoprune_requests_total {state}": 1,
+            "autoprune_images_total state": 1,
+            "autoprune_visual_tokens_total before": _TOKENS,
+            "autoprune_visual_tokens_total after": budget + recalled,
+            # Up to the edge of a KV block, as the prompt has them.
+            "autoprune_core_tokens_total": align_core(start, budget, wanted, _BLOCK)
+            if wanted
+            else 0,
+            "autoprune_recalled_tokens_total": recalled,
+            "autoprune_kv_bytes_saved_total": (_TOKENS - budget - recalled) * _KV_BYTES,
+        }
+        return cls(kind, body, counts if hang_up else counts | {_SHORT_ANSWERS: 1})
+
 
 @cache
 def _draw_repeated_pictures() -> Sequence[tuple[Image.Image, str]]:
     pictures = [draw_picture(seed, _SIDE, _SIDE) for seed in range(_REPEATED)]
     return [(image, encode_picture(image)) for image in pictures]
-
-
-def _draw_request(random: Random, start: int, *, hang_up: bool = False) -> _Request:
-    """A request of a random kind, to the model or one of its adapters.
-
-    ``start`` tokens of a prompt stand before its image. ``hang_up``: a valid request for a long
-    answer, which is streamed.
-    """
-    kinds = {kind: weight for kind, weight in _KINDS.items() if not (hang_up and kind == "bad")}
-    (kind,), choose = random.choices([*kinds], [*kinds.values()]), random.choice
-    fields_by_kind: dict[str, Mapping[str, Any]] = {
-        "plain": {},
-        "policy": {"budget": choose(_BUDGETS), "state": choose(_STATES)},
-        "off": {"enabled": False},
-        "split": {"budget": choose(_SPLIT_BUDGETS), "state": choose(_SPLIT_STATES)},
-        "recall": {"budget": choose(_BUDGETS), "recall": choose(_RECALLS)},
-        "bad": choose(_BAD),
-    }
-    pruning, turns = fields_by_kind[kind], choose((1, 2, 3)) if kind == "recall" else 0
-    image, url = choose(_draw_repeated_pictures())
-    if random.random() < 0.5:
-        url = encode_picture(image.rotate(random.random() * 360))
-    messages: list[Mapping[str, object]] = [
-        {"role": "user", "content": build_content(choose(_QUESTIONS), [url])}
-    ]
-    for _ in range(turns):
-        messages.append({"role": "assistant", "content": choose(("red", "two", "no"))})
-        messages.append({"role": "user", "content": choose(_QUESTIONS)})
-    fields: dict[str, object] = {"ignore_eos": True, "messages": messages}
-    if pruning:
-        fields["mm_processor_kwargs"] = {"autoprune": pruning}
-    length = _LONG_ANSWER if hang_up else _SHORT_ANSWER
-    model = choose((str(LLAVA), *ADAPTERS))
-    body = build_body(model, [], tokens=length, stream=hang_up, fields=fields)
-    if kind == "bad":
-        return _Request(kind, body, {_REFUSED: 1})
-
-    # By what the counters grow.
-    state, budget = pruning.get("state", _STATE), min(pruning.get("budget", _BUDGET), _TOKENS)
-    if kind == "off":
-        state, budget = "off", _TOKENS
-    # Later turns recall what was not kept.
-    recalled = min(turns * pruning.get("recall", _RECALL), _TOKENS - budget)
-    core = load_state(state).core if kind == "split" else None
-    wanted = core.tokens(budget) if core and budget < _TOKENS else 0
-    counts = {
-        f"autoprune_requests_total {state}": 1,
-        "autoprune_images_total state": 1,
-        "autoprune_visual_tokens_total before": _TOKENS,
-        "autoprune_visual_tokens_total after": budget + recalled,
-        # Up to the edge of a KV block, as the prompt has them.
-        "autoprune_core_tokens_total": align_core(start, budget, wanted, _BLOCK) if wanted else 0,
-        "autoprune_recalled_tokens_total": recalled,
-        "autoprune_kv_bytes_saved_total": (_TOKENS - budget - recalled) * _KV_BYTES,
-    }
-    return _Request(kind, body, counts if hang_up else counts | {_SHORT_ANSWERS: 1})
 
 
 @dataclass
@@ -166,27 +168,26 @@ class _Tally:
     faults: list[str] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-
-def _send(client: httpx.Client, request: _Request, tally: _Tally, *, hang_up: bool = False) -> None:
-    """Send a request and count its answer; ``hang_up``: once it has begun."""
-    status, error, refused = 0, "", _REFUSED in request.counts
-    try:
-        with client.stream("POST", CHAT, content=request.body) as answer:
-            status = answer.status_code
-            content = next(answer.iter_bytes(), b"") if hang_up else answer.read()
-            if status != (400 if refused else 200):
-                error = f"HTTP {status}: {content[:200]!r}"
-    except httpx.HTTPError as failure:
-        error = repr(failure)
-    outcome = "refused" if refused else "hung up" if hang_up else "answered"
-    with tally.lock:
-        tally.outcomes["failed" if error else outcome] += 1
-        if error:
-            tally.faults.append(f"{request.kind}: {error}")
-        else:
-            tally.counts.update(request.counts)
-    if not status:
-        time.sleep(1.0)  # no server: do not retry in a busy loop
+    def send(self, client: httpx.Client, request: _Request, *, hang_up: bool = False) -> None:
+        """Send a request and count its answer; ``hang_up``: once it has begun."""
+        status, error, refused = 0, "", _REFUSED in request.counts
+        try:
+            with client.stream("POST", CHAT, content=request.body) as answer:
+                status = answer.status_code
+                content = next(answer.iter_bytes(), b"") if hang_up else answer.read()
+                if status != (400 if refused else 200):
+                    error = f"HTTP {status}: {content[:200]!r}"
+        except httpx.HTTPError as failure:
+            error = repr(failure)
+        outcome = "refused" if refused else "hung up" if hang_up else "answered"
+        with self.lock:
+            self.outcomes["failed" if error else outcome] += 1
+            if error:
+                self.faults.append(f"{request.kind}: {error}")
+            else:
+                self.counts.update(request.counts)
+        if not status:
+            time.sleep(1.0)  # no server: do not retry in a busy loop
 
 
 _Sample = Mapping[str, int]
@@ -213,7 +214,8 @@ def _keep_busy(
         random = Random(number)
         while time.monotonic() < end:
             hang_up = random.random() < _HANGING_UP
-            _send(client, _draw_request(random, start, hang_up=hang_up), tally, hang_up=hang_up)
+            request = _Request.draw(random, start, hang_up=hang_up)
+            tally.send(client, request, hang_up=hang_up)
 
     with client, ThreadPoolExecutor(users) as pool:
         futures = [pool.submit(use, number) for number in range(users)]
@@ -305,11 +307,11 @@ def _format_report(
     return "\n".join(lines), not wrong
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options; each has a default."""
-    parser.add_argument("--minutes", type=float, default=60.0, help="duration")
-    parser.add_argument("--users", type=int, default=8, help="requests at once")
-    parser.add_argument("--out", type=Path, default=Path("out/soak"), help="folder of report, log")
+OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "--minutes": {"type": float, "default": 60.0, "help": "duration"},
+    "--users": {"type": int, "default": 8, "help": "requests at once"},
+    "--out": {"type": Path, "default": Path("out/soak"), "help": "folder of report, log"},
+}
 
 
 def run(options: argparse.Namespace) -> int:
@@ -329,8 +331,7 @@ def run(options: argparse.Namespace) -> int:
     )
     log = options.out / "server.log"
     with tempfile.TemporaryDirectory(prefix="adapters-") as adapters:
-        write_adapters(Path(adapters))
-        flags += adapter_flags(Path(adapters))
+        flags += write_adapters(Path(adapters))
         with serve(LLAVA, *flags, env=_SMALL_CACHES, log=log, patience=_START_TIMEOUT) as server:
             server.await_api_servers(_API_SERVERS, _START_TIMEOUT)
             # Tokens of a prompt in front of its image.

@@ -73,8 +73,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif options.command == "table":
             seeds = range(options.seeds)
             print(format_tables(options.out, options.strategies, seeds), end="")
+        elif options.command == "study":
+            _run_study(options)
         else:
-            _run_ablations(options) if options.command == "ablations" else _run_study(options)
+            base, budget = RELEASED[options.yardstick]
+            settings = Settings(rounds=options.rounds, base_policy=base, budgets=(budget,))
+            out, seeds = options.out / f"{options.yardstick}-k{budget}", range(options.seeds)
+            quotas = [quota for quota in QUOTAS if quota <= budget]
+            yardstick = open_yardstick(options.yardstick)
+            print(run_study(out, yardstick, ABLATIONS, seeds, settings, quotas=quotas))
     except AutopruneError as error:
         print(error, file=sys.stderr)
         return 1
@@ -104,15 +111,6 @@ def _run_study(options: argparse.Namespace) -> None:
             yardstick, at_once = open_yardstick(name), options.at_once
             tables = run_study(folder, yardstick, arms, seeds, settings, connect, at_once)
             print(tables, flush=True)
-
-
-def _run_ablations(options: argparse.Namespace) -> None:
-    base, budget = RELEASED[options.yardstick]
-    settings = Settings(rounds=options.rounds, base_policy=base, budgets=(budget,))
-    folder, seeds = options.out / f"{options.yardstick}-k{budget}", range(options.seeds)
-    quotas = [quota for quota in QUOTAS if quota <= budget]
-    yardstick = open_yardstick(options.yardstick)
-    print(run_study(folder, yardstick, ABLATIONS, seeds, settings, quotas=quotas))
 
 
 if __name__ == "__main__":

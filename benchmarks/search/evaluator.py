@@ -70,14 +70,8 @@ class YardstickEvaluator:
 
     async def evaluate(self, job: EvaluationJob) -> Answers:
         """The answers to a job, computed in whole batches of images."""
-        if job not in self._answers:
-            try:
-                self._answers[job] = self._measure(job)
-            except AutopruneError as error:
-                raise EvaluationFailed(str(error)) from None
-        return self._answers[job]
-
-    def _measure(self, job: EvaluationJob) -> Answers:
+        if job in self._answers:
+            return self._answers[job]
         case = Case("full", ALL_TOKENS)
         if job.candidate is not None:
             budget = Budget(f"K = {job.budget}", Fraction(job.budget, self._yardstick.usual_tokens))
@@ -86,12 +80,15 @@ class YardstickEvaluator:
         for number, batch in enumerate(self._batches[job.split]):
             selected = slice(max(job.start - begin, 0), max(job.stop - begin, 0))
             begin += len(batch)
-            if not batch[selected]:
-                continue
-            scores = self._encode(job.split, number).score(case)
-            logprob += scores.logprob[selected].tolist()
-            right += map(bool, scores.right[selected].tolist())
-        return Answers(tuple(logprob), tuple(right))
+            if batch[selected]:
+                try:
+                    scores = self._encode(job.split, number).score(case)
+                except AutopruneError as error:
+                    raise EvaluationFailed(str(error)) from None
+                logprob += scores.logprob[selected].tolist()
+                right += map(bool, scores.right[selected].tolist())
+        self._answers[job] = Answers(tuple(logprob), tuple(right))
+        return self._answers[job]
 
     def _encode(self, split: Split, number: int) -> EncodedBatch:
         key = (split, number)

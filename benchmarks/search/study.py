@@ -99,6 +99,32 @@ class _SearchResult(FrozenModel):
     curve: tuple[float | None, ...]
     winner: _Winner | None
 
+    @classmethod
+    def read(cls, name: str, path: Path) -> _SearchResult:
+        """The result of a search whose ledger is complete."""
+        report = read_report(read_ledger(path))
+        answers, winner = report.rows[-1].spent if report.rows else 0, None
+        best = [[y for x, y in report.curve() if x <= share * answers] for share in _CURVE_SHARES]
+        if (record := report.winner) is not None:
+            winner = _Winner(
+                digest=record.digest,
+                objective=record.test.objective.value,
+                gain=record.test.gain.value,
+                accuracy=record.test.accuracy,
+                # Without the provenance, which has the scores again.
+                state={k: v for k, v in record.state.items() if k != "provenance"},
+            )
+        return cls(
+            name=name,
+            settings=report.settings,
+            candidates=len(report.rows),
+            invalid=report.statuses.get("invalid", 0) + report.statuses.get("unsafe", 0),
+            replies=len(report.replies),
+            answers=answers,
+            curve=tuple(reached[-1] if reached else None for reached in best),
+            winner=winner,
+        )
+
 
 class _Confirmed(FrozenModel):
     """One winner or state: its mean objective, and accuracy."""
@@ -190,7 +216,7 @@ def _run_comparison(
                 except NothingMeasured as error:
                     # The other arms go on: that a model writes nothing valid is a result as well.
                     print(f"{arm} {seed}: {error}", flush=True)
-        results = {**_read_results(folder), name: _read_result(name, path)}
+        results = {**_read_results(folder), name: _SearchResult.read(name, path)}
         lines = (f"{results[key].model_dump_json()}\n" for key in sorted(results))
         write_file(folder / "results.jsonl", "".join(lines))
 
@@ -200,32 +226,6 @@ def _run_comparison(
             await asyncio.gather(*searches)
 
     asyncio.run(run_all())
-
-
-def _read_result(name: str, path: Path) -> _SearchResult:
-    """The result of a search whose ledger is complete."""
-    report = read_report(read_ledger(path))
-    answers, winner = report.rows[-1].spent if report.rows else 0, None
-    best = [[y for x, y in report.curve() if x <= share * answers] for share in _CURVE_SHARES]
-    if (record := report.winner) is not None:
-        winner = _Winner(
-            digest=record.digest,
-            objective=record.test.objective.value,
-            gain=record.test.gain.value,
-            accuracy=record.test.accuracy,
-            # Without the provenance, which has the scores again.
-            state={k: v for k, v in record.state.items() if k != "provenance"},
-        )
-    return _SearchResult(
-        name=name,
-        settings=report.settings,
-        candidates=len(report.rows),
-        invalid=report.statuses.get("invalid", 0) + report.statuses.get("unsafe", 0),
-        replies=len(report.replies),
-        answers=answers,
-        curve=tuple(reached[-1] if reached else None for reached in best),
-        winner=winner,
-    )
 
 
 def _confirm(

@@ -17,8 +17,8 @@ _RANK = 8
 _MODULES = ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
 
 
-def write_adapters(folder: Path) -> None:
-    """Write every adapter to a folder of its own name."""
+def write_adapters(folder: Path) -> tuple[str, ...]:
+    """Write every adapter to a folder of its own name; the flags of a server with all of them."""
     model = json.loads((LLAVA / "config.json").read_text())["text_config"]
     hidden = model["hidden_size"]
     modules = sorted(module.rpartition(".")[2] for module in _MODULES)
@@ -37,14 +37,9 @@ def write_adapters(folder: Path) -> None:
         (folder / name).mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / name / "adapter_model.safetensors")
         (folder / name / "adapter_config.json").write_text(json.dumps(config))
-
-
-def adapter_flags(folder: Path) -> tuple[str, ...]:
-    """Flags of a server with the adapters of this folder."""
-    modules = (f"{name}={folder / name}" for name in ADAPTERS)
     # On a CPU vLLM gives a request without an adapter that of the last slot, so one stays free.
     slots = str(len(ADAPTERS) + 1)
     return (
         *("--enable-lora", "--max-loras", slots, "--max-lora-rank", str(_RANK)),
-        *("--lora-modules", *modules),
+        *("--lora-modules", *(f"{name}={folder / name}" for name in ADAPTERS)),
     )

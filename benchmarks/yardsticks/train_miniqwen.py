@@ -99,6 +99,43 @@ class _Pictures:
         )  # fmt: skip
         return states, merged, levels
 
+    def draw_texts(
+        self, seed: int, recipe: Recipe, budget: int, phrases_only: bool
+    ) -> tuple[Tensor, list[list[Question]]]:
+        """Image tokens (B, K) that are kept, and questions and phrases about every picture.
+
+        Tokens are only dropped at full size: those that show nothing before the others or, where
+        questions are asked, as far as their evidence allows.
+        """
+        rng, seen = random.Random(seed + 1), self.seen
+        kinds = recipe.phrases if phrases_only else recipe.questions
+        asked, kept = list[list[Question]](), list[list[int]]()
+        for content in self.contents:
+            weights = kinds["pages" if isinstance(content, Page) else "scenes"]
+            source = Questions(rng, content, self.size.cells, SEEN)
+            texts = source.draw_texts(weights, 0 if phrases_only else 12, "{question}" + _BEHIND)
+            source = replace(source, wordings=BRIEF)
+            texts += source.draw_texts(weights, 40 if phrases_only else 12, " {question}")
+            tokens, evidence = list(range(seen.tokens)), list[int]()
+            if phrases_only and seen == self.size:
+                if isinstance(content, Page):
+                    parts: list[Word | Number] = [*content.words, *content.numbers]
+                    evidence = [part.row * seen.columns + part.column for part in parts]
+                else:
+                    evidence = [content.patches[thing][0] for thing in content.things]
+                rng.shuffle(evidence)
+                tokens = keep_first(rng, evidence, budget, seen.tokens)
+            elif budget < seen.tokens:
+                # The evidence of each question is kept as a whole as long as it fits.
+                for question in texts:
+                    extended = list(dict.fromkeys((*evidence, *question.evidence)))
+                    evidence = extended if len(extended) <= budget else evidence
+                tokens = keep_first(rng, evidence, budget, seen.tokens)
+                texts = [text for text in texts if set(text.evidence) <= set(tokens)]
+            asked.append(texts)
+            kept.append(tokens)
+        return torch.tensor(kept), asked
+
 
 def _shrink_size(size: Size, budget: int) -> Size:
     """The size that the image processor gives an image of `size` limited to `budget` tokens."""
@@ -255,44 +292,6 @@ def _naming_loss(tokenizer: Tokenizer, rows: Tensor, table: Tensor, labels: Tens
     return -(shares[shows] * logits.log_softmax(-1)).sum(-1).mean()
 
 
-def _draw_texts(
-    seed: int, recipe: Recipe, pictures: _Pictures, budget: int, phrases_only: bool
-) -> tuple[Tensor, list[list[Question]]]:
-    """Image tokens (B, K) that are kept, and questions and phrases about every picture.
-
-    Tokens are only dropped at full size: those that show nothing before the others or, where
-    questions are asked, as far as their evidence allows.
-    """
-    rng, seen = random.Random(seed + 1), pictures.seen
-    kinds = recipe.phrases if phrases_only else recipe.questions
-    asked, kept = list[list[Question]](), list[list[int]]()
-    for content in pictures.contents:
-        weights = kinds["pages" if isinstance(content, Page) else "scenes"]
-        source = Questions(rng, content, pictures.size.cells, SEEN)
-        texts = source.draw_texts(weights, 0 if phrases_only else 12, "{question}" + _BEHIND)
-        source = replace(source, wordings=BRIEF)
-        texts += source.draw_texts(weights, 40 if phrases_only else 12, " {question}")
-        tokens, evidence = list(range(seen.tokens)), list[int]()
-        if phrases_only and seen == pictures.size:
-            if isinstance(content, Page):
-                parts: list[Word | Number] = [*content.words, *content.numbers]
-                evidence = [part.row * seen.columns + part.column for part in parts]
-            else:
-                evidence = [content.patches[thing][0] for thing in content.things]
-            rng.shuffle(evidence)
-            tokens = keep_first(rng, evidence, budget, seen.tokens)
-        elif budget < seen.tokens:
-            # The evidence of each question is kept as a whole as long as it fits.
-            for question in texts:
-                extended = list(dict.fromkeys((*evidence, *question.evidence)))
-                evidence = extended if len(extended) <= budget else evidence
-            tokens = keep_first(rng, evidence, budget, seen.tokens)
-            texts = [text for text in texts if set(text.evidence) <= set(tokens)]
-        asked.append(texts)
-        kept.append(tokens)
-    return torch.tensor(kept), asked
-
-
 def train(run: training.Training) -> None:
     """Train all stages and write the checkpoint."""
     words = Tokenizer.from_file(str(_QWEN / "tokenizer.json"))
@@ -316,7 +315,7 @@ def train(run: training.Training) -> None:
     def answer_loss(seed: int, pictures: _Pictures, budget: int, phrases_only: bool) -> Tensor:
         """Cross entropy on answer tokens behind image tokens of a budget, and naming's loss."""
         seen = pictures.seen
-        kept, asked = _draw_texts(seed, run.recipe, pictures, budget, phrases_only)
+        kept, asked = pictures.draw_texts(seed, run.recipe, budget, phrases_only)
         before, after = (torch.tensor(words.encode(text).ids) for text in (_LEAD, _BETWEEN))
         behind_image = len(before) + max(seen.rows, seen.columns)
         start = behind_image + len(after)

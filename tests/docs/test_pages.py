@@ -18,7 +18,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from benchmarks.search.study import _format_mean, _read_confirmed, _read_results
-from scripts.site_hooks import generate_files, restore_pipes, rewrite_links
+from scripts.site_hooks import _adapt_page, _generate_files
 from tests.docs.commands import read_commands
 from vllm_autoprune.advise import WAYS
 from vllm_autoprune.cli.main import COMMANDS, main
@@ -207,16 +207,16 @@ def test_the_study_has_a_row_for_every_recorded_search_and_no_other() -> None:
 
 def test_links_to_files_outside_docs_become_paths() -> None:
     within = "[states](states.md), [search](../search.md#strategies), "
-    text = rewrite_links(f"{within}[the policy](../../SECURITY.md#scope)", "studies/search.md")
+    text = _adapt_page(f"{within}[the policy](../../SECURITY.md#scope)", "studies/search.md")
     assert text == f"{within}the policy (`SECURITY.md` in the repository)"
     with pytest.raises(FileNotFoundError, match=r"studies/search\.md links to nosuch\.md"):
-        rewrite_links("[x](../../nosuch.md)", "studies/search.md")
+        _adapt_page("[x](../../nosuch.md)", "studies/search.md")
 
 
 def test_the_site_has_every_page_once_and_what_the_commands_print(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    files = generate_files()
+    files = _generate_files()
     for name, call in (
         ("atoms.md", ["atoms", "--prompt"]),
         ("autoprune-state-1.schema.json", ["schema"]),
@@ -227,6 +227,5 @@ def test_the_site_has_every_page_once_and_what_the_commands_print(
     written = (*DOCS.glob("*.md"), *DOCS.glob("studies/*.md"))
     pages = {"atoms.md", *(path.relative_to(DOCS).as_posix() for path in written)}
     assert sorted(placed) == sorted(pages) and placed[0] == "index.md"
-    assert (
-        restore_pipes(r"| `--state PATH\|NAME` | a \| b |") == r"| `--state PATH|NAME` | a \| b |"
-    )
+    row = _adapt_page(r"| `--state PATH\|NAME` | a \| b |", "index.md")
+    assert row == r"| `--state PATH|NAME` | a \| b |"

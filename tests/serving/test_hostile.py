@@ -22,7 +22,7 @@ from prometheus_client import generate_latest
 
 import tests.hostile.attacks  # noqa: F401  (registers its attacks)
 from benchmarks.server import Server, serve
-from benchmarks.yardsticks.adapters import ADAPTERS, adapter_flags, write_adapters
+from benchmarks.yardsticks.adapters import ADAPTERS, write_adapters
 from benchmarks.yardsticks.examples import as_picture
 from tests.fuzz.generator import MutatedRequest, draw_request
 from tests.hostile.site import ATTACKS, Client, Reply, run_attack
@@ -194,8 +194,7 @@ def test_mutated_requests_do_not_affect_the_server(stock: Server, pruned: Server
 @pytest.mark.timeout(7200)
 def test_thousands_of_mutated_requests_in_every_mode(runner: Runner, tmp_path: Path) -> None:
     """Recall, cores, states by request, details, two adapters and two API servers."""
-    write_adapters(tmp_path)
-    flags = (*COMMON, "--num-gpu-blocks-override", "1024", *adapter_flags(tmp_path))
+    flags = (*COMMON, "--num-gpu-blocks-override", "1024", *write_adapters(tmp_path))
     pruning = (
         *("--autoprune-state", "minillava-split", "--autoprune-budget", "64"),
         *("--autoprune-text-tower", str(CLIP), "--autoprune-recall", "4"),

@@ -35,7 +35,7 @@ def test_a_soak_is_passed_but_for_a_fault(
 ) -> None:
     """The server counts what the client expects, but for its tenth request."""
     counts, wanted, requests = Counter[str](), dict[str, soak._Request](), list[Body]()
-    draw, lock = soak._draw_request, threading.Lock()
+    draw, lock = soak._Request.draw, threading.Lock()
     draw(Random(0), 5)  # draws the repeated pictures
 
     def draw_numbered(*values: Any, **options: Any) -> soak._Request:
@@ -67,7 +67,7 @@ def test_a_soak_is_passed_but_for_a_fault(
         )
 
     monkeypatch.setattr(soak, "_KINDS", soak._KINDS | {"bad": 0 if fault else 5})
-    monkeypatch.setattr(soak, "_draw_request", draw_numbered)
+    monkeypatch.setattr(soak._Request, "draw", staticmethod(draw_numbered))
     with fake_server(reply, model=None, pages={"/metrics": metrics}) as server:
         tally, samples = soak._keep_busy(server.url, os.getpid(), 5, users=4, seconds=2.5)
         after = soak._read_counters(httpx.get(f"{server.url}/metrics").text)
