@@ -16,7 +16,7 @@ from benchmarks.load.__main__ import parse_arguments
 from benchmarks.load.settings import PairedOptions
 from tests.serving.unit.samples import vllm_config
 from vllm_autoprune.cli.main import main
-from vllm_autoprune.serving.startup import resolve_settings
+from vllm_autoprune.serving.startup import _resolve_settings
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -33,7 +33,7 @@ def require_valid(words: list[str]) -> None:
     """Resolve the settings as a server does at start-up, but for the text tower's download."""
     settings = flags_of(words)
     assert str(settings.pop("text_tower", "openai/")).startswith("openai/")
-    assert resolve_settings(settings, vllm_config()) is not None
+    assert _resolve_settings(settings, vllm_config()) is not None
 
 
 def read(name: str) -> Any:

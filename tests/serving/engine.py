@@ -28,7 +28,7 @@ from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.serving.models import pruned_model
 from vllm_autoprune.serving.plan import ItemPlan
 from vllm_autoprune.serving.worker import batch, selection
-from vllm_autoprune.serving.worker.batch import RegionBatch
+from vllm_autoprune.serving.worker.batch import _RegionBatch
 from vllm_autoprune.tpdsl.loading import load_state
 
 ROOT = Path(os.environ.get("MINILLAVA", CHECKPOINTS["minillava"]))
@@ -255,16 +255,16 @@ class Watch:
 def watch() -> Watch:
     """Start recording, until the function of the test ends (:mod:`tests.serving.runners`)."""
     record = Watch()
-    prune, select = batch.prune_images, RegionBatch.select
+    prune, select = batch.prune_images, _RegionBatch.select
     broadcast = selection._broadcast_selection
 
-    within: list[RegionBatch] = []
+    within: list[_RegionBatch] = []
 
     def record_budgets(context: Any, plans: Sequence[ItemPlan], images: Any) -> list[Tensor]:
         record.budgets.append([plan.budget for plan in plans])
         return prune(context, plans, images)
 
-    def record_selection(regions: RegionBatch) -> Any:
+    def record_selection(regions: _RegionBatch) -> Any:
         within.append(regions)
         tokens = select(regions)
         within.pop()
@@ -278,7 +278,7 @@ def watch() -> Watch:
         return broadcast(chosen)
 
     patch.object(pruned_model, "prune_images", record_budgets).start()
-    patch.object(RegionBatch, "select", record_selection).start()
+    patch.object(_RegionBatch, "select", record_selection).start()
     patch.object(selection, "_broadcast_selection", record_choice).start()
     return record
 

@@ -128,7 +128,7 @@ def apply_settings(vllm_config: VllmConfig) -> None:
     settings = waiting[SETTINGS_KEY]
     try:
         require_vllm()
-        served = resolve_settings(settings, vllm_config)
+        served = _resolve_settings(settings, vllm_config)
     except AutopruneError as error:
         if isinstance(settings, Mapping) and settings.get("from_flags"):
             raise SystemExit(f"\nvllm-autoprune: {error}") from None
@@ -167,7 +167,7 @@ def _open_metrics_folder() -> str:
     return folder.name
 
 
-def resolve_settings(raw: object, vllm_config: VllmConfig) -> ServedState:
+def _resolve_settings(raw: object, vllm_config: VllmConfig) -> ServedState:
     """Check all settings against the state and the model; raises ConfigError with all problems."""
     settings, problems = read_settings(raw)
     model = vllm_config.model_config

@@ -30,7 +30,7 @@ from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.plan import FIELD, REQUEST_FIELD, Ids, ItemPlan
 from vllm_autoprune.serving.served_state import ATTRIBUTE, KV_CACHE, ServedState
 from vllm_autoprune.serving.settings import DEFAULT_RULES, RequestRules, TextTower
-from vllm_autoprune.serving.startup import resolve_settings
+from vllm_autoprune.serving.startup import _resolve_settings
 from vllm_autoprune.serving.worker.batch import ModelParts, SelectionContext, prune_images
 from vllm_autoprune.serving.worker.features import ImageFeatures, IndexCache, Region
 from vllm_autoprune.serving.worker.selection import FallbackReporter, FirstImageCheck
@@ -112,7 +112,7 @@ def rows_of(features: ImageFeatures, rows: Tensor) -> list[int]:
 def refusal(settings: object, config: Any = None) -> tuple[Problem, ...]:
     """Every problem of refused settings; each must have a fix."""
     with pytest.raises(ConfigError) as caught:
-        resolve_settings(settings, vllm_config() if config is None else config)
+        _resolve_settings(settings, vllm_config() if config is None else config)
     problems = caught.value.problems
     assert problems
     assert all(problem.what and problem.fix for problem in problems)

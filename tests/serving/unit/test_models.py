@@ -22,7 +22,7 @@ from vllm_autoprune.serving.models.llava import (
     LlavaVision,
     _JoinedVision,
 )
-from vllm_autoprune.serving.models.pruned_model import PrunedModel, describe_geometry
+from vllm_autoprune.serving.models.pruned_model import PrunedModel, _describe_geometry
 from vllm_autoprune.serving.plan import NO_KEY
 from vllm_autoprune.serving.worker.metrics import Stopwatch
 from vllm_autoprune.serving.worker.selection import FallbackReporter
@@ -94,9 +94,9 @@ def test_features_of_another_geometry_are_not_used() -> None:
         {"pixel_values": torch.zeros(16, 4), "image_grid_thw": torch.tensor(grid)}
         for grid in ([1, 2, 8], [1, 8, 2])
     )
-    assert describe_geometry(wide) != describe_geometry(high)
+    assert _describe_geometry(wide) != _describe_geometry(high)
     on_device = [{name: part.to("meta") for name, part in i.items()} for i in (wide, high)]
-    assert describe_geometry(on_device[0]) == describe_geometry(on_device[1])
+    assert _describe_geometry(on_device[0]) == _describe_geometry(on_device[1])
 
 
 def test_cached_rows_do_not_keep_their_batch_alive() -> None:

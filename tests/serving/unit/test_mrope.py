@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from vllm_autoprune.serving.models.qwen import (
-    compute_input_positions,
-    match_items,
-    place_image_tokens,
-    position_channels,
-    unplaced_channels,
+    _compute_input_positions,
+    _match_items,
+    _place_image_tokens,
+    _position_channels,
 )
 from vllm_autoprune.serving.plan import Choice, ItemPlan, Part
 
@@ -63,13 +62,13 @@ def test_a_pruned_prompt_has_a_gather_of_the_full_positions(shapes: Shapes, step
     full, full_delta = stock(full_ids, full_features)
     ids, features = make_prompt(shapes, 3)
     unpruned = {i: h * w for i, (h, w) in enumerate(shapes)}
-    positions, delta = compute_input_positions(stock, ids, features, unpruned, {})
+    positions, delta = _compute_input_positions(stock, ids, features, unpruned, {})
     assert delta + len(ids) == full_delta + len(full_ids), "decoding goes on at the same position"
 
     dropped, channels = set[int](), []
     for (height, width), feature in zip(shapes, full_features, strict=True):
         cells = torch.randperm(height * width, generator=source)[:3].sort().values
-        channels.append(position_channels(height, width, CPU)[cells].bfloat16())
+        channels.append(_position_channels(height, width, CPU)[cells].bfloat16())
         missing = {*range(height * width)} - {*cells.tolist()}
         dropped |= {feature.mm_position.offset + token for token in missing}
     # Chunked prefill; each chunk is computed twice, as after a preemption.
@@ -80,7 +79,7 @@ def test_a_pruned_prompt_has_a_gather_of_the_full_positions(shapes: Shapes, step
             rows.append(of_image[max(0, begin) : max(0, begin + step)])
         rows = [part for part in rows if len(part)]
         for _ in range(2 if rows else 0):
-            positions = place_image_tokens(torch.tensor(ids), positions, rows, IMAGE, start)
+            positions = _place_image_tokens(torch.tensor(ids), positions, rows, IMAGE, start)
     assert torch.equal(positions, full[:, [i for i in range(len(full_ids)) if i not in dropped]])
 
 
@@ -101,10 +100,10 @@ def test_deltas_and_recalls_stand_where_their_image_does() -> None:
     """Deltas in the order of the cores of their image; a recall in the last place of its image."""
     pairs: list[tuple[Part, int]] = [("core", 1), ("core", 2), ("core", 1), ("whole", 3)]
     pairs += [("delta", 1), ("delta", 2), ("delta", 1)]
-    assert match_items(plans_of(pairs)) == {4: 0, 5: 1, 6: 2}
+    assert _match_items(plans_of(pairs)) == {4: 0, 5: 1, 6: 2}
     turns: list[tuple[Part, int]] = [("core", 1), ("delta", 1), ("whole", 2), ("recall", 1)]
     turns += [("recall", 2), ("whole", 1), ("recall", 1), ("recall", 3)]
-    assert match_items(plans_of(turns)) == {1: 0, 3: 0, 4: 2, 6: 5}
+    assert _match_items(plans_of(turns)) == {1: 0, 3: 0, 4: 2, 6: 5}
 
 
 FORGED: dict[str, list[tuple[Part, int]]] = {
@@ -120,18 +119,18 @@ FORGED: dict[str, list[tuple[Part, int]]] = {
 def test_forged_parts_have_a_position_for_every_token(parts: Sequence[tuple[Part, int]]) -> None:
     """Without its core, or as the second of one core, a delta stands as an image of its own."""
     plans = plans_of(parts)
-    cores = match_items(plans)
+    cores = _match_items(plans)
     assert len(set(cores.values())) == len(cores)
     assert all(plans[core].part == "core" and core < delta for delta, core in cores.items())
     ids, features = make_prompt([(4, 3)] * len(parts), 2)
     unpruned = dict.fromkeys(plans, 12)
-    positions, delta = compute_input_positions(stock, ids, features, unpruned, cores)
+    positions, delta = _compute_input_positions(stock, ids, features, unpruned, cores)
     assert positions.shape == (3, len(ids))
     last = int(positions[0, -1])
     assert last + 1 - len(ids) == delta
     assert last + 1 == 3 + 2 * len(parts) + 4 * (len(parts) - len(cores))
-    rows = [position_channels(4, 3, CPU)[:2] for _ in parts]
-    placed = place_image_tokens(torch.tensor(ids), positions, rows, IMAGE, 0)
+    rows = [_position_channels(4, 3, CPU)[:2] for _ in parts]
+    placed = _place_image_tokens(torch.tensor(ids), positions, rows, IMAGE, 0)
     text = torch.tensor(ids) == TEXT
     assert torch.equal(placed[:, text], positions[:, text])
 
@@ -141,9 +140,9 @@ def test_tokens_without_a_row_of_an_image_stay_where_they_are(video: int) -> Non
     """Image tokens in user text, which come after all kept ones; frames of GLM's videos before."""
     ids = torch.tensor([5, IMAGE, IMAGE, 7, IMAGE, IMAGE, 6])
     positions = torch.arange(7).expand(3, -1)
-    frames = unplaced_channels(torch.zeros(video, 16, dtype=torch.bfloat16))
-    rows = position_channels(4, 4, CPU)[[2, 13]].bfloat16()
-    placed = place_image_tokens(ids, positions, [frames, rows], IMAGE, 0).T.tolist()
+    frames = torch.full((video, 4), -1.0)
+    rows = _position_channels(4, 4, CPU)[[2, 13]].bfloat16()
+    placed = _place_image_tokens(ids, positions, [frames, rows], IMAGE, 0).T.tolist()
     start = 4 if video else 1
     moved = [[start, start, start + 2], [start + 1, start + 1 + 3, start + 1 + 1]]
     expected = [[at] * 3 for at in range(7)]

@@ -28,14 +28,14 @@ from tests.serving.unit.test_signals import (
 )
 from tests.stand_in_device import DEVICE, WaitsForDevice, forbid_waiting
 from vllm_autoprune import Grid
-from vllm_autoprune.serving.models.qwen import position_channels
+from vllm_autoprune.serving.models.qwen import _position_channels
 from vllm_autoprune.serving.plan import Choice, ItemPlan
 from vllm_autoprune.serving.settings import read_text_tower
 from vllm_autoprune.serving.worker.batch import ModelParts, SelectionContext, prune_images
 from vllm_autoprune.serving.worker.features import ImageFeatures, IndexCache, Region, Signals
 from vllm_autoprune.serving.worker.question import ClipTower, InputEmbeddings, LlamaPrefix
 from vllm_autoprune.serving.worker.selection import FallbackReporter
-from vllm_autoprune.serving.worker.tower_hooks import hook_attention
+from vllm_autoprune.serving.worker.tower_hooks import QueriesAndKeys
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, ReferenceSelection
 
 __all__ = ["llama"]
@@ -177,7 +177,7 @@ def test_instructions_in_the_space_of_clip() -> None:
 
 def test_attention_of_towers_with_and_without_cls() -> None:
     module = Attention()
-    hook = hook_attention(module)
+    hook = QueriesAndKeys.hook(module)
     for rows, counts in ((empty(2, 10, 8), None), (empty(1, 600, 2, 4), [590, 10])):
         with worker_step():
             with hook.recording():
@@ -193,18 +193,18 @@ def test_attention_of_towers_with_and_without_cls() -> None:
 def test_positions_of_kept_tokens(share_token: bool) -> None:
     """As Model Runner V2 asks for them: token ids and positions lie on the device."""
     from vllm_autoprune.serving.compat.worker import UNCHANGED_DELTA
-    from vllm_autoprune.serving.models.qwen import PrunedQwen, QwenVision
+    from vllm_autoprune.serving.models.qwen import _PrunedQwen, _QwenVision
 
-    vision = QwenVision.__new__(QwenVision)
+    vision = _QwenVision.__new__(_QwenVision)
     vision.row_width = WIDTH
     config = SimpleNamespace(image_token_id=9)
     model: Any = SimpleNamespace(autoprune=vision, config=config, videos_share_token=share_token)
     ids, positions = empty(40, dtype=torch.int64), empty(3, 40, dtype=torch.int64)
     with worker_step():
-        places = position_channels(4, 3, DEVICE).to(torch.bfloat16)
+        places = _position_channels(4, 3, DEVICE).to(torch.bfloat16)
         rows = torch.cat([empty(12, WIDTH), places], dim=1)
         video = empty(6, WIDTH)
-        embeddings, placed, delta = PrunedQwen.recompute_mrope_positions(
+        embeddings, placed, delta = _PrunedQwen.recompute_mrope_positions(
             model, ids, [rows[:5], video, rows[:7]], positions, 4
         )
     assert [part.shape for part in embeddings] == [(5, WIDTH), (6, WIDTH), (7, WIDTH)]

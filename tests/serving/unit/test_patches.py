@@ -14,7 +14,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_autoprune.serving.compat import worker as patches
-from vllm_autoprune.serving.models.pruned_model import group_by_tokens
+from vllm_autoprune.serving.models.pruned_model import _group_by_tokens
 from vllm_autoprune.serving.plan import FIELD, Choice, ItemPlan, is_recall
 
 
@@ -46,7 +46,7 @@ def test_features_are_cleared_also_where_a_worker_s_call_fails(
 
 @given(st.lists(st.integers(0, 150)), st.integers(1, 200))
 def test_groups_are_all_images_in_order_within_the_bound(sizes: list[int], bound: int) -> None:
-    groups = [sizes[some] for some in group_by_tokens(sizes, bound)]
+    groups = [sizes[some] for some in _group_by_tokens(sizes, bound)]
     assert [size for group in groups for size in group] == sizes
     for group, following in zip(groups, [*groups[1:], [bound + 1]], strict=False):
         assert group and (len(group) == 1 or sum(group) <= bound)
@@ -89,7 +89,7 @@ def test_both_runners_are_given_one_group_after_another(
     patches.bound_encoder_calls()
     model: Any = SimpleNamespace()
     if bound is not None:
-        model.autoprune_split = lambda items: [*group_by_tokens(items, bound)]
+        model.autoprune_split = lambda items: [*_group_by_tokens(items, bound)]
     requests = {
         name: SimpleNamespace(mm_features=[SimpleNamespace(data=size) for size in of_request])
         for name, of_request in sizes.items()

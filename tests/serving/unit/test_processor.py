@@ -33,7 +33,7 @@ from vllm_autoprune.serving.api.layout import Placeholders, Slot
 from vllm_autoprune.serving.api.planner import RequestPlanner
 from vllm_autoprune.serving.api.request import PruningRequest
 from vllm_autoprune.serving.models import BACKBONES
-from vllm_autoprune.serving.models.qwen import shrink_glm_to_budget, shrink_to_budget
+from vllm_autoprune.serving.models.qwen import _GlmVision, _QwenVision
 from vllm_autoprune.serving.plan import NO_KEY, ItemPlan
 from vllm_autoprune.serving.settings import RequestRules
 
@@ -211,8 +211,8 @@ def test_a_resized_image_has_at_most_k_tokens_and_stays_as_it_is(
         return
     vision = SimpleNamespace(patch_size=14, spatial_merge_size=2, temporal_patch_size=2)
     info: Any = SimpleNamespace(get_hf_config=lambda: SimpleNamespace(vision_config=vision))
-    for shrink in (shrink_to_budget, shrink_glm_to_budget):
-        smaller = shrink(info, ImageSize(width, height), budget)
+    for kind in (_QwenVision, _GlmVision):
+        smaller = kind.shrink_to_budget(info, ImageSize(width, height), budget)
         sides = smaller.height, smaller.width
         assert (sides[0] % UNIT, sides[1] % UNIT) == (0, 0)
         assert 1 <= sides[0] * sides[1] // UNIT**2 <= budget

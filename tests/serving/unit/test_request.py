@@ -20,11 +20,11 @@ from vllm_autoprune import PruningPolicy, RequestError, SafetyRecord, load_state
 from vllm_autoprune.serving import served_state
 from vllm_autoprune.serving.api import request as request_module
 from vllm_autoprune.serving.api.layout import TokenCount
-from vllm_autoprune.serving.api.planner import find_needs, resolve_plans
+from vllm_autoprune.serving.api.planner import _resolve_plans, find_needs
 from vllm_autoprune.serving.api.request import (
+    _join_headers,
     check_request,
     handling,
-    join_headers,
     parse_request,
     refuse_misplaced,
 )
@@ -32,7 +32,7 @@ from vllm_autoprune.serving.compat import check_requests
 from vllm_autoprune.serving.plan import KWARGS, NO_KEY, ItemPlan, decode_state
 from vllm_autoprune.serving.served_state import ATTRIBUTE, NEEDS, ServedState, load_request_state
 from vllm_autoprune.serving.settings import LEVELS, DetailBudgets, RequestRules
-from vllm_autoprune.serving.startup import resolve_settings
+from vllm_autoprune.serving.startup import _resolve_settings
 from vllm_autoprune.tpdsl.atoms.safety import Verdict
 
 REFUSALS = read_table("refusals")
@@ -141,11 +141,11 @@ def test_a_header_says_what_the_entry_says_and_agrees_with_it(text: str, budget:
     fields: dict[str, object] = {"budget": budget, "state": "visionzip"}
     headers = [(BUDGET, text), (STATE, "visionzip")]
     for agreeing in (None, {"budget": None}, {"budget": budget}, {"state": "visionzip"}):
-        assert join_headers(agreeing, headers) == fields
-    assert join_headers({"keep": "state"}, headers) == {"keep": "state", **fields}
+        assert _join_headers(agreeing, headers) == fields
+    assert _join_headers({"keep": "state"}, headers) == {"keep": "state", **fields}
     for malformed in ([(BUDGET, "9" * 5000)], [(BUDGET, "[" * 5000)], [headers[0]] * 2):
         with pytest.raises(RequestError) as caught:
-            join_headers({}, malformed)
+            _join_headers({}, malformed)
         (problem,) = caught.value.problems
         assert problem.fix and len(str(problem)) < 200
 
@@ -163,7 +163,7 @@ def server(level: Any = "states", least: int = 1, most: int = 65536, **fields: A
 
 def resolve(asked: object, *sizes: int, on: ServedState | None = None) -> list[ItemPlan]:
     images = [TokenCount(size) for size in sizes or (N,)]
-    return resolve_plans(on or server(), parse_request(asked), images)
+    return _resolve_plans(on or server(), parse_request(asked), images)
 
 
 BOUNDED = server(least=8, most=64)
@@ -209,9 +209,9 @@ def test_a_budget_may_follow_the_tiles() -> None:
     images = [TokenCount(N, tiles=3), TokenCount(N, tiles=1)]
     tiled = edited(sample(), {"/budget": {"atom": "per_tile_budget", "k": 10}})
     request = parse_request({"state": tiled})
-    assert [plan.budget for plan in resolve_plans(server(), request, images)] == [30, 10]
+    assert [plan.budget for plan in _resolve_plans(server(), request, images)] == [30, 10]
     with pytest.raises(RequestError, match="K = 30"):
-        resolve_plans(server(most=20), request, images)
+        _resolve_plans(server(most=20), request, images)
 
 
 LARGE = edited(sample(), {"/budget": {"atom": "fixed_budget@192"}})
@@ -318,7 +318,7 @@ def test_a_state_that_violates_the_guarantees(
         assert load_request_state(falling).digest == expected
         assert "made to fail" in refused(strict)
     assert len(checked) == 2
-    at_start = resolve_settings({"state": falling}, vllm_config())
+    at_start = _resolve_settings({"state": falling}, vllm_config())
     assert (at_start.state.digest, at_start.policy().refines) == (expected, False)
     assert all(record.levelname == "WARNING" for record in logged.records)
     assert "made to fail" in logged.messages[-1]
@@ -335,9 +335,9 @@ def test_a_state_is_checked_at_its_own_budget_up_to_the_largest_quota(
     checked: list[PruningPolicy],
 ) -> None:
     for budget in (16, 320, 4096):
-        resolve_settings({"state": "autoprune", "budget": budget}, vllm_config())
+        _resolve_settings({"state": "autoprune", "budget": budget}, vllm_config())
     large = {"/budget/atom": "fixed_budget@512", "/constraints/selector/r_min": 512}
-    resolve_settings({"state": edited(sample(), large), "budget": 4096}, vllm_config())
+    _resolve_settings({"state": edited(sample(), large), "budget": 4096}, vllm_config())
     assert [policy.budget for policy in checked] == [16, 320, 640, 640]
     # A request's at 64, where 512 tokens that stay would make it wait for seconds.
     assert load_request_state(edited(sample(), large)).constraints.selector.insists_on is None

@@ -33,7 +33,7 @@ from vllm_autoprune.serving.settings import (
     TextTower,
     read_text_tower,
 )
-from vllm_autoprune.serving.startup import resolve_settings
+from vllm_autoprune.serving.startup import _resolve_settings
 from vllm_autoprune.tpdsl.cost import DEFAULT_COST
 from vllm_autoprune.tpdsl.loading import shipped_states
 
@@ -41,7 +41,7 @@ Config = dict[str, Any]
 
 
 def resolve(**settings: object) -> ServedState:
-    return resolve_settings({"state": "autoprune", **settings}, vllm_config())
+    return _resolve_settings({"state": "autoprune", **settings}, vllm_config())
 
 
 def test_each_setting_is_read_from_text_and_numbers() -> None:

@@ -24,9 +24,7 @@ from vllm_autoprune.serving.worker.tower_hooks import (
     InputHook,
     Merger,
     NextTowerLayer,
-    hook_attention,
-    hook_merger_norms,
-    hook_merger_rows,
+    QueriesAndKeys,
 )
 
 CPU = torch.device("cpu")
@@ -71,7 +69,7 @@ def test_received_attention_is_the_mean_over_queries_and_heads(
 ) -> None:
     """Of each sequence alone, whether they are a batch or lie one behind another."""
     attention = Attention()
-    hook = hook_attention(attention)
+    hook = QueriesAndKeys.hook(attention)
     shape = (1, 9) if counts else (3, 7)
     query, key = torch.randn(2, *shape, 2 * 4)
     with hook.recording():
@@ -92,7 +90,7 @@ def test_attention_and_keys_are_those_of_the_layer_the_model_reads(clip: Any, ru
     normed = block.layer_norm1(run.hidden_states[-3])
     query, key = block.self_attn.q_proj(normed), block.self_attn.k_proj(normed)
     attention = Attention(heads, (VISION_WIDTH // heads) ** -0.5)
-    hook = hook_attention(attention)
+    hook = QueriesAndKeys.hook(attention)
     with hook.recording():
         attention(query, key, normed)
     taken = hook.take()
@@ -127,7 +125,7 @@ def test_rows_are_the_mean_of_patches_and_norms_the_mean_of_theirs(joined: bool)
     """Of five tokens of four patches; joined patches have the norms of the row that they are."""
     module, patches = nn.Identity(), torch.randn(5, 4, 6)
     merger = Merger(module, 4, module, joined)
-    rows, norms = hook_merger_rows(merger), hook_merger_norms(merger)
+    rows, norms = merger.hook_rows(), merger.hook_norms()
     with rows.recording(), norms.recording():
         module(patches.flatten(1) if joined else patches.view(20, 1, 6))
     taken = rows.take()

@@ -13,11 +13,11 @@ from tests.serving.unit.samples import LLAVA, places, refusal, served, vllm_conf
 from tests.tpdsl.samples import edited, sample
 from vllm_autoprune import ConfigError
 from vllm_autoprune.serving import compat, plugin
-from vllm_autoprune.serving.compat import Hook, worker
+from vllm_autoprune.serving.compat import _Hook, worker
 from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.served_state import served_state
 from vllm_autoprune.serving.settings import TextTower
-from vllm_autoprune.serving.startup import _sleep_problem, apply_settings, resolve_settings
+from vllm_autoprune.serving.startup import _resolve_settings, _sleep_problem, apply_settings
 from vllm_autoprune.tpdsl.tokens import Need
 
 NO_CLS = SimpleNamespace(model_type="siglip_vision_model", hidden_size=24)
@@ -106,7 +106,7 @@ def test_ranking_before_the_merger_is_refused_where_there_is_none(architecture: 
         (problem,) = [problem for problem in refusal(settings, config) if "rank_at" in problem.what]
         assert "no patch merger" in problem.what and "merger_out" in problem.fix
     else:
-        assert resolve_settings(settings, config).needs >= {"encoder", "merger_input"}
+        assert _resolve_settings(settings, config).needs >= {"encoder", "merger_input"}
 
 
 # ---- modes of the server ----
@@ -139,7 +139,7 @@ def test_a_mode_is_refused_only_for_states_that_read_what_it_hides(
     flag: str, config: Any, hidden: frozenset[Need]
 ) -> None:
     assert places(base(READERS[hidden]), config) == [flag]
-    resolved = resolve_settings(base("divprune"), config)
+    resolved = _resolve_settings(base("divprune"), config)
     by_flag = {need for need, reason in resolved.unavailable if reason.startswith(flag)}
     assert by_flag == hidden - {"merger_input"}, "LLaVA has none under any flag"
     assert not resolved.needs & hidden, "states of requests cannot read it either"
@@ -180,7 +180,7 @@ def test_connectors_that_shorten_identities_are_refused(
         if refused:
             assert places(base("divprune"), config) == [f"--kv-transfer-config {name}"]
         else:
-            resolve_settings(base("divprune"), config)
+            _resolve_settings(base("divprune"), config)
 
 
 # ---- from vLLM's configuration to processes ----
@@ -256,8 +256,8 @@ def test_sleep_that_discards_the_text_tower_is_refused_before_the_engine_is_paus
 def test_names_and_modules_that_this_vllm_lacks_are_found() -> None:
     """By the doctor; that this one has all of them: ``test_versions.py``."""
     names = ("JSONEncoder.encode", "JSONEncoder.sing")
-    assert compat.find_missing_names(Hook("json", names, "the song")) == ("JSONEncoder.sing",)
-    (module,) = compat.find_missing_names(Hook("no_such_module", ("a",), "a test"))
+    assert _Hook("json", names, "the song").find_missing() == ("JSONEncoder.sing",)
+    (module,) = _Hook("no_such_module", ("a",), "a test").find_missing()
     assert module.startswith("no_such_module (ModuleNotFoundError")
 
 

@@ -21,7 +21,6 @@ from vllm_autoprune.errors import AutopruneError, ConfigError
 from vllm_autoprune.ops.dtype import SERVE_FLOAT32, SLOW_BFLOAT16, choose_dtype
 from vllm_autoprune.serving.compat import (
     collect_hooks,
-    find_missing_names,
     require_vllm,
     uses_rust_frontend,
     vllm_version,
@@ -101,7 +100,7 @@ def _examine(text_tower: str | None) -> Iterator[_Finding]:
         hooks, problems = collect_hooks()
         wrong = [(f"{problem.where} {problem.what}", problem.fix) for problem in problems]
         for hook in hooks:
-            if names := find_missing_names(hook):
+            if names := hook.find_missing():
                 what = f"{hook.used_by}: vLLM has no {', '.join(names)}"
                 wrong.append((what, "install a supported version of vLLM"))
         total = sum(len(hook.names) for hook in hooks)

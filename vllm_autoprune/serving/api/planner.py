@@ -76,7 +76,7 @@ logger = logging.getLogger("vllm.autoprune")
 # What the images of a request get: K of their tokens, and the state or control that chooses them.
 
 
-def resolve_plans(
+def _resolve_plans(
     served: ServedState, request: PruningRequest, images: Sequence[TokenCount]
 ) -> list[ItemPlan]:
     """Resolve each of a request's images to its plan as one item, without key and instruction.
@@ -202,7 +202,7 @@ Size = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedItem:
+class _PlannedItem:
     """An item of a request: its image and plan, and what caches hold it by.
 
     ``identity`` is that of its tokens, ``key`` that of its processed tensors, which all items of an
@@ -224,7 +224,7 @@ class RequestPlan:
     processed, None for their own. ``count`` counts the request; None where vLLM profiles.
     """
 
-    items: tuple[PlannedItem, ...]
+    items: tuple[_PlannedItem, ...]
     hashes: Mapping[str, list[str]]
     prompt: list[int] | None = None
     sizes: tuple[Size | None, ...] = ()
@@ -291,7 +291,7 @@ class RequestPlanner:
             count = self._placeholders.count(self._info, size, inputs.hf_processor_mm_kwargs)
             budget = policy.at(count.tokens, count.tiles).budget
             plan = ItemPlan(budget, NO_KEY, instruction, longest, profile=True, tokens=count.tokens)
-            items.append(PlannedItem(i, plan, identity, identity))
+            items.append(_PlannedItem(i, plan, identity, identity))
         return RequestPlan(tuple(items), hashes)
 
     def plan_request(self, inputs: ProcessorInputs, fields: object, salt: str) -> RequestPlan:
@@ -331,7 +331,7 @@ class RequestPlanner:
             for size in image_sizes
         ]
         # K of each image, and a new size where the resize control shrinks it.
-        plans = resolve_plans(served, request, counts)
+        plans = _resolve_plans(served, request, counts)
         sizes: list[Size | None] = [None] * len(plans)
         for i, (plan, size) in enumerate(zip(plans, image_sizes, strict=True)):
             if plan.keep == "resized" and not plan.keeps_all and size is not None:
@@ -359,8 +359,8 @@ class RequestPlanner:
         if set(inputs.mm_data_items) == {"image"}:
             prompt, slots = self._split(prompt, slots, plans, reads, texts, request.turns)
         # Plan and identity of each item; those of a recall follow from the item before it.
-        items: list[PlannedItem] = []
-        latest: dict[int, PlannedItem] = {}
+        items: list[_PlannedItem] = []
+        latest: dict[int, _PlannedItem] = {}
         for slot in slots:
             i = slot.image
             content = repr((digests[i], salt))
@@ -391,7 +391,7 @@ class RequestPlanner:
                         content, chosen_by, plan.image_budget, plan.keep, read, plan.core
                     )
                 )
-            latest[i] = PlannedItem(i, plan, identity, tensors_key)
+            latest[i] = _PlannedItem(i, plan, identity, tensors_key)
             items.append(latest[i])
         return RequestPlan(
             tuple(items),

@@ -207,7 +207,7 @@ class KeepHeaders:
             await self._app(scope, *channels)
 
 
-def join_headers(entry: object, headers: Headers) -> object:
+def _join_headers(entry: object, headers: Headers) -> object:
     """The entry of a request with the fields that its headers set.
 
     Raises RequestError where a header is unknown, malformed or sent twice, or where the entry has
@@ -267,7 +267,7 @@ def check_request(model_config: ModelConfig, request: BaseModel, trusted: bool) 
         refuse_misplaced({**vars(request), **(request.model_extra or {})}, kwargs)
         if REQUEST_FIELD in kwargs:
             parse_request(kwargs[REQUEST_FIELD])
-        entry = join_headers(kwargs.get(REQUEST_FIELD), headers)
+        entry = _join_headers(kwargs.get(REQUEST_FIELD), headers)
         if headers:
             vars(request)[KWARGS] = {**kwargs, REQUEST_FIELD: entry}  # not all declare it
         if (headers or REQUEST_FIELD in kwargs) and not (trusted or served.rules.explicit):

@@ -68,15 +68,29 @@ _FIX = "install a released vLLM in the supported range, and see `vllm-autoprune 
 
 
 @dataclass(frozen=True, slots=True)
-class Hook:
+class _Hook:
     """Names in ``module``, dotted for attributes, that ``used_by`` depends on."""
 
     module: str
     names: tuple[str, ...]
     used_by: str
 
+    def find_missing(self) -> tuple[str, ...]:
+        """The names that this vLLM lacks; the module itself where its import fails."""
+        try:
+            module = importlib.import_module(self.module)
+        except Exception as error:  # a broken installation may raise anything
+            return (f"{self.module} ({type(error).__name__}: {error})",)
+        missing = []
+        for name in self.names:
+            try:
+                operator.attrgetter(name)(module)
+            except AttributeError:
+                missing.append(name)
+        return tuple(missing)
 
-_declared: list[Hook] = []
+
+_declared: list[_Hook] = []
 
 
 def depends_on(place: str, *names: str) -> Callable[[F], F]:
@@ -91,7 +105,7 @@ def depends_on(place: str, *names: str) -> Callable[[F], F]:
     def declare(user: F) -> F:
         where = user.__module__.removeprefix(f"{_ROOM}.")
         purpose = (inspect.getdoc(user) or user.__qualname__).partition("\n")[0]
-        _declared.append(Hook(module, names, f"{where}: {purpose}"))
+        _declared.append(_Hook(module, names, f"{where}: {purpose}"))
         return user
 
     return declare
@@ -109,13 +123,13 @@ def declare_model(stock: type, methods: Sequence[str], merger: str = "") -> None
     module, _, merger_kind = merger.rpartition(".")
     if module:
         where = f"vllm.model_executor.models.{module}"
-        _declared.append(Hook(where, (f"{merger_kind}.forward",), "models: merger"))
+        _declared.append(_Hook(where, (f"{merger_kind}.forward",), "models: merger"))
     elif merger:
         names.append(f"{merger}.forward")
-    _declared.append(Hook(stock.__module__, tuple(names), f"models: {kind}"))
+    _declared.append(_Hook(stock.__module__, tuple(names), f"models: {kind}"))
 
 
-def collect_hooks() -> tuple[list[Hook], list[Problem]]:
+def collect_hooks() -> tuple[list[_Hook], list[Problem]]:
     """All names that are declared, and the modules of ours that this vLLM cannot import."""
     problems = []
     for user in _USERS:
@@ -125,21 +139,6 @@ def collect_hooks() -> tuple[list[Hook], list[Problem]]:
             what = f"cannot be imported ({type(error).__name__}: {error})"
             problems.append(Problem(f"{_ROOM}.{user}", what, _FIX))
     return _declared, problems
-
-
-def find_missing_names(hook: Hook) -> tuple[str, ...]:
-    """The names of a hook that this vLLM lacks; the module itself where its import fails."""
-    try:
-        module = importlib.import_module(hook.module)
-    except Exception as error:  # a broken installation may raise anything
-        return (f"{hook.module} ({type(error).__name__}: {error})",)
-    missing = []
-    for name in hook.names:
-        try:
-            operator.attrgetter(name)(module)
-        except AttributeError:
-            missing.append(name)
-    return tuple(missing)
 
 
 # Patches that several processes use.

@@ -23,21 +23,38 @@ if TYPE_CHECKING:
 
 _POSITIONS = "autoprune_positions"
 
+UNCHANGED_DELTA = -(2**31)
+"""In place of what decoding adds to a prompt's length: what was known when the request arrived."""
+
 
 @depends_on("vllm.config:MultiModalConfig", "is_multimodal_pruning_enabled")
+@depends_on("vllm.v1.worker.gpu.mm.rope:RopeState", "update_prefill_positions")
 def request_positions(config: MultiModalConfig) -> None:
     """Have the model asked for the positions of its image tokens, now that it has chosen them.
+
+    It may leave a request's delta as it is then (:data:`UNCHANGED_DELTA`).
 
     Why: runners ask ``recompute_mrope_positions`` only where video pruning is on. Turning that on
     would change how videos are served; saying yes to the one question they ask does not. Qwen3-VL
     sizes its table of rotations by the same question, as it must: kept tokens may stand beyond the
     number of tokens.
-    Remove when: runners ask every model that declares ``supports_multimodal_pruning``.
+    Model Runner V2 takes the delta as a number of the host, while positions are on the device; a
+    model that computed it from them would wait for all that the device still has to do.
+    Remove when: runners ask every model that declares ``supports_multimodal_pruning``, and
+    ``RopeState.update_prefill_positions`` takes a tensor, or no delta.
     """
+    from vllm.v1.worker.gpu.mm.rope import RopeState
 
     @patch(type(config), "is_multimodal_pruning_enabled")
     def enabled(stock: Callable[..., bool], self: MultiModalConfig) -> bool:
         return stock(self) or getattr(self, _POSITIONS, False)
+
+    @patch(RopeState, "update_prefill_positions")
+    def update(
+        stock: Callable[..., None], self: RopeState, req_idx: int, positions: Tensor, delta: int
+    ) -> None:
+        known = int(self.prefill_delta.np[req_idx])
+        stock(self, req_idx, positions, known if delta == UNCHANGED_DELTA else delta)
 
     setattr(config, _POSITIONS, True)
 
@@ -65,28 +82,6 @@ def request_positions_on_cpu() -> None:
         config = self.model_config.multimodal_config
         if config is not None and supports_multimodal_pruning(self.get_model()):
             self.is_multimodal_pruning_enabled = config.is_multimodal_pruning_enabled()
-
-
-UNCHANGED_DELTA = -(2**31)
-"""In place of what decoding adds to a prompt's length: what was known when the request arrived."""
-
-
-@depends_on("vllm.v1.worker.gpu.mm.rope:RopeState", "update_prefill_positions")
-def keep_deltas() -> None:
-    """Let a model leave a request's delta as it is when it places the tokens of its images.
-
-    Why: Model Runner V2 takes the delta as a number of the host, while positions are on the device;
-    a model that computed it from them would wait for all that the device still has to do.
-    Remove when: ``RopeState.update_prefill_positions`` takes a tensor, or no delta.
-    """
-    from vllm.v1.worker.gpu.mm.rope import RopeState
-
-    @patch(RopeState, "update_prefill_positions")
-    def update(
-        stock: Callable[..., None], self: RopeState, req_idx: int, positions: Tensor, delta: int
-    ) -> None:
-        known = int(self.prefill_delta.np[req_idx])
-        stock(self, req_idx, positions, known if delta == UNCHANGED_DELTA else delta)
 
 
 _WORKER_RESETS = (
@@ -285,27 +280,3 @@ def is_rank_zero() -> bool:
     from vllm.distributed import get_tp_group
 
     return world_size() == 1 or int(get_tp_group().rank_in_group) == 0
-
-
-def sum_over_ranks(part: Tensor) -> Tensor:
-    """Sum the tensors of all ranks; bit-identical on every rank."""
-    from vllm.distributed import tensor_model_parallel_all_reduce
-
-    total: Tensor = tensor_model_parallel_all_reduce(part)
-    return total
-
-
-def gather_over_ranks(part: Tensor, dim: int) -> Tensor:
-    """Concatenate the tensors of all ranks along ``dim``, in rank order."""
-    from vllm.distributed import tensor_model_parallel_all_gather
-
-    gathered: Tensor = tensor_model_parallel_all_gather(part.contiguous(), dim)
-    return gathered
-
-
-def broadcast_rank_zero(tensor: Tensor) -> Tensor:
-    """Broadcast rank 0's tensor to every rank."""
-    from vllm.distributed import get_tp_group
-
-    broadcast: Tensor = get_tp_group().broadcast(tensor, src=0)
-    return broadcast

@@ -23,7 +23,6 @@ from vllm_autoprune.serving.models.pruned_model import (
     ModelImage,
     Vision,
     prune_class,
-    split_by_image,
 )
 from vllm_autoprune.serving.served_state import ServedState
 from vllm_autoprune.serving.worker.batch import ModelParts
@@ -38,6 +37,12 @@ if TYPE_CHECKING:
 
 _Tiles = tuple[Tensor, Signals]
 """M tiles of n tokens each after the projector ``(M, n, D)``, and their signals."""
+
+
+def _split_by_image(inputs: EncoderInputs, *names: str) -> list[dict[str, Tensor]]:
+    """Fields that hold one entry an image, stacked or in a list, as one mapping an image."""
+    entries = zip(*(inputs[name] for name in names), strict=True)
+    return [dict(zip(names, parts, strict=True)) for parts in entries]
 
 
 class _ClipVision(Vision):
@@ -117,7 +122,7 @@ class LlavaVision(_ClipVision):
     def images(self, inputs: EncoderInputs) -> list[ModelImage]:
         """Split the images of one call of ``embed_multimodal``."""
         self._model._parse_and_validate_image_input(**inputs)
-        split = split_by_image(inputs, "pixel_values")
+        split = _split_by_image(inputs, "pixel_values")
         return [ModelImage(image, self.grid.tokens) for image in split]
 
     def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
@@ -164,7 +169,7 @@ class _JoinedVision(Vision):
         """Split the images of one call of ``embed_multimodal``."""
         self._model._parse_and_validate_image_input(**inputs)
         images = []
-        for image in split_by_image(inputs, "pixel_values", "image_sizes"):
+        for image in _split_by_image(inputs, "pixel_values", "image_sizes"):
             regions, newlines = self._compute_layout(image)
             tokens = sum(region.grid.tokens for region in regions)
             images.append(ModelImage(image, tokens + newlines))

@@ -45,9 +45,6 @@ from vllm_autoprune.serving.worker.tower_hooks import (
     InputHook,
     Merger,
     QueriesAndKeys,
-    hook_attention,
-    hook_merger_norms,
-    hook_merger_rows,
 )
 from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 
@@ -88,13 +85,13 @@ class Vision(ABC):
         self.attention: InputHook[QueriesAndKeys] | None = None
         self.merger: dict[Signal, InputHook[Tensor]] = {}
         if not self.needs.isdisjoint({"cls_attention", "tower", "next_layer"}):
-            self.attention = hook_attention(self.find_attention())
+            self.attention = QueriesAndKeys.hook(self.find_attention())
         before_merger = not self.needs.isdisjoint({"encoder", "merger_input"})
         merger = self.find_merger() if before_merger else None
         if merger is not None:
-            self.merger["encoder"] = hook_merger_rows(merger)
+            self.merger["encoder"] = merger.hook_rows()
             if "merger_input" in self.needs:
-                self.merger["merger_norms"] = hook_merger_norms(merger)
+                self.merger["merger_norms"] = merger.hook_norms()
 
     @classmethod
     def tower(cls, model: SupportsMultiModal) -> nn.Module:
@@ -200,7 +197,7 @@ class Vision(ABC):
             self.runs += 1
             return self.encode(images)
         entries: list[Hashable] = [
-            at if key == NO_KEY else (key, describe_geometry(image))
+            at if key == NO_KEY else (key, _describe_geometry(image))
             for at, (key, image) in enumerate(zip(keys, images, strict=True))
         ]
         known: dict[Hashable, ImageFeatures] = {}
@@ -223,7 +220,7 @@ class Vision(ABC):
         return [known[entry] for entry in entries]
 
 
-def group_by_tokens(sizes: Sequence[int], bound: int) -> Iterator[slice]:
+def _group_by_tokens(sizes: Sequence[int], bound: int) -> Iterator[slice]:
     """Runs of neighbouring images with at most ``bound`` tokens, or of a single larger one."""
     start, total = 0, 0
     for at, size in enumerate(sizes):
@@ -235,7 +232,7 @@ def group_by_tokens(sizes: Sequence[int], bound: int) -> Iterator[slice]:
         yield slice(start, len(sizes))
 
 
-def describe_geometry(image: ImageInputs) -> Hashable:
+def _describe_geometry(image: ImageInputs) -> Hashable:
     """Shapes of an image's tensors, and the integers that describe its patch or tile grid.
 
     vLLM keeps these integers on the CPU, so nothing is read from a device. They are one row; masks
@@ -246,12 +243,6 @@ def describe_geometry(image: ImageInputs) -> Hashable:
         row = part.dim() <= 1 and part.device.type == "cpu" and not part.is_floating_point()
         described.append((name, tuple(part.shape), str(part.tolist()) if row else None))
     return tuple(described)
-
-
-def split_by_image(inputs: EncoderInputs, *names: str) -> list[dict[str, Tensor]]:
-    """Fields that hold one entry an image, stacked or in a list, as one mapping an image."""
-    entries = zip(*(inputs[name] for name in names), strict=True)
-    return [dict(zip(names, parts, strict=True)) for parts in entries]
 
 
 # Mixin that prunes the images of a stock model class, the same for all backbones.
@@ -310,7 +301,7 @@ class PrunedModel(_Stock):
             if item is not None and FIELD in item:
                 ((_, inputs),) = group_and_batch_mm_items([item])
                 sizes[i] = vision.images(_tensor_fields(inputs))[0].tokens
-        return list(group_by_tokens(sizes, self.autoprune_profiled or self.autoprune_budget))
+        return list(_group_by_tokens(sizes, self.autoprune_profiled or self.autoprune_budget))
 
     def embed_multimodal(self, **kwargs: object) -> MultiModalEmbeddings:
         """Rows of every image: ``[(K_i, D)]`` (``SupportsMultiModal.embed_multimodal``).

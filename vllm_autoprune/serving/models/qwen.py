@@ -27,7 +27,7 @@ from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration
 from vllm.model_executor.models.qwen3_vl_moe import Qwen3VLMoeForConditionalGeneration
 
 from vllm_autoprune.serving.api.layout import Placeholders, TokenCount
-from vllm_autoprune.serving.compat.worker import UNCHANGED_DELTA, keep_deltas, request_positions
+from vllm_autoprune.serving.compat.worker import UNCHANGED_DELTA, request_positions
 from vllm_autoprune.serving.models.pruned_model import (
     EncoderInputs,
     ImageInputs,
@@ -68,7 +68,7 @@ CHANNELS = 4
 _BASE = 128
 
 
-def position_channels(height: int, width: int, device: torch.device) -> Tensor:
+def _position_channels(height: int, width: int, device: torch.device) -> Tensor:
     """Positions of the tokens of a grid in raster order, ``(N, 4)`` float32."""
     rows = torch.arange(height, device=device)[:, None].expand(height, width).flatten()
     columns = torch.arange(width, device=device).repeat(height)
@@ -76,12 +76,7 @@ def position_channels(height: int, width: int, device: torch.device) -> Tensor:
     return torch.stack(digits, dim=1).float()
 
 
-def unplaced_channels(rows: Tensor) -> Tensor:
-    """Channels ``(m, 4)`` of rows whose tokens stay where they are."""
-    return rows.new_full((rows.shape[0], CHANNELS), -1, dtype=torch.float32)
-
-
-def compute_input_positions(
+def _compute_input_positions(
     stock: Stock,
     ids: Sequence[int],
     features: Sequence[MultiModalFeatureSpec],
@@ -91,10 +86,10 @@ def compute_input_positions(
     """Positions ``(3, L)`` of a prompt, and what decoding adds to its length.
 
     ``unpruned`` is N of every image, by its index in ``features``; ``firsts`` gives the index of
-    the first item of its image for every other one (:func:`match_items`). The model's own code
+    the first item of its image for every other one (:func:`_match_items`). The model's own code
     places the whole images; then placeholders that are not there are left out. Image tokens of
     which some are missing, and those of later items, all stand at their image's first position
-    until :func:`place_image_tokens` knows the kept ones.
+    until :func:`_place_image_tokens` knows the kept ones.
     """
     full: list[int] = []
     source: list[int] = []
@@ -126,7 +121,7 @@ def compute_input_positions(
     return positions[:, torch.tensor(source, dtype=torch.int64)], delta + len(full) - len(ids)
 
 
-def match_items(plans: Mapping[int, ItemPlan]) -> dict[int, int]:
+def _match_items(plans: Mapping[int, ItemPlan]) -> dict[int, int]:
     """Map each delta and each recall to the item that its image's positions begin at.
 
     ``plans`` by item, in prompt order. Deltas come in the order of their cores, and no core of
@@ -150,7 +145,7 @@ def match_items(plans: Mapping[int, ItemPlan]) -> dict[int, int]:
     return firsts
 
 
-def place_image_tokens(
+def _place_image_tokens(
     ids: Tensor, positions: Tensor, channels: Sequence[Tensor], image: int, computed: int
 ) -> Tensor:
     """Set the positions of the image tokens of one prefill step in ``(3, L)``.
@@ -158,7 +153,7 @@ def place_image_tokens(
     ``channels`` are those of the step's image rows, ``(m, 4)`` each, in prompt order; the
     step begins at token ``computed``. All tokens of an image have its first position in time, so
     that is what heights and widths count from, however often this is done. Rows with channels
-    below 0 (:func:`unplaced_channels`) leave their tokens where they are. No host sync.
+    below 0 leave their tokens where they are. No host sync.
     """
     joined = torch.cat([part.float() for part in channels])
     digits = joined.long()
@@ -181,7 +176,7 @@ _DEEPSTACK = Qwen3VLForConditionalGeneration
 """Has rows for later layers beside those of the first; they are pruned alike."""
 
 
-class QwenVision(Vision):
+class _QwenVision(Vision):
     """The vision side of all of them: tokens, deepstack levels and positions of each image."""
 
     _model: Qwen2_5_VLForConditionalGeneration
@@ -250,18 +245,45 @@ class QwenVision(Vision):
         for i, (_, height, width) in enumerate(grids.tolist()):
             image_rows, grid = rows[i], Grid(height // self._merge, width // self._merge)
             tokens, levels = image_rows[:, : self._width].clone(), image_rows[:, self._width :]
-            places = position_channels(grid.height, grid.width, tokens.device).to(tokens.dtype)
+            places = _position_channels(grid.height, grid.width, tokens.device).to(tokens.dtype)
             channels = torch.cat([levels, places], dim=1)
             of_image: dict[Signal, Tensor] = {s: parts[i].clone() for s, parts in split.items()}
             region = self.make_region(grid, tokens, of_image, extra_channels=channels)
             features.append(ImageFeatures((region,)))
         return features
 
+    @staticmethod
+    def count_tokens(
+        info: Qwen2VLProcessingInfo, size: ImageSize, kwargs: Mapping[str, object]
+    ) -> TokenCount:
+        """Merged tokens of an image, resized as the processor resizes it."""
+        tokens = info.get_num_image_tokens(
+            image_width=size.width,
+            image_height=size.height,
+            image_processor=info.get_image_processor(**kwargs),
+            mm_kwargs=kwargs,
+        )
+        return TokenCount(tokens)
 
-class PrunedQwen(PrunedModel, _Stock):
+    @staticmethod
+    def shrink_to_budget(info: Qwen2VLProcessingInfo, size: ImageSize, budget: int) -> ImageSize:
+        """The size that the processor's own arithmetic gives an image of at most K merged tokens.
+
+        It leaves a very long and narrow image more than K tokens; the longer side of such an image
+        is shortened further.
+        """
+        vision = info.get_hf_config().vision_config
+        unit = vision.patch_size * vision.spatial_merge_size
+        height, width = smart_resize(
+            size.height, size.width, factor=unit, min_pixels=unit**2, max_pixels=budget * unit**2
+        )
+        return type(size)(width=min(width, budget * unit), height=min(height, budget * unit))
+
+
+class _PrunedQwen(PrunedModel, _Stock):
     """Mixin before the stock classes: rows carry the positions of their tokens."""
 
-    autoprune_vision: ClassVar[type[QwenVision]] = QwenVision
+    autoprune_vision: ClassVar[type[_QwenVision]] = _QwenVision
     supports_multimodal_pruning: ClassVar[Literal[True]] = True
     """vLLM asks a model for positions anew only where it says this."""
     videos_share_token: ClassVar[bool] = False
@@ -270,7 +292,6 @@ class PrunedQwen(PrunedModel, _Stock):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         if served_state(vllm_config.model_config) is not None:
             request_positions(vllm_config.model_config.multimodal_config)
-            keep_deltas()
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         if self.autoprune is not None:
             # Videos are handled by the stock model.
@@ -292,8 +313,8 @@ class PrunedQwen(PrunedModel, _Stock):
                 unpruned[i] = int(grid.prod()) // self.config.vision_config.spatial_merge_size**2
                 if FIELD in feature.data:
                     (plans[i],) = self.autoprune_plan_reader.read([feature.data[FIELD].data])
-        firsts = match_items(plans)
-        return compute_input_positions(stock, input_tokens, mm_features, unpruned, firsts)
+        firsts = _match_items(plans)
+        return _compute_input_positions(stock, input_tokens, mm_features, unpruned, firsts)
 
     def recompute_mrope_positions(
         self,
@@ -310,7 +331,7 @@ class PrunedQwen(PrunedModel, _Stock):
         that ends in an image, without the token that closes it, goes on after the last kept token.
         """
         vision = self.autoprune
-        assert isinstance(vision, QwenVision)
+        assert isinstance(vision, _QwenVision)
         wide = vision.row_width + CHANNELS
         rows: list[Tensor] = []
         channels: list[Tensor] = []
@@ -319,13 +340,15 @@ class PrunedQwen(PrunedModel, _Stock):
                 channels.append(embedding[:, -CHANNELS:])
                 embedding = embedding[:, :-CHANNELS]
             elif self.videos_share_token:
-                channels.append(unplaced_channels(embedding))
+                # These tokens stay where they are.
+                unplaced = embedding.new_full((len(embedding), CHANNELS), -1, dtype=torch.float32)
+                channels.append(unplaced)
             rows.append(embedding)
         positions = mrope_positions
         if channels:
             ids = input_ids if isinstance(input_ids, Tensor) else torch.tensor(input_ids)
             image = self.config.image_token_id
-            positions = place_image_tokens(ids, positions, channels, image, num_computed_tokens)
+            positions = _place_image_tokens(ids, positions, channels, image, num_computed_tokens)
         if isinstance(input_ids, Tensor):
             return rows, positions, UNCHANGED_DELTA
         return rows, positions, int(positions.max()) + 1 - len(input_ids)
@@ -335,7 +358,7 @@ class PrunedQwen(PrunedModel, _Stock):
 # whose frames have the images' token.
 
 
-class _GlmVision(QwenVision):
+class _GlmVision(_QwenVision):
     """The vision side of GLM-4.xV."""
 
     def find_merger(self) -> Merger:
@@ -343,85 +366,56 @@ class _GlmVision(QwenVision):
         norm = self._model.visual.post_layernorm
         return Merger(norm, self._model.config.vision_config.spatial_merge_size**2, norm)
 
+    @staticmethod
+    def count_tokens(
+        info: Glm4vProcessingInfo, size: ImageSize, kwargs: Mapping[str, object]
+    ) -> TokenCount:
+        """Merged tokens of an image, resized as the processor resizes it."""
+        processor = info.get_image_processor(**kwargs)
+        options: dict[str, Any] = dict(info.ctx.get_merged_mm_kwargs(kwargs))
+        patches = processor.get_number_of_image_patches(size.height, size.width, options)
+        return TokenCount(patches // processor.merge_size**2)
 
-class _PrunedGlm(PrunedQwen):
+    @staticmethod
+    def shrink_to_budget(info: Glm4vProcessingInfo, size: ImageSize, budget: int) -> ImageSize:
+        """The size that the processor's own arithmetic gives an image of at most K merged tokens.
+
+        It counts the pixels of as many frames as one token spans, and leaves a very long and narrow
+        image more than K tokens; the longer side of such an image is shortened further.
+        """
+        vision = info.get_hf_config().vision_config
+        unit, frames = vision.patch_size * vision.spatial_merge_size, vision.temporal_patch_size
+        height, width = glm_smart_resize(
+            frames,
+            size.height,
+            size.width,
+            temporal_factor=frames,
+            factor=unit,
+            min_pixels=unit**2,
+            max_pixels=budget * frames * unit**2,
+        )
+        return type(size)(width=min(width, budget * unit), height=min(height, budget * unit))
+
+
+class _PrunedGlm(_PrunedQwen):
     """Mixin before the stock classes."""
 
     autoprune_vision = _GlmVision
     videos_share_token = True
 
 
-def _count_tokens(
-    info: Qwen2VLProcessingInfo, size: ImageSize, kwargs: Mapping[str, object]
-) -> TokenCount:
-    """Merged tokens of an image, resized as the processor resizes it."""
-    tokens = info.get_num_image_tokens(
-        image_width=size.width,
-        image_height=size.height,
-        image_processor=info.get_image_processor(**kwargs),
-        mm_kwargs=kwargs,
-    )
-    return TokenCount(tokens)
-
-
-def _count_glm_tokens(
-    info: Glm4vProcessingInfo, size: ImageSize, kwargs: Mapping[str, object]
-) -> TokenCount:
-    """Merged tokens of an image, resized as the processor resizes it."""
-    processor = info.get_image_processor(**kwargs)
-    options: dict[str, Any] = dict(info.ctx.get_merged_mm_kwargs(kwargs))
-    patches = processor.get_number_of_image_patches(size.height, size.width, options)
-    return TokenCount(patches // processor.merge_size**2)
-
-
-def shrink_to_budget(info: Qwen2VLProcessingInfo, size: ImageSize, budget: int) -> ImageSize:
-    """The size that the processor's own arithmetic gives an image of at most K merged tokens.
-
-    It leaves a very long and narrow image more than K tokens; the longer side of such an image is
-    shortened further.
-    """
-    vision = info.get_hf_config().vision_config
-    unit = vision.patch_size * vision.spatial_merge_size
-    height, width = smart_resize(
-        size.height, size.width, factor=unit, min_pixels=unit**2, max_pixels=budget * unit**2
-    )
-    return type(size)(width=min(width, budget * unit), height=min(height, budget * unit))
-
-
-def shrink_glm_to_budget(info: Glm4vProcessingInfo, size: ImageSize, budget: int) -> ImageSize:
-    """The size that the processor's own arithmetic gives an image of at most K merged tokens.
-
-    It counts the pixels of as many frames as one token spans, and leaves a very long and narrow
-    image more than K tokens; the longer side of such an image is shortened further.
-    """
-    vision = info.get_hf_config().vision_config
-    unit, frames = vision.patch_size * vision.spatial_merge_size, vision.temporal_patch_size
-    height, width = glm_smart_resize(
-        frames,
-        size.height,
-        size.width,
-        temporal_factor=frames,
-        factor=unit,
-        min_pixels=unit**2,
-        max_pixels=budget * frames * unit**2,
-    )
-    return type(size)(width=min(width, budget * unit), height=min(height, budget * unit))
-
-
 def _prune(stock: Any, *positions: str, merger: str = "", glm: bool = False) -> type[PrunedModel]:
     """The pruned form of one class; ``positions`` are names of its own beyond those of all."""
     calls = ("_parse_and_validate_image_input", "_process_image_input", "get_mrope_input_positions")
-    count = _count_glm_tokens if glm else _count_tokens
-    resize = shrink_glm_to_budget if glm else shrink_to_budget
+    vision, mixin = (_GlmVision, _PrunedGlm) if glm else (_QwenVision, _PrunedQwen)
     placeholders = Placeholders(
-        count,
+        vision.count_tokens,
         lambda info: TokenCount(info.get_max_image_tokens()),
         lambda info: info.get_hf_config().image_token_id,
-        resize=resize,
+        resize=vision.shrink_to_budget,
     )
-    parts = (_GlmVision, _PrunedGlm) if glm else (QwenVision, PrunedQwen)
     names = (*calls, *positions)
-    return prune_class(stock, placeholders, *parts, methods=names, merger=merger)
+    return prune_class(stock, placeholders, vision, mixin, methods=names, merger=merger)
 
 
 _ANEW = "recompute_mrope_positions"

@@ -143,7 +143,7 @@ def _select_rows(
     ordered = image.regions[0].order is not None
     parts, positions = [], []
     for number in range(len(image.regions)):
-        batch = RegionBatch(context, plans, images, number)
+        batch = _RegionBatch(context, plans, images, number)
         if batch.rows == 0:
             continue
         refined = batch.select()
@@ -185,7 +185,7 @@ def _select_rows(
 
 
 @dataclass(frozen=True)
-class RegionBatch:
+class _RegionBatch:
     """One region of images, number ``number``, whose plans are of one group.
 
     An image may be several items of its prompt: the core before the delta, both before what later
@@ -262,7 +262,7 @@ class RegionBatch:
         """The region's part of so many tokens of an image."""
         return self.images[0].split(count)[self.number]
 
-    def _take_items(self, plans: Sequence[Sequence[ItemPlan]]) -> list[RegionBatch]:
+    def _take_items(self, plans: Sequence[Sequence[ItemPlan]]) -> list[_RegionBatch]:
         """The same region for other items of the images, given by image."""
         return [replace(self, plans=items) for items in zip(*plans, strict=True)]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm_autoprune.ops.rowwise import upload
-from vllm_autoprune.serving.compat.worker import gather_over_ranks, world_size
+from vllm_autoprune.serving.compat.worker import world_size
 from vllm_autoprune.serving.plan import Ids
 from vllm_autoprune.serving.settings import TextTower
 from vllm_autoprune.tpdsl.prefix import DecoderLayer, DecoderPrefix, PrefixOutput
@@ -137,7 +137,9 @@ class LlamaPrefix(DecoderPrefix):
         local, shared = super().read(output, layer), world_size()
         if shared == 1 or output not in ("keys", "attention"):
             return local
-        heads = gather_over_ranks(local[0], dim=0)[None]
+        from vllm.distributed import tensor_model_parallel_all_gather
+
+        heads: Tensor = tensor_model_parallel_all_gather(local[0].contiguous(), 0)[None]
         if output == "attention":
             return heads
         # Where there are more ranks than key heads, neighbours hold the same one.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vllm_autoprune.errors import AutopruneError
 from vllm_autoprune.ops.rowwise import upload
-from vllm_autoprune.serving.compat.worker import broadcast_rank_zero, world_size
+from vllm_autoprune.serving.compat.worker import world_size
 from vllm_autoprune.serving.plan import NO_KEY, Choice, ItemPlan, Key
 from vllm_autoprune.serving.served_state import PlanRules
 from vllm_autoprune.tpdsl.base_policy import FALLBACKS, Given, RefinedTokens, TokenSelection
@@ -179,7 +179,7 @@ class FirstImageCheck:
         valid = record.valid
         if world_size() > 1:  # ranks that disagreed would serve different tokens
             verdict = torch.tensor([int(valid)], device=tokens.features.device)
-            valid = bool(broadcast_rank_zero(verdict).item())
+            valid = bool(_broadcast_rank_zero(verdict).item())
         if valid:
             return True
         ranked = policy.state.ranked(tokens).features
@@ -264,6 +264,14 @@ def select_at_random(
     return keep_indices(tokens, upload(torch.stack(picks), tokens.features.device))
 
 
+def _broadcast_rank_zero(tensor: Tensor) -> Tensor:
+    """Broadcast rank 0's tensor to every tensor-parallel rank."""
+    from vllm.distributed import get_tp_group
+
+    broadcast: Tensor = get_tp_group().broadcast(tensor, src=0)
+    return broadcast
+
+
 def _broadcast_selection(chosen: TokenSelection) -> TokenSelection:
     """Broadcast rank 0's selection to all tensor-parallel ranks.
 
@@ -273,6 +281,6 @@ def _broadcast_selection(chosen: TokenSelection) -> TokenSelection:
     if world_size() == 1:
         return chosen
     packed = torch.cat([chosen.indices, chosen.fallback[:, None].to(torch.int64)], dim=1)
-    packed = broadcast_rank_zero(packed)
+    packed = _broadcast_rank_zero(packed)
     indices, fallback = packed[:, :-1].contiguous(), packed[:, -1].to(torch.uint8)
     return replace(chosen, indices=indices, fallback=fallback)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vllm_autoprune.errors import ConfigError, Problem
-from vllm_autoprune.serving.compat.worker import sum_over_ranks, world_size
+from vllm_autoprune.serving.compat.worker import world_size
 
 if TYPE_CHECKING:
     from transformers import CLIPVisionConfig
@@ -69,6 +69,19 @@ class QueriesAndKeys:
     key: Tensor
     scale: float
 
+    @classmethod
+    def hook(cls, attention: MMEncoderAttention) -> InputHook[QueriesAndKeys]:
+        """Hook on the attention module of one layer."""
+
+        def read(query: Tensor, key: Tensor, *rest: Tensor, **named: Tensor) -> QueriesAndKeys:
+            query, key = (
+                part if part.dim() == 4 else part.unflatten(-1, (attention.num_heads, -1))
+                for part in (query, key)
+            )
+            return cls(query, key, attention.scale)
+
+        return InputHook(attention, read)
+
     def received(self, counts: Sequence[int] | None = None) -> list[Tensor]:
         """Attention that each token receives, ``(n,)`` float32 for every sequence of the batch.
 
@@ -108,20 +121,13 @@ class QueriesAndKeys:
         return self.query.shape[2] * world_size()
 
     def _sum(self, total: Tensor) -> Tensor:
-        return sum_over_ranks(total) if world_size() > 1 else total
+        """The sum over tensor-parallel ranks, bit-identical on every one."""
+        if world_size() == 1:
+            return total
+        from vllm.distributed import tensor_model_parallel_all_reduce
 
-
-def hook_attention(attention: MMEncoderAttention) -> InputHook[QueriesAndKeys]:
-    """Hook on the attention module of one layer."""
-
-    def read(query: Tensor, key: Tensor, *rest: Tensor, **named: Tensor) -> QueriesAndKeys:
-        query, key = (
-            part if part.dim() == 4 else part.unflatten(-1, (attention.num_heads, -1))
-            for part in (query, key)
-        )
-        return QueriesAndKeys(query, key, attention.scale)
-
-    return InputHook(attention, read)
+        summed: Tensor = tensor_model_parallel_all_reduce(total)
+        return summed
 
 
 class Merger(NamedTuple):
@@ -142,33 +148,29 @@ class Merger(NamedTuple):
         width = inputs.shape[-1] // (self.patches if self.joined else 1)
         return inputs.reshape(-1, self.patches, width)
 
+    # What enters, several times as many numbers as the output, is reduced within the hooks.
 
-# A merger's input, several times as many numbers as its output, is reduced within the hooks and not
-# kept.
+    def hook_rows(self) -> InputHook[Tensor]:
+        """Hook on what enters: tokens ``(N, C)`` float32, the mean of each one's patches."""
 
+        def read(inputs: Tensor, *_: object) -> Tensor:
+            return self.split(inputs).mean(dim=1, dtype=torch.float32)
 
-def hook_merger_rows(merger: Merger) -> InputHook[Tensor]:
-    """Hook on what enters a merger: tokens ``(N, C)`` float32, the mean of each one's patches."""
+        return InputHook(self.module, read)
 
-    def read(inputs: Tensor, *_: object) -> Tensor:
-        return merger.split(inputs).mean(dim=1, dtype=torch.float32)
+    def hook_norms(self) -> InputHook[Tensor]:
+        """Hook on the norms of what enters: sum of absolute values and Euclidean norm.
 
-    return InputHook(merger.module, read)
+        ``(N, 2)`` float32, the mean over a token's patches; of its one row where they are joined.
+        """
 
+        def read(inputs: Tensor, *_: object) -> Tensor:
+            patches = self.split(inputs)
+            rows = patches.flatten(1)[:, None] if self.joined else patches
+            norm = partial(torch.linalg.vector_norm, rows, dim=2, dtype=torch.float32)
+            return torch.stack([norm(ord=1), norm(ord=2)], dim=2).mean(dim=1)
 
-def hook_merger_norms(merger: Merger) -> InputHook[Tensor]:
-    """Hook on the norms of what enters a merger: sum of absolute values and Euclidean norm.
-
-    ``(N, 2)`` float32, the mean over a token's patches; of its one row where they are joined.
-    """
-
-    def read(inputs: Tensor, *_: object) -> Tensor:
-        patches = merger.split(inputs)
-        rows = patches.flatten(1)[:, None] if merger.joined else patches
-        norm = partial(torch.linalg.vector_norm, rows, dim=2, dtype=torch.float32)
-        return torch.stack([norm(ord=1), norm(ord=2)], dim=2).mean(dim=1)
-
-    return InputHook(merger.scored, read)
+        return InputHook(self.scored, read)
 
 
 # Attention and keys of the vision-tower layer after the one that the model reads.
