@@ -1,29 +1,46 @@
-"""Entry point of the installed command: answers ``--version`` without importing torch.
+"""The installed command: answers ``--version`` and ``--help`` without importing torch.
 
 Importing any module of ``vllm_autoprune`` imports torch, which takes two seconds.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from importlib.metadata import version
 
 
 def main() -> int:
-    """Run ``vllm-autoprune``."""
+    """Run ``vllm-autoprune``; exit status 1 where a module that it needs is missing."""
     if sys.argv[1:] == ["--version"]:
         print(version("vllm-autoprune"))
         return 0
     if sys.argv[1:] in (["-h"], ["--help"]):
-        from vllm_autoprune.cli.commands import format_help  # without torch too
+        from vllm_autoprune.cli.commands import SUMMARIES  # without torch too
 
-        print(format_help())
+        print("usage: vllm-autoprune [-h] [--version] COMMAND ...\n")
+        print("Inspect, check, compare, search and evaluate pruning states.\n")
+        for name, text in SUMMARIES.items():
+            print(f"  {name:<13}{text}")
+        print("\nvllm-autoprune COMMAND --help has the options of a command.")
+        print("Exit status: 0 success, 1 failure, 2 wrong arguments.")
         return 0
     try:
         from vllm_autoprune.cli.main import main as run
 
         return run()
     except ImportError as error:
-        from vllm_autoprune.errors import report_missing
+        from vllm_autoprune.errors import Problem
 
-        return report_missing(error)
+        module = (error.name or "").partition(".")[0]
+        if module in ("", "vllm_autoprune", "offline_search"):
+            raise  # a fault of this package
+        what = f"cannot be imported ({error})"
+        if isinstance(error, ModuleNotFoundError):
+            what = f"not installed for {sys.executable}"
+        fix = "install vllm-autoprune into the environment that vLLM is in"
+        message = str(Problem(module, what, f"{fix}, or: pip install {module}"))
+        if "--json" in sys.argv:
+            print(json.dumps({"error": type(error).__name__, "message": message, "problems": []}))
+        print(f"vllm-autoprune: {message}", file=sys.stderr)
+        return 1

@@ -61,15 +61,16 @@ with contextlib.suppress(ImportError):
 for module in (vllm_autoprune, offline_search):
     assert module.__file__.startswith(sys.argv[1]), module.__file__
 assert importlib.util.find_spec("benchmarks") is None, "the checkout can be seen"
-from vllm_autoprune.cli.main import COMMANDS, main
+from vllm_autoprune.cli.commands import SUMMARIES
+from vllm_autoprune.cli.main import main
 def run(*words):
     try:
         return main(words)
     except SystemExit as ended:
         return ended.code
 calls = [line.split() for line in {CALLS!r}.strip().splitlines()]
-assert set(COMMANDS) - {{call[0] for call in calls}} == {{"explain", "doctor"}}, "seconds"
-calls += [[name, "--help"] for name in COMMANDS]
+assert set(SUMMARIES) - {{call[0] for call in calls}} == {{"explain", "doctor"}}, "seconds"
+calls += [[name, "--help"] for name in SUMMARIES]
 failed = [call for call in calls if run(*call) != 0]
 raise SystemExit(f"failed: {{failed}}" if failed else 0)
 """

@@ -13,8 +13,6 @@ AutopruneError
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -79,25 +77,6 @@ class ConfigError(ProblemsError):
 
 class UnsupportedModelError(ProblemsError):
     """The plugin does not support the served architecture."""
-
-
-def report_missing(error: ImportError) -> int:
-    """Print what the command cannot import, and what to install, in one line; exit status 1.
-
-    Raises the error where it is a fault of this package.
-    """
-    module = (error.name or "").partition(".")[0]
-    if module in ("", "vllm_autoprune", "offline_search"):
-        raise error
-    what = f"cannot be imported ({error})"
-    if isinstance(error, ModuleNotFoundError):
-        what = f"not installed for {sys.executable}"
-    fix = "install vllm-autoprune into the environment that vLLM is in"
-    message = str(Problem(module, what, f"{fix}, or: pip install {module}"))
-    if "--json" in sys.argv:
-        print(json.dumps({"error": type(error).__name__, "message": message, "problems": []}))
-    print(f"vllm-autoprune: {message}", file=sys.stderr)
-    return 1
 
 
 class SelectionError(AutopruneError, ValueError):

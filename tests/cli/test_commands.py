@@ -22,9 +22,9 @@ from benchmarks.yardsticks.examples import CLIP
 from tests.tpdsl.samples import edited, shipped, state
 from vllm_autoprune import load_state, materialize
 from vllm_autoprune.backbones import BACKBONE_SHAPES
-from vllm_autoprune.cli.commands import doctor
+from vllm_autoprune.cli.commands import SUMMARIES, doctor
 from vllm_autoprune.cli.commands.states import _describe_policy
-from vllm_autoprune.cli.main import COMMANDS, main, parser
+from vllm_autoprune.cli.main import main, parser
 from vllm_autoprune.cli.output import format_table
 from vllm_autoprune.tpdsl.loading import shipped_states
 
@@ -56,10 +56,10 @@ def test_the_help_of_all_commands_needs_no_torch() -> None:
     ran = run_python(BLOCK.format(absent=["torch"], error="ModuleNotFoundError('missing'",
                                   start="vllm-autoprune", words=["--help"]))  # fmt: skip
     listed = re.findall(r"^  ([a-z]+) {2,}\w", ran.stdout, re.MULTILINE)
-    assert (ran.returncode, listed) == (0, list(COMMANDS)), ran.stderr
+    assert (ran.returncode, listed) == (0, list(SUMMARIES)), ran.stderr
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", SUMMARIES)
 def test_help_states_json_output_and_the_defaults(command: str, capsys: Captured) -> None:
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])
@@ -76,7 +76,7 @@ def test_help_states_json_output_and_the_defaults(command: str, capsys: Captured
 def test_the_page_names_every_command_and_backbone_and_shows_what_is_printed(
     capsys: Captured,
 ) -> None:
-    assert [name for name in COMMANDS if f"`{name}" not in PAGE] == []
+    assert [name for name in SUMMARIES if f"`{name}" not in PAGE] == []
     assert [name for name in BACKBONE_SHAPES if f"`{name}`" not in PAGE] == []
     (call,) = re.findall(r"```sh\nvllm-autoprune (cost .*?)```", PAGE, flags=re.DOTALL)
     assert f"```text\n{run(capsys, *shlex.split(call))}```" in PAGE

@@ -21,7 +21,8 @@ from benchmarks.search.study import _format_mean, _read_confirmed, _read_results
 from scripts.site_hooks import _adapt_page, _generate_files
 from tests.docs.commands import read_commands
 from vllm_autoprune.advise import WAYS
-from vllm_autoprune.cli.main import COMMANDS, main
+from vllm_autoprune.cli.commands import SUMMARIES
+from vllm_autoprune.cli.main import main
 from vllm_autoprune.serving.api import engine_requests
 from vllm_autoprune.serving.api.endpoint import NAME, PATH
 from vllm_autoprune.serving.api.request import PruningRequest
@@ -52,7 +53,7 @@ def test_modules_commands_and_links_of_a_page_exist(page: str) -> None:
     for path in (ROOT / name.replace(".", "/") for name in names):
         assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), path
     if not page.endswith("mistakes.md"):
-        assert set(re.findall(r"`vllm-autoprune ([a-z]+)", text)) <= COMMANDS.keys()
+        assert set(re.findall(r"`vllm-autoprune ([a-z]+)", text)) <= SUMMARIES.keys()
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
     assert {link for link in links if not ((ROOT / page).parent / link).exists()} == set()
 

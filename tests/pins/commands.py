@@ -17,8 +17,8 @@ from PIL import Image
 from tests.benchmarks.accuracy.minillava_server import answering
 from tests.offline_search.synthetic import answer_search, dataset, endpoint
 from tests.pins.table import Table, key_paths, table
-from vllm_autoprune.cli.commands import selftest
-from vllm_autoprune.cli.main import COMMANDS, main
+from vllm_autoprune.cli.commands import SUMMARIES, selftest
+from vllm_autoprune.cli.main import main
 from vllm_autoprune.selftest.run import SelftestError
 
 ADVISE = (
@@ -43,7 +43,7 @@ def run(*arguments: str) -> str:
 @table
 def commands() -> Table:
     """Flags of each command, and the keys of what it prints with ``--json``."""
-    usages = {name: run(name, "--help").partition("\n\n")[0] for name in COMMANDS}
+    usages = {name: run(name, "--help").partition("\n\n")[0] for name in SUMMARIES}
     flags = {name: re.findall(r"--[a-z][a-z-]*", usage) for name, usage in usages.items()}
     keys = {f"{name} --json": sorted(key_paths(json.loads(text))) for name, text in printed()}
     return {**flags, **keys}

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined
@@ -26,13 +25,19 @@ _Names = Mapping[str, str]
 _AddsArgument = Callable[[argparse.ArgumentParser], object]
 
 
-@dataclass(frozen=True, slots=True)
-class Command:
+_Run = Callable[[argparse.Namespace], int]
+
+
+class _Command(NamedTuple):
     """A sub-command: its arguments, and ``run``, which returns the exit status."""
 
     arguments: Sequence[_AddsArgument]
-    run: Callable[[argparse.Namespace], int]
+    run: _Run
     epilog: str
+
+
+COMMANDS: dict[str, _Command] = {}
+"""The sub-commands whose modules are imported, by name."""
 
 
 def argument(*flags: str, **keywords: Any) -> _AddsArgument:
@@ -40,11 +45,14 @@ def argument(*flags: str, **keywords: Any) -> _AddsArgument:
     return lambda parser: parser.add_argument(*flags, **keywords)
 
 
-def command(
-    *arguments: _AddsArgument, epilog: str = ""
-) -> Callable[[Callable[[argparse.Namespace], int]], Command]:
-    """Make a function the command that it runs."""
-    return lambda run: Command(arguments, run, epilog)
+def command(name: str, *arguments: _AddsArgument, epilog: str = "") -> Callable[[_Run], _Run]:
+    """Make a function a sub-command."""
+
+    def register(run: _Run) -> _Run:
+        COMMANDS[name] = _Command(arguments, run, epilog)
+        return run
+
+    return register
 
 
 def add_flags(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from io import TextIOWrapper
 
 from vllm_autoprune import AutopruneError
-from vllm_autoprune.cli.commands import (
+from vllm_autoprune.cli.commands import (  # noqa: F401  (registers the commands)
     SUMMARIES,
     costs,
     doctor,
@@ -19,26 +19,9 @@ from vllm_autoprune.cli.commands import (
     selftest,
     states,
 )
-from vllm_autoprune.cli.flags import Command
+from vllm_autoprune.cli.flags import COMMANDS
 from vllm_autoprune.cli.output import CommandParser, error_as_json
 from vllm_autoprune.tpdsl.loading import suggest_name
-
-COMMANDS: dict[str, Command] = {
-    "validate": states.validate,
-    "list": states.list_states,
-    "show": states.show,
-    "diff": states.diff,
-    "atoms": states.list_atoms,
-    "schema": states.schema,
-    "materialize": states.materialize_state,
-    "explain": explain.explain,
-    "cost": costs.cost,
-    "advise": costs.advise,
-    "search": search.search,
-    "eval": eval.evaluate_states,
-    "doctor": doctor.doctor,
-    "selftest": selftest.selftest,
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,8 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, TextIOWrapper):  # names of files may be no text
             stream.reconfigure(errors="backslashreplace")
     try:
-        if words and not words[0].startswith("-") and words[0] not in COMMANDS:
-            parser().error(f"no command {words[0]!r}: {suggest_name(words[0], list(COMMANDS))}")
+        if words and not words[0].startswith("-") and words[0] not in SUMMARIES:
+            parser().error(f"no command {words[0]!r}: {suggest_name(words[0], list(SUMMARIES))}")
         options = parser().parse_args(words)
         return int(options.run(options))
     except SystemExit as ended:
@@ -70,11 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of all commands; ``format_help`` is that of them together."""
+    """The parser of all commands; ``vllm_autoprune_command`` has the help of them together."""
     top = CommandParser(prog="vllm-autoprune", add_help=False)
     commands = top.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    for name, command in COMMANDS.items():
-        text = SUMMARIES[name]
+    for name, text in SUMMARIES.items():
+        command = COMMANDS[name]
         entry = commands.add_parser(
             name, description=f"{text[:1].upper()}{text[1:]}.", epilog=command.epilog
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 
 from vllm_autoprune.selftest.run import (
     BLOCK,
@@ -101,7 +100,16 @@ def _split_budget(report: Report) -> int:
 
 # ---- checks ----
 
+CHECKS: dict[str, Callable[[Report], str]] = {}
+"""Name -> check."""
 
+
+def _check(function: Callable[[Report], str]) -> Callable[[Report], str]:
+    CHECKS[function.__name__.removeprefix("_")] = function
+    return function
+
+
+@_check
 def _answers_are_numbers(report: Report) -> str:
     """Log-probabilities are finite; if stock vLLM's are not, the other checks mean nothing."""
     for setting, completions in report.completions.items():
@@ -112,6 +120,7 @@ def _answers_are_numbers(report: Report) -> str:
     return ""
 
 
+@_check
 def _whole_is_stock(report: Report) -> str:
     """K >= N: token ids, log-probabilities, positions and cache hits equal stock vLLM's exactly."""
     completions = report["whole"].items()
@@ -119,6 +128,7 @@ def _whole_is_stock(report: Report) -> str:
     return next((f"{name}: differs from stock vLLM" for name in changed), "")
 
 
+@_check
 def _prompts_shrink_as_predicted(report: Report) -> str:
     """K < N: only placeholders are removed, as many as computed from the image sizes."""
     for name, stock in report["stock"].items():
@@ -131,7 +141,8 @@ def _prompts_shrink_as_predicted(report: Report) -> str:
     return ""
 
 
-def _kept_rows_are_the_models_own(report: Report) -> str:
+@_check
+def _kept_rows_are_the_model_s_own(report: Report) -> str:
     """Each image keeps K of its rows unchanged and in order, deepstack levels included."""
     for name, images in report.kept.items():
         if len(images) != len(report.predicted[name]):
@@ -143,6 +154,7 @@ def _kept_rows_are_the_models_own(report: Report) -> str:
     return ""
 
 
+@_check
 def _kept_rows_stand_in_their_tiles(report: Report) -> str:
     """Where text stands between tiles, each has placeholders for the rows kept of it."""
     for name, images in report.kept.items():
@@ -160,6 +172,19 @@ def _kept_rows_stand_in_their_tiles(report: Report) -> str:
     return ""
 
 
+@_check
+def _small_steps_keep_the_same(report: Report) -> str:
+    """Chunked prefill, which splits images, changes no completion."""
+    return _compare("chunked", "pruned", report, positions=True)
+
+
+@_check
+def _preempted_requests_go_on(report: Report) -> str:
+    """Requests preempted during prefill or decoding are completed as without that."""
+    return _compare("preempted", "pruned", report, positions=True)
+
+
+@_check
 def _the_same_question_shares(report: Report) -> str:
     """The prefix cache is used for repeated questions only, and does not change completions."""
     for name, again in report["again"].items():
@@ -170,17 +195,26 @@ def _the_same_question_shares(report: Report) -> str:
     return _compare("again", "pruned", report)
 
 
+@_check
+def _questions_stand_alone(report: Report) -> str:
+    """Questions about one image are answered as with empty caches."""
+    return _compare("alone", "pruned", report)
+
+
+@_check
 def _images_are_seen_once(report: Report) -> str:
     """The vision tower runs once for each image."""
     return f"it ran {report.vision_runs} times more" if report.vision_runs else ""
 
 
+@_check
 def _nothing_fell_back(report: Report) -> str:
     """No selection failed."""
     failed = report.fallbacks or report.errors
     return f"{report.fallbacks} fallbacks, errors {report.errors}" if failed else ""
 
 
+@_check
 def _positions_are_a_gather(report: Report) -> str:
     """Kept and decoded tokens have the positions they have in the unpruned prompt (M-RoPE)."""
     for name, pruned in report["pruned"].items():
@@ -190,6 +224,7 @@ def _positions_are_a_gather(report: Report) -> str:
     return ""
 
 
+@_check
 def _questions_share_the_core(report: Report) -> str:
     """A state with a core keeps two disjoint parts, and other questions reuse the core's blocks.
 
@@ -206,6 +241,7 @@ def _questions_share_the_core(report: Report) -> str:
     return ""
 
 
+@_check
 def _later_turns_recall_other_tokens(report: Report) -> str:
     """Each later turn keeps more tokens of the image, and all before it stays in the cache.
 
@@ -225,6 +261,7 @@ def _later_turns_recall_other_tokens(report: Report) -> str:
     return f"{reused} tokens were reused" if reused < BLOCK else ""
 
 
+@_check
 def _recalled_tokens_stand_in_their_image(report: Report) -> str:
     """Tokens that later turns recall have the positions they have in the image (M-RoPE)."""
     stock, third = report["stock"][SPLIT_QUESTION], report["split"]["alone third"]
@@ -239,6 +276,7 @@ def _recalled_tokens_stand_in_their_image(report: Report) -> str:
     return "" if positions == expected else f"{positions}"
 
 
+@_check
 def _parts_give_the_same_completions(report: Report) -> str:
     """Parts of an image give the same completions with empty caches, in small steps, preempted."""
     for name, completion in report["split"].items():
@@ -249,6 +287,7 @@ def _parts_give_the_same_completions(report: Report) -> str:
     return ""
 
 
+@_check
 def _parts_stand_on_one_grid(report: Report) -> str:
     """Tokens of both parts have the positions they have in the unpruned prompt (M-RoPE)."""
     stock, split = report["stock"][SPLIT_QUESTION], report["split"]["first"]
@@ -258,6 +297,7 @@ def _parts_stand_on_one_grid(report: Report) -> str:
     return "" if split.positions == expected else f"{split.positions}"
 
 
+@_check
 def _merger_input_is_that_of_transformers(report: Report) -> str:
     """Tokens ranked before the patch merger are what enters it in transformers, in their order."""
     error = report.merger_error
@@ -266,38 +306,13 @@ def _merger_input_is_that_of_transformers(report: Report) -> str:
     return f"an error of {error} of the deviation between tokens"
 
 
+@_check
 def _videos_are_untouched(report: Report) -> str:
     """A video is answered exactly as by stock vLLM, but for linear attention."""
     stock, pruned = (report[setting].get("video") for setting in ("stock others", "others"))
     if stock is None or pruned is None:
         return "" if stock is pruned else "not taken as by stock vLLM"
     return _difference(pruned, stock, _HYBRID_TOLERANCE if report.hybrid else 0.0, positions=True)
-
-
-CHECKS: dict[str, Callable[[Report], str]] = {
-    "answers_are_numbers": _answers_are_numbers,
-    "whole_is_stock": _whole_is_stock,
-    "prompts_shrink_as_predicted": _prompts_shrink_as_predicted,
-    "kept_rows_are_the_model_s_own": _kept_rows_are_the_models_own,
-    "kept_rows_stand_in_their_tiles": _kept_rows_stand_in_their_tiles,
-    # Chunked prefill that splits images; requests preempted during prefill or decoding.
-    "small_steps_keep_the_same": partial(_compare, "chunked", "pruned", positions=True),
-    "preempted_requests_go_on": partial(_compare, "preempted", "pruned", positions=True),
-    "the_same_question_shares": _the_same_question_shares,
-    # Questions about one image as with empty caches.
-    "questions_stand_alone": partial(_compare, "alone", "pruned"),
-    "images_are_seen_once": _images_are_seen_once,
-    "nothing_fell_back": _nothing_fell_back,
-    "positions_are_a_gather": _positions_are_a_gather,
-    "questions_share_the_core": _questions_share_the_core,
-    "later_turns_recall_other_tokens": _later_turns_recall_other_tokens,
-    "recalled_tokens_stand_in_their_image": _recalled_tokens_stand_in_their_image,
-    "parts_give_the_same_completions": _parts_give_the_same_completions,
-    "parts_stand_on_one_grid": _parts_stand_on_one_grid,
-    "merger_input_is_that_of_transformers": _merger_input_is_that_of_transformers,
-    "videos_are_untouched": _videos_are_untouched,
-}
-"""Name -> check."""
 
 
 def runners_agree(report: Report, other: Report) -> str:

@@ -19,14 +19,3 @@ SUMMARIES = {
     "doctor": "check whether this installation can serve",
     "selftest": "serve tiny models of all backbones but LLaVA-1.5 here, and check the results",
 }
-
-
-def format_help() -> str:
-    """The help of all commands together."""
-    return "\n".join([
-        "usage: vllm-autoprune [-h] [--version] COMMAND ...\n",
-        "Inspect, check, compare, search and evaluate pruning states.\n",
-        *(f"  {name:<13}{text}" for name, text in SUMMARIES.items()),
-        "\nvllm-autoprune COMMAND --help has the options of a command.",
-        "Exit status: 0 success, 1 failure, 2 wrong arguments.",
-    ])  # fmt: skip

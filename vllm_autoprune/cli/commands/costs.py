@@ -49,6 +49,7 @@ _NAMES = {"block": "--block-size", "prefill": "--prefill-ms-per-token"} | {
 
 
 @command(
+    "cost",
     argument("--backbone", required=True, metavar="NAME", help=", ".join(BACKBONE_SHAPES)),
     argument(
         "--tokens",
@@ -61,7 +62,7 @@ _NAMES = {"block": "--block-size", "prefill": "--prefill-ms-per-token"} | {
     argument("--text", type=int, default=0, metavar="T", help="text tokens counted too"),
     epilog="Example: vllm-autoprune cost --backbone llava-next-7b --tokens 2880 320",
 )
-def cost(options: argparse.Namespace) -> int:
+def _print_cost(options: argparse.Namespace) -> int:
     """Print FLOPs of prefill and bytes of KV cache."""
     shape = find_backbone(options.backbone)
     budgets: list[int] = options.tokens or [shape.tokens, shape.tokens // 9]
@@ -117,11 +118,12 @@ def _add_advise(parser: argparse.ArgumentParser) -> None:
 
 
 @command(
+    "advise",
     _add_advise,
     epilog="Example: vllm-autoprune advise --questions 4 --server http://localhost:8000 "
     "--probe 1024x768. Formulas and what to do: docs/choosing.md.",
 )
-def advise(options: argparse.Namespace) -> int:
+def _advise(options: argparse.Namespace) -> int:
     """Say which kind of state pays for your traffic, and whether pruning helps at all."""
     traffic, timings, inputs = _read_inputs(options)
     estimates = estimate_ways(traffic, timings)

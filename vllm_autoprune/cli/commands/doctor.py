@@ -139,13 +139,14 @@ def _examine(text_tower: str | None) -> Iterator[_Finding]:
 
 
 @command(
+    "doctor",
     argument(
         "--text-tower",
         metavar="PATH|HF_ID",
         help="CLIP checkpoint given to `vllm serve --autoprune-text-tower`",
     ),
 )
-def doctor(options: argparse.Namespace) -> int:
+def _check_installation(options: argparse.Namespace) -> int:
     """Check whether this installation can serve."""
     findings = list(_examine(options.text_tower))
     able = all(finding.status != "fail" for finding in findings)

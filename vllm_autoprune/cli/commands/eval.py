@@ -52,10 +52,11 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @command(
+    "eval",
     _arguments,
     epilog="How it is measured and what the tables mean: docs/evaluation.md.",
 )
-def evaluate_states(options: argparse.Namespace) -> int:
+def _evaluate_states(options: argparse.Namespace) -> int:
     """Measure accuracy on your questions, and whether pruning beats resizing images."""
     from vllm_autoprune.evaluation.lmms import LmmsSuite, select_benchmarks
     from vllm_autoprune.evaluation.questions import read_questions

@@ -15,6 +15,7 @@ from vllm_autoprune.tpdsl.materialize import materialize
 
 
 @command(
+    "explain",
     argument("image", type=Path, help="image file"),
     argument("question", help="instruction about the image"),
     argument(
@@ -34,7 +35,7 @@ from vllm_autoprune.tpdsl.materialize import materialize
     argument("--budget", type=int, metavar="K", help="tokens kept"),
     argument("-o", "--output", type=Path, metavar="FILE", help="picture to write, a .png"),
 )
-def explain(options: argparse.Namespace) -> int:
+def _explain_image(options: argparse.Namespace) -> int:
     """Draw which tokens of an image a state keeps for a question, and why."""
     output: Path | None = options.output
     if output is not None and output.suffix.lower() != ".png":

@@ -63,8 +63,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_connection_flags(parser)
 
 
-@command(_add_arguments, epilog="Guide and format of the data folder: docs/search.md.")
-def search(options: argparse.Namespace) -> int:
+@command("search", _add_arguments, epilog="Guide and format of the data folder: docs/search.md.")
+def _run_search(options: argparse.Namespace) -> int:
     """Find a state offline, with a language model, on a served model."""
     from offline_search.ledger import read_ledger
     from offline_search.report import read_report

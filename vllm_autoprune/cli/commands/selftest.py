@@ -63,8 +63,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@command(_arguments)
-def selftest(options: argparse.Namespace) -> int:
+@command("selftest", _arguments)
+def _run_selftest(options: argparse.Namespace) -> int:
     """Serve tiny models of all backbones but LLaVA-1.5 here, and check the results."""
     names: Sequence[str] = options.backbones or (GPU_BACKBONES if options.gpu else [*TINY_MODELS])
     if unknown := [name for name in names if name not in TINY_MODELS]:

@@ -44,8 +44,8 @@ from vllm_autoprune.tpdsl.transfer import (
 _STATE = argument("state", help="file, or name of a shipped state")
 
 
-@command()
-def list_states(options: argparse.Namespace) -> int:
+@command("list")
+def _list_states(options: argparse.Namespace) -> int:
     """List the states that ship."""
     policies = sorted((materialize(load_state(n)) for n in shipped_states()), key=_order_to_try)
     records = [
@@ -87,10 +87,11 @@ def _order_to_try(policy: PruningPolicy) -> tuple[int, float, str]:
 
 
 @command(
+    "show",
     _STATE,
     argument("--budget", type=int, help="show it at this K instead of its own"),
 )
-def show(options: argparse.Namespace) -> int:
+def _show_state(options: argparse.Namespace) -> int:
     """Describe a state in words and as a table."""
     state = load_state(options.state)
     policy = materialize(state, options.budget)
@@ -196,10 +197,11 @@ def _describe_policy(policy: PruningPolicy) -> list[str]:
 
 
 @command(
+    "diff",
     argument("first", help="file, or name of a shipped state"),
     argument("second", help="file, or name of a shipped state"),
 )
-def diff(options: argparse.Namespace) -> int:
+def _compare_states(options: argparse.Namespace) -> int:
     """Compare two states field by field."""
     before, after = load_state(options.first), load_state(options.second)
     # With default values written out, which are no difference.
@@ -223,12 +225,13 @@ def diff(options: argparse.Namespace) -> int:
 
 
 @command(
+    "atoms",
     argument("--group", choices=list(ROLES), help="atoms of one group only"),
     argument(
         "--prompt", action="store_true", help="the language as an LLM proposer and the site have it"
     ),
 )
-def list_atoms(options: argparse.Namespace) -> int:
+def _list_atoms(options: argparse.Namespace) -> int:
     """List the atoms of the language."""
     if options.prompt:
         print(render_language(), end="")
@@ -257,8 +260,8 @@ def list_atoms(options: argparse.Namespace) -> int:
     return 0
 
 
-@command()
-def schema(options: argparse.Namespace) -> int:
+@command("schema")
+def _print_schema(options: argparse.Namespace) -> int:
     """Print the JSON Schema of a state."""
     options.json = True  # whether asked for or not
     print_result(options, PruningState.model_json_schema())
@@ -266,6 +269,7 @@ def schema(options: argparse.Namespace) -> int:
 
 
 @command(
+    "materialize",
     _STATE,
     argument("--budget", type=int, metavar="K", help="tokens one image contributes"),
     argument("--backbone", metavar="NAME", help=", ".join(BACKBONE_SHAPES)),
@@ -277,7 +281,7 @@ def schema(options: argparse.Namespace) -> int:
     argument("--name", help="name of the new state (default: derived from the old one)"),
     argument("-o", "--output", type=Path, metavar="FILE", help="write the new state here"),
 )
-def materialize_state(options: argparse.Namespace) -> int:
+def _materialize_state(options: argparse.Namespace) -> int:
     """Transfer a state to another budget or backbone, and record what changed."""
     backbone = None if options.backbone is None else find_backbone(options.backbone)
     state, changes = load_state(options.state), tuple[Change, ...]()
@@ -317,10 +321,11 @@ def _format_verdicts(safety: SafetyRecord) -> list[str]:
 
 
 @command(
+    "validate",
     argument("state", nargs="+", help="file, or name of a shipped state"),
     argument("--budget", type=int, help="check at this K instead of the state's own"),
 )
-def validate(options: argparse.Namespace) -> int:
+def _validate_states(options: argparse.Namespace) -> int:
     """Check states, run their safety check, warn where resizing images was better.
 
     One record a state; one that cannot be loaded is reported, never raised.
