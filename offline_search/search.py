@@ -51,7 +51,7 @@ from offline_search.strategies import STRATEGIES
 from offline_search.strategies.language_model import Round
 from vllm_autoprune.errors import EvaluationFailed, SearchError
 from vllm_autoprune.evaluation.questions import Example
-from vllm_autoprune.statistics import ClusterBootstrap, Estimate, Floats, estimate
+from vllm_autoprune.statistics import ClusterBootstrap, Estimate, Floats
 from vllm_autoprune.tpdsl.state import PruningState
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
@@ -234,7 +234,7 @@ class Search:
 def _bootstrap_mean(examples: Sequence[Example], values: Floats) -> Estimate:
     """Mean with its 95 % bootstrap interval, clustered by image, rounded to six decimals."""
     bootstrap = ClusterBootstrap([example.image for example in examples])
-    return estimate(bootstrap.mean(values)).rounded(6)
+    return Estimate.of(bootstrap.mean(values)).rounded(6)
 
 
 @dataclass(frozen=True)

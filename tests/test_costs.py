@@ -21,13 +21,11 @@ from vllm_autoprune.advise import (
     Traffic,
     Way,
     _find_advantage,
-    align_core,
     estimate_ways,
     judge,
 )
 from vllm_autoprune.backbones import (
     BACKBONE_SHAPES,
-    estimate_cost,
     find_backbone,
 )
 from vllm_autoprune.cli.main import main
@@ -52,14 +50,14 @@ def test_layers_by_hand() -> None:
     layer = replace(BACKBONE_SHAPES["gemma-3-4b"], layers=1)
     projections = 2 * 2560 * (2 * 2048 + 2 * 1024)
     attention, feed_forward = 2 * 2 * 2048, 2 * 3 * 2560 * 10240
-    assert estimate_cost(layer, 1).flops == projections + attention + feed_forward
+    assert layer.estimate_cost(1).flops == projections + attention + feed_forward
     # Three layers of four keep a state and no keys; keys 2048 wide, values 4096, one token.
     qwen = BACKBONE_SHAPES["qwen3.5-9b"]
     four, feed_forward = replace(qwen, layers=4), 2 * 3 * 4096 * 12288
     linear = 2 * (4096 * (2 * 2048 + 3 * 4096) + 3 * 4096 * 128)
     full = 2 * (4096 * (2 * 4096 + 2 * 1024) + 2 * 4096)
-    assert estimate_cost(four, 1).flops == 3 * linear + full + 4 * feed_forward
-    assert estimate_cost(qwen, 100).kv_bytes == 8 * 100 * 2 * 1024 * 2
+    assert four.estimate_cost(1).flops == 3 * linear + full + 4 * feed_forward
+    assert qwen.estimate_cost(100).kv_bytes == 8 * 100 * 2 * 1024 * 2
 
 
 def test_cost_counts_text_and_refuses_what_is_no_number(capsys: Captured) -> None:
@@ -105,7 +103,7 @@ def test_a_config_with_the_numbers_of_a_backbone_costs_as_much(
     config = {"model_type": shape.family, "text_config": text}
     (tmp_path / "config.json").write_text(json.dumps(config))
     read = find_backbone(str(tmp_path))
-    assert estimate_cost(read, 64, text=9) == estimate_cost(shape, 64, text=9)
+    assert read.estimate_cost(64, text=9) == shape.estimate_cost(64, text=9)
 
 
 @pytest.mark.parametrize(
@@ -179,8 +177,8 @@ def test_a_core_is_aligned_as_it_is_served(template: int) -> None:
     for core in (1, 15, 33, 47, 63):
         traffic = changed(template=template, core=core)
         served = layout.align_core(template, traffic.budget, core, traffic.block)
-        assert align_core(traffic) == served
-    assert align_core(changed(template=template, core=64)) == 64, "all tokens"
+        assert traffic.served_core == served
+    assert changed(template=template, core=64).served_core == 64, "all tokens"
 
 
 def test_advantage_by_gains_of_the_first_and_of_later_questions() -> None:

@@ -39,9 +39,7 @@ from vllm_autoprune.http_client import (
     _read_answer,
     _read_models,
     chat_with_retries,
-    choose_model,
     describe_error,
-    reporting_failures,
 )
 
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
@@ -58,8 +56,8 @@ def refuse(url: str, connection: Connection | None = None) -> str:
     """The line that says why the models of a server cannot be listed."""
     with (
         pytest.raises(ConfigError) as caught,
-        reporting_failures(server_address(url)),
         ServerClient(url, connection) as client,
+        client.reporting_failures(),
     ):
         client.list_models()
     (problem,) = caught.value.problems
@@ -370,9 +368,10 @@ def test_any_answer_is_read_or_said_in_one_line(status: int, content: bytes, kin
 
 
 def test_a_model_that_is_not_served_is_named() -> None:
-    assert [choose_model("http://h", {"a": 0, "b": 0}, name) for name in (None, "b")] == ["a", "b"]
+    client, models = ServerClient("http://h"), {"a": 0, "b": 0}
+    assert [client.choose_model(models, name) for name in (None, "b")] == ["a", "b"]
     with pytest.raises(ConfigError, match="serves a, b -> serve c, or name a served model"):
-        choose_model("http://h", {"a": 0, "b": 0}, "c")
+        client.choose_model(models, "c")
 
 
 # ---- further attempts ----

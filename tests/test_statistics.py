@@ -11,7 +11,6 @@ from vllm_autoprune.statistics import (
     Estimate,
     Spread,
     count_decimals,
-    estimate,
     ratio_of_medians,
     resample,
 )
@@ -35,21 +34,21 @@ def test_rounds_of_a_ratio_are_drawn_together() -> None:
 def test_questions_about_one_image_are_drawn_together() -> None:
     """All right on half of the images: the error is that of 40 images, not of 200 questions."""
     bootstrap = ClusterBootstrap(SCENES)
-    clustered = estimate(bootstrap.mean([float(scene % 2) for scene in SCENES]))
+    clustered = Estimate.of(bootstrap.mean([float(scene % 2) for scene in SCENES]))
     assert clustered.value == 0.5
     assert abs(clustered.high - clustered.low - 2 * 1.96 * (0.25 / 40) ** 0.5) < 0.05
-    mixed = estimate(bootstrap.mean([float(number % 2) for number in range(200)]))
+    mixed = Estimate.of(bootstrap.mean([float(number % 2) for number in range(200)]))
     assert clustered.high - clustered.low > 1.5 * (mixed.high - mixed.low)
 
 
 def test_figures_of_one_bootstrap_are_paired_and_weights_leave_out_questions() -> None:
     bootstrap = ClusterBootstrap([f"image {scene}" for scene in SCENES])
     values = np.random.default_rng(1).random(200)
-    gap = estimate(bootstrap.mean(values + 0.1) - bootstrap.mean(values))
+    gap = Estimate.of(bootstrap.mean(values + 0.1) - bootstrap.mean(values))
     assert (gap.value, gap.low, gap.high) == pytest.approx((0.1, 0.1, 0.1))
     # Resamples without the only question that counts have no figure.
     figure = bootstrap.mean(range(200), [float(number == 3) for number in range(200)])
-    assert np.isnan(figure).any() and estimate(figure) == Estimate(3.0, 3.0, 3.0)
+    assert np.isnan(figure).any() and Estimate.of(figure) == Estimate(3.0, 3.0, 3.0)
 
 
 def test_resamples_begin_with_the_sample_and_draw_blocks_of_neighbours(

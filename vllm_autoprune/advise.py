@@ -81,6 +81,19 @@ class Traffic(FrozenModel):
             raise ValueError(f"is {value}: give at most the value of --{name}, {info.data[name]}")
         return value
 
+    @property
+    def served_core(self) -> int:
+        """K_c as it is served: moved to the nearest edge of a KV block within K.
+
+        0 where there is no such edge, or no prefix cache: the image is then not split. As
+        ``serving.api.layout.align_core``, whose module imports vLLM.
+        """
+        if self.core in (0, self.budget) or not self.block:
+            return self.core if self.block else 0
+        nearest = self.block - self.template % self.block
+        edges = range(nearest, self.budget, self.block)
+        return min(edges, key=lambda core: abs(core - self.core), default=0)
+
 
 class Timings(FrozenModel):
     """Measured seconds."""
@@ -155,10 +168,21 @@ class _Estimate:
     mean_question: Mapping[str, float]
     """A mean question by where its time goes, decoding included."""
 
+    @property
+    def advantage(self) -> str:
+        """In words, for which numbers of questions this is cheaper than stock."""
+        bounds = self.cheaper_than_stock or {}
+        lower, upper = bounds.get("from"), bounds.get("to")
+        if lower is None:
+            return "at no number of questions"
+        if upper is not None:
+            return f"up to {upper:.1f} questions"
+        return "at any number of questions" if lower <= 1 else f"from {lower:.1f} questions on"
+
 
 def estimate_ways(traffic: Traffic, timings: Timings) -> dict[Way, _Estimate]:
     """Every way to serve the traffic."""
-    core, later = align_core(traffic), traffic.questions - 1
+    core, later = traffic.served_core, traffic.questions - 1
     decoding = (traffic.answer - 1) * timings.decode
 
     def ask(
@@ -210,29 +234,6 @@ def _find_advantage(first_gain: float, later_gain: float) -> dict[str, float | N
     if first_gain > 0:
         return {"from": 1.0, "to": None if later_gain >= 0 else 1 - first_gain / later_gain}
     return {"from": 1 - first_gain / later_gain, "to": None} if later_gain > 0 else None
-
-
-def format_advantage(advantage: Mapping[str, float | None] | None) -> str:
-    """In words, for which numbers of questions a way is cheaper than stock."""
-    lower, upper = (advantage or {}).get("from"), (advantage or {}).get("to")
-    if lower is None:
-        return "at no number of questions"
-    if upper is not None:
-        return f"up to {upper:.1f} questions"
-    return "at any number of questions" if lower <= 1 else f"from {lower:.1f} questions on"
-
-
-def align_core(traffic: Traffic) -> int:
-    """K_c as it is served: moved to the nearest edge of a KV block within K.
-
-    0 where there is no such edge, or no prefix cache: the image is then not split. As
-    ``serving.api.layout.align_core``, whose module imports vLLM.
-    """
-    if traffic.core in (0, traffic.budget) or not traffic.block:
-        return traffic.core if traffic.block else 0
-    nearest = traffic.block - traffic.template % traffic.block
-    edges = range(nearest, traffic.budget, traffic.block)
-    return min(edges, key=lambda core: abs(core - traffic.core), default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +288,7 @@ def judge(
         lower, upper = (advantage or {}).get("from") or 1.0, (advantage or {}).get("to") or math.inf
         lines.append(
             f"{way}: {1 / gains[way]:.2f} of stock's time; cheaper than stock "
-            + format_advantage(advantage)
+            + estimates[way].advantage
             + ("." if lower <= questions < upper else f", and you have {questions:g}.")
         )
     if helps:

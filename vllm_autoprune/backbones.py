@@ -85,6 +85,39 @@ class BackboneShape:
         """
         return "-" if self.relevance == "clip" else "+"
 
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What its cost counts and what it leaves out."""
+        return ASSUMPTIONS if self.linear is None else (*ASSUMPTIONS, _LINEAR_LAYERS)
+
+    def estimate_cost(self, tokens: int, *, text: int = 0, ranking_layers: int = 0) -> Cost:
+        """Cost of a prompt of K = ``tokens`` visual tokens and ``text`` text tokens.
+
+        ``ranking_layers`` with full attention run over all N tokens before the selection, in
+        addition to the prefill. Raises :class:`ConfigError` for numbers that are none of tokens.
+        """
+        problems = [
+            Problem(flag, f"{value} is not a number of tokens", f"give {least} or more")
+            for flag, value, least in (("--tokens", tokens, 1), ("--text", text, 0))
+            if value < least
+        ]
+        if problems:
+            raise ConfigError(f"cost on {self.name}", problems)
+        d, m, k, q = self.width, self.feed_forward, self.kv_width, self.query_width or self.width
+
+        def count_full(n: int) -> int:
+            """Multiply-accumulates of a layer of full attention on ``n`` tokens."""
+            return n * d * (2 * q + 2 * k) + 2 * n * n * q + 3 * n * d * m
+
+        n, full = tokens + text, self.full_layers
+        macs = full * count_full(n) + ranking_layers * count_full(self.tokens + text)
+        if self.linear is not None:
+            a, v = self.linear.key_width, self.linear.value_width
+            linear = n * d * (2 * a + 3 * v) + 3 * n * v * self.linear.key_head + 3 * n * d * m
+            macs += (self.layers - full) * linear
+        kv_bytes = full * n * 2 * k * 2  # keys and values of 16 bits
+        return Cost(tokens=tokens, text=text, flops=2 * macs, kv_bytes=kv_bytes)
+
 
 def _read_shapes() -> dict[str, BackboneShape]:
     """The table ``backbones.toml``, where ``like`` names the backbone that has the other fields."""
@@ -198,11 +231,6 @@ _LINEAR_LAYERS = (
 )
 
 
-def list_assumptions(shape: BackboneShape) -> tuple[str, ...]:
-    """What is counted for a backbone and what is left out."""
-    return ASSUMPTIONS if shape.linear is None else (*ASSUMPTIONS, _LINEAR_LAYERS)
-
-
 @dataclass(frozen=True, slots=True)
 class Cost:
     """Cost of one prompt."""
@@ -225,34 +253,3 @@ class Cost:
     def kv_mib(self) -> float:
         """KV cache in MiB."""
         return self.kv_bytes / 2**20
-
-
-def estimate_cost(
-    shape: BackboneShape, tokens: int, *, text: int = 0, ranking_layers: int = 0
-) -> Cost:
-    """Cost of a prompt of K = ``tokens`` visual tokens and ``text`` text tokens.
-
-    ``ranking_layers`` with full attention run over all N tokens before the selection, in addition
-    to the prefill. Raises :class:`ConfigError` for numbers that are none of tokens.
-    """
-    problems = [
-        Problem(flag, f"{value} is not a number of tokens", f"give {least} or more")
-        for flag, value, least in (("--tokens", tokens, 1), ("--text", text, 0))
-        if value < least
-    ]
-    if problems:
-        raise ConfigError(f"cost on {shape.name}", problems)
-    d, m, k, q = shape.width, shape.feed_forward, shape.kv_width, shape.query_width or shape.width
-
-    def count_full(n: int) -> int:
-        """Multiply-accumulates of a layer of full attention on ``n`` tokens."""
-        return n * d * (2 * q + 2 * k) + 2 * n * n * q + 3 * n * d * m
-
-    n, full = tokens + text, shape.full_layers
-    macs = full * count_full(n) + ranking_layers * count_full(shape.tokens + text)
-    if shape.linear is not None:
-        a, v = shape.linear.key_width, shape.linear.value_width
-        linear = n * d * (2 * a + 3 * v) + 3 * n * v * shape.linear.key_head + 3 * n * d * m
-        macs += (shape.layers - full) * linear
-    kv_bytes = full * n * 2 * k * 2  # keys and values of 16 bits
-    return Cost(tokens=tokens, text=text, flops=2 * macs, kv_bytes=kv_bytes)

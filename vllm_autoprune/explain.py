@@ -115,7 +115,13 @@ def explain_image(
     image's tokens, :class:`UnsupportedModelError` for architectures that are not served.
     """
     require_architecture(checkpoint, BACKBONES)
-    _keep_engine_in_process()
+    # An engine that starts later has its model in this process.
+    for name, value in (
+        ("VLLM_ENABLE_V1_MULTIPROCESSING", "0"),
+        ("VLLM_CPU_KVCACHE_SPACE", "1"),
+        ("VLLM_LOGGING_LEVEL", "ERROR"),
+    ):
+        os.environ.setdefault(name, value)
     from transformers import AutoConfig
     from vllm import LLM, SamplingParams
     from vllm.exceptions import VLLMValidationError
@@ -162,16 +168,6 @@ def explain_image(
         trace = _trace_image(*selection)
         explanations.append(Explanation(picture, question, selection[0], trace, region))
     return explanations
-
-
-def _keep_engine_in_process() -> None:
-    """Set vLLM's environment so that an engine that starts later has its model in this process."""
-    for name, value in (
-        ("VLLM_ENABLE_V1_MULTIPROCESSING", "0"),
-        ("VLLM_CPU_KVCACHE_SPACE", "1"),
-        ("VLLM_LOGGING_LEVEL", "ERROR"),
-    ):
-        os.environ.setdefault(name, value)
 
 
 @contextmanager
@@ -233,9 +229,10 @@ def _draw_regions(
 
     processor = AutoImageProcessor.from_pretrained(checkpoint)
     pixels, features = tiles[-1]
-    pictures = [
-        _restore_picture(tile.cpu(), processor.image_mean, processor.image_std) for tile in pixels
-    ]
+    normalised_by = (processor.image_mean, processor.image_std)
+    mean, std = (torch.tensor(values)[:, None, None] for values in normalised_by)
+    levels = ((pixels.cpu().float() * std + mean) * 255).round().clamp(0, 255).byte()
+    pictures = [Image.fromarray(tile.numpy()) for tile in levels.permute(0, 2, 3, 1).contiguous()]
     if len(pictures) == 1:
         return pictures * len(selections)
     budget = sum(policy.budget for policy, _, _ in selections)
@@ -254,13 +251,6 @@ def _find_tiles_of_regions(features: ImageFeatures, tiles: int, budget: int) -> 
     if len(regions) != tiles or tiles == 1 or regions[0].order is not None:
         return []
     return [tile for tile, share in enumerate(features.split(budget)) if share]
-
-
-def _restore_picture(pixels: Tensor, mean: Sequence[float], std: Sequence[float]) -> Image.Image:
-    """The picture of pixel values ``(3, H, W)`` that were normalised by channel."""
-    shift, scale = (torch.tensor(values)[:, None, None] for values in (mean, std))
-    levels = ((pixels.float() * scale + shift) * 255).round().clamp(0, 255).byte()
-    return Image.fromarray(levels.permute(1, 2, 0).contiguous().numpy())
 
 
 @torch.no_grad()

@@ -105,7 +105,11 @@ class Failures:
         self._counts[describe_error(error).partition(":")[0]] += 1
         asked = 0.0
         if isinstance(error, httpx.HTTPStatusError):
-            asked = _read_retry_after(error.response.headers.get("retry-after", ""))
+            header = error.response.headers.get("retry-after", "")  # seconds or a date
+            with contextlib.suppress(ValueError, TypeError, OverflowError):
+                asked = parsedate_to_datetime(header).timestamp() - time.time()
+            with contextlib.suppress(ValueError):
+                asked = max(0.0, float(header))
         if asked > self._longest:
             self._longest = asked
             wait = f"{asked:,.0f} s; asked again after {min(asked, _LONGEST_WAIT):.0f} s"
@@ -117,15 +121,6 @@ class Failures:
         if self._counts:
             causes = ", ".join(f"{count} x {name}" for name, count in self._counts.most_common())
             print(f"{self._url} limited this run: {causes}, asked again", file=sys.stderr)
-
-
-def _read_retry_after(text: str) -> float:
-    """Seconds of a Retry-After header, which has seconds or a date; 0 for any other text."""
-    with contextlib.suppress(ValueError, TypeError, OverflowError):
-        return float(text) if float(text) > 0 else 0.0
-    with contextlib.suppress(ValueError, TypeError, OverflowError):
-        return parsedate_to_datetime(text).timestamp() - time.time()
-    return 0.0
 
 
 class ServerClient:
@@ -176,6 +171,22 @@ class ServerClient:
                 wait = self._failures.wait(error, planned)
             time.sleep(wait)
         return read(self.http.send(request))
+
+    @contextlib.contextmanager
+    def reporting_failures(self) -> Iterator[None]:
+        """Raise what a request to a server raises as a :class:`ConfigError`."""
+        try:
+            yield
+        except (*FAILURES, RequestRefused) as error:
+            raise ConfigError("server", [describe_failure(self.url, error)]) from None
+
+    def choose_model(self, models: Mapping[str, int], wanted: str | None = None) -> str:
+        """The wanted model or else the first; :class:`ConfigError` where it is not served."""
+        if wanted is not None and wanted not in models:
+            what = f"serves {', '.join(models)}"
+            fix = f"serve {wanted}, or name a served model"
+            raise ConfigError("server", [Problem(self.url, what, fix)])
+        return wanted or next(iter(models))
 
 
 class AsyncServerClient:
@@ -246,23 +257,6 @@ async def chat_with_retries(
             raise EvaluationFailed(f"{failure}, after {attempts} attempts")
     addresses = ", ".join(server.url for server in servers)
     raise ServerLost(f"{addresses} stopped answering ({failure})")
-
-
-def choose_model(url: str, models: Mapping[str, int], wanted: str | None = None) -> str:
-    """The wanted model or else the first; :class:`ConfigError` where it is not served."""
-    if wanted is not None and wanted not in models:
-        what = f"serves {', '.join(models)}"
-        raise ConfigError("server", [Problem(url, what, f"serve {wanted}, or name a served model")])
-    return wanted or next(iter(models))
-
-
-@contextlib.contextmanager
-def reporting_failures(url: str) -> Iterator[None]:
-    """Raise what a request to a server raises as a :class:`ConfigError`."""
-    try:
-        yield
-    except (*FAILURES, RequestRefused) as error:
-        raise ConfigError("server", [describe_failure(url, error)]) from None
 
 
 def describe_failure(

@@ -32,9 +32,7 @@ from vllm_autoprune.http_client import (
     CHAT,
     Metrics,
     ServerClient,
-    choose_model,
     describe_rejection,
-    reporting_failures,
 )
 from vllm_autoprune.stream import EMPTY, parse_stream
 
@@ -74,9 +72,9 @@ def probe_server(
     rounds: int = 5,
 ) -> None:
     """Measure a server with images of ``size`` pixels; raises :class:`ConfigError`."""
-    with reporting_failures(client.url):
+    with client.reporting_failures():
         models = client.list_models()
-        name = choose_model(client.url, models, model)
+        name = client.choose_model(models, model)
         before = client.read_metrics()
         source = random.Random()  # another seed each time, so that no cache knows the images
         report("warm-up")
@@ -94,7 +92,10 @@ def probe_server(
         block = int(digits) if digits.isdigit() else None
         if before.label(config, "enable_prefix_caching") == "False":
             block = 0
-    new, another = (_format_times([each[kind].ttft for each in results]) for kind in (2, 3))
+    new, another = (
+        f"{1000 * median(seconds):.1f} ms ({1000 * min(seconds):.1f} to {1000 * max(seconds):.1f})"
+        for seconds in ([each[kind].ttft for each in results] for kind in (2, 3))
+    )
     inputs.fill(
         f"Measured with images of {size[0]} x {size[1]} pixels, medians of {rounds} rounds (all "
         f"between): first question {new}, another question {another}.",
@@ -130,12 +131,6 @@ def probe_server(
     unknown = times.keys() - inputs.values.keys() - {"tokens"}
     inputs.repeats = [{name: each[name] for name in unknown & each.keys()} for each in alone]
     inputs.fill(**times)
-
-
-def _format_times(seconds: Sequence[float]) -> str:
-    """Median, and the fastest and the slowest time."""
-    low, high = 1000 * min(seconds), 1000 * max(seconds)
-    return f"{1000 * median(seconds):.1f} ms ({low:.1f} to {high:.1f})"
 
 
 def _solve_rounds(rounds: Sequence[_Round], selection: float | None) -> dict[str, float]:

@@ -5,7 +5,7 @@ rounds of alternating measurements, images (questions about one image are correl
 neighbouring requests, which share a queue (circular block bootstrap, Politis & Romano 1992).
 
 Figures are computed for the sample itself and for all its resamples at once: the first entry of
-such a vector is the value, the others give the interval (:func:`estimate`). Figures of the same
+such a vector is the value, the others give the interval (:meth:`Estimate.of`). Figures of the same
 resamples can be added, subtracted and divided, and stay paired.
 """
 
@@ -47,6 +47,16 @@ class Estimate:
         if self.high <= bound:
             return "holds"
         return "does not hold" if self.low > bound else "inconclusive"
+
+    @classmethod
+    def of(cls, figure: Floats) -> Estimate:
+        """Value and interval of a figure: its value, then its values on the resamples.
+
+        Resamples on which the figure is not defined (not a number) are left out.
+        """
+        drawn = figure[1:][np.isfinite(figure[1:])]
+        low, high = np.percentile(drawn, (2.5, 97.5)) if len(drawn) else (figure[0], figure[0])
+        return cls(float(figure[0]), float(low), float(high))
 
 
 def count_decimals(low: float, high: float, most: int = 4) -> int:
@@ -91,21 +101,11 @@ def _resample_in_chunks(count: int, draws: int, block: int = 1) -> Iterator[_Ind
         yield rows.reshape(len(rows), -1)[:, :count]
 
 
-def estimate(figure: Floats) -> Estimate:
-    """Value and interval of a figure: its value, then its values on the resamples.
-
-    Resamples on which the figure is not defined (not a number) are left out.
-    """
-    drawn = figure[1:][np.isfinite(figure[1:])]
-    low, high = np.percentile(drawn, (2.5, 97.5)) if len(drawn) else (figure[0], figure[0])
-    return Estimate(float(figure[0]), float(low), float(high))
-
-
 def ratio_of_medians(over: Sequence[Sequence[float]], under: Sequence[Sequence[float]]) -> Estimate:
     """median(over) / median(under) of paired rounds ``(rounds, requests)``, drawn as a whole."""
     top, bottom = np.asarray(over, dtype=np.float64), np.asarray(under, dtype=np.float64)
     rows = resample(len(top), DRAWS)
-    return estimate(medians(top, rows) / medians(bottom, rows))
+    return Estimate.of(medians(top, rows) / medians(bottom, rows))
 
 
 def medians(values: Floats, rows: _Indices) -> Floats:

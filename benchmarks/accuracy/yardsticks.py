@@ -31,7 +31,7 @@ from benchmarks.yardsticks.yardstick import (
 )
 from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.report import Table
-from vllm_autoprune.statistics import ClusterBootstrap, Estimate, Floats, estimate
+from vllm_autoprune.statistics import ClusterBootstrap, Estimate, Floats
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.loading import load_state, shipped_states
 from vllm_autoprune.tpdsl.materialize import materialize
@@ -122,7 +122,7 @@ def _measure(
         bootstrap = ClusterBootstrap(image_of[members].tolist())
 
         def percent(values: Floats, bootstrap: ClusterBootstrap = bootstrap) -> Estimate:
-            return estimate(100 * bootstrap.mean(values)).rounded(2)
+            return Estimate.of(100 * bootstrap.mean(values)).rounded(2)
 
         for case in cases:
             label = case.budget.label

@@ -33,7 +33,6 @@ from vllm_autoprune.backbones import (
     BACKBONE_SHAPES,
     BackboneShape,
     Cost,
-    estimate_cost,
 )
 from vllm_autoprune.http_client import Metrics
 from vllm_autoprune.record_file import FrozenModel
@@ -154,7 +153,7 @@ def _compute_cost(model: _Model, arm: str, budget: int, visual_tokens: float | N
     shape, policy = model.published, BASE_POLICIES.get(arm)
     tokens = budget if visual_tokens is None else round(visual_tokens)
     layers = policy.layers_read(policy.default_params, shape.layers) if policy else 0
-    return estimate_cost(shape, shape.tokens if arm == _FULL else tokens, ranking_layers=layers)
+    return shape.estimate_cost(shape.tokens if arm == _FULL else tokens, ranking_layers=layers)
 
 
 _NOTES = (

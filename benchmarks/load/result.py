@@ -17,7 +17,7 @@ from benchmarks.common.client import Record
 from benchmarks.common.report import format_estimate
 from benchmarks.load.settings import RunOptions, SendingOptions, Workload
 from vllm_autoprune.record_file import FrozenModel
-from vllm_autoprune.statistics import Estimate, Floats, estimate, resample
+from vllm_autoprune.statistics import Estimate, Floats, resample
 
 RESULT, RECORDS = "run.json", "records.jsonl"
 
@@ -90,7 +90,7 @@ def _estimate_percentiles(by_request: Sequence[Sequence[float]]) -> _Percentiles
     if not any(map(len, by_request)):
         return {}
     percentiles = _draw_percentiles(by_request, LEVELS, _resample_weights(len(by_request)))
-    return dict(zip(LEVELS, map(estimate, percentiles.T), strict=True))
+    return dict(zip(LEVELS, map(Estimate.of, percentiles.T), strict=True))
 
 
 def estimate_ratio(
@@ -107,7 +107,7 @@ def estimate_ratio(
         return None
     weights = _resample_weights(len(common))
     numerator, denominator = (_draw_percentiles(rows, [level], weights)[:, 0] for rows in pair)
-    return estimate(numerator / denominator)
+    return Estimate.of(numerator / denominator)
 
 
 def _values_by_request(passes: Sequence[Sequence[Record]], latency: str) -> dict[int, list[float]]:
@@ -185,7 +185,7 @@ class Summary(FrozenModel):
             answered=len({record.index for record in good}),
             seconds=mean(seconds or [0.0]),
             latencies={name: _estimate_percentiles(values) for name, values in by_latency.items()},
-            goodput=estimate(_resample_weights(len(met)) @ met / len(met)) if len(met) else None,
+            goodput=Estimate.of(_resample_weights(len(met)) @ met / len(met)) if len(met) else None,
             offered_rate=mean(offered) if offered else None,
             request_rate=mean(rates or [0.0]),
             prompt_tokens=mean([r.prompt_tokens or 0 for r in good] or [0]),

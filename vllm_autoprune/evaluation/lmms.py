@@ -35,7 +35,7 @@ from vllm_autoprune.evaluation.journal import (
     Total,
 )
 from vllm_autoprune.evaluation.run import Server
-from vllm_autoprune.http_client import ServerClient, reporting_failures
+from vllm_autoprune.http_client import ServerClient
 
 PINNED = "0.7.3"
 """The version of lmms-eval whose tasks, metrics and output files are supported."""
@@ -171,7 +171,7 @@ class LmmsSuite:
             progress.set_description(f"{case.name}: {benchmark.task}")
             # lmms-eval would ask a dead one every question.
             client = ServerClient(self.server.url, self.server.connection)
-            with client, reporting_failures(client.url):
+            with client, client.reporting_failures():
                 client.list_models()
             # Absolute, because lmms-eval runs in it.
             folder = self.folder.absolute() / case.name / benchmark.task

@@ -22,7 +22,7 @@ from vllm_autoprune.evaluation.journal import MME, Arm, Case, Contents, Setup
 from vllm_autoprune.evaluation.scoring import Aggregates, Figures, Scoring
 from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.report import Document, Section, Table
-from vllm_autoprune.statistics import Estimate, Floats, estimate
+from vllm_autoprune.statistics import Estimate, Floats
 
 _Winner = Literal["pruning", "resizing", "not decided", "too few images"]
 
@@ -216,7 +216,7 @@ def _build_rows(
 
 def _estimate(figure: Floats) -> Estimate | None:
     """Rounded value and interval; None for a figure without a finite value."""
-    return estimate(figure).rounded(_DIGITS) if np.isfinite(figure[0]) else None
+    return Estimate.of(figure).rounded(_DIGITS) if np.isfinite(figure[0]) else None
 
 
 def _find_reasons(contents: Contents) -> Iterator[str]:
@@ -264,7 +264,7 @@ def _compare_with_resizing(
                 continue
             asked = [question for question in questions if kind in (None, question.topic)]
             images = len({question.image for question in asked})
-            difference = estimate(right - control.topics[kind]).rounded(_DIGITS)
+            difference = Estimate.of(right - control.topics[kind]).rounded(_DIGITS)
             winner: _Winner = "not decided"
             if images < _MIN_IMAGES:
                 winner = "too few images"

@@ -42,8 +42,6 @@ from vllm_autoprune.http_client import (
     RequestRefused,
     ServerClient,
     ServerLost,
-    choose_model,
-    reporting_failures,
 )
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.loading import load_state
@@ -218,9 +216,9 @@ class Server(NamedTuple):
         content = [part, {"type": "text", "text": "?"}]
         checked = {case.name: case for case in cases}
         with ServerClient(self.url, self.connection) as client:
-            with reporting_failures(client.url):
+            with client.reporting_failures():
                 models, served = client.list_models(), _Served()
-            model = choose_model(client.url, models, self.model)
+            model = client.choose_model(models, self.model)
             with contextlib.suppress(*FAILURES, RequestRefused):  # another page has that address
                 served = _Served.model_validate(client.read_served())
             if served.state is None:

@@ -12,7 +12,7 @@ from benchmarks.common.fake_server import Body, FakeServer, Reply, fake_server
 from benchmarks.cost import efficiency
 from benchmarks.cost.__main__ import main
 from benchmarks.server import ServerDied
-from vllm_autoprune.backbones import BACKBONE_SHAPES, estimate_cost
+from vllm_autoprune.backbones import BACKBONE_SHAPES
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ from vllm_autoprune.backbones import BACKBONE_SHAPES, estimate_cost
 def test_every_row_of_the_published_efficiency_table_is_recomputed(
     backbone: str, tokens: int, teraflops: float | None, kv_mib: float
 ) -> None:
-    cost = estimate_cost(BACKBONE_SHAPES[backbone], tokens)
+    cost = BACKBONE_SHAPES[backbone].estimate_cost(tokens)
     assert teraflops is None or cost.teraflops == pytest.approx(teraflops, abs=6e-4)
     assert cost.kv_mib == kv_mib
 

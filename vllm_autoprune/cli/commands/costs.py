@@ -16,17 +16,10 @@ from vllm_autoprune.advise import (
     Inputs,
     Timings,
     Traffic,
-    align_core,
     estimate_ways,
-    format_advantage,
     judge,
 )
-from vllm_autoprune.backbones import (
-    BACKBONE_SHAPES,
-    estimate_cost,
-    find_backbone,
-    list_assumptions,
-)
+from vllm_autoprune.backbones import BACKBONE_SHAPES, find_backbone
 from vllm_autoprune.cli.flags import (
     add_connection_flags,
     add_flags,
@@ -66,13 +59,13 @@ def _print_cost(options: argparse.Namespace) -> int:
     """Print FLOPs of prefill and bytes of KV cache."""
     shape = find_backbone(options.backbone)
     budgets: list[int] = options.tokens or [shape.tokens, shape.tokens // 9]
-    costs = [estimate_cost(shape, k, text=options.text) for k in budgets]
+    costs = [shape.estimate_cost(k, text=options.text) for k in budgets]
     record = {
         "backbone": shape.name,
         "rows": [
             {**asdict(each), "teraflops": each.teraflops, "kv_mib": each.kv_mib} for each in costs
         ],
-        "assumptions": list_assumptions(shape),
+        "assumptions": shape.assumptions,
     }
     head = ["visual tokens", "TFLOPs", "KV MiB", "fewer FLOPs", "less KV"]
     rows = [
@@ -87,7 +80,7 @@ def _print_cost(options: argparse.Namespace) -> int:
         f"{shape.name}: L = {shape.layers}, d = {shape.width}, m = {shape.feed_forward}, "
         f"k = {shape.kv_width}; N = {shape.tokens} visual tokens an image; {counted}",
         format_table(head, rows, ">>>>>"),
-        format_paragraphs(list_assumptions(shape), "- "),
+        format_paragraphs(shape.assumptions, "- "),
     )
     return 0
 
@@ -142,14 +135,14 @@ def _advise(options: argparse.Namespace) -> int:
     cache = f"KV blocks of {traffic.block}" if traffic.block else "no prefix cache"
     sizes = (
         f"{traffic.questions:g} questions an image; N = {traffic.tokens}, K = {traffic.budget}, "
-        f"K_c = {align_core(traffic)} as it is served; {traffic.template} text tokens before the "
+        f"K_c = {traffic.served_core} as it is served; {traffic.template} text tokens before the "
         f"image and {traffic.prompt} behind it, {traffic.answer} of the answer; {cache}"
     )
     times = ", ".join(f"{name.replace('_', ' ')} {_ms(t)}" for name, t in timings)
     costs = [
         [way, _ms(each.first.ttft), _ms(each.another.ttft), f"{each.another_of_first:.2f}",
          f"{each.total_seconds:.4g}", f"{each.gain:.2f}x",
-         "" if way == "stock" else format_advantage(each.cheaper_than_stock)]
+         "" if way == "stock" else each.advantage]
         for way, each in estimates.items()
     ]  # fmt: skip
     head = ("", "first, ms", "another, ms", "another/first", "total, s", "gain")
