@@ -48,6 +48,19 @@ _MINI, _FULL, _SERVED = "mini-llava", "full", "served"
 _WARM_UP, _ANSWER_TOKENS = 2, 16
 _SHAPES = {"llava-1.5-7b": 336, "llava-next-7b": 672, "qwen2.5-vl-7b": 1008}
 """True shapes: side of the image that gives the published number of tokens."""
+_NOTES = (
+    *ASSUMPTIONS,
+    "TFLOPs and KV (what a prompt needs of the cache) are computed for the published depth. Times "
+    "are measured with the layers that are served, and include the whole vision tower: with fewer, "
+    "their ratios are smaller.",
+    "Tokens of the full model are counted as published: without a newline for each row.",
+    "Prefill and decode: means of vLLM's own times, of which prefill includes vision tower and "
+    "selection. TTFT: at the client. One request at a time, always a new image.",
+)
+_COLUMNS = (
+    "method", "K", "TFLOPs", "prefill, ms", "TTFT, ms: median (quartiles)", "decode, ms/token",
+    "KV, MiB",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -106,6 +119,45 @@ class _Model:
             for url, text in asked
         ]
 
+    def compute_cost(self, arm: str, budget: int, visual_tokens: float | None) -> Cost:
+        """By formula, from the kept tokens that the plugin reports, at the published depth.
+
+        A base policy that ranks by layers of the language model pays for these over all tokens.
+        """
+        shape, policy = self.published, BASE_POLICIES.get(arm)
+        tokens = budget if visual_tokens is None else round(visual_tokens)
+        layers = policy.layers_read(policy.default_params, shape.layers) if policy else 0
+        return shape.estimate_cost(shape.tokens if arm == _FULL else tokens, ranking_layers=layers)
+
+    def format_table(self, budget: int, arms: Mapping[str, _Measurement | str]) -> str:
+        """The table in Markdown, the full model first, and notes on its columns."""
+        full, full_cost, rows = arms[_FULL], self.compute_cost(_FULL, budget, None), []
+        for arm, measured in arms.items():
+            if isinstance(measured, str):
+                rows.append([arm, f"not served: {measured}", *[""] * (len(_COLUMNS) - 2)])
+                continue
+            cost = self.compute_cost(arm, budget, measured.visual_tokens)
+            faster = ""
+            if not isinstance(full, str):
+                faster = f" ({full.prefill / measured.prefill:.2f}x faster)"
+            rows.append([
+                arm,
+                f"{cost.tokens:g}",
+                f"{cost.teraflops:.4g} ({full_cost.flops / cost.flops:.1f}x fewer)",
+                f"{1000 * measured.prefill:.1f}{faster}",
+                format_spread(Spread.of(measured.ttft)),
+                f"{1000 * measured.decode:.2f}",
+                f"{cost.kv_mib:.4g}",
+            ])  # fmt: skip
+        layers, depth = self.shape.layers, self.published.layers
+        served = f"{layers}" if layers == depth else f"{layers} of {depth}"
+        timed = 0 if isinstance(full, str) else len(full.ttft)
+        head = (
+            f"{self.name}, {served} language layers served, K = {budget}; {timed} requests a row\n"
+        )
+        notes = (f"- {note}" for note in _NOTES)
+        return "\n".join([head, Table("", _COLUMNS, rows).markdown(), "", *notes])
+
 
 class _Measurement(FrozenModel):
     """What was measured of one arm: seconds and counts."""
@@ -143,60 +195,6 @@ class _Measurement(FrozenModel):
             decode=decode / (_ANSWER_TOKENS - 1),
             visual_tokens=tokens / images if images else None,
         )
-
-
-def _compute_cost(model: _Model, arm: str, budget: int, visual_tokens: float | None) -> Cost:
-    """By formula, from the kept tokens that the plugin reports, at the published depth.
-
-    A base policy that ranks tokens by layers of the language model pays for these over all tokens.
-    """
-    shape, policy = model.published, BASE_POLICIES.get(arm)
-    tokens = budget if visual_tokens is None else round(visual_tokens)
-    layers = policy.layers_read(policy.default_params, shape.layers) if policy else 0
-    return shape.estimate_cost(shape.tokens if arm == _FULL else tokens, ranking_layers=layers)
-
-
-_NOTES = (
-    *ASSUMPTIONS,
-    "TFLOPs and KV (what a prompt needs of the cache) are computed for the published depth. Times "
-    "are measured with the layers that are served, and include the whole vision tower: with fewer, "
-    "their ratios are smaller.",
-    "Tokens of the full model are counted as published: without a newline for each row.",
-    "Prefill and decode: means of vLLM's own times, of which prefill includes vision tower and "
-    "selection. TTFT: at the client. One request at a time, always a new image.",
-)
-_COLUMNS = (
-    "method", "K", "TFLOPs", "prefill, ms", "TTFT, ms: median (quartiles)", "decode, ms/token",
-    "KV, MiB",
-)  # fmt: skip
-
-
-def _format_table(model: _Model, budget: int, arms: Mapping[str, _Measurement | str]) -> str:
-    """The table in Markdown, the full model first, and notes on its columns."""
-    full, full_cost, rows = arms[_FULL], _compute_cost(model, _FULL, budget, None), []
-    for arm, measured in arms.items():
-        if isinstance(measured, str):
-            rows.append([arm, f"not served: {measured}", *[""] * (len(_COLUMNS) - 2)])
-            continue
-        cost = _compute_cost(model, arm, budget, measured.visual_tokens)
-        faster = ""
-        if not isinstance(full, str):
-            faster = f" ({full.prefill / measured.prefill:.2f}x faster)"
-        rows.append([
-            arm,
-            f"{cost.tokens:g}",
-            f"{cost.teraflops:.4g} ({full_cost.flops / cost.flops:.1f}x fewer)",
-            f"{1000 * measured.prefill:.1f}{faster}",
-            format_spread(Spread.of(measured.ttft)),
-            f"{1000 * measured.decode:.2f}",
-            f"{cost.kv_mib:.4g}",
-        ])  # fmt: skip
-    layers, depth = model.shape.layers, model.published.layers
-    served = f"{layers}" if layers == depth else f"{layers} of {depth}"
-    timed = 0 if isinstance(full, str) else len(full.ttft)
-    head = f"{model.name}, {served} language layers served, K = {budget}; {timed} requests a row\n"
-    notes = (f"- {note}" for note in _NOTES)
-    return "\n".join([head, Table("", _COLUMNS, rows).markdown(), "", *notes])
 
 
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
@@ -245,7 +243,7 @@ def run(options: argparse.Namespace) -> int:
         except ServerDied as error:
             arms[name] = error.cause[:300]
             log_progress(f"{name}: {error}")
-    text = _format_table(model, budget, arms)
+    text = model.format_table(budget, arms)
     text += f"\n\nEnvironment: {format_environment(environment())}.\n"
     text += f"\nCommand: `{shlex.join(command_line())}`\n"
     (options.out / f"{label}.md").write_text(text)

@@ -64,6 +64,30 @@ class _Size:
         tiles = "" if self.tiles == 1 else f" ({self.tiles} x {self.per_tile})"
         return f"{self.tokens}{tiles} → {self.kept}, batch {self.batch}"
 
+    def draw_tokens(self, device: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> VisualTokens:
+        """Random images with what CDPruner reads: features in the server's dtype, and relevance."""
+        source, batch, tokens = torch.Generator().manual_seed(0), self.batch, self.tokens
+        owner = torch.randint(_CLUSTERS, (batch, tokens), generator=source).to(device)
+
+        def normal(*shape: int, kind: torch.dtype) -> Tensor:
+            return torch.randn(*shape, generator=source).to(device, kind)
+
+        def clustered(width: int, kind: torch.dtype) -> Tensor:
+            return normal(_CLUSTERS, width, kind=kind)[owner] + normal(
+                batch, tokens, width, kind=kind
+            )
+
+        side = round(self.per_tile**0.5)
+        height = side if side * side == self.per_tile else 1
+        asked = torch.ones(batch, 1, dtype=torch.bool, device=device)
+        text = normal(batch, 1, _CLIP_WIDTH, kind=torch.float32)
+        return VisualTokens(
+            clustered(_WIDTH, dtype),
+            Grid(height, self.per_tile // height, self.tiles),
+            None,
+            Instruction(clustered(_CLIP_WIDTH, torch.float32), text, asked, -1),
+        )
+
 
 _SIZES = [
     _Size(tokens, tiles, batch, tiles * (tokens // 9))
@@ -72,31 +96,6 @@ _SIZES = [
     for batch in (1, 2, 4, 8)
 ]
 """N from 64 to 2880, one tile and five, 1 to 8 images; one token in nine is kept."""
-
-
-def _draw_tokens(
-    size: _Size, device: str = "cpu", dtype: torch.dtype = torch.bfloat16
-) -> VisualTokens:
-    """Random images with what CDPruner reads: features in the server's dtype, and relevance."""
-    source, batch, tokens = torch.Generator().manual_seed(0), size.batch, size.tokens
-    owner = torch.randint(_CLUSTERS, (batch, tokens), generator=source).to(device)
-
-    def normal(*shape: int, kind: torch.dtype) -> Tensor:
-        return torch.randn(*shape, generator=source).to(device, kind)
-
-    def clustered(width: int, kind: torch.dtype) -> Tensor:
-        return normal(_CLUSTERS, width, kind=kind)[owner] + normal(batch, tokens, width, kind=kind)
-
-    side = round(size.per_tile**0.5)
-    height = side if side * side == size.per_tile else 1
-    asked = torch.ones(batch, 1, dtype=torch.bool, device=device)
-    text = normal(batch, 1, _CLIP_WIDTH, kind=torch.float32)
-    return VisualTokens(
-        clustered(_WIDTH, dtype),
-        Grid(height, size.per_tile // height, size.tiles),
-        None,
-        Instruction(clustered(_CLIP_WIDTH, torch.float32), text, asked, -1),
-    )
 
 
 def _select_tokens(tokens: VisualTokens, kept: int) -> Tensor:
@@ -166,7 +165,7 @@ def _measure_loops(device: str, sizes: Sequence[_Size] = _SIZES) -> str:
     """CDPruner from features to indices at 40 sizes: the published code and ours."""
     by_size, alike = dict[_Size, _Times](), dict[_Size, float]()
     for size in sizes:
-        tokens = _draw_tokens(size, device)
+        tokens = size.draw_tokens(device)
         published = partial(_select_as_published, tokens, size.kept)
         ours = partial(_select_tokens, tokens, size.kept)
         # About ten seconds a size, but never fewer than five rounds.

@@ -189,6 +189,53 @@ class _Tally:
         if not status:
             time.sleep(1.0)  # no server: do not retry in a busy loop
 
+    def compare(self, before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
+        """Every counter of the server that differs; what it alone counts must be 0.
+
+        The counter of fallbacks has no sample for ``none``, which is no failure.
+        """
+        names = {name for name in after if name.startswith((*_BY_REQUEST, *_FAILURES))}
+        gained = {name: after.get(name, 0) - before.get(name, 0) for name in {*names, *self.counts}}
+        return [
+            f"{name}: {count:,} by the server, {self.counts.get(name, 0):,} by its client"
+            for name, count in sorted(gained.items())
+            if count != self.counts.get(name, 0)
+        ]
+
+    def format_report(
+        self, minutes: float, different: Sequence[str], samples: Sequence[_Sample]
+    ) -> tuple[str, bool]:
+        """A few lines of text, and whether the soak is passed.
+
+        Samples of the memory are evenly spaced in time.
+        """
+        outcomes, sent = self.outcomes, self.outcomes.total()
+        size, memory, wrong = len(samples) // _PARTS, list[str](), [*different]
+        if not outcomes["answered"] or not size:
+            wrong.append("nothing was answered, or there are too few samples of the memory")
+        if outcomes["failed"]:
+            wrong.append(f"{outcomes['failed']} of {sent} requests failed")
+        later = samples[size:]
+        for name in sorted({name for sample in later for name in sample}):
+            if any(name not in sample for sample in later):
+                wrong.append(f"memory of {name}: it did not exist all the time")
+                continue
+            early, late = (median(s[name] for s in part) for part in (later[:size], later[-size:]))
+            memory.append(f"  {name}: {early / MIB:,.1f} -> {late / MIB:,.1f} MiB")
+            if late - early > max(_ALLOWED * early, _SLACK):
+                wrong.append(f"memory of {name}: it grew")
+        lines = [
+            f"{sent:,} requests in {minutes:g} min: "
+            + ", ".join(f"{outcome} {count:,}" for outcome, count in sorted(outcomes.items())),
+            f"memory, median of part {_PARTS} against part 2 of {_PARTS} "
+            f"(at most {_ALLOWED:.0%} more, or {_SLACK // MIB} MiB):",
+            *memory,
+            *(f"fault: {fault}" for fault in self.faults[:20]),
+            *(f"does not hold: {problem}" for problem in wrong),
+            "The soak is not passed." if wrong else "The soak is passed.",
+        ]
+        return "\n".join(lines), not wrong
+
 
 _Sample = Mapping[str, int]
 """Resident bytes by process."""
@@ -237,22 +284,6 @@ def _read_counters(exposition: str) -> Counter[str]:
     return counters
 
 
-def _compare_counts(
-    before: Mapping[str, int], after: Mapping[str, int], counted: Mapping[str, int]
-) -> list[str]:
-    """Every figure that both sides count and that differs; what the server alone counts must be 0.
-
-    The counter of fallbacks has no sample for ``none``, which is no failure.
-    """
-    names = {name for name in after if name.startswith((*_BY_REQUEST, *_FAILURES))}
-    gained = {name: after.get(name, 0) - before.get(name, 0) for name in {*names, *counted}}
-    return [
-        f"{name}: {count:,} by the server, {counted.get(name, 0):,} by its client"
-        for name, count in sorted(gained.items())
-        if count != counted.get(name, 0)
-    ]
-
-
 def _read_resident(pid: int) -> _Sample:
     """Resident bytes of a process and all its descendants, by process id and name.
 
@@ -270,41 +301,6 @@ def _read_resident(pid: int) -> _Sample:
             if memory.rss > memory.shared:
                 resident[f"{process.pid} {process.name()}"] = int(memory.rss - memory.shared)
     return resident
-
-
-def _format_report(
-    minutes: float, tally: _Tally, different: Sequence[str], samples: Sequence[_Sample]
-) -> tuple[str, bool]:
-    """A few lines of text, and whether the soak is passed.
-
-    Samples of the memory are evenly spaced in time.
-    """
-    outcomes, sent = tally.outcomes, tally.outcomes.total()
-    size, memory, wrong = len(samples) // _PARTS, list[str](), [*different]
-    if not outcomes["answered"] or not size:
-        wrong.append("nothing was answered, or there are too few samples of the memory")
-    if outcomes["failed"]:
-        wrong.append(f"{outcomes['failed']} of {sent} requests failed")
-    later = samples[size:]
-    for name in sorted({name for sample in later for name in sample}):
-        if any(name not in sample for sample in later):
-            wrong.append(f"memory of {name}: it did not exist all the time")
-            continue
-        early, late = (median(s[name] for s in part) for part in (later[:size], later[-size:]))
-        memory.append(f"  {name}: {early / MIB:,.1f} -> {late / MIB:,.1f} MiB")
-        if late - early > max(_ALLOWED * early, _SLACK):
-            wrong.append(f"memory of {name}: it grew")
-    lines = [
-        f"{sent:,} requests in {minutes:g} min: "
-        + ", ".join(f"{outcome} {count:,}" for outcome, count in sorted(outcomes.items())),
-        f"memory, median of part {_PARTS} against part 2 of {_PARTS} "
-        f"(at most {_ALLOWED:.0%} more, or {_SLACK // MIB} MiB):",
-        *memory,
-        *(f"fault: {fault}" for fault in tally.faults[:20]),
-        *(f"does not hold: {problem}" for problem in wrong),
-        "The soak is not passed." if wrong else "The soak is passed.",
-    ]
-    return "\n".join(lines), not wrong
 
 
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
@@ -347,9 +343,7 @@ def run(options: argparse.Namespace) -> int:
                 server.url, server.process.pid, start, options.users, seconds
             )
             after = _read_counters(server.get("/metrics"))
-    text, passed = _format_report(
-        options.minutes, tally, _compare_counts(before, after, tally.counts), samples
-    )
+    text, passed = tally.format_report(options.minutes, tally.compare(before, after), samples)
     (options.out / "soak.txt").write_text(text + "\n", encoding="utf-8")
     print(text)
     return 0 if passed else 1

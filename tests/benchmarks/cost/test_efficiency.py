@@ -50,7 +50,7 @@ def test_every_row_of_the_published_efficiency_table_is_recomputed(
 )  # fmt: skip
 def test_layers_that_rank_all_tokens_are_counted(arm: str, times_fewer: float) -> None:
     model = efficiency._Model("llava-next-7b", Path(), BACKBONE_SHAPES["llava-next-7b"], ())
-    cost, full = (efficiency._compute_cost(model, name, 320, None) for name in (arm, "full"))
+    cost, full = (model.compute_cost(name, 320, None) for name in (arm, "full"))
     assert round(full.flops / cost.flops, 1) == times_fewer
     assert (full.tokens, cost.tokens) == (2880, 320)
 

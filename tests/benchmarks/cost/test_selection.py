@@ -7,7 +7,6 @@ import torch
 
 from benchmarks.cost.__main__ import main
 from benchmarks.cost.selection import (
-    _draw_tokens,
     _format_loops,
     _measure_alternately,
     _measure_loops,
@@ -45,7 +44,7 @@ def test_the_baseline_reproduces_golden_cases(name: str) -> None:
 
 @pytest.mark.parametrize("size", [_Size(64, 1, 3, 16), _Size(36, 5, 2, 30), _Size(144, 1, 1, 24)])
 def test_our_selection_equals_the_baseline(size: _Size) -> None:
-    tokens = _draw_tokens(size, dtype=torch.float32)
+    tokens = size.draw_tokens(dtype=torch.float32)
     ours = _select_tokens(tokens, size.kept).sort(dim=1).values
     assert ours.tolist() == _select_as_published(tokens, size.kept).tolist()
 

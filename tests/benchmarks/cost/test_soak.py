@@ -72,9 +72,7 @@ def test_a_soak_is_passed_but_for_a_fault(
         tally, samples = soak._keep_busy(server.url, os.getpid(), 5, users=4, seconds=2.5)
         after = soak._read_counters(httpx.get(f"{server.url}/metrics").text)
     assert len(requests) > 10 and samples
-    text, passed = soak._format_report(
-        0.025, tally, soak._compare_counts({}, after, tally.counts), [{}] * 9
-    )
+    text, passed = tally.format_report(0.025, tally.compare({}, after), [{}] * 9)
     assert passed is not bool(fault) and problem in text
 
 
@@ -96,7 +94,7 @@ def test_growth_beyond_the_tolerance_is_a_problem(
 ) -> None:
     sizes = map(resident, range(100))
     samples = [{} if size is None else {"7 worker": size} for size in sizes]
-    text, passed = soak._format_report(1.0, soak._Tally(Counter(answered=1)), (), samples)
+    text, passed = soak._Tally(Counter(answered=1)).format_report(1.0, (), samples)
     assert passed is not bool(problem) and problem in text
 
 
