@@ -10,14 +10,25 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import count
 from pathlib import Path
 from typing import Literal, get_args
 
-from vllm_autoprune.errors import Problem
-from vllm_autoprune.evaluation.questions import Example, read_examples, refuse
+from pydantic import ValidationError
+
+from vllm_autoprune.errors import ConfigError, Problem
+from vllm_autoprune.evaluation.questions import (
+    Example,
+    find_contradictions,
+    read_examples,
+    read_lines,
+    read_picture,
+    refuse,
+)
 
 Split = Literal["search", "validation", "test"]
 
@@ -78,3 +89,74 @@ def write_split(path: Path, examples: Sequence[Example]) -> None:
     """Write one split file of a data folder."""
     lines = [json.dumps(example.model_dump(exclude_none=True)) for example in examples]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+_END_OF_SPLIT: dict[Split, float] = {"search": 0.5, "validation": 0.7, "test": 1.0}
+"""Where each split ends, as a share of the images of a category."""
+
+
+def convert_mme(source: Path, target: Path, seed: int = 0) -> dict[Split, int]:
+    """Write MME's categories, a folder each, as a data folder; returns the questions of each split.
+
+    The two questions about an image are a pair. An image of several categories is in one split,
+    that of the first. Raises :class:`ConfigError` with every problem.
+    """
+    problems: list[Problem] = []
+    splits: dict[Split, list[Example]] = {split: [] for split in SPLITS}
+    split_of: dict[str, Split] = {}
+    copies: dict[str, tuple[str, Path]] = {}  # name and file of each image
+    rng, pairs = random.Random(seed), count()
+    for folder in sorted(path for path in source.glob("*") if path.is_dir()):
+        read = list(_read_category(folder, problems))
+        new = sorted({content for content, _, _ in read} - split_of.keys())
+        rng.shuffle(new)
+        for split in reversed(SPLITS):
+            split_of |= dict.fromkeys(new[: round(_END_OF_SPLIT[split] * len(new))], split)
+        for content, image, examples in read:
+            name, _ = copies.setdefault(content, (f"images/{folder.name}/{image.name}", image))
+            update = {"image": name, "pair": next(pairs)}
+            splits[split_of[content]] += [each.model_copy(update=update) for each in examples]
+    if not problems and not all(splits.values()):
+        what = f"has too few images for three splits ({len(split_of)})"
+        fix = "give MME's folder, which has a folder for each category"
+        problems.append(Problem(str(source), what, fix))
+    refuse("MME", problems)
+    try:
+        for name, image in copies.values():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(image, target / name)
+        for split, examples in splits.items():
+            write_split(target / f"{split}.jsonl", examples)
+    except OSError as error:
+        what = f"cannot be written ({error.strerror or error})"
+        problem = Problem(str(target), what, "choose another folder with --data")
+        raise ConfigError("search", [problem]) from None
+    return {split: len(examples) for split, examples in splits.items()}
+
+
+def _read_category(
+    folder: Path, problems: list[Problem]
+) -> Iterator[tuple[str, Path, Sequence[Example]]]:
+    """SHA-256 of each image, its file, and the questions about it."""
+    texts, images = folder / "questions_answers_YN", folder / "images"
+    if not texts.is_dir():
+        texts = images = folder
+    for path in sorted(texts.glob("*.txt")):
+        files = [images / f"{path.stem}{ending}" for ending in (".png", ".jpg", ".jpeg")]
+        image = next((file for file in files if file.exists()), files[0])
+        examples: list[tuple[int, Example]] = []
+        for number, line in read_lines(path, problems, "make it readable"):
+            question, _, answer = (part.strip() for part in line.partition("\t"))
+            asked = {"question": question, "answer": answer, "category": folder.name}
+            try:
+                examples.append((number, Example(image=image.name, pair=0, **asked)))
+            except ValidationError:
+                what, fix = "is no question with an answer", "write the question, a tab, the answer"
+                problems.append(Problem(f"{path}:{number}", what, fix))
+        problems += find_contradictions(path, examples)
+        try:
+            url = read_picture(str(image), images, image.name).url
+            content = hashlib.sha256(url.encode()).hexdigest()
+            yield content, image, [example for _, example in examples]
+        except ConfigError as error:
+            problems += error.problems

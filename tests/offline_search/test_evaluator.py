@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.common.fake_server import Answer, Body, FakeServer
-from offline_search.dataset import Dataset, read_dataset
+from offline_search.dataset import SPLITS, Dataset, convert_mme, read_dataset
 from offline_search.evaluator import EvaluationJob, ServedEvaluator
 from tests.offline_search.synthetic import (
     MODELS,
+    PIXEL,
     completion,
     endpoint,
     error,
@@ -20,6 +22,7 @@ from tests.offline_search.synthetic import (
     token,
 )
 from vllm_autoprune import load_state
+from vllm_autoprune.cli.main import main
 from vllm_autoprune.errors import ConfigError, EvaluationFailed, SearchError
 
 # ---- dataset ----
@@ -51,6 +54,46 @@ def test_problems_of_all_splits_are_reported_together(data: Dataset) -> None:
     problems = {Path(problem.where).name: problem.what for problem in caught.value.problems}
     assert problems.keys() == {"search.jsonl:25", "test.jsonl"}
     assert all(problem.fix for problem in caught.value.problems)
+
+
+def test_mme_files_of_both_layouts_become_a_data_folder_or_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """MME has images in two of existence, count, position and color: each is in one split."""
+    mme, drawn = tmp_path / "mme", []
+    for name in ("color", "position", "scene"):
+        texts, images = mme / name / "questions_answers_YN", mme / name / "images"
+        if name != "scene":
+            texts = images = mme / name
+        for number in range(4 if name == "position" else 10):
+            texts.mkdir(parents=True, exist_ok=True)
+            images.mkdir(exist_ok=True)
+            (texts / f"{number}.txt").write_text(f"Is it {name}?\tYes\nIs it not?\tNo\n")
+            content = PIXEL + f"{name.replace('position', 'color')} {number}".encode()
+            (images / f"{number}.jpg").write_bytes(content)
+    for draw, seed in enumerate("011"):
+        flags = ["--mme", str(mme), "--data", str(tmp_path / str(draw)), "--seed", seed, "--json"]
+        assert main(["search", "mme", *flags]) == 0
+        counts = json.loads(capsys.readouterr().out)
+        data = read_dataset(tmp_path / str(draw))  # raises for an image in two splits
+        assert counts == {split: len(data.examples(split)) for split in SPLITS}
+        assert counts["search"] >= 20 and counts["validation"] >= 8 and counts["test"] >= 12
+        drawn.append({example.image for example in data.examples("search")})
+    assert drawn[0] != drawn[1] == drawn[2], "the draw depends on the seed"
+    examples = [example for split in SPLITS for example in data.examples(split)]
+    assert Counter(example.pair for example in examples) == dict.fromkeys(range(24), 2)
+    assert Counter(example.category for example in examples) == {
+        "color": 20, "position": 8, "scene": 20}  # fmt: skip
+
+    (mme / "color" / "1.txt").write_text("Is it red?\tYes\nIs it blue?\t\n")
+    (mme / "color" / "5.jpg").unlink()
+    (mme / "color" / "7.txt").write_text("Is it red?\tYes\nIs it red?\tNo\n")
+    with pytest.raises(ConfigError) as caught:
+        convert_mme(mme, tmp_path / "refused")
+    assert {Path(p.where).name for p in caught.value.problems} >= {"1.txt:2", "5.png", "7.txt:2"}
+    with pytest.raises(ConfigError, match=r"too few images for three splits \(0\)"):
+        convert_mme(tmp_path / "nowhere", tmp_path / "refused")
+    assert not (tmp_path / "refused").exists()
 
 
 # ---- the evaluator on servers; its client has tests of its own ----

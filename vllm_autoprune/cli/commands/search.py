@@ -47,8 +47,8 @@ class _Flags(ProposerOptions, EvaluationOptions, SearchChoices, Connection):
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    text = "run a search (the default), or report on a ledger"
-    add("action", nargs="?", choices=("run", "report"), default="run", help=text)
+    text = "run a search (the default), report on a ledger, or write MME's files as --data"
+    add("action", nargs="?", choices=("run", "report", "mme"), default="run", help=text)
     add("--ledger", type=Path, default=Path("ledger.jsonl"), help="file that holds the search")
     add("--resume", action="store_true", help="resume the ledger's search")
     text = "replay a recorded search without network"
@@ -57,6 +57,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dry-run", action="store_true", help=text)
     text = "write the state, or the report as HTML"
     add("-o", "--output", type=Path, metavar="FILE", help=text)
+    text = "with `mme`: the folder of MME's categories"
+    add("--mme", type=Path, metavar="FOLDER", help=text)
     for title, model in (("search", SearchChoices), ("evaluation", EvaluationOptions),
                          ("proposer", ProposerOptions)):  # fmt: skip
         add_flags(parser.add_argument_group(title), model, _NAMES)
@@ -85,8 +87,15 @@ def _run_search(options: argparse.Namespace) -> int:
         raise ConfigError("search", flag_problems(error, _NAMES)) from None
     if flags.data is None:
         raise _refusal("--data", "is missing", _FOLDER)
-    from offline_search.dataset import read_dataset
+    from offline_search.dataset import convert_mme, read_dataset
 
+    if options.action == "mme":
+        if options.mme is None:
+            fix = "name the folder that has a folder for each category of MME"
+            raise _refusal("--mme", "is missing", fix)
+        counts = convert_mme(options.mme, flags.data, flags.seed)
+        print_result(options, counts, ", ".join(f"{n} questions in {s}" for s, n in counts.items()))
+        return 0
     if options.replay is not None:
         winner = _replay(options, flags.data, flags.images)
     else:
