@@ -18,13 +18,12 @@ from offline_search.components import (
     components_json,
     searched_components,
 )
-from offline_search.search_space import project
+from offline_search.search_space import atom_names, excluded_atoms, project
 from offline_search.settings import MAX_QUOTA, Settings
 from vllm_autoprune.errors import Problem, StateError
 from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.tpdsl.atoms.source import FIXED_BUDGETS
 from vllm_autoprune.tpdsl.loading import load_state
-from vllm_autoprune.tpdsl.registry import ATOMS
 from vllm_autoprune.tpdsl.state import SCHEMA, PruningState
 
 Expectation = Literal["higher", "same", "lower"]
@@ -101,18 +100,25 @@ def assemble_state(components: Mapping[str, JsonValue], settings: Settings) -> P
             problem = Problem(f"/{BASE}", f"{str(name)[:80]!r} is not offered", fix)
             raise StateError("proposal", [problem])
         parts[BASE] = {"name": name}
+    if settings.library == "paper":
+        text, fix = json.dumps(parts), "write an atom of the list"
+        names = sorted(name for name in excluded_atoms(settings) if json.dumps(name) in text)
+        if names:
+            raise StateError("proposal", [Problem("", f"{n} is an extension", fix) for n in names])
     # An atom that keeps exactly K tokens: where none has this K, equal floor and ceiling.
     count = settings.source_budget
     budget: JsonObject = {"atom": f"fixed_budget@{count}"}
     if count not in FIXED_BUDGETS:
         budget = {"atom": "ratio_budget", "ratio": 1.0, "floor": count, "ceiling": count}
+    if isinstance(proposed := parts.get("budget"), dict):
+        budget["limit"] = proposed.get("limit")
     document: JsonObject = {
         "schema": SCHEMA,
         "name": "candidate",
         "base_policy": {"name": settings.base_policy},
-        "budget": budget,
         "safety": list(_SAFETY_CHECKS),
         **parts,
+        "budget": budget,
         "provenance": {"found_by": f"vllm-autoprune search, strategy {settings.strategy}"},
     }
     state = load_state(json.dumps(document))
@@ -182,7 +188,7 @@ def warm_start_states(settings: Settings) -> list[PruningState]:
         *bases,
         *(assemble_state({**components, **variant}, settings) for variant in variants),
         paper_state(settings, largest_quota),
-        *(minimal_state(settings, name, largest_quota) for name in ATOMS.names("scoring")),
+        *(minimal_state(settings, name, largest_quota) for name in atom_names("scoring", settings)),
     ]
     # With a small K or in a small space, some of them are equal.
     return list({state.digest: state for state in states}.values())

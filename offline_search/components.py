@@ -5,12 +5,13 @@ from __future__ import annotations
 from pydantic import JsonValue
 
 from offline_search.settings import Settings
+from vllm_autoprune.tpdsl.atoms.source import Source
 from vllm_autoprune.tpdsl.registry import AtomCall
 from vllm_autoprune.tpdsl.state import Constraints, PruningState
 
 JsonObject = dict[str, JsonValue]
 
-COMPONENTS = ("scoring", "constraints", "reassembly")
+COMPONENTS: tuple[str, ...] = ("scoring", "constraints", "reassembly")
 """Fields of a state that are searched; base policy, budget and safety checks are settings."""
 
 CORE = "core"
@@ -21,8 +22,11 @@ BASE = "base_policy"
 
 def searched_components(settings: Settings) -> tuple[str, ...]:
     """Names of the components that a search varies, except the base policy."""
+    names = COMPONENTS
+    if settings.library == "paper":
+        names = ("source", "budget", *COMPONENTS, "safety")
     optional = {CORE: settings.core, RANK_AT: settings.rank_at}
-    return (*COMPONENTS, *(name for name, searched in optional.items() if searched))
+    return (*names, *(name for name, searched in optional.items() if searched))
 
 
 def components_json(state: PruningState) -> JsonObject:
@@ -36,7 +40,7 @@ def compact_json(state: PruningState, bases: bool = False) -> JsonObject:
 
     With ``bases``, its base policy among them, for a search that has several to choose from.
     """
-    included = {*COMPONENTS, CORE, RANK_AT}
+    included = {"source", *COMPONENTS, CORE, RANK_AT}
     body: JsonObject = state.model_dump(mode="json", include=included, exclude_defaults=True)
     constraints = state.constraints
     compact: JsonObject = {
@@ -70,7 +74,8 @@ def structure(state: PruningState) -> tuple[str, ...]:
 
     Two states of one structure differ in numbers only.
     """
+    source = (state.source.tokens, *state.source.priors) if state.source != Source() else ()
     core = () if state.core is None else (f"core={state.core.policy.name}",)
     rank = () if state.rank_at == "merger_out" else (f"{RANK_AT}={state.rank_at}",)
     base = f"{BASE}={state.base_policy.name}"
-    return (*(call.atom for call in atom_calls(state)), *core, *rank, base)
+    return (*(call.atom for call in (*source, *atom_calls(state))), *core, *rank, base)

@@ -58,6 +58,7 @@ def describe_task(settings: Settings) -> str:
             f'Scores of "base policy alone" are those of {policy.name}.'
         )
     atoms = render_language(searched_components(settings), excluded_atoms(settings))
+    more = f' "source", "budget" and "safety" may be added; K is {budget}, whatever the budget.'
     return f"""You design a policy that decides which visual tokens of an image a vision-language \
 model keeps. {base} Your policy scores \
 all tokens by fused signals, gathers candidates in a pool, and lets a selector exchange at most \
@@ -70,7 +71,8 @@ A policy is one JSON object: {{"scoring": {{"signals": [...], "kernel": ..., "fu
 "constraints": {{"pool": [...], "selector": ...}}, "reassembly": ...\
 {', "core": {"share": ..., ...} or null' if settings.core else ""}\
 {', "rank_at": ...' if settings.rank_at else ""}\
-{f', "{BASE}": {{"name": ...}}' if settings.bases else ""}}}"""
+{f', "{BASE}": {{"name": ...}}' if settings.bases else ""}}}\
+{more if settings.library == "paper" else ""}"""
 
 
 def _ask(settings: Settings, request: str) -> Messages:

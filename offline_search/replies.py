@@ -248,9 +248,10 @@ def _proposal_schema(settings: Settings) -> JsonObject:
         return reduced
 
     def reduce_fields(values: JsonObject) -> JsonObject:
-        """Fields with limits on lists and q_e, without r_min, which follows."""
+        """Fields with limits on lists and q_e, without r_min where it follows."""
         reduced = {name: reduce(item) for name, item in values.items()}
-        reduced.pop("r_min", None)
+        if settings.library != "paper":
+            reduced.pop("r_min", None)
         for name, item in reduced.items():
             if name in _MAX_ITEMS:
                 _object(item)["maxItems"] = _MAX_ITEMS[name]

@@ -78,7 +78,7 @@ def sample_proposal(source: ChoiceSource, settings: Settings) -> JsonObject:
     Core, place of ranking and base policy come last, so that all other choices are as without.
     """
     if settings.space == "all":
-        proposal = _draw_components(source, settings.source_budget)
+        proposal = _draw_components(source, settings)
     else:
         proposal = _draw_released(source, settings.space)
     if settings.core and source.option("with core", _NO_YES) == "yes":
@@ -96,7 +96,7 @@ def sample_proposal(source: ChoiceSource, settings: Settings) -> JsonObject:
 def choices_of_state(state: PruningState, settings: Settings) -> dict[str, Choice]:
     """The choices for which :func:`sample_proposal` gives the proposal nearest to a state."""
     if settings.space == "all":
-        choices = _choices_of_components(state, settings.source_budget)
+        choices = _choices_of_components(state, settings)
     else:
         choices = _choices_of_released(state)
     if settings.core:
@@ -110,7 +110,7 @@ def choices_of_state(state: PruningState, settings: Settings) -> dict[str, Choic
     return choices | {RANK_AT: state.rank_at} if settings.rank_at else choices
 
 
-def _draw_components(source: ChoiceSource, budget: int) -> JsonObject:
+def _draw_components(source: ChoiceSource, settings: Settings) -> JsonObject:
     """Components from the whole language, q_e among powers of two."""
 
     def call(atom: str) -> JsonObject:
@@ -120,7 +120,7 @@ def _draw_components(source: ChoiceSource, budget: int) -> JsonObject:
             if _is_optional(schema) and source.option(f"{choice} set", _NO_YES) == "no":
                 values[name] = None
             elif name == "q_e":
-                values[name] = int(source.option(choice, _quota_options(budget)))
+                values[name] = int(source.option(choice, _quota_options(settings.source_budget)))
             elif isinstance(words := schema.get("enum"), list):
                 values[name] = source.option(choice, [str(word) for word in words])
             elif schema.get("type") == "boolean":
@@ -131,12 +131,12 @@ def _draw_components(source: ChoiceSource, budget: int) -> JsonObject:
         return values
 
     def any_of(group: Group) -> JsonObject:
-        return call(source.option(group, ATOMS.names(group)))
+        return call(source.option(group, atom_names(group, settings)))
 
     def takes_part(atom: str) -> bool:
         return source.option(f"with {atom}", _NO_YES) == "yes"
 
-    scorers, pools = ATOMS.names("scoring"), _flat_pools()
+    scorers, pools = atom_names("scoring", settings), _flat_pools(settings)
     signals: list[JsonValue] = [call(name) for name in scorers if takes_part(name)]
     chosen = [name for name in pools if takes_part(name)]
     return {
@@ -153,7 +153,7 @@ def _draw_components(source: ChoiceSource, budget: int) -> JsonObject:
     }
 
 
-def _choices_of_components(state: PruningState, budget: int) -> dict[str, Choice]:
+def _choices_of_components(state: PruningState, settings: Settings) -> dict[str, Choice]:
     """Recover the choices from components: the inverse of :func:`_draw_components`.
 
     A union of pools stands for its first source; partitions and repeated signals have no choice.
@@ -166,7 +166,7 @@ def _choices_of_components(state: PruningState, budget: int) -> dict[str, Choice
         "selection_constraints": state.constraints.selector,
         "reassembly": state.reassembly,
     }
-    optional = (*ATOMS.names("scoring"), *_flat_pools())
+    optional = (*atom_names("scoring", settings), *_flat_pools(settings))
     choices: dict[str, Choice] = {f"with {name}": _NO_YES[name in listed] for name in optional}
     choices |= {group: call.atom for group, call in groups.items()}
     for call in (*listed.values(), *groups.values()):
@@ -176,7 +176,8 @@ def _choices_of_components(state: PruningState, budget: int) -> dict[str, Choice
             if _is_optional(schema):
                 choices[f"{choice} set"] = _NO_YES[value is not None]
             if name == "q_e":
-                choices[choice] = min(_quota_options(budget), key=lambda q: abs(int(q) - value))
+                options = _quota_options(settings.source_budget)
+                choices[choice] = min(options, key=lambda q: abs(int(q) - value))
             elif value is not None:
                 choices[choice] = str(value).lower() if isinstance(value, bool) else value
     return choices
@@ -192,14 +193,21 @@ def excluded_atoms(settings: Settings) -> frozenset[str]:
     """Atoms that a language model is not offered."""
     if settings.space != "all":
         return frozenset(ATOMS.names()) - {call.atom for call in atom_calls(_released_policy())}
-    return frozenset()
+    extensions = (name for name in ATOMS.names() if ATOMS[name].origin == "extension")
+    return frozenset(extensions if settings.library == "paper" else ())
 
 
-def _flat_pools() -> list[str]:
+def atom_names(group: Group, settings: Settings) -> list[str]:
+    """Atoms of a group that a search of any state varies, in registry order."""
+    names = ATOMS.names(group)
+    return [n for n in names if settings.library != "paper" or ATOMS[n].origin != "extension"]
+
+
+def _flat_pools(settings: Settings) -> list[str]:
     """Pool builders that take no other pool and no partition; they are combined in a list."""
     return [
         name
-        for name in ATOMS.names("candidate_pool")
+        for name in atom_names("candidate_pool", settings)
         if not issubclass(ATOMS[name].call, PartitionCall)
         and all(schema.get("type") != "array" for schema in _parameter_schemas(name).values())
     ]

@@ -24,6 +24,7 @@ from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
 Strategy = Literal["autoprune", "autoprune+", "evoprompting", "openevolve", "random", "tpe"]
 
 Objective = Literal["quality", "mme"]
+Library = Literal["searched", "paper"]
 Space = Literal[
     "all", "numbers", "released", "without-diversity", "without-fusion", "without-anchoring"
 ]
@@ -135,6 +136,13 @@ class SearchChoices(FrozenModel):
         default=False,
         description="candidates may split K into a core without the question and a delta",
     )
+    library: Library = Field(
+        default="searched",
+        exclude_if=lambda library: library == "searched",
+        description="atoms that candidates have: those that the search varies (searched), or the "
+        "paper's 131 without extensions, for a language model also source, budget, safety and "
+        "r_min (paper)",
+    )
     rank_at: bool = Field(
         default=False,
         description="candidates may rank tokens before the patch merger; for models that have one",
@@ -177,6 +185,9 @@ class Settings(SearchChoices):
             names = " and ".join(STRATEGIES_WITH_LISTS)
             message = f"only {names} ask for lists, of a language model: leave it out"
             raise _problem(message, "proposals_per_reply")
+        if self.space != "all" and self.library == "paper":
+            message = f"the space {self.space} has atoms of its own: leave others out"
+            raise _problem(message, "space", "library")
         if self.space == "without-anchoring" and max(self.budgets) > MAX_QUOTA:
             what = f"anchoring cannot be removed above K = {MAX_QUOTA}, the largest q_e"
             raise _problem(f"{what}: give a smaller K", "space", "budgets")

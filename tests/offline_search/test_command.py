@@ -225,6 +225,7 @@ def test_where_a_state_cannot_be_written_is_found_first(
         (["--strategy", "magic"], "--strategy: 'magic' is refused -> give a value that is"),
         (["--budget", "0", "--dry-run"], "search: --budget: '0' is refused"),
         (["--budget", "8", "8"], "--budget: "),
+        (["--space", "numbers", "--library", "paper"], "--space, --library: the space numbers has"),
         (["--space", "without-anchoring", "--budget", "720"], "anchoring cannot be removed above"),
         (["--data", "/nowhere"], "search.jsonl"),
         (["--proposals-per-reply", "5", "--strategy", "tpe"],

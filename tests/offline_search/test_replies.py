@@ -22,10 +22,12 @@ from offline_search.search_space import RandomSource, sample_proposal
 from offline_search.settings import Settings
 from tests.offline_search.synthetic import BUDGET, HOSTILE, VALID_REPLIES
 from vllm_autoprune import load_state, materialize
+from vllm_autoprune.errors import StateError
 from vllm_autoprune.tpdsl.loading import shipped_states
 from vllm_autoprune.tpdsl.registry import ATOMS
 
 PLAIN = Settings(budgets=(BUDGET,))
+PAPER = Settings(budgets=(32,), library="paper")
 SEARCHED = Settings(budgets=(32,))
 SPLIT = Settings(budgets=(BUDGET,), core=True, rank_at=True)
 DEFAULT = Draft("llm", None, (), ("1.0",))
@@ -153,7 +155,7 @@ def test_core_and_place_of_ranking_are_accepted_where_they_are_searched() -> Non
     assert '"core"' not in describe_task(PLAIN) and "rank_at" not in describe_task(PLAIN)
 
 
-@pytest.mark.parametrize("settings", [PLAIN, SEARCHED], ids=["K = 8", "K = 32"])
+@pytest.mark.parametrize("settings", [PLAIN, SEARCHED, PAPER], ids=["K = 8", "K = 32", "paper"])
 def test_the_schema_accepts_only_loadable_proposals(settings: Settings) -> None:
     text = json.dumps(reply_schema(settings))
     assert len(text) < 20_000 and "oneOf" not in text and "discriminator" not in text
@@ -175,6 +177,35 @@ def test_the_schema_accepts_only_loadable_proposals(settings: Settings) -> None:
     for quota in (settings.source_budget, settings.source_budget + 1):
         selector["q_e"] = quota
         assert accepts(settings, body) == (quota == settings.source_budget)
+
+
+def test_the_papers_library_offers_its_131_atoms_and_refuses_extensions() -> None:
+    extensions = {name for name in ATOMS.names() if ATOMS[name].origin == "extension"}
+    schema, task = json.dumps(reply_schema(PAPER)), describe_task(PAPER)
+    offered = {name for name in ATOMS.names() if json.dumps(name) in schema}
+    assert (
+        offered == set(ATOMS.names()) - extensions and len(offered) == 131 and '"r_min"' in schema
+    )
+    assert '"r_min"' not in json.dumps(reply_schema(SEARCHED))
+    assert not any(name in task for name in extensions) and "reassemble/ASSIGNMENT" in task
+    selector = {"atom": "reference_residual_exchange_selector", "q_e": 8, "r_min": 30}
+    body: JsonObject = PAPER_BODY | {
+        "source": {"priors": [{"atom": "reference_mask_prior", "floor": 0.5}]},
+        "budget": {"atom": "fixed_budget@64", "limit": 99}, "safety": ["preserve_budget"],
+        "constraints": {"pool": [{"atom": "quality_pool_builder"}], "selector": selector},
+    }  # fmt: skip
+    state = assemble_state(body, PAPER)
+    assert state.budget.limit == 99 and state.budget.range() == (32, 32)
+    assert len(state.source.priors) == len(state.safety) == 1
+    assert state.constraints.selector.bounds(32) == (2, 30)
+    assert "reference_mask_prior" in json.dumps(compact_json(state))
+    plain = assemble_state(body, SEARCHED)
+    assert not plain.source.priors and len(plain.safety) == 4
+    for kernel in extensions & set(ATOMS.names("similarity_kernel")):
+        body["scoring"] = {**PAPER_BODY["scoring"], "kernel": {"atom": kernel}}
+        assert assemble_state(body, SEARCHED).digest
+        with pytest.raises(StateError, match=f"{kernel} is an extension"):
+            assemble_state(body, PAPER)
 
 
 # ---- lists ----

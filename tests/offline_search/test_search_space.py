@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 
 from offline_search.candidates import assemble_state, base_state, warm_start_states
-from offline_search.components import JsonObject, components_json, structure
+from offline_search.components import JsonObject, atom_calls, components_json, structure
 from offline_search.ledger import ProposalRecord
 from offline_search.search_space import (
     ClippedChoices,
@@ -29,6 +29,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "core": {"core": True},
     "rank": {"rank_at": True},
     "bases": {"other_bases": ("dart", "divprune")},
+    "paper": {"library": "paper"},
     "everything": {"core": True, "rank_at": True, "other_bases": ("dart",), "budgets": (23,)},
     **{space: {"space": space, "core": True} for space in SPACES},
 }
@@ -53,6 +54,8 @@ def test_the_choices_of_a_state_reproduce_it(name: str) -> None:
     settings = settings_of(name)
     for seed in range(30):
         state = assemble_state(draw(settings, seed), settings)
+        origins = {ATOMS[call.atom].origin for call in atom_calls(state)}
+        assert name != "paper" or "extension" not in origins
         again = sample_proposal(ClippedChoices(choices_of_state(state, settings)), settings)
         assert assemble_state(again, settings).digest == state.digest
     if settings.space == "all":  # other states are approximated
