@@ -35,7 +35,6 @@ from vllm_autoprune.ops.rowwise import (
     mask_from_indices,
     min_max_normalise,
 )
-from vllm_autoprune.tpdsl.atoms.scoring import instruction_relevance
 from vllm_autoprune.tpdsl.materialize import MAX_BUDGET, core_policy
 from vllm_autoprune.tpdsl.refine import (
     give_core,
@@ -44,7 +43,7 @@ from vllm_autoprune.tpdsl.refine import (
     keep_reference,
     pool_tokens,
 )
-from vllm_autoprune.tpdsl.tokens import TowerStates, Words, join_tiles, split_over_tiles
+from vllm_autoprune.tpdsl.tokens import TowerStates, Words, split_over_tiles
 
 DIVPRUNE: Changes = {"/base_policy": {"name": "divprune"}}
 EVENLY: list[int] = evenly_spaced(1, 36, 8, torch.device("cpu"))[0].tolist()
@@ -67,7 +66,7 @@ def test_cosines_that_are_known_are_not_computed() -> None:
 
 def test_nested_picks_interleave_by_rank_and_the_last_tiles_drop_their_last() -> None:
     picks, image = torch.tensor([[5, 0], [4, 1], [3, 2]]), plain(torch.eye(18), Grid(2, 3, 3))
-    assert join_tiles(picks, image, (2, 1, 1)).tolist() == [[5, 10, 15, 0]]
+    assert image.join_tiles(picks, (2, 1, 1)).tolist() == [[5, 10, 15, 0]]
 
 
 # A state at K.
@@ -325,7 +324,7 @@ def test_no_token_is_merged_twice(
 def test_the_delta_of_cdpruner_is_greedy_map_with_the_core_as_anchors() -> None:
     tokens, policy = images(6, batch=3), materialize(with_core({"share": 0.5}, UNCHANGED), 12)
     refined = refine(policy, tokens)
-    relevance = min_max_normalise(instruction_relevance(tokens.require_instruction()), 1e-6)
+    relevance = min_max_normalise(tokens.require_instruction().relevance(), 1e-6)
     expected = greedy_map(tokens.cosine, relevance, 12, anchors=refined.indices[:, :6])[:, 6:]
     assert refined.reference[:, 6:].tolist() == expected.tolist()
     assert refined.indices[:, 6:].tolist() == expected.sort(dim=1).values.tolist()

@@ -32,9 +32,9 @@ from vllm_autoprune.ops.similarity import (
     scale_to_unit_variance,
     subtract_mean,
 )
-from vllm_autoprune.tpdsl.atoms.scoring import instruction_relevance, sharpen
+from vllm_autoprune.tpdsl.atoms.scoring import sharpen
 from vllm_autoprune.tpdsl.base_policy import Given, PolicyParams, greedy_policy
-from vllm_autoprune.tpdsl.tokens import TileScope, VisualTokens, join_tiles, split_over_tiles
+from vllm_autoprune.tpdsl.tokens import TileScope, VisualTokens, split_over_tiles
 
 _SCOPE = "select within each tile or across all tiles of an image"
 
@@ -71,7 +71,7 @@ class _Sets:
         """Picks ``(R, shares[0])`` within the sets as picks ``(B, K)`` within images."""
         if self.across:
             return picks
-        return join_tiles(picks, self.tokens, self.shares, self.start.next_tile(self.tokens))
+        return self.tokens.join_tiles(picks, self.shares, self.start.next_tile(self.tokens))
 
     def pick_by_map(self, similarity: Tensor, quality: Tensor) -> Tensor:
         """Greedy MAP from the given tokens: quality scales the kernel conditioned on them."""
@@ -94,7 +94,7 @@ class _Sets:
 def _relevance(tokens: VisualTokens) -> Tensor:
     """Signed relevance to the instruction ``(B, N)``."""
     instruction = tokens.require_instruction()
-    return instruction.sign * instruction_relevance(instruction)
+    return instruction.sign * instruction.relevance()
 
 
 class _DivPruneParams(PolicyParams):
@@ -104,7 +104,7 @@ class _DivPruneParams(PolicyParams):
 
 
 @greedy_policy(_DivPruneParams)
-def divprune(params: _DivPruneParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
+def _divprune(params: _DivPruneParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
     """Max-min cosine distance, starting at the token farthest from its nearest neighbour.
 
     Source: Alvar et al., "DivPrune" (CVPR 2025), and its published code. Distances are in the dtype
@@ -139,7 +139,7 @@ class _CDPrunerParams(PolicyParams):
 
 
 @greedy_policy(_CDPrunerParams, needs=frozenset({"instruction"}))
-def cdpruner(params: _CDPrunerParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
+def _cdpruner(params: _CDPrunerParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
     """Greedy MAP on L = diag(r) S diag(r) per tile, with relevance r normalised over all tiles.
 
     Source: Zhang et al., "CDPruner" (NeurIPS 2025), and its published code, which is followed where
@@ -196,7 +196,7 @@ class _CenCDPrunerCoreParams(_CenCDPrunerParams):
     reads=lambda params: frozenset({"instruction"} if params.relevance else ()),
     core=_CenCDPrunerCoreParams,
 )
-def cen_cdpruner(
+def _cen_cdpruner(
     params: _CenCDPrunerParams, tokens: VisualTokens, budget: int, start: Given
 ) -> Tensor:
     """Greedy MAP on L = diag(q) S diag(q), S centred, q relevance times dissimilarity."""
@@ -212,7 +212,7 @@ class _CenDivPruneParams(_CentredParams):
 
 
 @greedy_policy(_CenDivPruneParams)
-def cen_divprune(
+def _cen_divprune(
     params: _CenDivPruneParams, tokens: VisualTokens, budget: int, start: Given
 ) -> Tensor:
     """Max-min distance of centred tokens, weighted by dissimilarity to all others."""
@@ -237,7 +237,7 @@ class _ScopeParams(PolicyParams):
 
 
 @greedy_policy(_ScopeParams, needs=frozenset({"cls_attention", "encoder"}))
-def scope(params: _ScopeParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
+def _scope(params: _ScopeParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
     """Greedy coverage of the encoder's tokens, each gain times the attention of [CLS].
 
     Source: SCOPE (NeurIPS 2025, arXiv 2510.24214) and its published code.
@@ -286,7 +286,7 @@ class _MMTokCoreParams(_MMTokParams):
     reads=lambda params: frozenset({"encoder", "words"} if params.words else {"encoder"}),
     core=_MMTokCoreParams,
 )
-def mmtok(params: _MMTokParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
+def _mmtok(params: _MMTokParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
     """Greedy coverage of the question's words and of the image's own tokens.
 
     Source: MMTok (ICLR 2026, arXiv 2508.18264) and its published code.
@@ -341,7 +341,7 @@ class _IDPrunerCoreParams(_IDPrunerParams):
     ),
     core=_IDPrunerCoreParams,
 )
-def idpruner(params: _IDPrunerParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
+def _idpruner(params: _IDPrunerParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
     """Marginal relevance: the most important tokens that are unlike those picked before.
 
     Source: IDPruner (arXiv 2602.13315) and its published code in AngelSlim, whose importance is a

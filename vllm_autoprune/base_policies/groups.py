@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_autoprune.base_policies.merging import TileRows, cls_rows, merge_by_tile
+from vllm_autoprune.base_policies.merging import TileRows, merge_by_tile
 from vllm_autoprune.ops.rowwise import rank_descending
 from vllm_autoprune.ops.similarity import cosines, matmul_each
 from vllm_autoprune.tpdsl.base_policy import (
@@ -17,7 +17,7 @@ from vllm_autoprune.tpdsl.base_policy import (
     ReferenceSelection,
     base_policy,
 )
-from vllm_autoprune.tpdsl.tokens import Need, TileGroup, VisualTokens, join_groups, tile_groups
+from vllm_autoprune.tpdsl.tokens import Need, TileGroup, VisualTokens
 
 _BAND_SCALE = 1090.0
 """Published factor of a band's mean attention: 1000, and 0.09 of that for the variance."""
@@ -43,7 +43,7 @@ class _HoloVParams(PolicyParams):
 
 
 @base_policy(_HoloVParams, needs=frozenset({"cls_attention"}))
-def holov(params: _HoloVParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+def _holov(params: _HoloVParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """The most attended tokens of every band of rows, with quotas by the band's attention.
 
     Source: HoloV (NeurIPS 2025, arXiv 2510.02912) and its published code. The code also adds the
@@ -51,12 +51,12 @@ def holov(params: _HoloVParams, tokens: VisualTokens, budget: int) -> ReferenceS
     its attention: quotas are those of attention alone, so features are not read [ours].
     """
     attention = tokens.require_cls_attention().float()
-    groups, picks = tile_groups(tokens, budget), []
+    groups, picks = TileGroup.split(tokens, budget), []
     for group in groups:
         scores = group.of(attention, tokens)
         bands = params.count(scores.shape[1], group.share)
         picks.append(group.within_image(_select_by_band(scores, group.share, bands), tokens))
-    return ReferenceSelection(join_groups(picks, groups, tokens))
+    return ReferenceSelection(TileGroup.join(picks, groups, tokens))
 
 
 def _select_by_band(attention: Tensor, count: int, bands: int) -> Tensor:
@@ -138,7 +138,7 @@ class _PruneSIDParams(PolicyParams):
     needs=frozenset({"cls_attention", "encoder", "tower"}),
     reads=lambda params: frozenset(_MODE_NEEDS[params.mode]),
 )
-def prunesid(params: _PruneSIDParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+def _prunesid(params: _PruneSIDParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """The most attended tokens of every principal direction that repeat no better one.
 
     Source: PruneSID (ICLR 2026, arXiv 2603.09480) and its published code, whose decomposition is
@@ -146,7 +146,7 @@ def prunesid(params: _PruneSIDParams, tokens: VisualTokens, budget: int) -> Refe
     """
 
     def run(group: TileGroup) -> TileRows:
-        extra = cls_rows(tokens, group)
+        extra = group.cls_rows(tokens)
         # With a single row, keep a patch: [CLS] alone would leave no token.
         extra = extra if group.share > 1 else extra[:, :0]
         picks = _pick_by_group(params, tokens, group, group.share - extra.shape[1])
@@ -154,12 +154,12 @@ def prunesid(params: _PruneSIDParams, tokens: VisualTokens, budget: int) -> Refe
 
     if params.mode == "cls":
         return merge_by_tile(tokens, budget, run)
-    groups = tile_groups(tokens, budget)
+    groups = TileGroup.split(tokens, budget)
     picks = [
         group.within_image(_pick_by_group(params, tokens, group, group.share), tokens)
         for group in groups
     ]
-    return ReferenceSelection(join_groups(picks, groups, tokens))
+    return ReferenceSelection(TileGroup.join(picks, groups, tokens))
 
 
 def _pick_by_group(

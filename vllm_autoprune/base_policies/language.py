@@ -40,7 +40,7 @@ class _FastVParams(PolicyParams):
     # Attention of a layer needs the layers before it.
     ranking_layers=lambda params, layers: params.layer - 1,
 )
-def fastv(params: _FastVParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+def _fastv(params: _FastVParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """The tokens with most attention from the last instruction token, averaged over heads.
 
     Source: Chen et al., "An Image is Worth 1/2 Tokens After Layer 2" (ECCV 2024), and its published
@@ -71,7 +71,7 @@ class _PyramidDropParams(PolicyParams):
     # Attention of a layer needs the layers before it.
     ranking_layers=lambda params, layers: layers // 4 if params.layer is None else params.layer,
 )
-def pyramiddrop(
+def _pyramiddrop(
     params: _PyramidDropParams, tokens: VisualTokens, budget: int
 ) -> ReferenceSelection:
     """One stage: the tokens with most attention from the last instruction token.
@@ -115,7 +115,7 @@ class _DartParams(PolicyParams):
     # States of a layer need that layer as well.
     ranking_layers=lambda params, layers: params.layer if params.space == "layer" else 0,
 )
-def dart(params: _DartParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+def _dart(params: _DartParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """Four visual pivots, then the tokens least similar to each visual and text pivot.
 
     Source: Wen et al., "Stop Looking for Important Tokens in Multimodal Language Models:
@@ -178,7 +178,7 @@ class _SparseVLMParams(PolicyParams):
     # Attention of a layer needs the layers before it, recycling the layer's own output.
     ranking_layers=lambda params, layers: params.layer + params.recycle,
 )
-def sparsevlm(params: _SparseVLMParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+def _sparsevlm(params: _SparseVLMParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """The tokens with most attention from visually relevant text tokens, averaged over heads.
 
     Source: Zhang et al., "SparseVLM" (ICML 2025), and its published code, first version. It prunes

@@ -12,7 +12,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_autoprune.errors import SelectionError
 from vllm_autoprune.ops.greedy import weighted_farthest_points
 from vllm_autoprune.ops.rowwise import (
     find_outliers,
@@ -23,7 +22,6 @@ from vllm_autoprune.ops.rowwise import (
     rank_descending,
 )
 from vllm_autoprune.ops.similarity import cosines_with, matmul_each
-from vllm_autoprune.tpdsl.atoms.scoring import instruction_relevance
 from vllm_autoprune.tpdsl.base_policy import (
     Given,
     PolicyParams,
@@ -33,10 +31,7 @@ from vllm_autoprune.tpdsl.base_policy import (
 from vllm_autoprune.tpdsl.tokens import (
     TileGroup,
     VisualTokens,
-    join_groups,
-    join_tiles,
     split_over_tiles,
-    tile_groups,
 )
 
 
@@ -60,7 +55,7 @@ def merge_by_tile(
 
     ``run`` gets tiles of equal share and returns P + E = share rows for each tile.
     """
-    groups = tile_groups(tokens, budget)
+    groups = TileGroup.split(tokens, budget)
     picks, rows, extra = [], [], []
     for group in groups:
         result = run(group)
@@ -74,10 +69,10 @@ def merge_by_tile(
         picks.append(group.within_image(result.picks, tokens))
         rows.append(torch.cat([untouched, merged], dim=1))
         extra.append(added)
-    joined = join_groups(extra, groups, tokens)
+    joined = TileGroup.join(extra, groups, tokens)
     return ReferenceSelection(
-        picks=join_groups(picks, groups, tokens),
-        merged=join_groups(rows, groups, tokens),
+        picks=TileGroup.join(picks, groups, tokens),
+        merged=TileGroup.join(rows, groups, tokens),
         extra=joined if joined.shape[1] else None,
     )
 
@@ -103,7 +98,7 @@ class _VisionZipParams(PolicyParams):
 
 
 @base_policy(_VisionZipParams, needs=frozenset({"cls_attention", "tower"}))
-def visionzip(params: _VisionZipParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+def _visionzip(params: _VisionZipParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """Patches with most attention from [CLS], then evenly spaced ones with the rest merged in.
 
     Source: Yang et al., "VisionZip" (CVPR 2025), and its published code, which adds the mean of the
@@ -118,7 +113,7 @@ def visionzip(params: _VisionZipParams, tokens: VisualTokens, budget: int) -> Re
         by_cls = not params.patch_only and dominant > 1
         dominant -= by_cls
         patches = group.of(tower.patches, tokens)
-        extra = cls_rows(tokens, group) if by_cls else patches[:, :0]
+        extra = group.cls_rows(tokens) if by_cls else patches[:, :0]
         top = rank_descending(group.of(tokens.require_cls_attention(), tokens))[:, :dominant]
         if contextual == 0:
             return TileRows(top, patches[:, :0], extra)
@@ -142,23 +137,12 @@ def visionzip(params: _VisionZipParams, tokens: VisualTokens, budget: int) -> Re
     return merge_by_tile(tokens, budget, run)
 
 
-def cls_rows(tokens: VisualTokens, group: TileGroup) -> Tensor:
-    """[CLS] row of each tile ``(R, 1, Dv)``; raises :class:`SelectionError` if there is none."""
-    cls = tokens.require_tower().cls
-    if cls is None:
-        raise SelectionError(
-            "this vision tower has no [CLS] token: use VisionZip with patch_only, or PruneSID in "
-            "mode 'patch'"
-        )
-    return cls.narrow(1, group.start, group.tiles).flatten(0, 1)[:, None]
-
-
 class _TrimParams(PolicyParams):
     """TRIM has no parameters."""
 
 
 @base_policy(_TrimParams, needs=frozenset({"instruction", "tower"}))
-def trim(params: _TrimParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+def _trim(params: _TrimParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """The K - 1 patches most similar to the instruction, and the mean of all others.
 
     Source: Song et al., "Less is More: A Simple yet Effective Token Reduction Method" (COLING
@@ -202,7 +186,7 @@ class _PruMergePlusParams(PolicyParams):
 
 
 @base_policy(_PruMergePlusParams, needs=frozenset({"tower", "next_layer"}))
-def prumerge_plus(
+def _prumerge_plus(
     params: _PruMergePlusParams, tokens: VisualTokens, budget: int
 ) -> ReferenceSelection:
     """Outliers of [CLS] attention, then evenly spaced tokens, with neighbours merged in.
@@ -303,7 +287,7 @@ def _continue_fsr(params: _FSRParams, tokens: VisualTokens, budget: int, start: 
     order = tokens.by_tile(_fsr_priority(params, tokens).masked_fill(start.closed, -torch.inf))
     shares = split_over_tiles(budget, tokens.grid.tiles)
     picks = rank_descending(order)[:, : shares[0]]
-    return join_tiles(picks, tokens, shares, start.next_tile(tokens))
+    return tokens.join_tiles(picks, shares, start.next_tile(tokens))
 
 
 @base_policy(
@@ -315,18 +299,18 @@ def _continue_fsr(params: _FSRParams, tokens: VisualTokens, budget: int, start: 
     ),
     core=_FSRCoreParams,
 )
-def fsr(params: _FSRParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+def _fsr(params: _FSRParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """Tokens of high priority, then those farthest from them, with their neighbours merged in.
 
     Source: "Focus, Scan, Refine" (arXiv 2602.05809), the paper's formulas: there is no code.
     """
-    groups = tile_groups(tokens, budget)
+    groups = TileGroup.split(tokens, budget)
     parts = [_focus_and_scan(params, tokens, group) for group in groups]
     picks = [group.within_image(part[0], tokens) for group, part in zip(groups, parts, strict=True)]
     merged = [part[1] for part in parts]
     return ReferenceSelection(
-        join_groups(picks, groups, tokens),
-        join_groups(merged, groups, tokens) if params.kappa > 0 else None,
+        TileGroup.join(picks, groups, tokens),
+        TileGroup.join(merged, groups, tokens) if params.kappa > 0 else None,
     )
 
 
@@ -337,7 +321,7 @@ def _fsr_priority(params: _FSRParams, tokens: VisualTokens) -> Tensor:
     if params.alpha == 0:
         return phi
     instruction = tokens.require_instruction()
-    relevance = instruction.sign * instruction_relevance(instruction)
+    relevance = instruction.sign * instruction.relevance()
     return phi * min_max_normalise(relevance) ** params.alpha
 
 

@@ -175,7 +175,7 @@ def base_policy(
     core: type[P] | None = None,
     ranking_layers: Callable[[P, int], int] | None = None,
 ) -> Callable[[_Select[P]], _Select[P]]:
-    """Decorator: register a function as the base policy of the same name.
+    """Decorator: register a function as the base policy of its name, less the underscore.
 
     It maps (params, tokens, K) to exactly K rows per image, for K < N. ``continuation`` gives the
     picks ``(B, K)`` of a greedy method that continues from given tokens. ``reads`` says what a call
@@ -185,7 +185,7 @@ def base_policy(
     """
 
     def register(function: _Select[P]) -> _Select[P]:
-        name = function.__name__
+        name = function.__name__.removeprefix("_")
         if name in BASE_POLICIES:
             raise ValueError(f"base policy {name!r} is declared twice")
         doc = (function.__doc__ or "").strip().splitlines()[0]

@@ -29,7 +29,7 @@ from vllm_autoprune.ops.rowwise import (
 )
 from vllm_autoprune.tpdsl.atoms.pools import build_pool
 from vllm_autoprune.tpdsl.atoms.reassembly import RECIPES
-from vllm_autoprune.tpdsl.atoms.scoring import instruction_relevance, run_fusion, run_signal
+from vllm_autoprune.tpdsl.atoms.scoring import run_fusion, run_signal
 from vllm_autoprune.tpdsl.atoms.selectors import SelectorInputs
 from vllm_autoprune.tpdsl.atoms.source import PriorInputs
 from vllm_autoprune.tpdsl.base_policy import (
@@ -138,7 +138,7 @@ def select_tokens(
     reference = replace(reference, picks=picks, merged=merged)
     kept, scored, g = mask_from_indices(picks, tokens.count), torch.ones_like(readable), None
     if "instruction" in policy.needs and tokens.instruction is not None:
-        scored = instruction_relevance(tokens.instruction).isfinite().all(dim=1)
+        scored = tokens.instruction.relevance().isfinite().all(dim=1)
 
     if policy.reads_quality:
         # Scores: quality g, constant if no signal has a positive weight. Given tokens are picks.

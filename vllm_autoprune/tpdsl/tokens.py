@@ -42,6 +42,19 @@ class Instruction:
         """
         return cosines_with(self.patches, self.text)
 
+    def relevance(self, reduce: Literal["mean", "max"] = "mean", sign: int = 1) -> Tensor:
+        """Cosine of each token with the instruction, reduced over segments, times ``sign``.
+
+        Returns ``(B, N)`` float32; zeros for an image whose instruction has no segment.
+        """
+        cosines = sign * self.cosines
+        used = self.segments[:, None, :]
+        if reduce == "max":
+            best = cosines.masked_fill(~used, -torch.inf).amax(dim=-1)
+            return torch.where(used.any(dim=-1), best, torch.zeros_like(best))
+        total = torch.where(used, cosines, torch.zeros_like(cosines)).sum(dim=-1)
+        return total / used.sum(dim=-1).clamp_min(1)
+
 
 @dataclass(frozen=True)
 class Words:
@@ -144,6 +157,19 @@ class Grid:
         """Tokens per image, N."""
         return self.per_tile * self.tiles
 
+    def centre_distance(self, device: torch.device) -> Tensor:
+        """Distance ``(N,)`` of each token from the centre of its tile, with corners (+-1, +-1).
+
+        As released: the first and the last row or column lie on the border.
+        """
+        y, x = (
+            torch.linspace(-1, 1, side, device=device)
+            if side > 1
+            else torch.zeros(1, device=device)
+            for side in (self.height, self.width)
+        )
+        return torch.hypot(y[:, None], x[None, :]).flatten().repeat(self.tiles)
+
 
 @dataclass(frozen=True)
 class VisualTokens:
@@ -245,6 +271,23 @@ class VisualTokens:
         """Reshape ``(B * T, n, ...)`` to ``(B, N, ...)``, the inverse of :meth:`by_tile`."""
         return values.reshape(self.batch, self.count, *values.shape[2:])
 
+    def join_tiles(self, picks: Tensor, shares: Sequence[int], first_tile: int = 0) -> Tensor:
+        """Picks ``(B * T, max share)`` within tiles as picks ``(B, K)`` within images.
+
+        For nested selections, whose first k picks do not depend on how many follow: a tile with a
+        smaller share drops its last pick. Picks of the tiles are interleaved by rank, so that
+        earlier picks still mean higher confidence. The larger shares are those from ``first_tile``
+        on.
+        """
+        tiles, size = self.grid.tiles, self.grid.per_tile
+        if tiles == 1:
+            return picks
+        offset = torch.arange(tiles, device=picks.device)[:, None] * size
+        by_tile = picks.reshape(self.batch, tiles, -1) + offset
+        by_rank = by_tile.roll(-first_tile, dims=1).transpose(1, 2)
+        flat = by_rank.reshape(self.batch, -1)
+        return flat[:, : sum(shares)]
+
     def require_instruction(self) -> Instruction:
         """The instruction; raises :class:`SelectionError` if it is missing."""
         return _present(self.instruction, "the instruction", "instruction")
@@ -303,25 +346,6 @@ def split_over_tiles(budget: int, tiles: int) -> tuple[int, ...]:
     return tuple(share + (tile < rest) for tile in range(tiles))
 
 
-def join_tiles(
-    picks: Tensor, tokens: VisualTokens, shares: Sequence[int], first_tile: int = 0
-) -> Tensor:
-    """Picks ``(B * T, max share)`` within tiles as picks ``(B, K)`` within images.
-
-    For nested selections, whose first k picks do not depend on how many follow: a tile with a
-    smaller share drops its last pick. Picks of the tiles are interleaved by rank, so that earlier
-    picks still mean higher confidence. The larger shares are those from ``first_tile`` on.
-    """
-    tiles, size = tokens.grid.tiles, tokens.grid.per_tile
-    if tiles == 1:
-        return picks
-    offset = torch.arange(tiles, device=picks.device)[:, None] * size
-    by_tile = picks.reshape(tokens.batch, tiles, -1) + offset
-    by_rank = by_tile.roll(-first_tile, dims=1).transpose(1, 2)
-    flat = by_rank.reshape(tokens.batch, -1)
-    return flat[:, : sum(shares)]
-
-
 @dataclass(frozen=True, slots=True)
 class TileGroup:
     """Adjacent tiles with an equal share of the budget."""
@@ -329,6 +353,38 @@ class TileGroup:
     start: int
     tiles: int
     share: int
+
+    @classmethod
+    def split(cls, tokens: VisualTokens, budget: int) -> tuple[TileGroup, ...]:
+        """Group tiles by their share of the budget, larger share first, omitting a share of 0.
+
+        For selections that are not nested: the picks at k are not the first k picks at k + 1, so
+        each share (there are at most two) has to be computed separately.
+        """
+        shares = split_over_tiles(budget, tokens.grid.tiles)
+        groups, start = [], 0
+        for share in sorted(set(shares), reverse=True):
+            count = shares.count(share)
+            if share:
+                groups.append(cls(start, count, share))
+            start += count
+        return tuple(groups)
+
+    @staticmethod
+    def join(parts: Sequence[Tensor], groups: Sequence[TileGroup], tokens: VisualTokens) -> Tensor:
+        """Join parts ``(B * tiles, p, ...)``, one per group, as ``(B, sum, ...)`` by rank.
+
+        The first group has as many rows per tile as the second, or one more.
+        """
+        spread = [
+            part.reshape(tokens.batch, group.tiles, *part.shape[1:]).transpose(1, 2)
+            for part, group in zip(parts, groups, strict=True)
+        ]
+        if len(spread) == 1:
+            return spread[0].flatten(1, 2)
+        common = spread[1].shape[1]
+        both = torch.cat([spread[0][:, :common], spread[1]], dim=2).flatten(1, 2)
+        return torch.cat([both, spread[0][:, common:].flatten(1, 2)], dim=1)
 
     def of(self, values: Tensor, tokens: VisualTokens) -> Tensor:
         """Values ``(B, N, ...)`` of the group's tokens, as ``(B * tiles, n, ...)``."""
@@ -340,36 +396,12 @@ class TileGroup:
         tile = torch.arange(self.start, self.start + self.tiles, device=picks.device)
         return picks + (tile * tokens.grid.per_tile).repeat(tokens.batch)[:, None]
 
-
-def tile_groups(tokens: VisualTokens, budget: int) -> tuple[TileGroup, ...]:
-    """Group tiles by their share of the budget, larger share first, omitting a share of 0.
-
-    For selections that are not nested: the picks at k are not the first k picks at k + 1, so each
-    share (there are at most two) has to be computed separately.
-    """
-    shares = split_over_tiles(budget, tokens.grid.tiles)
-    groups, start = [], 0
-    for share in sorted(set(shares), reverse=True):
-        count = shares.count(share)
-        if share:
-            groups.append(TileGroup(start, count, share))
-        start += count
-    return tuple(groups)
-
-
-def join_groups(
-    parts: Sequence[Tensor], groups: Sequence[TileGroup], tokens: VisualTokens
-) -> Tensor:
-    """Join parts ``(B * tiles, p, ...)``, one per group, as ``(B, sum, ...)`` interleaved by rank.
-
-    The first group has as many rows per tile as the second, or one more.
-    """
-    spread = [
-        part.reshape(tokens.batch, group.tiles, *part.shape[1:]).transpose(1, 2)
-        for part, group in zip(parts, groups, strict=True)
-    ]
-    if len(spread) == 1:
-        return spread[0].flatten(1, 2)
-    common = spread[1].shape[1]
-    both = torch.cat([spread[0][:, :common], spread[1]], dim=2).flatten(1, 2)
-    return torch.cat([both, spread[0][:, common:].flatten(1, 2)], dim=1)
+    def cls_rows(self, tokens: VisualTokens) -> Tensor:
+        """[CLS] row of each tile ``(R, 1, Dv)``; :class:`SelectionError` if there is none."""
+        cls = tokens.require_tower().cls
+        if cls is None:
+            raise SelectionError(
+                "this vision tower has no [CLS] token: use VisionZip with patch_only, or PruneSID "
+                "in mode 'patch'"
+            )
+        return cls.narrow(1, self.start, self.tiles).flatten(0, 1)[:, None]

@@ -33,7 +33,6 @@ from vllm_autoprune.ops.rowwise import (
     rank_descending,
 )
 from vllm_autoprune.ops.similarity import SETTLED, matmul_each, strip_size
-from vllm_autoprune.tpdsl.atoms.scoring import centre_distance, instruction_relevance
 from vllm_autoprune.tpdsl.base_policy import TokenSelection
 from vllm_autoprune.tpdsl.registry import AtomCall, OneOf, added, declare
 from vllm_autoprune.tpdsl.tokens import VisualTokens
@@ -229,7 +228,7 @@ class _Recipe:
             weight = similarity.clamp_min(0)
         elif self.aggregate.name == "semantic_gated":  # relevance; 0 below the gate quantile
             instruction = tokens.require_instruction()
-            r = min_max_normalise(instruction_relevance(instruction, sign=instruction.sign))
+            r = min_max_normalise(instruction.relevance(sign=instruction.sign))
             gate = r.sort(dim=1).values[:, int(call.gate_quantile * (tokens.count - 1)), None]
             relevance = r.masked_fill(r < gate, 0.0)
             weight, anchor_weights = relevance[:, :, None], relevance.gather(1, indices)
@@ -304,7 +303,7 @@ def _nearest_residual(
     place = torch.arange(kept, device=device).expand_as(indices)
     nearest, owner = similarity.max(dim=2)
     owner = owner.scatter(1, indices, place)
-    distance = centre_distance(tokens.grid, device)
+    distance = tokens.grid.centre_distance(device)
     far = distance / distance.max().clamp_min(SETTLED)
     itself = torch.eye(per_tile, dtype=torch.bool, device=device)
     likeness = tokens.by_image(within.masked_fill(itself, -torch.inf).amax(dim=2))

@@ -37,7 +37,7 @@ from vllm_autoprune.ops.similarity import (
     subtract_mean,
 )
 from vllm_autoprune.tpdsl.registry import AtomCall, OneOf, added, atom, run
-from vllm_autoprune.tpdsl.tokens import Grid, Instruction, Need, VisualTokens
+from vllm_autoprune.tpdsl.tokens import Need, VisualTokens
 
 ROUNDS = 5
 """Iterations of k-means in cluster_centroid_representativeness."""
@@ -144,22 +144,6 @@ class _Dissimilarity(_SignalCall):
 Signal = Annotated[_SignalCall, OneOf("scoring")]
 
 
-def instruction_relevance(
-    instruction: Instruction, reduce: Literal["mean", "max"] = "mean", sign: int = 1
-) -> Tensor:
-    """Cosine of each token with the instruction, reduced over text segments, times ``sign``.
-
-    Returns ``(B, N)`` float32; zeros for an image whose instruction has no segment.
-    """
-    cosines = sign * instruction.cosines
-    used = instruction.segments[:, None, :]
-    if reduce == "max":
-        best = cosines.masked_fill(~used, -torch.inf).amax(dim=-1)
-        return torch.where(used.any(dim=-1), best, torch.zeros_like(best))
-    total = torch.where(used, cosines, torch.zeros_like(cosines)).sum(dim=-1)
-    return total / used.sum(dim=-1).clamp_min(1)
-
-
 _RELEVANCE_NEEDS: dict[str, frozenset[Need]] = {
     "instruction": frozenset({"instruction"}),
     "words": frozenset({"words"}),
@@ -189,19 +173,7 @@ def _instruction_guided_visual_relevance(
         return -torch.cat([strip.float().mean(dim=-1) for strip in strips], dim=1)
     instruction = tokens.require_instruction()
     sign = instruction.sign if call.sign == "auto" else (1 if call.sign == "+" else -1)
-    return instruction_relevance(instruction, call.reduce, sign)
-
-
-def centre_distance(grid: Grid, device: torch.device) -> Tensor:
-    """Distance ``(N,)`` of each token from the centre of its tile, whose corners are at (+-1, +-1).
-
-    As released: the first and the last row or column lie on the border.
-    """
-    y, x = (
-        torch.linspace(-1, 1, side, device=device) if side > 1 else torch.zeros(1, device=device)
-        for side in (grid.height, grid.width)
-    )
-    return torch.hypot(y[:, None], x[None, :]).flatten().repeat(grid.tiles)
+    return instruction.relevance(call.reduce, sign)
 
 
 @atom(
@@ -213,7 +185,7 @@ def centre_distance(grid: Grid, device: torch.device) -> Tensor:
 def _attention_proxy_saliency(call: _Attention, tokens: VisualTokens, picks: Tensor) -> Tensor:
     """Attention of [CLS] to each token; without [CLS], softmax of its part along the mean token."""
     if call.measure == "norm_and_place":
-        central = torch.exp(-centre_distance(tokens.grid, tokens.features.device))
+        central = torch.exp(-tokens.grid.centre_distance(tokens.features.device))
         norm = min_max_normalise(tokens.norm[:, :, 0].float())
         return 0.7 * norm + 0.3 * min_max_normalise(central)
     if tokens.cls_attention is not None:
@@ -228,7 +200,7 @@ def _spatial_centrality_prior(call: _Centrality, tokens: VisualTokens, picks: Te
     """Gaussian of the token's distance from the centre of its tile."""
     grid, device = tokens.grid, tokens.features.device
     if call.bias is not None:
-        prior = torch.exp(-call.bias * centre_distance(grid, device))
+        prior = torch.exp(-call.bias * grid.centre_distance(device))
         return prior.expand(tokens.batch, tokens.count)
     y = (torch.arange(grid.height, device=device) * 2 + 1) / grid.height - 1
     x = (torch.arange(grid.width, device=device) * 2 + 1) / grid.width - 1

@@ -24,7 +24,7 @@ from vllm_autoprune.ops.rowwise import (
     rank_descending,
 )
 from vllm_autoprune.tpdsl.atoms.pools import PartitionCall
-from vllm_autoprune.tpdsl.atoms.scoring import Kernel, conditional_kernel, instruction_relevance
+from vllm_autoprune.tpdsl.atoms.scoring import Kernel, conditional_kernel
 from vllm_autoprune.tpdsl.base_policy import Given
 from vllm_autoprune.tpdsl.registry import AtomCall, OneOf, added, atom, run
 from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
@@ -352,7 +352,7 @@ def _runtime_reference_anchor_pool_dpp_selector(
 ) -> Tensor:
     """Anchored DPP by relevance to the instruction; signals act by the pool, the kernel not."""
     instruction = revision.tokens.require_instruction()
-    r = instruction_relevance(instruction, sign=instruction.sign)
+    r = instruction.relevance(sign=instruction.sign)
     return revision.select_anchored(conditional_kernel(revision.tokens, r))
 
 
