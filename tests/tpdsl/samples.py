@@ -15,7 +15,7 @@ from torch import Tensor
 from vllm_autoprune import Grid, Instruction, PruningState, VisualTokens, load_state
 from vllm_autoprune.tpdsl.loading import shipped_states
 from vllm_autoprune.tpdsl.registry import ATOMS
-from vllm_autoprune.tpdsl.safety import make_probe
+from vllm_autoprune.tpdsl.safety import _make_probe
 from vllm_autoprune.tpdsl.tokens import MergerInput
 
 Json = dict[str, Any]
@@ -96,7 +96,7 @@ def images(
 ) -> VisualTokens:
     """Images of clustered tokens with every input, whose patches have norms of their own."""
     grid, options = grid or Grid(6, 6), {"clusters": clusters, "noise": noise}
-    tokens = make_probe(grid, seed, **options, batch=batch, width=width)  # type: ignore[arg-type]
+    tokens = _make_probe(grid, seed, **options, batch=batch, width=width)  # type: ignore[arg-type]
     norms = torch.rand(batch, grid.tokens, 2, generator=torch.Generator().manual_seed(seed)) + 1
     tokens = replace(tokens, merger_input=MergerInput(norms))
     return mapped(tokens, lambda part: part.to(dtype) if part.is_floating_point() else part)

@@ -18,7 +18,7 @@ from vllm_autoprune.ops.rowwise import mask_from_indices
 from vllm_autoprune.tpdsl.atoms.pools import build_pool
 from vllm_autoprune.tpdsl.atoms.scoring import Kernel, run_fusion, run_signal
 from vllm_autoprune.tpdsl.atoms.selectors import SelectorInputs
-from vllm_autoprune.tpdsl.atoms.source import FIXED_BUDGETS, PriorInputs, run_budget
+from vllm_autoprune.tpdsl.atoms.source import FIXED_BUDGETS, PriorInputs
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.registry import run
 
@@ -347,6 +347,6 @@ BUDGETS: list[tuple[str, Changes, int, int, int]] = [
 
 @pytest.mark.parametrize(("name", "parameters", "tokens", "tiles", "kept"), BUDGETS)
 def test_budgets(name: str, parameters: Changes, tokens: int, tiles: int, kept: int) -> None:
-    assert run_budget(call(name, **parameters), tokens, tiles) == kept
+    assert call(name, **parameters).tokens_kept(tokens, tiles) == kept
     policy = materialize(state({"/budget": {"atom": name, **parameters}}))
     assert policy.tokens_kept(tokens, tiles) == min(kept, tokens)

@@ -39,14 +39,12 @@ from vllm_autoprune import (
 )
 from vllm_autoprune.ops.rowwise import gather_rows, mask_from_indices
 from vllm_autoprune.tpdsl.atoms.pools import PartitionCall
-from vllm_autoprune.tpdsl.atoms.reassembly import RECIPES, orders_by_quality
+from vllm_autoprune.tpdsl.atoms.reassembly import RECIPES
 from vllm_autoprune.tpdsl.atoms.source import ViewCall
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-from vllm_autoprune.tpdsl.materialize import core_policy
 from vllm_autoprune.tpdsl.reference import PLACES
 from vllm_autoprune.tpdsl.refine import keep_reference
 from vllm_autoprune.tpdsl.registry import ATOMS, ROLES, Group, atom
-from vllm_autoprune.tpdsl.state import required_inputs
 from vllm_autoprune.tpdsl.tokens import Need
 
 GRIDS = [Grid(6, 6), Grid(3, 4, tiles=3)]
@@ -266,7 +264,7 @@ def test_no_question_changes_a_core(name: str) -> None:
     instruction, core = tokens.require_instruction(), slice(policy.core)
     opposite = replace(tokens, instruction=replace(instruction, text=-instruction.text))
     unasked = replace(tokens, instruction=None, language=None, words=None)
-    refined, alone = refine(policy, tokens), core_policy(policy.state, policy.core)
+    refined, alone = refine(policy, tokens), PruningPolicy.of_core(policy.state, policy.core)
     for other in (refine(alone, unasked), refine(policy, opposite)):
         assert torch.equal(refined.indices[:, core], other.indices[:, core])
         assert torch.equal(refined.features[:, core], other.features[:, core])
@@ -344,6 +342,6 @@ def test_an_idle_reassembly_changes_no_row_and_reads_for_its_order_alone(name: s
     assert torch.equal(refined.features, gather_rows(tokens.features, refined.indices))
     signal = [{"atom": "instruction_guided_visual_relevance"}]
     alone = state({**changes, "/scoring/signals": signal, **UNCHANGED})
-    reads = "instruction" in required_inputs(alone, exchange=False)
-    assert reads == orders_by_quality(alone.reassembly)
+    reads = "instruction" in alone.needs(exchange=False)
+    assert reads == alone.orders_by_quality
     assert refine(materialize(alone, 8), tokens).exchanged.tolist() == [0, 0]

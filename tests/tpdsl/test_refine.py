@@ -35,7 +35,7 @@ from vllm_autoprune.ops.rowwise import (
     mask_from_indices,
     min_max_normalise,
 )
-from vllm_autoprune.tpdsl.materialize import MAX_BUDGET, core_policy
+from vllm_autoprune.tpdsl.materialize import MAX_BUDGET, PruningPolicy
 from vllm_autoprune.tpdsl.refine import (
     give_core,
     keep_evenly,
@@ -358,7 +358,7 @@ def test_policies_signals_kernels_and_cores_compare_the_tokens_before_the_merger
     assert kept.exchanged.tolist() == alone.exchanged.tolist()
     assert not torch.equal(kept.indices, refine(after, tokens).indices)
     if after.core:
-        core = refine(core_policy(before.state, 6), tokens)
+        core = refine(PruningPolicy.of_core(before.state, 6), tokens)
         assert torch.equal(kept.indices[:, :6], core.indices)
     # The reference selection too.
     reference = keep_reference(before, tokens)

@@ -19,7 +19,6 @@ from vllm_autoprune.tpdsl.transfer import (
     check_transfer,
     instruction_free,
     list_changes,
-    state_document,
     transfer,
 )
 
@@ -35,14 +34,14 @@ def test_the_record_applied_to_the_old_state_gives_the_new_one_which_holds_k(
 ) -> None:
     old = state({"/constraints/selector/r_min": 30, "/scoring/signals/0/sign": "-"})
     new, changes = transfer(old, budget, backbone)
-    data = state_document(old)
+    data = old.document()
     for change in changes:
         assert change.why and change.before != change.after
         after = DELETE if change.kind == "removed" else change.after
         data = edited(data, {change.where: after})
-    assert data == state_document(new)
+    assert data == new.document()
     for part in ("base_policy", "reassembly", "safety"):  # the searched structure stays
-        assert data[part] == state_document(old)[part]
+        assert data[part] == old.document()[part]
     policy = materialize(load_state(new.dumps()))
     assert (policy.budget, policy.quota) == (budget or 32, min(2, budget or 2))
     if budget in FIXED_BUDGETS:

@@ -36,12 +36,10 @@ from vllm_autoprune.tpdsl.loading import (
 from vllm_autoprune.tpdsl.materialize import (
     MAX_BUDGET,
     PruningPolicy,
-    core_policy,
     materialize,
-    recall_policy,
 )
 from vllm_autoprune.tpdsl.safety import MAX_PROBED_BUDGET, safety_check
-from vllm_autoprune.tpdsl.state import PruningState, required_inputs
+from vllm_autoprune.tpdsl.state import PruningState
 from vllm_autoprune.tpdsl.tokens import Need
 
 if TYPE_CHECKING:
@@ -94,11 +92,11 @@ class ServedState:
         state = self.state_for_plan(plan)
         if plan.part == "recall":
             chosen = state if plan.keep == "state" else state.without_exchange()
-            return recall_policy(chosen, plan.budget)
+            return PruningPolicy.of_recall(chosen, plan.budget)
         if plan.part == "whole":
             return make_policy(state, plan.budget, plan.keep)
         if plan.part == "core":
-            return core_policy(state, plan.core)
+            return PruningPolicy.of_core(state, plan.core)
         return make_policy(state, plan.image_budget, plan.keep, plan.core)
 
     def selection_identity(self, state: PruningState) -> str:
@@ -114,7 +112,7 @@ class ServedState:
         image, before it is known which inputs later states read.
         """
         quota, _ = self.state.constraints.selector.bounds(MAX_BUDGET)
-        of_state = required_inputs(self.state, exchange=quota > 0)
+        of_state = self.state.needs(exchange=quota > 0)
         if not self.rules.allows("shipped-states"):
             return of_state
         return of_state | (frozenset(NEEDS) - {need for need, _ in self.unavailable})

@@ -16,7 +16,7 @@ from pydantic import GetCoreSchemaHandler, create_model
 from pydantic_core import CoreSchema, core_schema
 from torch import Tensor
 
-from vllm_autoprune.ops.rowwise import mask_from_indices, positions_in_order
+from vllm_autoprune.ops.rowwise import gather_rows, mask_from_indices, positions_in_order
 from vllm_autoprune.tpdsl.registry import StatePart, literal_type
 from vllm_autoprune.tpdsl.tokens import Need, VisualTokens
 
@@ -75,6 +75,15 @@ class Given:
         indices = torch.empty(tokens.batch, 0, dtype=torch.int64, device=device)
         closed = torch.zeros(tokens.batch, tokens.count, dtype=torch.bool, device=device)
         return cls(indices, closed, closed, 0)
+
+    @classmethod
+    def after(cls, tokens: VisualTokens, kept: Tensor) -> Given:
+        """The tokens at ``(B, A)`` as given tokens of a later choice.
+
+        What is not kept was merged into them, so nothing is merged into the tokens of that choice.
+        """
+        closed = mask_from_indices(kept, tokens.count)
+        return cls(kept, closed, torch.ones_like(closed), kept.shape[1])
 
     def kept(self, tokens: VisualTokens) -> Tensor:
         """Mask ``(B, N)`` of the given tokens."""
@@ -296,6 +305,34 @@ class RefinedTokens:
     exchanged: Tensor
     fallback: Tensor
     quality: Tensor | None
+
+    @classmethod
+    def keep_all(cls, tokens: VisualTokens) -> RefinedTokens:
+        """Keep all N tokens unchanged."""
+        device = tokens.features.device
+        indices = torch.arange(tokens.count, device=device).expand(tokens.batch, -1)
+        none = torch.zeros(tokens.batch, dtype=torch.int64, device=device)
+        return cls(tokens.features, indices, indices, none, none.to(torch.uint8), quality=None)
+
+    def joined(self, delta: RefinedTokens) -> RefinedTokens:
+        """This core and its delta as one result, the core's rows first."""
+        return RefinedTokens(
+            features=torch.cat([self.features, delta.features], dim=1),
+            indices=torch.cat([self.indices, delta.indices], dim=1),
+            reference=torch.cat([self.reference, delta.reference], dim=1),
+            exchanged=self.exchanged + delta.exchanged,
+            fallback=torch.maximum(self.fallback, delta.fallback),
+            quality=delta.quality,
+        )
+
+    def in_order(self, order: Tensor, count: int) -> RefinedTokens:
+        """The rows of kept tokens in the order of indices ``(B, P)``, tokens below count."""
+        kept = mask_from_indices(self.indices, count)
+        place = positions_in_order(order, kept).gather(1, self.indices)
+        moved = place.argsort(dim=1, stable=True)
+        rows, extra = self.features.split([moved.shape[1], self.extra], dim=1)
+        features = torch.cat([gather_rows(rows, moved), extra], dim=1)
+        return replace(self, features=features, indices=self.indices.gather(1, moved))
 
     @property
     def extra(self) -> int:

@@ -18,7 +18,6 @@ from functools import lru_cache
 from typing import Any
 
 from vllm_autoprune.errors import Problem, StateError
-from vllm_autoprune.tpdsl.atoms.reassembly import orders_by_quality
 from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
 from vllm_autoprune.tpdsl.state import PruningState
 
@@ -104,7 +103,7 @@ def _atom_costs(state: PruningState) -> Iterator[tuple[str, float]]:
     if core is None or core.share < 1:
         yield base, POLICY_COSTS[base]
         calls: list[Any] = []
-        scores = exchanges or orders_by_quality(state.reassembly)
+        scores = exchanges or state.orders_by_quality
         cosines |= scores or base == "cdpruner" or not state.reassembly.idle
         if scores:
             calls += [signal for signal in scoring.signals if signal.weight > 0]

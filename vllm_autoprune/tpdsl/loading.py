@@ -25,7 +25,6 @@ from pydantic_core import ErrorDetails
 
 from vllm_autoprune.errors import Problem, StateError
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-from vllm_autoprune.tpdsl.materialize import find_budget_problems
 from vllm_autoprune.tpdsl.registry import ATOMS
 from vllm_autoprune.tpdsl.state import SCHEMA, PruningState
 
@@ -265,7 +264,7 @@ def _validate(data: JsonValue, subject: str) -> PruningState:
         state = PruningState.model_validate(data)
     except ValidationError as error:
         raise StateError(subject, _diagnose(error, data)) from None
-    if problems := find_budget_problems(state, *state.budget.range()):
+    if problems := state.budget_problems(*state.budget.range()):
         raise StateError(subject, problems)
     if len(state.dumps().encode()) > MAX_BYTES:
         _refuse_size(subject, " when written out with its defaults", "shorten its provenance")

@@ -8,10 +8,8 @@ from functools import lru_cache
 from pydantic import JsonValue
 
 from vllm_autoprune.errors import BudgetError, Problem
-from vllm_autoprune.tpdsl.atoms.reassembly import orders_by_quality
-from vllm_autoprune.tpdsl.atoms.source import run_budget
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, INSTRUCTION_NEEDS, BasePolicy
-from vllm_autoprune.tpdsl.state import SCHEMA, Core, PruningState, required_inputs
+from vllm_autoprune.tpdsl.state import SCHEMA, Core, PruningState
 from vllm_autoprune.tpdsl.tokens import Need, RankAt
 
 MAX_BUDGET = 65536
@@ -35,6 +33,29 @@ class PruningPolicy:
     core: int = 0
     cover: float = 1.0
 
+    @classmethod
+    def of_core(cls, state: PruningState, core: int) -> PruningPolicy:
+        """The policy that keeps the core alone, K_c tokens: it reads no question, exchanges none.
+
+        Raises :class:`BudgetError` for a state that has no core.
+        """
+        if state.core is None:
+            raise _no_core(state)
+        alone = _core_state(state.core, state.rank_at)
+        return cls(alone, core, 0, core, cover=state.core.cover)
+
+    @classmethod
+    def of_recall(cls, state: PruningState, budget: int) -> PruningPolicy:
+        """The policy that keeps K more tokens of an image, given all that are kept already."""
+        quota, _ = state.constraints.selector.bounds(budget)
+        quota = min(quota, budget)
+        return cls(state, budget, quota, budget - quota)
+
+    @property
+    def delta(self) -> PruningPolicy:
+        """The policy that keeps the other tokens of K, given the core."""
+        return replace(self, budget=self.budget - self.core, core=0)
+
     @property
     def is_core(self) -> bool:
         """Whether this policy keeps the core of another one."""
@@ -53,14 +74,14 @@ class PruningPolicy:
     @property
     def reads_quality(self) -> bool:
         """Whether token quality g is read, by the exchange or by the order of rows."""
-        return self.refines or orders_by_quality(self.state.reassembly)
+        return self.refines or self.state.orders_by_quality
 
     @property
     def needs(self) -> frozenset[Need]:
         """Optional inputs that this policy reads."""
         if self.core == self.budget:
-            return core_policy(self.state, self.core).needs
-        return required_inputs(self.state, exchange=self.refines)
+            return PruningPolicy.of_core(self.state, self.core).needs
+        return self.state.needs(exchange=self.refines)
 
     @property
     def reads_instruction(self) -> bool:
@@ -80,7 +101,7 @@ class PruningPolicy:
         """Policy for images of N tokens in T tiles; itself if K does not depend on the size."""
         if not self.varies:
             return self
-        return materialize(self.state, run_budget(self.state.budget, tokens, tiles))
+        return materialize(self.state, self.state.budget.tokens_kept(tokens, tiles))
 
 
 def materialize(
@@ -98,7 +119,7 @@ def materialize(
         what = f"K = {most!r} is not a number of tokens"
         fix = f"give a whole number from 1 to {MAX_BUDGET}"
         raise BudgetError(f"budget of state {state.name!r}", [Problem("/budget", what, fix)])
-    if problems := find_budget_problems(state, least, most):
+    if problems := state.budget_problems(least, most):
         raise BudgetError(f"budget of state {state.name!r}", problems)
     quota, r_min = state.constraints.selector.bounds(most)
     varies = budget is None and least != most
@@ -113,32 +134,9 @@ def materialize(
     return PruningPolicy(state, most, min(quota, most - core), r_min, varies, core)
 
 
-def core_policy(state: PruningState, core: int) -> PruningPolicy:
-    """The policy that keeps the core alone, K_c tokens: it reads no question, exchanges nothing.
-
-    Raises :class:`BudgetError` for a state that has no core.
-    """
-    if state.core is None:
-        raise _no_core(state)
-    alone = _core_state(state.core, state.rank_at)
-    return PruningPolicy(alone, core, 0, core, cover=state.core.cover)
-
-
 def _no_core(state: PruningState) -> BudgetError:
     fix = "leave it out, or use a state with a core"
     return BudgetError("core", [Problem("/core", f"state {state.name!r} has none", fix)])
-
-
-def delta_policy(policy: PruningPolicy) -> PruningPolicy:
-    """The policy that keeps the other tokens of K, given the core."""
-    return replace(policy, budget=policy.budget - policy.core, core=0)
-
-
-def recall_policy(state: PruningState, budget: int) -> PruningPolicy:
-    """The policy that keeps K more tokens of an image, given all that are kept already."""
-    quota, _ = state.constraints.selector.bounds(budget)
-    quota = min(quota, budget)
-    return PruningPolicy(state, budget, quota, budget - quota)
 
 
 _CORE_ALONE: dict[str, JsonValue] = {
@@ -166,19 +164,3 @@ def _core_state(core: Core, rank_at: RankAt) -> PruningState:
     return PruningState.model_validate(
         {**_CORE_ALONE, "base_policy": policy, "rank_at": rank_at, "reassembly": reassembly}
     )
-
-
-def find_budget_problems(state: PruningState, least: int, most: int) -> list[Problem]:
-    """Rules of a state that K from ``least`` to ``most`` breaks."""
-    limit, r_min = state.budget.limit, state.constraints.selector.insists_on
-    problems = []
-    if limit is not None and most > limit:
-        what = f"K = {most} is above the limit of the state, {limit}"
-        fix = f"use K = {limit} or less, or a larger limit"
-        problems.append(Problem("/budget/limit", what, fix, "limit_below_budget"))
-    if r_min is not None and r_min > least:
-        what = f"r_min = {r_min} reference tokens cannot be kept of K = {least}"
-        fix = "set it to null, which means K - q_e, or use a larger K"
-        where = "/constraints/selector/r_min"
-        problems.append(Problem(where, what, fix, "r_min_above_budget"))
-    return problems

@@ -23,7 +23,6 @@ from vllm_autoprune.ops.rowwise import (
     gather_rows,
     indices_from_mask,
     mask_from_indices,
-    positions_in_order,
     rank_descending,
     upload,
 )
@@ -38,7 +37,7 @@ from vllm_autoprune.tpdsl.base_policy import (
     RefinedTokens,
     TokenSelection,
 )
-from vllm_autoprune.tpdsl.materialize import PruningPolicy, core_policy, delta_policy
+from vllm_autoprune.tpdsl.materialize import PruningPolicy
 from vllm_autoprune.tpdsl.registry import run
 from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens, split_over_tiles
 
@@ -52,15 +51,15 @@ def refine(policy: PruningPolicy, tokens: VisualTokens) -> RefinedTokens:
     """
     policy = policy.at(tokens.count, tokens.grid.tiles)
     if policy.budget >= tokens.count:
-        return keep_all(tokens)
+        return RefinedTokens.keep_all(tokens)
     if policy.core == 0:
         return assemble_rows(policy, tokens, select_tokens(policy, tokens))
-    core = refine(core_policy(policy.state, policy.core), tokens)
+    core = refine(PruningPolicy.of_core(policy.state, policy.core), tokens)
     if policy.core == policy.budget:
         return core
     start = give_core(policy, tokens, core.indices)
-    delta = delta_policy(policy)
-    return join_parts(core, assemble_rows(delta, tokens, select_tokens(delta, tokens, start)))
+    delta = policy.delta
+    return core.joined(assemble_rows(delta, tokens, select_tokens(delta, tokens, start)))
 
 
 def give_core(policy: PruningPolicy, tokens: VisualTokens, core: Tensor) -> Given:
@@ -80,37 +79,6 @@ def give_core(policy: PruningPolicy, tokens: VisualTokens, core: Tensor) -> Give
     if count + -(-delta // tiles) > per_tile or most + delta > tokens.count:
         return Given(core, mask_from_indices(core, tokens.count), covered, policy.core)
     return Given(core, covered, covered, most)
-
-
-def give_kept(tokens: VisualTokens, kept: Tensor) -> Given:
-    """The tokens at ``(B, A)`` as given tokens of a later choice.
-
-    What is not kept was merged into them, so nothing is merged into the tokens of that choice.
-    """
-    closed = mask_from_indices(kept, tokens.count)
-    return Given(kept, closed, torch.ones_like(closed), kept.shape[1])
-
-
-def join_parts(core: RefinedTokens, delta: RefinedTokens) -> RefinedTokens:
-    """Core and delta as one result, the core's rows first."""
-    return RefinedTokens(
-        features=torch.cat([core.features, delta.features], dim=1),
-        indices=torch.cat([core.indices, delta.indices], dim=1),
-        reference=torch.cat([core.reference, delta.reference], dim=1),
-        exchanged=core.exchanged + delta.exchanged,
-        fallback=torch.maximum(core.fallback, delta.fallback),
-        quality=delta.quality,
-    )
-
-
-def order_rows(refined: RefinedTokens, order: Tensor, count: int) -> RefinedTokens:
-    """The rows of kept tokens in the order of indices ``(B, P)``, which name tokens below count."""
-    kept = mask_from_indices(refined.indices, count)
-    place = positions_in_order(order, kept).gather(1, refined.indices)
-    moved = place.argsort(dim=1, stable=True)
-    rows, extra = refined.features.split([moved.shape[1], refined.extra], dim=1)
-    features = torch.cat([gather_rows(rows, moved), extra], dim=1)
-    return replace(refined, features=features, indices=refined.indices.gather(1, moved))
 
 
 @torch.no_grad()
@@ -266,14 +234,14 @@ def keep_reference(
     """Keep the base policy's selection: pi_P(T_v, X_q; K), beside the given tokens."""
     policy = policy.at(tokens.count, tokens.grid.tiles)
     if policy.budget >= tokens.count:
-        return keep_all(tokens)
+        return RefinedTokens.keep_all(tokens)
     return _keep(tokens, _reference(policy, policy.state.ranked(tokens), start), fallback=1)
 
 
 def keep_evenly(budget: int, tokens: VisualTokens, start: Given | None = None) -> RefinedTokens:
     """Keep K evenly spaced tokens, without reading any input: the last fallback."""
     if budget >= tokens.count:
-        return keep_all(tokens)
+        return RefinedTokens.keep_all(tokens)
     return keep_indices(tokens, _spread(budget, tokens, start), fallback=2)
 
 
@@ -290,16 +258,6 @@ def _spread(budget: int, tokens: VisualTokens, start: Given | None) -> Tensor:
 def keep_indices(tokens: VisualTokens, picks: Tensor, fallback: int = 0) -> RefinedTokens:
     """Keep the tokens at indices ``(B, K)``, given in any order, with unmerged finite rows."""
     return _keep(tokens, ReferenceSelection(picks), fallback)
-
-
-def keep_all(tokens: VisualTokens) -> RefinedTokens:
-    """Keep all N tokens unchanged."""
-    device = tokens.features.device
-    indices = torch.arange(tokens.count, device=device).expand(tokens.batch, -1)
-    none = torch.zeros(tokens.batch, dtype=torch.int64, device=device)
-    return RefinedTokens(
-        tokens.features, indices, indices, none, none.to(torch.uint8), quality=None
-    )
 
 
 def _keep(tokens: VisualTokens, reference: ReferenceSelection, fallback: int) -> RefinedTokens:
@@ -334,7 +292,7 @@ def pool_tokens(budget: int, tokens: VisualTokens) -> RefinedTokens:
     averaged.
     """
     if budget >= tokens.count:
-        return keep_all(tokens)
+        return RefinedTokens.keep_all(tokens)
     device = tokens.features.device
     weights, centres = (upload(part, device) for part in _cells(budget, tokens.grid))
     finite = tokens.features.float().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)

@@ -40,13 +40,13 @@ def synthetic_probes(budget: int, device: torch.device = _HOST) -> list[VisualTo
     side = max(4, math.ceil(math.sqrt(budget + 1)))
     tile = max(4, math.ceil(math.sqrt((budget + 1) / 5)))
     return [
-        make_probe(Grid(side, side), 1, device, clusters=6, noise=0.5),
-        make_probe(Grid(side, side), 2, device, clusters=1, noise=0.0),
-        make_probe(Grid(tile, tile, tiles=5), 3, device, clusters=3, noise=0.0),
+        _make_probe(Grid(side, side), 1, device, clusters=6, noise=0.5),
+        _make_probe(Grid(side, side), 2, device, clusters=1, noise=0.0),
+        _make_probe(Grid(tile, tile, tiles=5), 3, device, clusters=3, noise=0.0),
     ]
 
 
-def make_probe(
+def _make_probe(
     grid: Grid,
     seed: int,
     device: torch.device = _HOST,

@@ -14,8 +14,9 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import AfterValidator, ConfigDict, Field, JsonValue
 from pydantic_core import PydanticCustomError
 
+from vllm_autoprune.errors import Problem
 from vllm_autoprune.tpdsl.atoms.pools import Partition, PartitionCall, Pool
-from vllm_autoprune.tpdsl.atoms.reassembly import Reassembly, orders_by_quality
+from vllm_autoprune.tpdsl.atoms.reassembly import RECIPES, Reassembly
 from vllm_autoprune.tpdsl.atoms.safety import SafetyCall
 from vllm_autoprune.tpdsl.atoms.scoring import Fusion, Signal, SimilarityKernel
 from vllm_autoprune.tpdsl.atoms.selectors import Selector, SelectorCall
@@ -23,7 +24,6 @@ from vllm_autoprune.tpdsl.atoms.source import Budget, Source
 from vllm_autoprune.tpdsl.base_policy import (
     BASE_POLICIES,
     AnyBasePolicy,
-    BasePolicyCall,
     QuestionFreePolicy,
 )
 from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, StatePart, default_call
@@ -241,6 +241,43 @@ class PruningState(StatePart):
             copied.__dict__.pop(name, None)
         return copied
 
+    @property
+    def orders_by_quality(self) -> bool:
+        """Whether rows are ordered by token quality g, which then has to be computed."""
+        return RECIPES[self.reassembly.atom].order.name == "score"
+
+    def needs(self, *, exchange: bool) -> frozenset[Need]:
+        """Optional inputs that the state reads, with or without its exchange."""
+        policies = [self.base_policy, *([] if self.core is None else [self.core.policy])]
+        needs = {need for p in policies for need in BASE_POLICIES[p.name].needs_of(p.params)}
+        if self.rank_at == "merger_in":
+            needs |= {"encoder", "merger_input"}
+        calls: list[AtomCall] = [self.reassembly]
+        if exchange or self.orders_by_quality:
+            signals = [call for call in self.scoring.signals if call.weight > 0]
+            calls += [self.source.tokens, *signals, self.scoring.fusion, *self.source.priors]
+        if exchange:
+            constraints = self.constraints
+            calls += [self.scoring.kernel, *constraints.pool, constraints.selector]
+        for call in calls:
+            needs |= ATOMS.of(call).needs_of(call)
+        return frozenset(needs)
+
+    def budget_problems(self, least: int, most: int) -> list[Problem]:
+        """Rules of the state that K from ``least`` to ``most`` breaks."""
+        limit, r_min = self.budget.limit, self.constraints.selector.insists_on
+        problems = []
+        if limit is not None and most > limit:
+            what = f"K = {most} is above the limit of the state, {limit}"
+            fix = f"use K = {limit} or less, or a larger limit"
+            problems.append(Problem("/budget/limit", what, fix, "limit_below_budget"))
+        if r_min is not None and r_min > least:
+            what = f"r_min = {r_min} reference tokens cannot be kept of K = {least}"
+            fix = "set it to null, which means K - q_e, or use a larger K"
+            where = "/constraints/selector/r_min"
+            problems.append(Problem(where, what, fix, "r_min_above_budget"))
+        return problems
+
     def without_exchange(self) -> PruningState:
         """The same state without exchange, merging and reordering: its base policy alone."""
         selector = default_call(SelectorCall, "reference_strict_preservation_selector")
@@ -248,29 +285,11 @@ class PruningState(StatePart):
         reassembly = default_call(AtomCall, "mean_residual")
         return self.model_copy(update={"constraints": constraints, "reassembly": reassembly})
 
+    def document(self) -> dict[str, JsonValue]:
+        """The state as a JSON object, with defaults."""
+        document: dict[str, JsonValue] = self.model_dump(mode="json")
+        return document
+
     def dumps(self) -> str:
         """The state as JSON text; loading it gives an equal state."""
         return self.model_dump_json(indent=2) + "\n"
-
-
-def _needs(call: BasePolicyCall) -> frozenset[Need]:
-    return BASE_POLICIES[call.name].needs_of(call.params)
-
-
-def required_inputs(state: PruningState, *, exchange: bool) -> frozenset[Need]:
-    """Optional inputs that a state reads, with or without its exchange."""
-    needs = set(_needs(state.base_policy))
-    if state.rank_at == "merger_in":
-        needs |= {"encoder", "merger_input"}
-    if state.core is not None:
-        needs |= _needs(state.core.policy)
-    calls: list[AtomCall] = [state.reassembly]
-    if exchange or orders_by_quality(state.reassembly):
-        signals = [call for call in state.scoring.signals if call.weight > 0]
-        calls += [state.source.tokens, *signals, state.scoring.fusion, *state.source.priors]
-    if exchange:
-        constraints = state.constraints
-        calls += [state.scoring.kernel, *constraints.pool, constraints.selector]
-    for call in calls:
-        needs |= ATOMS.of(call).needs_of(call)
-    return frozenset(needs)

@@ -28,7 +28,7 @@ from vllm_autoprune.tpdsl.loading import child_pointer
 from vllm_autoprune.tpdsl.materialize import MAX_BUDGET, PruningPolicy, materialize
 from vllm_autoprune.tpdsl.registry import ATOMS, default_call
 from vllm_autoprune.tpdsl.safety import MAX_PROBED_BUDGET, safety_check, synthetic_probes
-from vllm_autoprune.tpdsl.state import PruningState, required_inputs
+from vllm_autoprune.tpdsl.state import PruningState
 
 Kind = Literal["changed", "added", "removed", "reordered"]
 
@@ -94,12 +94,6 @@ def _index_by_name(items: Sequence[JsonValue]) -> dict[tuple[str, int], int]:
     return indices
 
 
-def state_document(state: PruningState) -> dict[str, JsonValue]:
-    """The state as a JSON object, with defaults."""
-    document: dict[str, JsonValue] = state.model_dump(mode="json")
-    return document
-
-
 NEAREST = {
     "cdpruner": ("divprune", "diversity without conditioning on relevance"),
     "dart": ("divprune", "both keep tokens that are dissimilar to each other"),
@@ -122,7 +116,7 @@ def instruction_free(
     among K - K_c; a state that is all core is kept. Raises :class:`StateError` if a part without a
     substitute reads it.
     """
-    after = state_document(state)
+    after = state.document()
     why = {"/name": "distinguishes the variant from the original"}
     if state.core is not None and state.core.share < 1:
         del after["core"]
@@ -154,7 +148,7 @@ def instruction_free(
     }
     why["/provenance"] = "scores of the original state do not apply to the variant"
     variant = PruningState.model_validate(after)
-    if required_inputs(variant, exchange=True) & INSTRUCTION_NEEDS:
+    if variant.needs(exchange=True) & INSTRUCTION_NEEDS:
         parts = {
             "/constraints/selector": variant.constraints.selector,
             "/reassembly": variant.reassembly,
@@ -174,7 +168,7 @@ def _explain(
 ) -> tuple[Change, ...]:
     """Every difference, with the reason of the first pointer that it begins with."""
     changes = []
-    for change in list_changes(state_document(before), state_document(after)):
+    for change in list_changes(before.document(), after.document()):
         reasons = (reason for start, reason in why.items() if change.where.startswith(start))
         changes.append(replace(change, why=next(reasons, "")))
     return tuple(changes)
@@ -193,7 +187,7 @@ def transfer(
 
     Returns it with every change. Raises :class:`BudgetError` if the state does not allow K.
     """
-    document: dict[str, Any] = state_document(state)
+    document: dict[str, Any] = state.document()
     why: dict[str, str] = {}
     call, selector = state.budget, state.constraints.selector
     if budget is not None and not 1 <= budget <= MAX_BUDGET:

@@ -32,7 +32,6 @@ from vllm_autoprune.cli.output import format_paragraphs, format_table, print_res
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.http_client import ServerClient
 from vllm_autoprune.probe import probe_server
-from vllm_autoprune.tpdsl.atoms.source import run_budget
 from vllm_autoprune.tpdsl.loading import load_state
 
 _NAMES = {"block": "--block-size", "prefill": "--prefill-ms-per-token"} | {
@@ -178,7 +177,7 @@ def _read_inputs(options: argparse.Namespace) -> tuple[Traffic, Timings, Inputs]
     if state is not None:
         # Instead of the server's, but not of the flags'; K may depend on N, which was found now.
         if "budget" not in flags and "tokens" in values:
-            values["budget"] = min(run_budget(state.budget, values["tokens"]), values["tokens"])
+            values["budget"] = min(state.budget.tokens_kept(values["tokens"]), values["tokens"])
         if state.core is not None and "budget" in values:
             inputs.fill(core=state.core.tokens(values["budget"]))
     inputs.assume()

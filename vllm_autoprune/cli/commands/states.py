@@ -37,7 +37,6 @@ from vllm_autoprune.tpdsl.transfer import (
     check_transfer,
     instruction_free,
     list_changes,
-    state_document,
     transfer,
 )
 
@@ -205,7 +204,7 @@ def _compare_states(options: argparse.Namespace) -> int:
     """Compare two states field by field."""
     before, after = load_state(options.first), load_state(options.second)
     # With default values written out, which are no difference.
-    changes = list_changes(state_document(before), state_document(after))
+    changes = list_changes(before.document(), after.document())
     verdict = f"digests differ: {before.digest[:12]} and {after.digest[:12]}"
     if before.digest == after.digest:
         verdict = f"same digest {before.digest[:12]}: both keep the same tokens"

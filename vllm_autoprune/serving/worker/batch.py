@@ -23,14 +23,11 @@ from vllm_autoprune.serving.worker.selection import (
     select_at_random,
     select_with_fallback,
 )
-from vllm_autoprune.tpdsl.atoms.reassembly import orders_by_quality
-from vllm_autoprune.tpdsl.base_policy import RefinedTokens
-from vllm_autoprune.tpdsl.materialize import PruningPolicy, delta_policy
+from vllm_autoprune.tpdsl.base_policy import Given, RefinedTokens
+from vllm_autoprune.tpdsl.materialize import PruningPolicy
 from vllm_autoprune.tpdsl.prefix import LanguagePrefix
 from vllm_autoprune.tpdsl.refine import (
     give_core,
-    give_kept,
-    join_parts,
     keep_evenly,
     pool_tokens,
 )
@@ -167,8 +164,8 @@ def _select_rows(
     if not parts:  # all tokens are kept already
         parts = [torch.stack([image.rows()[:0] for image in images])]
     rows = torch.cat(parts, dim=1)
-    by_quality = runs_policy(plan.keep) and orders_by_quality(
-        context.served.policy_for_plan(plan).state.reassembly
+    by_quality = runs_policy(plan.keep) and (
+        context.served.policy_for_plan(plan).state.orders_by_quality
     )
     if positions and not by_quality:
         order = torch.cat(positions, dim=1).argsort(dim=1, stable=True)
@@ -226,7 +223,7 @@ class _RegionBatch:
             # An image that is one item keeps what its core and its delta keep as two.
             parts = self._take_items([plan.split(image_core) for plan in self.plans])
             core, *delta = [part.select() for part in parts if part.rows > 0]
-            return join_parts(core, delta[0]) if delta else core
+            return core.joined(delta[0]) if delta else core
 
         before, earlier = list[Tensor](), None
         try:
@@ -236,17 +233,17 @@ class _RegionBatch:
             if self.context.first_check is not None and not plan.profile:
                 policy = self.context.first_check.replace_unsafe(policy, tokens)
             if before and plan.part == "recall":
-                earlier = give_kept(tokens, torch.cat(before, dim=1))
+                earlier = Given.after(tokens, torch.cat(before, dim=1))
             elif before:
                 earlier = give_core(policy, tokens, before[0])
         except Exception as error:  # as in select_with_fallback(): the engine has to live
             reporter.report_error(error)
-            earlier = give_kept(bare, torch.cat(before, dim=1)) if before else None
+            earlier = Given.after(bare, torch.cat(before, dim=1)) if before else None
             refined = keep_evenly(self.rows, bare, earlier)
             reporter.report(refined.fallback, "error")
             return refined
         if earlier is not None and plan.part == "delta":
-            policy = delta_policy(policy)
+            policy = policy.delta
         known = [self.context.indices.get(key) for key in self._keys]
         errors = dict(reporter.errors)
         refined = select_with_fallback(policy, tokens, reporter, earlier, known)

@@ -20,11 +20,9 @@ from vllm_autoprune.tpdsl.base_policy import FALLBACKS, Given, RefinedTokens, To
 from vllm_autoprune.tpdsl.materialize import PruningPolicy
 from vllm_autoprune.tpdsl.refine import (
     assemble_rows,
-    keep_all,
     keep_evenly,
     keep_indices,
     keep_reference,
-    order_rows,
     select_tokens,
 )
 from vllm_autoprune.tpdsl.safety import safety_check
@@ -221,14 +219,14 @@ def select_with_fallback(
     reason: _FallbackReason = "scores"
     try:
         if policy.budget >= tokens.count:
-            refined = keep_all(tokens)
+            refined = RefinedTokens.keep_all(tokens)
         else:
             chosen = select_tokens(policy, tokens, earlier)
             if any_known:
                 chosen = replace(chosen, indices=_prefer(known, chosen.indices).sort(dim=1).values)
             refined = assemble_rows(policy, tokens, _broadcast_selection(chosen))
             if any_known:
-                refined = order_rows(refined, _prefer(known, refined.indices), tokens.count)
+                refined = refined.in_order(_prefer(known, refined.indices), tokens.count)
     except Exception as error:  # the engine must survive any failure of a policy
         reporter.report_error(error)
         reason = "error"

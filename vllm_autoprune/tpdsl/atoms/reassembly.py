@@ -344,8 +344,3 @@ RECIPES = {
 """Atom name -> its four levels."""
 
 Reassembly = Annotated[AtomCall, OneOf("reassembly")]
-
-
-def orders_by_quality(call: AtomCall) -> bool:
-    """Whether rows are ordered by token quality g, which then has to be computed."""
-    return RECIPES[call.atom].order.name == "score"

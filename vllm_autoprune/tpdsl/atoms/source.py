@@ -205,7 +205,7 @@ FIXED_BUDGETS = (16, 32, 64, 128, 160, 192, 256, 320, 512, 640)
 """The ten values of K in the paper's language."""
 
 
-class BudgetCall(AtomCall):
+class _BudgetCall(AtomCall):
     """Parameters of every budget atom: the largest K that flags and requests may ask for."""
 
     limit: int | None = Field(
@@ -214,6 +214,10 @@ class BudgetCall(AtomCall):
         le=65536,
         description="largest K that a flag or a request may ask for; null: no limit",
     )
+
+    def tokens_kept(self, tokens: int, tiles: int = 1) -> int:
+        """K of an image of N tokens in T tiles; may exceed N."""
+        return run(int, self, tokens, tiles)
 
     def range(self) -> tuple[int, int]:
         """Smallest and largest K of any image."""
@@ -225,7 +229,7 @@ class BudgetCall(AtomCall):
         return f"{most}" if least == most else f"{least} to {most}"
 
 
-class RatioBudget(BudgetCall):
+class _RatioBudget(_BudgetCall):
     """Parameters of ratio_budget."""
 
     ratio: float = Field(
@@ -243,7 +247,7 @@ class RatioBudget(BudgetCall):
         return f"N / {1 / self.ratio:.3g}, {super().rule()}"
 
 
-class _TileBudget(BudgetCall):
+class _TileBudget(_BudgetCall):
     k: int = Field(32, ge=1, le=65536, description="tokens kept per tile")
     ceiling: int = Field(640, ge=1, le=65536, description="largest K of an image")
 
@@ -252,7 +256,7 @@ class _TileBudget(BudgetCall):
         return min(self.k, self.ceiling), self.ceiling
 
 
-def _fixed_budget(call: BudgetCall, tokens: int, tiles: int) -> int:
+def _fixed_budget(call: _BudgetCall, tokens: int, tiles: int) -> int:
     """Keep exactly K tokens, or all of an image that has fewer."""
     return int(call.atom.removeprefix("fixed_budget@"))
 
@@ -261,14 +265,14 @@ for _k in FIXED_BUDGETS:
     declare(
         f"fixed_budget@{_k}",
         "budget_control",
-        BudgetCall,
+        _BudgetCall,
         _fixed_budget,
         doc=f"Keep exactly K = {_k} tokens of an image, or all where it has fewer.",
     )
 
 
-@atom("budget_control", RatioBudget, origin="extension")
-def _ratio_budget(call: RatioBudget, tokens: int, tiles: int) -> int:
+@atom("budget_control", _RatioBudget, origin="extension")
+def _ratio_budget(call: _RatioBudget, tokens: int, tiles: int) -> int:
     """Keep a fixed share of an image's tokens, rounded down and clamped to floor and ceiling."""
     # repr() gives the decimal as written: 0.3 of 10 tokens is 3, not 2.
     share = Fraction(repr(call.ratio)) * tokens
@@ -281,9 +285,4 @@ def _per_tile_budget(call: _TileBudget, tokens: int, tiles: int) -> int:
     return min(call.ceiling, call.k * tiles)
 
 
-Budget = Annotated[BudgetCall, OneOf("budget_control", BudgetCall)]
-
-
-def run_budget(call: BudgetCall, tokens: int, tiles: int = 1) -> int:
-    """K of an image of N tokens in T tiles; may exceed N."""
-    return run(int, call, tokens, tiles)
+Budget = Annotated[_BudgetCall, OneOf("budget_control", _BudgetCall)]
