@@ -24,7 +24,7 @@ from torch import Tensor
 
 from vllm_autoprune.ops import dpp
 from vllm_autoprune.ops.dpp import greedy_map
-from vllm_autoprune.ops.greedy import capped_greedy_map, condition, greedy_map_torch
+from vllm_autoprune.ops.greedy import Conditioned, capped_greedy_map, greedy_map_torch
 from vllm_autoprune.ops.rowwise import TIE
 from vllm_autoprune.ops.similarity import cosines
 
@@ -100,7 +100,7 @@ def test_an_exhausted_kernel_is_filled_up_by_quality_among_the_eligible() -> Non
     quality = torch.tensor([[0.1, 0.5, 0.9, 0.5, 0.3]])
     eligible, flat = torch.tensor([[True, True, True, True, False]]), torch.ones(1, 5, 5)
     assert greedy_map(flat, quality, 4, eligible=eligible).tolist() == [[2, 1, 3, 0]]
-    conditioned = condition(flat, torch.tensor([[2, 0]]))
+    conditioned = Conditioned.on(flat, torch.tensor([[2, 0]]))
     assert greedy_map(flat, quality, 3, conditioned=conditioned).tolist() == [[1, 3, 4]]
 
 
@@ -113,15 +113,15 @@ def test_conditioning_on_tokens_gives_the_picks_that_follow_them_as_anchors(
     order = data.draw(st.permutations(range(40)))
     anchors = torch.tensor([order[:forced], order[1 : forced + 1], order[2 : forced + 2]])
     anchored = greedy_map(similarity, quality, forced + count, anchors=anchors)
-    conditioned = condition(similarity, anchors)
+    conditioned = Conditioned.on(similarity, anchors)
     picks = greedy_map(similarity, quality, count, conditioned=conditioned)
     assert picks.tolist() == anchored[:, forced:].tolist()
-    alone = condition(similarity[2:], anchors[2:])
+    alone = Conditioned.on(similarity[2:], anchors[2:])
     assert torch.equal(conditioned.factors[2:], alone.factors)
     assert torch.equal(conditioned.residual[2:], alone.residual)
     # Tokens that are not valid do not condition.
     valid = torch.arange(forced + 1).expand(3, -1) < forced
-    more = condition(similarity, torch.cat([anchors, anchors[:, :1]], dim=1), valid)
+    more = Conditioned.on(similarity, torch.cat([anchors, anchors[:, :1]], dim=1), valid)
     assert torch.equal(more.residual, conditioned.residual)
 
 
@@ -139,7 +139,7 @@ def test_no_cell_gets_more_than_the_cap_and_a_core_counts(seed: int, cap: int, f
     )  # fmt: skip
     conditioned = capped_greedy_map(
         *(similarity, quality, 8), anchors=anchors, eligible=eligible, cells=cells, cap=cap,
-        conditioned=condition(similarity, core),
+        conditioned=Conditioned.on(similarity, core),
     )  # fmt: skip
     assert torch.equal(conditioned, anchored[:, 6:])
     for image in range(2):
@@ -170,7 +170,7 @@ class Inputs:
             return None if part is None else part.to(device)
 
         similarity = self.similarity.to(device)
-        known = None if self.core is None else condition(similarity, self.core.to(device))
+        known = None if self.core is None else Conditioned.on(similarity, self.core.to(device))
         optional = (moved(self.anchors), moved(self.eligible), known)
         quality = self.quality.to(device)
         picks: list[list[int]] = implementation(similarity, quality, self.count, *optional).tolist()

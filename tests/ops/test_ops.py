@@ -15,11 +15,12 @@ from benchmarks.server import command
 from vllm_autoprune.ops.dpp import greedy_map
 from vllm_autoprune.ops.dtype import choose_dtype
 from vllm_autoprune.ops.greedy import farthest_points
-from vllm_autoprune.ops.rowwise import TIE, argmax_within, evenly_spaced, find_outliers
+from vllm_autoprune.ops.rowwise import TIE, argmax_within, find_outliers
 from vllm_autoprune.ops.similarity import (
     cosines,
     cosines_with,
 )
+from vllm_autoprune.tpdsl.refine import _evenly_spaced
 
 INF = torch.inf
 
@@ -37,7 +38,7 @@ def test_values_within_the_tolerance_of_the_maximum_are_a_tie(size: float) -> No
 @given(tokens=st.integers(1, 3000), data=st.data())
 def test_an_even_spread_has_equal_gaps_and_equal_margins(tokens: int, data: st.DataObject) -> None:
     count = data.draw(st.integers(1, tokens))
-    places = evenly_spaced(2, tokens, count, torch.device("cpu"))
+    places = _evenly_spaced(2, tokens, count, torch.device("cpu"))
     assert places.shape == (2, count) and torch.equal(places[0], places[1])
     row = places[0].tolist()
     assert row == sorted(set(row)) and row[0] >= 0 and row[-1] < tokens

@@ -30,13 +30,13 @@ from vllm_autoprune import (
 )
 from vllm_autoprune.ops.dpp import greedy_map
 from vllm_autoprune.ops.rowwise import (
-    evenly_spaced,
     gather_rows,
     mask_from_indices,
     min_max_normalise,
 )
 from vllm_autoprune.tpdsl.materialize import MAX_BUDGET, PruningPolicy
 from vllm_autoprune.tpdsl.refine import (
+    _evenly_spaced,
     give_core,
     keep_evenly,
     keep_indices,
@@ -46,7 +46,7 @@ from vllm_autoprune.tpdsl.refine import (
 from vllm_autoprune.tpdsl.tokens import TowerStates, Words, split_over_tiles
 
 DIVPRUNE: Changes = {"/base_policy": {"name": "divprune"}}
-EVENLY: list[int] = evenly_spaced(1, 36, 8, torch.device("cpu"))[0].tolist()
+EVENLY: list[int] = _evenly_spaced(1, 36, 8, torch.device("cpu"))[0].tolist()
 
 # Images.
 

@@ -14,9 +14,7 @@ from torch import Tensor
 
 from vllm_autoprune.ops.dpp import greedy_map
 from vllm_autoprune.ops.greedy import (
-    condition,
-    covered_by,
-    distance_to_kept,
+    Conditioned,
     farthest_points,
     greedy_coverage,
     weighted_farthest_points,
@@ -85,10 +83,20 @@ class _Sets:
                 valid = (fixed // size)[:, None] == tile
                 fixed = (fixed % size)[:, None].expand_as(valid).flatten(0, 1)
                 valid = valid.flatten(0, 1)
-            conditioned = condition(similarity, fixed, valid)
+            conditioned = Conditioned.on(similarity, fixed, valid)
         count = self.shares[0]
         picks = greedy_map(similarity, quality, count, eligible=eligible, conditioned=conditioned)
         return self.join(picks)
+
+
+def _distance_to_kept(distance: Tensor, kept: Tensor) -> Tensor:
+    """Distance ``(B, N)`` of each token to the nearest kept one, by a mask ``(B, N)``."""
+    return distance.masked_fill(~kept[:, :, None], torch.inf).amin(dim=1)
+
+
+def _covered_by(degrees: Tensor, kept: Tensor) -> Tensor:
+    """How well the candidates of a mask ``(B, N)`` cover each row, at least 0: ``(B, R)``."""
+    return degrees.masked_fill(~kept[:, :, None], 0.0).amax(dim=1).clamp_min(0)
 
 
 def _relevance(tokens: VisualTokens) -> Tensor:
@@ -114,7 +122,7 @@ def _divprune(params: _DivPruneParams, tokens: VisualTokens, budget: int, start:
     cosine = tokens.cosine if sets.across else tokens.tile_cosine
     distance, count = 1 - cosine.to(tokens.features.dtype), sets.shares[0]
     if start.indices.shape[1]:
-        nearest = distance_to_kept(distance, sets.kept)
+        nearest = _distance_to_kept(distance, sets.kept)
         return sets.join(farthest_points(distance, count, nearest=nearest, taken=sets.closed))
     # The smallest distance of a token is to itself, so the second smallest is to its nearest
     # neighbour; like the published code, this does not mask the diagonal.
@@ -220,7 +228,7 @@ def _cen_divprune(
     similarity, weight = params.compare(sets)
     distance = 1 - similarity
     # At a weighted distance of at most the floor the other tokens come by weight.
-    nearest, taken = distance_to_kept(distance, sets.kept), sets.closed
+    nearest, taken = _distance_to_kept(distance, sets.kept), sets.closed
     return sets.join(
         weighted_farthest_points(
             distance, weight, sets.shares[0], nearest=nearest, taken=taken, floor=1e-6
@@ -249,7 +257,7 @@ def _scope(params: _ScopeParams, tokens: VisualTokens, budget: int, start: Given
         similarity,
         sets.of(attention**params.alpha),
         sets.shares[0],
-        covered=covered_by(similarity, sets.kept),
+        covered=_covered_by(similarity, sets.kept),
         taken=sets.closed,
         floor=1e-9,  # at a weighted gain of at most this the other tokens come by weight
     )
@@ -308,7 +316,7 @@ def _mmtok(params: _MMTokParams, tokens: VisualTokens, budget: int, start: Given
         degrees,
         degrees.new_zeros(degrees.shape[:2]),
         sets.shares[0],
-        covered=covered_by(degrees, sets.kept),
+        covered=_covered_by(degrees, sets.kept),
         taken=sets.closed,
         floor=1e-12,  # at a gain of at most this the other tokens come by index
         scale=False,
@@ -363,7 +371,7 @@ def _idpruner(params: _IDPrunerParams, tokens: VisualTokens, budget: int, start:
     rows, size = importance.shape
     offset = torch.arange(0, rows * size, size, device=importance.device)
     flat = similarity.reshape(rows * size, size)
-    closest = -distance_to_kept(-similarity, kept)
+    closest = -_distance_to_kept(-similarity, kept)
     begins = ~kept.any(dim=1, keepdim=True)
     picks = [torch.empty(rows, 0, dtype=torch.int64, device=importance.device)]
     for _ in range(sets.shares[0]):

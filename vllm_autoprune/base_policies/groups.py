@@ -174,7 +174,13 @@ def _pick_by_group(
     rows = tiles.of(tokens.features if qwen else tokens.require_encoder(), tokens)
     size = rows.shape[1]
     wanted = max(budget // 4, 4 if qwen else 1) if params.groups is None else params.groups
-    loadings = _principal_loadings(rows, min(wanted, size))
+    # Absolute top left singular vectors (R, n, q) of sigmoid(rows), each row less its mean. Exact,
+    # in float64: groups are decided by small differences. Rows that are not finite count as 0,
+    # because a decomposition of them raises.
+    squashed = torch.sigmoid(rows.double().nan_to_num())
+    centred = squashed - squashed.mean(dim=2, keepdim=True)
+    _, vectors = torch.linalg.eigh(matmul_each(centred, centred.transpose(1, 2)))
+    loadings = vectors[:, :, -min(wanted, size) :].flip(2).abs()
     group = loadings.argmax(dim=2)
     if qwen:
         score = loadings.gather(2, group[:, :, None])[:, :, 0]
@@ -203,19 +209,6 @@ def _pick_by_group(
     dropped = rank >= take.gather(1, group)
     turn = rank.masked_fill(dropped, size).gather(1, best)
     return best.gather(1, turn.argsort(dim=1, stable=True)[:, :count])
-
-
-def _principal_loadings(rows: Tensor, groups: int) -> Tensor:
-    """Absolute top left singular vectors ``(R, n, q)`` of sigmoid(rows), each row less its mean.
-
-    rows ``(R, n, D)``. Exact and in float64: groups are decided by small differences. Rows that are
-    not finite count as 0, because a decomposition of them raises.
-    """
-    squashed = torch.sigmoid(rows.double().nan_to_num())
-    centred = squashed - squashed.mean(dim=2, keepdim=True)
-    _, vectors = torch.linalg.eigh(matmul_each(centred, centred.transpose(1, 2)))
-    loadings: Tensor = vectors[:, :, -groups:].flip(2).abs()
-    return loadings
 
 
 def _find_distinct(similarity: Tensor, order: Tensor, group: Tensor, bound: Tensor) -> Tensor:

@@ -116,11 +116,6 @@ def weighted_farthest_points(
     return _fill_by_weight(torch.stack(picks, 1), torch.cat(gains, 1), fill, free, floor)
 
 
-def distance_to_kept(distance: Tensor, kept: Tensor) -> Tensor:
-    """Distance ``(B, N)`` of each token to the nearest kept one, by a mask ``(B, N)``."""
-    return distance.masked_fill(~kept[:, :, None], torch.inf).amin(dim=1)
-
-
 def greedy_coverage(
     degrees: Tensor,
     weight: Tensor,
@@ -142,35 +137,22 @@ def greedy_coverage(
     batch = degrees.shape[0]
     if count == 0:
         return torch.empty(batch, 0, dtype=torch.int64, device=degrees.device)
-    parts = [
-        _greedy(*image, count, scale) for image in zip(degrees, weight, covered, taken, strict=True)
-    ]
-    picks, gains = (torch.stack(part) for part in zip(*parts, strict=True))
-    return _fill_by_weight(picks, gains, weight, ~taken, floor)
-
-
-def _greedy(
-    degrees: Tensor, weight: Tensor, covered: Tensor, taken: Tensor, count: int, scale: bool
-) -> tuple[Tensor, Tensor]:
-    """Picks and gains ``(count,)`` of one image."""
-    excluded, added = taken.clone(), torch.empty_like(degrees)
     picks, gains = [], []
-    for _ in range(count):
-        torch.sub(degrees, covered, out=added)
-        total = added.clamp_min_(0).sum(dim=1)
-        if scale:
-            total = total * weight
-        pick, gain = argmax_within(total.masked_fill(excluded, -torch.inf)[None], relative=True)
-        picks.append(pick)
-        gains.append(gain)
-        excluded.index_fill_(0, pick, True)
-        covered = torch.maximum(covered, degrees.index_select(0, pick)[0])
-    return torch.cat(picks), torch.cat(gains)[:, 0]
-
-
-def covered_by(degrees: Tensor, kept: Tensor) -> Tensor:
-    """How well the candidates of a mask ``(B, N)`` cover each row, at least 0: ``(B, R)``."""
-    return degrees.masked_fill(~kept[:, :, None], 0.0).amax(dim=1).clamp_min(0)
+    # One image at a time, whose picks and gains (count,) follow each other.
+    for by_row, scales, reached, closed in zip(degrees, weight, covered, taken, strict=True):
+        excluded, added = closed.clone(), torch.empty_like(by_row)
+        for _ in range(count):
+            torch.sub(by_row, reached, out=added)
+            total = added.clamp_min_(0).sum(dim=1)
+            if scale:
+                total = total * scales
+            pick, gain = argmax_within(total.masked_fill(excluded, -torch.inf)[None], relative=True)
+            picks.append(pick)
+            gains.append(gain)
+            excluded.index_fill_(0, pick, True)
+            reached = torch.maximum(reached, by_row.index_select(0, pick)[0])
+    order, gained = torch.cat(picks).view(batch, count), torch.cat(gains).view(batch, count)
+    return _fill_by_weight(order, gained, weight, ~taken, floor)
 
 
 EXHAUSTED = 1e-10
@@ -204,31 +186,31 @@ class Conditioned:
     factors: Tensor
     residual: Tensor
 
+    @classmethod
+    def on(cls, similarity: Tensor, fixed: Tensor, valid: Tensor | None = None) -> Conditioned:
+        """Condition similarity ``(B, N, N)`` float32 on the tokens at fixed ``(B, A)``, each once.
 
-def condition(similarity: Tensor, fixed: Tensor, valid: Tensor | None = None) -> Conditioned:
-    """Condition similarity ``(B, N, N)`` float32 on the tokens at fixed ``(B, A)``, each once.
-
-    valid ``(B, A)`` bool leaves some of them out, where images have different numbers of them.
-    """
-    batch, tokens, _ = similarity.shape
-    count = fixed.shape[1]
-    residual = similarity.diagonal(dim1=1, dim2=2).clone(memory_format=torch.contiguous_format)
-    factors = similarity.new_zeros(batch, tokens, -(-count // ALIGNED) * ALIGNED)
-    flat, columns = residual.view(-1), factors.unbind(dim=2)
-    places = fixed + torch.arange(0, batch * tokens, tokens, device=fixed.device)[:, None]
-    for step, at in enumerate(places.unbind(dim=1)):
-        row = _conditioned_rows(similarity, factors, step, at)
-        pivot = flat.index_select(0, at)[:, None]
-        adds = pivot > _DEPENDENT
-        if valid is not None:
-            adds &= valid[:, step : step + 1]
-        row = torch.where(adds, row * pivot.clamp_min(_DEPENDENT).rsqrt(), 0.0)
-        columns[step].copy_(row)
-        residual -= row * row
-    ones = torch.ones_like(fixed) if valid is None else valid.to(fixed.dtype)
-    taken = torch.zeros_like(residual, dtype=fixed.dtype).scatter_add_(1, fixed, ones)
-    residual = residual.masked_fill(taken > 0, -1.0)
-    return Conditioned(factors[:, :, :count].transpose(1, 2), residual)
+        valid ``(B, A)`` bool leaves some of them out, where images have different numbers of them.
+        """
+        batch, tokens, _ = similarity.shape
+        count = fixed.shape[1]
+        residual = similarity.diagonal(dim1=1, dim2=2).clone(memory_format=torch.contiguous_format)
+        factors = similarity.new_zeros(batch, tokens, -(-count // ALIGNED) * ALIGNED)
+        flat, columns = residual.view(-1), factors.unbind(dim=2)
+        places = fixed + torch.arange(0, batch * tokens, tokens, device=fixed.device)[:, None]
+        for step, at in enumerate(places.unbind(dim=1)):
+            row = _conditioned_rows(similarity, factors, step, at)
+            pivot = flat.index_select(0, at)[:, None]
+            adds = pivot > _DEPENDENT
+            if valid is not None:
+                adds &= valid[:, step : step + 1]
+            row = torch.where(adds, row * pivot.clamp_min(_DEPENDENT).rsqrt(), 0.0)
+            columns[step].copy_(row)
+            residual -= row * row
+        ones = torch.ones_like(fixed) if valid is None else valid.to(fixed.dtype)
+        taken = torch.zeros_like(residual, dtype=fixed.dtype).scatter_add_(1, fixed, ones)
+        residual = residual.masked_fill(taken > 0, -1.0)
+        return cls(factors[:, :, :count].transpose(1, 2), residual)
 
 
 def _conditioned_rows(similarity: Tensor, factors: Tensor, known: int, at: Tensor) -> Tensor:

@@ -63,20 +63,6 @@ def indices_from_mask(mask: Tensor, count: int) -> Tensor:
     return order[:, :count]
 
 
-def evenly_spaced(batch: int, tokens: int, count: int, device: torch.device) -> Tensor:
-    """``count`` evenly spaced positions in ``0..tokens - 1``, ``(batch, count)``."""
-    spread = (torch.arange(count, device=device) * tokens + tokens // 2) // count
-    return spread.clamp_max(tokens - 1).expand(batch, count)
-
-
-def pick_confidence(picks: Tensor, count: int) -> Tensor:
-    """``1 - rank / P`` for picks ``(B, P)`` in pick order, 0 for other tokens, ``(B, count)``."""
-    batch, picked = picks.shape
-    falling = 1 - torch.arange(picked, device=picks.device, dtype=torch.float32) / max(1, picked)
-    none = torch.zeros(batch, count, device=picks.device)
-    return none.scatter_(1, picks, falling.expand(batch, -1))
-
-
 def positions_in_order(order: Tensor, allowed: Tensor) -> Tensor:
     """Position ``(B, N)`` int64 of each token in an order ``(B, M)`` of token indices.
 

@@ -112,10 +112,15 @@ def cosines(features: Tensor, norm: Tensor) -> Tensor:
         grams = out[images]
         rows = units[: len(grams)].copy_(features[images] / length[images])
         for unit, gram in zip(rows, grams, strict=True):
-            if strips > 1:
-                _gram_by_strips(unit, -(-tokens // strips), gram)
-            else:
+            if strips <= 1:
                 torch.mm(unit, unit.T, out=gram)
+                continue
+            # The lower triangle by strips of rows; the upper one is copied.
+            step = -(-tokens // strips)
+            for low in range(0, tokens, step):
+                high = min(low + step, tokens)
+                torch.mm(unit[low:high], unit[:high].T, out=gram[low:high, :high])
+                gram[:low, low:high] = gram[low:high, :low].T
     return out
 
 
@@ -130,27 +135,6 @@ def _groups(batch: int, tokens: int, rows: int) -> Iterator[slice]:
     together = max(1, rows // tokens)
     for low in range(0, batch, together):
         yield slice(low, min(low + together, batch))
-
-
-def _gram_by_strips(unit: Tensor, step: int, out: Tensor) -> None:
-    """``unit @ unit.T`` of ``(n, D)`` into ``(n, n)``; the upper triangle is copied."""
-    tokens = unit.shape[0]
-    for low in range(0, tokens, step):
-        high = min(low + step, tokens)
-        torch.mm(unit[low:high], unit[:high].T, out=out[low:high, :high])
-        out[:low, low:high] = out[low:high, :low].T
-
-
-def mean_of_largest_others(similarity: Tensor, count: int) -> Tensor:
-    """Mean of each row's ``count`` largest entries off the diagonal, ``(B, n, n) -> (B, n)``.
-
-    Needs 1 <= count < n.
-    """
-    # Of the count + 1 largest entries one is surplus: the diagonal if it is among them, that is if
-    # it is at least the smallest of them, and otherwise that smallest one.
-    values = similarity.topk(count + 1, dim=-1).values
-    diagonal = similarity.diagonal(dim1=1, dim2=2)
-    return (values.sum(dim=-1) - torch.maximum(diagonal, values[..., -1])) / count
 
 
 def distance_to_neighbours(similarity: Tensor, height: int, width: int) -> Tensor:

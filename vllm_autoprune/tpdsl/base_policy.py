@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import torch
 from pydantic import GetCoreSchemaHandler, create_model
@@ -17,7 +17,7 @@ from pydantic_core import CoreSchema, core_schema
 from torch import Tensor
 
 from vllm_autoprune.ops.rowwise import gather_rows, mask_from_indices, positions_in_order
-from vllm_autoprune.tpdsl.registry import StatePart, literal_type
+from vllm_autoprune.tpdsl.registry import StatePart
 from vllm_autoprune.tpdsl.tokens import Need, VisualTokens
 
 
@@ -207,7 +207,7 @@ def base_policy(
                 title,
                 __base__=BasePolicyCall,
                 __doc__=doc,
-                name=(literal_type(name), ...),
+                name=(Literal[name], ...),  # type: ignore[arg-type]  # not static
                 params=(model, model()),
             )
 

@@ -16,7 +16,6 @@ from vllm_autoprune.tpdsl.atoms.reassembly import (
     ORDERINGS,
     OUTPUTS,
     PRINTED,
-    NearestCall,
 )
 from vllm_autoprune.tpdsl.atoms.source import PriorCall, ViewCall
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
@@ -170,6 +169,5 @@ def _describe_reassembly() -> Iterator[str]:
                 yield f"    {level.name} takes {_describe(_list_parameters(level.call))}"
     for cell, name in PRINTED.items():
         yield f"- {name} is {cell}"
-        if issubclass(ATOMS[name].call, NearestCall):
-            nearest = (p for p in _list_parameters(NearestCall) if p.name == "nearest")
+        if nearest := [p for p in _list_parameters(ATOMS[name].call) if p.name == "nearest"]:
             yield f"    {name} also takes {_describe(nearest)}"

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from vllm_autoprune.ops.rowwise import (
-    evenly_spaced,
     gather_rows,
     indices_from_mask,
     mask_from_indices,
@@ -249,10 +248,16 @@ def _spread(budget: int, tokens: VisualTokens, start: Given | None) -> Tensor:
     """K evenly spaced tokens ``(B, K)`` of those that are not given."""
     device = tokens.features.device
     if start is None:
-        return evenly_spaced(tokens.batch, tokens.count, budget, device)
+        return _evenly_spaced(tokens.batch, tokens.count, budget, device)
     remaining = tokens.count - start.indices.shape[1]
     others = indices_from_mask(~mask_from_indices(start.indices, tokens.count), remaining)
-    return others.gather(1, evenly_spaced(tokens.batch, remaining, budget, device))
+    return others.gather(1, _evenly_spaced(tokens.batch, remaining, budget, device))
+
+
+def _evenly_spaced(batch: int, tokens: int, count: int, device: torch.device) -> Tensor:
+    """``count`` evenly spaced positions in ``0..tokens - 1``, ``(batch, count)``."""
+    spread = (torch.arange(count, device=device) * tokens + tokens // 2) // count
+    return spread.clamp_max(tokens - 1).expand(batch, count)
 
 
 def keep_indices(tokens: VisualTokens, picks: Tensor, fallback: int = 0) -> RefinedTokens:

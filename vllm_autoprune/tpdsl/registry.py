@@ -144,12 +144,6 @@ def run(kind: type[T], call: AtomCall, *inputs: object) -> T:
 F = TypeVar("F", bound=Callable[..., object])
 
 
-def literal_type(name: str) -> type[str]:
-    """``Literal[name]``, for use in a model created at run time."""
-    single: type[str] = Literal[name]  # type: ignore[assignment]  # not static
-    return single
-
-
 def declare(
     name: str,
     group: Group,
@@ -172,7 +166,7 @@ def declare(
         "".join(part.capitalize() for part in re.split(r"[^a-z0-9]+", name)),
         __base__=call,
         __doc__=text,
-        atom=(literal_type(name), ...),
+        atom=(Literal[name], ...),  # type: ignore[arg-type]  # not static
     )
     ATOMS[name] = Atom(name, group, bound, needs, origin, text, function, reads)
     return bound

@@ -22,7 +22,7 @@ from vllm_autoprune.errors import Problem, StateError
 from vllm_autoprune.tpdsl.atoms.safety import SafetyRecord
 from vllm_autoprune.tpdsl.atoms.scoring import Relevance
 from vllm_autoprune.tpdsl.atoms.selectors import BoundedSelector
-from vllm_autoprune.tpdsl.atoms.source import FIXED_BUDGETS, TowerView, ViewCall
+from vllm_autoprune.tpdsl.atoms.source import FIXED_BUDGETS, ViewCall
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, INSTRUCTION_NEEDS
 from vllm_autoprune.tpdsl.loading import child_pointer
 from vllm_autoprune.tpdsl.materialize import MAX_BUDGET, PruningPolicy, materialize
@@ -205,7 +205,7 @@ def transfer(
             # The grammar allows at most 640; null, which means K - q_e, has no bound.
             document["constraints"]["selector"]["r_min"] = r_min if r_min <= 640 else None
     if backbone is not None:
-        if isinstance(state.source.tokens, TowerView) and not backbone.tower_rows:
+        if state.source.tokens.atom == "vision_tokens@vision_tower" and not backbone.tower_rows:
             view = default_call(ViewCall, "vision_tokens@post_projector")
             document["source"]["tokens"] = view.model_dump(mode="json")
             what = f"the vision tower of {backbone.name} does not have one row per visual token"

@@ -32,7 +32,6 @@ from tests.serving.unit.samples import (
 from tests.tpdsl.samples import images as visual_tokens
 from tests.tpdsl.samples import state
 from vllm_autoprune import Grid, PruningPolicy, VisualTokens, materialize
-from vllm_autoprune.ops.rowwise import evenly_spaced
 from vllm_autoprune.serving.plan import Chooser, split_over_parts
 from vllm_autoprune.serving.worker import batch, selection
 from vllm_autoprune.serving.worker.features import ImageFeatures, IndexCache, Region, TensorCache
@@ -45,7 +44,7 @@ from vllm_autoprune.serving.worker.selection import (
 from vllm_autoprune.tpdsl import safety
 from vllm_autoprune.tpdsl.atoms.safety import SafetyRecord, Verdict
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, ReferenceSelection, RefinedTokens
-from vllm_autoprune.tpdsl.refine import keep_reference
+from vllm_autoprune.tpdsl.refine import _evenly_spaced, keep_reference
 
 SPLIT = served({"/core": {"share": 0.5}})
 
@@ -306,7 +305,7 @@ def test_an_exception_falls_back_to_the_reference_and_then_to_evenly_spaced_toke
     monkeypatch.setattr(selection, "select_tokens", fail)
     if kind == "uniform":
         monkeypatch.setattr(selection, "keep_reference", fail)
-        expected = evenly_spaced(2, tokens.count, 8, tokens.features.device)
+        expected = _evenly_spaced(2, tokens.count, 8, tokens.features.device)
     result = select_with_fallback(POLICY, tokens, reporter)
     assert torch.equal(result.indices, expected)
     assert {key: n for key, n in reporter.counts().items() if n} == {(kind, "error"): 2}

@@ -74,7 +74,7 @@ class _BlendCall(AtomCall):
         return self.strength == 0.0
 
 
-class NearestCall(_BlendCall):
+class _NearestCall(_BlendCall):
     """Parameters of anchor_weighted_residual."""
 
     nearest: bool = added(
@@ -168,7 +168,7 @@ class _Recipe:
         levels = (self.assign, self.aggregate, self.form, self.order)
         calls = tuple(level.call for level in levels if level.call)
         if name == "anchor_weighted_residual":
-            calls = tuple(NearestCall if call is _BlendCall else call for call in calls)
+            calls = tuple(_NearestCall if call is _BlendCall else call for call in calls)
         assign, aggregate, form, order = (level.description for level in levels)
         declare(
             name,
@@ -185,7 +185,7 @@ class _Recipe:
         """Rows of the kept tokens, and the token of each row."""
         indices = chosen.indices
         rows = gather_rows(chosen.reference.rows(tokens), indices)
-        if isinstance(call, NearestCall) and call.nearest and not call.idle:
+        if isinstance(call, _NearestCall) and call.nearest and not call.idle:
             rows = _nearest_residual(call.strength, tokens, indices, rows, chosen.mergeable)
         elif not call.idle:
             rows = self._merge(call, tokens, chosen, rows)

@@ -21,14 +21,13 @@ import torch.nn.functional as functional
 from pydantic import Field
 from torch import Tensor
 
-from vllm_autoprune.ops.rowwise import min_max_normalise, pick_confidence
+from vllm_autoprune.ops.rowwise import min_max_normalise
 from vllm_autoprune.ops.similarity import (
     SETTLED,
     cosines_with,
     distance_to_neighbours,
     map_weight,
     mean_dissimilarity,
-    mean_of_largest_others,
     mean_of_neighbours,
     plain_cosines,
     scale_to_unit_variance,
@@ -219,7 +218,11 @@ def _redundancy_density_penalty(call: _Redundancy, tokens: VisualTokens, picks: 
         return torch.zeros(tokens.batch, tokens.count, device=cosine.device)
     if call.m is None:
         return tokens.by_image(-(cosine.sum(dim=-1) - cosine.diagonal(dim1=1, dim2=2)) / others)
-    return tokens.by_image(-mean_of_largest_others(cosine, m))
+    # Of the m + 1 largest entries one is surplus: the diagonal if it is among them, that is if it
+    # is at least the smallest of them, and otherwise that smallest one.
+    values = cosine.topk(m + 1, dim=-1).values
+    surplus = torch.maximum(cosine.diagonal(dim1=1, dim2=2), values[..., -1])
+    return tokens.by_image(-((values.sum(dim=-1) - surplus) / m))
 
 
 @atom("scoring", _Contrast)
@@ -271,12 +274,20 @@ def _channel_entropy_informativeness(
     return -(logs.exp() * logs).sum(dim=-1) / math.log(max(2, logs.shape[-1]))
 
 
+def _pick_confidence(picks: Tensor, count: int) -> Tensor:
+    """``1 - rank / P`` for picks ``(B, P)`` in pick order, 0 for other tokens, ``(B, count)``."""
+    batch, picked = picks.shape
+    falling = 1 - torch.arange(picked, device=picks.device, dtype=torch.float32) / max(1, picked)
+    none = torch.zeros(batch, count, device=picks.device)
+    return none.scatter_(1, picks, falling.expand(batch, -1))
+
+
 @atom("scoring", _Confidence, origin="listed")
 def _reference_selection_confidence(
     call: _Confidence, tokens: VisualTokens, picks: Tensor
 ) -> Tensor:
     """Rank of the token among the base policy's picks: 1 for the first, falling to the floor."""
-    return call.floor + (1 - call.floor) * pick_confidence(picks, tokens.count)
+    return call.floor + (1 - call.floor) * _pick_confidence(picks, tokens.count)
 
 
 @atom("scoring", _Detail, origin="extension")
@@ -360,7 +371,7 @@ def _reference_confidence_weighted_product_fusion(
     call: _ConfidenceFusion, signals: Sequence[Tensor], weights: Sequence[float], picks: Tensor
 ) -> Tensor:
     """Weighted product, increased for tokens that the base policy picked early."""
-    gain = 1 + call.beta * pick_confidence(picks, signals[0].shape[1])
+    gain = 1 + call.beta * _pick_confidence(picks, signals[0].shape[1])
     return _weighted_product_fusion(call, signals, weights, picks) * gain
 
 
@@ -372,12 +383,24 @@ def run_fusion(
     return run(Tensor, call, scaled, weights, picks)
 
 
+def sharpen(quality: Tensor, theta: float | None) -> Tensor:
+    """exp(alpha q) with alpha = theta / (2 (1 - theta)); q itself if theta is None."""
+    return quality if theta is None else torch.exp(theta / (2 * (1 - theta)) * quality)
+
+
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """L = diag(quality) similarity diag(quality): ``(B, N, N)`` and ``(B, N)``, float32."""
 
     similarity: Tensor
     quality: Tensor
+
+    @classmethod
+    def conditional(
+        cls, tokens: VisualTokens, r: Tensor, eps: float = 1e-6, theta: float | None = None
+    ) -> Kernel:
+        """Kernel diag(r) S diag(r) of cosines S, with r ``(B, N)`` min-max normalised."""
+        return cls(tokens.cosine, sharpen(min_max_normalise(r, eps), theta))
 
 
 class _CosineKernel(AtomCall):
@@ -412,18 +435,6 @@ class _CentredKernel(AtomCall):
 SimilarityKernel = Annotated[AtomCall, OneOf("similarity_kernel")]
 
 
-def sharpen(quality: Tensor, theta: float | None) -> Tensor:
-    """exp(alpha q) with alpha = theta / (2 (1 - theta)); q itself if theta is None."""
-    return quality if theta is None else torch.exp(theta / (2 * (1 - theta)) * quality)
-
-
-def conditional_kernel(
-    tokens: VisualTokens, r: Tensor, eps: float = 1e-6, theta: float | None = None
-) -> Kernel:
-    """Kernel diag(r) S diag(r) of cosines S, with r ``(B, N)`` min-max normalised."""
-    return Kernel(tokens.cosine, sharpen(min_max_normalise(r, eps), theta))
-
-
 @atom("similarity_kernel", _CosineKernel)
 def _pairwise_cosine_kernel(call: _CosineKernel, tokens: VisualTokens, g: Tensor) -> Kernel:
     """Cosine of token features, independent of token quality."""
@@ -438,7 +449,7 @@ def _runtime_conditional_similarity_kernel(
     call: _ConditionalKernel, tokens: VisualTokens, g: Tensor
 ) -> Kernel:
     """Cosine of token features, scaled on both sides by the normalised token quality."""
-    return conditional_kernel(tokens, g, call.eps, call.theta)
+    return Kernel.conditional(tokens, g, call.eps, call.theta)
 
 
 @atom("similarity_kernel", _CentredKernel, origin="extension")

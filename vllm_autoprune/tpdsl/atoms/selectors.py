@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_autoprune.ops.dpp import greedy_map
-from vllm_autoprune.ops.greedy import capped_greedy_map, condition
+from vllm_autoprune.ops.greedy import Conditioned, capped_greedy_map
 from vllm_autoprune.ops.rowwise import (
     argmax_within,
     mask_from_indices,
@@ -24,7 +24,7 @@ from vllm_autoprune.ops.rowwise import (
     rank_descending,
 )
 from vllm_autoprune.tpdsl.atoms.pools import PartitionCall
-from vllm_autoprune.tpdsl.atoms.scoring import Kernel, conditional_kernel
+from vllm_autoprune.tpdsl.atoms.scoring import Kernel
 from vllm_autoprune.tpdsl.base_policy import Given
 from vllm_autoprune.tpdsl.registry import AtomCall, OneOf, added, atom, run
 from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
@@ -182,7 +182,7 @@ class SelectorInputs:
         count, conditioned = self.picks.shape[1], None
         anchors, eligible = self.picks[:, : count - self.quota], self.pool | self.reference
         if self.start is not None:
-            conditioned = condition(kernel.similarity, self.start.indices)
+            conditioned = Conditioned.on(kernel.similarity, self.start.indices)
         inputs = (kernel.similarity, kernel.quality, count)
         if cap is None:
             picks = greedy_map(*inputs, anchors=anchors, eligible=eligible, conditioned=conditioned)
@@ -353,7 +353,7 @@ def _runtime_reference_anchor_pool_dpp_selector(
     """Anchored DPP by relevance to the instruction; signals act by the pool, the kernel not."""
     instruction = revision.tokens.require_instruction()
     r = instruction.relevance(sign=instruction.sign)
-    return revision.select_anchored(conditional_kernel(revision.tokens, r))
+    return revision.select_anchored(Kernel.conditional(revision.tokens, r))
 
 
 @atom("selection_constraints", _CappedSelector)

@@ -52,7 +52,7 @@ class _EmbeddedView(ViewCall):
     tile_scope: TileScope = Field("global", description=_SCOPE)
 
 
-class TowerView(ViewCall):
+class _TowerView(ViewCall):
     """Parameters of vision_tokens@vision_tower."""
 
     layer: int = Field(
@@ -138,7 +138,7 @@ declare(
 declare(
     "vision_tokens@vision_tower",
     "token_source_base_policy",
-    TowerView,
+    _TowerView,
     lambda call, tokens: replace(
         tokens, features=tokens.require_tower().patches, known_cosine=None, merged=None
     ),
