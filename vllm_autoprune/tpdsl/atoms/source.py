@@ -164,8 +164,7 @@ def _external_policy(call: _ExternalPolicy, known: PriorInputs) -> Tensor:
 
 @atom("token_source_base_policy", _WeightedPrior)
 def _native_teacher_mask_prior(call: _WeightedPrior, known: PriorInputs) -> Tensor:
-    """As reference_mask_prior (floor = 1 - weight), for what the policy's published code keeps."""
-    # [ours] The base policy's own form, which may keep other tokens than its published code at K.
+    """As reference_mask_prior (floor = 1 - weight), for what the base policy alone serves at K."""
     return _prior_of(known.policy.name, known.policy.params, known, call.weight)
 
 
