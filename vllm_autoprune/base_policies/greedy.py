@@ -5,7 +5,9 @@ All go on from given tokens, so that a core and its delta keep what one selectio
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from typing import Literal
 
 import torch
@@ -31,10 +33,39 @@ from vllm_autoprune.ops.similarity import (
     subtract_mean,
 )
 from vllm_autoprune.tpdsl.atoms.scoring import sharpen
-from vllm_autoprune.tpdsl.base_policy import Given, PolicyParams, greedy_policy
-from vllm_autoprune.tpdsl.tokens import TileScope, VisualTokens, split_over_tiles
+from vllm_autoprune.tpdsl.base_policy import (
+    Given,
+    P,
+    PolicyParams,
+    ReferenceSelection,
+    base_policy,
+)
+from vllm_autoprune.tpdsl.tokens import Need, TileScope, VisualTokens, split_over_tiles
 
 _SCOPE = "select within each tile or across all tiles of an image"
+
+
+_Pick = Callable[[P, VisualTokens, int, Given], Tensor]
+
+
+def _greedy_policy(
+    params: type[P],
+    *,
+    needs: frozenset[Need] = frozenset(),
+    reads: Callable[[P], frozenset[Need]] | None = None,
+    core: type[P] | None = None,
+) -> Callable[[_Pick[P]], _Pick[P]]:
+    """Decorator: register a greedy policy by its picks ``(B, K)`` given tokens that are kept."""
+
+    def register(function: _Pick[P]) -> _Pick[P]:
+        @wraps(function)
+        def select(params: P, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+            return ReferenceSelection(function(params, tokens, budget, Given.none(tokens)))
+
+        base_policy(params, needs=needs, continuation=function, reads=reads, core=core)(select)
+        return function
+
+    return register
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +142,7 @@ class _DivPruneParams(PolicyParams):
     tile_scope: TileScope = Field("per_tile", description=_SCOPE)
 
 
-@greedy_policy(_DivPruneParams)
+@_greedy_policy(_DivPruneParams)
 def _divprune(params: _DivPruneParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
     """Max-min cosine distance, starting at the token farthest from its nearest neighbour.
 
@@ -146,7 +177,7 @@ class _CDPrunerParams(PolicyParams):
     )
 
 
-@greedy_policy(_CDPrunerParams, needs=frozenset({"instruction"}))
+@_greedy_policy(_CDPrunerParams, needs=frozenset({"instruction"}))
 def _cdpruner(params: _CDPrunerParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
     """Greedy MAP on L = diag(r) S diag(r) per tile, with relevance r normalised over all tiles.
 
@@ -198,7 +229,7 @@ class _CenCDPrunerCoreParams(_CenCDPrunerParams):
     relevance: Literal[False] = Field(False, description="a core reads no question")
 
 
-@greedy_policy(
+@_greedy_policy(
     _CenCDPrunerParams,
     needs=frozenset({"instruction"}),
     reads=lambda params: frozenset({"instruction"} if params.relevance else ()),
@@ -219,7 +250,7 @@ class _CenDivPruneParams(_CentredParams):
     """Parameters of Cen-DivPrune."""
 
 
-@greedy_policy(_CenDivPruneParams)
+@_greedy_policy(_CenDivPruneParams)
 def _cen_divprune(
     params: _CenDivPruneParams, tokens: VisualTokens, budget: int, start: Given
 ) -> Tensor:
@@ -244,7 +275,7 @@ class _ScopeParams(PolicyParams):
     )
 
 
-@greedy_policy(_ScopeParams, needs=frozenset({"cls_attention", "encoder"}))
+@_greedy_policy(_ScopeParams, needs=frozenset({"cls_attention", "encoder"}))
 def _scope(params: _ScopeParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
     """Greedy coverage of the encoder's tokens, each gain times the attention of [CLS].
 
@@ -288,7 +319,7 @@ class _MMTokCoreParams(_MMTokParams):
     words: Literal[False] = Field(False, description="a core reads no question")
 
 
-@greedy_policy(
+@_greedy_policy(
     _MMTokParams,
     needs=frozenset({"encoder", "words"}),
     reads=lambda params: frozenset({"encoder", "words"} if params.words else {"encoder"}),
@@ -341,7 +372,7 @@ class _IDPrunerCoreParams(_IDPrunerParams):
     importance: Literal["attention"] = Field("attention", description="a core reads no question")
 
 
-@greedy_policy(
+@_greedy_policy(
     _IDPrunerParams,
     needs=frozenset({"cls_attention", "instruction"}),
     reads=lambda params: frozenset(

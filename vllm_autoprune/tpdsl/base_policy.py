@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import wraps
 from typing import Annotated, Literal, TypeVar
 
 import torch
@@ -220,26 +219,6 @@ def base_policy(
         BASE_POLICIES[name] = BasePolicy(
             name, call, needs, doc, function, continuation, reads, alone, ranking_layers
         )  # fmt: skip
-        return function
-
-    return register
-
-
-def greedy_policy(
-    params: type[P],
-    *,
-    needs: frozenset[Need] = frozenset(),
-    reads: Callable[[P], frozenset[Need]] | None = None,
-    core: type[P] | None = None,
-) -> Callable[[_Continue[P]], _Continue[P]]:
-    """Decorator: register a greedy policy by its picks ``(B, K)`` given tokens that are kept."""
-
-    def register(function: _Continue[P]) -> _Continue[P]:
-        @wraps(function)
-        def select(params: P, tokens: VisualTokens, budget: int) -> ReferenceSelection:
-            return ReferenceSelection(function(params, tokens, budget, Given.none(tokens)))
-
-        base_policy(params, needs=needs, continuation=function, reads=reads, core=core)(select)
         return function
 
     return register

@@ -263,25 +263,20 @@ def _validate(data: JsonValue, subject: str) -> PruningState:
     try:
         state = PruningState.model_validate(data)
     except ValidationError as error:
-        raise StateError(subject, _diagnose(error, data)) from None
+        details = error.errors(include_url=False, include_input=False)
+        outer = {d["loc"][:size] for d in details for size in range(len(d["loc"]))}
+        # A list whose items are all invalid is also reported as too short, in consequence.
+        details = [d for d in details if not (d["type"] == "too_short" and d["loc"] in outer)]
+        problems = [_problem(detail, data) for detail in details[:MAX_PROBLEMS]]
+        if omitted := len(details[MAX_PROBLEMS:]):
+            fix = "fix the ones above first"
+            problems.append(Problem("", f"{omitted} more problems", fix, "more"))
+        raise StateError(subject, problems) from None
     if problems := state.budget_problems(*state.budget.range()):
         raise StateError(subject, problems)
     if len(state.dumps().encode()) > MAX_BYTES:
         _refuse_size(subject, " when written out with its defaults", "shorten its provenance")
     return state
-
-
-def _diagnose(error: ValidationError, data: JsonValue) -> list[Problem]:
-    """At most MAX_PROBLEMS problems in pydantic's order, and the number of those left out."""
-    details = error.errors(include_url=False, include_input=False)
-    outer = {d["loc"][:size] for d in details for size in range(len(d["loc"]))}
-    # A list whose items are all invalid is also reported as too short: a consequence, not a cause.
-    details = [d for d in details if not (d["type"] == "too_short" and d["loc"] in outer)]
-    problems = [_problem(detail, data) for detail in details[:MAX_PROBLEMS]]
-    if omitted := len(details[MAX_PROBLEMS:]):
-        fix = "fix the ones above first"
-        problems.append(Problem("", f"{omitted} more problems", fix, "more"))
-    return problems
 
 
 _MESSAGES = {
@@ -299,7 +294,14 @@ def _problem(detail: ErrorDetails, data: JsonValue) -> Problem:
     if kind == "missing":
         return Problem(where, "required but missing", "add it", "missing")
     if kind == "extra_forbidden":
-        return _extra(str(detail["loc"][-1]), parent, where)
+        name = str(detail["loc"][-1])
+        atom = parent.get("atom") if isinstance(parent, dict) else None
+        fields, of = _all_fields(), ""
+        if isinstance(atom, str) and atom in ATOMS:
+            fields, of = ATOMS[atom].call.parameters(), f" of {atom!r}"
+        near = None if name in _all_fields() else _near(name, fields)
+        fix = f"did you mean {near!r}?" if near else "remove it or correct its name"
+        return Problem(where, f"not a known field{of}", fix, "unknown_field")
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         field = str(context["discriminator"]).strip("'")
         if kind == "union_tag_not_found":
@@ -326,16 +328,6 @@ def _unknown(field: str, name: JsonValue, allowed: Sequence[str], where: str) ->
         if field == "atom" and name in ATOMS:
             fix = f"that is one of {ATOMS[name].group}, this field takes another group; {fix}"
     return Problem(where, what, fix, "unknown_name")
-
-
-def _extra(name: str, parent: JsonValue, where: str) -> Problem:
-    atom = parent.get("atom") if isinstance(parent, dict) else None
-    fields, of = _all_fields(), ""
-    if isinstance(atom, str) and atom in ATOMS:
-        fields, of = ATOMS[atom].call.parameters(), f" of {atom!r}"
-    near = None if name in _all_fields() else _near(name, fields)
-    fix = f"did you mean {near!r}?" if near else "remove it or correct its name"
-    return Problem(where, f"not a known field{of}", fix, "unknown_field")
 
 
 @cache

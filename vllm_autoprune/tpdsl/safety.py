@@ -128,9 +128,17 @@ def safety_check(
     full_budget = policy.budget
     if not probes and full_budget > MAX_PROBED_BUDGET:
         policy = materialize(policy.state, MAX_PROBED_BUDGET)
+    deterministic = [c for c in policy.state.safety if isinstance(c, DeterminismCall)]
+    repeats = deterministic[0].repeats if deterministic else 2
     verdicts: dict[str, Verdict] = {}
     for tokens in probes or synthetic_probes(policy.budget):
-        for verdict in _check_probe(policy, tokens):
+        try:
+            runs = [refine(policy, tokens) for _ in range(repeats)]
+            judged = _judge_runs(policy.at(tokens.count, tokens.grid.tiles), tokens, runs)
+        except Exception as error:  # any failure of the policy is a result of this check
+            reason = f"{type(error).__name__}: {error}"
+            judged = tuple(Verdict(name, False, reason) for name in VERDICTS)
+        for verdict in judged:
             if verdict.name not in verdicts or not verdict.ok:
                 verdicts[verdict.name] = verdict
     if policy.budget < full_budget:
@@ -138,18 +146,6 @@ def safety_check(
         detail = f"{count.detail}, checked in place of K = {full_budget}"
         verdicts["exact_count"] = dataclasses.replace(count, detail=detail)
     return SafetyRecord(tuple(verdicts[name] for name in VERDICTS))
-
-
-def _check_probe(policy: PruningPolicy, tokens: VisualTokens) -> tuple[Verdict, ...]:
-    repeats = 2
-    for call in policy.state.safety:
-        if isinstance(call, DeterminismCall):
-            repeats = call.repeats
-    try:
-        runs = [refine(policy, tokens) for _ in range(repeats)]
-        return _judge_runs(policy.at(tokens.count, tokens.grid.tiles), tokens, runs)
-    except Exception as error:  # any failure of the policy is a result of this check
-        return tuple(Verdict(name, False, f"{type(error).__name__}: {error}") for name in VERDICTS)
 
 
 def _judge_runs(

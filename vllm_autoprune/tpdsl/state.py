@@ -248,7 +248,7 @@ class PruningState(StatePart):
 
     def needs(self, *, exchange: bool) -> frozenset[Need]:
         """Optional inputs that the state reads, with or without its exchange."""
-        policies = [self.base_policy, *([] if self.core is None else [self.core.policy])]
+        policies = [self.base_policy] if self.core is None else [self.base_policy, self.core.policy]
         needs = {need for p in policies for need in BASE_POLICIES[p.name].needs_of(p.params)}
         if self.rank_at == "merger_in":
             needs |= {"encoder", "merger_input"}

@@ -21,7 +21,6 @@ from vllm_autoprune.backbones import BackboneShape
 from vllm_autoprune.errors import Problem, StateError
 from vllm_autoprune.tpdsl.atoms.safety import SafetyRecord
 from vllm_autoprune.tpdsl.atoms.scoring import Relevance
-from vllm_autoprune.tpdsl.atoms.selectors import BoundedSelector
 from vllm_autoprune.tpdsl.atoms.source import FIXED_BUDGETS, ViewCall
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, INSTRUCTION_NEEDS
 from vllm_autoprune.tpdsl.loading import child_pointer
@@ -199,8 +198,8 @@ def transfer(
             why["/budget"] += ", which has no atom: a ratio budget with equal floor and ceiling"
             document["budget"] = {"limit": call.limit, "atom": "ratio_budget"}
             document["budget"] |= {"ratio": 1.0, "floor": budget, "ceiling": budget}
-        if isinstance(selector, BoundedSelector) and selector.r_min is not None:
-            r_min = max(0, budget - selector.q_e)
+        if selector.insists_on is not None:
+            _, r_min = selector.model_copy(update={"r_min": None}).bounds(budget)
             why["/constraints/selector/r_min"] = f"r_min = K - q_e = {r_min}"
             # The grammar allows at most 640; null, which means K - q_e, has no bound.
             document["constraints"]["selector"]["r_min"] = r_min if r_min <= 640 else None

@@ -51,7 +51,7 @@ class _PreservingSelector(SelectorCall):
         return 0, budget
 
 
-class BoundedSelector(SelectorCall):
+class _BoundedSelector(SelectorCall):
     """A selector with an exchange quota q_e and a minimum r_min of reference tokens."""
 
     q_e: int = Field(
@@ -72,7 +72,7 @@ class BoundedSelector(SelectorCall):
         return self.r_min
 
 
-class _ResidualSelector(BoundedSelector):
+class _ResidualSelector(_BoundedSelector):
     """Parameters of reference_residual_exchange_selector."""
 
     lam: float | None = added(
@@ -94,20 +94,20 @@ class _ResidualSelector(BoundedSelector):
     )
 
 
-class _MarginSelector(BoundedSelector):
+class _MarginSelector(_BoundedSelector):
     margin: float = Field(
         0.05, ge=0.0, le=1.0, description="smallest gain in quality of an exchange"
     )
 
 
-class _StrictSelector(BoundedSelector):
+class _StrictSelector(_BoundedSelector):
     margin: float = Field(
         0.1, ge=0.0, le=2.0, description="smallest relative gain in quality of an exchange"
     )
     max_sim: float = Field(0.95, ge=0.5, le=1.0, description="largest cosine to any kept token")
 
 
-class _CappedSelector(BoundedSelector):
+class _CappedSelector(_BoundedSelector):
     cell_cap: int = Field(
         4,
         ge=1,
@@ -117,7 +117,7 @@ class _CappedSelector(BoundedSelector):
     )
 
 
-class _MarginalSelector(BoundedSelector):
+class _MarginalSelector(_BoundedSelector):
     lam: float = Field(
         0.7, ge=0.0, le=1.0, description="weight of quality; 1 - lam is the weight of similarity"
     )
@@ -340,15 +340,17 @@ def _maximal_marginal_relevance_pool_selector(
     return _exchange_in_sequence(revision, admits)
 
 
-@atom("selection_constraints", BoundedSelector)
-def _anchor_controlled_pool_dpp_selector(call: BoundedSelector, revision: SelectorInputs) -> Tensor:
+@atom("selection_constraints", _BoundedSelector)
+def _anchor_controlled_pool_dpp_selector(
+    call: _BoundedSelector, revision: SelectorInputs
+) -> Tensor:
     """Keep the base policy's first picks as anchors, then greedy DPP over pool and other picks."""
     return revision.select_anchored(revision.kernel)
 
 
-@atom("selection_constraints", BoundedSelector, needs=frozenset({"instruction"}))
+@atom("selection_constraints", _BoundedSelector, needs=frozenset({"instruction"}))
 def _runtime_reference_anchor_pool_dpp_selector(
-    call: BoundedSelector, revision: SelectorInputs
+    call: _BoundedSelector, revision: SelectorInputs
 ) -> Tensor:
     """Anchored DPP by relevance to the instruction; signals act by the pool, the kernel not."""
     instruction = revision.tokens.require_instruction()
