@@ -148,18 +148,16 @@ def _draw_request(workload: Workload, identity: int, asked: int) -> _Request:
         kind = _draw_from(_FORMATS, generator)
         seed = int(_generator(workload, 2, 1000 * identity + number).integers(2**31))
         drawn.append(_Picture(seed, width, height, kind))
-    return _Request(tuple(drawn), _draw_question(workload, asked))
-
-
-def _draw_question(workload: Workload, number: int) -> str:
-    """Words, and the number, so that no two questions are equal."""
-    generator = _generator(workload, 3, number)
+    # Words, and the number, so that no two questions are equal.
+    generator = _generator(workload, 3, asked)
     count = _draw_from(_LENGTHS, generator)
     if workload.vocabulary == "numbered":
         words = [f"w{word}" for word in generator.integers(1000, 31_000, size=count)]
-        return " ".join([f"w{number % 1000}", f"w{number // 1000}", *words][:count])
-    words = [_WORDS[place] for place in generator.integers(len(_WORDS), size=count)]
-    return f"{' '.join(words)} {number}?".capitalize()
+        question = " ".join([f"w{asked % 1000}", f"w{asked // 1000}", *words][:count])
+    else:
+        words = [_WORDS[place] for place in generator.integers(len(_WORDS), size=count)]
+        question = f"{' '.join(words)} {asked}?".capitalize()
+    return _Request(tuple(drawn), question)
 
 
 def _draw_from(mix: Mapping[_T, float], generator: np.random.Generator) -> _T:
