@@ -18,7 +18,7 @@ from vllm_autoprune.cli.main import main, parser
 from vllm_autoprune.errors import ProblemsError
 from vllm_autoprune.serving.api.layout import TokenCount
 from vllm_autoprune.serving.api.planner import _resolve_plans
-from vllm_autoprune.serving.api.request import parse_request, refuse_misplaced
+from vllm_autoprune.serving.api.request import PruningRequest, refuse_misplaced
 from vllm_autoprune.serving.settings import RequestRules
 
 COMMANDS = read_commands()
@@ -102,7 +102,7 @@ def send(text: str, level: str) -> None:
         refuse_misplaced({}, fields)
     rules = RequestRules("budget" if "`budget`" in level else "states")
     server = dataclasses.replace(served(), rules=rules)
-    _resolve_plans(server, parse_request(fields), [TokenCount(576)])
+    _resolve_plans(server, PruningRequest.parse(fields), [TokenCount(576)])
 
 
 def test_mistakes_are_of_commands_flags_and_fields() -> None:

@@ -41,11 +41,6 @@ first are controls, so that a running server can be compared with them on its ow
 CHOOSERS: tuple[Chooser, ...] = get_args(Chooser)
 
 
-def runs_policy(keep: Chooser) -> bool:
-    """Whether a policy is run: it may read the instruction, and may have a core."""
-    return keep in ("state", "reference")
-
-
 Part = Literal["whole", "core", "delta", "recall"]
 """Kept tokens of an image that one item of the prompt holds: all, those kept for every question,
 the others, or more of them that a later turn of the conversation recalls. An image that is split
@@ -129,6 +124,11 @@ class ItemPlan:
         return self.part == "whole" and self.budget >= self.tokens
 
     @property
+    def runs_policy(self) -> bool:
+        """Whether a policy is run: it may read the instruction, and may have a core."""
+        return self.keep in ("state", "reference")
+
+    @property
     def read(self) -> tuple[Ids, Ids]:
         """Token ids of the instruction, for the text tower and for the language model."""
         return self.instruction, self.language
@@ -175,6 +175,18 @@ class ItemPlan:
                 yield from item.split(self.core)
             else:
                 yield replace(item, part="whole")
+
+    @staticmethod
+    def is_recall(item: MultiModalKwargsItem | None) -> bool:
+        """Whether an item of a request is a recall.
+
+        Reads one number, as schedulers ask in every step. With the processor's cache in shared
+        memory only workers see the data.
+        """
+        row = None if item is None or FIELD not in item else item[FIELD].data
+        if not isinstance(row, Tensor) or row.dim() != 1 or len(row) < _HEAD:
+            return False
+        return int(row[_PART]) == _PARTS.index("recall")
 
     def encode(self) -> Tensor:
         """Encode as int64: 13 numbers, the state, the token ids, and then every earlier choice."""
@@ -278,17 +290,6 @@ def plan_error(what: str) -> RequestError:
     """Error for a plan that this server refuses."""
     fix = "send images, or inputs that a server with the same settings has rendered"
     return refuse(FIELD, what, fix)
-
-
-def is_recall(item: MultiModalKwargsItem | None) -> bool:
-    """Whether an item of a request is a recall; reads one number, as schedulers ask in every step.
-
-    With the processor's cache in shared memory only workers see the data.
-    """
-    row = None if item is None or FIELD not in item else item[FIELD].data
-    if not isinstance(row, Tensor) or row.dim() != 1 or len(row) < _HEAD:
-        return False
-    return int(row[_PART]) == _PARTS.index("recall")
 
 
 # Canonical bytes of a state, for the plans that carry it to the workers.

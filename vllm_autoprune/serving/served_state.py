@@ -11,8 +11,9 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from pydantic import ValidationError
+from pydantic import JsonValue, ValidationError
 
+from vllm_autoprune import __version__
 from vllm_autoprune.errors import BudgetError, Problem, RequestError, StateError
 from vllm_autoprune.serving.compat import depends_on, get_attachment
 from vllm_autoprune.serving.plan import (
@@ -50,6 +51,12 @@ if TYPE_CHECKING:
 ATTRIBUTE = "autoprune"
 
 NEEDS: tuple[Need, ...] = get_args(Need)
+
+_PERMISSIONS = {
+    "budget": "their budget",
+    "shipped-states": "a state that ships",
+    "states": "any state",
+}
 
 
 @dataclass(frozen=True)
@@ -99,6 +106,22 @@ class ServedState:
             return PruningPolicy.of_core(state, plan.core)
         return make_policy(state, plan.image_budget, plan.keep, plan.core)
 
+    def find_needs(self, plan: ItemPlan) -> frozenset[Need]:
+        """Optional inputs that the policy of a plan reads, none where no policy is run.
+
+        Raises :class:`RequestError` where this server does not make them.
+        """
+        if plan.keeps_all or not plan.runs_policy:
+            return frozenset()
+        policy = self.policy_for_plan(plan)
+        if missing := policy.needs - self.needs:
+            reasons = dict(self.unavailable)
+            inputs = "; ".join(f"{n!r} ({reasons.get(n, 'not set up')})" for n in sorted(missing))
+            readers = f"its base policy {policy.base.name!r} or its atoms"
+            what = f"{readers} read what is not made here: {inputs}"
+            raise refuse(f"{ENTRY}/state", what, "bring a state that does not read it")
+        return policy.needs
+
     def selection_identity(self, state: PruningState) -> str:
         """Identity of the selection: everything it depends on except image, K and instruction."""
         tower = "" if self.tower is None else f"|{self.tower.path}|{self.tower.sign}"
@@ -117,14 +140,67 @@ class ServedState:
             return of_state
         return of_state | (frozenset(NEEDS) - {need for need, _ in self.unavailable})
 
-    def __reduce__(self) -> tuple[object, ...]:
+    def describe(self) -> dict[str, JsonValue]:
+        """JSON of `GET /v1/autoprune`: the served state, its digest, budget and evidence.
+
+        The core is that before it is moved to the edge of a KV block. No local path is told.
+        """
+        policy, state, rules, tower = self.policy(), self.state, self.rules, self.tower
+        core = policy.state.core
+        # Embedding space of relevance, with its reason.
+        relevance = None
+        if policy.reads_instruction and tower is None:
+            reason = "because no --autoprune-text-tower is given"
+            relevance = f"the language model's input embeddings, sign +1, {reason}"
+        elif policy.reads_instruction and tower is not None:
+            local = Path(tower.path).exists() or Path(tower.path).is_absolute()
+            name = "from a local folder" if local else tower.path
+            relevance = f"CLIP text tower {name}, sign {tower.sign:+d}, because {tower.reason}"
+        # What requests may set, with the flag that lets them.
+        if not rules.explicit:
+            trusted = "with --trust-request-mm-kwargs: their budget"
+            requests = f"nothing, because no {REQUESTS_FLAG} is given ({trusted})"
+        elif rules.level == "none":
+            requests = f"nothing, by {REQUESTS_FLAG} none"
+        else:
+            tokens = f"{rules.minimum} to {rules.maximum} tokens of an image"
+            requests = f"{_PERMISSIONS[rules.level]}, {tokens}, by {REQUESTS_FLAG}"
+            if rules.allows("shipped-states"):
+                requests += f", at a predicted {rules.cost:g} ms a selection or less"
+        return {
+            "version": __version__,
+            "architecture": self.architecture,
+            "state": state.name,
+            "digest": state.digest,
+            "base_policy": policy.base.name,
+            "budget": {
+                "k": policy.budget,
+                "follows_image_size": self.budget_varies,
+                "q_e": policy.quota,
+                "r_min": policy.r_min,
+            },
+            "core": None
+            if core is None
+            else {"k_c": policy.core, "share": core.share, "policy": core.policy.name},
+            "reads": [*sorted(policy.needs)],
+            "relevance": relevance,
+            "requests": requests,
+            "allows": {
+                "level": rules.level if rules.explicit else "none",
+                "tokens": [rules.minimum, rules.maximum],
+            },
+            "detail": {str(level): budget for level, budget in rules.detail.as_dict().items()}
+            or None,
+            "recall": rules.recall,
+            "evidence": state.provenance.model_dump(mode="json"),
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
         # As text, because parameter models are made from the registry and have no import path.
-        settings = {name: value for name, value in vars(self).items() if name != "state"}
-        return _revive, (self.state.dumps(), settings)
+        return {**vars(self), "state": self.state.dumps()}
 
-
-def _revive(state: str, settings: Mapping[str, Any]) -> ServedState:
-    return ServedState(state=load_state(state), **settings)
+    def __setstate__(self, fields: Mapping[str, Any]) -> None:
+        vars(self).update(fields, state=load_state(fields["state"]))
 
 
 @lru_cache(maxsize=512)

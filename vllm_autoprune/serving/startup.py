@@ -21,7 +21,6 @@ from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 from vllm_autoprune.errors import AutopruneError, ConfigError, Problem, StateError
 from vllm_autoprune.serving import compat
 from vllm_autoprune.serving.api import engine_requests, request
-from vllm_autoprune.serving.api.endpoint import describe_as_json
 from vllm_autoprune.serving.compat import (
     attach,
     get_attachment,
@@ -30,7 +29,7 @@ from vllm_autoprune.serving.compat import (
     worker,
 )
 from vllm_autoprune.serving.models import BACKBONES, Backbone
-from vllm_autoprune.serving.plan import is_recall
+from vllm_autoprune.serving.plan import ItemPlan
 from vllm_autoprune.serving.served_state import (
     ATTRIBUTE,
     KV_CACHE,
@@ -66,10 +65,10 @@ def _activate(architecture: str) -> None:
     if backbone.mrope:
         worker.request_positions_on_cpu()
     engine_requests.watch_requests()
-    compat.check_requests(request.check_request, request.handling)
+    request.check_requests()
     engine_requests.cache_without_plans()
     compat.register_renderer("hf", "vllm_autoprune.serving.api.renderer", "AutopruneHfRenderer")
-    worker.spread_recalls(is_recall)
+    worker.spread_recalls(ItemPlan.is_recall)
     worker.refuse_sleep(_sleep_problem)
 
 
@@ -141,7 +140,7 @@ def apply_settings(vllm_config: VllmConfig) -> None:
     served = replace(served, metrics_folder=_open_metrics_folder(), kv_bytes=kv_bytes)
     attach(model_config, ATTRIBUTE, served)
     attach(model_config, KV_CACHE, vllm_config.cache_config)
-    description = describe_as_json(served)
+    description = served.describe()
     del description["evidence"]
     logger.info("Serving pruned: %s", json.dumps(description))
 

@@ -22,8 +22,8 @@ from vllm_autoprune.errors import Problem
 from vllm_autoprune.serving.api.request import (
     SALT,
     CacheSalt,
-    check_request,
-    handling,
+    _check_request,
+    _handling,
 )
 from vllm_autoprune.serving.compat import attach
 from vllm_autoprune.serving.models import BACKBONES
@@ -327,8 +327,8 @@ def answer_by(receiver: Sender, request: Mapping[str, Any]) -> list[str] | str:
     body = {"model": "m", "messages": [{"role": "user", "content": "?"}], **request.get("body", {})}
     try:
         sent = ChatCompletionRequest.model_validate({**body, "mm_processor_kwargs": kwargs})
-        with handling([*request.get("headers", {}).items()]):
-            check_request(receiver._config, sent, trusted=False)
+        with _handling([*request.get("headers", {}).items()]):
+            _check_request(receiver._config, sent, trusted=False)
         images = [IMAGES[name] for name in request.get("images", ("large", "other"))]
         entry = (sent.mm_processor_kwargs or {}).get("autoprune") or {}
         made = receiver.send(images, salt=request.get("salt", ""), **entry)

@@ -19,10 +19,9 @@ from vllm_autoprune.serving.api.layout import (
     choose_recalls,
     expand_marks,
     limit_recalls,
-    split_shared_budget,
     split_slots,
 )
-from vllm_autoprune.serving.api.request import RecallTurn
+from vllm_autoprune.serving.api.request import RecallTurn, split_shared_budget
 from vllm_autoprune.serving.plan import NO_KEY, ItemPlan
 from vllm_autoprune.serving.settings import RequestRules
 from vllm_autoprune.tpdsl.cost import DEFAULT_COST, state_cost

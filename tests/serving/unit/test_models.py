@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from vllm.multimodal.processing.processor import PromptUpdateDetails
 from tests.serving.unit.samples import Sender, served
 from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.selftest.checks import _count_between
-from vllm_autoprune.serving.api.layout import shorten_placeholders
+from vllm_autoprune.serving.api.layout import Placeholders
 from vllm_autoprune.serving.models import pruned_model
 from vllm_autoprune.serving.models.llava import (
     AutopruneLlavaForConditionalGeneration,
@@ -241,11 +243,12 @@ def test_a_square_has_most_tokens(kind: str, tmp_path: Path) -> None:
 
 
 IMAGE, OTHER = 7, 1
+PLACEHOLDERS = Placeholders(Mock(), Mock(), Mock())
 
 
 def test_tokens_around_placeholders_are_kept() -> None:
     content = PromptUpdateDetails.select_token_id([OTHER, *[IMAGE] * 6, OTHER, OTHER], IMAGE)
-    cut = shorten_placeholders(content, 2)
+    cut = replace(PLACEHOLDERS, rest_at=0).shorten(content, 2)
     assert cut.full == [OTHER, IMAGE, IMAGE, OTHER, OTHER]
     assert cut.is_embed is not None
     assert cut.is_embed(cut.full).tolist() == [False, True, True, False, False]
@@ -259,6 +262,6 @@ def test_each_tile_keeps_its_share(budget: int, rest_at: int, runs: list[int]) -
     """What does not divide goes to the first tile, or to the one that shows the whole image."""
     tiles = [OTHER, *[IMAGE] * 3, OTHER, *[IMAGE] * 3, OTHER, *[IMAGE] * 3, OTHER]
     content = PromptUpdateDetails.select_token_id(tiles, IMAGE)
-    shortened: Any = shorten_placeholders(content, budget, rest_at=rest_at)
+    shortened: Any = replace(PLACEHOLDERS, rest_at=rest_at).shorten(content, budget)
     assert _count_between(shortened.full, IMAGE)[1:-1] == runs
     assert (shortened is content) == (budget == 9)

@@ -15,7 +15,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_autoprune.serving.compat import worker as patches
 from vllm_autoprune.serving.models.pruned_model import _group_by_tokens
-from vllm_autoprune.serving.plan import FIELD, Choice, ItemPlan, is_recall
+from vllm_autoprune.serving.plan import FIELD, Choice, ItemPlan
 
 
 @pytest.mark.compat
@@ -114,7 +114,7 @@ def test_a_step_takes_a_few_recalls_and_all_else(monkeypatch: pytest.MonkeyPatch
     for name in ("can_allocate", "get_freed_mm_hashes"):
         stock = getattr(EncoderCacheManager, name)
         monkeypatch.setattr(EncoderCacheManager, name, getattr(stock, "__wrapped__", stock))
-    patches.spread_recalls(is_recall)
+    patches.spread_recalls(ItemPlan.is_recall)
     image = ItemPlan(8, (0, 0), tokens=100)
     recall = ItemPlan(8, (0, 0), tokens=100, part="recall", earlier=(Choice(8),))
 
@@ -147,4 +147,4 @@ def test_a_step_takes_a_few_recalls_and_all_else(monkeypatch: pytest.MonkeyPatch
             steps[-1].append(taken)
         manager.get_freed_mm_hashes()
     assert steps == [[[0, 1, 2], [0, 1]], [[3, 4], []], [[5], []]]
-    assert not is_recall(None)
+    assert not ItemPlan.is_recall(None)

@@ -20,15 +20,13 @@ from vllm_autoprune import PruningPolicy, RequestError, SafetyRecord, load_state
 from vllm_autoprune.serving import served_state
 from vllm_autoprune.serving.api import request as request_module
 from vllm_autoprune.serving.api.layout import TokenCount
-from vllm_autoprune.serving.api.planner import _resolve_plans, find_needs
+from vllm_autoprune.serving.api.planner import _resolve_plans
 from vllm_autoprune.serving.api.request import (
+    PruningRequest,
     _join_headers,
-    check_request,
-    handling,
-    parse_request,
+    check_requests,
     refuse_misplaced,
 )
-from vllm_autoprune.serving.compat import check_requests
 from vllm_autoprune.serving.plan import KWARGS, NO_KEY, ItemPlan, decode_state
 from vllm_autoprune.serving.served_state import ATTRIBUTE, NEEDS, ServedState, load_request_state
 from vllm_autoprune.serving.settings import LEVELS, DetailBudgets, RequestRules
@@ -65,9 +63,9 @@ def test_many_problems_are_only_counted(monkeypatch: pytest.MonkeyPatch) -> None
     fields = {f"x{i}": 1 for i in range(257)}
     for asked in (fields, {"details": ["x"] * 257}, {"recall_turns": [fields]}):
         with pytest.raises(RequestError, match=r"has 25\d problems"):
-            parse_request(asked)
+            PruningRequest.parse(asked)
     with pytest.raises(RequestError, match="keys that are no text"):
-        parse_request({3: 1})
+        PruningRequest.parse({3: 1})
 
 
 # ---- fields in the wrong place ----
@@ -112,7 +110,7 @@ def test_a_request_is_checked_before_it_is_rendered(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(OnlineRenderer, "preprocess_chat", lambda self, request: "rendered")
     for owner, name in ((OnlineRenderer, "preprocess_cmpl"), (PoolingBaseServing, "_init_ctx")):
         monkeypatch.setattr(owner, name, vars(owner)[name])
-    check_requests(check_request, handling)
+    check_requests()
 
     def render(state: object, **fields: object) -> Any:
         config = SimpleNamespace(**{ATTRIBUTE: state})
@@ -163,7 +161,7 @@ def server(level: Any = "states", least: int = 1, most: int = 65536, **fields: A
 
 def resolve(asked: object, *sizes: int, on: ServedState | None = None) -> list[ItemPlan]:
     images = [TokenCount(size) for size in sizes or (N,)]
-    return _resolve_plans(on or server(), parse_request(asked), images)
+    return _resolve_plans(on or server(), PruningRequest.parse(asked), images)
 
 
 BOUNDED = server(least=8, most=64)
@@ -208,7 +206,7 @@ def test_each_image_keeps_k_of_its_tokens(
 def test_a_budget_may_follow_the_tiles() -> None:
     images = [TokenCount(N, tiles=3), TokenCount(N, tiles=1)]
     tiled = edited(sample(), {"/budget": {"atom": "per_tile_budget", "k": 10}})
-    request = parse_request({"state": tiled})
+    request = PruningRequest.parse({"state": tiled})
     assert [plan.budget for plan in _resolve_plans(server(), request, images)] == [30, 10]
     with pytest.raises(RequestError, match="K = 30"):
         _resolve_plans(server(most=20), request, images)
@@ -221,11 +219,11 @@ def test_a_plan_carries_the_state_of_its_request_and_reads_what_that_reads() -> 
     (served_plan,), (brought,) = resolve(None), resolve({"state": "visionzip", "budget": 7})
     assert (served_plan.state, served_plan.keep) == (b"", "state")
     assert decode_state(brought.state).digest == load_state("visionzip").digest
-    assert "instruction" in find_needs(server(), served_plan)
-    assert "instruction" not in find_needs(server(), brought)
-    assert "language" in find_needs(server(), *resolve({"state": "fastv", "budget": 8}))
+    assert "instruction" in server().find_needs(served_plan)
+    assert "instruction" not in server().find_needs(brought)
+    assert "language" in server().find_needs(*resolve({"state": "fastv", "budget": 8}))
     for asked in ({"keep": "random"}, {"keep": "resized"}, {"budget": N}, {"enabled": False}):
-        assert find_needs(server(), *resolve(asked)) == frozenset()
+        assert server().find_needs(*resolve(asked)) == frozenset()
 
 
 def test_a_server_makes_what_any_request_may_read() -> None:

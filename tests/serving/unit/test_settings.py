@@ -21,7 +21,6 @@ from tests.serving.unit.samples import (
 from tests.tpdsl.samples import edited, sample, shipped
 from vllm_autoprune import ConfigError, load_state
 from vllm_autoprune.serving import plugin
-from vllm_autoprune.serving.api.endpoint import describe_as_json
 from vllm_autoprune.serving.served_state import ServedState
 from vllm_autoprune.serving.settings import (
     LEVELS,
@@ -212,7 +211,7 @@ TOWER = TextTower("some/clip", -1, "its config says so", 77, 768, 1024)
 
 def test_json_contains_no_path(tmp_path: Path) -> None:
     here = replace(served(), tower=replace(TOWER, path=str(tmp_path)))
-    description = json.dumps(describe_as_json(here))
+    description = json.dumps(here.describe())
     assert tmp_path.name not in description
     assert "CLIP text tower from a local folder, sign -1" in description
 

@@ -8,7 +8,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from vllm_autoprune.serving.api.request import RecallTurn
+from vllm_autoprune.serving.api.request import RecallTurn, split_shared_budget
 from vllm_autoprune.serving.compat import depends_on
 from vllm_autoprune.serving.plan import (
     ENTRY,
@@ -57,50 +57,28 @@ class Placeholders:
     resize: Callable[[BaseProcessingInfo, ImageSize, int], ImageSize] | None = None
     rest_at: int = 0
 
+    @depends_on("vllm.multimodal.processing.processor", "PromptUpdateDetails")
+    def shorten(self, content: PromptUpdateDetails, budget: int) -> PromptUpdateDetails:
+        """Keep K placeholders of one image's prompt text, and all other tokens.
 
-@depends_on("vllm.multimodal.processing.processor", "PromptUpdateDetails")
-def shorten_placeholders(
-    content: PromptUpdateDetails, budget: int, rest_at: int = 0
-) -> PromptUpdateDetails:
-    """Keep K placeholders of one image's prompt text, and all other tokens.
-
-    Where other tokens stand between them, each run of placeholders is a tile and keeps its share of
-    K, which is what the worker selects of the tile.
-    """
-    is_embed = (
-        [True] * len(content.full)
-        if content.is_embed is None
-        else content.is_embed(content.full).tolist()
-    )
-    if sum(is_embed) <= budget:
-        return content
-    runs = [sum(1 for _ in run) for placeholder, run in groupby(is_embed) if placeholder]
-    shares = iter(split_over_parts(budget, runs, [1] * len(runs), rest_at % len(runs)))
-    shortened: list[int] = []
-    for placeholder, run in groupby(zip(is_embed, content.full, strict=True), key=itemgetter(0)):
-        tokens = [token for _, token in run]
-        shortened += tokens[: next(shares)] if placeholder else tokens
-    return replace(content, full=shortened)
-
-
-def split_shared_budget(total: int, sizes: Sequence[int]) -> list[int]:
-    """Split ``total`` tokens evenly over images of these sizes, the first taking the remainder.
-
-    What an image is too small to use goes to the others, evenly again. The budgets add up to
-    ``total``, or to all the tokens there are where that is less.
-    """
-    total = min(total, sum(sizes))
-    remaining, level = total, 0
-    for i, size in enumerate(sorted(sizes)):
-        level = remaining // (len(sizes) - i)
-        if size > level:
-            break
-        remaining -= size
-    budgets = [min(size, level) for size in sizes]
-    undivided = total - sum(budgets)
-    for i in [i for i, size in enumerate(sizes) if size > level][:undivided]:
-        budgets[i] += 1
-    return budgets
+        Where other tokens stand between them, each run of placeholders is a tile and keeps its
+        share of K, which is what the worker selects of the tile.
+        """
+        is_embed = (
+            [True] * len(content.full)
+            if content.is_embed is None
+            else content.is_embed(content.full).tolist()
+        )
+        if sum(is_embed) <= budget:
+            return content
+        runs = [sum(1 for _ in run) for placeholder, run in groupby(is_embed) if placeholder]
+        shares = iter(split_over_parts(budget, runs, [1] * len(runs), self.rest_at % len(runs)))
+        shortened: list[int] = []
+        tokens_by_kind = zip(is_embed, content.full, strict=True)
+        for placeholder, run in groupby(tokens_by_kind, key=itemgetter(0)):
+            tokens = [token for _, token in run]
+            shortened += tokens[: next(shares)] if placeholder else tokens
+        return replace(content, full=shortened)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,10 +34,9 @@ from vllm_autoprune.serving.api.layout import (
     choose_recalls,
     expand_marks,
     limit_recalls,
-    split_shared_budget,
     split_slots,
 )
-from vllm_autoprune.serving.api.request import PruningRequest, SharedBudget, parse_request
+from vllm_autoprune.serving.api.request import PruningRequest
 from vllm_autoprune.serving.compat import depends_on
 from vllm_autoprune.serving.plan import (
     ENTRY,
@@ -51,7 +50,6 @@ from vllm_autoprune.serving.plan import (
     make_feature_key,
     make_identity,
     refuse,
-    runs_policy,
 )
 from vllm_autoprune.serving.served_state import (
     ServedState,
@@ -62,7 +60,6 @@ from vllm_autoprune.serving.served_state import (
 from vllm_autoprune.serving.settings import REQUESTS_FLAG, Level
 from vllm_autoprune.tpdsl.base_policy import INSTRUCTION_NEEDS
 from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
-from vllm_autoprune.tpdsl.tokens import Need
 
 if TYPE_CHECKING:
     from vllm.inputs import MultiModalHashes
@@ -116,20 +113,7 @@ def _resolve_plans(
         for size in sizes:
             require_in_range(size, "enabled", "all tokens of an image")
         return [ItemPlan(size, NO_KEY, tokens=size) for size in sizes]
-    # The requested budget of each image; None for the state's own.
-    budgets: Sequence[int | None]
-    if isinstance(budget, SharedBudget):
-        if budget.shared < len(sizes):
-            what = f"{budget.shared} tokens for {len(sizes)} images"
-            raise refuse(f"{ENTRY}/budget/shared", what, "give at least one token an image")
-        budgets = split_shared_budget(budget.shared, sizes)
-    elif isinstance(budget, tuple):
-        if len(budget) != len(sizes):
-            what = f"{len(budget)} budgets for {len(sizes)} images"
-            raise refuse(f"{ENTRY}/budget", what, "give one an image, in their order")
-        budgets = budget
-    else:
-        budgets = [budget] * len(sizes)
+    budgets = request.split_budget(sizes)
     state = None if asked_state is None else load_request_state(asked_state, rules.cost)
     encoded = b"" if state is None else encode_state(state)
     details = request.details
@@ -155,35 +139,9 @@ def _resolve_plans(
         plan = ItemPlan(image.tokens, NO_KEY, keep=request.keep, tokens=image.tokens)
         if k < image.tokens:
             plan = replace(plan, budget=k, state=encoded)
-        find_needs(served, plan)
+        served.find_needs(plan)
         plans.append(plan)
     return plans
-
-
-def find_needs(served: ServedState, plan: ItemPlan) -> frozenset[Need]:
-    """Optional inputs that the policy of a plan reads, none where no policy is run.
-
-    Raises :class:`RequestError` where this server does not make them.
-    """
-    if plan.keeps_all or not runs_policy(plan.keep):
-        return frozenset()
-    policy = served.policy_for_plan(plan)
-    if missing := policy.needs - served.needs:
-        reasons = dict(served.unavailable)
-        inputs = "; ".join(f"{n!r} ({reasons.get(n, 'not set up')})" for n in sorted(missing))
-        readers = f"its base policy {policy.base.name!r} or its atoms"
-        what = f"{readers} read what is not made here: {inputs}"
-        raise refuse(f"{ENTRY}/state", what, "bring a state that does not read it")
-    return policy.needs
-
-
-def state_label(served: ServedState, request: PruningRequest) -> str:
-    """Metric label of a request's state; a state of its own is counted as ``request``."""
-    if not request.enabled:
-        return "off"
-    if request.state is None:
-        return served.state.name
-    return request.state if isinstance(request.state, str) else "request"
 
 
 # From images to the items of a prompt, each with its plan and identities.
@@ -279,6 +237,14 @@ class RequestPlanner:
             return ""
         return str(rendered).rpartition(mark)[2]
 
+    @staticmethod
+    def can_prune(mm_items: MultiModalDataItems) -> bool:
+        """False for embeddings, and what is no picture, which vLLM's own processor refuses."""
+        images = mm_items.get("image")
+        if not isinstance(images, ImageProcessorItems):
+            return False
+        return all(image is None or isinstance(image, _PICTURES) for image in images.get_all())
+
     def plan_profiling(self, inputs: ProcessorInputs) -> RequestPlan:
         """Plans of dummy images: the server's own budget, the longest text that may be read."""
         hashes = self._hash_inputs(inputs)
@@ -303,7 +269,7 @@ class RequestPlanner:
         # Identities as in stock vLLM, but that a client's ``uuid`` is none: under one name two
         # requests may send two pictures. Other inputs than images have names in a domain of their
         # own, so that no name is the identity of an image.
-        by_content = prunable(inputs.mm_data_items)
+        by_content = self.can_prune(inputs.mm_data_items)
         names = {
             modality: [
                 None
@@ -314,7 +280,7 @@ class RequestPlanner:
             for modality, of_modality in (inputs.mm_uuid_items or {}).items()
         }
         hashes = dict(self._hash_inputs(replace(inputs, mm_uuid_items=names or None)))
-        request = parse_request(fields)
+        request = PruningRequest.parse(fields)
         if not hashes.get("image"):
             return RequestPlan((), hashes)
         if not isinstance(inputs.mm_data_items["image"], ImageProcessorItems):
@@ -337,7 +303,7 @@ class RequestPlanner:
             if plan.keep == "resized" and not plan.keeps_all and size is not None:
                 plans[i], sizes[i] = self._shrink(plan, size, kwargs)
         # The question of each image as token ids, where its policy reads it, and its features' key.
-        needs = [find_needs(served, plan) for plan in plans]
+        needs = [served.find_needs(plan) for plan in plans]
         reads = [not needs_of_plan.isdisjoint(INSTRUCTION_NEEDS) for needs_of_plan in needs]
         texts = request.instructions or []
         if not any(reads):
@@ -370,7 +336,7 @@ class RequestPlanner:
                 assert request.recall_turns is not None and slot.turn is not None
                 plan = latest[i].plan.recall(slot.budget)
                 text = request.recall_turns[slot.turn].text
-                plan = plan.ask(*tokenize(text, find_needs(served, plan)))
+                plan = plan.ask(*tokenize(text, served.find_needs(plan)))
                 # All earlier choices, down to the pixels, are part of the identity before it.
                 identity = make_identity("recall", latest[i].identity, slot.budget, plan.read)
             elif plans[i].keeps_all and sizes[i] is None:
@@ -400,7 +366,7 @@ class RequestPlanner:
             tuple(sizes),
             partial(
                 count_request,
-                state_label(served, request),
+                request.state_label(served.state.name),
                 request.keep,
                 [count.tokens for count in counts],
                 [item.plan for item in items],
@@ -536,11 +502,3 @@ def _hash_picture(image: object) -> str:
     pixels = image.convert("RGB") if isinstance(image, Image.Image) else image
     pixels = numpy.ascontiguousarray(pixels)
     return sha256(repr(pixels.shape).encode() + pixels.tobytes()).hexdigest()
-
-
-def prunable(mm_items: MultiModalDataItems) -> bool:
-    """False for embeddings, and what is no picture, which vLLM's own processor refuses."""
-    images = mm_items.get("image")
-    if not isinstance(images, ImageProcessorItems):
-        return False
-    return all(image is None or isinstance(image, _PICTURES) for image in images.get_all())

@@ -30,8 +30,8 @@ from vllm_autoprune.serving.api.engine_requests import (
     Rendering,
     Waiting,
 )
-from vllm_autoprune.serving.api.layout import Placeholders, shorten_placeholders
-from vllm_autoprune.serving.api.planner import RequestPlan, RequestPlanner, Size, prunable
+from vllm_autoprune.serving.api.layout import Placeholders
+from vllm_autoprune.serving.api.planner import RequestPlan, RequestPlanner, Size
 from vllm_autoprune.serving.api.request import REFUSED, SALT, CacheSalt
 from vllm_autoprune.serving.compat import depends_on
 from vllm_autoprune.serving.plan import ENTRY, FIELD, REQUEST_FIELD, refuse
@@ -208,8 +208,7 @@ class PrunedProcessor(_Stock):
             for update in result.prompt_updates["image"][place]:
                 update = self._recompute_cached_prompt_update(update, at)
                 if not item.plan.profile:
-                    budget, rest_at = item.plan.budget, self._placeholders.rest_at
-                    shortened = shorten_placeholders(update.content, budget, rest_at)
+                    shortened = self._placeholders.shorten(update.content, item.plan.budget)
                     update = replace(update, content=shortened)
                 updates[-1].append(update)
         return result._replace(
@@ -226,7 +225,7 @@ class PrunedProcessor(_Stock):
         depend on those beside it.
         """
         images = mm_items.get("image")
-        if images is None or len(images) < 2 or not prunable(mm_items):
+        if images is None or len(images) < 2 or not RequestPlanner.can_prune(mm_items):
             return super()._apply_hf_processor_main(mm_items, hf_kwargs)
         each = []
         for at in range(len(images)):

@@ -11,10 +11,11 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any
 
 from prometheus_client import Counter
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
 from vllm_autoprune.errors import Problem, RequestError
+from vllm_autoprune.serving.compat import depends_on, patch
 from vllm_autoprune.serving.plan import ENTRY, KWARGS, REQUEST_FIELD, Chooser, refuse
 from vllm_autoprune.serving.served_state import served_state
 from vllm_autoprune.serving.settings import REQUESTS_FLAG, Detail
@@ -23,6 +24,7 @@ from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
+    from vllm.renderers.online_renderer import OnlineRenderer
 
 # Request fields: the ``autoprune`` entry of a request's ``mm_processor_kwargs``, parsed.
 
@@ -45,7 +47,7 @@ class CacheSalt(str):
     __slots__ = ()
 
 
-class SharedBudget(BaseModel):
+class _SharedBudget(BaseModel):
     """Budget form ``{"shared": K}``: K tokens for all images of the request together.
 
     An image that a conversation adds changes the K, and so the cache identity, of all others.
@@ -56,29 +58,8 @@ class SharedBudget(BaseModel):
     shared: int
 
 
-def _parse_budget(value: object) -> object:
-    if value is None or _is_integer(value):
-        return value
-    if isinstance(value, list) and value and all(map(_is_integer, value)):
-        return tuple(value)
-    if isinstance(value, dict) and list(value) == ["shared"] and _is_integer(value["shared"]):
-        return SharedBudget(**value)
-    raise PydanticCustomError("budget", "not a number of tokens in any of its three forms")
-
-
 def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _parse_state(value: object) -> object:
-    if value is None or isinstance(value, str | dict):
-        return value
-    raise PydanticCustomError("state", "neither a name nor a state")
-
-
-# Plain validators, because a union reports one error for every form that a value does not have.
-Budget = Annotated[int | tuple[int, ...] | SharedBudget | None, PlainValidator(_parse_budget)]
-State = Annotated[str | dict[str, object] | None, PlainValidator(_parse_state)]
 
 
 class RecallTurn(BaseModel):
@@ -90,31 +71,24 @@ class RecallTurn(BaseModel):
     text: str
 
 
-class PruningRequest(BaseModel):
-    """Fields of the entry; the server's own choice holds for each one that is left out.
+def split_shared_budget(total: int, sizes: Sequence[int]) -> list[int]:
+    """Split ``total`` tokens evenly over images of these sizes, the first taking the remainder.
 
-    ``budget``: K of each image, a list with one K an image, or :class:`SharedBudget`. ``state``:
-    the name of a shipped state, or a whole state. ``enabled`` false: every token is kept.
-    ``keep``: the state, or a control: ``"reference"`` (its base policy alone), ``"random"``
-    or ``"resized"`` (the resize control).
-    ``recall``: tokens that each later turn without an image gets of the images before it.
-    ``instructions`` has one text an image, ``details`` one level an image, ``turns`` a number an
-    image, equal for neighbours that one question follows, None where none does; ``recall_turns``
-    the turns that recall. The renderer fills them from the chat messages, a request without
-    messages may fill them itself, with an image token in its prompt for each image and each turn.
+    What an image is too small to use goes to the others, evenly again. The budgets add up to
+    ``total``, or to all the tokens there are where that is less.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    budget: Budget = None
-    state: State = None
-    enabled: bool = True
-    keep: Chooser = "state"
-    instructions: list[str] | None = None
-    details: list[Detail | None] | None = None
-    turns: list[Annotated[int, Field(ge=0)] | None] | None = None
-    recall: int | None = Field(default=None, ge=0, le=MAX_BUDGET)
-    recall_turns: list[RecallTurn] | None = None
+    total = min(total, sum(sizes))
+    remaining, level = total, 0
+    for i, size in enumerate(sorted(sizes)):
+        level = remaining // (len(sizes) - i)
+        if size > level:
+            break
+        remaining -= size
+    budgets = [min(size, level) for size in sizes]
+    undivided = total - sum(budgets)
+    for i in [i for i, size in enumerate(sizes) if size > level][:undivided]:
+        budgets[i] += 1
+    return budgets
 
 
 _FIX = {
@@ -131,28 +105,103 @@ _FIX = {
 _KNOWN = f"use: {', '.join(_FIX)}"
 
 
-def parse_request(entry: object) -> PruningRequest:
-    """The parsed entry; raises RequestError with every problem, which vLLM answers by 400."""
-    if entry is None:
-        return PruningRequest()
-    if not isinstance(entry, dict):
-        raise refuse(ENTRY, "is not an object", f"write {_format_entry(entry)}")
-    if not all(isinstance(key, str) for key in entry):
-        raise refuse(ENTRY, "has keys that are no text", _KNOWN)
-    try:
-        return PruningRequest.model_validate(entry)
-    except ValidationError as error:
-        if (count := error.error_count()) > _MAX_COUNTED:
-            raise refuse(ENTRY, f"has {count} problems", _KNOWN) from None
-        problems: dict[str, Problem] = {}
-        for detail in error.errors(include_url=False, include_input=False)[:_MAX_PROBLEMS]:
-            place = [str(step) for step in detail["loc"]]
-            where = "/".join([ENTRY, *map(_shorten, place)])
-            what, fix = detail["msg"], _FIX.get(place[0] if place else "", _KNOWN)
-            if detail["type"] == "extra_forbidden" and len(place) == 1:
-                what, fix = "is not a known field", suggest_name(place[0], list(_FIX))
-            problems.setdefault(where, Problem(where, escape_unprintable(what, 200), fix))
-        raise RequestError("request", list(problems.values())) from None
+class PruningRequest(BaseModel):
+    """Fields of the entry; the server's own choice holds for each one that is left out.
+
+    ``budget``: K of each image, a list with one K an image, or :class:`_SharedBudget`. ``state``:
+    the name of a shipped state, or a whole state. ``enabled`` false: every token is kept.
+    ``keep``: the state, or a control: ``"reference"`` (its base policy alone), ``"random"``
+    or ``"resized"`` (the resize control).
+    ``recall``: tokens that each later turn without an image gets of the images before it.
+    ``instructions`` has one text an image, ``details`` one level an image, ``turns`` a number an
+    image, equal for neighbours that one question follows, None where none does; ``recall_turns``
+    the turns that recall. The renderer fills them from the chat messages, a request without
+    messages may fill them itself, with an image token in its prompt for each image and each turn.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    budget: int | tuple[int, ...] | _SharedBudget | None = None
+    state: str | dict[str, object] | None = None
+    enabled: bool = True
+    keep: Chooser = "state"
+    instructions: list[str] | None = None
+    details: list[Detail | None] | None = None
+    turns: list[Annotated[int, Field(ge=0)] | None] | None = None
+    recall: int | None = Field(default=None, ge=0, le=MAX_BUDGET)
+    recall_turns: list[RecallTurn] | None = None
+
+    # Plain validators: a union reports one error for every form that a value does not have.
+
+    @field_validator("budget", mode="plain")
+    @classmethod
+    def parse_budget(cls, value: object) -> object:
+        """The budget in any of its three forms."""
+        if value is None or _is_integer(value):
+            return value
+        if isinstance(value, list) and value and all(map(_is_integer, value)):
+            return tuple(value)
+        if isinstance(value, dict) and list(value) == ["shared"] and _is_integer(value["shared"]):
+            return _SharedBudget(**value)
+        raise PydanticCustomError("budget", "not a number of tokens in any of its three forms")
+
+    @field_validator("state", mode="plain")
+    @classmethod
+    def parse_state(cls, value: object) -> object:
+        """The name of a state, or a state."""
+        if value is None or isinstance(value, str | dict):
+            return value
+        raise PydanticCustomError("state", "neither a name nor a state")
+
+    @classmethod
+    def parse(cls, entry: object) -> PruningRequest:
+        """The parsed entry; raises RequestError with every problem, which vLLM answers by 400."""
+        if entry is None:
+            return cls()
+        if not isinstance(entry, dict):
+            raise refuse(ENTRY, "is not an object", f"write {_format_entry(entry)}")
+        if not all(isinstance(key, str) for key in entry):
+            raise refuse(ENTRY, "has keys that are no text", _KNOWN)
+        try:
+            return cls.model_validate(entry)
+        except ValidationError as error:
+            if (count := error.error_count()) > _MAX_COUNTED:
+                raise refuse(ENTRY, f"has {count} problems", _KNOWN) from None
+            problems: dict[str, Problem] = {}
+            for detail in error.errors(include_url=False, include_input=False)[:_MAX_PROBLEMS]:
+                place = [str(step) for step in detail["loc"]]
+                where = "/".join([ENTRY, *map(_shorten, place)])
+                what, fix = detail["msg"], _FIX.get(place[0] if place else "", _KNOWN)
+                if detail["type"] == "extra_forbidden" and len(place) == 1:
+                    what, fix = "is not a known field", suggest_name(place[0], list(_FIX))
+                problems.setdefault(where, Problem(where, escape_unprintable(what, 200), fix))
+            raise RequestError("request", list(problems.values())) from None
+
+    def split_budget(self, sizes: Sequence[int]) -> Sequence[int | None]:
+        """K asked for each of the request's images of N tokens; None for the state's own.
+
+        Raises :class:`RequestError` where their number does not fit.
+        """
+        budget = self.budget
+        if isinstance(budget, _SharedBudget):
+            if budget.shared < len(sizes):
+                what = f"{budget.shared} tokens for {len(sizes)} images"
+                raise refuse(f"{ENTRY}/budget/shared", what, "give at least one token an image")
+            return split_shared_budget(budget.shared, sizes)
+        if isinstance(budget, tuple):
+            if len(budget) != len(sizes):
+                what = f"{len(budget)} budgets for {len(sizes)} images"
+                raise refuse(f"{ENTRY}/budget", what, "give one an image, in their order")
+            return budget
+        return [budget] * len(sizes)
+
+    def state_label(self, served: str) -> str:
+        """Metric label of the state: by name, or ``request`` for one that the request brings."""
+        if not self.enabled:
+            return "off"
+        if self.state is None:
+            return served
+        return self.state if isinstance(self.state, str) else "request"
 
 
 def _format_entry(value: object) -> str:
@@ -184,7 +233,7 @@ _current: ContextVar[Headers] = ContextVar("autoprune_headers", default=())
 
 
 @contextmanager
-def handling(headers: Headers) -> Iterator[None]:
+def _handling(headers: Headers) -> Iterator[None]:
     """Handle a request with these headers in this context."""
     token = _current.set(headers)
     try:
@@ -203,7 +252,7 @@ class KeepHeaders:
         """Handle one connection (ASGI)."""
         headers: Iterable[tuple[bytes, bytes]] = scope.get("headers", ())
         pairs = [(name.decode("latin-1"), text.decode("latin-1")) for name, text in headers]
-        with handling([pair for pair in pairs if pair[0].startswith(_PREFIX)]):
+        with _handling([pair for pair in pairs if pair[0].startswith(_PREFIX)]):
             await self._app(scope, *channels)
 
 
@@ -223,7 +272,7 @@ def _join_headers(entry: object, headers: Headers) -> object:
             raise refuse(where, "is sent more than once", "send it once")
         try:
             value: object = text if name == "state" else json.loads(text)
-            parse_request({name: value})
+            PruningRequest.parse({name: value})
         except (ValueError, RecursionError):
             value = None
         if value in (None, ""):
@@ -252,7 +301,7 @@ _NAMED_BY_CLIENTS = frozenset(
 """Fields whose content has names of the client's own: tools, schemas, notes."""
 
 
-def check_request(model_config: ModelConfig, request: BaseModel, trusted: bool) -> None:
+def _check_request(model_config: ModelConfig, request: BaseModel, trusted: bool) -> None:
     """Raise :class:`RequestError` where a request's pruning fields would have no effect.
 
     What its headers set is written into its ``mm_processor_kwargs``. ``trusted`` is
@@ -266,7 +315,7 @@ def check_request(model_config: ModelConfig, request: BaseModel, trusted: bool) 
     try:
         refuse_misplaced({**vars(request), **(request.model_extra or {})}, kwargs)
         if REQUEST_FIELD in kwargs:
-            parse_request(kwargs[REQUEST_FIELD])
+            PruningRequest.parse(kwargs[REQUEST_FIELD])
         entry = _join_headers(kwargs.get(REQUEST_FIELD), headers)
         if headers:
             vars(request)[KWARGS] = {**kwargs, REQUEST_FIELD: entry}  # not all declare it
@@ -277,6 +326,56 @@ def check_request(model_config: ModelConfig, request: BaseModel, trusted: bool) 
     except RequestError:
         REFUSED.inc()
         raise
+
+
+_PROBE = "_render_probe_prompt"
+"""Method of vLLM 0.32 alone."""
+
+
+@depends_on("vllm.renderers.online_renderer:OnlineRenderer", "preprocess_chat", "preprocess_cmpl")
+@depends_on("vllm.entrypoints.pooling.base.serving:PoolingBaseServing", "_init_ctx")
+def check_requests() -> None:
+    """Check the fields of every chat, completion and pooling request before it is rendered.
+
+    A prompt that vLLM renders once to know the template, within the first client's request, has
+    none of its headers.
+
+    Why: ``OpenAIBaseModel`` accepts unknown fields and drops them without a word to the client, and
+    what a request may set in ``mm_processor_kwargs`` is refused with a fix that is not ours.
+    Remove when: vLLM refuses unknown fields, or lets a plugin name its own.
+    """
+    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+    from vllm.entrypoints.pooling.base.serving import PoolingBaseServing
+    from vllm.exceptions import VLLMValidationError
+    from vllm.renderers.online_renderer import OnlineRenderer
+
+    def check_first(at: int) -> Callable[..., object]:
+        """The step that begins with the check, of the argument at a place."""
+
+        def preprocess(
+            stock: Callable[..., object], self: OnlineRenderer, *args: object, **named: object
+        ) -> object:
+            request: Any = named["request"] if "request" in named else args[at]
+            try:
+                _check_request(self.model_config, request, self.trust_request_mm_kwargs)
+            except RequestError as error:
+                # Of all errors of this step every endpoint answers only vLLM's own by 400.
+                raise VLLMValidationError(str(error), parameter="mm_processor_kwargs") from None
+            return stock(self, *args, **named)
+
+        return preprocess
+
+    for name in ("preprocess_chat", "preprocess_cmpl"):
+        patch(OnlineRenderer, name)(check_first(0))
+    patch(PoolingBaseServing, "_init_ctx")(check_first(1))
+    if _PROBE in vars(AnthropicServingMessages):
+
+        @patch(AnthropicServingMessages, _PROBE)
+        async def probe(
+            stock: Callable[..., Awaitable[object]], *args: object, **named: object
+        ) -> object:
+            with _handling(()):
+                return await stock(*args, **named)
 
 
 def refuse_misplaced(fields: object, kwargs: Mapping[str, object], fix: str = _CLIENT_FIX) -> None:

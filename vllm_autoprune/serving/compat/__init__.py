@@ -13,20 +13,17 @@ import importlib.metadata
 import inspect
 import operator
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from packaging.version import Version
 
-from vllm_autoprune.errors import ConfigError, Problem, RequestError
+from vllm_autoprune.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
     from vllm.config import ModelConfig
-    from vllm.renderers.online_renderer import OnlineRenderer
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -247,56 +244,3 @@ def allow_mm_kwarg(key: str) -> None:
 
     for module in (online_renderer, pooling):
         patch(module, "validate_request_mm_kwargs")(validate)
-
-
-_PROBE = "_render_probe_prompt"
-"""Method of vLLM 0.32 alone."""
-
-
-@depends_on("vllm.renderers.online_renderer:OnlineRenderer", "preprocess_chat", "preprocess_cmpl")
-@depends_on("vllm.entrypoints.pooling.base.serving:PoolingBaseServing", "_init_ctx")
-def check_requests(
-    check: Callable[[ModelConfig, BaseModel, bool], None],
-    handling: Callable[[tuple[()]], AbstractContextManager[None]],
-) -> None:
-    """Call ``check`` with every chat, completion and pooling request before it is rendered.
-
-    It takes the request, and whether its ``mm_processor_kwargs`` are trusted. A prompt that vLLM
-    renders once to know the template, within the first client's request, is ``handling`` apart.
-
-    Why: ``OpenAIBaseModel`` accepts unknown fields and drops them without a word to the client, and
-    what a request may set in ``mm_processor_kwargs`` is refused with a fix that is not ours.
-    Remove when: vLLM refuses unknown fields, or lets a plugin name its own.
-    """
-    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
-    from vllm.entrypoints.pooling.base.serving import PoolingBaseServing
-    from vllm.exceptions import VLLMValidationError
-    from vllm.renderers.online_renderer import OnlineRenderer
-
-    def check_first(at: int) -> Callable[..., object]:
-        """The step that begins with the check, of the argument at a place."""
-
-        def preprocess(
-            stock: Callable[..., object], self: OnlineRenderer, *args: object, **named: object
-        ) -> object:
-            request: Any = named["request"] if "request" in named else args[at]
-            try:
-                check(self.model_config, request, self.trust_request_mm_kwargs)
-            except RequestError as error:
-                # Of all errors of this step every endpoint answers only vLLM's own by 400.
-                raise VLLMValidationError(str(error), parameter="mm_processor_kwargs") from None
-            return stock(self, *args, **named)
-
-        return preprocess
-
-    for name in ("preprocess_chat", "preprocess_cmpl"):
-        patch(OnlineRenderer, name)(check_first(0))
-    patch(PoolingBaseServing, "_init_ctx")(check_first(1))
-    if _PROBE in vars(AnthropicServingMessages):
-
-        @patch(AnthropicServingMessages, _PROBE)
-        async def probe(
-            stock: Callable[..., Awaitable[object]], *args: object, **named: object
-        ) -> object:
-            with handling(()):
-                return await stock(*args, **named)

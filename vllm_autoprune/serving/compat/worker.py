@@ -217,30 +217,6 @@ def spread_recalls(
         return stock(self)
 
 
-@depends_on("vllm.model_executor.models.interfaces:SupportsMultiModal", "get_language_model")
-def embed_without_lora(language_model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Input embeddings ``(T, D)`` of token ids ``(T,)``, without the adapters of any batch.
-
-    Why: ``VocabParallelEmbeddingWithLoRA.forward`` looks up one adapter for each token of the
-    scheduled batch, and adds it to whatever tokens it is given: instructions are other tokens,
-    of other requests.
-    Remove when: LoRA layers can be called without a mapping.
-    """
-
-    def embed(ids: Tensor) -> Tensor:
-        # No protocol declares either; Idefics3's language model has no head around it.
-        inner = getattr(language_model, "model", language_model)
-        layer = inner.embed_tokens
-        inner.embed_tokens = getattr(layer, "base_layer", layer)
-        try:
-            embedded: Tensor = getattr(language_model, "embed_input_ids")(ids)  # noqa: B009
-        finally:
-            inner.embed_tokens = layer
-        return embedded
-
-    return embed
-
-
 @depends_on("vllm.v1.engine.core:EngineCore", "sleep")
 def refuse_sleep(reason: Callable[[ModelConfig, int], str | None]) -> None:
     """Let ``reason`` refuse a level of sleep, before the engine is paused for it.

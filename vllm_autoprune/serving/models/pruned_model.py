@@ -16,11 +16,10 @@ from vllm.multimodal.utils import group_and_batch_mm_items
 
 from vllm_autoprune.serving.api.layout import Placeholders
 from vllm_autoprune.serving.api.processor import make_pruned_factories
-from vllm_autoprune.serving.compat import declare_model
+from vllm_autoprune.serving.compat import declare_model, depends_on
 from vllm_autoprune.serving.compat.worker import (
     bound_encoder_calls,
     clear_with_worker_caches,
-    embed_without_lora,
     is_rank_zero,
 )
 from vllm_autoprune.serving.plan import FIELD, NO_KEY, ItemPlan, Key
@@ -131,9 +130,28 @@ class Vision(ABC):
             if self.served.tower is not None:
                 self._relevance = ClipTower(self.served.tower, device)
             else:
-                embed = embed_without_lora(self._model.get_language_model())
-                self._relevance = InputEmbeddings(embed, device)
+                self._relevance = InputEmbeddings(self.embed, device)
         return self._relevance
+
+    @depends_on("vllm.model_executor.models.interfaces:SupportsMultiModal", "get_language_model")
+    def embed(self, ids: Tensor) -> Tensor:
+        """Input embeddings ``(T, D)`` of token ids ``(T,)``, without the adapters of any batch.
+
+        Why: ``VocabParallelEmbeddingWithLoRA.forward`` looks up one adapter for each token of the
+        scheduled batch, and adds it to whatever tokens it is given: instructions are other tokens,
+        of other requests.
+        Remove when: LoRA layers can be called without a mapping.
+        """
+        language_model = self._model.get_language_model()
+        # No protocol declares either; Idefics3's language model has no head around it.
+        inner = getattr(language_model, "model", language_model)
+        layer = inner.embed_tokens
+        inner.embed_tokens = getattr(layer, "base_layer", layer)
+        try:
+            embedded: Tensor = getattr(language_model, "embed_input_ids")(ids)  # noqa: B009
+        finally:
+            inner.embed_tokens = layer
+        return embedded
 
     def model_parts(self) -> ModelParts:
         """Parts of the model that policies read in addition to image features."""
@@ -141,9 +159,7 @@ class Vision(ABC):
         def project(rows: Tensor) -> Tensor:
             raise NotImplementedError(f"{type(self).__name__} gives policies no rows of its tower")
 
-        embed = None
-        if "words" in self.needs:
-            embed = embed_without_lora(self._model.get_language_model())
+        embed = self.embed if "words" in self.needs else None
         return ModelParts(project, self.load_relevance(), embed=embed)
 
     @contextmanager

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vllm_autoprune.errors import SelectionError
 from vllm_autoprune.ops.rowwise import upload
-from vllm_autoprune.serving.plan import NO_KEY, Choice, Ids, ItemPlan, plan_error, runs_policy
+from vllm_autoprune.serving.plan import NO_KEY, Choice, Ids, ItemPlan, plan_error
 from vllm_autoprune.serving.served_state import ServedState
 from vllm_autoprune.serving.worker.features import ImageFeatures, IndexCache, Region, stack
 from vllm_autoprune.serving.worker.question import RelevanceSpace
@@ -96,7 +96,7 @@ def prune_images(
             reporter.report_refused_plan(error, image.regions[0].projected.device)
             plan = replace(plan, keep="random", state=b"", part="whole", core=0, earlier=())
             plans[i] = plan
-        selects = not _keeps_all(plan, image) and runs_policy(plan.keep)
+        selects = not _keeps_all(plan, image) and plan.runs_policy
         policy = context.served.policy_for_plan(plan) if selects else None
         # Instructions differ in length, and neither padding nor a batch may change a selection.
         alone = policy is not None and not _VARIABLE_LENGTH.isdisjoint(policy.needs)
@@ -164,7 +164,7 @@ def _select_rows(
     if not parts:  # all tokens are kept already
         parts = [torch.stack([image.rows()[:0] for image in images])]
     rows = torch.cat(parts, dim=1)
-    by_quality = runs_policy(plan.keep) and (
+    by_quality = plan.runs_policy and (
         context.served.policy_for_plan(plan).state.orders_by_quality
     )
     if positions and not by_quality:
