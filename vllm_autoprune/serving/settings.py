@@ -12,15 +12,13 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
     JsonValue,
-    PlainValidator,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -176,8 +174,7 @@ def read_text_tower(path: str) -> TextTower:
     )
 
 
-# The settings, each with its flag, its help and its check. A check of a setting sees those before
-# it, where they are valid.
+# The settings, each with its flag, its help and its check.
 
 SETTINGS_KEY = "autoprune"
 """Key of the plugin's settings in vLLM's ``additional_config``."""
@@ -209,100 +206,7 @@ def _locate(setting: str, error: ProblemsError) -> _InvalidSetting:
     return _InvalidSetting("settings", problems)
 
 
-def _read_state(value: object) -> PruningState:
-    """The state of a file, a shipped name, a dictionary, or a state object."""
-    if value is None:
-        what = "no state is given, and the other settings mean nothing without one"
-        raise _refuse(_STATE_FLAG, what, "give a file or a shipped name")
-    if isinstance(value, PruningState):
-        return value
-    where = "" if isinstance(value, Mapping) else f"{_STATE_FLAG} {str(value)[:255]}"
-    try:
-        text = json.dumps(value) if isinstance(value, Mapping) else str(value)
-    except (TypeError, ValueError, RecursionError) as error:  # a dictionary holds anything
-        fix = "give a dictionary such as json.load returns"
-        raise _refuse(where, f"not JSON: {str(error)[:200]}", fix) from None
-    try:
-        return load_state(text)
-    except StateError as error:
-        raise _locate(where, error) from None
-
-
-def _check_budget(budget: int | None, info: ValidationInfo) -> int | None:
-    if "state" in info.data:
-        try:
-            materialize(info.data["state"], budget)
-        except BudgetError as error:
-            raise _locate("state" if budget is None else _BUDGET_FLAG, error) from None
-    return budget
-
-
-def _read_tower(value: object) -> TextTower | None:
-    try:
-        return None if value is None else read_text_tower(str(value))
-    except ConfigError as error:
-        raise _InvalidSetting("settings", error.problems) from None
-
-
 _RULES = re.compile(r"(?P<level>[a-z-]+)(?::(?P<least>\d{1,6})-(?P<most>\d{1,6}))?")
-
-
-def _read_rules(value: object) -> RequestRules:
-    """What requests may set, such as ``"shipped-states"`` or ``"budget:16-256"``."""
-    if value is None:
-        return DEFAULT_RULES
-    match = _RULES.fullmatch(str(value).strip())
-    level = next((name for name in LEVELS if match and name == match["level"]), None)
-    if match is None or level is None:
-        near = suggest_name(str(value).partition(":")[0], LEVELS)
-        fix = f"{near} (with a range where wanted: budget:16-256)"
-        raise _refuse(REQUESTS_FLAG, f"{str(value)[:80]!r} is not known", fix)
-    least, most = int(match["least"] or 1), int(match["most"] or MAX_BUDGET)
-    if not 1 <= least <= most <= MAX_BUDGET:
-        fix = f"give two numbers from 1 to {MAX_BUDGET}, in order"
-        raise _refuse(REQUESTS_FLAG, f"{least}-{most} is no range of tokens", fix)
-    return RequestRules(level, least, most, explicit=True)
-
-
-def _read_detail(value: object, info: ValidationInfo) -> DetailBudgets:
-    """Budgets by ``"low=64,high=256"``, or a mapping: possible with the state and the rules."""
-    if value is None:
-        return DetailBudgets()
-    levels, repeats = value, False
-    if isinstance(value, str):
-        parts = [entry.partition("=") for entry in value.split(",")]
-        levels = {name.strip(): budget for name, _, budget in parts}
-        repeats = len(levels) < len(parts)
-    try:
-        detail = DetailBudgets.model_validate(levels)
-    except ValidationError:
-        detail = DetailBudgets()
-    budgets = detail.as_dict()
-    if repeats or not budgets:
-        what = f"{str(value)[:80]!r} is not one number of tokens for low, high or both"
-        raise _refuse(DETAIL_FLAG, what, "give low=64,high=256, or one of the two")
-    if budgets.get("low", 0) > budgets.get("high", MAX_BUDGET):
-        what = f"low = {detail.low} keeps more tokens than high = {detail.high}"
-        raise _refuse(DETAIL_FLAG, what, "give low the smaller budget")
-    most = info.data.get("requests", DEFAULT_RULES).maximum
-    for level, budget in budgets.items():
-        if budget > most:
-            what = f"{level} = {budget}, and {REQUESTS_FLAG} allows {most} at most"
-            raise _refuse(DETAIL_FLAG, what, "lower the budget, or raise the range")
-        if "state" in info.data:
-            try:
-                materialize(info.data["state"], budget)
-            except BudgetError as error:
-                raise _locate(f"{DETAIL_FLAG} {level}", error) from None
-    return detail
-
-
-def _check_recall(recall: int, info: ValidationInfo) -> int:
-    most = info.data.get("requests", DEFAULT_RULES).maximum
-    if recall > most:
-        what = f"K_r = {recall}, and {REQUESTS_FLAG} allows {most} at most"
-        raise _refuse("--autoprune-recall", what, "lower it, or raise the range")
-    return recall
 
 
 def _flag(metavar: str, text: str, default: object = None, fix: str = "", **bounds: Any) -> Any:
@@ -321,19 +225,19 @@ class Settings(BaseModel):
         *("budget", "feature_cache_gb", "recall", "request_cost"), mode="before"
     )(_refuse_boolean)
 
-    state: Annotated[PruningState, PlainValidator(_read_state)] = _flag(
+    state: PruningState = _flag(
         "PATH|NAME",
         "Pruning state to serve: a JSON file, or the name of one that ships with the package "
         "(such as `autoprune`). Without it the plugin is inert.",
     )
-    budget: Annotated[int | None, AfterValidator(_check_budget)] = _flag(
+    budget: int | None = _flag(
         "K",
         "Visual tokens kept of every image, instead of the state's own budget.",
         fix=f"give the number of tokens to keep, from 1 to {MAX_BUDGET}, such as 64",
         ge=1,
         le=MAX_BUDGET,
     )
-    text_tower: Annotated[TextTower | None, PlainValidator(_read_tower)] = _flag(
+    text_tower: TextTower | None = _flag(
         "PATH|HF_ID",
         "CLIP checkpoint whose text tower measures how relevant a token is to the instruction "
         "(for LLaVA-1.5: openai/clip-vit-large-patch14-336). Without it the language model's own "
@@ -348,19 +252,19 @@ class Settings(BaseModel):
         ge=0,
         le=1024,
     )
-    requests: Annotated[RequestRules, PlainValidator(_read_rules)] = _flag(
+    requests: RequestRules = _flag(
         "LEVEL[:MIN-MAX]",
         "What a request may set for itself: `none`; `budget`, a budget or no pruning; "
         "`shipped-states`, also a state that ships; `states`, any state. A range bounds the tokens "
         "of one image. "
         "Unless given, vLLM refuses requests that ask (see --trust-request-mm-kwargs).",
     )
-    detail: Annotated[DetailBudgets, PlainValidator(_read_detail)] = _flag(
+    detail: DetailBudgets = _flag(
         "low=K,high=K",
         "Visual tokens kept of an image whose `image_url.detail` in a request is `low` or `high`, "
         "whatever --autoprune-requests allows. Unless given, `image_url.detail` changes nothing.",
     )
-    recall: Annotated[int, AfterValidator(_check_recall)] = _flag(
+    recall: int = _flag(
         "K_r",
         "Visual tokens that a later user turn without an image gets of the conversation's images, "
         "chosen by its own text among those not kept yet. Earlier turns stay in the prefix cache. "
@@ -378,6 +282,110 @@ class Settings(BaseModel):
         gt=0,
         le=10**6,
     )
+
+    # Checks: one of a setting sees those before it, where they are valid.
+
+    @field_validator("state", mode="plain")
+    @classmethod
+    def read_state(cls, value: object) -> PruningState:
+        """The state of a file, a shipped name, a dictionary, or a state object."""
+        if value is None:
+            what = "no state is given, and the other settings mean nothing without one"
+            raise _refuse(_STATE_FLAG, what, "give a file or a shipped name")
+        if isinstance(value, PruningState):
+            return value
+        where = "" if isinstance(value, Mapping) else f"{_STATE_FLAG} {str(value)[:255]}"
+        try:
+            text = json.dumps(value) if isinstance(value, Mapping) else str(value)
+        except (TypeError, ValueError, RecursionError) as error:  # a dictionary holds anything
+            fix = "give a dictionary such as json.load returns"
+            raise _refuse(where, f"not JSON: {str(error)[:200]}", fix) from None
+        try:
+            return load_state(text)
+        except StateError as error:
+            raise _locate(where, error) from None
+
+    @field_validator("budget")
+    @classmethod
+    def check_budget(cls, budget: int | None, info: ValidationInfo) -> int | None:
+        """K that the state can keep."""
+        if "state" in info.data:
+            try:
+                materialize(info.data["state"], budget)
+            except BudgetError as error:
+                raise _locate("state" if budget is None else _BUDGET_FLAG, error) from None
+        return budget
+
+    @field_validator("text_tower", mode="plain")
+    @classmethod
+    def read_tower(cls, value: object) -> TextTower | None:
+        """The description of a CLIP checkpoint."""
+        try:
+            return None if value is None else read_text_tower(str(value))
+        except ConfigError as error:
+            raise _InvalidSetting("settings", error.problems) from None
+
+    @field_validator("requests", mode="plain")
+    @classmethod
+    def read_rules(cls, value: object) -> RequestRules:
+        """What requests may set, such as ``"shipped-states"`` or ``"budget:16-256"``."""
+        if value is None:
+            return DEFAULT_RULES
+        match = _RULES.fullmatch(str(value).strip())
+        level = next((name for name in LEVELS if match and name == match["level"]), None)
+        if match is None or level is None:
+            near = suggest_name(str(value).partition(":")[0], LEVELS)
+            fix = f"{near} (with a range where wanted: budget:16-256)"
+            raise _refuse(REQUESTS_FLAG, f"{str(value)[:80]!r} is not known", fix)
+        least, most = int(match["least"] or 1), int(match["most"] or MAX_BUDGET)
+        if not 1 <= least <= most <= MAX_BUDGET:
+            fix = f"give two numbers from 1 to {MAX_BUDGET}, in order"
+            raise _refuse(REQUESTS_FLAG, f"{least}-{most} is no range of tokens", fix)
+        return RequestRules(level, least, most, explicit=True)
+
+    @field_validator("detail", mode="plain")
+    @classmethod
+    def read_detail(cls, value: object, info: ValidationInfo) -> DetailBudgets:
+        """Budgets by ``"low=64,high=256"``, or a mapping: possible with the state and the rules."""
+        if value is None:
+            return DetailBudgets()
+        levels, repeats = value, False
+        if isinstance(value, str):
+            parts = [entry.partition("=") for entry in value.split(",")]
+            levels = {name.strip(): budget for name, _, budget in parts}
+            repeats = len(levels) < len(parts)
+        try:
+            detail = DetailBudgets.model_validate(levels)
+        except ValidationError:
+            detail = DetailBudgets()
+        budgets = detail.as_dict()
+        if repeats or not budgets:
+            what = f"{str(value)[:80]!r} is not one number of tokens for low, high or both"
+            raise _refuse(DETAIL_FLAG, what, "give low=64,high=256, or one of the two")
+        if budgets.get("low", 0) > budgets.get("high", MAX_BUDGET):
+            what = f"low = {detail.low} keeps more tokens than high = {detail.high}"
+            raise _refuse(DETAIL_FLAG, what, "give low the smaller budget")
+        most = info.data.get("requests", DEFAULT_RULES).maximum
+        for level, budget in budgets.items():
+            if budget > most:
+                what = f"{level} = {budget}, and {REQUESTS_FLAG} allows {most} at most"
+                raise _refuse(DETAIL_FLAG, what, "lower the budget, or raise the range")
+            if "state" in info.data:
+                try:
+                    materialize(info.data["state"], budget)
+                except BudgetError as error:
+                    raise _locate(f"{DETAIL_FLAG} {level}", error) from None
+        return detail
+
+    @field_validator("recall")
+    @classmethod
+    def check_recall(cls, recall: int, info: ValidationInfo) -> int:
+        """K_r within the range of the rules."""
+        most = info.data.get("requests", DEFAULT_RULES).maximum
+        if recall > most:
+            what = f"K_r = {recall}, and {REQUESTS_FLAG} allows {most} at most"
+            raise _refuse("--autoprune-recall", what, "lower it, or raise the range")
+        return recall
 
     @property
     def rules(self) -> RequestRules:

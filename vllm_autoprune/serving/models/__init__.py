@@ -5,7 +5,7 @@ Model classes are named by import path: settings are checked before vLLM's model
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from vllm_autoprune.serving.settings import TOWER_FLAG, TextTower
 from vllm_autoprune.tpdsl.tokens import Need
 
 if TYPE_CHECKING:
-    from transformers import LlavaConfig, LlavaNextConfig, LlavaOnevisionConfig, PreTrainedConfig
+    from transformers import PreTrainedConfig
 
 _FIX = "serve another state, such as cen_divprune, or another checkpoint"
 
@@ -26,115 +26,13 @@ _INPUTS: dict[Need, str] = {
     "encoder": "the tokens before the projector or the merger",
 }
 
-
-def _refuse_inputs(*missing: Need) -> Callable[[PreTrainedConfig, Collection[Need]], list[Problem]]:
-    """Start-up check of a backbone that cannot give states some inputs."""
-
-    def check(config: PreTrainedConfig, needs: Collection[Need]) -> list[Problem]:
-        kind = f"{config.model_type!r}"
-        problems = [
-            Problem("model", f"the state reads {what}, which {kind} does not give", _FIX)
-            for need, what in _INPUTS.items()
-            if need in missing and need in needs
-        ]
-        if "merger_input" in missing and "merger_input" in needs:
-            what = f"rank_at merger_in: {kind} has no patch merger to rank tokens before"
-            fix = "set rank_at to merger_out, or serve another checkpoint"
-            problems.append(Problem("model", what, fix))
-        return problems
-
-    return check
-
-
-_refuse_tower_inputs = _refuse_inputs("tower", "next_layer", "language", "encoder", "merger_input")
-_refuse_layers = _refuse_inputs("tower", "next_layer", "language")
-"""Of a model with a patch merger, whose input states may read."""
-
-
-def _accept_checkpoint(config: PreTrainedConfig) -> Sequence[Problem]:
-    """Accept every checkpoint of the architecture."""
-    return ()
-
-
-def _refuse_text_tower(config: PreTrainedConfig, tower: TextTower) -> Sequence[Problem]:
-    """Refuse text towers: no CLIP was trained together with this model's vision tower."""
-    what = f"the vision tower of {config.model_type!r} has no text tower beside it"
-    fix = "leave the flag out: relevance is then measured by the model's own embeddings"
-    return (Problem(f"{TOWER_FLAG} {tower.path}", what, fix),)
-
-
-def _check_clip_checkpoint(config: LlavaConfig) -> Sequence[Problem]:
-    """Require a CLIP tower that is read at one layer, without [CLS]."""
-    problems = []
-    kind = config.vision_config.model_type
-    if kind != "clip_vision_model":
-        what = f"vision tower {kind!r} has no [CLS] token to read attention from"
-        problems.append(Problem("model", what, "serve a LLaVA with a CLIP vision tower"))
-    if config.vision_feature_select_strategy != "default":
-        what = f"vision_feature_select_strategy {config.vision_feature_select_strategy!r}"
-        problems.append(Problem("model", what, "only 'default' (patches without [CLS]) is known"))
-    if not isinstance(config.vision_feature_layer, int):
-        what = "reads several vision layers at once"
-        problems.append(Problem("model", what, "serve a LLaVA with one vision_feature_layer"))
-    return problems
-
-
-def _check_siglip_checkpoint(config: LlavaOnevisionConfig) -> Sequence[Problem]:
-    """Require LLaVA-OneVision as published: SigLIP, all patches of one layer."""
-    problems = []
-    kind = config.vision_config.model_type
-    if kind != "siglip_vision_model":
-        what = f"vision tower {kind!r}"
-        problems.append(Problem("model", what, "serve a LLaVA-OneVision with a SigLIP tower"))
-    if config.vision_feature_select_strategy != "full":
-        what = f"vision_feature_select_strategy {config.vision_feature_select_strategy!r}"
-        problems.append(Problem("model", what, "only 'full' (all patches) is known"))
-    return problems
-
-
-def _check_clip_text_tower(config: LlavaConfig, tower: TextTower) -> Sequence[Problem]:
-    """Refuse a text tower that belongs to another vision tower."""
-    width = config.vision_config.hidden_size
-    if tower.vision_width == width:
-        return ()
-    what = f"its vision tower is {tower.vision_width} wide, the model's {width}"
-    fix = "give the CLIP checkpoint that the model's vision tower comes from"
-    return (Problem(f"{TOWER_FLAG} {tower.path}", what, fix),)
-
-
-def check_clip_inputs(
-    config: LlavaConfig | LlavaNextConfig, needs: Collection[Need]
-) -> Sequence[Problem]:
-    """Refuse states that read inputs which this checkpoint cannot provide."""
-    problems = _refuse_inputs("merger_input")(config, needs)
-    vision, text = config.vision_config, config.text_config
-    if "next_layer" in needs and config.vision_feature_layer in (-1, vision.num_hidden_layers):
-        what = "the model reads the vision tower's last layer, and the state the one after it"
-        problems.append(Problem("model", what, _FIX))
-    if "language" not in needs:
-        return problems
-    if text.model_type != "llama":
-        what = f"the state reads the first layers of a llama, not of {text.model_type!r}"
-        problems.append(Problem("model", what, _FIX))
-    elif not isinstance(text.bos_token_id, int):
-        what = f"bos_token_id {text.bos_token_id!r} is no token to begin a sequence with"
-        problems.append(Problem("model", what, _FIX))
-    # Tokens of the largest image: one tile, or a base view and the largest grid of crops.
-    tokens, crops = (vision.image_size // vision.patch_size) ** 2, 0
-    if config.model_type == "llava_next":
-        pinpoints: list[list[int]] = config.image_grid_pinpoints
-        crops = max(height * width for height, width in pinpoints) // vision.image_size**2
-    longest = 1 + (1 + crops) * tokens + LANGUAGE_IDS
-    if text.max_position_embeddings < longest:
-        what = f"max_position_embeddings {text.max_position_embeddings} is below {longest}"
-        problems.append(Problem("model", what, _FIX))
-    return problems
-
+_LAYERS: tuple[Need, ...] = ("tower", "next_layer", "language")
+"""Missing in a model with a patch merger, whose input states may read."""
 
 _MODULE, _PREFIX = "vllm_autoprune.serving.models", "Autoprune"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Backbone:
     """One served model family: its class in vLLM, the module of its pruned form, its checks."""
 
@@ -142,12 +40,8 @@ class Backbone:
     module: str
     stock: str
     """Name of the class in vLLM that is served pruned."""
-    problems: Callable[[PreTrainedConfig], Sequence[Problem]] = _accept_checkpoint
-    tower_problems: Callable[[PreTrainedConfig, TextTower], Sequence[Problem]] = _refuse_text_tower
-    input_problems: Callable[[PreTrainedConfig, Collection[Need]], Sequence[Problem]] = (
-        _refuse_tower_inputs
-    )
-    """What a state reads and this checkpoint cannot give."""
+    missing: tuple[Need, ...] = ("tower", "next_layer", "language", "encoder", "merger_input")
+    """What states may read and the model cannot give."""
     mrope: bool = False
     """Whether tokens have positions of their own in time, height and width."""
     unsplittable: str = ""
@@ -158,22 +52,114 @@ class Backbone:
         """Import path of the pruned class, as vLLM's registry takes it."""
         return f"{_MODULE}.{self.module}:{_PREFIX}{self.stock}"
 
+    def problems(self, config: PreTrainedConfig) -> list[Problem]:
+        """Why no state can serve this checkpoint; nothing where every one is served."""
+        return []
 
-def _clip(name: str, stock: str) -> Backbone:
+    def tower_problems(self, config: PreTrainedConfig, tower: TextTower) -> list[Problem]:
+        """Refuse text towers: no CLIP was trained together with this model's vision tower."""
+        what = f"the vision tower of {config.model_type!r} has no text tower beside it"
+        fix = "leave the flag out: relevance is then measured by the model's own embeddings"
+        return [Problem(f"{TOWER_FLAG} {tower.path}", what, fix)]
+
+    def input_problems(self, config: PreTrainedConfig, needs: Collection[Need]) -> list[Problem]:
+        """What a state reads and this checkpoint cannot give."""
+        kind = f"{config.model_type!r}"
+        problems = [
+            Problem("model", f"the state reads {what}, which {kind} does not give", _FIX)
+            for need, what in _INPUTS.items()
+            if need in self.missing and need in needs
+        ]
+        if "merger_input" in self.missing and "merger_input" in needs:
+            what = f"rank_at merger_in: {kind} has no patch merger to rank tokens before"
+            fix = "set rank_at to merger_out, or serve another checkpoint"
+            problems.append(Problem("model", what, fix))
+        return problems
+
+
+@dataclass(frozen=True)
+class _ClipBackbone(Backbone):
     """A model of the LLaVA family with a CLIP tower."""
-    checks = _check_clip_checkpoint, _check_clip_text_tower, check_clip_inputs
-    return Backbone(name, "llava", stock, *checks)
+
+    missing: tuple[Need, ...] = ("merger_input",)
+
+    def problems(self, config: PreTrainedConfig) -> list[Problem]:
+        """Require a CLIP tower that is read at one layer, without [CLS]."""
+        problems = []
+        kind = config.vision_config.model_type
+        if kind != "clip_vision_model":
+            what = f"vision tower {kind!r} has no [CLS] token to read attention from"
+            problems.append(Problem("model", what, "serve a LLaVA with a CLIP vision tower"))
+        if config.vision_feature_select_strategy != "default":
+            what = f"vision_feature_select_strategy {config.vision_feature_select_strategy!r}"
+            fix = "only 'default' (patches without [CLS]) is known"
+            problems.append(Problem("model", what, fix))
+        if not isinstance(config.vision_feature_layer, int):
+            what = "reads several vision layers at once"
+            problems.append(Problem("model", what, "serve a LLaVA with one vision_feature_layer"))
+        return problems
+
+    def tower_problems(self, config: PreTrainedConfig, tower: TextTower) -> list[Problem]:
+        """Refuse a text tower that belongs to another vision tower."""
+        width = config.vision_config.hidden_size
+        if tower.vision_width == width:
+            return []
+        what = f"its vision tower is {tower.vision_width} wide, the model's {width}"
+        fix = "give the CLIP checkpoint that the model's vision tower comes from"
+        return [Problem(f"{TOWER_FLAG} {tower.path}", what, fix)]
+
+    def input_problems(self, config: PreTrainedConfig, needs: Collection[Need]) -> list[Problem]:
+        """Refuse states that read inputs which this checkpoint cannot provide."""
+        problems = super().input_problems(config, needs)
+        vision, text = config.vision_config, config.text_config
+        if "next_layer" in needs and config.vision_feature_layer in (-1, vision.num_hidden_layers):
+            what = "the model reads the vision tower's last layer, and the state the one after it"
+            problems.append(Problem("model", what, _FIX))
+        if "language" not in needs:
+            return problems
+        if text.model_type != "llama":
+            what = f"the state reads the first layers of a llama, not of {text.model_type!r}"
+            problems.append(Problem("model", what, _FIX))
+        elif not isinstance(text.bos_token_id, int):
+            what = f"bos_token_id {text.bos_token_id!r} is no token to begin a sequence with"
+            problems.append(Problem("model", what, _FIX))
+        # Tokens of the largest image: one tile, or a base view and the largest grid of crops.
+        tokens, crops = (vision.image_size // vision.patch_size) ** 2, 0
+        if config.model_type == "llava_next":
+            pinpoints: list[list[int]] = config.image_grid_pinpoints
+            crops = max(height * width for height, width in pinpoints) // vision.image_size**2
+        longest = 1 + (1 + crops) * tokens + LANGUAGE_IDS
+        if text.max_position_embeddings < longest:
+            what = f"max_position_embeddings {text.max_position_embeddings} is below {longest}"
+            problems.append(Problem("model", what, _FIX))
+        return problems
+
+
+class _SiglipBackbone(Backbone):
+    """LLaVA-OneVision."""
+
+    def problems(self, config: PreTrainedConfig) -> list[Problem]:
+        """Require LLaVA-OneVision as published: SigLIP, all patches of one layer."""
+        problems = []
+        kind = config.vision_config.model_type
+        if kind != "siglip_vision_model":
+            what = f"vision tower {kind!r}"
+            problems.append(Problem("model", what, "serve a LLaVA-OneVision with a SigLIP tower"))
+        if config.vision_feature_select_strategy != "full":
+            what = f"vision_feature_select_strategy {config.vision_feature_select_strategy!r}"
+            problems.append(Problem("model", what, "only 'full' (all patches) is known"))
+        return problems
 
 
 def _qwen(name: str, stock: str) -> Backbone:
     """A model of Qwen-VL's kind, whose merger makes a token of four patches."""
-    return Backbone(name, "qwen", stock, input_problems=_refuse_layers, mrope=True)
+    return Backbone(name, "qwen", stock, missing=_LAYERS, mrope=True)
 
 
 def _tiled(name: str, stock: str, why: str) -> Backbone:
     """A model whose tiles have a patch merger; its processor writes ``why`` around them."""
     why = f"writes {why}"
-    return Backbone(name, "tiled", stock, input_problems=_refuse_layers, unsplittable=why)
+    return Backbone(name, "tiled", stock, missing=_LAYERS, unsplittable=why)
 
 
 _TEXT = "text around the tiles of every item"
@@ -182,8 +168,8 @@ BACKBONES: dict[str, Backbone] = {
     # InternVL of transformers is served by vLLM's class of InternS1.
     {"internvl": "InternVLForConditionalGeneration"}.get(row.name, row.stock): row
     for row in (
-        _clip("llava", "LlavaForConditionalGeneration"),
-        _clip("llava_next", "LlavaNextForConditionalGeneration"),
+        _ClipBackbone("llava", "llava", "LlavaForConditionalGeneration"),
+        _ClipBackbone("llava_next", "llava", "LlavaNextForConditionalGeneration"),
         _qwen("qwen2_vl", "Qwen2VLForConditionalGeneration"),
         _qwen("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"),
         _qwen("qwen3_vl", "Qwen3VLForConditionalGeneration"),
@@ -192,10 +178,7 @@ BACKBONES: dict[str, Backbone] = {
         _qwen("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration"),
         _qwen("glm4v", "Glm4vForConditionalGeneration"),
         _qwen("glm4v_moe", "Glm4vMoeForConditionalGeneration"),
-        Backbone(
-            *("llava_onevision", "llava", "LlavaOnevisionForConditionalGeneration"),
-            _check_siglip_checkpoint,
-        ),
+        _SiglipBackbone("llava_onevision", "llava", "LlavaOnevisionForConditionalGeneration"),
         _tiled(
             *("internvl", "InternS1ForConditionalGeneration"),
             "the tokens that begin and end an image around every item",

@@ -164,9 +164,7 @@ def _select_rows(
     if not parts:  # all tokens are kept already
         parts = [torch.stack([image.rows()[:0] for image in images])]
     rows = torch.cat(parts, dim=1)
-    by_quality = plan.runs_policy and (
-        context.served.policy_for_plan(plan).state.orders_by_quality
-    )
+    by_quality = plan.runs_policy and (context.served.policy_for_plan(plan).state.orders_by_quality)
     if positions and not by_quality:
         order = torch.cat(positions, dim=1).argsort(dim=1, stable=True)
         rows = rows.gather(1, order[:, :, None].expand(-1, -1, rows.shape[2]))
