@@ -159,8 +159,9 @@ def find_backbone(name: str) -> BackboneShape:
         try:
             return _read_shape(name, AutoConfig.from_pretrained(name))
         except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
-            what = f"has no config.json of a served family, here or on the Hub ({error})"
-            what = " ".join(what.split())[:200]
+            # The first sentence of its message; that of transformers goes on with advice.
+            reason = re.split(r"[.:!?]?\s*\n|[.!?]\s", str(error).strip())[0][:150].rstrip(".")
+            what = f"has no config.json of a served family, here or on the Hub ({reason})"
             fix = f"give a folder with one, the id of a checkpoint that can be fetched, or {fix}"
     raise ConfigError("backbone", [Problem(name, what, fix)])
 

@@ -17,7 +17,7 @@ from vllm_autoprune.cli.main import main
 from vllm_autoprune.selftest import device as device_checks
 from vllm_autoprune.selftest.backbones import TINY_MODELS
 from vllm_autoprune.selftest.checks import CHECKS, runners_agree
-from vllm_autoprune.selftest.device import SelectionResult, check_kernel, check_selections
+from vllm_autoprune.selftest.device import _SelectionResult, check_kernel, check_selections
 from vllm_autoprune.selftest.run import (
     RUNNERS,
     SPLIT_QUESTION,
@@ -229,7 +229,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
             "available_runners": lambda: available,
             "find_gpu": lambda: CPU if gpu else None,
             "check_kernel": lambda device: "",
-            "check_selections": lambda device: [SelectionResult("trim", 0.5, 0.002, wrong)],
+            "check_selections": lambda device: [_SelectionResult("trim", 0.5, 0.002, wrong)],
         }.items():
             monkeypatch.setattr(selftest, name, replacement)
         monkeypatch.setattr(

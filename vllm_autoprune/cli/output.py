@@ -12,8 +12,6 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import NoReturn
 
-from pydantic import JsonValue
-
 from vllm_autoprune.errors import AutopruneError, ConfigError, Problem, ProblemsError
 
 WIDTH = 100
@@ -71,10 +69,10 @@ def check_writable(path: Path) -> None:
 
 def print_result(options: argparse.Namespace, record: object, *blocks: str) -> None:
     """Print the record with ``--json``, else the blocks of text, an empty line between them."""
-    print(as_json(record) if options.json else "\n\n".join(blocks))
+    print(_as_json(record) if options.json else "\n\n".join(blocks))
 
 
-def as_json(value: object) -> str:
+def _as_json(value: object) -> str:
     """Indented JSON; tuples become lists."""
     text = json.dumps(value, indent=2, ensure_ascii=False)
     return text.encode(errors="backslashreplace").decode()  # a path may be any bytes
@@ -112,13 +110,8 @@ def format_paragraphs(texts: Iterable[str], bullet: str = "") -> str:
     return "\n".join(textwrap.fill(bullet + text, WIDTH) for text in texts)
 
 
-def format_value(value: JsonValue) -> str:
-    """A JSON value in one line, strings without quotes."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
 def error_as_json(error: AutopruneError) -> str:
     """The record of an error: its kind, its message, and its problems, if it lists any."""
     problems = error.problems if isinstance(error, ProblemsError) else ()
     fixes = [{"where": p.where, "what": p.what, "fix": p.fix} for p in problems]
-    return as_json({"error": type(error).__name__, "message": str(error), "problems": fixes})
+    return _as_json({"error": type(error).__name__, "message": str(error), "problems": fixes})

@@ -32,7 +32,7 @@ KERNEL = "greedy MAP in Triton"
 
 
 @dataclass(frozen=True, slots=True)
-class SelectionResult:
+class _SelectionResult:
     """What one state did on the device.
 
     ``share`` of the tokens that the host keeps, median ``seconds`` of a selection on two images of
@@ -50,12 +50,6 @@ def find_gpu() -> torch.device | None:
     return torch.device("cuda") if torch.cuda.is_available() else None
 
 
-def describe_device(device: torch.device) -> str:
-    """The device's name and the version of torch."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return f"{name}, torch {torch.__version__}"
-
-
 def check_kernel(device: torch.device) -> str:
     """What is wrong with the Triton kernel on this device; empty where nothing is."""
     if device.type != "cuda":
@@ -67,7 +61,7 @@ def check_kernel(device: torch.device) -> str:
     return "" if works() else "does not work: the log says why"
 
 
-def check_selections(device: torch.device) -> Iterator[SelectionResult]:
+def check_selections(device: torch.device) -> Iterator[_SelectionResult]:
     """The result of every base policy under the shipped state, then of every shipped state."""
     shipped = load_state("autoprune").model_dump(mode="json")
     states = {
@@ -79,10 +73,10 @@ def check_selections(device: torch.device) -> Iterator[SelectionResult]:
         try:
             yield _check(name, materialize(state, BUDGET), device)
         except Exception as error:  # whatever a device raises is a result of this check
-            yield SelectionResult(name, 0.0, 0.0, f"{type(error).__name__}: {error}")
+            yield _SelectionResult(name, 0.0, 0.0, f"{type(error).__name__}: {error}")
 
 
-def _check(name: str, policy: PruningPolicy, device: torch.device) -> SelectionResult:
+def _check(name: str, policy: PruningPolicy, device: torch.device) -> _SelectionResult:
     synchronize: Callable[[], None] = lambda: None  # noqa: E731
     if device.type == "cuda":
         synchronize = torch.cuda.synchronize
@@ -103,7 +97,7 @@ def _check(name: str, policy: PruningPolicy, device: torch.device) -> SelectionR
     wrong = [f"{v.name}: {v.detail}" for v in safety_check(policy, probes).failures()]
     if share < LEAST_SHARE:
         wrong.append(f"{share:.0%} of the host's tokens are kept")
-    return SelectionResult(name, share, median(seconds), "; ".join(wrong))
+    return _SelectionResult(name, share, median(seconds), "; ".join(wrong))
 
 
 @contextmanager

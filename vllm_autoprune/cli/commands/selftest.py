@@ -10,6 +10,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 
+import torch
+
 from vllm_autoprune.cli.flags import command
 from vllm_autoprune.cli.output import print_result
 from vllm_autoprune.errors import ConfigError, Problem
@@ -19,7 +21,6 @@ from vllm_autoprune.selftest.device import (
     KERNEL,
     check_kernel,
     check_selections,
-    describe_device,
     find_gpu,
 )
 from vllm_autoprune.selftest.run import (
@@ -93,8 +94,9 @@ def _run_selftest(options: argparse.Namespace) -> int:
     if device is not None:
         deadline = time.monotonic() + GPU_SECONDS
         kernel, selections = check_kernel(device), list(check_selections(device))
+        gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         record = {
-            "device": describe_device(device),
+            "device": f"{gpu}, torch {torch.__version__}",
             "kernel": kernel,
             "selections": [asdict(selection) for selection in selections],
         }

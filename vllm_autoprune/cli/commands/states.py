@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, JsonValue, TypeAdapter, ValidationError
 
 from vllm_autoprune.backbones import BACKBONE_SHAPES, find_backbone
 from vllm_autoprune.cli.flags import argument, command
@@ -18,7 +18,6 @@ from vllm_autoprune.cli.output import (
     WIDTH,
     format_paragraphs,
     format_table,
-    format_value,
     print_result,
     write_file,
 )
@@ -112,9 +111,9 @@ def _show_state(options: argparse.Namespace) -> int:
     }
     rows = []
     for part in parts:
-        parameters = (f"{name} = {format_value(v)}" for name, v in part["parameters"].items())
+        parameters = (f"{name} = {_format_value(v)}" for name, v in part["parameters"].items())
         rows.append([part["part"], part["atom"], ", ".join(parameters) or "-", part["doc"]])
-    origin = [[key, format_value(v)] for key, v in provenance.items() if v not in ("", None, {})]
+    origin = [[key, _format_value(v)] for key, v in provenance.items() if v not in ("", None, {})]
     nothing = "No provenance: the state does not say where it comes from or what was measured."
     print_result(
         options,
@@ -209,8 +208,8 @@ def _compare_states(options: argparse.Namespace) -> int:
     if before.digest == after.digest:
         verdict = f"same digest {before.digest[:12]}: both keep the same tokens"
     rows = [
-        [change.where, "-" if change.kind == "added" else format_value(change.before),
-         "-" if change.kind == "removed" else format_value(change.after)]
+        [change.where, "-" if change.kind == "added" else _format_value(change.before),
+         "-" if change.kind == "removed" else _format_value(change.after)]
         for change in changes
     ]  # fmt: skip
     table = format_table(["field", options.first, options.second], rows, wrap=WIDTH)
@@ -299,7 +298,7 @@ def _materialize_state(options: argparse.Namespace) -> int:
         "verdicts": [asdict(verdict) for verdict in safety.verdicts],
         "state": json.loads(state.dumps()),
     }
-    rows = [[change.where, format_value(change.before), format_value(change.after), change.why]
+    rows = [[change.where, _format_value(change.before), _format_value(change.after), change.why]
             for change in changes]  # fmt: skip
     table = format_table(["changed", "before", "after", "why"], rows, wrap=WIDTH + 40)
     verdict = "valid" if safety.valid else "fails; nothing is written"
@@ -313,6 +312,11 @@ def _materialize_state(options: argparse.Namespace) -> int:
         blocks.append(f"wrote {options.output}")
     print_result(options, record, *blocks)
     return 0 if safety.valid else 1
+
+
+def _format_value(value: JsonValue) -> str:
+    """A JSON value in one line, strings without quotes."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _format_verdicts(safety: SafetyRecord) -> list[str]:
