@@ -39,8 +39,7 @@ ASSUMPTIONS = (
     "The first question finds the template in the prefix cache, another question also what its way "
     "of serving shares, in whole KV blocks.",
     "Decoding an image happens for every question; the image processor runs once an image.",
-    "A split selects twice for the first question and once for another. That is an upper bound: "
-    "what the selection of the core computed is kept with the image.",
+    "A split selects twice for the first question and once for another.",
     "Decoded tokens take the same time in all ways to serve, which favours stock.",
     "Resized: the image is made so small that it has K tokens; tower time falls with the tokens.",
 )
