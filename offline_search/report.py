@@ -27,7 +27,7 @@ from offline_search.ledger import (
 from offline_search.settings import Settings
 from vllm_autoprune.errors import SearchError
 from vllm_autoprune.report import Cell, Document, Row, Section, Table, Tone
-from vllm_autoprune.statistics import Estimate, count_decimals
+from vllm_autoprune.statistics import Estimate
 
 _STATUS_WORDS: Mapping[Status, str] = {
     "evaluated": "measured in full",
@@ -121,7 +121,7 @@ class _SearchReport:
         low, high = min(measured), max(measured)
         if self.winner is not None:
             low, high = self.winner.test.objective.low, self.winner.test.objective.high
-        digits = count_decimals(low, high)
+        digits = Estimate(low, low, high).count_decimals()
         return ["unknown" if value is None else f"{value:+.{digits}f}" for value in values]
 
 
@@ -233,9 +233,9 @@ def _describe_leader(winner: WinnerRecord, leader: str | None) -> str:
 
 def _format_interval(estimate: Estimate, scale: float = 1.0) -> str:
     """A mean with its 95 % interval."""
-    value, low, high = (scale * x for x in (estimate.value, estimate.low, estimate.high))
-    digits = count_decimals(low, high)
-    return f"{value:+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})"
+    scaled = Estimate(*(scale * x for x in (estimate.value, estimate.low, estimate.high)))
+    digits = scaled.count_decimals()
+    return f"{scaled.value:+.{digits}f} ({scaled.low:+.{digits}f} to {scaled.high:+.{digits}f})"
 
 
 def _percent(share: float | None) -> str:

@@ -23,7 +23,6 @@ from vllm_autoprune.explain import (
     _find_tiles_of_regions,
     _name_deciders,
     _SignalTrace,
-    _trace_image,
 )
 from vllm_autoprune.picture import (
     CORE,
@@ -51,14 +50,14 @@ SPLIT: Changes = {"/core": {"share": 0.5}}
 
 def trace_sample(tokens: VisualTokens, changes: Changes | None = None) -> Trace:
     policy = materialize(state(changes), 12)
-    return _trace_image(policy, tokens, refine(policy, tokens))
+    return Trace.of(policy, tokens, refine(policy, tokens))
 
 
 @pytest.mark.parametrize("changes", [{}, SPLIT], ids=["whole", "core"])
 def test_a_trace_agrees_with_the_selection(changes: Changes) -> None:
     tokens, policy = images(seed=1, batch=1), materialize(state(changes), 12)
     refined = refine(policy, tokens)
-    trace, indices = _trace_image(policy, tokens, refined), refined.indices[0].tolist()
+    trace, indices = Trace.of(policy, tokens, refined), refined.indices[0].tolist()
     assert trace.kept == tuple(sorted(indices)) and trace.fallback == "none"
     assert trace.reference == tuple(refined.reference[0].tolist())
     assert len(trace.left) == len(trace.entered) == int(refined.exchanged[0]) > 0
@@ -93,7 +92,7 @@ def test_what_a_policy_does_not_do_is_not_traced() -> None:
     assert fallback.fallback == "reference" and fallback.entered == ()
     assert fallback.quality is None and fallback.signals == ()
     rule = materialize(load_state("miniqwen"))
-    eighth = _trace_image(rule, tokens, refine(rule, tokens))
+    eighth = Trace.of(rule, tokens, refine(rule, tokens))
     assert (rule.budget, len(eighth.kept)) == (640, 36 // 8), "the rule on N decides"
 
 

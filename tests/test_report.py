@@ -17,7 +17,6 @@ from vllm_autoprune.report import (
     Section,
     Series,
     Table,
-    _draw_chart,
 )
 
 HOSTILE = "<script>alert(1)</script>\"'"
@@ -88,7 +87,7 @@ def test_tables_put_intervals_under_figures_scroll_and_break_long_names() -> Non
 
 
 def svg_of(*series: Series, **axes: Any) -> ElementTree.Element:
-    svg = re.search(r"<svg.*</svg>", _draw_chart(Chart("t", "x", "y", series, **axes)), re.DOTALL)
+    svg = re.search(r"<svg.*</svg>", Chart("t", "x", "y", series, **axes).draw(), re.DOTALL)
     assert svg
     return ElementTree.fromstring(svg[0])
 
@@ -106,7 +105,7 @@ def test_a_chart_has_its_labels_points_tips_links_and_rules() -> None:
     assert tips == [f"first {HOSTILE}", "second", "third"]
     assert [link.get("href") for link in svg.iter(f"{SVG}a")] == ["runs/a.jsonl"]
     # Drawn colours become those of the page's style, which differ in its dark mode.
-    assert "var(--c0)" in _draw_chart(CHART) and "#0072b2" not in _draw_chart(CHART)
+    assert "var(--c0)" in CHART.draw() and "#0072b2" not in CHART.draw()
 
 
 @pytest.mark.parametrize("scale", ["linear", "log"])

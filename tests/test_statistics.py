@@ -10,8 +10,6 @@ from vllm_autoprune.statistics import (
     ClusterBootstrap,
     Estimate,
     Spread,
-    count_decimals,
-    ratio_of_medians,
     resample,
 )
 
@@ -25,10 +23,13 @@ def test_a_spread_has_median_and_quartiles() -> None:
 def test_rounds_of_a_ratio_are_drawn_together() -> None:
     # Every round is as slow for one kind as for the other; the ratio is 2 in each of them.
     under = [[1.0], [10.0], [100.0], [1000.0], [10000.0]]
-    assert ratio_of_medians([[2 * x] for (x,) in under], under) == Estimate(2.0, 2.0, 2.0)
+    assert Estimate.ratio_of_medians([[2 * x] for (x,) in under], under) == Estimate(2.0, 2.0, 2.0)
     over, under = [[float(n % 7)] for n in range(40)], [[float(n % 5 + 1)] for n in range(40)]
-    ratio = ratio_of_medians(over, under)
-    assert ratio.low < ratio.value == 1.0 < ratio.high and ratio_of_medians(over, under) == ratio
+    ratio = Estimate.ratio_of_medians(over, under)
+    assert (
+        ratio.low < ratio.value == 1.0 < ratio.high
+        and Estimate.ratio_of_medians(over, under) == ratio
+    )
 
 
 def test_questions_about_one_image_are_drawn_together() -> None:
@@ -74,5 +75,5 @@ def test_resamples_begin_with_the_sample_and_draw_blocks_of_neighbours(
 def test_decimals_and_verdicts_follow_the_interval(
     low: float, high: float, decimals: int, verdict: str
 ) -> None:
-    assert count_decimals(low, high) == decimals
+    assert Estimate(low, low, high).count_decimals() == decimals
     assert Estimate(low, low, high).at_most(bound=1.05) == verdict

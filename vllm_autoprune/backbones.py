@@ -118,6 +118,49 @@ class BackboneShape:
         kv_bytes = full * n * 2 * k * 2  # keys and values of 16 bits
         return Cost(tokens=tokens, text=text, flops=2 * macs, kv_bytes=kv_bytes)
 
+    @classmethod
+    def of_checkpoint(cls, name: str, config: PretrainedConfig) -> BackboneShape:
+        """The language model of a checkpoint, with the visual tokens of its family.
+
+        LLaVA-1.5's and LLaVA-NeXT's grid follows from their vision tower; others take images of any
+        size, or have the same grid in every checkpoint. Raises LookupError for another family.
+        """
+        shapes = {shape.family: shape for shape in reversed(BACKBONE_SHAPES.values())}
+        like = shapes.get(config.model_type)
+        if like is None:
+            raise LookupError(f"model_type {config.model_type!r} is not served pruned")
+        text = config.get_text_config()
+        heads, width = text.num_attention_heads, text.hidden_size
+        head = getattr(text, "head_dim", None) or width // heads
+        feed_forward = text.intermediate_size
+        if experts := getattr(text, "num_experts_per_tok", None):
+            # The experts of a token, and those that all tokens share.
+            routed = experts + getattr(text, "n_shared_experts", 0)
+            feed_forward = routed * text.moe_intermediate_size
+            feed_forward += getattr(text, "shared_expert_intermediate_size", 0)
+        shape = replace(
+            like,
+            name=name,
+            layers=text.num_hidden_layers,
+            width=width,
+            feed_forward=feed_forward,
+            kv_width=(getattr(text, "num_key_value_heads", None) or heads) * head,
+            query_width=heads * head,
+            source=f"{name}: its config.json; images as of {like.name}",
+        )
+        if like.has_cls:
+            side = config.vision_config.image_size // config.vision_config.patch_size
+            shape = replace(shape, grid_height=side, grid_width=side)
+        if like.linear is not None:
+            linear = replace(
+                like.linear,
+                key_width=text.linear_num_key_heads * text.linear_key_head_dim,
+                value_width=text.linear_num_value_heads * text.linear_value_head_dim,
+                key_head=text.linear_key_head_dim,
+            )
+            shape = replace(shape, linear=linear)
+        return shape
+
 
 def _read_shapes() -> dict[str, BackboneShape]:
     """The table ``backbones.toml``, where ``like`` names the backbone that has the other fields."""
@@ -157,56 +200,13 @@ def find_backbone(name: str) -> BackboneShape:
         from transformers import AutoConfig
 
         try:
-            return _read_shape(name, AutoConfig.from_pretrained(name))
+            return BackboneShape.of_checkpoint(name, AutoConfig.from_pretrained(name))
         except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
             # The first sentence of its message; that of transformers goes on with advice.
             reason = re.split(r"[.:!?]?\s*\n|[.!?]\s", str(error).strip())[0][:150].rstrip(".")
             what = f"has no config.json of a served family, here or on the Hub ({reason})"
             fix = f"give a folder with one, the id of a checkpoint that can be fetched, or {fix}"
     raise ConfigError("backbone", [Problem(name, what, fix)])
-
-
-def _read_shape(name: str, config: PretrainedConfig) -> BackboneShape:
-    """The language model of a checkpoint, with the visual tokens of its family.
-
-    LLaVA-1.5's and LLaVA-NeXT's grid follows from their vision tower; others take images of any
-    size, or have the same grid in every checkpoint. Raises LookupError for another family.
-    """
-    shapes = {shape.family: shape for shape in reversed(BACKBONE_SHAPES.values())}
-    like = shapes.get(config.model_type)
-    if like is None:
-        raise LookupError(f"model_type {config.model_type!r} is not served pruned")
-    text = config.get_text_config()
-    heads, width = text.num_attention_heads, text.hidden_size
-    head = getattr(text, "head_dim", None) or width // heads
-    feed_forward = text.intermediate_size
-    if experts := getattr(text, "num_experts_per_tok", None):
-        # The experts of a token, and those that all tokens share.
-        routed = experts + getattr(text, "n_shared_experts", 0)
-        feed_forward = routed * text.moe_intermediate_size
-        feed_forward += getattr(text, "shared_expert_intermediate_size", 0)
-    shape = replace(
-        like,
-        name=name,
-        layers=text.num_hidden_layers,
-        width=width,
-        feed_forward=feed_forward,
-        kv_width=(getattr(text, "num_key_value_heads", None) or heads) * head,
-        query_width=heads * head,
-        source=f"{name}: its config.json; images as of {like.name}",
-    )
-    if like.has_cls:
-        side = config.vision_config.image_size // config.vision_config.patch_size
-        shape = replace(shape, grid_height=side, grid_width=side)
-    if like.linear is not None:
-        linear = replace(
-            like.linear,
-            key_width=text.linear_num_key_heads * text.linear_key_head_dim,
-            value_width=text.linear_num_value_heads * text.linear_value_head_dim,
-            key_head=text.linear_key_head_dim,
-        )
-        shape = replace(shape, linear=linear)
-    return shape
 
 
 # Cost of a prompt.

@@ -72,6 +72,37 @@ class Trace:
     decided_by: str
     """What chose the tokens, and the layers of the model that it read."""
 
+    @classmethod
+    @torch.no_grad()
+    def of(cls, policy: PruningPolicy, tokens: VisualTokens, refined: RefinedTokens) -> Trace:
+        """Trace one image, of which ``refined`` is the result of ``policy``."""
+        policy = policy.at(tokens.count, tokens.grid.tiles)
+        fallback, quality = FALLBACKS[int(refined.fallback[0])], None
+        if policy.refines and refined.quality is not None and fallback == "none":
+            quality = tuple(refined.quality[0].tolist())
+        signals = []
+        if quality is not None:
+            ranked = policy.state.ranked(tokens)
+            view = run(VisualTokens, policy.state.source.tokens, ranked)
+            for call in policy.state.scoring.signals:
+                if call.weight > 0:
+                    values = min_max_normalise(run_signal(call, view, refined.reference))
+                    signals.append(_SignalTrace(call.atom, call.weight, tuple(values[0].tolist())))
+        indices, reference = refined.indices[0].tolist(), refined.reference[0].tolist()
+        return cls(
+            grid=tokens.grid,
+            reference=tuple(reference),
+            kept=tuple(sorted(indices)),
+            left=tuple(sorted(set(reference) - set(indices))),
+            entered=tuple(sorted(set(indices) - set(reference))),
+            core=tuple(sorted(indices[: policy.core])) if policy.budget < tokens.count else (),
+            extra=refined.extra,
+            signals=tuple(signals),
+            quality=quality,
+            fallback=fallback,
+            decided_by=_name_deciders(policy, tokens, quality is not None),
+        )
+
 
 @dataclass(frozen=True)
 class Explanation:
@@ -165,7 +196,7 @@ def explain_image(
     explanations = []
     for number, (picture, selection) in enumerate(zip(pictures, selections, strict=True), 1):
         region = f"region {number} of {len(selections)}" if len(selections) > 1 else ""
-        trace = _trace_image(*selection)
+        trace = Trace.of(*selection)
         explanations.append(Explanation(picture, question, selection[0], trace, region))
     return explanations
 
@@ -251,37 +282,6 @@ def _find_tiles_of_regions(features: ImageFeatures, tiles: int, budget: int) -> 
     if len(regions) != tiles or tiles == 1 or regions[0].order is not None:
         return []
     return [tile for tile, share in enumerate(features.split(budget)) if share]
-
-
-@torch.no_grad()
-def _trace_image(policy: PruningPolicy, tokens: VisualTokens, refined: RefinedTokens) -> Trace:
-    """Trace one image, of which ``refined`` is the result of ``policy``."""
-    policy = policy.at(tokens.count, tokens.grid.tiles)
-    fallback, quality = FALLBACKS[int(refined.fallback[0])], None
-    if policy.refines and refined.quality is not None and fallback == "none":
-        quality = tuple(refined.quality[0].tolist())
-    signals = []
-    if quality is not None:
-        ranked = policy.state.ranked(tokens)
-        view = run(VisualTokens, policy.state.source.tokens, ranked)
-        for call in policy.state.scoring.signals:
-            if call.weight > 0:
-                values = min_max_normalise(run_signal(call, view, refined.reference))
-                signals.append(_SignalTrace(call.atom, call.weight, tuple(values[0].tolist())))
-    indices, reference = refined.indices[0].tolist(), refined.reference[0].tolist()
-    return Trace(
-        grid=tokens.grid,
-        reference=tuple(reference),
-        kept=tuple(sorted(indices)),
-        left=tuple(sorted(set(reference) - set(indices))),
-        entered=tuple(sorted(set(indices) - set(reference))),
-        core=tuple(sorted(indices[: policy.core])) if policy.budget < tokens.count else (),
-        extra=refined.extra,
-        signals=tuple(signals),
-        quality=quality,
-        fallback=fallback,
-        decided_by=_name_deciders(policy, tokens, quality is not None),
-    )
 
 
 def _name_deciders(policy: PruningPolicy, tokens: VisualTokens, scored: bool) -> str:

@@ -108,6 +108,33 @@ class Series:
     dashed: bool = False
     colour: int = 0
 
+    def draw(self, axes: Axes, marks: dict[str, Mark]) -> None:
+        """A line through the points that are not hollow, and every mark by its id in the SVG."""
+        colour = _COLOURS[self.colour % len(_COLOURS)]
+        symbol, size = _SYMBOLS[self.colour % len(_SYMBOLS)], 4 if self.dashed else 6
+        points = list(self.path) or [(mark.x, mark.y) for mark in self.marks if not mark.hollow]
+        dashes = "--" if self.dashed else "-"
+        if self.line == "none" or len(points) < 2:
+            points, dashes = [], ""
+        steps = "steps-post" if self.line == "steps" else "default"
+        axes.plot(
+            [x for x, _ in points], [y for _, y in points], dashes, color=colour, drawstyle=steps
+        )
+        for mark in self.marks:
+            if mark.low is not None and mark.high is not None:
+                axes.plot(
+                    [mark.x] * 2, [mark.low, mark.high], color=colour, linewidth=1.2, alpha=0.65
+                )
+            fill: Literal["none", "full"] = "none" if mark.hollow else "full"
+            name = f"mark-{len(marks)}"
+            marks[name] = mark
+            axes.plot(
+                mark.x, mark.y, symbol, color=colour, markersize=size, fillstyle=fill, gid=name
+            )
+        # The legend shows the line with a mark, which the line itself has not.
+        symbol = symbol if self.marks else ""
+        axes.plot([], [], dashes, color=colour, label=self.name, marker=symbol, markersize=size)
+
 
 @dataclass(frozen=True)
 class Chart:
@@ -122,6 +149,67 @@ class Chart:
     y_scale: Literal["linear", "log"] = "linear"
     x_zero: bool = False
     """Whether the x axis includes 0."""
+
+    def draw(self) -> Markup:
+        """The chart as a ``<figure>``: title, then an SVG with its legend."""
+        try:
+            import matplotlib
+            from matplotlib.figure import Figure
+        except ModuleNotFoundError:
+            return Markup("<figure><figcaption>{}</figcaption>{}</figure>").format(
+                self.title, "Not drawn: pip install matplotlib"
+            )
+        style: dict[Any, Any] = {
+            "svg.fonttype": "none", "svg.hashsalt": self.title, "text.parse_math": False,
+            "axes.edgecolor": _SOFT, "axes.labelcolor": _INK, "text.color": _INK,
+            "grid.color": _LINE, "xtick.color": _SOFT, "ytick.color": _SOFT,
+            "axes.spines.top": False,
+            "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
+            "legend.frameon": False,
+        }  # fmt: skip
+        marks: dict[str, Mark] = {}
+        buffer = io.StringIO()
+        with matplotlib.rc_context(style), warnings.catch_warnings():
+            # About characters that a font lacks, which a browser has.
+            warnings.simplefilter("ignore")
+            figure = Figure(figsize=(6.4, 4.4), layout="constrained")
+            axes = figure.add_subplot(xlabel=self.x_label, ylabel=self.y_label)
+            for series in self.series:
+                series.draw(axes, marks)
+            for name, y in self.rules.items():
+                axes.axhline(y, color=_INK, linestyle=":", label=name)
+            if self.x_zero:
+                axes.set_xlim(left=min(0.0, axes.get_xlim()[0]))
+            # A logarithmic axis needs a positive point.
+            heights = [y for series in self.series for _, y in series.path]
+            if self.y_scale == "log" and any(
+                y > 0 for y in (*heights, *(mark.y for mark in marks.values()))
+            ):
+                axes.set_yscale("log")
+            if len(self.series) > 1 or self.rules:
+                figure.legend(loc="outside upper left", ncols=3, fontsize="small")
+            figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+        ElementTree.register_namespace("", _SVG)
+        ElementTree.register_namespace("xlink", "http://www.w3.org/1999/xlink")
+        root = ElementTree.fromstring(buffer.getvalue())
+        for element in root.iter():
+            if mark := marks.get(element.get("id", "")):
+                title = ElementTree.Element(f"{{{_SVG}}}title")
+                title.text = mark.tip
+                element.insert(0, title)
+                if mark.link:
+                    element.tag = f"{{{_SVG}}}a"
+                    element.set("href", mark.link)
+        for name in ("width", "height"):
+            del root.attrib[name]
+        root.set("role", "img")
+        root.set("aria-label", f"{self.title}: {self.y_label} over {self.x_label}")
+        svg = re.sub(
+            "|".join(_STYLE), lambda c: _STYLE[c[0]], ElementTree.tostring(root, "unicode")
+        )
+        return Markup('<figure class="chart"><figcaption>{}</figcaption>{}</figure>').format(
+            self.title, Markup(svg)
+        )
 
 
 @dataclass(frozen=True)
@@ -162,7 +250,6 @@ class Document:
         )
         return environment.get_template("report.html.jinja").render(
             document=self,
-            draw_chart=_draw_chart,
             breakable=lambda text: Markup(_JOINT.sub("<wbr>", escape(text))),
         )
 
@@ -189,83 +276,3 @@ _STYLE = {
 """Colours as they are drawn, by which the style sheet's are told apart in the SVG."""
 _INK, _SOFT, _LINE, *_COLOURS = _STYLE
 _SYMBOLS = "os^DvP"
-
-
-def _draw_chart(chart: Chart) -> Markup:
-    """The chart as a ``<figure>``: title, then an SVG with its legend."""
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        return Markup("<figure><figcaption>{}</figcaption>{}</figure>").format(
-            chart.title, "Not drawn: pip install matplotlib"
-        )
-    style: dict[Any, Any] = {
-        "svg.fonttype": "none", "svg.hashsalt": chart.title, "text.parse_math": False,
-        "axes.edgecolor": _SOFT, "axes.labelcolor": _INK, "text.color": _INK, "grid.color": _LINE,
-        "xtick.color": _SOFT, "ytick.color": _SOFT, "axes.spines.top": False,
-        "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
-        "legend.frameon": False,
-    }  # fmt: skip
-    marks: dict[str, Mark] = {}
-    buffer = io.StringIO()
-    with matplotlib.rc_context(style), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about characters that a font lacks, which a browser has
-        figure = Figure(figsize=(6.4, 4.4), layout="constrained")
-        axes = figure.add_subplot(xlabel=chart.x_label, ylabel=chart.y_label)
-        for series in chart.series:
-            _draw_series(axes, series, marks)
-        for name, y in chart.rules.items():
-            axes.axhline(y, color=_INK, linestyle=":", label=name)
-        if chart.x_zero:
-            axes.set_xlim(left=min(0.0, axes.get_xlim()[0]))
-        # A logarithmic axis needs a positive point.
-        heights = [y for series in chart.series for _, y in series.path]
-        if chart.y_scale == "log" and any(
-            y > 0 for y in (*heights, *(mark.y for mark in marks.values()))
-        ):
-            axes.set_yscale("log")
-        if len(chart.series) > 1 or chart.rules:
-            figure.legend(loc="outside upper left", ncols=3, fontsize="small")
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    ElementTree.register_namespace("", _SVG)
-    ElementTree.register_namespace("xlink", "http://www.w3.org/1999/xlink")
-    root = ElementTree.fromstring(buffer.getvalue())
-    for element in root.iter():
-        if mark := marks.get(element.get("id", "")):
-            title = ElementTree.Element(f"{{{_SVG}}}title")
-            title.text = mark.tip
-            element.insert(0, title)
-            if mark.link:
-                element.tag = f"{{{_SVG}}}a"
-                element.set("href", mark.link)
-    for name in ("width", "height"):
-        del root.attrib[name]
-    root.set("role", "img")
-    root.set("aria-label", f"{chart.title}: {chart.y_label} over {chart.x_label}")
-    svg = re.sub("|".join(_STYLE), lambda c: _STYLE[c[0]], ElementTree.tostring(root, "unicode"))
-    return Markup('<figure class="chart"><figcaption>{}</figcaption>{}</figure>').format(
-        chart.title, Markup(svg)
-    )
-
-
-def _draw_series(axes: Axes, series: Series, marks: dict[str, Mark]) -> None:
-    """A line through the points that are not hollow, and every mark by the id it has in the SVG."""
-    colour = _COLOURS[series.colour % len(_COLOURS)]
-    symbol, size = _SYMBOLS[series.colour % len(_SYMBOLS)], 4 if series.dashed else 6
-    points = list(series.path) or [(mark.x, mark.y) for mark in series.marks if not mark.hollow]
-    dashes = "--" if series.dashed else "-"
-    if series.line == "none" or len(points) < 2:
-        points, dashes = [], ""
-    steps = "steps-post" if series.line == "steps" else "default"
-    axes.plot([x for x, _ in points], [y for _, y in points], dashes, color=colour, drawstyle=steps)
-    for mark in series.marks:
-        if mark.low is not None and mark.high is not None:
-            axes.plot([mark.x] * 2, [mark.low, mark.high], color=colour, linewidth=1.2, alpha=0.65)
-        fill: Literal["none", "full"] = "none" if mark.hollow else "full"
-        name = f"mark-{len(marks)}"
-        marks[name] = mark
-        axes.plot(mark.x, mark.y, symbol, color=colour, markersize=size, fillstyle=fill, gid=name)
-    # The legend shows the line with a mark, which the line itself has not.
-    symbol = symbol if series.marks else ""
-    axes.plot([], [], dashes, color=colour, label=series.name, marker=symbol, markersize=size)

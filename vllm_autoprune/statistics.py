@@ -58,11 +58,19 @@ class Estimate:
         low, high = np.percentile(drawn, (2.5, 97.5)) if len(drawn) else (figure[0], figure[0])
         return cls(float(figure[0]), float(low), float(high))
 
+    @classmethod
+    def ratio_of_medians(
+        cls, over: Sequence[Sequence[float]], under: Sequence[Sequence[float]]
+    ) -> Estimate:
+        """median(over) / median(under) of paired rounds ``(rounds, requests)``, drawn together."""
+        top, bottom = np.asarray(over, dtype=np.float64), np.asarray(under, dtype=np.float64)
+        rows = resample(len(top), DRAWS)
+        return cls.of(medians(top, rows) / medians(bottom, rows))
 
-def count_decimals(low: float, high: float, most: int = 4) -> int:
-    """Decimals that show three digits of the width of an interval, as more say nothing."""
-    width = high - low
-    return most if width <= 0 else min(max(2 - math.floor(math.log10(width)), 0), most)
+    def count_decimals(self, most: int = 4) -> int:
+        """Decimals that show three digits of the width of the interval, as more say nothing."""
+        width = self.high - self.low
+        return most if width <= 0 else min(max(2 - math.floor(math.log10(width)), 0), most)
 
 
 @dataclass(frozen=True)
@@ -99,13 +107,6 @@ def _resample_in_chunks(count: int, draws: int, block: int = 1) -> Iterator[_Ind
         size = (min(chunk, draws - start), -(-count // block), 1)
         rows = (generator.integers(count, size=size) + np.arange(block)) % count
         yield rows.reshape(len(rows), -1)[:, :count]
-
-
-def ratio_of_medians(over: Sequence[Sequence[float]], under: Sequence[Sequence[float]]) -> Estimate:
-    """median(over) / median(under) of paired rounds ``(rounds, requests)``, drawn as a whole."""
-    top, bottom = np.asarray(over, dtype=np.float64), np.asarray(under, dtype=np.float64)
-    rows = resample(len(top), DRAWS)
-    return Estimate.of(medians(top, rows) / medians(bottom, rows))
 
 
 def medians(values: Floats, rows: _Indices) -> Floats:

@@ -30,7 +30,7 @@ from vllm_autoprune import (
     VisualTokens,
 )
 from vllm_autoprune.report import Table
-from vllm_autoprune.statistics import Spread, Verdict, ratio_of_medians
+from vllm_autoprune.statistics import Estimate, Spread, Verdict
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
 _Times = Mapping[str, Sequence[float]]
@@ -183,7 +183,9 @@ def _format_loops(
     """The promise on the published loop, which the worst size decides, and the table."""
     promise, bound = _PROMISES[device]
     ratios = {
-        size: ratio_of_medians(*([[value] for value in times[k]] for k in ("ours", "published")))
+        size: Estimate.ratio_of_medians(
+            *([[value] for value in times[k]] for k in ("ours", "published"))
+        )
         for size, times in by_size.items()
     }
     verdicts = [ratio.at_most(bound) for ratio in ratios.values()]

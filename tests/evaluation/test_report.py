@@ -18,9 +18,9 @@ from vllm_autoprune.evaluation.journal import (
     Total,
 )
 from vllm_autoprune.evaluation.report import (
-    Comparison,
     Report,
-    Row,
+    _Comparison,
+    _Row,
 )
 from vllm_autoprune.statistics import Estimate
 
@@ -65,7 +65,7 @@ STATE = case("mine@8", "found", "cdpruner@8")
 RIGHT, HALF, FEW = [1.0] * 6, [1.0, 0.0, 1.0, 1.0, 1.0, 0.0], [1.0, *[0.0] * 5]
 
 
-def row_of(report: Report, name: str) -> Row:
+def row_of(report: Report, name: str) -> _Row:
     (row,) = [row for row in report.rows if row.case.name == name]
     return row
 
@@ -164,7 +164,7 @@ def report_of(
     return Report.build(contents(right, *cases, questions=questions))
 
 
-def compared(report: Report, name: str, kind: str | None = None) -> Comparison:
+def compared(report: Report, name: str, kind: str | None = None) -> _Comparison:
     (row,) = [row for row in report.resizing if (row.case, row.kind) == (name, kind)]
     return row
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from tests.golden.case import Case, images, load, names
 from vllm_autoprune import load_state, materialize, refine
 from vllm_autoprune.base_policies.language import (
-    _cluster_count,
     _cluster_means,
     _density_peak_clusters,
     _recycled_count,
@@ -135,7 +134,7 @@ def replay(case: Case) -> Outputs:
         language = tokens.require_language()
         states = language.visual(language.states(params.layer), tokens.count, dim=1)
         states = gather_rows(states, order[:, count:][:, : _recycled_count(tokens.count - count)])
-        clusters = _cluster_count(states.shape[1])
+        clusters = states.shape[1] // 10 + 1
         members = _density_peak_clusters(states, clusters, break_ties=False)
         yield "rows", _cluster_means(members, states)[0], recorded("merged"), NEXT_TO_ROUNDING
     budget = min(count * tiles, tokens.count + (recipe.get("mode") == "cls"))

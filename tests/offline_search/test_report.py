@@ -19,7 +19,6 @@ from tests.offline_search.synthetic import (
     trial,
 )
 from vllm_autoprune.errors import SearchError
-from vllm_autoprune.statistics import count_decimals
 
 SCRIPT_TAG = "<script>alert(1)</script>"
 
@@ -42,7 +41,7 @@ async def test_the_report_has_the_result_and_what_decided(ledger: Path) -> None:
     assert best == sorted(best) and best[-1] == report.ranked[0].result.score
 
     text, gain = report.document().render_markdown(), winner.test.gain
-    digits = count_decimals(gain.low, gain.high)
+    digits = gain.count_decimals()
     figures = [f"{value:+.{digits}f}" for value in (gain.value, gain.low, gain.high)]
     assert f"Candidate {winner.winner} won" in text and 0 < report.duration < 600
     assert f"The whole search: {report.duration:,.0f} s." in text

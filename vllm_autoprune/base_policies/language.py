@@ -189,7 +189,8 @@ def _sparsevlm(params: _SparseVLMParams, tokens: VisualTokens, budget: int) -> R
     order = rank_descending(_rater_attention(language, params.layer, tokens.count))
     extra = 0
     if params.recycle:
-        extra = min(_cluster_count(_recycled_count(tokens.count - budget)), budget // 2)
+        # A cluster for every ten recycled tokens.
+        extra = min(_recycled_count(tokens.count - budget) // 10 + 1, budget // 2)
     picks = order[:, : budget - extra]
     if extra == 0:
         return ReferenceSelection(picks)
@@ -229,11 +230,6 @@ def _cluster_means(members: Tensor, rows: Tensor) -> Tensor:
 def _recycled_count(pruned: int) -> int:
     """Number of recycled tokens among ``pruned`` ones."""
     return min(pruned, int(0.3 * pruned) + 1)
-
-
-def _cluster_count(recycled: int) -> int:
-    """Number of clusters into which ``recycled`` tokens are merged."""
-    return int(recycled / 10) + 1
 
 
 def _density_peak_clusters(states: Tensor, count: int, *, break_ties: bool = True) -> Tensor:

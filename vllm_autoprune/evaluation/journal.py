@@ -7,7 +7,7 @@ questions that are still unanswered. Failed answers count as unanswered.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -152,6 +152,35 @@ class Contents:
         """Whether a question has an answer that did not fail."""
         answer = self.answers.get(case, {}).get(question)
         return answer is not None and answer.failure is None
+
+    def find_reasons(self) -> Iterator[str]:
+        """Reasons against any evaluation: failures, missing answers, no full model, no pruning."""
+        total = len(self.questions)
+        if not total:
+            yield "there are no questions"
+            return
+        if "full" not in self.cases:
+            yield "the full model is not among the cases: there is nothing to compare with"
+        full = self.answers.get("full", {})
+        for name, case in self.cases.items():
+            if case.refused:
+                continue
+            answers = self.answers.get(name, {})
+            failures = [answer.failure for answer in answers.values() if answer.failure is not None]
+            if failures:
+                yield f"{name}: {len(failures)} of {total:,} requests failed: {failures[0]}"
+            if len(answers) < total:
+                missing = [q.benchmark for id, q in self.questions.items() if id not in answers]
+                where = ", ".join(dict.fromkeys(missing))
+                yield f"{name}: {len(answers):,} of {total:,} answers; {where} is incomplete"
+            lengths = [
+                (answer.prompt_tokens, full[id].prompt_tokens)
+                for id, answer in answers.items()
+                if case.budget and id in full
+            ]
+            known = [(pruned, unpruned) for pruned, unpruned in lengths if pruned and unpruned]
+            if known and all(pruned >= unpruned for pruned, unpruned in known):
+                yield f"{name}: no prompt is shorter than unpruned: K keeps every token"
 
 
 class Journal(RecordFile[Record]):

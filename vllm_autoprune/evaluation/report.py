@@ -50,7 +50,7 @@ _NOTES = (
 )
 
 
-class Comparison(FrozenModel):
+class _Comparison(FrozenModel):
     """A case less the resize control at the same K, in points of per cent right.
 
     ``kind`` is one kind of question, None for all of them.
@@ -73,7 +73,7 @@ class _Differences(FrozenModel):
     logprob: Estimate | None = None
 
 
-class Row(FrozenModel):
+class _Row(FrozenModel):
     """Results of one case, every question of which has an answer."""
 
     case: Case
@@ -95,9 +95,9 @@ class Report(FrozenModel):
     questions: int
     images: int
     reasons: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[_Row, ...]
     refused: tuple[Case, ...]
-    resizing: tuple[Comparison, ...] = ()
+    resizing: tuple[_Comparison, ...] = ()
 
     @property
     def valid(self) -> bool:
@@ -115,7 +115,7 @@ class Report(FrozenModel):
             for name in contents.cases
             if questions and all(contents.is_answered(name, q.id) for q in questions)
         }
-        reasons = [*_find_reasons(contents), *more]
+        reasons = [*contents.find_reasons(), *more]
         rows = list(_build_rows(contents, setup.mme_divisor, figures)) if "full" in figures else []
         right = figures["full"].metrics.get("accuracy") if rows else None
         if right is not None and right[0] == 0:  # whatever prunes can then be no worse
@@ -150,7 +150,7 @@ class Report(FrozenModel):
     def format_markdown(self) -> str:
         """The report as a page: answer, reasons against it, pruning or resizing, all tables."""
         setup, sections = self.setup, []
-        if verdicts := list(_describe_verdicts(self)):
+        if verdicts := list(self.describe_verdicts()):
             full = next((row.accuracy for row in self.rows if row.case.arm == "full"), None)
             if full is not None:
                 verdicts.insert(0, f"With all tokens, {full.value:.1f} % of the answers are right.")
@@ -158,7 +158,7 @@ class Report(FrozenModel):
         if self.rows:
             has_mme = MME in self.rows[0].benchmarks
             mme = f", with MME divided by {setup.mme_divisor:g} first" if has_mme else ""
-            tables = list(_result_tables(self))
+            tables = list(self.tables())
             if refused := [[case.title, str(case.budget), case.refused] for case in self.refused]:
                 tables.append(Table("Not measured", ["method", "K", "why"], refused, "lll"))
             notes = [note.format(mme=mme, images=self.images) for note in _NOTES]
@@ -169,13 +169,90 @@ class Report(FrozenModel):
             f"scored by {setup.scorer}",
             f"{self.questions:,} questions about {self.images:,} images",
         ]
-        title, answer = f"Accuracy: {setup.suite}", _build_answer(self)
-        return Document(title, answer, "open", self.reasons, facts, sections).render_markdown()
+        title = f"Accuracy: {setup.suite}"
+        return Document(title, self.answer, "open", self.reasons, facts, sections).render_markdown()
+
+    @property
+    def answer(self) -> str:
+        """What came out, of the state that was to be evaluated, at its largest budget."""
+        if not self.valid:
+            return "Not valid: the reasons are below, and no figure here is to be quoted."
+        rows = [row for row in self.rows if row.case.arm in _PRUNING_ARMS]
+        if not rows:
+            return "Nothing was pruned in this evaluation: only full tokens were measured."
+        row = min(rows, key=lambda row: (_PRUNING_ARMS.index(row.case.arm), -row.case.budget))
+        answer = f"{row.case.label} at K = {row.case.budget}"
+        if row.accuracy is not None:
+            answer += f" answers {row.accuracy.value:.1f} % of the questions right"
+        if row.to_full is not None and (gap := row.to_full.accuracy) is not None:
+            answer += f", {_format(gap)} points against all tokens"
+            answer += "; no difference is shown" if gap.low <= 0 <= gap.high else ""
+        if self.images < _TRIAL_IMAGES:
+            images = f"{self.images} images, no measurement (at least {_TRIAL_IMAGES} images)"
+            return f"A trial run on {images}: {answer}."
+        return f"{answer}."
+
+    def describe_verdicts(self) -> Iterator[str]:
+        """One line for each state that was to be evaluated: who wins, by how much, by kind."""
+        verdicts: dict[_Winner, str] = {
+            "pruning": "pruning beats resizing",
+            "resizing": "resizing beats pruning",
+            "not decided": "not decided between pruning and resizing",
+            "too few images": f"images are too few to decide (at least {_MIN_IMAGES})",
+        }
+        rows = {row.case.name: row for row in self.rows}
+        bases = {row.case.base for row in self.rows}
+        for overall in self.resizing:
+            # A base policy that a state is compared with was not to be evaluated.
+            if overall.kind is not None or overall.case not in rows or overall.case in bases:
+                continue
+            row, control = rows[overall.case], rows.get(f"resized@{rows[overall.case].case.budget}")
+            more = (row.prompt_tokens or 0.0) - ((control and control.prompt_tokens) or 0.0)
+            line = (
+                f"{row.case.label}, K = {row.case.budget}: {verdicts[overall.winner]}, "
+                f"{_format(overall.difference)} points right"
+            )
+            # A resized image may have a few tokens less than K.
+            line += f" with {more:.1f} tokens more." if control and more >= 0.5 else "."
+            kinds = [
+                f"{part.kind} {_format(part.difference)}: {part.winner}"
+                for part in self.resizing
+                if part.case == overall.case and part.kind
+            ]
+            yield line + (f" By kind: {'; '.join(kinds)}." if kinds else "")
+
+    def tables(self) -> Iterator[Table]:
+        """The paper's main table, one part for each budget, each with the full model on top.
+
+        The gain of a residual, and of each q_e, is its difference to its base policy.
+        """
+        to_full = [row.to_full for row in self.rows if row.to_full is not None]
+        # There is no difference of Acc. if a benchmark does not score single answers.
+        has_acc = any(differences.acc for differences in to_full)
+        metrics = [("acc", "Acc.", 1) if has_acc else ("accuracy", "samples", 1)]
+        metrics += [("logprob", "ln p", 3)] if any(row.logprob for row in to_full) else []
+        benchmarks, others = list(self.rows[0].benchmarks), ("full", "base", "resized")
+        head = ["method", *benchmarks, "Acc.", "Rel., ratio of means", "Rel., mean of ratios"]
+        head += [f"{name} less {other}" for _, name, _ in metrics for other in others]
+        for budget in sorted({row.case.budget for row in self.rows} - {0}, reverse=True):
+            rows = []
+            for row in self.rows:
+                if row.case.budget not in (0, budget):
+                    continue
+                figures: list[float | None] = [row.benchmarks[name] for name in benchmarks]
+                figures += [row.all.acc, row.all.ratio_of_means, row.all.mean_of_ratios]
+                cells = [_NONE if figure is None else f"{figure:.1f}" for figure in figures]
+                for metric, _, digits in metrics:
+                    for differences in (row.to_full, row.to_base, row.to_resized):
+                        estimate = dict(differences)[metric] if differences else None
+                        cells.append(_format(estimate, digits))
+                rows.append([row.case.title, *cells])
+            yield Table(f"K = {budget}", head, rows, "l" + "r" * (len(head) - 1))
 
 
 def _build_rows(
     contents: Contents, divisor: float, figures: Mapping[str, Figures]
-) -> Iterator[Row]:
+) -> Iterator[_Row]:
     cases = [contents.cases[name] for name in figures]
     benchmarks = {question.benchmark for question in contents.questions.values()}
     # The total of a benchmark's own scorer, or else what is computed from answers.
@@ -203,7 +280,7 @@ def _build_rows(
         plus = _estimate(metrics["accuracy_plus"]) if "accuracy_plus" in metrics else None
         answers = contents.answers[case.name].values()
         lengths = [answer.prompt_tokens for answer in answers if answer.prompt_tokens]
-        yield Row(
+        yield _Row(
             case=case,
             benchmarks={name: round(score, _DIGITS) for name, score in points.items()},
             all=Aggregates.of(points, scores["full"], divisor).rounded(_DIGITS),
@@ -219,39 +296,9 @@ def _estimate(figure: Floats) -> Estimate | None:
     return Estimate.of(figure).rounded(_DIGITS) if np.isfinite(figure[0]) else None
 
 
-def _find_reasons(contents: Contents) -> Iterator[str]:
-    """Reasons against any evaluation: failures, missing answers, no full model, no pruning."""
-    total = len(contents.questions)
-    if not total:
-        yield "there are no questions"
-        return
-    if "full" not in contents.cases:
-        yield "the full model is not among the cases: there is nothing to compare with"
-    full = contents.answers.get("full", {})
-    for name, case in contents.cases.items():
-        if case.refused:
-            continue
-        answers = contents.answers.get(name, {})
-        failures = [answer.failure for answer in answers.values() if answer.failure is not None]
-        if failures:
-            yield f"{name}: {len(failures)} of {total:,} requests failed: {failures[0]}"
-        if len(answers) < total:
-            missing = [q.benchmark for id, q in contents.questions.items() if id not in answers]
-            where = ", ".join(dict.fromkeys(missing))
-            yield f"{name}: {len(answers):,} of {total:,} answers; {where} is incomplete"
-        lengths = [
-            (answer.prompt_tokens, full[id].prompt_tokens)
-            for id, answer in answers.items()
-            if case.budget and id in full
-        ]
-        known = [(pruned, unpruned) for pruned, unpruned in lengths if pruned and unpruned]
-        if known and all(pruned >= unpruned for pruned, unpruned in known):
-            yield f"{name}: no prompt is shorter than unpruned: K keeps every token"
-
-
 def _compare_with_resizing(
     contents: Contents, figures: Mapping[str, Figures]
-) -> Iterator[Comparison]:
+) -> Iterator[_Comparison]:
     """Each case that runs a policy and has a resize control, overall and then by kind."""
     questions = contents.questions.values()
     kinds = {question.topic for question in questions}
@@ -270,7 +317,7 @@ def _compare_with_resizing(
                 winner = "too few images"
             elif difference.low > 0 or difference.high < 0:
                 winner = "pruning" if difference.low > 0 else "resizing"
-            yield Comparison(
+            yield _Comparison(
                 case=name,
                 kind=kind,
                 questions=len(asked),
@@ -278,56 +325,6 @@ def _compare_with_resizing(
                 difference=difference,
                 winner=winner,
             )
-
-
-def _build_answer(report: Report) -> str:
-    """What came out, of the state that was to be evaluated, at its largest budget."""
-    if not report.valid:
-        return "Not valid: the reasons are below, and no figure here is to be quoted."
-    rows = [row for row in report.rows if row.case.arm in _PRUNING_ARMS]
-    if not rows:
-        return "Nothing was pruned in this evaluation: only full tokens were measured."
-    row = min(rows, key=lambda row: (_PRUNING_ARMS.index(row.case.arm), -row.case.budget))
-    answer = f"{row.case.label} at K = {row.case.budget}"
-    if row.accuracy is not None:
-        answer += f" answers {row.accuracy.value:.1f} % of the questions right"
-    if row.to_full is not None and (gap := row.to_full.accuracy) is not None:
-        answer += f", {_format(gap)} points against all tokens"
-        answer += "; no difference is shown" if gap.low <= 0 <= gap.high else ""
-    if report.images < _TRIAL_IMAGES:
-        images = f"{report.images} images, no measurement (at least {_TRIAL_IMAGES} images)"
-        return f"A trial run on {images}: {answer}."
-    return f"{answer}."
-
-
-def _describe_verdicts(report: Report) -> Iterator[str]:
-    """One line for each state that was to be evaluated: who wins, by how much, by kind."""
-    verdicts: dict[_Winner, str] = {
-        "pruning": "pruning beats resizing",
-        "resizing": "resizing beats pruning",
-        "not decided": "not decided between pruning and resizing",
-        "too few images": f"images are too few to decide (at least {_MIN_IMAGES})",
-    }
-    rows = {row.case.name: row for row in report.rows}
-    bases = {row.case.base for row in report.rows}
-    for overall in report.resizing:
-        # A base policy that a state is compared with was not to be evaluated.
-        if overall.kind is not None or overall.case not in rows or overall.case in bases:
-            continue
-        row, control = rows[overall.case], rows.get(f"resized@{rows[overall.case].case.budget}")
-        more = (row.prompt_tokens or 0.0) - ((control and control.prompt_tokens) or 0.0)
-        line = (
-            f"{row.case.label}, K = {row.case.budget}: {verdicts[overall.winner]}, "
-            f"{_format(overall.difference)} points right"
-        )
-        # A resized image may have a few tokens less than K.
-        line += f" with {more:.1f} tokens more." if control and more >= 0.5 else "."
-        kinds = [
-            f"{part.kind} {_format(part.difference)}: {part.winner}"
-            for part in report.resizing
-            if part.case == overall.case and part.kind
-        ]
-        yield line + (f" By kind: {'; '.join(kinds)}." if kinds else "")
 
 
 def _format(estimate: Estimate | None, digits: int = 1) -> str:
@@ -342,32 +339,3 @@ def _format(estimate: Estimate | None, digits: int = 1) -> str:
         for figure in (estimate.value, estimate.low, estimate.high)
     )
     return f"{value} ({low} to {high})"
-
-
-def _result_tables(report: Report) -> Iterator[Table]:
-    """The paper's main table, one part for each budget, each with the full model on top.
-
-    The gain of a residual, and of each q_e, is its difference to its base policy.
-    """
-    to_full = [row.to_full for row in report.rows if row.to_full is not None]
-    # There is no difference of Acc. if a benchmark does not score single answers.
-    has_acc = any(differences.acc for differences in to_full)
-    metrics = [("acc", "Acc.", 1) if has_acc else ("accuracy", "samples", 1)]
-    metrics += [("logprob", "ln p", 3)] if any(row.logprob for row in to_full) else []
-    benchmarks, others = list(report.rows[0].benchmarks), ("full", "base", "resized")
-    head = ["method", *benchmarks, "Acc.", "Rel., ratio of means", "Rel., mean of ratios"]
-    head += [f"{name} less {other}" for _, name, _ in metrics for other in others]
-    for budget in sorted({row.case.budget for row in report.rows} - {0}, reverse=True):
-        rows = []
-        for row in report.rows:
-            if row.case.budget not in (0, budget):
-                continue
-            figures: list[float | None] = [row.benchmarks[name] for name in benchmarks]
-            figures += [row.all.acc, row.all.ratio_of_means, row.all.mean_of_ratios]
-            cells = [_NONE if figure is None else f"{figure:.1f}" for figure in figures]
-            for metric, _, digits in metrics:
-                for differences in (row.to_full, row.to_base, row.to_resized):
-                    estimate = dict(differences)[metric] if differences else None
-                    cells.append(_format(estimate, digits))
-            rows.append([row.case.title, *cells])
-        yield Table(f"K = {budget}", head, rows, "l" + "r" * (len(head) - 1))
