@@ -12,14 +12,12 @@ from pydantic import Field, JsonValue
 
 from offline_search.components import (
     BASE,
-    CORE,
-    RANK_AT,
     JsonObject,
     components_json,
     searched_components,
 )
-from offline_search.search_space import atom_names, excluded_atoms, project
-from offline_search.settings import MAX_QUOTA, Settings
+from offline_search.search_space import excluded_atoms, project
+from offline_search.settings import Settings
 from vllm_autoprune.errors import Problem, StateError
 from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.tpdsl.atoms.source import FIXED_BUDGETS
@@ -127,10 +125,6 @@ def assemble_state(components: Mapping[str, JsonValue], settings: Settings) -> P
     return load_state(document | project(state, settings.space))
 
 
-_CORE_SHARES = (0.5, 0.75)
-"""Shares of the core of warm starts, in a search of cores."""
-
-
 def base_state(settings: Settings) -> PruningState:
     """The base policy alone, as a state of this search."""
     return paper_state(settings).without_exchange()
@@ -163,32 +157,3 @@ def minimal_state(
         "reassembly": {"atom": "mean_residual"},
     }
     return assemble_state(components, settings)
-
-
-def warm_start_states(settings: Settings) -> list[PruningState]:
-    """The paper's structure at its q_e and at K, then every signal alone with q_e = K.
-
-    Which signals matter differs from model to model: alone, a signal shows it in one evaluation,
-    among several it takes many. q_e is K because with a weak base policy a full exchange may be
-    best. A search of cores starts with two of them as well, after the paper's own state, and a
-    search of where tokens are ranked with that state ranking before the merger. A search of base
-    policies has each alone, where any state may be a candidate.
-    """
-    paper = paper_state(settings)
-    components, largest_quota = components_json(paper), min(settings.source_budget, MAX_QUOTA)
-    bases = [
-        assemble_state({**components, BASE: {"name": name}}, settings).without_exchange()
-        for name in (settings.other_bases if settings.space == "all" else ())
-    ]
-    cores: list[JsonObject] = [{CORE: {"share": share}} for share in _CORE_SHARES]
-    ranked: list[JsonObject] = [{RANK_AT: "merger_in"}]
-    variants = (cores if settings.core else []) + (ranked if settings.rank_at else [])
-    states = [
-        paper,
-        *bases,
-        *(assemble_state({**components, **variant}, settings) for variant in variants),
-        paper_state(settings, largest_quota),
-        *(minimal_state(settings, name, largest_quota) for name in atom_names("scoring", settings)),
-    ]
-    # With a small K or in a small space, some of them are equal.
-    return list({state.digest: state for state in states}.values())

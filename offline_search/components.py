@@ -6,7 +6,6 @@ from pydantic import JsonValue
 
 from offline_search.settings import Settings
 from vllm_autoprune.tpdsl.atoms.source import Source
-from vllm_autoprune.tpdsl.registry import AtomCall
 from vllm_autoprune.tpdsl.state import Constraints, PruningState
 
 JsonObject = dict[str, JsonValue]
@@ -55,10 +54,13 @@ def compact_json(state: PruningState, bases: bool = False) -> JsonObject:
     return {**body, BASE: {"name": state.base_policy.name}} if bases else body
 
 
-def atom_calls(state: PruningState) -> list[AtomCall]:
-    """All atom calls of the searched components, in the order of the state."""
+def structure(state: PruningState) -> tuple[str, ...]:
+    """Names of all atoms in order, of the policies, and where tokens are ranked.
+
+    Two states of one structure differ in numbers only.
+    """
     scoring, constraints = state.scoring, state.constraints
-    return [
+    calls = (
         *scoring.signals,
         scoring.kernel,
         scoring.fusion,
@@ -66,16 +68,9 @@ def atom_calls(state: PruningState) -> list[AtomCall]:
         constraints.partition,
         constraints.selector,
         state.reassembly,
-    ]
-
-
-def structure(state: PruningState) -> tuple[str, ...]:
-    """Names of all atoms in order, of the policies, and where tokens are ranked.
-
-    Two states of one structure differ in numbers only.
-    """
+    )
     source = (state.source.tokens, *state.source.priors) if state.source != Source() else ()
     core = () if state.core is None else (f"core={state.core.policy.name}",)
     rank = () if state.rank_at == "merger_out" else (f"{RANK_AT}={state.rank_at}",)
     base = f"{BASE}={state.base_policy.name}"
-    return (*(call.atom for call in (*source, *atom_calls(state))), *core, *rank, base)
+    return (*(call.atom for call in (*source, *calls)), *core, *rank, base)

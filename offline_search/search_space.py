@@ -21,8 +21,8 @@ from offline_search.components import (
     CORE,
     RANK_AT,
     JsonObject,
-    atom_calls,
     components_json,
+    structure,
 )
 from offline_search.settings import MAX_QUOTA, Settings, Space
 from vllm_autoprune.tpdsl.atoms.pools import JoinedPool, PartitionCall
@@ -192,7 +192,7 @@ def _quota_options(budget: int) -> list[str]:
 def excluded_atoms(settings: Settings) -> frozenset[str]:
     """Atoms that a language model is not offered."""
     if settings.space != "all":
-        return frozenset(ATOMS.names()) - {call.atom for call in atom_calls(_released_policy())}
+        return frozenset(ATOMS.names()) - set(structure(_released_policy()))
     extensions = (name for name in ATOMS.names() if ATOMS[name].origin == "extension")
     return frozenset(extensions if settings.library == "paper" else ())
 

@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-from offline_search.strategies.language_model import AutoPrune, EvoPrompting, Strategy
-from offline_search.strategies.openevolve import OpenEvolve
-from offline_search.strategies.sampling import AutoPrunePlus, RandomSearch, TpeSearch
+from offline_search.strategies import openevolve, sampling  # noqa: F401  they register theirs
+from offline_search.strategies.language_model import Strategy
 
-STRATEGIES: dict[str, type[Strategy]] = {
-    "autoprune": AutoPrune,
-    "autoprune+": AutoPrunePlus,
-    "evoprompting": EvoPrompting,
-    "openevolve": OpenEvolve,
-    "random": RandomSearch,
-    "tpe": TpeSearch,
-}
+STRATEGIES = Strategy.by_name

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import ClassVar
 
 from offline_search.candidates import PURPOSES, Draft, list_purposes, minimal_state
 from offline_search.history import History, Trial
@@ -58,6 +59,10 @@ class Round:
         return await self.request(requests)
 
 
+_PARENTS = 2
+_POPULATION_SIZE = 10
+
+
 class Strategy(ABC):
     """Proposes the candidates of a search, round by round.
 
@@ -68,6 +73,11 @@ class Strategy(ABC):
     uses_proposer = True
     """Whether the strategy sends requests to a language model."""
 
+    by_name: ClassVar[dict[str, type[Strategy]]] = {}
+
+    def __init_subclass__(cls, name: str) -> None:
+        cls.by_name[name] = cls
+
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
 
@@ -75,8 +85,20 @@ class Strategy(ABC):
     async def propose(self, current: Round) -> list[Draft]:
         """The drafts of a round, at most ``current.count``."""
 
+    @staticmethod
+    def draw_parents(
+        ranked: Sequence[Trial], count: int, rng: Random, top: int = _POPULATION_SIZE
+    ) -> list[Trial]:
+        """Different trials, each drawn by inverse rank among the ``top`` of those that are left."""
+        parents: list[Trial] = []
+        for _ in range(count):
+            remaining = [trial for trial in ranked if trial not in parents] or ranked
+            population = remaining[:top]
+            parents += rng.choices(population, [1 / (1 + rank) for rank in range(len(population))])
+        return parents
 
-class AutoPrune(Strategy):
+
+class _AutoPrune(Strategy, name="autoprune"):
     """`autoprune`: Algorithm 2 of the paper; the model sees the best candidate and the summary."""
 
     async def propose(self, current: Round) -> list[Draft]:
@@ -84,11 +106,7 @@ class AutoPrune(Strategy):
         return await current.request_improvements(self._settings, current.count)
 
 
-_PARENTS = 2
-_POPULATION_SIZE = 10
-
-
-class EvoPrompting(Strategy):
+class _EvoPrompting(Strategy, name="evoprompting"):
     """`evoprompting`: the model crosses two parents, drawn by rank from the best.
 
     The first generation is proposed without history, until there are enough parents.
@@ -102,22 +120,10 @@ class EvoPrompting(Strategy):
         for index in range(count):
             origin, parents = "llm", list[Trial]()
             if len(population) >= _PARENTS:
-                origin, parents = "crossover", draw_parents(population, _PARENTS, current.rng)
+                origin, parents = "crossover", self.draw_parents(population, _PARENTS, current.rng)
                 messages = crossover_prompt(settings, parents)
             else:
                 messages = proposal_prompt(settings, "", minimal_state(settings), index, count)
             names = tuple(parent.name for parent in parents)
             requests.append(ProposalRequest(number, index, messages, origin, names))
         return await current.request(requests)
-
-
-def draw_parents(
-    ranked: Sequence[Trial], count: int, rng: Random, top: int = _POPULATION_SIZE
-) -> list[Trial]:
-    """Different trials, each drawn by inverse rank among the ``top`` of those that are left."""
-    parents: list[Trial] = []
-    for _ in range(count):
-        remaining = [trial for trial in ranked if trial not in parents] or ranked
-        population = remaining[:top]
-        parents += rng.choices(population, [1 / (1 + rank) for rank in range(len(population))])
-    return parents

@@ -36,7 +36,7 @@ _TOP_STATES, _INSPIRATIONS = 3, 2
 """States shown beside the parent: few, because a prompt has to fit a small model."""
 
 
-class OpenEvolve(Strategy):
+class _OpenEvolve(Strategy, name="openevolve"):
     """A minimal state and changes of it in the first round; after it, changes of parents."""
 
     def __init__(self, settings: Settings) -> None:

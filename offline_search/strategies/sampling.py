@@ -24,23 +24,24 @@ from itertools import cycle, islice
 from random import Random
 from typing import TYPE_CHECKING
 
-from offline_search.candidates import Draft, assemble_state, warm_start_states
-from offline_search.history import Trial
+from offline_search.candidates import Draft, assemble_state, minimal_state, paper_state
+from offline_search.components import BASE, CORE, RANK_AT, JsonObject, components_json
 from offline_search.search_space import (
     Choice,
     ChoiceSource,
     ClippedChoices,
     RandomSource,
+    atom_names,
     choices_of_state,
     sample_proposal,
 )
-from offline_search.settings import Settings
+from offline_search.settings import MAX_QUOTA, Settings
 from offline_search.strategies.language_model import (
     Round,
     Strategy,
-    draw_parents,
 )
 from vllm_autoprune.errors import ConfigError, Problem
+from vllm_autoprune.tpdsl.state import PruningState
 
 if TYPE_CHECKING:
     import optuna
@@ -50,7 +51,7 @@ _STARTUP_TRIALS = 10
 """Random suggestions before the first of TPE."""
 
 
-class RandomSearch(Strategy):
+class _RandomSearch(Strategy, name="random"):
     """`random`: states drawn uniformly from the registry; the baseline of all strategies."""
 
     uses_proposer = False
@@ -61,7 +62,7 @@ class RandomSearch(Strategy):
         return [_sample_draft("random", source, self._settings) for _ in range(current.count)]
 
 
-class TpeSearch(Strategy):
+class _TpeSearch(Strategy, name="tpe"):
     """`tpe`: Optuna's TPE over structure and numbers."""
 
     uses_proposer = False
@@ -152,6 +153,9 @@ class _MeasuredPoint(ClippedChoices):
 _BEST_STRUCTURES = 5
 """Structures that further candidates are derived from, each represented by its best trial."""
 
+_CORE_SHARES = (0.5, 0.75)
+"""Shares of the core of warm starts, in a search of cores."""
+
 _MODEL_SHARE = 0.3
 """Share of a round's slots that a language model gets."""
 
@@ -165,13 +169,13 @@ _STEP_WIDTH = 0.2
 """Standard deviation of the change of a number, as a share of the parameter's range."""
 
 
-class AutoPrunePlus(Strategy):
+class _AutoPrunePlus(Strategy, name="autoprune+"):
     """Races candidates of TPE, mutation, crossover and a language model."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self.uses_proposer = bool(settings.proposer)
-        self._warm_starts = warm_start_states(settings)
+        self._warm_starts = _warm_start_states(settings)
 
     async def propose(self, current: Round) -> list[Draft]:
         """Proposals of the model, then warm starts, then derived candidates.
@@ -191,8 +195,18 @@ class AutoPrunePlus(Strategy):
         slots -= len(starts)
         if best:
             study = self._study_measured(current)
-            derived = [self._derive(origin, study, best, rng)
-                       for origin in islice(cycle(_ORIGINS), slots)]  # fmt: skip
+            derived = []
+            for origin in islice(cycle(_ORIGINS), slots):
+                if origin == "tpe":
+                    suggested = _SuggestedChoices(study.ask())
+                    derived.append(_sample_draft("tpe", suggested, settings))
+                    continue
+                count, rate = (2, 0.0) if origin == "crossover" else (1, _MUTATION_RATE)
+                parents = self.draw_parents(best, count, rng, _BEST_STRUCTURES)
+                choices = [choices_of_state(trial.require_state(), settings) for trial in parents]
+                draft = _sample_draft(origin, _ParentChoices(choices, rate, rng), settings)
+                names = tuple(dict.fromkeys(parent.name for parent in parents))
+                derived.append(replace(draft, parents=names))
         else:
             source = RandomSource(rng)
             derived = [_sample_draft("random", source, settings) for _ in range(slots)]
@@ -219,16 +233,34 @@ class AutoPrunePlus(Strategy):
                 )
         return study
 
-    def _derive(
-        self, origin: str, study: optuna.Study, best: Sequence[Trial], rng: Random
-    ) -> Draft:
-        if origin == "tpe":
-            return _sample_draft("tpe", _SuggestedChoices(study.ask()), self._settings)
-        parents = draw_parents(best, 2 if origin == "crossover" else 1, rng, _BEST_STRUCTURES)
-        choices = [choices_of_state(trial.require_state(), self._settings) for trial in parents]
-        source = _ParentChoices(choices, _MUTATION_RATE if origin == "mutation" else 0.0, rng)
-        draft = _sample_draft(origin, source, self._settings)
-        return replace(draft, parents=tuple(dict.fromkeys(parent.name for parent in parents)))
+
+def _warm_start_states(settings: Settings) -> list[PruningState]:
+    """The paper's structure at its q_e and at K, then every signal alone with q_e = K.
+
+    Which signals matter differs from model to model: alone, a signal shows it in one evaluation,
+    among several it takes many. q_e is K because with a weak base policy a full exchange may be
+    best. A search of cores starts with two of them as well, after the paper's own state, and a
+    search of where tokens are ranked with that state ranking before the merger. A search of base
+    policies has each alone, where any state may be a candidate.
+    """
+    paper = paper_state(settings)
+    components, largest_quota = components_json(paper), min(settings.source_budget, MAX_QUOTA)
+    bases = [
+        assemble_state({**components, BASE: {"name": name}}, settings).without_exchange()
+        for name in (settings.other_bases if settings.space == "all" else ())
+    ]
+    cores: list[JsonObject] = [{CORE: {"share": share}} for share in _CORE_SHARES]
+    ranked: list[JsonObject] = [{RANK_AT: "merger_in"}]
+    variants = (cores if settings.core else []) + (ranked if settings.rank_at else [])
+    states = [
+        paper,
+        *bases,
+        *(assemble_state({**components, **variant}, settings) for variant in variants),
+        paper_state(settings, largest_quota),
+        *(minimal_state(settings, name, largest_quota) for name in atom_names("scoring", settings)),
+    ]
+    # With a small K or in a small space, some of them are equal.
+    return list({state.digest: state for state in states}.values())
 
 
 class _ParentChoices:

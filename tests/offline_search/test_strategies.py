@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from offline_search.candidates import PROPOSALS, PURPOSES, warm_start_states
+from offline_search.candidates import PROPOSALS, PURPOSES
 from offline_search.dataset import read_dataset
 from offline_search.evaluator import EvaluationJob
 from offline_search.history import Answers, History, Trial
@@ -29,8 +29,9 @@ from offline_search.ledger import (
 )
 from offline_search.settings import Settings
 from offline_search.strategies import STRATEGIES
-from offline_search.strategies.language_model import draw_parents
-from offline_search.strategies.openevolve import OpenEvolve, _apply_change
+from offline_search.strategies.language_model import Strategy
+from offline_search.strategies.openevolve import _apply_change, _OpenEvolve
+from offline_search.strategies.sampling import _warm_start_states
 from tests.offline_search.synthetic import (
     REPLIES_OF,
     SIZE,
@@ -72,7 +73,7 @@ async def test_learning_strategies_beat_random_search(search: Searches) -> None:
 async def test_autoprune_plus_races_candidates_of_every_origin(search: Searches) -> None:
     await search_blindly(search, "autoprune+", rounds=4)
     proposed, trials = search.records(ProposalRecord), search.records(TrialRecord)
-    starts = len(warm_start_states(settings_of(strategy="autoprune+")))
+    starts = len(_warm_start_states(settings_of(strategy="autoprune+")))
     origins = [record.origin for record in proposed if record.round == 1]
     assert origins == ["warm start"] * starts + ["random"] * (15 - starts)
     later = [record.origin for record in proposed if record.round > 1]
@@ -89,11 +90,11 @@ async def test_autoprune_plus_races_candidates_of_every_origin(search: Searches)
 
 def test_two_parents_are_drawn_by_rank() -> None:
     population = [trial(f"1.{index}", [-float(index)]) for index in range(10)]
-    pairs = [draw_parents(population, 2, Random(seed)) for seed in range(2000)]
+    pairs = [Strategy.draw_parents(population, 2, Random(seed)) for seed in range(2000)]
     assert all(parent is not other for parent, other in pairs)
     second = Counter(other.proposal.index for _, other in pairs)
     assert second[1] > 2 * second[8], "the second parent is drawn by rank as well"
-    assert len(draw_parents(population[:1], 2, Random(0))) == 2, "the only one twice"
+    assert len(Strategy.draw_parents(population[:1], 2, Random(0))) == 2, "the only one twice"
 
 
 @pytest.mark.parametrize("strategy", ["autoprune+", "random", "tpe"])
@@ -198,7 +199,7 @@ async def test_states_are_evolved_by_diffs_on_five_islands(search: Searches) -> 
     assert '"scoring": {' in user and "combined_score" in user
     assert "quality_topk_selector" in system
 
-    strategy = OpenEvolve(settings_of())
+    strategy = _OpenEvolve(settings_of())
     trials = [
         Trial(each, TrialRecord(round=each.round, index=each.index, status="invalid"),
               load_state(each.state) if each.state else None)
