@@ -209,23 +209,23 @@ class _Timing:
             questions=[milliseconds(records).median for records in zip(*questions, strict=True)],
         )
 
-
-def _measure_times(folder: Path, out: Path) -> dict[str, _Timing]:
-    """Times of the large model, served stock, then pruned, where also resized images are sent."""
-    flags = (*_FLAGS, "--load-format", "dummy", "--max-num-seqs", "16")
-    pruning = ("--autoprune-state", _STATE, "--autoprune-budget", str(_BUDGET),
-               "--autoprune-requests", "budget")  # fmt: skip
-    times = {}
-    for server, arguments, arms in (
-        ("stock", flags, ("stock",)), ("pruned", (*flags, *pruning), ("pruned", "resized")),
-    ):  # fmt: skip
-        log_progress(f"start the large model, {server}")
-        with serve(folder, *arguments, log=out / f"speed-{server}.log") as serving:
-            for number, arm in enumerate(arms, 1):
-                log_progress(f"time the large model, {arm}")
-                # Arms of one server share no image and no text.
-                times[arm] = _Timing.measure(serving.url, arm, 1000 * number)
-    return times
+    @classmethod
+    def measure_arms(cls, folder: Path, out: Path) -> dict[str, _Timing]:
+        """Times of the large model, served stock, then pruned, also for resized images."""
+        flags = (*_FLAGS, "--load-format", "dummy", "--max-num-seqs", "16")
+        pruning = ("--autoprune-state", _STATE, "--autoprune-budget", str(_BUDGET),
+                   "--autoprune-requests", "budget")  # fmt: skip
+        times = {}
+        for server, arguments, arms in (
+            ("stock", flags, ("stock",)), ("pruned", (*flags, *pruning), ("pruned", "resized")),
+        ):  # fmt: skip
+            log_progress(f"start the large model, {server}")
+            with serve(folder, *arguments, log=out / f"speed-{server}.log") as serving:
+                for number, arm in enumerate(arms, 1):
+                    log_progress(f"time the large model, {arm}")
+                    # Arms of one server share no image and no text.
+                    times[arm] = cls.measure(serving.url, arm, 1000 * number)
+        return times
 
 
 def _format_table(
@@ -299,7 +299,7 @@ def _run_demo(out: Path) -> None:
     scores = _measure_answers(examples, out)
     sizes = {"tower_layers": _TOWER_LAYERS, "width": _WIDTH}
     large = write_shape("llava-1.5-7b", out / "shape", _LAYERS, **sizes)
-    table = _format_table(_measure_times(large, out), scores, large, len(examples))
+    table = _format_table(_Timing.measure_arms(large, out), scores, large, len(examples))
     (out / "table.md").write_text(table)
     print(table, end="")
 

@@ -100,7 +100,7 @@ class Server:
         return self.log.read_text(errors="replace")
 
 
-def free_port() -> int:
+def _free_port() -> int:
     """A TCP port that nothing listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -138,7 +138,7 @@ def serve(
     also ended when this process is killed (which vLLM ignores while it starts).
     Raises :class:`ServerDied` where it does not come up.
     """
-    port = free_port()
+    port = _free_port()
     # A proxy of the environment does not reach this machine's servers.
     exempt = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
     os.environ["no_proxy"] = ",".join(sorted({"127.0.0.1", *filter(None, exempt.split(","))}))

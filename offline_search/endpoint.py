@@ -97,8 +97,12 @@ class EndpointProposer:
                     return  # requests of the search are asked again
                 if error.response.status_code in (401, 403):
                     where, fix = "--proposer-key-env", "name a variable that holds a valid key"
-                elif error.response.status_code == 404 and (names := await self._list_models()):
-                    where, fix = "--proposer-model", f"name a model that the endpoint has: {names}"
+                elif error.response.status_code == 404:
+                    with suppress(httpx.HTTPError, *_FORMAT):  # an endpoint need not list any
+                        models = (await self._http.get(f"{self._url}/models")).json()["data"]
+                        names = ", ".join(str(model["id"]) for model in models[:8])
+                        fix = f"name a model that the endpoint has: {names}"
+                        where = "--proposer-model"
         raise ConfigError("proposer", [Problem(where, what, fix)])
 
     async def reply(self, messages: Messages, schema: JsonObject | None, seed: int) -> Reply:
@@ -115,13 +119,6 @@ class EndpointProposer:
                 return Reply(None, failure)
             except _FORMAT as error:
                 return Reply(None, f"the response is no chat completion: {one_line(error, 200)}")
-
-    async def _list_models(self) -> str:
-        """Names of the first models of the endpoint; empty where it lists none."""
-        with suppress(httpx.HTTPError, *_FORMAT):
-            models = (await self._http.get(f"{self._url}/models")).json()["data"]
-            return ", ".join(str(model["id"]) for model in models[:8])
-        return ""
 
     def _fields(
         self, messages: Messages, schema: JsonObject | None, seed: int, tokens: int

@@ -163,11 +163,23 @@ class ServedEvaluator:
         The model is the named one, else the first of the first server. Raises
         :class:`ConfigError` with what is wrong with each server.
         """
+        example = self.dataset.examples("search")[0]
+        pruning = pruning_options(load_state("cdpruner"), 1)
+        image = self.dataset.images[example.image]
         problems: list[Problem] = []
         for url in self._urls:
             with ServerClient(url, self._connection) as server:
                 try:
-                    self._try_state(server)
+                    models = list(server.list_models())
+                    self._model = self._model or models[0]
+                    if self._model not in models:
+                        fix = f"serve {self._model}, or name a model of all with --server-model"
+                        what = f"serves {', '.join(models)}, not {self._model}"
+                        raise ConfigError("servers", [Problem(server.url, what, fix)])
+                    body = scoring_request(
+                        self._model, image, example.question, example.answer, pruning
+                    )
+                    score_reference_answer(server.chat(body)["prompt_logprobs"], example.answer)
                 except RequestRefused as error:
                     fix = "serve it with --autoprune-requests states --autoprune-state {NAME}"
                     problems.append(Problem(server.url, str(error), fix))
@@ -183,20 +195,6 @@ class ServedEvaluator:
         if problems:
             raise ConfigError("servers", problems)
         self.name = f"{self._model} through vLLM, data {self.dataset.digest[:12]}"
-
-    def _try_state(self, server: ServerClient) -> None:
-        """Raise what keeps a server from measuring states."""
-        models = list(server.list_models())
-        self._model = self._model or models[0]
-        if self._model not in models:
-            fix = f"serve {self._model}, or name a model that all serve with --server-model"
-            what = f"serves {', '.join(models)}, not {self._model}"
-            raise ConfigError("servers", [Problem(server.url, what, fix)])
-        example = self.dataset.examples("search")[0]
-        pruning = pruning_options(load_state("cdpruner"), 1)
-        image = self.dataset.images[example.image]
-        body = scoring_request(self._model, image, example.question, example.answer, pruning)
-        score_reference_answer(server.chat(body)["prompt_logprobs"], example.answer)
 
     async def check_budget(self, budget: int) -> None:
         """Raise :class:`ConfigError` for a K at which the first search images keep all tokens."""

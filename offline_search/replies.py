@@ -74,23 +74,21 @@ def parse_reply(
     answer = remove_thoughts(text)
     texts = _split_proposals(answer, count or 1)
     # Without one the reply as a whole has the problem.
-    parsed = [_parse_item(item, settings, default) for item in texts or [answer]]
+    parsed = list[tuple[Draft, JsonObject]]()
+    for item_text in texts or [answer]:
+        item: JsonObject = {}
+        try:
+            item = _parse_object(item_text)
+            draft = replace(default, state=assemble_state(item, settings))
+        except StateError as error:
+            draft = replace(default, problems=error.problems)
+        parsed.append((draft, item))
     if not count:
         return [draft for draft, _ in parsed]
     drafts = [_add_hypothesis(draft, item, names) if item else draft for draft, item in parsed]
     what = f"the reply has {len(texts)} of {count} proposals"
     missing = Problem("", what, "write all of them")
     return drafts + [replace(default, problems=(missing,))] * (count - len(drafts))
-
-
-def _parse_item(text: str, settings: Settings, default: Draft) -> tuple[Draft, JsonObject]:
-    """The draft in a text, and its JSON object; empty where it has none that can be read."""
-    item: JsonObject = {}
-    try:
-        item = _parse_object(text)
-        return replace(default, state=assemble_state(item, settings)), item
-    except StateError as error:
-        return replace(default, problems=error.problems), item
 
 
 def _parse_object(text: str) -> JsonObject:

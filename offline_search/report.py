@@ -69,13 +69,11 @@ class _CandidateRow:
 class _SearchReport:
     """What a ledger says.
 
-    ``base_objective`` is that of the base policy alone on the search split, if it was measured;
     ``duration`` are seconds from the first record to the end of the last.
     """
 
     settings: Settings
     rows: Sequence[_CandidateRow]
-    base_objective: float | None
     winner: WinnerRecord | None
     replies: Sequence[ReplyRecord]
     evaluations: Sequence[EvaluationRecord]
@@ -108,10 +106,6 @@ class _SearchReport:
                 points.append((row.spent, score))
         return points
 
-    def document(self) -> Document:
-        """Who won and why, the best candidates, and what the search cost."""
-        return _make_document(self)
-
     def format(self, *values: float | None) -> list[str]:
         """Objectives with as many decimals as the width of the winner's interval supports.
 
@@ -123,6 +117,159 @@ class _SearchReport:
             low, high = self.winner.test.objective.low, self.winner.test.objective.high
         digits = Estimate(low, low, high).count_decimals()
         return ["unknown" if value is None else f"{value:+.{digits}f}" for value in values]
+
+    @property
+    def base_objective(self) -> float | None:
+        """The base policy's objective on the search split; None until it is measured."""
+        digest, base = base_state(self.settings).digest, dict[int, np.ndarray]()
+        full = np.empty(0)
+        for record in self.evaluations:
+            if record.split == "search" and record.digest == ALL_TOKENS:
+                full = np.asarray(record.logprob)
+            elif record.split == "search" and record.digest == digest:
+                base[record.budget] = np.asarray(record.logprob)
+        # For MME's total the ledger would need the categories of the questions.
+        if self.settings.objective == "mme" or len(base) < len(self.settings.budgets):
+            return None
+        return round(float(np.mean([(values - full).mean() for values in base.values()])), 6)
+
+    def document(self) -> Document:
+        settings, winner, ranked = self.settings, self.winner, self.ranked
+        leader = ranked[0].name if ranked else None
+        tone: Tone = "open"
+        answer = "The search has not ended."
+        facts = [f"measured on {settings.evaluator}"] if settings.evaluator else []
+        facts += [f"proposer: {settings.proposer or 'none'}", f"seed {settings.seed}"]
+        facts.append(f"{len(self.rows)} candidates")
+        sections = []
+        if winner is not None:
+            gain, base = winner.test.gain, settings.base_policy
+            tone, verdict = "open", f"shows no difference to {base} alone"
+            if gain.low > 0 or gain.high < 0:
+                tone = "good" if gain.low > 0 else "bad"
+                verdict = f"is {'better' if gain.low > 0 else 'worse'} than {base} alone"
+            value, low, high = self.format(gain.value, gain.low, gain.high)
+            answer = (
+                f"Candidate {winner.winner} won and {verdict} on the test split: objective {value} "
+                f"{settings.objective_unit} ({low} to {high}), accuracy "
+                f"{_percent(winner.test.accuracy)} % against {_percent(winner.base.accuracy)} %."
+            )
+            facts += [f"{winner.test.examples} test examples", f"digest {winner.digest[:12]}"]
+            why = (
+                f"The {len(winner.confirmed)} best candidates of the search split were measured on "
+                "the "
+                "validation split. The winner has the highest objective on the examples of both "
+                "together: the search split alone favours candidates that were lucky on it."
+            )
+            tables = [self.list_finalists(winner)]
+            sections.append(
+                Section(
+                    "Why this candidate", [why, _describe_leader(winner, leader)], tables=tables
+                )
+            )
+            test = "Examples that no candidate was chosen on."
+            if settings.objective == "mme":
+                test += (
+                    " MME total: accuracy, and accuracy+ (both answers of a pair right), in per "
+                    "cent, "
+                    "added over all categories."
+                )
+            tables = [self.list_result(winner)]
+            sections.append(Section("Result on the test split", [test], tables=tables))
+        elif leader is not None:
+            measured = self.base_objective
+            if measured is not None and measured >= (ranked[0].result.score or 0.0):
+                leader = f"{settings.base_policy} alone"
+            answer = f"The search has not ended; {leader} leads on the search split."
+        if self.rows:
+            sections.append(self.list_candidates())
+        sections.append(Section("Cost", self.describe_cost()))
+        title = f"{settings.strategy} on {settings.base_policy}, K = {settings.source_budget}"
+        return Document(
+            f"Search for a state: {title}", answer, tone, facts=facts, sections=sections
+        )
+
+    def list_finalists(self, winner: WinnerRecord) -> Table:
+        """Objectives of the finalists and of the base policy on each split, the winner's first."""
+        scores = {row.name: row.result.objective for row in self.rows}
+
+        def cell(estimate: Estimate) -> Cell:
+            value, low, high = self.format(estimate.value, estimate.low, estimate.high)
+            return Cell(value, f"{low} to {high}")
+
+        rows: list[Row] = []
+        for name in sorted(winner.confirmed, key=lambda each: -winner.estimates[each]):
+            won, validation = name == winner.winner, winner.confirmed[name]
+            search, both = self.format(scores[name], winner.estimates[name])
+            test = cell(winner.test.objective) if won else Cell("not measured")
+            title = Cell(name, "winner" if won else "", tone="good" if won else "")
+            rows.append([title, search, cell(validation.objective), both, test])
+        search, base = self.format(self.base_objective, winner.base_validation)
+        rows.append(["base policy", search, base, "–", cell(winner.base.objective)])
+        head = ["candidate", "search", "validation", "search and validation", "test"]
+        return Table("Objectives of the finalists", head, rows, "lrrrr")
+
+    def list_result(self, winner: WinnerRecord) -> Table:
+        """The winner on the test split, the base policy, the difference; MME's total if asked."""
+        test, base, mme = winner.test, winner.base, self.settings.objective == "mme"
+        rows = [
+            [name, _format_interval(scores.objective), _percent(scores.accuracy),
+             f"{scores.mme_total:.1f}"]
+            for name, scores in (("winner", test), ("base policy", base))
+        ]  # fmt: skip
+        gains = [_format_interval(test.gain), _format_interval(test.accuracy_gain, 100)]
+        rows.append(["gain, paired", *gains, f"{test.mme_total - base.mme_total:+.1f}"])
+        head, columns = ["", "objective", "accuracy %", "MME total"], 4 if mme else 3
+        cells = [row[:columns] for row in rows]
+        return Table("Winner and base policy", head[:columns], cells, "lrrr"[:columns])
+
+    def list_candidates(self) -> Section:
+        """The best candidates, and why others were not measured."""
+        rows = self.rows
+        statuses = ", ".join(f"{count} {status}" for status, count in self.statuses.items())
+        counted = f"{len(rows)} candidates: {statuses}."
+        if gave_up([row.result for row in rows]):
+            counted += (
+                f" The search gave up: the last {FAILURES_TO_GIVE_UP} were invalid or unsafe."
+            )
+        texts = [
+            f"Objective: {self.settings.objective_text}; 0 is as good as unpruned. "
+            "Intervals: 95 %, images resampled.",
+            counted,
+        ]
+        best = [
+            [
+                row.name,
+                *self.format(row.result.score),
+                _percent(row.result.accuracy),
+                str(row.result.examples),
+                row.origin,
+                ", ".join(row.proposal.parents),
+            ]
+            for row in self.ranked[:_MAX_ROWS]
+        ]
+        head = ["candidate", "objective", "accuracy %", "answers", "origin", "parents"]
+        tables = [Table("Best on the search split", head, best, "lrrrll")]
+        if causes := [[cause, str(count)] for cause, count in self.causes.items()]:
+            caption = "Why candidates were not evaluated"
+            tables.append(Table(caption, ["cause", "times"], causes, "lr"))
+        return Section("Candidates", texts, tables=tables)
+
+    def describe_cost(self) -> list[str]:
+        """Sentences on the cost of the proposer and of the evaluator."""
+        replies, evaluations = self.replies, self.evaluations
+        cost = sum((reply.cost for reply in replies), Cost())
+        failed = sum(reply.text is None for reply in replies)
+        repairs = sum(reply.attempt == "repair" for reply in replies)
+        price = f", at a price of {cost.money:.4f}" if cost.money else ""
+        return [
+            f"Proposer: {len(replies):,} replies ({failed} failed, {repairs} to repair others), "
+            f"{cost.prompt_tokens:,} prompt and {cost.completion_tokens:,} completion tokens"
+            f"{price}.",
+            f"Evaluator: {sum(len(record.logprob) for record in evaluations):,} answers "
+            f"({sum(bool(record.failure) for record in evaluations)} evaluations failed). "
+            f"The whole search: {self.duration:,.0f} s.",
+        ]
 
 
 def read_report(records: Iterable[Record]) -> _SearchReport:
@@ -143,7 +290,6 @@ def read_report(records: Iterable[Record]) -> _SearchReport:
     return _SearchReport(
         settings=settings,
         rows=rows,
-        base_objective=_measure_base(evaluations, settings),
         winner=next(iter(_of_type(known, WinnerRecord)), None),
         replies=_of_type(known, ReplyRecord),
         evaluations=evaluations,
@@ -153,72 +299,6 @@ def read_report(records: Iterable[Record]) -> _SearchReport:
 
 def _of_type(records: Iterable[Record], kind: type[R]) -> list[R]:
     return [record for record in records if isinstance(record, kind)]
-
-
-def _measure_base(evaluations: Sequence[EvaluationRecord], settings: Settings) -> float | None:
-    """The base policy's objective on the search split; None until it is measured."""
-    digest, base = base_state(settings).digest, dict[int, np.ndarray]()
-    full = np.empty(0)
-    for record in evaluations:
-        if record.split == "search" and record.digest == ALL_TOKENS:
-            full = np.asarray(record.logprob)
-        elif record.split == "search" and record.digest == digest:
-            base[record.budget] = np.asarray(record.logprob)
-    # For MME's total the ledger would need the categories of the questions.
-    if settings.objective == "mme" or len(base) < len(settings.budgets):
-        return None
-    return round(float(np.mean([(values - full).mean() for values in base.values()])), 6)
-
-
-def _make_document(report: _SearchReport) -> Document:
-    settings, winner, ranked = report.settings, report.winner, report.ranked
-    leader = ranked[0].name if ranked else None
-    tone: Tone = "open"
-    answer = "The search has not ended."
-    facts = [f"measured on {settings.evaluator}"] if settings.evaluator else []
-    facts += [f"proposer: {settings.proposer or 'none'}", f"seed {settings.seed}"]
-    facts.append(f"{len(report.rows)} candidates")
-    sections = []
-    if winner is not None:
-        gain, base = winner.test.gain, settings.base_policy
-        tone, verdict = "open", f"shows no difference to {base} alone"
-        if gain.low > 0 or gain.high < 0:
-            tone = "good" if gain.low > 0 else "bad"
-            verdict = f"is {'better' if gain.low > 0 else 'worse'} than {base} alone"
-        value, low, high = report.format(gain.value, gain.low, gain.high)
-        answer = (
-            f"Candidate {winner.winner} won and {verdict} on the test split: objective {value} "
-            f"{settings.objective_unit} ({low} to {high}), accuracy "
-            f"{_percent(winner.test.accuracy)} % against {_percent(winner.base.accuracy)} %."
-        )
-        facts += [f"{winner.test.examples} test examples", f"digest {winner.digest[:12]}"]
-        why = (
-            f"The {len(winner.confirmed)} best candidates of the search split were measured on the "
-            "validation split. The winner has the highest objective on the examples of both "
-            "together: the search split alone favours candidates that were lucky on it."
-        )
-        tables = [_finalist_table(report, winner)]
-        sections.append(
-            Section("Why this candidate", [why, _describe_leader(winner, leader)], tables=tables)
-        )
-        test = "Examples that no candidate was chosen on."
-        if settings.objective == "mme":
-            test += (
-                " MME total: accuracy, and accuracy+ (both answers of a pair right), in per cent, "
-                "added over all categories."
-            )
-        tables = [_result_table(winner, settings.objective == "mme")]
-        sections.append(Section("Result on the test split", [test], tables=tables))
-    elif leader is not None:
-        measured = report.base_objective
-        if measured is not None and measured >= (ranked[0].result.score or 0.0):
-            leader = f"{settings.base_policy} alone"
-        answer = f"The search has not ended; {leader} leads on the search split."
-    if report.rows:
-        sections.append(_candidate_section(report))
-    sections.append(Section("Cost", _describe_cost(report)))
-    title = f"{settings.strategy} on {settings.base_policy}, K = {settings.source_budget}"
-    return Document(f"Search for a state: {title}", answer, tone, facts=facts, sections=sections)
 
 
 def _describe_leader(winner: WinnerRecord, leader: str | None) -> str:
@@ -241,89 +321,6 @@ def _format_interval(estimate: Estimate, scale: float = 1.0) -> str:
 def _percent(share: float | None) -> str:
     """A share in per cent, or an empty string."""
     return "" if share is None else f"{100 * share:.1f}"
-
-
-def _finalist_table(report: _SearchReport, winner: WinnerRecord) -> Table:
-    """Objectives of the finalists and of the base policy on each split, the winner's first."""
-    scores = {row.name: row.result.objective for row in report.rows}
-
-    def cell(estimate: Estimate) -> Cell:
-        value, low, high = report.format(estimate.value, estimate.low, estimate.high)
-        return Cell(value, f"{low} to {high}")
-
-    rows: list[Row] = []
-    for name in sorted(winner.confirmed, key=lambda each: -winner.estimates[each]):
-        won, validation = name == winner.winner, winner.confirmed[name]
-        search, both = report.format(scores[name], winner.estimates[name])
-        test = cell(winner.test.objective) if won else Cell("not measured")
-        title = Cell(name, "winner" if won else "", tone="good" if won else "")
-        rows.append([title, search, cell(validation.objective), both, test])
-    search, base = report.format(report.base_objective, winner.base_validation)
-    rows.append(["base policy", search, base, "–", cell(winner.base.objective)])
-    head = ["candidate", "search", "validation", "search and validation", "test"]
-    return Table("Objectives of the finalists", head, rows, "lrrrr")
-
-
-def _result_table(winner: WinnerRecord, mme: bool) -> Table:
-    """The winner on the test split, the base policy, and the difference; MME's total if asked."""
-    test, base = winner.test, winner.base
-    rows = [
-        [name, _format_interval(scores.objective), _percent(scores.accuracy),
-         f"{scores.mme_total:.1f}"]
-        for name, scores in (("winner", test), ("base policy", base))
-    ]  # fmt: skip
-    gains = [_format_interval(test.gain), _format_interval(test.accuracy_gain, 100)]
-    rows.append(["gain, paired", *gains, f"{test.mme_total - base.mme_total:+.1f}"])
-    head, columns = ["", "objective", "accuracy %", "MME total"], 4 if mme else 3
-    cells = [row[:columns] for row in rows]
-    return Table("Winner and base policy", head[:columns], cells, "lrrr"[:columns])
-
-
-def _candidate_section(report: _SearchReport) -> Section:
-    """The best candidates, and why others were not measured."""
-    rows = report.rows
-    statuses = ", ".join(f"{count} {status}" for status, count in report.statuses.items())
-    counted = f"{len(rows)} candidates: {statuses}."
-    if gave_up([row.result for row in rows]):
-        counted += f" The search gave up: the last {FAILURES_TO_GIVE_UP} were invalid or unsafe."
-    texts = [
-        f"Objective: {report.settings.objective_text}; 0 is as good as unpruned. "
-        "Intervals: 95 %, images resampled.",
-        counted,
-    ]
-    best = [
-        [
-            row.name,
-            *report.format(row.result.score),
-            _percent(row.result.accuracy),
-            str(row.result.examples),
-            row.origin,
-            ", ".join(row.proposal.parents),
-        ]
-        for row in report.ranked[:_MAX_ROWS]
-    ]
-    head = ["candidate", "objective", "accuracy %", "answers", "origin", "parents"]
-    tables = [Table("Best on the search split", head, best, "lrrrll")]
-    if causes := [[cause, str(count)] for cause, count in report.causes.items()]:
-        caption = "Why candidates were not evaluated"
-        tables.append(Table(caption, ["cause", "times"], causes, "lr"))
-    return Section("Candidates", texts, tables=tables)
-
-
-def _describe_cost(report: _SearchReport) -> list[str]:
-    """Sentences on the cost of the proposer and of the evaluator."""
-    replies, evaluations = report.replies, report.evaluations
-    cost = sum((reply.cost for reply in replies), Cost())
-    failed = sum(reply.text is None for reply in replies)
-    repairs = sum(reply.attempt == "repair" for reply in replies)
-    price = f", at a price of {cost.money:.4f}" if cost.money else ""
-    return [
-        f"Proposer: {len(replies):,} replies ({failed} failed, {repairs} to repair others), "
-        f"{cost.prompt_tokens:,} prompt and {cost.completion_tokens:,} completion tokens{price}.",
-        f"Evaluator: {sum(len(record.logprob) for record in evaluations):,} answers "
-        f"({sum(bool(record.failure) for record in evaluations)} evaluations failed). "
-        f"The whole search: {report.duration:,.0f} s.",
-    ]
 
 
 class ProgressLog:

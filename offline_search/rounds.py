@@ -163,7 +163,20 @@ class RoundEvaluator:
         start = 0
         for step, share in enumerate(_RACING_SHARES if early_stopping else (1.0,)):
             stop = max(1, round(share * len(self._examples)))
-            await self._measure_all(_unfinished(candidates), start, stop)
+            measured = _unfinished(candidates)
+            outcomes = await asyncio.gather(
+                *(self._measure(candidate, start, stop) for candidate in measured),
+                return_exceptions=True,
+            )
+            for candidate, outcome in zip(measured, outcomes, strict=True):
+                if isinstance(outcome, EvaluationFailed):
+                    # Forgotten, so that later duplicates are evaluated.
+                    name = candidate.proposal.name
+                    known = self._known.items()
+                    self._known = {key: value for key, value in known if value != name}
+                    candidate.result = self._result(candidate, "unevaluated", reason=str(outcome))
+                elif isinstance(outcome, BaseException):
+                    raise outcome
             if stop < len(self._examples):
                 self._drop_losers(candidates, history.best_values(), stop, _RACING_KEEPS[step])
             start = stop
@@ -208,19 +221,6 @@ class RoundEvaluator:
     def _fingerprint(self, state: PruningState) -> str:
         """What is equal for states that keep the same tokens of the probes."""
         return self._check(state).behaviour or state.digest
-
-    async def _measure_all(self, candidates: Sequence[_Candidate], start: int, stop: int) -> None:
-        """Measure examples ``start`` to ``stop``; candidates that fail get their result."""
-        jobs = [self._measure(candidate, start, stop) for candidate in candidates]
-        outcomes = await asyncio.gather(*jobs, return_exceptions=True)
-        for candidate, outcome in zip(candidates, outcomes, strict=True):
-            if isinstance(outcome, EvaluationFailed):
-                # Forgotten, so that later duplicates are evaluated.
-                name = candidate.proposal.name
-                self._known = {key: known for key, known in self._known.items() if known != name}
-                candidate.result = self._result(candidate, "unevaluated", reason=str(outcome))
-            elif isinstance(outcome, BaseException):
-                raise outcome
 
     async def _measure(self, candidate: _Candidate, start: int, stop: int) -> None:
         jobs = (

@@ -65,7 +65,7 @@ class Estimate:
         """median(over) / median(under) of paired rounds ``(rounds, requests)``, drawn together."""
         top, bottom = np.asarray(over, dtype=np.float64), np.asarray(under, dtype=np.float64)
         rows = resample(len(top), DRAWS)
-        return cls.of(medians(top, rows) / medians(bottom, rows))
+        return cls.of(_medians(top, rows) / _medians(bottom, rows))
 
     def count_decimals(self, most: int = 4) -> int:
         """Decimals that show three digits of the width of the interval, as more say nothing."""
@@ -109,7 +109,7 @@ def _resample_in_chunks(count: int, draws: int, block: int = 1) -> Iterator[_Ind
         yield rows.reshape(len(rows), -1)[:, :count]
 
 
-def medians(values: Floats, rows: _Indices) -> Floats:
+def _medians(values: Floats, rows: _Indices) -> Floats:
     """Median of each resample ``(1 + draws,)``; values ``(count,)`` or ``(count, requests)``."""
     drawn: Floats = np.median(values[rows].reshape(len(rows), -1), axis=1)
     return drawn

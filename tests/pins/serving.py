@@ -19,7 +19,7 @@ from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.serving import plugin
 from vllm_autoprune.serving.api.endpoint import AutopruneEndpoint
 from vllm_autoprune.serving.api.request import PruningRequest
-from vllm_autoprune.serving.settings import DetailBudgets, RequestRules
+from vllm_autoprune.serving.settings import RequestRules, _DetailBudgets
 
 Request = dict[str, Any]
 """``entry`` has the pruning fields of a request, ``brings`` names the state that it holds in full;
@@ -40,7 +40,7 @@ def folder() -> tempfile.TemporaryDirectory[str]:
 def sender(level: Any) -> Sender:
     """The model's processor, on a server that lets requests set so much."""
     folder()
-    rules = RequestRules(level, 2, 256, explicit=True, detail=DetailBudgets(low=4, high=16))
+    rules = RequestRules(level, 2, 256, explicit=True, detail=_DetailBudgets(low=4, high=16))
     return Sender("tiny", budget=8, rules=rules).with_blocks(16)
 
 

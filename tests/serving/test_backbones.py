@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy
 import pytest
@@ -20,7 +22,7 @@ from tests.serving.engine import (
 )
 from tests.serving.runners import Result, Runner, in_engine
 from vllm_autoprune.selftest import serve
-from vllm_autoprune.selftest.backbones import TINY_MODELS
+from vllm_autoprune.selftest.backbones import TINY_MODELS, build
 from vllm_autoprune.selftest.checks import CHECKS, runners_agree
 from vllm_autoprune.selftest.run import Report
 from vllm_autoprune.serving.models import BACKBONES
@@ -49,7 +51,8 @@ def names(quick: Collection[str]) -> list[ParameterSet]:
 
 def examine(name: str) -> Result:
     """The selftest's report of a backbone, as it is printed."""
-    report = serve.serve_folder(LLAVA) if name == "llava" else serve.serve(name)
+    with TemporaryDirectory() as folder:
+        report = serve.serve(LLAVA if name == "llava" else build(name, Path(folder)))
     return json.loads(report.model_dump_json())
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.server import CPU_ENVIRONMENT, Server, command, free_port, serve
+from benchmarks.server import CPU_ENVIRONMENT, Server, _free_port, command, serve
 from benchmarks.yardsticks.examples import IMAGE_TOKEN
 from tests.serving.conftest import COMMON, PRUNED
 from tests.serving.engine import LLAVA, TOKENS, examples
@@ -165,7 +165,7 @@ def test_all_problems_of_a_start_are_reported_with_pointers(tmp_path: Path) -> N
         word for name, value in flags.items() for word in (f"--autoprune-{name}", str(value))
     )
     done = subprocess.run(
-        command(LLAVA, free_port(), ("--enforce-eager", *pruning)),
+        command(LLAVA, _free_port(), ("--enforce-eager", *pruning)),
         env={**os.environ, **CPU_ENVIRONMENT},
         capture_output=True,
         text=True,

@@ -298,13 +298,7 @@ class _TinyEngine(Engine):
 # ---- the report ----
 
 
-def serve(name: str) -> Report:
-    """The report of the tiny model of one backbone."""
-    with tempfile.TemporaryDirectory() as folder:
-        return serve_folder(build(name, Path(folder)))
-
-
-def serve_folder(folder: Path) -> Report:
+def serve(folder: Path) -> Report:
     """The report of a model in a folder."""
     from vllm.multimodal.parse import ImageSize
 
@@ -466,4 +460,6 @@ def _read_merger_input(folder: Path, image: Image.Image) -> tuple[Tensor, Tensor
 
 
 if __name__ == "__main__":
-    print(REPORT_PREFIX + serve(sys.argv[1]).model_dump_json())
+    with tempfile.TemporaryDirectory() as folder:
+        report = serve(build(sys.argv[1], Path(folder)))
+    print(REPORT_PREFIX + report.model_dump_json())

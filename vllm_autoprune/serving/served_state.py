@@ -15,7 +15,7 @@ from pydantic import JsonValue, ValidationError
 
 from vllm_autoprune import __version__
 from vllm_autoprune.errors import BudgetError, Problem, RequestError, StateError
-from vllm_autoprune.serving.compat import depends_on, get_attachment
+from vllm_autoprune.serving.compat import get_attachment
 from vllm_autoprune.serving.plan import (
     ENTRY,
     MAX_CACHED_STATES,
@@ -220,13 +220,6 @@ def served_state(model_config: ModelConfig) -> ServedState | None:
 
 KV_CACHE = "autoprune_kv_cache"
 """Attribute of a model config with vLLM's own cache config, which gets its block size later on."""
-
-
-@depends_on("vllm.config:CacheConfig", "block_size")
-def kv_block_size(model_config: ModelConfig) -> int | None:
-    """Tokens of a KV block, None without a prefix cache."""
-    config: Any = get_attachment(model_config, KV_CACHE)
-    return config.block_size if config is not None and config.enable_prefix_caching else None
 
 
 # Safety check of a state before it is served (Algorithm 1, line 4).

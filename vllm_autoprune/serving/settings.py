@@ -52,7 +52,7 @@ def _refuse_boolean(value: object) -> object:
     return value
 
 
-class DetailBudgets(BaseModel):
+class _DetailBudgets(BaseModel):
     """K of an image whose detail is ``low`` or ``high``; None where the operator gives no K."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -91,7 +91,7 @@ class RequestRules:
     maximum: int = MAX_BUDGET
     explicit: bool = False
     cost: float = DEFAULT_COST
-    detail: DetailBudgets = field(default_factory=DetailBudgets)
+    detail: _DetailBudgets = field(default_factory=_DetailBudgets)
     recall: int = 0
 
     def allows(self, level: Level) -> bool:
@@ -259,7 +259,7 @@ class Settings(BaseModel):
         "of one image. "
         "Unless given, vLLM refuses requests that ask (see --trust-request-mm-kwargs).",
     )
-    detail: DetailBudgets = _flag(
+    detail: _DetailBudgets = _flag(
         "low=K,high=K",
         "Visual tokens kept of an image whose `image_url.detail` in a request is `low` or `high`, "
         "whatever --autoprune-requests allows. Unless given, `image_url.detail` changes nothing.",
@@ -345,19 +345,19 @@ class Settings(BaseModel):
 
     @field_validator("detail", mode="plain")
     @classmethod
-    def read_detail(cls, value: object, info: ValidationInfo) -> DetailBudgets:
+    def read_detail(cls, value: object, info: ValidationInfo) -> _DetailBudgets:
         """Budgets by ``"low=64,high=256"``, or a mapping: possible with the state and the rules."""
         if value is None:
-            return DetailBudgets()
+            return _DetailBudgets()
         levels, repeats = value, False
         if isinstance(value, str):
             parts = [entry.partition("=") for entry in value.split(",")]
             levels = {name.strip(): budget for name, _, budget in parts}
             repeats = len(levels) < len(parts)
         try:
-            detail = DetailBudgets.model_validate(levels)
+            detail = _DetailBudgets.model_validate(levels)
         except ValidationError:
-            detail = DetailBudgets()
+            detail = _DetailBudgets()
         budgets = detail.as_dict()
         if repeats or not budgets:
             what = f"{str(value)[:80]!r} is not one number of tokens for low, high or both"

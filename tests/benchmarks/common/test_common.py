@@ -24,7 +24,7 @@ from benchmarks.common.shapes import (
     draw_words,
     write_shape,
 )
-from benchmarks.server import ServerDied, free_port
+from benchmarks.server import ServerDied, _free_port
 
 # ---- the streaming client, against a server whose schedule is known beforehand ----
 
@@ -77,7 +77,7 @@ def test_every_failure_is_recorded_in_one_line(reply: Reply, model: str, message
 
 
 def test_a_refused_connection_is_recorded() -> None:
-    record = Client(f"http://127.0.0.1:{free_port()}").send(b"{}")
+    record = Client(f"http://127.0.0.1:{_free_port()}").send(b"{}")
     assert "no answer: ConnectError" in str(record.error)
 
 

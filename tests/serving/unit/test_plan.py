@@ -29,7 +29,7 @@ from vllm_autoprune.serving.plan import (
     make_identity,
 )
 from vllm_autoprune.serving.served_state import PlanRules
-from vllm_autoprune.serving.settings import LEVELS, DetailBudgets, RequestRules, TextTower
+from vllm_autoprune.serving.settings import LEVELS, RequestRules, TextTower, _DetailBudgets
 from vllm_autoprune.serving.worker.batch import SelectionContext, prune_images
 from vllm_autoprune.serving.worker.selection import FallbackReporter, PlanReader
 from vllm_autoprune.tpdsl.loading import shipped_states
@@ -212,7 +212,7 @@ def rules(level: Any = "states", most: int = 64, **fields: Any) -> PlanRules:
 LACKING = PlanRules(replace(rules().served, unavailable=(("language", "not here"),)), VOCABULARY)
 TOWER = TextTower("some/clip", 1, "because", 77, 768, 1024, vocabulary=10)
 WITH_TOWER = PlanRules(replace(rules().served, tower=TOWER), VOCABULARY)
-DETAIL = DetailBudgets(low=4, high=10)
+DETAIL = _DetailBudgets(low=4, high=10)
 
 
 @pytest.mark.parametrize(

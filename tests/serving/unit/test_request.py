@@ -29,7 +29,7 @@ from vllm_autoprune.serving.api.request import (
 )
 from vllm_autoprune.serving.plan import KWARGS, NO_KEY, ItemPlan, decode_state
 from vllm_autoprune.serving.served_state import ATTRIBUTE, NEEDS, ServedState, load_request_state
-from vllm_autoprune.serving.settings import LEVELS, DetailBudgets, RequestRules
+from vllm_autoprune.serving.settings import LEVELS, RequestRules, _DetailBudgets
 from vllm_autoprune.serving.startup import _resolve_settings
 from vllm_autoprune.tpdsl.atoms.safety import Verdict
 
@@ -43,7 +43,7 @@ def senders(folder: Any) -> Callable[[str], Sender]:
 
     @cache
     def sender(level: Any) -> Sender:
-        rules = RequestRules(level, 2, 256, explicit=True, detail=DetailBudgets(low=4, high=16))
+        rules = RequestRules(level, 2, 256, explicit=True, detail=_DetailBudgets(low=4, high=16))
         return Sender(folder, budget=8, rules=rules).with_blocks(16)
 
     return sender
@@ -151,11 +151,11 @@ def test_a_header_says_what_the_entry_says_and_agrees_with_it(text: str, budget:
 # ---- K, state and control of each image ----
 
 N = 144
-DETAIL = DetailBudgets(low=4, high=32)
+DETAIL = _DetailBudgets(low=4, high=32)
 
 
 def server(level: Any = "states", least: int = 1, most: int = 65536, **fields: Any) -> ServedState:
-    detail = fields.pop("detail", DetailBudgets())
+    detail = fields.pop("detail", _DetailBudgets())
     return replace(served(), rules=RequestRules(level, least, most, detail=detail), **fields)
 
 
@@ -187,7 +187,7 @@ VISIONZIP = load_state("visionzip").budget.range()[1]
         (POOR, {"state": "fastv", "budget": N}, (N,), [N]),
         # Details count at every level, where the operator gave them and the request sets nothing.
         *((on, {"details": ["low", None, "high"]}, (N, N, 20), [4, 8, 20]) for on in BY_DETAIL),
-        (server(detail=DetailBudgets(low=4)), LOW_HIGH, (N, N), [4, 8]),
+        (server(detail=_DetailBudgets(low=4)), LOW_HIGH, (N, N), [4, 8]),
         (DETAILED, {**LOW_HIGH, "budget": {"shared": 9}}, (N, N), [5, 4]),
         (DETAILED, {"state": "visionzip", "details": ["low", None]}, (N, N), [4, VISIONZIP]),
         (DETAILED, {"details": ["low"]}, (N, N), [8, 8]),

@@ -27,9 +27,9 @@ from vllm_autoprune.serving.settings import (
     MIDDLEWARE,
     SETTINGS_KEY,
     SIGN_KEY,
-    DetailBudgets,
     RequestRules,
     TextTower,
+    _DetailBudgets,
     read_text_tower,
 )
 from vllm_autoprune.serving.startup import _resolve_settings
@@ -59,7 +59,7 @@ def test_each_setting_is_read_from_text_and_numbers() -> None:
     for detail in ("low=16,high=64", {"low": 16, "high": "64"}):
         for requests in (None, "none", "budget:32-64"):
             rules = resolve(requests=requests, detail=detail).rules
-            assert rules.detail == DetailBudgets(low=16, high=64)
+            assert rules.detail == _DetailBudgets(low=16, high=64)
     tower = resolve(text_tower=str(CLIP)).tower
     assert tower is not None
     assert (tower.path, tower.sign, tower.vocabulary) == (str(CLIP), 1, 478)

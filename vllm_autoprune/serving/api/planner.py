@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from hashlib import sha256
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
@@ -37,7 +37,7 @@ from vllm_autoprune.serving.api.layout import (
     split_slots,
 )
 from vllm_autoprune.serving.api.request import PruningRequest
-from vllm_autoprune.serving.compat import depends_on
+from vllm_autoprune.serving.compat import depends_on, get_attachment
 from vllm_autoprune.serving.plan import (
     ENTRY,
     LANGUAGE_IDS,
@@ -52,8 +52,8 @@ from vllm_autoprune.serving.plan import (
     refuse,
 )
 from vllm_autoprune.serving.served_state import (
+    KV_CACHE,
     ServedState,
-    kv_block_size,
     load_request_state,
     make_policy,
 )
@@ -443,6 +443,7 @@ class RequestPlanner:
         recalls = choose_recalls(turns, recall, plans, digests, most, limit)
         return expand_marks(prompt, self._token, images, turns, recalls)
 
+    @depends_on("vllm.config:CacheConfig", "block_size")
     def _split(
         self,
         prompt: Sequence[int],
@@ -461,7 +462,8 @@ class RequestPlanner:
             self._served.policy_for_plan(plan).core if reads_it else 0
             for plan, reads_it in zip(plans, reads, strict=True)
         ]
-        block = kv_block_size(self._info.ctx.model_config)
+        config: Any = get_attachment(self._info.ctx.model_config, KV_CACHE)
+        block = config.block_size if config and config.enable_prefix_caching else None
         places = [at for at, token_id in enumerate(prompt) if token_id == self._token]
         if block is None or self._placeholders.unsplittable or not any(cores):
             return prompt, slots
