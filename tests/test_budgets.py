@@ -30,6 +30,8 @@ def measure() -> dict[str, Counter[str]]:
         size = sizes[max(inside, key=len, default="other")]
         size["files"] += 1
         size["lines"] += text.count("\n")
+        if path.name.startswith("_") and path.name != "__init__.py":
+            continue  # nothing is imported from a module such as __main__.py
         for node in ast.parse(text).body:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 size["names"] += not node.name.startswith("_")
