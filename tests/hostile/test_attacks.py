@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -77,9 +77,25 @@ class Fleet(ExitStack):
 
 
 @pytest.fixture(scope="module")
-def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
-    with Fleet(*request.param) as fleet:
-        yield fleet
+def get_fleet() -> Iterator[Callable[[str, str], Fleet]]:
+    """Gives the fleet of a backbone and runner; only the last one asked for is running.
+
+    No parametrized fixture: pytest would start servers anew for every test.
+    """
+    running: dict[tuple[str, str], Fleet] = {}
+
+    def get(backbone: str, runner: str) -> Fleet:
+        if (backbone, runner) not in running:
+            close()
+            running[backbone, runner] = Fleet(backbone, runner)
+        return running[backbone, runner]
+
+    def close() -> None:
+        while running:
+            running.popitem()[1].close()
+
+    yield get
+    close()
 
 
 FLEETS = (("qwen2_5_vl", "v1"), ("qwen2_5_vl", "v2"), ("llava_next", "v1"))
@@ -98,15 +114,19 @@ def list_attacks() -> Iterator[object]:
                 quick = profile == "uncached" and attack.quick
                 quick = quick or (profile == "split" and name in QUICK)
                 marks = () if quick and (backbone, runner) == FLEETS[0] else pytest.mark.exhaustive
-                values, identity = ((backbone, runner), name, profile), f"{backbone}-{runner}"
-                yield pytest.param(*values, marks=marks, id=f"{identity}-{profile}-{name}")
+                identity = f"{backbone}-{runner}-{profile}-{name}"
+                values = backbone, runner, name, profile
+                yield pytest.param(*values, marks=marks, id=identity)
 
 
 @pytest.mark.engine
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("fleet", "name", "profile"), list(list_attacks()), indirect=["fleet"])
-def test_an_attack_is_withstood(fleet: Fleet, name: str, profile: Profile) -> None:
-    run_attack(name, profile, fleet.get)
+@pytest.mark.parametrize(("backbone", "runner_name", "name", "profile"), list(list_attacks()))
+def test_an_attack_is_withstood(
+    get_fleet: Callable[[str, str], Fleet],
+    backbone: str, runner_name: str, name: str, profile: Profile,
+) -> None:  # fmt: skip
+    run_attack(name, profile, get_fleet(backbone, runner_name).get)
 
 
 def test_a_token_that_one_answer_lacks_counts_as_its_least_likely() -> None:
