@@ -101,7 +101,7 @@ class EndpointProposer:
                     with suppress(httpx.HTTPError, *_FORMAT):  # an endpoint need not list any
                         models = (await self._http.get(f"{self._url}/models")).json()["data"]
                         names = ", ".join(str(model["id"]) for model in models[:8])
-                        fix = f"name a model that the endpoint has: {names}"
+                        fix = f"name a model that the endpoint has: {names or 'it lists none'}"
                         where = "--proposer-model"
         raise ConfigError("proposer", [Problem(where, what, fix)])
 
