@@ -173,9 +173,10 @@ def mutate(tree: Json, random: Random) -> None:
                     value = [value] if random.random() < 0.5 else {"atom": value}
                 container[key] = value
             case "graft":  # a part in place of another one
-                part = copy.deepcopy(value)
-                container, key = random.choice(places)
-                container[key] = part
+                with suppress(RecursionError):  # nested twice, it is too deep to be copied
+                    part = copy.deepcopy(value)
+                    container, key = random.choice(places)
+                    container[key] = part
             case "rename":
                 container[_respell(key, random)] = container.pop(key)
             case "intrude":  # a field of another part of the language, or an unknown one
@@ -183,7 +184,8 @@ def mutate(tree: Json, random: Random) -> None:
                 container[random.choice(_field_names())] = odd_value
             case "repeat":
                 times = random.choice((1, 2, 8, 40))
-                container[key:key] = [copy.deepcopy(value) for _ in range(times)]
+                with suppress(RecursionError):
+                    container[key:key] = [copy.deepcopy(value) for _ in range(times)]
             case "respell":
                 container[key] = _respell(value, random)
             case "swap":  # the name of another atom of any group
