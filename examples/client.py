@@ -1,6 +1,7 @@
-"""Ask a pruned server about an image at several budgets: python examples/client.py IMAGE QUESTION.
+"""Ask a pruned server about an image at several budgets: python examples/client.py IMAGE _QUESTION.
 
-The server must allow it: vllm serve ... --autoprune-requests budget.
+Without arguments it asks about scene.jpg. The server must allow it: vllm serve ...
+--autoprune-requests budget.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from pathlib import Path
 
 from openai import OpenAI
 
+_SCENE = Path(__file__).with_name("scene.jpg")
+_QUESTION = "What digit is on the shape left of the purple square?"
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print prompt tokens and answer at each budget, and without pruning."""
     parser = argparse.ArgumentParser(description="Ask a pruned server at several budgets.")
-    parser.add_argument("image", type=Path)
-    parser.add_argument("question")
+    parser.add_argument("image", type=Path, nargs="?", default=_SCENE)
+    parser.add_argument("question", nargs="?", default=_QUESTION)
     parser.add_argument("--url", default="http://localhost:8000/v1")
     parser.add_argument("--budgets", type=int, nargs="+", default=[256, 64, 16])
     options = parser.parse_args(arguments)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import shlex
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml  # type: ignore[import-untyped]
+from PIL import Image
 
 from benchmarks.common.fake_server import Body, Reply, fake_server
 from benchmarks.load.__main__ import parse_arguments
 from benchmarks.load.settings import PairedOptions
+from benchmarks.yardsticks.examples import as_picture, draw_examples
 from tests.serving.unit.samples import vllm_config
 from vllm_autoprune.cli.main import main
+from vllm_autoprune.evaluation.questions import read_questions
 from vllm_autoprune.serving.startup import _resolve_settings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -61,15 +66,31 @@ def test_the_own_state_is_valid(capsys: pytest.CaptureFixture[str]) -> None:
     assert "valid, K = 64" in capsys.readouterr().out
 
 
+def test_the_picture_and_its_questions_are_those_of_a_scene_of_the_test_split() -> None:
+    scene = [example for example in draw_examples("test", 5) if example.image_id == 4]
+    path = EXAMPLES / "questions.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert {(line["question"], line["answer"]) for line in lines} == {
+        (example.question, example.answer) for example in scene
+    }
+    assert len(read_questions(path)) == len(scene)
+    with Image.open(EXAMPLES / "scene.jpg") as picture:
+        assert picture.size == (672, 672)
+        shrunk = np.asarray(picture.resize((168, 168), Image.Resampling.BICUBIC), dtype=float)
+    assert np.abs(shrunk - np.asarray(as_picture(scene[0].image), dtype=float)).mean() < 3
+    assert (EXAMPLES / "scene.jpg").stat().st_size < 60_000
+
+
 def test_the_client_asks_at_every_budget(capsys: pytest.CaptureFixture[str]) -> None:
     def reply(body: Body) -> Reply:
         return Reply(("a cup",), usage={"prompt_tokens": 80})
 
     ask = runpy.run_path(str(EXAMPLES / "client.py"))["main"]
-    picture = ROOT / "docs/images/explain.png"
     with fake_server(reply) as server:
-        call = [str(picture), "What?", "--url", f"{server.url}/v1", "--budgets", "64", "16"]
-        assert ask(call) == 0
+        assert ask(["--url", f"{server.url}/v1", "--budgets", "64", "16"]) == 0
+    image, question = server.requests[0]["messages"][0]["content"]
+    assert image["image_url"]["url"].startswith("data:image/jpeg;base64,")
+    assert question["text"] in (EXAMPLES / "questions.jsonl").read_text().partition("\n")[0]
     sent = [body["mm_processor_kwargs"]["autoprune"] for body in server.requests]
     assert sent == [{"enabled": False}, {"budget": 64}, {"budget": 16}]
     assert "K = 64:    80 prompt tokens: a cup" in capsys.readouterr().out

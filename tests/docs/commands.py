@@ -20,8 +20,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from PIL import Image
-
 from benchmarks.search.evaluator import write_data
 from benchmarks.server import serve
 
@@ -123,7 +121,6 @@ def prepare_folder(folder: Path) -> None:
         (folder / hub_id).symlink_to(_WEIGHTS / name)
     for name in ("state.json", "my-state.json"):
         shutil.copyfile(ROOT / "policies/cdpruner.json", folder / name)
-    Image.new("RGB", (168, 168), "teal").save(folder / "photo.jpg")
     write_data(folder / "questions", {"search": 4, "validation": 4, "test": 4}, each=1)
     lines = map(json.loads, (folder / "questions/test.jsonl").read_text().splitlines())
     asked = [{**line, "image": f"questions/{line['image']}"} for line in lines]
