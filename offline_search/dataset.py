@@ -21,13 +21,15 @@ from typing import Literal, get_args
 from pydantic import ValidationError
 
 from vllm_autoprune.errors import ConfigError, Problem
+from vllm_autoprune.evaluation.pictures import Picture, read_picture
 from vllm_autoprune.evaluation.questions import (
     Example,
+    ask,
     find_contradictions,
     read_examples,
     read_lines,
-    read_picture,
     refuse,
+    render,
 )
 
 Split = Literal["search", "validation", "test"]
@@ -41,8 +43,8 @@ class Dataset:
 
     folder: Path
     splits: Mapping[Split, Sequence[Example]]
-    images: Mapping[str, str] = field(default_factory=dict)
-    """Data URLs by the examples' ``image``."""
+    images: Mapping[str, Picture] = field(default_factory=dict)
+    """By the examples' ``image``."""
 
     @cached_property
     def digest(self) -> str:
@@ -54,6 +56,10 @@ class Dataset:
         """The examples of one split."""
         return self.splits[split]
 
+    def messages(self, example: Example) -> list[dict[str, object]]:
+        """What a server is asked, as chat messages."""
+        return render(ask(example.question, self.images[example.image]), Picture.part)
+
 
 def read_dataset(folder: Path, seed: int = 0, limit: int | None = None) -> Dataset:
     """Read and validate the splits, shuffle each by image, and keep at most ``limit`` images.
@@ -64,20 +70,20 @@ def read_dataset(folder: Path, seed: int = 0, limit: int | None = None) -> Datas
     """
     problems: list[Problem] = []
     splits: dict[Split, Sequence[Example]] = {}
-    images: dict[str, str] = {}
-    split_of_url: dict[str, Split] = {}
+    images: dict[str, Picture] = {}
+    split_of_content: dict[str, Split] = {}
     for split in SPLITS:
         fix = "a data folder has search.jsonl, validation.jsonl and test.jsonl"
-        examples, urls = read_examples(folder / f"{split}.jsonl", problems, fix)
+        examples, pictures = read_examples(folder / f"{split}.jsonl", problems, fix)
         by_image: dict[str, list[Example]] = {}
         for example in examples:
             by_image.setdefault(example.image, []).append(example)
         groups = list(by_image.values())
         random.Random(seed).shuffle(groups)
         splits[split] = [example for group in groups[:limit] for example in group]
-        images |= {e.image: urls[e.image] for e in splits[split] if e.image in urls}
-        for name, url in urls.items():
-            other = split_of_url.setdefault(url, split)
+        images |= {e.image: pictures[e.image] for e in splits[split] if e.image in pictures}
+        for name, picture in pictures.items():
+            other = split_of_content.setdefault(picture.digest, split)
             if other != split:
                 what = f"the same image is in {other} and in {split}"
                 problems.append(Problem(name, what, "splits must share no image"))
@@ -155,8 +161,7 @@ def _read_category(
                 problems.append(Problem(f"{path}:{number}", what, fix))
         problems += find_contradictions(path, examples)
         try:
-            url = read_picture(str(image), images, image.name).url
-            content = hashlib.sha256(url.encode()).hexdigest()
+            content = read_picture(str(image), images, image.name).digest
             yield content, image, [example for _, example in examples]
         except ConfigError as error:
             problems += error.problems

@@ -165,7 +165,7 @@ class ServedEvaluator:
         """
         example = self.dataset.examples("search")[0]
         pruning = pruning_options(load_state("cdpruner"), 1)
-        image = self.dataset.images[example.image]
+        messages = self.dataset.messages(example)
         problems: list[Problem] = []
         for url in self._urls:
             with ServerClient(url, self._connection) as server:
@@ -176,9 +176,7 @@ class ServedEvaluator:
                         fix = f"serve {self._model}, or name a model of all with --server-model"
                         what = f"serves {', '.join(models)}, not {self._model}"
                         raise ConfigError("servers", [Problem(server.url, what, fix)])
-                    body = scoring_request(
-                        self._model, image, example.question, example.answer, pruning
-                    )
+                    body = scoring_request(self._model, messages, example.answer, pruning)
                     score_reference_answer(server.chat(body)["prompt_logprobs"], example.answer)
                 except RequestRefused as error:
                     fix = "serve it with --autoprune-requests states --autoprune-state {NAME}"
@@ -225,13 +223,12 @@ class ServedEvaluator:
         self, example: Example, pruning: Mapping[str, object]
     ) -> tuple[float, bool, int]:
         """Log-probability of the answer, whether it is right, and the tokens of the prompt."""
-        image = self.dataset.images[example.image]
         place = int.from_bytes(hashlib.sha256(example.image.encode()).digest()[:4], "big")
         place %= len(self._servers)
         servers = [*self._servers[place:], *self._servers[:place]]
         try:
             scored = await score_answer(
-                servers, self._model, image, example.question, example.answer, pruning,
+                servers, self._model, self.dataset.messages(example), example.answer, pruning,
                 first_wait=self._first_wait,
             )  # fmt: skip
         except ServerLost as error:

@@ -19,7 +19,7 @@ from offline_search.history import Answers, History, Trial, paired_error
 from offline_search.ledger import Ledger, ProposalRecord, Status, TrialRecord, VerdictRecord
 from offline_search.settings import Settings
 from vllm_autoprune.errors import AutopruneError, EvaluationFailed, ProblemsError
-from vllm_autoprune.evaluation.questions import Example, read_picture
+from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.statistics import Floats
 from vllm_autoprune.tpdsl.materialize import materialize
 from vllm_autoprune.tpdsl.refine import refine
@@ -84,8 +84,7 @@ def probes_from_checkpoint(
     by_image = {example.image: example for example in reversed(dataset.examples("search"))}
     probes = []
     for example in islice(reversed(by_image.values()), _PROBE_IMAGES):
-        picture = read_picture(example.image, dataset.folder, dataset.images[example.image])
-        probes.append(vision.encode(picture.image, example.question))
+        probes.append(vision.encode(dataset.images[example.image].image(), example.question))
     return probes
 
 

@@ -161,7 +161,7 @@ def test_pictures_are_opened_in_one_place() -> None:
     """Which decodes them whole, as vLLM does, and refuses what is none."""
     text = {name: path.read_text(encoding="utf-8") for name, path in SOURCES.items()}
     readers = {name for name, source in text.items() if re.search(r"Image\.open\(", source)}
-    assert readers == {"vllm_autoprune.evaluation.questions"}
+    assert readers == {"vllm_autoprune.evaluation.pictures"}
 
 
 # ---- public surface ----

@@ -22,7 +22,8 @@ from vllm.multimodal.media.image import ImageMediaIO
 from offline_search.dataset import SPLITS, read_dataset
 from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.evaluation.journal import MME, PAIRS
-from vllm_autoprune.evaluation.questions import read_picture, read_questions
+from vllm_autoprune.evaluation.pictures import read_picture
+from vllm_autoprune.evaluation.questions import read_questions
 
 LINE = {"image": "a.png", "question": "?", "answer": "x"}
 
@@ -80,9 +81,11 @@ def test_a_picture_is_what_vllm_makes_of_it(tmp_path: Path, name: str) -> None:
     content = PICTURES[name]
     (tmp_path / "any-name").write_bytes(content)
     picture = read_picture("", tmp_path, "any-name")
-    assert picture.image.mode == "RGB" and picture.image.size == vllm_reads(content).size
-    assert picture.image.tobytes() == vllm_reads(content).tobytes()
-    kind, _, data = picture.url.partition(";base64,")
+    image = picture.image()
+    assert image.mode == "RGB" and image.size == vllm_reads(content).size
+    assert image.tobytes() == vllm_reads(content).tobytes()
+    url: Any = picture.part()["image_url"]
+    kind, _, data = url["url"].partition(";base64,")
     assert kind.startswith("data:image/") and base64.b64decode(data) == content
 
 
@@ -112,7 +115,7 @@ def test_a_picture_has_at_most_twice_the_pixels_of_pillows_warning(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 24 * 16 - 1)
-    assert read_picture("", folder, "a.png").image.size == (24, 16)
+    assert read_picture("", folder, "a.png").image().size == (24, 16)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 24 * 8 - 1)
     with pytest.raises(ConfigError, match=r"exceeds limit of 382 pixels.* or make it smaller"):
         read_picture("", folder, "a.png")
@@ -160,7 +163,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_image_is_a_path_or_the_picture_itself(folder: Path, name: str) -> None:
     text = FORMS[name].replace("FOLDER", str(folder))
     picture = read_picture("", folder, text)
-    assert picture.image.size == (24, 16) and len(picture.name) <= max(len(str(folder)) + 6, 64)
+    assert picture.image().size == (24, 16) and len(picture.name) <= max(len(str(folder)) + 6, 64)
     assert picture.name == text or picture.name.startswith("sha256:")
 
 
@@ -252,7 +255,7 @@ def test_only_a_line_feed_ends_a_line(folder: Path, name: str) -> None:
     path = write(folder / "q.jsonl", content)
     questions = read_questions(path)
     assert [question.text for question in questions] == asked
-    assert all(question.image.startswith("data:image/png;base64,") for question in questions)
+    assert all(picture.kind == "image/png" for each in questions for picture in each.pictures)
     assert {question.record.image for question in questions} <= {"a.png"} or name == "base64"
 
 
@@ -278,7 +281,7 @@ def test_questions_are_ordered_by_image_and_pairs_are_scored_as_mme(folder: Path
     assert [question.record.benchmark for question in questions] == ["all", "shape", PAIRS, PAIRS]
     assert [question.record.image for question in questions] == ["a.png", "a.png", "b.jpg", "b.jpg"]
     assert {question.record.pair for question in questions} == {"", "b.jpg/7"}
-    assert questions[2].image.startswith("data:image/jpeg;base64,")
+    assert [picture.kind for picture in questions[2].pictures] == ["image/jpeg"]
     named = {"category": PAIRS, "question": "named so?"}
     write(folder / "mme.jsonl", lines({"category": MME}, named, *PAIR))
     kinds = [question.record.benchmark for question in read_questions(folder / "mme.jsonl")]

@@ -34,7 +34,7 @@ async def score(body: Answer, attempts: int = 1) -> Any:
     with endpoint(lambda _, number: body) as server:
         client = AsyncServerClient(server.url, 1)
         try:
-            return await score_answer([client], "m", "i", "q", "yes", {}, attempts=attempts)
+            return await score_answer([client], "m", [], "yes", {}, attempts=attempts)
         finally:
             await client.close()
 

@@ -1,29 +1,25 @@
-"""Questions of one's own, read from files: lines, JSON, pictures, pairs.
+"""Questions of one's own, read from files: lines, JSON, pairs.
 
 Whatever a file holds, its problems are told with their lines, and nothing else is raised.
 """
 
 from __future__ import annotations
 
-import base64
-import contextlib
 import hashlib
-import io
+import json
 import re
 import shlex
-import stat
-import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
-from PIL import Image, ImageOps, UnidentifiedImageError
 from pydantic import StringConstraints, ValidationError
 from pydantic_core import from_json
 
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.evaluation.journal import MME, PAIRS, Question
+from vllm_autoprune.evaluation.pictures import Picture, read_picture
 from vllm_autoprune.record_file import FrozenModel
 
 _Text = Annotated[str, StringConstraints(pattern=r"\S")]  # not blank
@@ -83,99 +79,9 @@ def read_lines(
         advice = f"iconv -f {encoding} -t UTF-8 {shlex.quote(str(path))} > utf-8.jsonl"
         problems.append(Problem(f"{path}:{number}", what, advice))
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        problems.append(Problem(str(path), f"cannot be read ({_reason(error)})", fix))
+        reason = error.strerror if isinstance(error, OSError) else error
+        problems.append(Problem(str(path), f"cannot be read ({reason})", fix))
     return []
-
-
-# ---- pictures ----
-
-
-class Picture(NamedTuple):
-    """A picture that was decoded once, whole; ``image`` is what a model sees of it, in RGB.
-
-    ``name`` is its path as written, or a digest where base64 was written; ``url`` is its content
-    as a data URL, the same for the same content.
-    """
-
-    name: str
-    url: str
-    image: Image.Image
-
-
-_NOT_DECODED = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}
-"""Formats that vLLM does not open, because they need other programs (vllm/multimodal/image.py)."""
-
-
-def read_picture(where: str, folder: Path, text: str) -> Picture:
-    """The picture at a path relative to ``folder``, or that a data URL or base64 holds.
-
-    Raises :class:`ConfigError` with one problem, which is at ``where``.
-    """
-
-    def refusal(what: str, fix: str) -> ConfigError:
-        return ConfigError("image", [Problem(where, what, fix)])
-
-    name, path = text, folder / text
-    encoded = text.partition(",")[2] if text[:5].lower() == "data:" else ""
-    try:
-        if not encoded:
-            if not stat.S_ISREG(path.stat().st_mode):  # a pipe might never end
-                raise IsADirectoryError(0, "not a file")
-            content = path.read_bytes()
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        if len(text) <= 40 or "." in text or isinstance(error, IsADirectoryError):
-            fix = "give the path of a PNG or JPEG file"
-            fix += "" if folder == Path() else f", relative to {folder}"
-            raise refusal(f"cannot be read ({_reason(error)})", fix) from None
-        encoded = text
-    if encoded:
-        encoded = "".join(encoded.split())
-        try:
-            content = base64.b64decode(encoded + "=" * (-len(encoded) % 4), b"-_", validate=True)
-        except ValueError:
-            fix = "give the path of a PNG or JPEG file, or its content in base64"
-            raise refusal("is neither a file nor base64", fix) from None
-        name = f"sha256:{hashlib.sha256(content).hexdigest()[:16]}"
-    try:
-        kind, image = _decode(content)
-    except UnidentifiedImageError:
-        if content.startswith(b"version https://git-lfs"):
-            raise refusal("is a Git LFS pointer", "git lfs pull") from None
-        what = "is not a picture that vLLM reads"
-        raise refusal(what, "convert it to PNG or JPEG, or download it whole") from None
-    except Exception as error:  # decoders raise anything for a broken file
-        what = f"cannot be decoded ({_reason(error)})"
-        raise refusal(what, "export it again, or make it smaller") from None
-    data = base64.b64encode(content).decode()
-    return Picture(name, f"data:{Image.MIME.get(kind, 'image/png')};base64,{data}", image)
-
-
-def _decode(content: bytes) -> tuple[str, Image.Image]:
-    """Format of a picture, and its first frame in RGB, as in vllm/multimodal/media/image.py."""
-    Image.init()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of many pixels, and of odd metadata
-        image: Image.Image = Image.open(
-            io.BytesIO(content), formats=[name for name in Image.ID if name not in _NOT_DECODED]
-        )
-        kind = image.format or ""
-        image.load()  # whole: `verify` looks at no pixel
-        with contextlib.suppress(Exception):
-            image = ImageOps.exif_transpose(image)
-        if image.mode == "RGB":  # where vLLM leaves a transparent colour as it is
-            return kind, image
-        if not (image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info):
-            return kind, image.convert("RGB")
-        white = Image.new("RGB", image.size, "white")
-        image = image.convert("RGBA")
-        white.paste(image, mask=image.getchannel("A"))
-        return kind, white
-
-
-def _reason(error: Exception) -> str:
-    """An exception's message in one short line."""
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return " ".join(reason.split())[:160] or type(error).__name__
 
 
 # ---- questions ----
@@ -210,14 +116,14 @@ _MEANINGS = {
 
 def read_examples(
     path: Path, problems: list[Problem], fix: str
-) -> tuple[list[Example], dict[str, str]]:
-    """The examples of one JSONL file, and their images as data URLs by name.
+) -> tuple[list[Example], dict[str, Picture]]:
+    """The examples of one JSONL file, and their pictures by name.
 
     Problems are added to ``problems``; ``fix`` is for a file that cannot be read.
     """
     earlier, numbered = len(problems), list[tuple[int, Example]]()
-    # Names of images by their text in the file, and by content.
-    names, name_of_url = dict[str, str](), dict[str, str]()
+    # Names of images by their text in the file, and pictures by content.
+    names, pictures = dict[str, str](), dict[str, Picture]()
     for number, line in read_lines(path, problems, fix, jsonl=True):
         where = f"{path}:{number}"
         try:
@@ -226,7 +132,7 @@ def read_examples(
             if text not in names:
                 names[text] = ""  # so that a problem of an image is told once
                 picture = read_picture(f"{where}: image {text[:80]!r}", path.parent, text)
-                names[text] = name_of_url.setdefault(picture.url, picture.name)
+                names[text] = pictures.setdefault(picture.digest, picture).name
             numbered.append((number, example.model_copy(update={"image": names[text]})))
         except ConfigError as error:
             problems += error.problems
@@ -244,17 +150,64 @@ def read_examples(
         problems.append(Problem(str(path), "contains no example", "give it at least one example"))
     if len(problems) == earlier:
         problems += find_contradictions(path, numbered)
-    return [example for _, example in numbered], {name: url for url, name in name_of_url.items()}
+    return [example for _, example in numbered], {each.name: each for each in pictures.values()}
+
+
+_Turns = Sequence[Mapping[str, object]]
 
 
 class PreparedQuestion(NamedTuple):
-    """One question with its prompt, reference answer and image."""
+    """A question as it is sent: chat messages, and the answers that are accepted."""
 
     record: Question
-    text: str
-    answer: str
-    image: str
-    """A ``data:`` URL; questions about one image share one object."""
+    answers: tuple[str, ...]
+    """Empty where the file has none."""
+    turns: _Turns
+    """Messages of OpenAI's form, with a :class:`Picture` for the part of each image."""
+
+    def messages(self) -> list[dict[str, object]]:
+        """The messages with data URLs, which are read from the pictures' files now.
+
+        Raises :class:`EvaluationError` for a file that has changed.
+        """
+        return render(self.turns, Picture.part)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the messages and the contents of their pictures, without the answers."""
+        text = json.dumps(render(self.turns, lambda picture: picture.digest))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def pictures(self) -> list[Picture]:
+        """The pictures of all turns."""
+        pictures: list[Picture] = []
+        render(self.turns, pictures.append)
+        return pictures
+
+    @property
+    def text(self) -> str:
+        """The text of the last turn."""
+        content = render(self.turns, lambda picture: {})[-1].get("content")
+        parts = content if isinstance(content, list) else [{"text": content}]
+        return "\n".join(str(part["text"]) for part in parts if part.get("text"))
+
+
+def render(turns: _Turns, show: Callable[[Picture], object]) -> list[dict[str, object]]:
+    """Messages with what ``show`` makes of their pictures."""
+    messages = []
+    for turn in turns:
+        message = dict(turn)
+        if isinstance(parts := message.get("content"), list):
+            parts = [show(part) if isinstance(part, Picture) else part for part in parts]
+            message["content"] = parts
+        messages.append(message)
+    return messages
+
+
+def ask(question: str, *pictures: Picture) -> _Turns:
+    """The turn of a question about pictures."""
+    return [{"role": "user", "content": [*pictures, {"type": "text", "text": question}]}]
 
 
 def read_questions(path: Path, limit: int | None = None) -> Sequence[PreparedQuestion]:
@@ -286,8 +239,8 @@ def read_questions(path: Path, limit: int | None = None) -> Sequence[PreparedQue
             category=example.category if paired else "",
             pair=f"{example.image}/{example.pair}" if paired else "",
         )
-        image = images[example.image]
-        questions.append(PreparedQuestion(record, example.question, example.answer, image))
+        turns = ask(example.question, images[example.image])
+        questions.append(PreparedQuestion(record, (example.answer,), turns))
     return questions
 
 

@@ -289,7 +289,7 @@ class QuestionSuite:
         """The questions with a digest of them and their images."""
         digest = hashlib.sha256()
         for question in self.questions:
-            digest.update(f"{question.text}\n{question.answer}\n{question.image}\n".encode())
+            digest.update(f"{question.digest}\n{question.answers}\n".encode())
         count = len(self.questions)
         return Setup(
             suite="data",
@@ -339,9 +339,8 @@ class QuestionSuite:
                 result = dict[str, object]()
                 try:
                     scored = await score_answer(
-                        [server], model, question.image, question.text, question.answer,
-                        case.pruning,
-                    )  # fmt: skip
+                        [server], model, question.messages(), question.answers[0], case.pruning
+                    )
                     # Greedy decoding gives the answer, and then stops or starts another word.
                     right = scored.right and not scored.following[:1].isalnum()
                     logprob, tokens = round(scored.logprob, _DIGITS), scored.prompt_tokens

@@ -34,22 +34,18 @@ def pruning_options(state: PruningState | None, budget: int) -> dict[str, JsonVa
 
 
 def scoring_request(
-    model: str, image: str, question: str, answer: str, pruning: Mapping[str, object]
+    model: str,
+    messages: Sequence[Mapping[str, object]],
+    answer: str,
+    pruning: Mapping[str, object],
 ) -> dict[str, object]:
     """Chat request whose prompt ends with the reference answer, with prompt log-probabilities.
 
-    ``image`` is a URL; ``pruning`` are the request's options for the plugin.
+    ``messages`` end with the question; ``pruning`` are the request's options for the plugin.
     """
-    content = [
-        {"type": "image_url", "image_url": {"url": image}},
-        {"type": "text", "text": question},
-    ]
     return {
         "model": model,
-        "messages": [
-            {"role": "user", "content": content},
-            {"role": "assistant", "content": answer},
-        ],
+        "messages": [*messages, {"role": "assistant", "content": answer}],
         "add_generation_prompt": False,
         "continue_final_message": True,
         "max_tokens": 1,
@@ -74,8 +70,7 @@ class _ScoredAnswer(NamedTuple):
 async def score_answer(
     servers: Sequence[AsyncServerClient],
     model: str,
-    image: str,
-    question: str,
+    messages: Sequence[Mapping[str, object]],
     answer: str,
     pruning: Mapping[str, object],
     *,
@@ -87,7 +82,7 @@ async def score_answer(
     Raises :class:`EvaluationFailed` too for an answer without the log-probabilities of the prompt
     or their number, or without a message.
     """
-    body = scoring_request(model, image, question, answer, pruning)
+    body = scoring_request(model, messages, answer, pruning)
     content = await chat_with_retries(servers, body, attempts, first_wait)
     what = "the log-probabilities of the prompt"
     try:
