@@ -14,7 +14,8 @@ RUN pip wheel --no-cache-dir --no-deps --wheel-dir /dist .
 FROM python:3.12-slim AS load
 WORKDIR /src
 RUN pip install --no-cache-dir --index-url https://download.pytorch.org/whl/cpu torch
-RUN pip install --no-cache-dir locust matplotlib jinja2 rich numpy pydantic pillow httpx prometheus-client
+RUN pip install --no-cache-dir "locust>=2.40,<3" "matplotlib>=3.10,<4" "jinja2>=3.1,<4" "rich>=14" \
+    "httpx>=0.28,<1" "pydantic>=2.12,<3" numpy pillow prometheus-client
 COPY --from=build /dist /dist
 RUN pip install --no-cache-dir --no-deps /dist/*.whl && rm -r /dist
 COPY benchmarks ./benchmarks

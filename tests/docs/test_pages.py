@@ -10,12 +10,16 @@ import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml  # type: ignore[import-untyped]
 from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
+from vllm.config import ObservabilityConfig
+from vllm.v1.metrics.loggers import PrometheusStatLogger
+from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
 from benchmarks.search.study import _format_mean, _read_confirmed, _read_results
 from scripts.site_hooks import _adapt_page, _generate_files
@@ -33,6 +37,7 @@ from vllm_autoprune.serving.worker.metrics import Stopwatch, WorkerMetrics
 from vllm_autoprune.serving.worker.selection import FallbackReporter
 
 ROOT = Path(__file__).resolve().parents[2]
+SERIES = re.compile(r"\b(?:autoprune_(?!endpoint)|vllm:)\w+")
 DOCS = ROOT / "docs"
 OUTSIDE = ("README.md", "SECURITY.md", "CONTRIBUTING.md", "benchmarks/yardsticks/README.md")
 PAGES = {
@@ -82,10 +87,24 @@ def test_serving_lists_every_flag_level_and_field() -> None:
     fields = set(re.findall(r'^\| `"(\w+)":', SERVING, re.MULTILINE))
     of_messages = {"instructions", "details", "turns", "recall_turns"}
     assert fields == set(PruningRequest.model_fields) - of_messages
-    assert PATH in SERVING and NAME in SERVING and NAME in DEPLOY
+    assert PATH in SERVING and NAME in SERVING
 
 
-def test_serving_and_the_dashboard_show_every_metric_and_no_other(tmp_path: Path) -> None:
+def list_vllm_samples() -> set[str]:
+    """Names of the series that the installed vLLM exports from the start."""
+    model = SimpleNamespace(served_model_name="m", max_model_len=1024, is_diffusion=False)
+    unused = ("speculative", "kv_transfer", "ec_transfer", "lora", "watermark")
+    configs = dict.fromkeys((f"{name}_config" for name in unused), None)
+    observed = ObservabilityConfig()
+    PrometheusStatLogger(
+        SimpleNamespace(model_config=model, observability_config=observed, **configs)
+    )
+    names = {sample.name for family in REGISTRY.collect() for sample in family.samples}
+    unregister_vllm_metrics()
+    return {name for name in names if name.startswith("vllm:")}
+
+
+def test_pages_dashboard_and_alerts_name_the_metrics_that_exist(tmp_path: Path) -> None:
     reporter = FallbackReporter()
     reporter.errors["ValueError"] = 1
     reporter.report(torch.zeros(1, dtype=torch.uint8))
@@ -102,12 +121,21 @@ def test_serving_and_the_dashboard_show_every_metric_and_no_other(tmp_path: Path
     }
     listed = re.findall(r"^\| `(autoprune_\w+)` \|", SERVING, re.MULTILINE)
     assert sorted(listed) == sorted(kinds)
-    text = (DOCS / "grafana.json").read_text(encoding="utf-8")
-    expressions = " ".join(re.findall(r'"(?:expr|query)": "(.*)"', text))
     parts = {"histogram": ("_bucket", "_sum", "_count")}
-    assert set(re.findall(r"autoprune_\w+", expressions)) == {
-        name + part for name, kind in kinds.items() for part in parts.get(kind, ("",))
-    }
+    samples = {n + part for n, kind in kinds.items() for part in parts.get(kind, ("",))}
+    text = (DOCS / "grafana.json").read_text(encoding="utf-8")
+    shown = set(SERIES.findall(" ".join(re.findall(r'"(?:expr|query)": "(.*)"', text))))
+    assert {name for name in shown if name.startswith("autoprune_")} == samples
+    monitoring = (ROOT / "examples/kubernetes/monitoring.yaml").read_text(encoding="utf-8")
+    _, rules = yaml.safe_load_all(monitoring)
+    alerts = [rule for group in rules["spec"]["groups"] for rule in group["rules"]]
+    asked = [set(SERIES.findall(alert["expr"])) for alert in alerts]
+    assert len(asked) >= 6 and all(asked)
+    known = samples | list_vllm_samples()
+    assert shown.union(*asked) <= known and "vllm:time_to_first_token_seconds_bucket" in shown
+    for alert in alerts:  # each says what to do
+        assert " -> " in alert["annotations"]["summary"], alert["alert"]
+    assert set(SERIES.findall(SERVING + DEPLOY)) <= known | kinds.keys()
     panels = [panel["id"] for panel in json.loads(text)["panels"]]
     assert len(set(panels)) == len(panels)
 
@@ -121,23 +149,6 @@ def test_every_flag_on_the_pages_is_one_of_vllm_serve() -> None:
     others = {"--gpus", "--ipc", "--system", "--no-deps"}  # of docker and pip
     others |= {"--count", "--minutes"}  # of our own commands
     assert set(re.findall(r"--[a-z][a-z-]+", SERVING + DEPLOY)) - others <= known
-
-
-def test_the_manifest_is_yaml_that_mounts_what_it_names() -> None:
-    (text,) = re.findall(r"```yaml\n(.*?)```", DEPLOY, re.DOTALL)
-    state, deployment, service = yaml.safe_load_all(text)
-    pod = deployment["spec"]["template"]
-    assert pod["metadata"]["labels"] == service["spec"]["selector"]
-    assert deployment["spec"]["selector"]["matchLabels"] == service["spec"]["selector"]
-    (container,) = pod["spec"]["containers"]
-    volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
-    assert {mount["name"] for mount in container["volumeMounts"]} == set(volumes)
-    assert volumes["state"]["configMap"]["name"] == state["metadata"]["name"]
-    (mount,) = [m for m in container["volumeMounts"] if m["name"] == "state"]
-    (file,) = state["data"]
-    assert f"--autoprune-state={mount['mountPath']}/{file}" in container["args"]
-    (port,) = container["ports"]
-    assert service["spec"]["ports"][0]["targetPort"] == port["containerPort"]
 
 
 # ---- Figures ----
