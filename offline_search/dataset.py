@@ -10,27 +10,16 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import count
 from pathlib import Path
 from typing import Literal, get_args
 
-from pydantic import ValidationError
-
 from vllm_autoprune.errors import ConfigError, Problem
-from vllm_autoprune.evaluation.pictures import Picture, read_picture
-from vllm_autoprune.evaluation.questions import (
-    Example,
-    ask,
-    find_contradictions,
-    read_examples,
-    read_lines,
-    refuse,
-    render,
-)
+from vllm_autoprune.evaluation.formats import AskedQuestion, ask, render
+from vllm_autoprune.evaluation.pictures import Picture
+from vllm_autoprune.evaluation.questions import Example, read_asked, read_examples, refuse
 
 Split = Literal["search", "validation", "test"]
 
@@ -110,27 +99,41 @@ def convert_mme(source: Path, target: Path, seed: int = 0) -> dict[Split, int]:
     problems: list[Problem] = []
     splits: dict[Split, list[Example]] = {split: [] for split in SPLITS}
     split_of: dict[str, Split] = {}
-    copies: dict[str, tuple[str, Path]] = {}  # name and file of each image
-    rng, pairs = random.Random(seed), count()
-    for folder in sorted(path for path in source.glob("*") if path.is_dir()):
-        read = list(_read_category(folder, problems))
-        new = sorted({content for content, _, _ in read} - split_of.keys())
+    copies: dict[str, tuple[str, Picture]] = {}  # name and picture by content
+    by_category: dict[str, list[AskedQuestion]] = {}
+    for question in read_asked(source, problems, "give MME's folder"):
+        by_category.setdefault(question.category, []).append(question)
+        if not question.answers:
+            what, fix = "is no question with an answer", "write the question, a tab, the answer"
+            problems.append(Problem(question.where, what, fix))
+    rng = random.Random(seed)
+    for category, questions in () if problems else by_category.items():
+        new = sorted({question.pictures[0].digest for question in questions} - split_of.keys())
         rng.shuffle(new)
         for split in reversed(SPLITS):
             split_of |= dict.fromkeys(new[: round(_END_OF_SPLIT[split] * len(new))], split)
-        for content, image, examples in read:
-            name, _ = copies.setdefault(content, (f"images/{folder.name}/{image.name}", image))
-            update = {"image": name, "pair": next(pairs)}
-            splits[split_of[content]] += [each.model_copy(update=update) for each in examples]
+        for question in questions:
+            (picture,) = question.pictures
+            name, _ = copies.setdefault(
+                picture.digest, (f"images/{category}/{picture.path.name}", picture)
+            )
+            example = Example(
+                image=name,
+                question=question.text,
+                answer=question.answers[0],
+                category=category,
+                pair=question.pair,
+            )
+            splits[split_of[picture.digest]].append(example)
     if not problems and not all(splits.values()):
         what = f"has too few images for three splits ({len(split_of)})"
         fix = "give MME's folder, which has a folder for each category"
         problems.append(Problem(str(source), what, fix))
     refuse("MME", problems)
     try:
-        for name, image in copies.values():
+        for name, picture in copies.values():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(image, target / name)
+            (target / name).write_bytes(picture.read())
         for split, examples in splits.items():
             write_split(target / f"{split}.jsonl", examples)
     except OSError as error:
@@ -138,30 +141,3 @@ def convert_mme(source: Path, target: Path, seed: int = 0) -> dict[Split, int]:
         problem = Problem(str(target), what, "choose another folder with --data")
         raise ConfigError("search", [problem]) from None
     return {split: len(examples) for split, examples in splits.items()}
-
-
-def _read_category(
-    folder: Path, problems: list[Problem]
-) -> Iterator[tuple[str, Path, Sequence[Example]]]:
-    """SHA-256 of each image, its file, and the questions about it."""
-    texts, images = folder / "questions_answers_YN", folder / "images"
-    if not texts.is_dir():
-        texts = images = folder
-    for path in sorted(texts.glob("*.txt")):
-        files = [images / f"{path.stem}{ending}" for ending in (".png", ".jpg", ".jpeg")]
-        image = next((file for file in files if file.exists()), files[0])
-        examples: list[tuple[int, Example]] = []
-        for number, line in read_lines(path, problems, "make it readable"):
-            question, _, answer = (part.strip() for part in line.partition("\t"))
-            asked = {"question": question, "answer": answer, "category": folder.name}
-            try:
-                examples.append((number, Example(image=image.name, pair=0, **asked)))
-            except ValidationError:
-                what, fix = "is no question with an answer", "write the question, a tab, the answer"
-                problems.append(Problem(f"{path}:{number}", what, fix))
-        problems += find_contradictions(path, examples)
-        try:
-            content = read_picture(str(image), images, image.name).digest
-            yield content, image, [example for _, example in examples]
-        except ConfigError as error:
-            problems += error.problems

@@ -1,7 +1,7 @@
 """Pictures of questions, as vLLM reads them: decoded once, and read again for each request.
 
-A picture is a file: one that is written in base64 gets a temporary one, so that none is held in
-memory.
+A picture is a file: one in base64 or at a URL gets a temporary one, so that none is held in memory
+and all cases see the same bytes.
 """
 
 from __future__ import annotations
@@ -12,13 +12,17 @@ import hashlib
 import io
 import stat
 import tempfile
+import time
 import warnings
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import httpx
 from PIL import Image, ImageOps, UnidentifiedImageError
+from pydantic import SecretStr
 
+from vllm_autoprune.connection import Connection, make_client
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.evaluation.journal import EvaluationError
 
@@ -62,52 +66,117 @@ def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
 
 _NOT_DECODED = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}
 """Formats that vLLM does not open, because they need other programs (vllm/multimodal/image.py)."""
+_MAX_BYTES, _MAX_SECONDS = 64 << 20, 60
+"""Of a download."""
+_ENDINGS = ("", ".jpg", ".jpeg", ".png", ".webp")
+"""Tried after a name; annotations of data sets leave them out."""
 
 
-def read_picture(where: str, folder: Path, text: str) -> Picture:
-    """The picture at a path relative to ``folder``, or that a data URL or base64 holds.
+class PictureSource(NamedTuple):
+    """A picture that is not read yet: where it is asked for, its name, and its file or URL."""
+
+    where: str
+    name: str
+    address: str
+
+
+def find_picture(where: str, text: str, *folders: Path) -> PictureSource:
+    """The file of a path relative to one of ``folders``; URLs, data URLs and base64 are taken too.
 
     Raises :class:`ConfigError` with one problem, which is at ``where``.
     """
-
-    def refusal(what: str, fix: str) -> ConfigError:
-        return ConfigError("image", [Problem(where, what, fix)])
-
-    name, path = text, folder / text
+    if text[:8].lower().startswith(("http://", "https://")):
+        return PictureSource(where, text.partition("?")[0], text)  # a query may hold a key
     encoded = text.partition(",")[2] if text[:5].lower() == "data:" else ""
-    try:
-        if not encoded:
-            if not stat.S_ISREG(path.stat().st_mode):  # a pipe might never end
-                raise IsADirectoryError(0, "not a file")
-            content = path.read_bytes()
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        if len(text) <= 40 or "." in text or isinstance(error, IsADirectoryError):
-            fix = "give the path of a PNG or JPEG file"
-            fix += "" if folder == Path() else f", relative to {folder}"
-            raise refusal(f"cannot be read ({_reason(error)})", fix) from None
-        encoded = text
-    if encoded:
-        encoded = "".join(encoded.split())
+    reason, name = "not a file", text.removeprefix("file://")
+    for path in (Path(f"{folder / name}{end}") for folder in folders for end in _ENDINGS):
         try:
-            content = base64.b64decode(encoded + "=" * (-len(encoded) % 4), b"-_", validate=True)
-        except ValueError:
-            fix = "give the path of a PNG or JPEG file, or its content in base64"
-            raise refusal("is neither a file nor base64", fix) from None
-    digest = hashlib.sha256(content).hexdigest()
+            if encoded:
+                break
+            if stat.S_ISREG(path.stat().st_mode):  # a pipe might never end
+                return PictureSource(where, text, str(path))
+            break
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+            reason = _reason(error)
+    else:
+        encoded = "" if len(text) <= 40 or "." in text else text
+    if not encoded:
+        fix = "give the path of a PNG or JPEG file"
+        if folders != (Path(),):
+            fix += f", relative to {' or '.join(map(str, folders))}"
+        raise _refuse(where, f"cannot be read ({reason})", fix)
+    encoded = "".join(encoded.split())
     try:
-        if encoded:
-            name, path = f"sha256:{digest[:16]}", Path(_temporary_folder().name, digest)
-            path.write_bytes(content)
+        content = base64.b64decode(encoded + "=" * (-len(encoded) % 4), b"-_", validate=True)
+    except ValueError:
+        fix = "give the path of a PNG or JPEG file, or its content in base64"
+        raise _refuse(where, "is neither a file nor base64", fix) from None
+    digest = hashlib.sha256(content).hexdigest()
+    return PictureSource(where, f"sha256:{digest[:16]}", _write_temporary(where, content))
+
+
+def read_picture(source: PictureSource, connection: Connection | None = None) -> Picture:
+    """Check a picture by decoding it; one at a URL is downloaded, without keys and headers.
+
+    Raises :class:`ConfigError` with one problem.
+    """
+    where, name, address = source
+    try:
+        if "://" in address:
+            address = _write_temporary(where, _download(address, connection or Connection()))
+        content = Path(address).read_bytes()
+    except ConfigError as error:
+        raise _refuse(where, error.problems[0].what, error.problems[0].fix) from None
+    except (OSError, ValueError, httpx.HTTPError, httpx.InvalidURL) as error:
+        fix = "correct it, or download the picture and give its path"
+        raise _refuse(where, f"cannot be read ({_reason(error)})", fix) from None
+    try:
         kind, _ = _decode(content)
     except UnidentifiedImageError:
         if content.startswith(b"version https://git-lfs"):
-            raise refusal("is a Git LFS pointer", "git lfs pull") from None
+            raise _refuse(where, "is a Git LFS pointer", "git lfs pull") from None
         what = "is not a picture that vLLM reads"
-        raise refusal(what, "convert it to PNG or JPEG, or download it whole") from None
+        raise _refuse(where, what, "convert it to PNG or JPEG, or download it whole") from None
     except Exception as error:  # decoders raise anything for a broken file
         what = f"cannot be decoded ({_reason(error)})"
-        raise refusal(what, "export it again, or make it smaller") from None
-    return Picture(name, path, digest, Image.MIME.get(kind, "image/png"))
+        raise _refuse(where, what, "export it again, or make it smaller") from None
+    digest = hashlib.sha256(content).hexdigest()
+    return Picture(name, Path(address), digest, Image.MIME.get(kind, "image/png"))
+
+
+def _refuse(where: str, what: str, fix: str) -> ConfigError:
+    return ConfigError("image", [Problem(where, what, fix)])
+
+
+def _write_temporary(where: str, content: bytes) -> str:
+    """A file with this content until the process ends."""
+    path = Path(_temporary_folder().name, hashlib.sha256(content).hexdigest())
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        fix = "make room, or name a folder that has some in TMPDIR"
+        raise _refuse(where, f"cannot be written to {path} ({_reason(error)})", fix) from None
+    return str(path)
+
+
+def _download(url: str, connection: Connection) -> bytes:
+    """The content of a URL, within limits of size and time."""
+    anonymous = connection.model_copy(update={"api_key": SecretStr(""), "header": []})
+    settings: dict[str, Any] = {"follow_redirects": True, "timeout": 10.0}
+    content, start = bytearray(), time.monotonic()
+    with (
+        make_client(httpx.Client, url, anonymous, **settings) as client,
+        client.stream("GET", url) as response,
+    ):
+        if response.is_error:
+            raise ValueError(f"status {response.status_code}")
+        for chunk in response.iter_bytes():
+            content += chunk
+            if len(content) > _MAX_BYTES:
+                raise ValueError(f"more than {_MAX_BYTES >> 20} MiB")
+            if time.monotonic() - start > _MAX_SECONDS:
+                raise ValueError(f"takes more than {_MAX_SECONDS} seconds")
+    return bytes(content)
 
 
 def _decode(content: bytes) -> tuple[str, Image.Image]:

@@ -1,7 +1,7 @@
 """`eval`: accuracy of full tokens, base policies and states, with paired intervals.
 
-``--data FILE`` asks the questions of a JSONL file, ``--suite lmms:TASKS`` runs lmms-eval. Either
-measures all states on one server, to which every request brings its own.
+``--data PATH`` asks the questions of a file or folder, ``--suite lmms:TASKS`` runs lmms-eval.
+Either measures all states on one server, to which every request brings its own.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from vllm_autoprune.http_client import MAX_IN_FLIGHT
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
-    text = "your own images, questions and answers: one JSON object a line"
-    what.add_argument("--data", type=Path, metavar="FILE", help=text)
+    text = "your images, questions and answers: a file or folder, as docs/evaluation.md lists them"
+    what.add_argument("--data", type=Path, metavar="PATH", help=text)
     what.add_argument("--suite", metavar="SUITE", help="lmms:TASK,TASK,... through lmms-eval")
     text = "default: out/eval/data or out/eval/lmms"
     parser.add_argument("--out", type=Path, metavar="FOLDER", help=text)
@@ -30,6 +30,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add("--served-name", metavar="NAME", help="the model's name on its server")
     text = "maximum number of questions, for lmms of each task"
     parser.add_argument("--limit", type=int, help=text)
+
+    text = "where the images of --data are (default: beside it)"
+    add("--images", type=Path, metavar="FOLDER", help=text)
 
     add = parser.add_argument_group("states").add_argument
     add("--server-url", metavar="URL", help="a running vllm serve with --autoprune-requests states")
@@ -82,7 +85,9 @@ def _evaluate_states(options: argparse.Namespace) -> int:
     cases = build_cases(options.state or ["autoprune"], options.budgets)
     if options.data is not None:
         name = options.data.name.encode(errors="replace").decode()  # a name may be any bytes
-        questions = read_questions(options.data, options.limit)
+        questions = read_questions(
+            options.data, options.limit, images=options.images, connection=server.connection
+        )
         suite: QuestionSuite | LmmsSuite = QuestionSuite(server, cases, questions, name)
     else:
         qwen = options.backbone.startswith("qwen")

@@ -49,11 +49,11 @@ def _explain_image(options: argparse.Namespace) -> int:
         raise ConfigError("explain", [problem])
     policy = materialize(load_state(options.state), options.budget)
 
-    from vllm_autoprune.evaluation.pictures import read_picture
+    from vllm_autoprune.evaluation.pictures import find_picture, read_picture
     from vllm_autoprune.explain import explain_image
     from vllm_autoprune.picture import encode_picture, list_undrawn
 
-    image = read_picture(str(options.image), Path(), str(options.image)).image()
+    image = read_picture(find_picture(str(options.image), str(options.image), Path())).image()
     explanations = explain_image(options.checkpoint, options.text_tower, policy, image, question)
     if output is not None:
         write_file(output, encode_picture(explanations))

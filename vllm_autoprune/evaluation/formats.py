@@ -1,0 +1,484 @@
+"""Readers of the files and folders that people have; a format is recognised by its content.
+
+A file is JSON lines, one JSON document, TSV or CSV; a folder has pictures, and questions in text
+files. Every problem is told with its line or record, and nothing else is raised.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import csv
+import hashlib
+import json
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, count
+from pathlib import Path
+from string import ascii_uppercase
+from typing import Annotated, Any
+
+from PIL import Image
+from pydantic import AliasChoices, BeforeValidator, Field, StringConstraints, ValidationError
+from pydantic_core import from_json
+
+from vllm_autoprune.errors import ConfigError, Problem
+from vllm_autoprune.evaluation.answers import Rule, score_text
+from vllm_autoprune.evaluation.pictures import Picture, PictureSource, find_picture
+from vllm_autoprune.record_file import FrozenModel
+from vllm_autoprune.stream import one_line
+
+Turns = Sequence[Mapping[str, object]]
+"""Messages of OpenAI's form, with a picture or its source for the part of each image."""
+
+
+@dataclass(frozen=True)
+class AskedQuestion:
+    """A question as it is sent, and the answers that are accepted: none where the data has none."""
+
+    where: str
+    turns: Turns
+    answers: tuple[str, ...]
+    rule: Rule = "text"
+    category: str = "all"
+    pair: int | None = None
+
+    def messages(self) -> list[dict[str, object]]:
+        """The messages with data URLs, which are read from the pictures' files now.
+
+        Raises :class:`EvaluationError` for a file that has changed.
+        """
+        return render(self.turns, Picture.part)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the messages and the contents of their pictures, without the answers."""
+        text = json.dumps(render(self.turns, lambda picture: picture.digest))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def pictures(self) -> list[Picture]:
+        """The pictures of all turns."""
+        pictures: list[Picture] = []
+        render(self.turns, pictures.append)
+        return pictures
+
+    @property
+    def text(self) -> str:
+        """The text of the last turn."""
+        content = render(self.turns, lambda picture: {})[-1].get("content")
+        parts = content if isinstance(content, list) else [{"text": content}]
+        return "\n".join(str(part["text"]) for part in parts if part.get("text"))
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether only one text is right, so that a prefill which has it can score it."""
+        return self.rule == "text" and len(self.answers) == 1
+
+    def score_text(self, text: str) -> float:
+        """Accuracy of a text by the data's own rule, 0 to 1."""
+        return score_text(self.rule, self.answers, text)
+
+
+def render(turns: Turns, show: Callable[[Any], object]) -> list[dict[str, object]]:
+    """Messages with what ``show`` makes of their pictures."""
+    messages = []
+    for turn in turns:
+        message = dict(turn)
+        if isinstance(parts := message.get("content"), list):
+            kinds = (Picture, PictureSource)
+            parts = [show(part) if isinstance(part, kinds) else part for part in parts]
+            message["content"] = parts
+        messages.append(message)
+    return messages
+
+
+def ask(question: str, *pictures: Picture | PictureSource) -> Turns:
+    """The turn of a question about pictures."""
+    return [{"role": "user", "content": [*pictures, {"type": "text", "text": question}]}]
+
+
+# ---- lines, JSON, tables ----
+
+_NOT_TEXT = {
+    rb"\x1f\x8b": ("gzip", "gunzip {}"),
+    rb"PK\x03\x04|PAR1": ("an archive, a spreadsheet or Parquet", "export it as CSV or JSON"),
+    rb"version https://git-lfs": ("a Git LFS pointer", "git lfs pull"),
+}
+"""Other kinds of files by their beginning, and what makes text of them."""
+_UTF_16 = re.compile(rb"\A(\xff\xfe|\xfe\xff)|([^\0]\0){4}|(\0[^\0]){4}")
+
+
+def read_lines(path: Path, fix: str) -> Iterator[tuple[int, str]]:
+    """The lines of a UTF-8 file with their numbers and ends; ``\\n`` alone ends one.
+
+    Raises :class:`ConfigError` with one problem; ``fix`` is for a file that cannot be opened.
+    """
+    where, line = str(path), b""
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                where = f"{path}:{number}"
+                for pattern, (kind, command) in _NOT_TEXT.items() if number == 1 else ():
+                    if re.match(pattern, line):
+                        advice = command.format(shlex.quote(str(path)))
+                        problem = Problem(str(path), f"is {kind}, not text", advice)
+                        raise ConfigError("data", [problem])
+                if (place := line.find(b"\0")) >= 0:
+                    raise UnicodeDecodeError("utf-8", line, place, place + 1, "a NUL byte")
+                # Editors on Windows put a byte order mark before the first line.
+                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        encoding = "UTF-16" if _UTF_16.search(line) else "LATIN1"
+        what = f"is not UTF-8 ({error.reason}): {encoding}?"
+        advice = f"iconv -f {encoding} -t UTF-8 {shlex.quote(str(path))} > utf-8.txt"
+        raise ConfigError("data", [Problem(where, what, advice)]) from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError("data", [Problem(str(path), f"cannot be read ({reason})", fix)]) from None
+
+
+def _parse(text: str) -> Any:
+    """JSON, strictly, in which numbers are text as it is written, or the error."""
+    try:
+        from_json(text)
+        return json.loads(text, parse_int=str, parse_float=str, parse_constant=str)
+    except ValueError as error:
+        return error
+
+
+def _read_records(path: Path, fix: str) -> Iterator[tuple[str, Any]]:
+    """The records of a file, each with its place; in place of one that is no JSON, its error."""
+    numbered = ((number, line) for number, line in read_lines(path, fix) if line.strip())
+    if (beginning := next(numbered, None)) is None:
+        return
+    lines, line = chain([beginning], numbered), beginning[1].strip()
+    if re.match(r"(\w[^\t,]*[\t,])*(image|question)([\t,]|$)", line):
+        yield from _read_table(path, (line for _, line in lines), "\t" if "\t" in line else ",")
+        return
+    document = _parse(line)
+    if isinstance(document, ValueError) and re.match(r"\[|\{([^\]}]*[\[{,])?$", line):
+        document = _parse("".join(line for _, line in lines))
+    elif not isinstance(document, list) and not (
+        isinstance(document, dict) and {"questions", "annotations", "data"} & document.keys()
+    ):
+        yield from ((f"{path}:{number}", _parse(line)) for number, line in lines)
+        return
+    if isinstance(document, dict):
+        if isinstance(questions := document.get("questions"), list):
+            document = _join_annotations(path, str(document.get("data_subtype", "")), questions)
+        elif "annotations" in document:
+            fix = "name the file of their questions, with this one beside it"
+            what = "has the answers to questions of another file"
+            raise ConfigError("data", [Problem(str(path), what, fix)])
+        else:
+            document = document.get("data", [document])
+    records = document if isinstance(document, list) else [document]
+    yield from ((f"{path}: record {number}", record) for number, record in enumerate(records, 1))
+
+
+def _read_table(path: Path, lines: Iterator[str], delimiter: str) -> Iterator[tuple[str, Any]]:
+    """Rows of TSV or CSV without empty cells; an image of VLMEvalKit may be an earlier row's."""
+    csv.field_size_limit(1 << 31)
+    rows = csv.DictReader(lines, delimiter=delimiter)
+    images: dict[str, object] = {}
+    try:
+        for row in rows:
+            record: dict[str, Any] = {name: cell for name, cell in row.items() if cell}
+            for name in {"image", "image_path", "answer"} & record.keys():
+                if record[name].startswith("["):
+                    with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+                        record[name] = ast.literal_eval(record[name])
+            if "index" in record and "image" in record:
+                image = record["image"]
+                image = images.get(image, image) if isinstance(image, str) else image
+                record["image"] = images[record["index"]] = image
+            yield f"{path}:{rows.line_num}", record
+    except csv.Error as error:
+        yield f"{path}:{rows.line_num}", ValueError(error)
+
+
+def _join_annotations(path: Path, subtype: str, questions: Sequence[object]) -> list[object]:
+    """Questions of VQAv2's form with the answers of the file of annotations beside them."""
+    known: dict[str, dict[str, object]] = {}
+    for file in sorted(path.parent.glob("*annotations*.json")):
+        document = _parse("".join(line for _, line in read_lines(file, "make it readable")))
+        if isinstance(document, dict) and isinstance(document.get("annotations"), list):
+            rows = [row for row in document["annotations"] if isinstance(row, dict)]
+            known |= {str(row.get("question_id")): row for row in rows}
+    return [
+        {"subtype": subtype, **question, **known.get(str(question.get("question_id")), {})}
+        if isinstance(question, dict) else question
+        for question in questions
+    ]  # fmt: skip
+
+
+# ---- questions ----
+
+_Text = Annotated[str, StringConstraints(pattern=r"\S")]  # not blank
+
+
+def _list_texts(value: object) -> list[object]:
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    return [each.get("answer") if isinstance(each, dict) else each for each in values]
+
+
+_Texts = Annotated[tuple[_Text, ...], BeforeValidator(_list_texts)]
+
+
+class _Line(FrozenModel):
+    """One question of a file in this project's form."""
+
+    image: _Texts = Field(validation_alias=AliasChoices("image", "images"), min_length=1)
+    question: _Text
+    answer: _Texts = Field(default=(), validation_alias=AliasChoices("answer", "answers"))
+    category: _Text = "all"
+    pair: int | None = None
+
+
+_FORM = (
+    'write one object a line: {"image": "a.png", "question": "...", "answer": "..."}, with '
+    '"category" as text and "pair" as a whole number where wanted'
+)
+_MEANINGS = {
+    "missing": "is missing",
+    "extra_forbidden": "is not a known field",
+    "string_type": "is not text",
+    "string_pattern_mismatch": "is blank",
+    "model_type": "is not an object",
+    "too_short": "is empty",
+}
+_SHORT = "\nAnswer the question using a single word or phrase."
+"""Asked by lmms-eval and VLMEvalKit behind questions with ten answers."""
+
+
+class QuestionReader:
+    """Reader of one file or folder; pictures are searched in ``folders``."""
+
+    def __init__(self, path: Path, images: Path | None, fix: str) -> None:
+        self.path, self._fix = path, fix
+        self._folders = [path if path.is_dir() else path.parent] if images is None else [images]
+        self._sources: dict[str, PictureSource | None] = {}
+        self.without_picture = 0
+        """Chat requests that are left out."""
+
+    def read(self, problems: list[Problem]) -> Iterator[AskedQuestion]:
+        """The questions, with the sources of their pictures; problems are added to ``problems``."""
+        try:
+            if self.path.is_dir():
+                yield from self._read_folder(problems)
+                return
+            for where, record in _read_records(self.path, self._fix):
+                try:
+                    question = self._read_record(where, record)
+                except ConfigError as error:
+                    problems += error.problems
+                except ValidationError as error:
+                    meanings = dict[str, str]()
+                    for detail in error.errors(include_url=False):
+                        name = "".join(f"{str(field)[:40]!r} " for field in detail["loc"][:1])
+                        meanings.setdefault(name, _MEANINGS.get(detail["type"], detail["msg"]))
+                    what = "; ".join(f"{name}{meaning}" for name, meaning in meanings.items())
+                    problems.append(Problem(where, what, _FORM))
+                else:
+                    if question is not None:
+                        yield question
+                    self.without_picture += question is None
+        except ConfigError as error:
+            problems += error.problems
+
+    def _find(self, where: str, text: str) -> PictureSource:
+        """The source of a picture; a problem with it is raised once, then without words."""
+        key = text if len(text) < 4096 else hashlib.sha256(text.encode()).hexdigest()
+        if key not in self._sources:
+            self._sources[key] = None
+            place = f"{where}: image {text[:80]!r}"
+            self._sources[key] = find_picture(place, text, *self._folders)
+        if (source := self._sources[key]) is None:
+            raise ConfigError("image", [])
+        return source
+
+    def _read_record(self, where: str, record: Any) -> AskedQuestion | None:
+        """The question of a record; None for a chat request without a picture."""
+        if isinstance(record, ValueError):
+            what = f"is not JSON ({record})".replace(" at line 1 column ", " at column ")
+            raise ConfigError("data", [Problem(where, what, _FORM)])
+        if isinstance(record, dict):
+            body = record
+            for name in ("body", "request"):
+                body = body[name] if isinstance(body.get(name), dict) else body
+            if isinstance(messages := body.get("messages"), list):
+                return self._read_chat(where, messages)
+            if isinstance(turns := record.get("conversations"), list):
+                return self._read_chat(where, _build_messages(where, record, turns))
+        fields, rule, answers = self._recognise(where, record)
+        line = _Line.model_validate(fields)
+        sources = [self._find(where, text) for text in line.image]
+        answers = answers or line.answer
+        rule = "vqa" if len(answers) == 10 else rule
+        return AskedQuestion(
+            where, ask(line.question, *sources), answers, rule, line.category, line.pair
+        )
+
+    def _recognise(self, where: str, record: Any) -> tuple[Any, Rule, tuple[str, ...]]:
+        """A record of a known data set as fields of a line, its rule, and answers with an option.
+
+        One that is not known is a line in this project's form.
+        """
+        if not isinstance(record, dict):
+            return record, "text", ()
+        fields: dict[str, Any] = {"category": record.get("category")}
+        answers: tuple[str, ...] = ()
+        if "doc_id" in record and "target" in record:  # samples of lmms-eval
+            arguments = record.get("arguments")
+            prompts = [record.get("input"), *(arguments if isinstance(arguments, list) else ())]
+            text = next((prompt for prompt in prompts if isinstance(prompt, str)), None)
+            fields |= {"question": text, "answer": record["target"]}
+            if not (media := record.get("input_media")):
+                what = "has no picture: lmms-eval keeps only those that have a path or an address"
+                fix = "give the data of the task itself, such as VLMEvalKit's TSV of it"
+                raise ConfigError("data", [Problem(where, what, fix)])
+            fields["image"] = media
+        elif "text" in record and "question" not in record:  # POPE, and questions of LLaVA
+            fields |= {"question": record["text"], "answer": record.get("label")}
+            fields["image"] = record.get("image")
+        elif "index" in record:  # a row of VLMEvalKit
+            options = {name: record[name] for name in ascii_uppercase if name in record}
+            text, answer = record.get("question", ""), record.get("answer")
+            if options:
+                hint = f"Hint: {record['hint']}\n" if "hint" in record else ""
+                choices = "".join(f"{name}. {option}\n" for name, option in options.items())
+                text = f"{hint}Question: {text}\nOptions:\n{choices}"
+                text += "Please select the correct answer from the options above. \n"
+                answers = (answer, options[answer]) if answer in [*options] else ()
+            elif isinstance(answer, list):
+                text = f"{text}{_SHORT}"
+            fields |= {"question": text, "answer": answer}
+            fields["image"] = record.get("image", record.get("image_path"))
+        elif {"image_id", "answer_type"} & record.keys():  # VQAv2, OK-VQA, TextVQA, VizWiz
+            image, folder = str(record.get("image_id", "")), record.get("subtype", "")
+            coco = f"COCO_{folder}_{image:0>12}"
+            names = [coco, f"{folder}/{coco}", f"train_images/{image}", f"{image:0>12}", image]
+            names = [record["image"]] if "image" in record else names
+            endings = [f"{name}.jpg" for name in names]
+            fields["image"] = next(
+                (name for name in endings if any((each / name).exists() for each in self._folders)),
+                names[-1],
+            )
+            fields |= {"question": f"{record.get('question', '')}{_SHORT}"}
+            fields |= {"answer": record.get("answers"), "category": record.get("answer_type")}
+        else:
+            return record, "text", ()
+        fields = {name: value for name, value in fields.items() if value is not None}
+        is_word = str(fields.get("answer")).strip().lower() in ("yes", "no")
+        return fields, "choice" if answers else "yes_no" if is_word else "text", answers
+
+    def _read_chat(self, where: str, messages: Sequence[object]) -> AskedQuestion | None:
+        """The question of a chat request; a last turn of the assistant is its answer."""
+
+        def refuse(what: str) -> ConfigError:
+            fix = "give chat messages of OpenAI's form, with text and image_url"
+            return ConfigError("data", [Problem(where, what, fix)])
+
+        turns, sources = list[dict[str, Any]](), 0
+        for message in messages:
+            if not (isinstance(message, dict) and isinstance(message.get("role"), str)):
+                raise refuse("has a message without a role")
+            content, parts = message.get("content"), list[object]()
+            for part in content if isinstance(content, list) else ():
+                match part:
+                    case str(text) | {"type": "text" | "input_text", "text": str(text)}:
+                        parts.append({"type": "text", "text": text})
+                    case {"image_url": {"url": str(url)} | str(url)}:
+                        parts.append(self._find(where, url))
+                        sources += 1
+                    case _:
+                        kind = part.get("type") if isinstance(part, dict) else part
+                        raise refuse(f"has a part of type {one_line(kind, 40)!r}")
+            turns.append({**message, "content": parts or content})
+        answer = turns.pop()["content"] if turns and turns[-1]["role"] == "assistant" else None
+        if not (sources and turns):
+            return None
+        if isinstance(answer, list):
+            answer = "".join(part.get("text", "") for part in answer if isinstance(part, dict))
+        return AskedQuestion(where, turns, (answer,) if answer and str(answer).strip() else ())
+
+    def _read_folder(self, problems: list[Problem]) -> Iterator[AskedQuestion]:
+        """Questions of text files: of a picture's name about it, else ``questions.txt`` about all.
+
+        A line is a question, or a question, a tab and its answer. Sub-folders, as MME has them, are
+        categories; a yes and a no about one picture are a pair there.
+        """
+        shared, pairs, silent, read = self.path / "questions.txt", count(), 0, 0
+        for folder in (self.path, *sorted(path for path in self.path.iterdir() if path.is_dir())):
+            texts, images = folder / "questions_answers_YN", folder / "images"
+            texts, images = (texts, images) if texts.is_dir() else (folder, folder)
+            named = {
+                path.stem: path for path in sorted(texts.glob("*.txt")) if path.name != shared.name
+            }
+            pictures = [
+                path for path in sorted(images.iterdir() if images.is_dir() else ())
+                if path.suffix.lower() in Image.registered_extensions()
+            ]  # fmt: skip
+            for stem in named.keys() - {path.stem for path in pictures}:
+                what = f"has questions about no picture: {images} has none of its name"
+                fix = f"rename it {shared.name} if they are about every picture, or remove it"
+                problems.append(Problem(str(named[stem]), what, fix))
+            for picture in pictures:
+                local = folder / shared.name
+                text = named.get(picture.stem, local if local.exists() else shared)
+                if not text.exists():
+                    silent += 1
+                    continue
+                read += 1
+                name = str(picture.relative_to(self.path))
+                source = PictureSource(str(picture), name, str(picture))
+                lines = [
+                    (n, line.strip()) for n, line in read_lines(text, self._fix) if line.strip()
+                ]
+                asked = []
+                for number, line in lines:
+                    question, _, answer = (part.strip() for part in line.partition("\t"))
+                    rule: Rule = "yes_no" if answer.lower() in ("yes", "no") else "text"
+                    answers = (answer,) if answer else ()
+                    category = "all" if folder == self.path else folder.name
+                    where, turns = f"{text}:{number}", ask(question, source)
+                    asked.append(AskedQuestion(where, turns, answers, rule, category))
+                is_pair = picture.stem in named and [each.rule for each in asked] == ["yes_no"] * 2
+                pair = next(pairs) if is_pair else None
+                yield from (replace(each, pair=pair) for each in asked)
+        if silent or not read:
+            what = f"has {silent} pictures without a question" if silent else "has no picture"
+            fix = f"write {shared}, one question a line: each is asked about every picture"
+            kinds = (".jsonl", ".json", ".tsv", ".csv")
+            for file in sorted(path for path in self.path.iterdir() if path.suffix in kinds):
+                fix = f"name its file of questions, {file}"
+            problems.append(Problem(str(self.path), what, fix))
+
+
+def _build_messages(
+    where: str, record: Mapping[str, Any], conversation: Sequence[object]
+) -> list[dict[str, object]]:
+    """A conversation of LLaVA's form as chat messages; ``<image>`` stands for the next image."""
+    images = [text for text in _list_texts(record.get("image")) if isinstance(text, str)]
+    messages = list[dict[str, object]]()
+    for turn in conversation:
+        if not (isinstance(turn, dict) and isinstance(turn.get("value"), str)):
+            what, fix = "has a turn without a value", 'write {"from": "human", "value": "..."}'
+            raise ConfigError("data", [Problem(where, what, fix)])
+        pieces, parts = turn["value"].split("<image>"), list[dict[str, object]]()
+        for place, piece in enumerate(pieces):
+            if place and not images:
+                what, fix = "has more <image> than images", 'give each its file in "image"'
+                raise ConfigError("data", [Problem(where, what, fix)])
+            if place:
+                parts.append({"type": "image_url", "image_url": images.pop(0)})
+            if piece.strip():
+                parts.append({"type": "text", "text": piece.strip()})
+        role = {"human": "user", "gpt": "assistant"}.get(
+            str(turn.get("from")), str(turn.get("from"))
+        )
+        messages.append({"role": role, "content": turn["value"] if role == "assistant" else parts})
+    return messages
