@@ -53,7 +53,7 @@ def on_files(files: Files, *, config: MkDocsConfig, **_: object) -> None:
 
 
 def _generate_files() -> dict[str, str]:
-    """What ``vllm-autoprune atoms --prompt`` and ``vllm-autoprune schema`` print."""
+    """What ``vllm-autoprune atoms --prompt`` and ``--schema`` print."""
     from vllm_autoprune.tpdsl.reference import render_language
     from vllm_autoprune.tpdsl.state import PruningState
 

@@ -44,7 +44,7 @@ list
 show cdpruner
 diff cdpruner divprune
 atoms --group safety_checks
-schema
+atoms --schema
 materialize cdpruner --budget 64 -o state.json
 cost --backbone qwen3-vl-8b
 advise --questions 1 --tokens 576 --budget 64 --tower-ms 50 --prefill-ms-per-token 1

@@ -25,7 +25,7 @@ from vllm_autoprune.backbones import BACKBONE_SHAPES
 from vllm_autoprune.cli.commands import SUMMARIES, doctor
 from vllm_autoprune.cli.commands.states import _describe_policy
 from vllm_autoprune.cli.main import main, parser
-from vllm_autoprune.cli.output import format_table
+from vllm_autoprune.cli.output import format_definitions, format_table
 from vllm_autoprune.tpdsl.loading import shipped_states
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,18 +99,26 @@ def test_starting_loads_nothing_heavy(code: str, heavy: set[str]) -> None:
 
 
 def test_a_closed_pipe_is_no_error() -> None:
-    call = f"{sys.executable} -m vllm_autoprune schema | head -c 10"
+    call = f"{sys.executable} -m vllm_autoprune atoms --schema | head -c 10"
     ran = subprocess.run(call, shell=True, capture_output=True, text=True, timeout=120)
     assert (ran.stdout, ran.stderr) == ('{\n  "$defs"'[:10], "")
 
 
-def test_a_table_is_aligned_and_its_widest_columns_are_broken_into_lines() -> None:
+def test_tables_and_definitions_are_aligned_and_fit_the_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rows: list[list[object]] = [["a", 1], ["bcdefg", 22], ["", True]]
     lines = format_table(["name", "n"], rows, "<>").splitlines()
     assert lines == ["name      n", "------  ---", "a         1", "bcdefg   22", "        yes"]
     words = "word " * 30
-    text = format_table(["key", "a", "b"], [["x", words, "short"], ["y", "1", words]], wrap=80)
-    assert max(map(len, text.splitlines())) <= 80 and text.count("word") == 60
+    for width in (60, 80):
+        monkeypatch.setenv("COLUMNS", str(width))
+        table = format_table(
+            ["key", "a", "b"], [["x", words, "short"], ["y", "1", words]], wrap=True
+        )
+        for text in (table, format_definitions([("x", words), ("", words)])):
+            assert width - 8 <= max(map(len, text.splitlines())) <= width
+            assert text.count("word") == 60
 
 
 @pytest.mark.parametrize(
@@ -144,24 +152,33 @@ def test_an_error_is_one_line_or_a_record(
 
 
 def test_the_lists_say_what_a_choice_depends_on(capsys: Captured) -> None:
-    lines = run(capsys, "list").splitlines()
-    names = [line.split()[0] for line in lines[2 : len(shipped_states()) + 2]]
-    assert set(names) == set(shipped_states())
-    # What to try comes first: found by a search, as published, others, ablations; the best first.
-    assert names[:5] == ["minillava", "minillava-split", "miniqwen", "divprune", "cdpruner"]
-    assert all(name.startswith("ablation") for name in names[-7:])
-    assert names.index("visionzip") < names.index("autoprune") < names.index("norm")
-    assert re.search(r"^miniqwen +divprune +N / 8, 4 to 640 +all +no", "\n".join(lines), re.M)
     records = {record["name"]: record for record in run_json(capsys, "list")}
-    columns = ("base_policy", "exchanges", "reads_instruction")
-    for name, expected in (("autoprune", ["cdpruner", 2, True]),
-                           ("visionzip", ["visionzip", 0, False])):  # fmt: skip
+    assert set(records) == set(shipped_states())
+    short, full = run(capsys, "list"), run(capsys, "list", "--all")
+    names, more = ([line.split()[0] for line in text.partition("\n\n")[0].splitlines()[2:]]
+                   for text in (short, full))  # fmt: skip
+    # What to try comes first: recommended, found by a search, as published, others; the best first.
+    assert names[:6] == [
+        *["minillava", "minillava-split", "divprune", "cen_divprune", "miniqwen", "cdpruner"]
+    ]
+    assert names.index("visionzip") < names.index("autoprune") < names.index("norm")
+    assert more == list(records) and all(name.startswith("ablation") for name in more[-7:])
+    folded = [name for name in more if name.startswith(("ablation-", "autoprune-"))]
+    assert sorted([*names, *folded]) == sorted(more) and "Left out" not in full
+    kinds = "11 forms of autoprune for one backbone and K, 7 ablations"
+    assert f"Left out: {kinds}. All {len(more)}: vllm-autoprune list" in short
+    for row in (r"minillava-split +LLaVA +16 +50% of K +0 +cdpruner",
+                r"miniqwen +Qwen +N / 8, 4 to 640 +no +all +divprune",
+                r"cen_divprune +Qwen, all others ", r"visionzip +- "):  # fmt: skip
+        assert re.search(f"^{row}", short, re.MULTILINE), row
+    columns = ("base_policy", "exchanges", "reads_instruction", "core")
+    for name, expected in (("autoprune", ["cdpruner", 2, True, 0]),
+                           ("minillava-split", ["cdpruner", 0, True, 8])):  # fmt: skip
         assert [records[name][column] for column in columns] == expected
-    assert records["minillava-split"]["core"] > 0
     checks = run_json(capsys, "atoms", "--group", "safety_checks")
     assert {atom["group"] for atom in checks} == {"safety_checks"}
     assert "local_contrast_saliency" in run(capsys, "atoms")
-    assert "constraints" in json.loads(run(capsys, "schema"))["properties"]
+    assert "constraints" in json.loads(run(capsys, "atoms", "--schema"))["properties"]
 
 
 RATIO = {"atom": "ratio_budget", "ratio": 0.1, "floor": 8, "ceiling": 64}
@@ -172,7 +189,7 @@ ALONE = {"/constraints/selector/q_e": 0, "/base_policy": {"name": "divprune"}}
 @pytest.mark.parametrize(
     ("changes", "budget", "parts"),
     [
-        ({}, 64, ["Keeps 64 visual tokens", "At most 2", "at least 62", "It reads the"]),
+        ({}, 64, ["Keeps 64 visual tokens", "At most 2 of them", "It reads the"]),
         (ALONE, None, ["the base policy alone chooses", "share its KV cache"]),
         ({"/budget": RATIO}, None, ["Keeps 8 to 64, by its size"]),
         ({"/budget": RATIO}, 20, ["Keeps 20 visual"]),
@@ -187,27 +204,64 @@ def test_a_state_in_words(changes: dict[str, object], budget: int | None, parts:
     assert (" core" in text) == (changes.get("/core") == CORE)
 
 
-def test_show_lists_the_parts_of_a_state(capsys: Captured) -> None:
-    output = run(capsys, "show", "autoprune")
-    parts = ("Keeps 32 visual tokens", "cdpruner", "q_e = 2", "pool_ratio",
-             "Reads features, instruction", load_state("autoprune").digest[:12])  # fmt: skip
-    assert [part for part in parts if part not in output] == []
-    record = run_json(capsys, "show", "autoprune", "--budget", "64")
-    assert (record["budget"], record["q_e"], record["r_min"]) == ([64, 64], 2, 62)
-    split = run_json(capsys, "show", "minillava-split")["parts"]
-    (core,) = (part for part in split if part["part"] == "core")
-    assert core["atom"] == "divprune" and core["parameters"]["share"] == 0.5
+@pytest.mark.parametrize(
+    ("name", "lines", "hidden"),
+    [
+        ("autoprune  (digest", ["mini-LLaVA 88389577245b  16     61.2  +9.5 (+5.5 to +13.9)",
+                                "selector     reference_residual_exchange_selector: lam = 0.19"],
+         ["r_min", "partition", "preserve_budget", '"rows"']),
+        # Of a base policy alone the other parts decide nothing; null is the default of theta.
+        ("cdpruner  (digest", ["base policy  cdpruner\n", "fixed_budget@32\n"],
+         ["signal ", "selector", "reassembly", "null", "seed "]),
+        ("minillava-split, recommended on LLaVA  (dig", ["core         divprune: share = 0.5, cov",
+                                                         "88389577245b   8     68.2  -"],
+         ["kernel", "pool "]),
+        ("miniqwen, rec", ["signal       visual_token_norm_saliency: weight = 2.2883, p = 1"], []),
+    ],
+)  # fmt: skip
+def test_show_says_what_decides_and_leaves_the_rest_to_json(
+    name: str, lines: list[str], hidden: list[str], capsys: Captured
+) -> None:
+    call = ("show", re.split("[, ]", name)[0])
+    text = run(capsys, *call)
+    assert text.startswith(name) and max(map(len, text.splitlines())) <= 100
+    assert [line for line in lines if line not in text] == []
+    assert [line for line in hidden if line in text.partition("\nfound by")[0]] == []
+    weights = re.findall(r"^signal .* weight = ([\d.]+)", text, re.MULTILINE)
+    assert weights == sorted(weights, reverse=True)
+    record = run_json(capsys, *call, "--budget", "64")
+    assert (record["budget"], record["q_e"]) == ([64, 64], 64 - record["r_min"])
+    assert {part["part"] for part in record["parts"]} > {"signal", "kernel", "partition", "safety"}
 
 
-def test_diff_points_at_what_differs(tmp_path: Path, capsys: Captured) -> None:
-    other = tmp_path / "other.json"
-    changes = {"/scoring/signals/0/weight": 0.5, "/name": "other"}
-    other.write_text(json.dumps(edited(shipped("autoprune"), changes)))
-    record = run_json(capsys, "diff", "autoprune", str(other))
-    assert {change["where"]: change["after"] for change in record["changes"]} == changes
-    assert not record["same_behaviour"] and "digests differ" in run(capsys, "diff", "norm", "trim")
-    output = run(capsys, "diff", "autoprune", "autoprune")
-    assert "both keep the same tokens" in output and "no field differs" in output
+@pytest.mark.parametrize(
+    ("changes", "row"),
+    [
+        ({"/scoring/signals/0/weight": 0.5}, "signal instruction_guided_visual_relevance: weight"),
+        ({"/rank_at": "merger_in"}, "ranks at merger_out merger_in"),
+        ({"/constraints/partition/cells": 8}, "no part that decides differs: see --json"),
+        ({"/name": "other"}, "both keep the same tokens no part that decides differs"),
+        ({}, "both keep the same tokens no field differs"),
+        ("minillava", "signal local_contrast_saliency: weight = 0.06, radius = 1, neighbours = "
+         "four_wrapped local_contrast_saliency: weight = 3.9996, radius = 2 signal - visual_token"),
+        ("minillava", "mini-LLaVA, K = 16 61.2 % right 78.4 % right"),
+    ],
+)  # fmt: skip
+def test_diff_puts_what_decides_side_by_side(
+    changes: dict[str, object] | str,
+    row: str,
+    tmp_path: Path,
+    capsys: Captured,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    other = changes if isinstance(changes, str) else str(tmp_path / "other.json")
+    if isinstance(changes, dict):
+        Path(other).write_text(json.dumps(edited(shipped("autoprune"), changes)))
+        record = run_json(capsys, "diff", "autoprune", other)
+        assert {change["where"]: change["after"] for change in record["changes"]} == changes
+        assert record["same_behaviour"] == (row[:4] == "both")
+    assert row in " ".join(run(capsys, "diff", "autoprune", other).split())
 
 
 def test_materialize_writes_a_state_and_its_changes(tmp_path: Path, capsys: Captured) -> None:
@@ -242,7 +296,8 @@ def lost(budget: int | str, value: float, low: float, high: float) -> dict[str, 
     ("scores", "loss"),
     [
         ({"model": "mini", "rows": [lost(16, 3.0, 1.0, 5.0), lost(16, -4.0, -7.0, -1.0),
-                                    lost(16, -1.0, -3.0, 1.0)]}, "1: resizing beats it at K = 16"),
+                                    lost(16, -1.0, -3.0, 1.0)]},
+         "1: resizing beats it at K = 16 on mini"),
         ({"rows": [{**lost("N/8", -4.0, -7.0, -1.0), "model": "mini-Qwen"}]},
          "0: resizing beats it at K = N/8 on mini-Qwen"),
         ({"rows": [{"budget": 1}]}, ""),

@@ -26,6 +26,7 @@ from scripts.site_hooks import _adapt_page, _generate_files
 from tests.docs.commands import read_commands
 from vllm_autoprune.advise import WAYS
 from vllm_autoprune.cli.commands import SUMMARIES
+from vllm_autoprune.cli.commands.states import _RECOMMENDED
 from vllm_autoprune.cli.main import main
 from vllm_autoprune.serving.api import engine_requests
 from vllm_autoprune.serving.api.endpoint import NAME, PATH
@@ -170,6 +171,14 @@ def test_choosing_has_what_advise_prints_and_its_ways(capsys: pytest.CaptureFixt
         assert re.search(rf"break-even of {name}.* \| {last:.{digits}f} \|", CHOOSING)
 
 
+def test_the_default_states_of_choosing_are_those_that_list_recommends() -> None:
+    (table,) = re.findall(r"## Default states\n.*?\n\|[- |]+\|\n(.*?)\n\n", CHOOSING, re.DOTALL)
+    rows = [line.strip("| ").partition(" |") for line in table.splitlines()]
+    assert len(rows) == len(_RECOMMENDED)
+    for (families, _, cells), (family, names) in zip(rows, _RECOMMENDED.items(), strict=True):
+        assert family in families and set(re.findall(r"`([\w-]+)`", cells)) == set(names)
+
+
 def test_support_has_a_row_for_every_backbone() -> None:
     cells = [line.strip("| ").split(" | ") for line in SUPPORT.splitlines() if line[:2] == "| "]
     rows, backbones = [row for row in cells if len(row) == 8][1:], BACKBONES.values()
@@ -231,7 +240,7 @@ def test_the_site_has_every_page_once_and_what_the_commands_print(
     files = _generate_files()
     for name, call in (
         ("atoms.md", ["atoms", "--prompt"]),
-        ("autoprune-state-1.schema.json", ["schema"]),
+        ("autoprune-state-1.schema.json", ["atoms", "--schema"]),
     ):
         assert main(call) == 0
         assert files[name].endswith(capsys.readouterr().out)

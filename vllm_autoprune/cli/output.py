@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -14,8 +15,13 @@ from typing import NoReturn
 
 from vllm_autoprune.errors import AutopruneError, ConfigError, Problem, ProblemsError
 
-WIDTH = 100
-_NARROW = 24
+_PROSE, _NARROW = 100, 24
+"""Columns of the longest line of prose, and of the narrowest cell that is wrapped."""
+
+
+def _measure_terminal() -> int:
+    """Columns of the terminal; of a file or pipe, those of prose."""
+    return shutil.get_terminal_size((_PROSE, 24)).columns
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -79,19 +85,20 @@ def _as_json(value: object) -> str:
 
 
 def format_table(
-    head: Sequence[str], rows: Sequence[Sequence[object]], align: str = "", wrap: int | None = None
+    head: Sequence[str], rows: Sequence[Sequence[object]], align: str = "", wrap: bool = False
 ) -> str:
     """A text table; ``align`` has ``<`` or ``>`` for each column, ``<`` by default.
 
     Cells are text, numbers, or whether something is so.
 
-    With ``wrap`` the widest columns are wrapped until the table has at most that width, or none is
-    wider than :data:`_NARROW`.
+    With ``wrap`` the widest columns are wrapped until the table fits the terminal, or none is wider
+    than :data:`_NARROW`.
     """
     cells = [[{True: "yes", False: "no"}[cell] if isinstance(cell, bool) else str(cell)
               for cell in row] for row in rows]  # fmt: skip
     widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
-    while wrap and sum(widths) + 2 * len(widths) - 2 > wrap and max(widths) > _NARROW:
+    room = _measure_terminal() - 2 * (len(widths) - 1)
+    while wrap and sum(widths) > room and max(widths) > _NARROW:
         widths[widths.index(max(widths))] -= 1
     sides = align.ljust(len(head), "<")
     lines = []
@@ -106,8 +113,21 @@ def format_table(
 
 
 def format_paragraphs(texts: Iterable[str], bullet: str = "") -> str:
-    """Prose wrapped to :data:`WIDTH`, each text on a line of its own."""
-    return "\n".join(textwrap.fill(bullet + text, WIDTH) for text in texts)
+    """Prose wrapped to the terminal, each text on a line of its own."""
+    width = min(_PROSE, _measure_terminal())
+    # A flag that is broken at a hyphen cannot be copied.
+    return "\n".join(textwrap.fill(bullet + text, width, break_on_hyphens=False) for text in texts)
+
+
+def format_definitions(rows: Sequence[tuple[str, str]]) -> str:
+    """Terms in one column and what is said of them in another, wrapped as prose is."""
+    indent = max(len(term) for term, _ in rows) + 2
+    width = max(min(_PROSE, _measure_terminal()), indent + _NARROW)
+    return "\n".join(
+        textwrap.fill(text, width, initial_indent=f"{term:{indent}}",
+                      subsequent_indent=" " * indent, break_on_hyphens=False)
+        for term, text in rows
+    )  # fmt: skip
 
 
 def error_as_json(error: AutopruneError) -> str:

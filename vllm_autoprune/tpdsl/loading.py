@@ -148,7 +148,7 @@ def _require_regular(mode: int, subject: str) -> None:
         _refuse(subject, "file", what, "name a JSON file")
 
 
-_ONE_OBJECT = "write one JSON object as `vllm-autoprune schema` describes it"
+_ONE_OBJECT = "write one JSON object as `vllm-autoprune atoms --schema` describes it"
 
 
 def _require_limits(text: str, subject: str) -> None:

@@ -6,10 +6,9 @@
 SUMMARIES = {
     "validate": "check states and run their safety check, warn where resizing images was better",
     "list": "list the states that ship",
-    "show": "describe a state in words and as a table",
-    "diff": "compare two states field by field",
-    "atoms": "list the atoms of the language",
-    "schema": "print the JSON Schema of a state",
+    "show": "say what a state keeps, what was measured, and what it is made of",
+    "diff": "compare two states part by part",
+    "atoms": "list the atoms of the language, or print its JSON Schema",
     "materialize": "transfer a state to another budget or backbone, and record what changed",
     "explain": "draw which tokens of an image a state keeps for a question, and why",
     "cost": "print FLOPs of prefill and bytes of KV cache",

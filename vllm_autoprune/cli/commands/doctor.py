@@ -16,7 +16,7 @@ from packaging.version import Version
 
 from vllm_autoprune import __version__
 from vllm_autoprune.cli.flags import argument, command
-from vllm_autoprune.cli.output import WIDTH, format_table, print_result
+from vllm_autoprune.cli.output import format_table, print_result
 from vllm_autoprune.errors import AutopruneError, ConfigError
 from vllm_autoprune.ops.dtype import SERVE_FLOAT32, SLOW_BFLOAT16, choose_dtype
 from vllm_autoprune.serving.compat import (
@@ -157,7 +157,7 @@ def _check_installation(options: argparse.Namespace) -> int:
     print_result(
         options,
         {"can_serve": able, "findings": [asdict(finding) for finding in findings]},
-        format_table(["", "check", "result"], rows, wrap=WIDTH),
+        format_table(["", "check", "result"], rows, wrap=True),
         "This installation can serve." if able else "This installation cannot serve yet.",
     )
     return 0 if able else 1

@@ -5,17 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, JsonValue, TypeAdapter, ValidationError
 
 from vllm_autoprune.backbones import BACKBONE_SHAPES, find_backbone
 from vllm_autoprune.cli.flags import argument, command
 from vllm_autoprune.cli.output import (
-    WIDTH,
+    format_definitions,
     format_paragraphs,
     format_table,
     print_result,
@@ -42,42 +44,70 @@ from vllm_autoprune.tpdsl.transfer import (
 _STATE = argument("state", help="file, or name of a shipped state")
 
 
-@command("list")
-def _list_states(options: argparse.Namespace) -> int:
-    """List the states that ship."""
-    policies = sorted((materialize(load_state(n)) for n in shipped_states()), key=_order_to_try)
-    records = [
-        {
-            "name": policy.state.name,
-            "base_policy": policy.base.name,
-            "budget": policy.state.budget.rule(),
-            "exchanges": "all" if policy.quota == policy.budget else policy.quota,
-            "reads_instruction": policy.reads_instruction,
-            "core": policy.core,
-            "digest": policy.state.digest,
-        }
-        for policy in policies
-    ]
-    head = ["state", "base policy", "K", "exchanges", "reads the question", "tokens of the core"]
-    rows = [list(record.values())[:-1] for record in records]
-    about = (
-        f"{len(policies)} states: found here, published, the paper's, ablations; of each the best "
-        f"at K = {_TRIED} on mini-LLaVA first. K is each state's own; --autoprune-budget serves "
-        "another one. More: vllm-autoprune show NAME"
-    )
-    print_result(options, records, format_table(head, rows, "<<>><>"), format_paragraphs([about]))
-    return 0
+_RECOMMENDED: Mapping[str, Sequence[str]] = {
+    "LLaVA": ("minillava", "minillava-split", "divprune"),
+    "Qwen": ("miniqwen", "cen_divprune"),
+    "all others": ("cen_divprune",),
+}
+"""Backbone family -> states to begin with: the table of docs/choosing.md, "Default states"."""
 
+_FOLDED = {"ablation-": "ablations", "autoprune-": "forms of autoprune for one backbone and K"}
+"""How the names begin that `list` leaves out."""
 
 _TRIED = 16
 """K at which the evidence in shipped states orders them."""
 
 
+@command("list", argument("--all", action="store_true", help="with those that are left out"))
+def _list_states(options: argparse.Namespace) -> int:
+    """List the states that ship."""
+    policies = sorted((materialize(load_state(n)) for n in shipped_states()), key=_order_to_try)
+    records, rows, hidden = list[dict[str, Any]](), list[list[object]](), Counter[str]()
+    for policy in policies:
+        name, rule = policy.state.name, policy.state.budget.rule()
+        exchanges = "all" if policy.quota == policy.budget else policy.quota
+        record = {
+            "name": name,
+            "base_policy": policy.base.name,
+            "budget": rule,
+            "exchanges": exchanges,
+            "reads_instruction": policy.reads_instruction,
+            "core": policy.core,
+            "digest": policy.state.digest,
+        }
+        records.append(record)
+        kind = next((kind for start, kind in _FOLDED.items() if name.startswith(start)), "")
+        if kind and not options.all:
+            hidden[kind] += 1
+            continue
+        reads: object = policy.reads_instruction
+        if reads and policy.core:
+            reads = f"{1 - policy.core / policy.budget:.0%} of K"
+        families = _list_families(name) or "-"
+        rows.append([name, families, rule, reads, exchanges, policy.base.name])
+    texts = [
+        "First what is recommended for a backbone (docs/choosing.md), then what searches found, "
+        f"published methods and others; of each the best at K = {_TRIED} on mini-LLaVA. K is each "
+        "state's own; --autoprune-budget serves another one. More: vllm-autoprune show NAME"
+    ]
+    if hidden:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in hidden.items())
+        texts.insert(0, f"Left out: {kinds}. All {len(policies)}: vllm-autoprune list --all")
+    head = ["state", "recommended on", "K", "reads the question", "exchanges", "base policy"]
+    print_result(options, records, format_table(head, rows, "<<><>"), format_paragraphs(texts))
+    return 0
+
+
+def _list_families(name: str) -> str:
+    """Backbone families on which a state is recommended."""
+    return ", ".join(family for family, names in _RECOMMENDED.items() if name in names)
+
+
 def _order_to_try(policy: PruningPolicy) -> tuple[int, float, str]:
-    """Sort key of `list`: what searches found here, methods as published, others, ablations."""
+    """Sort key of `list`: recommended, found here by a search, as published, others, ablations."""
     state = policy.state
     found = re.search(r"\bsearch\b", state.provenance.found_by) is not None
-    kinds = (found, state.name in BASE_POLICIES,
+    kinds = (_list_families(state.name) != "", found, state.name in BASE_POLICIES,
              not state.name.startswith("ablation"))  # fmt: skip
     rows = _read_scores(state)
     accuracy = max((row.accuracy for row in rows if row.budget == _TRIED), default=0.0)
@@ -90,10 +120,10 @@ def _order_to_try(policy: PruningPolicy) -> tuple[int, float, str]:
     argument("--budget", type=int, help="show it at this K instead of its own"),
 )
 def _show_state(options: argparse.Namespace) -> int:
-    """Describe a state in words and as a table."""
+    """Describe a state: what it keeps, what was measured, its parts and its origin."""
     state = load_state(options.state)
     policy = materialize(state, options.budget)
-    parts, words = list(_list_parts(state)), _describe_policy(policy)
+    fields, words = _list_parts(policy), _describe_policy(policy)
     reads = ["features", *sorted(policy.needs)]
     provenance = state.provenance.model_dump(mode="json")
     record = {
@@ -105,29 +135,60 @@ def _show_state(options: argparse.Namespace) -> int:
         "r_min": policy.r_min,
         "reads": reads,
         "rank_at": state.rank_at,
-        "parts": parts,
+        "parts": [
+            {"part": field, "atom": part.name, "parameters": part.parameters, "doc": part.doc}
+            for field, parts in fields.items()
+            for part in parts
+        ],
         "provenance": provenance,
         "words": words,
     }
-    rows = []
-    for part in parts:
-        parameters = (f"{name} = {_format_value(v)}" for name, v in part["parameters"].items())
-        rows.append([part["part"], part["atom"], ", ".join(parameters) or "-", part["doc"]])
-    origin = [[key, _format_value(v)] for key, v in provenance.items() if v not in ("", None, {})]
+    families = _list_families(state.name)
+    title = f"{state.name}{families and ', recommended on '}{families}"
+    sentences = " ".join(words), f"Reads {', '.join(reads)}, at {state.rank_at}."
+    blocks = [f"{title}  (digest {state.digest[:12]})", format_paragraphs(sentences)]
+    if scores := _read_scores(state):
+        rows = [
+            [row.model, row.budget, f"{row.accuracy:.1f}", "-" if row.less_resized is None else
+             "{value:+.1f} ({low:+.1f} to {high:+.1f})".format(**asdict(row.less_resized))]
+            for row in scores
+        ]  # fmt: skip
+        head = ["measured on", "K", "% right", "less images resized to K tokens"]
+        blocks.append(format_table(head, rows, "<>>"))
+    lines = list[tuple[str, str]]()
+    for field, parts in fields.items():
+        for part in sorted(parts, key=lambda part: -part.parameters.get("weight", 0)):
+            if part.decides:
+                lines += [(field, part.format(part.changed)), ("", part.doc)]
+    defaults = "Parts that decide nothing and parameters at their defaults are left to --json."
+    blocks += [format_definitions(lines), defaults]
+    origin = [(key.replace("_", " "), _format_value(text)) for key, text in provenance.items()
+              if text not in ("", None, {}) and not (scores and key == "scores")]  # fmt: skip
     nothing = "No provenance: the state does not say where it comes from or what was measured."
-    print_result(
-        options,
-        record,
-        f"{state.name}  (digest {state.digest[:12]})",
-        format_paragraphs([" ".join(words), f"Reads {', '.join(reads)}, at {state.rank_at}."]),
-        format_table(["part", "atom", "parameters", "what it does"], rows, wrap=WIDTH + 40),
-        format_table(["provenance", ""], origin, wrap=WIDTH) if origin else nothing,
-    )
+    print_result(options, record, *blocks, format_definitions(origin) if origin else nothing)
     return 0
 
 
-def _list_parts(state: PruningState) -> Iterator[dict[str, Any]]:
-    """Base policies and atoms of a state, with their parameters, in the order of its fields."""
+class _Part(NamedTuple):
+    """A base policy or an atom of a state, and what it does."""
+
+    name: str
+    doc: str
+    parameters: dict[str, Any]
+    changed: Collection[str]
+    """Names of the parameters that are not at their defaults."""
+    decides: bool
+    """Whether it has an effect in its state."""
+
+    def format(self, names: Collection[str]) -> str:
+        """Its name, and some of its parameters."""
+        values = [f"{n} = {_format_value(v)}" for n, v in self.parameters.items() if n in names]
+        return f"{self.name}: {', '.join(values)}" if values else self.name
+
+
+def _list_parts(policy: PruningPolicy) -> dict[str, list[_Part]]:
+    """Base policies and atoms of a state by the field that they are in."""
+    state = policy.state
     scoring, constraints, core = state.scoring, state.constraints, state.core
     fields: dict[str, tuple[AtomCall | BasePolicyCall, ...]] = {
         "base policy": (state.base_policy,),
@@ -144,16 +205,31 @@ def _list_parts(state: PruningState) -> Iterator[dict[str, Any]]:
         "reassembly": (state.reassembly,),
         "safety": state.safety,
     }
-    for part, call in ((part, call) for part, calls in fields.items() for call in calls):
+    idle = {
+        "base policy": policy.core == policy.budget,
+        **dict.fromkeys(("source", "prior", "signal", "fusion"), not policy.reads_quality),
+        **dict.fromkeys(("kernel", "pool", "selector"), not policy.refines),
+        "partition": not policy.refines or "cell_cap" not in constraints.selector.parameters(),
+        "safety": True,  # checked whether listed or not, but for the fallback
+    }
+
+    def read_part(field: str, call: AtomCall | BasePolicyCall) -> _Part:
+        decides = not idle.get(field)
         if isinstance(call, BasePolicyCall):
+            settings: BaseModel = call.params
             name, doc = call.name, BASE_POLICIES[call.name].doc
-            parameters = call.params.model_dump(mode="json")
         else:
-            name, doc = call.atom, ATOMS.of(call).doc
-            parameters = call.model_dump(mode="json", exclude={"atom"})
-        if part == "core" and core is not None:
+            name, doc, settings = call.atom, ATOMS.of(call).doc, call
+            decides &= not call.idle or state.orders_by_quality
+        parameters = settings.model_dump(mode="json", exclude={"atom"})
+        changed = settings.model_dump(exclude={"atom"}, exclude_defaults=True)
+        if field == "core" and core is not None:
             parameters |= core.model_dump(exclude={"policy"})
-        yield {"part": part, "atom": name, "parameters": parameters, "doc": doc}
+            changed |= core.model_dump(exclude={"policy"}, exclude_defaults=True)
+        # A signal of weight 0 is not read.
+        return _Part(name, doc, parameters, changed, decides and parameters.get("weight") != 0)
+
+    return {field: [read_part(field, c) for c in calls] for field, calls in fields.items()}
 
 
 def _budget_range(policy: PruningPolicy) -> tuple[int, int]:
@@ -176,13 +252,8 @@ def _describe_policy(policy: PruningPolicy) -> list[str]:
             f"{share} of them, the core, are chosen before by {name}, without the question."
         )
     if policy.refines:
-        pools = ", then ".join(call.atom for call in state.constraints.pool)
-        signals = sum(call.weight > 0 for call in state.scoring.signals)
-        words.append(
-            f"At most {policy.quota} of them are exchanged for candidates, so at least "
-            f"{policy.r_min} stay. Quality is the {state.scoring.fusion.atom} of {signals} signals;"
-            f" candidates come from {pools}."
-        )
+        exchanged = f"At most {policy.quota}" if policy.quota < policy.budget else "All"
+        words.append(f"{exchanged} of them may be exchanged for candidates of higher quality.")
     else:
         words.append("Nothing is exchanged: the base policy alone chooses.")
     if not policy.reads_instruction:
@@ -200,26 +271,51 @@ def _describe_policy(policy: PruningPolicy) -> list[str]:
     argument("second", help="file, or name of a shipped state"),
 )
 def _compare_states(options: argparse.Namespace) -> int:
-    """Compare two states field by field."""
+    """Compare two states part by part, and what was measured of both."""
     before, after = load_state(options.first), load_state(options.second)
     # With default values written out, which are no difference.
     changes = list_changes(before.document(), after.document())
     verdict = f"digests differ: {before.digest[:12]} and {after.digest[:12]}"
     if before.digest == after.digest:
         verdict = f"same digest {before.digest[:12]}: both keep the same tokens"
-    rows = [
-        [change.where, "-" if change.kind == "added" else _format_value(change.before),
-         "-" if change.kind == "removed" else _format_value(change.after)]
-        for change in changes
-    ]  # fmt: skip
-    table = format_table(["field", options.first, options.second], rows, wrap=WIDTH)
     record = {
         "digests": (before.digest, after.digest),
         "same_behaviour": before.digest == after.digest,
+        "changes": [asdict(change) for change in changes],
     }
-    record |= {"changes": [asdict(change) for change in changes]}
-    print_result(options, record, verdict, table if changes else "no field differs")
+    rows, (fields, others) = [], (_list_parts(materialize(state)) for state in (before, after))
+    for field, parts in fields.items():
+        for old, new in _pair_parts(parts, others[field]):
+            cells = [part.format(part.changed) if part else "-" for part in (old, new)]
+            if old and new and old.name == new.name:
+                names = old.parameters.keys() | new.parameters.keys()
+                names = {n for n in names if old.parameters.get(n) != new.parameters.get(n)}
+                cells = [old.format(names), new.format(names)] if names else []
+            rows += [[field, *cells]] if cells else []
+    if before.rank_at != after.rank_at:
+        rows.append(["ranks at", before.rank_at, after.rank_at])
+    right = [{f"{row.model.partition(' ')[0]}, K = {row.budget}": f"{row.accuracy:.1f} % right"
+              for row in _read_scores(state)} for state in (before, after)]  # fmt: skip
+    rows += [[measured, score, right[1][measured]] for measured, score in right[0].items()
+             if right[1].get(measured, score) != score]  # fmt: skip
+    text = "no part that decides differs: see --json" if changes else "no field differs"
+    if rows:
+        text = format_table(["", options.first, options.second], rows, wrap=True)
+    print_result(options, record, verdict, text)
     return 0
+
+
+def _pair_parts(
+    olds: Sequence[_Part], news: Sequence[_Part]
+) -> Iterator[tuple[_Part | None, _Part | None]]:
+    """Parts of a field that decide, side by side: by name where a state has not exactly one."""
+    olds, news = ([part for part in parts if part.decides] for parts in (olds, news))
+    if len(olds) == len(news) == 1:
+        yield olds[0], news[0]
+        return
+    for name in dict.fromkeys(part.name for part in (*olds, *news)):
+        sides = ([part for part in parts if part.name == name] for parts in (olds, news))
+        yield from zip_longest(*sides)
 
 
 @command(
@@ -228,11 +324,16 @@ def _compare_states(options: argparse.Namespace) -> int:
     argument(
         "--prompt", action="store_true", help="the language as an LLM proposer and the site have it"
     ),
+    argument("--schema", action="store_true", help="the JSON Schema of a state"),
 )
 def _list_atoms(options: argparse.Namespace) -> int:
-    """List the atoms of the language."""
+    """List the atoms of the language, or print its JSON Schema."""
     if options.prompt:
         print(render_language(), end="")
+        return 0
+    if options.schema:
+        options.json = True  # whether asked for or not
+        print_result(options, PruningState.model_json_schema())
         return 0
     atoms = [ATOMS[name] for name in ATOMS.names(options.group)]
     records = [
@@ -251,18 +352,10 @@ def _list_atoms(options: argparse.Namespace) -> int:
         [atom.group, atom.name, atom.origin, ", ".join(sorted(atom.needs)) or "-", atom.doc]
         for atom in atoms
     ]
-    table = format_table(["group", "atom", "origin", "reads", "what it does"], rows, wrap=160)
+    table = format_table(["group", "atom", "origin", "reads", "what it does"], rows, wrap=True)
     added = sum(atom.origin == "extension" for atom in atoms)
     about = f"{len(atoms) - added} atoms of the paper's language, {added} extensions"
     print_result(options, records, table, about)
-    return 0
-
-
-@command("schema")
-def _print_schema(options: argparse.Namespace) -> int:
-    """Print the JSON Schema of a state."""
-    options.json = True  # whether asked for or not
-    print_result(options, PruningState.model_json_schema())
     return 0
 
 
@@ -300,7 +393,7 @@ def _materialize_state(options: argparse.Namespace) -> int:
     }
     rows = [[change.where, _format_value(change.before), _format_value(change.after), change.why]
             for change in changes]  # fmt: skip
-    table = format_table(["changed", "before", "after", "why"], rows, wrap=WIDTH + 40)
+    table = format_table(["changed", "before", "after", "why"], rows, wrap=True)
     verdict = "valid" if safety.valid else "fails; nothing is written"
     blocks = [
         f"{state.name}: K = {policy.budget}, digest {state.digest[:12]}",
@@ -368,8 +461,12 @@ class _Row(BaseModel):
 
 def _read_scores(state: PruningState) -> list[_Row]:
     """The scores in a state's provenance; none where they have another form."""
+    scores = state.provenance.scores
     try:
-        return TypeAdapter(list[_Row]).validate_python(state.provenance.scores.get("rows", []))
+        rows = TypeAdapter(list[_Row]).validate_python(scores.get("rows", []))
+        return [
+            row.model_copy(update={"model": row.model or scores.get("model", "")}) for row in rows
+        ]
     except ValidationError:
         return []
 
