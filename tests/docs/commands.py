@@ -31,6 +31,7 @@ _NOT_TYPED = re.compile(
     r"|pip3? install|pip wheel|git clone|-m venv"  # changes an environment, or needs a network
     r"|^docker |^kubectl |^helm "  # a cluster
     r"|vllm serve (llava-hf|Qwen|OpenGVLab|google)/|vllm serve \.\.\."  # the Hub, and a GPU
+    r"|^guidellm "  # not installed
     r"|gpu-\d|http://server:|--worker |dashscope|/opt/lmms"  # other machines, or a network
     r"|--gpu|--runner v2"
 )

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import dataclasses
 import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from vllm.benchmarks.serve import add_cli_args, main_async
+from vllm.renderers import chat_utils
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import vllm_autoprune_command
+from benchmarks.common.fake_server import Reply, fake_server
 from tests.docs.commands import ROOT, Command, prepare_folder, read_commands, type_page
 from tests.serving.unit.samples import refusal, served
 from tests.test_examples import flags_of
@@ -66,11 +76,11 @@ def test_long_commands_of_a_page_succeed_in_order(page: str, folder: Path) -> No
     assert list(type_page(commands, folder)) == []
 
 
-# ---- docs/mistakes.md: each is answered in one line that says what to do ----
+# ---- docs/faq.md: each mistake is answered in one line that says what to do ----
 
-MISTAKES = re.findall(
-    r"^\| (`.+?) \| (.+) \|$", (ROOT / "docs/mistakes.md").read_text(encoding="utf-8"), re.MULTILINE
-)
+SYMPTOMS, _, ANSWERS = (ROOT / "docs/faq.md").read_text(encoding="utf-8").partition("\n## Answers")
+PRINTED_BY = (argparse.__file__, chat_utils.__file__)
+MISTAKES = re.findall(r"^\| (`.+?) \| (.+) \|$", ANSWERS, re.MULTILINE)
 
 
 def answer_to(mistake: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -116,3 +126,59 @@ def test_each_mistake_is_answered_in_one_line_that_says_what_to_do(
 ) -> None:
     assert answer_to(mistake, capsys) == answer
     assert any(word in answer for word in (" -> ", "did you mean", "--help"))
+
+
+def test_messages_among_the_symptoms_are_what_programs_print() -> None:
+    files = [*(ROOT / "vllm_autoprune").rglob("*.py"), *map(Path, PRINTED_BY)]
+    sources = "".join(path.read_text(encoding="utf-8") for path in files)
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", SYMPTOMS, re.MULTILINE)[2:]
+    assert len(rows) > 20
+    said = [text for seen, _, _ in rows for text in re.findall(r"`([^`/\"]* [^`/\"]*)`", seen)]
+    assert len(said) > 3
+    for message in said:
+        assert message.partition(": --")[0] in sources, message
+
+
+# ---- docs/clients.md: every client sends the budget to where it is read ----
+
+
+def test_clients_send_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    bodies = list[dict[str, Any]]()
+
+    class ChatOpenAI:  # as LangChain documents it
+        def __init__(self, *, model: str, base_url: str, api_key: str, **named: Any) -> None:
+            self.fields = named["extra_body"]
+
+        def invoke(self, messages: object) -> None:
+            bodies.append({"messages": messages, **self.fields})
+
+    def completion(*, model: str, api_base: str, messages: object, **named: Any) -> None:
+        assert model.startswith("hosted_vllm/")
+        bodies.append({"messages": messages, **named["extra_body"]})
+
+    for name, member in (("langchain_openai", ChatOpenAI), ("litellm", completion)):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**{member.__name__: member}))
+    page = (ROOT / "docs/clients.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    curl, load, guidellm = [c.text for c in COMMANDS if c.page == "docs/clients.md"]
+    with fake_server(Reply(ttft=0.0, gaps=(0.0,)), model=None) as server:
+        local = code.replace("http://localhost:8000", server.url)
+        exec(local, {"model": "m", "messages": [{"role": "user", "content": "?"}]})
+        here = curl.replace("localhost:8000", server.url)
+        subprocess.run(["bash", "-c", here], cwd=ROOT, check=True, capture_output=True)
+        assert server.headers[-1]["x-autoprune-budget"] == "64"
+        assert json.dumps(server.requests.pop()).count("data:image/jpeg;base64,/9j/") == 1
+        parser = FlexibleArgumentParser()
+        add_cli_args(parser)
+        words = shlex.split(load.replace("http://localhost:8000", server.url))[3:]
+        model = str(ROOT / "benchmarks/yardsticks/weights/minillava/llava")
+        asyncio.run(main_async(parser.parse_args([*words, "--model", model, "--num-prompts", "2"])))
+    extras = json.loads(shlex.split(guidellm)[-1])["extras"]
+    bodies += [*server.requests, extras["body"]]
+    assert len(bodies) == 2 + 1 + 2 + 1
+    for body in bodies:
+        refuse_misplaced(body, body["mm_processor_kwargs"])
+        fields = PruningRequest.parse(body["mm_processor_kwargs"]["autoprune"])
+        rules = dataclasses.replace(served(), rules=RequestRules("budget"))
+        (plan,) = _resolve_plans(rules, fields, [TokenCount(576)])
+        assert plan.budget == 64
