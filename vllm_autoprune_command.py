@@ -12,9 +12,6 @@ from importlib.metadata import version
 
 def main() -> int:
     """Run ``vllm-autoprune``; exit status 1 where a module that it needs is missing."""
-    if sys.argv[1:] == ["--version"]:
-        print(version("vllm-autoprune"))
-        return 0
     if sys.argv[1:] in (["-h"], ["--help"]):
         from vllm_autoprune.cli.commands import SUMMARIES  # without torch too
 
@@ -26,9 +23,15 @@ def main() -> int:
         print("Exit status: 0 success, 1 failure, 2 wrong arguments.")
         return 0
     try:
+        if sys.argv[1:] == ["--version"]:
+            print(version("vllm-autoprune"))
+            return 0
         from vllm_autoprune.cli.main import main as run
 
         return run()
+    except KeyboardInterrupt:  # while torch is imported
+        print("vllm-autoprune: stopped", file=sys.stderr)
+        return 130
     except ImportError as error:
         from vllm_autoprune.errors import Problem
 
@@ -39,7 +42,9 @@ def main() -> int:
         if isinstance(error, ModuleNotFoundError):
             what = f"not installed for {sys.executable}"
         fix = "install vllm-autoprune into the environment that vLLM is in"
-        message = str(Problem(module, what, f"{fix}, or: pip install {module}"))
+        if module != "vllm-autoprune":  # no metadata of a checkout that is not installed
+            fix += f", or: pip install {'pillow' if module == 'PIL' else module}"
+        message = str(Problem(module, what, fix))
         if "--json" in sys.argv:
             print(json.dumps({"error": type(error).__name__, "message": message, "problems": []}))
         print(f"vllm-autoprune: {message}", file=sys.stderr)

@@ -179,8 +179,10 @@ class ServedEvaluator:
                     body = scoring_request(self._model, messages, example.answer, pruning)
                     score_reference_answer(server.chat(body)["prompt_logprobs"], example.answer)
                 except RequestRefused as error:
-                    fix = "serve it with --autoprune-requests states --autoprune-state {NAME}"
-                    problems.append(Problem(server.url, str(error), fix))
+                    what, _, fix = str(error).partition(" -> ")
+                    if not fix or "--autoprune-requests" in fix:
+                        fix = "start it with --autoprune-state NAME --autoprune-requests states"
+                    problems.append(Problem(server.url, what, fix))
                 except EvaluationFailed as error:
                     fix = "serve it with a chat template that ends with the answer it is given"
                     problems.append(Problem(server.url, str(error), fix))

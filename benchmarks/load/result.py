@@ -270,7 +270,8 @@ class Result(FrozenModel):
         # share the tokens before them, so these may hit the prefix cache.
         images, prefix = counters.get("image hits"), counters.get("prefix hits")
         if workload.cache in ("unique", "off") and images:
-            yield f"cache state is {workload.cache!r}, but {images:.0f} images came from a cache"
+            where = f"{workload.cache!r}, but {images:.0f} images came from a cache"
+            yield f"cache state is {where}; start the servers again, or give another --seed"
         if workload.cache == "off" and prefix:
             yield f"cache state is 'off', but {prefix:.0f} prompt tokens came from the prefix cache"
 

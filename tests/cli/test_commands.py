@@ -372,6 +372,8 @@ raise SystemExit(vllm_autoprune_command.main())
         ("torch", "-m", "list --json", "ModuleNotFoundError('missing'", "the environment that"),
         ("vllm", "vllm-autoprune", f"explain {PHOTO} x --checkpoint {MINIQWEN}",
          "ModuleNotFoundError('missing'", "or: pip install vllm"),
+        ("PIL", "-m", f"explain {PHOTO} x --checkpoint {MINIQWEN}",
+         "ModuleNotFoundError('missing'", "or: pip install pillow"),
         ("torch", "vllm-autoprune", "atoms", "ImportError('libc10.so: no such file'",
          "cannot be imported (libc10.so: no such"),
     ],
@@ -384,6 +386,20 @@ def test_what_cannot_be_imported_is_said_in_one_line(
     assert ran.returncode == 1 and ran.stderr.startswith(f"vllm-autoprune: {absent}: ")
     assert message in ran.stderr and ran.stderr.count("\n") == 1
     assert not ran.stdout or json.loads(ran.stdout)["message"] in ran.stderr
+
+
+def test_an_interrupt_while_torch_is_imported_is_one_line() -> None:
+    code = BLOCK.replace("{error}, name=name)", "KeyboardInterrupt")
+    ran = run_python(code.format(absent=["torch"], start="vllm-autoprune", words=["list"]))
+    assert (ran.returncode, ran.stderr) == (130, "vllm-autoprune: stopped\n")
+
+
+def test_a_checkout_that_is_not_installed_has_no_version() -> None:
+    code = "import sys, importlib.metadata as m; m.version = m.distribution; sys.path[:0] = ['.']"
+    code += "; sys.argv[1:] = ['--version']; m.Distribution.discover = lambda **names: iter(())"
+    ran = run_python(f"{code}; import vllm_autoprune_command as c; sys.exit(c.main())")
+    line = f"vllm-autoprune: vllm-autoprune: not installed for {sys.executable} -> install "
+    assert ran.returncode == 1 and ran.stderr.startswith(line) and "pip" not in ran.stderr
 
 
 @pytest.mark.parametrize("fix", ["environment", "versions"])

@@ -17,7 +17,7 @@ from tests.benchmarks.accuracy.minillava_server import answering, arm, asked, re
 from tests.offline_search.synthetic import MODELS, endpoint, error
 from vllm_autoprune import load_state
 from vllm_autoprune.cli.main import main
-from vllm_autoprune.evaluation.run import build_cases
+from vllm_autoprune.evaluation.run import QuestionSuite, build_cases
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
 Captured = pytest.CaptureFixture[str]
@@ -152,6 +152,23 @@ def test_answers_of_a_server_that_dies_are_kept(call: Callable[..., int], capsys
         assert len(asked(server.requests)) == 10
     printed = capsys.readouterr()
     assert "stopped: " in printed.out and "| 10/10 [" in printed.err
+
+
+def test_an_interrupted_evaluation_says_how_to_go_on(
+    call: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    def interrupt(*values: object) -> None:
+        raise KeyboardInterrupt
+
+    with endpoint(answering) as server:
+        for more in ([], ["--resume"]):
+            with monkeypatch.context() as patch:
+                patch.setattr(QuestionSuite, "_ask", interrupt)
+                assert call(server.url, *more) == 130
+            path = tmp_path / "out" / "samples.jsonl"
+            line = f"stopped; {path} keeps what was measured, --resume goes on from it\n"
+            assert capsys.readouterr().err.endswith(line)
+        assert call(server.url, "--resume") == 0
 
 
 @pytest.mark.parametrize(

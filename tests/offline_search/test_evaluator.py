@@ -180,6 +180,12 @@ async def check(urls: list[str], data: Dataset, model: str | None = None) -> lis
     [
         (completion(".", prompt_logprobs=["x"]), "unknown format", "the address of a vllm serve"),
         (error(400, "none"), "status 400: none", "--autoprune-requests states"),
+        (
+            error(400, "no -> serve with --autoprune-requests states"),
+            "status 400: no",
+            "start it with --autoprune-state NAME --autoprune-requests states",
+        ),
+        (error(400, "no tower -> give one"), "status 400: no tower", "give one"),
         (prompt(token(" other", -0.1)), "not in the reference answer", "chat template"),
     ],
 )

@@ -48,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader has closed the pipe; without this, Python reports the error again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:  # its text: how to go on
+        print(f"vllm-autoprune {words[0]}: {str(interrupt) or 'stopped'}", file=sys.stderr)
         return 130  # as in shells: 128 + SIGINT
 
 

@@ -82,6 +82,9 @@ def evaluate(
             measure(journal)
         except EvaluationError as error:
             interruptions.append(f"stopped: {error}")
+        except KeyboardInterrupt:
+            text = f"stopped; {path} keeps what was measured, --resume goes on from it"
+            raise KeyboardInterrupt(text) from None
         except ConfigError:
             if not (contents.answers or contents.totals):
                 path.unlink()  # else the corrected command would have to say --resume

@@ -116,7 +116,7 @@ VERDICTS: dict[str, tuple[Any, Load, dict[str, Any], tuple[str, ...]]] = {
     "no usage": (SILENT, OPEN, {}, ("200 answers came without usage",)),
     "other lengths": (SHORT, OPEN, {}, ("200 answers are not of 4 tokens (one: 3)",)),
     "hits of unique images": (ANSWERED, OPEN, cache("unique", image_hits=3),
-        ("cache state is 'unique', but 3 images came from a cache",)),
+        ("cache state is 'unique', but 3 images came from a cache; start the servers again, or",)),
     "hits without caches": (ANSWERED, OPEN, cache("off", image_hits=3, prefix_hits=32),
         ("cache state is 'off', but 3 images", "32 prompt tokens came from the prefix cache")),
     "hits of repeated requests": (ANSWERED, OPEN,

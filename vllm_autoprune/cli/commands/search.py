@@ -112,8 +112,7 @@ def _run_search(options: argparse.Namespace) -> int:
             winner = asyncio.run(_search(options.ledger, flags, settings, dataset))
         except KeyboardInterrupt:
             text = f"stopped; {options.ledger} keeps what was measured, --resume goes on from it"
-            print(f"vllm-autoprune search: {text}", file=sys.stderr)
-            raise
+            raise KeyboardInterrupt(text) from None
     if options.output is not None:
         from vllm_autoprune.tpdsl.loading import load_state
 
