@@ -295,7 +295,7 @@ def test_questions_are_ordered_by_image_and_pairs_are_scored_as_mme(folder: Path
 def test_many_problems_are_counted_and_a_missing_file_is_said_to_be_missing(tmp_path: Path) -> None:
     path = tmp_path / "q.jsonl"
     for missing in (path, Path("a\0b")):
-        with pytest.raises(ConfigError, match=r"cannot be read .* -> give the path of a file"):
+        with pytest.raises(ConfigError, match=r"cannot be read .* -> give the path of questions"):
             read_questions(missing)
     write(path, lines(*({"answer": ""} for _ in range(30))))
     with pytest.raises(ConfigError, match="10 more problems") as caught:

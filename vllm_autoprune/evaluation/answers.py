@@ -37,14 +37,15 @@ def score_text(rule: Rule, answers: Sequence[str], text: str) -> float:
     words = re.findall(r"\w+", text)
     if rule == "yes_no":
         return float(words[:1] != [] and words[0].lower() == answers[0].strip().lower())
-    if rule == "choice":
+    matches_text = _normalise_text(text) in map(_normalise_text, answers)
+    if rule == "choice" and not matches_text:
         letters = {word for word in words if re.fullmatch("[A-Z]", word)}
         if len(words) == 1 and len(words[0]) == 1:
             letters = {words[0].upper()}
         # "A" in a sentence may be the article.
         if len(letters) == 1 and (letters != {"A"} or len(words) <= 3):
             return float(letters == {answers[0]})
-    return float(_normalise_text(text) in map(_normalise_text, answers))
+    return float(matches_text)
 
 
 def _normalise_text(text: str) -> str:

@@ -180,10 +180,9 @@ def _read_records(path: Path, fix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _read_table(path: Path, lines: Iterator[str], delimiter: str) -> Iterator[tuple[str, Any]]:
-    """Rows of TSV or CSV without empty cells; an image of VLMEvalKit may be an earlier row's."""
+    """Rows of TSV or CSV without their empty cells."""
     csv.field_size_limit(1 << 31)
     rows = csv.DictReader(lines, delimiter=delimiter)
-    images: dict[str, object] = {}
     try:
         for row in rows:
             record: dict[str, Any] = {name: cell for name, cell in row.items() if cell}
@@ -191,10 +190,6 @@ def _read_table(path: Path, lines: Iterator[str], delimiter: str) -> Iterator[tu
                 if record[name].startswith("["):
                     with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
                         record[name] = ast.literal_eval(record[name])
-            if "index" in record and "image" in record:
-                image = record["image"]
-                image = images.get(image, image) if isinstance(image, str) else image
-                record["image"] = images[record["index"]] = image
             yield f"{path}:{rows.line_num}", record
     except csv.Error as error:
         yield f"{path}:{rows.line_num}", ValueError(error)
@@ -261,6 +256,8 @@ class QuestionReader:
         self.path, self._fix = path, fix
         self._folders = [path if path.is_dir() else path.parent] if images is None else [images]
         self._sources: dict[str, PictureSource | None] = {}
+        self._rows: dict[str, list[PictureSource]] = {}
+        """Pictures of VLMEvalKit's rows by index, which later rows may give in their place."""
         self.without_picture = 0
         """Chat requests that are left out."""
 
@@ -288,6 +285,9 @@ class QuestionReader:
                     self.without_picture += question is None
         except ConfigError as error:
             problems += error.problems
+        except OSError as error:  # of the folder
+            what = f"cannot be read ({error.strerror})"
+            problems.append(Problem(str(error.filename), what, self._fix))
 
     def _find(self, where: str, text: str) -> PictureSource:
         """The source of a picture; a problem with it is raised once, then without words."""
@@ -307,15 +307,20 @@ class QuestionReader:
             raise ConfigError("data", [Problem(where, what, _FORM)])
         if isinstance(record, dict):
             body = record
-            for name in ("body", "request"):
-                body = body[name] if isinstance(body.get(name), dict) else body
+            for name in ("request", "body"):  # a gateway may log them as text
+                inner = body.get(name)
+                inner = _parse(inner) if isinstance(inner, str) else inner
+                body = inner if isinstance(inner, dict) else body
             if isinstance(messages := body.get("messages"), list):
                 return self._read_chat(where, messages)
             if isinstance(turns := record.get("conversations"), list):
                 return self._read_chat(where, _build_messages(where, record, turns))
         fields, rule, answers = self._recognise(where, record)
         line = _Line.model_validate(fields)
-        sources = [self._find(where, text) for text in line.image]
+        if not (sources := self._rows.get(line.image[0])):
+            sources = [self._find(where, text) for text in line.image]
+        if isinstance(record, dict) and "index" in record:
+            self._rows[str(record["index"])] = sources
         answers = answers or line.answer
         rule = "vqa" if len(answers) == 10 else rule
         return AskedQuestion(
@@ -433,7 +438,7 @@ class QuestionReader:
                     silent += 1
                     continue
                 read += 1
-                name = str(picture.relative_to(self.path))
+                name = one_line(picture.relative_to(self.path), 200)
                 source = PictureSource(str(picture), name, str(picture))
                 lines = [
                     (n, line.strip()) for n, line in read_lines(text, self._fix) if line.strip()
@@ -443,7 +448,7 @@ class QuestionReader:
                     question, _, answer = (part.strip() for part in line.partition("\t"))
                     rule: Rule = "yes_no" if answer.lower() in ("yes", "no") else "text"
                     answers = (answer,) if answer else ()
-                    category = "all" if folder == self.path else folder.name
+                    category = "all" if folder == self.path else one_line(folder.name, 80)
                     where, turns = f"{text}:{number}", ask(question, source)
                     asked.append(AskedQuestion(where, turns, answers, rule, category))
                 is_pair = picture.stem in named and [each.rule for each in asked] == ["yes_no"] * 2

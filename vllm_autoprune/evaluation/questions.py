@@ -99,7 +99,7 @@ def read_questions(
     out.
     """
     problems: list[Problem] = []
-    fix = "give the path of a file of questions, or of a folder with pictures and questions"
+    fix = "give the path of questions, or of a folder of pictures"
     asked = read_asked(path, problems, fix, limit, images, connection)
     without = [question.where for question in asked if not question.answers]
     if without and not unlabelled:
@@ -158,8 +158,7 @@ def read_asked(
         except ConfigError as error:
             problems += error.problems
     if reader.without_picture:
-        what = f"{reader.without_picture} requests without a picture are left out"
-        print(f"{path}: {what}", file=sys.stderr)
+        print(f"{path}: left out {reader.without_picture} without a picture", file=sys.stderr)
     if not asked and len(problems) == earlier:
         what, fix = "contains no question about a picture", "give it at least one"
         problems.append(Problem(str(path), what, fix))

@@ -76,6 +76,10 @@ def _evaluate_states(options: argparse.Namespace) -> int:
     if options.data is None and options.served_name is None:
         fix = "give the name that the server has for the model"
         raise ConfigError("eval", [Problem("--served-name", "is missing", fix)])
+    if options.limit is not None and options.limit < 1:
+        raise ConfigError(
+            "eval", [Problem(f"--limit {options.limit}", "is below 1", "give 1 or more")]
+        )
     server = Server(
         options.server_url,
         read_connection(options),

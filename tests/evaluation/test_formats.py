@@ -1,0 +1,343 @@
+"""Files and folders that people have: what is asked and accepted of each, and what is refused."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import io
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from benchmarks.common.fake_server import Answer, fake_server
+from vllm_autoprune.errors import ConfigError, Problem
+from vllm_autoprune.evaluation.answers import Rule, score_text
+from vllm_autoprune.evaluation.journal import PAIRS, EvaluationError
+from vllm_autoprune.evaluation.pictures import find_picture, read_picture
+from vllm_autoprune.evaluation.questions import PreparedQuestion, read_examples, read_questions
+
+
+def draw(colour: str, kind: str = "PNG") -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8), colour).save(buffer, kind)
+    return buffer.getvalue()
+
+
+RED, BLUE = draw("red"), draw("blue", "JPEG")
+INLINE = base64.b64encode(RED).decode()
+NAME = read_picture(find_picture("", INLINE)).name
+SHORT = "\nAnswer the question using a single word or phrase."
+TEN = ["2"] * 4 + ["two"] * 2 + ["a pair"] * 4
+OPTIONS = (
+    "Hint: Look.\nQuestion: Which?\nOptions:\nA. a cat\nB. 41.20\n"
+    "Please select the correct answer from the options above. \n"
+)
+
+
+def jsonl(*records: object) -> str:
+    return "".join(f"{json.dumps(record)}\n" for record in records)
+
+
+def text_part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def image_part(url: str) -> dict[str, object]:
+    return {"type": "image_url", "image_url": {"url": url, "detail": "high"}}
+
+
+VQA = {"data_subtype": "val2014", "questions": [
+    {"image_id": 42, "question": "How many?", "question_id": 420001},
+    {"image_id": 42, "question": "Where?", "question_id": 420002}]}  # fmt: skip
+ANNOTATIONS = {"annotations": [
+    {"question_id": number, "image_id": 42, "answer_type": kind, "multiple_choice_answer": "2",
+     "answers": [{"answer": answer, "answer_confidence": "yes"} for answer in TEN]}
+    for number, kind in ((420001, "number"), (420002, "other"))]}  # fmt: skip
+CHAT: dict[str, Any] = {"model": "m", "messages": [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": [image_part("a.png"), text_part("1?")]},
+    {"role": "assistant", "content": "red"},
+    {"role": "user", "content": ["2?", image_part(f"data:;base64,{INLINE}")]}]}  # fmt: skip
+LLAVA = {"id": "1", "image": ["a.png", "b.jpg"], "conversations": [
+    {"from": "human", "value": "<image>\nand <image>\nWhich is red?"},
+    {"from": "gpt", "value": "the first"}]}  # fmt: skip
+TABLE = [
+    ("index", "image", "question", "hint", "A", "B", "answer", "category"),
+    ("7", INLINE, "Which?", "Look.", "a cat", "41.20", "B", "number"),
+    ("1000007", "7", "Is it?", "", "", "", "Yes", "word"),
+    ("8", f"['{INLINE}', '{base64.b64encode(BLUE).decode()}']", "Count.", "", "", "", str(TEN), ""),
+]
+SAMPLE = {"doc_id": 3, "doc": {"question": "?"}, "target": ["4", "four"], "input": "How many?",
+          "arguments": ["How many?", {"max_new_tokens": 16}], "input_media": ["a.png"],
+          "resps": "4", "filtered_resps": "4", "doc_hash": "0"}  # fmt: skip
+
+Asked = tuple[str, tuple[str, ...], Rule, str, list[str]]
+FORMATS: Mapping[str, tuple[str, dict[str, str | bytes], list[Asked]]] = {
+    "numbers, several answers and images": ("q.jsonl", {"q.jsonl":
+        '{"image": "a.png", "question": "?", "answer": 41.20}\n'
+        '{"images": ["a.png", "b.jpg"], "question": "2?", "answers": [1e3, "7"], "category": 5}\n'},
+        [("?", ("41.20",), "text", "all", ["a.png"]),
+         ("2?", ("1e3", "7"), "text", "5", ["a.png", "b.jpg"])]),
+    "CSV": ("q.csv", {"q.csv": 'image,question,answer\nb.jpg,"a, b\nc?",4.0\n'},
+        [("a, b\nc?", ("4.0",), "text", "all", ["b.jpg"])]),
+    "VQAv2": ("v2_questions.json", {
+        "v2_questions.json": json.dumps(VQA), "v2_annotations.json": json.dumps(ANNOTATIONS),
+        "val2014/COCO_val2014_000000000042.jpg": BLUE},
+        [(f"{text}{SHORT}", tuple(TEN), "vqa", kind, ["val2014/COCO_val2014_000000000042.jpg"])
+         for text, kind in (("How many?", "number"), ("Where?", "other"))]),
+    "VQAv2 without annotations": ("q.json", {
+        "q.json": json.dumps(VQA, indent=1), "000000000042.jpg": BLUE},
+        [(f"{text}{SHORT}", (), "text", "all", ["000000000042.jpg"])
+         for text in ("How many?", "Where?")]),
+    "TextVQA": ("q.json", {"q.json": json.dumps({"dataset_type": "val", "data": [
+        {"question": "How many?", "image_id": "003a", "answers": TEN, "question_id": 1}]}),
+        "train_images/003a.jpg": BLUE},
+        [(f"How many?{SHORT}", tuple(TEN), "vqa", "all", ["train_images/003a.jpg"])]),
+    "VizWiz": ("q.json", {"q.json": json.dumps([{"image": "b.jpg", "question": "?",
+        "answer_type": "other", "answers": [{"answer": answer} for answer in TEN]}])},
+        [(f"?{SHORT}", tuple(TEN), "vqa", "other", ["b.jpg"])]),
+    "POPE": ("q.json", {"q.json": jsonl(
+        {"question_id": 1, "image": "a.png", "text": "Is there a cat?", "label": "no"},
+        {"question_id": 2, "image": "b.jpg", "text": "Is there a dog?", "label": "yes"})},
+        [("Is there a cat?", ("no",), "yes_no", "all", ["a.png"]),
+         ("Is there a dog?", ("yes",), "yes_no", "all", ["b.jpg"])]),
+    "MME": (".", {"color/a.txt": "Is it red?\tYes\nIs it blue?\tNo\n", "color/a.png": RED,
+        "OCR/images/b.jpg": BLUE, "OCR/questions_answers_YN/b.txt": "One?\tNo\nTwo?\tYes"},
+        [("One?", ("No",), "yes_no", PAIRS, ["OCR/images/b.jpg"]),
+         ("Two?", ("Yes",), "yes_no", PAIRS, ["OCR/images/b.jpg"]),
+         ("Is it red?", ("Yes",), "yes_no", PAIRS, ["color/a.png"]),
+         ("Is it blue?", ("No",), "yes_no", PAIRS, ["color/a.png"])]),
+    "a folder of pictures": ("photos", {"photos/1.PNG": RED, "photos/trip/2.jpeg": BLUE,
+        "photos/questions.txt": "\ufeffWhat is it?\r\n\r\nWhich colour?\tred\n"},
+        [("What is it?", (), "text", "all", ["1.PNG"]),
+         ("Which colour?", ("red",), "text", "all", ["1.PNG"]),
+         ("What is it?", (), "text", "trip", ["trip/2.jpeg"]),
+         ("Which colour?", ("red",), "text", "trip", ["trip/2.jpeg"])]),
+    "VLMEvalKit": ("q.tsv", {"q.tsv": "\n".join("\t".join(row) for row in TABLE)},
+        [(OPTIONS, ("B", "41.20"), "choice", "number", [NAME]),
+         ("Is it?", ("Yes",), "yes_no", "word", [NAME]),
+         (f"Count.{SHORT}", tuple(TEN), "vqa", "all", [NAME, "sha256:BLUE"])]),
+    "LLaVA": ("q.json", {"q.json": json.dumps([LLAVA], indent=2)},
+        [("and\nWhich is red?", ("the first",), "text", "all", ["a.png", "b.jpg"])]),
+    "chat requests": ("log.jsonl", {"log.jsonl": jsonl(
+        CHAT, {"custom_id": "1", "body": CHAT}, {"request": json.dumps({"body": CHAT})},
+        {"messages": [{"role": "user", "content": "no picture"}]})},
+        [("2?", (), "text", "all", ["a.png", "a.png"])] * 3),
+    "lmms-eval": ("q.jsonl", {"q.jsonl": jsonl(SAMPLE)},
+        [("How many?", ("4", "four"), "text", "all", ["a.png"])]),
+}  # fmt: skip
+
+
+def write(folder: Path, files: Mapping[str, str | bytes]) -> Path:
+    for name, content in {"a.png": RED, "b.jpg": BLUE, **files}.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return folder
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_format_is_recognised_by_its_content(tmp_path: Path, name: str) -> None:
+    path, files, expected = FORMATS[name]
+    if path == ".":
+        folder = tmp_path / "mme"
+        for file, content in files.items():
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            (folder / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+    else:
+        folder = write(tmp_path, files)
+    questions = read_questions(folder / path, unlabelled=True)
+    blue = read_picture(find_picture("", "b.jpg", write(tmp_path, {}))).digest[:16]
+    assert [(each.text, each.answers, each.rule, each.record.benchmark,
+             [picture.name.replace(blue, "BLUE") for picture in each.pictures])
+            for each in questions] == expected  # fmt: skip
+
+
+def test_turns_of_a_conversation_are_kept_and_pictures_sent_as_they_are(tmp_path: Path) -> None:
+    write(tmp_path, {"q.jsonl": jsonl(CHAT)})
+    (question,) = read_questions(tmp_path / "q.jsonl", unlabelled=True)
+    system, user, assistant, last = question.messages()
+    sent = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{INLINE}"}}
+    assert (system, assistant) == (CHAT["messages"][0], CHAT["messages"][2])
+    assert user["content"] == [sent, text_part("1?")]
+    assert last["content"] == [text_part("2?"), sent]
+    (tmp_path / "a.png").write_bytes(BLUE)
+    with pytest.raises(EvaluationError, match=r"a\.png: has changed since it was read -> restore"):
+        question.messages()
+
+
+def refusals(path: Path, **options: Any) -> list[Problem]:
+    with pytest.raises(ConfigError) as caught:
+        read_questions(path, **options)
+    assert all(len(str(each).splitlines()) == 1 and each.fix for each in caught.value.problems)
+    return list(caught.value.problems)
+
+
+def chat(*parts: object) -> str:
+    return jsonl({"messages": [{"role": "user", "content": [image_part("a.png"), *parts]}]})
+
+
+REFUSED: Mapping[str, tuple[str, dict[str, str | bytes], str]] = {
+    "only annotations": ("q.json", {"q.json": json.dumps(ANNOTATIONS)},
+        "q.json: has the answers to questions of another file -> name the file"),
+    "pictures elsewhere": ("q.json", {"q.json": json.dumps(VQA)},
+        "record 1: image '42': cannot be read (No such file or directory) -> give the path"),
+    "pictures and no question": ("photos", {"photos/1.png": RED, "photos/2.png": RED},
+        "photos: has 2 pictures without a question -> write "),
+    "questions about no picture": ("photos", {"photos/1.png": RED, "photos/notes.txt": "?"},
+        "notes.txt: has questions about no picture"),
+    "a folder with a file of questions": ("photos", {"photos/1.png": RED, "photos/q.jsonl": ""},
+        "photos/q.jsonl"),
+    "a sample without its picture": ("q.jsonl",
+        {"q.jsonl": jsonl({**SAMPLE, "input_media": None})}, ":1: has no picture: lmms-eval keeps"),
+    "an image that is no row's": ("q.tsv",
+        {"q.tsv": "index\timage\tquestion\n1\t9\t?\n"}, ":2: image '9': cannot be read"),
+    "a video": ("q.jsonl", {"q.jsonl": chat({"type": "video_url", "video_url": {"url": "x"}})},
+        ":1: has a part of type 'video_url' -> "),
+    "no role": ("q.jsonl", {"q.jsonl": jsonl({"messages": [{"content": "?"}]})}, "without a role"),
+    "no picture": ("q.jsonl", {"q.jsonl": jsonl({"messages": [{"role": "user", "content": "?"}]})},
+        "contains no question about a picture"),
+    "more <image> than images": ("q.json", {"q.json": json.dumps([{**LLAVA, "image": "a.png"}])},
+        "record 1: has more <image> than images"),
+    "a turn without a value": ("q.json", {"q.json": json.dumps([{"conversations": [{}]}])},
+        "record 1: has a turn without a value"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_asked_is_refused_in_one_line(tmp_path: Path, name: str) -> None:
+    path, files, said = REFUSED[name]
+    assert said in str(refusals(write(tmp_path, files) / path, unlabelled=True)[0])
+
+
+def test_images_are_searched_in_another_folder_and_a_search_takes_the_usual_answer(
+    tmp_path: Path,
+) -> None:
+    files = {"q.json": json.dumps(VQA), "annotations.json": json.dumps(ANNOTATIONS)}
+    path = write(tmp_path, {**files, "coco/000000000042.jpg": BLUE}) / "q.json"
+    questions = read_questions(path, 1, images=tmp_path / "coco")
+    assert [picture.path.parent.name for each in questions for picture in each.pictures] == ["coco"]
+    (tmp_path / "000000000042.jpg").write_bytes(BLUE)
+    problems: list[Problem] = []
+    assert [example.answer for example in read_examples(path, problems, "")[0]] == ["2", "2"]
+    write(tmp_path, {"chat.jsonl": chat(text_part("?"), image_part("b.jpg"))})
+    assert not read_examples(tmp_path / "chat.jsonl", problems, "")[0]
+    assert [problem.what for problem in problems] == ["has no answer"]
+
+
+def test_a_picture_at_a_url_is_downloaded_once_and_without_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def picture() -> Answer:
+        asked.append("a")
+        return 200, RED, {"content-type": "image/png"}
+
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    moved: Answer = (302, b"", {"location": "/a.png?key=k"})
+    with fake_server(pages={"/a.png?key=k": picture, "/moved.png": moved}) as server:
+        lines = [{"image": f"{server.url}/{name}", "question": f"{number}?", "answer": "x"}
+                 for number, name in enumerate((*["a.png?key=k"] * 2, "moved.png"))]  # fmt: skip
+        write(tmp_path, {"q.jsonl": jsonl(*lines)})
+        questions = read_questions(tmp_path / "q.jsonl")
+        assert {question.record.image for question in questions} == {f"{server.url}/a.png"}
+        assert INLINE in json.dumps(questions[2].messages()) and len(asked) == 2
+        assert "secret" not in str(server.headers)
+        monkeypatch.setattr("vllm_autoprune.evaluation.pictures._MAX_BYTES", 100)
+        server.pages["/large.png"] = (200, bytes(200), {})
+        wrong = ("gone.png", "large.png")
+        write(tmp_path, {"q.jsonl": jsonl(*({**lines[0], "image": f"{server.url}/{name}"}
+                                            for name in wrong))})  # fmt: skip
+        gone, large_one = map(str, refusals(tmp_path / "q.jsonl"))
+    assert ":1: image 'http" in gone and "cannot be read (status 404) -> " in gone
+    assert ":2: image 'http" in large_one and "(more than 0 MiB)" in large_one
+
+
+@pytest.mark.parametrize(
+    ("rule", "answers", "text", "score"),
+    [
+        ("text", ["41.20", "Forty one"], " forty  ONE.\n", 1.0),
+        ("text", ["41.20"], "41.2", 0.0),
+        # The figures of VQAv2's own scorer: 1 to 4 of ten answers.
+        *(("vqa", ["cat"] * n + ["dog"] * (10 - n), "A cat!", score)
+          for n, score in ((0, 0.0), (1, 0.3), (2, 0.6), (3, 0.9), (4, 1.0))),
+        ("vqa", ["2"] * 10, "Two.", 1.0),
+        ("vqa", ["isn't"] * 10, "isnt", 1.0),
+        ("vqa", ["dogs"] * 10, "dog's", 0.0),
+        ("vqa", ["10.5 a.m"] * 10, "10.5 a.m.", 1.0),
+        ("vqa", ["1000"] * 10, "1,000", 1.0),
+        ("vqa", ["red-blue"] * 10, "red blue", 1.0),
+        ("yes_no", ["Yes"], "yes, there is no cat", 1.0),
+        ("yes_no", ["no"], " No.", 1.0),
+        ("yes_no", ["no"], "", 0.0),
+        ("yes_no", ["no"], "There is no cat.", 0.0),
+        ("choice", ["B", "41.20"], "B. 41.20", 1.0),
+        ("choice", ["B", "41.20"], "(b)", 1.0),
+        ("choice", ["B", "41.20"], "The answer is B.", 1.0),
+        ("choice", ["B", "41.20"], "A or B", 0.0),
+        ("choice", ["B", "a cat"], "A cat", 1.0),
+        ("choice", ["A", "a dog"], "A cat sits on it.", 0.0),
+    ],
+)  # fmt: skip
+def test_a_text_is_scored_by_the_rule_of_its_data(
+    rule: Rule, answers: list[str], text: str, score: float
+) -> None:
+    assert score_text(rule, answers, text) == pytest.approx(score)
+
+
+# ---- nothing that a record holds ends in another exception ----
+
+RECORDS: list[Any] = [
+    *VQA["questions"], *ANNOTATIONS["annotations"], CHAT, {"body": CHAT}, LLAVA, SAMPLE,
+    {"image": "a.png", "text": "?", "label": "no"}, dict(zip(TABLE[0], TABLE[1], strict=True)),
+    VQA, ANNOTATIONS, {"data": [SAMPLE]},
+]  # fmt: skip
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=3) | st.just("a.png"),
+    lambda values: st.lists(values, max_size=2) | st.dictionaries(st.text(max_size=4), values),
+    max_leaves=4,
+)
+
+
+@st.composite
+def mutants(draw: st.DrawFn) -> object:
+    """A record, some values of which are others or missing."""
+    record = copy.deepcopy(draw(st.sampled_from(RECORDS)))
+    for _ in range(draw(st.integers(1, 3))):
+        place: Any = record
+        while True:
+            keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+            if not keys:
+                break
+            key = draw(st.sampled_from(keys))
+            if isinstance(place[key], dict | list) and draw(st.booleans()):
+                place = place[key]
+                continue
+            if draw(st.booleans()):
+                del place[key]
+            else:
+                place[key] = draw(VALUES)
+            break
+    return record
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(mutants(), st.booleans())
+def test_any_record_is_read_or_refused_in_words(
+    tmp_path: Path, record: object, document: bool
+) -> None:
+    path = write(tmp_path, {"q.json": json.dumps(record, indent=document or None)}) / "q.json"
+    try:
+        questions = read_questions(path, unlabelled=True)
+        assert all(isinstance(question, PreparedQuestion) for question in questions)
+        json.dumps([(question.messages(), question.text) for question in questions])
+    except ConfigError as error:
+        for problem in error.problems:
+            assert len(str(problem).encode().decode().splitlines()) == 1 and problem.fix
