@@ -18,8 +18,8 @@ from pydantic_core import PydanticCustomError
 
 from vllm_autoprune.connection import Header
 from vllm_autoprune.record_file import FrozenModel
+from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
 
 Strategy = Literal["autoprune", "autoprune+", "evoprompting", "openevolve", "random", "tpe"]
 

@@ -64,9 +64,10 @@ def test_cost_counts_text_and_refuses_what_is_no_number(capsys: Captured) -> Non
     record = run_json(capsys, "cost --backbone llava-1.5-7b --text 60")
     rows = [(row["tokens"], row["kv_mib"]) for row in record["rows"]]
     assert rows == [(576, 318), (64, 62)] and record["assumptions"]
-    assert main(["cost", "--backbone", "llava-1.5-7b", "--tokens", "0", "--text", "-1"]) == 1
-    error = capsys.readouterr().err
-    assert all(f"  - {flag}: " in error for flag in ("--tokens", "--text"))
+    record = run_json(capsys, "cost --backbone llava-1.5-7b --tokens 100% 1/9 64")
+    assert [row["tokens"] for row in record["rows"]] == [576, 64, 64]
+    assert main(["cost", "--backbone", "llava-1.5-7b", "--text", "-1"]) == 1
+    assert "--text: -1 is not a number of tokens" in capsys.readouterr().err
 
 
 def test_every_served_family_has_a_backbone_that_its_hub_id_names() -> None:
@@ -241,7 +242,8 @@ def test_what_flags_and_states_say_is_used_and_the_rest_is_assumed(
 ) -> None:
     """The verdict in words is that of docs/choosing.md, which ``tests/docs`` compares."""
     for flags, budget, core in (
-        ("", 72, 36), ("--budget 64", 64, 32), ("--budget 64 --core 8", 64, 8)
+        ("", 72, 36), ("--budget 64", 64, 32), ("--budget 64 --core 8", 64, 8),
+        ("--budget 1/3", 192, 96), ("--budget 1%:16-64", 16, 8),
     ):  # fmt: skip
         traffic = run_json(capsys, f"{ENOUGH} 2 {flags} --state", split)["traffic"]
         assert (traffic["budget"], traffic["core"]) == (budget, core)

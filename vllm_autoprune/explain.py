@@ -22,6 +22,7 @@ from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.ops.rowwise import min_max_normalise
 from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.tpdsl.atoms.scoring import run_signal
+from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 from vllm_autoprune.tpdsl.base_policy import FALLBACKS, RefinedTokens
 from vllm_autoprune.tpdsl.materialize import PruningPolicy
 from vllm_autoprune.tpdsl.registry import run
@@ -159,8 +160,9 @@ def explain_image(
 
     state = policy.state.model_dump(mode="json")
     settings: dict[str, object] = {"state": state}
-    if not policy.varies:  # else K follows from each image's N
-        settings["budget"] = policy.budget
+    rule = policy.by_size or BudgetCall.parse(policy.budget)
+    if rule != policy.state.budget:
+        settings["budget"] = rule.rule()
     if text_tower is not None:
         settings["text_tower"] = str(text_tower)
     config = AutoConfig.from_pretrained(checkpoint).get_text_config()
@@ -189,8 +191,7 @@ def explain_image(
             what = str(error).partition("\n")[0]
             raise ConfigError("explain", [Problem("question", what, "ask a shorter one")]) from None
     if not selections:
-        rule = "the state's rule" if policy.varies else f"K = {policy.budget}"
-        what = f"{rule} keeps every token of this image"
+        what = f"K = {rule.rule()} keeps every token of this image"
         raise ConfigError("explain", [Problem("--budget", what, "give a smaller K")])
     pictures = _draw_regions(selections, image, tiles, checkpoint)
     explanations = []

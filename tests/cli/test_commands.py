@@ -26,6 +26,7 @@ from vllm_autoprune.cli.commands import SUMMARIES, doctor
 from vllm_autoprune.cli.commands.states import _describe_policy
 from vllm_autoprune.cli.main import main, parser
 from vllm_autoprune.cli.output import format_definitions, format_table
+from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 from vllm_autoprune.tpdsl.loading import shipped_states
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -124,7 +125,20 @@ def test_tables_and_definitions_are_aligned_and_fit_the_terminal(
 @pytest.mark.parametrize(
     ("call", "kind", "where", "message"),
     [
-        ("materialize autoprune --budget 0", "BudgetError", "/budget", "K = 0 is not a number"),
+        *(
+            (
+                f"{call} {budget}",
+                "ConfigError",
+                f" {call.split()[0]}",
+                f"{budget!r} is not a budget",
+            )
+            for budget in ("0", "9/8", "200%", "1/8:640-64")
+            for call in (
+                "show norm --budget",
+                "cost --backbone gemma-3-4b --tokens",
+                "explain x.png ? --checkpoint x --budget",
+            )
+        ),
         ("show nowhere", "StateError", "", "no shipped state of that name"),
         ("lst", "ConfigError", "", "no command 'lst': did you mean 'list'?"),
         ("show norm --budget", "ConfigError", " show", "argument --budget: expected one argument"),
@@ -168,7 +182,7 @@ def test_the_lists_say_what_a_choice_depends_on(capsys: Captured) -> None:
     kinds = "11 forms of autoprune for one backbone and K, 7 ablations"
     assert f"Left out: {kinds}. All {len(more)}: vllm-autoprune list" in short
     for row in (r"minillava-split +LLaVA +16 +50% of K +0 +cdpruner",
-                r"miniqwen +Qwen +N / 8, 4 to 640 +no +all +divprune",
+                r"miniqwen +Qwen +1/8:4-640 +no +all +divprune",
                 r"cen_divprune +Qwen, all others ", r"visionzip +- "):  # fmt: skip
         assert re.search(f"^{row}", short, re.MULTILINE), row
     columns = ("base_policy", "exchanges", "reads_instruction", "core")
@@ -191,15 +205,19 @@ ALONE = {"/constraints/selector/q_e": 0, "/base_policy": {"name": "divprune"}}
     [
         ({}, 64, ["Keeps 64 visual tokens", "At most 2 of them", "It reads the"]),
         (ALONE, None, ["the base policy alone chooses", "share its KV cache"]),
-        ({"/budget": RATIO}, None, ["Keeps 8 to 64, by its size"]),
+        ({"/budget": RATIO}, None, ["Keeps 1/10:8-64 of the visual tokens", "At most 2 of them"]),
+        ({}, "1/8", ["Keeps 1/8 of the visual tokens of every image"]),
         ({"/budget": RATIO}, 20, ["Keeps 20 visual"]),
         ({"/core": CORE}, 64, ["48 of them, the core, are chosen before by divprune, without",
                                "share the KV cache of its core"]),
         ({"/core": {"share": 1.0}}, 64, ["all chosen by divprune", "share its KV cache"]),
     ],
 )  # fmt: skip
-def test_a_state_in_words(changes: dict[str, object], budget: int | None, parts: list[str]) -> None:
-    text = " ".join(_describe_policy(materialize(state(changes), budget)))
+def test_a_state_in_words(
+    changes: dict[str, object], budget: int | str | None, parts: list[str]
+) -> None:
+    rule = None if budget is None else BudgetCall.parse(budget)
+    text = " ".join(_describe_policy(materialize(state(changes), rule)))
     assert [part for part in parts if part not in text] == []
     assert (" core" in text) == (changes.get("/core") == CORE)
 
@@ -231,6 +249,7 @@ def test_show_says_what_decides_and_leaves_the_rest_to_json(
     assert weights == sorted(weights, reverse=True)
     record = run_json(capsys, *call, "--budget", "64")
     assert (record["budget"], record["q_e"]) == ([64, 64], 64 - record["r_min"])
+    assert run_json(capsys, *call, "--budget", "5%:8-64")["budget"] == [8, 64]
     assert {part["part"] for part in record["parts"]} > {"signal", "kernel", "partition", "safety"}
 
 
@@ -275,6 +294,9 @@ def test_materialize_writes_a_state_and_its_changes(tmp_path: Path, capsys: Capt
     assert all(change["why"] for change in record["changes"])
     run(capsys, *call, "-o", str(tmp_path / "no" / "folder.json"), status=1)
     assert [path.name for path in tmp_path.iterdir()] == ["next.json"]
+    shared = run_json(capsys, "materialize", "autoprune", "--budget", "1/3")
+    assert shared["name"] == "autoprune-k1-3"
+    assert materialize(load_state(json.dumps(shared["state"]))).tokens_kept(144) == 48
     record = run_json(capsys, "materialize", "autoprune", "--instruction-free", "--budget", "64")
     assert "/base_policy/name" in {change["where"] for change in record["changes"]}
 

@@ -31,6 +31,8 @@ def test_each_state_is_compared_with_its_base_policy(tmp_path: Path) -> None:
     cases = {case.name: case for case in build_cases(states, [8, 16])}
     per_budget = ("random", "resized", "cdpruner", *states)
     assert list(cases) == ["full", *(f"{name}@{k}" for k in (8, 16) for name in per_budget)]
+    (said,) = (case for case in build_cases(["norm"], ["12.5%"]) if case.label == "norm")
+    assert (said.name, said.budget, said.pruning["budget"]) == ("norm@12.5%", "12.5%", "12.5%")
     for name, kind, base, quota in (
         ("autoprune@8", "autoprune", "cdpruner@8", 2),
         ("ablation-quota-4@8", "found", "cdpruner@8", 4),
@@ -294,7 +296,10 @@ def test_the_servers_own_state_is_marked_or_said_to_be_missing(
     [
         ("--suite imagenet", "is not a suite"),
         ("--data x.jsonl", "--server-url: is missing"),
-        ("--data x --server-url u --budgets 0", "--budgets 0: is below 1 -> give 1 or more"),
+        (
+            "--data x --server-url u --budgets 0",
+            "--budgets: '0' is not a budget -> give tokens from 1",
+        ),
         ("--suite lmms:mme --server-url http://h", "--served-name: is missing"),
         ("--suite lmms:x --server-url h --served-name m", "does not know x -> use: paper"),
     ],

@@ -37,8 +37,9 @@ FULL = Case(name="full", arm="full", label="full")
 
 def case(name: str, arm: Arm = "base", base: str = "", **more: object) -> Case:
     """A case named LABEL@K."""
-    label, _, budget = name.partition("@")
-    fields = {"name": name, "arm": arm, "label": label, "budget": int(budget), "base": base}
+    label, _, said = name.partition("@")
+    budget: int | str = int(said) if said.isdigit() else said
+    fields = {"name": name, "arm": arm, "label": label, "budget": budget, "base": base}
     return Case.model_validate(fields | more)
 
 
@@ -51,7 +52,7 @@ def contents(
     answers = [
         Answer(case=case.name, question=question.id, score=score, logprob=-1.0, prompt_tokens=count)
         for number, (case, scores) in enumerate(cases)
-        for count in [prompt_tokens[number] if prompt_tokens else 12 + (case.budget or 24)]
+        for count in [prompt_tokens[number] if prompt_tokens else 12 + (case.budget_order[0] or 24)]
         for question, score in zip(questions, scores, strict=True)
     ]
     setup = Setup(suite="s", model="m", data="d", scorer="by hand", mme_divisor=2.0)
@@ -224,15 +225,15 @@ def test_the_page_says_who_wins_of_each_state_that_was_to_be_evaluated() -> None
 
 
 def test_the_page_has_a_table_for_each_budget_and_what_cannot_be_served() -> None:
-    other = (case("dart@4"), FEW)
-    journal = contents((FULL, RIGHT), (BASE, HALF), (RESIDUAL, RIGHT), other)
+    others = [(case(f"dart@{budget}"), FEW) for budget in (4, "1/99")]
+    journal = contents((FULL, RIGHT), (BASE, HALF), (RESIDUAL, RIGHT), *others)
     refused = case("trim@8", refused="K is | too small")
     journal.cases[refused.name] = refused
     report = Report.build(journal)
     assert report.valid and report.refused == (refused,)
     page = report.format_markdown()
     tables = re.findall(r"^### (.*)\n\n((?:\|.*\n)*)", page, re.MULTILINE)
-    assert [caption for caption, _ in tables] == ["K = 8", "K = 4", "Not measured"]
+    assert [caption for caption, _ in tables] == ["K = 8", "K = 1/99", "K = 4", "Not measured"]
     head, _, full, base, ours = [
         line.strip("| ").split(" | ") for line in tables[0][1].splitlines()
     ]

@@ -25,8 +25,8 @@ from tests.fuzz.generator import REQUEST_KINDS, Json, draw_request, state_schema
 from tests.tpdsl.samples import edited, sample
 from vllm_autoprune import BudgetError, PruningState, StateError, load_state, materialize
 from vllm_autoprune.tpdsl.atoms.safety import VERDICTS
+from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET
 from vllm_autoprune.tpdsl.loading import RULES
-from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
 from vllm_autoprune.tpdsl.registry import ATOMS
 from vllm_autoprune.tpdsl.safety import safety_check, synthetic_probes
 

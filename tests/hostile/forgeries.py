@@ -24,8 +24,8 @@ from tests.serving.http import entry
 from tests.tpdsl.samples import sample
 from vllm_autoprune.http_client import CHAT
 from vllm_autoprune.serving.plan import FIELD, MAX_RECALLS, Choice, ItemPlan, encode_state
+from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET
 from vllm_autoprune.tpdsl.loading import load_state
-from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
 from vllm_autoprune.tpdsl.state import PruningState
 
 RENDER, GENERATE = f"{CHAT}/render", "/inference/v1/generate"

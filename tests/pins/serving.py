@@ -40,7 +40,9 @@ def folder() -> tempfile.TemporaryDirectory[str]:
 def sender(level: Any) -> Sender:
     """The model's processor, on a server that lets requests set so much."""
     folder()
-    rules = RequestRules(level, 2, 256, explicit=True, detail=_DetailBudgets(low=4, high=16))
+    rules = RequestRules(
+        level, 2, 256, explicit=True, detail=_DetailBudgets.model_validate({"low": 4, "high": 16})
+    )
     return Sender("tiny", budget=8, rules=rules).with_blocks(16)
 
 

@@ -77,11 +77,11 @@ def pruned(runner: Runner) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def two_front_ends(runner: Runner) -> Iterator[Server]:
-    """Two API servers and one engine, K = 16 and K_r = 5 by flags; requests may set nothing.
+    """Two API servers and one engine, K = N / 9 and K_r = 5 by flags; requests may set nothing.
 
     The endpoint that describes the served state is on.
     """
-    budgets = ("--autoprune-budget", "16", "--autoprune-recall", "5")
+    budgets = ("--autoprune-budget", "1/9:8-64", "--autoprune-recall", "5")
     flags = (*COMMON, *PRUNED, *budgets, "--api-server-count", "2")
     env = {**runner.environment, "VLLM_PLUGINS": f"autoprune,{NAME}"}
     with serve(LLAVA, *flags, "--enable-log-requests", env=env) as server:

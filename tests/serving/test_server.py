@@ -29,6 +29,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 def test_prompt_tokens_fall_by_exactly_n_minus_k(stock: Server, pruned: Server) -> None:
     kept = {k: entry(budget=k) for k in (1, 8, 31, 143)} | {32: {}}
+    kept |= {18: entry(budget="1/8"), 48: entry(budget="1/3:8-64")}  # exact: not 47
     controls = [entry(budget=40, keep=keep) for keep in ("reference", "random", "resized")]
     for example in examples(1)[:3]:
         full = prompt_tokens(ask(stock, example))
@@ -73,7 +74,7 @@ def test_endpoint_describes_the_state_on_every_front_end_and_is_off_by_default(
     for _ in range(8):
         description = json.loads(two_front_ends.get(PATH))
         assert (description["state"], description["digest"]) == (state.name, state.digest)
-        assert description["budget"]["k"] == 16
+        assert description["budget"]["rule"] == "1/9:8-64"
         assert (description["core"], description["recall"]) == (None, 5)
         assert description["evidence"] == state.provenance.model_dump(mode="json")
         assert str(CLIP) not in str(description), "no path of the server"

@@ -6,19 +6,23 @@ What a state of each atom keeps is pinned (``tests/pins``).
 from __future__ import annotations
 
 import math
+import pickle
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.tpdsl.samples import Changes, around, call, images, plain, state, with_relevance
-from vllm_autoprune import Grid, Instruction, VisualTokens, materialize, refine
+from vllm_autoprune import BudgetError, Grid, Instruction, VisualTokens, materialize, refine
 from vllm_autoprune.ops.rowwise import mask_from_indices
 from vllm_autoprune.tpdsl.atoms.pools import build_pool
 from vllm_autoprune.tpdsl.atoms.scoring import Kernel, run_fusion, run_signal
 from vllm_autoprune.tpdsl.atoms.selectors import SelectorInputs
-from vllm_autoprune.tpdsl.atoms.source import FIXED_BUDGETS, PriorInputs
+from vllm_autoprune.tpdsl.atoms.source import FIXED_BUDGETS, BudgetCall, PriorInputs
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.registry import run
 
@@ -335,6 +339,7 @@ def test_priors() -> None:
 BUDGETS: list[tuple[str, Changes, int, int, int]] = [
     *((f"fixed_budget@{k}", {}, 576, 1, k) for k in FIXED_BUDGETS),
     ("ratio_budget", {"ratio": 0.3}, 100, 1, 30),  # 0.3 x 100 is 29.99... in binary fractions
+    ("ratio_budget", {"ratio": 1 / 3}, 144, 1, 48),  # which is no binary fraction
     ("ratio_budget", {"ratio": 0.25}, 2880, 1, 640),  # the ceiling
     ("ratio_budget", {"ratio": 0.01}, 576, 1, 16),  # the floor
     ("ratio_budget", {"floor": 64, "ceiling": 32}, 576, 1, 32),  # the ceiling wins
@@ -350,3 +355,45 @@ def test_budgets(name: str, parameters: Changes, tokens: int, tiles: int, kept: 
     assert call(name, **parameters).tokens_kept(tokens, tiles) == kept
     policy = materialize(state({"/budget": {"atom": name, **parameters}}))
     assert policy.tokens_kept(tokens, tiles) == min(kept, tokens)
+
+
+@pytest.mark.parametrize(
+    ("said", "rule", "kept"),
+    [
+        (64, 64, [64, 64, 64]),
+        (" 64 ", 64, [64, 64, 64]),
+        ("1/8", "1/8", [1, 18, 8192]),
+        ("12.5%", "1/8", [1, 18, 8192]),
+        ("1/3", "1/3", [1, 48, 21845]),
+        ("1/8:64-640", "1/8:64-640", [64, 64, 640]),
+        ("10%:1-65536", "1/10", [1, 14, 6553]),
+        ("100%", "1/1", [3, 144, 65536]),
+        ("66.6667%", "66.6667%", [2, 96, 43690]),
+        *((refused, None, []) for refused in (
+            *cast("Any", (0, -1, 65537, 10**30, True, 1.5, 0.125, None, [8], {}, b"8")),
+            *("", "0", "many", "65537", "-1", "1.5", "1e3", "9" * 99, "0/8", "9/8", "1/0"),
+            *("1/200", "0.5%", "200%", "nan%", "%", "-5%", "1//8", "1/8:", "1/8:64", "64:1-9"),
+            *("1/8:640-64", "1/8:0-9", "1/8:1-65537", "\u00bd", "\u0661/8", "1\u20448", "1/8\n2"),
+        )),
+    ],
+)  # fmt: skip
+def test_a_budget_is_read_as_people_say_it(said: object, rule: object, kept: list[int]) -> None:
+    """K of images of 3, 144 and 65,536 tokens."""
+    if rule is not None:
+        budget = BudgetCall.parse(said)
+        assert (budget.rule(), [budget.tokens_kept(n) for n in (3, 144, 65536)]) == (rule, kept)
+        return
+    with pytest.raises(BudgetError) as caught:
+        BudgetCall.parse(said, "--here")
+    (problem,) = caught.value.problems
+    assert problem.where == "--here" and problem.fix and len(str(problem)) < 300
+
+
+@given(st.integers(1, 99_999), st.floats(0.01, 1), st.integers(1, 65_535), st.integers(1, 65_536))
+def test_a_share_is_exact_and_its_rule_says_it_again(
+    many: int, ratio: float, floor: int, tokens: int
+) -> None:
+    few = math.ceil(ratio * many)
+    budget = BudgetCall.parse(f"{few}/{many}:{floor}-65536")
+    assert budget.tokens_kept(tokens) == max(floor, few * tokens // many)
+    assert BudgetCall.parse(budget.rule()) == budget == pickle.loads(pickle.dumps(budget))

@@ -34,7 +34,8 @@ from vllm_autoprune.ops.rowwise import (
     mask_from_indices,
     min_max_normalise,
 )
-from vllm_autoprune.tpdsl.materialize import MAX_BUDGET, PruningPolicy
+from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET
+from vllm_autoprune.tpdsl.materialize import PruningPolicy
 from vllm_autoprune.tpdsl.refine import (
     _evenly_spaced,
     give_core,
@@ -91,11 +92,11 @@ RATIO: Changes = {"/budget": {"atom": "ratio_budget", "ratio": 0.25, "floor": 4,
 
 def test_a_budget_that_follows_the_image_is_resolved_for_its_size() -> None:
     policy = materialize(state(RATIO))
-    assert (policy.varies, policy.budget) == (True, 64)
+    assert (policy.by_size, policy.budget) == (policy.state.budget, 64)
     assert policy.at(100) == materialize(state(RATIO), 25)
     assert [policy.tokens_kept(n) for n in (3, 8, 100, 5000)] == [3, 4, 25, 64]
     fixed = materialize(state(RATIO), 10)
-    assert not fixed.varies and fixed.at(576) is fixed and fixed.tokens_kept(576) == 10
+    assert fixed.by_size is None and fixed.at(576) is fixed and fixed.tokens_kept(576) == 10
     chosen = state({"/budget/limit": 64, "/constraints/selector/r_min": 16})
     assert [materialize(chosen, k).budget for k in (16, 64)] == [16, 64]
     assert materialize(state(), MAX_BUDGET).budget == MAX_BUDGET

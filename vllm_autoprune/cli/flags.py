@@ -14,7 +14,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined
 
 from vllm_autoprune.connection import Connection
-from vllm_autoprune.errors import ConfigError, Problem
+from vllm_autoprune.errors import BudgetError, ConfigError, Problem
+from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 
 _M = TypeVar("_M", bound=BaseModel)
 
@@ -53,6 +54,15 @@ def command(name: str, *arguments: _AddsArgument, epilog: str = "") -> Callable[
         return run
 
     return register
+
+
+def read_budget(text: str) -> BudgetCall:
+    """K or a share of N, as the value of a flag."""
+    try:
+        return BudgetCall.parse(text)
+    except BudgetError as error:
+        problem = error.problems[0]
+        raise argparse.ArgumentTypeError(f"{problem.what}: {problem.fix}") from None
 
 
 def add_flags(

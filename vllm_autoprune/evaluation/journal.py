@@ -15,6 +15,7 @@ from pydantic import Field, JsonValue, TypeAdapter
 
 from vllm_autoprune.errors import AutopruneError
 from vllm_autoprune.record_file import FrozenModel, RecordFile
+from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 
 JOURNAL = "samples.jsonl"
 
@@ -60,7 +61,7 @@ class Case(FrozenModel):
     name: str
     arm: Arm
     label: str = Field(description="its name in tables")
-    budget: int = Field(default=0, description="K; 0 means all tokens")
+    budget: int | str = Field(default=0, description="K as it was said; 0 means all tokens")
     base: str = Field(default="", description="the case it is compared with, besides full")
     quota: int | None = Field(default=None, description="q_e, if the case prunes")
     digest: str = Field(default="", description="digest of the served state")
@@ -69,6 +70,12 @@ class Case(FrozenModel):
     )
     refused: str = Field(default="", description="why the case cannot be served, if it cannot")
     served: bool = Field(default=False, description="whether its state is the server's own")
+
+    @property
+    def budget_order(self) -> tuple[int, str]:
+        """Sort key by K of an image of 576 tokens."""
+        kept = BudgetCall.parse(self.budget).tokens_kept(576) if self.budget else 0
+        return kept, str(self.budget)
 
     @property
     def title(self) -> str:

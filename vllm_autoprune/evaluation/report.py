@@ -180,7 +180,9 @@ class Report(FrozenModel):
         rows = [row for row in self.rows if row.case.arm in _PRUNING_ARMS]
         if not rows:
             return "Nothing was pruned in this evaluation: only full tokens were measured."
-        row = min(rows, key=lambda row: (_PRUNING_ARMS.index(row.case.arm), -row.case.budget))
+        arm = min((row.case.arm for row in rows), key=_PRUNING_ARMS.index)
+        rows = [row for row in rows if row.case.arm == arm]
+        row = max(rows, key=lambda row: row.case.budget_order)
         answer = f"{row.case.label} at K = {row.case.budget}"
         if row.accuracy is not None:
             answer += f" answers {row.accuracy.value:.1f} % of the questions right"
@@ -234,7 +236,8 @@ class Report(FrozenModel):
         benchmarks, others = list(self.rows[0].benchmarks), ("full", "base", "resized")
         head = ["method", *benchmarks, "Acc.", "Rel., ratio of means", "Rel., mean of ratios"]
         head += [f"{name} less {other}" for _, name, _ in metrics for other in others]
-        for budget in sorted({row.case.budget for row in self.rows} - {0}, reverse=True):
+        cases = sorted((row.case for row in self.rows), key=lambda case: case.budget_order)
+        for budget in dict.fromkeys(case.budget for case in reversed(cases) if case.budget):
             rows = []
             for row in self.rows:
                 if row.case.budget not in (0, budget):

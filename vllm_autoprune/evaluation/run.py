@@ -43,6 +43,7 @@ from vllm_autoprune.http_client import (
     ServerClient,
     ServerLost,
 )
+from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.loading import load_state
 from vllm_autoprune.tpdsl.materialize import materialize
@@ -106,11 +107,13 @@ _SOURCE = "autoprune"
 """The shipped state whose exchange is applied to every base policy."""
 
 
-def _prune_case(arm: Arm, label: str, state: PruningState, budget: int, base: str = "") -> Case:
-    """A case that sends a state in every request; refused if the state cannot have K = budget."""
+def _prune_case(
+    arm: Arm, label: str, state: PruningState, budget: int | str, base: str = ""
+) -> Case:
+    """A case that sends a state in every request; refused if the state cannot have the budget."""
     refused, quota = "", None
     try:
-        quota = materialize(state, budget).quota
+        quota = materialize(state, BudgetCall.parse(budget)).quota
     except AutopruneError as error:
         refused = str(error)
     return Case(
@@ -136,15 +139,15 @@ def _residual_on(policy: str) -> PruningState:
     return load_state(data | {"provenance": {}})
 
 
-def build_cases(names: Sequence[str], budgets: Sequence[int]) -> list[Case]:
+def build_cases(names: Sequence[str], said: Sequence[int | str]) -> list[Case]:
     """The full model; for each budget both controls, and each state with its base policy alone.
 
     ``names``: states by name or file; ``all`` is the exchange of ``autoprune`` on every base
-    policy, which gives a table of base policies. Raises :class:`ConfigError` for K below 1.
+    policy, which gives a table of base policies. Raises :class:`BudgetError` for no budget.
     """
-    if min(budgets) < 1:
-        what, fix = "is below 1", "give 1 or more"
-        raise ConfigError("eval", [Problem(f"--budgets {min(budgets)}", what, fix)])
+    # A share stays as it was said; a number is one.
+    rules = {budget: BudgetCall.parse(budget, "--budgets").rule() for budget in said}
+    budgets = [rule if isinstance(rule, int) else budget for budget, rule in rules.items()]
     states = [
         state
         for name in names

@@ -25,7 +25,7 @@ _ROUNDING = 1e-3
 """By which a log-probability may be too high."""
 
 
-def pruning_options(state: PruningState | None, budget: int) -> dict[str, JsonValue]:
+def pruning_options(state: PruningState | None, budget: int | str) -> dict[str, JsonValue]:
     """A request's options for the plugin: a state with K, or no pruning."""
     if state is None:
         return {"enabled": False}

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vllm_autoprune.errors import Problem, RequestError, StateError
-from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
+from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET
 from vllm_autoprune.tpdsl.state import Provenance, PruningState
 from vllm_autoprune.tpdsl.tokens import split_over_tiles
 

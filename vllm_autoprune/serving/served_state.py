@@ -27,6 +27,7 @@ from vllm_autoprune.serving.plan import (
     refuse,
 )
 from vllm_autoprune.serving.settings import DEFAULT_RULES, REQUESTS_FLAG, RequestRules, TextTower
+from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET, BudgetCall
 from vllm_autoprune.tpdsl.cost import DEFAULT_COST, require_affordable
 from vllm_autoprune.tpdsl.loading import (
     escape_unprintable,
@@ -35,7 +36,6 @@ from vllm_autoprune.tpdsl.loading import (
     suggest_name,
 )
 from vllm_autoprune.tpdsl.materialize import (
-    MAX_BUDGET,
     PruningPolicy,
     materialize,
 )
@@ -63,7 +63,6 @@ _PERMISSIONS = {
 class ServedState:
     """The state that a server runs, with its default budget, text tower and request rules.
 
-    ``budget_varies`` is true if K depends on the image size; ``budget`` is then the largest K.
     ``rules`` are the permissions of requests; ``unavailable`` are inputs that request states cannot
     read, each with the reason. Workers write metrics to ``metrics_folder``, nowhere if it is empty;
     ``kv_bytes`` is the size of one token in the KV cache.
@@ -71,10 +70,9 @@ class ServedState:
 
     architecture: str
     state: PruningState
-    budget: int
+    budget: BudgetCall
     tower: TextTower | None
     cache_bytes: int
-    budget_varies: bool = False
     rules: RequestRules = DEFAULT_RULES
     unavailable: tuple[tuple[Need, str], ...] = ()
     metrics_folder: str = ""
@@ -82,9 +80,7 @@ class ServedState:
 
     def policy(self, budget: int | None = None, keep: Chooser = "state") -> PruningPolicy:
         """The policy at the server's budget, or at a request's; raises BudgetError."""
-        if budget is None and not self.budget_varies:
-            budget = self.budget
-        return make_policy(self.state, budget, keep)
+        return make_policy(self.state, self.budget if budget is None else budget, keep)
 
     def state_for_plan(self, plan: ItemPlan) -> PruningState:
         """The state in a plan, or the server's own."""
@@ -175,7 +171,8 @@ class ServedState:
             "base_policy": policy.base.name,
             "budget": {
                 "k": policy.budget,
-                "follows_image_size": self.budget_varies,
+                "rule": self.budget.rule(),
+                "follows_image_size": policy.by_size is not None,
                 "q_e": policy.quota,
                 "r_min": policy.r_min,
             },
@@ -189,7 +186,9 @@ class ServedState:
                 "level": rules.level if rules.explicit else "none",
                 "tokens": [rules.minimum, rules.maximum],
             },
-            "detail": {str(level): budget for level, budget in rules.detail.as_dict().items()}
+            "detail": {
+                str(level): budget.rule() for level, budget in rules.detail.as_dict().items()
+            }
             or None,
             "recall": rules.recall,
             "evidence": state.provenance.model_dump(mode="json"),
@@ -205,7 +204,10 @@ class ServedState:
 
 @lru_cache(maxsize=512)
 def make_policy(
-    state: PruningState, budget: int | None, keep: Chooser = "state", core: int | None = None
+    state: PruningState,
+    budget: int | BudgetCall | None,
+    keep: Chooser = "state",
+    core: int | None = None,
 ) -> PruningPolicy:
     """Policy of a state at a budget; without exchange if the plan keeps the reference."""
     return materialize(state if keep == "state" else state.without_exchange(), budget, core)
@@ -351,7 +353,8 @@ class PlanRules:
         # No more tokens than the server's state and rules allow.
         rules = self.served.rules
         by_request = rules.maximum if rules.allows("budget") else 0
-        most = max(self.served.budget, by_request, *rules.detail.as_dict().values())
+        by_operator = (self.served.budget, *rules.detail.as_dict().values())
+        most = max(by_request, *(budget.range()[1] for budget in by_operator))
         budget, *recalls = [*(choice.budget for choice in plan.earlier), plan.budget]
         if plan.part == "delta":
             budget = plan.image_budget

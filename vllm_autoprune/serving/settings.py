@@ -25,9 +25,10 @@ from pydantic import (
 )
 
 from vllm_autoprune.errors import BudgetError, ConfigError, Problem, ProblemsError, StateError
+from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET, BudgetCall
 from vllm_autoprune.tpdsl.cost import DEFAULT_COST
 from vllm_autoprune.tpdsl.loading import load_state, suggest_name
-from vllm_autoprune.tpdsl.materialize import MAX_BUDGET, materialize
+from vllm_autoprune.tpdsl.materialize import materialize
 from vllm_autoprune.tpdsl.state import PruningState
 
 if TYPE_CHECKING:
@@ -52,19 +53,22 @@ def _refuse_boolean(value: object) -> object:
     return value
 
 
+def _read_budget(value: object) -> BudgetCall | None:
+    return None if value is None else BudgetCall.parse(value, _BUDGET_FLAG)
+
+
 class _DetailBudgets(BaseModel):
-    """K of an image whose detail is ``low`` or ``high``; None where the operator gives no K."""
+    """Budget of an image whose detail is ``low`` or ``high``; None where there is none."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    _numbers = field_validator("*", mode="before")(_refuse_boolean)
+    _budgets = field_validator("*", mode="plain")(_read_budget)
 
-    low: int | None = Field(default=None, ge=1)
-    high: int | None = Field(default=None, ge=1)
+    low: BudgetCall | None = None
+    high: BudgetCall | None = None
 
-    def as_dict(self) -> dict[Detail, int]:
-        """K of every level that has one."""
-        budgets: dict[Detail, int] = self.model_dump(exclude_none=True)  # type: ignore[assignment]
-        return budgets
+    def as_dict(self) -> dict[Detail, BudgetCall]:
+        """Budget of every level that has one."""
+        return {level: b for level in DETAIL_LEVELS if (b := dict(self)[level]) is not None}
 
 
 Level = Literal["none", "budget", "shipped-states", "states"]
@@ -221,21 +225,19 @@ class Settings(BaseModel):
     """Settings of a server, each given as text by its flag or as a value from Python."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
-    _numbers = field_validator(
-        *("budget", "feature_cache_gb", "recall", "request_cost"), mode="before"
-    )(_refuse_boolean)
+    _numbers = field_validator("feature_cache_gb", "recall", "request_cost", mode="before")(
+        _refuse_boolean
+    )
 
     state: PruningState = _flag(
         "PATH|NAME",
         "Pruning state to serve: a JSON file, or the name of one that ships with the package "
         "(such as `autoprune`). Without it the plugin is inert.",
     )
-    budget: int | None = _flag(
-        "K",
-        "Visual tokens kept of every image, instead of the state's own budget.",
-        fix=f"give the number of tokens to keep, from 1 to {MAX_BUDGET}, such as 64",
-        ge=1,
-        le=MAX_BUDGET,
+    budget: BudgetCall | None = _flag(
+        "K|SHARE[:MIN-MAX]",
+        "Visual tokens kept of every image, instead of the state's own budget: a number, or a "
+        "share of its tokens such as 1/8, 12.5% or 1/8:64-640.",
     )
     text_tower: TextTower | None = _flag(
         "PATH|HF_ID",
@@ -261,7 +263,8 @@ class Settings(BaseModel):
     )
     detail: _DetailBudgets = _flag(
         "low=K,high=K",
-        "Visual tokens kept of an image whose `image_url.detail` in a request is `low` or `high`, "
+        "Budget, as of --autoprune-budget, of an image whose `image_url.detail` in a request is "
+        "`low` or `high`, "
         "whatever --autoprune-requests allows. Unless given, `image_url.detail` changes nothing.",
     )
     recall: int = _flag(
@@ -305,10 +308,11 @@ class Settings(BaseModel):
         except StateError as error:
             raise _locate(where, error) from None
 
-    @field_validator("budget")
+    @field_validator("budget", mode="plain")
     @classmethod
-    def check_budget(cls, budget: int | None, info: ValidationInfo) -> int | None:
-        """K that the state can keep."""
+    def read_budget(cls, value: object, info: ValidationInfo) -> BudgetCall | None:
+        """A budget that the state can keep."""
+        budget = _read_budget(value)
         if "state" in info.data:
             try:
                 materialize(info.data["state"], budget)
@@ -360,16 +364,21 @@ class Settings(BaseModel):
             detail = _DetailBudgets()
         budgets = detail.as_dict()
         if repeats or not budgets:
-            what = f"{str(value)[:80]!r} is not one number of tokens for low, high or both"
-            raise _refuse(DETAIL_FLAG, what, "give low=64,high=256, or one of the two")
-        if budgets.get("low", 0) > budgets.get("high", MAX_BUDGET):
-            what = f"low = {detail.low} keeps more tokens than high = {detail.high}"
-            raise _refuse(DETAIL_FLAG, what, "give low the smaller budget")
+            what = f"{str(value)[:80]!r} is not one budget for low, high or both"
+            fix = "give low=64,high=256, or low=1/16,high=1/4, or one of the two"
+            raise _refuse(DETAIL_FLAG, what, fix)
+        if detail.low and detail.high:
+            low, high = ([b.tokens_kept(2**i) for i in range(17)] for b in budgets.values())
+            if any(few > many for few, many in zip(low, high, strict=True)):
+                what = f"low = {detail.low.rule()} can keep more than high = {detail.high.rule()}"
+                raise _refuse(DETAIL_FLAG, what, "give low the smaller budget")
         most = info.data.get("requests", DEFAULT_RULES).maximum
         for level, budget in budgets.items():
-            if budget > most:
-                what = f"{level} = {budget}, and {REQUESTS_FLAG} allows {most} at most"
-                raise _refuse(DETAIL_FLAG, what, "lower the budget, or raise the range")
+            if (largest := budget.range()[1]) > most:
+                what = f"{level} = {budget.rule()} keeps up to {largest} tokens, and "
+                what += f"{REQUESTS_FLAG} allows {most} at most"
+                fix = f"lower it (a share by a bound: 1/8:1-{most}), or raise the range"
+                raise _refuse(DETAIL_FLAG, what, fix)
             if "state" in info.data:
                 try:
                     materialize(info.data["state"], budget)
@@ -477,7 +486,7 @@ def add_flags(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
             dest=f"autoprune_{name}",
             default=argparse.SUPPRESS,
             metavar=_read_extra(name, "metavar"),
-            help=setting.description,
+            help=(setting.description or "").replace("%", "%%"),
         )
     for action in parser._actions:
         if "--additional-config" in action.option_strings:

@@ -220,10 +220,9 @@ def _resolve_settings(raw: object, vllm_config: VllmConfig) -> ServedState:
     served = ServedState(
         architecture,
         state,
-        policy.budget,
+        settings.budget or state.budget,
         settings.text_tower,
         int(settings.feature_cache_gb * (1 << 30)),
-        settings.budget is None and materialize(state).varies,
         settings.rules,
         unavailable,
     )

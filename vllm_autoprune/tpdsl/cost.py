@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import Any
 
 from vllm_autoprune.errors import Problem, StateError
-from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
+from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET
 from vllm_autoprune.tpdsl.state import PruningState
 
 FLAG = "--autoprune-request-cost"

@@ -8,28 +8,27 @@ from functools import lru_cache
 from pydantic import JsonValue
 
 from vllm_autoprune.errors import BudgetError, Problem
+from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET, BudgetCall
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, INSTRUCTION_NEEDS, BasePolicy
 from vllm_autoprune.tpdsl.state import SCHEMA, Core, PruningState
 from vllm_autoprune.tpdsl.tokens import Need, RankAt
-
-MAX_BUDGET = 65536
 
 
 @dataclass(frozen=True, slots=True)
 class PruningPolicy:
     """pi_alpha^(K): a state with every budget-dependent field resolved (equation 6).
 
-    ``varies`` is true if K depends on the size of an image: ``budget`` is then the largest K of any
-    image, and :meth:`at` gives the policy for one size. The first ``core`` tokens of K are chosen
-    without the question, the others given them; ``cover`` is the part of all tokens that may be
-    merged into the kept ones, the most similar ones.
+    ``by_size`` gives K where it depends on the size of an image: ``budget`` is then the largest K
+    of any image, and :meth:`at` gives the policy for one size. The first ``core`` tokens of K are
+    chosen without the question, the others given them; ``cover`` is the part of all tokens that may
+    be merged into the kept ones, the most similar ones.
     """
 
     state: PruningState
     budget: int
     quota: int
     r_min: int
-    varies: bool = False
+    by_size: BudgetCall | None = None
     core: int = 0
     cover: float = 1.0
 
@@ -99,22 +98,23 @@ class PruningPolicy:
 
     def at(self, tokens: int, tiles: int = 1) -> PruningPolicy:
         """Policy for images of N tokens in T tiles; itself if K does not depend on the size."""
-        if not self.varies:
+        if self.by_size is None:
             return self
-        return materialize(self.state, self.state.budget.tokens_kept(tokens, tiles))
+        return materialize(self.state, self.by_size.tokens_kept(tokens, tiles))
 
 
 def materialize(
-    state: PruningState, budget: int | None = None, core: int | None = None
+    state: PruningState, budget: int | BudgetCall | None = None, core: int | None = None
 ) -> PruningPolicy:
-    """Policy of a state at its own budget or at another one.
+    """Policy of a state at its own budget or at another one, K or a rule for it.
 
     Only budget-dependent fields are resolved: K, r_min = K - q_e if the state's r_min is null, and
     the number of core tokens, if the state has a core. ``core`` is another number of them, which a
     server sets so that the core fills whole KV blocks. Raises :class:`BudgetError` if the state
     does not allow the budget.
     """
-    least, most = state.budget.range() if budget is None else (budget, budget)
+    rule = state.budget if budget is None else budget
+    least, most = rule.range() if isinstance(rule, BudgetCall) else (rule, rule)
     if isinstance(most, bool) or not isinstance(most, int) or not 1 <= most <= MAX_BUDGET:
         what = f"K = {most!r} is not a number of tokens"
         fix = f"give a whole number from 1 to {MAX_BUDGET}"
@@ -122,16 +122,16 @@ def materialize(
     if problems := state.budget_problems(least, most):
         raise BudgetError(f"budget of state {state.name!r}", problems)
     quota, r_min = state.constraints.selector.bounds(most)
-    varies = budget is None and least != most
+    by_size = rule if isinstance(rule, BudgetCall) and least != most else None
     if state.core is None and core:
         raise _no_core(state)
     if state.core is None:
-        return PruningPolicy(state=state, budget=most, quota=quota, r_min=r_min, varies=varies)
+        return PruningPolicy(state, most, quota, r_min, by_size)
     core = state.core.tokens(most) if core is None else core
     if not 0 <= core <= most:
         fix = f"use 0 to {most}"
         raise BudgetError("core", [Problem("/core", f"{core} core tokens of K = {most}", fix)])
-    return PruningPolicy(state, most, min(quota, most - core), r_min, varies, core)
+    return PruningPolicy(state, most, min(quota, most - core), r_min, by_size, core)
 
 
 def _no_core(state: PruningState) -> BudgetError:

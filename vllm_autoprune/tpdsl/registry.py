@@ -65,6 +65,10 @@ class AtomCall(StatePart):
 
     atom: str
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # As JSON text: the models of atoms are created at run time and have no import path.
+        return _load_call, (self.atom, self.model_dump_json())
+
     @property
     def idle(self) -> bool:
         """Whether the call changes nothing, so that it reads nothing and need not be run."""
@@ -82,6 +86,10 @@ def added(default: Any, **field: Any) -> Any:
     It is written only where it differs from the default, so the digests of those states stay.
     """
     return Field(default, exclude_if=lambda value: value == default, **field)
+
+
+def _load_call(name: str, text: str) -> AtomCall:
+    return ATOMS[name].call.model_validate_json(text)
 
 
 Reads = Callable[..., frozenset[Need]]

@@ -21,10 +21,10 @@ from vllm_autoprune.backbones import BackboneShape
 from vllm_autoprune.errors import Problem, StateError
 from vllm_autoprune.tpdsl.atoms.safety import SafetyRecord
 from vllm_autoprune.tpdsl.atoms.scoring import Relevance
-from vllm_autoprune.tpdsl.atoms.source import FIXED_BUDGETS, ViewCall
+from vllm_autoprune.tpdsl.atoms.source import FIXED_BUDGETS, BudgetCall, ViewCall
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, INSTRUCTION_NEEDS
 from vllm_autoprune.tpdsl.loading import child_pointer
-from vllm_autoprune.tpdsl.materialize import MAX_BUDGET, PruningPolicy, materialize
+from vllm_autoprune.tpdsl.materialize import PruningPolicy, materialize
 from vllm_autoprune.tpdsl.registry import ATOMS, default_call
 from vllm_autoprune.tpdsl.safety import MAX_PROBED_BUDGET, safety_check, synthetic_probes
 from vllm_autoprune.tpdsl.state import PruningState
@@ -178,7 +178,7 @@ _SPACES = {"clip": "CLIP's joint space", "language": "the language model's embed
 
 def transfer(
     state: PruningState,
-    budget: int | None = None,
+    budget: int | BudgetCall | None = None,
     backbone: BackboneShape | None = None,
     name: str | None = None,
 ) -> tuple[PruningState, tuple[Change, ...]]:
@@ -189,20 +189,21 @@ def transfer(
     document: dict[str, Any] = state.document()
     why: dict[str, str] = {}
     call, selector = state.budget, state.constraints.selector
-    if budget is not None and not 1 <= budget <= MAX_BUDGET:
-        materialize(state, budget)  # raises BudgetError
-    if budget is not None and call.range() != (budget, budget):
-        why["/budget"] = f"K = {budget}"
-        document["budget"] = {"limit": call.limit, "atom": f"fixed_budget@{budget}"}
-        if budget not in FIXED_BUDGETS:
+    new = call if budget is None else BudgetCall.parse(budget)
+    least, most = new.range()
+    if new.rule() != call.rule():
+        why["/budget"] = f"K = {new.rule()}"
+        document["budget"] = {**new.model_dump(mode="json"), "limit": call.limit}
+        if most in FIXED_BUDGETS and least == most:
+            document["budget"] = {"limit": call.limit, "atom": f"fixed_budget@{most}"}
+        elif least == most:
             why["/budget"] += ", which has no atom: a ratio budget with equal floor and ceiling"
-            document["budget"] = {"limit": call.limit, "atom": "ratio_budget"}
-            document["budget"] |= {"ratio": 1.0, "floor": budget, "ceiling": budget}
         if selector.insists_on is not None:
-            _, r_min = selector.model_copy(update={"r_min": None}).bounds(budget)
+            _, r_min = selector.model_copy(update={"r_min": None}).bounds(most)
             why["/constraints/selector/r_min"] = f"r_min = K - q_e = {r_min}"
             # The grammar allows at most 640; null, which means K - q_e, has no bound.
-            document["constraints"]["selector"]["r_min"] = r_min if r_min <= 640 else None
+            fixed = least == most and r_min <= 640
+            document["constraints"]["selector"]["r_min"] = r_min if fixed else None
     if backbone is not None:
         if state.source.tokens.atom == "vision_tokens@vision_tower" and not backbone.tower_rows:
             view = default_call(ViewCall, "vision_tokens@post_projector")
@@ -218,18 +219,18 @@ def transfer(
             if isinstance(signal, Relevance) and signal.sign != "auto":
                 document["scoring"]["signals"][index]["sign"] = backbone.sign
     if why or name is not None:
-        k = materialize(state).budget if budget is None else budget
-        target = f"K = {k}" + (f" on {backbone.name}" if backbone else "")
+        target = f"K = {new.rule()}" + (f" on {backbone.name}" if backbone else "")
         if name is None:  # autoprune-k32 -> autoprune-llava-next-7b-k160, within 128 characters
-            suffix = (f"-{backbone.name}" if backbone else "") + f"-k{k}"
-            name = re.sub(r"(?<=.)-k\d+$", "", state.name)[: 128 - len(suffix)] + suffix
+            suffix = (f"-{backbone.name}" if backbone else "") + f"-k{new.rule()}"
+            suffix = re.sub("[/:]", "-", suffix.replace(" ", ""))  # no path: k1-8, k1-8-64-640
+            name = re.sub(r"(?<=.)-k\d[\d-]*$", "", state.name)[: 128 - len(suffix)] + suffix
         document["name"], why["/name"] = name, "distinguishes the two states"
         origin = f"Re-materialized from {state.name} ({state.digest[:12]}) for {target}."
         notes = f"{state.provenance.notes} {origin}".strip()
         document["provenance"] |= {"evaluated_on": "", "scores": {}, "notes": notes}
         why["/provenance"] = f"what was measured before the transfer does not hold for {target}"
     transferred = PruningState.model_validate(document)
-    materialize(transferred, budget)  # raises BudgetError
+    materialize(transferred)  # raises BudgetError
     return transferred, _explain(state, transferred, why)
 
 

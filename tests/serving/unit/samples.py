@@ -34,6 +34,7 @@ from vllm_autoprune.serving.startup import _resolve_settings
 from vllm_autoprune.serving.worker.batch import ModelParts, SelectionContext, prune_images
 from vllm_autoprune.serving.worker.features import ImageFeatures, IndexCache, Region
 from vllm_autoprune.serving.worker.selection import FallbackReporter, FirstImageCheck
+from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 from vllm_autoprune.tpdsl.tokens import Grid
 
 LLAVA = "LlavaForConditionalGeneration"
@@ -79,12 +80,12 @@ def vllm_config(
 
 def served(
     changes: dict[str, object] | None = None,
-    budget: int = 8,
+    budget: int | str = 8,
     tower: TextTower | None = None,
     cache_bytes: int = 0,
 ) -> ServedState:
     """The shipped state with some fields changed, as a ServedState."""
-    return ServedState(LLAVA, state(changes), budget, tower, cache_bytes)
+    return ServedState(LLAVA, state(changes), BudgetCall.parse(budget), tower, cache_bytes)
 
 
 def region(seed: int, grid: Grid, width: int = 16) -> Region:
@@ -222,7 +223,7 @@ class Sender:
     def __init__(
         self,
         folder: Any,
-        budget: int,
+        budget: int | str,
         rules: RequestRules = DEFAULT_RULES,
         architecture: str = QWEN,
         placeholder: str = "<|image_pad|>",

@@ -212,7 +212,7 @@ def rules(level: Any = "states", most: int = 64, **fields: Any) -> PlanRules:
 LACKING = PlanRules(replace(rules().served, unavailable=(("language", "not here"),)), VOCABULARY)
 TOWER = TextTower("some/clip", 1, "because", 77, 768, 1024, vocabulary=10)
 WITH_TOWER = PlanRules(replace(rules().served, tower=TOWER), VOCABULARY)
-DETAIL = _DetailBudgets(low=4, high=10)
+DETAIL = _DetailBudgets.model_validate({"low": 4, "high": 10})
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,29 @@ def stock_identity(sender: Sender, image: Any) -> str:
 # ---- identities of images, and names that clients give them ----
 
 
+@pytest.mark.parametrize(
+    ("server", "asked"),
+    [
+        *((8, said) for said in ("1/4", "25%", ["16", "1/4"], "16/64:1-640", "1/4:1-16")),
+        *((said, None) for said in ("1/4", "25.0%:1-16")),
+    ],
+)
+def test_a_budget_is_k_of_each_image_however_it_is_said(
+    folder: Any, server: int | str, asked: object
+) -> None:
+    """Equal K are one identity, key and plan; other K are others, also where a share is the same.
+
+    N = 64 and 4, through one processor cache.
+    """
+    by_number = Sender(folder, budget=8).with_cache().send([LARGE, SMALL], budget=[16, 1])
+    sender = Sender(folder, budget=server).with_cache()
+    other = sender.send([LARGE, SMALL], budget="1/2")
+    said = sender.send([LARGE, SMALL], budget=asked)
+    assert (said.identities, said.plans) == (by_number.identities, by_number.plans)
+    assert (said.lengths, other.lengths) == ([16, 1], [32, 2])
+    assert len({*said.identities, *other.identities}) == 4
+
+
 @pytest.mark.parametrize("modality", ["image", "video"])
 def test_no_uuid_is_the_identity_of_an_image(folder: Any, modality: str) -> None:
     """Whoever knows a public image can compute both of its identities, and send other pixels.

@@ -32,6 +32,7 @@ from vllm_autoprune.serving.served_state import ATTRIBUTE, NEEDS, ServedState, l
 from vllm_autoprune.serving.settings import LEVELS, RequestRules, _DetailBudgets
 from vllm_autoprune.serving.startup import _resolve_settings
 from vllm_autoprune.tpdsl.atoms.safety import Verdict
+from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 
 REFUSALS = read_table("refusals")
 """Requests and their answers, which ``test_server.py`` gets over HTTP."""
@@ -43,7 +44,13 @@ def senders(folder: Any) -> Callable[[str], Sender]:
 
     @cache
     def sender(level: Any) -> Sender:
-        rules = RequestRules(level, 2, 256, explicit=True, detail=_DetailBudgets(low=4, high=16))
+        rules = RequestRules(
+            level,
+            2,
+            256,
+            explicit=True,
+            detail=_DetailBudgets.model_validate({"low": 4, "high": 16}),
+        )
         return Sender(folder, budget=8, rules=rules).with_blocks(16)
 
     return sender
@@ -133,7 +140,11 @@ BUDGET, STATE = "x-autoprune-budget", "x-autoprune-state"
 
 
 @pytest.mark.parametrize(
-    ("text", "budget"), [("64", 64), ("[64, 32]", [64, 32]), ('{"shared": 96}', {"shared": 96})]
+    ("text", "budget"),
+    [
+        *(("64", 64), ("[64, 32]", [64, 32]), ('{"shared": 96}', {"shared": 96})),
+        *(("1/8:4-64", "1/8:4-64"), ('[64, "12.5%"]', [64, "12.5%"])),
+    ],
 )
 def test_a_header_says_what_the_entry_says_and_agrees_with_it(text: str, budget: object) -> None:
     fields: dict[str, object] = {"budget": budget, "state": "visionzip"}
@@ -141,6 +152,7 @@ def test_a_header_says_what_the_entry_says_and_agrees_with_it(text: str, budget:
     for agreeing in (None, {"budget": None}, {"budget": budget}, {"state": "visionzip"}):
         assert _join_headers(agreeing, headers) == fields
     assert _join_headers({"keep": "state"}, headers) == {"keep": "state", **fields}
+    assert _join_headers({"budget": "50%"}, [(BUDGET, "1/2")]) == {"budget": "1/2"}
     for malformed in ([(BUDGET, "9" * 5000)], [(BUDGET, "[" * 5000)], [headers[0]] * 2):
         with pytest.raises(RequestError) as caught:
             _join_headers({}, malformed)
@@ -151,7 +163,7 @@ def test_a_header_says_what_the_entry_says_and_agrees_with_it(text: str, budget:
 # ---- K, state and control of each image ----
 
 N = 144
-DETAIL = _DetailBudgets(low=4, high=32)
+DETAIL = _DetailBudgets.model_validate({"low": 4, "high": 32})
 
 
 def server(level: Any = "states", least: int = 1, most: int = 65536, **fields: Any) -> ServedState:
@@ -166,6 +178,7 @@ def resolve(asked: object, *sizes: int, on: ServedState | None = None) -> list[I
 
 BOUNDED = server(least=8, most=64)
 DETAILED = server(detail=DETAIL)
+SHARES = _DetailBudgets.model_validate({"low": "1/16", "high": "1/4:1-64"})
 BY_DETAIL = [server(level, detail=DETAIL) for level in LEVELS]
 LOW_HIGH = {"details": ["low", "high"]}
 POOR = server(unavailable=(("language", "--enable-lora: because"),))
@@ -180,6 +193,13 @@ VISIONZIP = load_state("visionzip").budget.range()[1]
         (server(), {"budget": {"shared": 33}}, (10, N), [10, 23]),
         (server(), {"enabled": False}, (N, 5), [N, 5]),
         (BOUNDED, {"budget": [8, 64]}, (N, N), [8, 64]),
+        # Shares, of which MIN and MAX bound what an image gets.
+        (BOUNDED, {"budget": "1/8"}, (N, 64, 512), [18, 8, 64]),
+        (BOUNDED, {"budget": ["12.5%:8-64", "1/3", 9]}, (2880, N, N), [64, 48, 9]),
+        (BOUNDED, {"budget": "1/8:64-64"}, (N, 20), [64, 20]),
+        (server(), {"budget": {"shared": "1/4"}}, (20, N), [20, 21]),
+        (server(budget=BudgetCall.parse("1/8:4-16")), None, (N, 8, 64), [16, 4, 8]),
+        (server("none", detail=SHARES), LOW_HIGH, (N, 576), [9, 64]),
         # Neither the server's own budget nor what is recalled has a least one.
         (server(least=16, most=64), None, (N,), [8]),
         *((server("budget", 16, 64), {"recall": tokens}, (N,), [8]) for tokens in (0, 1, 64)),
@@ -187,7 +207,7 @@ VISIONZIP = load_state("visionzip").budget.range()[1]
         (POOR, {"state": "fastv", "budget": N}, (N,), [N]),
         # Details count at every level, where the operator gave them and the request sets nothing.
         *((on, {"details": ["low", None, "high"]}, (N, N, 20), [4, 8, 20]) for on in BY_DETAIL),
-        (server(detail=_DetailBudgets(low=4)), LOW_HIGH, (N, N), [4, 8]),
+        (server(detail=_DetailBudgets.model_validate({"low": 4})), LOW_HIGH, (N, N), [4, 8]),
         (DETAILED, {**LOW_HIGH, "budget": {"shared": 9}}, (N, N), [5, 4]),
         (DETAILED, {"state": "visionzip", "details": ["low", None]}, (N, N), [4, VISIONZIP]),
         (DETAILED, {"details": ["low"]}, (N, N), [8, 8]),
@@ -201,6 +221,12 @@ def test_each_image_keeps_k_of_its_tokens(
     plans = resolve(asked, *sizes, on=on)
     expected = [(budget, size, NO_KEY) for budget, size in zip(budgets, sizes, strict=True)]
     assert [(plan.budget, plan.tokens, plan.key) for plan in plans] == expected
+
+
+@pytest.mark.parametrize(("budget", "k"), [("1/19", 7), ("1/2", 72), ("1/8:100-640", 100)])
+def test_what_a_share_gives_an_image_has_to_be_in_the_range(budget: str, k: int) -> None:
+    with pytest.raises(RequestError, match=f"K = {k}, .* 8 to 64 -> .* 1/8:8-64"):
+        resolve({"budget": budget}, on=BOUNDED)
 
 
 def test_a_budget_may_follow_the_tiles() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -48,9 +49,13 @@ def test_each_setting_is_read_from_text_and_numbers() -> None:
     forms = ("autoprune", file, str(file), file.read_text(), shipped("autoprune"))
     for state in (*forms, load_state("autoprune")):
         assert (server := resolve(state=state)).state.digest == digest
-    assert (server.budget, server.tower, server.cache_bytes) == (32, None, 1 << 28)
-    for budget in (64, "64", " 64 "):
-        assert resolve(budget=budget).policy().budget == 64
+    assert (server.budget.rule(), server.tower, server.cache_bytes) == (32, None, 1 << 28)
+    for budget in (64, "64", " 64 ", "1/8:1-64", "12.5%:8-64"):
+        served_by_flag = pickle.loads(pickle.dumps(resolve(budget=budget)))
+        assert served_by_flag.policy().budget == 64 == served_by_flag.policy().at(512).budget
+    assert resolve(budget="1/3", state="cdpruner").policy().at(144) == (
+        resolve(budget=48, state="cdpruner").policy()
+    )
     for size, count in ((0, 0), ("0", 0), (2, 1 << 31), ("0.5", 1 << 29), (1024, 1 << 40)):
         assert resolve(feature_cache_gb=size).cache_bytes == count
     assert (resolve().rules.cost, resolve(request_cost="750").rules.cost) == (DEFAULT_COST, 750.0)
@@ -59,7 +64,9 @@ def test_each_setting_is_read_from_text_and_numbers() -> None:
     for detail in ("low=16,high=64", {"low": 16, "high": "64"}):
         for requests in (None, "none", "budget:32-64"):
             rules = resolve(requests=requests, detail=detail).rules
-            assert rules.detail == _DetailBudgets(low=16, high=64)
+            assert rules.detail == _DetailBudgets.model_validate({"low": 16, "high": 64})
+    shares = resolve(detail="low=1/16:1-64,high=25%:1-640", requests="budget:1-640").describe()
+    assert shares["detail"] == {"low": "1/16:1-64", "high": "1/4:1-640"}
     tower = resolve(text_tower=str(CLIP)).tower
     assert tower is not None
     assert (tower.path, tower.sign, tower.vocabulary) == (str(CLIP), 1, 478)
@@ -92,9 +99,20 @@ INVALID: dict[str, tuple[object, ...]] = {
     "request_cost": ("much", 0, "nan", "inf", 1e9, True),
     "requests": ("all", "", "Budget", "budget:16", "budget:-3-8", "budget:9-8", "budget,none", 3),
     "recall": ("x", -1, 1.5, 65537, True),
-    "detail": ("auto=64", "", 64, ["low=64"], {1: 64}, {}, {"low": True}, "low=0", "low=6.5"),
+    "detail": (
+        "low=9/8",
+        "auto=64",
+        "",
+        64,
+        ["low=64"],
+        {1: 64},
+        {},
+        {"low": True},
+        "low=0",
+        "low=6.5",
+    ),
 }
-ABOVE = "low = 65, and --autoprune-requests allows 64 at most"
+ABOVE = "low = 65 keeps up to 65 tokens, and --autoprune-requests allows 64 at most"
 
 
 @pytest.mark.parametrize(
@@ -113,10 +131,11 @@ ABOVE = "low = 65, and --autoprune-requests allows 64 at most"
             for value in ({1, 2}, nest(100_000), 10**5000, b"bytes")
         ),
         *(
-            ({**STATE, "budget": value}, "--autoprune-budget", f"{str(value)!r} is not a number")
-            for value in (0, "-1", 65537, "x", 1.5, "", [8], True)
+            ({**STATE, "budget": value}, "--autoprune-budget", "is not a budget")
+            for value in (0, "-1", 65537, "x", 1.5, "", [8], True, "9/8", "1/8:640-64")
         ),
         ({"state": LIMITED, "budget": 64}, "--autoprune-budget#/budget/limit", ""),
+        ({"state": LIMITED, "budget": "1/8"}, "--autoprune-budget#/budget/limit", "K = 65536"),
         ({"state": FIXED, "budget": 16}, "--autoprune-budget#/constraints/selector/r_min", "32"),
         *(
             ({**STATE, name: value}, f"--autoprune-{name.replace('_', '-')}", "")
@@ -124,9 +143,11 @@ ABOVE = "low = 65, and --autoprune-requests allows 64 at most"
             for value in values
         ),
         ({**TO_64, "recall": 65}, "--autoprune-recall", "allows 64 at most"),
-        ({**STATE, "detail": "low=8,low=4"}, "--autoprune-detail", "one number"),
-        ({**STATE, "detail": "low=8,high=4"}, "--autoprune-detail", "keeps more tokens than"),
-        ({**STATE, "detail": "high=99999"}, "--autoprune-detail", "high = 99999"),
+        ({**STATE, "detail": "low=8,low=4"}, "--autoprune-detail", "one budget"),
+        ({**STATE, "detail": "low=8,high=4"}, "--autoprune-detail", "can keep more than"),
+        ({**STATE, "detail": "low=1/4,high=64"}, "--autoprune-detail", "1/4 can keep more than"),
+        ({**STATE, "detail": "high=99999"}, "--autoprune-detail", "high=99999"),
+        ({**TO_64, "detail": "low=1/8"}, "--autoprune-detail", "up to 65536 tokens, and"),
         ({**TO_64, "detail": "low=65"}, "--autoprune-detail", ABOVE),
         ({"state": FIXED, "detail": "low=16,high=64"}, "--autoprune-detail low#", ""),
     ],

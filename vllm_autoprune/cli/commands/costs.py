@@ -26,6 +26,7 @@ from vllm_autoprune.cli.flags import (
     argument,
     command,
     flag_problems,
+    read_budget,
     read_connection,
 )
 from vllm_autoprune.cli.output import format_paragraphs, format_table, print_result
@@ -45,11 +46,11 @@ _NAMES = {"block": "--block-size", "prefill": "--prefill-ms-per-token"} | {
     argument("--backbone", required=True, metavar="NAME", help=", ".join(BACKBONE_SHAPES)),
     argument(
         "--tokens",
-        type=int,
+        type=read_budget,
         nargs="+",
         metavar="K",
-        help="visual tokens of one image; the others are compared with the first (default: all "
-        "tokens, and a ninth of them)",
+        help="visual tokens of one image, or a share of them such as 1/8; the others are compared "
+        "with the first (default: all tokens, and a ninth of them)",
     ),
     argument("--text", type=int, default=0, metavar="T", help="text tokens counted too"),
     epilog="Example: vllm-autoprune cost --backbone llava-next-7b --tokens 2880 320",
@@ -57,7 +58,9 @@ _NAMES = {"block": "--block-size", "prefill": "--prefill-ms-per-token"} | {
 def _print_cost(options: argparse.Namespace) -> int:
     """Print FLOPs of prefill and bytes of KV cache."""
     shape = find_backbone(options.backbone)
-    budgets: list[int] = options.tokens or [shape.tokens, shape.tokens // 9]
+    budgets = [shape.tokens, shape.tokens // 9]
+    if options.tokens:
+        budgets = [budget.tokens_kept(shape.tokens, shape.tiles) for budget in options.tokens]
     costs = [shape.estimate_cost(k, text=options.text) for k in budgets]
     record = {
         "backbone": shape.name,
@@ -95,7 +98,12 @@ def _parse_size(text: str) -> tuple[int, int]:
 
 def _add_advise(parser: argparse.ArgumentParser) -> None:
     group, sizes = parser.add_argument_group("traffic"), list(Traffic.model_fields)
-    add_flags(group, Traffic, _NAMES, sizes[:4], numbers=True)
+    add_flags(group, Traffic, _NAMES, sizes[:2], numbers=True)
+    text = f"{Traffic.model_fields['budget'].description}, as 64 or as 1/8"
+    group.add_argument(
+        "--budget", metavar="K", type=read_budget, default=argparse.SUPPRESS, help=text
+    )
+    add_flags(group, Traffic, _NAMES, sizes[3:4], numbers=True)
     text = "read --budget and --core from a state, by file or name"
     group.add_argument("--state", metavar="STATE", help=text)
     add_flags(group, Traffic, _NAMES, sizes[4:], numbers=True)
@@ -174,6 +182,8 @@ def _read_inputs(options: argparse.Namespace) -> tuple[Traffic, Timings, Inputs]
         with ServerClient(options.server, read_connection(options)) as client:
             report = partial(print, "probe:", file=sys.stderr, flush=True)
             probe_server(client, options.probe, inputs, options.model, report)
+    if "budget" in flags:
+        values["budget"] = flags["budget"].tokens_kept(values.get("tokens", 1))
     if state is not None:
         # Instead of the server's, but not of the flags'; K may depend on N, which was found now.
         if "budget" not in flags and "tokens" in values:

@@ -41,7 +41,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "exchange of autoprune; repeatable (default: autoprune)"
     )
     add("--state", action="append", metavar="STATE", help=text)
-    add("--budgets", type=int, nargs="+", default=[64], metavar="K", help="budgets (default 64)")
+    text = "budgets: K, or a share of N as 1/8 or 1/8:64-640 (default 64)"
+    add("--budgets", nargs="+", default=["64"], metavar="K", help=text)
 
     add = parser.add_argument_group("lmms").add_argument
     text = "OpenAI-compatible judge, for MMBench, MM-Vet and HallBench (default: OPENAI_API_URL)"

@@ -7,7 +7,7 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from vllm_autoprune.cli.flags import argument, command
+from vllm_autoprune.cli.flags import argument, command, read_budget
 from vllm_autoprune.cli.output import print_result, write_file
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.tpdsl.loading import load_state
@@ -32,7 +32,7 @@ from vllm_autoprune.tpdsl.materialize import materialize
         help="CLIP checkpoint that measures relevance, as for `vllm serve`",
     ),
     argument("--state", default="autoprune", help="file, or name of a shipped state"),
-    argument("--budget", type=int, metavar="K", help="tokens kept"),
+    argument("--budget", type=read_budget, metavar="K", help="tokens kept: 64, or 1/8 of them"),
     argument("-o", "--output", type=Path, metavar="FILE", help="picture to write, a .png"),
 )
 def _explain_image(options: argparse.Namespace) -> int:

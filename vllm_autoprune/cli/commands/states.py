@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, JsonValue, TypeAdapter, ValidationError
 
 from vllm_autoprune.backbones import BACKBONE_SHAPES, find_backbone
-from vllm_autoprune.cli.flags import argument, command
+from vllm_autoprune.cli.flags import argument, command, read_budget
 from vllm_autoprune.cli.output import (
     format_definitions,
     format_paragraphs,
@@ -64,7 +64,7 @@ def _list_states(options: argparse.Namespace) -> int:
     policies = sorted((materialize(load_state(n)) for n in shipped_states()), key=_order_to_try)
     records, rows, hidden = list[dict[str, Any]](), list[list[object]](), Counter[str]()
     for policy in policies:
-        name, rule = policy.state.name, policy.state.budget.rule()
+        name, rule = policy.state.name, f"{policy.state.budget.rule()}"
         exchanges = "all" if policy.quota == policy.budget else policy.quota
         record = {
             "name": name,
@@ -117,7 +117,7 @@ def _order_to_try(policy: PruningPolicy) -> tuple[int, float, str]:
 @command(
     "show",
     _STATE,
-    argument("--budget", type=int, help="show it at this K instead of its own"),
+    argument("--budget", type=read_budget, metavar="K", help="show it at this K, or share of N"),
 )
 def _show_state(options: argparse.Namespace) -> int:
     """Describe a state: what it keeps, what was measured, its parts and its origin."""
@@ -234,13 +234,13 @@ def _list_parts(policy: PruningPolicy) -> dict[str, list[_Part]]:
 
 def _budget_range(policy: PruningPolicy) -> tuple[int, int]:
     """Smallest and largest K of an image."""
-    return policy.state.budget.range() if policy.varies else (policy.budget, policy.budget)
+    return policy.by_size.range() if policy.by_size else (policy.budget, policy.budget)
 
 
 def _describe_policy(policy: PruningPolicy) -> list[str]:
     """Sentences that say what a policy keeps, exchanges and reads."""
     state, base, (least, most) = policy.state, policy.base.name, _budget_range(policy)
-    count = f"{most}" if least == most else f"{least} to {most}, by its size,"
+    count = f"{policy.by_size.rule()} of the" if policy.by_size else f"{most}"
     words = [f"Keeps {count} visual tokens of every image, starting from those that {base} picks."]
     if state.core is not None and policy.core:
         name = state.core.policy.name
@@ -362,7 +362,7 @@ def _list_atoms(options: argparse.Namespace) -> int:
 @command(
     "materialize",
     _STATE,
-    argument("--budget", type=int, metavar="K", help="tokens one image contributes"),
+    argument("--budget", type=read_budget, metavar="K", help="tokens of one image: 64, or 1/8"),
     argument("--backbone", metavar="NAME", help=", ".join(BACKBONE_SHAPES)),
     argument(
         "--instruction-free",
@@ -380,7 +380,7 @@ def _materialize_state(options: argparse.Namespace) -> int:
         state, changes = instruction_free(state)
     state, further = transfer(state, options.budget, backbone, options.name)
     changes += further
-    policy = materialize(state, options.budget)
+    policy = materialize(state)
     safety = check_transfer(policy, backbone)
     record = {
         "name": state.name,
@@ -396,7 +396,7 @@ def _materialize_state(options: argparse.Namespace) -> int:
     table = format_table(["changed", "before", "after", "why"], rows, wrap=True)
     verdict = "valid" if safety.valid else "fails; nothing is written"
     blocks = [
-        f"{state.name}: K = {policy.budget}, digest {state.digest[:12]}",
+        f"{state.name}: K = {state.budget.rule()}, digest {state.digest[:12]}",
         table if changes else "no field changes",
         "\n".join([f"safety check: {verdict}", *_format_verdicts(safety)]),
     ]
@@ -419,7 +419,7 @@ def _format_verdicts(safety: SafetyRecord) -> list[str]:
 @command(
     "validate",
     argument("state", nargs="+", help="file, or name of a shipped state"),
-    argument("--budget", type=int, help="check at this K instead of the state's own"),
+    argument("--budget", type=read_budget, metavar="K", help="check at this K, or share of N"),
 )
 def _validate_states(options: argparse.Namespace) -> int:
     """Check states, run their safety check, warn where resizing images was better.
@@ -428,7 +428,8 @@ def _validate_states(options: argparse.Namespace) -> int:
     """
     records, lines = list[dict[str, Any]](), list[str]()
     for source in options.state:
-        record: dict[str, Any] = {"source": source, "valid": False, "budget": options.budget}
+        budget = options.budget and options.budget.rule()
+        record: dict[str, Any] = {"source": source, "valid": False, "budget": budget}
         record |= {"digest": None, "problems": [], "verdicts": [], "warnings": []}
         records.append(record)
         try:
@@ -443,7 +444,8 @@ def _validate_states(options: argparse.Namespace) -> int:
         record["verdicts"] = [[v.name, v.ok, v.detail] for v in safety.verdicts]
         record["warnings"] = [[loss.where, loss.what, loss.fix] for loss in warnings]
         verdict = "valid" if safety.valid else "fails its safety check"
-        lines.append(f"{source}: {verdict}, K = {policy.budget}, digest {digest[:12]}")
+        rule = (policy.by_size and policy.by_size.rule()) or policy.budget
+        lines.append(f"{source}: {verdict}, K = {rule}, digest {digest[:12]}")
         lines += [*_format_verdicts(safety), *(f"  warn {loss}" for loss in warnings)]
     print_result(options, records, "\n".join(lines))
     return 0 if all(record["valid"] for record in records) else 1

@@ -18,8 +18,8 @@ from vllm_autoprune.serving.plan import (
     refuse,
     split_over_parts,
 )
+from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET
 from vllm_autoprune.tpdsl.cost import state_cost
-from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
 from vllm_autoprune.tpdsl.state import PruningState
 
 if TYPE_CHECKING:

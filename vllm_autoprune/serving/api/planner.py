@@ -58,8 +58,8 @@ from vllm_autoprune.serving.served_state import (
     make_policy,
 )
 from vllm_autoprune.serving.settings import REQUESTS_FLAG, Level
+from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET
 from vllm_autoprune.tpdsl.base_policy import INSTRUCTION_NEEDS
-from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
 
 if TYPE_CHECKING:
     from vllm.inputs import MultiModalHashes
@@ -104,7 +104,10 @@ def _resolve_plans(
         if not rules.minimum <= tokens <= rules.maximum:
             limits = f"{rules.minimum} to {rules.maximum}"
             what = f"{name} = {tokens}, and requests may ask for {limits}"
-            raise refuse(f"{ENTRY}/{field}", what, "ask for a number in the range")
+            fix = "ask for a number in the range"
+            if field == "budget":
+                fix += f", or for a share within it: 1/8:{rules.minimum}-{rules.maximum}"
+            raise refuse(f"{ENTRY}/{field}", what, fix)
 
     if not request.enabled:
         if names := [name for name in ("budget", "state", "keep") if needed[name][0]]:
@@ -122,13 +125,9 @@ def _resolve_plans(
         details = [None] * len(images)
     plans = []
     for image, asked, detail in zip(images, budgets, details, strict=True):
-        if asked is not None and not 1 <= asked <= MAX_BUDGET:
-            what = f"K = {asked}, and the image has N = {image.tokens} tokens"
-            fix = f"give 1 to {image.tokens}; {image.tokens} keeps all of them"
-            raise refuse(f"{ENTRY}/budget", what, fix)
         # Start-up has checked the operator's budgets for details against the range of the rules.
-        by_detail = None if detail is None else rules.detail.as_dict().get(detail)
-        most = by_detail if asked is None else asked
+        by_detail = rules.detail.as_dict().get(detail) if detail else None
+        most = by_detail.tokens_kept(image.tokens) if by_detail and asked is None else asked
         if state is None:
             policy = served.policy(most, request.keep)
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from difflib import get_close_matches
 from functools import lru_cache
@@ -14,13 +14,13 @@ from prometheus_client import Counter
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
-from vllm_autoprune.errors import Problem, RequestError
+from vllm_autoprune.errors import BudgetError, Problem, RequestError
 from vllm_autoprune.serving.compat import depends_on, patch
 from vllm_autoprune.serving.plan import ENTRY, KWARGS, REQUEST_FIELD, Chooser, refuse
 from vllm_autoprune.serving.served_state import served_state
 from vllm_autoprune.serving.settings import REQUESTS_FLAG, Detail
+from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET, BudgetCall
 from vllm_autoprune.tpdsl.loading import escape_unprintable, suggest_name
-from vllm_autoprune.tpdsl.materialize import MAX_BUDGET
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -48,18 +48,14 @@ class CacheSalt(str):
 
 
 class _SharedBudget(BaseModel):
-    """Budget form ``{"shared": K}``: K tokens for all images of the request together.
+    """Budget form ``{"shared": K}``: so many tokens for all images of the request together.
 
     An image that a conversation adds changes the K, and so the cache identity, of all others.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    shared: int
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    shared: BudgetCall
 
 
 class RecallTurn(BaseModel):
@@ -92,7 +88,8 @@ def split_shared_budget(total: int, sizes: Sequence[int]) -> list[int]:
 
 
 _FIX = {
-    "budget": 'give 64, [64, 32] with one number an image, or {"shared": 96} for all images',
+    "budget": 'give 64, a share such as "1/8", "12.5%" or "1/8:64-640", [64, "1/8"] with one an '
+    'image, or {"shared": 96} for all images',
     "state": 'give a shipped name such as "visionzip", or a whole state as an object',
     "enabled": "give true or false",
     "keep": 'give "state", "reference", "random" or "resized"',
@@ -121,7 +118,7 @@ class PruningRequest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    budget: int | tuple[int, ...] | _SharedBudget | None = None
+    budget: BudgetCall | tuple[BudgetCall, ...] | _SharedBudget | None = None
     state: str | dict[str, object] | None = None
     enabled: bool = True
     keep: Chooser = "state"
@@ -137,13 +134,15 @@ class PruningRequest(BaseModel):
     @classmethod
     def parse_budget(cls, value: object) -> object:
         """The budget in any of its three forms."""
-        if value is None or _is_integer(value):
-            return value
-        if isinstance(value, list) and value and all(map(_is_integer, value)):
-            return tuple(value)
-        if isinstance(value, dict) and list(value) == ["shared"] and _is_integer(value["shared"]):
-            return _SharedBudget(**value)
-        raise PydanticCustomError("budget", "not a number of tokens in any of its three forms")
+        try:
+            if isinstance(value, list) and value:
+                return tuple(map(BudgetCall.parse, value))
+            if isinstance(value, dict) and list(value) == ["shared"]:
+                return _SharedBudget(shared=BudgetCall.parse(value["shared"]))
+            return None if value is None else BudgetCall.parse(value)
+        except BudgetError as error:
+            what = error.problems[0].what
+            raise PydanticCustomError("budget", "{what}", {"what": what}) from None
 
     @field_validator("state", mode="plain")
     @classmethod
@@ -180,20 +179,23 @@ class PruningRequest(BaseModel):
     def split_budget(self, sizes: Sequence[int]) -> Sequence[int | None]:
         """K asked for each of the request's images of N tokens; None for the state's own.
 
+        From here on a budget is a number: however it was said, equal K are equal plans.
+
         Raises :class:`RequestError` where their number does not fit.
         """
         budget = self.budget
         if isinstance(budget, _SharedBudget):
-            if budget.shared < len(sizes):
-                what = f"{budget.shared} tokens for {len(sizes)} images"
+            total = budget.shared.tokens_kept(sum(sizes))
+            if total < len(sizes):
+                what = f"{total} tokens for {len(sizes)} images"
                 raise refuse(f"{ENTRY}/budget/shared", what, "give at least one token an image")
-            return split_shared_budget(budget.shared, sizes)
+            return split_shared_budget(total, sizes)
         if isinstance(budget, tuple):
             if len(budget) != len(sizes):
                 what = f"{len(budget)} budgets for {len(sizes)} images"
                 raise refuse(f"{ENTRY}/budget", what, "give one an image, in their order")
-            return budget
-        return [budget] * len(sizes)
+            return [each.tokens_kept(size) for each, size in zip(budget, sizes, strict=True)]
+        return [None if budget is None else budget.tokens_kept(size) for size in sizes]
 
     def state_label(self, served: str) -> str:
         """Metric label of the state: by name, or ``request`` for one that the request brings."""
@@ -222,7 +224,7 @@ def _shorten(name: str) -> str:
 # each request has a task of its own, and what a task sets no other one sees.
 
 _PREFIX = f"x-{REQUEST_FIELD}"
-_HEADERS = {"budget": 'a number of tokens, such as "64"', "state": "the name of a shipped state"}
+_HEADERS = {"budget": 'a budget, such as "64" or "1/8"', "state": "the name of a shipped state"}
 """Fields of the entry that have a header, and what it holds."""
 
 Headers = Sequence[tuple[str, str]]
@@ -270,14 +272,18 @@ def _join_headers(entry: object, headers: Headers) -> object:
             raise refuse(where, "is not a known header", f"send {known}")
         if name in fields:
             raise refuse(where, "is sent more than once", "send it once")
+        value: object = text
+        if name == "budget":
+            with suppress(ValueError, RecursionError):  # a share is no JSON
+                value = json.loads(text)
         try:
-            value: object = text if name == "state" else json.loads(text)
-            PruningRequest.parse({name: value})
-        except (ValueError, RecursionError):
+            parsed = PruningRequest.parse({name: value})
+        except RequestError:
             value = None
         if value in (None, ""):
             raise refuse(where, f"is {_shorten(text)!r}", f"give {_HEADERS[name]}")
-        if isinstance(entry, dict) and entry.get(name) not in (None, value):
+        in_body = entry.get(name) if isinstance(entry, dict) else None
+        if in_body is not None and PruningRequest.parse({name: in_body}) != parsed:
             raise refuse(where, "contradicts the body", "send one of the two")
         fields[name] = value
     if entry is None:

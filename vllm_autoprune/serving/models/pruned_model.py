@@ -291,9 +291,12 @@ class PrunedModel(_Stock):
         self.autoprune = self.autoprune_vision(self, served)
         self.autoprune_reporter = FallbackReporter()
         self.autoprune_first_check = FirstImageCheck()
-        rules = PlanRules(served, vllm_config.model_config.get_vocab_size())
+        model = vllm_config.model_config
+        rules = PlanRules(served, model.get_vocab_size())
         device = self.autoprune.sample_weight.device
-        self.autoprune_plan_reader = PlanReader(rules, self.autoprune_reporter, device)
+        self.autoprune_plan_reader = PlanReader(
+            rules, self.autoprune_reporter, device, model.max_model_len
+        )
         self.autoprune_watch = Stopwatch(device)
         folder = served.metrics_folder
         self.autoprune_metrics = WorkerMetrics(folder) if folder else None

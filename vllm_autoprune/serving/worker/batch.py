@@ -271,7 +271,7 @@ class _RegionBatch:
         quota = min(self._share(policy.quota), budget - core)
         # The image's r_min is at most K - q_e, which is what these add up to.
         r_min = min(policy.r_min, budget - quota)
-        share = replace(policy, budget=budget, quota=quota, r_min=r_min, varies=False, core=core)
+        share = replace(policy, budget=budget, quota=quota, r_min=r_min, by_size=None, core=core)
         return share, policy.core
 
     @cached_property

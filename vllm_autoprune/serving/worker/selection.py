@@ -16,6 +16,7 @@ from vllm_autoprune.ops.rowwise import upload
 from vllm_autoprune.serving.compat.worker import world_size
 from vllm_autoprune.serving.plan import NO_KEY, Choice, ItemPlan, Key
 from vllm_autoprune.serving.served_state import PlanRules
+from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET
 from vllm_autoprune.tpdsl.base_policy import FALLBACKS, Given, RefinedTokens, TokenSelection
 from vllm_autoprune.tpdsl.materialize import PruningPolicy
 from vllm_autoprune.tpdsl.refine import (
@@ -104,8 +105,16 @@ class PlanReader:
     removed. Both are counted, and the first is logged.
     """
 
-    def __init__(self, rules: PlanRules, reporter: FallbackReporter, device: torch.device) -> None:
+    def __init__(
+        self,
+        rules: PlanRules,
+        reporter: FallbackReporter,
+        device: torch.device,
+        longest: int = MAX_BUDGET,
+    ) -> None:
         self._rules = rules
+        # Of a share the largest K may be far above what fits into a prompt.
+        self._most = min(rules.served.budget.range()[1], longest)
         self._reporter = reporter
         self._device = device
 
@@ -118,7 +127,7 @@ class PlanReader:
             plan = ItemPlan.decode(row)
         except Exception as error:  # the client may have sent anything
             self._reporter.report_refused_plan(error, self._device)
-            return ItemPlan(self._rules.served.budget, NO_KEY, keep="reference")
+            return ItemPlan(self._most, NO_KEY, keep="reference")
         try:
             self._rules.check_choice(plan)
         except AutopruneError as error:
@@ -168,7 +177,7 @@ class FirstImageCheck:
         if safe is not False:
             return policy
         return replace(
-            policy, state=state.without_exchange(), quota=0, r_min=policy.budget, varies=False
+            policy, state=state.without_exchange(), quota=0, r_min=policy.budget, by_size=None
         )
 
     def _check(self, policy: PruningPolicy, tokens: VisualTokens, budget: int) -> bool | None:

@@ -7,6 +7,7 @@ so every process computes the same K before any model runs.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Annotated
@@ -16,9 +17,11 @@ from pydantic import Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 from torch import Tensor
 
+from vllm_autoprune.errors import BudgetError, Problem
 from vllm_autoprune.ops.rowwise import mask_from_indices
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicyCall, PolicyParams
 from vllm_autoprune.tpdsl.registry import (
+    ATOMS,
     AtomCall,
     OneOf,
     StatePart,
@@ -200,11 +203,22 @@ class Source(StatePart):
     )
 
 
+MAX_BUDGET = 65536
+"""Largest K of an image."""
+
 FIXED_BUDGETS = (16, 32, 64, 128, 160, 192, 256, 320, 512, 640)
 """The ten values of K in the paper's language."""
 
 
-class _BudgetCall(AtomCall):
+_SAID = re.compile(
+    r"(\d{1,5})|(?:(\d{1,5}/\d{1,5})|(\d{1,3}(?:\.\d{1,4})?)%)(?::(\d{1,5})-(\d{1,5}))?", re.ASCII
+)
+
+_EXACT = 10**6
+"""Largest denominator of a share: two such fractions are never the same float."""
+
+
+class BudgetCall(AtomCall):
     """Parameters of every budget atom: the largest K that flags and requests may ask for."""
 
     limit: int | None = Field(
@@ -222,13 +236,41 @@ class _BudgetCall(AtomCall):
         """Smallest and largest K of any image."""
         return _fixed_budget(self, 0, 1), _fixed_budget(self, 0, 1)
 
-    def rule(self) -> str:
-        """How K follows from an image, in a few characters."""
+    def rule(self) -> int | str:
+        """K, or how it follows from an image, as a flag takes it where it is a share."""
         least, most = self.range()
-        return f"{most}" if least == most else f"{least} to {most}"
+        return most if least == most else f"{least} to {most}"
+
+    @classmethod
+    def parse(cls, said: object, where: str = "budget") -> BudgetCall:
+        """Read K as people say it: 64, or a share of N as 1/8 or 12.5%, or 1/8:64-640.
+
+        Either is a ratio_budget. Raises :class:`BudgetError`, located at ``where``.
+        """
+        if isinstance(said, BudgetCall):
+            return said
+        is_count = type(said) is int and abs(said) < _EXACT
+        text = f"{said}".strip() if is_count or isinstance(said, str) else ""
+        try:
+            match = _SAID.fullmatch(text)
+            count, fraction, percent, floor, ceiling = match.groups() if match else [""] * 5
+            share = Fraction(fraction or 1) if count or fraction else Fraction(percent) / 100
+            bounds = int(floor or count or 1), int(ceiling or count or MAX_BUDGET)
+            ratio = {"ratio": float(share), "floor": bounds[0], "ceiling": bounds[1]}
+            call = ATOMS["ratio_budget"].call.model_validate({"atom": "ratio_budget", **ratio})
+            if isinstance(call, BudgetCall) and bounds[0] <= bounds[1]:
+                return call
+        except (ZeroDivisionError, ValueError):  # of pydantic, and of no number
+            pass
+        what = f"{text[:40]!r} is not a budget" if text else "is not a budget"
+        fix = (
+            f"give tokens from 1 to {MAX_BUDGET} such as 64, a share of an image's from 1% to 100% "
+        )
+        fix += "such as 1/8 or 12.5%, or one with bounds such as 1/8:64-640"
+        raise BudgetError("budget", [Problem(where, what, fix)])
 
 
-class _RatioBudget(_BudgetCall):
+class _RatioBudget(BudgetCall):
     """Parameters of ratio_budget."""
 
     ratio: float = Field(
@@ -241,12 +283,22 @@ class _RatioBudget(_BudgetCall):
         """Floor and ceiling; a floor above the ceiling is cut to it."""
         return min(self.floor, self.ceiling), self.ceiling
 
-    def rule(self) -> str:
+    @property
+    def share(self) -> Fraction:
+        """The ratio, exact: 0.3 of 10 tokens is 3, and 1/3, which is no float, of 144 is 48."""
+        return Fraction(self.ratio).limit_denominator(_EXACT)
+
+    def rule(self) -> int | str:
         """Share of N, and its bounds."""
-        return f"N / {1 / self.ratio:.3g}, {super().rule()}"
+        if self.floor >= self.ceiling:
+            return self.ceiling
+        top, bottom = self.share.as_integer_ratio()
+        share = f"{top}/{bottom}" if bottom < 10**5 else f"{float(100 * self.share):.4f}%"
+        bounded = (self.floor, self.ceiling) != (1, MAX_BUDGET)
+        return f"{share}:{self.floor}-{self.ceiling}" if bounded else share
 
 
-class _TileBudget(_BudgetCall):
+class _TileBudget(BudgetCall):
     k: int = Field(32, ge=1, le=65536, description="tokens kept per tile")
     ceiling: int = Field(640, ge=1, le=65536, description="largest K of an image")
 
@@ -255,7 +307,7 @@ class _TileBudget(_BudgetCall):
         return min(self.k, self.ceiling), self.ceiling
 
 
-def _fixed_budget(call: _BudgetCall, tokens: int, tiles: int) -> int:
+def _fixed_budget(call: BudgetCall, tokens: int, tiles: int) -> int:
     """Keep exactly K tokens, or all of an image that has fewer."""
     return int(call.atom.removeprefix("fixed_budget@"))
 
@@ -264,7 +316,7 @@ for _k in FIXED_BUDGETS:
     declare(
         f"fixed_budget@{_k}",
         "budget_control",
-        _BudgetCall,
+        BudgetCall,
         _fixed_budget,
         doc=f"Keep exactly K = {_k} tokens of an image, or all where it has fewer.",
     )
@@ -273,9 +325,7 @@ for _k in FIXED_BUDGETS:
 @atom("budget_control", _RatioBudget, origin="extension")
 def _ratio_budget(call: _RatioBudget, tokens: int, tiles: int) -> int:
     """Keep a fixed share of an image's tokens, rounded down and clamped to floor and ceiling."""
-    # repr() gives the decimal as written: 0.3 of 10 tokens is 3, not 2.
-    share = Fraction(repr(call.ratio)) * tokens
-    return min(call.ceiling, max(call.floor, int(share)))
+    return min(call.ceiling, max(call.floor, int(call.share * tokens)))
 
 
 @atom("budget_control", _TileBudget, origin="extension")
@@ -284,4 +334,4 @@ def _per_tile_budget(call: _TileBudget, tokens: int, tiles: int) -> int:
     return min(call.ceiling, call.k * tiles)
 
 
-Budget = Annotated[_BudgetCall, OneOf("budget_control", _BudgetCall)]
+Budget = Annotated[BudgetCall, OneOf("budget_control", BudgetCall)]
