@@ -13,9 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+import numpy as np
 from pydantic import Field, ValidationInfo, field_validator
 
 from vllm_autoprune.record_file import FrozenModel
+from vllm_autoprune.statistics import Estimate
 
 Way = Literal["stock", "question-reading", "split", "question-free", "resized"]
 WAYS: tuple[Way, ...] = get_args(Way)
@@ -112,8 +114,8 @@ class Timings(FrozenModel):
 class Inputs:
     """Values of :class:`Traffic` and :class:`Timings` by field, from one source after another.
 
-    ``notes`` say how they were found and what they leave out; ``repeats`` are the times that each
-    round of a measurement gave, of which ``values`` has those of their medians.
+    ``notes`` say how they were found and what they leave out; ``repeats`` are the times by the
+    rounds of a measurement, which ``values`` has, then by each resample of them.
     """
 
     values: dict[str, Any]
@@ -239,12 +241,13 @@ def _find_advantage(first_gain: float, later_gain: float) -> dict[str, float | N
 class _Verdict:
     """The advice to an operator; ``gain`` is that of the best pruned way.
 
-    ``gain_range`` has the least and the greatest gain by one repeat alone; None without repeats.
+    ``intervals`` are those in which another measurement finds the gain and each measured time.
     """
 
-    helps: bool
+    helps: bool | None
+    """None: the interval of the gain does not tell."""
     gain: float
-    gain_range: tuple[float, float] | None
+    intervals: Mapping[str, tuple[float, float]]
     lines: tuple[str, ...]
 
 
@@ -255,10 +258,18 @@ def judge(
     questions, stock = traffic.questions, estimates["stock"]
     if traffic.budget >= traffic.tokens:
         reason = f"K = {traffic.budget} keeps every token of an image: nothing is pruned."
-        return _Verdict(False, 1.0, None, ("Pruning will not help you here.", reason))
+        return _Verdict(False, 1.0, {}, ("Pruning will not help you here.", reason))
     gains = {way: estimate.gain for way, estimate in estimates.items()}
     best = max(_PRUNED, key=lambda way: gains[way])
-    helps = gains[best] >= _WORTHWHILE
+    figures = {"gain": [estimate_ways(traffic, timings)[best].gain for timings in repeats]}
+    figures |= {name: [getattr(t, name) for t in repeats] for name in Timings.model_fields}
+    intervals = dict[str, tuple[float, float]]()
+    for name, figure in figures.items() if repeats else ():
+        repetition = Estimate.of_repetition(np.asarray(figure))
+        if repetition.low < repetition.high:
+            intervals[name] = (max(repetition.low, 0.0), repetition.high)
+    low, high = intervals.get("gain", (gains[best], gains[best]))
+    helps = None if low < _WORTHWHILE <= high else low >= _WORTHWHILE
     if helps:
         lines = [
             f"Pruning helps here: at {questions:g} questions an image, a {best} state takes "
@@ -269,18 +280,21 @@ def judge(
         mean = stock.mean_question
         image, total = mean[_IMAGE], sum(mean.values())
         largest = max(mean, key=lambda part: mean[part])
+        verdict = "Pruning will not help you here."
+        if helps is None:
+            verdict = (
+                f"This probe does not tell whether pruning helps: a gain below {_WORTHWHILE} is "
+                "none. Probe again while nothing else runs."
+            )
         lines = [
-            "Pruning will not help you here.",
+            verdict,
             f"With stock vLLM, {_IMAGE} is {image / total:.0%} of a mean question's time "
             f"({stock.first.seconds[_IMAGE] / stock.first.ttft:.0%} of the first question's TTFT).",
             f"Most of the time, {mean[largest] / total:.0%}, is {largest}: {_REMEDIES[largest]}.",
         ]
-    alone = [estimate_ways(traffic, timings)[best].gain for timings in repeats]
-    gain_range = (min(alone), max(alone)) if alone else None
-    if gain_range is not None:
+    if "gain" in intervals:
         lines.append(
-            f"Gain of {best}: {gains[best]:.2f}x; by each round of the probe alone "
-            f"{gain_range[0]:.2f}x to {gain_range[1]:.2f}x."
+            f"Gain of {best}: {gains[best]:.2f}x; another probe finds {low:.2f}x to {high:.2f}x."
         )
     for way in _PRUNED:
         advantage = estimates[way].cheaper_than_stock
@@ -316,4 +330,4 @@ def judge(
             f"{1 / gains['resized']:.2f} of stock's time, because it shortens the tower too: "
             "compare its accuracy with that of pruning."
         )
-    return _Verdict(helps, gains[best], gain_range, tuple(lines))
+    return _Verdict(helps, gains[best], intervals, tuple(lines))

@@ -1,6 +1,6 @@
 """The times of a running server, by a short measurement.
 
-The probe sends four kinds of request, one at a time, a few rounds: a short text, a long text, a
+The probe sends four kinds of request, one at a time, ten rounds: a short text, a long text, a
 question about a new image, and another question about that image. With c a request's tokens, TTFT
 at the client, and everything a median over rounds:
 
@@ -12,7 +12,8 @@ at the client, and everything a median over rounds:
     processor    = front end - decode image
     tower        = TTFT(first question) - front end - selection - request - p x c(first question)
 
-Without ``/metrics`` the front end cannot be told from the tower, and counts as part of it.
+Without ``/metrics`` the front end cannot be told from the tower, and counts as part of it. What
+``/metrics`` say counts only where no other client's request came between.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from __future__ import annotations
 import base64
 import io
 import itertools
+import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -34,10 +36,12 @@ from vllm_autoprune.http_client import (
     ServerClient,
     describe_rejection,
 )
+from vllm_autoprune.statistics import resample
 from vllm_autoprune.stream import EMPTY, parse_stream
 
 _ANSWER_TOKENS = 8
 _QUESTION_WORDS, _LONG_WORDS = 16, 600
+_DRAWS = 1000
 _WORDS = (
     "the a red blue green small large round square left right near far above below house tree "
     "car dog cat table chair lamp window door road river cloud bird boat sign clock cup plate "
@@ -53,10 +57,19 @@ class _Answer(NamedTuple):
     gaps: tuple[float, ...]
     """Between chunks with text."""
     prompt_tokens: int
-    outside: float | None
-    """TTFT less the engine's queue and prefill; None without ``/metrics``."""
+    gained: Metrics | None
+    """What ``/metrics`` gained by this request alone; None where that is not known."""
     thinks: bool = False
     """Whether it begins with thoughts."""
+
+    @property
+    def outside(self) -> float | None:
+        """TTFT less the engine's queue and prefill."""
+        if self.gained is None:
+            return None
+        stages = (self.gained.total(f"vllm:request_{stage}_time_seconds_sum") or 0.0
+                  for stage in ("queue", "prefill"))  # fmt: skip
+        return max(self.ttft - sum(stages), 0.0)
 
 
 _Round = tuple[_Answer, _Answer, _Answer, _Answer]
@@ -69,7 +82,7 @@ def probe_server(
     inputs: Inputs,
     model: str | None = None,
     report: Callable[[str], None] = lambda line: None,
-    rounds: int = 5,
+    rounds: int = 10,
 ) -> None:
     """Measure a server with images of ``size`` pixels; raises :class:`ConfigError`."""
     with client.reporting_failures():
@@ -79,11 +92,11 @@ def probe_server(
         source = random.Random()  # another seed each time, so that no cache knows the images
         report("warm-up")
         _ask_round(client, name, models[name], size, source)
-        warm, results = client.read_metrics(), list[_Round]()
+        results = list[_Round]()
         for number in range(rounds):
             report(f"round {number + 1} of {rounds}")
             results.append(_ask_round(client, name, models[name], size, source))
-        after = client.read_metrics()
+    answers = [answer for each in results for answer in each]
     block = None
     if before is not None:
         # Tokens of a KV block; 0 without a prefix cache.
@@ -101,15 +114,13 @@ def probe_server(
         f"between): first question {new}, another question {another}.",
         block=block,
     )
-    if any(answer.thinks for each in results for answer in each):
+    if any(answer.thinks for answer in answers):
         inputs.fill("The model thinks before it answers: its first token is one of its thoughts.")
     if before is None:
         inputs.fill("The server has no /metrics: front end, selection and tower count as tower.")
-    elif before.total("vllm:num_requests_running"):
+    elif before.total("vllm:num_requests_running") or not all(a.gained for a in answers):
         inputs.fill("The server was busy while it was probed: times contain waiting for others.")
-    probed = after.since(warm) if after is not None and warm is not None else Metrics("")
-    selection = probed.mean("autoprune_selection_seconds")
-    times = _solve_rounds(results, selection)
+    times = _solve_rounds(results)
     if times["tokens"] < 1:
         fix = "serve a model that takes images"
         raise _error(client.url, "an image adds no tokens to a prompt", fix)
@@ -119,21 +130,27 @@ def probe_server(
     if times["tower"] <= 0:
         inputs.fill("The tower takes too little to be seen beside prefill; it counts as 0.")
     # Mean visual tokens of an image before pruning and after it.
-    images = probed.total("autoprune_images_total")
+    images = _sum_gained(answers, "autoprune_images_total")
     unpruned, pruned = (
-        round((probed.total("autoprune_visual_tokens_total", stage=stage) or 0.0) / (images or 1))
+        round(_sum_gained(answers, "autoprune_visual_tokens_total", stage=stage) / (images or 1))
         for stage in ("before", "after")
     )
     # A server without a state keeps all tokens, which is no budget.
     inputs.fill(tokens=unpruned or None, budget=pruned if 0 < pruned < unpruned else None)
-    alone = [_solve_rounds([each], selection) for each in results]
-    # What flags give is the same in every round.
+    # What flags give is the same in every resample.
     unknown = times.keys() - inputs.values.keys() - {"tokens"}
-    inputs.repeats = [{name: each[name] for name in unknown & each.keys()} for each in alone]
+    drawn = (_solve_rounds([results[i] for i in row]) for row in resample(rounds, _DRAWS))
+    inputs.repeats = [{name: each.get(name, 0.0) for name in unknown} for each in drawn]
     inputs.fill(**times)
 
 
-def _solve_rounds(rounds: Sequence[_Round], selection: float | None) -> dict[str, float]:
+def _sum_gained(answers: Iterable[_Answer], name: str, **labels: str) -> float:
+    """What a metric gained by some requests, of those of which that is known."""
+    known = (answer.gained for answer in answers if answer.gained is not None)
+    return math.fsum(gained.total(name, **labels) or 0.0 for gained in known)
+
+
+def _solve_rounds(rounds: Sequence[_Round]) -> dict[str, float]:
     """Seconds of each part by the medians of some rounds, and the ``tokens`` of an image.
 
     These are what an image adds to a prompt, which may be a few tokens of the chat template more
@@ -155,9 +172,14 @@ def _solve_rounds(rounds: Sequence[_Round], selection: float | None) -> dict[str
         # The server keeps what its processor made of an image, but decodes each image again.
         decode_image = min(max(median(known for _, known in added), 0.0), front_end)
         times |= {"decode_image": decode_image, "processor": front_end - decode_image}
-    if selection is not None:
-        times["selection"] = selection
-    tower = ttft[2] - front_end - (selection or 0.0) - request - per_token * tokens[2]
+    selection = 0.0
+    seconds, selections = (
+        _sum_gained(itertools.chain(*rounds), f"autoprune_selection_seconds_{figure}")
+        for figure in ("sum", "count")
+    )
+    if selections:
+        times["selection"] = selection = seconds / selections
+    tower = ttft[2] - front_end - selection - request - per_token * tokens[2]
     times["tower"] = max(tower, 0.0)
     if gaps := [gap for each in rounds for answer in (each[0], each[2]) for gap in answer.gaps]:
         times["decode"] = median(gaps)
@@ -210,15 +232,13 @@ def _ask_round(
             raise _error(client.url, what, "give a vllm serve, or look into its log")
         # The only token may be the end of the answer, which has no text.
         ttft = stream.deltas[0] if stream.deltas else reads[-1][0]
-        after, outside = client.read_metrics(), None
-        engine = after.since(before) if after is not None and before is not None else Metrics("")
+        after = client.read_metrics()
+        gained = after.since(before) if after is not None and before is not None else None
         # Otherwise another client's request came between.
-        if engine.total("vllm:request_prefill_time_seconds_count") == 1:
-            stages = (engine.total(f"vllm:request_{stage}_time_seconds_sum") or 0.0
-                      for stage in ("queue", "prefill"))  # fmt: skip
-            outside = max(ttft - sum(stages), 0.0)
+        if gained and gained.total("vllm:request_prefill_time_seconds_count") != 1:
+            gained = None
         gaps = tuple(late - early for early, late in itertools.pairwise(stream.deltas))
-        return _Answer(ttft, gaps, stream.prompt_tokens, outside, stream.thoughts > 0)
+        return _Answer(ttft, gaps, stream.prompt_tokens, gained, stream.thoughts > 0)
 
     # A word may be more than one token.
     many, few = min(_LONG_WORDS, context // 3) if context else _LONG_WORDS, _QUESTION_WORDS

@@ -111,7 +111,7 @@ def _add_advise(parser: argparse.ArgumentParser) -> None:
     add_flags(group, Timings, _NAMES, numbers=True)
     group = parser.add_argument_group("a running server")
     group.add_argument("--server", metavar="URL", help="its address, for --probe")
-    text = "measure what is not given with 24 requests, 12 of them with images of that size"
+    text = "measure what is not given with 44 requests, 22 of them with images of that size"
     group.add_argument("--probe", type=_parse_size, metavar="WIDTHxHEIGHT", help=text)
     group.add_argument("--model", metavar="NAME", help="the model's name on the server")
     add_connection_flags(parser)
@@ -127,7 +127,7 @@ def _advise(options: argparse.Namespace) -> int:
     """Say which kind of state pays for your traffic, and whether pruning helps at all."""
     traffic, timings, inputs = _read_inputs(options)
     estimates = estimate_ways(traffic, timings)
-    # Above 0, where a round alone shows nothing of a part.
+    # Above 0, where a resample shows nothing of a part.
     repeats = [timings.model_copy(update={name: max(seconds, 1e-9) for name, seconds in r.items()})
                for r in inputs.repeats]  # fmt: skip
     verdict = judge(traffic, estimates, repeats)
@@ -145,7 +145,12 @@ def _advise(options: argparse.Namespace) -> int:
         f"K_c = {traffic.served_core} as it is served; {traffic.template} text tokens before the "
         f"image and {traffic.prompt} behind it, {traffic.answer} of the answer; {cache}"
     )
-    times = ", ".join(f"{name.replace('_', ' ')} {_ms(t)}" for name, t in timings)
+    times = ", ".join(
+        f"{name.replace('_', ' ')} {_ms(seconds)}"
+        + (" ({} to {})".format(*map(_ms, interval)) if interval else "")
+        for name, seconds in timings
+        for interval in [verdict.intervals.get(name)]
+    )
     costs = [
         [way, _ms(each.first.ttft), _ms(each.another.ttft), f"{each.another_of_first:.2f}",
          f"{each.total_seconds:.4g}", f"{each.gain:.2f}x",
