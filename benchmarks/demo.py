@@ -1,6 +1,7 @@
 """`python -m benchmarks.demo`: what README shows, on this machine.
 
-Two models are each served stock and pruned, and sent the same requests.
+Two models are each served stock and pruned, and sent the same requests. Figures are written as rows
+of ``demo.csv``, and the page's tables are made of those rows alone.
 
 mini-LLaVA is trained, so its answers are compared. The other one is LLaVA-1.5 at half the width,
 with four language layers and two of the vision tower, so that prefill takes about the share of a
@@ -11,15 +12,16 @@ those of any weights.
 from __future__ import annotations
 
 import argparse
+import csv
 import math
 import statistics
 import sys
 import time
 import timeit
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -53,12 +55,12 @@ This demo serves two models with `vllm serve`, stock and pruned, on this machine
 with resizing the image to as many tokens:
   mini-LLaVA, trained, tiny:                      how many answers stay right
   LLaVA-1.5's proportions, random weights, large: how much faster and smaller requests become
-The large one is served in {dtype}, which this machine multiplies fast, the tiny one in {small}. By
-a product timed just now it takes about {minutes} minutes here, longer beside other work, and ends
-with one table."""
-_OTHER_SECONDS = 100
+The large one is served in {dtype}, which this machine multiplies fast, the tiny one in {small}.
+The load average is {load} on {cores} cores. At that load, and by a product timed just now, it takes
+about {minutes} minutes, and ends with two tables."""
+_OTHER_SECONDS = 130
 """Starts of four servers and mini-LLaVA's questions, on two idle cores."""
-_PRODUCTS = 1100
+_PRODUCTS = 1000
 """What all requests to the large model take, in products of one image's tokens in its MLP."""
 
 _SERVED, _USERS, _SCENES = "llava", 8, 20
@@ -69,10 +71,20 @@ _WIDTH, _LAYERS, _TOWER_LAYERS, _STATE, _BUDGET = 2048, 4, 2, "cdpruner", 64
 """Of the large model."""
 _ANSWER_TOKENS, _QUESTION_WORDS = 4, 16
 """Of its requests."""
-_ALONE, _TOGETHER, _IMAGES, _QUESTIONS = 6, 24, 4, 3
-"""Requests of one arm to it, images that are asked about several times, and how often each is."""
+_ALONE, _TOGETHER, _IMAGES = 6, 24, 4
+"""Requests of one arm to it, and images that are asked about twice."""
 _SMALL_BUDGET = 16
 """K of mini-LLaVA's 144 tokens, the same ninth as 64 of 576."""
+_CHOICES: Mapping[str, Mapping[str, str]] = {
+    "image resized": {"keep": "resized"},
+    "random tokens": {"keep": "random"},
+    "`norm`, tokens of largest norm": {"state": "norm"},
+    "`divprune`, published": {"state": "divprune"},
+    "`minillava`, found on this model": {"state": "minillava"},
+}
+"""How mini-LLaVA's K tokens are chosen, and the field of its requests that asks for it."""
+_DECIMALS = {"MB": 1, "requests/s": 2}
+"""Of figures in the tables, by their unit."""
 _Z = 1.96
 
 
@@ -96,39 +108,49 @@ def _ask(
     return records
 
 
-@dataclass(frozen=True)
-class _Score:
-    """Answers of mini-LLaVA: mean prompt tokens, share that is right, half of its interval."""
+class _Figure(NamedTuple):
+    """A row of ``demo.csv``: a figure, and its 95 % interval, or of times the quartiles."""
 
-    prompt_tokens: float
-    accuracy: float
-    half_width: float
+    what: str
+    model: str
+    arm: str
+    value: float
+    low: float | None = None
+    high: float | None = None
+    unit: str = ""
+
+    def __str__(self) -> str:
+        if self.unit == "%":
+            half = max(abs(x - self.value) for x in (self.low, self.high) if x is not None)
+            return f"{self.value:.1f} ± {half:.1f}"
+        return f"{self.value:,.{_DECIMALS.get(self.unit, 0)}f}"
 
 
-def _measure_answers(examples: Sequence[Example], out: Path) -> dict[str, _Score]:
-    """Answers of stock vLLM, with resized images, pruned, and with the base policy alone."""
+def _measure_answers(examples: Sequence[Example], out: Path) -> list[_Figure]:
+    """Share of mini-LLaVA's answers that is right, by how the tokens are chosen."""
     contents = []
     for example in examples:  # encoded once
         image, question = build_content(example.question, [example.png_url])
         contents.append([{**image, "uuid": f"asked-{example.image_id}"}, question])
     # Float32 on every CPU, so that its answers are the same on all. An arm would profit from the
     # one before it by hits in caches.
-    common = (*_FLAGS, "--no-enable-prefix-caching", "--dtype", choose_dtype(exact=True))
+    dtype = choose_dtype(exact=True)
+    common = (*_FLAGS, "--no-enable-prefix-caching", "--dtype", dtype)
     pruning = (
-        "--autoprune-state", "minillava", "--autoprune-text-tower", str(CLIP),
-        "--autoprune-feature-cache-gb", "0", "--trust-request-mm-kwargs",
+        "--autoprune-state", _STATE, "--autoprune-text-tower", str(CLIP),
+        "--autoprune-feature-cache-gb", "0", "--autoprune-requests", "shipped-states",
     )  # fmt: skip
-    keeps = {"resized": "resized", "pruned": "state", "base policy": "reference"}
-    scores = {}
+    model = f"mini-LLaVA, {dtype}, {len(examples)} held-out questions"
+    figures = []
     for server, flags, arms in (
-        ("stock", common, {"stock": ""}), ("pruned", (*common, *pruning), keeps),
+        ("stock", common, {"all tokens": {}}), ("pruned", (*common, *pruning), _CHOICES),
     ):  # fmt: skip
         log_progress(f"start mini-LLaVA, {server}")
         with serve(LLAVA, *flags, log=out / f"{server}.log") as serving:
-            for arm, keep in arms.items():
+            for arm, choice in arms.items():
                 log_progress(f"ask mini-LLaVA, {arm}")
-                pruned = {"autoprune": {"budget": _SMALL_BUDGET, "keep": keep}}
-                fields = {"mm_processor_kwargs": pruned} if keep else {}
+                pruned = {"autoprune": {"budget": _SMALL_BUDGET, **choice}}
+                fields = {"mm_processor_kwargs": pruned} if choice else {}
                 bodies = [
                     build_body(_SERVED, content, tokens=MAX_ANSWER_TOKENS, fields=fields)
                     for content in contents
@@ -138,12 +160,11 @@ def _measure_answers(examples: Sequence[Example], out: Path) -> dict[str, _Score
                     (example.image_id, example.is_right(answer.text))
                     for example, answer in zip(examples, answers, strict=True)
                 ]
-                scores[arm] = _Score(
-                    statistics.fmean(answer.prompt_tokens or 0 for answer in answers),
-                    statistics.fmean(right for _, right in rights),
-                    _half_width(rights),
-                )
-    return scores
+                right, half = statistics.fmean(right for _, right in rights), _half_width(rights)
+                ends = (right, max(0, right - half), min(1, right + half))
+                value, low, high = (round(100 * x, 3) for x in ends)
+                figures.append(_Figure("right answers", model, arm, value, low, high, "%"))
+    return figures
 
 
 def _half_width(rights: Sequence[tuple[int, bool]]) -> float:
@@ -161,147 +182,129 @@ def _half_width(rights: Sequence[tuple[int, bool]]) -> float:
     return max(wilson, _Z * statistics.stdev(by_scene) / math.sqrt(len(by_scene)))
 
 
-@dataclass(frozen=True)
-class _Timing:
-    """What a request to the large model costs; milliseconds to the first token.
+def _time_requests(url: str, arm: str, start: int, kv_bytes: int) -> Iterator[_Figure]:
+    """Costs of an arm's requests to the large model; ``start`` numbers its images and texts."""
+    # A special first token would have no text to be timed.
+    fields: dict[str, object] = {"ignore_eos": True, "skip_special_tokens": False}
+    if arm == "resized":
+        fields["mm_processor_kwargs"] = {"autoprune": {"keep": "resized"}}
+    model = (
+        f"LLaVA-1.5's shape at half its width, {_LAYERS} language layers and {_TOWER_LAYERS} of "
+        f"the tower, {choose_dtype()}"
+    )
 
-    ``questions`` are medians of the first, second and third question about one image.
-    """
+    def build(question: int, image: int) -> bytes:
+        url = encode_picture(draw_picture(start + image, 640, 480))
+        content = build_content(draw_words(_QUESTION_WORDS, start + question), [url])
+        return build_body(_SERVED, content, tokens=_ANSWER_TOKENS, fields=fields)
 
-    prompt_tokens: int
-    alone: Spread
-    together: Spread
-    requests_per_second: float
-    questions: Sequence[float]
+    def summarize(what: str, records: Sequence[Record]) -> _Figure:
+        ttft = Spread.of([1000 * record.ttft for record in records])
+        median, low, high = (round(x, 2) for x in (ttft.median, ttft.low, ttft.high))
+        return _Figure(f"first token, {what}", model, arm, median, low, high, "ms")
 
-    @classmethod
-    def measure(cls, url: str, arm: str, start: int) -> _Timing:
-        """Time the requests of an arm; ``start`` is the number of its first image and text."""
-        # A special first token would have no text to be timed.
-        fields: dict[str, object] = {"ignore_eos": True, "skip_special_tokens": False}
-        if arm == "resized":
-            fields["mm_processor_kwargs"] = {"autoprune": {"keep": "resized"}}
-
-        def build(question: int, image: int) -> bytes:
-            url = encode_picture(draw_picture(start + image, 640, 480))
-            content = build_content(draw_words(_QUESTION_WORDS, start + question), [url])
-            return build_body(_SERVED, content, tokens=_ANSWER_TOKENS, fields=fields)
-
-        def milliseconds(records: Sequence[Record]) -> Spread:
-            return Spread.of([1000 * record.ttft for record in records])
-
-        _ask(url, [build(number, number) for number in range(2)], 1)
-        alone = _ask(url, [build(number, number) for number in range(10, 10 + _ALONE)], 1)
-        bodies = [build(number, number) for number in range(100, 100 + _TOGETHER)]
-        begin = time.perf_counter()
-        together = _ask(url, bodies)
-        seconds = time.perf_counter() - begin
-        # Image by image, so that the second question finds what the first one left.
-        questions = [
-            _ask(url, [build(image + 100 * question, image) for question in range(_QUESTIONS)], 1)
-            for image in range(300, 300 + _IMAGES)
-        ]
-        return cls(
-            prompt_tokens=alone[0].prompt_tokens or 0,
-            alone=milliseconds(alone),
-            together=milliseconds(together),
-            requests_per_second=_TOGETHER / seconds,
-            questions=[milliseconds(records).median for records in zip(*questions, strict=True)],
-        )
-
-    @classmethod
-    def measure_arms(cls, folder: Path, out: Path) -> dict[str, _Timing]:
-        """Times of the large model, served stock, then pruned, also for resized images."""
-        flags = (*_FLAGS, "--load-format", "dummy", "--max-num-seqs", "16")
-        pruning = ("--autoprune-state", _STATE, "--autoprune-budget", str(_BUDGET),
-                   "--autoprune-requests", "budget")  # fmt: skip
-        times = {}
-        for server, arguments, arms in (
-            ("stock", flags, ("stock",)), ("pruned", (*flags, *pruning), ("pruned", "resized")),
-        ):  # fmt: skip
-            log_progress(f"start the large model, {server}")
-            with serve(folder, *arguments, log=out / f"speed-{server}.log") as serving:
-                for number, arm in enumerate(arms, 1):
-                    log_progress(f"time the large model, {arm}")
-                    # Arms of one server share no image and no text.
-                    times[arm] = cls.measure(serving.url, arm, 1000 * number)
-        return times
+    _ask(url, [build(number, number) for number in range(2)], 1)
+    alone = _ask(url, [build(number, number) for number in range(10, 10 + _ALONE)], 1)
+    bodies = [build(number, number) for number in range(100, 100 + _TOGETHER)]
+    begin = time.perf_counter()
+    together = _ask(url, bodies)
+    seconds = time.perf_counter() - begin
+    # Image by image, so that the second question finds what the first one left.
+    second = [
+        _ask(url, [build(image + 100 * question, image) for question in range(2)], 1)[1]
+        for image in range(300, 300 + _IMAGES)
+    ]
+    tokens = alone[0].prompt_tokens or 0
+    yield _Figure("prompt of a request", model, arm, tokens, unit="tokens")
+    yield _Figure("KV cache of a request", model, arm, round(tokens * kv_bytes / 1e6, 2), unit="MB")
+    yield summarize("alone", alone)
+    yield summarize(f"{_USERS} at once", together)
+    yield summarize("second question", second)
+    rate = round(_TOGETHER / seconds, 3)
+    yield _Figure(f"answered, {_USERS} at once", model, arm, rate, unit="requests/s")
 
 
-def _format_table(
-    times: Mapping[str, _Timing], scores: Mapping[str, _Score], large: Path, questions: int
-) -> str:
-    """The table and its notes as Markdown; ``large``: folder of the large model."""
-    arms, users, machine = ("stock", "resized", "pruned"), f"{_USERS} at once", environment()
-    three, small = [times[arm] for arm in arms], [scores[arm] for arm in arms]
-    dtype = choose_dtype(exact=True)
-    large_bytes = count_kv_bytes(large)
-    small_bytes = count_kv_bytes(LLAVA, dtype)
+def _measure_times(folder: Path, out: Path) -> list[_Figure]:
+    """Costs of the large model, served stock, then pruned, also for resized images."""
+    flags = (*_FLAGS, "--load-format", "dummy", "--max-num-seqs", "16")
+    pruning = ("--autoprune-state", _STATE, "--autoprune-budget", str(_BUDGET),
+               "--autoprune-requests", "budget")  # fmt: skip
+    figures, kv_bytes = list[_Figure](), count_kv_bytes(folder)
+    for server, arguments, arms in (
+        ("stock", flags, ("stock",)), ("pruned", (*flags, *pruning), ("pruned", "resized")),
+    ):  # fmt: skip
+        log_progress(f"start the large model, {server}")
+        with serve(folder, *arguments, log=out / f"speed-{server}.log") as serving:
+            for number, arm in enumerate(arms, 1):
+                log_progress(f"time the large model, {arm}")
+                # Arms of one server share no image and no text.
+                figures += _time_requests(serving.url, arm, 1000 * number, kv_bytes)
+    machine = environment()
+    load = float(machine["load average"])
+    return [*figures, _Figure("load average", f"{machine['cores']} cores", "", load)]
 
-    def heading(model: str, tokens: int, budget: int) -> tuple[str, ...]:
-        cells = (model, f"N = {tokens}", f"K = {budget}", f"K = {budget}")
-        return tuple(f"**{cell}**" for cell in cells)
 
-    rows = [
-        heading("large, random weights", TOKENS, _BUDGET),
-        ("prompt tokens of a request", *(f"{t.prompt_tokens}" for t in three)),
-        ("KV cache of a request, MB",
-         *(f"{t.prompt_tokens * large_bytes / 1e6:.1f}" for t in three)),
-        ("first token, alone, ms", *(f"{t.alone.median:,.0f}" for t in three)),
-        (f"first token, {users}, ms", *(f"{t.together.median:,.0f}" for t in three)),
-        (f"requests/s, {users}", *(f"{t.requests_per_second:.2f}" for t in three)),
-        ("first token, question 1/2/3, ms",
-         *("/".join(f"{median:,.0f}" for median in t.questions) for t in three)),
-        heading("mini-LLaVA, trained", count_visual_tokens(LLAVA), _SMALL_BUDGET),
-        ("prompt tokens of a request", *(f"{s.prompt_tokens:.1f}" for s in small)),
-        ("KV cache of a request, MB",
-         *(f"{s.prompt_tokens * small_bytes / 1e6:.2f}" for s in small)),
-        ("right answers, %",
-         *(f"{100 * s.accuracy:.1f} ± {100 * s.half_width:.1f}" for s in small)),
-    ]  # fmt: skip
-    stock, pruned = (times[arm].alone for arm in ("stock", "pruned"))
+def _format_tables(figures: Sequence[_Figure]) -> str:
+    """Both tables and their notes as Markdown, of the rows of ``demo.csv``."""
+    arms, cells = ("stock", "resized", "pruned"), {(f.what, f.arm): f for f in figures}
+    rows = [("tokens of an image", f"N = {TOKENS}", *[f"K = {_BUDGET}"] * 2)]
+    rows += [
+        (f"{what}, {figure.unit}", *(str(cells[what, arm]) for arm in arms))
+        for (what, arm), figure in cells.items()
+        if arm == "stock"
+    ]
+    large = Table("", ("large, random weights", *arms), rows, "lrrr")
+    answers = [figure for figure in figures if figure.what == "right answers"]
+    tokens = f"K = {_SMALL_BUDGET} of {count_visual_tokens(LLAVA)}"
+    head = (f"mini-LLaVA, trained, {tokens}", "right answers, %")
+    small = Table("", head, [(figure.arm, str(figure)) for figure in answers], "lr")
+    stock, pruned = (cells["first token, alone", arm] for arm in ("stock", "pruned"))
+    load = cells["load average", ""]
     notes = (
-        "Large: LLaVA-1.5's shape at half its width, 4 language layers and 2 of the tower, in "
-        f"{machine['dtype of local servers']}. Medians of {stock.count} requests alone "
-        f"and {times['stock'].together.count} at once, each of {_ANSWER_TOKENS} tokens and on "
-        f"a new image; quartiles alone: {stock.low:,.0f} to {stock.high:,.0f} stock, "
-        f"{pruned.low:,.0f} to {pruned.high:,.0f} pruned. {machine['cores']} cores at a load "
-        f"average of {machine['load average']}: other work changes such times. Resized and pruned "
-        "have the same number of tokens; their times differ by more than the selection takes.",
-        "Question 1/2/3: one image asked about three times, prefix caching on. Stock finds "
-        "the image in its cache; a state that reads the question prefills K tokens again.",
-        f"mini-LLaVA, in {dtype}: {questions} held-out questions, ± half of the "
-        "95 % interval. Pruned is the state that a search found for it; its base policy alone: "
-        f"{100 * scores['base policy'].accuracy:.1f} %. Resized: its tokens pooled to K cells, "
+        f"Large: {stock.model}, pruned by `{_STATE}`. Medians of {_ALONE} requests alone and "
+        f"{_TOGETHER} at once, each of {_ANSWER_TOKENS} tokens and on a new image; quartiles "
+        f"alone: {stock.low:,.0f} to {stock.high:,.0f} stock, {pruned.low:,.0f} to "
+        f"{pruned.high:,.0f} pruned. {load.model} at a load average of {load.value:.2f}: other "
+        "work changes such times. Resized and pruned have the same number of tokens; their times "
+        "differ by more than the selection takes.",
+        "Second question: about an image that is in the prefix cache, where a state that reads "
+        "the question, as `cdpruner` does and `divprune` does not, prefills K tokens again.",
+        f"{answers[0].model}, ± half of the 95 % interval. Resized: its tokens pooled to K cells, "
         "which it was not trained on, so it is a weak rival here.",
     )
-    table = Table("", ("", *arms), rows, "lrrr").markdown()
-    return "\n".join([table, "", *(f"- {note}" for note in notes)]) + "\n"
+    lists = "\n".join(f"- {note}" for note in notes)
+    return f"{large.markdown()}\n\n{small.markdown()}\n\n{lists}\n"
 
 
 def _run_demo(out: Path) -> None:
-    """Say how long it takes, measure, and print the table, which is also written to ``out``."""
+    """Say how long it takes, measure, and print the tables; they and their rows are in ``out``."""
     # By the time that a product of the large model takes now.
     dtype = choose_dtype()
     rows, weight = torch.randn(TOKENS, _WIDTH), torch.randn(11008 * _WIDTH // 4096, _WIDTH)
     if dtype == "bfloat16":
         rows, weight = rows.bfloat16(), weight.bfloat16()
     seconds = timeit.repeat(lambda: torch.nn.functional.linear(rows, weight), number=1, repeat=5)
-    minutes = math.ceil((_OTHER_SECONDS + _PRODUCTS * statistics.median(seconds)) / 60)
+    machine = environment()
+    load, cores = float(machine["load average"]), int(machine["cores"])
+    others = _OTHER_SECONDS * (1 + load / cores)
+    minutes = math.ceil((others + _PRODUCTS * statistics.median(seconds)) / 60)
     introduction = _INTRODUCTION.format(
-        dtype=dtype, small=choose_dtype(exact=True), minutes=minutes
+        dtype=dtype, small=choose_dtype(exact=True), load=load, cores=cores, minutes=minutes
     )
     print(introduction, file=sys.stderr, flush=True)
     # Busy-waiting threads of torch in the client would slow the server that is measured.
     torch.set_num_threads(1)
     out.mkdir(parents=True, exist_ok=True)
     examples = draw_examples("test", _SCENES)
-    scores = _measure_answers(examples, out)
+    figures = _measure_answers(examples, out)
     sizes = {"tower_layers": _TOWER_LAYERS, "width": _WIDTH}
     large = write_shape("llava-1.5-7b", out / "shape", _LAYERS, **sizes)
-    table = _format_table(_Timing.measure_arms(large, out), scores, large, len(examples))
-    (out / "table.md").write_text(table)
-    print(table, end="")
+    figures += _measure_times(large, out)
+    with (out / "demo.csv").open("w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([_Figure._fields, *figures])
+    tables = _format_tables(figures)
+    (out / "tables.md").write_text(tables)
+    print(tables, end="")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -311,7 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Serve two models stock and pruned: the trained mini-LLaVA, to compare "
         "answers, and one of LLaVA-1.5's proportions with random weights, to compare times.",
     )
-    parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder of table, logs")
+    parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder of tables, logs")
     options = parser.parse_args(arguments)
     end_servers_on_sigterm()
     try:

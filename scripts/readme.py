@@ -5,6 +5,8 @@ Run ``make demo`` first, then ``python scripts/readme.py``.
 
 from __future__ import annotations
 
+import csv
+import subprocess
 import sys
 from pathlib import Path
 
@@ -17,11 +19,17 @@ from benchmarks.policies import as_markdown as policies_table  # noqa: E402
 def main() -> int:
     """Rewrite the parts between ``<!-- name -->`` and ``<!-- /name -->``; 0."""
     parts = {"docs/shipped-states.md": ("policies", policies_table())}
-    demo = ROOT / "out/demo/table.md"
-    if demo.is_file():
-        parts["README.md"] = ("demo", demo.read_text())
+    demo = ROOT / "out/demo"
+    if (demo / "tables.md").is_file():
+        parts["README.md"] = ("demo", (demo / "tables.md").read_text())
+        call = ["git", "log", "-1", "--format=%h", "--abbrev=8", "--", "benchmarks/demo.py"]
+        commit = subprocess.check_output(call, cwd=ROOT, text=True).strip()
+        head, *rows = csv.reader((demo / "demo.csv").read_text().splitlines())
+        lines = [[*head, "command", "commit"], *([*row, "make demo", commit] for row in rows)]
+        with (ROOT / "docs/data/demo.csv").open("w", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows(lines)
     else:
-        print("no out/demo/table.md: run `make demo` to update the figures", file=sys.stderr)
+        print("no out/demo/tables.md: run `make demo` to update the figures", file=sys.stderr)
     for page, (name, part) in parts.items():
         text = (ROOT / page).read_text()
         before, begin, after = text.partition(f"<!-- {name} -->\n")

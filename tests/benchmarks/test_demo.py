@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import os
 import re
 import signal
@@ -73,44 +74,53 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Body]]:
     return requests
 
 
-def test_the_table_is_that_of_the_readme(
+def test_the_tables_say_what_was_measured(
     sent: dict[str, list[Body]], tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr("timeit.repeat", lambda *_, **__: [0.9, 0.1, 0.1])
+    monkeypatch.setattr("os.getloadavg", lambda: (4.0, 4.0, 4.0))
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1}, raising=False)
     with handlers_restored():
         assert demo.main(["--out", str(tmp_path)]) == 0
-    table, log = capsys.readouterr()
-    assert table == (tmp_path / "table.md").read_text()
-    shown = README.read_text().partition("<!-- demo -->\n")[2].partition("<!-- /demo -->")[0]
-
-    def without_figures(text: str) -> str:
-        return re.sub(r"bfloat16|float32", "", re.sub(r"[\d.,/±]+", "", text)).replace(" ", "")
-
-    assert without_figures(table) == without_figures(shown)
-    assert "| prompt tokens of a request | 164 | 164 | 164 |" in table
-    # 36 prompt tokens, and 2 x 6 layers x 6 heads x 32 x 4 bytes a token.
-    assert "| KV cache of a request, MB | 1.51 | 0.33 | 0.33 |" in table
-    assert "| right answers, % | 100.0 ± 4.9 | 0.0 ± 4.9 | 100.0 ± 4.9 |" in table
-    # 100 s + 1,100 x 0.1 s
-    assert "takes about 4 minutes here" in " ".join(log.split())
+    tables, log = capsys.readouterr()
+    assert tables == (tmp_path / "tables.md").read_text()
+    assert "| prompt of a request, tokens | 164 | 164 | 164 |" in tables
+    # 2 x 4 layers x 2,048 x 4 or 2 bytes a token
+    assert re.search(r"\| KV cache of a request, MB \| (10\.7|5\.4) \| \1 \| \1 \|", tables)
+    assert "| image resized | 0.0 ± 4.9 |" in tables and "| all tokens | 100.0 ± 4.9 |" in tables
+    # 130 s, three times as many at a load of 4 on 2 cores, + 1,000 x 0.1 s
+    assert "load average is 4.0 on 2 cores" in " ".join(log.split())
+    assert "takes about 9 minutes" in " ".join(log.split())
 
     # mini-LLaVA is asked the same questions in every arm.
-    keeps = Counter((pruning(body).get("keep"), parts(body)[1]) for body in sent["pruned"])
     questions = Counter(parts(body)[1] for body in sent["stock"])
-    for keep in ("resized", "state", "reference"):
-        assert Counter({q: n for (k, q), n in keeps.items() if k == keep}) == questions
+    for choice in demo._CHOICES.values():
+        fields = {"budget": 16, **choice}
+        asked = Counter(parts(body)[1] for body in sent["pruned"] if pruning(body) == fields)
+        assert asked == questions
     # Arms of the large model share no image on a server, and each has new words in every request.
     arms = [sent["speed-stock"]]
     for field in (None, "resized"):
         arms.append([body for body in sent["speed-pruned"] if pruning(body).get("keep") == field])
     for arm in arms:
-        assert len(arm) == len({parts(body)[1] for body in arm}) == 2 + 2 + 8 + 2 * 3
-        # Only the images of several questions are sent again.
+        assert len(arm) == len({parts(body)[1] for body in arm}) == 2 + 2 + 8 + 2 * 2
+        # Only the images of two questions are sent again.
         images = Counter(parts(body)[0]["image_url"]["url"] for body in arm)
-        assert Counter(images.values()) == {1: 2 + 2 + 8, 3: 2}
+        assert Counter(images.values()) == {1: 2 + 2 + 8, 2: 2}
     pruned, resized = ({str(parts(body)[0]) for body in arm} for arm in arms[1:])
     assert not pruned & resized
+
+
+def test_the_tables_of_the_readme_are_those_of_its_data() -> None:
+    rows = csv.DictReader((README.parent / "docs/data/demo.csv").read_text().splitlines())
+    figures = []
+    for row in rows:
+        ends = [float(row[name]) if row[name] else None for name in ("value", "low", "high")]
+        cells = [row["what"], row["model"], row["arm"], *ends, row["unit"]]
+        figures.append(demo._Figure._make(cells))
+    shown = README.read_text().partition("<!-- demo -->\n")[2].partition("<!-- /demo -->")[0]
+    assert demo._format_tables(figures) == shown
 
 
 @pytest.mark.parametrize(
