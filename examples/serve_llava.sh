@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
-# LLaVA-1.5, 64 of 576 visual tokens, chosen by the question. Further flags of vLLM are passed on.
+# LLaVA-1.5, 64 of 576 visual tokens, the same for every question. Further flags of vLLM are passed on.
 set -euo pipefail
 exec vllm serve llava-hf/llava-1.5-7b-hf \
-    --autoprune-state minillava \
+    --autoprune-state divprune \
     --autoprune-budget 64 \
-    --autoprune-text-tower openai/clip-vit-large-patch14-336 \
     --autoprune-requests budget \
     "$@"

@@ -77,8 +77,8 @@ class _Row:
     """One case on all questions, or on those of one category or kind; in per cent right.
 
     ``less_resized`` is the case less the resize control at the same K, ``less_base`` a state less
-    its base policy, ``less_default`` the case less the yardstick's default state; all are paired by
-    question, with intervals over images.
+    its base policy, ``less_search_result`` the case less the state that a search found on the
+    yardstick; all are paired by question, with intervals over images.
     """
 
     yardstick: str
@@ -95,7 +95,7 @@ class _Row:
     logprob: float
     less_resized: Estimate | None
     less_base: Estimate | None
-    less_default: Estimate | None
+    less_search_result: Estimate | None
 
 
 def _measure(
@@ -128,7 +128,7 @@ def _measure(
             label = case.budget.label
             right = rights[case.name, label][members]
             less: dict[str, Estimate | None] = {}
-            for name in ("resized", case.base, yardstick.default):
+            for name in ("resized", case.base, yardstick.search_result):
                 other = None if name == case.name else rights.get((name, label))
                 less[name] = None if other is None else percent(right - other[members])
             # Rounded one by one, as they were when the figures of the page were computed.
@@ -148,7 +148,7 @@ def _measure(
                 logprob=round(float(logprobs.round(4)[members].mean()), 3),
                 less_resized=less["resized"],
                 less_base=less[case.base],
-                less_default=less[yardstick.default],
+                less_search_result=less[yardstick.search_result],
             )
 
 
@@ -172,7 +172,7 @@ def _as_csv(rows: Sequence[_Row]) -> str:
 
 
 def _as_markdown(yardstick: Yardstick, rows: Sequence[_Row]) -> str:
-    """The table of all cases but those before the merger; the default state is in bold.
+    """The table of all cases but those before the merger; what a search found is in bold.
 
     A cell is per cent right, then points more than resizing ± the longer side of the interval.
     """
@@ -186,7 +186,7 @@ def _as_markdown(yardstick: Yardstick, rows: Sequence[_Row]) -> str:
             if more := row.less_resized:
                 width = max(more.high - more.value, more.value - more.low)
                 figure += f" {more.value:+.1f}±{width:.1f}"
-            label = f"**{row.name}**" if row.name == yardstick.default else row.name
+            label = f"**{row.name}**" if row.name == yardstick.search_result else row.name
             method = cells.setdefault(row.name, {"method": label, "question": reads})
             method[row.budget] = figure
     columns = ("method", "question", *(budget.label for budget in yardstick.budgets))

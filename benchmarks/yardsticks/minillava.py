@@ -44,7 +44,7 @@ class MiniLlava(Yardstick):
 
     name = "mini-LLaVA"
     key = "minillava"
-    default = "minillava"
+    search_result = "minillava"
     budgets = tuple(Budget(f"K = {k}", Fraction(k, PATCHES)) for k in (72, 36, 18, 9))
     usual_tokens = PATCHES
     available = frozenset(get_args(Need)) - {"merger_input"}

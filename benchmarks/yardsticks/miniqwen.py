@@ -56,7 +56,7 @@ class MiniQwen(Yardstick):
 
     name = "mini-Qwen3-VL"
     key = "miniqwen"
-    default = "miniqwen"
+    search_result = "miniqwen"
     budgets = tuple(Budget(f"K = N/{n}", Fraction(1, n)) for n in (2, 4, 8, 16))
     usual_tokens = 72
     available = frozenset(("cls_attention", "instruction", "encoder", "merger_input", "words"))

@@ -116,15 +116,15 @@ class EncodedBatch:
 class Yardstick(ABC):
     """A checkpoint with its questions, loaded at first use.
 
-    ``key`` is the model's name in commands, ``default`` the state that the evidence recommends for
-    its family. ``usual_tokens`` is N of a usual image, and ``available`` are the inputs that a
+    ``key`` is the model's name in commands, ``search_result`` the state that a search found on it.
+    ``usual_tokens`` is N of a usual image, and ``available`` are the inputs that a
     server of this backbone gives to policies. ``equal_policies`` keep the tokens of another base
     policy on this model, and have no row. ``images_per_batch`` images may be encoded together.
     """
 
     name: ClassVar[str]
     key: ClassVar[Model]
-    default: ClassVar[str]
+    search_result: ClassVar[str]
     budgets: ClassVar[Sequence[Budget]]
     usual_tokens: ClassVar[int]
     available: ClassVar[frozenset[Need]]

@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +22,10 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import vllm_autoprune_command
 from benchmarks.common.fake_server import Reply, fake_server
+from benchmarks.load.__main__ import parse_arguments
 from tests.docs.commands import ROOT, Command, prepare_folder, read_commands, type_page
 from tests.serving.unit.samples import refusal, served
-from tests.test_examples import flags_of
+from tests.test_examples import flags_of, require_valid
 from vllm_autoprune.cli.main import main, parser
 from vllm_autoprune.errors import ProblemsError
 from vllm_autoprune.serving.api.layout import TokenCount
@@ -34,6 +36,7 @@ from vllm_autoprune.serving.settings import RequestRules
 COMMANDS = read_commands()
 LONG = [c for c in COMMANDS if c.kind == "long"]
 QUICK = list({c.text: c for c in COMMANDS if c.kind == "quick"}.values())
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +54,32 @@ def test_every_command_is_typed_or_says_why_not() -> None:
         parser().parse_args(shlex.split(call)[1:])
     with pytest.raises(ValueError, match="nothing says how to type"):
         _ = Command("docs/new.md", "frobnicate --now").kind
+
+
+def validate(command: Command) -> None:
+    """Raise an AssertionError where a command that is not typed cannot be right."""
+    words = shlex.split(re.sub(r"^(\w+=\S+ )+", "", command.text))
+    if "--autoprune-state" in words:
+        require_valid([word.replace("/etc/autoprune/state.json", "cdpruner") for word in words])
+    elif words[0].endswith("pip"):
+        extras = re.findall(r"\w+", words[-1].partition("[")[2])
+        assert {*extras} <= EXTRAS.keys() and (words[-1][0] == "." or words[-1] in EXTRAS["lmms"])
+    elif words[:3] == ["python", "-m", "benchmarks.load"]:
+        parse_arguments(words[3:])
+    elif words[0] == "make":
+        assert f"\n{words[1]}: " in (ROOT / "Makefile").read_text()
+    else:  # those of the plugin, and GuideLLM's body, are read in other tests
+        assert words[0] in ("vllm-autoprune", "vllm", "docker", "guidellm") or "venv" in words
+
+
+def test_commands_that_are_not_typed_are_valid() -> None:
+    for command in COMMANDS:
+        if command.kind == "not typed":
+            validate(command)
+    for wrong in ("vllm serve x/y --autoprune-state divprun", "pip install '.[serch]'", "make tset",
+                  "python -m benchmarks.load paired --usr 1", "kubectl apply"):  # fmt: skip
+        with pytest.raises((AssertionError, SystemExit, ProblemsError)):
+            validate(Command("docs/new.md", wrong))
 
 
 @pytest.mark.parametrize("command", QUICK, ids=lambda command: command.text[:60])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import re
 import shlex
@@ -36,6 +37,7 @@ from vllm_autoprune.serving.settings import LEVELS, add_flags
 from vllm_autoprune.serving.worker.features import ImageFeatures, TensorCache
 from vllm_autoprune.serving.worker.metrics import Stopwatch, WorkerMetrics
 from vllm_autoprune.serving.worker.selection import FallbackReporter
+from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
 ROOT = Path(__file__).resolve().parents[2]
 SERIES = re.compile(r"\b(?:autoprune_(?!endpoint)|vllm:)\w+")
@@ -45,6 +47,13 @@ PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
     for path in sorted([*DOCS.rglob("*.md"), *(ROOT / name for name in OUTSIDE)])
 }
+
+
+def read_data(name: str) -> list[dict[str, str]]:
+    """Rows of a file in docs/data."""
+    return list(csv.DictReader((DOCS / f"data/{name}.csv").read_text().splitlines()))
+
+
 ARCHITECTURE, SERVING, DEPLOY, CHOOSING, SUPPORT, STUDY = (
     PAGES[f"docs/{name}.md"]
     for name in ("architecture", "serving", "deploy", "choosing", "support", "studies/search")
@@ -147,12 +156,62 @@ def test_every_flag_on_the_pages_is_one_of_vllm_serve() -> None:
     vllm = Path(sys.executable).with_name("vllm")
     shown = subprocess.check_output([vllm, "serve", "--help=all"], text=True)
     known = set(re.findall(r"--[a-z][a-z-]+", shown))
+    calls = [c.text for c in read_commands() if "vllm serve " in c.text]
     others = {"--gpus", "--ipc", "--system", "--no-deps"}  # of docker and pip
     others |= {"--count", "--minutes"}  # of our own commands
-    assert set(re.findall(r"--[a-z][a-z-]+", SERVING + DEPLOY)) - others <= known
+    texts = " ".join([SERVING, DEPLOY, *calls])
+    assert set(re.findall(r"--[a-z][a-z-]+", texts)) - others <= known
 
 
 # ---- Figures ----
+
+
+def test_the_default_states_are_the_published_policies_that_are_right_most_often() -> None:
+    right = {
+        (row["yardstick"], row["name"]): float(row["accuracy"])
+        for row in read_data("accuracy")
+        if not row["category"] and row["budget"] in ("all", "K = 18", "K = N/8")
+    }
+    best, totals = [], dict.fromkeys(BASE_POLICIES, 0.0)
+    columns = list(
+        zip(*re.findall(r"^\| (.+) \| (\d.+) \| (\d.+) \|$", CHOOSING, re.M), strict=True)
+    )
+    for model, cells, found in zip(
+        ("mini-LLaVA", "mini-Qwen3-VL"), columns[1:], ("minillava", "miniqwen"), strict=True
+    ):
+        published = {name: right.get((model, name), 0.0) for name in BASE_POLICIES}
+        totals = {name: total + published[name] for name, total in totals.items()}
+        best.append(max(published, key=published.__getitem__))
+        controls = [f"{right[model, name]:.1f}" for name in ("full", "resized", "random", "norm")]
+        states = [f"{right[model, name]:.1f}, `{name}`" for name in (best[-1], found)]
+        assert [*cells[:6]] == [*controls, *states]
+    best.append(max(totals, key=totals.__getitem__))
+    assert [*_RECOMMENDED.values()] == best == [*best[:2], best[1]]
+    assert re.search(rf"\*\*serve.*LLaVA.*`{best[0]}` \| .*all others.*`{best[1]}`", CHOOSING)
+    names = ("serve_llava.sh", "serve_qwen.sh", "compose/compose.yaml")
+    texts = "".join((ROOT / "examples" / name).read_text() for name in names)
+    texts += PAGES["README.md"] + PAGES["docs/index.md"]
+    served = re.findall(r"(llava-hf|Qwen)/\S+[\s\\-]+autoprune-state[ =]([a-z]\S+)", texts)
+    assert {*served} == {("llava-hf", best[0]), ("Qwen", best[1])} and len(served) == 7
+
+
+CODE = r"```.*?```|`[^`]*`|\]\([^)]*\)|<!-- demo.*/demo -->"
+NO_FIGURES = r"(vLLM|Python|arXiv|or)\s[\d.]+|\| (another|break-even)[^|]*\| [\d.]+"
+"""Numbers of versions and papers, and what is predicted, which the next test computes."""
+
+
+@pytest.mark.parametrize("page", ["README", "docs/accuracy", "docs/choosing", "docs/figures"])
+def test_every_decimal_of_a_page_is_in_the_data_that_it_links(page: str) -> None:
+    text = PAGES[f"{page}.md"]
+    rows = [row for name in re.findall(r"data/([\w-]+)\.csv", text) for row in read_data(name)]
+    about = {"setting", "model", "command", "commit"}
+    cells = [cell for row in rows for column, cell in row.items() if column not in about]
+    values = {float(number) for number in re.findall(r"\d+\.?\d*", " ".join(cells))}
+    prose = re.sub(f"{CODE}|{NO_FIGURES}", "", text, flags=re.DOTALL)
+    figures = re.findall(r"(?<![\w.-])\d+\.\d+(?![\w.]*\d)", prose)
+    close = {figure: 0.501 * 10 ** -len(figure.partition(".")[2]) for figure in figures}
+    assert len(figures) > 5
+    assert [f for f in figures if not any(abs(float(f) - x) <= close[f] for x in values)] == []
 
 
 def test_choosing_has_what_advise_prints_and_its_ways(capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,14 +228,6 @@ def test_choosing_has_what_advise_prints_and_its_ways(capsys: pytest.CaptureFixt
         last, share = ways[way]["cheaper_than_stock"]["to"], ways[way]["another_of_first"]
         assert f"first, {name} | {share:.2f} |" in CHOOSING
         assert re.search(rf"break-even of {name}.* \| {last:.{digits}f} \|", CHOOSING)
-
-
-def test_the_default_states_of_choosing_are_those_that_list_recommends() -> None:
-    (table,) = re.findall(r"## Default states\n.*?\n\|[- |]+\|\n(.*?)\n\n", CHOOSING, re.DOTALL)
-    rows = [line.strip("| ").partition(" |") for line in table.splitlines()]
-    assert len(rows) == len(_RECOMMENDED)
-    for (families, _, cells), (family, names) in zip(rows, _RECOMMENDED.items(), strict=True):
-        assert family in families and set(re.findall(r"`([\w-]+)`", cells)) == set(names)
 
 
 def test_support_has_a_row_for_every_backbone() -> None:

@@ -33,7 +33,7 @@ PUBLISHED: list[Json] = json.loads(Path(__file__).with_name("published.json").re
 class SampleYardstick(Yardstick):
     """Has no model: digits are right but in cases ``wrong``, texts with all tokens only."""
 
-    name, key, default, usual_tokens = "sample", "minillava", "instruction-free", 16
+    name, key, search_result, usual_tokens = "sample", "minillava", "instruction-free", 16
     budgets = (Budget("K = 2", Fraction(1, 8)),)
     available = frozenset(("cls_attention",))
     network = tokenizer = None
@@ -98,8 +98,8 @@ def test_differences_are_paired_by_question(wrong: str, gain: int) -> None:
     kind = by_part["instruction-free", "attributes"]
     assert kind.less_resized == Estimate(gain, gain, gain)
     assert state.less_base == Estimate(less_base, less_base, less_base)
-    assert base.less_default == Estimate(-less_base, -less_base, -less_base)
-    unpaired = (by_part["full", None].less_resized, base.less_base, state.less_default)
+    assert base.less_search_result == Estimate(-less_base, -less_base, -less_base)
+    unpaired = (by_part["full", None].less_resized, base.less_base, state.less_search_result)
     assert unpaired == (None, None, None)
     page = yardsticks._as_markdown(yardstick, rows).splitlines()
     accuracy = state.accuracy.value

@@ -6,7 +6,7 @@ import argparse
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict
 from itertools import zip_longest
 from pathlib import Path
@@ -44,12 +44,8 @@ from vllm_autoprune.tpdsl.transfer import (
 _STATE = argument("state", help="file, or name of a shipped state")
 
 
-_RECOMMENDED: Mapping[str, Sequence[str]] = {
-    "LLaVA": ("minillava", "minillava-split", "divprune"),
-    "Qwen": ("miniqwen", "cen_divprune"),
-    "all others": ("cen_divprune",),
-}
-"""Backbone family -> states to begin with: the table of docs/choosing.md, "Default states"."""
+_RECOMMENDED = {"LLaVA": "divprune", "Qwen": "cen_divprune", "all others": "cen_divprune"}
+"""Backbone family -> state to begin with, by the rule of docs/choosing.md, "Default states"."""
 
 _FOLDED = {"ablation-": "ablations", "autoprune-": "forms of autoprune for one backbone and K"}
 """How the names begin that `list` leaves out."""
@@ -100,7 +96,7 @@ def _list_states(options: argparse.Namespace) -> int:
 
 def _list_families(name: str) -> str:
     """Backbone families on which a state is recommended."""
-    return ", ".join(family for family, names in _RECOMMENDED.items() if name in names)
+    return ", ".join(family for family, best in _RECOMMENDED.items() if name == best)
 
 
 def _order_to_try(policy: PruningPolicy) -> tuple[int, float, str]:
