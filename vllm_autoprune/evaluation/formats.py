@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count
 from pathlib import Path
@@ -151,11 +151,10 @@ def _parse(text: str) -> Any:
 
 def _read_records(path: Path, fix: str) -> Iterator[tuple[str, Any]]:
     """The records of a file, each with its place; in place of one that is no JSON, its error."""
-    numbered = ((number, line) for number, line in read_lines(path, fix) if line.strip())
-    if (beginning := next(numbered, None)) is None:
-        return
+    numbered = read_lines(path, fix)
+    beginning = next(((number, line) for number, line in numbered if line.strip()), (0, ""))
     lines, line = chain([beginning], numbered), beginning[1].strip()
-    if re.match(r"(\w[^\t,]*[\t,])*(image|question)([\t,]|$)", line):
+    if re.match(r'("?\w[^\t,]*[\t,])*"?(image|question)"?([\t,]|$)', line):
         yield from _read_table(path, (line for _, line in lines), "\t" if "\t" in line else ",")
         return
     document = _parse(line)
@@ -164,7 +163,8 @@ def _read_records(path: Path, fix: str) -> Iterator[tuple[str, Any]]:
     elif not isinstance(document, list) and not (
         isinstance(document, dict) and {"questions", "annotations", "data"} & document.keys()
     ):
-        yield from ((f"{path}:{number}", _parse(line)) for number, line in lines)
+        records = ((number, line) for number, line in lines if line.strip())
+        yield from ((f"{path}:{number}", _parse(line)) for number, line in records)
         return
     if isinstance(document, dict):
         if isinstance(questions := document.get("questions"), list):
@@ -175,8 +175,8 @@ def _read_records(path: Path, fix: str) -> Iterator[tuple[str, Any]]:
             raise ConfigError("data", [Problem(str(path), what, fix)])
         else:
             document = document.get("data", [document])
-    records = document if isinstance(document, list) else [document]
-    yield from ((f"{path}: record {number}", record) for number, record in enumerate(records, 1))
+    documents = document if isinstance(document, list) else [document]
+    yield from ((f"{path}: record {number}", record) for number, record in enumerate(documents, 1))
 
 
 def _read_table(path: Path, lines: Iterator[str], delimiter: str) -> Iterator[tuple[str, Any]]:
@@ -198,7 +198,8 @@ def _read_table(path: Path, lines: Iterator[str], delimiter: str) -> Iterator[tu
 def _join_annotations(path: Path, subtype: str, questions: Sequence[object]) -> list[object]:
     """Questions of VQAv2's form with the answers of the file of annotations beside them."""
     known: dict[str, dict[str, object]] = {}
-    for file in sorted(path.parent.glob("*annotations*.json")):
+    files = sorted(path.parent.glob("*annotations*.json"))
+    for file in [file for file in files if subtype in file.name] or files:
         document = _parse("".join(line for _, line in read_lines(file, "make it readable")))
         if isinstance(document, dict) and isinstance(document.get("annotations"), list):
             rows = [row for row in document["annotations"] if isinstance(row, dict)]
@@ -314,7 +315,7 @@ class QuestionReader:
             if isinstance(messages := body.get("messages"), list):
                 return self._read_chat(where, messages)
             if isinstance(turns := record.get("conversations"), list):
-                return self._read_chat(where, _build_messages(where, record, turns))
+                return self._read_chat(where, _build_messages(record.get("image"), turns))
         fields, rule, answers = self._recognise(where, record)
         line = _Line.model_validate(fields)
         if not (sources := self._rows.get(line.image[0])):
@@ -370,7 +371,7 @@ class QuestionReader:
             endings = [f"{name}.jpg" for name in names]
             fields["image"] = next(
                 (name for name in endings if any((each / name).exists() for each in self._folders)),
-                names[-1],
+                endings[0] if folder else names[-1],
             )
             fields |= {"question": f"{record.get('question', '')}{_SHORT}"}
             fields |= {"answer": record.get("answers"), "category": record.get("answer_type")}
@@ -380,7 +381,7 @@ class QuestionReader:
         is_word = str(fields.get("answer")).strip().lower() in ("yes", "no")
         return fields, "choice" if answers else "yes_no" if is_word else "text", answers
 
-    def _read_chat(self, where: str, messages: Sequence[object]) -> AskedQuestion | None:
+    def _read_chat(self, where: str, messages: Iterable[object]) -> AskedQuestion | None:
         """The question of a chat request; a last turn of the assistant is its answer."""
 
         def refuse(what: str) -> ConfigError:
@@ -463,27 +464,17 @@ class QuestionReader:
             problems.append(Problem(str(self.path), what, fix))
 
 
-def _build_messages(
-    where: str, record: Mapping[str, Any], conversation: Sequence[object]
-) -> list[dict[str, object]]:
+def _build_messages(images: object, conversation: Sequence[object]) -> Iterator[object]:
     """A conversation of LLaVA's form as chat messages; ``<image>`` stands for the next image."""
-    images = [text for text in _list_texts(record.get("image")) if isinstance(text, str)]
-    messages = list[dict[str, object]]()
+    roles, names = {"human": "user", "gpt": "assistant"}, iter(_list_texts(images))
     for turn in conversation:
-        if not (isinstance(turn, dict) and isinstance(turn.get("value"), str)):
-            what, fix = "has a turn without a value", 'write {"from": "human", "value": "..."}'
-            raise ConfigError("data", [Problem(where, what, fix)])
-        pieces, parts = turn["value"].split("<image>"), list[dict[str, object]]()
-        for place, piece in enumerate(pieces):
-            if place and not images:
-                what, fix = "has more <image> than images", 'give each its file in "image"'
-                raise ConfigError("data", [Problem(where, what, fix)])
-            if place:
-                parts.append({"type": "image_url", "image_url": images.pop(0)})
-            if piece.strip():
-                parts.append({"type": "text", "text": piece.strip()})
-        role = {"human": "user", "gpt": "assistant"}.get(
-            str(turn.get("from")), str(turn.get("from"))
-        )
-        messages.append({"role": role, "content": turn["value"] if role == "assistant" else parts})
-    return messages
+        match turn:
+            case {"from": str(speaker), "value": str(text)}:
+                pieces = [piece for piece in re.split("(<image>)", text) if piece.strip()]
+                content = [
+                    {"image_url": next(names, piece)} if piece == "<image>" else piece.strip()
+                    for piece in pieces
+                ]
+                yield {"role": roles.get(speaker, speaker), "content": content}
+            case _:
+                yield turn

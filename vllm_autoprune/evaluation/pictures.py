@@ -103,7 +103,7 @@ def find_picture(where: str, text: str, *folders: Path) -> PictureSource:
     if not encoded:
         fix = "give the path of a PNG or JPEG file"
         if folders != (Path(),):
-            fix += f", relative to {' or '.join(map(str, folders))}"
+            fix += f", relative to {folders[0]}, or to another folder with eval --images"
         raise _refuse(where, f"cannot be read ({reason})", fix)
     encoded = "".join(encoded.split())
     try:

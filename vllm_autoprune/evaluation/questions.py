@@ -152,7 +152,9 @@ def read_asked(
         return known
 
     asked = list[AskedQuestion]()
-    for question in tqdm(islice(reader.read(problems), limit), unit="question", delay=5):
+    for question in tqdm(
+        islice(reader.read(problems), limit), unit="question", delay=5, mininterval=5
+    ):
         try:
             asked.append(replace(question, turns=render(question.turns, read_once)))
         except ConfigError as error:
