@@ -93,7 +93,7 @@ class EndpointProposer:
             problem = describe_failure(self._url.removesuffix("/v1"), error, example)
             where, what, fix = "--proposer-url", f"{problem.where} {problem.what}", problem.fix
             if isinstance(error, httpx.HTTPStatusError):
-                if may_pass(error.response) and "insufficient_quota" not in error.response.text:
+                if may_pass(error) and "insufficient_quota" not in error.response.text:
                     return  # requests of the search are asked again
                 if error.response.status_code in (401, 403):
                     where, fix = "--proposer-key-env", "name a variable that holds a valid key"
@@ -113,10 +113,8 @@ class EndpointProposer:
             try:
                 return _read_completion(await self._send(fields, endpoint.retries), endpoint.price)
             except httpx.HTTPError as error:
-                failure = describe_error(error)
-                if not isinstance(error, httpx.HTTPStatusError) or may_pass(error.response):
-                    failure += f", after at most {endpoint.retries} retries"
-                return Reply(None, failure)
+                tried = f", after at most {endpoint.retries} retries" if may_pass(error) else ""
+                return Reply(None, describe_error(error) + tried)
             except _FORMAT as error:
                 return Reply(None, f"the response is no chat completion: {one_line(error, 200)}")
 
@@ -145,17 +143,14 @@ class EndpointProposer:
                 response = await self._http.post(f"{self._url}/chat/completions", json=body)
                 response.raise_for_status()
             except httpx.HTTPError as error:
-                if isinstance(error, httpx.HTTPStatusError):
-                    if name := _find_refused_field(error.response, body):
-                        reasons[name] = describe_error(error)
-                        continue
-                    if not may_pass(error.response):
-                        raise
-                if attempt == retries:
+                if name := _find_refused_field(error, body):
+                    reasons[name] = describe_error(error)
+                    continue
+                if attempt == retries or not may_pass(error):
                     raise
-                wait = self._failures.wait(error, self._endpoint.first_wait * 2**attempt)
+                planned = self._endpoint.first_wait * 2**attempt
+                await asyncio.sleep(self._failures.wait(error, planned))
                 attempt += 1
-                await asyncio.sleep(wait)
                 continue
             # Only now is it known that these fields were what the endpoint refused.
             for name in sorted(reasons.keys() - self.unsent):
@@ -168,9 +163,10 @@ class EndpointProposer:
             return response.text
 
 
-def _find_refused_field(response: httpx.Response, body: Mapping[str, object]) -> str | None:
+def _find_refused_field(error: httpx.HTTPError, body: Mapping[str, object]) -> str | None:
     """Which of a request's fields an error refuses, if any."""
-    if response.status_code not in (400, 422, 500):
+    response = error.response if isinstance(error, httpx.HTTPStatusError) else None
+    if response is None or response.status_code not in (400, 422, 500):
         return None
     names = [name for name in _DROPPABLE if name in body]
     named = [name for name in names if re.search(rf"\b{name}\b", response.text)]
@@ -189,9 +185,8 @@ def _read_completion(text: str, price: tuple[float, float] = (0.0, 0.0)) -> Repl
         raise ValueError(one_line(read_error(body) or json.dumps(body), 200))
     choice, usage = body["choices"][0], body.get("usage")
     answer, thoughts = read_message(choice["message"])
-    counts = [0, 0]
-    if isinstance(usage, dict):
-        texts = [str(usage.get(name)) for name in ("prompt_tokens", "completion_tokens")]
-        counts = [int(count) if count.isdecimal() else 0 for count in texts]
+    usage = usage if isinstance(usage, dict) else {}
+    texts = [str(usage.get(name)) for name in ("prompt_tokens", "completion_tokens")]
+    counts = [int(count) if count.isdecimal() else 0 for count in texts]
     cut = choice.get("finish_reason") == "length"
     return Reply(answer or (UNFINISHED if thoughts else ""), "", Cost.at(price, *counts), cut)

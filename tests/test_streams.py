@@ -155,7 +155,7 @@ def test_a_stream_is_read(name: str) -> None:
     for size in (len(body) or 1, 1, 7):
         reads = [(float(at), body[at : at + size]) for at in range(0, len(body), size)]
         answer = parse_stream(reads)
-        assert_read((len(answer.deltas), *answer[1:]), expected)
+        assert_read((len(answer.deltas), *list(answer.model_dump().values())[1:]), expected)
         assert all(earlier <= later for earlier, later in pairwise(answer.deltas))
 
 
@@ -193,7 +193,8 @@ def test_no_cut_changes_what_is_read(
     places = [0, *accumulate(sizes), len(body)]
     reads = [(float(low), body[low:high]) for low, high in pairwise(places)]
     answer = parse_stream(reads)
-    assert answer[1:] == (thoughts, "".join(texts)[:400], None, None, answer.error)
+    assert (answer.thoughts, answer.text) == (thoughts, "".join(texts)[:400])
+    assert answer.prompt_tokens is answer.completion_tokens is None
     assert answer.error == (None if events else EMPTY)
     # An event arrives with the byte that ends its line.
     ends, end = [], 0
@@ -222,7 +223,7 @@ def test_whatever_a_server_sends_is_read_or_said_in_one_line(events: list[str], 
     body = stream(*events) + raw
     for reads in ([(0.0, body)], [(0.0, raw), (1.0, body)], [(0.0, raw)]):
         answer = parse_stream(reads)
-        json.dumps(answer._asdict()).encode()
+        answer.model_dump_json().encode()
         assert answer.error is None or (answer.error.strip() and answer.error.isprintable())
         assert 0 <= answer.thoughts <= len(answer.deltas)
 

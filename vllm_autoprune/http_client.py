@@ -46,6 +46,7 @@ _SILENT_WAIT = 5.0
 
 _FORMAT = (ValueError, KeyError, TypeError, IndexError, AttributeError)
 """What reading an answer raises that is not JSON, or has other fields."""
+_BROKEN = (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
 FAILURES = (httpx.HTTPError, httpx.InvalidURL, *_FORMAT)
 """What a request to a server, and reading its answer, can raise."""
 
@@ -163,13 +164,10 @@ class ServerClient:
         for planned in (0.5, 1.0):
             try:
                 return read(self.http.send(request))
-            except httpx.HTTPStatusError as error:
-                if not may_pass(error.response):
+            except (httpx.HTTPStatusError, *_BROKEN) as error:
+                if not may_pass(error):
                     raise
-                wait = self._failures.wait(error, planned)
-            except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError) as error:
-                wait = self._failures.wait(error, planned)
-            time.sleep(wait)
+                time.sleep(self._failures.wait(error, planned))
         return read(self.http.send(request))
 
     @contextlib.contextmanager
@@ -316,9 +314,11 @@ def describe_error(error: Exception) -> str:
     return f"{kind}: {one_line(error, 300)}"
 
 
-def may_pass(response: httpx.Response) -> bool:
+def may_pass(error: Exception) -> bool:
     """Whether another attempt may not meet this failure."""
-    return response.is_server_error or response.status_code in (408, 425, 429)
+    if not isinstance(error, httpx.HTTPStatusError):
+        return True
+    return error.response.is_server_error or error.response.status_code in (408, 425, 429)
 
 
 def _read_object(response: httpx.Response) -> dict[str, Any]:
@@ -351,6 +351,9 @@ def _read_models(response: httpx.Response) -> dict[str, int]:
 
 
 def _read_answer(response: httpx.Response) -> dict[str, Any]:
-    if 300 <= response.status_code < 500 and not may_pass(response):
-        raise RequestRefused(describe_rejection(response))
-    return _read_object(response)
+    try:
+        return _read_object(response)
+    except httpx.HTTPStatusError as error:
+        if may_pass(error):
+            raise
+        raise RequestRefused(describe_rejection(response)) from None

@@ -7,7 +7,9 @@ import json
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
+
+from vllm_autoprune.record_file import FrozenModel
 
 EMPTY = "the answer contains no text"
 """Error of a stream without output: a failure where a first token is timed, else a wrong answer."""
@@ -17,23 +19,24 @@ _THOUGHTS = ("reasoning", "reasoning_content")
 """Fields of thoughts: of vLLM 0.32, and of others."""
 
 
-class _Stream(NamedTuple):
+class StreamedAnswer(FrozenModel):
     """What a streamed answer contains."""
 
-    deltas: tuple[float, ...]
-    """Arrival of each delta with output: thoughts, text, a refusal or a tool call."""
-    thoughts: int
+    deltas: tuple[float, ...] = ()
+    """Arrival of each delta with output: thoughts, text, a refusal or a tool call. The first ends
+    the time to first token."""
+    thoughts: int = 0
     """How many of them come before the first of the answer."""
-    text: str
-    prompt_tokens: int | None
-    completion_tokens: int | None
-    error: str | None
-    """What is wrong with it, in a line."""
+    text: str = ""
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    error: str | None = None
+    """What is wrong with it, in a line; None where the request was answered."""
 
 
 def parse_stream(
     reads: Sequence[tuple[float, bytes]], end: str = "the stream ended without [DONE]"
-) -> _Stream:
+) -> StreamedAnswer:
     """The server-sent events in the pieces of an answer, and the times they were read at.
 
     To be called after the stream has ended, because parsing between two reads would delay the time
@@ -84,13 +87,12 @@ def parse_stream(
     if not finished:
         errors.append(f"the answer was cut short: {end}{stray and f', after: {stray[:80]}'}")
     error = [*errors, None if deltas else EMPTY][0]
-    return _Stream(
-        tuple(deltas),
-        thoughts,
-        "".join(text)[:_KEPT_TEXT].encode(errors="replace").decode(),
-        usage.get("prompt_tokens"),
-        usage.get("completion_tokens"),
-        error and (one_line(error, 200) or "an error without text"),
+    return StreamedAnswer(
+        deltas=tuple(deltas),
+        thoughts=thoughts,
+        text="".join(text)[:_KEPT_TEXT].encode(errors="replace").decode(),
+        error=error and (one_line(error, 200) or "an error without text"),
+        **usage,
     )
 
 

@@ -16,22 +16,12 @@ import httpx
 
 from vllm_autoprune.connection import Connection, make_client, server_address
 from vllm_autoprune.http_client import CHAT, describe_rejection
-from vllm_autoprune.record_file import FrozenModel
-from vllm_autoprune.stream import parse_stream
+from vllm_autoprune.stream import StreamedAnswer, parse_stream
 
 
-class Record(FrozenModel):
+class Record(StreamedAnswer):
     """One request. Times are seconds of a monotonic clock since the start of the schedule."""
 
-    deltas: tuple[float, ...] = ()
-    """Arrival of each delta with output; the first of them ends the time to first token."""
-    thoughts: int = 0
-    """How many of them come before the first of the answer."""
-    text: str = ""
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    error: str | None = None
-    """What went wrong, in a line; None where the request was answered."""
     index: int = 0
     """Its place in the workload: the same request has the same index in every run."""
     measured: bool = True
@@ -128,7 +118,7 @@ class Client:
             end = f"{type(error).__name__}: {error}"
             failure = "" if reads else f"no answer: {end}"
         done = self.clock()
-        answer = parse_stream(reads, end)._asdict()
+        answer = parse_stream(reads, end).model_dump()
         return Record(
             scheduled=started if scheduled is None else scheduled,
             started=started,
