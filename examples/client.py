@@ -1,4 +1,4 @@
-"""Ask a pruned server about an image at several budgets: python examples/client.py IMAGE _QUESTION.
+"""Ask a pruned server about an image at several budgets: python examples/client.py IMAGE QUESTION.
 
 Without arguments it asks about scene.jpg. The server must allow it: vllm serve ...
 --autoprune-requests budget.
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("image", type=Path, nargs="?", default=_SCENE)
     parser.add_argument("question", nargs="?", default=_QUESTION)
     parser.add_argument("--url", default="http://localhost:8000/v1")
-    parser.add_argument("--budgets", type=int, nargs="+", default=[256, 64, 16])
+    parser.add_argument("--budgets", nargs="+", default=["1/4", "1/8", "1/16"])
     options = parser.parse_args(arguments)
 
     client = OpenAI(base_url=options.url, api_key="-")

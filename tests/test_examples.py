@@ -99,12 +99,12 @@ def test_the_client_asks_at_every_budget(capsys: pytest.CaptureFixture[str]) -> 
 
     ask = runpy.run_path(str(EXAMPLES / "client.py"))["main"]
     with fake_server(reply) as server:
-        assert ask(["--url", f"{server.url}/v1", "--budgets", "64", "16"]) == 0
+        assert ask(["--url", f"{server.url}/v1", "--budgets", "64", "1/8"]) == 0
     image, question = server.requests[0]["messages"][0]["content"]
     assert image["image_url"]["url"].startswith("data:image/jpeg;base64,")
     assert question["text"] in (EXAMPLES / "questions.jsonl").read_text().partition("\n")[0]
     sent = [body["mm_processor_kwargs"]["autoprune"] for body in server.requests]
-    assert sent == [{"enabled": False}, {"budget": 64}, {"budget": 16}]
+    assert sent == [{"enabled": False}, {"budget": "64"}, {"budget": "1/8"}]
     assert "K = 64:    80 prompt tokens: a cup" in capsys.readouterr().out
 
 
