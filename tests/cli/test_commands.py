@@ -125,20 +125,8 @@ def test_tables_and_definitions_are_aligned_and_fit_the_terminal(
 @pytest.mark.parametrize(
     ("call", "kind", "where", "message"),
     [
-        *(
-            (
-                f"{call} {budget}",
-                "ConfigError",
-                f" {call.split()[0]}",
-                f"{budget!r} is not a budget",
-            )
-            for budget in ("0", "9/8", "200%", "1/8:640-64")
-            for call in (
-                "show norm --budget",
-                "cost --backbone gemma-3-4b --tokens",
-                "explain x.png ? --checkpoint x --budget",
-            )
-        ),
+        ("show norm --budget 9/8", "ConfigError", " show", "'9/8' is not a budget: give 1 to"),
+        ("cost --backbone gemma-3-4b --tokens 0", "ConfigError", " cost", "'0' is not a budget"),
         ("show nowhere", "StateError", "", "no shipped state of that name"),
         ("lst", "ConfigError", "", "no command 'lst': did you mean 'list'?"),
         ("show norm --budget", "ConfigError", " show", "argument --budget: expected one argument"),
@@ -213,10 +201,8 @@ ALONE = {"/constraints/selector/q_e": 0, "/base_policy": {"name": "divprune"}}
         ({"/core": {"share": 1.0}}, 64, ["all chosen by divprune", "share its KV cache"]),
     ],
 )  # fmt: skip
-def test_a_state_in_words(
-    changes: dict[str, object], budget: int | str | None, parts: list[str]
-) -> None:
-    rule = None if budget is None else BudgetCall.parse(budget)
+def test_a_state_in_words(changes: dict[str, object], budget: Any, parts: list[str]) -> None:
+    rule = budget and BudgetCall.parse(budget)
     text = " ".join(_describe_policy(materialize(state(changes), rule)))
     assert [part for part in parts if part not in text] == []
     assert (" core" in text) == (changes.get("/core") == CORE)
@@ -295,8 +281,8 @@ def test_materialize_writes_a_state_and_its_changes(tmp_path: Path, capsys: Capt
     run(capsys, *call, "-o", str(tmp_path / "no" / "folder.json"), status=1)
     assert [path.name for path in tmp_path.iterdir()] == ["next.json"]
     shared = run_json(capsys, "materialize", "autoprune", "--budget", "1/3")
-    assert shared["name"] == "autoprune-k1-3"
-    assert materialize(load_state(json.dumps(shared["state"]))).tokens_kept(144) == 48
+    policy = materialize(load_state(json.dumps(shared["state"])))
+    assert (policy.state.name, policy.tokens_kept(144)) == ("autoprune-k1-3", 48)
     record = run_json(capsys, "materialize", "autoprune", "--instruction-free", "--budget", "64")
     assert "/base_policy/name" in {change["where"] for change in record["changes"]}
 

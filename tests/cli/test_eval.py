@@ -296,10 +296,7 @@ def test_the_servers_own_state_is_marked_or_said_to_be_missing(
     [
         ("--suite imagenet", "is not a suite"),
         ("--data x.jsonl", "--server-url: is missing"),
-        (
-            "--data x --server-url u --budgets 0",
-            "--budgets: '0' is not a budget -> give tokens from 1",
-        ),
+        ("--data x --server-url u --budgets 8 9/8", "--budgets: '9/8' is not a budget -> give"),
         ("--suite lmms:mme --server-url http://h", "--served-name: is missing"),
         ("--suite lmms:x --server-url h --served-name m", "does not know x -> use: paper"),
     ],

@@ -283,6 +283,12 @@ def test_a_worker_takes_out_what_is_not_allowed(row: object, by: PlanRules, made
     assert reporter.counts()["reference", "plan"] == 1
 
 
+def test_what_replaces_an_unreadable_plan_fits_into_a_prompt() -> None:
+    by = PlanRules(served(budget="1/8"), VOCABULARY)
+    (plan,) = PlanReader(by, FallbackReporter(), torch.device("cpu"), 512).read(["no plan"])
+    assert plan.budget == 512
+
+
 def read(state: Any, *rows: object) -> list[ItemPlan]:
     """Plans as a worker reads them."""
     rules_of_state = PlanRules(state, VOCABULARY)

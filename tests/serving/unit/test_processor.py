@@ -64,18 +64,12 @@ def stock_identity(sender: Sender, image: Any) -> str:
 
 @pytest.mark.parametrize(
     ("server", "asked"),
-    [
-        *((8, said) for said in ("1/4", "25%", ["16", "1/4"], "16/64:1-640", "1/4:1-16")),
-        *((said, None) for said in ("1/4", "25.0%:1-16")),
-    ],
+    [(8, "1/4"), (8, "25%"), (8, ["16", "1/4"]), (8, "16/64:1-16"), ("1/4", None), ("25.0%", None)],
 )
 def test_a_budget_is_k_of_each_image_however_it_is_said(
     folder: Any, server: int | str, asked: object
 ) -> None:
-    """Equal K are one identity, key and plan; other K are others, also where a share is the same.
-
-    N = 64 and 4, through one processor cache.
-    """
+    """Equal K are one identity and plan, other K are others, of N = 64 and 4 in one cache."""
     by_number = Sender(folder, budget=8).with_cache().send([LARGE, SMALL], budget=[16, 1])
     sender = Sender(folder, budget=server).with_cache()
     other = sender.send([LARGE, SMALL], budget="1/2")

@@ -415,7 +415,7 @@ def refuse_misplaced(fields: object, kwargs: Mapping[str, object], fix: str = _C
             if isinstance(name, str) and (
                 _resembles_entry(name[:_MAX_NAME])
                 or (inside == KWARGS and name in PruningRequest.model_fields)
-                or (inside == "image_url" and name == "budget" and not isinstance(child, str))
+                or (inside == "image_url" and name == "budget")
             ):
                 where = "/".join(_shorten(str(step)) for step in (*place, name))
                 what = "is ignored there" if place else "is ignored at the top of a request"

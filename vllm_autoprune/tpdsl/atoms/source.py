@@ -8,12 +8,13 @@ so every process computes the same K before any model runs.
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Annotated
 
 import torch
-from pydantic import Field, GetCoreSchemaHandler
+from pydantic import Field, GetCoreSchemaHandler, ValidationError
 from pydantic_core import CoreSchema, core_schema
 from torch import Tensor
 
@@ -251,22 +252,17 @@ class BudgetCall(AtomCall):
             return said
         is_count = type(said) is int and abs(said) < _EXACT
         text = f"{said}".strip() if is_count or isinstance(said, str) else ""
-        try:
-            match = _SAID.fullmatch(text)
-            count, fraction, percent, floor, ceiling = match.groups() if match else [""] * 5
-            share = Fraction(fraction or 1) if count or fraction else Fraction(percent) / 100
-            bounds = int(floor or count or 1), int(ceiling or count or MAX_BUDGET)
-            ratio = {"ratio": float(share), "floor": bounds[0], "ceiling": bounds[1]}
-            call = ATOMS["ratio_budget"].call.model_validate({"atom": "ratio_budget", **ratio})
-            if isinstance(call, BudgetCall) and bounds[0] <= bounds[1]:
-                return call
-        except (ZeroDivisionError, ValueError):  # of pydantic, and of no number
-            pass
+        if match := _SAID.fullmatch(text):
+            count, fraction, percent, floor, ceiling = match.groups()
+            least, most = int(floor or count or 1), int(ceiling or count or MAX_BUDGET)
+            with suppress(ZeroDivisionError, ValidationError):
+                share = Fraction(percent) / 100 if percent else Fraction(fraction or 1)
+                ratio = {"ratio": float(share), "floor": least, "ceiling": most}
+                call = ATOMS["ratio_budget"].call.model_validate({"atom": "ratio_budget", **ratio})
+                if isinstance(call, BudgetCall) and least <= most:
+                    return call
         what = f"{text[:40]!r} is not a budget" if text else "is not a budget"
-        fix = (
-            f"give tokens from 1 to {MAX_BUDGET} such as 64, a share of an image's from 1% to 100% "
-        )
-        fix += "such as 1/8 or 12.5%, or one with bounds such as 1/8:64-640"
+        fix = f"give 1 to {MAX_BUDGET} tokens, a share from 1% such as 1/8 or 12.5%, or 1/8:64-640"
         raise BudgetError("budget", [Problem(where, what, fix)])
 
 
