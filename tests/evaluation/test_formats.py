@@ -188,7 +188,7 @@ REFUSED: Mapping[str, tuple[str, dict[str, str | bytes], str]] = {
     "pictures elsewhere": ("q.json", {"q.json": json.dumps(VQA)},
         "record 1: image 'COCO_val2014_000000000042.jpg': cannot be read (No such file"),
     "pictures and no question": ("photos", {"photos/1.png": RED, "photos/2.png": RED},
-        "photos: has 2 pictures without a question -> write "),
+        "photos: has pictures without a question (2) -> write "),
     "questions about no picture": ("photos", {"photos/1.png": RED, "photos/notes.txt": "?"},
         "notes.txt: has questions about no picture"),
     "a folder with a file of questions": ("photos", {"photos/1.png": RED, "photos/q.jsonl": ""},

@@ -30,7 +30,7 @@ from vllm_autoprune.evaluation.pictures import Picture, PictureSource, find_pict
 from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.stream import one_line
 
-Turns = Sequence[Mapping[str, object]]
+_Turns = Sequence[Mapping[str, object]]
 """Messages of OpenAI's form, with a picture or its source for the part of each image."""
 
 
@@ -39,7 +39,7 @@ class AskedQuestion:
     """A question as it is sent, and the answers that are accepted: none where the data has none."""
 
     where: str
-    turns: Turns
+    turns: _Turns
     answers: tuple[str, ...]
     rule: Rule = "text"
     category: str = "all"
@@ -82,7 +82,7 @@ class AskedQuestion:
         return score_text(self.rule, self.answers, text)
 
 
-def render(turns: Turns, show: Callable[[Any], object]) -> list[dict[str, object]]:
+def render(turns: _Turns, show: Callable[[Any], object]) -> list[dict[str, object]]:
     """Messages with what ``show`` makes of their pictures."""
     messages = []
     for turn in turns:
@@ -95,7 +95,7 @@ def render(turns: Turns, show: Callable[[Any], object]) -> list[dict[str, object
     return messages
 
 
-def ask(question: str, *pictures: Picture | PictureSource) -> Turns:
+def ask(question: str, *pictures: Picture | PictureSource) -> _Turns:
     """The turn of a question about pictures."""
     return [{"role": "user", "content": [*pictures, {"type": "text", "text": question}]}]
 
@@ -111,7 +111,7 @@ _NOT_TEXT = {
 _UTF_16 = re.compile(rb"\A(\xff\xfe|\xfe\xff)|([^\0]\0){4}|(\0[^\0]){4}")
 
 
-def read_lines(path: Path, fix: str) -> Iterator[tuple[int, str]]:
+def _read_lines(path: Path, fix: str) -> Iterator[tuple[int, str]]:
     """The lines of a UTF-8 file with their numbers and ends; ``\\n`` alone ends one.
 
     Raises :class:`ConfigError` with one problem; ``fix`` is for a file that cannot be opened.
@@ -151,7 +151,7 @@ def _parse(text: str) -> Any:
 
 def _read_records(path: Path, fix: str) -> Iterator[tuple[str, Any]]:
     """The records of a file, each with its place; in place of one that is no JSON, its error."""
-    numbered = read_lines(path, fix)
+    numbered = _read_lines(path, fix)
     beginning = next(((number, line) for number, line in numbered if line.strip()), (0, ""))
     lines, line = chain([beginning], numbered), beginning[1].strip()
     if re.match(r'("?\w[^\t,]*[\t,])*"?(image|question)"?([\t,]|$)', line):
@@ -200,7 +200,7 @@ def _join_annotations(path: Path, subtype: str, questions: Sequence[object]) -> 
     known: dict[str, dict[str, object]] = {}
     files = sorted(path.parent.glob("*annotations*.json"))
     for file in [file for file in files if subtype in file.name] or files:
-        document = _parse("".join(line for _, line in read_lines(file, "make it readable")))
+        document = _parse("".join(line for _, line in _read_lines(file, "make it readable")))
         if isinstance(document, dict) and isinstance(document.get("annotations"), list):
             rows = [row for row in document["annotations"] if isinstance(row, dict)]
             known |= {str(row.get("question_id")): row for row in rows}
@@ -442,7 +442,7 @@ class QuestionReader:
                 name = one_line(picture.relative_to(self.path), 200)
                 source = PictureSource(str(picture), name, str(picture))
                 lines = [
-                    (n, line.strip()) for n, line in read_lines(text, self._fix) if line.strip()
+                    (n, line.strip()) for n, line in _read_lines(text, self._fix) if line.strip()
                 ]
                 asked = []
                 for number, line in lines:
@@ -456,11 +456,12 @@ class QuestionReader:
                 pair = next(pairs) if is_pair else None
                 yield from (replace(each, pair=pair) for each in asked)
         if silent or not read:
-            what = f"has {silent} pictures without a question" if silent else "has no picture"
+            what = f"has pictures without a question ({silent})" if silent else "has no picture"
             fix = f"write {shared}, one question a line: each is asked about every picture"
             kinds = (".jsonl", ".json", ".tsv", ".csv")
             for file in sorted(path for path in self.path.iterdir() if path.suffix in kinds):
-                fix = f"name its file of questions, {file}"
+                if "annotations" not in file.name:
+                    fix = f"name its file of questions, {file}"
             problems.append(Problem(str(self.path), what, fix))
 
 
