@@ -12,6 +12,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -159,19 +160,17 @@ def test_the_lists_say_what_a_choice_depends_on(capsys: Captured) -> None:
     short, full = run(capsys, "list"), run(capsys, "list", "--all")
     names, more = ([line.split()[0] for line in text.partition("\n\n")[0].splitlines()[2:]]
                    for text in (short, full))  # fmt: skip
-    # What to try comes first: recommended, found by a search, as published, others; the best first.
-    assert names[:6] == [
-        *["divprune", "cen_divprune", "minillava", "minillava-split", "miniqwen", "cdpruner"]
-    ]
-    assert names.index("visionzip") < names.index("autoprune") < names.index("norm")
-    assert more == list(records) and all(name.startswith("ablation") for name in more[-7:])
-    folded = [name for name in more if name.startswith(("ablation-", "autoprune-"))]
-    assert sorted([*names, *folded]) == sorted(more) and "Left out" not in full
-    kinds = "11 forms of autoprune for one backbone and K, 7 ablations"
+    # What to try comes first: recommended, then the best; what is left out comes last.
+    best = "divprune cen_divprune minillava minillava-split miniqwen shared-core cdpruner"
+    assert names[:7] == best.split() and more == list(records) and more[: len(names)] == names
+    folded = Counter(name.partition("-")[0] for name in more[len(names) :])
+    assert folded == {"autoprune": 11, "ablation": 7} and "Left out" not in full
+    kinds = "7 ablations, 11 forms of autoprune for one backbone and K"
     assert f"Left out: {kinds}. All {len(more)}: vllm-autoprune list" in short
-    for row in (r"minillava-split +- +16 +50% of K +0 +cdpruner", r"divprune +LLaVA +32 ",
-                r"miniqwen +- +1/8:4-640 +no +all +divprune",
-                r"cen_divprune +Qwen, all others ", r"visionzip +- "):  # fmt: skip
+    for row in (r"minillava-split +if you measure +16 +50% of K +0 +cdpruner",
+                r"miniqwen +if you measure +1/8:4-640 +no +all +divprune",
+                r"divprune +on LLaVA +32 +no ", r"cen_divprune +on Qwen, others ",
+                r"visionzip +- "):  # fmt: skip
         assert re.search(f"^{row}", short, re.MULTILINE), row
     columns = ("base_policy", "exchanges", "reads_instruction", "core")
     for name, expected in (("autoprune", ["cdpruner", 2, True, 0]),
@@ -217,10 +216,11 @@ def test_a_state_in_words(changes: dict[str, object], budget: Any, parts: list[s
         # Of a base policy alone the other parts decide nothing; null is the default of theta.
         ("cdpruner  (digest", ["base policy  cdpruner\n", "fixed_budget@32\n"],
          ["signal ", "selector", "reassembly", "null", "seed "]),
-        ("minillava-split  (d", ["core         divprune: share = 0.5, cov",
-                                                         "88389577245b   8     68.2  -"],
+        ("minillava-split, recommended if you measure  (digest",
+         ["core         divprune: share = 0.5, cov", "88389577245b   8     68.2  -"],
          ["kernel", "pool "]),
-        ("miniqwen  (d", ["signal       visual_token_norm_saliency: weight = 2.2883, p = 1"], []),
+        ("divprune, recommended on LLaVA  (digest", ["base policy  divprune\n"], ["signal "]),
+        ("miniqwen", ["signal       visual_token_norm_saliency: weight = 2.2883, p = 1"], []),
     ],
 )  # fmt: skip
 def test_show_says_what_decides_and_leaves_the_rest_to_json(

@@ -44,7 +44,7 @@ from vllm_autoprune.tpdsl.transfer import (
 _STATE = argument("state", help="file, or name of a shipped state")
 
 
-_RECOMMENDED = {"LLaVA": "divprune", "Qwen": "cen_divprune", "all others": "cen_divprune"}
+_RECOMMENDED = {"LLaVA": "divprune", "Qwen": "cen_divprune", "others": "cen_divprune"}
 """Backbone family -> state to begin with, by the rule of docs/choosing.md, "Default states"."""
 
 _FOLDED = {"ablation-": "ablations", "autoprune-": "forms of autoprune for one backbone and K"}
@@ -79,35 +79,34 @@ def _list_states(options: argparse.Namespace) -> int:
         reads: object = policy.reads_instruction
         if reads and policy.core:
             reads = f"{1 - policy.core / policy.budget:.0%} of K"
-        families = _list_families(name) or "-"
-        rows.append([name, families, rule, reads, exchanges, policy.base.name])
+        recommended = _recommend(policy.state) or "-"
+        rows.append([name, recommended, rule, reads, exchanges, policy.base.name])
     texts = [
-        "First what is recommended for a backbone (docs/choosing.md), then what searches found, "
-        f"published methods and others; of each the best at K = {_TRIED} on mini-LLaVA. K is each "
-        "state's own; --autoprune-budget serves another one. More: vllm-autoprune show NAME"
+        "First what is recommended for a backbone (docs/choosing.md) and what searches found; of "
+        f"each, and of the others, the best at K = {_TRIED} on mini-LLaVA. K is each state's own; "
+        "--autoprune-budget serves another one. More: vllm-autoprune show NAME"
     ]
     if hidden:
         kinds = ", ".join(f"{count} {kind}" for kind, count in hidden.items())
         texts.insert(0, f"Left out: {kinds}. All {len(policies)}: vllm-autoprune list --all")
-    head = ["state", "recommended on", "K", "reads the question", "exchanges", "base policy"]
+    head = ["state", "recommended", "K", "reads question", "exchanges", "base policy"]
     print_result(options, records, format_table(head, rows, "<<><>"), format_paragraphs(texts))
     return 0
 
 
-def _list_families(name: str) -> str:
-    """Backbone families on which a state is recommended."""
-    return ", ".join(family for family, best in _RECOMMENDED.items() if name == best)
+def _recommend(state: PruningState) -> str:
+    """Where a state is recommended, if anywhere."""
+    if families := [family for family, best in _RECOMMENDED.items() if state.name == best]:
+        return f"on {', '.join(families)}"
+    return "if you measure" if re.search(r"\bsearch\b", state.provenance.found_by) else ""
 
 
-def _order_to_try(policy: PruningPolicy) -> tuple[int, float, str]:
-    """Sort key of `list`: recommended, found here by a search, as published, others, ablations."""
-    state = policy.state
-    found = re.search(r"\bsearch\b", state.provenance.found_by) is not None
-    kinds = (_list_families(state.name) != "", found, state.name in BASE_POLICIES,
-             not state.name.startswith("ablation"))  # fmt: skip
-    rows = _read_scores(state)
+def _order_to_try(policy: PruningPolicy) -> tuple[bool, bool, bool, float, str]:
+    """Sort key of `list`: recommended, others, those left out; of each the best first."""
+    state, recommended = policy.state, _recommend(policy.state)
+    rows, folded = _read_scores(state), state.name.startswith(tuple(_FOLDED))
     accuracy = max((row.accuracy for row in rows if row.budget == _TRIED), default=0.0)
-    return (kinds.index(True) if any(kinds) else len(kinds), -accuracy, state.name)
+    return recommended[:2] != "on", not recommended, folded, -accuracy, state.name
 
 
 @command(
@@ -139,8 +138,8 @@ def _show_state(options: argparse.Namespace) -> int:
         "provenance": provenance,
         "words": words,
     }
-    families = _list_families(state.name)
-    title = f"{state.name}{families and ', recommended on '}{families}"
+    recommended = _recommend(state)
+    title = f"{state.name}, recommended {recommended}" if recommended else state.name
     sentences = " ".join(words), f"Reads {', '.join(reads)}, at {state.rank_at}."
     blocks = [f"{title}  (digest {state.digest[:12]})", format_paragraphs(sentences)]
     if scores := _read_scores(state):
