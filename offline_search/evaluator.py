@@ -24,8 +24,8 @@ from vllm_autoprune.errors import ConfigError, EvaluationFailed, Problem, Search
 from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.evaluation.scoring_request import (
     pruning_options,
+    read_reference_answer,
     score_answer,
-    score_reference_answer,
     scoring_request,
 )
 from vllm_autoprune.http_client import (
@@ -177,7 +177,7 @@ class ServedEvaluator:
                         what = f"serves {', '.join(models)}, not {self._model}"
                         raise ConfigError("servers", [Problem(server.url, what, fix)])
                     body = scoring_request(self._model, messages, example.answer, pruning)
-                    score_reference_answer(server.chat(body)["prompt_logprobs"], example.answer)
+                    read_reference_answer(server.chat(body)["prompt_logprobs"], example.answer)
                 except RequestRefused as error:
                     what, _, fix = str(error).partition(" -> ")
                     if not fix or "--autoprune-requests" in fix:

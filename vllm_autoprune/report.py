@@ -39,6 +39,8 @@ class Cell:
     under: str = ""
     link: str = ""
     tone: CellTone = ""
+    image: str = ""
+    """A data URL of what is shown above the text."""
 
     def __str__(self) -> str:
         return f"{self.text} ({self.under})" if self.under else self.text

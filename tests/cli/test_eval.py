@@ -14,22 +14,23 @@ from PIL import Image
 
 from benchmarks.common.fake_server import Answer, Body
 from tests.benchmarks.accuracy.minillava_server import answering, arm, asked, reply
-from tests.offline_search.synthetic import MODELS, endpoint, error
+from tests.offline_search.synthetic import MODELS, completion, endpoint, error
 from vllm_autoprune import load_state
 from vllm_autoprune.cli.main import main
-from vllm_autoprune.evaluation.run import QuestionSuite, build_cases
+from vllm_autoprune.evaluation.question_suite import QuestionSuite
+from vllm_autoprune.evaluation.run import build_cases
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
 Captured = pytest.CaptureFixture[str]
 Answering = Callable[[Body, int], Answer]
-CASES = ("full", "random", "resized", "cdpruner", "autoprune")
+CASES = ("full", "random", "resized", "norm", "cdpruner", "autoprune")
 """What a server is asked for by default, by the arm of the fake server."""
 
 
 def test_each_state_is_compared_with_its_base_policy(tmp_path: Path) -> None:
     states = ["autoprune", "ablation-quota-4", "visionzip"]
     cases = {case.name: case for case in build_cases(states, [8, 16])}
-    per_budget = ("random", "resized", "cdpruner", *states)
+    per_budget = ("random", "resized", "norm", "cdpruner", *states)
     assert list(cases) == ["full", *(f"{name}@{k}" for k in (8, 16) for name in per_budget)]
     (said,) = (case for case in build_cases(["norm"], ["12.5%"]) if case.label == "norm")
     assert (said.name, said.budget, said.pruning["budget"]) == ("norm@12.5%", "12.5%", "12.5%")
@@ -96,21 +97,26 @@ def test_every_case_is_asked_every_question_once(
 ) -> None:
     with endpoint(answering) as server:
         assert call(server.url, "--dry-run") == 0 and not server.requests
-        assert "5 cases x 4 questions: 20 requests" in capsys.readouterr().out
+        assert "6 cases x 4 questions: 24 requests" in capsys.readouterr().out
         assert call(server.url, "--at-once", "1") == 0
         captured = capsys.readouterr()
         assert Counter(map(arm, asked(server.requests))) == dict.fromkeys(CASES, 4)
         # Requests about one image are close to each other.
         parts = [body["messages"][0]["content"][0] for body in asked(server.requests)]
         urls = [part["image_url"]["url"] for part in parts]
-        assert sum(before != after for before, after in pairwise(urls)) == 1
+        # Those of the unpruned model come first, to be checked.
+        assert sum(before != after for before, after in pairwise(urls[4:])) == 1
         assert call(server.url) == 1
         assert "already contains an evaluation -> add --resume" in capsys.readouterr().err
         assert call(server.url, "--resume", "--json") == 0
         assert Counter(map(arm, asked(server.requests))) == dict.fromkeys(CASES, 4)
     assert "### K = 8" in captured.out and "A trial run on 2 images" in captured.out
     assert "- autoprune, K = 8: images are too few to decide (at least 6), 0.0" in captured.out
-    assert "| 20/20 [" in captured.err
+    assert "| 24/24 [" in captured.err
+    headline = captured.out.splitlines()[2]
+    assert captured.err.splitlines()[-1] == headline and headline in (
+        (tmp_path / "out" / "report.html").read_text()
+    )
     report = json.loads(capsys.readouterr().out)
     rows = {row["case"]["name"]: row for row in report["rows"]}
     assert set(rows) == {"full", *(f"{name}@8" for name in CASES[1:])}
@@ -142,7 +148,7 @@ def test_only_what_has_no_answer_is_asked_again(
 
 def test_answers_of_a_server_that_dies_are_kept(call: Callable[..., int], capsys: Captured) -> None:
     def dying(body: Body, number: int) -> Answer:
-        if number < len(CASES) + 10:
+        if number < len(CASES) + 14:
             return answering(body, number)
         server.pages[MODELS] = error(503, "down")
         return error(503, "gone")
@@ -191,6 +197,113 @@ def test_an_answer_that_goes_on_is_wrong_and_a_prompt_that_is_not_pruned_is_told
     report = json.loads(capsys.readouterr().out)
     (row,) = [row for row in report["rows"] if row["case"]["name"] == "random@8"]
     assert row["all"]["acc"] == 100.0 * status and reason in " ".join(report["reasons"])
+
+
+SAID = {
+    "Which colour?": "red.", "Is it red?": "no", "Which shape?": "square", "Is it blue?": "yes",
+}  # fmt: skip
+"""What the unpruned model answers: the labels, or a label in other form."""
+
+
+def chatting(body: Body, number: int) -> Answer:
+    """As :func:`answering`; what is not scored is answered, with random tokens by "blue"."""
+    asked, *scored = body["messages"]
+    answer = SAID.get(asked["content"][-1]["text"], "?")
+    if not scored:
+        return completion("blue" if arm(body) == "random" else answer)
+    assert scored[-1]["content"] == answer
+    return answering(body, number)
+
+
+def drop_answers(path: Path) -> None:
+    """Leave images and questions of a file."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    bare = [{"image": line["image"], "question": line["question"]} for line in lines]
+    path.write_text("\n".join(map(json.dumps, bare)))
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_the_unpruned_model_answers_first_and_its_answer_is_the_reference(
+    call: Callable[..., int], tmp_path: Path, capsys: Captured, labelled: bool
+) -> None:
+    if not labelled:
+        drop_answers(tmp_path / "questions.jsonl")
+        assert call("http://h:1") == 1
+        assert "4 of 4 questions have no answer -> add --reference" in capsys.readouterr().err
+    words = ("--reference", "unpruned")
+    with endpoint(chatting) as server:
+        assert call(server.url, *words, "--json") == 0
+        decoded = [body for body in server.requests if body["max_tokens"] > 1]
+        # Where nothing is compared with it, another answer is not asked for.
+        assert Counter(map(arm, decoded)) == {"full": 4} | ({"random": 4} if labelled else {})
+        assert Counter(map(arm, asked(server.requests))) == dict.fromkeys(CASES, 4)
+        count = len(server.requests)
+        assert call("http://h:1", *words, "--resume") == 0 and len(server.requests) == count
+    report = json.loads(capsys.readouterr().out.partition("# ")[0])
+    rows = {row["case"]["name"]: row for row in report["rows"]}
+    assert rows["random@8"]["agreement"]["value"] == 0.0
+    assert rows["autoprune@8"]["agreement"]["value"] == 100.0
+    accuracy = rows["full"]["accuracy"]
+    assert accuracy is None if not labelled else accuracy["value"] == 100.0
+    records = map(json.loads, (tmp_path / "out" / "samples.jsonl").read_text().splitlines())
+    texts = {r["question"]: r["text"] for r in records if r.get("case") == "full"}
+    assert set(texts.values()) == set(SAID.values())
+
+
+def test_answers_that_changed_most_are_asked_for_and_shown_with_their_pictures(
+    call: Callable[..., int], tmp_path: Path, capsys: Captured
+) -> None:
+    drop_answers(tmp_path / "questions.jsonl")
+    words = ("--reference", "unpruned")
+    failing = [True]
+
+    def pruned(body: Body, number: int) -> Answer:
+        if len(body["messages"]) > 1:
+            return reply(body, right=arm(body) == "full")
+        if failing and body["max_tokens"] > 1 and arm(body) != "full":
+            return error(400, "no")
+        return chatting(body, number) if arm(body) == "full" else completion("blue")
+
+    with endpoint(pruned) as server:
+        assert call(server.url, *words) == 0
+        assert "| a.png | Which colour? | red. | - |" in capsys.readouterr().out
+        failing.clear()
+        count = len(server.requests)
+        assert call(server.url, *words, "--resume") == 0  # what the page lacks is asked for
+        assert len(server.requests) - count == len(CASES) + 2
+    assert "| a.png | Which colour? | red. | blue | the start | -2.90 |" in capsys.readouterr().out
+    assert (tmp_path / "out" / "report.html").read_text().count("data:image/jpeg;base64,") == 2
+
+
+@pytest.mark.parametrize(
+    ("said", "labelled", "message"),
+    [
+        (completion(""), False, "gives no answer whose tokens can be scored, such as '' -> ask"),
+        (completion("1"), True, "is right even with all tokens, of the 4 asked first -> "),
+        (error(400, "no logprobs"), False, "status 400: no logprobs -> serve it with"),
+    ],
+)
+def test_what_no_score_can_come_of_is_refused_before_the_long_run(
+    call: Callable[..., int],
+    tmp_path: Path,
+    capsys: Captured,
+    said: Answer,
+    labelled: bool,
+    message: str,
+) -> None:
+    def answer(body: Body, number: int) -> Answer:
+        if len(body["messages"]) > 1 or body["max_tokens"] == 1:
+            return reply(body)
+        return said
+
+    if not labelled:
+        drop_answers(tmp_path / "questions.jsonl")
+    with endpoint(answer) as server:
+        assert call(server.url, "--reference", "unpruned") == 1
+        assert len(server.requests) <= len(CASES) + 8
+        assert message in capsys.readouterr().err
+        # Nothing is left to resume.
+        assert not (tmp_path / "out" / "samples.jsonl").exists()
 
 
 def refusing(policy: str) -> Answering:

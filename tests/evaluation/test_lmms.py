@@ -229,19 +229,19 @@ def test_every_state_is_measured_on_one_server(
 ) -> None:
     words = ["--state", "visionzip", "--state", "trim", "--insecure", "--header", "X-Team=t"]
     assert call("mme,gqa", *words, "--dry-run") == 0 and not runs
-    assert "5 cases x 2 tasks: 10 runs" in capsys.readouterr().out
+    assert "6 cases x 2 tasks: 12 runs" in capsys.readouterr().out
     assert call("mme,gqa", *words) == 0
     page = capsys.readouterr().out
     assert "| trim | 8 | status 400: not on this server |" in page
     assert "By kind: GQA 0.0 (0.0 to 0.0): too few images; attributes 0.0 (" in page
-    assert [run["--tasks"] for run in runs] == ["gqa", "mme"] * 4
+    assert [run["--tasks"] for run in runs] == ["gqa", "mme"] * 5
     assert runs[0]["pruning"] == {"enabled": False} and runs[0]["insecure"]
     assert runs[0]["headers"]["X-Team"] == "t" and runs[-1]["pruning"]["budget"] == 8
     assert call("mme,gqa", *words, "--resume") == 0
-    assert len(runs) == 8, "complete tasks are not repeated"
+    assert len(runs) == 10, "complete tasks are not repeated"
     report = json.loads((tmp_path / "report.json").read_text())
     rows = {row["case"]["name"]: row for row in report["rows"]}
-    assert set(rows) == {"full", "random@8", "resized@8", "visionzip@8"}
+    assert set(rows) == {"full", "random@8", "resized@8", "norm@8", "visionzip@8"}
     assert rows["full"]["benchmarks"] == {"GQA": 100.0, "MME": 1.0}
     assert (rows["full"]["prompt_tokens"], rows["visionzip@8"]["prompt_tokens"]) == (159.86, 59.86)
     records = map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())

@@ -17,11 +17,8 @@ from vllm_autoprune.evaluation.journal import (
     Setup,
     Total,
 )
-from vllm_autoprune.evaluation.report import (
-    Report,
-    _Comparison,
-    _Row,
-)
+from vllm_autoprune.evaluation.page import build_page
+from vllm_autoprune.evaluation.report import Comparison, Report, _Row
 from vllm_autoprune.statistics import Estimate
 
 QUESTIONS = (
@@ -138,7 +135,7 @@ def test_an_incomplete_evaluation_is_not_valid(reason: str) -> None:
     report = Report.build(journal, ["stopped: the server"])
     assert not report.valid and report.reasons[0].startswith(reason)
     assert "mine@8" not in [row.case.name for row in report.rows]
-    page = report.format_markdown()
+    page = build_page(report).render_markdown()
     assert "Not valid: " in page and f"- {reason}" in page and "- stopped: the server" in page
 
 
@@ -165,7 +162,7 @@ def report_of(
     return Report.build(contents(right, *cases, questions=questions))
 
 
-def compared(report: Report, name: str, kind: str | None = None) -> _Comparison:
+def compared(report: Report, name: str, kind: str | None = None) -> Comparison:
     (row,) = [row for row in report.resizing if (row.case, row.kind) == (name, kind)]
     return row
 
@@ -183,7 +180,8 @@ def test_states_are_compared_with_resizing_overall_and_by_kind() -> None:
     assert row_of(report, "resized@8").to_resized is None
     none = [0.0] * 2 * IMAGES
     other = report_of((CONTROL, none), (case("mine@16", "found"), none))
-    assert other.resizing == () and "Pruning or resizing?" not in other.format_markdown()
+    assert other.resizing == ()
+    assert "Pruning or resizing?" not in build_page(other).render_markdown()
 
 
 @pytest.mark.parametrize(
@@ -209,8 +207,8 @@ def test_a_winner_needs_an_interval_without_0_and_enough_images(
 def test_the_page_says_who_wins_of_each_state_that_was_to_be_evaluated() -> None:
     mixed = [1.0, 0.0] * (IMAGES // 2) + [1.0, 1.0] * (IMAGES // 2)
     cases = [(CONTROL, [0, 1] * IMAGES), (BASE, [0, 1] * IMAGES)]
-    assert "- cdpruner, K = 8: not decided" in report_of(*cases).format_markdown()
-    page = report_of(*cases, (STATE, mixed)).format_markdown()
+    assert "- cdpruner, K = 8: not decided" in build_page(report_of(*cases)).render_markdown()
+    page = build_page(report_of(*cases, (STATE, mixed))).render_markdown()
     assert "With all tokens, 100.0 % of the answers are right." in page
     (line,) = [line for line in page.splitlines() if ", K = 8: " in line]
     assert line.startswith("- mine, K = 8: pruning beats resizing, +25.0 (")
@@ -218,10 +216,11 @@ def test_the_page_says_who_wins_of_each_state_that_was_to_be_evaluated() -> None
     assert page.splitlines()[2].startswith("A trial run on 8 images, no measurement (at least 20")
     answer = "mine at K = 8 answers 75.0 % of the questions right, -25.0 ("
     assert answer in page.splitlines()[2]
+    assert "; pruning beats resizing, +25.0 (" in page.splitlines()[2]
     for resized, words in ((20, " with 8.0 tokens more."), (28, " right.")):
         right = [(each, [1] * 2 * IMAGES) for each in (FULL, CONTROL, STATE)]
         journal = contents(*right, questions=BY_KIND, prompt_tokens=(164, resized, 28))
-        assert words in Report.build(journal).format_markdown()
+        assert words in build_page(Report.build(journal)).render_markdown()
 
 
 def test_the_page_has_a_table_for_each_budget_and_what_cannot_be_served() -> None:
@@ -231,13 +230,110 @@ def test_the_page_has_a_table_for_each_budget_and_what_cannot_be_served() -> Non
     journal.cases[refused.name] = refused
     report = Report.build(journal)
     assert report.valid and report.refused == (refused,)
-    page = report.format_markdown()
+    page = build_page(report).render_markdown()
     tables = re.findall(r"^### (.*)\n\n((?:\|.*\n)*)", page, re.MULTILINE)
     assert [caption for caption, _ in tables] == ["K = 8", "K = 1/99", "K = 4", "Not measured"]
     head, _, full, base, ours = [
         line.strip("| ").split(" | ") for line in tables[0][1].splitlines()
     ]
-    assert head[:3] == ["method", "colour", MME] and head[-1] == "ln p less resized"
-    assert base[:6] == ["cdpruner", "50.0", "125.0", "56.2", "56.2", "56.2"]
-    assert full[6] == "-" and ours[0] == "ours" and ours[7].startswith("+43.8 (")
+    assert head[:5] == ["method", "% right", "ln p", "colour", MME]
+    assert head[-1] == "ln p less resized"
+    assert base[1:8] == ["66.7", "-1.000", "50.0", "125.0", "56.2", "56.2", "56.2"]
+    assert full[8] == "-" and ours[0] == "ours" and ours[9].startswith("+43.8 (")
     assert r"| trim | 8 | K is \| too small |" in page
+
+
+# ---- the unpruned model's answer as reference ----
+
+TEXT = "the dog sleeps on a red sofa"
+
+
+def unlabelled(
+    *cases: tuple[Case, Sequence[tuple[int, float]]], left_out: int = 0, cut: bool = False
+) -> Contents:
+    """Contents without labels: tokens given, and ln p, of each image's question in each case.
+
+    The unpruned model says :data:`TEXT`, of seven tokens; of the first ``left_out``, nothing.
+    """
+    rows = [(FULL, [SAME] * len(cases[0][1])), *cases]
+    setup = Setup(suite="s", model="m", data="d", scorer="by hand", score="agrees")
+    questions = [Question(id=str(n), benchmark="all", image=f"{n}.png", text=f"{n}?")
+                 for n in range(len(cases[0][1]))]  # fmt: skip
+    answers = []
+    for case, scores in rows:
+        for question, (matching, logprob) in zip(questions, scores, strict=True):
+            agrees = matching == 7
+            known: dict[str, object] = {
+                "score": float(agrees), "logprob": logprob, "tokens": 7, "matching": matching,
+                "same": 7 if agrees else 2, "agrees": agrees,
+            } if int(question.id) >= left_out else {}  # fmt: skip
+            if case is FULL:
+                known |= {"text": TEXT if known else "", "cut": cut}
+            elif not agrees:
+                known["text"] = "the dog runs"
+            answer = {"case": case.name, "question": question.id, **known}
+            answers.append(Answer.model_validate(answer))
+    return Contents([setup, *(case for case, _ in rows), *questions, *answers])
+
+
+SAME, WORSE, OTHER = (7, -0.7), (3, -7.0), (6, -0.9)
+
+
+@pytest.mark.parametrize(
+    ("state", "control", "winner"),
+    [
+        ([SAME] * 20, [WORSE] * 20, "pruning"),
+        ([WORSE] * 20, [SAME] * 20, "resizing"),
+        ([OTHER] * 20, [WORSE] * 20, "pruning"),  # neither says what the model says
+        ([OTHER] * 20, [(4, -0.8)] * 20, "not decided"),  # ln p says the opposite
+        ([OTHER] * 20, [(4, -0.9)] * 20, "pruning"),  # ln p does not
+        ([SAME, WORSE] * 10, [WORSE, SAME] * 10, "not decided"),
+        ([SAME] * 5, [WORSE] * 5, "too few images"),
+    ],
+)
+def test_without_labels_the_share_of_tokens_decides_unless_ln_p_says_the_opposite(
+    state: Sequence[tuple[int, float]], control: Sequence[tuple[int, float]], winner: str
+) -> None:
+    report = Report.build(unlabelled((CONTROL, control), (STATE, state)))
+    assert report.valid and report.overall is not None and report.overall.winner == winner
+    gain = sum(pruned[0] - resized[0] for pruned, resized in zip(state, control, strict=True))
+    expected = pytest.approx(100 * gain / 7 / len(state), abs=1e-4)
+    assert report.overall.difference.value == expected
+    page = build_page(report)
+    assert page.tone == {"pruning": "good", "resizing": "bad"}.get(winner, "open")
+
+
+def test_the_page_without_labels_leads_with_what_decides_and_says_what_agreement_is_not() -> None:
+    state = [SAME] * 15 + [WORSE] * 2 + [OTHER] * 3
+    report = Report.build(unlabelled((CONTROL, [WORSE] * 20), (STATE, state), cut=True))
+    page = build_page(report).render_markdown()
+    answer = page.splitlines()[2]
+    assert answer.startswith(
+        "mine at K = 8 gives 75.0 % of the unpruned model's answers and 92.1 %"
+    )
+    assert "; pruning beats resizing, +49.3 (" in answer and "right" not in answer
+    assert " points of tokens and +0.806 (" in answer and answer.endswith(" ln p a token.")
+    assert "Agreement is not accuracy" in page
+    assert "- 20 answers of the unpruned model were cut there" in page
+    head, full, mine = re.findall(r"^\| (?:method|full|mine) .*", page, re.MULTILINE)
+    columns = "method | % agree | % of tokens | same until, % | ln p a token | ln p | % agree less"
+    assert head.startswith(f"| {columns}")
+    assert full.startswith("| full | 100.0 | 100.0 | 100.0 | -0.100 | -0.700 | - |")
+    assert mine.startswith("| mine | 75.0 | 92.1 | 82.1 | -0.194 | -1.360 | ")
+    # The largest falls first, each with the words before the answers part.
+    rows = re.findall(r"^\| \d+\.png \|.*", page, re.MULTILINE)
+    assert rows[0] == f"| 15.png | 15? | {TEXT} | the dog runs | the dog | -0.90 |"
+    assert [row.split(".")[0] for row in rows] == ["| 15", "| 16", "| 17", "| 18", "| 19"]
+    html = build_page(report, lambda id: f"data:image/png;base64,{id}").render_html()
+    assert html.count("<img ") == 5 and '<img src="data:image/png;base64,15" alt="">' in html
+    (row,) = (row for row in report.rows if row.case == STATE)
+    assert (row.accuracy, row.agreement and row.agreement.value) == (None, 75.0)
+
+
+def test_questions_without_a_reference_are_left_out_and_said() -> None:
+    cases = (CONTROL, [WORSE] * 20), (STATE, [SAME] * 20)
+    report = Report.build(unlabelled(*cases, left_out=2))
+    assert report.valid and (report.questions, report.images, report.left_out) == (18, 18, 2)
+    assert "- 2 left out: their answer has no token" in build_page(report).render_markdown()
+    report = Report.build(unlabelled(*cases, left_out=20))
+    assert report.reasons == ("full: no answer of the unpruned model can be scored",)

@@ -75,6 +75,29 @@ async def test_what_is_no_answer_is_said_in_one_line(body: Answer, line: str) ->
     assert line in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("words", "reference", "tokens", "same"),
+    [
+        ("USER: |yes|,| it| is", "yes, it is", 4, 4),
+        ("USER: |yes|,?| it| is?", "yes, it is", 4, 1),
+        ("USER:|two|red|dogs", "two red dogs", 3, 3),  # a token alone loses its space
+        ("USER:|||中?||文", "中文", 5, 2),  # bytes, whose character the last of them has
+        ("USER:|yes|\n", "yes", 2, 2),
+    ],
+)
+async def test_the_tokens_of_an_answer_are_told_apart_from_the_prompt(
+    words: str, reference: str, tokens: int, same: int
+) -> None:
+    """``?`` is behind a token that greedy decoding does not give."""
+    prompt = [token(word.rstrip("?"), -1.0, 1 + word.endswith("?")) for word in words.split("|")]
+    with endpoint(lambda _, number: answer([None, *prompt])) as server:
+        client = AsyncServerClient(server.url, 1)
+        scored = await score_answer([client], "m", [], reference, {}, attempts=1)
+        await client.close()
+    assert (scored.tokens, scored.same, scored.right) == (tokens, same, same == tokens)
+    assert (scored.logprob, scored.matching) == (-tokens, tokens - words.count("?"))
+
+
 @pytest.mark.parametrize(("logprob", "rank"), [(0.0, 1), (-math.log(2), 2), (-9.0, 9)])
 async def test_values_that_can_be_are_accepted(logprob: float, rank: int) -> None:
     assert (await score(scored(logprob, rank))).logprob == logprob

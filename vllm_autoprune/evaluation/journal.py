@@ -28,9 +28,9 @@ PAIRS = "yes/no pairs"
 RESIZED = "resize control"
 """Name in tables of the case that resizes images."""
 
-Arm = Literal["full", "random", "resized", "base", "autoprune", "found"]
-"""How tokens are selected: all, at random, those of a resized image, by a base policy alone, with
-the shipped residual, or with another one."""
+Arm = Literal["full", "random", "norm", "resized", "base", "autoprune", "found"]
+"""How tokens are selected: all, at random, those of largest norm, those of a resized image, by a
+base policy alone, with the shipped residual, or with another one."""
 
 
 class EvaluationError(AutopruneError):
@@ -48,6 +48,10 @@ class Setup(FrozenModel):
     model: str = Field(description="the served model, with a digest where there is one")
     data: str = Field(description="the questions, with a digest where there is one")
     scorer: str = Field(description="the scorer of answers, with its version")
+    score: Literal["right", "agrees"] = Field(
+        default="right",
+        description="what a score of 1 says: the answer is right, or that of the unpruned model",
+    )
     backbone: str = Field(default="", description="the backbone whose published rows are compared")
     mme_divisor: float = Field(
         default=1.0, description="divides points of MME to give per cent, in Acc."
@@ -90,6 +94,7 @@ class Question(FrozenModel):
     id: str
     benchmark: str
     image: str = Field(description="questions about one image are resampled together")
+    text: str = Field(default="", description="what is asked, where a page may show it")
     category: str = ""
     pair: str = ""
 
@@ -100,16 +105,33 @@ class Question(FrozenModel):
 
 
 class Answer(FrozenModel):
-    """The answer to one question in one case; a failed request has neither score nor text."""
+    """The answer to one question in one case; a failed request has neither score nor text.
+
+    The reference answer is the question's own, or the ``text`` of the case ``full``.
+    """
 
     kind: Literal["answer"] = "answer"
     case: str
     question: str
     score: float | None = Field(default=None, description="0 to 1, if answers are scored singly")
     logprob: float | None = Field(default=None, description="ln p of the reference answer")
+    tokens: int | None = Field(default=None, description="tokens of the unpruned model's answer")
+    same: int | None = Field(default=None, description="those before the first that differs")
+    matching: int | None = Field(default=None, description="those that fit the ones before them")
+    agrees: bool | None = Field(default=None, description="none differs, nor where it ends")
     prompt_tokens: int | None = None
-    text: str | None = None
+    text: str | None = Field(default=None, description="the greedy answer, where it was asked for")
+    cut: bool = Field(default=False, description="whether the text was ended by its length")
     failure: str | None = None
+
+    @property
+    def per_token(self) -> float | None:
+        """ln p of the unpruned model's answer, by token."""
+        return self.by_token(self.logprob)
+
+    def by_token(self, figure: float | None) -> float | None:
+        """A figure over the tokens of the unpruned model's answer."""
+        return figure / self.tokens if figure is not None and self.tokens else None
 
 
 class Total(FrozenModel):

@@ -1,4 +1,4 @@
-"""Runs of an evaluation: cases, the suite that asks a running server, progress, report files.
+"""Runs of an evaluation: cases, what a running server serves of them, report files.
 
 Every request carries the pruning options of its case, so the server needs ``--autoprune-requests
 states``. Whatever ends a run, the answers recorded until then are kept, and the report tells
@@ -7,41 +7,35 @@ whether they are valid.
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import contextlib
-import hashlib
 import io
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from pydantic import BaseModel
-from tqdm import tqdm
 
-from vllm_autoprune import __version__
 from vllm_autoprune.connection import Connection
-from vllm_autoprune.errors import AutopruneError, ConfigError, EvaluationFailed, Problem
+from vllm_autoprune.errors import AutopruneError, ConfigError, Problem
 from vllm_autoprune.evaluation.journal import (
     JOURNAL,
     RESIZED,
-    Answer,
     Arm,
     Case,
     EvaluationError,
     Journal,
     Setup,
 )
-from vllm_autoprune.evaluation.questions import PreparedQuestion
-from vllm_autoprune.evaluation.report import Report
-from vllm_autoprune.evaluation.scoring_request import pruning_options, score_answer
+from vllm_autoprune.evaluation.page import build_page
+from vllm_autoprune.evaluation.report import PRUNING_ARMS, Report
+from vllm_autoprune.evaluation.scoring_request import (
+    pruning_options,
+)
 from vllm_autoprune.http_client import (
     FAILURES,
-    AsyncServerClient,
     RequestRefused,
     ServerClient,
-    ServerLost,
 )
 from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
@@ -50,10 +44,6 @@ from vllm_autoprune.tpdsl.materialize import materialize
 from vllm_autoprune.tpdsl.state import PruningState
 
 _REQUESTS_FLAG = "--autoprune-requests"
-_DIGITS = 5
-"""Decimals of log-probabilities; bfloat16 has less precision."""
-_WRITE_EVERY = 64
-"""Answers that are written together; a killed process loses at most as many."""
 
 
 def evaluate(
@@ -63,8 +53,9 @@ def evaluate(
     folder: Path,
     *,
     resume: bool,
+    picture: Callable[[str], str] | None = None,
 ) -> Report:
-    """Measure what is missing and write the report files.
+    """Measure what is missing and write the report files; ``picture``: see :func:`build_page`.
 
     ``measure`` adds to the journal what it lacks. It raises :class:`ConfigError` if it cannot
     start, as this does, and :class:`EvaluationError` if it cannot continue: a reason in the report.
@@ -75,6 +66,7 @@ def evaluate(
         raise ConfigError("eval", [Problem(f"--out {folder}", what, fix)])
     with Journal(path) as journal:
         contents, interruptions = journal.contents, list[str]()
+        is_new = not (contents.answers or contents.totals)
         # A server that need not be asked again was asked whose state is its own.
         marks = {name: case.served for name, case in contents.cases.items()}
         cases = [c.model_copy(update={"served": marks.get(c.name, False)}) for c in cases]
@@ -87,13 +79,15 @@ def evaluate(
             text = f"stopped; {path} keeps what was measured, --resume goes on from it"
             raise KeyboardInterrupt(text) from None
         except ConfigError:
-            if not (contents.answers or contents.totals):
+            if is_new:
                 path.unlink()  # else the corrected command would have to say --resume
             raise
         report = Report.build(contents, interruptions)
     try:
         (folder / "report.json").write_text(report.format_json())
-        (folder / "report.md").write_text(report.format_markdown())
+        page = build_page(report, picture)
+        (folder / "report.md").write_text(page.render_markdown())
+        (folder / "report.html").write_text(page.render_html())
     except OSError as error:
         fix = f"make room; {JOURNAL} is kept, and --resume writes the report from it"
         raise EvaluationError(f"{folder}: {error.strerror} -> {fix}") from None
@@ -140,7 +134,7 @@ def _residual_on(policy: str) -> PruningState:
 
 
 def build_cases(names: Sequence[str], said: Sequence[int | str]) -> list[Case]:
-    """The full model; for each budget both controls, and each state with its base policy alone.
+    """The full model; for each budget the controls, and each state with its base policy alone.
 
     ``names``: states by name or file; ``all`` is the exchange of ``autoprune`` on every base
     policy, which gives a table of base policies. Raises :class:`BudgetError` for no budget.
@@ -155,6 +149,7 @@ def build_cases(names: Sequence[str], said: Sequence[int | str]) -> list[Case]:
     ]
     cases, controls = [FULL], (("random", "random keep"), ("resized", RESIZED))
     labels = {(keep, ""): keep for keep, _ in controls}
+    norm = load_state("norm")
 
     def label_of(state: PruningState, other: str) -> str:
         """Its name, or ``other`` where another policy has that label."""
@@ -169,6 +164,7 @@ def build_cases(names: Sequence[str], said: Sequence[int | str]) -> list[Case]:
             fields = {"name": f"{keep}@{budget}", "arm": keep, "label": label, "budget": budget}
             pruning = {"keep": keep, "budget": budget}
             cases.append(Case.model_validate({**fields, "pruning": pruning}))
+        cases.append(_prune_case("norm", label_of(norm, f"norm-{norm.digest[:12]}"), norm, budget))
         for state, label in zip(states, state_labels, strict=True):
             # The base policy of the state with the same parameters, and no exchange.
             policy = state.base_policy
@@ -251,7 +247,7 @@ class Server(NamedTuple):
                     checked[case.name] = case.model_copy(update={"refused": str(error)})
                 except FAILURES:  # the server fails in the evaluation as well, which tells how
                     pass
-        states = [c.name for c in cases if "state" in c.pruning and not c.refused]
+        states = [c.name for c in cases if c.arm in PRUNING_ARMS and not c.refused]
         reasons = [checked[name].refused for name in states]
         if reasons and all(reasons):
             if _REQUESTS_FLAG in reasons[0]:
@@ -278,97 +274,3 @@ def _refuse(url: str, what: str) -> ConfigError:
     what += ")" * (what.count("(") - what.count(")"))
     fix = f"start it with --autoprune-state NAME {_REQUESTS_FLAG} states"
     return ConfigError("eval", [Problem(url, what, fix)])
-
-
-@dataclass
-class QuestionSuite:
-    """Questions of a file, each request with the pruning options of its case."""
-
-    server: Server
-    cases: Sequence[Case]
-    questions: Sequence[PreparedQuestion]
-    name: str
-    """The name of the questions in the report."""
-
-    @property
-    def setup(self) -> Setup:
-        """The questions with a digest of them and their images."""
-        digest = hashlib.sha256()
-        for question in self.questions:
-            digest.update(f"{question.digest}\n{question.answers}\n".encode())
-        count = len(self.questions)
-        return Setup(
-            suite="data",
-            model=self.server.model or "the first model of the server",
-            data=f"{self.name}, {count} questions, {digest.hexdigest()[:12]}",
-            scorer=f"vllm-autoprune {__version__}: greedy decoding gives the reference answer",
-        )
-
-    def plan(self) -> str:
-        """The number of requests."""
-        cases, questions = sum(not case.refused for case in self.cases), len(self.questions)
-        return f"{cases} cases x {questions} questions: {cases * questions:,} requests"
-
-    def measure(self, journal: Journal) -> None:
-        """Score the unanswered questions."""
-        journal.append([question.record for question in self.questions])
-        pairs = [
-            (case, question)
-            for question in self.questions
-            for case in self.cases
-            if not (case.refused or journal.contents.is_answered(case.name, question.record.id))
-        ]
-        if pairs:
-            model, names = self.server.check(self.cases, journal)
-            pairs = [pair for pair in pairs if pair[0].name in names]
-            asyncio.run(self._ask(model, pairs, journal))
-
-    async def _ask(
-        self,
-        model: str,
-        pairs: Sequence[tuple[Case, PreparedQuestion]],
-        journal: Journal,
-    ) -> None:
-        """Score all pairs concurrently, started in order; answers are written even after an error.
-
-        Raises :class:`EvaluationError` if the server has stopped answering.
-        """
-        url, connection, _, max_in_flight = self.server
-        server = AsyncServerClient(url, max_in_flight, connection)
-        # One queue for all workers, so that requests about one image stay close to each other.
-        queue, answers = iter(pairs), list[Answer]()
-        progress = tqdm(total=len(pairs), unit="answer", mininterval=5)
-
-        async def work() -> None:
-            for case, question in queue:
-                answer = Answer(case=case.name, question=question.record.id)
-                result = dict[str, object]()
-                try:
-                    scored = await score_answer(
-                        [server], model, question.messages(), question.answers[0], case.pruning
-                    )
-                    # Greedy decoding gives the answer, and then stops or starts another word.
-                    right = scored.right and not scored.following[:1].isalnum()
-                    logprob, tokens = round(scored.logprob, _DIGITS), scored.prompt_tokens
-                    result = {"score": float(right), "logprob": logprob, "prompt_tokens": tokens}
-                except EvaluationFailed as error:
-                    result = {"failure": str(error)}
-                except ServerLost as error:
-                    fix = "start it again and add --resume: nothing is lost"
-                    raise EvaluationError(f"{error} -> {fix}") from None
-                answers.append(answer.model_copy(update=result))
-                progress.update()
-                if len(answers) >= _WRITE_EVERY:
-                    journal.append(answers)
-                    answers.clear()
-
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(max_in_flight):
-                    group.create_task(work())
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        finally:
-            journal.append(answers)
-            progress.close()
-            await server.close()

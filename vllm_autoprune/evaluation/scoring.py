@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_autoprune.evaluation.journal import MME, PAIRS, Answer, Question
+from vllm_autoprune.evaluation.journal import MME, PAIRS, Answer, Question, Setup
 from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.statistics import ClusterBootstrap, Floats
 
@@ -71,18 +71,23 @@ class Figures:
     benchmarks: Mapping[str, Floats]
     """In per cent, MME in points; benchmarks without scores of single answers are left out."""
     topics: Mapping[str | None, Floats]
-    """Mean score by topic of question, under None of all of them, in per cent."""
+    """What decides, by topic of question, under None of all of them: the mean score in per cent, or
+    ``token_agreement`` where a score is agreement."""
     metrics: Mapping[str, Floats]
     """*Acc.* (``acc``), MME (``mme``), mean score and accuracy+ of all questions that have a score,
-    in per cent (``accuracy``, ``accuracy_plus``), mean log-probability of the reference answer
-    (``logprob``): those for which the answers suffice."""
+    in per cent (``accuracy``, ``accuracy_plus``), where a score says that an answer is right; mean
+    log-probability of the reference answer (``logprob``). Of the unpruned model's answer, in per
+    cent: how often it is given (``agreement``), the share of its tokens that greedy decoding gives
+    after the ones before them (``token_agreement``), and of those before the first that differs
+    (``same``); and ln p by token (``per_token``). Those for which the answers suffice."""
 
 
 class Scoring:
     """Scoring of the answers to one set of questions, with the same resamples for every case."""
 
-    def __init__(self, questions: Sequence[Question], mme_divisor: float) -> None:
-        self._questions, self._divisor = questions, mme_divisor
+    def __init__(self, questions: Sequence[Question], setup: Setup) -> None:
+        self._questions, self._divisor = questions, setup.mme_divisor
+        self._has_labels = setup.score == "right"
         self._bootstrap = ClusterBootstrap([question.image for question in questions])
         pairs: dict[str, list[int]] = {}
         for place, question in enumerate(questions):
@@ -93,9 +98,14 @@ class Scoring:
     def figures(self, answers: Mapping[str, Answer]) -> Figures:
         """Figures of one case; ``answers`` has one answer to every question."""
         ordered = [answers[question.id] for question in self._questions]
-        # A score that is missing is 0 here, and left out by its mask.
-        scored = np.asarray([answer.score is not None for answer in ordered])
-        scores = np.asarray([answer.score or 0.0 for answer in ordered])
+
+        def fill(values: Sequence[float | None]) -> tuple[Floats, _Mask]:
+            """The values, 0 where one is missing, and a mask of those that are not."""
+            known = np.asarray([value is not None for value in values])
+            return np.asarray([value or 0.0 for value in values]), known
+
+        scores, scored = fill([answer.score for answer in ordered])
+        matching, has_tokens = fill([answer.by_token(answer.matching) for answer in ordered])
         both, paired = np.zeros(len(scores)), np.zeros(len(scores))
         for question, other in self._pairs:
             both[question] = float(min(scores[question], scores[other]) == 1.0)
@@ -108,9 +118,14 @@ class Scoring:
             """Share of the pairs within ``members`` with both answers right."""
             return 100 * self._bootstrap.mean(both, paired * members)
 
+        deciding, decided = (scores, scored) if self._has_labels else (matching, has_tokens)
         everything = np.ones(len(scores), dtype=bool)
         by_topic = [(None, everything), *self._split([q.topic for q in self._questions])]
-        topics = {name: mean(part) for name, part in by_topic if scored[part].all()}
+        topics = {
+            name: 100 * self._bootstrap.mean(deciding, part.astype(np.float64))
+            for name, part in by_topic
+            if decided[part].all()
+        }
         benchmarks, metrics = dict[str, Floats](), dict[str, Floats]()
         categories = self._split([question.category for question in self._questions])
         for name, members in self._split([question.benchmark for question in self._questions]):
@@ -125,17 +140,23 @@ class Scoring:
                     benchmarks[name] = benchmarks[name] / (2 * len(parts))
             else:
                 benchmarks[name] = mean(members)
-        if benchmarks.keys() == {question.benchmark for question in self._questions}:
+        if self._has_labels and benchmarks.keys() == {q.benchmark for q in self._questions}:
             divisors = [self._divisor if name == MME else 1.0 for name in benchmarks]
             scaled = [points / by for points, by in zip(benchmarks.values(), divisors, strict=True)]
             metrics["acc"] = np.mean(scaled, axis=0)
-        if scored.any():
+        if self._has_labels and scored.any():
             metrics["accuracy"] = mean(scored)
-        if paired.any():
-            metrics["accuracy_plus"] = plus(scored)
-        logprobs = [answer.logprob for answer in ordered if answer.logprob is not None]
-        if len(logprobs) == len(ordered):
-            metrics["logprob"] = self._bootstrap.mean(logprobs)
+            if paired.any():
+                metrics["accuracy_plus"] = plus(scored)
+        for name, unit, (values, known) in (
+            ("logprob", 1, fill([answer.logprob for answer in ordered])),
+            ("per_token", 1, fill([answer.per_token for answer in ordered])),
+            ("agreement", 100, fill([answer.agrees for answer in ordered])),
+            ("token_agreement", 100, (matching, has_tokens)),
+            ("same", 100, fill([answer.by_token(answer.same) for answer in ordered])),
+        ):
+            if known.any():
+                metrics[name] = unit * self._bootstrap.mean(values, known.astype(np.float64))
         return Figures(benchmarks, topics, metrics)
 
     def _split(self, names: Sequence[str]) -> list[tuple[str, _Mask]]:

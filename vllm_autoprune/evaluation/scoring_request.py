@@ -1,6 +1,7 @@
-"""One request that scores a reference answer: its body, its response, and its retries.
+"""Requests that score a reference answer or ask for a greedy one: bodies, responses, retries.
 
-The answer is part of the prompt, so that its log-probability costs a prefill and no decoding.
+A reference answer is part of the prompt, so that its log-probability costs a prefill and no
+decoding.
 """
 
 from __future__ import annotations
@@ -21,8 +22,17 @@ from vllm_autoprune.http_client import (
 from vllm_autoprune.stream import read_message
 from vllm_autoprune.tpdsl.state import PruningState
 
+MAX_TOKENS = 64
+"""Of a greedy answer."""
+# A penalty is in the generation_config.json of some models, such as Qwen2-VL's; then the token that
+# is decoded would not be the one of rank 1 that a prefill tells.
+_GREEDY = {"temperature": 0.0, "repetition_penalty": 1.0}
 _ROUNDING = 1e-3
 """By which a log-probability may be too high."""
+
+
+class AnswerChanged(EvaluationFailed):
+    """A prompt does not end in the answer that it was given."""
 
 
 def pruning_options(state: PruningState | None, budget: int | str) -> dict[str, JsonValue]:
@@ -49,7 +59,7 @@ def scoring_request(
         "add_generation_prompt": False,
         "continue_final_message": True,
         "max_tokens": 1,
-        "temperature": 0.0,
+        **_GREEDY,
         "prompt_logprobs": 0,
         "mm_processor_kwargs": {"autoprune": pruning},
     }
@@ -65,6 +75,12 @@ class _ScoredAnswer(NamedTuple):
     following: str
     """The token after it."""
     prompt_tokens: int
+    tokens: int
+    """How many the answer has."""
+    same: int
+    """Those before the first that greedy decoding does not give."""
+    matching: int
+    """Those that it gives after the ones before them."""
 
 
 async def score_answer(
@@ -87,7 +103,7 @@ async def score_answer(
     what = "the log-probabilities of the prompt"
     try:
         prompt = content["prompt_logprobs"]
-        logprob, right = score_reference_answer(prompt, answer)
+        scores = read_reference_answer(prompt, answer)
         what = "a message"
         following, _ = read_message(content["choices"][0]["message"])
         what = "the number of prompt tokens"
@@ -95,31 +111,61 @@ async def score_answer(
     except (ValueError, KeyError, TypeError, IndexError, AttributeError):
         received = json.dumps(content)[:120]
         raise EvaluationFailed(f"answers without {what}: {received}") from None
-    return _ScoredAnswer(logprob, right, following, tokens)
+    same = next((place for place, (_, rank) in enumerate(scores) if rank != 1), len(scores))
+    logprob, right = sum(logprob for logprob, _ in scores), same == len(scores)
+    matching = sum(rank == 1 for _, rank in scores)
+    return _ScoredAnswer(logprob, right, following, tokens, len(scores), same, matching)
 
 
-def score_reference_answer(
+async def generate_answer(
+    servers: Sequence[AsyncServerClient],
+    model: str,
+    messages: Sequence[Mapping[str, object]],
+    pruning: Mapping[str, object],
+) -> tuple[str, bool]:
+    """The greedy answer, and whether :data:`MAX_TOKENS` cut it; raises as :func:`score_answer`."""
+    content = await chat_with_retries(servers, {
+        "model": model,
+        "messages": messages,
+        "max_tokens": MAX_TOKENS,
+        **_GREEDY,
+        "mm_processor_kwargs": {"autoprune": pruning},
+    })  # fmt: skip
+    try:
+        choice = content["choices"][0]
+        text, _ = read_message(choice["message"])
+        return text.strip(), choice["finish_reason"] == "length"
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        received = json.dumps(content)[:120]
+        raise EvaluationFailed(f"answers without a message: {received}") from None
+
+
+def read_reference_answer(
     prompt: Sequence[Mapping[str, Any] | None], answer: str
-) -> tuple[float, bool]:
-    """Log-probability of the answer at the end of a prompt, and whether greedy decoding gives it.
+) -> list[tuple[float, int]]:
+    """Log-probability and rank of each token of the answer at the end of a prompt.
 
-    The tokens of the answer are found by decoding the prompt backwards from its end. Raises
-    :class:`EvaluationFailed` for another end, :class:`ServerLost` for impossible values.
+    The tokens of the answer are found by decoding the prompt backwards from its end; a token that
+    is decoded alone may lose white space, which is left out. Raises :class:`AnswerChanged` for
+    another end, :class:`ServerLost` for impossible values.
     """
-    total, right, text = 0.0, True, ""
+    scores, text, wanted = list[tuple[float, int]](), "", "".join(answer.split())
     for position in reversed(prompt):
-        if not position or len(text.strip()) > len(answer.strip()):
+        if not position or len(text) > len(wanted):
             break
         # With ``prompt_logprobs: 0`` the only entry is the token of the prompt itself.
         (token,) = position.values()
-        text = str(token["decoded_token"]) + text
+        part = str(token["decoded_token"])
+        # vLLM gives the text of a character of several tokens to the last of them.
+        if text == wanted and part:
+            break
+        text = "".join(part.split()) + text
         logprob, rank = float(token["logprob"]), int(token["rank"])
         # No token has more than 1 / rank of the probability.
         if not logprob <= _ROUNDING - math.log(max(rank, 1)):
             what = f"log-probability {logprob:g} and rank {rank} contradict each other"
             raise ServerLost(f"the server's caches are broken: {what}")
-        total += logprob
-        right = right and rank == 1
-        if text.strip() == answer.strip():
-            return total, right
-    raise EvaluationFailed(f"the prompt ends in {text!r}, not in the reference answer {answer!r}")
+        scores.append((logprob, rank))
+    if text == wanted:
+        return scores[::-1]
+    raise AnswerChanged(f"the prompt ends in {text!r}, not in the reference answer {answer!r}")

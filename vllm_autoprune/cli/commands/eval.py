@@ -20,6 +20,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     text = "your images, questions and answers: a file or folder, as docs/evaluation.md lists them"
     what.add_argument("--data", type=Path, metavar="PATH", help=text)
     what.add_argument("--suite", metavar="SUITE", help="lmms:TASK,TASK,... through lmms-eval")
+    text = "with --data, also without answers: compare with what the unpruned model answers"
+    parser.add_argument("--reference", choices=("unpruned",), help=text)
     text = "default: out/eval/data or out/eval/lmms"
     parser.add_argument("--out", type=Path, metavar="FOLDER", help=text)
     add = parser.add_argument
@@ -63,8 +65,10 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 def _evaluate_states(options: argparse.Namespace) -> int:
     """Measure accuracy on your questions, and whether pruning beats resizing images."""
     from vllm_autoprune.evaluation.lmms import LmmsSuite, select_benchmarks
+    from vllm_autoprune.evaluation.page import build_page
+    from vllm_autoprune.evaluation.question_suite import QuestionSuite
     from vllm_autoprune.evaluation.questions import read_questions
-    from vllm_autoprune.evaluation.run import QuestionSuite, Server, build_cases, evaluate
+    from vllm_autoprune.evaluation.run import Server, build_cases, evaluate
 
     kind, _, tasks = (options.suite or "data").partition(":")
     folder = options.out or Path("out/eval") / kind
@@ -90,10 +94,15 @@ def _evaluate_states(options: argparse.Namespace) -> int:
     cases = build_cases(options.state or ["autoprune"], options.budgets)
     if options.data is not None:
         name = options.data.name.encode(errors="replace").decode()  # a name may be any bytes
+        unpruned = options.reference is not None
         questions = read_questions(
-            options.data, options.limit, images=options.images, connection=server.connection
+            options.data,
+            options.limit,
+            images=options.images,
+            connection=server.connection,
+            unlabelled=unpruned,
         )
-        suite: QuestionSuite | LmmsSuite = QuestionSuite(server, cases, questions, name)
+        suite: QuestionSuite | LmmsSuite = QuestionSuite(server, cases, questions, name, unpruned)
     else:
         qwen = options.backbone.startswith("qwen")
         suite = LmmsSuite(
@@ -110,7 +119,16 @@ def _evaluate_states(options: argparse.Namespace) -> int:
     if options.dry_run:
         print(suite.plan())
         return 0
-    report = evaluate(suite.setup, cases, suite.measure, folder, resume=options.resume)
-    print(report.format_json() if options.json else report.format_markdown(), end="")
-    print(f"{folder}/: report.md, report.json, samples.jsonl", file=sys.stderr)
+    report = evaluate(
+        suite.setup,
+        cases,
+        suite.measure,
+        folder,
+        resume=options.resume,
+        picture=suite.picture if isinstance(suite, QuestionSuite) else None,
+    )
+    page = build_page(report)
+    print(report.format_json() if options.json else page.render_markdown(), end="", flush=True)
+    print(f"{folder}/: report.html, report.md, report.json, samples.jsonl", file=sys.stderr)
+    print(page.answer, file=sys.stderr)
     return 0 if report.valid else 1

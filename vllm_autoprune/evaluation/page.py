@@ -1,0 +1,232 @@
+"""The page of an evaluation: its answer, pruning or resizing, what changed most, and all tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from os.path import commonprefix
+
+from vllm_autoprune.evaluation.journal import MME
+from vllm_autoprune.evaluation.report import MIN_IMAGES, Comparison, Report, Winner
+from vllm_autoprune.report import Cell, Document, Section, Table, Tone
+from vllm_autoprune.statistics import Estimate
+
+_NONE = "-"
+_TRIAL_IMAGES = 20
+"""With fewer images than this, bootstrap intervals over images are too narrow."""
+
+_VERDICTS: Mapping[Winner, str] = {
+    "pruning": "pruning beats resizing",
+    "resizing": "resizing beats pruning",
+    "not decided": "not decided between pruning and resizing",
+    "too few images": f"images are too few to decide (at least {MIN_IMAGES})",
+}
+_TONES: Mapping[Winner, Tone] = {"pruning": "good", "resizing": "bad"}
+
+_ACC_NOTE = (
+    "Acc. is the mean over benchmarks{mme}. Rel. is given by "
+    "both definitions in use: 100 x Acc. over the full model's Acc., and 100 x the mean over "
+    "benchmarks of a score over the full model's."
+)
+_NOTE = (
+    "Differences are paired on the same questions, each with its 95 % interval ({images:,} images "
+    "resampled). If an interval contains 0, the data show no difference. ln p is the mean "
+    "log-probability of the reference answer; base is the base policy alone at the same K, resized "
+    "the resize control: the image resized to at most K tokens, or pooled to K where the model has "
+    "a fixed number of them."
+)
+_REFERENCE_NOTE = (
+    "The reference is the unpruned model's greedy answer, {tokens:.1f} tokens on average. % agree: "
+    "greedy decoding gives exactly it. % of tokens: it gives a token after those of the reference "
+    "before it, so a wrong turn costs one token and not what would have followed it. Same until: "
+    "the share of tokens before the first that differs."
+)
+_AGREEMENT_NOTE = (
+    "Agreement is not accuracy: where the unpruned model is wrong, agreeing is wrong too, and an "
+    "answer in other words may be as good. Long answers rarely agree to their end, so the share of "
+    "tokens decides here, unless ln p a token decides the opposite."
+)
+
+
+def build_page(report: Report, picture: Callable[[str], str] | None = None) -> Document:
+    """The page of a report; ``picture``: a data URL by the id of a question, empty without one."""
+    setup, sections, agrees = report.setup, list[Section](), report.setup.score == "agrees"
+    if verdicts := list(_describe_verdicts(report)):
+        full = next((row for row in report.rows if row.case.arm == "full"), None)
+        if full is not None and full.accuracy is not None:
+            right = f"{full.accuracy.value:.1f} % of the answers are right."
+            verdicts.insert(0, f"With all tokens, {right}")
+        if full is not None and full.agreement is not None:
+            # Less than 100 by rounding, or by a template that changes the answer.
+            again = f"{full.agreement.value:.1f} % of its own answers again"
+            verdicts.append(f"Scored in the same way, the unpruned model gives {again}.")
+        sections.append(Section("Pruning or resizing?", [*verdicts, *[_AGREEMENT_NOTE] * agrees]))
+    case = report.case
+    if report.examples and case is not None:
+        rows: list[list[Cell | str]] = [
+            [
+                Cell(example.image, image=picture(example.id) if picture else ""),
+                example.question,
+                example.unpruned,
+                example.pruned or _NONE,
+                _find_parting(example.unpruned, example.pruned),
+                f"{example.per_token:+.2f}",
+            ]
+            for example in report.examples
+        ]
+        head = ["image", "question", "all tokens", case.label, "same until", "ln p a token"]
+        caption = "The largest falls of ln p a token, one an image: no sample of the others"
+        title = f"What changed most: {case.label}, K = {case.budget}"
+        sections.append(Section(title, tables=[Table(caption, head, rows, "lllllr")]))
+    if report.rows:
+        has_mme = MME in report.rows[0].benchmarks
+        mme = f", with MME divided by {setup.mme_divisor:g} first" if has_mme else ""
+        notes = [_ACC_NOTE.format(mme=mme)] * _has_aggregates(report)
+        notes.append(_NOTE.format(images=report.images))
+        notes += [_REFERENCE_NOTE.format(tokens=report.tokens)] if report.tokens else []
+        tables = list(_tables(report))
+        if refused := [[case.title, str(case.budget), case.refused] for case in report.refused]:
+            tables.append(Table("Not measured", ["method", "K", "why"], refused, "lll"))
+        sections.append(Section("Tables", notes, tables=tables))
+    facts = [
+        f"model: {setup.model}",
+        f"data: {setup.data}",
+        f"scored by {setup.scorer}",
+        f"{report.questions:,} questions about {report.images:,} images",
+    ]
+    if report.left_out:
+        facts.append(f"{report.left_out:,} left out: their answer has no token to be scored")
+    if report.cut:
+        facts.append(f"{report.cut:,} answers of the unpruned model were cut there")
+    title = f"{'Agreement with the unpruned model' if agrees else 'Accuracy'}: {setup.suite}"
+    tone: Tone = "open" if report.valid else "bad"
+    if report.valid and report.overall is not None:
+        tone = _TONES.get(report.overall.winner, tone)
+    return Document(title, _answer(report), tone, report.reasons, facts, sections)
+
+
+def _answer(report: Report) -> str:
+    """What came out."""
+    if not report.valid:
+        return "Not valid: the reasons are below, and no figure here is to be quoted."
+    if (case := report.case) is None:
+        return "Nothing was pruned in this evaluation: only full tokens were measured."
+    row = next(row for row in report.rows if row.case == case)
+    answer = f"{case.label} at K = {case.budget}"
+    if row.accuracy is not None:
+        answer += f" answers {row.accuracy.value:.1f} % of the questions right"
+        if row.to_full is not None and (gap := row.to_full.accuracy) is not None:
+            answer += f", {_format(gap)} points against all tokens"
+            answer += "; no difference is shown" if gap.low <= 0 <= gap.high else ""
+    elif row.agreement is not None and row.token_agreement is not None:
+        answer += f" gives {row.agreement.value:.1f} % of the unpruned model's answers and "
+        answer += f"{row.token_agreement.value:.1f} % of their tokens"
+    if report.overall is not None:
+        answer += f"; {_describe_difference(report, report.overall)}"
+    if report.images < _TRIAL_IMAGES:
+        images = f"{report.images} images, no measurement (at least {_TRIAL_IMAGES} images)"
+        return f"A trial run on {images}: {answer}."
+    return f"{answer}."
+
+
+def _describe_difference(report: Report, overall: Comparison) -> str:
+    """Who wins, and by how much."""
+    text = f"{_VERDICTS[overall.winner]}, {_format(overall.difference)} points "
+    if report.setup.score == "right":
+        return f"{text}right"
+    (row,) = [row for row in report.rows if row.case.name == overall.case]
+    logprob = row.to_resized.per_token if row.to_resized else None
+    return f"{text}of tokens and {_format(logprob, 3)} ln p a token"
+
+
+def _describe_verdicts(report: Report) -> Iterator[str]:
+    """One line for each state that was to be evaluated: who wins, by how much, by kind."""
+    rows = {row.case.name: row for row in report.rows}
+    bases = {row.case.base for row in report.rows}
+    for overall in report.resizing:
+        # A base policy that a state is compared with was not to be evaluated.
+        if overall.kind is not None or overall.case not in rows or overall.case in bases:
+            continue
+        row, control = rows[overall.case], rows.get(f"resized@{rows[overall.case].case.budget}")
+        more = (row.prompt_tokens or 0.0) - ((control and control.prompt_tokens) or 0.0)
+        verdict = _describe_difference(report, overall)
+        line = f"{row.case.label}, K = {row.case.budget}: {verdict}"
+        # A resized image may have a few tokens less than K.
+        line += f" with {more:.1f} tokens more." if control and more >= 0.5 else "."
+        kinds = [
+            f"{part.kind} {_format(part.difference)}: {part.winner}"
+            for part in report.resizing
+            if part.case == overall.case and part.kind
+        ]
+        yield line + (f" By kind: {'; '.join(kinds)}." if kinds else "")
+
+
+def _find_parting(unpruned: str, pruned: str | None) -> str:
+    """The last words in common before two answers part."""
+    if pruned is None or pruned == unpruned:
+        return _NONE
+    words = commonprefix([unpruned.split(), pruned.split()])  # noqa: RUF071 -- of lists
+    return f"... {' '.join(words[-5:])}" if len(words) > 5 else " ".join(words) or "the start"
+
+
+def _has_aggregates(report: Report) -> bool:
+    """Whether *Acc.* says more than the share of right answers."""
+    return len(report.rows[0].benchmarks) > 1 or MME in report.rows[0].benchmarks
+
+
+def _tables(report: Report) -> Iterator[Table]:
+    """The paper's main table, one part for each budget, each with the full model on top.
+
+    The gain of a residual, and of each q_e, is its difference to its base policy.
+    """
+    figures = (
+        ("accuracy", "% right", 1),
+        ("agreement", "% agree", 1),
+        ("token_agreement", "% of tokens", 1),
+        ("same", "same until, %", 1),
+        ("per_token", "ln p a token", 3),
+        ("logprob", "ln p", 3),
+    )
+    columns = [c for c in figures if any(dict(row)[c[0]] is not None for row in report.rows)]
+    has_aggregates = _has_aggregates(report)
+    # There is no difference of Acc. if a benchmark does not score single answers.
+    has_acc = has_aggregates and any(row.to_full and row.to_full.acc for row in report.rows)
+    unpaired = {"same", "accuracy" if has_acc else "", "logprob" if report.tokens else ""}
+    metrics = [("acc", "Acc.", 1)] if has_acc else []
+    metrics += [column for column in columns if column[0] not in unpaired]
+    benchmarks, others = list(report.rows[0].benchmarks), ("full", "base", "resized")
+    head = ["method", *(title for _, title, _ in columns)]
+    if has_aggregates:
+        head += [*benchmarks, "Acc.", "Rel., ratio of means", "Rel., mean of ratios"]
+    head += [f"{title} less {other}" for _, title, _ in metrics for other in others]
+    cases = sorted((row.case for row in report.rows), key=lambda case: case.budget_order)
+    for budget in dict.fromkeys(case.budget for case in reversed(cases) if case.budget):
+        rows = []
+        for row in report.rows:
+            if row.case.budget not in (0, budget):
+                continue
+            means = [(dict(row)[name], digits) for name, _, digits in columns]
+            cells = [f"{mean.value:.{digits}f}" if mean else _NONE for mean, digits in means]
+            if has_aggregates:
+                scores: list[float | None] = [row.benchmarks[name] for name in benchmarks]
+                scores += [row.all.acc, row.all.ratio_of_means, row.all.mean_of_ratios]
+                cells += [_NONE if score is None else f"{score:.1f}" for score in scores]
+            for metric, _, digits in metrics:
+                for differences in (row.to_full, row.to_base, row.to_resized):
+                    estimate = dict(differences)[metric] if differences else None
+                    cells.append(_format(estimate, digits))
+            rows.append([row.case.title, *cells])
+        yield Table(f"K = {budget}", head, rows, "l" + "r" * (len(head) - 1))
+
+
+def _format(estimate: Estimate | None, digits: int = 1) -> str:
+    """A difference with its interval, such as ``+5.1 (+2.0 to +8.1)``.
+
+    What rounds to zero has no sign, so that no loss is claimed.
+    """
+    if estimate is None:
+        return _NONE
+    value, low, high = (
+        f"{rounded:+.{digits}f}" if (rounded := round(figure, digits)) else f"{0:.{digits}f}"
+        for figure in (estimate.value, estimate.low, estimate.high)
+    )
+    return f"{value} ({low} to {high})"
