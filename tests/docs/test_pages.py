@@ -26,6 +26,7 @@ from benchmarks.search.study import _format_mean, _read_confirmed, _read_results
 from scripts.site_hooks import _adapt_page, _generate_files
 from tests.docs.commands import read_commands
 from vllm_autoprune.advise import WAYS
+from vllm_autoprune.base_policies import greedy
 from vllm_autoprune.cli.commands import SUMMARIES
 from vllm_autoprune.cli.commands.states import _RECOMMENDED
 from vllm_autoprune.cli.main import main
@@ -38,6 +39,7 @@ from vllm_autoprune.serving.worker.features import ImageFeatures, TensorCache
 from vllm_autoprune.serving.worker.metrics import Stopwatch, WorkerMetrics
 from vllm_autoprune.serving.worker.selection import FallbackReporter
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
+from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 
 ROOT = Path(__file__).resolve().parents[2]
 SERIES = re.compile(r"\b(?:autoprune_(?!endpoint)|vllm:)\w+")
@@ -275,6 +277,15 @@ def test_the_study_has_a_row_for_every_recorded_search_and_no_other() -> None:
             rows.append(f"| `{arm.removesuffix('@none')}` | {objective} | {accuracy} | {gap} |")
     printed = re.findall(r"\| `[a-z+]+` \| -[\d.]+ ± [\d.]+ \| .*", STUDY)
     assert sorted(printed) == sorted(rows)
+
+
+def test_the_method_on_the_page_becomes_a_policy() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", PAGES["docs/development.md"], re.DOTALL)
+    exec(code, dict(vars(greedy)))
+    policy = BASE_POLICIES.pop("loudest")
+    features = torch.tensor([3.0, 1.0, 2.0, 9.0, 8.0, 7.0])[None, :, None].expand(2, 6, 4)
+    tokens = VisualTokens(features, Grid(1, 3, tiles=2))
+    assert policy.select(policy.default_params, tokens, 3).picks.tolist() == [[0, 3, 2]] * 2
 
 
 # ---- The site ----
