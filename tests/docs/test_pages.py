@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 from contextlib import closing
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +26,7 @@ from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from benchmarks.search.study import _format_mean, _read_confirmed, _read_results
 from scripts.site_hooks import _adapt_page, _generate_files
 from tests.docs.commands import read_commands
+from vllm_autoprune import __version__
 from vllm_autoprune.advise import WAYS
 from vllm_autoprune.base_policies import greedy
 from vllm_autoprune.cli.commands import SUMMARIES
@@ -33,6 +35,7 @@ from vllm_autoprune.cli.main import main
 from vllm_autoprune.serving.api import engine_requests
 from vllm_autoprune.serving.api.endpoint import NAME, PATH
 from vllm_autoprune.serving.api.request import PruningRequest
+from vllm_autoprune.serving.compat import BELOW, LOWEST
 from vllm_autoprune.serving.models import BACKBONES, _ClipBackbone
 from vllm_autoprune.serving.settings import LEVELS, add_flags
 from vllm_autoprune.serving.worker.features import ImageFeatures, TensorCache
@@ -251,6 +254,16 @@ def test_every_feature_of_support_names_tests_that_exist() -> None:
     for feature, status, named in rows:
         assert named or status == "untested", feature
         assert set(re.findall(r"`(.+?)`", named)) <= files, feature
+
+
+def test_support_names_every_vllm_that_is_accepted_and_what_it_was_tested_with() -> None:
+    rows = re.findall(r"^\| ([\d.]+) \| (0\.\d+) \| (.*?) \|", SUPPORT, re.MULTILINE)
+    minors = [f"{LOWEST.major}.{minor}" for minor in range(LOWEST.minor, BELOW.minor)]
+    assert [row[:2] for row in rows] == [(__version__, minor) for minor in minors]
+    names = ("torch", "transformers")
+    installed = [f"{name} {'.'.join(version(name).split('.')[:2])}" for name in names]
+    assert rows[0][2] == ", ".join(installed)
+    assert f"VLLM_VERSION=v{minors[0]}." in (ROOT / "Dockerfile").read_text(encoding="utf-8")
 
 
 STUDIES = ROOT / "benchmarks/search/recorded/study"
