@@ -401,7 +401,9 @@ def test_the_servers_own_state_is_marked_or_said_to_be_missing(
         server.pages["/v1/autoprune"] = (200, page.encode(), {})
         assert call(server.url) == 0
         assert call("http://h:1", "--resume") == 0  # nothing is left to ask
-    assert capsys.readouterr().out.count(cell) == 2 * count
+    printed = capsys.readouterr()
+    assert printed.out.count(cell) == 2 * count
+    assert ("no row is marked as its own state -> start it with " in printed.err) == (count == 0)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import io
+import sys
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -255,7 +256,10 @@ class Server(NamedTuple):
             fix = "name states that its model serves, such as --state cen_divprune"
             what = f"refuses every state: {reasons[0]}"
             raise ConfigError("eval", [Problem(client.url, what, fix)])
-        if served.state and served.digest not in {case.digest for case in cases}:
+        if not served.state:
+            fix = "start it with VLLM_PLUGINS=autoprune,autoprune_endpoint"
+            print(f"{client.url}: no row is marked as its own state -> {fix}", file=sys.stderr)
+        elif served.digest not in {case.digest for case in cases}:
             checked[""] = Case(
                 name=f"served {served.digest[:12]}",
                 arm="found",
