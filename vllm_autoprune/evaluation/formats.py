@@ -426,7 +426,7 @@ class QuestionReader:
             }
             pictures = [
                 path for path in sorted(images.iterdir() if images.is_dir() else ())
-                if path.suffix.lower() in Image.registered_extensions()
+                if path.suffix.lower() in Image.registered_extensions() and path.name[0] != "."
             ]  # fmt: skip
             for stem in named.keys() - {path.stem for path in pictures}:
                 what = f"has questions about no picture: {images} has none of its name"
@@ -456,8 +456,10 @@ class QuestionReader:
                 pair = next(pairs) if is_pair else None
                 yield from (replace(each, pair=pair) for each in asked)
         if silent or not read:
-            what = f"has pictures without a question ({silent})" if silent else "has no picture"
-            fix = f"write {shared}, one question a line: each is asked about every picture"
+            what, fix = "has no picture", "name a folder with PNG or JPEG files"
+            if silent:
+                what = f"has pictures without a question ({silent})"
+                fix = f"write {shared}, one question a line: each is asked about every picture"
             kinds = (".jsonl", ".json", ".tsv", ".csv")
             for file in sorted(path for path in self.path.iterdir() if path.suffix in kinds):
                 if "annotations" not in file.name:
