@@ -211,16 +211,16 @@ def test_a_state_in_words(changes: dict[str, object], budget: Any, parts: list[s
     ("name", "lines", "hidden"),
     [
         ("autoprune  (digest", ["mini-LLaVA 88389577245b  16     61.2  +9.5 (+5.5 to +13.9)",
-                                "selector     reference_residual_exchange_selector: lam = 0.19"],
+                                "selector     reference_residual_exchange_selector: lam=0.19"],
          ["r_min", "partition", "preserve_budget", '"rows"']),
         # Of a base policy alone the other parts decide nothing; null is the default of theta.
         ("cdpruner  (digest", ["base policy  cdpruner\n", "fixed_budget@32\n"],
          ["signal ", "selector", "reassembly", "null", "seed "]),
         ("minillava-split, recommended if you measure  (digest",
-         ["core         divprune: share = 0.5, cov", "88389577245b   8     68.2  -"],
+         ["core         divprune: share=0.5, cov", "88389577245b   8     68.2  -"],
          ["kernel", "pool "]),
         ("divprune, recommended on LLaVA  (digest", ["base policy  divprune\n"], ["signal "]),
-        ("miniqwen", ["signal       visual_token_norm_saliency: weight = 2.2883, p = 1"], []),
+        ("miniqwen", ["signal       visual_token_norm_saliency: weight=2.2883, p=1"], []),
     ],
 )  # fmt: skip
 def test_show_says_what_decides_and_leaves_the_rest_to_json(
@@ -231,7 +231,7 @@ def test_show_says_what_decides_and_leaves_the_rest_to_json(
     assert text.startswith(name) and max(map(len, text.splitlines())) <= 100
     assert [line for line in lines if line not in text] == []
     assert [line for line in hidden if line in text.partition("\nfound by")[0]] == []
-    weights = re.findall(r"^signal .* weight = ([\d.]+)", text, re.MULTILINE)
+    weights = re.findall(r"^signal .* weight=([\d.]+)", text, re.MULTILINE)
     assert weights == sorted(weights, reverse=True)
     record = run_json(capsys, *call, "--budget", "64")
     assert (record["budget"], record["q_e"]) == ([64, 64], 64 - record["r_min"])
@@ -247,8 +247,8 @@ def test_show_says_what_decides_and_leaves_the_rest_to_json(
         ({"/constraints/partition/cells": 8}, "no part that decides differs: see --json"),
         ({"/name": "other"}, "both keep the same tokens no part that decides differs"),
         ({}, "both keep the same tokens no field differs"),
-        ("minillava", "signal local_contrast_saliency: weight = 0.06, radius = 1, neighbours = "
-         "four_wrapped local_contrast_saliency: weight = 3.9996, radius = 2 signal - visual_token"),
+        ("minillava", "signal local_contrast_saliency: weight=0.06, radius=1, neighbours="
+         "four_wrapped local_contrast_saliency: weight=3.9996, radius=2 signal - visual_token"),
         ("minillava", "mini-LLaVA, K = 16 61.2 % right 78.4 % right"),
     ],
 )  # fmt: skip

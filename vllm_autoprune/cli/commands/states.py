@@ -177,7 +177,7 @@ class _Part(NamedTuple):
 
     def format(self, names: Collection[str]) -> str:
         """Its name, and some of its parameters."""
-        values = [f"{n} = {_format_value(v)}" for n, v in self.parameters.items() if n in names]
+        values = [f"{n}={_format_value(v)}" for n, v in self.parameters.items() if n in names]
         return f"{self.name}: {', '.join(values)}" if values else self.name
 
 
