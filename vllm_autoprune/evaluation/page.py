@@ -43,7 +43,8 @@ _REFERENCE_NOTE = (
 _AGREEMENT_NOTE = (
     "Agreement is not accuracy: where the unpruned model is wrong, agreeing is wrong too, and an "
     "answer in other words may be as good. Long answers rarely agree to their end, so the share of "
-    "tokens decides here, unless ln p a token decides the opposite."
+    "tokens decides here. ln p a token falls with how sure a model is of another, and may say the "
+    "opposite."
 )
 
 

@@ -11,8 +11,7 @@ kind: a smaller image is what an operator has without a plugin, so a state has t
 
 Without labels the reference is the unpruned model's answer, and the share of its tokens that greedy
 decoding gives after the ones before them decides: a long answer rarely stays the same to its end,
-and a log-probability falls with how sure a model is of what is wrong. Where ln p a token says the
-opposite, nothing is decided.
+and a log-probability falls with how sure a model is of what is wrong.
 """
 
 from __future__ import annotations
@@ -287,7 +286,6 @@ def _compare_with_resizing(
 ) -> Iterator[Comparison]:
     """Each case that runs a policy and has a resize control, overall and then by kind."""
     kinds = {question.topic for question in questions}
-    has_labels = contents.setups[""].score == "right"
     for name, case in contents.cases.items():
         control = figures.get(f"resized@{case.budget}")
         if name not in figures or control is None or case.arm not in PRUNING_ARMS:
@@ -303,10 +301,6 @@ def _compare_with_resizing(
                 winner = "too few images"
             elif difference.low > 0 or difference.high < 0:
                 winner = "pruning" if difference.low > 0 else "resizing"
-            if kind is None and winner in ("pruning", "resizing") and not has_labels:
-                gain = figures[name].metrics["per_token"] - control.metrics["per_token"]
-                if Estimate.of(gain if winner == "pruning" else -gain).high < 0:
-                    winner = "not decided"
             yield Comparison(
                 case=name,
                 kind=kind,
