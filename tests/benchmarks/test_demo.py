@@ -89,7 +89,7 @@ def test_the_tables_say_what_was_measured(
     # 2 x 4 layers x 2,048 x 4 or 2 bytes a token
     assert re.search(r"\| KV cache of a request, MB \| (10\.7|5\.4) \| \1 \| \1 \|", tables)
     assert "| image resized | 0.0 ± 4.9 |" in tables and "| all tokens | 100.0 ± 4.9 |" in tables
-    # 130 s, three times as many at a load of 4 on 2 cores, + 1,000 x 0.1 s
+    # 130 s, three times as many at a load of 4 on 2 cores, + 1,070 x 0.1 s
     assert "load average is 4.0 on 2 cores" in " ".join(log.split())
     assert "takes about 9 minutes" in " ".join(log.split())
 
