@@ -231,6 +231,8 @@ def test_the_unpruned_model_answers_first_and_its_answer_is_the_reference(
         assert call("http://h:1") == 1
         assert "4 of 4 questions have no answer -> add --reference" in capsys.readouterr().err
     words = ("--reference", "unpruned")
+    assert call("http://h:1", *words, "--dry-run") == 0
+    assert "24 requests, and more that decode answers" in capsys.readouterr().out
     with endpoint(chatting) as server:
         assert call(server.url, *words, "--json") == 0
         decoded = [body for body in server.requests if body["max_tokens"] > 1]
@@ -413,6 +415,7 @@ def test_the_servers_own_state_is_marked_or_said_to_be_missing(
         ("--data x.jsonl", "--server-url: is missing"),
         ("--data x --server-url u --budgets 8 9/8", "--budgets: '9/8' is not a budget -> give"),
         ("--suite lmms:mme --server-url http://h", "--served-name: is missing"),
+        ("--suite lmms:mme --reference unpruned", "--reference: is for --data -> leave it out"),
         ("--suite lmms:x --server-url h --served-name m", "does not know x -> use: paper"),
     ],
 )

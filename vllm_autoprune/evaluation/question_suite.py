@@ -85,7 +85,8 @@ class QuestionSuite:
     def plan(self) -> str:
         """The number of requests."""
         cases, questions = sum(not case.refused for case in self.cases), len(self.questions)
-        return f"{cases} cases x {questions} questions: {cases * questions:,} requests"
+        more = ", and more that decode answers" if self._decodes else ""
+        return f"{cases} cases x {questions} questions: {cases * questions:,} requests{more}"
 
     def picture(self, id: str) -> str:
         """The picture of a question, small; empty where there is none, or it has changed."""

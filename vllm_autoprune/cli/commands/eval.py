@@ -75,6 +75,9 @@ def _evaluate_states(options: argparse.Namespace) -> int:
     if options.data is None and kind != "lmms":
         fix = "use --data questions.jsonl, or lmms:mme,pope (lmms:paper-llava, lmms:paper-qwen)"
         raise ConfigError("eval", [Problem(f"--suite {options.suite}", "is not a suite", fix)])
+    if options.data is None and options.reference is not None:
+        fix = "leave it out: lmms-eval scores by its own answers"
+        raise ConfigError("eval", [Problem("--reference", "is for --data", fix)])
     if options.server_url is None:
         fix = "give the address of a vllm serve with --autoprune-requests states"
         raise ConfigError("eval", [Problem("--server-url", "is missing", fix)])
