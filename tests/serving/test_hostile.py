@@ -198,7 +198,7 @@ def test_thousands_of_mutated_requests_in_every_mode(runner: Runner, tmp_path: P
     pruning = (
         *("--autoprune-state", "minillava-split", "--autoprune-budget", "64"),
         *("--autoprune-text-tower", str(CLIP), "--autoprune-recall", "4"),
-        *("--autoprune-requests", "states:1-256", "--autoprune-detail", "low=8,high=64"),
+        *("--autoprune-requests", "states:1-256", "--autoprune-detail", "low=5%:1-8,high=64"),
         *("--api-server-count", "2"),
     )
     env = runner.environment
