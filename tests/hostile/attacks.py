@@ -7,12 +7,8 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import copy
 import io
-import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import httpx
 from PIL import Image
@@ -27,7 +23,6 @@ from tests.hostile.site import (
     SMALL,
     OddRequests,
     Picture,
-    Reply,
     Site,
     assert_no_error,
     attack,
@@ -287,18 +282,7 @@ def flat_first_image(site: Site) -> None:
     assert site.metric("autoprune_unsafe_states_total") == before, "sound states are replaced"
 
 
-# ---- many at once ----
-
-
-@attack("split", judge=Site.check_at_once)
-def clients_at_once(site: Site) -> OddRequests:
-    """Questions that share cores, conversations that recall, and images of mixed sizes."""
-    for i in range(12):
-        picture = Picture(5000 + i, 448, 448 - 56 * (i % 3))
-        for text in QUESTIONS[:2]:
-            yield text, site.body(picture, text=text)
-        yield "recall", site.body(messages=conversation(picture, QUESTIONS[1]), **RECALL)
-        yield "sizes", site.body(Picture(1000 + i, SIDES[i % 8], SIDES[(i * 5 + 3) % 8]))
+# ---- many turns, images and clients ----
 
 
 @attack("split", judge=Site.check_each)
@@ -337,7 +321,7 @@ def abandoned_requests(site: Site) -> None:
     assert_no_error(site.ask(Picture(4000, *SIDES[:2])))
 
 
-# ---- odd to read, dear to serve, or counted though not served ----
+# ---- odd to read, or counted though not served ----
 
 _MARK = "forged-line-of-a-log"
 
@@ -361,50 +345,6 @@ def control_characters(site: Site) -> None:
             # Only for the plugin's own entry; other keys are refused by vLLM's messages.
             assert len(kwargs) > 1 or f"{control}{_MARK}" not in reply.message, kwargs
     assert not any(line.startswith(_MARK) for line in site.server.logged().splitlines())
-
-
-_ROUNDS, _SLOWER = 4, 3
-"""Measurements of another client's wait, and how much longer it may be beside a dear state."""
-
-
-def _dear_state(variant: int) -> dict[str, Any]:
-    """A valid state of a few kilobytes whose selection takes thousands of times the usual time."""
-    state = copy.deepcopy(sample())
-    signal = {"atom": "cluster_centroid_representativeness", "clusters": 64}
-    state["scoring"]["signals"] = [
-        {**signal, "weight": 0.1 + i / 100 + variant / 10_000} for i in range(32)
-    ]
-    state["source"]["priors"] = [
-        {"atom": "external_policy", "policy": ("divprune", "cdpruner")[i % 2]} for i in range(8)
-    ]
-    sources = [{"atom": "diversity_pool_builder", "pool_ratio": 8.0} for _ in range(8)]
-    pool = {"atom": "multi_source_pool_builder", "pool_ratio": 8.0, "sources": sources}
-    state["constraints"]["pool"] = [pool] * 8
-    return state
-
-
-@attack()
-def dear_states(site: Site) -> None:
-    """A valid, costly state of one client must not delay other clients."""
-    waits: dict[str, list[float]] = {"usual": [], "dear": []}
-
-    def ask_beside(kind: str, **more: Any) -> Reply:
-        """The answer to a client that sends these fields, with another one beside it."""
-        with ThreadPoolExecutor(1) as pool:
-            job = pool.submit(site.ask, Picture(8, *LARGE), **more)
-            time.sleep(0.1)
-            beside = site.ask(Picture(9, *LARGE))
-            assert_no_error(beside, job.result())
-            waits[kind].append(round(beside.seconds, 2))
-            return job.result()
-
-    for variant in range(_ROUNDS):
-        # In turns, so that whatever else the machine does delays both.
-        ask_beside("usual")
-        dear = ask_beside("dear", **entry(state=_dear_state(variant)))
-        assert dear.status != 200 and "cost" in dear.message, dear
-    # Each state is new to the server: were they dear to refuse, every round would be slow.
-    assert min(waits["dear"]) <= _SLOWER * max(waits["usual"]), waits
 
 
 @attack()

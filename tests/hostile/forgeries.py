@@ -17,10 +17,8 @@ from tests.hostile.site import (
     LARGE,
     Picture,
     Site,
-    assert_same,
     attack,
 )
-from tests.serving.http import entry
 from tests.tpdsl.samples import sample
 from vllm_autoprune.http_client import CHAT
 from vllm_autoprune.serving.plan import FIELD, MAX_RECALLS, Choice, ItemPlan, encode_state
@@ -150,17 +148,6 @@ def forged_budgets_of_two_images(site: Site) -> None:
     request["features"]["kwargs_data"]["image"].reverse()
     reply = site.send(GENERATE, forge(request, _same))
     assert site.lives(), reply
-
-
-@attack("uncached")
-def state_where_none_is_allowed(site: Site) -> None:
-    """A state in a forged plan, on a server whose requests may set nothing."""
-    request = _render(site, _PICTURE)
-    assert site.ask(_PICTURE, **entry(state="visionzip")).status == 400
-    state = encode_state(load_state("visionzip"))
-    sound = site.send(GENERATE, forge(request, _same))
-    reply = site.send(GENERATE, forge(request, changed(state=state)))
-    assert_same("a carried state", reply, sound)
 
 
 def _other_parts(request: Json) -> Iterable[Forgery]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
@@ -212,26 +211,6 @@ class Site(Client):
         for name, *bodies in requests:
             self.check(name, *bodies)
 
-    def check_at_once(self, requests: OddRequests) -> None:
-        """Each of several clients' requests is answered at once as alone, under another salt.
-
-        Within a group, by which each is named, they differ in their images alone: an answer is
-        nearest to the one alone about the same image.
-        """
-
-        def send(request: tuple[Any, ...], salt: str) -> Reply:
-            return self.send(CHAT, {**request[1], "cache_salt": salt})
-
-        listed = list(requests)
-        alone = [send(request, f"alone {at}") for at, request in enumerate(listed)]
-        with ThreadPoolExecutor(16) as pool:
-            together = list(pool.map(lambda request: send(request, "at once"), listed))
-        assert_no_error(*alone, *together)
-        for at, reply in enumerate(together):
-            peers = [i for i, (group, _) in enumerate(listed) if group == listed[at][0]]
-            likest = peers[nearest(reply, *(alone[i] for i in peers))]
-            assert reply.status != 200 or likest == at, f"{at} is answered as request {likest}"
-
 
 # ---- what must not happen ----
 
@@ -247,12 +226,6 @@ def distance(answer: Logprobs, other: Logprobs) -> float:
     tokens = {*answer, *other}
     gaps = (abs(answer.get(t, floors[0]) - other.get(t, floors[1])) for t in tokens)
     return sum(gaps) / len(tokens)
-
-
-def nearest(reply: Reply, *references: Reply) -> int:
-    """Which of the references a reply is nearest to."""
-    gaps = [distance(reply.logprobs, reference.logprobs) for reference in references]
-    return gaps.index(min(gaps))
 
 
 def assert_no_error(*replies: Reply) -> None:
@@ -294,7 +267,7 @@ def attack(
 ) -> Callable[[Callable[[Site], Any]], Callable[[Site], Any]]:
     """Register a function as an attack by its name; it fails where something happens.
 
-    Or ``judge`` does, ``Site.check_each`` or ``Site.check_at_once``, for what it yields.
+    Or ``judge`` does, such as ``Site.check_each``, for what it yields.
     """
 
     def register(function: Callable[[Site], Any]) -> Callable[[Site], Any]:

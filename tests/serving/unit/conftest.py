@@ -49,11 +49,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return build("qwen2_5_vl", tmp_path_factory.mktemp("qwen"))
 
 
-@pytest.fixture(scope="session")
-def without_cache(folder: Any) -> Sender:
-    return Sender(folder, budget=8)
-
-
 @pytest.fixture
 def sender(folder: Any) -> Sender:
     return Sender(folder, budget=8).with_cache()

@@ -1,7 +1,8 @@
-"""Backbones: cached features, what a pruned class keeps of stock, tiles joined by the model."""
+"""Backbones: cached features, what a pruned class keeps of stock, tiles, places of M-RoPE."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +26,12 @@ from vllm_autoprune.serving.models.llava import (
     _JoinedVision,
 )
 from vllm_autoprune.serving.models.pruned_model import PrunedModel, _describe_geometry
-from vllm_autoprune.serving.plan import NO_KEY
+from vllm_autoprune.serving.models.qwen import (
+    _match_items,
+    _place_image_tokens,
+    _position_channels,
+)
+from vllm_autoprune.serving.plan import NO_KEY, Choice, ItemPlan, Part
 from vllm_autoprune.serving.worker.metrics import Stopwatch
 from vllm_autoprune.serving.worker.selection import FallbackReporter
 from vllm_autoprune.tpdsl.tokens import Grid
@@ -265,3 +271,61 @@ def test_each_tile_keeps_its_share(budget: int, rest_at: int, runs: list[int]) -
     shortened: Any = replace(PLACEHOLDERS, rest_at=rest_at).shorten(content, budget)
     assert _count_between(shortened.full, IMAGE)[1:-1] == runs
     assert (shortened is content) == (budget == 9)
+
+
+# ---- M-RoPE: positions of kept tokens are checked on an engine (``positions_are_a_gather``) ----
+
+
+def plans_of(items: Sequence[tuple[Part, int]]) -> dict[int, ItemPlan]:
+    """Plans of parts of images, by the number of their item."""
+    return {
+        i: ItemPlan(
+            2,
+            (key, key),
+            part=part,
+            core=2 if part in ("core", "delta") else 0,
+            earlier=(Choice(4),) if part == "recall" else (),
+        )
+        for i, (part, key) in enumerate(items)
+    }
+
+
+CORES: list[tuple[Part, int]] = [("core", 1), ("core", 2), ("core", 1), ("whole", 3)]
+
+
+@pytest.mark.parametrize(
+    ("parts", "places"),
+    [
+        # Deltas in the order of the cores of their image.
+        ([*CORES, ("delta", 1), ("delta", 2), ("delta", 1)], {4: 0, 5: 1, 6: 2}),
+        # A recall in the last place of its image.
+        (
+            [
+                *(("core", 1), ("delta", 1), ("whole", 2), ("recall", 1)),
+                *(("recall", 2), ("whole", 1), ("recall", 1), ("recall", 3)),
+            ],
+            {1: 0, 3: 0, 4: 2, 6: 5},
+        ),
+        # Forged ones: before its core, second of one core, of another image.
+        ([("delta", 1), ("core", 1), ("delta", 1), ("delta", 1), ("delta", 2)], {2: 1}),
+    ],
+)
+def test_deltas_and_recalls_stand_where_their_image_does(
+    parts: list[tuple[Part, int]], places: dict[int, int]
+) -> None:
+    assert _match_items(plans_of(parts)) == places
+
+
+@pytest.mark.parametrize("video", [0, 2])
+def test_tokens_without_a_row_of_an_image_stay_where_they_are(video: int) -> None:
+    """Image tokens in user text, which come after all kept ones; frames of GLM's videos before."""
+    ids = torch.tensor([5, IMAGE, IMAGE, 6, IMAGE, IMAGE, 6])
+    positions = torch.arange(7).expand(3, -1)
+    frames = torch.full((video, 4), -1.0)
+    rows = _position_channels(4, 4, torch.device("cpu"))[[2, 13]].bfloat16()
+    placed = _place_image_tokens(ids, positions, [frames, rows], IMAGE, 0).T.tolist()
+    start = 4 if video else 1
+    moved = [[start, start, start + 2], [start + 1, start + 1 + 3, start + 1 + 1]]
+    expected = [[at] * 3 for at in range(7)]
+    expected[start : start + 2] = moved
+    assert placed == expected

@@ -36,15 +36,6 @@ def delta_plan(word: int = 7, key: int = 1) -> ItemPlan:
 # ---- core and delta ----
 
 
-@pytest.mark.parametrize("base", ["cdpruner", "divprune", "cen_cdpruner", "cen_divprune"])
-def test_parts_are_disjoint_and_the_core_does_not_depend_on_the_question(base: str) -> None:
-    items = [core_plan(), delta_plan(7), delta_plan(8)]
-    core, *deltas = [set(rows_of(FIRST, r)) for r in prune(items, [FIRST] * 3, with_core(base))]
-    assert [len(delta - core) for delta in deltas] == [K - CORE] * 2
-    if base.endswith("cdpruner"):
-        assert deltas[0] != deltas[1]
-
-
 def test_regions_share_core_and_delta_like_their_budget() -> None:
     wide = region(1, Grid(4, 8))
     orders = torch.arange(N), N + torch.arange(wide.grid.tokens)

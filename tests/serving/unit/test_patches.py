@@ -9,8 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
-from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_autoprune.serving.compat import worker as patches
@@ -51,59 +49,6 @@ def test_groups_are_all_images_in_order_within_the_bound(sizes: list[int], bound
     for group, following in zip(groups, [*groups[1:], [bound + 1]], strict=False):
         assert group and (len(group) == 1 or sum(group) <= bound)
         assert sum(group) + following[0] > bound, "these would have gone together"
-
-
-THREE_STEPS = {"a": [60, 30, 30], "b": [10], "c": [101]}
-
-
-@pytest.mark.compat
-@pytest.mark.parametrize(
-    ("bound", "sizes", "groups"),
-    [
-        (100, THREE_STEPS, [{"a": [0, 1]}, {"a": [2], "b": [0]}, {"c": [0]}]),
-        (100, {"a": [60, 30], "b": [10]}, [{"a": [0, 1], "b": [0]}]),
-        (100, {"a": [500]}, [{"a": [0]}]),
-        # Without the plugin.
-        (None, {"a": [60, 60], "b": [60]}, [{"a": [0, 1], "b": [0]}]),
-    ],
-)
-def test_both_runners_are_given_one_group_after_another(
-    monkeypatch: pytest.MonkeyPatch,
-    bound: int | None,
-    sizes: dict[str, list[int]],
-    groups: list[dict[str, list[int]]],
-) -> None:
-    """Of a model whose items are numbers of tokens."""
-    calls: list[Any] = []
-
-    def encode_v1(self: object, scheduler_output: Any) -> Any:
-        calls.append(scheduler_output.scheduled_encoder_inputs)
-        return [(name, i) for name, inputs in calls[-1].items() for i in inputs]
-
-    def encode_v2(self: object, mm_kwargs: list[tuple[str, Any]]) -> Any:
-        calls.append([size for _, size in mm_kwargs])
-        return calls[-1]
-
-    monkeypatch.setattr(GPUModelRunner, "_execute_mm_encoder", encode_v1)
-    monkeypatch.setattr(EncoderRunner, "execute_mm_encoder", encode_v2)
-    patches.bound_encoder_calls()
-    model: Any = SimpleNamespace()
-    if bound is not None:
-        model.autoprune_split = lambda items: [*_group_by_tokens(items, bound)]
-    requests = {
-        name: SimpleNamespace(mm_features=[SimpleNamespace(data=size) for size in of_request])
-        for name, of_request in sizes.items()
-    }
-    runner: Any = SimpleNamespace(get_model=lambda: model, model=model, requests=requests)
-    scheduled = {name: [*range(len(of_request))] for name, of_request in sizes.items()}
-    output: Any = SimpleNamespace(scheduled_encoder_inputs=scheduled)
-    every = [(name, i) for name, inputs in scheduled.items() for i in inputs]
-    assert GPUModelRunner._execute_mm_encoder(runner, output) == every
-    assert calls == groups and output.scheduled_encoder_inputs is scheduled
-    calls.clear()
-    items: Any = [("image", sizes[name][i]) for name, i in every]
-    assert EncoderRunner.execute_mm_encoder(runner, items) == [size for _, size in items]
-    assert calls == [[sizes[name][i] for name in group for i in group[name]] for group in groups]
 
 
 # ---- recalls within a step of the scheduler ----

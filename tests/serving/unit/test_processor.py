@@ -174,25 +174,6 @@ def test_a_request_that_is_only_rendered_keeps_nothing_of_its_images(sender: Sen
 # ---- images in two items ----
 
 
-def split_sender(folder: Any) -> Sender:
-    """A server of a state with a core: half of K = 24, of which blocks of 16 make 15."""
-    return Sender(folder, 24, core={"share": 0.5}).with_cache().with_blocks(16)
-
-
-def test_a_split_image_is_two_items_of_which_one_knows_no_question(folder: Any) -> None:
-    sender = split_sender(folder)
-    before = sender.send([LARGE], instructions=["what is it"])
-    core, delta = before.plans
-    assert (core, delta) == replace(delta, budget=24, part="whole", core=0).split(15)
-    assert before.lengths == [15, 9]
-    assert delta.instruction and core.key == delta.key != NO_KEY
-    second = sender.send([LARGE], instructions=["how many"])
-    assert second.identities[0] == before.identities[0]
-    assert second.identities[1] != before.identities[1]
-    assert (before.sent, second.sent) == ([True, False], [False, False])
-    assert sender.send([LARGE], salt="a").identities[0] != before.identities[0]
-
-
 def test_recall_is_refused_where_an_image_cannot_be_several_items() -> None:
     never: Any = None
     unsplit = Placeholders(never, never, lambda info: 7, "writes text around the tiles")

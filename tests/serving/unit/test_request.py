@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.pins.table import read as read_table
-from tests.serving.unit.samples import Sender, answer_by, refusal, served, vllm_config
+from tests.serving.unit.samples import refusal, served, vllm_config
 from tests.tpdsl.samples import edited, sample, state
 from vllm_autoprune import PruningPolicy, RequestError, SafetyRecord, load_state
 from vllm_autoprune.serving import served_state
@@ -24,39 +20,14 @@ from vllm_autoprune.serving.api.planner import _resolve_plans
 from vllm_autoprune.serving.api.request import (
     PruningRequest,
     _join_headers,
-    check_requests,
     refuse_misplaced,
 )
 from vllm_autoprune.serving.plan import KWARGS, NO_KEY, ItemPlan, decode_state
-from vllm_autoprune.serving.served_state import ATTRIBUTE, NEEDS, ServedState, load_request_state
+from vllm_autoprune.serving.served_state import NEEDS, ServedState, load_request_state
 from vllm_autoprune.serving.settings import LEVELS, RequestRules, _DetailBudgets
 from vllm_autoprune.serving.startup import _resolve_settings
 from vllm_autoprune.tpdsl.atoms.safety import Verdict
 from vllm_autoprune.tpdsl.atoms.source import BudgetCall
-
-REFUSALS = read_table("refusals")
-"""Requests and their answers, which ``test_server.py`` gets over HTTP."""
-
-
-@pytest.fixture(scope="module")
-def senders(folder: Any) -> Callable[[str], Sender]:
-    """The processor of a server by what it lets requests set."""
-
-    @cache
-    def sender(level: Any) -> Sender:
-        detail = _DetailBudgets.model_validate({"low": 4, "high": 16})
-        rules = RequestRules(level, 2, 256, explicit=True, detail=detail)
-        return Sender(folder, budget=8, rules=rules).with_blocks(16)
-
-    return sender
-
-
-@pytest.mark.compat
-@pytest.mark.parametrize("row", REFUSALS)
-def test_a_refusal_of_the_table_has_its_message(senders: Callable[[str], Sender], row: str) -> None:
-    """As vLLM calls us: headers and body are checked, then the processor plans the images."""
-    request = json.loads(row)
-    assert answer_by(senders(request.get("level", "states")), request) == REFUSALS[row]
 
 
 def test_many_problems_are_only_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,34 +71,6 @@ def test_a_field_is_refused_at_any_depth_where_nothing_reads_it(
     (problem,) = caught.value.problems
     assert problem.where == where
     assert KWARGS in problem.fix
-
-
-@pytest.mark.compat
-def test_a_request_is_checked_before_it_is_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is refused, of every endpoint: ``test_field_inputs.py``."""
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-    from vllm.entrypoints.pooling.base.serving import PoolingBaseServing
-    from vllm.exceptions import VLLMValidationError
-    from vllm.renderers.online_renderer import OnlineRenderer
-
-    monkeypatch.setattr(OnlineRenderer, "preprocess_chat", lambda self, request: "rendered")
-    for owner, name in ((OnlineRenderer, "preprocess_cmpl"), (PoolingBaseServing, "_init_ctx")):
-        monkeypatch.setattr(owner, name, vars(owner)[name])
-    check_requests()
-
-    def render(state: object, **fields: object) -> Any:
-        config = SimpleNamespace(**{ATTRIBUTE: state})
-        server = SimpleNamespace(model_config=config, trust_request_mm_kwargs=False)
-        body = {"model": "m", "messages": [{"role": "user", "content": "?"}], **fields}
-        preprocess: Any = OnlineRenderer.preprocess_chat
-        return preprocess(server, ChatCompletionRequest.model_validate(body))
-
-    state = replace(served(), rules=RequestRules(explicit=True))
-    with pytest.raises(VLLMValidationError, match="ignored at the top of a request"):
-        render(state, autoprune=ENTRY)
-    assert render(state, mm_processor_kwargs={"autoprune": ENTRY}) == "rendered"
-    # A server without a state checks nothing.
-    assert render(None, autoprune=ENTRY, mm_processor_kwargs={"budget": 3}) == "rendered"
 
 
 # ---- headers ----

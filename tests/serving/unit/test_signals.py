@@ -84,22 +84,6 @@ def test_received_attention_is_the_mean_over_queries_and_heads(
         close(received.sum(), torch.tensor(1.0))
 
 
-def test_attention_and_keys_are_those_of_the_layer_the_model_reads(clip: Any, run: Any) -> None:
-    """Transformers' ``attentions[-2]``, from the same projections."""
-    block, heads = clip.vision_model.encoder.layers[3], 5
-    normed = block.layer_norm1(run.hidden_states[-3])
-    query, key = block.self_attn.q_proj(normed), block.self_attn.k_proj(normed)
-    attention = Attention(heads, (VISION_WIDTH // heads) ** -0.5)
-    hook = QueriesAndKeys.hook(attention)
-    with hook.recording():
-        attention(query, key, normed)
-    taken = hook.take()
-    close(taken.mean_keys(), key.unflatten(-1, (heads, -1)).mean(dim=2)[:, 1:])
-    rows = [attentions.mean(dim=1)[:, 0, 1:] for attentions in run.attentions]
-    close(taken.cls_attention(), rows[-2])
-    assert not torch.allclose(rows[-2], rows[-1], atol=1e-3)
-
-
 def test_nothing_is_kept_of_calls_that_are_not_recorded() -> None:
     """Videos go through the same tower, and nobody takes what was read of them."""
     module = nn.Identity()
@@ -224,20 +208,6 @@ LONG: Ids = (BOS, *range(10, 108), EOS)  # three segments of 40, 40 and 20
 @pytest.fixture(scope="module")
 def text_tower() -> ClipTower:
     return ClipTower(read_text_tower(str(CLIP)), CPU)
-
-
-@pytest.mark.parametrize("ids", [SHORT, LONG, (BOS, 5, 6)], ids=["short", "long", "no end"])
-def test_segments_equal_those_padded_to_the_full_length(
-    clip: Any, text_tower: ClipTower, ids: Ids
-) -> None:
-    """CDPruner pads with zeros to a multiple of the length, and splits."""
-    padded = torch.zeros(-(-len(ids) // SEGMENT), SEGMENT, dtype=torch.int64)
-    padded.view(-1)[: len(ids)] = torch.tensor(ids)
-    mask = (torch.arange(padded.numel()) < len(ids)).long().view_as(padded)
-    output = clip.text_model(input_ids=padded, attention_mask=mask)
-    text, used = text_tower.instructions([ids])
-    assert used.all()
-    close(text[0], clip.text_projection(output.pooler_output))
 
 
 def test_a_batch_is_each_of_its_instructions_alone(text_tower: ClipTower) -> None:

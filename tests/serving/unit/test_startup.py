@@ -13,11 +13,10 @@ from tests.serving.unit.samples import LLAVA, places, refusal, served, vllm_conf
 from tests.tpdsl.samples import edited, sample
 from vllm_autoprune import ConfigError
 from vllm_autoprune.serving import compat, plugin
-from vllm_autoprune.serving.compat import _Hook, worker
+from vllm_autoprune.serving.compat import _Hook
 from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.served_state import served_state
-from vllm_autoprune.serving.settings import TextTower
-from vllm_autoprune.serving.startup import _resolve_settings, _sleep_problem, apply_settings
+from vllm_autoprune.serving.startup import _resolve_settings, apply_settings
 from vllm_autoprune.tpdsl.tokens import Need
 
 NO_CLS = SimpleNamespace(model_type="siglip_vision_model", hidden_size=24)
@@ -226,28 +225,6 @@ def test_the_state_stays_out_of_the_compile_hash() -> None:
     before = hash_factors(get_hash_factors(bare, set()))
     compat.attach(bare, "autoprune", served())
     assert hash_factors(get_hash_factors(bare, set())) == before
-
-
-@pytest.mark.compat
-def test_sleep_that_discards_the_text_tower_is_refused_before_the_engine_is_paused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from vllm.v1.engine.core import EngineCore
-
-    slept: list[int] = []
-    monkeypatch.undo()  # this test needs the real shim
-    monkeypatch.setattr(EngineCore, "sleep", lambda self, level=1: slept.append(level))
-    worker.refuse_sleep(_sleep_problem)
-    engine: Any = EngineCore.__new__(EngineCore)
-    tower = TextTower("clip", 1, "a test", segment=8, width=12, vision_width=24)
-    for state, levels in ((served(tower=tower), (1, 0)), (served(), (2,)), (None, (2,))):
-        engine.vllm_config = SimpleNamespace(model_config=SimpleNamespace(autoprune=state))
-        for level in levels:
-            engine.sleep(level)
-        if levels != (2,):
-            with pytest.raises(ValueError, match=r"--autoprune-text-tower.*use level 1"):
-                engine.sleep(2)
-    assert slept == [1, 0, 2, 2]
 
 
 # ---- names and versions of vLLM ----
