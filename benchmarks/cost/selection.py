@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,18 +24,10 @@ from benchmarks.common.report import (
     format_spread,
     log_progress,
 )
-from vllm_autoprune import (
-    Grid,
-    Instruction,
-    VisualTokens,
-)
+from vllm_autoprune import Grid, Instruction, VisualTokens
 from vllm_autoprune.report import Table
 from vllm_autoprune.statistics import Estimate, Spread, Verdict
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-
-_Times = Mapping[str, Sequence[float]]
-"""Seconds of each work, one value a round."""
-_Work = Callable[[], object]
 
 _WIDTH, _CLIP_WIDTH, _CLUSTERS = 4096, 768, 48
 """D of LLaVA-1.5-7B, width of CLIP's joint space, clusters in an image."""
@@ -98,12 +90,6 @@ _SIZES = [
 """N from 64 to 2880, one tile and five, 1 to 8 images; one token in nine is kept."""
 
 
-def _select_tokens(tokens: VisualTokens, kept: int) -> Tensor:
-    """Picks ``(B, K)`` of CDPruner, from features to indices."""
-    base = BASE_POLICIES["cdpruner"]
-    return base.select(base.default_params, replace(tokens), kept).picks  # nothing computed yet
-
-
 def _select_as_published(tokens: VisualTokens, kept: int) -> Tensor:
     """Picks of CDPruner's published code ``(B, K)``, within tiles, ascending.
 
@@ -140,54 +126,56 @@ def _select_as_published(tokens: VisualTokens, kept: int) -> Tensor:
     return (picks + begin).T.reshape(-1, kept).sort(dim=1).values
 
 
-def _measure_alternately(
-    works: Mapping[str, _Work], rounds: int, warm_up: int = 2
-) -> dict[str, list[float]]:
-    """Seconds of each work in each round; every second round is in reverse order."""
-    seconds: dict[str, list[float]] = {name: [] for name in works}
-    await_device: Callable[[], None] = (
-        torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    )
-    with torch.inference_mode():
-        for name in [*works] * warm_up:
-            works[name]()
-        for turn in range(rounds):
-            for name in [*works][:: -1 if turn % 2 else 1]:
-                await_device()
-                begin = time.perf_counter()
-                works[name]()
-                await_device()
-                seconds[name].append(time.perf_counter() - begin)
-    return seconds
+class _Measurement(NamedTuple):
+    """Seconds of each round at one size, and the share of picks that both make."""
 
+    size: _Size
+    published: Sequence[float]
+    ours: Sequence[float]
+    alike: float = 1.0
 
-def _measure_loops(device: str, sizes: Sequence[_Size] = _SIZES) -> str:
-    """CDPruner from features to indices at 40 sizes: the published code and ours."""
-    by_size, alike = dict[_Size, _Times](), dict[_Size, float]()
-    for size in sizes:
-        tokens = size.draw_tokens(device)
-        published = partial(_select_as_published, tokens, size.kept)
-        ours = partial(_select_tokens, tokens, size.kept)
+    @property
+    def ratio(self) -> Estimate:
+        """Ours over the published code's."""
+        over, under = ([[value] for value in seconds] for seconds in (self.ours, self.published))
+        return Estimate.ratio_of_medians(over, under)
+
+    @classmethod
+    def of(cls, size: _Size, device: str) -> _Measurement:
+        """Measure CDPruner from features to indices; every second round is in reverse order."""
+        tokens, base = size.draw_tokens(device), BASE_POLICIES["cdpruner"]
+        works: tuple[Callable[[], Tensor], ...] = (
+            lambda: _select_as_published(tokens, size.kept),
+            # Of a copy nothing is computed yet.
+            lambda: base.select(base.default_params, replace(tokens), size.kept).picks,
+        )
         # About ten seconds a size, but never fewer than five rounds.
         rounds = max(5, min(31, int(8e7 / (size.batch * size.tiles * size.per_tile**2))))
-        by_size[size] = _measure_alternately({"published": published, "ours": ours}, rounds)
-        equal = published()[:, :, None] == ours()[:, None, :]
-        alike[size] = float(equal.any(dim=2).float().mean())
+        seconds: tuple[list[float], list[float]] = ([], [])
+        with torch.inference_mode():
+            for _ in range(2):
+                published, ours = (work() for work in works)
+            for turn in range(rounds):
+                for place in (1, 0) if turn % 2 else (0, 1):
+                    _await(device)
+                    begin = time.perf_counter()
+                    works[place]()
+                    _await(device)
+                    seconds[place].append(time.perf_counter() - begin)
+        equal = published[:, :, None] == ours[:, None, :]
         log_progress(str(size))
-    return _format_loops(device, by_size, alike)
+        return cls(size, *seconds, float(equal.any(dim=2).float().mean()))
 
 
-def _format_loops(
-    device: str, by_size: Mapping[_Size, _Times], alike: Mapping[_Size, float]
-) -> str:
+def _await(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _format_table(device: str, measurements: Sequence[_Measurement]) -> str:
     """The promise on the published loop, which the worst size decides, and the table."""
     promise, bound = _PROMISES[device]
-    ratios = {
-        size: Estimate.ratio_of_medians(
-            *([[value] for value in times[k]] for k in ("ours", "published"))
-        )
-        for size, times in by_size.items()
-    }
+    ratios = {measurement.size: measurement.ratio for measurement in measurements}
     verdicts = [ratio.at_most(bound) for ratio in ratios.values()]
     counts = (f"{v} at {verdicts.count(v)} of {len(verdicts)} sizes" for v in sorted(set(verdicts)))
     worst = max(ratios, key=lambda size: ratios[size].value)
@@ -197,12 +185,13 @@ def _format_loops(
     rows = [
         (
             str(size),
-            *(format_spread(Spread.of(times[name])) for name in ("published", "ours")),
+            format_spread(Spread.of(published)),
+            format_spread(Spread.of(ours)),
             format_estimate(ratios[size], digits=2),
-            f"{100 * alike[size]:.1f}",
-            str(len(times["ours"])),
+            f"{100 * alike:.1f}",
+            str(len(ours)),
         )
-        for size, times in by_size.items()
+        for size, published, ours, alike in measurements
     ]
     columns = (
         "N → K", "published, ms", "ours, ms", "ours / published", "same picks, %", "rounds",
@@ -232,6 +221,7 @@ def run(options: argparse.Namespace) -> int:
         if not dpp_triton.works():
             raise BenchmarkError("Triton does not work on this machine; the log says why")
         device, name = "cuda", f" on {torch.cuda.get_device_name()}"
-    print(f"# Selection{name}\n\n{_measure_loops(device)}")
+    measurements = [_Measurement.of(size, device) for size in _SIZES]
+    print(f"# Selection{name}\n\n{_format_table(device, measurements)}")
     print(f"Environment: {format_environment(environment())}.")
     return 0
