@@ -6,7 +6,7 @@ may exchange one of the tokens of lowest rank.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -108,13 +108,6 @@ class LlavaVision:
         tokens = self.encode_pixels(prepared["pixel_values"])
         tokenizer, model = self.processor.tokenizer, self.model.model.language_model
 
-        # What relevance to the instruction is measured by.
-        ids = self._tokenize(self._words, instruction, special=self._has_tower)
-        ids = truncate_clip_ids(ids) if self._has_tower else ids[-RELEVANCE_IDS:]
-        text, segments = self._relevance.instructions([ids])
-        patches = self._relevance.patches(tokens.require_encoder())
-        space = tokens.features if patches is None else patches
-
         # The language model's embeddings of the content words.
         parts = split_content_words(truncate_text(instruction))
         content = [id for part in parts for id in self._tokenize(tokenizer, part, special=False)]
@@ -130,7 +123,7 @@ class LlavaVision:
         layers = [_layer(model, block) for block in model.layers]
         return replace(
             tokens,
-            instruction=Instruction(space, text, segments, self._relevance.sign),
+            instruction=self.embed_instructions(tokens, [instruction]),
             words=Words(rows, torch.ones(1, len(content), dtype=torch.bool)),
             language=DecoderPrefix(layers, model.norm, sequence, len(start), len(words)),
         )
@@ -157,6 +150,16 @@ class LlavaVision:
             tower=TowerStates(patches, key.mean(dim=2)[:, 1:], project, hidden[:, :1], next_layer),
             encoder=patches,
         )
+
+    @torch.no_grad()
+    def embed_instructions(self, tokens: VisualTokens, texts: Sequence[str]) -> Instruction:
+        """What relevance to one instruction for each of B images is measured by."""
+        rows = [self._tokenize(self._words, text, special=self._has_tower) for text in texts]
+        rows = [truncate_clip_ids(ids) if self._has_tower else ids[-RELEVANCE_IDS:] for ids in rows]
+        text, segments = self._relevance.instructions(rows)
+        patches = self._relevance.patches(tokens.require_encoder())
+        space = tokens.features if patches is None else patches
+        return Instruction(space, text, segments, self._relevance.sign)
 
     def _tokenize(self, tokenizer: PreTrainedTokenizerBase, text: str, special: bool) -> Ids:
         end = truncate_text(text)

@@ -14,27 +14,16 @@ from typing import get_args
 
 import torch
 from torch import Tensor
-from transformers import (
-    AutoTokenizer,
-    CLIPModel,
-    LlamaModel,
-    LlavaForConditionalGeneration,
-    PreTrainedTokenizerBase,
-)
+from transformers import LlamaModel, LlavaForConditionalGeneration, PreTrainedTokenizerBase
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from benchmarks.yardsticks.examples import PROMPT, Example
 from benchmarks.yardsticks.scenes import PATCHES, normalize_pixels
-from benchmarks.yardsticks.yardstick import (
-    Budget,
-    EncodedBatch,
-    Yardstick,
-    record_outputs,
-)
+from benchmarks.yardsticks.yardstick import Budget, EncodedBatch, Yardstick, record_outputs
 from vllm_autoprune.checkpoint import LlavaVision
 from vllm_autoprune.tpdsl.prefix import LanguagePrefix, PrefixOutput, attention_rows
 from vllm_autoprune.tpdsl.refine import pool_tokens
-from vllm_autoprune.tpdsl.tokens import Instruction, Need
+from vllm_autoprune.tpdsl.tokens import Need
 
 _BEFORE_IMAGE, _, _BEHIND_IMAGE = PROMPT["minillava"]
 
@@ -54,7 +43,7 @@ class MiniLlava(Yardstick):
 
     @cached_property
     def _vision(self) -> LlavaVision:
-        return LlavaVision(self._checkpoint / "llava")
+        return LlavaVision(self._checkpoint / "llava", self._checkpoint / "clip")
 
     @property
     def network(self) -> LlavaForConditionalGeneration:
@@ -66,26 +55,12 @@ class MiniLlava(Yardstick):
         """The language model's."""
         return self._vision.processor.tokenizer
 
-    @cached_property
-    def _clip(self) -> tuple[CLIPModel, PreTrainedTokenizerBase]:
-        model = CLIPModel.from_pretrained(self._checkpoint / "clip", dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(self._checkpoint / "clip")
-        return model.requires_grad_(False), tokenizer
-
     @torch.no_grad()
     def encode(self, batch: Sequence[Example]) -> EncodedBatch:
         """All inputs of policies for M questions."""
         pixels = normalize_pixels(torch.stack([example.image for example in batch]))
         tokens = self._vision.encode_pixels(pixels)
         questions = [example.question for example in batch]
-        # As a server's text tower, in float32.
-        clip, clip_tokenizer = self._clip
-        patches = tokens.require_encoder().float()
-        image = clip.visual_projection(clip.vision_model.post_layernorm(patches))
-        encoded = clip_tokenizer(questions, padding=True, return_tensors="pt")
-        text = clip.text_projection(clip.text_model(**encoded).pooler_output)
-        segments = torch.ones(len(batch), 1, dtype=torch.bool)
-        sign = int(clip.config.autoprune_relevance_sign)
         behind = [self.token_ids(_BEHIND_IMAGE.format(question=q)) for q in questions]
         ids, present = self.pad_ids(behind)
         embed = self.network.get_input_embeddings()
@@ -94,7 +69,7 @@ class MiniLlava(Yardstick):
         model = self.network.model.language_model
         tokens = replace(
             tokens,
-            instruction=Instruction(image, text[:, None], segments, sign),
+            instruction=self._vision.embed_instructions(tokens, questions),
             words=self.embed_content_words(batch),
             language=_LlamaPrefix(model, torch.cat(embeds, 1), len(before), present),
         )
