@@ -7,7 +7,6 @@ import json
 from collections import Counter
 from collections.abc import Collection, Sequence
 from fractions import Fraction
-from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks.accuracy import yardsticks
-from benchmarks.yardsticks.examples import Example, draw_examples
+from benchmarks.yardsticks.examples import Example
 from benchmarks.yardsticks.minillava import MiniLlava
 from benchmarks.yardsticks.miniqwen import MiniQwen
 from benchmarks.yardsticks.yardstick import Budget, Case, Scores, Yardstick
@@ -69,16 +68,6 @@ def test_a_yardstick_has_the_cases_whose_inputs_its_server_provides() -> None:
     assert before.base == "divprune", "the paired interval is that of before against after"
     cases = yardsticks._build_cases(MiniLlava(), ("cdpruner", "ablation-quota-8"))
     assert [case.name for case in cases[:4]] == ["full", "resized", "cdpruner", "ablation-quota-8"]
-
-
-def test_no_base_policy_keeps_the_tokens_of_another() -> None:
-    yardstick, picks = MiniLlava(), {}
-    tokens = yardstick.encode(draw_examples("test", 1)).tokens
-    for name in BASE_POLICIES.keys() - set(yardstick.equal_policies):
-        policy = BASE_POLICIES[name]
-        picks[name] = policy.select(policy.default_params, tokens, 18).picks.sort(1).values.tolist()
-    assert len(picks) > 10
-    assert [pair for pair in combinations(picks, 2) if picks[pair[0]] == picks[pair[1]]] == []
 
 
 @pytest.mark.parametrize(("wrong", "gain"), [("resized", 100), ("instruction-free", -100), ("", 0)])

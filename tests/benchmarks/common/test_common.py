@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
-from numpy.typing import NDArray
-from PIL import Image
 from transformers import AutoConfig, AutoProcessor
 
 from benchmarks.common.client import Client, Record
 from benchmarks.common.fake_server import MODEL, Reply, fake_server
-from benchmarks.common.requests import draw_picture, encode_picture
 from benchmarks.common.shapes import (
     TOKENS,
     count_kv_bytes,
@@ -24,7 +18,7 @@ from benchmarks.common.shapes import (
     draw_words,
     write_shape,
 )
-from benchmarks.server import ServerDied, _free_port
+from benchmarks.server import ServerDied
 
 # ---- the streaming client, against a server whose schedule is known beforehand ----
 
@@ -55,14 +49,6 @@ def test_latency_counts_from_when_a_request_was_due() -> None:
     assert record.index == 3 and record.delay == record.ttft == record.e2e == 2.5
 
 
-def test_the_first_token_may_be_a_thought() -> None:
-    record = send(Reply(thoughts=4, ttft=0.01, gaps=(0.01,)))
-    assert record.ok and record.text == "4 5 6 7 8 9 " and len(record.deltas) == 10
-    assert record.ttfat == record.deltas[4] - record.scheduled > record.ttft
-    thoughts = send(Reply(thoughts=10, ttft=0.01, gaps=(0.001,)))
-    assert thoughts.ok and thoughts.ttfat is None and thoughts.ttft > 0
-
-
 @pytest.mark.parametrize(
     ("reply", "model", "message"),
     [
@@ -76,38 +62,7 @@ def test_every_failure_is_recorded_in_one_line(reply: Reply, model: str, message
     assert not record.ok and re.search(message, str(record.error))
 
 
-def test_a_refused_connection_is_recorded() -> None:
-    record = Client(f"http://127.0.0.1:{_free_port()}").send(b"{}")
-    assert "no answer: ConnectError" in str(record.error)
-
-
-# ---- pictures like photographs, models of true widths ----
-
-SIDE = 256
-
-
-def measure_slope(pixels: NDArray[np.float64]) -> float:
-    """Exponent of the power spectrum over spatial frequency; photographs lie near -2."""
-    spectrum = np.abs(np.fft.fftshift(np.fft.fft2(pixels - pixels.mean()))) ** 2
-    down, right = np.indices(spectrum.shape) - SIDE // 2
-    ring = np.hypot(down, right).astype(int).ravel()
-    power = np.bincount(ring, spectrum.ravel()) / np.bincount(ring)
-    band = np.arange(4, 64)
-    return float(np.polyfit(np.log(band), np.log(power[band]), 1)[0])
-
-
-def test_pictures_have_the_statistics_of_photographs_and_follow_from_the_seed() -> None:
-    picture = draw_picture(0, SIDE, SIDE)
-    noise = np.random.default_rng(0).integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
-    assert -3.2 < measure_slope(np.asarray(picture.convert("L"), dtype=np.float64)) < -1.6
-    assert abs(measure_slope(noise[..., 0].astype(np.float64))) < 0.2
-    # Codecs find redundancy in them.
-    sizes = [len(encode_picture(i, "jpeg")) for i in (picture, Image.fromarray(noise))]
-    assert 2 * sizes[0] < sizes[1]
-    head, _, data = encode_picture(draw_picture(0, SIDE, SIDE)).partition(",")
-    decoded = np.asarray(Image.open(io.BytesIO(base64.b64decode(data))))
-    assert head == "data:image/png;base64" and (decoded == np.asarray(picture)).all()
-    assert (decoded != np.asarray(draw_picture(1, SIDE, SIDE))).any()
+# ---- models of true widths, and servers that do not start ----
 
 
 @pytest.fixture(scope="module")
@@ -127,12 +82,6 @@ def test_widths_are_those_of_llava_7b_without_weights(folder: Path) -> None:
     # A key and a value of 32 heads x 128 numbers in each of three layers, two bytes each.
     assert count_kv_bytes(folder, "bfloat16") == 2 * 3 * 4096 * 2
     assert sum(path.stat().st_size for path in folder.iterdir()) < 5 << 20
-
-
-def test_a_narrow_shape_keeps_its_proportions(tmp_path: Path) -> None:
-    path = write_shape("llava-1.5-7b", tmp_path / "narrow", 4, tower_layers=2, width=2048)
-    text = AutoConfig.from_pretrained(path).text_config
-    assert (text.hidden_size, text.intermediate_size, text.num_attention_heads) == (2048, 5504, 16)
 
 
 def test_an_image_is_n_tokens_and_a_word_is_one(folder: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -71,7 +69,7 @@ def test_a_soak_is_passed_but_for_a_fault(
     with fake_server(reply, model=None, pages={"/metrics": metrics}) as server:
         tally, samples = soak._keep_busy(server.url, os.getpid(), 5, users=4, seconds=2.5)
         after = soak._read_counters(httpx.get(f"{server.url}/metrics").text)
-    assert len(requests) > 10 and samples
+    assert len(requests) > 10 and any(str(os.getpid()) in name for name in samples[-1])
     text, passed = tally.format_report(0.025, tally.compare({}, after), [{}] * 9)
     assert passed is not bool(fault) and problem in text
 
@@ -96,15 +94,3 @@ def test_growth_beyond_the_tolerance_is_a_problem(
     samples = [{} if size is None else {"7 worker": size} for size in sizes]
     text, passed = soak._Tally(Counter(answered=1)).format_report(1.0, (), samples)
     assert passed is not bool(problem) and problem in text
-
-
-def test_memory_of_a_process_and_its_children_is_read_without_files() -> None:
-    code = "import time; held = bytearray(50_000_000); print('ready', flush=True); time.sleep(60)"
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
-        assert child.stdout is not None
-        child.stdout.readline()
-        resident = soak._read_resident(os.getpid())
-        child.kill()
-    by_pid = {name.split()[0]: size for name, size in resident.items()}
-    # Python's own files are shared, so that little more than the array is left.
-    assert 50_000_000 < by_pid[str(child.pid)] < 65_000_000 and str(os.getpid()) in by_pid

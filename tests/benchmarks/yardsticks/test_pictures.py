@@ -19,7 +19,6 @@ from benchmarks.yardsticks import pages
 from benchmarks.yardsticks.examples import CHECKPOINTS, SEEDS, Split, draw_examples
 from benchmarks.yardsticks.pages import MERGE, TOKEN
 from benchmarks.yardsticks.questions import Model
-from benchmarks.yardsticks.train_miniqwen import _shrink_size
 
 
 @pytest.mark.parametrize(
@@ -70,7 +69,7 @@ def test_resizing_and_patches_are_those_of_the_processor(divisor: int) -> None:
     processor = AutoProcessor.from_pretrained(CHECKPOINTS["miniqwen"]).image_processor
     for size in (*pages.SIZES, *pages.UNSEEN_SIZES):
         budget = size.tokens // divisor
-        seen = _shrink_size(size, budget)
+        seen = size.limit(budget)
         assert seen.tokens <= budget
         images, _ = pages.render_pages([pages.Page.draw(random.Random(3), "table", size)], 3)
         limits = {"shortest_edge": TOKEN * TOKEN, "longest_edge": budget * TOKEN * TOKEN}
