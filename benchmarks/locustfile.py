@@ -110,25 +110,22 @@ class _LoadTest:
                     break
                 self._send(index, self._now())
         else:
-            self._send_by_schedule()
+            # When they are due, without waiting for answers.
+            pool, most = Pool(), self._options.most
+            for index, at in self._schedule:
+                if self._stop.wait(max(at - self._now() - _EARLY, 0.0)):
+                    break
+                while self._now() < at:
+                    gevent.sleep(0)  # let answers be read meanwhile
+                if len(pool) >= most:  # a server that far behind does not recover
+                    self._give_up(f"over-saturated: {most} requests were in flight at once")
+                    break
+                pool.spawn(self._send, index, at)
+            pool.join()
         self._working -= 1
         if not self._working:
             assert self._locust.runner is not None
             gevent.spawn(self._locust.runner.quit)
-
-    def _send_by_schedule(self) -> None:
-        """Send every request when it is due, without waiting for answers."""
-        pool, most = Pool(), self._options.most
-        for index, at in self._schedule:
-            if self._stop.wait(max(at - self._now() - _EARLY, 0.0)):
-                break
-            while self._now() < at:
-                gevent.sleep(0)  # let answers be read meanwhile
-            if len(pool) >= most:  # a server that far behind does not recover
-                self._give_up(f"over-saturated: {most} requests were in flight at once")
-                break
-            pool.spawn(self._send, index, at)
-        pool.join()
 
     def _send(self, index: int, at: float) -> None:
         body, measured = self._prepared.measured[index], self._measured[index]

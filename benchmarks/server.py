@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import httpx
@@ -26,6 +26,7 @@ from vllm_autoprune.ops.dtype import choose_dtype
 
 CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
 """Environment of small models on a CPU; a server on a GPU ignores it."""
+_PR_SET_PDEATHSIG = 1
 
 
 @cache
@@ -147,6 +148,7 @@ def serve(
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="vllm-server-"))
             log = Path(folder) / "server.log"
         out = stack.enter_context(log.open("wb"))
+        die_with_parent = partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, signal.SIGTERM)
         process = subprocess.Popen(
             command(model, port, flags, subcommand),
             stdout=out,
@@ -154,7 +156,7 @@ def serve(
             stdin=subprocess.DEVNULL,
             env={**os.environ, **CPU_ENVIRONMENT, **(env or {})},
             start_new_session=True,
-            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+            preexec_fn=die_with_parent if sys.platform == "linux" else None,
         )
         stack.callback(end_group, process)
         server = Server(f"http://127.0.0.1:{port}", str(model), process, log)
@@ -179,11 +181,6 @@ def serve(
 def end_servers_on_sigterm() -> None:
     """Answer SIGTERM like Ctrl-C, so that a command ends the servers that it has started."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-
-
-def _die_with_parent() -> None:
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
 def end_group(process: subprocess.Popen[bytes], grace: float = 20.0) -> None:

@@ -90,6 +90,12 @@ def prepare(workload: Workload, folder: Path) -> Prepared:
     """Draw and encode all requests into a folder."""
     # Without skip_special_tokens, special tokens have no text, and their deltas would not count.
     fields = {"ignore_eos": True, "skip_special_tokens": False}
+
+    @lru_cache(maxsize=64)
+    def encode(picture: _Picture) -> str:
+        image = draw_picture(picture.seed, picture.width, picture.height)
+        return encode_picture(image, picture.format)
+
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / _WORKLOAD).unlink(missing_ok=True)
@@ -97,7 +103,7 @@ def prepare(workload: Workload, folder: Path) -> Prepared:
             for pictures, question in _draw_requests(workload):
                 body = build_body(
                     workload.model,
-                    build_content(question, map(_encode, pictures)),
+                    build_content(question, map(encode, pictures)),
                     tokens=workload.output_tokens,
                     fields=fields if workload.dialect == "vllm" else {},
                 )
@@ -107,13 +113,6 @@ def prepare(workload: Workload, folder: Path) -> Prepared:
     except OSError as error:
         raise BenchmarkError(f"workload {folder}: {error}") from error
     return Prepared.read(folder)
-
-
-@lru_cache(maxsize=64)
-def _encode(picture: _Picture) -> str:
-    """An image as a data URL, as chat clients send it."""
-    image = draw_picture(picture.seed, picture.width, picture.height)
-    return encode_picture(image, picture.format)
 
 
 def _draw_requests(workload: Workload) -> list[_Request]:

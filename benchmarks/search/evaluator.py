@@ -7,7 +7,7 @@ training does not use; mini-LLaVA's are also a data folder of `vllm-autoprune se
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from itertools import groupby
 from pathlib import Path
@@ -15,13 +15,7 @@ from random import Random
 
 from benchmarks.yardsticks.examples import Example as SceneQuestion
 from benchmarks.yardsticks.examples import draw_examples
-from benchmarks.yardsticks.yardstick import (
-    ALL_TOKENS,
-    Budget,
-    Case,
-    EncodedBatch,
-    Yardstick,
-)
+from benchmarks.yardsticks.yardstick import ALL_TOKENS, Budget, Case, EncodedBatch, Yardstick
 from offline_search.dataset import SPLITS, Dataset, Split, write_split
 from offline_search.evaluator import EvaluationJob
 from offline_search.history import Answers
@@ -49,10 +43,16 @@ class YardstickEvaluator:
         self._batches: dict[Split, list[list[SceneQuestion]]] = {}
         for split in SPLITS:
             questions = _sample_questions(draw_examples(split, images[split], yardstick.key), each)
-            self._batches[split] = list(_join_batches(yardstick, questions))
+            joined: list[list[SceneQuestion]] = [[]]
+            for batch in yardstick.batches(questions):
+                full = len(joined[-1]) + len(batch) > _QUESTIONS_PER_BATCH
+                if joined[-1] and (full or yardstick.images_per_batch == 1):
+                    joined.append([])
+                joined[-1] += batch
+            self._batches[split] = joined
         examples = {
-            split: [_as_example(split, question) for batch in joined for question in batch]
-            for split, joined in self._batches.items()
+            split: [_as_example(split, question) for batch in batches for question in batch]
+            for split, batches in self._batches.items()
         }
         self.dataset = Dataset(Path(yardstick.name), examples)
         self.name = f"{yardstick.model} with transformers, data {self.dataset.digest[:12]}"
@@ -95,20 +95,6 @@ class YardstickEvaluator:
         if key not in self._encoded:
             self._encoded[key] = self._yardstick.encode(self._batches[split][number])
         return self._encoded[key]
-
-
-def _join_batches(
-    yardstick: Yardstick, questions: Sequence[SceneQuestion]
-) -> Iterator[list[SceneQuestion]]:
-    """Batches of the usual number of questions, unless every image needs its own."""
-    joined: list[SceneQuestion] = []
-    for batch in yardstick.batches(questions):
-        full = len(joined) + len(batch) > _QUESTIONS_PER_BATCH
-        if joined and (full or yardstick.images_per_batch == 1):
-            yield joined
-            joined = []
-        joined += batch
-    yield joined
 
 
 def _sample_questions(

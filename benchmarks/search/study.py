@@ -168,22 +168,6 @@ def asks_model(arm: str, settings: Settings) -> bool:
     return "none" not in options and STRATEGIES[strategy](settings).uses_proposer
 
 
-def _settings_of(arm: str, seed: int, common: Settings, evaluator: str) -> Settings:
-    """Settings of one search, without those of the language model that its strategy ignores."""
-    strategy, asks = arm.partition("@")[0], asks_model(arm, common)
-    writes_lists = asks and strategy in STRATEGIES_WITH_LISTS
-    update = {
-        "strategy": strategy,
-        "space": _read_space(arm),
-        "seed": seed,
-        "evaluator": evaluator,
-        "equal_evaluations": True,
-        "proposer": common.proposer if asks else "",
-        "proposals_per_reply": common.proposals_per_reply if writes_lists else 1,
-    }
-    return common.model_copy(update=update)
-
-
 def _run_comparison(
     folder: Path,
     arms: Sequence[str],
@@ -201,7 +185,19 @@ def _run_comparison(
     slots = asyncio.Semaphore(at_once)
 
     async def run_search(arm: str, seed: int, proposer: Proposer | None) -> None:
-        name, settings = f"{arm}-{seed}", _settings_of(arm, seed, common, evaluator.name)
+        name, strategy, asks = f"{arm}-{seed}", arm.partition("@")[0], asks_model(arm, common)
+        writes_lists = asks and strategy in STRATEGIES_WITH_LISTS
+        # Without the settings of a language model that the strategy ignores.
+        update = {
+            "strategy": strategy,
+            "space": _read_space(arm),
+            "seed": seed,
+            "evaluator": evaluator.name,
+            "equal_evaluations": True,
+            "proposer": common.proposer if asks else "",
+            "proposals_per_reply": common.proposals_per_reply if writes_lists else 1,
+        }
+        settings = common.model_copy(update=update)
         if (known := _read_results(folder).get(name)) is not None:
             if known.settings != settings:
                 fix = "give the same settings again, or another folder"

@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from benchmarks.yardsticks.scenes import (
     CELL_PATCHES,
@@ -67,6 +68,11 @@ class Size:
     def cells(self) -> tuple[int, int]:
         """Rows and columns of a scene's cells of three patches."""
         return self.rows * MERGE // CELL_PATCHES, self.columns * MERGE // CELL_PATCHES
+
+    def limit(self, budget: int) -> Size:
+        """The size that the image processor gives such an image, of at most `budget` tokens."""
+        height, width = smart_resize(*self.pixels, TOKEN, TOKEN * TOKEN, budget * TOKEN * TOKEN)
+        return Size(height // TOKEN, width // TOKEN)
 
     def draw_scene(self, rng: random.Random, most: int = MOST_SHAPES) -> Scene:
         """Draw a scene of few colours and forms, so that most distractors share one of them."""

@@ -165,7 +165,14 @@ class Questions:
                     yield patches(target, anchor), f"{name}{target.digit}", slots
             case "existence":
                 thing = rng.choice(things)
-                colour, shape = self._pick_absent_name(things)
+                # A name that no shape has; usually its colour and its form both occur.
+                taken = {(thing.colour, thing.shape) for thing in things}
+                colours, shapes = (sorted(set(part)) for part in zip(*taken, strict=True))
+                names = [pair for pair in product(colours, shapes) if pair not in taken]
+                if not names or rng.random() < 0.2:
+                    every = product(range(len(COLOURS)), range(len(SHAPES)))
+                    names = [pair for pair in every if pair not in taken]
+                colour, shape = rng.choice(names)
                 absent = replace(thing, colour=colour, shape=shape)
                 yield patches(thing), "yes", {"a_name": thing.name_with_article}
                 yield (), "no", {"a_name": absent.name_with_article}
@@ -187,16 +194,6 @@ class Questions:
                 near = rng.choice([n for n in (count - 1, count + 1) if 0 <= n <= _MAX_COUNT])
                 yield patches(*group), "yes", {"number": count, "plural": plural}
                 yield patches(*group), "no", {"number": near, "plural": plural}
-
-    def _pick_absent_name(self, things: Sequence[Thing]) -> tuple[int, int]:
-        """A name that no shape in the scene has; usually its colour and its form both occur."""
-        taken = {(thing.colour, thing.shape) for thing in things}
-        colours, shapes = (sorted(set(part)) for part in zip(*taken, strict=True))
-        absent = [pair for pair in product(colours, shapes) if pair not in taken]
-        if not absent or self.rng.random() < 0.2:
-            pairs = product(range(len(COLOURS)), range(len(SHAPES)))
-            absent = [pair for pair in pairs if pair not in taken]
-        return self.rng.choice(absent)
 
     def _pick_group(self, things: Sequence[Thing]) -> tuple[list[Thing], str]:
         """All shapes of one colour or form, and their name; sizes that occur are equally likely."""

@@ -16,7 +16,6 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig, Qwen3VLForConditionalGeneration
-from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 from benchmarks.yardsticks import pages, training
@@ -137,12 +136,6 @@ class _Pictures:
         return torch.tensor(kept), asked
 
 
-def _shrink_size(size: Size, budget: int) -> Size:
-    """The size that the image processor gives an image of `size` limited to `budget` tokens."""
-    height, width = smart_resize(*size.pixels, TOKEN, TOKEN * TOKEN, budget * TOKEN * TOKEN)
-    return Size(height // TOKEN, width // TOKEN)
-
-
 def _draw_pictures(
     seed: int,
     views: Sequence[float],
@@ -161,7 +154,7 @@ def _draw_pictures(
     size = seen = rng.choice(pages.SIZES)
     divisor = rng.choices((1, 2, 4, 8, 16), views)[0]
     if divisor > 1:
-        seen = _shrink_size(size, size.tokens // divisor)
+        seen = size.limit(size.tokens // divisor)
     rng, most_shapes = random.Random(seed), most or pages.MOST_SHAPES
     scenes = [size.draw_scene(rng, most_shapes) for _ in range(scene_count)]
     images, scenes = size.render_scenes(scenes, seed)
