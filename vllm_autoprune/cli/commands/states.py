@@ -6,9 +6,10 @@ import argparse
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection
 from dataclasses import asdict
 from itertools import zip_longest
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,7 +44,6 @@ from vllm_autoprune.tpdsl.transfer import (
 
 _STATE = argument("state", help="file, or name of a shipped state")
 
-
 _RECOMMENDED = {"LLaVA": "divprune", "Qwen": "cen_divprune", "others": "cen_divprune"}
 """Backbone family -> state to begin with, by the rule of docs/choosing.md, "Default states"."""
 
@@ -57,30 +57,32 @@ _TRIED = 16
 @command("list", argument("--all", action="store_true", help="with those that are left out"))
 def _list_states(options: argparse.Namespace) -> int:
     """List the states that ship."""
-    policies = sorted((materialize(load_state(n)) for n in shipped_states()), key=_order_to_try)
-    records, rows, hidden = list[dict[str, Any]](), list[list[object]](), Counter[str]()
-    for policy in policies:
-        name, rule = policy.state.name, f"{policy.state.budget.rule()}"
-        exchanges = "all" if policy.quota == policy.budget else policy.quota
+    entries = list[tuple[tuple[bool, bool, str, float, str], dict[str, Any], list[object]]]()
+    for name in shipped_states():
+        policy = materialize(load_state(name))
+        state, recommended = policy.state, _recommend(policy.state)
         record = {
             "name": name,
             "base_policy": policy.base.name,
-            "budget": rule,
-            "exchanges": exchanges,
+            "budget": f"{state.budget.rule()}",
+            "exchanges": "all" if policy.quota == policy.budget else policy.quota,
             "reads_instruction": policy.reads_instruction,
             "core": policy.core,
-            "digest": policy.state.digest,
+            "digest": state.digest,
         }
-        records.append(record)
-        kind = next((kind for start, kind in _FOLDED.items() if name.startswith(start)), "")
-        if kind and not options.all:
-            hidden[kind] += 1
-            continue
         reads: object = policy.reads_instruction
         if reads and policy.core:
             reads = f"{1 - policy.core / policy.budget:.0%} of K"
-        recommended = _recommend(policy.state) or "-"
-        rows.append([name, recommended, rule, reads, exchanges, policy.base.name])
+        row = [name, recommended or "-", record["budget"], reads]
+        row += [record["exchanges"], record["base_policy"]]
+        # Recommended ones, others, those left out; of each the best first.
+        kind = next((kind for start, kind in _FOLDED.items() if name.startswith(start)), "")
+        scores = [row.accuracy for row in _read_scores(state) if row.budget == _TRIED]
+        order = (recommended[:2] != "on", not recommended, kind, -max(scores, default=0.0), name)
+        entries.append((order, record, row))
+    entries.sort(key=itemgetter(0))
+    rows = [row for order, _, row in entries if options.all or not order[2]]
+    hidden = Counter(order[2] for order, _, _ in entries if order[2] and not options.all)
     texts = [
         "First what is recommended for a backbone (docs/choosing.md) and what searches found; of "
         f"each, and of the others, the best at K = {_TRIED} on mini-LLaVA. K is each state's own; "
@@ -88,8 +90,9 @@ def _list_states(options: argparse.Namespace) -> int:
     ]
     if hidden:
         kinds = ", ".join(f"{count} {kind}" for kind, count in hidden.items())
-        texts.insert(0, f"Left out: {kinds}. All {len(policies)}: vllm-autoprune list --all")
+        texts.insert(0, f"Left out: {kinds}. All {len(entries)}: vllm-autoprune list --all")
     head = ["state", "recommended", "K", "reads question", "exchanges", "base policy"]
+    records = [record for _, record, _ in entries]
     print_result(options, records, format_table(head, rows, "<<><>"), format_paragraphs(texts))
     return 0
 
@@ -99,14 +102,6 @@ def _recommend(state: PruningState) -> str:
     if families := [family for family, best in _RECOMMENDED.items() if state.name == best]:
         return f"on {', '.join(families)}"
     return "if you measure" if re.search(r"\bsearch\b", state.provenance.found_by) else ""
-
-
-def _order_to_try(policy: PruningPolicy) -> tuple[bool, bool, bool, float, str]:
-    """Sort key of `list`: recommended, others, those left out; of each the best first."""
-    state, recommended = policy.state, _recommend(policy.state)
-    rows, folded = _read_scores(state), state.name.startswith(tuple(_FOLDED))
-    accuracy = max((row.accuracy for row in rows if row.budget == _TRIED), default=0.0)
-    return recommended[:2] != "on", not recommended, folded, -accuracy, state.name
 
 
 @command(
@@ -280,12 +275,17 @@ def _compare_states(options: argparse.Namespace) -> int:
     }
     rows, (fields, others) = [], (_list_parts(materialize(state)) for state in (before, after))
     for field, parts in fields.items():
-        for old, new in _pair_parts(parts, others[field]):
+        olds, news = ([part for part in side if part.decides] for side in (parts, others[field]))
+        # By name, where not each of both states has exactly one.
+        names = dict.fromkeys(part.name for part in (*olds, *news))
+        sides = (([p for p in side if p.name == name] for side in (olds, news)) for name in names)
+        pairs = [pair for old, new in sides for pair in zip_longest(old, new)]
+        for old, new in zip(olds, news, strict=True) if len(olds) == len(news) == 1 else pairs:
             cells = [part.format(part.changed) if part else "-" for part in (old, new)]
             if old and new and old.name == new.name:
-                names = old.parameters.keys() | new.parameters.keys()
-                names = {n for n in names if old.parameters.get(n) != new.parameters.get(n)}
-                cells = [old.format(names), new.format(names)] if names else []
+                changed = old.parameters.keys() | new.parameters.keys()
+                changed = {n for n in changed if old.parameters.get(n) != new.parameters.get(n)}
+                cells = [old.format(changed), new.format(changed)] if changed else []
             rows += [[field, *cells]] if cells else []
     if before.rank_at != after.rank_at:
         rows.append(["ranks at", before.rank_at, after.rank_at])
@@ -298,19 +298,6 @@ def _compare_states(options: argparse.Namespace) -> int:
         text = format_table(["", options.first, options.second], rows, wrap=True)
     print_result(options, record, verdict, text)
     return 0
-
-
-def _pair_parts(
-    olds: Sequence[_Part], news: Sequence[_Part]
-) -> Iterator[tuple[_Part | None, _Part | None]]:
-    """Parts of a field that decide, side by side: by name where a state has not exactly one."""
-    olds, news = ([part for part in parts if part.decides] for parts in (olds, news))
-    if len(olds) == len(news) == 1:
-        yield olds[0], news[0]
-        return
-    for name in dict.fromkeys(part.name for part in (*olds, *news)):
-        sides = ([part for part in parts if part.name == name] for parts in (olds, news))
-        yield from zip_longest(*sides)
 
 
 @command(
@@ -433,7 +420,14 @@ def _validate_states(options: argparse.Namespace) -> int:
             record["problems"] = [[p.where, p.what, p.fix] for p in error.problems]
             lines.append(str(error))
             continue
-        safety, warnings = safety_check(policy), list(_find_losses(policy.state))
+        safety, warnings = safety_check(policy), list[Problem]()
+        for number, row in enumerate(_read_scores(policy.state)):
+            if (less := row.less_resized) is not None and less.high < 0:
+                place = f"{row.budget} on {row.model}" if row.model else f"{row.budget}"
+                what = f"resizing beats it at K = {place} by {-less.value:.1f} points "
+                what += f"({-less.high:.1f} to {-less.low:.1f})"
+                fix = "serve smaller images at this K, or another state"
+                warnings.append(Problem(f"/provenance/scores/rows/{number}", what, fix))
         record["valid"], record["budget"] = safety.valid, policy.budget
         record["digest"] = digest = policy.state.digest
         record["verdicts"] = [[v.name, v.ok, v.detail] for v in safety.verdicts]
@@ -458,23 +452,9 @@ class _Row(BaseModel):
 
 def _read_scores(state: PruningState) -> list[_Row]:
     """The scores in a state's provenance; none where they have another form."""
-    scores = state.provenance.scores
+    scores: dict[str, Any] = state.provenance.scores
     try:
-        rows = TypeAdapter(list[_Row]).validate_python(scores.get("rows", []))
-        return [
-            row.model_copy(update={"model": row.model or scores.get("model", "")}) for row in rows
-        ]
-    except ValidationError:
+        rows = [{"model": scores.get("model", ""), **row} for row in scores.get("rows", [])]
+        return TypeAdapter(list[_Row]).validate_python(rows)
+    except (TypeError, ValidationError):
         return []
-
-
-def _find_losses(state: PruningState) -> Iterator[Problem]:
-    """Budgets at which resizing beats the state, by the scores in its own provenance."""
-    for number, row in enumerate(_read_scores(state)):
-        if row.less_resized is not None and row.less_resized.high < 0:
-            points, low, high = (-x for x in (row.less_resized.value, row.less_resized.high,
-                                              row.less_resized.low))  # fmt: skip
-            place = f"{row.budget} on {row.model}" if row.model else f"{row.budget}"
-            what = f"resizing beats it at K = {place} by {points:.1f} points ({low:.1f} to "
-            fix = "serve smaller images at this K, or another state"
-            yield Problem(f"/provenance/scores/rows/{number}", f"{what}{high:.1f})", fix)
