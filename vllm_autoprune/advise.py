@@ -216,25 +216,24 @@ def estimate_ways(traffic: Traffic, timings: Timings) -> dict[Way, _Estimate]:
             part: (seconds + later * another.seconds[part]) / traffic.questions
             for part, seconds in new.seconds.items()
         }
+        advantage: dict[str, float | None] | None = None
+        if stock:
+            gain = stock.first.ttft - new.ttft
+            later_gain = stock.another.ttft - another.ttft
+            if gain > 0:
+                advantage = {"from": 1.0, "to": None if later_gain >= 0 else 1 - gain / later_gain}
+            elif later_gain > 0:
+                advantage = {"from": 1 - gain / later_gain, "to": None}
         estimates[way] = _Estimate(
             new,
             another,
             another.ttft / new.ttft,
             total,
             stock.total_seconds / total if stock else 1.0,
-            _find_advantage(stock.first.ttft - new.ttft, stock.another.ttft - another.ttft)
-            if stock
-            else None,
+            advantage,
             {**mean, "decoding": decoding},
         )
     return estimates
-
-
-def _find_advantage(first_gain: float, later_gain: float) -> dict[str, float | None] | None:
-    """Questions an image ``from`` and ``to`` which the sum of the gains is positive."""
-    if first_gain > 0:
-        return {"from": 1.0, "to": None if later_gain >= 0 else 1 - first_gain / later_gain}
-    return {"from": 1 - first_gain / later_gain, "to": None} if later_gain > 0 else None
 
 
 @dataclass(frozen=True, slots=True)

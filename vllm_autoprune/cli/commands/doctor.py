@@ -8,9 +8,6 @@ import logging
 import os
 import platform
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Literal
 
 from packaging.version import Version
 
@@ -34,64 +31,66 @@ _GROUP, _ENTRY = "vllm.general_plugins", "autoprune"
 _LOWEST = {"torch": "2", "transformers": "5.16", "pydantic": "2.12"}
 
 
-@dataclass(frozen=True, slots=True)
-class _Finding:
-    """Result of one check; ``fix`` is empty if nothing needs fixing."""
-
-    what: str
-    status: Literal["ok", "warn", "fail"]
-    detail: str
-    fix: str = ""
-
-
-def _examine(text_tower: str | None) -> Iterator[_Finding]:
-    """All findings, in the order in which a server would fail on them."""
+@command(
+    "doctor",
+    argument(
+        "--text-tower",
+        metavar="PATH|HF_ID",
+        help="CLIP checkpoint given to `vllm serve --autoprune-text-tower`",
+    ),
+)
+def _check_installation(options: argparse.Namespace) -> int:
+    """Check whether this installation can serve."""
     import torch
 
-    def judge(what: str, detail: str, fix: str = "") -> _Finding:
-        return _Finding(what, "fail" if fix else "ok", detail, fix)
+    findings = list[dict[str, str]]()
 
-    # Versions.
-    yield judge("vllm-autoprune", __version__)
+    def judge(what: str, detail: str, fix: str = "", status: str = "fail") -> None:
+        """Add a finding, of this status where there is something to fix."""
+        status = status if fix else "ok"
+        findings.append({"what": what, "status": status, "detail": detail, "fix": fix})
+
+    # In the order in which a server would fail on them: versions.
+    judge("vllm-autoprune", __version__)
     old = sys.version_info < (3, 11)
-    yield judge("python", platform.python_version(), "use 3.11 or newer" if old else "")
+    judge("python", platform.python_version(), "use 3.11 or newer" if old else "")
     try:
         require_vllm()
-        yield judge("vllm", str(vllm_version()))
+        judge("vllm", str(vllm_version()))
     except ConfigError as error:
         (problem,) = error.problems
-        yield judge("vllm", problem.what, problem.fix)
+        judge("vllm", problem.what, problem.fix)
     for name, lowest in _LOWEST.items():
         fix = f"pip install '{name}>={lowest}'"
         try:
             version = importlib.metadata.version(name)
-            yield judge(name, version, fix if Version(version) < Version(lowest) else "")
+            judge(name, version, fix if Version(version) < Version(lowest) else "")
         except importlib.metadata.PackageNotFoundError:
-            yield judge(name, "not installed", fix)
+            judge(name, "not installed", fix)
 
     # Device, entry point and environment.
     if torch.cuda.is_available():
-        yield _Finding("device", "warn", torch.cuda.get_device_name(0), "untested on GPUs so far")
+        judge("device", torch.cuda.get_device_name(0), "untested on GPUs so far", "warn")
     else:
-        yield judge("device", f"CPU, {torch.get_num_threads()} threads; no GPU is seen")
+        judge("device", f"CPU, {torch.get_num_threads()} threads; no GPU is seen")
         if choose_dtype() == "float32":
-            yield _Finding("dtype", "warn", SLOW_BFLOAT16, SERVE_FLOAT32)
+            judge("dtype", SLOW_BFLOAT16, SERVE_FLOAT32, "warn")
     if entry_points := importlib.metadata.entry_points(group=_GROUP, name=_ENTRY):
         value = next(iter(entry_points)).value
-        yield judge("entry point", f"{_GROUP}: {_ENTRY} = {value}")
+        judge("entry point", f"{_GROUP}: {_ENTRY} = {value}")
     else:
         fix = "from a checkout, install the package into this environment: pip install --no-deps ."
-        yield judge("entry point", f"{_GROUP} has no {_ENTRY!r}", fix)
+        judge("entry point", f"{_GROUP} has no {_ENTRY!r}", fix)
     plugins = os.environ.get("VLLM_PLUGINS")
     if plugins is not None and _ENTRY not in plugins.split(","):
         what = f"VLLM_PLUGINS={plugins} leaves the plugin out"
-        yield judge("environment", what, f"add {_ENTRY} to it, or unset it")
+        judge("environment", what, f"add {_ENTRY} to it, or unset it")
     for is_set, what in (
         (disabled(), f"{DISABLE} turns the plugin off"),
         (uses_rust_frontend(), "VLLM_USE_RUST_FRONTEND bypasses the plugin's image processors"),
     ):
         if is_set:
-            yield judge("environment", what, "unset it")
+            judge("environment", what, "unset it")
 
     # Names of vLLM; what it logs during its import would push the report off the screen.
     logging.disable(logging.ERROR)
@@ -105,26 +104,26 @@ def _examine(text_tower: str | None) -> Iterator[_Finding]:
                 wrong.append((what, "install a supported version of vLLM"))
         total = sum(len(hook.names) for hook in hooks)
         for what, fix in wrong or [(f"all {total} names that the plugin uses exist", "")]:
-            yield judge("hooks", what, fix)
+            judge("hooks", what, fix)
     except ConfigError:
-        yield judge("hooks", "not checked: vLLM is not installed", "install vLLM")
+        judge("hooks", "not checked: vLLM is not installed", "install vLLM")
     finally:
         logging.disable(logging.NOTSET)
 
     # The text tower.
-    if text_tower is None:
-        yield judge("text tower", "none: relevance uses the language model's input embeddings")
+    if options.text_tower is None:
+        judge("text tower", "none: relevance uses the language model's input embeddings")
     else:
         try:
-            tower = read_text_tower(text_tower)
+            tower = read_text_tower(options.text_tower)
             sign = f"sign {tower.sign:+.0f}: {tower.reason}"
             what = f"{tower.width} wide, {tower.segment} tokens a segment, {sign}"
-            yield judge("text tower", what)
+            judge("text tower", what)
         except ConfigError as error:
             for problem in error.problems:
-                yield judge("text tower", problem.what, problem.fix)
+                judge("text tower", problem.what, problem.fix)
         except ImportError as error:
-            yield judge("text tower", f"cannot be read: {error}", "install transformers")
+            judge("text tower", f"cannot be read: {error}", "install transformers")
 
     # The shipped states; safety checks are left to `validate`, because they take half a minute.
     shipped, invalid = sorted(shipped_states()), list[str]()
@@ -135,28 +134,14 @@ def _examine(text_tower: str | None) -> Iterator[_Finding]:
             invalid.append(name)
     fix = f"see: vllm-autoprune validate {' '.join(invalid)}" if invalid else ""
     fix = fix if shipped else "install the package anew: its states lie in vllm_autoprune/policies"
-    yield judge("shipped states", f"{len(shipped) - len(invalid)} of {len(shipped)} load", fix)
+    judge("shipped states", f"{len(shipped) - len(invalid)} of {len(shipped)} load", fix)
 
-
-@command(
-    "doctor",
-    argument(
-        "--text-tower",
-        metavar="PATH|HF_ID",
-        help="CLIP checkpoint given to `vllm serve --autoprune-text-tower`",
-    ),
-)
-def _check_installation(options: argparse.Namespace) -> int:
-    """Check whether this installation can serve."""
-    findings = list(_examine(options.text_tower))
-    able = all(finding.status != "fail" for finding in findings)
-    rows = [
-        [row.status, row.what, f"{row.detail} -> {row.fix}" if row.fix else row.detail]
-        for row in findings
-    ]
+    able = all(finding["status"] != "fail" for finding in findings)
+    rows = [[f["status"], f["what"], " -> ".join(filter(None, (f["detail"], f["fix"])))]
+            for f in findings]  # fmt: skip
     print_result(
         options,
-        {"can_serve": able, "findings": [asdict(finding) for finding in findings]},
+        {"can_serve": able, "findings": findings},
         format_table(["", "check", "result"], rows, wrap=True),
         "This installation can serve." if able else "This installation cannot serve yet.",
     )

@@ -97,12 +97,40 @@ def _run_search(options: argparse.Namespace) -> int:
         print_result(options, counts, ", ".join(f"{n} questions in {s}" for s, n in counts.items()))
         return 0
     if options.replay is not None:
-        winner = _replay(options, flags.data, flags.images)
+        from offline_search.search import replay
+
+        if options.ledger.exists() and options.ledger.stat().st_size:
+            what = "is where the replay would be written"
+            raise _refusal(str(options.ledger), what, "name a new file with --ledger")
+        winner, before, after = asyncio.run(
+            replay(options.replay, options.ledger, flags.data, flags.images)
+        )
+        print(f"recording {before}\nreplay    {after}", file=sys.stderr)
+        if before != after:
+            raise SearchError(
+                f"{options.replay}: its replay differs -> it holds records that its own search "
+                "would not make; begin a new ledger"
+            )
     else:
         settings = _build_settings(flags)
         dataset = read_dataset(flags.data, settings.seed, flags.images)
         if options.dry_run:
-            return _estimate(options, flags, settings, dataset)
+            from offline_search.search import estimate_cost
+
+            messages, calls, cost, answers = estimate_cost(settings, dataset, flags.price)
+            length = settings.proposals_per_reply
+            reply = "one proposal" if length == 1 else f"up to {length} proposals"
+            listed = ", ".join(f"{count} of {split}" for split, count in answers.items())
+            about = (
+                f"At most {calls} requests to the proposer, each for {reply}: about "
+                f"{cost.prompt_tokens} prompt tokens and {cost.completion_tokens} completion "
+                f"tokens, money {cost.money:.4f}; repairs are extra. Answers of the served model: "
+                f"{listed}."
+            )
+            prompts = [f"--- {message['role']}\n{message['content']}" for message in messages]
+            record = {"messages": messages, "calls": calls, **dict(cost), "answers": answers}
+            print_result(options, record, *prompts, format_paragraphs([about]))
+            return 0
         if options.ledger.exists() and options.ledger.stat().st_size and not options.resume:
             fix = "add --resume, or name another ledger"
             raise _refusal(str(options.ledger), "holds a search already", fix)
@@ -200,39 +228,3 @@ async def _search(path: Path, flags: _Flags, settings: Settings, dataset: Datase
             settings = settings.model_copy(update={"unsent": tuple(sorted(proposer.unsent))})
         progress, money = ProgressLog(write), flags.most_money
         return await Search(settings, ledger, evaluator, proposer, money, progress).run()
-
-
-def _replay(options: argparse.Namespace, data: Path, images: int | None) -> WinnerRecord:
-    from offline_search.search import replay
-
-    if options.ledger.exists() and options.ledger.stat().st_size:
-        what = "is where the replay would be written"
-        raise _refusal(str(options.ledger), what, "name a new file with --ledger")
-    winner, before, after = asyncio.run(replay(options.replay, options.ledger, data, images))
-    print(f"recording {before}\nreplay    {after}", file=sys.stderr)
-    if before != after:
-        raise SearchError(
-            f"{options.replay}: its replay differs -> it holds records that its own search would "
-            "not make; begin a new ledger"
-        )
-    return winner
-
-
-def _estimate(
-    options: argparse.Namespace, flags: _Flags, settings: Settings, dataset: Dataset
-) -> int:
-    from offline_search.search import estimate_cost
-
-    messages, calls, cost, answers = estimate_cost(settings, dataset, flags.price)
-    length = settings.proposals_per_reply
-    reply = "one proposal" if length == 1 else f"up to {length} proposals"
-    listed = ", ".join(f"{count} of {split}" for split, count in answers.items())
-    about = (
-        f"At most {calls} requests to the proposer, each for {reply}: about "
-        f"{cost.prompt_tokens} prompt tokens and {cost.completion_tokens} completion tokens, "
-        f"money {cost.money:.4f}; repairs are extra. Answers of the served model: {listed}."
-    )
-    prompts = [f"--- {message['role']}\n{message['content']}" for message in messages]
-    record = {"messages": messages, "calls": calls, **dict(cost), "answers": answers}
-    print_result(options, record, *prompts, format_paragraphs([about]))
-    return 0
