@@ -10,11 +10,8 @@ import torch
 from PIL import Image
 
 from benchmarks.yardsticks.examples import CLIP, LLAVA, draw_examples
-from tests.tpdsl.samples import state
-from vllm_autoprune import materialize, refine
 from vllm_autoprune.checkpoint import LlavaVision
 from vllm_autoprune.errors import ConfigError, UnsupportedModelError
-from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
 EXAMPLE = draw_examples("test", 1)[0]
 SCENE = Image.open(io.BytesIO(EXAMPLE.png)).convert("RGB")
@@ -80,14 +77,6 @@ def test_the_language_models_layers_are_those_that_transformers_runs() -> None:
     torch.testing.assert_close(attention, run.attentions[2][:, :, 145:], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(states, run.hidden_states[2], atol=1e-4, rtol=1e-4)
     assert vision.encode(SCENE, "").require_language().text.shape == (1, 1)
-
-
-@pytest.mark.parametrize("name", BASE_POLICIES)
-def test_inputs_suffice_for_every_base_policy(vision: LlavaVision, name: str) -> None:
-    policy = materialize(state({"/base_policy": {"name": name}, "/budget/atom": "fixed_budget@16"}))
-    refined = refine(policy, vision.encode(SCENE, EXAMPLE.question))
-    assert int(refined.fallback[0]) == 0
-    assert refined.indices.shape[1] + refined.extra == 16
 
 
 def test_relevance_has_the_towers_sign_or_the_language_models(vision: LlavaVision) -> None:

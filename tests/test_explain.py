@@ -21,7 +21,6 @@ from vllm_autoprune.explain import (
     Explanation,
     Trace,
     _find_tiles_of_regions,
-    _name_deciders,
     _SignalTrace,
 )
 from vllm_autoprune.picture import (
@@ -101,7 +100,7 @@ def test_what_decides_is_named_with_the_layers_that_it_reads() -> None:
         policy = materialize(state({"/base_policy": {"name": name}, **changes}), 12)
         text = torch.ones(1, 3, dtype=torch.bool)
         tokens = dataclasses.replace(images(batch=1), language=RecordedPrefix(1, text, layers=8))
-        return _name_deciders(policy, tokens, policy.refines)
+        return Trace.of(policy, tokens, refine(materialize(state(changes), 12), tokens)).decided_by
 
     for name, changes, words in (
         ("cdpruner", ALONE, "cdpruner alone"),

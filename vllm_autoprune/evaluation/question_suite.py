@@ -34,6 +34,7 @@ _WRITE_EVERY = 64
 _CHECKED = 50
 """Questions that the unpruned model is asked first: of none of them is it right by chance in one of
 200 evaluations where it is right in a tenth."""
+_SERVE_TEMPLATE = "serve it with a chat template that ends with the answer that it is given"
 _THUMBNAIL = 160
 """Pixels of a picture's longer side in a page."""
 
@@ -130,7 +131,22 @@ class QuestionSuite:
                 checked = [pair for pair in pairs if pair[0].name == FULL.name]
                 checked = checked[:: max(1, len(checked) // _CHECKED)][:_CHECKED]
                 await self._score_all(server, model, checked, journal, progress)
-                self._refuse_unscored(server.url, journal)
+                # Where none of these answers has a score, no other would have one.
+                answers, what = journal.contents.answers[FULL.name].values(), ""
+                failures = [answer.failure for answer in answers if answer.failure is not None]
+                where = server.url
+                if len(failures) == len(answers):
+                    what, _, fix = failures[0].partition(" -> ")
+                    fix = fix or _SERVE_TEMPLATE
+                elif not any(answer.score is not None for answer in answers):
+                    text = next(answer.text for answer in answers if answer.failure is None)
+                    what = f"gives no answer whose tokens can be scored, such as {text!r}"
+                    fix = f"ask what it answers in {MAX_TOKENS} tokens, without thoughts"
+                elif self._has_labels and not any(answer.score for answer in answers):
+                    where, (what, _, fix) = self.name, NOTHING_RIGHT.partition(" -> ")
+                    what += f", of the {len(answers)} asked first"
+                if what:
+                    raise ConfigError("eval", [Problem(where, what, fix)])
                 known = {question.record.id for _, question in checked}
                 pairs = [p for p in pairs if p[0].name != FULL.name or p[1].record.id not in known]
             await self._score_all(server, model, pairs, journal, progress)
@@ -147,24 +163,6 @@ class QuestionSuite:
         finally:
             progress.close()
             await server.close()
-
-    def _refuse_unscored(self, url: str, journal: Journal) -> None:
-        """Raise :class:`ConfigError` where none of the answers recorded until now has a score."""
-        answers = journal.contents.answers[FULL.name].values()
-        failures = [answer.failure for answer in answers if answer.failure is not None]
-        if len(failures) == len(answers):
-            what, _, fix = failures[0].partition(" -> ")
-            fix = fix or "serve it with a chat template that ends with the answer that it is given"
-            raise ConfigError("eval", [Problem(url, what, fix)])
-        if not any(answer.score is not None for answer in answers):
-            text = next(answer.text for answer in answers if answer.failure is None)
-            what = f"gives no answer whose tokens can be scored, such as {text!r}"
-            fix = f"ask what it answers in {MAX_TOKENS} tokens, without thoughts"
-            raise ConfigError("eval", [Problem(url, what, fix)])
-        if self._has_labels and not any(answer.score for answer in answers):
-            what, _, fix = NOTHING_RIGHT.partition(" -> ")
-            what += f", of the {len(answers)} asked first"
-            raise ConfigError("eval", [Problem(self.name, what, fix)])
 
     async def _score_all(
         self,

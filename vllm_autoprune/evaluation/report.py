@@ -59,40 +59,37 @@ class Comparison(FrozenModel):
     winner: Winner
 
 
-class _Differences(FrozenModel):
-    """A case minus another one on the same questions, with 95 % intervals."""
+class _Estimates(FrozenModel):
+    """Figures with 95 % intervals, of a case or of its difference to another one."""
 
-    acc: Estimate | None = None
     accuracy: Estimate | None = None
-    mme: Estimate | None = None
     logprob: Estimate | None = None
     per_token: Estimate | None = None
     agreement: Estimate | None = None
     token_agreement: Estimate | None = None
 
 
-class _Row(FrozenModel):
+class _Differences(_Estimates):
+    """A case minus another one on the same questions."""
+
+    acc: Estimate | None = None
+    mme: Estimate | None = None
+
+
+class _Row(_Estimates):
     """Results of one case, every question of which has an answer."""
 
     case: Case
     benchmarks: dict[str, float]
     all: Aggregates
-    accuracy: Estimate | None = None
     accuracy_plus: float | None
-    agreement: Estimate | None = None
-    token_agreement: Estimate | None = None
     same: Estimate | None = None
     """Share of the reference's tokens before the first that differs, in per cent."""
-    per_token: Estimate | None = None
-    logprob: Estimate | None = None
     prompt_tokens: float | None
     """Their mean, where the server told any."""
     to_full: _Differences | None = None
     to_base: _Differences | None = None
     to_resized: _Differences | None = None
-
-
-_ESTIMATES = {"accuracy", "agreement", "token_agreement", "same", "per_token", "logprob"}
 
 
 class _Example(FrozenModel):
@@ -262,7 +259,8 @@ def _build_rows(
                 names = metrics.keys() & less.keys() & _Differences.model_fields.keys()
                 estimates = {name: _estimate(metrics[name] - less[name]) for name in names}
                 fields[field] = _Differences(**estimates)
-        fields |= {name: _estimate(metrics[name]) for name in metrics.keys() & _ESTIMATES}
+        estimated = metrics.keys() & {*_Estimates.model_fields, "same"}
+        fields |= {name: _estimate(metrics[name]) for name in estimated}
         plus = _estimate(metrics["accuracy_plus"]) if "accuracy_plus" in metrics else None
         answers = contents.answers[case.name].values()
         lengths = [answer.prompt_tokens for answer in answers if answer.prompt_tokens]

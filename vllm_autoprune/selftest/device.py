@@ -12,7 +12,7 @@ import torch
 
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.loading import load_state, shipped_states
-from vllm_autoprune.tpdsl.materialize import PruningPolicy, materialize
+from vllm_autoprune.tpdsl.materialize import materialize
 from vllm_autoprune.tpdsl.refine import refine
 from vllm_autoprune.tpdsl.safety import safety_check, synthetic_probes
 from vllm_autoprune.tpdsl.state import PruningState
@@ -69,35 +69,33 @@ def check_selections(device: torch.device) -> Iterator[_SelectionResult]:
         for base in sorted(BASE_POLICIES)
     }
     states |= {name: load_state(name) for name in sorted(shipped_states().keys() - states.keys())}
-    for name, state in states.items():
-        try:
-            yield _check(name, materialize(state, BUDGET), device)
-        except Exception as error:  # whatever a device raises is a result of this check
-            yield _SelectionResult(name, 0.0, 0.0, f"{type(error).__name__}: {error}")
-
-
-def _check(name: str, policy: PruningPolicy, device: torch.device) -> _SelectionResult:
     synchronize: Callable[[], None] = lambda: None  # noqa: E731
     if device.type == "cuda":
         synchronize = torch.cuda.synchronize
-    may_wait = policy.state.base_policy.name in WAITING
-    probes = synthetic_probes(BUDGET, device)
-    # The first probe alone has tokens of different rank everywhere.
-    expected = refine(policy, synthetic_probes(BUDGET)[0]).indices
-    kept = refine(policy, probes[0]).indices.cpu()
-    share = float((expected[:, :, None] == kept[:, None, :]).any(dim=2).float().mean())
-    seconds = []
-    for _ in range(ROUNDS):
-        synchronize()
-        start = time.perf_counter()
-        with nullcontext() if may_wait else _forbid_waiting(device):
-            refine(policy, probes[0])
-        synchronize()
-        seconds.append(time.perf_counter() - start)
-    wrong = [f"{v.name}: {v.detail}" for v in safety_check(policy, probes).failures()]
-    if share < LEAST_SHARE:
-        wrong.append(f"{share:.0%} of the host's tokens are kept")
-    return _SelectionResult(name, share, median(seconds), "; ".join(wrong))
+    for name, state in states.items():
+        try:
+            policy = materialize(state, BUDGET)
+            may_wait = policy.state.base_policy.name in WAITING
+            probes = synthetic_probes(BUDGET, device)
+            # The first probe alone has tokens of different rank everywhere.
+            expected = refine(policy, synthetic_probes(BUDGET)[0]).indices
+            kept = refine(policy, probes[0]).indices.cpu()
+            share = float((expected[:, :, None] == kept[:, None, :]).any(dim=2).float().mean())
+            seconds = []
+            for _ in range(ROUNDS):
+                synchronize()
+                start = time.perf_counter()
+                with nullcontext() if may_wait else _forbid_waiting(device):
+                    refine(policy, probes[0])
+                synchronize()
+                seconds.append(time.perf_counter() - start)
+            wrong = [f"{v.name}: {v.detail}" for v in safety_check(policy, probes).failures()]
+        except Exception as error:  # whatever a device raises is a result of this check
+            yield _SelectionResult(name, 0.0, 0.0, f"{type(error).__name__}: {error}")
+            continue
+        if share < LEAST_SHARE:
+            wrong.append(f"{share:.0%} of the host's tokens are kept")
+        yield _SelectionResult(name, share, median(seconds), "; ".join(wrong))
 
 
 @contextmanager

@@ -128,8 +128,8 @@ def _run_search(options: argparse.Namespace) -> int:
                 f"{listed}."
             )
             prompts = [f"--- {message['role']}\n{message['content']}" for message in messages]
-            record = {"messages": messages, "calls": calls, **dict(cost), "answers": answers}
-            print_result(options, record, *prompts, format_paragraphs([about]))
+            estimate = {"messages": messages, "calls": calls, **dict(cost), "answers": answers}
+            print_result(options, estimate, *prompts, format_paragraphs([about]))
             return 0
         if options.ledger.exists() and options.ledger.stat().st_size and not options.resume:
             fix = "add --resume, or name another ledger"

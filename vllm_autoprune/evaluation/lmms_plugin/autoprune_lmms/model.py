@@ -49,7 +49,16 @@ class OpenAIWithImages(OpenAICompatible):  # type: ignore[misc]  # untyped here
 
             def record(doc: object, number: int = number, build: Any = doc_to_messages) -> Messages:
                 messages: Messages = build(doc)
-                images[number] = _fingerprint(messages)
+                parts = [part for message in messages for part in message["content"]]
+                media = [part["url"] for part in parts if part["type"] != "text"]
+                # A digest of the pixels of all images in order; empty without images.
+                digest = hashlib.sha256()
+                for image in media:
+                    if isinstance(image, Image.Image):
+                        digest.update(f"{image.mode} {image.size}".encode() + image.tobytes())
+                    else:
+                        digest.update(str(image).encode())
+                images[number] = digest.hexdigest()[:16] if media else ""
                 return messages
 
             request.arguments = (context, record, settings, number, *where)
@@ -58,16 +67,3 @@ class OpenAIWithImages(OpenAICompatible):  # type: ignore[misc]  # untyped here
             for number, image in images.items():
                 file.write(json.dumps({"doc_id": number, "image": image}) + "\n")
         return answers
-
-
-def _fingerprint(messages: Messages) -> str:
-    """Digest of the pixels of all images of a request in order; empty without images."""
-    parts = [part for message in messages for part in message["content"]]
-    media = [part["url"] for part in parts if part["type"] != "text"]
-    digest = hashlib.sha256()
-    for image in media:
-        if isinstance(image, Image.Image):
-            digest.update(f"{image.mode} {image.size}".encode() + image.tobytes())
-        else:
-            digest.update(str(image).encode())
-    return digest.hexdigest()[:16] if media else ""
