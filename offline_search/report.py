@@ -37,32 +37,13 @@ _STATUS_WORDS: Mapping[Status, str] = {
     "invalid": "invalid",
     "unsafe": "unsafe",
 }
+_ORIGIN_WORDS = {"llm": "language model", "tpe": "TPE"}
 _MAX_ROWS = 10
-
-
-@dataclass(frozen=True)
-class _CandidateRow:
-    """One candidate; ``spent`` counts answers of the search split up to and including it."""
-
-    proposal: ProposalRecord
-    result: TrialRecord
-    spent: int
-
-    @property
-    def name(self) -> str:
-        """``round.index``."""
-        return self.proposal.name
-
-    @property
-    def origin(self) -> str:
-        """What proposed the candidate, in words."""
-        origin = self.proposal.origin
-        return {"llm": "language model", "tpe": "TPE"}.get(origin, origin)
-
-    @property
-    def status(self) -> str:
-        """The outcome, in words."""
-        return _STATUS_WORDS[self.result.status]
+_TEST = "Examples that no candidate was chosen on."
+_MME = (
+    "MME total: accuracy, and accuracy+ (both answers of a pair right), in per cent, added over "
+    "all categories."
+)
 
 
 @dataclass(frozen=True)
@@ -73,50 +54,41 @@ class _SearchReport:
     """
 
     settings: Settings
-    rows: Sequence[_CandidateRow]
+    trials: Sequence[Trial]
+    """All that have ended, without their states and values."""
     winner: WinnerRecord | None
     replies: Sequence[ReplyRecord]
     evaluations: Sequence[EvaluationRecord]
     duration: float
 
     @property
-    def ranked(self) -> list[_CandidateRow]:
+    def ranked(self) -> list[Trial]:
         """Fully evaluated candidates, best first."""
-        evaluated = [row for row in self.rows if row.result.score is not None]
-        return sorted(evaluated, key=lambda row: -(row.result.score or 0.0))
+        evaluated = [trial for trial in self.trials if trial.result.score is not None]
+        return sorted(evaluated, key=lambda trial: -trial.score)
 
     @property
     def statuses(self) -> Mapping[str, int]:
         """Number of candidates of each outcome, in words."""
-        return dict(Counter(row.status for row in self.rows).most_common())
+        counts = Counter(_STATUS_WORDS[trial.result.status] for trial in self.trials)
+        return dict(counts.most_common())
 
     @property
     def causes(self) -> Mapping[str, int]:
         """Number of candidates per reason for which they were not evaluated."""
-        failed = [row.result for row in self.rows if row.result.failed]
+        failed = [trial.result for trial in self.trials if trial.result.failed]
         causes = Counter(f"{result.status}: {result.reason}" for result in failed)
         return dict(causes.most_common())
 
     def curve(self) -> list[tuple[int, float]]:
-        """(answers spent, best objective so far) at every improvement."""
-        points: list[tuple[int, float]] = []
-        for row in self.rows:
-            score = row.result.score
+        """(answers of the search split so far, best objective so far) at every improvement."""
+        points, answers = list[tuple[int, float]](), 0
+        for trial in self.trials:
+            answers += trial.result.examples
+            score = trial.result.score
             if score is not None and (not points or score > points[-1][1]):
-                points.append((row.spent, score))
+                points.append((answers, score))
         return points
-
-    def format(self, *values: float | None) -> list[str]:
-        """Objectives with as many decimals as the width of the winner's interval supports.
-
-        Without a winner, the spread of the candidates stands for it.
-        """
-        measured = [row.result.objective or 0.0 for row in self.rows] or [0.0]
-        low, high = min(measured), max(measured)
-        if self.winner is not None:
-            low, high = self.winner.test.objective.low, self.winner.test.objective.high
-        digits = Estimate(low, low, high).count_decimals()
-        return ["unknown" if value is None else f"{value:+.{digits}f}" for value in values]
 
     @property
     def base_objective(self) -> float | None:
@@ -134,101 +106,113 @@ class _SearchReport:
         return round(float(np.mean([(values - full).mean() for values in base.values()])), 6)
 
     def document(self) -> Document:
-        settings, winner, ranked = self.settings, self.winner, self.ranked
-        leader = ranked[0].name if ranked else None
+        """The report as a page: result, why this candidate, all candidates, cost."""
+        settings, ranked = self.settings, self.ranked
         tone: Tone = "open"
-        answer = "The search has not ended."
+        answer, sections = "The search has not ended.", list[Section]()
         facts = [f"measured on {settings.evaluator}"] if settings.evaluator else []
         facts += [f"proposer: {settings.proposer or 'none'}", f"seed {settings.seed}"]
-        facts.append(f"{len(self.rows)} candidates")
-        sections = []
-        if winner is not None:
+        facts.append(f"{len(self.trials)} candidates")
+        if (winner := self.winner) is not None:
             gain, base = winner.test.gain, settings.base_policy
-            tone, verdict = "open", f"shows no difference to {base} alone"
+            verdict = f"shows no difference to {base} alone"
             if gain.low > 0 or gain.high < 0:
                 tone = "good" if gain.low > 0 else "bad"
                 verdict = f"is {'better' if gain.low > 0 else 'worse'} than {base} alone"
-            value, low, high = self.format(gain.value, gain.low, gain.high)
+            value, low, high = self._format(gain.value, gain.low, gain.high)
             answer = (
                 f"Candidate {winner.winner} won and {verdict} on the test split: objective {value} "
                 f"{settings.objective_unit} ({low} to {high}), accuracy "
                 f"{_percent(winner.test.accuracy)} % against {_percent(winner.base.accuracy)} %."
             )
             facts += [f"{winner.test.examples} test examples", f"digest {winner.digest[:12]}"]
-            why = (
-                f"The {len(winner.confirmed)} best candidates of the search split were measured on "
-                "the "
-                "validation split. The winner has the highest objective on the examples of both "
-                "together: the search split alone favours candidates that were lucky on it."
-            )
-            tables = [self.list_finalists(winner)]
-            sections.append(
-                Section(
-                    "Why this candidate", [why, _describe_leader(winner, leader)], tables=tables
-                )
-            )
-            test = "Examples that no candidate was chosen on."
-            if settings.objective == "mme":
-                test += (
-                    " MME total: accuracy, and accuracy+ (both answers of a pair right), in per "
-                    "cent, "
-                    "added over all categories."
-                )
-            tables = [self.list_result(winner)]
-            sections.append(Section("Result on the test split", [test], tables=tables))
-        elif leader is not None:
+            sections = self._describe_winner(winner, ranked[0].name)
+        elif ranked:
             measured = self.base_objective
-            if measured is not None and measured >= (ranked[0].result.score or 0.0):
-                leader = f"{settings.base_policy} alone"
+            is_behind = measured is not None and measured >= ranked[0].score
+            leader = f"{settings.base_policy} alone" if is_behind else ranked[0].name
             answer = f"The search has not ended; {leader} leads on the search split."
-        if self.rows:
-            sections.append(self.list_candidates())
-        sections.append(Section("Cost", self.describe_cost()))
+        if self.trials:
+            sections.append(self._list_candidates(ranked))
+        cost = sum((reply.cost for reply in self.replies), Cost())
+        failed = sum(reply.text is None for reply in self.replies)
+        repairs = sum(reply.attempt == "repair" for reply in self.replies)
+        price = f", at a price of {cost.money:.4f}" if cost.money else ""
+        texts = [
+            f"Proposer: {len(self.replies):,} replies ({failed} failed, {repairs} to repair "
+            f"others), {cost.prompt_tokens:,} prompt and {cost.completion_tokens:,} completion "
+            f"tokens{price}.",
+            f"Evaluator: {sum(len(record.logprob) for record in self.evaluations):,} answers "
+            f"({sum(bool(record.failure) for record in self.evaluations)} evaluations failed). "
+            f"The whole search: {self.duration:,.0f} s.",
+        ]
+        sections.append(Section("Cost", texts))
         title = f"{settings.strategy} on {settings.base_policy}, K = {settings.source_budget}"
         return Document(
             f"Search for a state: {title}", answer, tone, facts=facts, sections=sections
         )
 
-    def list_finalists(self, winner: WinnerRecord) -> Table:
-        """Objectives of the finalists and of the base policy on each split, the winner's first."""
-        scores = {row.name: row.result.objective for row in self.rows}
+    def _format(self, *values: float | None) -> list[str]:
+        """Objectives with as many decimals as the width of the winner's interval supports.
+
+        Without a winner, the spread of the candidates stands for it.
+        """
+        measured = [trial.result.objective or 0.0 for trial in self.trials] or [0.0]
+        low, high = min(measured), max(measured)
+        if self.winner is not None:
+            low, high = self.winner.test.objective.low, self.winner.test.objective.high
+        digits = Estimate(low, low, high).count_decimals()
+        return ["unknown" if value is None else f"{value:+.{digits}f}" for value in values]
+
+    def _describe_winner(self, winner: WinnerRecord, leader: str) -> list[Section]:
+        """Objectives of the finalists and of the base policy on each split, and the result."""
+        scores = {trial.name: trial.result.objective for trial in self.trials}
 
         def cell(estimate: Estimate) -> Cell:
-            value, low, high = self.format(estimate.value, estimate.low, estimate.high)
+            value, low, high = self._format(estimate.value, estimate.low, estimate.high)
             return Cell(value, f"{low} to {high}")
 
         rows: list[Row] = []
         for name in sorted(winner.confirmed, key=lambda each: -winner.estimates[each]):
             won, validation = name == winner.winner, winner.confirmed[name]
-            search, both = self.format(scores[name], winner.estimates[name])
+            search, both = self._format(scores[name], winner.estimates[name])
             test = cell(winner.test.objective) if won else Cell("not measured")
             title = Cell(name, "winner" if won else "", tone="good" if won else "")
             rows.append([title, search, cell(validation.objective), both, test])
-        search, base = self.format(self.base_objective, winner.base_validation)
-        rows.append(["base policy", search, base, "–", cell(winner.base.objective)])
+        search, validated = self._format(self.base_objective, winner.base_validation)
+        rows.append(["base policy", search, validated, "–", cell(winner.base.objective)])
         head = ["candidate", "search", "validation", "search and validation", "test"]
-        return Table("Objectives of the finalists", head, rows, "lrrrr")
-
-    def list_result(self, winner: WinnerRecord) -> Table:
-        """The winner on the test split, the base policy, the difference; MME's total if asked."""
-        test, base, mme = winner.test, winner.base, self.settings.objective == "mme"
+        finalists = Table("Objectives of the finalists", head, rows, "lrrrr")
+        why = (
+            f"The {len(winner.confirmed)} best candidates of the search split were measured on the "
+            "validation split. The winner has the highest objective on the examples of both "
+            "together: the search split alone favours candidates that were lucky on it."
+        )
+        test_scores, base = winner.test, winner.base
         rows = [
             [name, _format_interval(scores.objective), _percent(scores.accuracy),
              f"{scores.mme_total:.1f}"]
-            for name, scores in (("winner", test), ("base policy", base))
+            for name, scores in (("winner", test_scores), ("base policy", base))
         ]  # fmt: skip
-        gains = [_format_interval(test.gain), _format_interval(test.accuracy_gain, 100)]
-        rows.append(["gain, paired", *gains, f"{test.mme_total - base.mme_total:+.1f}"])
-        head, columns = ["", "objective", "accuracy %", "MME total"], 4 if mme else 3
+        gains = [test_scores.gain, test_scores.accuracy_gain]
+        total = f"{test_scores.mme_total - base.mme_total:+.1f}"
+        rows.append(["gain, paired", *map(_format_interval, gains, (1.0, 100.0)), total])
+        head, columns, text = ["", "objective", "accuracy %"], 3, _TEST
+        if self.settings.objective == "mme":
+            head, columns, text = [*head, "MME total"], 4, f"{_TEST} {_MME}"
         cells = [row[:columns] for row in rows]
-        return Table("Winner and base policy", head[:columns], cells, "lrrr"[:columns])
+        result = Table("Winner and base policy", head, cells, "lrrr"[:columns])
+        texts = [why, _describe_leader(winner, leader)]
+        return [
+            Section("Why this candidate", texts, tables=[finalists]),
+            Section("Result on the test split", [text], tables=[result]),
+        ]
 
-    def list_candidates(self) -> Section:
+    def _list_candidates(self, ranked: Sequence[Trial]) -> Section:
         """The best candidates, and why others were not measured."""
-        rows = self.rows
         statuses = ", ".join(f"{count} {status}" for status, count in self.statuses.items())
-        counted = f"{len(rows)} candidates: {statuses}."
-        if gave_up([row.result for row in rows]):
+        counted = f"{len(self.trials)} candidates: {statuses}."
+        if gave_up([trial.result for trial in self.trials]):
             counted += (
                 f" The search gave up: the last {FAILURES_TO_GIVE_UP} were invalid or unsafe."
             )
@@ -239,14 +223,14 @@ class _SearchReport:
         ]
         best = [
             [
-                row.name,
-                *self.format(row.result.score),
-                _percent(row.result.accuracy),
-                str(row.result.examples),
-                row.origin,
-                ", ".join(row.proposal.parents),
+                trial.name,
+                *self._format(trial.score),
+                _percent(trial.result.accuracy),
+                str(trial.result.examples),
+                _ORIGIN_WORDS.get(trial.proposal.origin, trial.proposal.origin),
+                ", ".join(trial.proposal.parents),
             ]
-            for row in self.ranked[:_MAX_ROWS]
+            for trial in ranked[:_MAX_ROWS]
         ]
         head = ["candidate", "objective", "accuracy %", "answers", "origin", "parents"]
         tables = [Table("Best on the search split", head, best, "lrrrll")]
@@ -255,22 +239,6 @@ class _SearchReport:
             tables.append(Table(caption, ["cause", "times"], causes, "lr"))
         return Section("Candidates", texts, tables=tables)
 
-    def describe_cost(self) -> list[str]:
-        """Sentences on the cost of the proposer and of the evaluator."""
-        replies, evaluations = self.replies, self.evaluations
-        cost = sum((reply.cost for reply in replies), Cost())
-        failed = sum(reply.text is None for reply in replies)
-        repairs = sum(reply.attempt == "repair" for reply in replies)
-        price = f", at a price of {cost.money:.4f}" if cost.money else ""
-        return [
-            f"Proposer: {len(replies):,} replies ({failed} failed, {repairs} to repair others), "
-            f"{cost.prompt_tokens:,} prompt and {cost.completion_tokens:,} completion tokens"
-            f"{price}.",
-            f"Evaluator: {sum(len(record.logprob) for record in evaluations):,} answers "
-            f"({sum(bool(record.failure) for record in evaluations)} evaluations failed). "
-            f"The whole search: {self.duration:,.0f} s.",
-        ]
-
 
 def read_report(records: Iterable[Record]) -> _SearchReport:
     """The report on a ledger's records; raises :class:`SearchError` for an empty ledger."""
@@ -278,21 +246,16 @@ def read_report(records: Iterable[Record]) -> _SearchReport:
     opened = _of_type(known, SettingsRecord)
     if not opened:
         raise SearchError("the ledger is empty -> give the ledger of a search that has begun")
-    settings, evaluations = opened[0].settings, _of_type(known, EvaluationRecord)
     results = {record.name: record for record in _of_type(known, TrialRecord)}
-    rows, spent = [], 0
-    for proposal in _of_type(known, ProposalRecord):
-        if proposal.name in results:
-            spent += results[proposal.name].examples
-            rows.append(_CandidateRow(proposal, results[proposal.name], spent))
+    proposals = _of_type(known, ProposalRecord)
     clocks = [record.clock for record in known if record.clock.at]
     begin = min((clock.at for clock in clocks), default=0.0)
     return _SearchReport(
-        settings=settings,
-        rows=rows,
+        settings=opened[0].settings,
+        trials=[Trial(each, results[each.name]) for each in proposals if each.name in results],
         winner=next(iter(_of_type(known, WinnerRecord)), None),
         replies=_of_type(known, ReplyRecord),
-        evaluations=evaluations,
+        evaluations=_of_type(known, EvaluationRecord),
         duration=max((clock.at + clock.seconds for clock in clocks), default=0.0) - begin,
     )
 

@@ -103,7 +103,7 @@ class _SearchResult(FrozenModel):
     def read(cls, name: str, path: Path) -> _SearchResult:
         """The result of a search whose ledger is complete."""
         report = read_report(read_ledger(path))
-        answers, winner = report.rows[-1].spent if report.rows else 0, None
+        answers, winner = sum(trial.result.examples for trial in report.trials), None
         best = [[y for x, y in report.curve() if x <= share * answers] for share in _CURVE_SHARES]
         if (record := report.winner) is not None:
             winner = _Winner(
@@ -117,7 +117,7 @@ class _SearchResult(FrozenModel):
         return cls(
             name=name,
             settings=report.settings,
-            candidates=len(report.rows),
+            candidates=len(report.trials),
             invalid=report.statuses.get("invalid", 0) + report.statuses.get("unsafe", 0),
             replies=len(report.replies),
             answers=answers,

@@ -36,7 +36,7 @@ async def ledger(search: Searches) -> Path:
 async def test_the_report_has_the_result_and_what_decided(ledger: Path) -> None:
     report = read_report(read_ledger(ledger))
     winner = report.winner
-    assert winner is not None and sum(report.statuses.values()) == len(report.rows)
+    assert winner is not None and sum(report.statuses.values()) == len(report.trials)
     best = [value for _, value in report.curve()]
     assert best == sorted(best) and best[-1] == report.ranked[0].result.score
 
@@ -49,7 +49,7 @@ async def test_the_report_has_the_result_and_what_decided(ledger: Path) -> None:
     assert f"| gain, paired | {figures[0]} ({figures[1]} to {figures[2]}) |" in text
     written = sum(reply.text is not None for reply in report.replies)
     assert f"{100 * written:,} prompt and {50 * written:,} completion tokens, at a price" in text
-    (row,) = (row for row in report.rows if row.name == winner.winner)
+    (row,) = (row for row in report.trials if row.name == winner.winner)
     validation, test = winner.confirmed[winner.winner].objective, winner.test.objective
     assert (
         f"| {winner.winner} (winner) | {row.result.score:+.4f} | {validation.value:+.4f} "
@@ -74,7 +74,7 @@ async def test_a_search_that_runs_or_gave_up_can_be_reported(
         part.write_bytes(b"".join(lines[:end]) + b'{"kind": "pro')
         report = read_report(read_ledger(part))
         text = report.document().render_markdown()
-        assert "has not ended" in text and ("Best on" in text) == bool(report.rows)
+        assert "has not ended" in text and ("Best on" in text) == bool(report.trials)
     part.write_bytes(b"")
     with pytest.raises(SearchError, match="the ledger is empty"):
         read_report(read_ledger(part))

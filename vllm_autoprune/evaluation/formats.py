@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count
 from pathlib import Path
@@ -155,7 +155,20 @@ def _read_records(path: Path, fix: str) -> Iterator[tuple[str, Any]]:
     beginning = next(((number, line) for number, line in numbered if line.strip()), (0, ""))
     lines, line = chain([beginning], numbered), beginning[1].strip()
     if re.match(r'("?\w[^\t,]*[\t,])*"?(image|question)"?([\t,]|$)', line):
-        yield from _read_table(path, (line for _, line in lines), "\t" if "\t" in line else ",")
+        csv.field_size_limit(1 << 31)
+        texts = (line for _, line in lines)
+        rows = csv.DictReader(texts, delimiter="\t" if "\t" in line else ",")
+        try:
+            for row in rows:
+                record: dict[str, Any] = {name: cell for name, cell in row.items() if cell}
+                for name in {"image", "image_path", "answer"} & record.keys():
+                    if record[name].startswith("["):
+                        errors = (ValueError, SyntaxError, MemoryError, RecursionError)
+                        with contextlib.suppress(*errors):
+                            record[name] = ast.literal_eval(record[name])
+                yield f"{path}:{rows.line_num}", record
+        except csv.Error as error:
+            yield f"{path}:{rows.line_num}", ValueError(error)
         return
     document = _parse(line)
     if isinstance(document, ValueError) and re.match(r"\[|\{([^\]}]*[\[{,])?$", line):
@@ -168,7 +181,20 @@ def _read_records(path: Path, fix: str) -> Iterator[tuple[str, Any]]:
         return
     if isinstance(document, dict):
         if isinstance(questions := document.get("questions"), list):
-            document = _join_annotations(path, str(document.get("data_subtype", "")), questions)
+            # VQAv2 has the answers in a file of annotations beside that of the questions.
+            subtype, known = str(document.get("data_subtype", "")), dict[str, dict[str, object]]()
+            files = sorted(path.parent.glob("*annotations*.json"))
+            for file in [file for file in files if subtype in file.name] or files:
+                joined = _parse("".join(line for _, line in _read_lines(file, "make it readable")))
+                listed = joined.get("annotations") if isinstance(joined, dict) else None
+                for row in listed if isinstance(listed, list) else ():
+                    if isinstance(row, dict):
+                        known[str(row.get("question_id"))] = row
+            document = [
+                {"subtype": subtype, **question, **known.get(str(question.get("question_id")), {})}
+                if isinstance(question, dict) else question
+                for question in questions
+            ]  # fmt: skip
         elif "annotations" in document:
             fix = "name the file of their questions, with this one beside it"
             what = "has the answers to questions of another file"
@@ -177,38 +203,6 @@ def _read_records(path: Path, fix: str) -> Iterator[tuple[str, Any]]:
             document = document.get("data", [document])
     documents = document if isinstance(document, list) else [document]
     yield from ((f"{path}: record {number}", record) for number, record in enumerate(documents, 1))
-
-
-def _read_table(path: Path, lines: Iterator[str], delimiter: str) -> Iterator[tuple[str, Any]]:
-    """Rows of TSV or CSV without their empty cells."""
-    csv.field_size_limit(1 << 31)
-    rows = csv.DictReader(lines, delimiter=delimiter)
-    try:
-        for row in rows:
-            record: dict[str, Any] = {name: cell for name, cell in row.items() if cell}
-            for name in {"image", "image_path", "answer"} & record.keys():
-                if record[name].startswith("["):
-                    with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-                        record[name] = ast.literal_eval(record[name])
-            yield f"{path}:{rows.line_num}", record
-    except csv.Error as error:
-        yield f"{path}:{rows.line_num}", ValueError(error)
-
-
-def _join_annotations(path: Path, subtype: str, questions: Sequence[object]) -> list[object]:
-    """Questions of VQAv2's form with the answers of the file of annotations beside them."""
-    known: dict[str, dict[str, object]] = {}
-    files = sorted(path.parent.glob("*annotations*.json"))
-    for file in [file for file in files if subtype in file.name] or files:
-        document = _parse("".join(line for _, line in _read_lines(file, "make it readable")))
-        if isinstance(document, dict) and isinstance(document.get("annotations"), list):
-            rows = [row for row in document["annotations"] if isinstance(row, dict)]
-            known |= {str(row.get("question_id")): row for row in rows}
-    return [
-        {"subtype": subtype, **question, **known.get(str(question.get("question_id")), {})}
-        if isinstance(question, dict) else question
-        for question in questions
-    ]  # fmt: skip
 
 
 # ---- questions ----
@@ -315,7 +309,7 @@ class QuestionReader:
             if isinstance(messages := body.get("messages"), list):
                 return self._read_chat(where, messages)
             if isinstance(turns := record.get("conversations"), list):
-                return self._read_chat(where, _build_messages(record.get("image"), turns))
+                return self._read_chat(where, turns, record.get("image"))
         fields, rule, answers = self._recognise(where, record)
         line = _Line.model_validate(fields)
         if not (sources := self._rows.get(line.image[0])):
@@ -333,63 +327,74 @@ class QuestionReader:
 
         One that is not known is a line in this project's form.
         """
-        if not isinstance(record, dict):
-            return record, "text", ()
-        fields: dict[str, Any] = {"category": record.get("category")}
-        answers: tuple[str, ...] = ()
-        if "doc_id" in record and "target" in record:  # samples of lmms-eval
-            arguments = record.get("arguments")
-            prompts = [record.get("input"), *(arguments if isinstance(arguments, list) else ())]
+        fields, answers = record if isinstance(record, dict) else {}, tuple[str, ...]()
+        get, category = fields.get, fields.get("category")
+        if {"doc_id", "target"} <= fields.keys():  # samples of lmms-eval
+            arguments = get("arguments")
+            prompts = [get("input"), *(arguments if isinstance(arguments, list) else ())]
             text = next((prompt for prompt in prompts if isinstance(prompt, str)), None)
-            fields |= {"question": text, "answer": record["target"]}
-            if not (media := record.get("input_media")):
+            image, answer = get("input_media"), fields["target"]
+            if not image:
                 what = "has no picture: lmms-eval keeps only those that have a path or an address"
                 fix = "give the data of the task itself, such as VLMEvalKit's TSV of it"
                 raise ConfigError("data", [Problem(where, what, fix)])
-            fields["image"] = media
-        elif "text" in record and "question" not in record:  # POPE, and questions of LLaVA
-            fields |= {"question": record["text"], "answer": record.get("label")}
-            fields["image"] = record.get("image")
-        elif "index" in record:  # a row of VLMEvalKit
-            options = {name: record[name] for name in ascii_uppercase if name in record}
-            text, answer = record.get("question", ""), record.get("answer")
+        elif "text" in fields and "question" not in fields:  # POPE, and questions of LLaVA
+            text, answer, image = fields["text"], get("label"), get("image")
+        elif "index" in fields:  # a row of VLMEvalKit
+            options = {name: fields[name] for name in ascii_uppercase if name in fields}
+            text, answer = get("question", ""), get("answer")
+            image = get("image", get("image_path"))
             if options:
-                hint = f"Hint: {record['hint']}\n" if "hint" in record else ""
+                hint = f"Hint: {fields['hint']}\n" if "hint" in fields else ""
                 choices = "".join(f"{name}. {option}\n" for name, option in options.items())
                 text = f"{hint}Question: {text}\nOptions:\n{choices}"
                 text += "Please select the correct answer from the options above. \n"
                 answers = (answer, options[answer]) if answer in [*options] else ()
             elif isinstance(answer, list):
                 text = f"{text}{_SHORT}"
-            fields |= {"question": text, "answer": answer}
-            fields["image"] = record.get("image", record.get("image_path"))
-        elif {"image_id", "answer_type"} & record.keys():  # VQAv2, OK-VQA, TextVQA, VizWiz
-            image, folder = str(record.get("image_id", "")), record.get("subtype", "")
-            coco = f"COCO_{folder}_{image:0>12}"
-            names = [coco, f"{folder}/{coco}", f"train_images/{image}", f"{image:0>12}", image]
-            names = [record["image"]] if "image" in record else names
-            endings = [f"{name}.jpg" for name in names]
-            fields["image"] = next(
-                (name for name in endings if any((each / name).exists() for each in self._folders)),
-                endings[0] if folder else names[-1],
+        elif {"image_id", "answer_type"} & fields.keys():  # VQAv2, OK-VQA, TextVQA, VizWiz
+            text, answer = f"{get('question', '')}{_SHORT}", get("answers")
+            category, number, folder = get("answer_type"), str(get("image_id", "")), get("subtype")
+            coco = f"COCO_{folder or ''}_{number:0>12}"
+            names = [coco, f"{folder}/{coco}", f"train_images/{number}", f"{number:0>12}", number]
+            names = [fields["image"]] if "image" in fields else names
+            files = [f"{name}.jpg" for name in names]
+            image = next(
+                (name for name in files if any((each / name).exists() for each in self._folders)),
+                files[0] if folder else names[-1],
             )
-            fields |= {"question": f"{record.get('question', '')}{_SHORT}"}
-            fields |= {"answer": record.get("answers"), "category": record.get("answer_type")}
         else:
             return record, "text", ()
-        fields = {name: value for name, value in fields.items() if value is not None}
-        is_word = str(fields.get("answer")).strip().lower() in ("yes", "no")
-        return fields, "choice" if answers else "yes_no" if is_word else "text", answers
+        line = {"image": image, "question": text, "answer": answer, "category": category}
+        line = {name: value for name, value in line.items() if value is not None}
+        is_word = str(answer).strip().lower() in ("yes", "no")
+        return line, "choice" if answers else "yes_no" if is_word else "text", answers
 
-    def _read_chat(self, where: str, messages: Iterable[object]) -> AskedQuestion | None:
-        """The question of a chat request; a last turn of the assistant is its answer."""
+    def _read_chat(
+        self, where: str, messages: Sequence[object], images: object = None
+    ) -> AskedQuestion | None:
+        """The question of a chat request, or of a conversation of LLaVA's form with its images.
+
+        A last turn of the assistant is its answer.
+        """
 
         def refuse(what: str) -> ConfigError:
             fix = "give chat messages of OpenAI's form, with text and image_url"
             return ConfigError("data", [Problem(where, what, fix)])
 
-        turns, sources = list[dict[str, Any]](), 0
+        turns, sources, names = list[dict[str, Any]](), 0, iter(_list_texts(images))
         for message in messages:
+            match message:
+                case {"from": str(role), "value": str(text)}:
+                    pieces = [piece for piece in re.split("(<image>)", text) if piece.strip()]
+                    message = {
+                        "role": {"human": "user", "gpt": "assistant"}.get(role, role),
+                        "content": [
+                            {"image_url": next(names, piece)} if piece == "<image>"
+                            else piece.strip()
+                            for piece in pieces
+                        ],
+                    }  # fmt: skip
             if not (isinstance(message, dict) and isinstance(message.get("role"), str)):
                 raise refuse("has a message without a role")
             content, parts = message.get("content"), list[object]()
@@ -441,17 +446,15 @@ class QuestionReader:
                 read += 1
                 name = one_line(picture.relative_to(self.path), 200)
                 source = PictureSource(str(picture), name, str(picture))
-                lines = [
-                    (n, line.strip()) for n, line in _read_lines(text, self._fix) if line.strip()
-                ]
+                category = "all" if folder == self.path else one_line(folder.name, 80)
                 asked = []
-                for number, line in lines:
-                    question, _, answer = (part.strip() for part in line.partition("\t"))
-                    rule: Rule = "yes_no" if answer.lower() in ("yes", "no") else "text"
-                    answers = (answer,) if answer else ()
-                    category = "all" if folder == self.path else one_line(folder.name, 80)
-                    where, turns = f"{text}:{number}", ask(question, source)
-                    asked.append(AskedQuestion(where, turns, answers, rule, category))
+                for number, line in _read_lines(text, self._fix):
+                    question, _, answer = (part.strip() for part in line.strip().partition("\t"))
+                    if question:
+                        rule: Rule = "yes_no" if answer.lower() in ("yes", "no") else "text"
+                        answers = (answer,) if answer else ()
+                        where, turns = f"{text}:{number}", ask(question, source)
+                        asked.append(AskedQuestion(where, turns, answers, rule, category))
                 is_pair = picture.stem in named and [each.rule for each in asked] == ["yes_no"] * 2
                 pair = next(pairs) if is_pair else None
                 yield from (replace(each, pair=pair) for each in asked)
@@ -465,19 +468,3 @@ class QuestionReader:
                 if "annotations" not in file.name:
                     fix = f"name its file of questions, {file}"
             problems.append(Problem(str(self.path), what, fix))
-
-
-def _build_messages(images: object, conversation: Sequence[object]) -> Iterator[object]:
-    """A conversation of LLaVA's form as chat messages; ``<image>`` stands for the next image."""
-    roles, names = {"human": "user", "gpt": "assistant"}, iter(_list_texts(images))
-    for turn in conversation:
-        match turn:
-            case {"from": str(speaker), "value": str(text)}:
-                pieces = [piece for piece in re.split("(<image>)", text) if piece.strip()]
-                content = [
-                    {"image_url": next(names, piece)} if piece == "<image>" else piece.strip()
-                    for piece in pieces
-                ]
-                yield {"role": roles.get(speaker, speaker), "content": content}
-            case _:
-                yield turn

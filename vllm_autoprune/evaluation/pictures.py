@@ -14,7 +14,7 @@ import stat
 import tempfile
 import time
 import warnings
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,12 +58,8 @@ class Picture(NamedTuple):
         return _decode(self.read())[1]
 
 
-@cache
-def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
-    """A folder for the pictures that are in no file, until the process ends."""
-    return tempfile.TemporaryDirectory(prefix="autoprune-")
-
-
+_temporary_folder = cache(partial(tempfile.TemporaryDirectory, prefix="autoprune-"))
+"""For the pictures that are in no file, until the process ends."""
 _NOT_DECODED = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}
 """Formats that vLLM does not open, because they need other programs (vllm/multimodal/image.py)."""
 _MAX_BYTES, _MAX_SECONDS = 64 << 20, 60
