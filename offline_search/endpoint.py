@@ -143,9 +143,14 @@ class EndpointProposer:
                 response = await self._http.post(f"{self._url}/chat/completions", json=body)
                 response.raise_for_status()
             except httpx.HTTPError as error:
-                if name := _find_refused_field(error, body):
-                    reasons[name] = describe_error(error)
-                    continue
+                failed = error.response if isinstance(error, httpx.HTTPStatusError) else None
+                if failed is not None and failed.status_code in (400, 422, 500):
+                    # It may name what it refuses; a schema it may refuse in any words.
+                    words = re.findall(r"\w+", failed.text if failed.status_code != 500 else "")
+                    refused = [name for name in _DROPPABLE if name in body and name in words]
+                    if refused or "response_format" in body:
+                        reasons[(*refused, "response_format")[0]] = describe_error(error)
+                        continue
                 if attempt == retries or not may_pass(error):
                     raise
                 planned = self._endpoint.first_wait * 2**attempt
@@ -161,18 +166,6 @@ class EndpointProposer:
                 print(line, file=sys.stderr, flush=True)
             self.unsent = unsent
             return response.text
-
-
-def _find_refused_field(error: httpx.HTTPError, body: Mapping[str, object]) -> str | None:
-    """Which of a request's fields an error refuses, if any."""
-    response = error.response if isinstance(error, httpx.HTTPStatusError) else None
-    if response is None or response.status_code not in (400, 422, 500):
-        return None
-    names = [name for name in _DROPPABLE if name in body]
-    named = [name for name in names if re.search(rf"\b{name}\b", response.text)]
-    if named and response.status_code != 500:
-        return named[0]
-    return "response_format" if "response_format" in names else None
 
 
 def _read_completion(text: str, price: tuple[float, float] = (0.0, 0.0)) -> Reply:

@@ -179,7 +179,14 @@ def summarize(history: History) -> str:
     """Summary H_t: loss by category, trends, best candidates, the last round, limits, failures."""
     lines = [f"Base policy alone: {_score(history.base.result.score)}."]
     lines += _describe_categories(history)
-    lines += _describe_trends(history)
+    rounds = dict[int, list[float]]()
+    for trial in history.trials:
+        if (score := history.estimate(trial)) is not None:
+            rounds.setdefault(trial.proposal.round, []).append(score)
+    if len(rounds) > 1:
+        scores = [f"{number}: {_score(max(values))}, {_score(median(values))}"
+                  for number, values in rounds.items()]  # fmt: skip
+        lines.append(f"Scores by round, best and median: {'; '.join(scores[-_MAX_ROUNDS:])}.")
     best = history.ranked_structures()[:_MAX_BEST]
     if best:
         lines.append(
@@ -187,8 +194,23 @@ def summarize(history: History) -> str:
             "difference to the first with its standard error:"
         )
         lines += [_describe(trial, history) for trial in best]
-    lines += _describe_last_round(history, {trial.name for trial in best})
-    lines += _describe_hypotheses(history)
+    listed = {trial.name for trial in best}
+    last = max((trial.proposal.round for trial in history.trials), default=0)
+    latest = [trial for trial in history.trials if trial.proposal.round == last]
+    for trial in latest:
+        status, count = trial.result.status, 0 if trial.values is None else len(trial.values)
+        if trial.name in listed or trial.state is None:
+            continue
+        if status == "evaluated":
+            lines.append(_describe(trial, history))
+        elif status == "same":
+            lines.append(f"{trial.name} kept the same tokens as {trial.result.same_as}.")
+        elif status == "dropped":
+            lines.append(
+                f"{trial.name} was dropped after {count} questions at about "
+                f"{_score(history.estimate(trial))}; {_origin(trial, history)}"
+            )
+    lines += _describe_hypotheses(history, latest)
     if failures := history.count_failures().most_common(_MAX_FAILURES):
         lines.append("Proposals that were not valid:")
         lines += [f"- {reason[:160]} ({count} times)" for reason, count in failures]
@@ -212,21 +234,6 @@ def _describe_categories(history: History) -> Iterator[str]:
     _, name, where = rows[-1]
     asked = [examples[row].question for row in sorted(where, key=lambda row: best[row])]
     yield f"Questions of {name} that lose most: {'; '.join(asked[:_EXAMPLE_QUESTIONS])}"
-
-
-def _describe_trends(history: History) -> Iterator[str]:
-    """Best and median score of each round, from the second round with scores on."""
-    rounds: dict[int, list[float]] = {}
-    for trial in history.trials:
-        score = history.estimate(trial)
-        if score is not None:
-            rounds.setdefault(trial.proposal.round, []).append(score)
-    if len(rounds) > 1:
-        listed = [
-            f"{number}: {_score(max(scores))}, {_score(median(scores))}"
-            for number, scores in rounds.items()
-        ]
-        yield f"Scores by round, best and median: {'; '.join(listed[-_MAX_ROUNDS:])}."
 
 
 def _describe(trial: Trial, history: History) -> str:
@@ -264,24 +271,6 @@ def _origin(trial: Trial, history: History) -> str:
     return _dump_compactly(state, history.names_bases)
 
 
-def _describe_last_round(history: History, listed: set[str]) -> Iterator[str]:
-    """Candidates of the last round that are not listed among the best."""
-    last = max((trial.proposal.round for trial in history.trials), default=0)
-    for trial in history.trials:
-        if trial.proposal.round != last or trial.name in listed or trial.state is None:
-            continue
-        if trial.result.status == "evaluated":
-            yield _describe(trial, history)
-        elif trial.result.status == "same":
-            yield f"{trial.name} kept the same tokens as {trial.result.same_as}."
-        elif trial.result.status == "dropped":
-            count = 0 if trial.values is None else len(trial.values)
-            yield (
-                f"{trial.name} was dropped after {count} questions at about "
-                f"{_score(history.estimate(trial))}; {_origin(trial, history)}"
-            )
-
-
 def _value(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
@@ -291,14 +280,9 @@ def _score(value: float | None) -> str:
     return "not measured" if value is None else f"{1000 * value:+.0f}"
 
 
-def _describe_hypotheses(history: History) -> Iterator[str]:
+def _describe_hypotheses(history: History, latest: Sequence[Trial]) -> Iterator[str]:
     """A line for each hypothesis of the last round, and what the lines have; none without any."""
-    last = max((trial.proposal.round for trial in history.trials), default=0)
-    tested = [
-        (trial, trial.proposal.hypothesis)
-        for trial in history.trials
-        if trial.proposal.round == last and trial.proposal.hypothesis is not None
-    ]
+    tested = [(trial, trial.proposal.hypothesis) for trial in latest if trial.proposal.hypothesis]
     if tested:
         yield "Hypotheses of the last round; score, difference to the parent ± its standard error:"
     for trial, hypothesis in tested:

@@ -74,61 +74,51 @@ def parse_reply(
     answer = remove_thoughts(text)
     texts = _split_proposals(answer, count or 1)
     # Without one the reply as a whole has the problem.
-    parsed = list[tuple[Draft, JsonObject]]()
+    drafts = list[Draft]()
     for item_text in texts or [answer]:
+        begin, end = item_text.find("{"), item_text.rfind("}")
         item: JsonObject = {}
+        what = ""
+        if not item_text.strip():
+            what = "the reply is empty"
+        elif len(item_text) > MAX_REPLY_CHARACTERS:
+            what = f"the reply has {len(item_text)} characters"
+        elif begin < 0:
+            what = "the reply holds no JSON object"
+            if item_text.endswith(UNFINISHED):
+                what = "the reply holds thoughts and no answer"
+        elif end < begin:
+            what = "the reply ends within its JSON object"
         try:
-            item = _parse_object(item_text)
+            if what:
+                fix = f"write one JSON object with {', '.join(COMPONENTS)}"
+                raise StateError("proposal", [Problem("", what, fix)])
+            parsed = parse_json(item_text[begin : end + 1], "proposal")
+            assert isinstance(parsed, dict)  # it begins with a brace
+            item = parsed
             draft = replace(default, state=assemble_state(item, settings))
         except StateError as error:
             draft = replace(default, problems=error.problems)
-        parsed.append((draft, item))
+        if count and item:
+            # What it says beside the policy; other values count as left out.
+            fields = ("parent", "purpose", "hypothesis", "expect")
+            parent, purpose, reason, expect = (item.get(name) for name in fields)
+            if isinstance(parent, str) and (parent == BASE_PARENT or parent in names):
+                draft = replace(draft, parents=() if parent == BASE_PARENT else (parent,))
+            words = " ".join(reason.split()) if isinstance(reason, str) else ""
+            printable = "".join(character for character in words if character.isprintable())
+            hypothesis = Hypothesis(
+                purpose=purpose if isinstance(purpose, str) and purpose in PURPOSES else "",
+                text=printable[:MAX_HYPOTHESIS],
+                expect=next((word for word in get_args(Expectation) if word == expect), "higher"),
+            )
+            draft = replace(draft, hypothesis=hypothesis)
+        drafts.append(draft)
     if not count:
-        return [draft for draft, _ in parsed]
-    drafts = [_add_hypothesis(draft, item, names) if item else draft for draft, item in parsed]
+        return drafts
     what = f"the reply has {len(texts)} of {count} proposals"
     missing = Problem("", what, "write all of them")
     return drafts + [replace(default, problems=(missing,))] * (count - len(drafts))
-
-
-def _parse_object(text: str) -> JsonObject:
-    """The outermost JSON object of a text; raises :class:`StateError`."""
-    begin, end = text.find("{"), text.rfind("}")
-    what = ""
-    if not text.strip():
-        what = "the reply is empty"
-    elif len(text) > MAX_REPLY_CHARACTERS:
-        what = f"the reply has {len(text)} characters"
-    elif begin < 0:
-        what = "the reply holds no JSON object"
-        if text.endswith(UNFINISHED):
-            what = "the reply holds thoughts and no answer"
-    elif end < begin:
-        what = "the reply ends within its JSON object"
-    if what:
-        fix = f"write one JSON object with {', '.join(COMPONENTS)}"
-        raise StateError("proposal", [Problem("", what, fix)])
-    data = parse_json(text[begin : end + 1], "proposal")
-    assert isinstance(data, dict)  # it begins with a brace
-    return data
-
-
-def _add_hypothesis(draft: Draft, item: JsonObject, names: Collection[str]) -> Draft:
-    """The draft with what its item says beside the policy; other values count as left out."""
-    fields = ("parent", "purpose", "hypothesis", "expect")
-    parent, purpose, reason, expect = (item.get(name) for name in fields)
-    if parent == BASE_PARENT:
-        draft = replace(draft, parents=())
-    elif isinstance(parent, str) and parent in names:
-        draft = replace(draft, parents=(parent,))
-    words = " ".join(reason.split()) if isinstance(reason, str) else ""
-    printable = "".join(character for character in words if character.isprintable())
-    hypothesis = Hypothesis(
-        purpose=purpose if isinstance(purpose, str) and purpose in PURPOSES else "",
-        text=printable[:MAX_HYPOTHESIS],
-        expect=next((word for word in get_args(Expectation) if word == expect), "higher"),
-    )
-    return replace(draft, hypothesis=hypothesis)
 
 
 @dataclass(slots=True)

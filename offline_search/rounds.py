@@ -34,42 +34,6 @@ _PROBE_IMAGES = 16
 """Images of the probe set, each with one question."""
 
 
-@torch.no_grad()
-def _check_state(state: PruningState, settings: Settings, probes: Probes) -> VerdictRecord:
-    """Verdict on a state at every budget of the search; problems are recorded, not raised.
-
-    Its behaviour is the SHA-256 of the token rows selected for every probe: features as well as
-    indices, because two states may keep the same tokens and merge the discarded ones differently.
-    """
-    problems: list[str] = []
-    for budget in settings.budgets:
-        try:
-            failed = [each for each in safety_check(materialize(state, budget)).verdicts
-                      if not each.ok]  # fmt: skip
-            problems += [f"{each.name} at K = {budget}: {each.detail}" for each in failed]
-        except ProblemsError as error:
-            problems += map(str, error.problems)
-        except AutopruneError as error:
-            problems.append(str(error))
-    if problems:
-        return VerdictRecord(digest=state.digest, valid=False, problems=tuple(problems))
-    behaviour = hashlib.sha256()
-    for budget in settings.budgets:
-        policy = materialize(state, budget)
-        for tokens in probes:
-            refined = refine(policy.at(tokens.count, tokens.grid.tiles), tokens)
-            behaviour.update(refined.indices.contiguous().numpy().tobytes())
-            behaviour.update(refined.features.float().contiguous().numpy().tobytes())
-    policy = materialize(state, settings.source_budget)
-    return VerdictRecord(
-        digest=state.digest,
-        valid=True,
-        quota=policy.quota,
-        r_min=policy.r_min,
-        behaviour=behaviour.hexdigest() if probes else "",
-    )
-
-
 def probes_from_checkpoint(
     checkpoint: Path, text_tower: Path | None, dataset: Dataset
 ) -> Sequence[VisualTokens]:
@@ -213,9 +177,42 @@ class RoundEvaluator:
         self._known[state.digest] = name
         return None if name == proposal.name else self._result(candidate, "same", same_as=name)
 
+    @torch.no_grad()
     def _check(self, state: PruningState) -> VerdictRecord:
-        known = self._ledger.find(VerdictRecord, f"verdict/{state.digest}")
-        return known or self._ledger.put(_check_state(state, self._settings, self._probes))
+        """Verdict on a state at every budget of the search; problems are recorded, not raised.
+
+        Its behaviour is the SHA-256 of the token rows selected for every probe: features as well as
+        indices, because two states may keep the same tokens and merge the discarded ones
+        differently.
+        """
+        if known := self._ledger.find(VerdictRecord, f"verdict/{state.digest}"):
+            return known
+        problems, behaviour = list[str](), hashlib.sha256()
+        for budget in self._settings.budgets:
+            try:
+                policy = materialize(state, budget)
+                failed = [each for each in safety_check(policy).verdicts if not each.ok]
+                problems += [f"{each.name} at K = {budget}: {each.detail}" for each in failed]
+            except ProblemsError as error:
+                problems += map(str, error.problems)
+            except AutopruneError as error:
+                problems.append(str(error))
+            for tokens in () if problems else self._probes:
+                refined = refine(policy.at(tokens.count, tokens.grid.tiles), tokens)
+                behaviour.update(refined.indices.contiguous().numpy().tobytes())
+                behaviour.update(refined.features.float().contiguous().numpy().tobytes())
+        if problems:
+            verdict = VerdictRecord(digest=state.digest, valid=False, problems=tuple(problems))
+        else:
+            policy = materialize(state, self._settings.source_budget)
+            verdict = VerdictRecord(
+                digest=state.digest,
+                valid=True,
+                quota=policy.quota,
+                r_min=policy.r_min,
+                behaviour=behaviour.hexdigest() if self._probes else "",
+            )
+        return self._ledger.put(verdict)
 
     def _fingerprint(self, state: PruningState) -> str:
         """What is equal for states that keep the same tokens of the probes."""
