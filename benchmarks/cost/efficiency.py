@@ -7,7 +7,6 @@ same, so that the times of a deeper model are linear in their number.
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +32,7 @@ from vllm_autoprune.backbones import (
     BACKBONE_SHAPES,
     BackboneShape,
     Cost,
+    find_backbone,
 )
 from vllm_autoprune.http_client import Metrics
 from vllm_autoprune.record_file import FrozenModel
@@ -81,30 +81,16 @@ class _Model:
     @classmethod
     def open(cls, name: str, layers: int, out: Path) -> _Model:
         """The model of that name; the folder of a shape is written below ``out``."""
-        if name != _MINI:
-            folder = write_shape(name, out / f"{name}-{layers}-layers", layers)
-            flags = ("--load-format", "dummy", "--max-model-len", "4096")
-            return cls(name, folder, replace(BACKBONE_SHAPES[name], layers=layers), flags)
-        config = json.loads((LLAVA / "config.json").read_text())
-        text, vision = config["text_config"], config["vision_config"]
-        grid = vision["image_size"] // vision["patch_size"]
-        shape = replace(
-            BACKBONE_SHAPES["llava-1.5-7b"],
-            layers=text["num_hidden_layers"],
-            width=text["hidden_size"],
-            feed_forward=text["intermediate_size"],
-            kv_width=text["num_key_value_heads"] * text["head_dim"],
-            grid_height=grid,
-            grid_width=grid,
-        )
-        return cls(_MINI, LLAVA, shape, ("--max-model-len", "1024"))
+        if name == _MINI:
+            return cls(_MINI, LLAVA, find_backbone(str(LLAVA)), ("--max-model-len", "1024"))
+        folder = write_shape(name, out / f"{name}-{layers}-layers", layers)
+        flags = ("--load-format", "dummy", "--max-model-len", "4096")
+        return cls(name, folder, replace(BACKBONE_SHAPES[name], layers=layers), flags)
 
     def draw_requests(self, count: int) -> list[bytes]:
         """A question about each of several images; mini-LLaVA gets some that it knows."""
         if self.name == _MINI:
-            by_image = {
-                example.image_id: example for example in reversed(draw_examples("test", count))
-            }
+            by_image = {e.image_id: e for e in reversed(draw_examples("test", count))}
             asked = [(by_image[i].png_url, by_image[i].question) for i in range(count)]
         else:
             side = _SHAPES[self.name]

@@ -143,9 +143,7 @@ class _Request(NamedTuple):
             "autoprune_visual_tokens_total before": _TOKENS,
             "autoprune_visual_tokens_total after": budget + recalled,
             # Up to the edge of a KV block, as the prompt has them.
-            "autoprune_core_tokens_total": align_core(start, budget, wanted, _BLOCK)
-            if wanted
-            else 0,
+            "autoprune_core_tokens_total": wanted and align_core(start, budget, wanted, _BLOCK),
             "autoprune_recalled_tokens_total": recalled,
             "autoprune_kv_bytes_saved_total": (_TOKENS - budget - recalled) * _KV_BYTES,
         }
@@ -189,17 +187,16 @@ class _Tally:
         if not status:
             time.sleep(1.0)  # no server: do not retry in a busy loop
 
-    def compare(self, before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
+    def compare(self, gained: Counter[str]) -> list[str]:
         """Every counter of the server that differs; what it alone counts must be 0.
 
         The counter of fallbacks has no sample for ``none``, which is no failure.
         """
-        names = {name for name in after if name.startswith((*_BY_REQUEST, *_FAILURES))}
-        gained = {name: after.get(name, 0) - before.get(name, 0) for name in {*names, *self.counts}}
+        names = {name for name in gained if name.startswith((*_BY_REQUEST, *_FAILURES))}
         return [
-            f"{name}: {count:,} by the server, {self.counts.get(name, 0):,} by its client"
-            for name, count in sorted(gained.items())
-            if count != self.counts.get(name, 0)
+            f"{name}: {gained[name]:,} by the server, {self.counts[name]:,} by its client"
+            for name in sorted(names | self.counts.keys())
+            if gained[name] != self.counts[name]
         ]
 
     def format_report(
@@ -342,8 +339,8 @@ def run(options: argparse.Namespace) -> int:
             tally, samples = _keep_busy(
                 server.url, server.process.pid, start, options.users, seconds
             )
-            after = _read_counters(server.get("/metrics"))
-    text, passed = tally.format_report(options.minutes, tally.compare(before, after), samples)
+            gained = _read_counters(server.get("/metrics")) - before
+    text, passed = tally.format_report(options.minutes, tally.compare(gained), samples)
     (options.out / "soak.txt").write_text(text + "\n", encoding="utf-8")
     print(text)
     return 0 if passed else 1

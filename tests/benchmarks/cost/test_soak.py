@@ -68,9 +68,9 @@ def test_a_soak_is_passed_but_for_a_fault(
     monkeypatch.setattr(soak._Request, "draw", staticmethod(draw_numbered))
     with fake_server(reply, model=None, pages={"/metrics": metrics}) as server:
         tally, samples = soak._keep_busy(server.url, os.getpid(), 5, users=4, seconds=2.5)
-        after = soak._read_counters(httpx.get(f"{server.url}/metrics").text)
+        gained = soak._read_counters(httpx.get(f"{server.url}/metrics").text)
     assert len(requests) > 10 and any(str(os.getpid()) in name for name in samples[-1])
-    text, passed = tally.format_report(0.025, tally.compare({}, after), [{}] * 9)
+    text, passed = tally.format_report(0.025, tally.compare(gained), [{}] * 9)
     assert passed is not bool(fault) and problem in text
 
 
