@@ -70,13 +70,11 @@ class Estimate:
         return cls(float(figure[0]), float(low), float(high))
 
     @classmethod
-    def ratio_of_medians(
-        cls, over: Sequence[Sequence[float]], under: Sequence[Sequence[float]]
-    ) -> Estimate:
-        """median(over) / median(under) of paired rounds ``(rounds, requests)``, drawn together."""
-        top, bottom = np.asarray(over, dtype=np.float64), np.asarray(under, dtype=np.float64)
-        rows = resample(len(top), DRAWS)
-        return cls.of(_medians(top, rows) / _medians(bottom, rows))
+    def ratio_of_medians(cls, over: Sequence[float], under: Sequence[float]) -> Estimate:
+        """median(over) / median(under) of paired rounds, drawn together."""
+        rows = resample(len(over), DRAWS)
+        top, bottom = (np.median(np.asarray(values)[rows], axis=1) for values in (over, under))
+        return cls.of(top / bottom)
 
     def count_decimals(self, most: int = 4) -> int:
         """Decimals that show three digits of the width of the interval, as more say nothing."""
@@ -118,12 +116,6 @@ def _resample_in_chunks(count: int, draws: int, block: int = 1) -> Iterator[_Ind
         size = (min(chunk, draws - start), -(-count // block), 1)
         rows = (generator.integers(count, size=size) + np.arange(block)) % count
         yield rows.reshape(len(rows), -1)[:, :count]
-
-
-def _medians(values: Floats, rows: _Indices) -> Floats:
-    """Median of each resample ``(1 + draws,)``; values ``(count,)`` or ``(count, requests)``."""
-    drawn: Floats = np.median(values[rows].reshape(len(rows), -1), axis=1)
-    return drawn
 
 
 class ClusterBootstrap:

@@ -12,6 +12,7 @@ import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_autoprune.backbones import find_backbone
 from vllm_autoprune.ops.dtype import choose_dtype
 
 if TYPE_CHECKING:  # loaded by what writes a folder
@@ -144,20 +145,13 @@ def draw_words(count: int, number: int, vocabulary: int = 31_000) -> str:
 def count_kv_bytes(checkpoint: Path, dtype: str | None = None) -> int:
     """Bytes of a token's keys and values in all layers, in ``dtype`` or this machine's.
 
-    2 (key, value) x layers x KV heads x head dimension x bytes of a number.
+    2 (key, value) x layers x width of KV heads x bytes of a number.
     """
-    text = _read_config(checkpoint).get_text_config()
+    shape = find_backbone(str(checkpoint))
     size = {"float32": 4, "bfloat16": 2, "float16": 2}[dtype or choose_dtype()]
-    return int(2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim * size)
+    return 2 * shape.layers * shape.kv_width * size
 
 
 def count_visual_tokens(checkpoint: Path) -> int:
     """Visual tokens of one image before pruning, N."""
-    vision = _read_config(checkpoint).vision_config
-    return int(vision.image_size // vision.patch_size) ** 2
-
-
-def _read_config(checkpoint: Path) -> Any:
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(checkpoint)
+    return find_backbone(str(checkpoint)).tokens

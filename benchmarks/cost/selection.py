@@ -137,8 +137,7 @@ class _Measurement(NamedTuple):
     @property
     def ratio(self) -> Estimate:
         """Ours over the published code's."""
-        over, under = ([[value] for value in seconds] for seconds in (self.ours, self.published))
-        return Estimate.ratio_of_medians(over, under)
+        return Estimate.ratio_of_medians(self.ours, self.published)
 
     @classmethod
     def of(cls, size: _Size, device: str) -> _Measurement:

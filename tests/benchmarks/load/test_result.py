@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.load.report import REPORT, Experiment, Point, _compare_points
+from benchmarks.load.report import REPORT, Experiment, Point
 from benchmarks.load.result import Summary, _estimate_percentiles, estimate_ratio
 from benchmarks.load.settings import Load, SendingOptions, Workload
 from tests.benchmarks.load.samples import SLO, point, record, result
@@ -145,19 +145,6 @@ def test_a_run_is_told_in_a_few_lines() -> None:
     assert counts == "  11 requests counted, 0 failed: 2.00 requests/s"
     unread = result(ANSWERED, CLOSED, counters=None).verdict
     assert unread == "valid, but the server's /metrics could not be read"
-
-
-def test_every_pass_has_a_ratio_and_runs_that_are_not_valid_have_none() -> None:
-    times = [float(t) for t in np.random.default_rng(0).exponential(0.2, 40)]
-    stock = point("stock", CLOSED, [times, times])
-    pruned = point("AutoPrune", CLOSED, [[t / 2 for t in times], [0.45 * t for t in times]])
-    runs = [stock.runs[0], pruned.runs[0], pruned.runs[1], stock.runs[1]]
-    assert Experiment(runs, SLO).points == [stock, pruned]
-    ratio, by_pass = _compare_points(pruned, stock, "TTFT", 50)
-    assert by_pass == pytest.approx([0.5, 0.45])
-    assert ratio is not None and 0.44 < ratio.low <= ratio.high < 0.51
-    invalid = point("AutoPrune", CLOSED, [times], valid=False)
-    assert _compare_points(invalid, stock, "TTFT", 50) == (None, [])
 
 
 ENOUGH = [0.1 + 0.001 * (n % 7) for n in range(200)]
