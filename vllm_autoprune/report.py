@@ -1,18 +1,26 @@
-"""Reports: tables and the document that holds them, as Markdown and as one HTML file.
+"""Reports: tables, charts and the document that holds them, as Markdown and as one HTML file.
 
-The HTML file loads nothing and runs no script: its content security policy forbids both.
+The HTML file loads nothing and runs no script: its content security policy forbids both. Charts are
+SVG of matplotlib, with the colours of the page's style sheet, so that they follow its light or dark
+mode; a point's tooltip is its SVG title.
 """
 
 from __future__ import annotations
 
+import io
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import warnings
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jinja2
 from markupsafe import Markup, escape
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Tone = Literal["good", "bad", "open"]
 """How an answer is marked; ``open``: not decided."""
@@ -79,11 +87,140 @@ class Table:
 
 
 @dataclass(frozen=True)
+class Mark:
+    """One point; ``low`` and ``high``: its interval; hollow where it is not to be relied on."""
+
+    x: float
+    y: float
+    tip: str
+    low: float | None = None
+    high: float | None = None
+    hollow: bool = False
+    link: str = ""
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points of one colour; ``path``: points of a line without marks."""
+
+    name: str
+    marks: Sequence[Mark] = ()
+    path: Sequence[tuple[float, float]] = ()
+    line: Literal["none", "straight", "steps"] = "straight"
+    dashed: bool = False
+    colour: int = 0
+
+    def draw(self, axes: Axes, marks: dict[str, Mark]) -> None:
+        """A line through the points that are not hollow, and every mark by its id in the SVG."""
+        colour = _COLOURS[self.colour % len(_COLOURS)]
+        symbol, size = _SYMBOLS[self.colour % len(_SYMBOLS)], 4 if self.dashed else 6
+        points = list(self.path) or [(mark.x, mark.y) for mark in self.marks if not mark.hollow]
+        dashes = "--" if self.dashed else "-"
+        if self.line == "none" or len(points) < 2:
+            points, dashes = [], ""
+        steps = "steps-post" if self.line == "steps" else "default"
+        axes.plot(
+            [x for x, _ in points], [y for _, y in points], dashes, color=colour, drawstyle=steps
+        )
+        for mark in self.marks:
+            if mark.low is not None and mark.high is not None:
+                axes.plot(
+                    [mark.x] * 2, [mark.low, mark.high], color=colour, linewidth=1.2, alpha=0.65
+                )
+            fill: Literal["none", "full"] = "none" if mark.hollow else "full"
+            name = f"mark-{len(marks)}"
+            marks[name] = mark
+            axes.plot(
+                mark.x, mark.y, symbol, color=colour, markersize=size, fillstyle=fill, gid=name
+            )
+        # The legend shows the line with a mark, which the line itself has not.
+        symbol = symbol if self.marks else ""
+        axes.plot([], [], dashes, color=colour, label=self.name, marker=symbol, markersize=size)
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart with its title and the labels of its axes."""
+
+    title: str
+    x_label: str
+    y_label: str
+    series: Sequence[Series]
+    rules: Mapping[str, float] = field(default_factory=dict)
+    """Horizontal reference lines by their name in the legend."""
+    y_scale: Literal["linear", "log"] = "linear"
+    x_zero: bool = False
+    """Whether the x axis includes 0."""
+
+    def draw(self) -> Markup:
+        """The chart as a ``<figure>``: title, then an SVG with its legend."""
+        try:
+            import matplotlib
+            from matplotlib.figure import Figure
+        except ModuleNotFoundError:
+            return Markup("<figure><figcaption>{}</figcaption>{}</figure>").format(
+                self.title, "Not drawn: pip install matplotlib"
+            )
+        style: dict[Any, Any] = {
+            "svg.fonttype": "none", "svg.hashsalt": self.title, "text.parse_math": False,
+            "axes.edgecolor": _SOFT, "axes.labelcolor": _INK, "text.color": _INK,
+            "grid.color": _LINE, "xtick.color": _SOFT, "ytick.color": _SOFT,
+            "axes.spines.top": False,
+            "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
+            "legend.frameon": False,
+        }  # fmt: skip
+        marks: dict[str, Mark] = {}
+        buffer = io.StringIO()
+        with matplotlib.rc_context(style), warnings.catch_warnings():
+            # About characters that a font lacks, which a browser has.
+            warnings.simplefilter("ignore")
+            figure = Figure(figsize=(6.4, 4.4), layout="constrained")
+            axes = figure.add_subplot(xlabel=self.x_label, ylabel=self.y_label)
+            for series in self.series:
+                series.draw(axes, marks)
+            for name, y in self.rules.items():
+                axes.axhline(y, color=_INK, linestyle=":", label=name)
+            if self.x_zero:
+                axes.set_xlim(left=min(0.0, axes.get_xlim()[0]))
+            # A logarithmic axis needs a positive point.
+            heights = [y for series in self.series for _, y in series.path]
+            if self.y_scale == "log" and any(
+                y > 0 for y in (*heights, *(mark.y for mark in marks.values()))
+            ):
+                axes.set_yscale("log")
+            if len(self.series) > 1 or self.rules:
+                figure.legend(loc="outside upper left", ncols=3, fontsize="small")
+            figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+        ElementTree.register_namespace("", _SVG)
+        ElementTree.register_namespace("xlink", "http://www.w3.org/1999/xlink")
+        root = ElementTree.fromstring(buffer.getvalue())
+        for element in root.iter():
+            if mark := marks.get(element.get("id", "")):
+                title = ElementTree.Element(f"{{{_SVG}}}title")
+                title.text = mark.tip
+                element.insert(0, title)
+                if mark.link:
+                    element.tag = f"{{{_SVG}}}a"
+                    element.set("href", mark.link)
+        for name in ("width", "height"):
+            del root.attrib[name]
+        root.set("role", "img")
+        root.set("aria-label", f"{self.title}: {self.y_label} over {self.x_label}")
+        svg = re.sub(
+            "|".join(_STYLE), lambda c: _STYLE[c[0]], ElementTree.tostring(root, "unicode")
+        )
+        return Markup('<figure class="chart"><figcaption>{}</figcaption>{}</figure>').format(
+            self.title, Markup(svg)
+        )
+
+
+@dataclass(frozen=True)
 class Section:
     """A titled part of a document."""
 
     title: str
     texts: Sequence[str] = ()
+    charts: Sequence[Chart] = ()
     tables: Sequence[Table] = ()
     code: str = ""
     folded: bool = False
@@ -119,13 +256,25 @@ class Document:
         )
 
     def render_markdown(self) -> str:
-        """The document, without the code of its sections."""
+        """The document without its charts."""
         lines = [f"# {self.title}\n", f"{self.answer}\n"]
         lines += [*(f"- {text}" for text in self.warnings), ""] if self.warnings else []
         lines += [f"- {fact}" for fact in self.facts]
         for section in self.sections:
-            lines.append(f"\n## {section.title}\n")
-            lines += [f"- {text}" for text in section.texts]
-            for table in section.tables:
-                lines.append(f"\n### {table.caption}\n\n{table.markdown()}")
+            if section.tables or not section.charts:
+                lines.append(f"\n## {section.title}\n")
+                lines += [f"- {text}" for text in section.texts]
+                for table in section.tables:
+                    lines.append(f"\n### {table.caption}\n\n{table.markdown()}")
         return "\n".join(lines) + "\n"
+
+
+_SVG = "http://www.w3.org/2000/svg"
+_STYLE = {
+    "#000001": "var(--ink)", "#000002": "var(--soft)", "#000003": "var(--line)",
+    "#0072b2": "var(--c0)", "#d55e00": "var(--c1)", "#009e73": "var(--c2)",
+    "#b4548f": "var(--c3)", "#b07a00": "var(--c4)", "#3b9bd3": "var(--c5)",
+}  # fmt: skip
+"""Colours as they are drawn, by which the style sheet's are told apart in the SVG."""
+_INK, _SOFT, _LINE, *_COLOURS = _STYLE
+_SYMBOLS = "os^DvP"

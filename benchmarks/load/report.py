@@ -1,7 +1,7 @@
 """Comparison of a paired experiment's arms, as one HTML file that loads nothing.
 
 Every figure is of all passes of one arm at one load, with the passes of a request drawn together.
-Runs that are not valid count as unknown: they are used for no ratio.
+Runs that are not valid count as unknown: they are hollow in the chart, and used for no ratio.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
@@ -25,7 +24,18 @@ from benchmarks.load.result import (
     estimate_ratio,
 )
 from benchmarks.load.settings import CACHES, Load, SendingOptions
-from vllm_autoprune.report import Cell, CellTone, Document, Row, Section, Table, Tone
+from vllm_autoprune.report import (
+    Cell,
+    CellTone,
+    Chart,
+    Document,
+    Mark,
+    Row,
+    Section,
+    Series,
+    Table,
+    Tone,
+)
 from vllm_autoprune.statistics import Estimate
 
 REPORT = "report.html"
@@ -107,10 +117,13 @@ class Experiment:
         points = [Point(arm, load, tuple(passes)) for (arm, load), passes in groups.items()]
         return sorted(points, key=lambda p: (p.load.rate or 0.0, p.load.users or 0))
 
-    @property
-    def arms(self) -> list[str]:
-        """Names of all arms, the reference first."""
-        return list(dict.fromkeys(run.arm for run in self.runs))
+    @cached_property
+    def arms(self) -> dict[str, list[Point]]:
+        """The points of each arm, in the order of arms."""
+        arms: dict[str, list[Point]] = {}
+        for point in self.points:
+            arms.setdefault(point.arm, []).append(point)
+        return arms
 
     @cached_property
     def answer(self) -> tuple[str, Tone]:
@@ -119,9 +132,11 @@ class Experiment:
         At the highest load that all arms have, if possible below saturation for all: beyond it a
         queue grows as long as a run lasts, so that its latencies mean nothing.
         """
-        by_load = [list(points) for _, points in groupby(self.points, lambda point: point.load)]
+        by_load: dict[Load, list[Point]] = {}
+        for point in self.points:
+            by_load.setdefault(point.load, []).append(point)
         valid = [
-            shared for shared in by_load
+            shared for shared in by_load.values()
             if len(shared) == len(self.arms) and all(point.valid for point in shared)
         ]  # fmt: skip
         if not valid:
@@ -182,13 +197,44 @@ class Experiment:
                 f"objective: {self.slo.describe_objective()}",
                 *dict.fromkeys(CACHES[run.result.workload.cache] for run in self.runs),
             ],
-            sections=[*self.build_ratios(), self.build_figures(), self.build_runs(), settings],
+            sections=[
+                self.draw_chart(),
+                *self.build_ratios(),
+                self.build_figures(),
+                self.build_runs(),
+                settings,
+            ],
         )
         (folder / REPORT).write_text(document.render_html())
 
+    def draw_chart(self) -> Section:
+        """Median TTFT over the achieved rate; open loops are dashed."""
+        series = []
+        for colour, (arm, points) in enumerate(self.arms.items()):
+            # In order of load: beyond saturation throughput may fall, and the line turns back.
+            for kind in ("closed", "open"):
+                marks = []
+                for point in points:
+                    median = point.summary.percentile("TTFT", 50)
+                    if median is None or (point.load.rate is None) != (kind == "closed"):
+                        continue
+                    value, low, high = (1000 * end for end in dataclasses.astuple(median))
+                    tip = f"{arm}, {point.load.title}" + ("" if point.valid else ", not valid")
+                    rate = point.summary.request_rate
+                    marks.append(Mark(rate, value, tip, low, high, not point.valid))
+                if marks:
+                    name = f"{arm}, {kind} loop"
+                    series.append(Series(name, marks, dashed=kind == "open", colour=colour))
+        most = self.slo.slo_ttft
+        limit = {f"objective {most:g} ms": most} if most else {}
+        titles = ("Latency over throughput", "achieved, requests/s", "median TTFT, ms")
+        chart = Chart(*titles, series, limit, y_scale="log", x_zero=True)
+        text = "Bars: 95 % intervals; hollow: not valid. Point at a mark for its load."
+        return Section("Latency and throughput", [text], [chart])
+
     def build_ratios(self) -> Iterator[Section]:
         """Every arm against the first, at every load that both have."""
-        against = self.arms[0]
+        against = self.points[0].arm
         references = {point.load: point for point in self.points if point.arm == against}
         rows: list[Row] = []
         for point in self.points:
@@ -216,22 +262,33 @@ class Experiment:
 
     def build_figures(self) -> Section:
         """Counts, latencies, rates and goodput of every point; TTFAT only where a model thinks."""
+
+        def describe(figure: Estimate | None, unit: float, few: str = "") -> str:
+            """A figure and its interval, which the table puts under it."""
+            if figure is None:
+                return "no answer"
+            return format_estimate(figure, unit, 0 if unit * figure.value > 100 else 1) + few
+
         thinks = any(point.summary.thinks for point in self.points)
         figures = [(name, level) for name, level in _TABULATED if thinks or name != "TTFAT"]
         rows: list[Row] = []
         for point in self.points:
-            summary, cells = point.summary, list[str]()
-            for name, level in figures:
-                figure = summary.percentile(name, level)
-                few = summary.mark_few(level)
-                cells.append(f"{format_estimate(figure, 1000)}{few}" if figure else "no answer")
+            summary, offered = point.summary, point.summary.offered_rate or point.load.rate
+            latencies = [
+                describe(summary.percentile(name, level), 1000, summary.mark_few(level))
+                for name, level in figures
+            ]
             arm = point.arm if point.valid else Cell(point.arm, "not valid", tone="bad")
-            goodput = format_estimate(summary.goodput, 100) if summary.goodput else "no answer"
+            due = "–" if point.load.rate is None else f"{offered:.2f}"
+            goodput = describe(summary.goodput, 100)
             counts = [f"{summary.requests}", f"{summary.prompt_tokens:.1f}"]
-            rate = f"{summary.request_rate:.2f}"
-            rows.append([point.load.title, arm, *counts, *cells, rate, goodput])
-        latencies = (f"{name} p{level}, ms" for name, level in figures)
-        head = ["load", "arm", "requests", "prompt tokens", *latencies, "requests/s", "goodput, %"]
+            rates = [due, f"{summary.request_rate:.2f}", goodput]
+            rows.append([point.load.title, arm, *counts, *latencies, *rates])
+        latency_heads = (f"{name} p{level}, ms" for name, level in figures)
+        head = [
+            "load", "arm", "requests", "prompt tokens", *latency_heads,
+            "offered/s", "achieved/s", "goodput, %",
+        ]  # fmt: skip
         text = (
             "All passes together; in an open loop from the scheduled time, which a closed loop "
             "does not have. TTFAT: to the first token after thoughts. TPOT: by the server's count "

@@ -30,6 +30,7 @@ COUNTERS = {
 
 _ENOUGH = {50: 20, 90: 50, 95: 100, 99: 200}
 """Requests that a percentile needs to be quoted."""
+LEVELS = tuple(_ENOUGH)
 _DRAWS = 1000
 _DELAY_SHARE = 0.05
 """Limit of the client's p99 delay, as a share of the median TTFT."""
@@ -48,9 +49,10 @@ _LATENCIES: Mapping[str, Callable[[Record], Sequence[float]]] = {
     "E2E": lambda record: (record.e2e,),
 }
 """The seconds that one answered request contributes to each kind of latency."""
+LATENCIES = tuple(_LATENCIES)
 
 _Percentiles = Mapping[int, Estimate]
-"""By level, 50 to 99."""
+"""By level, of :data:`LEVELS`."""
 
 
 def _resample_weights(requests: int) -> Floats:
@@ -87,8 +89,8 @@ def _estimate_percentiles(by_request: Sequence[Sequence[float]]) -> _Percentiles
     """Percentiles of the values of all requests; empty where there is no value."""
     if not any(map(len, by_request)):
         return {}
-    percentiles = _draw_percentiles(by_request, [*_ENOUGH], _resample_weights(len(by_request)))
-    return dict(zip(_ENOUGH, map(Estimate.of, percentiles.T), strict=True))
+    percentiles = _draw_percentiles(by_request, LEVELS, _resample_weights(len(by_request)))
+    return dict(zip(LEVELS, map(Estimate.of, percentiles.T), strict=True))
 
 
 def estimate_ratio(
@@ -135,9 +137,11 @@ class Summary(FrozenModel):
     seconds: float
     """From the first request that was due to the end of the last; of several passes, the mean."""
     latencies: Mapping[str, _Percentiles]
-    """By name, of :data:`_LATENCIES`, and of the client's own ``delay``."""
+    """By name, of :data:`LATENCIES`, and of the client's own ``delay``."""
     goodput: Estimate | None
     """Share of requests that met the objective; failed ones did not."""
+    offered_rate: float | None
+    """Requests a second by the schedule as it was drawn."""
     request_rate: float
     prompt_tokens: float
     """Mean, as the server counts them."""
@@ -166,12 +170,14 @@ class Summary(FrozenModel):
         ]
         measured = [record for records in counted for record in records]
         good = [record for record in measured if record.ok]
-        seconds, rates = list[float](), list[float]()
+        seconds, rates, offered = list[float](), list[float](), list[float]()
         for records in filter(None, counted):
+            span = records[-1].scheduled - records[0].scheduled
+            offered += [(len(records) - 1) / span] if span else []
             seconds.append(max(r.done for r in records) - min(r.scheduled for r in records))
             rates.append(sum(r.ok for r in records) / seconds[-1])
         met = np.asarray([slo.is_good(record) for record in measured], dtype=np.float64)
-        by_latency = {name: [*_values_by_request(passes, name).values()] for name in _LATENCIES}
+        by_latency = {name: [*_values_by_request(passes, name).values()] for name in LATENCIES}
         by_latency["delay"] = [[record.delay] for record in measured]
         return cls(
             requests=len(measured),
@@ -180,6 +186,7 @@ class Summary(FrozenModel):
             seconds=mean(seconds or [0.0]),
             latencies={name: _estimate_percentiles(values) for name, values in by_latency.items()},
             goodput=Estimate.of(_resample_weights(len(met)) @ met / len(met)) if len(met) else None,
+            offered_rate=mean(offered) if offered else None,
             request_rate=mean(rates or [0.0]),
             prompt_tokens=mean([r.prompt_tokens or 0 for r in good] or [0]),
         )
@@ -293,8 +300,10 @@ class Result(FrozenModel):
         if float(busy) > int(cores):
             load = f"load average {busy} on {cores} cores before the run"
             yield f"  warning: {load}: use an idle machine"
-        rate = f"{summary.request_rate:.2f} requests/s"
-        yield f"  {summary.requests} requests counted, {summary.failed} failed: {rate}"
+        rates = f"{summary.request_rate:.2f}"
+        if self.options.load.rate is not None and summary.offered_rate is not None:
+            rates = f"{summary.offered_rate:.2f} offered, {rates} achieved"
+        yield f"  {summary.requests} requests counted, {summary.failed} failed: {rates} requests/s"
         for name, percentiles in summary.latencies.items():
             if percentiles and (name != "TTFAT" or summary.thinks):
                 figures = [

@@ -10,8 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.load.report import REPORT, Experiment, Point
-from benchmarks.load.result import Summary, _estimate_percentiles, estimate_ratio
+from benchmarks.load.report import (
+    REPORT,
+    Experiment,
+    Point,
+    _compare_points,
+)
+from benchmarks.load.result import (
+    Summary,
+    _estimate_percentiles,
+    estimate_ratio,
+)
 from benchmarks.load.settings import Load, SendingOptions, Workload
 from tests.benchmarks.load.samples import SLO, point, record, result
 from vllm_autoprune.report import Section
@@ -64,6 +73,7 @@ def test_rates_are_means_over_the_whole_time_and_latencies_are_of_answers(passes
     assert (summary.requests, summary.failed) == (11 * passes, passes)
     # From 0 to the end of the failed request at 5 + 0.2 + 3 x 0.05.
     assert summary.request_rate == pytest.approx(10 / 5.35)
+    assert summary.offered_rate == pytest.approx(10 / 5.0)
     wanted = {"TTFT": 0.2, "TTFAT": 0.2, "ITL": 0.1, "TPOT": 0.1, "E2E": 0.5, "delay": 0.0}
     medians = {name: figures[50].value for name, figures in summary.latencies.items()}
     assert medians == pytest.approx(wanted)
@@ -139,12 +149,30 @@ def test_a_run_is_valid_or_has_every_reason_against_it(case: str) -> None:
 def test_a_run_is_told_in_a_few_lines() -> None:
     records = [record(n, scheduled=0.5 * n, ttft=0.5, gap=0.0) for n in range(11)]
     busy = result(records, Load(rate=2.0), environment={"load average": "2.10", "cores": "2"})
-    verdict, warning, counts, *_ = busy.format()
+    verdict, warning, rates, *_ = busy.format()
     assert verdict.endswith("valid, but 11 requests are too few for a verdict (20 needed)")
     assert warning.startswith("  warning: load average 2.10 on 2 cores")
-    assert counts == "  11 requests counted, 0 failed: 2.00 requests/s"
+    assert rates.endswith("2.00 offered, 2.00 achieved requests/s")
     unread = result(ANSWERED, CLOSED, counters=None).verdict
     assert unread == "valid, but the server's /metrics could not be read"
+
+
+TIMES = [float(t) for t in np.random.default_rng(0).exponential(0.2, 40)]
+HALF = [t / 2 for t in TIMES]
+
+
+def test_an_arm_is_compared_with_the_first_and_invalid_runs_have_no_ratio() -> None:
+    stock = point("stock", CLOSED, [TIMES, TIMES])
+    pruned = point("AutoPrune", CLOSED, [HALF, [0.9 * t for t in HALF]])
+    runs = [stock.runs[0], pruned.runs[0], pruned.runs[1], stock.runs[1]]
+    assert Experiment(runs, SLO).points == [stock, pruned]
+    ratio, by_pass = _compare_points(pruned, stock, "TTFT", 50)
+    assert by_pass == pytest.approx([0.5, 0.45])
+    assert ratio is not None and 0.44 < ratio.low <= ratio.high < 0.51
+    tpot, _ = _compare_points(pruned, stock, "TPOT", 50)
+    assert tpot is not None and tpot.value == pytest.approx(1.0)
+    invalid = point("AutoPrune", CLOSED, [HALF], valid=False)
+    assert _compare_points(invalid, stock, "TTFT", 50) == (None, [])
 
 
 ENOUGH = [0.1 + 0.001 * (n % 7) for n in range(200)]
@@ -219,8 +247,8 @@ def test_the_page_has_the_answer_ratios_verdicts_rates_and_settings(tmp_path: Pa
     assert answer is not None and page.index(answer[2]) < page.index("<table")
     # 60 requests in each of two passes, but only one pass at the highest rate.
     assert answer[1] == "open" and answer[2].startswith("60 requests at a load are too few for p99")
-    body = re.sub(r"<[^>]+>", " ", page[page.index("<body>") :])
-    text = " ".join(html.unescape(body).split())
+    body = re.sub(r"<svg.*?</svg>", "", page[page.index("<body>") :], flags=re.S)
+    text = " ".join(html.unescape(re.sub(r"<[^>]+>", " ", body)).split())
     for wanted in (
         "At 2 requests/s, the median time to the first token of AutoPrune is 50 (50–50) %",
         "ended early: AutoPrune: no <state>",
@@ -232,9 +260,11 @@ def test_the_page_has_the_answer_ratios_verdicts_rates_and_settings(tmp_path: Pa
         "every image is new",
     ):
         assert wanted in text
-    row = re.search(r"4 requests/s stock 60 600.0 .*? (\d\.\d\d) 100\.0", text)
-    rate = pytest.approx(60 / (59 / 4 + 0.159 + 0.15), abs=0.01)
-    assert row is not None and float(row[1]) == rate
+    row = re.search(r"4 requests/s stock 60 600.0 .*? (\d\.\d\d) (\d\.\d\d) 100\.0", text)
+    assert row is not None and row[1] == "4.00"
+    assert float(row[2]) == pytest.approx(60 / (59 / 4 + 0.159 + 0.15), abs=0.01)
     links = re.findall(r' href="([^"]+)"', page)
     assert "runs/0-AutoPrune/rate-4/records.jsonl" in links
     assert all(link.startswith("runs/") for link in links)
+    titles = re.findall(r"<title>([^<]*)</title>", page)  # of the chart's marks
+    assert sum(title.endswith("not valid") for title in titles) == 1
