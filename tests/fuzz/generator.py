@@ -46,11 +46,7 @@ _ODD_VALUES: tuple[Any, ...] = (
 
 # ---- states that the schema describes ----
 
-
-@cache
-def state_schema() -> Json:
-    """The JSON Schema of states."""
-    return PruningState.model_json_schema()
+SCHEMA: Json = PruningState.model_json_schema()
 
 
 @cache
@@ -59,7 +55,7 @@ def states(definition: str = "") -> st.SearchStrategy[Any]:
 
     Valid except for rules that no schema can express.
     """
-    return _values(state_schema()["$defs"][definition] if definition else state_schema())
+    return _values(SCHEMA["$defs"][definition] if definition else SCHEMA)
 
 
 def _values(schema: Json) -> st.SearchStrategy[Any]:
