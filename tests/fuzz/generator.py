@@ -278,6 +278,7 @@ _ODD_FIELDS: Mapping[str, tuple[object, ...]] = {
     "truncate_prompt_tokens": (-2, -1, 0, 1, 5, 20, 40, 200, 10**6, 2**63, "1", None),
     "truncation_side": ("left", "right", "", 1, None),
     "add_generation_prompt": (True, False),
+    "media_io_kwargs": ({"image": {"image_mode": "L"}}, {"autoprune": {"budget": 8}}, {"image": 1}),
     "continue_final_message": (True, False),
     "mm_processor_kwargs": (
         {REQUEST_FIELD: {REQUEST_FIELD: {"budget": 8}}},

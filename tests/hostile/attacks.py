@@ -133,17 +133,6 @@ def images_of_every_role(site: Site) -> OddRequests:
     yield from ((name, site.body(messages=messages)) for name, messages in talks.items())
 
 
-@attack(judge=Site.check_each)
-def odd_arguments_of_media(site: Site) -> OddRequests:
-    """Media loading arguments of clients."""
-    for arguments in (
-        *({"image_mode": mode} for mode in ("L", "RGBA", "I;16")),
-        *({"rgba_background_color": [0, 0, 0]}, {"autoprune": {}}, 1),
-    ):
-        yield f"{arguments}", site.body(IMAGE, media_io_kwargs={"image": arguments})
-    yield "of no medium", site.body(IMAGE, media_io_kwargs={"autoprune": {"budget": 8}})
-
-
 @attack("split")
 def odd_details(site: Site) -> None:
     """Values of ``image_url.detail`` on a server that has budgets for them."""
@@ -291,13 +280,6 @@ def long_conversations(site: Site) -> OddRequests:
     for turns in (MAX_RECALLS + 4, 300):
         talk = conversation(RECALLED, *["more"] * turns)
         yield f"{turns} turns", site.body(messages=talk, **RECALL)
-
-
-@attack(quick=False, judge=Site.check_each)
-def many_images_in_one_request(site: Site) -> OddRequests:
-    """As many images as one request may hold, of mixed sizes, at one token each."""
-    pictures = [Picture(2000 + i, SIDES[i % 8], SIDES[(i // 8) % 8]) for i in range(64)]
-    yield "64 images", site.body(*pictures, **entry(budget=1))
 
 
 @attack(judge=Site.check_each)

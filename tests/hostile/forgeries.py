@@ -141,15 +141,6 @@ def forged_plans(site: Site) -> Iterable[Forgery]:
     return [(name, request, [change]) for name, change in FORGED.items()]
 
 
-@attack("uncached")
-def forged_budgets_of_two_images(site: Site) -> None:
-    """Two images whose plans are exchanged, so that rows and placeholders differ."""
-    request = _render(site, _PICTURE, Picture(17, 56, 56))
-    request["features"]["kwargs_data"]["image"].reverse()
-    reply = site.send(GENERATE, forge(request, _same))
-    assert site.lives(), reply
-
-
 def _other_parts(request: Json) -> Iterable[Forgery]:
     """Forged plans of the two items, core and delta, of one image."""
     core, delta = _plans_of(request)

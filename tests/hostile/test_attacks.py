@@ -16,7 +16,7 @@ import pytest
 import tests.hostile.attacks
 import tests.hostile.forgeries  # noqa: F401  (both register their attacks)
 from benchmarks.server import Server, serve
-from tests.hostile.site import ATTACKS, Profile, Reply, distance, run_attack
+from tests.hostile.site import ATTACKS, Profile, run_attack
 from tests.serving.engine import built
 from tests.serving.runners import ENVIRONMENTS
 from tests.tpdsl.samples import sample
@@ -127,9 +127,3 @@ def test_an_attack_is_withstood(
     backbone: str, runner_name: str, name: str, profile: Profile,
 ) -> None:  # fmt: skip
     run_attack(name, profile, get_fleet(backbone, runner_name).get)
-
-
-def test_a_token_that_one_answer_lacks_counts_as_its_least_likely() -> None:
-    refused = Reply(400, '{"error": {"message": "no"}}', 0.1)
-    assert distance(refused.logprobs, {"1": -1.0}) == float("inf")
-    assert distance({"1": -1.0, "2": -3.0}, {"1": -1.0, "3": -4.0}) == pytest.approx(2 / 3)

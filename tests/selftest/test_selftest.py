@@ -182,16 +182,6 @@ def test_runners_agree_up_to_rounding() -> None:
 # ---- the command ----
 
 
-@pytest.mark.compat
-def test_vllm_reads_the_runner_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm import envs
-
-    for environment, meant in zip(RUNNERS.values(), (False, True), strict=True):
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
-        assert envs.VLLM_USE_V2_MODEL_RUNNER is meant
-
-
 Run = Callable[..., tuple[int, str, list[tuple[str, str]]]]
 """Exit status of the command, what it prints, and the runs of backbones."""
 

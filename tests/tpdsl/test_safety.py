@@ -134,14 +134,6 @@ def test_a_base_policy_that_repeats_a_token_or_raises_fails(
     assert set(details(record).values()) == {"KeyError: 'x'"}
 
 
-def test_an_image_that_falls_back_fails_the_check() -> None:
-    bad = images(4)
-    bad.features[0, 0, 0] = torch.nan
-    record = safety_check(materialize(state(), 4), [images(3), bad, images(5)])
-    assert failed(record) == ["finite_scores"]
-    assert details(record)["finite_scores"] == "finite rows: True, fell back: 1"
-
-
 # What a selection costs.
 
 

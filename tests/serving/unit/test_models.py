@@ -252,14 +252,6 @@ IMAGE, OTHER = 7, 1
 PLACEHOLDERS = Placeholders(Mock(), Mock(), Mock())
 
 
-def test_tokens_around_placeholders_are_kept() -> None:
-    content = PromptUpdateDetails.select_token_id([OTHER, *[IMAGE] * 6, OTHER, OTHER], IMAGE)
-    cut = replace(PLACEHOLDERS, rest_at=0).shorten(content, 2)
-    assert cut.full == [OTHER, IMAGE, IMAGE, OTHER, OTHER]
-    assert cut.is_embed is not None
-    assert cut.is_embed(cut.full).tolist() == [False, True, True, False, False]
-
-
 @pytest.mark.parametrize(
     ("budget", "rest_at", "runs"),
     [(5, 0, [2, 2, 1]), (5, -1, [2, 1, 2]), (1, -1, [0, 0, 1]), (9, 0, [3, 3, 3])],

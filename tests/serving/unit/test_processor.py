@@ -24,17 +24,12 @@ from tests.serving.unit.samples import (
     SMALL,
     Sender,
     picture,
-    served,
 )
 from vllm_autoprune import RequestError
 from vllm_autoprune.selftest.backbones import TINY_MODELS, build
 from vllm_autoprune.serving.api import planner
-from vllm_autoprune.serving.api.layout import Placeholders, Slot
-from vllm_autoprune.serving.api.planner import RequestPlanner
-from vllm_autoprune.serving.api.request import PruningRequest
 from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.models.qwen import _GlmVision, _QwenVision
-from vllm_autoprune.serving.plan import NO_KEY, ItemPlan
 from vllm_autoprune.serving.settings import RequestRules
 
 pytestmark = pytest.mark.compat
@@ -172,17 +167,6 @@ def test_a_request_that_is_only_rendered_keeps_nothing_of_its_images(sender: Sen
 
 
 # ---- images in two items ----
-
-
-def test_recall_is_refused_where_an_image_cannot_be_several_items() -> None:
-    never: Any = None
-    unsplit = Placeholders(never, never, lambda info: 7, "writes text around the tiles")
-    planner = RequestPlanner(never, served(), unsplit, never)
-    plans = [ItemPlan(8, NO_KEY, tokens=144)]
-    with pytest.raises(RequestError, match=r"recall.*this model writes text.* -> leave it out"):
-        planner._add_recalls([7, 1], PruningRequest(recall=8), plans, ["a"])
-    for accepted in (PruningRequest(recall=0), PruningRequest()):
-        assert planner._add_recalls([7, 1], accepted, plans, ["a"]) == ([7, 1], [Slot(0, 8)])
 
 
 # ---- resized images ----

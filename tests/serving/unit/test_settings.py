@@ -6,7 +6,6 @@ import json
 import pickle
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,6 @@ import pytest
 from tests.serving.engine import CLIP
 from tests.serving.unit.samples import (
     refusal,
-    served,
     vllm_config,
 )
 from tests.tpdsl.samples import edited, sample, shipped
@@ -29,7 +27,6 @@ from vllm_autoprune.serving.settings import (
     SETTINGS_KEY,
     SIGN_KEY,
     RequestRules,
-    TextTower,
     _DetailBudgets,
     read_text_tower,
 )
@@ -209,18 +206,6 @@ def test_a_text_tower_of_another_vision_tower_is_refused(tmp_path: Path) -> None
     (problem,) = refusal(settings, vllm_config(vision_config=vision))
     assert problem.where == f"--autoprune-text-tower {tmp_path}"
     assert "160 wide, the model's 1024" in problem.what
-
-
-# ---- descriptions ----
-
-TOWER = TextTower("some/clip", -1, "its config says so", 77, 768, 1024)
-
-
-def test_json_contains_no_path(tmp_path: Path) -> None:
-    here = replace(served(), tower=replace(TOWER, path=str(tmp_path)))
-    description = json.dumps(here.describe())
-    assert tmp_path.name not in description
-    assert "CLIP text tower from a local folder, sign -1" in description
 
 
 # ---- flags ----

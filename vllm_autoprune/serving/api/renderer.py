@@ -33,9 +33,6 @@ if TYPE_CHECKING:
 _MESSAGE_FIELDS = "_autoprune_message_fields"
 """Key of a prompt under which the fields extracted from its messages wait."""
 
-_MAX_TEMPLATES = 32
-"""Chat templates whose white space is kept: where they are trusted, clients may send their own."""
-
 
 @depends_on(
     "vllm.renderers.hf:HfRenderer",
@@ -55,7 +52,6 @@ class AutopruneHfRenderer(HfRenderer):
     def __init__(self, config: VllmConfig, tokenizer: HfTokenizer | None) -> None:
         super().__init__(config, tokenizer)
         self._served = served_state(config.model_config)
-        self._spaces: dict[str | None, str] = {}
         if self._served is not None and self._served.rules.explicit:
             allow_mm_kwarg(REQUEST_FIELD)
 
@@ -101,26 +97,22 @@ class AutopruneHfRenderer(HfRenderer):
 
     def _space_after_image(self, token: str, chat_template: str | None) -> str:
         """White space that the chat template writes between an image and the text after it."""
-        if chat_template not in self._spaces:
-            mark = "\u2402"
-            parts = [{"type": "image"}, {"type": "text", "text": mark}]
-            try:
-                text = safe_apply_chat_template(
-                    self.model_config,
-                    self.get_tokenizer(),
-                    [{"role": "user", "content": parts}],
-                    chat_template=chat_template,
-                    tokenize=False,
-                )
-            except (ValueError, VLLMValidationError):
-                text = ""
-            _, has_token, between = str(text).partition(mark)[0].rpartition(token)
-            # A template that takes no parts has vLLM put its image token on a line of its own.
-            space = between if has_token else "\n"
-            if len(self._spaces) >= _MAX_TEMPLATES:
-                self._spaces.clear()
-            self._spaces[chat_template] = space if not space.strip() else ""
-        return self._spaces[chat_template]
+        mark = "\u2402"
+        parts = [{"type": "image"}, {"type": "text", "text": mark}]
+        try:
+            text = safe_apply_chat_template(
+                self.model_config,
+                self.get_tokenizer(),
+                [{"role": "user", "content": parts}],
+                chat_template=chat_template,
+                tokenize=False,
+            )
+        except (ValueError, VLLMValidationError):
+            text = ""
+        _, has_token, between = str(text).partition(mark)[0].rpartition(token)
+        # A template that takes no parts has vLLM put its image token on a line of its own.
+        space = between if has_token else "\n"
+        return space if not space.strip() else ""
 
     def _store_fields(
         self,
