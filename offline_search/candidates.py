@@ -10,12 +10,7 @@ from typing import Literal
 
 from pydantic import Field, JsonValue
 
-from offline_search.components import (
-    BASE,
-    JsonObject,
-    components_json,
-    searched_components,
-)
+from offline_search.components import BASE, JsonObject, components_json, searched_components
 from offline_search.search_space import excluded_atoms, project
 from offline_search.settings import Settings
 from vllm_autoprune.errors import Problem, StateError

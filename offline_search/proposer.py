@@ -13,12 +13,7 @@ from offline_search.candidates import Draft
 from offline_search.components import JsonObject
 from offline_search.ledger import Attempt, Clock, Cost, Ledger, ReplyRecord
 from offline_search.prompt import Messages, repair_prompt
-from offline_search.replies import (
-    MAX_REPLY_CHARACTERS,
-    parse_reply,
-    remove_thoughts,
-    reply_schema,
-)
+from offline_search.replies import MAX_REPLY_CHARACTERS, parse_reply, remove_thoughts, reply_schema
 from offline_search.settings import Settings
 from vllm_autoprune.errors import Problem, SearchError
 

@@ -27,11 +27,7 @@ import numpy as np
 from offline_search.candidates import base_state, list_purposes, minimal_state
 from offline_search.dataset import SPLITS, Dataset, Split, read_dataset
 from offline_search.evaluator import EvaluationJob, Evaluator, RecordedEvaluator
-from offline_search.history import (
-    Answers,
-    History,
-    gave_up,
-)
+from offline_search.history import Answers, History, gave_up
 from offline_search.ledger import (
     Comparison,
     Cost,

@@ -16,14 +16,7 @@ from typing import Literal, Protocol, get_args
 
 from pydantic import JsonValue
 
-from offline_search.components import (
-    BASE,
-    CORE,
-    RANK_AT,
-    JsonObject,
-    components_json,
-    structure,
-)
+from offline_search.components import BASE, CORE, RANK_AT, JsonObject, components_json, structure
 from offline_search.settings import MAX_QUOTA, Settings, Space
 from vllm_autoprune.tpdsl.atoms.pools import JoinedPool, PartitionCall
 from vllm_autoprune.tpdsl.loading import load_state

@@ -6,14 +6,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    JsonValue,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
 
 from vllm_autoprune.connection import Header

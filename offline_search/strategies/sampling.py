@@ -36,10 +36,7 @@ from offline_search.search_space import (
     sample_proposal,
 )
 from offline_search.settings import MAX_QUOTA, Settings
-from offline_search.strategies.language_model import (
-    Round,
-    Strategy,
-)
+from offline_search.strategies.language_model import Round, Strategy
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.tpdsl.state import PruningState
 

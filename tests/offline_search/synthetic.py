@@ -98,10 +98,8 @@ VALID_REPLIES = [
 
 HOSTILE = {
     "empty": "",
-    "refusal": "I'm sorry, but I cannot help with that.",
     "prose": "First, let us think about relevance. " * 40,
     "cut": VALID_REPLIES[0][:-20],
-    "a number": "42",
     "long object": '{"scoring": "' + "x" * 100_000 + '"}',
     "deep": '{"scoring": ' + "[" * 5000 + "]" * 5000 + "}",
     "nan": '{"scoring": NaN, "constraints": Infinity, "reassembly": -Infinity}',

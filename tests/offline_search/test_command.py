@@ -67,8 +67,8 @@ def test_the_command_searches_reports_resumes_and_replays(
     assert run_command(*flags, "--resume") == 0
     # Server and proposer are checked before a search resumes; nothing else is sent again.
     assert len(served.requests) - sent <= 3
-    assert run_command("--resume", "--seed", "5") == 1
-    assert "belongs to another search" in capsys.readouterr().err
+    assert run_command("--resume", "--seed", "5", "--images", "6", "--core") == 1
+    assert "another search (seed is 5, was 1; core is True, was False" in capsys.readouterr().err
 
     sent = len(served.requests)
     replayed = ["search", "--data", str(data.folder), "--ledger", str(again), "--json", "--replay"]
@@ -209,19 +209,9 @@ def test_an_interrupted_search_says_how_to_go_on(
 
 
 @pytest.mark.parametrize(
-    ("output", "message"),
-    [("none/s.json", "there is no folder"), ("", "is a folder -> name a file in it")],
-)
-def test_where_a_state_cannot_be_written_is_found_first(
-    output: str, message: str, run_command: Run, served: FakeServer, tmp_path: Path, capsys: Printed
-) -> None:
-    assert run_command("-o", f"{tmp_path}/{output}") == 1 and not served.requests
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     ("more", "message"),
     [
+        (["-o", "/none/s.json"], "there is no folder"),
         (["--strategy", "magic"], "--strategy: 'magic' is refused -> give a value that is"),
         (["--budget", "0", "--dry-run"], "search: --budget: '0' is refused"),
         (["--budget", "8", "8"], "--budget: "),

@@ -13,19 +13,12 @@ import pytest
 
 from benchmarks.common.fake_server import Answer, Body
 from offline_search.dataset import Dataset
-from offline_search.history import (
-    Answers,
-    History,
-    Trial,
-    gave_up,
-    paired_error,
-)
+from offline_search.history import Answers, History, Trial, paired_error
 from offline_search.ledger import (
     Clock,
     EvaluationRecord,
     Ledger,
     SettingsRecord,
-    Status,
     SummaryRecord,
     TrialRecord,
     WinnerRecord,
@@ -185,14 +178,6 @@ def history(*trials: Trial, base: float = -2.0) -> History:
     return History(baseline, list(trials))
 
 
-def test_the_best_trial_may_be_as_good_as_the_unpruned_model() -> None:
-    perfect, poor = trial("1.0", [0.0] * 8), trial("1.1", [-1.0] * 8)
-    known = history(perfect, poor)
-    assert known.best() is perfect and known.best_values() is perfect.values
-    known = history(poor, base=0.0)
-    assert known.best_values() is known.base_values
-
-
 def test_dropped_trials_are_estimated_by_the_difficulty_of_their_examples() -> None:
     """Both are at -1 on the easy half, where the average trial is at -1 as well."""
     dropped = trial("1.1", EASY, status="dropped")
@@ -201,14 +186,3 @@ def test_dropped_trials_are_estimated_by_the_difficulty_of_their_examples() -> N
     assert known.objective_of("base") == -2.0 and known.objective_of("9.9") is None
     with pytest.raises(ValueError, match="not evaluated to the end"):
         _ = dropped.score
-
-
-def test_a_search_gives_up_by_failures_in_a_row() -> None:
-    def result(status: Status) -> TrialRecord:
-        return TrialRecord(round=1, index=0, status=status)
-
-    failures = [result("invalid" if number % 2 else "unsafe") for number in range(25)]
-    assert not gave_up(failures[1:])
-    assert gave_up([result("evaluated"), *failures])
-    for other in (result("evaluated"), result("dropped"), result("same"), result("unevaluated")):
-        assert not gave_up([*failures, other])

@@ -8,20 +8,9 @@ import re
 import numpy as np
 import pytest
 
-from offline_search.candidates import (
-    PURPOSES,
-    Expectation,
-    base_state,
-    minimal_state,
-    paper_state,
-)
+from offline_search.candidates import PURPOSES, Expectation, base_state, minimal_state, paper_state
 from offline_search.history import History, Trial
-from offline_search.prompt import (
-    crossover_prompt,
-    proposal_prompt,
-    repair_prompt,
-    summarize,
-)
+from offline_search.prompt import crossover_prompt, proposal_prompt, repair_prompt, summarize
 from offline_search.settings import Settings
 from tests.offline_search.synthetic import trial
 from vllm_autoprune.evaluation.questions import Example
@@ -57,6 +46,7 @@ def history() -> History:
         trial("2.1", [-2.5] * 2, minimal_state(SETTINGS), "dropped"),
         trial("2.2", None, other, "same", same_as="1.0"),
         trial("2.3", [0.0] * 4 + [-1.0] * 12, other, parent="1.0"),
+        *(trial(f"2.{n}", None, None, "invalid", reason="no such atom") for n in (4, 5, 6)),
     )
 
 
@@ -83,6 +73,7 @@ def test_the_summary_of_a_history(history: History) -> None:
     assert "Scores by round, best and median: 1: -1750, -1750; 2: -750, -1700." in lines
     assert "- 2.3: -750; 1.0 with /reassembly/strength 0.0005 -> 1" in lines
     assert "2.2 kept the same tokens as 1.0." in lines
+    assert "- no such atom (3 times)" in lines
     assert "- 2.0: -1700 (-950 ± " in text and "1.0 with /constraints/selector/q_e 2 -> 4" in text
     assert not any(line.startswith("- 1.0") for line in lines), "2.3 is the best of its structure"
     # A category that gains has a negative share of the loss.
@@ -94,12 +85,6 @@ def test_the_summary_of_a_history(history: History) -> None:
     twice = dropped.result.model_copy(update={"examples": 4})
     history.trials[2:] = [dataclasses.replace(dropped, result=twice)]
     assert "2.1 was dropped after 2 questions at about " in summarize(history)
-
-
-def test_the_summary_of_failures() -> None:
-    failed = [trial(f"1.{n}", None, None, "invalid", reason="no such atom") for n in range(3)]
-    assert "- no such atom (3 times)" in summarize(history_of(*failed))
-    assert summarize(History(trial("0.0", BASE))) == "Base policy alone: -3000."
 
 
 def test_base_policies_are_named_where_a_model_chooses_them(history: History) -> None:

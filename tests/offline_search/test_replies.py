@@ -21,7 +21,7 @@ from offline_search.replies import parse_reply, reply_schema
 from offline_search.search_space import RandomSource, sample_proposal
 from offline_search.settings import Settings
 from tests.offline_search.synthetic import BUDGET, HOSTILE, VALID_REPLIES
-from vllm_autoprune import load_state, materialize
+from vllm_autoprune import load_state
 from vllm_autoprune.errors import StateError
 from vllm_autoprune.tpdsl.loading import shipped_states
 from vllm_autoprune.tpdsl.registry import ATOMS
@@ -100,13 +100,6 @@ def test_a_proposal_is_found_in_surrounding_text(name: str) -> None:
 def test_what_is_only_thought_or_broken_is_no_proposal(reply: str, problem: str) -> None:
     draft = parse_one(reply)
     assert draft.state is None and problem in draft.problems[0].what
-
-
-def test_settings_decide_base_policy_budget_and_safety() -> None:
-    settings = Settings(base_policy="visionzip", budgets=(9, 4))
-    state = assemble_state({**BODY, "base_policy": {"name": "trim"}, "safety": []}, settings)
-    assert state.base_policy.name == "visionzip" and materialize(state).budget == 9
-    assert {call.atom for call in state.safety} >= {"preserve_budget", "fallback_to_selection"}
 
 
 @pytest.mark.parametrize(

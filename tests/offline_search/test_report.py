@@ -9,7 +9,7 @@ import pytest
 
 from offline_search.history import History
 from offline_search.ledger import Cost, read_ledger
-from offline_search.report import ProgressLog, _describe_leader, read_report
+from offline_search.report import ProgressLog, read_report
 from offline_search.search import NothingMeasured
 from tests.offline_search.synthetic import (
     HOSTILE,
@@ -101,16 +101,3 @@ def test_progress_shows_share_best_and_remaining_time() -> None:
     progress.on_round(history.trials, history, 0.25, Cost())
     behind = "the base policy leads on the search split, -0.2000; 1.0 by llm has -0.3000"
     assert f"{behind}, 3 min left" in lines[3]
-
-
-async def test_progress_and_last_line_name_the_same_winner(search: Searches) -> None:
-    winner, lines = await search(VALID_REPLIES[:8], rounds=4), search.lines
-    report = read_report(read_ledger(search.path))
-    leader = [line for line in lines if "leads on the search split" in line][-1]
-    assert f"{report.ranked[0].name} by " in leader
-    assert lines[-2].startswith(f"winner {winner.winner}: ")
-    assert lines[-1] == _describe_leader(winner, report.ranked[0].name)
-    # Where validation chose another one, the last line says which, and why.
-    other = _describe_leader(winner, "9.9")
-    assert other.startswith("On the search split alone 9.9 was better")
-    assert f"{winner.winner} is" in other

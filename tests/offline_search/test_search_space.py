@@ -9,7 +9,6 @@ import pytest
 
 from offline_search.candidates import assemble_state, base_state
 from offline_search.components import JsonObject, components_json, structure
-from offline_search.ledger import ProposalRecord
 from offline_search.search_space import (
     ClippedChoices,
     RandomSource,
@@ -18,7 +17,7 @@ from offline_search.search_space import (
 )
 from offline_search.settings import MAX_QUOTA, Settings, Space
 from offline_search.strategies.sampling import _warm_start_states
-from tests.offline_search.synthetic import BUDGET, Searches
+from tests.offline_search.synthetic import BUDGET
 from vllm_autoprune import PruningState, load_state, materialize, safety_check
 from vllm_autoprune.tpdsl.reference import CORE_POLICIES
 from vllm_autoprune.tpdsl.registry import ATOMS
@@ -174,11 +173,3 @@ def test_every_proposal_is_put_into_its_space_and_its_own_stay(space: Space) -> 
     assert all(is_inside(state, space) for state in _warm_start_states(settings))
     atoms = {call.atom for state in states for call in state.scoring.signals}
     assert len(atoms) == (4 if space == "without-fusion" else 5)
-
-
-@pytest.mark.parametrize("strategy", ["tpe", "autoprune", "autoprune+"])
-async def test_every_strategy_stays_in_the_space(strategy: str, search: Searches) -> None:
-    await search(strategy=strategy, rounds=2, per_round=5, space="released")
-    states = [record.state for record in search.records(ProposalRecord) if record.state]
-    assert len(states) >= 8
-    assert all(is_inside(load_state(body), "released") for body in states)
