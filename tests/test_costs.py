@@ -196,8 +196,7 @@ def test_a_core_is_aligned_as_it_is_served(template: int) -> None:
     [
         ({}, {}, True, ["Pruning helps here"]),
         ({"questions": 1}, {}, True, ["choose by accuracy"]),
-        ({"questions": 60}, {}, True,
-         ["Only a question-free state pays", "question-reading: ", "and you have 60"]),
+        ({"questions": 60}, {}, True, ["Only a question-free state pays"]),
         ({"questions": 5000}, {}, False, ["Pruning will not help you here."]),
         ({}, {"prefill": 1e-6, "decode_image": 5.0}, False,
          ["is front end: have clients send smaller images"]),

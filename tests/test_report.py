@@ -75,7 +75,7 @@ def test_markdown_has_the_answer_the_warnings_and_the_tables() -> None:
 def test_tables_put_intervals_under_figures_scroll_and_break_long_names() -> None:
     row = ["12 (a name)", "12.3 (11.0–14.0)", "+5.1 (+2.0 to +8.1)", "CDPruner (base)", "-"]
     names = [["signal_of_merging.max_step", "kept_whole"], ["1.5 requests/s", "x"]]
-    page = page_of(Table("", [*"abcde"], [row]), Table("c", ["a", "b"], names, folded=True))
+    page = page_of(Table("", [*"abcde"], [row]), Table("c", ["a", "b"], names))
     cells = re.findall(r"<td[^>]*>(.*?)</td>", page)
     assert cells == [
         "12 (a name)", "12.3<small>11.0–14.0</small>", "+5.1<small>+2.0 to +8.1</small>",

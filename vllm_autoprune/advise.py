@@ -65,7 +65,9 @@ class Traffic(FrozenModel):
 
     questions: float = Field(ge=1, title="Q", description="mean number of questions on one image")
     tokens: int = Field(ge=1, title="N", description="visual tokens of an image")
-    budget: int = Field(ge=1, title="K", description="kept tokens (default: N / 9)")
+    budget: int = Field(
+        ge=1, title="K", description="kept tokens, as 64 or as 1/8 (default: N / 9)"
+    )
     core: int = Field(ge=0, title="K_c", description="core tokens of a split (default: 3/4 of K)")
     template: int = Field(default=0, ge=0, title="T", description="text tokens before the image")
     prompt: int = Field(default=32, ge=1, title="U", description="text tokens behind the image")
@@ -294,14 +296,6 @@ def judge(
     if "gain" in intervals:
         lines.append(
             f"Gain of {best}: {gains[best]:.2f}x; another probe finds {low:.2f}x to {high:.2f}x."
-        )
-    for way in _PRUNED:
-        advantage = estimates[way].cheaper_than_stock
-        lower, upper = (advantage or {}).get("from") or 1.0, (advantage or {}).get("to") or math.inf
-        lines.append(
-            f"{way}: {1 / gains[way]:.2f} of stock's time; cheaper than stock "
-            + estimates[way].advantage
-            + ("." if lower <= questions < upper else f", and you have {questions:g}.")
         )
     if helps:
         # Whether reading the question is worth its time.

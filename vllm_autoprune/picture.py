@@ -165,15 +165,6 @@ def _write(pen: ImageDraw.ImageDraw, x: int, y: int, text: str, size: int = _NOT
     return x + round(font.getlength(text))
 
 
-def _wrap(text: str, size: int, width: int) -> list[str]:
-    """Lines of a text, which fit into a width in pixels; six at most."""
-    words = " ".join("".join(c for c in text if c.isspace() or category(c) != "Cc").split())
-    length = _choose_font(words)[0].font_variant(size=size).getlength(words)
-    # Lines are as long as their average.
-    fits = max(20, int(len(words) * 0.95 * width / max(1, length)))
-    return textwrap.wrap(words, fits, max_lines=6, placeholder=" ...") or [""]
-
-
 def encode_picture(explanations: Sequence[Explanation]) -> bytes:
     """A PNG file with the sheets of all regions of an image, one below another."""
     sheets = [_draw_sheet(explanation) for explanation in explanations]
@@ -197,9 +188,14 @@ def _draw_sheet(explanation: Explanation) -> Image.Image:
     rows, step = -(-len(panels) // columns), _NOTE + 12 + height + _GAP
     sheet_width = _GAP + columns * (width + _GAP)
     texts = [(explanation.question, _QUESTION), (explanation.summary, _NOTE)]
-    lines = [
-        (line, font) for text, font in texts for line in _wrap(text, font, sheet_width - 2 * _GAP)
-    ]
+    lines = list[tuple[str, int]]()
+    for text, font in texts:
+        words = " ".join("".join(c for c in text if c.isspace() or category(c) != "Cc").split())
+        length = _choose_font(words)[0].font_variant(size=font).getlength(words)
+        # Lines are as long as their average, and six at most.
+        fits = max(20, int(len(words) * 0.95 * (sheet_width - 2 * _GAP) / max(1, length)))
+        wrapped = textwrap.wrap(words, fits, max_lines=6, placeholder=" ...") or [""]
+        lines += [(line, font) for line in wrapped]
     top = _GAP + sum(font + 8 for _, font in lines) + 18
     sheet = Image.new("RGB", (sheet_width, top + rows * step + _NOTE + 12 + _GAP), _PAPER)
     pen, y = ImageDraw.Draw(sheet), _GAP - 6

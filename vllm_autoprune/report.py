@@ -60,8 +60,6 @@ class Table:
     columns: Sequence[str]
     rows: Sequence[Row]
     align: str = ""
-    folded: bool = False
-    """Whether the caption of a page's table has to be clicked to show the rows."""
 
     @property
     def left(self) -> int:

@@ -70,12 +70,11 @@ def add_flags(
     model: type[BaseModel],
     names: _Names,
     fields: Sequence[str] | None = None,
-    *,
-    numbers: bool = False,
+    readers: Mapping[str, Any] | None = None,
 ) -> None:
     """Add a flag for each field; those that are not given are left to the model's defaults.
 
-    ``numbers``: whether argparse reads numbers, not the model.
+    ``readers``: what argparse reads the value of a field with, not the model.
     """
     for name in fields or model.model_fields:
         field = model.model_fields[name]
@@ -89,8 +88,8 @@ def add_flags(
             if default not in (None, "", (), [], PydanticUndefined):
                 values = default if isinstance(default, tuple) else (default,)
                 text += f" (default: {' '.join(map(str, values))})"
-        if numbers and field.annotation in (int, float):
-            keywords["type"] = field.annotation
+        if readers is not None:
+            keywords["type"] = readers[name]
         if shape is tuple:
             types = get_args(field.annotation)
             keywords["nargs"] = "+" if types[-1] is Ellipsis else len(types)

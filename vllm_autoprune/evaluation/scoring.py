@@ -9,7 +9,7 @@ by up to four points, so a figure without its definition says little.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,8 +23,6 @@ _Mask = NDArray[np.bool_]
 
 Scores = Mapping[str, float]
 """Scores by benchmark, each in its official unit: points for MME, per cent for all others."""
-
-MMBENCH = ("MMB-EN", "MMB-CN")
 
 
 class Aggregates(FrozenModel):
@@ -40,28 +38,23 @@ class Aggregates(FrozenModel):
         return Aggregates.model_validate(figures)
 
     @classmethod
-    def of(
-        cls, scores: Scores, full: Scores, mme_divisor: float, without: Collection[str] = ()
-    ) -> Aggregates:
-        """Figures of scores beside those of the full model, but for the benchmarks in ``without``.
+    def of(cls, scores: Scores, full: Scores, mme_divisor: float) -> Aggregates:
+        """Figures of scores beside those of the full model.
 
         Acc. is the mean over benchmarks, MME divided by ``mme_divisor``. Rel. as the paper writes
         it is 100 x Acc. over Acc. of the full model; as CDPruner defines it, 100 x the mean over
         benchmarks of a score over the full model's, where the divisor of MME cancels out. Both
         have scores on the same benchmarks.
         """
-        names = [name for name in scores if name not in without]
-        divisors = {name: mme_divisor if name == MME else 1.0 for name in names}
+        divisors = {name: mme_divisor if name == MME else 1.0 for name in scores}
         acc, full_acc = (
-            sum(part[name] / divisors[name] for name in names) / len(names)
+            sum(part[name] / by for name, by in divisors.items()) / len(scores)
             for part in (scores, full)
         )
-        ratios = [scores[name] / full[name] for name in names if full[name]]
-        return cls(
-            acc=acc,
-            ratio_of_means=100 * acc / full_acc if full_acc else None,
-            mean_of_ratios=100 * (sum(ratios) / len(ratios)) if len(ratios) == len(names) else None,
-        )
+        ratios = [score / full[name] for name, score in scores.items() if full[name]]
+        mean = 100 * sum(ratios) / len(ratios) if len(ratios) == len(scores) else None
+        ratio = 100 * acc / full_acc if full_acc else None
+        return cls(acc=acc, ratio_of_means=ratio, mean_of_ratios=mean)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from benchmarks.yardsticks.examples import Example
 from benchmarks.yardsticks.minillava import MiniLlava
 from benchmarks.yardsticks.miniqwen import MiniQwen
 from benchmarks.yardsticks.yardstick import Budget, Case, Scores, Yardstick
-from vllm_autoprune.evaluation.scoring import MMBENCH, Aggregates
+from vllm_autoprune.evaluation.scoring import Aggregates
 from vllm_autoprune.statistics import Estimate
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
@@ -99,13 +99,17 @@ def test_differences_are_paired_by_question(wrong: str, gain: int) -> None:
     assert float(record["less_resized_low"]) == half and record["reads_question"] == "False"
 
 
+MMBENCH = ("MMB-EN", "MMB-CN")
+
+
 def recompute(table: Json, row: Json, without: Collection[str] = ()) -> Aggregates:
     """The figures of a row, by its printed scores and those of the full model, the first row."""
     scores, full = (
-        dict(zip(table["benchmarks"], printed["scores"], strict=True))
+        {name: score for name, score in zip(table["benchmarks"], printed["scores"], strict=True)
+         if name not in without}
         for printed in (row, table["rows"][0])
-    )
-    return Aggregates.of(scores, full, table["mme_divisor"], without)
+    )  # fmt: skip
+    return Aggregates.of(scores, full, table["mme_divisor"])
 
 
 def rounds_to(value: float | None, printed: float, decimals: int) -> bool:

@@ -40,6 +40,13 @@ _NAMES = {"block": "--block-size", "prefill": "--prefill-ms-per-token"} | {
 }
 """Flags of `advise` that are not named like their field."""
 
+_READERS = {
+    **{name: field.annotation for name, field in Traffic.model_fields.items()},
+    **dict.fromkeys(Timings.model_fields, float),
+    "budget": read_budget,
+}
+"""What reads the value of each."""
+
 
 @command(
     "cost",
@@ -97,18 +104,12 @@ def _parse_size(text: str) -> tuple[int, int]:
 
 
 def _add_advise(parser: argparse.ArgumentParser) -> None:
-    group, sizes = parser.add_argument_group("traffic"), list(Traffic.model_fields)
-    add_flags(group, Traffic, _NAMES, sizes[:2], numbers=True)
-    text = f"{Traffic.model_fields['budget'].description}, as 64 or as 1/8"
-    group.add_argument(
-        "--budget", metavar="K", type=read_budget, default=argparse.SUPPRESS, help=text
-    )
-    add_flags(group, Traffic, _NAMES, sizes[3:4], numbers=True)
+    group = parser.add_argument_group("traffic")
+    add_flags(group, Traffic, _NAMES, readers=_READERS)
     text = "read --budget and --core from a state, by file or name"
     group.add_argument("--state", metavar="STATE", help=text)
-    add_flags(group, Traffic, _NAMES, sizes[4:], numbers=True)
     group = parser.add_argument_group("measured times, milliseconds")
-    add_flags(group, Timings, _NAMES, numbers=True)
+    add_flags(group, Timings, _NAMES, readers=_READERS)
     group = parser.add_argument_group("a running server")
     group.add_argument("--server", metavar="URL", help="its address, for --probe")
     text = "measure what is not given with 44 requests, 22 of them with images of that size"

@@ -72,27 +72,25 @@ def _evaluate_states(options: argparse.Namespace) -> int:
 
     kind, _, tasks = (options.suite or "data").partition(":")
     folder = options.out or Path("out/eval") / kind
-    if options.data is None and kind != "lmms":
-        fix = "use --data questions.jsonl, or lmms:mme,pope (lmms:paper-llava, lmms:paper-qwen)"
-        raise ConfigError("eval", [Problem(f"--suite {options.suite}", "is not a suite", fix)])
-    if options.data is None and options.reference is not None:
-        fix = "leave it out: lmms-eval scores by its own answers"
-        raise ConfigError("eval", [Problem("--reference", "is for --data", fix)])
-    if options.server_url is None:
-        fix = "give the address of a vllm serve with --autoprune-requests states"
-        raise ConfigError("eval", [Problem("--server-url", "is missing", fix)])
-    if options.data is None and options.served_name is None:
-        fix = "give the name that the server has for the model"
-        raise ConfigError("eval", [Problem("--served-name", "is missing", fix)])
-    if options.limit is not None and options.limit < 1:
-        raise ConfigError(
-            "eval", [Problem(f"--limit {options.limit}", "is below 1", "give 1 or more")]
-        )
+    lmms, url = options.data is None, "a vllm serve with --autoprune-requests states"
+    for is_wrong, where, what, fix in (
+        (lmms and kind != "lmms", f"--suite {options.suite}", "is not a suite",
+         "use --data questions.jsonl, or lmms:mme,pope (lmms:paper-llava, lmms:paper-qwen)"),
+        (lmms and options.reference is not None, "--reference", "is for --data",
+         "leave it out: lmms-eval scores by its own answers"),
+        (options.server_url is None, "--server-url", "is missing", f"give the address of {url}"),
+        (lmms and options.served_name is None, "--served-name", "is missing",
+         "give the name that the server has for the model"),
+        (options.limit is not None and options.limit < 1, f"--limit {options.limit}", "is below 1",
+         "give 1 or more"),
+    ):  # fmt: skip
+        if is_wrong:
+            raise ConfigError("eval", [Problem(where, what, fix)])
     server = Server(
         options.server_url,
         read_connection(options),
         options.served_name,
-        options.concurrency or (32 if options.data is None else MAX_IN_FLIGHT),
+        options.concurrency or (32 if lmms else MAX_IN_FLIGHT),
     )
     cases = build_cases(options.state or ["autoprune"], options.budgets)
     if options.data is not None:

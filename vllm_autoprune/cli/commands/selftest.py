@@ -114,7 +114,23 @@ def _run_selftest(options: argparse.Namespace) -> int:
             lines.append(f"     {name}: not served, {left_out[name]}")
             continue
         timeout = min(TIMEOUT, seconds / len(runners))
-        verdicts[name] = _check_backbone(name, runners, not options.json, timeout)
+        # What is wrong by check, under each runner and between the two.
+        verdicts[name], reports = {}, list[Report]()
+        for runner in runners:
+            start = time.monotonic()
+            try:
+                report = run_backbone(name, RUNNERS[runner], timeout)
+            except SelftestError as error:
+                verdicts[name][runner] = {"served": str(error)}
+            else:
+                other = "" if report.runner == runner else f"vLLM used {report.runner} instead"
+                checks = {check: holds(report) for check, holds in CHECKS.items()}
+                verdicts[name][runner] = {"served": other, **checks}
+                reports.append(report)
+            if not options.json:
+                print(f"{name}, {runner}: {time.monotonic() - start:.0f} s", file=sys.stderr)
+        if len(reports) == len(RUNNERS):
+            verdicts[name][_BOTH] = {runners_agree.__name__: runners_agree(*reports)}
         for runner, checks in verdicts[name].items():
             broken = {check: wrong for check, wrong in checks.items() if wrong}
             text = f"{name}, {runner}: {len(checks) - len(broken)} of {len(checks)} checks hold"
@@ -137,27 +153,3 @@ def _format_line(text: str, wrong: str) -> str:
 
 def _refusal(where: str, what: str, fix: str) -> ConfigError:
     return ConfigError("selftest", [Problem(where, what, fix)])
-
-
-def _check_backbone(
-    name: str, runners: Sequence[str], progress: bool, timeout: float
-) -> dict[str, dict[str, str]]:
-    """What is wrong by check, under each runner and, as "both", between the two; empty: nothing."""
-    reports: list[Report] = []
-    verdicts: dict[str, dict[str, str]] = {}
-    for runner in runners:
-        start = time.monotonic()
-        try:
-            report = run_backbone(name, RUNNERS[runner], timeout)
-        except SelftestError as error:
-            verdicts[runner] = {"served": str(error)}
-        else:
-            other = "" if report.runner == runner else f"vLLM used {report.runner} instead"
-            checks = {check: holds(report) for check, holds in CHECKS.items()}
-            verdicts[runner] = {"served": other, **checks}
-            reports.append(report)
-        if progress:
-            print(f"{name}, {runner}: {time.monotonic() - start:.0f} s", file=sys.stderr)
-    if len(reports) == len(RUNNERS):
-        verdicts[_BOTH] = {runners_agree.__name__: runners_agree(*reports)}
-    return verdicts
