@@ -91,11 +91,6 @@ def test_quick_commands_succeed(
     assert vllm_autoprune_command.main() == 0
 
 
-def test_options_with_which_a_command_measures_less_come_last() -> None:
-    loop = Command("docs/new.md", "for n in 1 2; do python -m benchmarks.cost efficiency; done")
-    assert loop.typed.endswith("efficiency --requests 1 --policies cdpruner; done")
-
-
 @pytest.mark.engine
 @pytest.mark.exhaustive
 @pytest.mark.timeout(5400)

@@ -57,7 +57,7 @@ def contents(
 
 
 BASE, CONTROL = case("cdpruner@8"), case("resized@8", "resized")
-RESIDUAL = case("cdpruner+autoprune@8", "autoprune", "cdpruner@8", label="ours", quota=2)
+RESIDUAL = case("cdpruner+autoprune@8", "autoprune", "cdpruner@8", label="ours")
 STATE = case("mine@8", "found", "cdpruner@8")
 
 RIGHT, HALF, FEW = [1.0] * 6, [1.0, 0.0, 1.0, 1.0, 1.0, 0.0], [1.0, *[0.0] * 5]

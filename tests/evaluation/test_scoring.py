@@ -39,20 +39,17 @@ async def score(body: Answer, attempts: int = 1) -> Any:
             await client.close()
 
 
-@pytest.mark.parametrize(
-    ("body", "following", "tokens"),
-    [
+async def test_an_answer_is_read_as_servers_send_it() -> None:
+    for body, following, tokens in (
         (answer(), ".", 10),
         (answer(usage={"prompt_tokens": "11"}), ".", 11),
         (answer(message={"role": "assistant"}), "", 10),
-    ],
-)
-async def test_an_answer_is_read_as_servers_send_it(
-    body: Answer, following: str, tokens: int
-) -> None:
-    result = await score(body)
-    assert (result.logprob, result.right) == (-2.0, False)
-    assert (result.following, result.prompt_tokens) == (following, tokens)
+    ):
+        result = await score(body)
+        assert (result.logprob, result.right) == (-2.0, False)
+        assert (result.following, result.prompt_tokens) == (following, tokens)
+    for logprob, rank in ((0.0, 1), (-math.log(2), 2), (-9.0, 9)):  # as likely as a rank can be
+        assert (await score(scored(logprob, rank))).logprob == logprob
 
 
 @pytest.mark.parametrize(
@@ -96,8 +93,3 @@ async def test_the_tokens_of_an_answer_are_told_apart_from_the_prompt(
         await client.close()
     assert (scored.tokens, scored.same, scored.right) == (tokens, same, same == tokens)
     assert (scored.logprob, scored.matching) == (-tokens, tokens - words.count("?"))
-
-
-@pytest.mark.parametrize(("logprob", "rank"), [(0.0, 1), (-math.log(2), 2), (-9.0, 9)])
-async def test_values_that_can_be_are_accepted(logprob: float, rank: int) -> None:
-    assert (await score(scored(logprob, rank))).logprob == logprob

@@ -52,7 +52,6 @@ class Setup(FrozenModel):
         default="right",
         description="what a score of 1 says: the answer is right, or that of the unpruned model",
     )
-    backbone: str = Field(default="", description="the backbone whose published rows are compared")
     mme_divisor: float = Field(
         default=1.0, description="divides points of MME to give per cent, in Acc."
     )
@@ -67,7 +66,6 @@ class Case(FrozenModel):
     label: str = Field(description="its name in tables")
     budget: int | str = Field(default=0, description="K as it was said; 0 means all tokens")
     base: str = Field(default="", description="the case it is compared with, besides full")
-    quota: int | None = Field(default=None, description="q_e, if the case prunes")
     digest: str = Field(default="", description="digest of the served state")
     pruning: dict[str, JsonValue] = Field(
         default_factory=dict, description="the plugin's field in every request"

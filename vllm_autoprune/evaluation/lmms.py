@@ -15,7 +15,7 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,7 +119,7 @@ class LmmsSuite:
     program: str
     folder: Path
     """It receives the files of lmms-eval."""
-    backbone: str
+    mme_divisor: float
     limit: int | None = None
     include: Path | None = None
     """A folder of further tasks."""
@@ -133,8 +133,7 @@ class LmmsSuite:
             model=self.server.model or "",
             data=", ".join(f"{each.name} ({each.task})" for each in self.benchmarks) + limit,
             scorer=f"lmms-eval {PINNED}",
-            backbone=self.backbone,
-            mme_divisor=28.0 if self.backbone.startswith("qwen") else 20.0,
+            mme_divisor=self.mme_divisor,
         )
 
     def plan(self) -> str:
@@ -255,61 +254,55 @@ def _read_output(
     Raises :class:`EvaluationError` for files that are missing, incomplete or of another form.
     """
     try:
-        return list(_parse_output(folder, benchmark, case))
+        task = benchmark.task
+        (path,) = folder.rglob(f"*_samples_{task}.jsonl")
+        # Tasks write more such files, as MMBench its submissions/mmbench_en_dev_results.json.
+        stamp = path.name.removesuffix(f"_samples_{task}.jsonl")
+        summary = from_json(path.with_name(f"{stamp}_results.json").read_text("utf-8"))
+        samples, recorded = (
+            [from_json(line) for line in file.read_text("utf-8").split("\n") if line]
+            for file in (path, folder / _IMAGES)
+        )
+        images = {line["doc_id"]: line["image"] for line in recorded}
+        metrics = benchmark.metrics or (summary["configs"][task]["metric_list"][0]["metric"],)
+        # Keys of the results have the form ``metric,filter``.
+        scores = {key.partition(",")[0]: score for key, score in summary["results"][task].items()}
+        points = sum(float(scores[metric]) for metric in metrics)
+        expected = summary["n-samples"][task]["effective"]
+        if len({sample["doc_id"] for sample in samples}) != expected:
+            raise ValueError(f"{len(samples)} samples, but lmms-eval reports {expected}")
+        records, answers = list[Question | Answer | Total](), list[Answer]()
+        for sample in samples:
+            name = next((name for name in metrics if name in sample), None)
+            if name is None:  # MME's other half
+                continue
+            judgement = sample[name] if isinstance(sample[name], dict) else {"score": sample[name]}
+            category = str(judgement["category"]) if benchmark.name == MME else ""
+            number = sample["doc_id"]
+            question = Question(
+                id=f"{task}/{number}",
+                benchmark=benchmark.name,
+                image=f"{task}/{images.get(number) or f'#{number}'}",
+                category=category,
+                pair=f"{category}/{judgement['question_id']}" if category else "",
+            )
+            records.append(question)
+            # A task's filters may have changed the logged response, also of a failed request.
+            failed = _FAILED.search(json.dumps([sample["filtered_resps"], sample.get("resps")]))
+            tokens = ((sample.get("token_counts") or [None])[0] or {}).get("input_tokens")
+            failure = failed[0] if failed else "no prompt tokens were counted: the request failed"
+            result: dict[str, object] = {"failure": failure}
+            if tokens and not failed:
+                score = judgement.get("score")
+                result = {"prompt_tokens": tokens, "text": str(sample["filtered_resps"])}
+                result["score"] = float(score) if isinstance(score, bool | int | float) else None
+            result |= {"case": case, "question": question.id}
+            answers.append(Answer.model_validate(result))
+        log = "" if benchmark.judge is None else (folder / _LOG).read_text(errors="replace")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         what = f"{benchmark.task}: its output is incomplete ({reason})"
         raise EvaluationError(f"{what} -> see {folder / _LOG}, fix that and add --resume") from None
-
-
-def _parse_output(
-    folder: Path, benchmark: _Benchmark, case: str
-) -> Iterator[Question | Answer | Total]:
-    task = benchmark.task
-    (path,) = folder.rglob(f"*_samples_{task}.jsonl")
-    # Tasks write more such files, as MMBench its submissions/mmbench_en_dev_results.json.
-    stamp = path.name.removesuffix(f"_samples_{task}.jsonl")
-    summary = from_json(path.with_name(f"{stamp}_results.json").read_text("utf-8"))
-    samples, recorded = (
-        [from_json(line) for line in file.read_text("utf-8").split("\n") if line]
-        for file in (path, folder / _IMAGES)
-    )
-    images = {line["doc_id"]: line["image"] for line in recorded}
-    metrics = benchmark.metrics or (summary["configs"][task]["metric_list"][0]["metric"],)
-    # Keys of the results have the form ``metric,filter``.
-    scores = {key.partition(",")[0]: score for key, score in summary["results"][task].items()}
-    points = sum(float(scores[metric]) for metric in metrics)
-    expected = summary["n-samples"][task]["effective"]
-    if len({sample["doc_id"] for sample in samples}) != expected:
-        raise ValueError(f"{len(samples)} samples, but lmms-eval reports {expected}")
-    answers = []
-    for sample in samples:
-        name = next((name for name in metrics if name in sample), None)
-        if name is None:  # MME's other half
-            continue
-        judgement = sample[name] if isinstance(sample[name], dict) else {"score": sample[name]}
-        category = str(judgement["category"]) if benchmark.name == MME else ""
-        number = sample["doc_id"]
-        question = Question(
-            id=f"{task}/{number}",
-            benchmark=benchmark.name,
-            image=f"{task}/{images.get(number) or f'#{number}'}",
-            category=category,
-            pair=f"{category}/{judgement['question_id']}" if category else "",
-        )
-        yield question
-        # A task's filters may have changed the logged response, also of a failed request.
-        failed = _FAILED.search(json.dumps([sample["filtered_resps"], sample.get("resps")]))
-        tokens = ((sample.get("token_counts") or [None])[0] or {}).get("input_tokens")
-        result: dict[str, object] = {"failure": "no prompt tokens were counted: the request failed"}
-        if failed:
-            result = {"failure": failed[0]}
-        elif tokens:
-            score = judgement.get("score")
-            result = {"prompt_tokens": tokens, "text": str(sample["filtered_resps"])}
-            result["score"] = float(score) if isinstance(score, bool | int | float) else None
-        answers.append(Answer.model_validate({"case": case, "question": question.id, **result}))
-    log = "" if benchmark.judge is None else (folder / _LOG).read_text(errors="replace")
     if unjudged := len(_UNJUDGED.findall(log)):
         failure = (
             f"{benchmark.name}: the judge gave no usable answer ({unjudged} times), and lmms-eval "
@@ -317,12 +310,11 @@ def _parse_output(
             "as OPENAI_API_KEY), and add --resume"
         )
         answers = [Answer(case=case, question=a.question, failure=failure) for a in answers]
-    yield from answers
+    records += answers
     if all(answer.failure is None for answer in answers):
-        yield Total(
-            case=case,
-            benchmark=benchmark.name,
-            metric=" + ".join(metrics),
-            value=round(benchmark.scale * points, 4),
-            count=len(answers),
+        metric, value = " + ".join(metrics), round(benchmark.scale * points, 4)
+        total = Total(
+            case=case, benchmark=benchmark.name, metric=metric, value=value, count=len(answers)
         )
+        records.append(total)
+    return records

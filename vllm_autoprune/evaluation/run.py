@@ -106,9 +106,9 @@ def _prune_case(
     arm: Arm, label: str, state: PruningState, budget: int | str, base: str = ""
 ) -> Case:
     """A case that sends a state in every request; refused if the state cannot have the budget."""
-    refused, quota = "", None
+    refused = ""
     try:
-        quota = materialize(state, BudgetCall.parse(budget)).quota
+        materialize(state, BudgetCall.parse(budget))
     except AutopruneError as error:
         refused = str(error)
     return Case(
@@ -117,7 +117,6 @@ def _prune_case(
         label=label,
         budget=budget,
         base=base,
-        quota=quota,
         digest=state.digest,
         pruning=pruning_options(state, budget),
         refused=refused,

@@ -112,7 +112,7 @@ def _evaluate_states(options: argparse.Namespace) -> int:
             select_benchmarks(tasks, cognition=qwen, with_tasks=options.include_path is not None),
             options.lmms_eval,
             folder / "lmms-eval",
-            options.backbone,
+            28.0 if qwen else 20.0,
             limit=options.limit,
             include=options.include_path,
             judge_url=options.judge_url,

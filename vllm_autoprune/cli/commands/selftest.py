@@ -12,7 +12,7 @@ from dataclasses import asdict
 
 import torch
 
-from vllm_autoprune.cli.flags import command
+from vllm_autoprune.cli.flags import argument, command
 from vllm_autoprune.cli.output import print_result
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.selftest.backbones import NEEDED_PACKAGES, TINY_MODELS
@@ -46,25 +46,26 @@ _LEAST_SECONDS = 60.0
 _NO_V2 = "V2 needs Triton, and vLLM finds no Triton that it can use"
 
 
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    known = ", ".join(TINY_MODELS)
-    parser.add_argument(
-        "backbones", nargs="*", metavar="BACKBONE", help=f"of: {known} (default: all)"
-    )
-    parser.add_argument(
+@command(
+    "selftest",
+    argument(
+        "backbones",
+        nargs="*",
+        metavar="BACKBONE",
+        help=f"of: {', '.join(TINY_MODELS)} (default: all)",
+    ),
+    argument(
         "--runner",
         choices=(*RUNNERS, _BOTH),
         help="vLLM's model runner (default: both, or v1 where vLLM cannot run v2)",
-    )
-    parser.add_argument(
+    ),
+    argument(
         "--gpu",
         action="store_true",
         help="check selections on this machine's GPU, which needs no vLLM; then serve "
         f"{' and '.join(GPU_BACKBONES)} on one runner, as far as {GPU_SECONDS // 60} minutes allow",
-    )
-
-
-@command("selftest", _arguments)
+    ),
+)
 def _run_selftest(options: argparse.Namespace) -> int:
     """Serve tiny models of all backbones but LLaVA-1.5 here, and check the results."""
     names: Sequence[str] = options.backbones or (GPU_BACKBONES if options.gpu else [*TINY_MODELS])
