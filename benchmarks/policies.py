@@ -219,12 +219,11 @@ def as_markdown() -> str:
     states = _build_states()
     files = {state.name: _read_evidence(POLICIES / f"{state.name}.json") for state in states}
     evidence = {name: scores for name, scores in files.items() if scores}
-    accuracy: dict[tuple[str, int], float] = {}
-    for name, scores in evidence.items():
-        for row in scores["rows"]:
-            accuracy[name, row["budget"]] = row["accuracy"]
-            if "resized" in row:
-                accuracy[RESIZED, row["budget"]] = row["resized"]
+    measured = [(name, row) for name, scores in evidence.items() for row in scores["rows"]]
+    accuracy = {(name, row["budget"]): row["accuracy"] for name, row in measured}
+    accuracy |= {
+        (RESIZED, row["budget"]): row["resized"] for _, row in measured if "resized" in row
+    }
     described = {RESIZED: "no policy: all tokens pooled to K cells"}
     described |= {s.name: _describe(s) for s in states if not s.name.startswith(f"{SOURCE}-")}
     rows = []

@@ -23,12 +23,7 @@ from benchmarks.policies import SEARCH_RESULTS, SOURCE
 from benchmarks.yardsticks import YARDSTICKS, open_yardstick
 from benchmarks.yardsticks.examples import Example, draw_examples
 from benchmarks.yardsticks.questions import CATEGORIES
-from benchmarks.yardsticks.yardstick import (
-    ALL_TOKENS,
-    Case,
-    Scores,
-    Yardstick,
-)
+from benchmarks.yardsticks.yardstick import ALL_TOKENS, Case, Scores, Yardstick
 from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.report import Table
 from vllm_autoprune.statistics import ClusterBootstrap, Estimate, Floats

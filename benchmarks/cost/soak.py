@@ -51,8 +51,6 @@ _SMALL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
 thousands of requests to fill."""
 _HANGING_UP = 1 / 16
 """Share of requests whose client hangs up after the first piece of a long answer."""
-_SIDE, _REPEATED = 96, 12
-"""Side of the pictures in pixels; how many are repeated."""
 _LONG_ANSWER, _SHORT_ANSWER = 160, 4
 """Tokens of an answer that a client hangs up on, and of any other."""
 _SAMPLES, _PARTS = 200, 5
@@ -152,7 +150,7 @@ class _Request(NamedTuple):
 
 @cache
 def _draw_repeated_pictures() -> Sequence[tuple[Image.Image, str]]:
-    pictures = [draw_picture(seed, _SIDE, _SIDE) for seed in range(_REPEATED)]
+    pictures = [draw_picture(seed, 96, 96) for seed in range(12)]
     return [(image, encode_picture(image)) for image in pictures]
 
 

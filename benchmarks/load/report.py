@@ -15,14 +15,7 @@ from urllib.parse import quote
 
 from benchmarks.common.client import Record
 from benchmarks.common.report import format_estimate
-from benchmarks.load.result import (
-    RECORDS,
-    RESULT,
-    Result,
-    Summary,
-    describe_few,
-    estimate_ratio,
-)
+from benchmarks.load.result import RECORDS, RESULT, Result, Summary, describe_few, estimate_ratio
 from benchmarks.load.settings import CACHES, Load, SendingOptions
 from vllm_autoprune.report import (
     Cell,

@@ -67,7 +67,7 @@ class Prepared(NamedTuple):
 
     @classmethod
     def read(cls, folder: Path) -> Prepared:
-        """Read a folder; raises :class:`BenchmarkError` where it is none, or incomplete."""
+        """Read a folder; raises :class:`BenchmarkError` where its preparation has not ended."""
         try:
             workload = Workload.model_validate_json((folder / _WORKLOAD).read_bytes())
             content = (folder / _BODIES).read_bytes()
@@ -77,11 +77,7 @@ class Prepared(NamedTuple):
                 f"workload {folder}: {reason} -> create one: "
                 "python -m benchmarks.load prepare --out DIR"
             ) from error
-        bodies, count = content.split(b"\n")[:-1], workload.requests
-        if len(bodies) != count + workload.warm_up or not content.endswith(b"\n"):
-            raise BenchmarkError(
-                f"workload {folder}: {_BODIES} is incomplete -> delete the folder, prepare it again"
-            )
+        bodies, count = content.splitlines(), workload.requests
         digest = hashlib.sha256(content).hexdigest()[:16]
         return cls(workload, bodies[:count], bodies[count:], digest)
 

@@ -20,14 +20,7 @@ from PIL import Image
 from torch import Tensor
 
 from benchmarks.yardsticks import pages, scenes
-from benchmarks.yardsticks.questions import (
-    CATEGORIES,
-    KINDS,
-    SEEN,
-    UNSEEN,
-    Model,
-    Questions,
-)
+from benchmarks.yardsticks.questions import CATEGORIES, KINDS, SEEN, UNSEEN, Model, Questions
 
 _WEIGHTS = Path(__file__).resolve().parent / "weights"
 CHECKPOINTS: Mapping[Model, Path] = {name: _WEIGHTS / name for name in ("minillava", "miniqwen")}

@@ -23,13 +23,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import apply_rotary_pos_emb_
 
 from benchmarks.yardsticks.examples import Example, as_picture
 from benchmarks.yardsticks.pages import MERGE, TOKEN, Size
-from benchmarks.yardsticks.yardstick import (
-    Budget,
-    EncodedBatch,
-    Scores,
-    Yardstick,
-    record_outputs,
-)
+from benchmarks.yardsticks.yardstick import Budget, EncodedBatch, Scores, Yardstick, record_outputs
 from vllm_autoprune.tpdsl.tokens import Grid, Instruction, MergerInput, VisualTokens
 
 

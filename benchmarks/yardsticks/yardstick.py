@@ -17,13 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from benchmarks.yardsticks.examples import (
-    CHECKPOINTS,
-    PROMPT,
-    Example,
-    keep_first,
-    weights_digest,
-)
+from benchmarks.yardsticks.examples import CHECKPOINTS, PROMPT, Example, keep_first, weights_digest
 from benchmarks.yardsticks.questions import Model
 from vllm_autoprune.ops.rowwise import gather_rows
 from vllm_autoprune.serving.api.instruction import split_content_words
