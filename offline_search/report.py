@@ -202,9 +202,14 @@ class _SearchReport:
             head, columns, text = [*head, "MME total"], 4, f"{_TEST} {_MME}"
         cells = [row[:columns] for row in rows]
         result = Table("Winner and base policy", head, cells, "lrrr"[:columns])
-        texts = [why, _describe_leader(winner, leader)]
+        luck = f"{winner.winner} was also the best on the search split."
+        if leader != winner.winner:
+            luck = (
+                f"On the search split alone {leader} was better; with the validation split "
+                f"{winner.winner} is."
+            )
         return [
-            Section("Why this candidate", texts, tables=[finalists]),
+            Section("Why this candidate", [why, luck], tables=[finalists]),
             Section("Result on the test split", [text], tables=[result]),
         ]
 
@@ -264,16 +269,6 @@ def _of_type(records: Iterable[Record], kind: type[R]) -> list[R]:
     return [record for record in records if isinstance(record, kind)]
 
 
-def _describe_leader(winner: WinnerRecord, leader: str | None) -> str:
-    """Whether the winner also led on the search split, as the progress of the search shows it."""
-    if leader is None or leader == winner.winner:
-        return f"{winner.winner} was also the best on the search split."
-    return (
-        f"On the search split alone {leader} was better; with the validation split "
-        f"{winner.winner} is."
-    )
-
-
 def _format_interval(estimate: Estimate, scale: float = 1.0) -> str:
     """A mean with its 95 % interval."""
     scaled = Estimate(*(scale * x for x in (estimate.value, estimate.low, estimate.high)))
@@ -293,7 +288,6 @@ class ProgressLog:
         self._write = write
         self._clock = clock
         self._created = self._rounds_started = clock()
-        self._leader: str | None = None
 
     def on_start(self, history: History, examples: int) -> None:
         """Write the base policy's objective."""
@@ -306,7 +300,7 @@ class ProgressLog:
         """Write the results of a round, the best so far, and the remaining time."""
         best, leader = history.best(), "no leader on the search split"
         if best is not None:
-            self._leader, origin = best.name, best.proposal.origin
+            origin = best.proposal.origin
             leader = f"{best.name} by {origin} leads on the search split, {best.score:+.4f}"
             base = history.base.result.objective
             if base is not None and base >= best.score:
@@ -331,11 +325,9 @@ class ProgressLog:
             self._write(f"gives up: the last {count} candidates were invalid or unsafe")
 
     def on_finish(self, winner: WinnerRecord) -> None:
-        """Write the winner's scores on the test split, and whether it led the search."""
+        """Write the winner's scores on the test split."""
         test = winner.test
         self._write(
             f"winner {winner.winner}: test objective {_format_interval(test.objective)}, gain over "
             f"the base policy {_format_interval(test.gain)}, accuracy {100 * test.accuracy:.1f} %"
         )
-        if self._leader is not None:
-            self._write(_describe_leader(winner, self._leader))

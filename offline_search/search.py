@@ -56,6 +56,9 @@ class NothingMeasured(SearchError):
     """No candidate of a search was measured on the whole search split."""
 
 
+_SILENT = ProgressLog(lambda line: None)
+
+
 class Search:
     """One search; ``most_money`` bounds the cost of its proposer, ``observer`` is told.
 
@@ -69,7 +72,7 @@ class Search:
         evaluator: Evaluator,
         proposer: Proposer | None = None,
         most_money: float | None = None,
-        observer: ProgressLog | None = None,
+        observer: ProgressLog = _SILENT,
     ) -> None:
         self._settings = settings
         self._ledger = ledger
@@ -103,8 +106,7 @@ class Search:
         await self._compare(self._base, "validation")
         await self._compare(self._base, "test")
         examples = len(history.examples)
-        if self._observer is not None:
-            self._observer.on_start(history, examples)
+        self._observer.on_start(history, examples)
         full = examples * len(settings.budgets)
         budget, spent = settings.total_candidates * full, 0
         summary = summarize(history)
@@ -123,15 +125,13 @@ class Search:
             spent += sum(trial.result.examples for trial in trials)
             summary = summarize(history)
             ledger.put(SummaryRecord(round=number, text=summary))
-            if self._observer is not None:
-                fixed = settings.has_fixed_evaluations
-                share = min(1.0, spent / budget if fixed else number / settings.rounds)
-                self._observer.on_round(trials, history, share, self._client.total_cost())
+            fixed = settings.has_fixed_evaluations
+            share = min(1.0, spent / budget if fixed else number / settings.rounds)
+            self._observer.on_round(trials, history, share, self._client.total_cost())
             if gave_up([trial.result for trial in history.trials]):
                 break
         winner = ledger.put(await self._choose_winner(history))
-        if self._observer is not None:
-            self._observer.on_finish(winner)
+        self._observer.on_finish(winner)
         return winner
 
     async def _choose_winner(self, history: History) -> WinnerRecord:

@@ -191,8 +191,21 @@ class _AutoPrunePlus(Strategy, name="autoprune+"):
         starts, self._warm_starts = self._warm_starts[:count], self._warm_starts[count:]
         slots -= len(starts)
         if best:
-            study = self._study_measured(current)
-            derived = []
+            # TPE learns from all candidates that were measured, whatever their origin.
+            study, derived = _open_study(rng.randrange(2**31), startup=0), []
+            import optuna
+
+            for trial in history.trials:
+                if (objective := history.estimate(trial)) is not None:
+                    point = _MeasuredPoint(choices_of_state(trial.require_state(), settings))
+                    sample_proposal(point, settings)
+                    study.add_trial(
+                        optuna.trial.create_trial(
+                            params=dict(point.values),
+                            distributions=dict(point.distributions),
+                            value=objective,
+                        )
+                    )
             for origin in islice(cycle(_ORIGINS), slots):
                 if origin == "tpe":
                     suggested = _SuggestedChoices(study.ask())
@@ -209,26 +222,6 @@ class _AutoPrunePlus(Strategy, name="autoprune+"):
             derived = [_sample_draft("random", source, settings) for _ in range(slots)]
         written = await current.request_improvements(settings, written_count)
         return [*written, *(Draft("warm start", state) for state in starts), *derived]
-
-    def _study_measured(self, current: Round) -> optuna.Study:
-        """A study of all candidates that were measured, whatever their origin."""
-        study = _open_study(current.rng.randrange(2**31), startup=0)
-        import optuna
-
-        for trial in current.history.trials:
-            objective = current.history.estimate(trial)
-            if objective is not None:
-                choices = choices_of_state(trial.require_state(), self._settings)
-                point = _MeasuredPoint(choices)
-                sample_proposal(point, self._settings)
-                study.add_trial(
-                    optuna.trial.create_trial(
-                        params=dict(point.values),
-                        distributions=dict(point.distributions),
-                        value=objective,
-                    )
-                )
-        return study
 
 
 def _warm_start_states(settings: Settings) -> list[PruningState]:
