@@ -37,10 +37,15 @@ def test_each_state_is_compared_with_its_base_policy(tmp_path: Path) -> None:
     for name, kind, base in (
         ("autoprune@8", "autoprune", "cdpruner@8"),
         ("ablation-quota-4@8", "found", "cdpruner@8"),
-        ("visionzip@8", "base", ""),
+        ("visionzip@8", "found", ""),
     ):
         case = cases[name]
         assert (case.arm, case.base, case.refused) == (kind, base, "")
+    # A base policy that is named too has a verdict of its own, in either order.
+    for names in (["divprune", "norm"], ["norm", "divprune"]):
+        cases = {case.name: case for case in build_cases(names, [8])}
+        assert cases["divprune@8"].arm == cases["norm@8"].arm == "found"
+        assert (cases["divprune@8"].base, cases["norm@8"].base) == ("", "divprune@8")
     # The base policy alone has the parameters of the state; a budget that it forbids is refused.
     data = load_state("autoprune").model_dump(mode="json")
     data["base_policy"] = {"name": "fastv", "params": {"layer": 3}}
@@ -62,8 +67,8 @@ def test_policies_of_one_name_are_cases_of_their_own(tmp_path: Path) -> None:
     cases = {case.name: case for case in build_cases([*map(str, states), "fastv"], [8])}
     pruned = {name: case.base for name, case in cases.items() if case.arm == "found"}
     assert pruned.pop("a@8") == "fastv-of-a@8" and pruned.pop("b@8") == "fastv-of-b@8"
+    assert pruned.pop("fastv@8") == "" and cases["random@8"].arm == "random"
     assert sorted(name[:-14] for name in pruned) == ["b-", "random-"]
-    assert (cases["fastv@8"].arm, cases["random@8"].arm) == ("base", "random")
     for case in cases.values():
         if case.base:
             alone, state = cases[case.base].pruning["state"], case.pruning["state"]

@@ -29,8 +29,8 @@ RESIZED = "resize control"
 """Name in tables of the case that resizes images."""
 
 Arm = Literal["full", "random", "norm", "resized", "base", "autoprune", "found"]
-"""How tokens are selected: all, at random, those of largest norm, those of a resized image, by a
-base policy alone, with the shipped residual, or with another one."""
+"""How tokens are selected: all, at random, those of largest norm, those of a resized image, by the
+base policy of a state alone, with the shipped residual, or by another state that was named."""
 
 
 class EvaluationError(AutopruneError):

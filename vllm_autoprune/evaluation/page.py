@@ -143,10 +143,12 @@ def _describe_verdicts(report: Report) -> Iterator[str]:
     rows = {row.case.name: row for row in report.rows}
     bases = {row.case.base for row in report.rows}
     for overall in report.resizing:
-        # A base policy that a state is compared with was not to be evaluated.
-        if overall.kind is not None or overall.case not in rows or overall.case in bases:
+        if overall.kind is not None or (row := rows.get(overall.case)) is None:
             continue
-        row, control = rows[overall.case], rows.get(f"resized@{rows[overall.case].case.budget}")
+        # A base policy that a state is compared with was not to be evaluated, unless it was named.
+        if row.case.arm == "base" and overall.case in bases:
+            continue
+        control = rows.get(f"resized@{row.case.budget}")
         more = (row.prompt_tokens or 0.0) - ((control and control.prompt_tokens) or 0.0)
         verdict = _describe_difference(report, overall)
         line = f"{row.case.label}, K = {row.case.budget}: {verdict}"

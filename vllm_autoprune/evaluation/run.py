@@ -171,7 +171,8 @@ def build_cases(names: Sequence[str], said: Sequence[int | str]) -> list[Case]:
             data = load_state(policy.name).model_dump(mode="json")
             alone = load_state(data | {"base_policy": policy.model_dump(mode="json")})
             base = label_of(alone, f"{alone.name}-of-{label}")
-            cases.append(_prune_case("base", base, alone, budget))
+            is_named = alone.digest in {state.digest for state in states}
+            cases.append(_prune_case("found" if is_named else "base", base, alone, budget))
             if state.digest != alone.digest:
                 shipped = state.digest == _residual_on(policy.name).digest
                 arm: Arm = "autoprune" if shipped else "found"

@@ -142,7 +142,7 @@ def _advise(options: argparse.Namespace) -> int:
     }
     cache = f"KV blocks of {traffic.block}" if traffic.block else "no prefix cache"
     sizes = (
-        f"{traffic.questions:g} questions an image; N = {traffic.tokens}, K = {traffic.budget}, "
+        f"questions an image: {traffic.questions:g}; N = {traffic.tokens}, K = {traffic.budget}, "
         f"K_c = {traffic.served_core} as it is served; {traffic.template} text tokens before the "
         f"image and {traffic.prompt} behind it, {traffic.answer} of the answer; {cache}"
     )
