@@ -58,7 +58,7 @@ class Arm(FrozenModel):
     def choose(cls, options: PairedOptions) -> tuple[Arm, ...]:
         """The running servers; else stock, the state's base policy alone, and the state.
 
-        These three have the same flags otherwise. Raises :class:`BenchmarkError` for a model that
+        They have the same flags otherwise. Raises :class:`BenchmarkError` for a model that
         does not exist.
         """
         if options.attach:
@@ -87,9 +87,11 @@ class Arm(FrozenModel):
             pruning += ["--autoprune-feature-cache-gb", "0"]
         arms = [cls(name="stock", model=str(model), flags=tuple(flags))]
         base = load_state(options.state).base_policy.name
-        for name, state in (("base policy", base), ("AutoPrune", options.state)):
+        states = (("base policy", base), ("AutoPrune", options.state))
+        # A state that is its own base policy is served once.
+        named = {load_state(state).digest: (name, state) for name, state in states}
+        for digest, (name, state) in named.items():
             served = (*flags, "--autoprune-state", state, *pruning)
-            digest = load_state(state).digest
             arms.append(cls(name=name, model=str(model), flags=served, digest=digest))
         return tuple(arms)
 

@@ -210,8 +210,9 @@ def test_the_page_says_who_wins_of_each_state_that_was_to_be_evaluated() -> None
     page = build_page(report_of(*cases, (STATE, mixed))).render_markdown()
     assert "With all tokens, 100.0 % of the answers are right." in page
     (line,) = [line for line in page.splitlines() if ", K = 8: " in line]
-    asked = [(CONTROL, [0, 1] * IMAGES), (case("cdpruner@8", "found"), mixed), (STATE, mixed)]
-    named = build_page(report_of(*asked)).render_markdown()
+    policy = case("cdpruner@8", "found")
+    report = report_of((CONTROL, [0, 1] * IMAGES), (policy, mixed), (STATE, mixed))
+    named = build_page(report).render_markdown()
     assert named.count(", K = 8: pruning beats") == 2 and "cdpruner at K = 8" in named
     assert line.startswith("- mine, K = 8: pruning beats resizing, +25.0 (")
     assert " By kind: read +100.0 (+100.0 to +100.0): pruning; count -50.0 (" in line

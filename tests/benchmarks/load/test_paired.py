@@ -71,6 +71,8 @@ def test_the_three_arms_differ_only_in_their_state() -> None:
     assert extra[:4] == ("--autoprune-state", "cdpruner", "--autoprune-budget", "16")
     assert pruned.flags[len(stock.flags) :] == ("--autoprune-state", "autoprune", *extra[2:])
     assert (stock.digest, pruned.digest) == (None, load_state("autoprune").digest)
+    arms = Arm.choose(PairedOptions(state="divprune"))  # its own base policy
+    assert [arm.name for arm in arms] == ["stock", "AutoPrune"]
     # Every cache of every arm is off.
     assert {"--no-enable-prefix-caching", "--mm-processor-cache-gb"} < set(stock.flags)
     assert extra[extra.index("--autoprune-feature-cache-gb") + 1] == "0"
