@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
@@ -110,13 +111,10 @@ class Experiment:
         points = [Point(arm, load, tuple(passes)) for (arm, load), passes in groups.items()]
         return sorted(points, key=lambda p: (p.load.rate or 0.0, p.load.users or 0))
 
-    @cached_property
-    def arms(self) -> dict[str, list[Point]]:
-        """The points of each arm, in the order of arms."""
-        arms: dict[str, list[Point]] = {}
-        for point in self.points:
-            arms.setdefault(point.arm, []).append(point)
-        return arms
+    @property
+    def arms(self) -> list[str]:
+        """Names of all arms, the reference first."""
+        return list(dict.fromkeys(run.arm for run in self.runs))
 
     @cached_property
     def answer(self) -> tuple[str, Tone]:
@@ -125,11 +123,9 @@ class Experiment:
         At the highest load that all arms have, if possible below saturation for all: beyond it a
         queue grows as long as a run lasts, so that its latencies mean nothing.
         """
-        by_load: dict[Load, list[Point]] = {}
-        for point in self.points:
-            by_load.setdefault(point.load, []).append(point)
+        by_load = [list(points) for _, points in groupby(self.points, lambda point: point.load)]
         valid = [
-            shared for shared in by_load.values()
+            shared for shared in by_load
             if len(shared) == len(self.arms) and all(point.valid for point in shared)
         ]  # fmt: skip
         if not valid:
@@ -203,7 +199,8 @@ class Experiment:
     def draw_chart(self) -> Section:
         """Median TTFT over the achieved rate; open loops are dashed."""
         series = []
-        for colour, (arm, points) in enumerate(self.arms.items()):
+        for colour, arm in enumerate(self.arms):
+            points = [point for point in self.points if point.arm == arm]
             # In order of load: beyond saturation throughput may fall, and the line turns back.
             for kind in ("closed", "open"):
                 marks = []
@@ -227,7 +224,7 @@ class Experiment:
 
     def build_ratios(self) -> Iterator[Section]:
         """Every arm against the first, at every load that both have."""
-        against = self.points[0].arm
+        against = self.arms[0]
         references = {point.load: point for point in self.points if point.arm == against}
         rows: list[Row] = []
         for point in self.points:

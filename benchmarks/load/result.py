@@ -30,7 +30,6 @@ COUNTERS = {
 
 _ENOUGH = {50: 20, 90: 50, 95: 100, 99: 200}
 """Requests that a percentile needs to be quoted."""
-LEVELS = tuple(_ENOUGH)
 _DRAWS = 1000
 _DELAY_SHARE = 0.05
 """Limit of the client's p99 delay, as a share of the median TTFT."""
@@ -49,10 +48,9 @@ _LATENCIES: Mapping[str, Callable[[Record], Sequence[float]]] = {
     "E2E": lambda record: (record.e2e,),
 }
 """The seconds that one answered request contributes to each kind of latency."""
-LATENCIES = tuple(_LATENCIES)
 
 _Percentiles = Mapping[int, Estimate]
-"""By level, of :data:`LEVELS`."""
+"""By level, 50 to 99."""
 
 
 def _resample_weights(requests: int) -> Floats:
@@ -89,8 +87,8 @@ def _estimate_percentiles(by_request: Sequence[Sequence[float]]) -> _Percentiles
     """Percentiles of the values of all requests; empty where there is no value."""
     if not any(map(len, by_request)):
         return {}
-    percentiles = _draw_percentiles(by_request, LEVELS, _resample_weights(len(by_request)))
-    return dict(zip(LEVELS, map(Estimate.of, percentiles.T), strict=True))
+    percentiles = _draw_percentiles(by_request, [*_ENOUGH], _resample_weights(len(by_request)))
+    return dict(zip(_ENOUGH, map(Estimate.of, percentiles.T), strict=True))
 
 
 def estimate_ratio(
@@ -137,7 +135,7 @@ class Summary(FrozenModel):
     seconds: float
     """From the first request that was due to the end of the last; of several passes, the mean."""
     latencies: Mapping[str, _Percentiles]
-    """By name, of :data:`LATENCIES`, and of the client's own ``delay``."""
+    """By name, of :data:`_LATENCIES`, and of the client's own ``delay``."""
     goodput: Estimate | None
     """Share of requests that met the objective; failed ones did not."""
     offered_rate: float | None
@@ -177,7 +175,7 @@ class Summary(FrozenModel):
             seconds.append(max(r.done for r in records) - min(r.scheduled for r in records))
             rates.append(sum(r.ok for r in records) / seconds[-1])
         met = np.asarray([slo.is_good(record) for record in measured], dtype=np.float64)
-        by_latency = {name: [*_values_by_request(passes, name).values()] for name in LATENCIES}
+        by_latency = {name: [*_values_by_request(passes, name).values()] for name in _LATENCIES}
         by_latency["delay"] = [[record.delay] for record in measured]
         return cls(
             requests=len(measured),

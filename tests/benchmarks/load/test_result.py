@@ -10,17 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.load.report import (
-    REPORT,
-    Experiment,
-    Point,
-    _compare_points,
-)
-from benchmarks.load.result import (
-    Summary,
-    _estimate_percentiles,
-    estimate_ratio,
-)
+from benchmarks.load.report import REPORT, Experiment, Point
+from benchmarks.load.result import Summary, _estimate_percentiles, estimate_ratio
 from benchmarks.load.settings import Load, SendingOptions, Workload
 from tests.benchmarks.load.samples import SLO, point, record, result
 from vllm_autoprune.report import Section
@@ -155,24 +146,6 @@ def test_a_run_is_told_in_a_few_lines() -> None:
     assert rates.endswith("2.00 offered, 2.00 achieved requests/s")
     unread = result(ANSWERED, CLOSED, counters=None).verdict
     assert unread == "valid, but the server's /metrics could not be read"
-
-
-TIMES = [float(t) for t in np.random.default_rng(0).exponential(0.2, 40)]
-HALF = [t / 2 for t in TIMES]
-
-
-def test_an_arm_is_compared_with_the_first_and_invalid_runs_have_no_ratio() -> None:
-    stock = point("stock", CLOSED, [TIMES, TIMES])
-    pruned = point("AutoPrune", CLOSED, [HALF, [0.9 * t for t in HALF]])
-    runs = [stock.runs[0], pruned.runs[0], pruned.runs[1], stock.runs[1]]
-    assert Experiment(runs, SLO).points == [stock, pruned]
-    ratio, by_pass = _compare_points(pruned, stock, "TTFT", 50)
-    assert by_pass == pytest.approx([0.5, 0.45])
-    assert ratio is not None and 0.44 < ratio.low <= ratio.high < 0.51
-    tpot, _ = _compare_points(pruned, stock, "TPOT", 50)
-    assert tpot is not None and tpot.value == pytest.approx(1.0)
-    invalid = point("AutoPrune", CLOSED, [HALF], valid=False)
-    assert _compare_points(invalid, stock, "TTFT", 50) == (None, [])
 
 
 ENOUGH = [0.1 + 0.001 * (n % 7) for n in range(200)]
