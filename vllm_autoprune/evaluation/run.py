@@ -30,9 +30,7 @@ from vllm_autoprune.evaluation.journal import (
 )
 from vllm_autoprune.evaluation.page import build_page
 from vllm_autoprune.evaluation.report import PRUNING_ARMS, Report
-from vllm_autoprune.evaluation.scoring_request import (
-    pruning_options,
-)
+from vllm_autoprune.evaluation.scoring_request import pruning_options
 from vllm_autoprune.http_client import (
     FAILURES,
     RequestRefused,
@@ -180,17 +178,13 @@ def build_cases(names: Sequence[str], said: Sequence[int | str]) -> list[Case]:
     return list({case.name: case for case in cases}.values())
 
 
-class _Allows(BaseModel):
-    level: str
-
-
 class _Served(BaseModel):
     """What is read of ``/v1/autoprune``; as it is here where the server has no such page."""
 
     state: str | None = ""
     digest: str = ""
     requests: str = ""
-    allows: _Allows | None = None
+    allows: dict[str, object] = {}
 
 
 class Server(NamedTuple):
@@ -226,7 +220,7 @@ class Server(NamedTuple):
                 served = _Served.model_validate(client.read_served())
             if served.state is None:
                 raise _refuse(client.url, "serves no state")
-            if served.allows is not None and served.allows.level in ("none", "budget"):
+            if served.allows.get("level") in ("none", "budget"):
                 raise _refuse(client.url, f"lets requests set {served.requests}")
             for case in cases:
                 if case.refused:
