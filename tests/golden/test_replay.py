@@ -206,11 +206,10 @@ ORDERED = (
 )
 """Methods that return picks in an order of their own."""
 
-METHODS = (
-    *ORDERED,
-    *("autoprune_released", "dart", "pdrop", "holov", "prunesid", "fsr", "visionzip", "prumerge"),
-    *("prumerge_budget", "trim", "sparsevlm"),
+METHODS = sorted(
+    folder.name for folder in Path(__file__).parent.glob("data/*") if folder.name != "clip_chunk"
 )
+"""All that have cases, but the text tower's (``test_signals.py``)."""
 
 COUNTING = {
     "cdpruner/case_08": 16,  # the rank of the kernel: rounding decides the others

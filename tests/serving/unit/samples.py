@@ -205,10 +205,6 @@ class Processed:
     data: list[str | None]
 
     @property
-    def keys(self) -> list[tuple[int, int]]:
-        return [plan.key for plan in self.plans]
-
-    @property
     def sent(self) -> list[bool]:
         return [digest is not None for digest in self.data]
 
