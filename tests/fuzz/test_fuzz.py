@@ -35,7 +35,6 @@ SLOW = 1.0
 SMALL = 5
 """K at which most states run, on an image of 16 tokens."""
 
-EXHAUSTIVE = pytest.mark.exhaustive
 BUDGETS = (1, 2, 7, 64, 500, MAX_BUDGET, 0, -1, MAX_BUDGET + 1)
 
 schema_accepts: Callable[[Any], bool] = jsonschema.Draft202012Validator(SCHEMA).is_valid
@@ -117,7 +116,11 @@ EXAMPLES = 250
 
 @pytest.mark.parametrize(
     ("number", "fully"),
-    [(0, False), (1, True), *(pytest.param(n, False, marks=EXHAUSTIVE) for n in range(2, 22))],
+    [
+        (0, False),
+        (1, True),
+        *(pytest.param(n, False, marks=pytest.mark.exhaustive) for n in range(2, 22)),
+    ],
 )
 @pytest.mark.timeout(1200)
 def test_texts_are_accepted_or_refused_as_promised(

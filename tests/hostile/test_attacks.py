@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-import tests.hostile.attacks
-import tests.hostile.forgeries  # noqa: F401  (both register their attacks)
+import tests.hostile.forgeries  # noqa: F401  (registers its attacks, and those that it imports)
 from benchmarks.server import Server, serve
 from tests.hostile.site import ATTACKS, Profile, run_attack
 from tests.serving.engine import built
