@@ -204,11 +204,3 @@ class History:
         if best is None or best.values is None or (base is not None and best.score <= base):
             return self.base_values
         return best.values
-
-    def count_failures(self) -> Counter[str]:
-        """Number of candidates per reason for which they were not evaluated."""
-        reasons: Counter[str] = Counter()
-        for trial in self.trials:
-            if trial.result.failed:
-                reasons.update(trial.proposal.problems or (trial.result.reason,))
-        return reasons

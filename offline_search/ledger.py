@@ -54,11 +54,6 @@ class Cost(FrozenModel):
             money=round(self.money + other.money, 9),
         )
 
-    @property
-    def tokens(self) -> int:
-        """Prompt and completion tokens together."""
-        return self.prompt_tokens + self.completion_tokens
-
 
 class _Record(FrozenModel):
     key_format: ClassVar[str] = "{kind}"
@@ -219,12 +214,6 @@ class WinnerRecord(_Record):
     )
     test: Comparison
     base: Comparison
-
-    @property
-    def base_validation(self) -> float:
-        """The base policy's objective on the validation split."""
-        winner = self.confirmed[self.winner]
-        return winner.objective.value - winner.gain.value
 
 
 Record = Annotated[

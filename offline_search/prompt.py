@@ -8,8 +8,10 @@ thousandths, with their standard error where they are compared.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from itertools import chain
 from statistics import median
 from typing import Literal
 
@@ -211,7 +213,9 @@ def summarize(history: History) -> str:
                 f"{_score(history.estimate(trial))}; {_origin(trial, history)}"
             )
     lines += _describe_hypotheses(history, latest)
-    if failures := history.count_failures().most_common(_MAX_FAILURES):
+    failed = [trial for trial in history.trials if trial.result.failed]
+    reasons = [trial.proposal.problems or (trial.result.reason,) for trial in failed]
+    if failures := Counter(chain.from_iterable(reasons)).most_common(_MAX_FAILURES):
         lines.append("Proposals that were not valid:")
         lines += [f"- {reason[:160]} ({count} times)" for reason, count in failures]
     return "\n".join(lines)

@@ -179,7 +179,9 @@ class _SearchReport:
             test = cell(winner.test.objective) if won else Cell("not measured")
             title = Cell(name, "winner" if won else "", tone="good" if won else "")
             rows.append([title, search, cell(validation.objective), both, test])
-        search, validated = self._format(self.base_objective, winner.base_validation)
+        validation = winner.confirmed[winner.winner]
+        base_value = validation.objective.value - validation.gain.value
+        search, validated = self._format(self.base_objective, base_value)
         rows.append(["base policy", search, validated, "–", cell(winner.base.objective)])
         head = ["candidate", "search", "validation", "search and validation", "test"]
         finalists = Table("Objectives of the finalists", head, rows, "lrrrr")
@@ -308,7 +310,8 @@ class ProgressLog:
                 leader = f"the base policy leads on the search split, {base:+.4f}; {behind}"
         counts = Counter(trial.result.status for trial in trials)
         statuses = ", ".join(f"{count} {status}" for status, count in counts.items())
-        tokens = f", {cost.tokens} proposer tokens" if cost.tokens else ""
+        count = cost.prompt_tokens + cost.completion_tokens
+        tokens = f", {count} proposer tokens" if count else ""
         remaining = "time left unknown"
         if share > 0:
             seconds = (self._clock() - self._rounds_started) * (1 - share) / share

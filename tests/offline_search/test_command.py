@@ -125,9 +125,6 @@ def test_a_dry_run_prints_an_estimate_and_sends_no_request(
     }  # fmt: skip
     numbers = json.loads(dry_run("--space", "numbers", "--json"))["messages"][0]["content"]
     assert "lam 0.04 to 0.22" in numbers and "quality_topk_selector" not in numbers
-    text = dry_run()
-    assert "--- system" in text
-    assert "At most 2 requests to the proposer, each for up to 5 proposals: about" in text
     text = dry_run("--proposals-per-reply", "1")
     assert "At most 4 requests to the proposer, each for one proposal: about" in text
     assert not served.requests and not (tmp_path / "l.jsonl").exists()
