@@ -123,7 +123,7 @@ def _build_states(folder: Path = POLICIES) -> list[PruningState]:
 
 
 def _read_evidence(path: Path) -> _JsonObject:
-    """What `measure` wrote into a state's file; empty where there is none, or of another form."""
+    """What `_measure` wrote into a state's file; empty where there is none, or of another form."""
     state = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"provenance": {}}
     scores: _JsonObject = state["provenance"].get("scores", {})
     return scores if "behaviour" in scores else {}
@@ -144,7 +144,7 @@ def _format_json(value: object, indent: int = 0, key: str = "") -> str:
     return f"{lead}{begin}\n{lines}\n{' ' * indent}{end}"
 
 
-def build(folder: Path) -> None:
+def _build(folder: Path) -> None:
     """Write every shipped state and delete the files of states that no longer exist."""
     states = {f"{state.name}.json": state for state in _build_states(folder)}
     for name, state in states.items():
@@ -157,7 +157,7 @@ def build(folder: Path) -> None:
     print(f"{len(states)} states in {folder.name}/")
 
 
-def measure(folder: Path, report: Mapping[str, Any]) -> None:
+def _measure(folder: Path, report: Mapping[str, Any]) -> None:
     """Keep accuracy of a report of `vllm-autoprune eval` in the files of the states that it has.
 
     In per cent: ``resized`` is the resize control on the same questions, ``less_resized`` the state
@@ -271,9 +271,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     measuring.add_argument("report", type=Path, help="report.json of `vllm-autoprune eval`")
     options = parser.parse_args(arguments)
     if options.command == "measure":
-        measure(POLICIES, json.loads(options.report.read_text(encoding="utf-8")))
+        _measure(POLICIES, json.loads(options.report.read_text(encoding="utf-8")))
     else:
-        build(POLICIES)
+        _build(POLICIES)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ def test_building_again_changes_no_file(tmp_path: Path) -> None:
         state = json.loads((folder / f"{name}.json").read_text())
         # Built anew where a rule of `build` has changed; the evidence is in the file.
         (folder / f"{name}.json").write_text(json.dumps(state | {"safety": state["safety"][:3]}))
-    policies.build(folder)
+    policies._build(folder)
     built = {path.name: path.read_text() for path in folder.iterdir()}
     assert built == {path.name: path.read_text() for path in policies.POLICIES.glob("*.json")}
     assert all(load_state(name).provenance.found_by for name in shipped_states())
@@ -54,7 +54,7 @@ def test_a_report_of_eval_becomes_evidence_outside_the_digest(tmp_path: Path) ->
     }  # fmt: skip
     names = ("resized@16", "visionzip@16", "miniqwen@16", "autoprune-llava-1.5-7b-k16@16")
     rows = [{"case": {"name": name}, **figures} for name in names]
-    policies.measure(folder, {"questions": 9, "rows": rows})
+    policies._measure(folder, {"questions": 9, "rows": rows})
     state = load_state(folder / "visionzip.json")
     assert state.digest == load_state("visionzip").digest
     expected = {
