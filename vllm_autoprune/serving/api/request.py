@@ -100,6 +100,7 @@ _FIX = {
     "recall_turns": 'give a list of {"images": images before the turn, "text": its text}',
 }
 _KNOWN = f"use: {', '.join(_FIX)}"
+_DETAIL = 'put it beside the picture: "image_url": {"url": ..., "detail": "low"}'
 
 
 class PruningRequest(BaseModel):
@@ -172,7 +173,8 @@ class PruningRequest(BaseModel):
                 where = "/".join([ENTRY, *map(_shorten, place)])
                 what, fix = detail["msg"], _FIX.get(place[0] if place else "", _KNOWN)
                 if detail["type"] == "extra_forbidden" and len(place) == 1:
-                    what, fix = "is not a known field", suggest_name(place[0], list(_FIX))
+                    what, name = "is not a known field", place[0]
+                    fix = _DETAIL if name == "detail" else suggest_name(name, list(_FIX))
                 problems.setdefault(where, Problem(where, escape_unprintable(what, 200), fix))
             raise RequestError("request", list(problems.values())) from None
 
