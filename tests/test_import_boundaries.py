@@ -157,6 +157,16 @@ def test_the_core_loads_no_server() -> None:
     assert ran.stdout.strip() == "[]"
 
 
+def test_a_server_without_settings_registers_no_counters() -> None:
+    code = (
+        "from vllm_autoprune.serving.plugin import register; register()\n"
+        "from vllm.config import VllmConfig; VllmConfig()\n"
+        "import sys; print('vllm_autoprune.serving.startup' in sys.modules)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.splitlines()[-1] == "False"
+
+
 def test_pictures_are_opened_in_one_place() -> None:
     """Which decodes them whole, as vLLM does, and refuses what is none."""
     text = {name: path.read_text(encoding="utf-8") for name, path in SOURCES.items()}

@@ -39,7 +39,7 @@ def register() -> None:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
-    from vllm_autoprune.serving.compat import attach, patch
+    from vllm_autoprune.serving.compat import attach, get_attachment, patch
     from vllm_autoprune.serving.settings import SETTINGS_KEY, WAITING_SETTINGS, add_flags
 
     @patch(EngineArgs, "add_cli_args")
@@ -60,7 +60,11 @@ def register() -> None:
 
     @patch(VllmConfig, "try_verify_and_update_config")
     def verify(stock: Callable[[VllmConfig], None], vllm_config: VllmConfig) -> None:
-        from vllm_autoprune.serving.startup import apply_settings
+        additional, model_config = vllm_config.additional_config, vllm_config.model_config
+        in_config = isinstance(additional, Mapping) and SETTINGS_KEY in additional
+        # Importing it registers counters: a server without settings has none in its /metrics.
+        if in_config or get_attachment(model_config, WAITING_SETTINGS) is not None:
+            from vllm_autoprune.serving.startup import apply_settings
 
-        apply_settings(vllm_config)
+            apply_settings(vllm_config)
         stock(vllm_config)
