@@ -25,16 +25,19 @@ from benchmarks.yardsticks.examples import Example, draw_examples
 from benchmarks.yardsticks.questions import CATEGORIES
 from benchmarks.yardsticks.yardstick import ALL_TOKENS, Case, Scores, Yardstick
 from vllm_autoprune.cli.output import CommandParser
+from vllm_autoprune.errors import StateError
 from vllm_autoprune.report import Table
 from vllm_autoprune.statistics import ClusterBootstrap, Estimate, Floats
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-from vllm_autoprune.tpdsl.loading import load_state, shipped_states
+from vllm_autoprune.tpdsl.loading import load_state
 from vllm_autoprune.tpdsl.materialize import materialize
 
 _DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 _STATES = ("norm", SOURCE, "instruction-free", "shared-core", *SEARCH_RESULTS)
 """Shipped states that are measured beside every base policy alone."""
+
+_CONTROLS = ("resized", "random", "oracle")
 
 _BEFORE = "@merger_in"
 """Behind the name of a case: the state ranks tokens by what enters the patch merger."""
@@ -46,16 +49,16 @@ _WITHOUT_FEATURES = ("mmtok", "scope", "prunesid", "holov")
 def _build_cases(yardstick: Yardstick, names: Sequence[str] = ()) -> list[Case]:
     """Every case whose inputs a yardstick has, the full model first; or the named ones of them.
 
-    A name may also be that of any other shipped state, such as an ablation. The full model and the
+    A name may also be that of an ablation or of a file with a state. The full model and the
     resize control are always among them. Where a yardstick has a patch merger, every base policy
     and state that reads features also ranks before it.
     """
     available = yardstick.available
-    ablations = [name for name in names if name in shipped_states() and name not in _STATES]
-    states = {name: load_state(name) for name in (*BASE_POLICIES, *_STATES, *ablations)}
+    others = [name.removesuffix(_BEFORE) for name in names if name not in ("full", *_CONTROLS)]
+    states = {name: load_state(name) for name in dict.fromkeys((*BASE_POLICIES, *_STATES, *others))}
     cases = [Case("full", ALL_TOKENS)]
     for budget in yardstick.budgets:
-        cases += [Case(control, budget) for control in ("resized", "random", "oracle")]
+        cases += [Case(control, budget) for control in _CONTROLS]
         for name, state in states.items():
             if name in yardstick.equal_policies or not materialize(state, 16).needs <= available:
                 continue
@@ -203,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--yardsticks", nargs="+", default=list(YARDSTICKS), choices=YARDSTICKS, help=text)
     add("--checkpoint", type=Path, help="another training of a single yardstick")
     add("--images", type=int, default=100, help="images of the test split")
-    add("--methods", nargs="*", default=[], help="default: all of them")
+    add("--methods", nargs="*", default=[], help="names, or files of states (default: all)")
     text = "also write docs/accuracy.md's tables and docs/data/accuracy.csv"
     add("--write-docs", action="store_true", help=text)
     options = parser.parse_args(arguments)
@@ -211,7 +214,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parts, all_rows = [], list[_Row]()
     for name in options.yardsticks:
         yardstick = open_yardstick(name, options.checkpoint)
-        cases = _build_cases(yardstick, options.methods)
+        try:
+            cases = _build_cases(yardstick, options.methods)
+        except StateError as error:
+            parser.exit(1, f"{parser.prog}: {error}\n")
         examples = draw_examples("test", options.images, yardstick.key)
         rows = list(_measure(yardstick, cases, examples))
         parts.append(_as_markdown(yardstick, rows))

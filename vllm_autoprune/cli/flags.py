@@ -129,10 +129,10 @@ def flag_problems(error: ValidationError, names: _Names) -> list[Problem]:
     for detail in details:
         fields = detail.get("ctx", {}).get("fields") or [str(name) for name in detail["loc"][:1]]
         where = ", ".join(_flag(name, names) for name in fields)
-        demand = detail["msg"].removeprefix("Input should be ")
+        demand = detail["msg"].partition(", unable to")[0].removeprefix("Input should be ")
         if detail["type"] == "missing":
             what, fix = "is not known", "give it"
-        elif demand != detail["msg"]:
+        elif detail["msg"].startswith("Input should be "):
             what, fix = f"{detail['input']!r} is refused", f"give a value that is {demand}"
         else:
             what, _, fix = demand.removeprefix("Value error, ").partition(": ")

@@ -19,6 +19,7 @@ from benchmarks.yardsticks.examples import Example
 from benchmarks.yardsticks.minillava import MiniLlava
 from benchmarks.yardsticks.miniqwen import MiniQwen
 from benchmarks.yardsticks.yardstick import Budget, Case, Scores, Yardstick
+from vllm_autoprune.errors import StateError
 from vllm_autoprune.evaluation.scoring import Aggregates
 from vllm_autoprune.statistics import Estimate
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
@@ -68,6 +69,8 @@ def test_a_yardstick_has_the_cases_whose_inputs_its_server_provides() -> None:
     assert before.base == "divprune", "the paired interval is that of before against after"
     cases = yardsticks._build_cases(MiniLlava(), ("cdpruner", "ablation-quota-8"))
     assert [case.name for case in cases[:4]] == ["full", "resized", "cdpruner", "ablation-quota-8"]
+    with pytest.raises(StateError, match="did you mean 'divprune'"):
+        yardsticks._build_cases(MiniLlava(), ("divprun",))
 
 
 @pytest.mark.parametrize(("wrong", "gain"), [("resized", 100), ("instruction-free", -100), ("", 0)])
