@@ -16,7 +16,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from benchmarks.yardsticks.scenes import (
     CELL_PATCHES,
@@ -71,6 +70,9 @@ class Size:
 
     def limit(self, budget: int) -> Size:
         """The size that the image processor gives such an image, of at most `budget` tokens."""
+        # Here: the load test draws pages in an image without transformers.
+        from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
         height, width = smart_resize(*self.pixels, TOKEN, TOKEN * TOKEN, budget * TOKEN * TOKEN)
         return Size(height // TOKEN, width // TOKEN)
 
