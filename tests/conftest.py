@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 
 import pytest
@@ -17,6 +18,8 @@ settings.register_profile(
 )
 settings.load_profile("repeatable")
 
+# Text wraps at the width that a pipe has, with and without xdist, whose workers say 80.
+os.environ["COLUMNS"] = "100"
 # Some tests compare bits with sums made by published code in one thread.
 torch.set_num_threads(1)
 
