@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from packaging.version import Version
 from prometheus_client import REGISTRY
 from prometheus_client.multiprocess import MultiProcessCollector
+from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
 from vllm_autoprune.errors import AutopruneError, ConfigError, Problem, StateError
@@ -28,7 +29,7 @@ from vllm_autoprune.serving.compat import (
     uses_rust_frontend,
     worker,
 )
-from vllm_autoprune.serving.models import BACKBONES, Backbone
+from vllm_autoprune.serving.models import BACKBONES, Backbone, find_problems
 from vllm_autoprune.serving.plan import ItemPlan
 from vllm_autoprune.serving.served_state import (
     ATTRIBUTE,
@@ -175,12 +176,11 @@ def _resolve_settings(raw: object, vllm_config: VllmConfig) -> ServedState:
         fix = "unset VLLM_USE_RUST_FRONTEND"
         problems.append(Problem("VLLM_USE_RUST_FRONTEND", "bypasses Python processors", fix))
     backbone = BACKBONES.get(architecture)
-    if backbone is None:
-        what = f"architecture {architecture!r} has no pruned form (docs/backbones.md says why)"
-        problems.append(Problem("model", what, f"serve one of: {', '.join(BACKBONES)}"))
-    else:
+    problems += find_problems(architecture, model.hf_config)
+    if backbone is not None:
         # Modes in which no state serves the model.
-        problems += backbone.problems(model.hf_config)
+        if model.trust_remote_code and not backbone.remote_processor:
+            problems += _processor_problems(model.model, model.revision)
         lora, connector = vllm_config.lora_config, vllm_config.kv_transfer_config
         if lora is not None and lora.enable_tower_connector_lora:
             # Features are kept by image alone, and LoRA layers bypass the hook on attention.
@@ -229,6 +229,16 @@ def _resolve_settings(raw: object, vllm_config: VllmConfig) -> ServedState:
     if problems := _input_problems(vllm_config, backbone, served.needs):
         raise ConfigError("cannot serve pruned", problems)
     return served
+
+
+def _processor_problems(model: str, revision: str | None) -> Iterator[Problem]:
+    """Refuse image processors that are Python code of the checkpoint, and would be run."""
+    for name in ("processor_config.json", "preprocessor_config.json"):
+        named = (get_hf_file_to_dict(name, model, revision) or {}).get("auto_map", {})
+        if kinds := named.keys() & {"AutoProcessor", "AutoImageProcessor"}:
+            what = f"{name} has auto_map.{min(kinds)} {named[min(kinds)]!r}, which is not known"
+            fix = "serve without --trust-remote-code, or without a state"
+            yield Problem("model", what, fix)
 
 
 _INSIDE_THE_TOWER: frozenset[Need] = frozenset(

@@ -49,16 +49,19 @@ def vllm_config(
 ) -> Any:
     """The part of a VllmConfig that settings are checked against; ``changes`` of the HF config."""
     vision = {"hidden_size": 160, "num_hidden_layers": 4, "image_size": 336, "patch_size": 14}
+    merged = {"spatial_merge_size": 2, "fullatt_block_indexes": [3]}
     text = {"model_type": "llama", "bos_token_id": 1, "max_position_embeddings": 4096}
     fields: dict[str, object] = {
         "model_type": "llava",
-        "vision_config": SimpleNamespace(model_type="clip_vision_model", **vision),
+        "vision_config": SimpleNamespace(model_type="clip_vision_model", **vision, **merged),
         "text_config": SimpleNamespace(**text),
         "vision_feature_select_strategy": "default",
         "vision_feature_layer": -2,
+        "downsample_ratio": 0.5,
     }
     model = SimpleNamespace(
         architecture=architecture,
+        trust_remote_code=False,
         hf_config=SimpleNamespace(**{**fields, **changes}),
         dtype=torch.bfloat16,
         get_total_num_hidden_layers=lambda: 4,

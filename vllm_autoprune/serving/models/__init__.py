@@ -1,13 +1,18 @@
 """Registry of the backbones that can be served pruned, with the checks of their checkpoints.
 
 Model classes are named by import path: settings are checked before vLLM's models are imported.
+``architectures.toml`` beside this file has the checkpoints of every architecture of vLLM that takes
+images, and why those without a backbone are refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import tomllib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from operator import attrgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from vllm_autoprune.errors import Problem
 from vllm_autoprune.serving.plan import LANGUAGE_IDS
@@ -33,6 +38,31 @@ _MODULE, _PREFIX = "vllm_autoprune.serving.models", "Autoprune"
 
 
 @dataclass(frozen=True)
+class Field:
+    """A field of config.json, dotted, that the pruned class knows only some values of."""
+
+    name: str
+    known: str
+    """What is known, in words."""
+    accepts: Callable[[Any], bool]
+
+    def problem(self, config: PreTrainedConfig) -> Problem | None:
+        """The field where the checkpoint's value is another; an absent one is None."""
+        try:
+            value = attrgetter(self.name)(config)
+        except AttributeError:
+            value = None
+        if self.accepts(value):
+            return None
+        what = f"config.json has {self.name} {value!r}; only {self.known} is known"
+        return Problem("model", what, "serve a checkpoint that has it, or serve without a state")
+
+
+def _exactly(name: str, value: object) -> Field:
+    return Field(name, repr(value), lambda given: given == value)
+
+
+@dataclass(frozen=True)
 class Backbone:
     """One served model family: its class in vLLM, the module of its pruned form, its checks."""
 
@@ -40,21 +70,27 @@ class Backbone:
     module: str
     stock: str
     """Name of the class in vLLM that is served pruned."""
+    fields: tuple[Field, ...] = ()
+    """Fields of config.json that other checkpoints of the architecture have other values of."""
     missing: tuple[Need, ...] = ("tower", "next_layer", "language", "encoder", "merger_input")
     """What states may read and the model cannot give."""
     mrope: bool = False
     """Whether tokens have positions of their own in time, height and width."""
     unsplittable: str = ""
     """Why an image cannot be several items of a prompt; empty where it can."""
+    remote_processor: bool = False
+    """Whether vLLM serves it by an image processor that is Python code of the checkpoint."""
+    state: str = "cen_divprune"
+    """State to start with, by the rule of docs/choosing.md, "Default states"."""
+    budget: str = "1/8"
+    """K to start with."""
+    measured: str = ""
+    """Model of the family that accuracy was measured on; empty: token counts alone are tested."""
 
     @property
     def model(self) -> str:
         """Import path of the pruned class, as vLLM's registry takes it."""
         return f"{_MODULE}.{self.module}:{_PREFIX}{self.stock}"
-
-    def problems(self, config: PreTrainedConfig) -> list[Problem]:
-        """Why no state can serve this checkpoint; nothing where every one is served."""
-        return []
 
     def tower_problems(self, config: PreTrainedConfig, tower: TextTower) -> list[Problem]:
         """Refuse text towers: no CLIP was trained together with this model's vision tower."""
@@ -81,23 +117,13 @@ class Backbone:
 class _ClipBackbone(Backbone):
     """A model of the LLaVA family with a CLIP tower."""
 
+    fields: tuple[Field, ...] = (
+        _exactly("vision_config.model_type", "clip_vision_model"),  # has [CLS] to read
+        _exactly("vision_feature_select_strategy", "default"),  # patches without [CLS]
+        Field("vision_feature_layer", "one layer", lambda layer: isinstance(layer, int)),
+    )
     missing: tuple[Need, ...] = ("merger_input",)
-
-    def problems(self, config: PreTrainedConfig) -> list[Problem]:
-        """Require a CLIP tower that is read at one layer, without [CLS]."""
-        problems = []
-        kind = config.vision_config.model_type
-        if kind != "clip_vision_model":
-            what = f"vision tower {kind!r} has no [CLS] token to read attention from"
-            problems.append(Problem("model", what, "serve a LLaVA with a CLIP vision tower"))
-        if config.vision_feature_select_strategy != "default":
-            what = f"vision_feature_select_strategy {config.vision_feature_select_strategy!r}"
-            fix = "only 'default' (patches without [CLS]) is known"
-            problems.append(Problem("model", what, fix))
-        if not isinstance(config.vision_feature_layer, int):
-            what = "reads several vision layers at once"
-            problems.append(Problem("model", what, "serve a LLaVA with one vision_feature_layer"))
-        return problems
+    state: str = "divprune"
 
     def tower_problems(self, config: PreTrainedConfig, tower: TextTower) -> list[Problem]:
         """Refuse a text tower that belongs to another vision tower."""
@@ -135,31 +161,22 @@ class _ClipBackbone(Backbone):
         return problems
 
 
-class _SiglipBackbone(Backbone):
-    """LLaVA-OneVision."""
-
-    def problems(self, config: PreTrainedConfig) -> list[Problem]:
-        """Require LLaVA-OneVision as published: SigLIP, all patches of one layer."""
-        problems = []
-        kind = config.vision_config.model_type
-        if kind != "siglip_vision_model":
-            what = f"vision tower {kind!r}"
-            problems.append(Problem("model", what, "serve a LLaVA-OneVision with a SigLIP tower"))
-        if config.vision_feature_select_strategy != "full":
-            what = f"vision_feature_select_strategy {config.vision_feature_select_strategy!r}"
-            problems.append(Problem("model", what, "only 'full' (all patches) is known"))
-        return problems
+_MERGED = _exactly("vision_config.spatial_merge_size", 2)
+"""Patches on each side of a token."""
 
 
-def _qwen(name: str, stock: str) -> Backbone:
+def _qwen(name: str, stock: str, *fields: Field, measured: str = "") -> Backbone:
     """A model of Qwen-VL's kind, whose merger makes a token of four patches."""
-    return Backbone(name, "qwen", stock, missing=_LAYERS, mrope=True)
+    known = (_MERGED, *fields)
+    return Backbone(
+        name, "qwen", stock, fields=known, missing=_LAYERS, mrope=True, measured=measured
+    )
 
 
-def _tiled(name: str, stock: str, why: str) -> Backbone:
+def _tiled(name: str, stock: str, why: str, *fields: Field) -> Backbone:
     """A model whose tiles have a patch merger; its processor writes ``why`` around them."""
     why = f"writes {why}"
-    return Backbone(name, "tiled", stock, missing=_LAYERS, unsplittable=why)
+    return Backbone(name, "tiled", stock, fields=fields, missing=_LAYERS, unsplittable=why)
 
 
 _TEXT = "text around the tiles of every item"
@@ -168,20 +185,31 @@ BACKBONES: dict[str, Backbone] = {
     # InternVL of transformers is served by vLLM's class of InternS1.
     {"internvl": "InternVLForConditionalGeneration"}.get(row.name, row.stock): row
     for row in (
-        _ClipBackbone("llava", "llava", "LlavaForConditionalGeneration"),
+        _ClipBackbone(*("llava", "llava", "LlavaForConditionalGeneration"), measured="mini-LLaVA"),
         _ClipBackbone("llava_next", "llava", "LlavaNextForConditionalGeneration"),
         _qwen("qwen2_vl", "Qwen2VLForConditionalGeneration"),
-        _qwen("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"),
-        _qwen("qwen3_vl", "Qwen3VLForConditionalGeneration"),
+        _qwen(
+            *("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"),
+            # Attention is read of the last of these.
+            Field("vision_config.fullatt_block_indexes", "a list that names a block", bool),
+        ),
+        _qwen("qwen3_vl", "Qwen3VLForConditionalGeneration", measured="mini-Qwen3-VL"),
         _qwen("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"),
         _qwen("qwen3_5", "Qwen3_5ForConditionalGeneration"),
         _qwen("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration"),
         _qwen("glm4v", "Glm4vForConditionalGeneration"),
         _qwen("glm4v_moe", "Glm4vMoeForConditionalGeneration"),
-        _SiglipBackbone("llava_onevision", "llava", "LlavaOnevisionForConditionalGeneration"),
+        Backbone(
+            *("llava_onevision", "llava", "LlavaOnevisionForConditionalGeneration"),
+            fields=(
+                _exactly("vision_config.model_type", "siglip_vision_model"),
+                _exactly("vision_feature_select_strategy", "full"),  # all patches
+            ),
+        ),
         _tiled(
             *("internvl", "InternS1ForConditionalGeneration"),
             "the tokens that begin and end an image around every item",
+            _exactly("downsample_ratio", 0.5),
         ),
         _tiled("idefics3", "Idefics3ForConditionalGeneration", _TEXT),
         _tiled("smolvlm", "SmolVLMForConditionalGeneration", _TEXT),
@@ -192,3 +220,31 @@ BACKBONES: dict[str, Backbone] = {
     )
 }
 """Hugging Face architecture name -> backbone."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Architectures of vLLM that take images and are not served pruned, for one reason."""
+
+    why: str
+    models: Mapping[str, Sequence[str]]
+    """Architecture -> its checkpoints; and what in vLLM's code shows the reason, if it is there."""
+
+
+_TABLE = tomllib.loads(Path(__file__).with_name("architectures.toml").read_text(encoding="utf-8"))
+
+CHECKPOINTS: Mapping[str, str] = _TABLE["served"]
+"""Architecture with a backbone -> its checkpoints, as ids on the Hugging Face Hub with ``*``."""
+
+REFUSALS = tuple(Refusal(**row) for row in _TABLE["refused"])
+"""Reasons; an architecture is in one of them."""
+
+
+def find_problems(architecture: str, config: PreTrainedConfig) -> list[Problem]:
+    """Why no state can serve a checkpoint: its architecture, or the fields that differ."""
+    if backbone := BACKBONES.get(architecture):
+        return [problem for field in backbone.fields if (problem := field.problem(config))]
+    reasons = [row.why for row in REFUSALS if architecture in row.models]
+    why = reasons[0] if reasons else "vLLM takes no images for it"
+    what = f"architecture {architecture!r} has no pruned form: {why}"
+    return [Problem("model", what, "serve a model of docs/support.md#models, or without a state")]
