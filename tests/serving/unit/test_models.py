@@ -25,12 +25,12 @@ from vllm_autoprune.serving.models.llava import (
     LlavaVision,
     _JoinedVision,
 )
-from vllm_autoprune.serving.models.pruned_model import PrunedModel, _describe_geometry
-from vllm_autoprune.serving.models.qwen import (
+from vllm_autoprune.serving.models.mrope import (
     _match_items,
     _place_image_tokens,
-    _position_channels,
+    position_channels,
 )
+from vllm_autoprune.serving.models.pruned_model import PrunedModel, _describe_geometry
 from vllm_autoprune.serving.plan import NO_KEY, Choice, ItemPlan, Part
 from vllm_autoprune.serving.worker.metrics import Stopwatch
 from vllm_autoprune.serving.worker.selection import FallbackReporter
@@ -306,7 +306,7 @@ def test_tokens_without_a_row_of_an_image_stay_where_they_are(video: int) -> Non
     ids = torch.tensor([5, IMAGE, IMAGE, 6, IMAGE, IMAGE, 6])
     positions = torch.arange(7).expand(3, -1)
     frames = torch.full((video, 4), -1.0)
-    rows = _position_channels(4, 4, torch.device("cpu"))[[2, 13]].bfloat16()
+    rows = position_channels(4, 4, torch.device("cpu"))[[2, 13]].bfloat16()
     placed = _place_image_tokens(ids, positions, [frames, rows], IMAGE, 0).T.tolist()
     start = 4 if video else 1
     moved = [[start, start, start + 2], [start + 1, start + 1 + 3, start + 1 + 1]]

@@ -28,7 +28,7 @@ from tests.serving.unit.test_signals import (
 )
 from tests.stand_in_device import DEVICE, WaitsForDevice, forbid_waiting
 from vllm_autoprune import Grid
-from vllm_autoprune.serving.models.qwen import _position_channels
+from vllm_autoprune.serving.models.mrope import position_channels
 from vllm_autoprune.serving.plan import Choice, ItemPlan
 from vllm_autoprune.serving.settings import read_text_tower
 from vllm_autoprune.serving.worker.batch import ModelParts, SelectionContext, prune_images
@@ -193,18 +193,18 @@ def test_attention_of_towers_with_and_without_cls() -> None:
 def test_positions_of_kept_tokens(share_token: bool) -> None:
     """As Model Runner V2 asks for them: token ids and positions lie on the device."""
     from vllm_autoprune.serving.compat.worker import UNCHANGED_DELTA
-    from vllm_autoprune.serving.models.qwen import _PrunedQwen, _QwenVision
+    from vllm_autoprune.serving.models.grid import GridVision
+    from vllm_autoprune.serving.models.mrope import PrunedMRope
 
-    vision = _QwenVision.__new__(_QwenVision)
-    vision.row_width = WIDTH
-    config = SimpleNamespace(image_token_id=9)
-    model: Any = SimpleNamespace(autoprune=vision, config=config, videos_share_token=share_token)
+    vision: Any = GridVision.__new__(GridVision)
+    vision._width, vision.videos_share_token = WIDTH, share_token
+    model: Any = SimpleNamespace(autoprune=vision, config=SimpleNamespace(image_token_id=9))
     ids, positions = empty(40, dtype=torch.int64), empty(3, 40, dtype=torch.int64)
     with worker_step():
-        places = _position_channels(4, 3, DEVICE).to(torch.bfloat16)
+        places = position_channels(4, 3, DEVICE).to(torch.bfloat16)
         rows = torch.cat([empty(12, WIDTH), places], dim=1)
         video = empty(6, WIDTH)
-        embeddings, placed, delta = _PrunedQwen.recompute_mrope_positions(
+        embeddings, placed, delta = PrunedMRope.recompute_mrope_positions(
             model, ids, [rows[:5], video, rows[:7]], positions, 4
         )
     assert [part.shape for part in embeddings] == [(5, WIDTH), (6, WIDTH), (7, WIDTH)]

@@ -29,7 +29,7 @@ from vllm_autoprune import RequestError
 from vllm_autoprune.selftest.backbones import TINY_MODELS, build
 from vllm_autoprune.serving.api import planner
 from vllm_autoprune.serving.models import BACKBONES
-from vllm_autoprune.serving.models.qwen import _GlmVision, _QwenVision
+from vllm_autoprune.serving.models.qwen import _GlmVision, _Qwen2Vision
 from vllm_autoprune.serving.settings import RequestRules
 
 pytestmark = pytest.mark.compat
@@ -193,7 +193,7 @@ def test_a_resized_image_has_at_most_k_tokens_and_stays_as_it_is(
         return
     vision = SimpleNamespace(patch_size=14, spatial_merge_size=2, temporal_patch_size=2)
     info: Any = SimpleNamespace(get_hf_config=lambda: SimpleNamespace(vision_config=vision))
-    for kind in (_QwenVision, _GlmVision):
+    for kind in (_Qwen2Vision, _GlmVision):
         smaller = kind.shrink_to_budget(info, ImageSize(width, height), budget)
         sides = smaller.height, smaller.width
         assert (sides[0] % UNIT, sides[1] % UNIT) == (0, 0)

@@ -15,6 +15,7 @@ import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -56,7 +57,8 @@ def require_vllm() -> None:
 _ROOM = "vllm_autoprune.serving"
 
 _USERS = (
-    *("plugin", "compat.worker", "served_state", "models.llava", "models.qwen", "models.tiled"),
+    *("plugin", "compat.worker", "served_state"),
+    *sorted(f"models.{path.stem}" for path in Path(__file__).parents[1].glob("models/[!_]*.py")),
     *("api.engine_requests", "api.planner", "api.processor", "api.renderer"),
 )
 """Modules that declare names."""

@@ -45,10 +45,15 @@ def _split_by_image(inputs: EncoderInputs, *names: str) -> list[dict[str, Tensor
     return [dict(zip(names, parts, strict=True)) for parts in entries]
 
 
+_LAYERS = "vision_tower.vision_model.encoder.layers"
+"""Up to the one that the model reads: vLLM builds no more (all but the last of LLaVA-1.5's)."""
+
+
 class _ClipVision(Vision):
     """Vision side with a CLIP tower: [CLS], and every layer that policies read."""
 
     _model: LlavaForConditionalGeneration
+    layers = _LAYERS
 
     def __init__(self, model: LlavaForConditionalGeneration, served: ServedState) -> None:
         super().__init__(model, served)
@@ -57,14 +62,6 @@ class _ClipVision(Vision):
         self.grid = Grid(side, side)
         layers = len(model.vision_tower.vision_model.encoder.layers)
         self._next = NextTowerLayer(config, layers) if "next_layer" in self.needs else None
-
-    def find_attention(self) -> Any:
-        """Attention module of the last layer that the model reads.
-
-        vLLM builds the tower only up to that layer (``attentions[-2]`` of the full tower for
-        LLaVA-1.5).
-        """
-        return self._model.vision_tower.vision_model.encoder.layers[-1].self_attn.attn
 
     def _project(self, rows: Tensor) -> Tensor:
         """Rows of the vision tower ``(..., Dv)`` through the model's projector, ``(..., D)``."""
@@ -266,10 +263,7 @@ class _OnevisionVision(_JoinedVision):
     """
 
     _model: LlavaOnevisionForConditionalGeneration
-
-    def find_attention(self) -> Any:
-        """Attention module of the last layer that the model reads."""
-        return self._model.vision_tower.vision_model.encoder.layers[-1].self_attn.attn
+    layers = _LAYERS
 
     def encode_tiles(self, pixels: Tensor) -> _Tiles:
         """Encode tiles ``(M, 3, H, W)`` in one pass of the vision tower."""

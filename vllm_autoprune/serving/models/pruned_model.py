@@ -71,6 +71,10 @@ class Vision(ABC):
 
     tower_name: ClassVar[str] = "vision_tower"
     """Dotted name of the vision tower within the model."""
+    layers: ClassVar[str]
+    """Dotted name of the tower's layers up to the last that the model reads."""
+    attention_name: ClassVar[str] = "self_attn.attn"
+    """Dotted name of the attention module within one of them."""
 
     def __init__(self, model: SupportsMultiModal, served: ServedState) -> None:
         self.served = served
@@ -106,9 +110,9 @@ class Vision(ABC):
     def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
         """Encode images in one pass of the vision tower."""
 
-    @abstractmethod
     def find_attention(self) -> Any:
         """Attention module of the last layer that the model reads."""
+        return attrgetter(self.attention_name)(attrgetter(self.layers)(self._model)[-1])
 
     def find_merger(self) -> Merger | None:
         """The patch merger; None where the model has none."""

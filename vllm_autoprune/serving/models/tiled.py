@@ -49,9 +49,6 @@ class _TiledVision(Vision):
     """The fields of tiles ``(M, 3, H, W)``, and of masks of their pixels ``(M, H, W)`` if any."""
     tile_tokens: ClassVar[str]
     """Dotted name, within the model, of the number of tokens of one square tile, n."""
-    attention_name: ClassVar[str]
-    """Dotted name of the tower's layers, and that of the attention module within one of them."""
-    layers: ClassVar[str]
     apart: ClassVar[bool] = False
     """Whether text stands between the tiles of an image: tokens are then chosen tile by tile."""
     rest_at: ClassVar[int] = 0
@@ -60,11 +57,6 @@ class _TiledVision(Vision):
     @abstractmethod
     def rows(self, tiles: ImageInputs) -> Tensor:
         """Projected rows ``(M, n, D)`` of tiles ``(M, 3, H, W)``, as in the stock model."""
-
-    def find_attention(self) -> Any:
-        """Attention module of the last layer that the model reads."""
-        layers = attrgetter(self.layers)(self._model)
-        return attrgetter(self.attention_name)(layers[-1])
 
     @property
     def side(self) -> int:
@@ -123,7 +115,7 @@ class _Gemma3Vision(_TiledVision):
 
     _model: Gemma3ForConditionalGeneration
     counts, tile_tokens = "num_patches", "config.mm_tokens_per_image"
-    layers, attention_name = "vision_tower.vision_model.encoder.layers", "self_attn.attn"
+    layers = "vision_tower.vision_model.encoder.layers"
     apart = True
 
     def rows(self, tiles: ImageInputs) -> Tensor:
@@ -163,7 +155,7 @@ class _Idefics3Vision(_TiledVision):
     tower_name = "model.vision_model"
     counts, fields = "num_patches", ("pixel_values", "pixel_attention_mask")
     tile_tokens = "model.image_seq_len"
-    layers, attention_name = "model.vision_model.encoder.layers", "self_attn.attn"
+    layers = "model.vision_model.encoder.layers"
     apart, rest_at = True, _WHOLE
 
     def find_merger(self) -> Merger:

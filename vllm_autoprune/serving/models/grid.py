@@ -1,0 +1,163 @@
+"""Models whose image is the contiguous tokens of one grid, made by a vision tower and a merger.
+
+A family of them is a subclass of :class:`GridVision` that names what differs: the tower, its merger
+and attention, the fields of inputs, and the arithmetic of its processor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+from vllm_autoprune.serving.api.layout import Placeholders, TokenCount
+from vllm_autoprune.serving.models.mrope import GridLayout, PrunedMRope, position_channels
+from vllm_autoprune.serving.models.pruned_model import (
+    EncoderInputs,
+    ImageInputs,
+    ModelImage,
+    PrunedModel,
+    prune_class,
+)
+from vllm_autoprune.serving.worker.features import ImageFeatures, Signal
+from vllm_autoprune.serving.worker.tower_hooks import Merger
+from vllm_autoprune.tpdsl.tokens import Grid
+
+if TYPE_CHECKING:
+    from vllm.multimodal.parse import ImageSize
+
+
+class GridVision(GridLayout):
+    """Vision side of such a model. Rows are tokens of width D, then those of deepstack levels.
+
+    Under M-RoPE the positions of tokens follow as channels of their rows.
+    """
+
+    tower_name: ClassVar[str] = "visual"
+    layers, attention_name = "visual.blocks", "attn.attn"
+    merger_name: ClassVar[str]
+    """Dotted name of the module that all patches enter before they are merged."""
+    joined: ClassVar[bool] = False
+    """Whether the patches of a token enter it as one row."""
+    cells: ClassVar[bool] = True
+    """Whether the tower has the patches of a token one behind another, else in raster order."""
+    resizes: ClassVar[bool] = True
+    """Whether the processor shrinks images as :meth:`shrink_to_budget`."""
+
+    def images(self, inputs: EncoderInputs) -> list[ModelImage]:
+        """Split the images of one call, whose patches come in one tensor."""
+        grids, pixels = inputs[self.grids], inputs["pixel_values"]
+        assert isinstance(grids, Tensor) and isinstance(pixels, Tensor)
+        parts = pixels.split(grids.prod(-1).tolist())
+        return [
+            ModelImage({"pixel_values": part, self.grids: grid}, self.count(grid))
+            for part, grid in zip(parts, grids, strict=True)
+        ]
+
+    def rows(self, pixels: Tensor, grids: Tensor) -> Sequence[Tensor]:
+        """Rows ``(N, D)`` of each image in raster order, as the stock model makes them."""
+        inputs = {"pixel_values": pixels, self.grids: grids}
+        checked = self._model._parse_and_validate_image_input(**inputs)
+        rows: Sequence[Tensor] = self._model._process_image_input(checked)
+        return rows
+
+    def tower_order(self, grids: Tensor) -> Tensor | None:
+        """Indices ``(N,)`` of all tokens in the tower, in raster order; None where they are so."""
+        return None
+
+    def find_merger(self) -> Merger:
+        """The patch merger, before which norms are taken too."""
+        module = attrgetter(self.merger_name)(self._model)
+        return Merger(module, self.merge**2, module, self.joined)
+
+    def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
+        """Encode images; tokens are selected by the first D channels of each row."""
+        grids = torch.stack([image[self.grids] for image in images])
+        pixels = torch.cat([image["pixel_values"] for image in images])
+        with self.recording():
+            rows = self.rows(pixels, grids)
+
+        # What the hooks read, the tokens of each image in raster order.
+        patches, merge = grids.prod(-1).tolist(), self.merge
+        signals = {signal: hook.take() for signal, hook in self.merger.items()}
+        if self.attention is not None:
+            # A merged token gets the mean of what its patches get.
+            received = self.attention.take().received(patches)
+            if not self.cells:
+                received = [
+                    part.view(-1, merge, int(grid[-1]) // merge, merge).transpose(1, 2).flatten()
+                    for part, grid in zip(received, grids, strict=True)
+                ]
+            signals["cls_attention"] = torch.cat(received).view(-1, merge**2).mean(dim=1)
+        order = self.tower_order(grids) if signals else None
+        if order is not None:
+            signals = {signal: part[order] for signal, part in signals.items()}
+        sizes = [count // merge**2 for count in patches]
+        split = {signal: part.split(sizes) for signal, part in signals.items()}
+
+        features = []
+        for i, (*_, height, width) in enumerate(grids.tolist()):
+            image_rows, grid = rows[i], Grid(height // merge, width // merge)
+            tokens, channels = image_rows[:, : self._width].clone(), [image_rows[:, self._width :]]
+            if isinstance(self._model, PrunedMRope):
+                places = position_channels(grid.height, grid.width, tokens.device)
+                channels.append(places.to(tokens.dtype))
+            of_image: dict[Signal, Tensor] = {s: parts[i].clone() for s, parts in split.items()}
+            extra = torch.cat(channels, dim=1)
+            region = self.make_region(grid, tokens, of_image, extra_channels=extra)
+            features.append(ImageFeatures((region,)))
+        return features
+
+    # Arithmetic of the processor, in the API server.
+
+    @staticmethod
+    def count_tokens(info: Any, size: ImageSize, kwargs: Mapping[str, object]) -> TokenCount:
+        """Merged tokens of an image, resized as the processor resizes it."""
+        tokens = info.get_num_image_tokens(
+            image_width=size.width,
+            image_height=size.height,
+            image_processor=info.get_image_processor(**kwargs),
+            mm_kwargs=kwargs,
+        )
+        return TokenCount(tokens)
+
+    @staticmethod
+    def count_largest(info: Any) -> TokenCount:
+        """Merged tokens of the image that has most of them."""
+        return TokenCount(info.get_max_image_tokens())
+
+    @staticmethod
+    def shrink_to_budget(info: Any, size: ImageSize, budget: int) -> ImageSize:
+        """The size that the processor's own arithmetic gives an image of at most K merged tokens.
+
+        It leaves a very long and narrow image more than K tokens; the longer side of such an image
+        is shortened further.
+        """
+        vision = info.get_hf_config().vision_config
+        unit = vision.patch_size * vision.spatial_merge_size
+        height, width = smart_resize(
+            size.height, size.width, factor=unit, min_pixels=unit**2, max_pixels=budget * unit**2
+        )
+        return type(size)(width=min(width, budget * unit), height=min(height, budget * unit))
+
+
+def prune_grid(stock: Any, vision: type[GridVision], merger: str = "") -> type[PrunedModel]:
+    """The pruned form of one of vLLM's classes; ``merger`` is the class of its patch merger."""
+    calls = ("_parse_and_validate_image_input", "_process_image_input")
+    # A class has the first where it has M-RoPE, and the second where vLLM can prune its videos.
+    of_mrope = ("get_mrope_input_positions", "recompute_mrope_positions")
+    positions = tuple(name for name in of_mrope if hasattr(stock, name))
+    placeholders = Placeholders(
+        vision.count_tokens,
+        vision.count_largest,
+        lambda info: int(attrgetter(vision.image_token)(info.get_hf_config())),
+        resize=vision.shrink_to_budget if vision.resizes else None,
+    )
+    mixin = PrunedMRope if positions else PrunedModel
+    return prune_class(
+        stock, placeholders, vision, mixin, methods=(*calls, *positions), merger=merger
+    )

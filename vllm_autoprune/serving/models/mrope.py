@@ -1,0 +1,249 @@
+"""M-RoPE: positions of kept tokens in time, height and width, and the mixin that sets them.
+
+Every kept token keeps its unpruned position. Text has the positions it has after unpruned images,
+so they are known when a request arrives. Positions of image tokens are trailing channels of their
+rows, because they are known only after the selection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from vllm_autoprune.serving.compat.worker import UNCHANGED_DELTA, request_positions
+from vllm_autoprune.serving.models.pruned_model import PrunedModel, Vision
+from vllm_autoprune.serving.plan import FIELD, ItemPlan, Key
+from vllm_autoprune.serving.served_state import served_state
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.model_executor.models.interfaces import SupportsMultiModal
+    from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration as _Stock
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
+
+    from vllm_autoprune.serving.served_state import ServedState
+
+    Stock = Callable[[list[int], list[MultiModalFeatureSpec]], tuple[Tensor, int]]
+else:
+    _Stock = object
+
+CHANNELS = 4
+"""Height and width within the image, each as two digits of base 128: bfloat16 is exact to 256."""
+
+_BASE = 128
+
+
+def position_channels(height: int, width: int, device: torch.device) -> Tensor:
+    """Positions of the tokens of a grid in raster order, ``(N, 4)`` float32."""
+    rows = torch.arange(height, device=device)[:, None].expand(height, width).flatten()
+    columns = torch.arange(width, device=device).repeat(height)
+    digits = [rows // _BASE, rows % _BASE, columns // _BASE, columns % _BASE]
+    return torch.stack(digits, dim=1).float()
+
+
+def _compute_input_positions(
+    stock: Stock,
+    ids: Sequence[int],
+    features: Sequence[MultiModalFeatureSpec],
+    unpruned: Mapping[int, int],
+    firsts: Mapping[int, int],
+) -> tuple[Tensor, int]:
+    """Positions ``(3, L)`` of a prompt, and what decoding adds to its length.
+
+    ``unpruned`` is N of every image, by its index in ``features``; ``firsts`` gives the index of
+    the first item of its image for every other one (:func:`_match_items`). The model's own code
+    places the whole images; then placeholders that are not there are left out. Image tokens of
+    which some are missing, and those of later items, all stand at their image's first position
+    until :func:`_place_image_tokens` knows the kept ones.
+    """
+    full: list[int] = []
+    source: list[int] = []
+    starts: dict[int, int] = {}
+    moved = []
+    done = 0
+    for i in sorted(range(len(features)), key=lambda i: features[i].mm_position.offset):
+        place = features[i].mm_position
+        if i not in unpruned:
+            # Others are never shortened; audio may stand within a video (Qwen-Omni).
+            offset = len(full) + place.offset - done
+            moved.append(replace(features[i], mm_position=replace(place, offset=offset)))
+            continue
+        source += range(len(full), len(full) + place.offset - done)
+        full += ids[done : place.offset]
+        done = place.offset + place.length
+        if i in firsts:
+            source += [starts[firsts[i]]] * place.length
+            continue
+        starts[i] = len(full)
+        length = unpruned[i]
+        moved.append(
+            replace(features[i], mm_position=replace(place, offset=len(full), length=length))
+        )
+        if length == place.length:
+            source += range(len(full), len(full) + length)
+            full += ids[place.offset : place.offset + length]
+        else:
+            source += [len(full)] * place.length
+            full += [ids[place.offset]] * length
+    source += range(len(full), len(full) + len(ids) - done)
+    full += ids[done:]
+    positions, delta = stock(full, moved)
+    return positions[:, torch.tensor(source, dtype=torch.int64)], delta + len(full) - len(ids)
+
+
+def _match_items(plans: Mapping[int, ItemPlan]) -> dict[int, int]:
+    """Map each delta and each recall to the item that its image's positions begin at.
+
+    ``plans`` by item, in prompt order. Deltas come in the order of their cores, and no core of
+    another image has the same key. An image may be shown several times: a recall belongs to the
+    last one.
+    """
+    waiting: dict[Key, list[int]] = {}
+    last: dict[Key, int] = {}
+    firsts = {}
+    for i, plan in sorted(plans.items()):
+        if plan.part == "recall":
+            if plan.key in last:
+                firsts[i] = last[plan.key]
+        elif plan.part == "delta":
+            if waiting.get(plan.key):
+                firsts[i] = waiting[plan.key].pop(0)
+        else:
+            last[plan.key] = i
+            if plan.part == "core":
+                waiting.setdefault(plan.key, []).append(i)
+    return firsts
+
+
+def _place_image_tokens(
+    ids: Tensor, positions: Tensor, channels: Sequence[Tensor], image: int, computed: int
+) -> Tensor:
+    """Set the positions of the image tokens of one prefill step in ``(3, L)``.
+
+    ``channels`` are those of the step's image rows, ``(m, 4)`` each, in prompt order; the
+    step begins at token ``computed``. All tokens of an image have its first position in time, so
+    that is what heights and widths count from, however often this is done. Rows with channels
+    below 0 leave their tokens where they are. No host sync.
+    """
+    joined = torch.cat([part.float() for part in channels])
+    digits = joined.long()
+    rows, columns = digits[:, 0] * _BASE + digits[:, 1], digits[:, 2] * _BASE + digits[:, 3]
+    # Time, height and width from the image's first position, (3, M).
+    offsets = torch.stack([torch.zeros_like(rows), rows, columns]).to(positions.device)
+    at = torch.arange(len(ids), device=positions.device)
+    is_image = (ids.to(positions.device) == image) & (at >= computed)
+    rank = is_image.cumsum(0) - 1
+    selected = is_image & (rank < offsets.shape[1])
+    row = rank.clamp(0, offsets.shape[1] - 1)
+    selected &= (joined[:, 0] >= 0).to(positions.device)[row]
+    placed = positions[:1] + offsets[:, row]
+    return torch.where(selected, placed.to(positions.dtype), positions)
+
+
+class GridLayout(Vision):
+    """What is said of the grids of a model's images, and of the rows of their tokens."""
+
+    _model: Any
+    grids: ClassVar[str] = "image_grid_thw"
+    """Field of patches: ``(B, 3)`` in time, height and width, or ``(B, 2)``, on the CPU."""
+    image_token: ClassVar[str] = "image_token_id"
+    """Field of the configuration with the id of an image's token."""
+    videos_share_token: ClassVar[bool] = False
+    """Whether frames of videos have that token too."""
+
+    def __init__(self, model: SupportsMultiModal, served: ServedState) -> None:
+        super().__init__(model, served)
+        self._width: int = self._model.get_language_model().config.hidden_size
+
+    @property
+    def merge(self) -> int:
+        """Patches on each side of a token."""
+        return int(self._model.config.vision_config.spatial_merge_size)
+
+    @property
+    def row_width(self) -> int:
+        """Width of a row without positions: D, and D for every deepstack level."""
+        return self._width
+
+    def count(self, grid: Tensor) -> int:
+        """Tokens N of an image, by its row of :attr:`grids`."""
+        return int(grid.prod()) // self.merge**2
+
+
+class PrunedMRope(PrunedModel, _Stock):
+    """Mixin before stock classes with M-RoPE: rows carry the positions of their tokens."""
+
+    autoprune_vision: ClassVar[type[GridLayout]]
+    supports_multimodal_pruning: ClassVar[Literal[True]] = True
+    """vLLM asks a model for positions anew only where it says this."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        if served_state(vllm_config.model_config) is not None:
+            request_positions(vllm_config.model_config.multimodal_config)
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        if self.autoprune is not None:
+            # Videos are handled by the stock model.
+            self.is_multimodal_pruning_enabled = False
+
+    def get_mrope_input_positions(
+        self, input_tokens: list[int], mm_features: list[MultiModalFeatureSpec]
+    ) -> tuple[Tensor, int]:
+        """Positions of the prompt with whole images, as stock (``SupportsMRoPE``)."""
+        stock = super().get_mrope_input_positions
+        vision = self.autoprune
+        if vision is None:
+            return stock(input_tokens, mm_features)
+        assert isinstance(vision, GridLayout)
+        unpruned, plans = {}, {}
+        for i, feature in enumerate(mm_features):
+            if feature.modality == "image":
+                assert feature.data is not None
+                grid = feature.data[vision.grids].data
+                assert isinstance(grid, Tensor)
+                unpruned[i] = vision.count(grid)
+                if FIELD in feature.data:
+                    (plans[i],) = self.autoprune_plan_reader.read([feature.data[FIELD].data])
+        firsts = _match_items(plans)
+        return _compute_input_positions(stock, input_tokens, mm_features, unpruned, firsts)
+
+    def recompute_mrope_positions(
+        self,
+        input_ids: list[int] | Tensor,
+        multimodal_embeddings: Sequence[Tensor],
+        mrope_positions: Tensor,
+        num_computed_tokens: int,
+    ) -> tuple[Sequence[Tensor], Tensor, int]:
+        """Split position channels off the rows, and set the positions of this step's image tokens.
+
+        Not by the stock method (``SupportsMultiModalPruning``): it moves text on by an image's
+        width, which is wrong for one that is higher than wide. What decoding adds to the prompt's
+        length was known before. Model Runner V1 has no way to leave it as it is, so there a prompt
+        that ends in an image, without the token that closes it, goes on after the last kept token.
+        """
+        vision = self.autoprune
+        assert isinstance(vision, GridLayout)
+        wide = vision.row_width + CHANNELS
+        rows: list[Tensor] = []
+        channels: list[Tensor] = []
+        for embedding in multimodal_embeddings:
+            if embedding.shape[1] == wide:
+                channels.append(embedding[:, -CHANNELS:])
+                embedding = embedding[:, :-CHANNELS]
+            elif vision.videos_share_token:
+                # These tokens stay where they are.
+                unplaced = embedding.new_full((len(embedding), CHANNELS), -1, dtype=torch.float32)
+                channels.append(unplaced)
+            rows.append(embedding)
+        positions = mrope_positions
+        if channels:
+            ids = input_ids if isinstance(input_ids, Tensor) else torch.tensor(input_ids)
+            image: int = attrgetter(vision.image_token)(self.config)
+            positions = _place_image_tokens(ids, positions, channels, image, num_computed_tokens)
+        if isinstance(input_ids, Tensor):
+            return rows, positions, UNCHANGED_DELTA
+        return rows, positions, int(positions.max()) + 1 - len(input_ids)
