@@ -15,7 +15,7 @@ from offline_search.search_space import excluded_atoms, project
 from offline_search.settings import Settings
 from vllm_autoprune.errors import Problem, StateError
 from vllm_autoprune.record_file import FrozenModel
-from vllm_autoprune.tpdsl.atoms.source import FIXED_BUDGETS
+from vllm_autoprune.tpdsl.atoms.source import FIXED_BUDGETS, BudgetCall
 from vllm_autoprune.tpdsl.loading import load_state
 from vllm_autoprune.tpdsl.state import SCHEMA, PruningState
 
@@ -98,11 +98,11 @@ def assemble_state(components: Mapping[str, JsonValue], settings: Settings) -> P
         names = sorted(name for name in excluded_atoms(settings) if json.dumps(name) in text)
         if names:
             raise StateError("proposal", [Problem("", f"{n} is an extension", fix) for n in names])
-    # An atom that keeps exactly K tokens: where none has this K, equal floor and ceiling.
-    count = settings.source_budget
+    # An atom that keeps exactly K tokens where there is one.
+    count = settings.budgets[0]
     budget: JsonObject = {"atom": f"fixed_budget@{count}"}
     if count not in FIXED_BUDGETS:
-        budget = {"atom": "ratio_budget", "ratio": 1.0, "floor": count, "ceiling": count}
+        budget = BudgetCall.parse(count).model_dump(mode="json")
     if isinstance(proposed := parts.get("budget"), dict):
         budget["limit"] = proposed.get("limit")
     document: JsonObject = {

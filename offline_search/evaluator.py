@@ -50,7 +50,7 @@ class EvaluationJob:
     """Examples ``start`` to ``stop`` of a split at K = ``budget``; unpruned without a candidate."""
 
     candidate: PruningState | None
-    budget: int
+    budget: int | str
     split: Split
     start: int
     stop: int
@@ -196,9 +196,9 @@ class ServedEvaluator:
             raise ConfigError("servers", problems)
         self.name = f"{self._model} through vLLM, data {self.dataset.digest[:12]}"
 
-    async def check_budget(self, budget: int) -> None:
+    async def check_budget(self, budget: int | str) -> None:
         """Raise :class:`ConfigError` for a K at which the first search images keep all tokens."""
-        state, lengths = load_state("cdpruner"), dict[int, int]()
+        state, lengths = load_state("cdpruner"), dict[int | str, int]()
         examples = {example.image: example for example in self.dataset.examples("search")}
         for example in islice(examples.values(), _CHECKED_IMAGES):
             for tokens in (0, budget, 1):

@@ -144,7 +144,7 @@ class EvaluationRecord(_Record):
     key_format: ClassVar[str] = "{kind}/{split}/{digest}/{budget}/{start}-{stop}"
     split: Split
     digest: str
-    budget: int
+    budget: int | str
     start: int
     stop: int
     logprob: tuple[float, ...] = ()

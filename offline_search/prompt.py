@@ -45,7 +45,7 @@ _MAX_SHOWN_REPLY = 4000
 @cache
 def describe_task(settings: Settings) -> str:
     """The constant part of all prompts: what is designed, from what, and how it is scored."""
-    budget, policy = settings.source_budget, BASE_POLICIES[settings.base_policy]
+    budget, policy = settings.budgets[0], BASE_POLICIES[settings.base_policy]
     score = "mean log-probability of the reference answers"
     if settings.objective == "mme":
         score = (

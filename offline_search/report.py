@@ -93,7 +93,7 @@ class _SearchReport:
     @property
     def base_objective(self) -> float | None:
         """The base policy's objective on the search split; None until it is measured."""
-        digest, base = base_state(self.settings).digest, dict[int, np.ndarray]()
+        digest, base = base_state(self.settings).digest, dict[int | str, np.ndarray]()
         full = np.empty(0)
         for record in self.evaluations:
             if record.split == "search" and record.digest == ALL_TOKENS:
@@ -147,7 +147,7 @@ class _SearchReport:
             f"The whole search: {self.duration:,.0f} s.",
         ]
         sections.append(Section("Cost", texts))
-        title = f"{settings.strategy} on {settings.base_policy}, K = {settings.source_budget}"
+        title = f"{settings.strategy} on {settings.base_policy}, K = {settings.budgets[0]}"
         return Document(
             f"Search for a state: {title}", answer, tone, facts=facts, sections=sections
         )

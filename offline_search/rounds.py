@@ -21,6 +21,7 @@ from offline_search.settings import Settings
 from vllm_autoprune.errors import AutopruneError, EvaluationFailed, ProblemsError
 from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.statistics import Floats
+from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 from vllm_autoprune.tpdsl.materialize import materialize
 from vllm_autoprune.tpdsl.refine import refine
 from vllm_autoprune.tpdsl.safety import safety_check
@@ -190,7 +191,7 @@ class RoundEvaluator:
         problems, behaviour = list[str](), hashlib.sha256()
         for budget in self._settings.budgets:
             try:
-                policy = materialize(state, budget)
+                policy = materialize(state, BudgetCall.parse(budget))
                 failed = [each for each in safety_check(policy).verdicts if not each.ok]
                 problems += [f"{each.name} at K = {budget}: {each.detail}" for each in failed]
             except ProblemsError as error:
@@ -204,7 +205,7 @@ class RoundEvaluator:
         if problems:
             verdict = VerdictRecord(digest=state.digest, valid=False, problems=tuple(problems))
         else:
-            policy = materialize(state, self._settings.source_budget)
+            policy = materialize(state, BudgetCall.parse(self._settings.budgets[0]))
             verdict = VerdictRecord(
                 digest=state.digest,
                 valid=True,

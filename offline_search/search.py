@@ -180,7 +180,8 @@ class Search:
             }
         )
         # Name and provenance are outside a state's digest.
-        title = f"{state.base_policy.name}-searched-k{settings.source_budget}"
+        budget = re.sub(r"\W+", "-", f"{settings.budgets[0]}")
+        title = f"{state.base_policy.name}-searched-k{budget}"
         state = state.model_copy(update={"name": title, "provenance": provenance})
         return WinnerRecord(
             winner=name,
@@ -196,7 +197,7 @@ class Search:
         """Scores of a candidate on a split, and paired differences to the base policy."""
         settings, examples = self._settings, self._dataset.examples(split)
 
-        async def measure(candidate: PruningState | None, budget: int) -> Answers:
+        async def measure(candidate: PruningState | None, budget: int | str) -> Answers:
             job = EvaluationJob(candidate, budget, split, 0, len(examples))
             return await self._evaluator.evaluate(job)
 

@@ -10,8 +10,9 @@ from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, Positive
 from pydantic_core import PydanticCustomError
 
 from vllm_autoprune.connection import Header
+from vllm_autoprune.errors import BudgetError
 from vllm_autoprune.record_file import FrozenModel
-from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET
+from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
 Strategy = Literal["autoprune", "autoprune+", "evoprompting", "openevolve", "random", "tpe"]
@@ -49,8 +50,16 @@ def _require_known_policy(name: str) -> str:
     return name
 
 
+def _read_budget(said: object) -> int | str:
+    """K, or a share of N in its shortest form."""
+    try:
+        return BudgetCall.parse(said).rule()
+    except BudgetError as error:
+        raise _problem(f"{error.problems[0].what}: {error.problems[0].fix}") from None
+
+
 _BasePolicy = Annotated[str, AfterValidator(_require_known_policy)]
-_Budget = Annotated[int, Field(ge=1, le=MAX_BUDGET)]
+Budget = Annotated[int | str, BeforeValidator(_read_budget)]
 _Temperature = Annotated[
     float, Field(ge=0.0, le=2.0, description="sampling temperature of the proposer")
 ]
@@ -108,11 +117,12 @@ class SearchChoices(FrozenModel):
     other_bases: tuple[_BasePolicy, ...] = Field(
         default=(), title="NAME", description="base policies that candidates may have instead"
     )
-    budgets: tuple[_Budget, ...] = Field(
+    budgets: tuple[Budget, ...] = Field(
         default=(32,),
         min_length=1,
         title="K",
-        description="tokens kept of an image; with several, every candidate is measured at each",
+        description="tokens kept of an image, or a share of them such as 1/8; with several, every "
+        "candidate is measured at each",
     )
     objective: Objective = Field(
         default="quality",
@@ -181,7 +191,8 @@ class Settings(SearchChoices):
         if self.space != "all" and self.library == "paper":
             message = f"the space {self.space} has atoms of its own: leave others out"
             raise _problem(message, "space", "library")
-        if self.space == "without-anchoring" and max(self.budgets) > MAX_QUOTA:
+        largest = max(BudgetCall.parse(budget).range()[1] for budget in self.budgets)
+        if self.space == "without-anchoring" and largest > MAX_QUOTA:
             what = f"anchoring cannot be removed above K = {MAX_QUOTA}, the largest q_e"
             raise _problem(f"{what}: give a smaller K", "space", "budgets")
         return self
@@ -194,8 +205,8 @@ class Settings(SearchChoices):
 
     @property
     def source_budget(self) -> int:
-        """K_0: the first budget, which is written into the candidates' states."""
-        return self.budgets[0]
+        """The largest K of the first budget, which is written into the candidates' states."""
+        return BudgetCall.parse(self.budgets[0]).range()[1]
 
     @property
     def total_candidates(self) -> int:

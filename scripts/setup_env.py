@@ -74,7 +74,7 @@ def install_packages(python: Path) -> None:
             "configure one that does (PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS)."
         )
         _require("... from PyTorch's CPU index", *pip, *index, *pins, hint=hint)
-    _require(f"install {LOCK.relative_to(ROOT)}", *pip, "--requirement", LOCK)
+    _require(f"install {LOCK.name}: minutes without a word", *pip, "--requirement", LOCK)
     for folder, (what, code) in WORKAROUND_CHECKS.items():
         if _try(python, "-I", "-c", code):  # isolated from the source tree
             _require(what, *pip, "--no-build-isolation", WORKAROUNDS / folder)

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from benchmarks.common.client import Record
 from benchmarks.yardsticks.examples import LLAVA
+from offline_search.settings import Budget
 from vllm_autoprune.connection import Connection, server_address
 from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.record_file import FrozenModel
@@ -212,8 +213,8 @@ class PairedOptions(RequestOptions, SendingOptions):
     """Servers and loads of a paired experiment."""
 
     model: str = _option(str(LLAVA), f"checkpoint, or {SHAPE}:LAYERS: LLaVA-1.5-7B without weights")
-    state: str = _option("autoprune", "pruning state, a file or a name")
-    budget: _Count | None = _option(None, "K; default: the state's own")
+    state: str = _option("divprune", "pruning state, a file or a name")
+    budget: Budget | None = _option(None, "K, or a share of N; default: the state's own")
     text_tower: Path | None = _option(None, "CLIP checkpoint of the state")
     server_flags: Annotated[str, AfterValidator(_check_quotes)] = _option(
         "--max-model-len 2048 --block-size 32 --enforce-eager", "flags of all servers"

@@ -13,6 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from random import Random
 
+from benchmarks.common.report import log_progress
 from benchmarks.yardsticks.examples import Example as SceneQuestion
 from benchmarks.yardsticks.examples import draw_examples
 from benchmarks.yardsticks.yardstick import ALL_TOKENS, Budget, Case, EncodedBatch, Yardstick
@@ -74,7 +75,9 @@ class YardstickEvaluator:
             return self._answers[job]
         case = Case("full", ALL_TOKENS)
         if job.candidate is not None:
-            budget = Budget(f"K = {job.budget}", Fraction(job.budget, self._yardstick.usual_tokens))
+            budget = Budget(
+                f"K = {job.budget}", Fraction(int(job.budget), self._yardstick.usual_tokens)
+            )
             case = Case("candidate", budget, state=job.candidate)
         logprob, right, begin = list[float](), list[bool](), 0
         for number, batch in enumerate(self._batches[job.split]):
@@ -126,6 +129,7 @@ def write_data(folder: Path, scenes: Mapping[Split, int], *, each: int | None = 
     """Write a data folder of mini-LLaVA: images and the three splits."""
     (folder / "images").mkdir(parents=True, exist_ok=True)
     for split in SPLITS:
+        log_progress(f"{split}: draw {scenes[split]} scenes")
         questions = _sample_questions(draw_examples(split, scenes[split]), each)
         examples = [_as_example(split, question) for question in questions]
         images = {e.image: question for e, question in zip(examples, questions, strict=True)}

@@ -210,9 +210,9 @@ def test_an_interrupted_search_says_how_to_go_on(
     [
         (["-o", "/none/s.json"], "there is no folder"),
         (["--strategy", "magic"], "--strategy: 'magic' is refused -> give a value that is"),
-        (["--budget", "0", "--dry-run"], "search: --budget: '0' is refused"),
-        (["--budget", "1/8"],
-         "search: --budget: '1/8' is refused -> give a value that is a valid integer\n"),
+        (["--budget", "0", "--dry-run"], "search: --budget: '0' is not a budget"),
+        (["--budget", "1/0"],
+         "search: --budget: '1/0' is not a budget -> give 1 to 65536 tokens, a share from 1%"),
         (["--budget", "8", "8"], "--budget: "),
         (["--space", "numbers", "--library", "paper"], "--space, --library: the space numbers has"),
         (["--space", "without-anchoring", "--budget", "720"], "anchoring cannot be removed above"),

@@ -71,7 +71,7 @@ async def test_every_step_of_the_algorithm_is_a_record(search: Searches) -> None
 
 
 async def test_duplicate_states_are_measured_once_at_every_budget(search: Searches) -> None:
-    await search([PAPER, json.dumps(json.loads(PAPER), indent=3)], budgets=(8, 4))
+    await search([PAPER, json.dumps(json.loads(PAPER), indent=3)], budgets=(8, "1/4"))
     trials = search.records(TrialRecord)
     assert [trial.status for trial in trials].count("evaluated") == 1
     assert {trial.same_as for trial in trials if trial.status == "same"} == {"1.0"}

@@ -30,6 +30,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "rank": {"rank_at": True},
     "bases": {"other_bases": ("dart", "divprune")},
     "paper": {"library": "paper"},
+    "share": {"budgets": ("1/8",)},
     "everything": {"core": True, "rank_at": True, "other_bases": ("dart",), "budgets": (23,)},
     **{space: {"space": space, "core": True} for space in SPACES},
 }

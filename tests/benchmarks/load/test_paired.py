@@ -64,14 +64,14 @@ def test_a_mistake_is_answered_in_one_line_before_anything_starts(
 
 
 def test_the_three_arms_differ_only_in_their_state() -> None:
-    stock, base, pruned = Arm.choose(PairedOptions(budget=16, cache="off"))
+    stock, base, pruned = Arm.choose(PairedOptions(state="autoprune", budget="1/9", cache="off"))
     assert [arm.name for arm in (stock, base, pruned)] == ["stock", "base policy", "AutoPrune"]
     assert base.flags[: len(stock.flags)] == pruned.flags[: len(stock.flags)] == stock.flags
     extra = base.flags[len(stock.flags) :]
-    assert extra[:4] == ("--autoprune-state", "cdpruner", "--autoprune-budget", "16")
+    assert extra[:4] == ("--autoprune-state", "cdpruner", "--autoprune-budget", "1/9")
     assert pruned.flags[len(stock.flags) :] == ("--autoprune-state", "autoprune", *extra[2:])
     assert (stock.digest, pruned.digest) == (None, load_state("autoprune").digest)
-    arms = Arm.choose(PairedOptions(state="divprune"))  # its own base policy
+    arms = Arm.choose(PairedOptions())  # its own base policy
     assert [arm.name for arm in arms] == ["stock", "AutoPrune"]
     # Every cache of every arm is off.
     assert {"--no-enable-prefix-caching", "--mm-processor-cache-gb"} < set(stock.flags)

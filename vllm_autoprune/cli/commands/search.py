@@ -204,7 +204,8 @@ async def _search(path: Path, flags: _Flags, settings: Settings, dataset: Datase
         stack.push_async_callback(evaluator.close)
         await evaluator.prepare()
         if not ledger.records:
-            await evaluator.check_budget(max(settings.budgets))
+            for budget in settings.budgets:
+                await evaluator.check_budget(budget)
         settings = settings.model_copy(update={"evaluator": evaluator.name})
         proposer: EndpointProposer | None = None
         if settings.proposer and flags.proposer_url is not None:
