@@ -226,6 +226,28 @@ def test_the_page_says_who_wins_of_each_state_that_was_to_be_evaluated() -> None
         assert words in build_page(Report.build(journal)).render_markdown()
 
 
+def test_states_are_compared_with_their_base_with_each_other_and_ordered_by_agreement() -> None:
+    rights = {"mine": [1.0] * 16, "cdpruner": [1.0, 0.0] * 8, "trim": [1.0] * 4 + [0.0] * 12,
+              "dart": [0.0] * 16}  # fmt: skip
+    asked = [
+        (case(f"{name}@8", "found", "cdpruner@8" if name == "mine" else ""), right)
+        for name, right in rights.items()
+    ]
+    journal = contents((FULL, [1.0] * 16), *asked, questions=BY_KIND)
+    for answers in journal.answers.values():
+        for id, answer in answers.items():  # trim and dart agree as often
+            agrees = bool(answer.score) and answer.case != "trim@8"
+            answers[id] = answer.model_copy(update={"agrees": agrees})
+    report = Report.build(journal)
+    assert report.rank_correlations.keys() == {"agreement"}
+    assert report.rank_correlations["agreement"].value == 0.949  # of ranks 4, 3, 1.5, 1.5
+    page = build_page(report).render_markdown()
+    assert "; +50.0 (+50.0 to +50.0) against cdpruner alone" in page.splitlines()[2]
+    head, trim = re.findall(r"^\| (?:method|trim) .*", page, re.MULTILINE)
+    place = head.split(" | ").index("Acc. less mine")
+    assert trim.split(" | ")[place].startswith("-75.0 (")
+
+
 def test_the_page_has_a_table_for_each_budget_and_what_cannot_be_served() -> None:
     others = [(case(f"dart@{budget}"), FEW) for budget in (4, "1/99")]
     journal = contents((FULL, RIGHT), (BASE, HALF), (RESIDUAL, RIGHT), *others)

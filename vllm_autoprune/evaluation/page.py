@@ -22,6 +22,16 @@ _VERDICTS: Mapping[Winner, str] = {
 }
 _TONES: Mapping[Winner, Tone] = {"pruning": "good", "resizing": "bad"}
 
+_FIGURES = (
+    ("accuracy", "% right", 1),
+    ("agreement", "% agree", 1),
+    ("token_agreement", "% of tokens", 1),
+    ("same", "same until, %", 1),
+    ("per_token", "ln p a token", 3),
+    ("logprob", "ln p", 3),
+)
+"""Fields of a row, their titles in tables, and decimals."""
+
 _ACC_NOTE = (
     "Acc. is the mean over benchmarks{mme}. Rel. is given by "
     "both definitions in use: 100 x Acc. over the full model's Acc., and 100 x the mean over "
@@ -60,6 +70,13 @@ def build_page(report: Report, picture: Callable[[str], str] | None = None) -> D
             # Less than 100 by rounding, or by a template that changes the answer.
             again = f"{full.agreement.value:.1f} % of its own answers again"
             verdicts.append(f"Scored in the same way, the unpruned model gives {again}.")
+        if report.rank_correlations:
+            titles = {name: title for name, title, _ in _FIGURES}
+            said = "; ".join(
+                f"{titles[name]} {rank.value:.2f} ({rank.low:.2f} to {rank.high:.2f})"
+                for name, rank in report.rank_correlations.items()
+            )
+            verdicts.append(f"Rank correlation with % right over the states: {said}.")
         sections.append(Section("Pruning or resizing?", [*verdicts, *[_AGREEMENT_NOTE] * agrees]))
     case = report.case
     if report.examples and case is not None:
@@ -117,6 +134,8 @@ def _answer(report: Report) -> str:
         if row.to_full is not None and (gap := row.to_full.accuracy) is not None:
             answer += f", {_format(gap)} points against all tokens"
             answer += "; no difference is shown" if gap.low <= 0 <= gap.high else ""
+        if row.to_base is not None and (gain := row.to_base.accuracy) is not None:
+            answer += f"; {_format(gain)} against {case.base.partition('@')[0]} alone"
     elif row.agreement is not None and row.token_agreement is not None:
         answer += f" gives {row.agreement.value:.1f} % of the unpruned model's answers and "
         answer += f"{row.token_agreement.value:.1f} % of their tokens"
@@ -141,12 +160,10 @@ def _describe_difference(report: Report, overall: Comparison) -> str:
 def _describe_verdicts(report: Report) -> Iterator[str]:
     """One line for each state that was to be evaluated: who wins, by how much, by kind."""
     rows = {row.case.name: row for row in report.rows}
-    bases = {row.case.base for row in report.rows}
     for overall in report.resizing:
         if overall.kind is not None or (row := rows.get(overall.case)) is None:
             continue
-        # A base policy that a state is compared with was not to be evaluated, unless it was named.
-        if row.case.arm == "base" and overall.case in bases:
+        if row.case not in report.states:
             continue
         control = rows.get(f"resized@{row.case.budget}")
         more = (row.prompt_tokens or 0.0) - ((control and control.prompt_tokens) or 0.0)
@@ -172,22 +189,16 @@ def _tables(report: Report) -> Iterator[Table]:
 
     The gain of a residual, and of each q_e, is its difference to its base policy.
     """
-    figures = (
-        ("accuracy", "% right", 1),
-        ("agreement", "% agree", 1),
-        ("token_agreement", "% of tokens", 1),
-        ("same", "same until, %", 1),
-        ("per_token", "ln p a token", 3),
-        ("logprob", "ln p", 3),
-    )
-    columns = [c for c in figures if any(dict(row)[c[0]] is not None for row in report.rows)]
+    columns = [c for c in _FIGURES if any(dict(row)[c[0]] is not None for row in report.rows)]
     has_aggregates = _has_aggregates(report)
     # There is no difference of Acc. if a benchmark does not score single answers.
     has_acc = has_aggregates and any(row.to_full and row.to_full.acc for row in report.rows)
     unpaired = {"same", "accuracy" if has_acc else "", "logprob" if report.tokens else ""}
     metrics = [("acc", "Acc.", 1)] if has_acc else []
     metrics += [column for column in columns if column[0] not in unpaired]
-    benchmarks, others = list(report.rows[0].benchmarks), ("full", "base", "resized")
+    benchmarks, others = list(report.rows[0].benchmarks), ["full", "base", "resized"]
+    if report.case and any(row.to_case for row in report.rows):
+        others.append(report.case.label)
     head = ["method", *(title for _, title, _ in columns)]
     if has_aggregates:
         head += [*benchmarks, "Acc.", "Rel., ratio of means", "Rel., mean of ratios"]
@@ -205,7 +216,8 @@ def _tables(report: Report) -> Iterator[Table]:
                 scores += [row.all.acc, row.all.ratio_of_means, row.all.mean_of_ratios]
                 cells += [_NONE if score is None else f"{score:.1f}" for score in scores]
             for metric, _, digits in metrics:
-                for differences in (row.to_full, row.to_base, row.to_resized):
+                compared = (row.to_full, row.to_base, row.to_resized, row.to_case)
+                for differences in compared[: len(others)]:
                     estimate = dict(differences)[metric] if differences else None
                     cells.append(_format(estimate, digits))
             rows.append([row.case.title, *cells])

@@ -25,7 +25,7 @@ import numpy as np
 from vllm_autoprune.evaluation.journal import Answer, Arm, Case, Contents, Question, Setup
 from vllm_autoprune.evaluation.scoring import Aggregates, Figures, Scoring
 from vllm_autoprune.record_file import FrozenModel
-from vllm_autoprune.statistics import Estimate, Floats
+from vllm_autoprune.statistics import Estimate, Floats, correlate_ranks
 
 Winner = Literal["pruning", "resizing", "not decided", "too few images"]
 
@@ -39,6 +39,8 @@ NOTHING_RIGHT = (
 )
 
 _DIGITS = 4
+_MIN_RANKED = 4
+"""States below which their order says little."""
 _EXAMPLES = 6
 PRUNING_ARMS: tuple[Arm, ...] = ("found", "autoprune", "base")
 """Kinds of cases that a report may be about, the most specific first."""
@@ -90,6 +92,8 @@ class _Row(_Estimates):
     to_full: _Differences | None = None
     to_base: _Differences | None = None
     to_resized: _Differences | None = None
+    to_case: _Differences | None = None
+    """To what the report is about, at the same K."""
 
 
 class _Example(FrozenModel):
@@ -120,12 +124,19 @@ class Report(FrozenModel):
     rows: tuple[_Row, ...]
     refused: tuple[Case, ...]
     resizing: tuple[Comparison, ...] = ()
+    rank_correlations: Mapping[str, Estimate] = {}
+    """Of each figure of agreement with accuracy, over the states at one K."""
     examples: tuple[_Example, ...] = ()
 
     @property
     def case(self) -> Case | None:
         """What the report is about."""
         return _choose_case(row.case for row in self.rows)
+
+    @property
+    def states(self) -> list[Case]:
+        """Cases that were to be evaluated; a base policy alone only where it was named."""
+        return _choose_states([row.case for row in self.rows])
 
     @property
     def overall(self) -> Comparison | None:
@@ -180,6 +191,7 @@ class Report(FrozenModel):
                 if case.refused and (case.budget or case.digest not in measured)
             ),
             resizing=tuple(_compare_with_resizing(contents, questions, figures)),
+            rank_correlations=_correlate_with_accuracy([row.case for row in rows], figures),
             examples=tuple(
                 _Example(
                     id=answer.question,
@@ -211,6 +223,32 @@ def _choose_case(cases: Iterable[Case]) -> Case | None:
     return max(pruning, key=lambda case: case.budget_order, default=None)
 
 
+def _choose_states(cases: Sequence[Case]) -> list[Case]:
+    """Those that prune, without base policies that only a state is compared with."""
+    bases = {case.base for case in cases}
+    pruning = [case for case in cases if case.arm in PRUNING_ARMS]
+    return [case for case in pruning if case.arm != "base" or case.name not in bases]
+
+
+def _correlate_with_accuracy(
+    cases: Sequence[Case], figures: Mapping[str, Figures]
+) -> dict[str, Estimate]:
+    """Spearman's rank correlation of figures of agreement with accuracy, by their names.
+
+    Over the states at the K that the report is about, at least :data:`_MIN_RANKED`.
+    """
+    about, correlations = _choose_case(cases), dict[str, Estimate]()
+    ranked = [case for case in _choose_states(cases) if about and case.budget == about.budget]
+    metrics = [figures[case.name].metrics for case in ranked]
+    for name in ("token_agreement", "agreement", "per_token"):
+        if len(ranked) >= _MIN_RANKED and all(
+            {name, "accuracy"} <= each.keys() for each in metrics
+        ):
+            pairs = ([each[key] for each in metrics] for key in (name, "accuracy"))
+            correlations[name] = Estimate.of(correlate_ranks(*map(np.array, pairs))).rounded(3)
+    return correlations
+
+
 def choose_examples(contents: Contents) -> list[tuple[float, Answer]]:
     """Answers of the case that a report is about which differ from the unpruned model's.
 
@@ -236,6 +274,7 @@ def _build_rows(
     contents: Contents, questions: Sequence[Question], figures: Mapping[str, Figures]
 ) -> Iterator[_Row]:
     cases = [contents.cases[name] for name in figures]
+    about, states = _choose_case(cases), _choose_states(cases)
     benchmarks, divisor = {q.benchmark for q in questions}, contents.setups[""].mme_divisor
     # The total of a benchmark's own scorer, or else what is computed from answers.
     scores = {}
@@ -253,6 +292,7 @@ def _build_rows(
             ("to_full", "full"),
             ("to_base", case.base),
             ("to_resized", f"resized@{case.budget}"),
+            ("to_case", f"{about.label}@{case.budget}" if about and case in states else ""),
         ):
             if other in figures and other != case.name:
                 less = figures[other].metrics

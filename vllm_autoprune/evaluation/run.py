@@ -31,11 +31,7 @@ from vllm_autoprune.evaluation.journal import (
 from vllm_autoprune.evaluation.page import build_page
 from vllm_autoprune.evaluation.report import PRUNING_ARMS, Report
 from vllm_autoprune.evaluation.scoring_request import pruning_options
-from vllm_autoprune.http_client import (
-    FAILURES,
-    RequestRefused,
-    ServerClient,
-)
+from vllm_autoprune.http_client import FAILURES, RequestRefused, ServerClient
 from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.loading import load_state

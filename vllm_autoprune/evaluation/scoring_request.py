@@ -14,11 +14,7 @@ from typing import Any, NamedTuple
 from pydantic import JsonValue
 
 from vllm_autoprune.errors import EvaluationFailed
-from vllm_autoprune.http_client import (
-    AsyncServerClient,
-    ServerLost,
-    chat_with_retries,
-)
+from vllm_autoprune.http_client import AsyncServerClient, ServerLost, chat_with_retries
 from vllm_autoprune.stream import read_message
 from vllm_autoprune.tpdsl.state import PruningState
 

@@ -22,7 +22,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--suite", metavar="SUITE", help="lmms:TASK,TASK,... through lmms-eval")
     text = "with --data, also without answers: compare with what the unpruned model answers"
     parser.add_argument("--reference", choices=("unpruned",), help=text)
-    text = "default: out/eval/data or out/eval/lmms"
+    text = "default: out/eval/NAME, by the name of the data, or lmms"
     parser.add_argument("--out", type=Path, metavar="FOLDER", help=text)
     add = parser.add_argument
     add("--resume", action="store_true", help="continue the evaluation in --out")
@@ -70,8 +70,9 @@ def _evaluate_states(options: argparse.Namespace) -> int:
     from vllm_autoprune.evaluation.questions import read_questions
     from vllm_autoprune.evaluation.run import Server, build_cases, evaluate
 
-    kind, _, tasks = (options.suite or "data").partition(":")
-    folder = options.out or Path("out/eval") / kind
+    kind, _, tasks = (options.suite or "").partition(":")
+    name = options.data.resolve().stem if options.data else kind
+    folder = options.out or Path("out/eval") / f"{name}{'-unpruned' * bool(options.reference)}"
     lmms, url = options.data is None, "a vllm serve with --autoprune-requests states"
     for is_wrong, where, what, fix in (
         (lmms and kind != "lmms", f"--suite {options.suite}", "is not a suite",
