@@ -21,8 +21,15 @@ from offline_search.proposer import Reply
 from offline_search.replies import UNFINISHED
 from vllm_autoprune.connection import Connection, api_address, make_client
 from vllm_autoprune.errors import ConfigError, Problem
-from vllm_autoprune.http_client import Failures, describe_error, describe_failure, may_pass
-from vllm_autoprune.stream import one_line, read_error, read_message
+from vllm_autoprune.http_client import (
+    FAILURES,
+    Failures,
+    describe_error,
+    describe_failure,
+    may_pass,
+    read_object,
+)
+from vllm_autoprune.stream import one_line, read_message
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +62,6 @@ _CHECK_TOKENS = 16
 _DROPPABLE = ("max_tokens", "temperature", "seed", "response_format")
 """Fields that an endpoint may refuse; the last by any words, or by failing on the schema."""
 
-_FORMAT = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
-"""What reading a response raises that is no chat completion."""
-
 
 class EndpointProposer:
     """Proposer behind an endpoint, which is asked again after a failure that may pass.
@@ -88,7 +92,7 @@ class EndpointProposer:
         try:
             _read_completion(await self._send(fields, retries=0))
             return
-        except (httpx.HTTPError, *_FORMAT) as error:
+        except FAILURES as error:
             example = "an OpenAI-compatible endpoint, such as http://HOST:PORT/v1"
             problem = describe_failure(self._url.removesuffix("/v1"), error, example)
             where, what, fix = "--proposer-url", f"{problem.where} {problem.what}", problem.fix
@@ -98,7 +102,7 @@ class EndpointProposer:
                 if error.response.status_code in (401, 403):
                     where, fix = "--proposer-key-env", "name a variable that holds a valid key"
                 elif error.response.status_code == 404:
-                    with suppress(httpx.HTTPError, *_FORMAT):  # an endpoint need not list any
+                    with suppress(*FAILURES, RecursionError):  # an endpoint need not list any
                         models = (await self._http.get(f"{self._url}/models")).json()["data"]
                         names = ", ".join(str(model["id"]) for model in models[:8])
                         fix = f"name a model that the endpoint has: {names or 'it lists none'}"
@@ -115,7 +119,7 @@ class EndpointProposer:
             except httpx.HTTPError as error:
                 tried = f", after at most {endpoint.retries} retries" if may_pass(error) else ""
                 return Reply(None, describe_error(error) + tried)
-            except _FORMAT as error:
+            except FAILURES as error:
                 return Reply(None, f"the response is no chat completion: {one_line(error, 200)}")
 
     def _fields(
@@ -130,8 +134,8 @@ class EndpointProposer:
             fields["response_format"] = {"type": "json_schema", "json_schema": named}
         return {**fields, **endpoint.options}
 
-    async def _send(self, fields: Mapping[str, object], retries: int) -> str:
-        """The text of the response to a request, without the fields that the endpoint refuses."""
+    async def _send(self, fields: Mapping[str, object], retries: int) -> httpx.Response:
+        """The response to a request, without the fields that the endpoint refuses."""
         reasons = dict[str, str]()
         attempt = 0
         while True:
@@ -165,17 +169,14 @@ class EndpointProposer:
                 line = f"the proposer refuses {name} ({reasons[name]}): {instead}"
                 print(line, file=sys.stderr, flush=True)
             self.unsent = unsent
-            return response.text
+            return response
 
 
-def _read_completion(text: str, price: tuple[float, float] = (0.0, 0.0)) -> Reply:
-    """The reply in a chat completion; raises one of :data:`_FORMAT` for anything else."""
-    try:
-        body = json.loads(text)
-    except json.JSONDecodeError:
-        raise ValueError(repr(one_line(text, 120))) from None
-    if not isinstance(body, dict) or not body.get("choices"):
-        raise ValueError(one_line(read_error(body) or json.dumps(body), 200))
+def _read_completion(response: httpx.Response, price: tuple[float, float] = (0.0, 0.0)) -> Reply:
+    """The reply in a chat completion; raises one of :data:`FAILURES` for anything else."""
+    body = read_object(response)
+    if not body.get("choices"):
+        raise ValueError(one_line(json.dumps(body), 200))
     choice, usage = body["choices"][0], body.get("usage")
     answer, thoughts = read_message(choice["message"])
     usage = usage if isinstance(usage, dict) else {}

@@ -334,7 +334,7 @@ def test_a_server_says_how_long_to_wait(
     assert [failures.wait(refused, 7.0) for _ in range(2)] == pytest.approx([wait] * 2, abs=2)
     failures.report()
     said = capsys.readouterr().err.splitlines()
-    assert said[-1] == "http://h limited this run: 2 x status 429, asked again"
+    assert said[-1] == "http://h limited this run: 2 x status 429: no text, asked again"
     assert len(said) == 1 + (wait >= 30.0), "a long wait is said once"
 
 

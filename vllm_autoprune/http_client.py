@@ -12,7 +12,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
@@ -103,7 +103,7 @@ class Failures:
 
     def wait(self, error: Exception, planned: float) -> float:
         """Seconds until the next attempt, by Retry-After up to a minute, else as planned."""
-        self._counts[describe_error(error).partition(":")[0]] += 1
+        self._counts[describe_error(error)] += 1
         asked = 0.0
         if isinstance(error, httpx.HTTPStatusError):
             header = error.response.headers.get("retry-after", "")  # seconds or a date
@@ -120,7 +120,7 @@ class Failures:
     def report(self) -> None:
         """Print how many requests had to be repeated."""
         if self._counts:
-            causes = ", ".join(f"{count} x {name}" for name, count in self._counts.most_common())
+            causes = ", ".join(f"{count} x {what}" for what, count in self._counts.most_common(3))
             print(f"{self._url} limited this run: {causes}, asked again", file=sys.stderr)
 
 
@@ -141,8 +141,7 @@ class ServerClient:
 
     def list_models(self) -> dict[str, int]:
         """Names of the served models, at least one, with the context each has; 0: not told."""
-        request = self.http.build_request("GET", self.url + _MODELS, timeout=_CHECK_TIMEOUT)
-        return self._ask(request, _read_models)
+        return self._ask(_read_models, "GET", _MODELS, timeout=_CHECK_TIMEOUT)
 
     def read_metrics(self) -> Metrics | None:
         """``/metrics``; None where the server has none."""
@@ -152,23 +151,22 @@ class ServerClient:
     def read_served(self) -> dict[str, Any]:
         """``/v1/autoprune``; empty where the server's plugin is not named."""
         answer = self.http.get(f"{self.url}/v1/autoprune")
-        return _read_object(answer) if answer.is_success else {}
+        return read_object(answer) if answer.is_success else {}
 
     def chat(self, body: Mapping[str, object]) -> dict[str, Any]:
         """The answer to a chat request; :class:`RequestRefused` where the server refuses it."""
-        request = self.http.build_request("POST", self.url + CHAT, json=body)
-        return self._ask(request, _read_answer)
+        return self._ask(_read_answer, "POST", CHAT, json=body)
 
-    def _ask(self, request: httpx.Request, read: Callable[[httpx.Response], _T]) -> _T:
+    def _ask(self, read: Callable[[httpx.Response], _T], method: str, path: str, **more: Any) -> _T:
         """What is read of the answer, at the third attempt where a failure may pass."""
         for planned in (0.5, 1.0):
             try:
-                return read(self.http.send(request))
+                return read(self.http.request(method, self.url + path, **more))
             except (httpx.HTTPStatusError, *_BROKEN) as error:
                 if not may_pass(error):
                     raise
                 time.sleep(self._failures.wait(error, planned))
-        return read(self.http.send(request))
+        return read(self.http.request(method, self.url + path, **more))
 
     @contextlib.contextmanager
     def reporting_failures(self) -> Iterator[None]:
@@ -204,13 +202,11 @@ class AsyncServerClient:
 
     async def list_models(self) -> dict[str, int]:
         """As :meth:`ServerClient.list_models`, asked once."""
-        async with self._client() as client:
-            return _read_models(await client.get(self.url + _MODELS, timeout=_CHECK_TIMEOUT))
+        return _read_models(await self._send("GET", _MODELS, timeout=_CHECK_TIMEOUT))
 
     async def chat(self, body: Mapping[str, object]) -> dict[str, Any]:
         """As :meth:`ServerClient.chat`, asked once."""
-        async with self._client() as client:
-            return _read_answer(await client.post(self.url + CHAT, json=body))
+        return _read_answer(await self._send("POST", CHAT, json=body))
 
     async def close(self) -> None:
         """Close all connections that are not in use."""
@@ -218,11 +214,10 @@ class AsyncServerClient:
             await self._free.get_nowait().aclose()
         self.failures.report()
 
-    @contextlib.asynccontextmanager
-    async def _client(self) -> AsyncIterator[httpx.AsyncClient]:
+    async def _send(self, method: str, path: str, **more: Any) -> httpx.Response:
         client = await self._free.get()
         try:
-            yield client
+            return await client.request(method, self.url + path, **more)
         finally:
             self._free.put_nowait(client)
 
@@ -262,7 +257,7 @@ def describe_failure(
 ) -> Problem:
     """Why a server cannot be used, by what a request to it raised, and what to do."""
     fix = f"give the address of {server}"
-    guess, text = False, one_line(error, 200)
+    guess, text = False, _describe_cause(error, 200)
     match error:
         case httpx.HTTPStatusError(response=response):
             what, status = f"answers with {describe_rejection(response)}", response.status_code
@@ -283,7 +278,7 @@ def describe_failure(
             what = f"has a certificate that is not trusted ({text.partition('failed: ')[2]})"
             fix = "name the certificate of its authority with --ca-file"
         case httpx.TransportError():
-            what = f"does not answer ({type(error).__name__}: {text})".replace(": )", ")")
+            what = f"does not answer ({type(error).__name__}: {text})"
             fix, guess = "start the server, or correct its address", True
             if proxies := proxy_variables():
                 what += f", asked as {', '.join(proxies)} and NO_PROXY say"
@@ -311,7 +306,14 @@ def describe_error(error: Exception) -> str:
     if isinstance(error, httpx.HTTPStatusError):
         return describe_rejection(error.response)
     kind = type(error).__name__ if isinstance(error, httpx.HTTPError) else "an unknown format"
-    return f"{kind}: {one_line(error, 300)}"
+    return f"{kind}: {_describe_cause(error, 300)}"
+
+
+def _describe_cause(error: BaseException, length: int) -> str:
+    """The text of an error, or else of what caused it: a connection that breaks has none."""
+    while not str(error) and (cause := error.__cause__ or error.__context__):
+        error = cause
+    return one_line(error, length) or type(error).__name__
 
 
 def may_pass(error: Exception) -> bool:
@@ -321,7 +323,7 @@ def may_pass(error: Exception) -> bool:
     return error.response.is_server_error or error.response.status_code in (408, 425, 429)
 
 
-def _read_object(response: httpx.Response) -> dict[str, Any]:
+def read_object(response: httpx.Response) -> dict[str, Any]:
     """The JSON object of an answer; raises one of :data:`FAILURES` that says what came instead."""
     response.raise_for_status()
     content = None
@@ -340,7 +342,7 @@ def _quote(response: httpx.Response) -> str:
 
 
 def _read_models(response: httpx.Response) -> dict[str, int]:
-    data = _read_object(response).get("data")
+    data = read_object(response).get("data")
     try:
         models = {str(model["id"]): int(model.get("max_model_len") or 0) for model in data or ()}
     except _FORMAT:
@@ -352,7 +354,7 @@ def _read_models(response: httpx.Response) -> dict[str, int]:
 
 def _read_answer(response: httpx.Response) -> dict[str, Any]:
     try:
-        return _read_object(response)
+        return read_object(response)
     except httpx.HTTPStatusError as error:
         if may_pass(error):
             raise

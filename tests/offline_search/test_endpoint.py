@@ -56,7 +56,7 @@ def fail_first(status: int, times: int = 1, **headers: str) -> Answering:
 @pytest.mark.parametrize(
     ("answer", "sent", "failure", "printed"),
     [
-        *((fail_first(status, 2), 3, "", f"limited this run: 2 x status {status}, asked again")
+        *((fail_first(status, 2), 3, "", f"this run: 2 x status {status}: busy, asked again")
           for status in (429, 503, 408)),
         (fail_first(429, 1, retry_after="0.01"), 2, "", "1 x status 429"),
         (fail_first(503, 99), 4, "status 503: busy, after at most 3 retries", "3 x status 503"),
