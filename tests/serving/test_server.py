@@ -74,7 +74,7 @@ def test_endpoint_describes_the_state_on_every_front_end_and_is_off_by_default(
     for _ in range(8):
         description = json.loads(two_front_ends.get(PATH))
         assert (description["state"], description["digest"]) == (state.name, state.digest)
-        assert description["budget"]["rule"] == "1/9:8-64"
+        assert description["budget"]["k"] == "1/9:8-64"
         assert (description["core"], description["recall"]) == (None, 5)
         assert description["evidence"] == state.provenance.model_dump(mode="json")
         assert str(CLIP) not in str(description), "no path of the server"

@@ -170,11 +170,10 @@ class ServedState:
             "digest": state.digest,
             "base_policy": policy.base.name,
             "budget": {
-                "k": policy.budget,
-                "rule": self.budget.rule(),
+                "k": self.budget.rule(),
                 "follows_image_size": policy.by_size is not None,
                 "q_e": policy.quota,
-                "r_min": policy.r_min,
+                "r_min": None if policy.by_size else policy.r_min,
             },
             "core": None
             if core is None

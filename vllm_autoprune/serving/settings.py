@@ -377,7 +377,9 @@ class Settings(BaseModel):
             if (largest := budget.range()[1]) > most:
                 what = f"{level} = {budget.rule()} keeps up to {largest} tokens, and "
                 what += f"{REQUESTS_FLAG} allows {most} at most"
-                fix = f"lower it (a share by a bound: 1/8:1-{most}), or raise the range"
+                share, *bounds = f"{budget.rule()}".split(":")
+                lower = f"give {share}:1-{most}" if bounds or "/" in share else "lower it"
+                fix = f"{lower}, or raise the range"
                 raise _refuse(DETAIL_FLAG, what, fix)
             if "state" in info.data:
                 try:

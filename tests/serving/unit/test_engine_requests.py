@@ -27,6 +27,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 
 from tests.serving.unit.samples import served
+from vllm_autoprune.errors import RequestError
 from vllm_autoprune.serving.api.engine_requests import (
     RenderedHashes,
     RenderedItem,
@@ -44,7 +45,6 @@ pytestmark = pytest.mark.compat
 
 TURN = {"images": 1, "text": "and now?"}
 FIELDS = {"instructions": ["what?"], "details": ["low"], "turns": [0], "recall_turns": [TURN]}
-FORGED = {"instructions": ["forged"], "details": ["high"], "recall_turns": []}
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ FORGED = {"instructions": ["forged"], "details": ["high"], "recall_turns": []}
         ({}, {"autoprune": FIELDS}),
         ({"autoprune": None, SALT: "what a client wrote"}, {"autoprune": FIELDS}),
         (
-            {"autoprune": {"budget": 16, **FORGED}, "num_crops": 4},
+            {"autoprune": {"budget": 16, "details": None}, "num_crops": 4},
             {"autoprune": {"budget": 16, **FIELDS}, "num_crops": 4},
         ),
         # Left for the processor to refuse.
@@ -71,6 +71,14 @@ def test_fields_of_messages_and_the_salt_reach_the_processor(
     assert isinstance(made[KWARGS][SALT], CacheSalt), "no JSON body can send one"
     assert asked == before, "the caller's own"
     assert _pass_fields({"prompt_token_ids": [1]}) == {"prompt_token_ids": [1]}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_chat_may_not_write_what_is_read_of_its_messages(name: str) -> None:
+    prompt = {_MESSAGE_FIELDS: FIELDS, KWARGS: {"autoprune": {name: FIELDS[name]}}}
+    with pytest.raises(RequestError, match=f"autoprune/{name}: is read of the messages") as caught:
+        _pass_fields(prompt)
+    assert ("beside the picture" in str(caught.value)) == (name == "details")
 
 
 # ---- requests on their way to the engine ----

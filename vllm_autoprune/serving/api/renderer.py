@@ -12,6 +12,7 @@ from vllm_autoprune.serving.api.engine_requests import RenderedHashes
 from vllm_autoprune.serving.api.instruction import extract_fields, mark_recall_turns
 from vllm_autoprune.serving.api.processor import PrunedProcessor
 from vllm_autoprune.serving.api.request import (
+    DETAIL_FIX,
     OFFLINE_FIX,
     SALT,
     CacheSalt,
@@ -19,7 +20,7 @@ from vllm_autoprune.serving.api.request import (
     refuse_misplaced,
 )
 from vllm_autoprune.serving.compat import allow_mm_kwarg, depends_on
-from vllm_autoprune.serving.plan import KWARGS, REQUEST_FIELD
+from vllm_autoprune.serving.plan import ENTRY, KWARGS, REQUEST_FIELD, refuse
 from vllm_autoprune.serving.served_state import served_state
 
 if TYPE_CHECKING:
@@ -156,8 +157,8 @@ class AutopruneHfRenderer(HfRenderer):
 def _pass_fields(prompt: Any) -> Any:
     """Hand the fields of the messages and the ``cache_salt`` to the processor, as its arguments.
 
-    The fields are put into the pruning entry, in place of those that a client wrote; the salt
-    because the processor's caches hold what several tenants sent.
+    The fields are put into the pruning entry, where a client may not write them; the salt because
+    the processor's caches hold what several tenants sent.
     """
     fields, salt = prompt.pop(_MESSAGE_FIELDS, None), prompt.get("cache_salt")
     kwargs = dict(prompt.get(KWARGS) or {})
@@ -165,6 +166,9 @@ def _pass_fields(prompt: Any) -> Any:
     entry = {} if entry is None else entry
     # Anything but an object is refused by the processor, with a reason.
     if fields is not None and isinstance(entry, dict):
+        for name in (name for name in fields if entry.get(name) is not None):
+            fix = f"leave it out; {DETAIL_FIX}" if name == "details" else "leave it out"
+            raise refuse(f"{ENTRY}/{name}", "is read of the messages of a chat", fix)
         kwargs[REQUEST_FIELD] = {**entry, **fields}
     if salt:
         kwargs[SALT] = CacheSalt(salt)

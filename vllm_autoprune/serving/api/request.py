@@ -100,7 +100,7 @@ _FIX = {
     "recall_turns": 'give a list of {"images": images before the turn, "text": its text}',
 }
 _KNOWN = f"use: {', '.join(_FIX)}"
-_DETAIL = 'put it beside the picture: "image_url": {"url": ..., "detail": "low"}'
+DETAIL_FIX = 'put it beside the picture: "image_url": {"url": ..., "detail": "low"}'
 
 
 class PruningRequest(BaseModel):
@@ -174,7 +174,7 @@ class PruningRequest(BaseModel):
                 what, fix = detail["msg"], _FIX.get(place[0] if place else "", _KNOWN)
                 if detail["type"] == "extra_forbidden" and len(place) == 1:
                     what, name = "is not a known field", place[0]
-                    fix = _DETAIL if name == "detail" else suggest_name(name, list(_FIX))
+                    fix = DETAIL_FIX if name == "detail" else suggest_name(name, list(_FIX))
                 problems.setdefault(where, Problem(where, escape_unprintable(what, 200), fix))
             raise RequestError("request", list(problems.values())) from None
 
@@ -189,12 +189,12 @@ class PruningRequest(BaseModel):
         if isinstance(budget, _SharedBudget):
             total = budget.shared.tokens_kept(sum(sizes))
             if total < len(sizes):
-                what = f"{total} tokens for {len(sizes)} images"
+                what = f"{total} in all, and the number of images is {len(sizes)}"
                 raise refuse(f"{ENTRY}/budget/shared", what, "give at least one token an image")
             return split_shared_budget(total, sizes)
         if isinstance(budget, tuple):
             if len(budget) != len(sizes):
-                what = f"{len(budget)} budgets for {len(sizes)} images"
+                what = f"a list of {len(budget)}, and the number of images is {len(sizes)}"
                 raise refuse(f"{ENTRY}/budget", what, "give one an image, in their order")
             return [each.tokens_kept(size) for each, size in zip(budget, sizes, strict=True)]
         return [None if budget is None else budget.tokens_kept(size) for size in sizes]
