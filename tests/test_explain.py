@@ -44,6 +44,7 @@ from vllm_autoprune.tpdsl.tokens import MergerInput, VisualTokens
 
 Changes = dict[str, object]
 ALONE: Changes = {"/constraints/selector/q_e": 0}
+MERGE: Changes = {"/reassembly": {"atom": "anchor_weighted_residual", "strength": 0.5}}
 SPLIT: Changes = {"/core": {"share": 0.5}}
 
 
@@ -104,6 +105,7 @@ def test_what_decides_is_named_with_the_layers_that_it_reads() -> None:
 
     for name, changes, words in (
         ("cdpruner", ALONE, "cdpruner alone"),
+        ("cdpruner", ALONE | MERGE, "cdpruner, then merging"),
         ("pyramiddrop", {}, "pyramiddrop (reads the first 2 of 8 language model layers), then"),
         ("prumerge_plus", ALONE, "(reads the vision tower's layer before the projector and the"),
     ):

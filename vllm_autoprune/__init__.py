@@ -29,6 +29,11 @@ except ImportError:
     # The command goes on without torch, to say what is missing; `-m` runs `__main__` after this.
     if "vllm_autoprune_command" not in sys.modules and sys.argv[0] != "-m":
         raise
+except KeyboardInterrupt:
+    if sys.argv[0] != "-m":
+        raise
+    print("vllm-autoprune: stopped", file=sys.stderr)
+    sys.exit(130)
 
 __version__ = "0.1.0"
 

@@ -101,6 +101,8 @@ class Trace:
         if language and (count := base.layers_read(params, language.layers)):
             layers.append(f"the first {count} of {language.layers} language model layers")
         reads = f" (reads {' and '.join(layers)})" if layers else ""
+        merges = not policy.state.reassembly.idle
+        then = "quality g" if quality is not None else "merging" * merges
         indices, reference = refined.indices[0].tolist(), refined.reference[0].tolist()
         return cls(
             grid=tokens.grid,
@@ -113,8 +115,7 @@ class Trace:
             signals=tuple(signals),
             quality=quality,
             fallback=fallback,
-            decided_by=base.name
-            + (f"{reads}, then quality g" if quality is not None else f" alone{reads}"),
+            decided_by=f"{base.name}{reads}, then {then}" if then else f"{base.name} alone{reads}",
         )
 
 

@@ -30,12 +30,7 @@ from typing import NamedTuple
 
 from vllm_autoprune.advise import Inputs
 from vllm_autoprune.errors import ConfigError, Problem
-from vllm_autoprune.http_client import (
-    CHAT,
-    Metrics,
-    ServerClient,
-    describe_rejection,
-)
+from vllm_autoprune.http_client import CHAT, Metrics, ServerClient, describe_rejection
 from vllm_autoprune.statistics import resample
 from vllm_autoprune.stream import EMPTY, parse_stream
 
@@ -135,6 +130,8 @@ def probe_server(
         round(_sum_gained(answers, "autoprune_visual_tokens_total", stage=stage) / (images or 1))
         for stage in ("before", "after")
     )
+    if not unpruned and "tokens" not in inputs.values:
+        inputs.fill("N is what an image adds to a prompt, a few tokens of its template included.")
     # A server without a state keeps all tokens, which is no budget.
     inputs.fill(tokens=unpruned or None, budget=pruned if 0 < pruned < unpruned else None)
     # What flags give is the same in every resample.

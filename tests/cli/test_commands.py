@@ -209,6 +209,20 @@ def test_a_state_in_words(changes: dict[str, object], budget: Any, parts: list[s
     assert (" core" in text) == (changes.get("/core") == CORE)
 
 
+def test_show_has_what_a_search_measured_and_what_is_merged(
+    tmp_path: Path, capsys: Captured
+) -> None:
+    gain = {"value": 0.08, "low": 0.05, "high": 0.11}
+    splits = {name: {"accuracy": 0.625, "accuracy_gain": gain} for name in ("validation", "test")}
+    document = json.loads(load_state("minillava").dumps())
+    document["provenance"]["scores"] = {"search_objective": -0.5, **splits}
+    (tmp_path / "s.json").write_text(json.dumps(document))
+    text = run(capsys, "show", str(tmp_path / "s.json"))
+    assert "less base policy alone\n" in text and "search_objective" not in text
+    assert re.search(r"^test split of the search +16 +62.5 +\+8.0 \(\+5.0 to \+11.0\)$", text, re.M)
+    assert "the base policy chooses, and what it drops is merged" in " ".join(text.split())
+
+
 @pytest.mark.parametrize(
     ("name", "lines", "hidden"),
     [
@@ -219,7 +233,7 @@ def test_a_state_in_words(changes: dict[str, object], budget: Any, parts: list[s
         ("cdpruner  (digest", ["base policy  cdpruner\n", "fixed_budget@32\n"],
          ["signal ", "selector", "reassembly", "null", "seed "]),
         ("minillava-split, recommended if you measure  (digest",
-         ["core         divprune: share=0.5, cov", "88389577245b   8     68.2  -"],
+         ["core         divprune: share=0.5, cov", "88389577245b   8     68.2\n"],
          ["kernel", "pool "]),
         ("divprune, recommended on LLaVA  (digest", ["base policy  divprune\n"], ["signal "]),
         ("miniqwen", ["signal       visual_token_norm_saliency: weight=2.2883, p=1"], []),

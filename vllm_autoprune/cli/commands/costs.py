@@ -11,14 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from vllm_autoprune.advise import (
-    ASSUMPTIONS,
-    Inputs,
-    Timings,
-    Traffic,
-    estimate_ways,
-    judge,
-)
+from vllm_autoprune.advise import ASSUMPTIONS, Inputs, Timings, Traffic, estimate_ways, judge
 from vllm_autoprune.backbones import BACKBONE_SHAPES, find_backbone
 from vllm_autoprune.cli.flags import (
     add_connection_flags,

@@ -17,12 +17,7 @@ from vllm_autoprune.cli.output import print_result
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.selftest.backbones import NEEDED_PACKAGES, TINY_MODELS
 from vllm_autoprune.selftest.checks import CHECKS, runners_agree
-from vllm_autoprune.selftest.device import (
-    KERNEL,
-    check_kernel,
-    check_selections,
-    find_gpu,
-)
+from vllm_autoprune.selftest.device import KERNEL, check_kernel, check_selections, find_gpu
 from vllm_autoprune.selftest.run import (
     RUNNERS,
     TIMEOUT,

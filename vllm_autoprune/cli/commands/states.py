@@ -138,12 +138,16 @@ def _show_state(options: argparse.Namespace) -> int:
     sentences = " ".join(words), f"Reads {', '.join(reads)}, at {state.rank_at}."
     blocks = [f"{title}  (digest {state.digest[:12]})", format_paragraphs(sentences)]
     if scores := _read_scores(state):
-        rows = [
-            [row.model, row.budget, f"{row.accuracy:.1f}", "-" if row.less_resized is None else
-             "{value:+.1f} ({low:+.1f} to {high:+.1f})".format(**asdict(row.less_resized))]
-            for row in scores
-        ]  # fmt: skip
-        head = ["measured on", "K", "% right", "less images resized to K tokens"]
+        rows = [[row.model, row.budget, f"{row.accuracy:.1f}"] for row in scores]
+        head = ["measured on", "K", "% right"]
+        for title, gains in (
+            ("less images resized to K tokens", [row.less_resized for row in scores]),
+            ("less base policy alone", [row.less_base for row in scores]),
+        ):
+            head += [title] * any(gains)
+            for row, gain in zip(rows, gains, strict=True) if any(gains) else ():
+                text = "{value:+.1f} ({low:+.1f} to {high:+.1f})"
+                row.append(text.format(**asdict(gain)) if gain else "-")
         blocks.append(format_table(head, rows, "<>>"))
     lines = list[tuple[str, str]]()
     for field, parts in fields.items():
@@ -245,7 +249,9 @@ def _describe_policy(policy: PruningPolicy) -> list[str]:
         exchanged = f"At most {policy.quota}" if policy.quota < policy.budget else "All"
         words.append(f"{exchanged} of them may be exchanged for candidates of higher quality.")
     else:
-        words.append("Nothing is exchanged: the base policy alone chooses.")
+        merges = not state.reassembly.idle
+        chooses = "chooses, and what it drops is merged into what it keeps" * merges
+        words.append(f"Nothing is exchanged: the base policy {chooses or 'alone chooses'}.")
     if not policy.reads_instruction:
         reads = "It does not read the instruction, so all questions on one image share its KV cache"
     elif policy.core:
@@ -448,13 +454,22 @@ class _Row(BaseModel):
     model: str = ""
     accuracy: float = 0.0
     less_resized: Estimate | None = None
+    less_base: Estimate | None = None
 
 
 def _read_scores(state: PruningState) -> list[_Row]:
-    """The scores in a state's provenance; none where they have another form."""
+    """The scores in a state's provenance; none where they have another form.
+
+    Those of a search are means over its budgets.
+    """
     scores: dict[str, Any] = state.provenance.scores
     try:
         rows = [{"model": scores.get("model", ""), **row} for row in scores.get("rows", [])]
+        for split in ("validation", "test") if "search_objective" in scores else ():
+            gain = {name: 100 * figure for name, figure in scores[split]["accuracy_gain"].items()}
+            accuracy = 100 * scores[split]["accuracy"]
+            row = {"model": f"{split} split of the search", "budget": state.budget.rule()}
+            rows.append({**row, "accuracy": accuracy, "less_base": gain})
         return TypeAdapter(list[_Row]).validate_python(rows)
-    except (TypeError, ValidationError):
+    except (TypeError, KeyError, AttributeError, ValidationError):
         return []
