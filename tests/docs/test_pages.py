@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import yaml  # type: ignore[import-untyped]
@@ -41,7 +42,10 @@ from vllm_autoprune.serving.settings import LEVELS, add_flags
 from vllm_autoprune.serving.worker.features import ImageFeatures, TensorCache
 from vllm_autoprune.serving.worker.metrics import Stopwatch, WorkerMetrics
 from vllm_autoprune.serving.worker.selection import FallbackReporter
+from vllm_autoprune.statistics import correlate_ranks
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
+from vllm_autoprune.tpdsl.cost import state_cost
+from vllm_autoprune.tpdsl.loading import load_state, shipped_states
 from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -200,12 +204,13 @@ def test_the_default_states_are_the_published_policies_that_are_right_most_often
     assert {*served} == {("llava-hf", best[0]), ("Qwen", best[1])} and len(served) == 7
 
 
-CODE = r"```.*?```|`[^`]*`|\]\([^)]*\)|<!-- demo.*/demo -->"
+CODE = r"```.*?```|`[^`]*`|\]\([^)]*\)|<!-- demo.*/demo -->|## As published.*"
 NO_FIGURES = r"(vLLM|Python|arXiv|or)\s[\d.]+|\| (another|break-even)[^|]*\| [\d.]+"
 """Numbers of versions and papers, and what is predicted, which the next test computes."""
 
 
-PAGES_OF_FIGURES = ["README", *(f"docs/{n}" for n in ("accuracy", "choosing", "figures", "states"))]
+NAMES = ("accuracy", "choosing", "evaluation", "figures", "states")
+PAGES_OF_FIGURES = ["README", *(f"docs/{name}" for name in NAMES)]
 
 
 @pytest.mark.parametrize("page", PAGES_OF_FIGURES)
@@ -218,8 +223,36 @@ def test_every_decimal_of_a_page_is_in_the_data_that_it_links(page: str) -> None
     prose = re.sub(f"{CODE}|{NO_FIGURES}", "", text, flags=re.DOTALL)
     figures = re.findall(r"(?<![\w.-])\d+\.\d{1,3}(?![\w.]*\d)", prose)
     close = {figure: 0.501 * 10 ** -len(figure.partition(".")[2]) for figure in figures}
-    assert len(figures) > 5
+    assert len(figures) >= 5
     assert [f for f in figures if not any(abs(float(f) - x) <= close[f] for x in values)] == []
+
+
+def test_serving_has_the_predicted_costs_of_shipped_states() -> None:
+    costs = sorted((state_cost(load_state(name)), name) for name in shipped_states())
+    rows = {row["setting"].rpartition("; ")[2]: row["value"] for row in read_data("state-cost")}
+    for cost, name in (costs[0], costs[-1]):
+        assert float(rows[name]) == pytest.approx(cost, abs=0.05)
+    assert f"Shipped states cost {costs[0][0]:.0f} to {costs[-1][0]:.0f} ms" in SERVING
+
+
+def test_agreement_orders_states_as_the_rows_of_each_say() -> None:
+    rows = read_data("unpruned-reference")
+    figures = ("share of tokens", "agreement", "ln p a token")
+    for setting in {
+        row["setting"].rpartition("; ")[0] for row in rows if row["what"] == "accuracy"
+    }:
+        values = {row["what"]: float(row["value"]) for row in rows if row["setting"] == setting}
+        assert set(figures) <= {what.rpartition(", ")[2] for what in values}
+        states = [row for row in rows if row["setting"].startswith(f"{setting}; ")]
+        columns = {
+            name: np.array([float(row["value"]) for row in states if row["what"] == name])
+            for name in ("accuracy", *figures)
+        }
+        assert {len(column) for column in columns.values()} == {8}
+        for name in figures:
+            correlation = correlate_ranks(columns[name], columns["accuracy"])
+            said = values[f"rank correlation with accuracy, {name}"]
+            assert float(correlation) == pytest.approx(said, abs=5e-4)
 
 
 def test_choosing_has_what_advise_prints_and_its_ways(capsys: pytest.CaptureFixture[str]) -> None:

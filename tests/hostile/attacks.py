@@ -284,11 +284,13 @@ def long_conversations(site: Site) -> OddRequests:
 
 @attack(judge=Site.check_each)
 def budgets_of_each_image(site: Site) -> OddRequests:
-    """One image twice in a request, with different budgets."""
+    """One image twice in a request, with different budgets, and 64 images at one token each."""
     picture, other = Picture(6, *LARGE), Picture(7, *LARGE)
     for budgets in ([4, 32], [32, 4], [1, 4096], [4096, 1]):
         for pair in ((picture, other), (picture, picture)):
             yield f"{budgets}", site.body(*pair, **entry(budget=budgets))
+    many = [Picture(2000 + i, SIDES[i % 8], SIDES[i // 8]) for i in range(64)]
+    yield "64 images", site.body(*many, **entry(budget=1))
 
 
 @attack()
