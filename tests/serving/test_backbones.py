@@ -30,13 +30,19 @@ from vllm_autoprune.serving.models import BACKBONES
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 
-LIKE_ANOTHER = ("qwen3_vl_moe", "qwen3_5_moe", "glm4v", "glm4v_moe", "smolvlm")
+LIKE_ANOTHER = (
+    *("qwen3_vl_moe", "qwen3_5_moe", "glm4v", "glm4v_moe", "smolvlm"),
+    *("interns1", "qianfan_ocr", "skywork_chat"),
+)
 """Share the code that prunes with another backbone: left to `make test-all`."""
 ON_BOTH_RUNNERS = ("llava", "llava_onevision", "qwen2_5_vl", "qwen3_vl")
 """Tiles, M-RoPE and deepstack, which the model runners handle each in its own way; `make test`
 serves the other backbones by V1."""
 
-WITHOUT_VIDEO = ("llava", "llava_next", "idefics3", "smolvlm", "gemma3")
+WITHOUT_VIDEO = (
+    *("llava", "llava_next", "idefics3", "smolvlm", "gemma3"),
+    *("qianfan_ocr", "skywork_chat"),
+)
 """Their models, or vLLM's classes for them, take no videos."""
 
 NAMES = ["llava", *TINY_MODELS]

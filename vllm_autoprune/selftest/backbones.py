@@ -7,6 +7,8 @@ log-probabilities with and without pruning. ``tiny_models.toml`` says what is wr
 from __future__ import annotations
 
 import copy
+import json
+import shutil
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,6 +43,9 @@ _TEXT: Mapping[str, object] = {
     "vocab_size": 160,
 }
 """Of every language model."""
+
+ORIGINAL = "transformers"
+"""Folder of a model that transformers can read, within the same model as it is published."""
 
 _Row = dict[str, Any]
 
@@ -100,7 +105,7 @@ def build(name: str, folder: Path) -> Path:
     ids = {field: tokenizer.convert_tokens_to_ids(token) for field, token in row["ids"].items()}
     assert tokenizer.unk_token_id not in ids.values(), f"one of {row['ids']} is no token"
     config = transformers.AutoConfig.for_model(
-        name,
+        row.get("model_type", name),
         vision_config=row["vision"],
         text_config={**_TEXT, **row["text"]},
         **{**row.get("config", {}), **tiles, **ids},
@@ -112,14 +117,6 @@ def build(name: str, folder: Path) -> Path:
             if weight.dim() > 1 or "newline" in weight_name or "class_embedding" in weight_name:
                 torch.nn.init.normal_(weight, std=0.15)
     model.to(torch.bfloat16).save_pretrained(folder)
-    weights = {}
-    for weight_name, weight in load_file(folder / "model.safetensors").items():
-        if "transposed" in row and row["transposed"] in weight_name:
-            weight = weight.transpose(-1, -2).contiguous()
-        for ours, published in row.get("renamed", {}).items():
-            weight_name = weight_name.replace(ours, published)
-        weights[weight_name] = weight
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
     def make(part: str, *parts: object, **more: object) -> Any:
         settings = {**row[part], **more}
@@ -127,4 +124,22 @@ def build(name: str, folder: Path) -> Path:
 
     parts = [make("pixels", **tiles), tokenizer, *([make("videos")] if "videos" in row else [])]
     make("processor", *parts, chat_template=tokenizer.chat_template).save_pretrained(folder)
+
+    # What published checkpoints have in another form.
+    if "published" in row:
+        shutil.copytree(folder, folder / ORIGINAL)
+        file = folder / "config.json"
+        file.write_text(json.dumps(_merge(json.loads(file.read_text()), row["published"])))
+    weights = load_file(folder / "model.safetensors")
+    for weight_name in [n for n in weights if "joined" in row and f"{row['joined']}q_proj" in n]:
+        names = [weight_name.replace("q_proj", part) for part in ("q_proj", "k_proj", "v_proj")]
+        weights[weight_name.replace("q_proj", "qkv")] = torch.cat([weights.pop(n) for n in names])
+    for weight_name in [*weights]:
+        weight = weights.pop(weight_name)
+        if "transposed" in row and row["transposed"] in weight_name:
+            weight = weight.transpose(-1, -2).contiguous()
+        for ours, published in row.get("renamed", {}).items():
+            weight_name = weight_name.replace(ours, published)
+        weights[weight_name] = weight
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from vllm_autoprune.errors import RequestError
 from vllm_autoprune.ops.dtype import choose_dtype
-from vllm_autoprune.selftest.backbones import build
+from vllm_autoprune.selftest.backbones import ORIGINAL, build
 from vllm_autoprune.selftest.run import (
     BLOCK,
     RECALL,
@@ -417,6 +417,7 @@ def _read_merger_input(folder: Path, image: Image.Image) -> tuple[Tensor, Tensor
     """Rows ``(N, C)`` and norms ``(N, 2)`` of one image, in raster order, by transformers."""
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
+    folder = folder / ORIGINAL if (folder / ORIGINAL).exists() else folder
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).model
     processor = AutoProcessor.from_pretrained(folder).image_processor
     inputs = processor(images=[image], return_tensors="pt")

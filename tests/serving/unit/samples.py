@@ -49,7 +49,7 @@ def vllm_config(
 ) -> Any:
     """The part of a VllmConfig that settings are checked against; ``changes`` of the HF config."""
     vision = {"hidden_size": 160, "num_hidden_layers": 4, "image_size": 336, "patch_size": 14}
-    merged = {"spatial_merge_size": 2, "fullatt_block_indexes": [3]}
+    merged = {"spatial_merge_size": 2, "fullatt_block_indexes": [3], "qk_normalization": False}
     text = {"model_type": "llama", "bos_token_id": 1, "max_position_embeddings": 4096}
     fields: dict[str, object] = {
         "model_type": "llava",
@@ -58,6 +58,7 @@ def vllm_config(
         "vision_feature_select_strategy": "default",
         "vision_feature_layer": -2,
         "downsample_ratio": 0.5,
+        "ps_version": "v2",
     }
     model = SimpleNamespace(
         architecture=architecture,

@@ -204,7 +204,7 @@ def test_no_turn_is_marked_where_marks_could_be_mistaken(other: dict[str, object
 # ---- prompts without messages ----
 
 TOKEN = 9
-WORDS = {1: "USER:", 2: "ASSISTANT:", 3: "what?", 4: "where?", TOKEN: "<image>"}
+WORDS = {1: "USER:", 2: "ASSISTANT:", 3: "what?", 4: "where?", 5: "<image>\n", TOKEN: "<image>"}
 
 
 def decode(ids: Sequence[int]) -> str:
@@ -223,6 +223,11 @@ def decode(ids: Sequence[int]) -> str:
 )
 def test_the_instruction_of_a_prompt(ids: list[int], suffix: str, expected: str) -> None:
     assert extract_prompt_instruction(ids, TOKEN, decode, suffix) == expected
+
+
+def test_the_instruction_of_a_prompt_whose_images_are_no_tokens() -> None:
+    ids = [1, 5, 3, 5, 4, 2]
+    assert extract_prompt_instruction(ids, TOKEN, decode, " ASSISTANT:", "<image>") == "where?"
 
 
 # ---- tokens of an instruction ----

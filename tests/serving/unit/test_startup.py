@@ -30,6 +30,7 @@ NO_CLS = SimpleNamespace(model_type="siglip_vision_model", hidden_size=24)
 QWEN, INTERNVL, GEMMA = (
     f"{name}ForConditionalGeneration" for name in ("Qwen2_5_VL", "InternVL", "Gemma3")
 )
+CHAT: dict[str, object] = {"architecture": "InternVLChatModel"}
 PIPELINE = "--pipeline-parallel-size"
 
 
@@ -85,6 +86,9 @@ GRAPHS = "--compilation-config cudagraph_mm_encoder"
         (PATCH, "", {"architecture": GEMMA}, "model", "before the projector"),
         (RECALL, "", {"architecture": GEMMA}, "--autoprune-recall", "this model"),
         (RECALL, "", {"architecture": INTERNVL}, "--autoprune-recall", "this model"),
+        (base("divprune"), "model", {**CHAT, "vision_config": NO_CLS}, "model", "qk_norm"),
+        (base("divprune"), "model", {**CHAT, "downsample_ratio": 0.25}, "model", "ratio 0.25"),
+        (base("divprune"), "model", {**CHAT, "ps_version": "v1"}, "model", "ps_version 'v1'"),
         # Positions of kept tokens do not reach later ranks of a pipeline.
         (
             *(base("divprune"), "parallel"),

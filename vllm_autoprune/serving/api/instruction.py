@@ -109,15 +109,21 @@ def extract_fields(messages: Sequence[object]) -> dict[str, list[Any]]:
 
 
 def extract_prompt_instruction(
-    ids: Sequence[int], image_token: int, decode: Callable[[Sequence[int]], str], suffix: str
+    ids: Sequence[int],
+    image_token: int,
+    decode: Callable[[Sequence[int]], str],
+    suffix: str,
+    image_text: str = "",
 ) -> str:
     """Extract the text after the last image, for a prompt that came without messages.
 
     ``suffix`` is what the chat template appends for generation; it is cut off where the prompt
-    ends in it. Later turns cannot be told apart here, so they belong to the instruction.
+    ends in it. ``image_text`` stands for an image where no token does. Later turns cannot be told
+    apart here, so they belong to the instruction.
     """
     last = max((i for i, token in enumerate(ids) if token == image_token), default=-1)
-    text = decode(ids[max(last + 1, len(ids) - _LAST_IDS) :]).strip()
+    text = decode(ids[max(last + 1, len(ids) - _LAST_IDS) :])
+    text = text.rpartition(image_text)[2].strip() if image_text else text.strip()
     ending = suffix.strip()
     return text.removesuffix(ending).strip() if ending else text
 

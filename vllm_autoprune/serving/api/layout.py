@@ -48,6 +48,7 @@ class Placeholders:
     ``resize`` gives the size to which the model's processor would shrink an image of that size to
     have at most K tokens; None where N does not follow the size closely enough. Where text stands
     between the tiles of an image, ``rest_at`` is the tile that takes what does not divide of K.
+    ``text`` is what stands for an image in a prompt before it is processed, where it is no token.
     """
 
     count: Callable[[BaseProcessingInfo, ImageSize, Mapping[str, object]], TokenCount]
@@ -56,6 +57,7 @@ class Placeholders:
     unsplittable: str = ""
     resize: Callable[[BaseProcessingInfo, ImageSize, int], ImageSize] | None = None
     rest_at: int = 0
+    text: str = ""
 
     @depends_on("vllm.multimodal.processing.processor", "PromptUpdateDetails")
     def shorten(self, content: PromptUpdateDetails, budget: int) -> PromptUpdateDetails:

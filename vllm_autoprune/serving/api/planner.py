@@ -310,7 +310,9 @@ class RequestPlanner:
         elif len(texts) != len(plans):
             # No messages (a raw prompt), or messages of a form in which the images were not found.
             decode = self._info.get_tokenizer().decode
-            text = extract_prompt_instruction(inputs.prompt, self._token, decode, self._suffix)
+            text = extract_prompt_instruction(
+                inputs.prompt, self._token, decode, self._suffix, self._placeholders.text
+            )
             texts = [text] * len(plans)
         tokenize = cache(self._tokenizer.tokenize)  # each text once, however often it is read
         for i, plan in enumerate(plans):

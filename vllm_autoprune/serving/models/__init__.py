@@ -179,6 +179,14 @@ def _tiled(name: str, stock: str, why: str, *fields: Field) -> Backbone:
     return Backbone(name, "tiled", stock, fields=fields, missing=_LAYERS, unsplittable=why)
 
 
+_SHUFFLED = _exactly("downsample_ratio", 0.5)
+_INTERNVL_CHAT = (
+    _SHUFFLED,
+    _exactly("ps_version", "v2"),  # v1 has the tokens of a tile column by column
+    # InternViT of any size has it, and no other tower.
+    Field("vision_config.qk_normalization", "true or false", lambda flag: isinstance(flag, bool)),
+)
+_MARKS = "the tokens that begin and end an image around every item"
 _TEXT = "text around the tiles of every item"
 
 BACKBONES: dict[str, Backbone] = {
@@ -206,11 +214,11 @@ BACKBONES: dict[str, Backbone] = {
                 _exactly("vision_feature_select_strategy", "full"),  # all patches
             ),
         ),
-        _tiled(
-            *("internvl", "InternS1ForConditionalGeneration"),
-            "the tokens that begin and end an image around every item",
-            _exactly("downsample_ratio", 0.5),
-        ),
+        _tiled("internvl", "InternS1ForConditionalGeneration", _MARKS, _SHUFFLED),
+        _tiled("interns1", "InternS1ForConditionalGeneration", _MARKS, _SHUFFLED),
+        _tiled("internvl_chat", "InternVLChatModel", _MARKS, *_INTERNVL_CHAT),
+        _tiled("qianfan_ocr", "QianfanOCRForConditionalGeneration", _MARKS, *_INTERNVL_CHAT),
+        _tiled("skywork_chat", "SkyworkR1VChatModel", _MARKS, *_INTERNVL_CHAT),
         _tiled("idefics3", "Idefics3ForConditionalGeneration", _TEXT),
         _tiled("smolvlm", "SmolVLMForConditionalGeneration", _TEXT),
         Backbone(

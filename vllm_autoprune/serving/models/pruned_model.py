@@ -149,12 +149,15 @@ class Vision(ABC):
         language_model = self._model.get_language_model()
         # No protocol declares either; Idefics3's language model has no head around it.
         inner = getattr(language_model, "model", language_model)
-        layer = inner.embed_tokens
-        inner.embed_tokens = getattr(layer, "base_layer", layer)
+        # Its embedding has many names (embed_tokens; InternLM2: tok_embeddings).
+        wrapped = {n: layer for n, layer in inner.named_children() if hasattr(layer, "base_layer")}
+        for name, layer in wrapped.items():
+            setattr(inner, name, layer.base_layer)
         try:
             embedded: Tensor = getattr(language_model, "embed_input_ids")(ids)  # noqa: B009
         finally:
-            inner.embed_tokens = layer
+            for name, layer in wrapped.items():
+                setattr(inner, name, layer)
         return embedded
 
     def model_parts(self) -> ModelParts:

@@ -17,6 +17,9 @@ from torch.nn import functional
 from vllm.model_executor.models.gemma3_mm import Gemma3ForConditionalGeneration
 from vllm.model_executor.models.idefics3 import Idefics3ForConditionalGeneration
 from vllm.model_executor.models.interns1 import InternS1ForConditionalGeneration
+from vllm.model_executor.models.internvl import InternVLChatModel
+from vllm.model_executor.models.qianfan_ocr import QianfanOCRForConditionalGeneration
+from vllm.model_executor.models.skyworkr1v import SkyworkR1VChatModel
 from vllm.model_executor.models.smolvlm import SmolVLMForConditionalGeneration
 
 from vllm_autoprune.serving.api.layout import Placeholders, TokenCount
@@ -96,7 +99,7 @@ class _TiledVision(Vision):
             signals["cls_attention"] = functional.avg_pool2d(square, across // side).flatten(1)
         features, start = [], 0
         for image in images:
-            count, regions = len(image["pixel_values"]), []
+            count, regions = len(image[self.fields[0]]), []
             for run in [1] * count if self.apart else [count]:
                 part = slice(start, start + run)
                 of_region: dict[Signal, Tensor] = {
@@ -129,19 +132,35 @@ class _Gemma3Vision(_TiledVision):
 class _InternVLVision(_TiledVision):
     """InternVL of transformers: crops and a thumbnail, each a pixel-shuffled square of tokens."""
 
-    _model: InternS1ForConditionalGeneration
     counts, tile_tokens = "image_num_patches", "num_image_token"
     layers, attention_name = "vision_tower.encoder.layer", "attention.attn"
+    projector: ClassVar[str] = "multi_modal_projector"
 
     def find_merger(self) -> Merger:
         """The projector, which gets the four patches of a token as one row."""
-        projector, patches = self._model.multi_modal_projector, self._model.downsample_ratio**-2
+        model: Any = self._model
+        projector, patches = getattr(model, self.projector), model.downsample_ratio**-2
         return Merger(projector, round(patches), projector, joined=True)
 
     def rows(self, tiles: ImageInputs) -> Tensor:
         """Projected rows ``(M, n, D)`` of tiles ``(M, 3, H, W)``, as in the stock model."""
-        rows: Tensor = self._model.extract_feature(tiles["pixel_values"])
+        model: Any = self._model
+        rows: Tensor = model.extract_feature(tiles[self.fields[0]])
         return rows
+
+
+class _InternVLChatVision(_InternVLVision):
+    """InternVL as first published: the same tiles behind other names."""
+
+    tower_name, projector = "vision_model", "mlp1"
+    fields = ("pixel_values_flat",)
+    tile_tokens = "vision_model.embeddings.num_patches"
+    layers, attention_name = "vision_model.encoder.layers", "attn.attn"
+
+    @property
+    def side(self) -> int:
+        """Tokens on each side of a tile, which the processor cuts as large as the tower takes."""
+        return round(super().side * self._model.downsample_ratio)
 
 
 @depends_on("vllm.model_executor.models.idefics3:Idefics3Model", "image_pixels_to_features")
@@ -183,18 +202,24 @@ def _prune(
     tile_tokens: str,
     image_token: Callable[[Any], int] = lambda info: info.get_hf_processor().image_token_id,
     largest: Callable[[Any], ImageSize] = lambda info: info.get_image_size_with_most_features(),
+    options: bool = True,
+    text: str = "",
     **hooks: Any,
 ) -> Any:
     """The pruned form of a class whose images' tiles have equally many tokens, ``tile_tokens``.
 
     That is an attribute of the model's processor; ``image_token`` is the placeholder's id and
-    ``largest`` the image size that has most tokens, both by its processing info.
+    ``largest`` the image size that has most tokens, both by its processing info, which counts by
+    a request's processor ``options`` or by the processor alone. ``text`` as in ``Placeholders``.
     """
 
     def count(info: Any, size: ImageSize, kwargs: Mapping[str, object]) -> TokenCount:
         processor = info.get_hf_processor(**kwargs)
         tokens = info.get_num_image_tokens(
-            image_width=size.width, image_height=size.height, processor=processor, mm_kwargs=kwargs
+            image_width=size.width,
+            image_height=size.height,
+            processor=processor,
+            **({"mm_kwargs": kwargs} if options else {}),
         )
         return TokenCount(tokens, tokens // attrgetter(tile_tokens)(processor))
 
@@ -204,6 +229,7 @@ def _prune(
         image_token,
         BACKBONES[architecture].unsplittable,
         rest_at=vision.rest_at,
+        text=text,
     )
     return prune_class(stock, placeholders, vision, **hooks)
 
@@ -232,6 +258,20 @@ AutopruneInternS1ForConditionalGeneration = _prune(
     methods=("extract_feature",),
     merger="InternS1MultiModalProjector",
 )
+_INTERNVL_CHAT: dict[str, Any] = {
+    "architecture": "InternVLChatModel",
+    "vision": _InternVLChatVision,
+    "tile_tokens": "image_seq_length",
+    "image_token": lambda info: info.get_hf_processor().ctx_image_token_id,
+    "options": False,
+    "text": "<image>",
+    "methods": ("extract_feature", "_init_mlp1"),
+}
+AutopruneInternVLChatModel = _prune(InternVLChatModel, **_INTERNVL_CHAT)
+AutopruneQianfanOCRForConditionalGeneration = _prune(
+    QianfanOCRForConditionalGeneration, **_INTERNVL_CHAT
+)
+AutopruneSkyworkR1VChatModel = _prune(SkyworkR1VChatModel, **_INTERNVL_CHAT)
 _IDEFICS3: dict[str, Any] = {
     "architecture": "Idefics3ForConditionalGeneration",
     "vision": _Idefics3Vision,
