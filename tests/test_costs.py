@@ -111,9 +111,12 @@ def test_a_config_with_the_numbers_of_a_backbone_costs_as_much(
 @pytest.mark.parametrize(
     ("backbone", "text"),
     [
-        ("nobody/nothing", "nobody/nothing: has no config.json of a served family, here or on the"),
-        ("benchmarks/yardsticks/weights/minillava/clip", "model_type 'clip' is not served pruned"),
-        ("", "backbone: /: has no config.json of a served family"),
+        ("nobody/nothing", "nobody/nothing: has no config.json of a model, here or on the Hub"),
+        (
+            "benchmarks/yardsticks/weights/minillava/clip",
+            "'CLIPModel' has no pruned form: vLLM takes no images",
+        ),
+        ("", "checkpoint: /: has no config.json of a model"),
     ],
 )
 def test_a_backbone_that_cannot_be_read_is_refused_in_one_line(

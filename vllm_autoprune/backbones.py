@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -65,6 +66,11 @@ class BackboneShape:
     """Width of the queries (heads x head width); 0: it is ``width``."""
     linear: _LinearAttention | None = None
     """Its layers of linear attention; None where every layer has full attention."""
+
+    @property
+    def checkpoint(self) -> str:
+        """Its folder, or its id on the Hub."""
+        return re.split("[:;]", self.source)[0]
 
     @property
     def full_layers(self) -> int:
@@ -129,7 +135,7 @@ class BackboneShape:
         like = shapes.get(config.model_type)
         if like is None:
             raise LookupError(f"model_type {config.model_type!r} is not served pruned")
-        text = config.get_text_config()
+        text = _find_language_config(config)
         heads, width = text.num_attention_heads, text.hidden_size
         head = getattr(text, "head_dim", None) or width // heads
         feed_forward = text.intermediate_size
@@ -146,7 +152,7 @@ class BackboneShape:
             feed_forward=feed_forward,
             kv_width=(getattr(text, "num_key_value_heads", None) or heads) * head,
             query_width=heads * head,
-            source=f"{name}: its config.json; images as of {like.name}",
+            source=f"{name}; its config.json, images as of {like.name}",
         )
         if like.has_cls:
             side = config.vision_config.image_size // config.vision_config.patch_size
@@ -183,30 +189,72 @@ BACKBONE_SHAPES = _read_shapes()
 """One shape or more of every family that is served pruned."""
 
 
-def find_backbone(name: str) -> BackboneShape:
+def find_backbone(
+    name: str, check: Callable[[PretrainedConfig], object] | None = None
+) -> BackboneShape:
     """A backbone by its name, by its id on the Hub, or by the config.json of a checkpoint.
 
-    ``name`` may be a folder, or the id of any checkpoint that the Hub, or its cache, has. Raises
-    :class:`ConfigError`, which lists the known names.
+    ``name`` may be a folder, or the id of any checkpoint that the Hub, or its cache, has, whose
+    config is given to ``check`` first. Raises :class:`ConfigError`, which lists the known names.
     """
     for shape in BACKBONE_SHAPES.values():
-        if name == shape.name or re.split("[:;]", shape.source)[0] == name:
+        if name in (shape.name, shape.checkpoint):
             return shape
     known = ", ".join(BACKBONE_SHAPES)
     near = difflib.get_close_matches(name.lower(), list(BACKBONE_SHAPES), n=1, cutoff=0.75)
     what = "not a known backbone"
     fix = f"did you mean {near[0]!r}? ({known})" if near else f"use one of {known}"
     if "/" in name or Path(name).is_dir():
-        from transformers import AutoConfig
-
+        config = read_config(name)
+        if check is not None:
+            check(config)
         try:
-            return BackboneShape.of_checkpoint(name, AutoConfig.from_pretrained(name))
-        except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
-            # The first sentence of its message; that of transformers goes on with advice.
-            reason = re.split(r"[.:!?]?\s*\n|[.!?]\s", str(error).strip())[0][:150].rstrip(".")
-            what = f"has no config.json of a served family, here or on the Hub ({reason})"
-            fix = f"give a folder with one, the id of a checkpoint that can be fetched, or {fix}"
+            return BackboneShape.of_checkpoint(name, config)
+        except (LookupError, AttributeError, TypeError) as error:
+            what = f"config.json is not that of a served family ({str(error)[:150]})"
     raise ConfigError("backbone", [Problem(name, what, fix)])
+
+
+def read_config(name: str) -> PretrainedConfig:
+    """The config.json of a folder, or of a checkpoint on the Hub or in its cache.
+
+    Runs no code of the checkpoint: a type that transformers lacks has its fields as they are.
+    Raises :class:`ConfigError`.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import CONFIG_MAPPING, PretrainedConfig
+
+    def make(fields: dict[str, Any]) -> PretrainedConfig:
+        if (kind := fields.get("model_type")) in CONFIG_MAPPING:
+            return CONFIG_MAPPING[kind].from_dict(fields)
+        nested = {
+            key: make(part)
+            for key, part in fields.items()
+            if key.endswith("_config") and isinstance(part, dict)
+        }
+        return PretrainedConfig.from_dict({**fields, **nested})
+
+    try:
+        if not (fields := PretrainedConfig.get_config_dict(name)[0]):
+            raise ValueError("it is empty, or there is none")
+        return make(fields)
+    except (OSError, ValueError, AttributeError, TypeError, StrictDataclassError) as error:
+        what = f"has no config.json of a model, here or on the Hub ({describe_error(error)})"
+        fix = "give a folder with one, or the id of a checkpoint that can be fetched"
+        raise ConfigError("checkpoint", [Problem(name, what, fix)]) from None
+
+
+def describe_error(error: Exception) -> str:
+    """The first sentence of its message; that of transformers goes on with advice."""
+    return re.split(r"[.:!?]?\s*\n|[.!?]\s", str(error).strip())[0][:150].rstrip(".")
+
+
+def _find_language_config(config: PretrainedConfig) -> PretrainedConfig:
+    """The configuration of the language model, wherever the checkpoint's family keeps it."""
+    for name in ("thinker_config", "text_config", "llm_config", "language_config"):
+        if part := vars(config).get(name):
+            return _find_language_config(part)
+    return config
 
 
 # Cost of a prompt.

@@ -6,8 +6,9 @@ may exchange one of the tokens of lowest rank.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from vllm_autoprune.backbones import describe_error, read_config
 from vllm_autoprune.errors import ConfigError, Problem, UnsupportedModelError
 from vllm_autoprune.ops.dtype import Dtype
 from vllm_autoprune.serving.api.instruction import (
@@ -22,6 +24,7 @@ from vllm_autoprune.serving.api.instruction import (
     truncate_clip_ids,
     truncate_text,
 )
+from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.plan import LANGUAGE_IDS, RELEVANCE_IDS, Ids
 from vllm_autoprune.serving.settings import read_text_tower
 from vllm_autoprune.serving.worker.question import ClipTower, InputEmbeddings, RelevanceSpace
@@ -39,26 +42,33 @@ if TYPE_CHECKING:
     from transformers import LlamaModel, PreTrainedTokenizerBase
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+    from vllm_autoprune.serving.api.layout import TokenCount
 
-def require_architecture(checkpoint: Path, known: Collection[str]) -> None:
-    """Require one of the known architectures in the config.json of a checkpoint.
 
-    ``checkpoint`` is a folder, or an id on the Hugging Face Hub. Raises :class:`ConfigError` where
-    there is no checkpoint and :class:`UnsupportedModelError` for other architectures.
+def count_tokens(checkpoint: str, width: int, height: int) -> TokenCount:
+    """Visual tokens N of an image of so many pixels, and its tiles, by vLLM's processor.
+
+    ``checkpoint`` is one that is served pruned: a folder with its tokenizer and processor, or an id
+    on the Hub. Its code is not run. Raises :class:`ConfigError` where a file is missing, or needs
+    code.
     """
-    from transformers import PretrainedConfig
-
     try:
-        config, _ = PretrainedConfig.get_config_dict(str(checkpoint))
-        architecture = config["architectures"][0]
-    except (OSError, ValueError, TypeError, LookupError) as error:
-        what = f"has no config.json that names an architecture ({type(error).__name__})"
-        fix = "give a folder with a Hugging Face checkpoint, or the id of one on the Hub"
-        raise ConfigError("checkpoint", [Problem(str(checkpoint), what, fix)]) from None
-    if architecture not in known:
-        what = f"architecture {architecture} is not supported here"
-        fix = f"give a checkpoint of {', '.join(known)}"
-        raise UnsupportedModelError("checkpoint", [Problem(str(checkpoint), what, fix)])
+        from vllm.config import ModelConfig
+        from vllm.multimodal.parse import ImageSize
+        from vllm.multimodal.processing import InputProcessingContext
+        from vllm.tokenizers import get_tokenizer
+
+        config = ModelConfig(model=checkpoint)
+        module, _, name = BACKBONES[config.architecture].model.partition(":")
+        model = vars(import_module(module))[name]
+        context = InputProcessingContext(config, get_tokenizer(checkpoint))
+        info = model._processor_factory.info(context)
+        count: TokenCount = model.autoprune_placeholders.count(info, ImageSize(width, height), {})
+    except (OSError, ValueError, ImportError) as error:
+        what = f"its processor cannot be read ({describe_error(error)})"
+        fix = "give a folder with its tokenizer and processor, or an id that can be fetched"
+        raise ConfigError("checkpoint", [Problem(checkpoint, what, fix)]) from None
+    return count
 
 
 class LlavaVision:
@@ -72,7 +82,10 @@ class LlavaVision:
         Raises :class:`ConfigError` for folders without a checkpoint or all of its weights, and
         :class:`UnsupportedModelError` for other architectures than LLaVA-1.5.
         """
-        require_architecture(checkpoint, ["LlavaForConditionalGeneration"])
+        architecture = "LlavaForConditionalGeneration"
+        if architecture not in (read_config(str(checkpoint)).architectures or ()):
+            problem = Problem(str(checkpoint), f"is no {architecture}", "give a LLaVA-1.5")
+            raise UnsupportedModelError("checkpoint", [problem])
         from transformers import AutoProcessor, AutoTokenizer, LlavaForConditionalGeneration
         from transformers.utils import logging
 

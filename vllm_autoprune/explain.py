@@ -18,10 +18,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vllm_autoprune.checkpoint import require_architecture
+from vllm_autoprune.backbones import read_config
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.ops.rowwise import min_max_normalise
-from vllm_autoprune.serving.models import BACKBONES
+from vllm_autoprune.serving.models import require_served
 from vllm_autoprune.tpdsl.atoms.scoring import run_signal
 from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 from vllm_autoprune.tpdsl.base_policy import FALLBACKS, RefinedTokens
@@ -160,7 +160,7 @@ def explain_image(
     Raises :class:`ConfigError` for folders without a checkpoint and where K is not below the
     image's tokens, :class:`UnsupportedModelError` for architectures that are not served.
     """
-    require_architecture(checkpoint, BACKBONES)
+    require_served(read_config(str(checkpoint)))
     # An engine that starts later has its model in this process.
     for name, value in (
         ("VLLM_ENABLE_V1_MULTIPROCESSING", "0"),

@@ -340,14 +340,23 @@ def test_validate_warns_of_scores_that_resizing_wins(
     assert output.count("warn ") == int(bool(loss))
 
 
+def test_a_model_s_cost_is_that_of_the_image_it_is_asked_for(capsys: Captured) -> None:
+    record = run_json(capsys, "cost", "--backbone", str(MINIQWEN), "--image", "96x64")
+    wide = run_json(capsys, "cost", "--backbone", str(MINIQWEN), "--image", "192x64")
+    assert [record["rows"][0]["tokens"], wide["rows"][0]["tokens"]] == [6, 14]
+
+
 def find_statuses(report: Any) -> dict[str, str]:
     return {finding["what"]: finding["status"] for finding in report["findings"]}
 
 
 @pytest.mark.slow
 def test_this_installation_can_serve(capsys: Captured) -> None:
-    report = run_json(capsys, "doctor", "--text-tower", str(CLIP))
+    report = run_json(capsys, "doctor", str(MINIQWEN), "--text-tower", str(CLIP))
     assert report["can_serve"]
+    details = {finding["what"]: finding["detail"] for finding in report["findings"]}
+    assert "cen_divprune --autoprune-budget 1/8" in details["state"]
+    assert details["tokens"].startswith("N = ")
     statuses = find_statuses(report)
     for what in ("python", "vllm", "torch", "entry point", "hooks", "text tower", "shipped states"):
         assert statuses[what] == "ok", report

@@ -25,6 +25,7 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
 from benchmarks.search.study import _format_mean, _read_confirmed, _read_results
+from scripts.models_table import count_published, format_models, read_table
 from scripts.site_hooks import _adapt_page, _generate_files
 from tests.docs.commands import read_commands
 from vllm_autoprune import __version__
@@ -278,6 +279,25 @@ def test_support_has_a_row_for_every_backbone() -> None:
     reads_tower = [isinstance(backbone, _ClipBackbone) for backbone in backbones]
     assert [row[4] for row in rows].count("yes") == sum(reads_tower)
     assert [row[5] for row in rows].count("M-RoPE") == sum(b.mrope for b in backbones)
+
+
+def read_counts() -> dict[str, int]:
+    """N of each backbone in the table of models."""
+    cells = [line.split(" | ") for line in read_table().splitlines()]
+    counts = {row[1].strip("`"): int(row[4]) for row in cells if row[2] == "served"}
+    return {BACKBONES[architecture].name: count for architecture, count in counts.items()}
+
+
+def test_the_table_of_models_is_the_registry_s() -> None:
+    assert read_table() == format_models(read_counts())
+    states = {backbone.state for backbone in BACKBONES.values()}
+    assert states == set(_RECOMMENDED.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [backbone.name for backbone in BACKBONES.values()])
+def test_the_table_of_models_has_what_vllm_s_processor_counts(name: str) -> None:
+    assert read_counts()[name] == count_published(name)
 
 
 def test_every_feature_of_support_names_tests_that_exist() -> None:

@@ -12,6 +12,7 @@ import shutil
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 WIDTH = 64
@@ -71,8 +72,11 @@ TINY_MODELS: Mapping[str, _Row] = _read_rows()
 """What is written of each backbone, by its name."""
 
 
-def build(name: str, folder: Path) -> Path:
-    """Write the tiny model of one backbone to ``folder``; returns the folder."""
+def build(name: str, folder: Path, changes: Mapping[str, Any] = MappingProxyType({})) -> Path:
+    """Write the tiny model of one backbone to ``folder``; returns the folder.
+
+    ``changes``: other values of its row.
+    """
     import torch
     import transformers
     from safetensors.torch import load_file, save_file
@@ -80,7 +84,9 @@ def build(name: str, folder: Path) -> Path:
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
 
-    row = copy.deepcopy(TINY_MODELS[name])  # configurations change what they are made of
+    row = copy.deepcopy(
+        _merge(TINY_MODELS[name], dict(changes))
+    )  # configurations change what they are made of
     tiles = {"image_grid_pinpoints": row["tiles"]} if "tiles" in row else {}
     folder.mkdir(parents=True, exist_ok=True)
 

@@ -1,8 +1,13 @@
-"""Checkpoints: every architecture of vLLM is served or refused, and each reason is in its code."""
+"""Checkpoints: every architecture of vLLM is served or refused, and each reason is in its code.
+
+What a config.json says of a checkpoint: its architecture, its language model, fields that differ.
+"""
 
 from __future__ import annotations
 
 import ast
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +17,11 @@ from vllm.model_executor.models.registry import (
     _TRANSFORMERS_SUPPORTED_MODELS,
 )
 
-from vllm_autoprune.serving.models import BACKBONES, CHECKPOINTS, REFUSALS
+from tests.serving.unit.samples import refusal, vllm_config
+from vllm_autoprune.backbones import _find_language_config, read_config
+from vllm_autoprune.errors import ConfigError
+from vllm_autoprune.serving.models import BACKBONES, CHECKPOINTS, REFUSALS, require_served
+from vllm_autoprune.serving.startup import _resolve_settings
 
 MODELS = Path(vllm.__file__).parent / "model_executor/models"
 
@@ -56,3 +65,94 @@ def test_every_architecture_that_takes_images_is_served_or_refused_once() -> Non
 def test_a_reason_is_in_the_code_that_it_names(architecture: str, shown: str) -> None:
     where, _, part = shown.partition(": ")
     assert part in read_symbol(*where.split())
+
+
+# ---- config.json ----
+
+TEXT = {"model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 3}
+REMOTE = {
+    "architectures": ["MiniCPMV"],
+    "model_type": "not_in_transformers",
+    "auto_map": {"AutoConfig": "config.Config"},
+}
+
+
+def write(folder: Path, config: object) -> str:
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.py").write_text("raise SystemExit('code of the checkpoint is run')")
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "qwen2_5_vl", **{k: v for k, v in TEXT.items() if k != "model_type"}},
+        {"model_type": "qwen2_5_omni", "thinker_config": {"text_config": TEXT}},
+        {**REMOTE, "llm_config": TEXT},
+        {**REMOTE, "language_config": {"text_config": TEXT}},
+        {**REMOTE, **TEXT, "model_type": "not_in_transformers"},
+    ],
+)
+def test_the_language_model_is_found_wherever_a_family_keeps_it(
+    config: dict[str, object], tmp_path: Path
+) -> None:
+    text = _find_language_config(read_config(write(tmp_path, config)))
+    assert (text.hidden_size, text.num_hidden_layers) == (64, 3)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '"x"', '{"model_type": []}', '{"vision_config": {"a', "1"]
+)
+def test_a_config_that_cannot_be_read_is_one_problem(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"has no config\.json of a model"):
+        read_config(str(tmp_path))
+
+
+def qwen(**vision: object) -> dict[str, object]:
+    name = "Qwen2_5_VLForConditionalGeneration"
+    return {"model_type": "qwen2_5_vl", "architectures": [name], "vision_config": vision}
+
+
+def llava(**fields: object) -> dict[str, object]:
+    return {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"], **fields}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (qwen(), ""),
+        (llava(), ""),
+        (qwen(spatial_merge_size=3), "vision_config.spatial_merge_size 3; only 2 is known"),
+        (qwen(fullatt_block_indexes=[]), "vision_config.fullatt_block_indexes []; only a list"),
+        (llava(vision_config={"model_type": "pixtral"}), "vision_config.model_type 'pixtral'"),
+        (llava(vision_feature_layer=[-2, -5]), "vision_feature_layer [-2, -5]; only one layer"),
+        (llava(vision_feature_select_strategy="full"), "vision_feature_select_strategy 'full'"),
+        (REMOTE, "'MiniCPMV' has no pruned form: a resampler makes its tokens"),
+        ({"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}, "vLLM takes no images"),
+        ({"model_type": "qwen2"}, "of 'qwen2'"),
+    ],
+)
+def test_the_verdict_on_a_checkpoint_names_the_field_or_the_reason(
+    config: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    read = read_config(write(tmp_path, config))
+    if not message:
+        assert require_served(read).stock in config["architectures"]  # type: ignore[operator]
+        return
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        require_served(read)
+
+
+@pytest.mark.parametrize("name", ["preprocessor_config.json", "processor_config.json"])
+def test_an_image_processor_that_is_code_of_the_checkpoint_is_refused(
+    name: str, tmp_path: Path
+) -> None:
+    config = vllm_config()
+    vars(config.model_config).update(model=str(tmp_path), revision=None, trust_remote_code=True)
+    settings = {"state": "divprune"}
+    (tmp_path / name).write_text('{"auto_map": {"AutoImageProcessor": "code.Processor"}}')
+    (problem,) = refusal(settings, config)
+    assert f"{name} has auto_map.AutoImageProcessor 'code.Processor'" in problem.what
+    config.model_config.trust_remote_code = False  # transformers' own class is used then
+    _resolve_settings(settings, config)

@@ -26,6 +26,7 @@ from vllm_autoprune.cli.output import format_paragraphs, format_table, print_res
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.http_client import ServerClient
 from vllm_autoprune.probe import probe_server
+from vllm_autoprune.serving.models import require_served
 from vllm_autoprune.tpdsl.loading import load_state
 
 _NAMES = {"block": "--block-size", "prefill": "--prefill-ms-per-token"} | {
@@ -41,9 +42,29 @@ _READERS = {
 """What reads the value of each."""
 
 
+def _parse_size(text: str) -> tuple[int, int]:
+    width, _, height = text.partition("x")
+    with contextlib.suppress(ValueError):
+        if int(width) > 0 and int(height) > 0:
+            return int(width), int(height)
+    form = "WIDTHxHEIGHT in pixels, such as 1024x768"
+    raise argparse.ArgumentTypeError(f"{text!r} is not {form}")
+
+
 @command(
     "cost",
-    argument("--backbone", required=True, metavar="NAME", help=", ".join(BACKBONE_SHAPES)),
+    argument(
+        "--backbone",
+        required=True,
+        metavar="NAME",
+        help=f"a folder, an id on the Hub, or {', '.join(BACKBONE_SHAPES)}",
+    ),
+    argument(
+        "--image",
+        type=_parse_size,
+        metavar="WIDTHxHEIGHT",
+        help="pixels of an image, whose N the processor of the checkpoint counts",
+    ),
     argument(
         "--tokens",
         type=read_budget,
@@ -57,10 +78,18 @@ _READERS = {
 )
 def _print_cost(options: argparse.Namespace) -> int:
     """Print FLOPs of prefill and bytes of KV cache."""
-    shape = find_backbone(options.backbone)
-    budgets = [shape.tokens, shape.tokens // 9]
+    shape = find_backbone(options.backbone, require_served)
+    tokens, tiles = shape.tokens, shape.tiles
+    if options.image:
+        from vllm_autoprune.checkpoint import count_tokens  # imports vLLM
+
+        known = BACKBONE_SHAPES.get(options.backbone)
+        checkpoint = known.checkpoint if known else options.backbone
+        count = count_tokens(checkpoint, *options.image)
+        tokens, tiles = count.tokens, count.tiles
+    budgets = [tokens, max(1, tokens // 9)]
     if options.tokens:
-        budgets = [budget.tokens_kept(shape.tokens, shape.tiles) for budget in options.tokens]
+        budgets = [budget.tokens_kept(tokens, tiles) for budget in options.tokens]
     costs = [shape.estimate_cost(k, text=options.text) for k in budgets]
     record = {
         "backbone": shape.name,
@@ -80,20 +109,11 @@ def _print_cost(options: argparse.Namespace) -> int:
         options,
         record,
         f"{shape.name}: L = {shape.layers}, d = {shape.width}, m = {shape.feed_forward}, "
-        f"k = {shape.kv_width}; N = {shape.tokens} visual tokens an image; {counted}",
+        f"k = {shape.kv_width}; N = {tokens} visual tokens an image; {counted}",
         format_table(head, rows, ">>>>>"),
         format_paragraphs(shape.assumptions, "- "),
     )
     return 0
-
-
-def _parse_size(text: str) -> tuple[int, int]:
-    width, _, height = text.partition("x")
-    with contextlib.suppress(ValueError):
-        if int(width) > 0 and int(height) > 0:
-            return int(width), int(height)
-    form = "WIDTHxHEIGHT in pixels, such as 1024x768"
-    raise argparse.ArgumentTypeError(f"{text!r} is not {form}")
 
 
 def _add_advise(parser: argparse.ArgumentParser) -> None:

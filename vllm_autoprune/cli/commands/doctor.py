@@ -12,6 +12,7 @@ import sys
 from packaging.version import Version
 
 from vllm_autoprune import __version__
+from vllm_autoprune.backbones import read_config
 from vllm_autoprune.cli.flags import argument, command
 from vllm_autoprune.cli.output import format_table, print_result
 from vllm_autoprune.errors import AutopruneError, ConfigError
@@ -22,10 +23,14 @@ from vllm_autoprune.serving.compat import (
     uses_rust_frontend,
     vllm_version,
 )
+from vllm_autoprune.serving.models import require_served
 from vllm_autoprune.serving.plugin import DISABLE, disabled
 from vllm_autoprune.serving.settings import read_text_tower
 from vllm_autoprune.tpdsl.loading import load_state, shipped_states
 from vllm_autoprune.tpdsl.materialize import materialize
+
+_IMAGE = (1024, 1024)
+"""Pixels of an image whose tokens are counted."""
 
 _GROUP, _ENTRY = "vllm.general_plugins", "autoprune"
 _LOWEST = {"torch": "2", "transformers": "5.16", "pydantic": "2.12"}
@@ -34,13 +39,16 @@ _LOWEST = {"torch": "2", "transformers": "5.16", "pydantic": "2.12"}
 @command(
     "doctor",
     argument(
+        "model", nargs="?", metavar="MODEL", help="folder of a checkpoint, or its id on the Hub"
+    ),
+    argument(
         "--text-tower",
         metavar="PATH|HF_ID",
         help="CLIP checkpoint given to `vllm serve --autoprune-text-tower`",
     ),
 )
 def _check_installation(options: argparse.Namespace) -> int:
-    """Check whether this installation can serve."""
+    """Check whether this installation can serve, and whether it can serve a model pruned."""
     import torch
 
     findings = list[dict[str, str]]()
@@ -109,6 +117,26 @@ def _check_installation(options: argparse.Namespace) -> int:
         judge("hooks", "not checked: vLLM is not installed", "install vLLM")
     finally:
         logging.disable(logging.NOTSET)
+
+    # The model, its first state, and N where vLLM can read its processor.
+    if options.model is not None:
+        from vllm_autoprune.checkpoint import count_tokens  # not for other commands
+
+        try:
+            backbone = require_served(read_config(options.model))
+        except ConfigError as error:
+            for problem in error.problems:
+                judge("model", problem.what, problem.fix)
+        else:
+            judge("model", f"{backbone.stock}: served as {backbone.name}")
+            flags = f"--autoprune-state {backbone.state} --autoprune-budget {backbone.budget}"
+            judge("state", f"start with {flags}, and measure: vllm-autoprune eval")
+            try:
+                count = count_tokens(options.model, *_IMAGE)
+                judge("tokens", f"N = {count.tokens} of {_IMAGE[0]} x {_IMAGE[1]} pixels")
+            except ConfigError as error:
+                (problem,) = error.problems
+                judge("tokens", problem.what, problem.fix, "warn")
 
     # The text tower.
     if options.text_tower is None:

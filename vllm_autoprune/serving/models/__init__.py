@@ -14,7 +14,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_autoprune.errors import Problem
+from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.serving.plan import LANGUAGE_IDS
 from vllm_autoprune.serving.settings import TOWER_FLAG, TextTower
 from vllm_autoprune.tpdsl.tokens import Need
@@ -256,3 +256,12 @@ def find_problems(architecture: str, config: PreTrainedConfig) -> list[Problem]:
     why = reasons[0] if reasons else "vLLM takes no images for it"
     what = f"architecture {architecture!r} has no pruned form: {why}"
     return [Problem("model", what, "serve a model of docs/support.md#models, or without a state")]
+
+
+def require_served(config: PreTrainedConfig) -> Backbone:
+    """The backbone of a checkpoint; raises :class:`ConfigError` where no state can serve it."""
+    names = config.architectures or [f"of {config.model_type!r}"]
+    architecture = next((name for name in names if name in BACKBONES), names[0])
+    if problems := find_problems(architecture, config):
+        raise ConfigError("cannot serve pruned", problems)
+    return BACKBONES[architecture]

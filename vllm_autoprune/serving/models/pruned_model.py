@@ -394,6 +394,7 @@ def prune_class(
         "__doc__": f"``{stock.__name__}`` with K of N visual tokens where a state is served.",
         "_processor_factory": make_pruned_factories(stock._processor_factory, placeholders),
         "autoprune_vision": vision,
+        "autoprune_placeholders": placeholders,
     }
     return type(f"Autoprune{stock.__name__}", (mixin, stock), members)
 

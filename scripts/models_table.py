@@ -1,0 +1,135 @@
+"""Write the table of models in docs/support.md: checkpoints, served or why not, N and K.
+
+Run ``python scripts/models_table.py``; ``tests/docs`` compares the page with what it would write.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs/support.md"
+sys.path.insert(0, str(ROOT))
+
+from vllm_autoprune.backbones import BACKBONE_SHAPES  # noqa: E402
+from vllm_autoprune.checkpoint import count_tokens  # noqa: E402
+from vllm_autoprune.selftest.backbones import TINY_MODELS, build  # noqa: E402
+from vllm_autoprune.serving.models import BACKBONES, CHECKPOINTS, REFUSALS  # noqa: E402
+from vllm_autoprune.tpdsl.atoms.source import BudgetCall  # noqa: E402
+
+SIDE = 1024
+"""Pixels on each side of the image whose tokens are counted."""
+
+
+def _square(pixels: int) -> dict[str, int]:
+    return {"height": pixels, "width": pixels}
+
+
+def _edges(least: int, most: int) -> dict[str, Any]:
+    return {"pixels": {"size": {"shortest_edge": least, "longest_edge": most}}}
+
+
+def _tiles(*sides: int) -> list[list[int]]:
+    return [[height, width] for height in sides for width in sides]
+
+
+_QWEN2, _QWEN3, _GLM = _edges(3136, 12845056), _edges(65536, 16777216), _edges(12544, 9633792)
+_INTERNVL = {
+    "config": {"image_seq_length": 256},
+    "vision": {"image_size": [448, 448]},
+    "pixels": {"size": _square(448), "max_patches": 12},
+    "processor": {"image_seq_length": 256},
+}
+_INTERNVL_CHAT = _INTERNVL | {
+    "published": {
+        "force_image_size": 448,
+        "max_dynamic_patch": 12,
+        "vision_config": {"image_size": 448},
+    },
+}
+
+PUBLISHED: Mapping[str, Mapping[str, Any]] = {
+    "llava_next": {
+        "tiles": [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]],
+        "vision": {"image_size": 336},
+        "pixels": {"size": {"shortest_edge": 336}, "crop_size": _square(336)},
+    },
+    "llava_onevision": {
+        "tiles": _tiles(*range(384, 2305, 384)),
+        "vision": {"image_size": 384},
+        "pixels": {"size": _square(384)},
+        "processor": {"num_image_tokens": 729},
+    },
+    "qwen2_vl": _QWEN2,
+    "qwen2_5_vl": _QWEN2,
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _QWEN3),
+    **dict.fromkeys(("glm4v", "glm4v_moe"), _GLM),
+    **dict.fromkeys(("internvl", "interns1"), _INTERNVL),
+    **dict.fromkeys(("internvl_chat", "qianfan_ocr", "skywork_chat"), _INTERNVL_CHAT),
+    "idefics3": {
+        "vision": {"image_size": 364},
+        "pixels": {"size": {"longest_edge": 1456}, "max_image_size": {"longest_edge": 364}},
+        "processor": {"image_seq_len": 169},
+    },
+    "smolvlm": {
+        "vision": {"image_size": 384},
+        "pixels": {"size": {"longest_edge": 1536}, "max_image_size": {"longest_edge": 384}},
+        "processor": {"image_seq_len": 81},
+    },
+    "gemma3": {
+        "config": {"mm_tokens_per_image": 256},
+        "vision": {"image_size": 896},
+        "pixels": {"size": _square(896)},
+        "processor": {"image_seq_length": 256},
+    },
+}
+"""Backbone -> geometry of its checkpoints, by their config.json and preprocessor_config.json, in
+place of that of the tiny model."""
+
+
+def count_published(name: str) -> int:
+    """N of the image, by vLLM's processor with the geometry of the backbone's checkpoints."""
+    if name not in TINY_MODELS:  # images of LLaVA-1.5 are of one size
+        return next(shape.tokens for shape in BACKBONE_SHAPES.values() if shape.family == name)
+    with tempfile.TemporaryDirectory() as folder:
+        return count_tokens(str(build(name, Path(folder), PUBLISHED[name])), SIDE, SIDE).tokens
+
+
+def format_models(tokens: Mapping[str, int]) -> str:
+    """The table, with N of every backbone; architectures that are refused, by their reason."""
+    size = f"{SIDE} x {SIDE}"
+    rows: list[tuple[str, ...]] = [
+        ("checkpoints", "architecture", "served?", "state", f"N at {size}", "K", "measured"),
+        ("---", "---", "---", "---", "--:", "--:", "---"),
+    ]
+    for architecture, backbone in BACKBONES.items():
+        count = tokens[backbone.name]
+        kept = BudgetCall.parse(backbone.budget).tokens_kept(count)
+        ids, state = _as_code(CHECKPOINTS[architecture]), _as_code(backbone.state)
+        measured = backbone.measured or "counts"
+        rows.append((ids, f"`{architecture}`", "served", state, f"{count}", f"{kept}", measured))
+    for row in REFUSALS:
+        pairs = [(texts[0], f"(`{architecture}`)") for architecture, texts in row.models.items()]
+        ids = "<br>".join(f"{_as_code(ids)} {name}" if ids else name for ids, name in pairs)
+        rows.append((ids, "in brackets", f"no: {row.why}", *[""] * 4))
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+
+
+def _as_code(names: str) -> str:
+    return ", ".join(f"`{name}`" for name in names.split(", "))
+
+
+def read_table() -> str:
+    """The table as the page has it."""
+    return PAGE.read_text().partition("<!-- models -->\n")[2].partition("\n<!-- /models -->")[0]
+
+
+if __name__ == "__main__":
+    counts = {backbone.name: count_published(backbone.name) for backbone in BACKBONES.values()}
+    before, begin, after = PAGE.read_text().partition("<!-- models -->\n")
+    end = after[after.index("<!-- /models -->") :]
+    PAGE.write_text(f"{before}{begin}{format_models(counts)}\n{end}")
