@@ -144,6 +144,8 @@ class BackboneShape:
             routed = experts + getattr(text, "n_shared_experts", 0)
             feed_forward = routed * text.moe_intermediate_size
             feed_forward += getattr(text, "shared_expert_intermediate_size", 0)
+        elif experts := getattr(text, "top_k_experts", None):  # Gemma 4: beside a dense one
+            feed_forward += experts * text.moe_intermediate_size
         shape = replace(
             like,
             name=name,

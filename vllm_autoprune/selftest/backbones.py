@@ -124,12 +124,15 @@ def build(name: str, folder: Path, changes: Mapping[str, Any] = MappingProxyType
                 torch.nn.init.normal_(weight, std=0.15)
     model.to(torch.bfloat16).save_pretrained(folder)
 
-    def make(part: str, *parts: object, **more: object) -> Any:
+    def make(part: str, **more: object) -> Any:
         settings = {**row[part], **more}
-        return getattr(transformers, settings.pop("class"))(*parts, **settings)
+        return getattr(transformers, settings.pop("class"))(**settings)
 
-    parts = [make("pixels", **tiles), tokenizer, *([make("videos")] if "videos" in row else [])]
-    make("processor", *parts, chat_template=tokenizer.chat_template).save_pretrained(folder)
+    parts = {"image_processor": make("pixels", **tiles), "tokenizer": tokenizer}
+    for part, keyword in (("videos", "video_processor"), ("audio", "feature_extractor")):
+        if part in row:
+            parts[keyword] = make(part)
+    make("processor", **parts, chat_template=tokenizer.chat_template).save_pretrained(folder)
 
     # What published checkpoints have in another form.
     if "published" in row:

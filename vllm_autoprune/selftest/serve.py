@@ -426,6 +426,19 @@ def _read_merger_input(folder: Path, image: Image.Image) -> tuple[Tensor, Tensor
     def record(name: str, module: nn.Module) -> None:
         module.register_forward_pre_hook(lambda _, args: entering.update({name: args[0]}))
 
+    if hasattr(model, "embed_vision"):  # Gemma 4: patches (1, n, C), padding last
+        places = inputs["image_position_ids"]
+        model.vision_tower.pooler.register_forward_pre_hook(
+            lambda _, args, named: entering.update(named), with_kwargs=True
+        )
+        model.get_image_features(inputs["pixel_values"], places)
+        width, height = (places[0].amax(dim=0) + 1).tolist()
+        patches = entering["hidden_states"][0, : height * width]
+        cells = patches.view(height // 3, 3, width // 3, 3, -1).transpose(1, 2).flatten(0, 1)
+        cells = cells.flatten(1, 2)
+        norms = torch.stack([cells.abs().sum(dim=2), cells.pow(2).sum(dim=2).sqrt()], dim=2)
+        return cells.mean(dim=1), norms.mean(dim=1)
+
     if not hasattr(model, "visual"):  # InternVL and Idefics3: shuffled tiles (T, n, patches * C)
         shuffled = (
             model.multi_modal_projector

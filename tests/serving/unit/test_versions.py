@@ -27,6 +27,8 @@ LOOKED_AT: Mapping[str, str] = {
     "vllm.model_executor.models.interfaces.SupportsMultiModal.get_language_model": "a child is "
     "the language model by its methods, `embed_input_ids` among them, no longer by a protocol; "
     "no tower here has that one",
+    "vllm.model_executor.models.gemma4_mm.Gemma4ForConditionalGeneration._process_image_input": ""
+    "padding under LoRA of the tower moved to a method; such LoRA is refused",
     "vllm.v1.worker.gpu_worker.Worker.update_weights": "quantized heads of a draft model are "
     "restored besides; features are cleared after it all the same",
     "vllm.v1.worker.gpu_worker.Worker.finish_weight_update": "as update_weights",

@@ -225,6 +225,11 @@ BACKBONES: dict[str, Backbone] = {
             *("gemma3", "tiled", "Gemma3ForConditionalGeneration"),
             unsplittable="lets the tokens of an image see those that follow them",
         ),
+        Backbone(
+            *("gemma4", "gemma4", "Gemma4ForConditionalGeneration"),
+            missing=_LAYERS,
+            unsplittable="writes the tokens that begin and end an image around every item",
+        ),
     )
 }
 """Hugging Face architecture name -> backbone."""

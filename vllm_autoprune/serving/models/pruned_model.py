@@ -88,7 +88,7 @@ class Vision(ABC):
         self.attention: InputHook[QueriesAndKeys] | None = None
         self.merger: dict[Signal, InputHook[Tensor]] = {}
         if not self.needs.isdisjoint({"cls_attention", "tower", "next_layer"}):
-            self.attention = QueriesAndKeys.hook(self.find_attention())
+            self.attention = self.hook_attention()
         before_merger = not self.needs.isdisjoint({"encoder", "merger_input"})
         merger = self.find_merger() if before_merger else None
         if merger is not None:
@@ -113,6 +113,10 @@ class Vision(ABC):
     def find_attention(self) -> Any:
         """Attention module of the last layer that the model reads."""
         return attrgetter(self.attention_name)(attrgetter(self.layers)(self._model)[-1])
+
+    def hook_attention(self) -> InputHook[QueriesAndKeys]:
+        """Hook on the attention of the last layer that the model reads."""
+        return QueriesAndKeys.hook(self.find_attention())
 
     def find_merger(self) -> Merger | None:
         """The patch merger; None where the model has none."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class InputHook(Generic[T]):
-    """Forward hook that keeps what ``read`` makes of a module's inputs, at its last call.
+    """Forward hook that keeps what ``read`` makes of a module's inputs, at each of its calls.
 
     In place while :meth:`recording` only: what enters a layer for a video would stay in memory.
     """
@@ -39,8 +39,9 @@ class InputHook(Generic[T]):
         """Read the calls within; other calls cost nothing."""
 
         def store(module: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
-            self._values = [self._read(*inputs, **named)]
+            self._values.append(self._read(*inputs, **named))
 
+        self._values = []
         handle = self._module.register_forward_pre_hook(store, with_kwargs=True)
         try:
             yield
@@ -48,9 +49,14 @@ class InputHook(Generic[T]):
             handle.remove()
 
     def take(self) -> T:
-        """Return, and drop, what was read."""
+        """Return what was read at the last call, and drop all."""
+        return self.take_each()[-1]
+
+    def take_each(self) -> list[T]:
+        """Return, and drop, what was read at every call."""
         assert self._values, "the vision tower has not run"
-        return self._values.pop()
+        values, self._values = self._values, []
+        return values
 
 
 # Queries and keys of one layer of a tower, already rotated, which vLLM hands to one attention
@@ -143,18 +149,19 @@ class Merger(NamedTuple):
     scored: nn.Module
     joined: bool = False
 
-    def split(self, inputs: Tensor) -> Tensor:
-        """``(N, patches, C)``."""
-        width = inputs.shape[-1] // (self.patches if self.joined else 1)
-        return inputs.reshape(-1, self.patches, width)
+    def split(self, *inputs: Any, **named: Any) -> Tensor:
+        """``(N, patches, C)`` of what a module was called with."""
+        patches: Tensor = inputs[0]
+        width = patches.shape[-1] // (self.patches if self.joined else 1)
+        return patches.reshape(-1, self.patches, width)
 
     # What enters, several times as many numbers as the output, is reduced within the hooks.
 
     def hook_rows(self) -> InputHook[Tensor]:
         """Hook on what enters: tokens ``(N, C)`` float32, the mean of each one's patches."""
 
-        def read(inputs: Tensor, *_: object) -> Tensor:
-            return self.split(inputs).mean(dim=1, dtype=torch.float32)
+        def read(*inputs: Tensor, **named: Tensor) -> Tensor:
+            return self.split(*inputs, **named).mean(dim=1, dtype=torch.float32)
 
         return InputHook(self.module, read)
 
@@ -164,8 +171,8 @@ class Merger(NamedTuple):
         ``(N, 2)`` float32, the mean over a token's patches; of its one row where they are joined.
         """
 
-        def read(inputs: Tensor, *_: object) -> Tensor:
-            patches = self.split(inputs)
+        def read(*inputs: Tensor, **named: Tensor) -> Tensor:
+            patches = self.split(*inputs, **named)
             rows = patches.flatten(1)[:, None] if self.joined else patches
             norm = partial(torch.linalg.vector_norm, rows, dim=2, dtype=torch.float32)
             return torch.stack([norm(ord=1), norm(ord=2)], dim=2).mean(dim=1)
