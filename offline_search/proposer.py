@@ -63,21 +63,17 @@ class ProposalRequest:
         return Draft(self.origin, None, problems, self.parents)
 
 
+@dataclass(frozen=True, slots=True)
 class ProposalClient:
-    """Requests proposals by their place in the search; recorded replies are not requested again."""
+    """Requests proposals by their place in the search; recorded replies are not requested again.
 
-    def __init__(
-        self,
-        settings: Settings,
-        ledger: Ledger,
-        proposer: Proposer | None,
-        most_money: float | None,
-    ) -> None:
-        """Without a ``proposer`` every reply has to be recorded; none is sent beyond the money."""
-        self._settings = settings
-        self._ledger = ledger
-        self._proposer = proposer
-        self._most_money = most_money
+    Without a ``proposer`` every reply has to be recorded; none is sent beyond the money.
+    """
+
+    settings: Settings
+    ledger: Ledger
+    proposer: Proposer | None
+    most_money: float | None
 
     async def request(self, request: ProposalRequest) -> list[Draft]:
         """The drafts in a reply, after one attempt to repair those that are invalid."""
@@ -113,7 +109,7 @@ class ProposalClient:
 
         Where the reply was cut off, that is the first problem of invalid ones.
         """
-        settings = self._settings
+        settings = self.settings
         drafts = parse_reply(text, settings, request.draft(), count, request.names)
         if not cut:
             return drafts
@@ -124,7 +120,7 @@ class ProposalClient:
 
     def total_cost(self) -> Cost:
         """Cost of all replies of this search, including those before it was resumed."""
-        replies = (record for record in self._ledger if isinstance(record, ReplyRecord))
+        replies = (record for record in self.ledger if isinstance(record, ReplyRecord))
         return sum((reply.cost for reply in replies), Cost())
 
     async def _reply(
@@ -136,20 +132,20 @@ class ProposalClient:
         constrained: bool,
     ) -> ReplyRecord:
         """The recorded reply to a request for ``count`` proposals, or a new one."""
-        settings, number, index = self._settings, request.round, request.index
-        known = self._ledger.find(ReplyRecord, f"reply/{number}/{index}/{attempt}")
+        settings, number, index = self.settings, request.round, request.index
+        known = self.ledger.find(ReplyRecord, f"reply/{number}/{index}/{attempt}")
         if known is not None:
             return known
-        if self._proposer is None:
+        if self.proposer is None:
             fix = "resume the recorded search to its end"
             raise SearchError(f"the recording has no reply to this request -> {fix}")
         start, started_at = time.monotonic(), time.time()
-        if self._most_money is not None and self.total_cost().money >= self._most_money:
-            reply = Reply(None, f"the proposer's budget of {self._most_money} in money is spent")
+        if self.most_money is not None and self.total_cost().money >= self.most_money:
+            reply = Reply(None, f"the proposer's budget of {self.most_money} in money is spent")
         else:
             schema = reply_schema(settings, count) if constrained else None
             seed = (settings.seed * 1_000_003 + number * 1009 + index) % 2**31
-            reply = await self._proposer.reply(messages, schema, seed)
+            reply = await self.proposer.reply(messages, schema, seed)
         # One character more than is valid, so that a recorded reply is too long as well.
         length = MAX_REPLY_CHARACTERS * settings.proposals_per_reply + 1
         text, failure = (
@@ -157,7 +153,7 @@ class ProposalClient:
             None if value is None else value.encode(errors="replace").decode()
             for value in (reply.text and remove_thoughts(reply.text)[:length], reply.failure)
         )
-        return self._ledger.put(
+        return self.ledger.put(
             ReplyRecord(
                 round=number,
                 index=index,

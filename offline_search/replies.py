@@ -28,6 +28,7 @@ from offline_search.components import BASE, COMPONENTS, JsonObject, searched_com
 from offline_search.search_space import excluded_atoms
 from offline_search.settings import MAX_QUOTA, Settings
 from vllm_autoprune.errors import Problem, StateError
+from vllm_autoprune.stream import one_line
 from vllm_autoprune.tpdsl.loading import parse_json
 from vllm_autoprune.tpdsl.state import PruningState
 
@@ -105,11 +106,9 @@ def parse_reply(
             parent, purpose, reason, expect = (item.get(name) for name in fields)
             if isinstance(parent, str) and (parent == BASE_PARENT or parent in names):
                 draft = replace(draft, parents=() if parent == BASE_PARENT else (parent,))
-            words = " ".join(reason.split()) if isinstance(reason, str) else ""
-            printable = "".join(character for character in words if character.isprintable())
             hypothesis = Hypothesis(
                 purpose=purpose if isinstance(purpose, str) and purpose in PURPOSES else "",
-                text=printable[:MAX_HYPOTHESIS],
+                text=one_line(reason, MAX_HYPOTHESIS) if isinstance(reason, str) else "",
                 expect=next((word for word in get_args(Expectation) if word == expect), "higher"),
             )
             draft = replace(draft, hypothesis=hypothesis)

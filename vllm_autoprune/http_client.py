@@ -179,10 +179,13 @@ class ServerClient:
     def choose_model(self, models: Mapping[str, int], wanted: str | None = None) -> str:
         """The wanted model or else the first; :class:`ConfigError` where it is not served."""
         if wanted is not None and wanted not in models:
-            what = f"serves {', '.join(models)}"
             fix = f"serve {wanted}, or name a served model"
-            raise ConfigError("server", [Problem(self.url, what, fix)])
+            raise self.error(f"serves {', '.join(models)}", fix)
         return wanted or next(iter(models))
+
+    def error(self, what: str, fix: str) -> ConfigError:
+        """Of what is wrong with this server."""
+        return ConfigError("server", [Problem(self.url, what, fix)])
 
 
 class AsyncServerClient:

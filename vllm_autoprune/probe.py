@@ -29,7 +29,6 @@ from statistics import median
 from typing import NamedTuple
 
 from vllm_autoprune.advise import Inputs
-from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.http_client import CHAT, Metrics, ServerClient, describe_rejection
 from vllm_autoprune.statistics import resample
 from vllm_autoprune.stream import EMPTY, parse_stream
@@ -118,10 +117,10 @@ def probe_server(
     times = _solve_rounds(results)
     if times["tokens"] < 1:
         fix = "serve a model that takes images"
-        raise _error(client.url, "an image adds no tokens to a prompt", fix)
+        raise client.error("an image adds no tokens to a prompt", fix)
     if times["prefill"] <= 0:
         what, fix = "a longer prompt takes no longer", "probe an idle server"
-        raise _error(client.url, what, f"{fix}, or give --prefill-ms-per-token")
+        raise client.error(what, f"{fix}, or give --prefill-ms-per-token")
     if times["tower"] <= 0:
         inputs.fill("The tower takes too little to be seen beside prefill; it counts as 0.")
     # Mean visual tokens of an image before pruning and after it.
@@ -220,13 +219,13 @@ def _ask_round(
                     what = "a request with an image"
                     fix = "serve a model that takes images, and allow one of this size"
                 what = f"refuses {what}: {describe_rejection(response)}"
-                raise _error(client.url, what, fix)
+                raise client.error(what, fix)
             for piece in response.iter_bytes():
                 reads.append((time.perf_counter() - start, piece))
         stream = parse_stream(reads)
         if stream.error not in (None, EMPTY) or not stream.prompt_tokens:
             what = f"a streamed answer cannot be timed: {stream.error or 'it has no usage'}"
-            raise _error(client.url, what, "give a vllm serve, or look into its log")
+            raise client.error(what, "give a vllm serve, or look into its log")
         # The only token may be the end of the answer, which has no text.
         ttft = stream.deltas[0] if stream.deltas else reads[-1][0]
         after = client.read_metrics()
@@ -241,7 +240,3 @@ def _ask_round(
     many, few = min(_LONG_WORDS, context // 3) if context else _LONG_WORDS, _QUESTION_WORDS
     question = draw(few)  # without the image too, so that it alone makes the difference in tokens
     return ask(question), ask(draw(many)), ask(question, image), ask(draw(few), image)
-
-
-def _error(url: str, what: str, fix: str) -> ConfigError:
-    return ConfigError("server", [Problem(url, what, fix)])
