@@ -206,7 +206,8 @@ class Settings(SearchChoices):
     @property
     def source_budget(self) -> int:
         """The largest K of the first budget, which is written into the candidates' states."""
-        return BudgetCall.parse(self.budgets[0]).range()[1]
+        budget = self.budgets[0]
+        return budget if isinstance(budget, int) else BudgetCall.parse(budget).range()[1]
 
     @property
     def total_candidates(self) -> int:
