@@ -38,6 +38,7 @@ def _tiles(*sides: int) -> list[list[int]]:
 
 
 _QWEN2, _QWEN3, _GLM = _edges(3136, 12845056), _edges(65536, 16777216), _edges(12544, 9633792)
+_PIXTRAL = {"vision": {"image_size": 1540}, "pixels": {"size": {"longest_edge": 1540}}}
 _INTERNVL = {
     "config": {"image_seq_length": 256},
     "vision": {"image_size": [448, 448]},
@@ -64,10 +65,15 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
         "pixels": {"size": _square(384)},
         "processor": {"num_image_tokens": 729},
     },
-    "qwen2_vl": _QWEN2,
-    "qwen2_5_vl": _QWEN2,
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "qwen3_omni_moe"), _QWEN2),
+    **dict.fromkeys(("exaone4_5", "opencua"), _QWEN2),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _QWEN3),
-    **dict.fromkeys(("glm4v", "glm4v_moe"), _GLM),
+    **dict.fromkeys(("cosmos3_omni", "intern_s2_preview", "cohere_compass"), _QWEN3),
+    **dict.fromkeys(("glm4v", "glm4v_moe", "glm_ocr"), _GLM),
+    "paddleocr_vl": _edges(147384, 2822400),
+    "dots_ocr": _edges(3136, 11289600),
+    "isaac": {"config": {"vision_max_num_patches": 6144}},
+    **dict.fromkeys(("mistral3", "lightonocr"), _PIXTRAL),
     **dict.fromkeys(("internvl", "interns1"), _INTERNVL),
     **dict.fromkeys(("internvl_chat", "qianfan_ocr", "skywork_chat"), _INTERNVL_CHAT),
     "idefics3": {
@@ -85,6 +91,11 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
         "vision": {"image_size": 896},
         "pixels": {"size": _square(896)},
         "processor": {"image_seq_length": 256},
+    },
+    "gemma4": {
+        "vision": {"patch_size": 16, "default_output_length": 280},
+        "pixels": {"patch_size": 16, "max_soft_tokens": 280},
+        "processor": {"image_seq_length": 280},
     },
 }
 """Backbone -> geometry of its checkpoints, by their config.json and preprocessor_config.json, in
