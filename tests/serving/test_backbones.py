@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 
 LIKE_ANOTHER = (
-    *("qwen3_vl_moe", "qwen3_5_moe", "glm4v", "glm4v_moe", "smolvlm"),
+    *("qwen3_vl_moe", "qwen3_5_moe", "cohere_compass", "glm4v", "glm4v_moe", "smolvlm"),
     *("interns1", "qianfan_ocr", "skywork_chat"),
 )
 """Share the code that prunes with another backbone: left to `make test-all`."""
@@ -40,7 +40,7 @@ ON_BOTH_RUNNERS = ("llava", "llava_onevision", "qwen2_5_vl", "qwen3_vl")
 serves the other backbones by V1."""
 
 WITHOUT_VIDEO = (
-    *("llava", "llava_next", "idefics3", "smolvlm", "gemma3"),
+    *("llava", "llava_next", "cohere_compass", "idefics3", "smolvlm", "gemma3"),
     *("qianfan_ocr", "skywork_chat"),
 )
 """Their models, or vLLM's classes for them, take no videos."""

@@ -228,14 +228,14 @@ def _positions_are_a_gather(report: Report) -> str:
 def _questions_share_the_core(report: Report) -> str:
     """A state with a core keeps two disjoint parts, and other questions reuse the core's blocks.
 
-    With linear attention from the third question on: its state at the end of a core is kept once
-    two prompts have parted there.
+    Where layers are of several kinds, from the third question on: vLLM keeps recurrent states and
+    blocks of sliding windows at the end of a core once two prompts have parted there.
     """
     rows = set(_rows(report.split_kept))
     if len(report.split_kept) != 1 + report.splittable or len(rows) != _split_budget(report):
         return f"parts {report.split_kept}"
     cached = [report["split"][name].cached for name in ("first", "second", "further")]
-    shared = [False, report.splittable and not report.hybrid, report.splittable]
+    shared = [False, report.splittable and not report.mixed, report.splittable]
     if cached[0] or [count >= BLOCK for count in cached] != shared:
         return f"{cached} tokens were reused"
     return ""

@@ -66,8 +66,9 @@ class Report(BaseModel):
     images of this backbone can be two items of a prompt, and ``recall_refused`` whether a request
     for recall is refused where they cannot. That state ranks before the patch merger where there is
     one; ``merger_error`` is how far what it ranks is from what enters the merger in transformers,
-    relative to how much tokens differ, None without a merger. ``hybrid`` says whether some layers
-    have linear attention.
+    relative to how much tokens differ, None without a merger.
+    ``hybrid`` says whether some layers have linear attention, ``mixed`` whether vLLM keeps
+    something else for some layers than for others.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
@@ -85,6 +86,7 @@ class Report(BaseModel):
     fallbacks: int
     errors: dict[str, int]
     hybrid: bool = False
+    mixed: bool = False
 
     def __getitem__(self, setting: str) -> dict[str, Completion]:
         return self.completions[setting]

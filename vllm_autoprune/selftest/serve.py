@@ -306,6 +306,7 @@ def serve(folder: Path) -> Report:
     completions: dict[str, dict[str, Completion]] = {}
     engine = _TinyEngine(folder, None)
     results["hybrid"] = engine.config.model_config.is_hybrid
+    results["mixed"] = len(engine.runner.kv_cache_config.kv_cache_groups) > 1
     results["runner"] = "v2" if engine.config.use_v2_model_runner else "v1"
     completions["stock"] = engine.ask_each(_QUESTIONS)
     completions["stock others"] = engine.ask_video()

@@ -205,6 +205,7 @@ BACKBONES: dict[str, Backbone] = {
         _qwen("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"),
         _qwen("qwen3_5", "Qwen3_5ForConditionalGeneration"),
         _qwen("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration"),
+        _qwen("cohere_compass", "CohereCompassForConditionalGeneration"),
         _qwen("glm4v", "Glm4vForConditionalGeneration"),
         _qwen("glm4v_moe", "Glm4vMoeForConditionalGeneration"),
         Backbone(

@@ -91,7 +91,7 @@ class _Gemma4Vision(Vision):
         return side
 
     def hook_attention(self) -> InputHook[QueriesAndKeys]:
-        """Hook on the last layer: transformers hands queries and keys to a function, not to a module."""
+        """Hook on the last layer; transformers hands queries and keys to a function, no module."""
         attention = self.find_attention()
         return InputHook(attention, partial(_read_attention, attention))
 

@@ -1,4 +1,4 @@
-"""Qwen-VL and GLM-4.xV: images of any size, patches merged four to one, M-RoPE.
+"""Qwen-VL, GLM-4.xV and their like: images of any size, patches merged four to one, M-RoPE.
 
 Videos are left as they are.
 """
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 from transformers.models.glm4v.image_processing_glm4v import smart_resize
+from vllm.model_executor.models.cohere_compass import CohereCompassForConditionalGeneration
 from vllm.model_executor.models.glm4_1v import (
     Glm4vForConditionalGeneration,
     Glm4vMoeForConditionalGeneration,
@@ -55,7 +56,7 @@ class _Qwen2_5Vision(_Qwen2Vision):
 
 
 class _Qwen3Vision(GridVision):
-    """Qwen3-VL and Qwen3.5; rows for later layers (deepstack) are pruned like the first."""
+    """Qwen3-VL, Qwen3.5, Cohere Compass; rows of later layers (deepstack) are pruned alike."""
 
     merger_name = "visual.merger"
     level_mergers: ClassVar[str] = "visual.deepstack_merger_list"
@@ -121,6 +122,9 @@ AutopruneQwen3VLMoeForConditionalGeneration = prune_grid(
 AutopruneQwen3_5ForConditionalGeneration = prune_grid(Qwen3_5ForConditionalGeneration, _Qwen3Vision)
 AutopruneQwen3_5MoeForConditionalGeneration = prune_grid(
     Qwen3_5MoeForConditionalGeneration, _Qwen3Vision
+)
+AutopruneCohereCompassForConditionalGeneration = prune_grid(
+    CohereCompassForConditionalGeneration, _Qwen3Vision, merger="Cohere_VisionPatchMerger"
 )
 AutopruneGlm4vForConditionalGeneration = prune_grid(Glm4vForConditionalGeneration, _GlmVision)
 AutopruneGlm4vMoeForConditionalGeneration = prune_grid(Glm4vMoeForConditionalGeneration, _GlmVision)
