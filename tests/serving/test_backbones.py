@@ -66,7 +66,7 @@ def assert_checks_pass(name: str, runner: Runner) -> Report:
     report = Report.model_validate(runner.run(examine, name=name))
     assert {check: CHECKS[check](report) for check in CHECKS} == dict.fromkeys(CHECKS, "")
     assert report.runner == runner.name
-    (backbone,) = (backbone for backbone in BACKBONES.values() if backbone.name == name)
+    backbone = next(backbone for backbone in BACKBONES.values() if backbone.name == name)
     axes = {len(completion.positions) for completion in report["stock"].values()}
     assert axes == {3 if backbone.mrope else 1}
     assert ("video" in report["stock others"]) == (name not in WITHOUT_VIDEO)

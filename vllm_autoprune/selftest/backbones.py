@@ -137,6 +137,10 @@ def build(name: str, folder: Path, changes: Mapping[str, Any] = MappingProxyType
     # What published checkpoints have in another form.
     if "published" in row:
         shutil.copytree(folder, folder / ORIGINAL)
+        if outer := row.get("thinker_of"):
+            thinker = config.to_dict()
+            config = transformers.AutoConfig.for_model(outer, thinker_config=thinker)
+            config.save_pretrained(folder)
         file = folder / "config.json"
         file.write_text(json.dumps(_merge(json.loads(file.read_text()), row["published"])))
     weights = load_file(folder / "model.safetensors")
@@ -149,6 +153,6 @@ def build(name: str, folder: Path, changes: Mapping[str, Any] = MappingProxyType
             weight = weight.transpose(-1, -2).contiguous()
         for ours, published in row.get("renamed", {}).items():
             weight_name = weight_name.replace(ours, published)
-        weights[weight_name] = weight
+        weights[row.get("weight_prefix", "") + weight_name] = weight
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder

@@ -419,7 +419,8 @@ def _read_merger_input(folder: Path, image: Image.Image) -> tuple[Tensor, Tensor
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     folder = folder / ORIGINAL if (folder / ORIGINAL).exists() else folder
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).model
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    model = model if hasattr(model, "visual") else model.model
     processor = AutoProcessor.from_pretrained(folder).image_processor
     inputs = processor(images=[image], return_tensors="pt")
     entering: dict[str, Tensor] = {}

@@ -51,8 +51,10 @@ def vllm_config(
     vision = {"hidden_size": 160, "num_hidden_layers": 4, "image_size": 336, "patch_size": 14}
     merged = {"spatial_merge_size": 2, "fullatt_block_indexes": [3], "qk_normalization": False}
     text = {"model_type": "llama", "bos_token_id": 1, "max_position_embeddings": 4096}
+    thinker = SimpleNamespace(vision_config=SimpleNamespace(**merged))
     fields: dict[str, object] = {
         "model_type": "llava",
+        "thinker_config": thinker,
         "vision_config": SimpleNamespace(model_type="clip_vision_model", **vision, **merged),
         "text_config": SimpleNamespace(**text),
         "vision_feature_select_strategy": "default",

@@ -13,6 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.models.llava import LlavaForConditionalGeneration as Stock
+from vllm.model_executor.models.qwen2_5_omni_thinker import (
+    Qwen2_5OmniThinkerForConditionalGeneration as Omni,
+)
+from vllm.model_executor.models.qwen3_omni_moe_thinker import (
+    Qwen3OmniMoeThinkerForConditionalGeneration as Omni3,
+)
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.multimodal.processing.processor import PromptUpdateDetails
 
 from tests.serving.unit.samples import Sender, served
@@ -26,6 +33,7 @@ from vllm_autoprune.serving.models.llava import (
     _JoinedVision,
 )
 from vllm_autoprune.serving.models.mrope import (
+    _compute_input_positions,
     _match_items,
     _place_image_tokens,
     position_channels,
@@ -298,6 +306,44 @@ def test_deltas_and_recalls_stand_where_their_image_does(
     parts: list[tuple[Part, int]], places: dict[int, int]
 ) -> None:
     assert _match_items(plans_of(parts)) == places
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("stock", [Omni, Omni3])
+def test_audio_and_videos_stand_where_they_do_behind_the_whole_image(stock: Any) -> None:
+    """Also the audio of a video, whose item lies over that of the video."""
+    vision = SimpleNamespace(spatial_merge_size=2, tokens_per_second=25)
+    model = stock.__new__(stock)
+    numbers = {"seconds_per_chunk": 2, "position_id_per_seconds": 25}
+    vars(model)["config"] = SimpleNamespace(vision_config=vision, **numbers)
+    image, clip, sound = torch.tensor([1, 4, 6]), torch.tensor([2, 4, 4]), torch.tensor(100)
+    video = {"video_grid_thw": clip, "use_audio_in_video": torch.tensor(True)}
+    heard = model._compute_audio_token_count(100)
+
+    def lay_out(tokens: int) -> tuple[int, list[MultiModalFeatureSpec]]:
+        """Length of a prompt, and its items: an image, a video with its audio."""
+        items: Any = [
+            ("image", 3, tokens, {"image_grid_thw": image}),
+            ("video", tokens + 6, 8 + heard + 2, video),
+            ("audio", tokens + 6, 8 + heard + 2, {"audio_feature_lengths": sound}),
+        ]
+        features = [
+            MultiModalFeatureSpec(
+                {field: SimpleNamespace(data=value) for field, value in data.items()},
+                *(modality, modality, PlaceholderRange(offset, length)),
+            )
+            for modality, offset, length, data in items
+        ]
+        return tokens + 6 + 8 + heard + 2 + 4, features
+
+    length, features = lay_out(6)
+    whole, delta = model.get_mrope_input_positions([OTHER] * length, features)
+    shorter, features = lay_out(2)
+    call: Any = (model.get_mrope_input_positions, [OTHER] * shorter, features, {0: 6}, {})
+    positions, pruned_delta = _compute_input_positions(*call)
+    assert torch.equal(positions[:, :3], whole[:, :3])
+    assert torch.equal(positions[:, 5:], whole[:, 9:])
+    assert pruned_delta == delta + 4
 
 
 @pytest.mark.parametrize("video", [0, 2])

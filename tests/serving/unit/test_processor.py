@@ -128,7 +128,7 @@ def test_what_is_made_of_an_image_does_not_depend_on_those_beside_it(
 ) -> None:
     """Processors pad a call to its largest image; with and without caches of processed images."""
     small, large, folder = picture(100, 48), picture(330, 300, 1), build(name, tmp_path)
-    (architecture,) = (at for at, backbone in BACKBONES.items() if backbone.name == name)
+    architecture = next(at for at, backbone in BACKBONES.items() if backbone.name == name)
 
     def send(gigabytes: int, *calls: Sequence[Any]) -> dict[int, set[str]]:
         """By image, everything that one processor sends of it in these calls."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,6 +86,8 @@ class Backbone:
     """K to start with."""
     measured: str = ""
     """Model of the family that accuracy was measured on; empty: token counts alone are tested."""
+    architectures: tuple[str, ...] = ()
+    """What checkpoints call it in config.json; empty: as vLLM calls the class."""
 
     @property
     def model(self) -> str:
@@ -165,18 +167,23 @@ _MERGED = _exactly("vision_config.spatial_merge_size", 2)
 """Patches on each side of a token."""
 
 
-def _qwen(name: str, stock: str, *fields: Field, measured: str = "") -> Backbone:
-    """A model of Qwen-VL's kind, whose merger makes a token of four patches."""
-    known = (_MERGED, *fields)
-    return Backbone(
-        name, "qwen", stock, fields=known, missing=_LAYERS, mrope=True, measured=measured
-    )
+# Attention is read of the last of these.
+_FULL = Field("vision_config.fullatt_block_indexes", "a list that names a block", bool)
 
 
-def _tiled(name: str, stock: str, why: str, *fields: Field) -> Backbone:
+def _qwen(name: str, stock: str, *fields: Field, within: str = "", **more: Any) -> Backbone:
+    """A model of Qwen-VL's kind, whose merger makes a token of four patches.
+
+    Its fields are ``within`` a part of config.json.
+    """
+    known = tuple(replace(field, name=within + field.name) for field in (_MERGED, *fields))
+    return Backbone(name, "qwen", stock, fields=known, missing=_LAYERS, mrope=True, **more)
+
+
+def _tiled(name: str, stock: str, why: str, *fields: Field, **more: Any) -> Backbone:
     """A model whose tiles have a patch merger; its processor writes ``why`` around them."""
     why = f"writes {why}"
-    return Backbone(name, "tiled", stock, fields=fields, missing=_LAYERS, unsplittable=why)
+    return Backbone(name, "tiled", stock, fields=fields, missing=_LAYERS, unsplittable=why, **more)
 
 
 _SHUFFLED = _exactly("downsample_ratio", 0.5)
@@ -190,17 +197,12 @@ _MARKS = "the tokens that begin and end an image around every item"
 _TEXT = "text around the tiles of every item"
 
 BACKBONES: dict[str, Backbone] = {
-    # InternVL of transformers is served by vLLM's class of InternS1.
-    {"internvl": "InternVLForConditionalGeneration"}.get(row.name, row.stock): row
+    architecture: row
     for row in (
         _ClipBackbone(*("llava", "llava", "LlavaForConditionalGeneration"), measured="mini-LLaVA"),
         _ClipBackbone("llava_next", "llava", "LlavaNextForConditionalGeneration"),
         _qwen("qwen2_vl", "Qwen2VLForConditionalGeneration"),
-        _qwen(
-            *("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"),
-            # Attention is read of the last of these.
-            Field("vision_config.fullatt_block_indexes", "a list that names a block", bool),
-        ),
+        _qwen("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", _FULL),
         _qwen("qwen3_vl", "Qwen3VLForConditionalGeneration", measured="mini-Qwen3-VL"),
         _qwen("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"),
         _qwen("qwen3_5", "Qwen3_5ForConditionalGeneration"),
@@ -208,6 +210,13 @@ BACKBONES: dict[str, Backbone] = {
         _qwen("cohere_compass", "CohereCompassForConditionalGeneration"),
         _qwen("glm4v", "Glm4vForConditionalGeneration"),
         _qwen("glm4v_moe", "Glm4vMoeForConditionalGeneration"),
+        # Pages lose first.
+        _qwen("glm_ocr", "GlmOcrForConditionalGeneration", budget="70%"),
+        _qwen(
+            *("qwen2_5_omni", "Qwen2_5OmniThinkerForConditionalGeneration", _FULL),
+            within="thinker_config.",
+            architectures=("Qwen2_5OmniModel", "Qwen2_5OmniForConditionalGeneration"),
+        ),
         Backbone(
             *("llava_onevision", "llava", "LlavaOnevisionForConditionalGeneration"),
             fields=(
@@ -215,7 +224,11 @@ BACKBONES: dict[str, Backbone] = {
                 _exactly("vision_feature_select_strategy", "full"),  # all patches
             ),
         ),
-        _tiled("internvl", "InternS1ForConditionalGeneration", _MARKS, _SHUFFLED),
+        _tiled(
+            *("internvl", "InternS1ForConditionalGeneration", _MARKS, _SHUFFLED),
+            # InternVL of transformers is served by vLLM's class of InternS1.
+            architectures=("InternVLForConditionalGeneration",),
+        ),
         _tiled("interns1", "InternS1ForConditionalGeneration", _MARKS, _SHUFFLED),
         _tiled("internvl_chat", "InternVLChatModel", _MARKS, *_INTERNVL_CHAT),
         _tiled("qianfan_ocr", "QianfanOCRForConditionalGeneration", _MARKS, *_INTERNVL_CHAT),
@@ -232,6 +245,7 @@ BACKBONES: dict[str, Backbone] = {
             unsplittable="writes the tokens that begin and end an image around every item",
         ),
     )
+    for architecture in row.architectures or (row.stock,)
 }
 """Hugging Face architecture name -> backbone."""
 

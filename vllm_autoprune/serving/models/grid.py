@@ -103,7 +103,7 @@ class GridVision(GridLayout):
         for i, (*_, height, width) in enumerate(grids.tolist()):
             image_rows, grid = rows[i], Grid(height // merge, width // merge)
             tokens, channels = image_rows[:, : self._width].clone(), [image_rows[:, self._width :]]
-            if isinstance(self._model, PrunedMRope):
+            if isinstance(self._model, PrunedMRope) and self._model.autoprune_places:
                 places = position_channels(grid.height, grid.width, tokens.device)
                 channels.append(places.to(tokens.dtype))
             of_image: dict[Signal, Tensor] = {s: parts[i].clone() for s, parts in split.items()}

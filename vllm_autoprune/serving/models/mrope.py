@@ -186,6 +186,8 @@ class PrunedMRope(PrunedModel, _Stock):
         if served_state(vllm_config.model_config) is not None:
             request_positions(vllm_config.model_config.multimodal_config)
         super().__init__(vllm_config=vllm_config, prefix=prefix)
+        # Some classes serve checkpoints with positions of one axis too.
+        self.autoprune_places: bool = vllm_config.model_config.uses_mrope
         if self.autoprune is not None:
             # Videos are handled by the stock model.
             self.is_multimodal_pruning_enabled = False

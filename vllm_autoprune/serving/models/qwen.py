@@ -6,8 +6,7 @@ Videos are left as they are.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from transformers.models.glm4v.image_processing_glm4v import smart_resize
@@ -15,6 +14,10 @@ from vllm.model_executor.models.cohere_compass import CohereCompassForConditiona
 from vllm.model_executor.models.glm4_1v import (
     Glm4vForConditionalGeneration,
     Glm4vMoeForConditionalGeneration,
+)
+from vllm.model_executor.models.glm_ocr import GlmOcrForConditionalGeneration
+from vllm.model_executor.models.qwen2_5_omni_thinker import (
+    Qwen2_5OmniThinkerForConditionalGeneration,
 )
 from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
 from vllm.model_executor.models.qwen2_vl import Qwen2VLForConditionalGeneration
@@ -59,8 +62,6 @@ class _Qwen3Vision(GridVision):
     """Qwen3-VL, Qwen3.5, Cohere Compass; rows of later layers (deepstack) are pruned alike."""
 
     merger_name = "visual.merger"
-    level_mergers: ClassVar[str] = "visual.deepstack_merger_list"
-    """Dotted name of the mergers of deepstack levels, if any."""
 
     @property
     def row_width(self) -> int:
@@ -70,7 +71,7 @@ class _Qwen3Vision(GridVision):
     def find_merger(self) -> Merger:
         """The merger of the last block; norms are taken at the first deepstack merger."""
         merger = super().find_merger()
-        levels = attrgetter(self.level_mergers)(self._model)
+        levels = self._model.visual.deepstack_merger_list
         return merger._replace(scored=next(iter(levels), merger.module))
 
 
@@ -128,3 +129,9 @@ AutopruneCohereCompassForConditionalGeneration = prune_grid(
 )
 AutopruneGlm4vForConditionalGeneration = prune_grid(Glm4vForConditionalGeneration, _GlmVision)
 AutopruneGlm4vMoeForConditionalGeneration = prune_grid(Glm4vMoeForConditionalGeneration, _GlmVision)
+AutopruneGlmOcrForConditionalGeneration = prune_grid(
+    GlmOcrForConditionalGeneration, _GlmVision, "GlmOcrPatchMerger"
+)
+AutopruneQwen2_5OmniThinkerForConditionalGeneration = prune_grid(
+    Qwen2_5OmniThinkerForConditionalGeneration, _Qwen2_5Vision
+)
