@@ -41,7 +41,7 @@ serves the other backbones by V1."""
 
 WITHOUT_VIDEO = (
     *("llava", "llava_next", "cohere_compass", "idefics3", "smolvlm", "gemma3"),
-    *("qianfan_ocr", "skywork_chat"),
+    *("qianfan_ocr", "skywork_chat", "paddleocr_vl", "lightonocr"),
 )
 """Their models, or vLLM's classes for them, take no videos."""
 

@@ -438,8 +438,21 @@ def _read_merger_input(folder: Path, image: Image.Image) -> tuple[Tensor, Tensor
         patches = entering["hidden_states"][0, : height * width]
         cells = patches.view(height // 3, 3, width // 3, 3, -1).transpose(1, 2).flatten(0, 1)
         cells = cells.flatten(1, 2)
-        norms = torch.stack([cells.abs().sum(dim=2), cells.pow(2).sum(dim=2).sqrt()], dim=2)
-        return cells.mean(dim=1), norms.mean(dim=1)
+        return _average_patches(cells, cells)
+
+    projector = getattr(model, "projector", getattr(model, "multi_modal_projector", None))
+    norm = getattr(projector, "pre_norm", getattr(projector, "norm", None))
+    if norm is not None:  # PaddleOCR-VL, LightOnOCR: patches in raster order
+        record("merger", norm)
+        model.get_image_features(**inputs)
+        if "image_sizes" in inputs:
+            unit = 2 * model.config.vision_config.patch_size
+            height, width = (int(side) // unit for side in inputs["image_sizes"][0])
+        else:
+            height, width = (inputs["image_grid_thw"][0, 1:] // 2).tolist()
+        cells = entering["merger"].unflatten(0, (height, 2, width, 2)).transpose(1, 2)
+        rows = cells.flatten(2, 3).flatten(0, 1)
+        return _average_patches(rows, rows)
 
     if not hasattr(model, "visual"):  # InternVL and Idefics3: shuffled tiles (T, n, patches * C)
         shuffled = (
@@ -471,6 +484,11 @@ def _read_merger_input(folder: Path, image: Image.Image) -> tuple[Tensor, Tensor
         rows_of_windows = (strip.split(side, dim=1) for strip in places.split(side))
         order = torch.cat([w.flatten() for strip in rows_of_windows for w in strip]).argsort()
         rows, scored = rows[order], scored[order]
+    return _average_patches(rows, scored)
+
+
+def _average_patches(rows: Tensor, scored: Tensor) -> tuple[Tensor, Tensor]:
+    """Means over the patches ``(N, p, C)`` of each token, of rows and of norms ``(N, 2)``."""
     sizes = torch.stack([scored.abs().sum(dim=2), scored.pow(2).sum(dim=2).sqrt()], dim=2)
     return rows.mean(dim=1), sizes.mean(dim=1)
 

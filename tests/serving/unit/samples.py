@@ -250,8 +250,13 @@ class Sender:
         context = InputProcessingContext(config, get_tokenizer(str(folder)))
         self._processor = factories.build_processor(context)
         self._config = config
-        self._placeholder = placeholder or model.get_placeholder_str("image", 1)
         self.info: Any = self._processor.info
+        token = self._processor._placeholders.token(self.info)
+        self._placeholder = (
+            placeholder
+            or model.get_placeholder_str("image", 1)
+            or self.info.get_tokenizer().convert_ids_to_tokens(token)
+        )
         self.cache: Any = None
 
     def with_cache(self) -> Sender:

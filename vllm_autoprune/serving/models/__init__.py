@@ -186,6 +186,12 @@ def _tiled(name: str, stock: str, why: str, *fields: Field, **more: Any) -> Back
     return Backbone(name, "tiled", stock, fields=fields, missing=_LAYERS, unsplittable=why, **more)
 
 
+def _ocr(name: str, stock: str, **fields: Any) -> Backbone:
+    """A model that reads pages, of which nearly every token is needed."""
+    usual = {"fields": (_MERGED,), "missing": _LAYERS, "budget": "70%"}
+    return Backbone(name, "ocr", stock, **{**usual, **fields})
+
+
 _SHUFFLED = _exactly("downsample_ratio", 0.5)
 _INTERNVL_CHAT = (
     _SHUFFLED,
@@ -217,6 +223,8 @@ BACKBONES: dict[str, Backbone] = {
             within="thinker_config.",
             architectures=("Qwen2_5OmniModel", "Qwen2_5OmniForConditionalGeneration"),
         ),
+        _ocr("paddleocr_vl", "PaddleOCRVLForConditionalGeneration", mrope=True),
+        _ocr("lightonocr", "LightOnOCRForConditionalGeneration", fields=()),
         Backbone(
             *("llava_onevision", "llava", "LlavaOnevisionForConditionalGeneration"),
             fields=(

@@ -45,6 +45,8 @@ class GridVision(GridLayout):
     """Whether the patches of a token enter it as one row."""
     cells: ClassVar[bool] = True
     """Whether the tower has the patches of a token one behind another, else in raster order."""
+    merger_cells: ClassVar[bool] = True
+    """Whether the merger has them so; else, too, in raster order."""
     resizes: ClassVar[bool] = True
     """Whether the processor shrinks images as :meth:`shrink_to_budget`."""
 
@@ -72,7 +74,19 @@ class GridVision(GridLayout):
     def find_merger(self) -> Merger:
         """The patch merger, before which norms are taken too."""
         module = attrgetter(self.merger_name)(self._model)
-        return Merger(module, self.merge**2, module, self.joined)
+        return Merger(module, self.merge**2 if self.merger_cells else 1, module, self.joined)
+
+    def merge_patches(self, patches: Tensor, grids: Tensor) -> Tensor:
+        """What each token gets of its patches ``(P, ...)``: their mean, ``(N, ...)``."""
+        merge = self.merge
+        if not self.cells:
+            images = zip(patches.split(grids.prod(-1).tolist()), grids.tolist(), strict=True)
+            cells = [
+                image.unflatten(0, (-1, merge, width // merge, merge)).transpose(1, 2)
+                for image, (*_, width) in images
+            ]
+            patches = torch.cat([image.flatten(0, 3) for image in cells])
+        return patches.unflatten(0, (-1, merge**2)).mean(dim=1)
 
     def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
         """Encode images; tokens are selected by the first D channels of each row."""
@@ -85,14 +99,10 @@ class GridVision(GridLayout):
         patches, merge = grids.prod(-1).tolist(), self.merge
         signals = {signal: hook.take() for signal, hook in self.merger.items()}
         if self.attention is not None:
-            # A merged token gets the mean of what its patches get.
-            received = self.attention.take().received(patches)
-            if not self.cells:
-                received = [
-                    part.view(-1, merge, int(grid[-1]) // merge, merge).transpose(1, 2).flatten()
-                    for part, grid in zip(received, grids, strict=True)
-                ]
-            signals["cls_attention"] = torch.cat(received).view(-1, merge**2).mean(dim=1)
+            signals["cls_attention"] = torch.cat(self.attention.take().received(patches))
+        for signal, part in signals.items():
+            if len(part) == sum(patches):
+                signals[signal] = self.merge_patches(part, grids)
         order = self.tower_order(grids) if signals else None
         if order is not None:
             signals = {signal: part[order] for signal, part in signals.items()}
