@@ -58,6 +58,37 @@ def test_features_must_fit_the_grid(shape: tuple[int, ...]) -> None:
         VisualTokens(torch.zeros(shape), Grid(2, 2))
 
 
+@pytest.mark.parametrize("informative", range(5))
+@pytest.mark.parametrize("base", ["divprune", "cen_divprune", "scope"])
+@pytest.mark.parametrize("core", [0.0, 0.5])
+def test_free_shares_follow_the_tile_that_shows_something(
+    informative: int, base: str, core: float
+) -> None:
+    """Of five tiles four show one colour; equal shares keep K / T of each whatever it shows."""
+    source = torch.Generator().manual_seed(informative)
+    features = torch.ones(5, 16, 8) + 1e-3 * torch.randn(5, 16, 8, generator=source)
+    features[informative] = torch.randn(16, 8, generator=source)
+    attention = torch.full((5, 16), 0.01)
+    attention[informative] = 0.05
+    tokens = plain(features.flatten(0, 1), Grid(4, 4, tiles=5))
+    attention = attention.flatten()[None]
+    tokens = replace(tokens, cls_attention=attention, encoder=tokens.features)
+    changes = {**UNCHANGED, "/base_policy": {"name": base}}
+    if core:
+        changes["/core"] = {"share": core}
+    kept = {
+        shares: refine(materialize(state({**changes, "/shares": shares}), 10), tokens).indices[0]
+        for shares in ("equal", "free")
+    }
+    counts = {shares: (indices // 16).bincount(minlength=5) for shares, indices in kept.items()}
+    assert counts["equal"].tolist() == [2] * 5
+    assert counts["free"][informative] >= 8
+    if base == "divprune" and not core:
+        across = {"name": base, "params": {"tile_scope": "global"}}
+        policy = materialize(state({**changes, "/base_policy": across}), 10)
+        assert torch.equal(refine(policy, tokens).indices[0], kept["free"])
+
+
 def test_cosines_that_are_known_are_not_computed() -> None:
     policy, three = materialize(load_state("autoprune"), 8), images(batch=3)
     known = replace(three, known_cosine=three.cosine.clone())

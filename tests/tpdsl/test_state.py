@@ -39,6 +39,7 @@ SAME: list[Changes] = [
     {"/constraints/selector": {"atom": "reference_residual_exchange_selector"}},
     {"/reassembly": {"atom": "mean_residual"}},
     {"/rank_at": "merger_out"},
+    {"/shares": "equal"},
     {"/safety/2": {"atom": "deterministic", "repeats": 2}},
 ]
 """Changes that do not affect behaviour."""
@@ -59,6 +60,7 @@ DIFFERENT: list[Changes] = [
     {"/safety/2/repeats": 4},
     {"/safety/3": DELETE},
     {"/core": {"share": 0.5}},
+    {"/shares": "free"},
     IN,
 ]
 
@@ -90,9 +92,11 @@ def test_states_share_a_core_whatever_its_share_and_what_the_rest_of_them_is() -
     assert half == core_digest({"share": 0.75}) == core_digest({"share": 0.5}, UNCHANGED)
     before = core_digest({"share": 0.5}, IN)
     assert before == core_digest({"share": 0.5}, {**IN, **UNCHANGED})
-    assert len({half, before, core_digest({"share": 0.5, "cover": 0.5})}) == 3
+    free = [core_digest({"share": 0.5}, {**ranked, "/shares": "free"}) for ranked in ({}, IN)]
+    assert len({half, before, *free, core_digest({"share": 0.5, "cover": 0.5})}) == 5
     assert (state().core_digest, state(IN).core_digest) == ("", "")
     assert '"core"' not in state().dumps() and '"rank_at"' not in state().dumps()
+    assert '"shares"' not in state().dumps()
 
 
 ACCEPTED: list[Changes] = [

@@ -11,7 +11,7 @@ from vllm_autoprune.errors import BudgetError, Problem
 from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET, BudgetCall
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, INSTRUCTION_NEEDS, BasePolicy
 from vllm_autoprune.tpdsl.state import SCHEMA, Core, PruningState
-from vllm_autoprune.tpdsl.tokens import Need, RankAt
+from vllm_autoprune.tpdsl.tokens import Need, RankAt, Shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class PruningPolicy:
         """
         if state.core is None:
             raise _no_core(state)
-        alone = _core_state(state.core, state.rank_at)
+        alone = _core_state(state.core, state.rank_at, state.shares)
         return cls(alone, core, 0, core, cover=state.core.cover)
 
     @classmethod
@@ -158,9 +158,10 @@ _CORE_ALONE: dict[str, JsonValue] = {
 
 
 @lru_cache(maxsize=128)
-def _core_state(core: Core, rank_at: RankAt) -> PruningState:
+def _core_state(core: Core, rank_at: RankAt, shares: Shares) -> PruningState:
+    fields = {"rank_at": rank_at, "shares": shares}
     policy = core.policy.model_dump(mode="json")
     reassembly = {"atom": "mean_residual", "strength": core.strength}
     return PruningState.model_validate(
-        {**_CORE_ALONE, "base_policy": policy, "rank_at": rank_at, "reassembly": reassembly}
+        {**_CORE_ALONE, **fields, "base_policy": policy, "reassembly": reassembly}
     )

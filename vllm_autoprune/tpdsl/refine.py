@@ -119,7 +119,7 @@ def select_tokens(
         if calls:
             signals = [run_signal(call, view, picked) for call in calls]
             g = run_fusion(scoring.fusion, signals, [call.weight for call in calls], picked)
-        known = PriorInputs(tokens, state.base_policy, budget, picked)
+        known = PriorInputs(state.shared(tokens), state.base_policy, budget, picked)
         for prior in state.source.priors:
             if not prior.idle:
                 g = g * run(Tensor, prior, known)
@@ -188,7 +188,7 @@ def _reference(
     policy: PruningPolicy, tokens: VisualTokens, start: Given | None
 ) -> ReferenceSelection:
     """The base policy's selection. Core and delta are single tokens: their policies merge none."""
-    params = policy.state.base_policy.params
+    params, tokens = policy.state.base_policy.params, policy.state.shared(tokens)
     if start is not None:
         picks = policy.base.select_given(params, tokens, policy.budget, start)
     elif policy.is_core:

@@ -27,7 +27,7 @@ from vllm_autoprune.tpdsl.base_policy import (
     QuestionFreePolicy,
 )
 from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, StatePart, default_call
-from vllm_autoprune.tpdsl.tokens import Need, RankAt, VisualTokens
+from vllm_autoprune.tpdsl.tokens import Need, RankAt, Shares, VisualTokens
 
 # The grammar below is built from the registry, so these imports have to declare the atoms first.
 
@@ -183,6 +183,12 @@ class PruningState(StatePart):
         description="extension: where tokens are scored and compared, after the patch merger or "
         "before it; the rows that are kept are those after it either way",
     )
+    shares: Shares = Field(
+        default="equal",
+        exclude_if=lambda shares: shares == "equal",
+        description="extension: how K falls to the tiles of an image; equal: the base policy keeps "
+        "K / T of each of T tiles; free: it keeps K of all tokens as of one grid",
+    )
     budget: Budget = Field(description="B: number of tokens kept per image")
     core: Core | None = Field(
         default=None,
@@ -224,13 +230,18 @@ class PruningState(StatePart):
         """SHA-256 of what selects the core and makes its rows; empty without a core."""
         if self.core is None:
             return ""
-        if self.rank_at == "merger_out":
+        if (self.rank_at, self.shares) == ("merger_out", "equal"):
             return self.core.digest
-        return hashlib.sha256(f"{self.rank_at} {self.core.digest}".encode()).hexdigest()
+        place = self.rank_at if self.shares == "equal" else f"{self.rank_at} {self.shares}"
+        return hashlib.sha256(f"{place} {self.core.digest}".encode()).hexdigest()
 
     def ranked(self, tokens: VisualTokens) -> VisualTokens:
         """The tokens as this state scores and compares them."""
         return tokens.before_merger if self.rank_at == "merger_in" else tokens
+
+    def shared(self, tokens: VisualTokens) -> VisualTokens:
+        """The tokens as the base policy selects from them: in tiles of equal shares, or in one."""
+        return tokens.as_one_tile if self.shares == "free" else tokens
 
     def model_copy(
         self, *, update: Mapping[str, object] | None = None, deep: bool = False

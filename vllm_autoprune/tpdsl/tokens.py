@@ -135,6 +135,9 @@ RankAt = Literal["merger_out", "merger_in"]
 """Whether tokens are ranked by what they are after the patch merger, or by what enters it."""
 
 
+Shares = Literal["equal", "free"]
+"""Whether the base policy keeps K / T of each of an image's T tiles, or K of all of them."""
+
 TileScope = Literal["per_tile", "global"]
 """Whether tokens are compared within their tile or across all tiles of the image."""
 
@@ -235,6 +238,17 @@ class VisualTokens:
             known_cosine=known_cosine,
             merged=self.output,
         )
+
+    @cached_property
+    def as_one_tile(self) -> VisualTokens:
+        """The same tokens as one grid, tile below tile, of which a policy keeps any K."""
+        if self.grid.tiles == 1:
+            return self
+        tower = self.tower
+        if tower is not None and tower.cls is not None:
+            tower = replace(tower, cls=tower.cls.mean(dim=1, keepdim=True))
+        grid = Grid(self.grid.height * self.grid.tiles, self.grid.width)
+        return replace(self, grid=grid, tower=tower, known_cosine=self.cosine)
 
     @cached_property
     def norm(self) -> Tensor:
