@@ -116,8 +116,8 @@ def test_regions_are_the_tiles_that_keep_tokens() -> None:
     tiles = tuple(region_image(seed).regions[0] for seed in range(3))
     ordered = [dataclasses.replace(tile, order=torch.arange(36)) for tile in tiles]
     for features, count, budget, numbers in (
-        (ImageFeatures(tiles, rest_at=-1), 3, 5, [0, 1, 2]),
-        (ImageFeatures(tiles, rest_at=-1), 3, 2, [0, 2]),
+        (ImageFeatures(tiles), 3, 5, [0, 1, 2]),
+        (ImageFeatures(tiles), 3, 2, [0, 1]),
         # A base view and stitched crops, one grid, several tiles in one region.
         (ImageFeatures((ordered[0], ordered[1])), 2, 5, []),
         (ImageFeatures(tiles[:1]), 1, 5, []),

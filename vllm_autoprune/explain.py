@@ -273,6 +273,10 @@ def _draw_regions(
     budget = sum(policy.budget for policy, _, _ in selections)
     if numbers := _find_tiles_of_regions(features, len(pictures), budget):
         return [pictures[tile] for tile in numbers]
+    region = features.regions[0]
+    if region.order is not None and region.grid.tiles == len(pictures):
+        ranks = region.order[:: region.grid.per_tile].argsort().argsort()
+        pictures = [pictures[tile] for tile in ranks.tolist()]
     width, height = pictures[0].size
     joined = Image.new("RGB", (width * len(pictures), height))
     for number, picture in enumerate(pictures):

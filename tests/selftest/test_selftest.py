@@ -91,6 +91,7 @@ def good() -> Report:
         },
         predicted={SPLIT_QUESTION: [N]},
         kept={SPLIT_QUESTION: [KEPT]},
+        texts={SPLIT_QUESTION: [[]]},
         vision_runs=0,
         split_kept=PARTS,
         recalled=RECALLED,
@@ -134,12 +135,19 @@ def in_tiles(pruned: list[int]) -> Change:
     return lambda report: steps[2](steps[1](steps[0](report)))
 
 
+def with_text(places: list[int]) -> Change:
+    """The same tiles, where the plugin embeds the text, behind these numbers of rows."""
+    change = in_tiles([1, *[IMAGE] * 3, 2, *[IMAGE] * 2])
+    return lambda report: change(report).model_copy(update={"texts": {SPLIT_QUESTION: [places]}})
+
+
 BROKEN: Mapping[str, Change] = {
     "answers_are_numbers": answer("chunked", logprob=math.nan),
     "whole_is_stock": answer("whole", logprob=-3.0000001),
     "prompts_shrink_as_predicted": answer("pruned", prompt=[1, *[IMAGE] * 5, *range(20, 60)]),
     "kept_rows_are_the_model_s_own": fields(kept={SPLIT_QUESTION: [[1, -1, 5, 7, 11]]}),
     "kept_rows_stand_in_their_tiles": in_tiles([1, *[IMAGE] * 3, 2, *[IMAGE] * 2]),
+    "text_stands_between_the_tokens_that_it_did": with_text([0, 3]),
     "small_steps_keep_the_same": answer("chunked", positions=FULL),
     "preempted_requests_go_on": answer("preempted", ids=[3, 5]),
     "the_same_question_shares": answer("pruned", cached=32),
@@ -162,6 +170,10 @@ def test_each_check_passes_a_correct_report_and_reports_what_is_wrong() -> None:
     assert {name: check(good()) for name, check in CHECKS.items()} == dict.fromkeys(CHECKS, "")
     in_order = in_tiles([1, IMAGE, IMAGE, 2, IMAGE, IMAGE, IMAGE])
     assert CHECKS["kept_rows_stand_in_their_tiles"](in_order(good())) == ""
+    for places in ([0, 2], [2], [0, 2, 5]):
+        embedded = with_text(places)(good())
+        assert CHECKS["text_stands_between_the_tokens_that_it_did"](embedded) == ""
+        assert CHECKS["kept_rows_stand_in_their_tiles"](embedded) == ""
     # NaN survives JSON, so that a check can report it.
     for name, check in CHECKS.items():
         broken = BROKEN[name](good())

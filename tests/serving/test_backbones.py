@@ -40,7 +40,7 @@ ON_BOTH_RUNNERS = ("llava", "llava_onevision", "qwen2_5_vl", "qwen3_vl")
 serves the other backbones by V1."""
 
 WITHOUT_VIDEO = (
-    *("llava", "llava_next", "cohere_compass", "idefics3", "smolvlm", "gemma3"),
+    *("llava", "llava_next", "cohere_compass", "idefics3", "smolvlm", "mistral3", "gemma3"),
     *("qianfan_ocr", "skywork_chat", "paddleocr_vl", "lightonocr"),
 )
 """Their models, or vLLM's classes for them, take no videos."""

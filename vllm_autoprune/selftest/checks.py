@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
+from itertools import accumulate
 
 from vllm_autoprune.selftest.run import (
     BLOCK,
@@ -156,10 +157,12 @@ def _kept_rows_are_the_model_s_own(report: Report) -> str:
 
 @_check
 def _kept_rows_stand_in_their_tiles(report: Report) -> str:
-    """Where text stands between tiles, each has placeholders for the rows kept of it."""
+    """Where vLLM embeds text between tiles, each has placeholders for the rows kept of it."""
     for name, images in report.kept.items():
         stock, pruned = report["stock"][name].prompt, report["pruned"][name].prompt
         (image,) = Counter(stock) - Counter(pruned)
+        if any(report.texts[name]):
+            continue
         sizes = report.predicted[name]
         rows = [sum(sizes[:i]) + row for i, kept_rows in enumerate(images) for row in kept_rows]
         tiles, placeholders = _count_between(stock, image), _count_between(pruned, image)
@@ -168,6 +171,29 @@ def _kept_rows_stand_in_their_tiles(report: Report) -> str:
             inside = sum(start <= row < start + size for row in rows)
             if inside != count:
                 return f"{name}: {count} placeholders for {inside} of {size} tokens"
+            start += size
+    return ""
+
+
+@_check
+def _text_stands_between_the_tokens_that_it_did(report: Report) -> str:
+    """Text that the plugin embeds stands behind the kept tokens that it follows unpruned."""
+    for name, texts in report.texts.items():
+        stock, pruned = report["stock"][name].prompt, report["pruned"][name].prompt
+        (image,) = Counter(stock) - Counter(pruned)
+        # Tokens before each other id of the stock prompt; those within an image are known to be
+        # its text.
+        before = [*accumulate(_count_between(stock, image))][:-1]
+        start = 0
+        for size, rows, places in zip(
+            report.predicted[name], report.kept[name], texts, strict=True
+        ):
+            inside = [at - start for at in before if start < at < start + size]
+            expected = [sum(row < at for row in rows) for at in inside] if places else []
+            around = len(places) - len(expected)
+            ways = ([0] * i + expected + [len(rows)] * (around - i) for i in range(around + 1))
+            if places not in ways:
+                return f"{name}: text after {places} tokens, not {expected}"
             start += size
     return ""
 

@@ -60,8 +60,9 @@ class Report(BaseModel):
     ``stock others`` and ``others``: a video, which is served unpruned, where the model takes one.
 
     ``predicted`` has N of every image, computed from its size. ``kept`` has the index of each kept
-    row among an image's unpruned rows, or -1 if it equals none of them. ``vision_runs`` counts runs
-    of the vision tower beyond one for each image. ``split_kept`` has the kept rows of each part
+    row among an image's unpruned rows, or -1 if it equals none of them; ``texts`` how many of them
+    stand before each row of the image's text, where the plugin embeds it. ``vision_runs`` counts
+    runs of the vision tower beyond one for each image. ``split_kept`` has the rows of each part
     under the state with a core, ``recalled`` those of each later turn, ``splittable`` whether
     images of this backbone can be two items of a prompt, and ``recall_refused`` whether a request
     for recall is refused where they cannot. That state ranks before the patch merger where there is
@@ -77,6 +78,7 @@ class Report(BaseModel):
     completions: dict[str, dict[str, Completion]]
     predicted: dict[str, list[int]]
     kept: dict[str, list[list[int]]]
+    texts: dict[str, list[list[int]]]
     vision_runs: int
     split_kept: list[list[int]]
     recalled: list[list[int]]

@@ -197,19 +197,29 @@ class _TinyEngine(Engine):
             yield
 
     @contextmanager
-    def recording_rows(self) -> Iterator[list[list[int]]]:
-        """Record the features of images; yields which of its unpruned rows each row of one is."""
+    def recording_rows(self, texts: list[list[int]] | None = None) -> Iterator[list[list[int]]]:
+        """Record the features of images; yields which of its unpruned rows each row of one is.
+
+        ``texts`` gets, for each image, how many rows of tokens stand before each row of its text.
+        """
         kept: list[list[int]] = []
 
         def prune_and_record(
             context: SelectionContext, plans: Sequence[ItemPlan], images: Sequence[ImageFeatures]
         ) -> list[Tensor]:
             selected = prune_images(context, plans, images)
-            for image, rows in zip(images, selected, strict=True):
+            for plan, image, rows in zip(plans, images, selected, strict=True):
                 equal = (rows[:, None] == image.rows()[None]).all(dim=2).to(torch.int8)
-                place = torch.where(equal.any(dim=1), equal.argmax(dim=1), -1)
+                is_token = equal.any(dim=1)
+                place = torch.where(is_token, equal.argmax(dim=1), -1)
+                if plan.text and context.parts.embed is not None:
+                    ids = torch.tensor([token for _, token in plan.text])
+                    if torch.equal(rows[~is_token], context.parts.embed(ids.to(rows.device))):
+                        place = place[is_token]
                 kept.append(place.tolist())
                 self.features.append(image)
+                if texts is not None:
+                    texts.append(is_token.cumsum(0)[~is_token].tolist())
             return selected
 
         with patch.object(pruned_model, "prune_images", prune_and_record):
@@ -320,9 +330,10 @@ def serve(folder: Path) -> Report:
     }
     completions["whole"] = engine.ask_each(_QUESTIONS)
     completions["pruned"], completions["again"], results["kept"] = {}, {}, {}
+    results["texts"] = texts = {name: list[list[int]]() for name in _QUESTIONS}
     runs = engine.runs
     for name, question in _QUESTIONS.items():
-        with engine.recording_rows() as results["kept"][name]:
+        with engine.recording_rows(texts[name]) as results["kept"][name]:
             completions["pruned"][name] = engine.ask(question, SMALL_BUDGET)
         completions["again"][name] = engine.ask(question, SMALL_BUDGET)
     images = {id(image) for _, pictures in _QUESTIONS.values() for image in pictures}
@@ -406,9 +417,11 @@ def _measure_merger_error(folder: Path, image: Image.Image, features: ImageFeatu
     Of the features that an engine made of the image, against transformers in float32.
     """
     ranked = [[region.signals[name] for region in features.regions] for name in _MERGER_INPUT]
+    orders = [region.order for region in features.regions if region.order is not None]
     errors = []
     for parts, expected in zip(ranked, _read_merger_input(folder, image), strict=True):
         rows = torch.cat(parts)
+        rows = rows[torch.cat(orders).argsort()] if orders else rows
         deviation = (expected - expected.mean(dim=0)).pow(2).mean(dim=0).sum().sqrt()
         errors.append((rows - expected).norm(dim=1).max() / deviation)
     return float(torch.stack(errors).max())
@@ -460,12 +473,15 @@ def _read_merger_input(folder: Path, image: Image.Image) -> tuple[Tensor, Tensor
             if hasattr(model, "multi_modal_projector")
             else model.connector.modality_projection
         )
-        record("merger", shuffled)
-        model.get_image_features(pixel_values=inputs["pixel_values"])
-        tokens = entering["merger"].flatten(0, 1)
-        norms = torch.stack([tokens.abs().sum(dim=1), tokens.pow(2).sum(dim=1).sqrt()], dim=1)
+        by_channel = hasattr(shuffled, "patch_merger")  # Mistral 3: (N, C * patches)
+        record("merger", shuffled.patch_merger.merging_layer if by_channel else shuffled)
+        scales = {"image_sizes": inputs["image_sizes"]} if by_channel else {}
+        model.get_image_features(pixel_values=inputs["pixel_values"], **scales)
         width = model.config.vision_config.hidden_size
-        return tokens.unflatten(1, (-1, width)).mean(dim=1), norms
+        tokens = entering["merger"].flatten(0, -2)
+        norms = torch.stack([tokens.abs().sum(dim=1), tokens.pow(2).sum(dim=1).sqrt()], dim=1)
+        patches = tokens.unflatten(1, (width, -1) if by_channel else (-1, width))
+        return patches.mean(dim=2 if by_channel else 1), norms
 
     visual, grid = model.visual, inputs["image_grid_thw"]
     # GLM-4.xV merges by a convolution behind a norm.

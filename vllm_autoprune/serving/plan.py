@@ -69,6 +69,9 @@ Their attention to all earlier tokens is stored, which would take gigabytes for 
 MAX_STATE_BYTES = 1 << 14
 """Bound of the state that a plan carries, in bytes; those that ship take 1,200."""
 
+MAX_TEXT_IDS = 4096
+"""Ids of text within one image: a name for each tile, or a break for each row."""
+
 MAX_RECALLS = 16
 """Turns of a conversation that recall tokens of one image: the plan of each names all before it."""
 
@@ -98,6 +101,9 @@ class ItemPlan:
     ``tokens`` is N by the image's size.
     ``earlier`` has, where the item is a recall, K of the image with its own question, and then
     every recall before this one: its tokens are chosen among those that are left.
+    ``text`` are the ids that stand between the tokens of the image, each with the number of tokens
+    before it in the unpruned prompt: the worker embeds them, because only there it is known which
+    tokens are kept, and so where text stands between them. Empty where vLLM embeds the text.
     """
 
     budget: int
@@ -111,6 +117,7 @@ class ItemPlan:
     part: Part = "whole"
     core: int = 0
     earlier: tuple[Choice, ...] = ()
+    text: tuple[tuple[int, int], ...] = ()
 
     @property
     def group(self) -> tuple[object, ...]:
@@ -189,7 +196,7 @@ class ItemPlan:
         return int(row[_PART]) == _PARTS.index("recall")
 
     def encode(self) -> Tensor:
-        """Encode as int64: 13 numbers, the state, the token ids, and then every earlier choice."""
+        """Encode as int64: 13 numbers, state, token ids, every earlier choice, text if any."""
         padded = self.state.ljust(-(-len(self.state) // _WORD) * _WORD, b"\0")
         numbers = [_VERSION, self.budget, CHOOSERS.index(self.keep), int(self.profile), *self.key]
         numbers += [len(self.state), len(self.instruction), len(self.language)]
@@ -198,6 +205,8 @@ class ItemPlan:
         for choice in self.earlier:
             numbers += [choice.budget, len(choice.instruction), len(choice.language)]
             numbers += [*choice.instruction, *choice.language]
+        if self.text:
+            numbers += [len(self.text), *(number for place in self.text for number in place)]
         return torch.tensor(numbers)
 
     @staticmethod
@@ -223,6 +232,11 @@ class ItemPlan:
         def take(count: int, most: int) -> Ids:
             require(0, count, most, f"has {{}} numbers, and at most {most} are allowed")
             return tuple(islice(unread, count))
+
+        def take_text() -> Iterator[tuple[int, int]]:
+            count = next(unread, 0)
+            require(0, count, MAX_TEXT_IDS, "has {} ids of text")
+            return zip(*[islice(unread, 2 * count)] * 2, strict=False)
 
         def take_choice(budget: int, instruction: int, language: int) -> Choice:
             require(1, budget, MAX_BUDGET, "keeps K = {} tokens")
@@ -252,9 +266,16 @@ class ItemPlan:
             part=_PARTS[part],
             core=core,
             earlier=tuple(take_choice(*head) for head in heads if len(head) == 3),
+            text=tuple(take_text()),
         )
         if plan.encode().tolist() != numbers:
             raise plan_error("has too few numbers, too many, or others than it is encoded by")
+        places = [before for before, _ in plan.text]
+        if (
+            places != sorted(places)
+            or min((n for place in plan.text for n in place), default=0) < 0
+        ):
+            raise plan_error("has text that is out of order, or negative")
         if (plan.part == "recall") != bool(earlier):
             raise plan_error(f"has {earlier} earlier choices as {plan.part}")
         least, most = {
@@ -278,7 +299,8 @@ _PART, _HEAD = 9, 13
 _WORD = 8
 """Bytes of an int64."""
 
-_MOST = _HEAD + MAX_STATE_BYTES // _WORD + (MAX_RECALLS + 1) * (3 + RELEVANCE_IDS + LANGUAGE_IDS)
+_MOST = _HEAD + MAX_STATE_BYTES // _WORD + 1 + 2 * MAX_TEXT_IDS
+_MOST += (MAX_RECALLS + 1) * (3 + RELEVANCE_IDS + LANGUAGE_IDS)
 
 
 def refuse(where: str, what: str, fix: str) -> RequestError:
@@ -373,23 +395,20 @@ def make_core_identity(image: str, chosen_by: str, core: int) -> str:
 # Split of an image's budget over its parts, the same in the API server and in the worker.
 
 
-def split_over_parts(
-    budget: int, sizes: Sequence[int], tiles: Sequence[int], rest_at: int = 0
-) -> tuple[int, ...]:
+def split_over_parts(budget: int, sizes: Sequence[int], tiles: Sequence[int]) -> tuple[int, ...]:
     """Split K over parts of ``sizes`` tokens: K / T for each of their ``tiles``.
 
-    What does not divide goes to part number ``rest_at`` and those after it, and surplus to the next
-    part with room. If K is at least the number of tokens, every part keeps all of its tokens.
+    What does not divide goes to the first parts, and surplus to the next part with room. If K is at
+    least the number of tokens, every part keeps all of its tokens.
     """
-    order = [(rest_at + i) % len(sizes) for i in range(len(sizes))]
     shares = split_over_tiles(budget, sum(tiles))
     budgets, done = [0] * len(sizes), 0
-    for part in order:
-        budgets[part] = min(sum(shares[done : done + tiles[part]]), sizes[part])
+    for part, size in enumerate(sizes):
+        budgets[part] = min(sum(shares[done : done + tiles[part]]), size)
         done += tiles[part]
     surplus = min(budget, sum(sizes)) - sum(budgets)
-    for part in order:
-        more = min(surplus, sizes[part] - budgets[part])
+    for part, size in enumerate(sizes):
+        more = min(surplus, size - budgets[part])
         budgets[part] += more
         surplus -= more
     return tuple(budgets)

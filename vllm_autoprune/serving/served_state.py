@@ -347,8 +347,10 @@ class PlanRules:
         """
         if plan.profile:
             raise plan_error("is one of memory profiling")
-        if plan.budget != placeholders:
-            raise plan_error(f"keeps K = {plan.budget} tokens for {placeholders} placeholders")
+        if plan.budget + len(plan.text) != placeholders:
+            kept = f"keeps K = {plan.budget} tokens"
+            kept += f" and {len(plan.text)} of text" if plan.text else ""
+            raise plan_error(f"{kept} for {placeholders} placeholders")
         # No more tokens than the server's state and rules allow.
         rules = self.served.rules
         by_request = rules.maximum if rules.allows("budget") else 0
@@ -374,6 +376,8 @@ class PlanRules:
                 raise plan_error(f"has a token id for relevance beyond the vocabulary of {size}")
             if max(language, default=0) >= self.vocabulary:
                 raise plan_error(f"has a token id beyond the vocabulary of {self.vocabulary}")
+        if max((token for _, token in plan.text), default=0) >= self.vocabulary:
+            raise plan_error(f"has text beyond the vocabulary of {self.vocabulary}")
         if plan.keep != "state" and not served.rules.allows("budget"):
             raise plan_error(
                 f"has keep = {plan.keep!r}, and requests may set nothing ({REQUESTS_FLAG})"

@@ -193,6 +193,9 @@ def _resolve_settings(raw: object, vllm_config: VllmConfig) -> ServedState:
         if connector is not None:
             extra = connector.kv_connector_extra_config
             problems += _connector_problems(str(connector.kv_connector), extra)
+        if backbone.embeds_text and getattr(model.multimodal_config, "mm_encoder_only", False):
+            what = "the language model embeds the text between the tokens of an image"
+            problems.append(Problem("--mm-encoder-only", what, "serve without it"))
         if backbone.mrope and vllm_config.parallel_config.pipeline_parallel_size > 1:
             # vLLM asks for the positions of kept tokens where it encodes images: on rank 0.
             what = "later ranks would not know the positions of the tokens that are kept"

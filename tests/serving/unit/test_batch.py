@@ -236,7 +236,6 @@ BY_QUALITY: dict[str, object] = {
 """Rows in the order of their quality, whatever their places."""
 
 
-@pytest.mark.parametrize("rest_at", [0, -1])
 @pytest.mark.parametrize("budget", [1, 2, 5, 3 * N - 1])
 @pytest.mark.parametrize(
     ("keep", "changes"),
@@ -244,14 +243,40 @@ BY_QUALITY: dict[str, object] = {
     ids=["state", "by quality", "random", "reference"],
 )
 def test_rows_stand_in_their_tile(
-    budget: int, keep: Chooser, changes: Mapping[str, object], rest_at: int
+    budget: int, keep: Chooser, changes: Mapping[str, object]
 ) -> None:
-    tiled = ImageFeatures(tuple(region(seed, SIX) for seed in range(3)), rest_at=rest_at)
+    tiled = ImageFeatures(tuple(region(seed, SIX) for seed in range(3)))
     (rows,) = prune([plan(budget, key=3, keep=keep)], [tiled], served({**changes}))
     tiles = [row // N for row in rows_of(tiled, rows)]
     assert tiles == sorted(tiles)
-    shares = split_over_parts(budget, [N] * 3, [1] * 3, rest_at=rest_at)
+    shares = split_over_parts(budget, [N] * 3, [1] * 3)
     assert tuple(tiles.count(tile) for tile in range(3)) == shares
+
+
+@pytest.mark.parametrize("budget", [1, 5, 3 * N - 1, 3 * N])
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("changes", [{}, BY_QUALITY, {"/core": {"share": 0.5}}])
+@pytest.mark.parametrize("profile", [False, True])
+def test_text_stands_behind_the_tokens_that_it_follows_in_the_whole_image(
+    budget: int, ordered: bool, changes: Mapping[str, object], profile: bool
+) -> None:
+    """Whatever the order of rows."""
+    order = torch.arange(3 * N).roll(N)
+    three = region(0, Grid(6, 6, 3))
+    image = ImageFeatures((replace(three, order=order if ordered else None),))
+    text = ((0, 3), (0, 4), (7, 5), (N, 3), (2 * N + 1, 6), (3 * N, 3))
+    item = plan(budget, key=3, text=text, profile=profile)
+    (rows,) = prune([item], [image], served({**changes}))
+    bare, all_rows = prune([replace(item, text=())], [image], served({**changes}))[0], image.rows()
+    assert len(rows) == len(bare) + len(text)
+    is_text = (rows == rows[:, :1]).all(dim=1)
+    assert rows[is_text, 0].tolist() == [token for _, token in text]
+    assert {*map(tuple, rows[~is_text].tolist())} == {*map(tuple, bare.tolist())}
+    before = is_text.cumsum(0)
+    for row, texts in zip(rows[~is_text], before[~is_text].tolist(), strict=True):
+        same = (all_rows == row).all(dim=1)
+        place = int(same.long().argmax()) if same.any() else 3 * N - 1
+        assert texts == sum(at <= place for at, _ in text)
 
 
 @pytest.mark.parametrize("budget", [1, 2, 3, 8, 16, 32])

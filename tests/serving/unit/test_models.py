@@ -23,6 +23,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.multimodal.processing.processor import PromptUpdateDetails
 
 from tests.serving.unit.samples import Sender, served
+from vllm_autoprune.errors import RequestError
 from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.selftest.checks import _count_between
 from vllm_autoprune.serving.api.layout import Placeholders
@@ -252,17 +253,33 @@ IMAGE, OTHER = 7, 1
 PLACEHOLDERS = Placeholders(Mock(), Mock(), Mock())
 
 
+@pytest.mark.parametrize("embeds_text", [False, True])
 @pytest.mark.parametrize(
-    ("budget", "rest_at", "runs"),
-    [(5, 0, [2, 2, 1]), (5, -1, [2, 1, 2]), (1, -1, [0, 0, 1]), (9, 0, [3, 3, 3])],
+    ("budget", "runs"), [(5, [2, 2, 1]), (1, [1, 0, 0]), (9, [3, 3, 3]), (10, [3, 3, 3])]
 )
-def test_each_tile_keeps_its_share(budget: int, rest_at: int, runs: list[int]) -> None:
-    """What does not divide goes to the first tile, or to the one that shows the whole image."""
+@pytest.mark.parametrize("profile", [False, True])
+def test_each_tile_keeps_its_share(
+    budget: int, runs: list[int], embeds_text: bool, profile: bool
+) -> None:
+    """What is kept whole is stock's; profiling needs room for the text that the worker embeds."""
     tiles = [OTHER, *[IMAGE] * 3, OTHER, *[IMAGE] * 3, OTHER, *[IMAGE] * 3, OTHER]
     content = PromptUpdateDetails.select_token_id(tiles, IMAGE)
-    shortened: Any = replace(PLACEHOLDERS, rest_at=rest_at).shorten(content, budget)
-    assert _count_between(shortened.full, IMAGE)[1:-1] == runs
-    assert (shortened is content) == (budget == 9)
+    placeholders = replace(PLACEHOLDERS, embeds_text=embeds_text)
+    plan = ItemPlan(budget, NO_KEY, profile=profile)
+    shortened, planned = placeholders.lay_out(content, plan)
+    assert _count_between(shortened.full, IMAGE)[1:-1] == ([3, 3, 3] if profile else runs)
+    whole = profile or budget >= 9
+    with_text = embeds_text and not (whole and not profile)
+    assert (shortened is content) == (whole and not with_text)
+    assert (shortened.is_embed is None) == with_text
+    text = ((0, OTHER), (3, OTHER), (6, OTHER), (9, OTHER)) if with_text else ()
+    assert planned == replace(plan, text=text)
+
+
+def test_an_image_with_more_text_than_a_plan_may_carry_is_refused() -> None:
+    content = PromptUpdateDetails.select_token_id([IMAGE, OTHER] * 4097, IMAGE)
+    with pytest.raises(RequestError, match="4097 tokens of text"):
+        replace(PLACEHOLDERS, embeds_text=True).lay_out(content, ItemPlan(1, NO_KEY))
 
 
 # ---- M-RoPE: positions of kept tokens are checked on an engine (``positions_are_a_gather``) ----

@@ -64,6 +64,7 @@ def recall(budget: int = 8, before: int = 8, **fields: Any) -> ItemPlan:
         profile=st.booleans(),
         state=st.binary(max_size=40),
         tokens=st.integers(0, 65536),
+        text=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 99))).map(sorted).map(tuple),
     ),
     st.lists(st.tuples(st.integers(1, 1000), IDS, IDS), max_size=5),
     st.integers(0, 999),
@@ -107,7 +108,7 @@ def forged(place: int, value: int) -> torch.Tensor:
         (SOUND.to("meta"), "meta"),
         (SOUND[:5], "has 5 numbers"),
         (torch.zeros(10**6, dtype=torch.int64), "numbers"),
-        (torch.cat([SOUND, SOUND]), "too many"),
+        (torch.cat([plan(text=((1, 2),)).encode(), SOUND]), "too many"),
         *((forged(1, budget), f"K = {budget}") for budget in (0, 2**40)),
         *((forged(2, keep), f"keep = {keep}") for keep in (4, -1)),
         *((forged(6, size), f"state of {size} bytes") for size in (-1, 2**62)),
@@ -122,6 +123,10 @@ def forged(place: int, value: int) -> torch.Tensor:
         (forged(11, -1), "-1 earlier choices"),
         (forged(12, -1), "N = -1"),
         (forged(15, -3), "negative"),
+        *((torch.cat([SOUND, torch.tensor([n])]), f"{n} ids of text") for n in (-1, 4097)),
+        (torch.cat([SOUND, torch.tensor([1, 2])]), "too few"),
+        (plan(text=((2, 1), (1, 1))).encode(), "out of order"),
+        (plan(text=((1, -1),)).encode(), "negative"),
         (recall(core=8).encode(), "K_c = 8"),
         (recall(before=0).encode(), "K = 0"),
         (recall(before=65_530).encode(), "K = 65542"),
@@ -234,6 +239,7 @@ DETAIL = _DetailBudgets.model_validate({"low": 4, "high": 10})
         (plan(keep="random", part="core", core=8), rules("budget"), "drawn at random"),
         (plan(instruction=(VOCABULARY,)), rules("none"), "vocabulary of 100"),
         (plan(instruction=(10,)), WITH_TOWER, "vocabulary of 10"),
+        (plan(text=((1, VOCABULARY),)), rules("none"), "text beyond the vocabulary"),
         (plan(state=SHIPPED), rules("budget"), "they may set budget"),
         (plan(state=UNSHIPPED), rules("shipped-states"), "does not ship"),
         (plan(state=b"\xff" * 9), rules(), "cannot be served"),
@@ -252,7 +258,7 @@ def test_a_plan_that_the_rules_do_not_allow_is_refused(
         by.check(item, item.budget)
         problem = f"{item.budget} tokens for 7 placeholders"
     with pytest.raises(RequestError, match=problem) as caught:
-        by.check(item, 7 if "placeholders" in problem else item.budget)
+        by.check(item, 7 if "placeholders" in problem else item.budget + len(item.text))
     assert "autoprune_plan" in str(caught.value)
 
 
@@ -267,6 +273,10 @@ BY_BASE = ItemPlan(8, NO_KEY, keep="reference")
         (plan(state=UNSHIPPED).encode(), rules("budget"), BARE),
         (plan(instruction=(VOCABULARY,), language=(VOCABULARY,)).encode(), rules(), BARE),
         (plan(keep="random").encode(), rules("none"), BARE),
+        (
+            *(plan(text=((1, VOCABULARY), (2, 3))).encode(), rules()),
+            replace(BARE, text=((1, 0), (2, 0))),
+        ),
         *(
             (replace(RECALL, earlier=(Choice(8), Choice(4, *ids))).encode(), rules(), RECALL)
             for ids in (((VOCABULARY,),), ((), (VOCABULARY,)))
@@ -274,7 +284,7 @@ BY_BASE = ItemPlan(8, NO_KEY, keep="reference")
         *((row, rules(), BY_BASE) for row in (None, torch.zeros(3), "no plan", [1, 2])),
         (torch.full((20,), -1), rules(), BY_BASE),
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_a_worker_takes_out_what_is_not_allowed(row: object, by: PlanRules, made: ItemPlan) -> None:
     reporter = FallbackReporter()
@@ -305,7 +315,7 @@ def test_a_budget_that_the_state_does_not_allow_keeps_its_number_of_rows() -> No
 
 
 def test_whatever_numbers_a_client_sends_a_worker_returns_as_many_rows_as_the_plan_keeps() -> None:
-    sound = plan(state=UNSHIPPED, language=(4, 5)).encode()
+    sound = plan(state=UNSHIPPED, language=(4, 5), text=((1, 2), (4, 3))).encode()
     places = [torch.tensor([place]) for place in range(len(sound))]
     values = (-(2**63), -1, 0, 1, 7, 35, 36, 2**31, 2**63 - 1)
     strict = replace(blind(), rules=RequestRules("states"))
@@ -315,4 +325,4 @@ def test_whatever_numbers_a_client_sends_a_worker_returns_as_many_rows_as_the_pl
     context = SelectionContext(strict, parts(), FallbackReporter())
     for item in accepted:
         (kept,) = prune_images(context, [item], images(1))
-        assert kept.shape[0] == item.budget
+        assert kept.shape[0] == item.budget + len(item.text)

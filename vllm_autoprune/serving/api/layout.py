@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import accumulate, groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ from vllm_autoprune.serving.compat import depends_on
 from vllm_autoprune.serving.plan import (
     ENTRY,
     MAX_RECALLS,
+    MAX_TEXT_IDS,
     ItemPlan,
     Part,
     refuse,
@@ -46,9 +47,11 @@ class Placeholders:
     ``count_largest`` that of the largest image; ``token`` is the id of the placeholder token.
     ``unsplittable`` says why an image cannot be several items of a prompt, empty where it can.
     ``resize`` gives the size to which the model's processor would shrink an image of that size to
-    have at most K tokens; None where N does not follow the size closely enough. Where text stands
-    between the tiles of an image, ``rest_at`` is the tile that takes what does not divide of K.
-    ``text`` is what stands for an image in a prompt before it is processed, where it is no token.
+    have at most K tokens; None where N does not follow the size closely enough. ``text`` is what
+    stands for an image in a prompt before it is processed, where it is no token. ``embeds_text``
+    says that the worker makes the rows of text between the tokens of a pruned image as well: only
+    there it is known how many tokens are kept before each. vLLM's own pruning of Qwen3-VL's videos
+    does so (``Qwen3VLMultiModalProcessor.get_video_repl``).
     """
 
     count: Callable[[BaseProcessingInfo, ImageSize, Mapping[str, object]], TokenCount]
@@ -56,31 +59,45 @@ class Placeholders:
     token: Callable[[BaseProcessingInfo], int]
     unsplittable: str = ""
     resize: Callable[[BaseProcessingInfo, ImageSize, int], ImageSize] | None = None
-    rest_at: int = 0
     text: str = ""
+    embeds_text: bool = False
 
     @depends_on("vllm.multimodal.processing.processor", "PromptUpdateDetails")
-    def shorten(self, content: PromptUpdateDetails, budget: int) -> PromptUpdateDetails:
+    def lay_out(
+        self, content: PromptUpdateDetails, plan: ItemPlan
+    ) -> tuple[PromptUpdateDetails, ItemPlan]:
         """Keep K placeholders of one image's prompt text, and all other tokens.
 
-        Where other tokens stand between them, each run of placeholders is a tile and keeps its
-        share of K, which is what the worker selects of the tile.
+        Where other tokens stand between them, each run of placeholders keeps an equal share of K.
+        That is what the worker selects of a tile, unless it embeds the text too: the ids then say
+        how many rows there are, and the plan which text is among them. Memory profiling needs room
+        for all of it.
         """
         is_embed = (
             [True] * len(content.full)
             if content.is_embed is None
             else content.is_embed(content.full).tolist()
         )
-        if sum(is_embed) <= budget:
-            return content
+        unpruned = plan.profile or sum(is_embed) <= plan.budget
+        if unpruned and not (plan.profile and self.embeds_text):
+            return content, plan
+        budget = sum(is_embed) if unpruned else plan.budget
         runs = [sum(1 for _ in run) for placeholder, run in groupby(is_embed) if placeholder]
-        shares = iter(split_over_parts(budget, runs, [1] * len(runs), self.rest_at % len(runs)))
+        shares = iter(split_over_parts(budget, runs, [1] * len(runs)))
         shortened: list[int] = []
         tokens_by_kind = zip(is_embed, content.full, strict=True)
         for placeholder, run in groupby(tokens_by_kind, key=itemgetter(0)):
             tokens = [token for _, token in run]
             shortened += tokens[: next(shares)] if placeholder else tokens
-        return replace(content, full=shortened)
+        if not self.embeds_text:
+            return replace(content, full=shortened), plan
+        before = accumulate(is_embed)
+        text = zip(before, content.full, is_embed, strict=True)
+        places = tuple((at, token) for at, token, placeholder in text if not placeholder)
+        if len(places) > MAX_TEXT_IDS:
+            what = f"has {len(places)} tokens of text, and {MAX_TEXT_IDS} are allowed"
+            raise refuse("image", what, "send a smaller image")
+        return replace(content, full=shortened, is_embed=None), replace(plan, text=places)
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,15 +202,14 @@ class PrunedProcessor(_Stock):
             if at_key[item.key] < at and cache is not None and cache.is_cached_item(item.key):
                 # The cache may count how often it is read.
                 image, _ = cache.get_and_update_item(None, item.key)
-            row = MultiModalFieldElem(item.plan.encode(), MultiModalBatchedField(keep_on_cpu=True))
-            tensors.append(MultiModalKwargsItem({**(image or {}), FIELD: row}))
             updates.append([])
+            item_plan = item.plan
             for update in result.prompt_updates["image"][place]:
                 update = self._recompute_cached_prompt_update(update, at)
-                if not item.plan.profile:
-                    shortened = self._placeholders.shorten(update.content, item.plan.budget)
-                    update = replace(update, content=shortened)
-                updates[-1].append(update)
+                content, item_plan = self._placeholders.lay_out(update.content, item.plan)
+                updates[-1].append(replace(update, content=content))
+            row = MultiModalFieldElem(item_plan.encode(), MultiModalBatchedField(keep_on_cpu=True))
+            tensors.append(MultiModalKwargsItem({**(image or {}), FIELD: row}))
         return result._replace(
             kwargs=MultiModalKwargsItems({**result.kwargs, "image": tensors}),
             prompt_updates={**result.prompt_updates, "image": updates},

@@ -78,6 +78,8 @@ class Backbone:
     """Whether tokens have positions of their own in time, height and width."""
     unsplittable: str = ""
     """Why an image cannot be several items of a prompt; empty where it can."""
+    embeds_text: bool = False
+    """Whether text stands between the tokens of an image, and is embedded with those kept."""
     remote_processor: bool = False
     """Whether vLLM serves it by an image processor that is Python code of the checkpoint."""
     state: str = "cen_divprune"
@@ -241,8 +243,14 @@ BACKBONES: dict[str, Backbone] = {
         _tiled("internvl_chat", "InternVLChatModel", _MARKS, *_INTERNVL_CHAT),
         _tiled("qianfan_ocr", "QianfanOCRForConditionalGeneration", _MARKS, *_INTERNVL_CHAT),
         _tiled("skywork_chat", "SkyworkR1VChatModel", _MARKS, *_INTERNVL_CHAT),
-        _tiled("idefics3", "Idefics3ForConditionalGeneration", _TEXT),
-        _tiled("smolvlm", "SmolVLMForConditionalGeneration", _TEXT),
+        _tiled("idefics3", "Idefics3ForConditionalGeneration", _TEXT, embeds_text=True),
+        _tiled("smolvlm", "SmolVLMForConditionalGeneration", _TEXT, embeds_text=True),
+        Backbone(
+            *("mistral3", "mistral3", "Mistral3ForConditionalGeneration"),
+            missing=_LAYERS,
+            unsplittable="writes a break behind every row of every item",
+            embeds_text=True,
+        ),
         Backbone(
             *("gemma3", "tiled", "Gemma3ForConditionalGeneration"),
             unsplittable="lets the tokens of an image see those that follow them",

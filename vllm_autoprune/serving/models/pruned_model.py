@@ -170,8 +170,7 @@ class Vision(ABC):
         def project(rows: Tensor) -> Tensor:
             raise NotImplementedError(f"{type(self).__name__} gives policies no rows of its tower")
 
-        embed = self.embed if "words" in self.needs else None
-        return ModelParts(project, self.load_relevance(), embed=embed)
+        return ModelParts(project, self.load_relevance(), embed=self.embed)
 
     @contextmanager
     def recording(self) -> Iterator[None]:

@@ -39,9 +39,6 @@ from vllm_autoprune.tpdsl.tokens import Grid
 if TYPE_CHECKING:
     from vllm.multimodal.parse import ImageSize
 
-_WHOLE = -1
-"""The tile of Idefics3 and SmolVLM that shows the whole image."""
-
 
 class _TiledVision(Vision):
     """Vision side whose images' tiles come in one tensor."""
@@ -53,9 +50,9 @@ class _TiledVision(Vision):
     tile_tokens: ClassVar[str]
     """Dotted name, within the model, of the number of tokens of one square tile, n."""
     apart: ClassVar[bool] = False
-    """Whether text stands between the tiles of an image: tokens are then chosen tile by tile."""
-    rest_at: ClassVar[int] = 0
-    """Number of the tile that then takes what does not divide, as in ``Placeholders.rest_at``."""
+    """Whether tokens are chosen tile by tile, as the prompt says how many each tile keeps."""
+    whole_last: ClassVar[bool] = False
+    """Whether the last tile shows the whole image, and is the first that gets a share."""
 
     @abstractmethod
     def rows(self, tiles: ImageInputs) -> Tensor:
@@ -100,16 +97,21 @@ class _TiledVision(Vision):
         features, start = [], 0
         for image in images:
             count, regions = len(image[self.fields[0]]), []
+            order = None
+            if self.whole_last and count > 1:
+                order = torch.arange(count * side**2, device=rows.device).roll(side**2)
             for run in [1] * count if self.apart else [count]:
                 part = slice(start, start + run)
                 of_region: dict[Signal, Tensor] = {
-                    signal: tiles[part].flatten(0, 1).clone() for signal, tiles in signals.items()
+                    signal: tiles[part].roll(int(order is not None), 0).flatten(0, 1).clone()
+                    for signal, tiles in signals.items()
                 }
-                tokens = rows[part].flatten(0, 1).clone()
+                tokens = rows[part].roll(int(order is not None), 0).flatten(0, 1).clone()
                 grid = Grid(side, side, run)
-                regions.append(self.make_region(grid, tokens, of_region, share=run))
+                region = self.make_region(grid, tokens, of_region, order=order, share=run)
+                regions.append(region)
                 start += run
-            features.append(ImageFeatures(tuple(regions), rest_at=self.rest_at))
+            features.append(ImageFeatures(tuple(regions)))
         return features
 
 
@@ -175,7 +177,7 @@ class _Idefics3Vision(_TiledVision):
     counts, fields = "num_patches", ("pixel_values", "pixel_attention_mask")
     tile_tokens = "model.image_seq_len"
     layers = "model.vision_model.encoder.layers"
-    apart, rest_at = True, _WHOLE
+    whole_last = True
 
     def find_merger(self) -> Merger:
         """The projection, which gets the patches of a token as one row."""
@@ -228,8 +230,8 @@ def _prune(
         lambda info: count(info, largest(info), {}),
         image_token,
         BACKBONES[architecture].unsplittable,
-        rest_at=vision.rest_at,
         text=text,
+        embeds_text=BACKBONES[architecture].embeds_text,
     )
     return prune_class(stock, placeholders, vision, **hooks)
 

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from vllm_autoprune.errors import SelectionError
 from vllm_autoprune.ops.rowwise import upload
@@ -81,7 +82,7 @@ class SelectionContext:
 def prune_images(
     context: SelectionContext, plans: Sequence[ItemPlan], images: Sequence[ImageFeatures]
 ) -> list[Tensor]:
-    """``(K_i, D + E)`` rows of every image, in the order given.
+    """``(K_i, D + E)`` rows of every image, in the order given, with those of its text if any.
 
     Images of one budget and one shape are selected together; others make selections of their own.
     A row is there for each of the image's placeholders, whatever its plan says.
@@ -105,16 +106,20 @@ def prune_images(
 
     # In the order of their parts: what an item is chosen after is then remembered when its own turn
     # comes.
-    rows = dict[int, Tensor]()
+    rows, places = dict[int, Tensor](), dict[int, Tensor]()
     for members in sorted(groups.values(), key=lambda members: plans[members[0]].kept_before):
         group = [plans[i] for i in members], [images[i] for i in members]
         if _keeps_all(plans[members[0]], images[members[0]]):
             selected: Sequence[Tensor] = [image.rows(group[0][0].budget) for image in group[1]]
+            at = torch.arange(len(selected[0]), device=selected[0].device).expand(len(members), -1)
         else:
-            selected = _select_rows(context, *group).unbind()
-        for i, rows_of_image in zip(members, selected, strict=True):
-            # Profiling gets the unpruned size, after the selection has used its memory.
-            rows[i] = images[i].rows() if plans[i].profile else rows_of_image
+            chosen, at = _select_rows(context, *group)
+            selected = chosen.unbind()
+        for i, rows_of_image, places_of_image in zip(members, selected, at, strict=True):
+            rows[i], places[i] = rows_of_image, places_of_image
+            if plans[i].profile:  # the unpruned size, after the selection has used its memory
+                rows[i] = images[i].rows()
+                places[i] = torch.arange(len(rows[i]), device=rows[i].device)
 
     # vLLM silently drops surplus rows, and its engine crashes where rows are missing. Neither
     # happens while the API server predicts N correctly.
@@ -123,9 +128,33 @@ def prune_images(
         if count != wanted:
             mismatch = SelectionError(f"{count} rows for a placeholder of {wanted}")
             reporter.report_error(mismatch, "cutting its rows off, or repeating the last one")
-            places = torch.arange(wanted, device=rows[i].device).clamp(max=count - 1)
-            rows[i] = rows[i][places]
-    return [rows[i] for i in range(len(plans))]
+            repeated = torch.arange(wanted, device=rows[i].device).clamp(max=count - 1)
+            rows[i], places[i] = rows[i][repeated], places[i][repeated]
+    return _insert_text(context, plans, [(rows[i], places[i]) for i in range(len(plans))])
+
+
+def _insert_text(
+    context: SelectionContext, plans: Sequence[ItemPlan], images: Sequence[tuple[Tensor, Tensor]]
+) -> list[Tensor]:
+    """Rows of every image with those of its text, behind the tokens that stand before it.
+
+    ``images`` are rows ``(K, D + E)`` and the place ``(K,)`` of each among the image's tokens.
+    Rows between the same two texts stay in their order.
+    """
+    rows = [rows_of_image for rows_of_image, _ in images]
+    ids = [token for plan in plans for _, token in plan.text]
+    if not ids or context.parts.embed is None:
+        return rows
+    texts = context.parts.embed(upload(torch.tensor(ids), rows[0].device))
+    parts = texts.split([len(plan.text) for plan in plans])
+    for i, (plan, text, (kept, places)) in enumerate(zip(plans, parts, images, strict=True)):
+        before = upload(torch.tensor([at for at, _ in plan.text]), kept.device)
+        texts_before = torch.searchsorted(before, places, right=True)
+        keys = [2 * texts_before, 2 * torch.arange(len(text), device=kept.device) + 1]
+        # Channels that are not the language model's (a forged plan of a model without text) are 0.
+        text = functional.pad(text.to(kept.dtype), (0, kept.shape[1] - text.shape[1]))
+        rows[i] = torch.cat([kept, text])[torch.cat(keys).argsort(stable=True)]
+    return rows
 
 
 def _keeps_all(plan: ItemPlan, image: ImageFeatures) -> bool:
@@ -134,13 +163,18 @@ def _keeps_all(plan: ItemPlan, image: ImageFeatures) -> bool:
 
 def _select_rows(
     context: SelectionContext, plans: Sequence[ItemPlan], images: Sequence[ImageFeatures]
-) -> Tensor:
-    """Select ``(B, K, D + E)`` rows of images of one group and shape, of which not all are kept."""
+) -> tuple[Tensor, Tensor]:
+    """Select ``(B, K, D + E)`` rows of images of one group and shape, of which not all are kept.
+
+    With the place ``(B, K)`` of each among all rows of its image; rows that stand for no token are
+    the last of their region.
+    """
     plan, image = plans[0], images[0]
     ordered = image.regions[0].order is not None
-    parts, positions = [], []
+    parts, positions, start = [], [], 0
     for number in range(len(image.regions)):
         batch = _RegionBatch(context, plans, images, number)
+        start += 0 if number == 0 else image.regions[number - 1].grid.tokens
         if batch.rows == 0:
             continue
         refined = batch.select()
@@ -154,19 +188,19 @@ def _select_rows(
             extra = extra.gather(1, sources.expand(-1, -1, extra.shape[2]))
             features = torch.cat([features, extra.to(features.dtype)], dim=2)
         parts.append(features)
+        places, last_place = start + refined.indices, start + image.regions[number].grid.tokens - 1
         if ordered:
-            # Positions among all rows of the image; rows that stand for no token come last.
             orders = stack([r.order for r in batch.regions if r.order is not None])
-            places = orders.gather(1, refined.indices)
-            end = torch.iinfo(places.dtype).max
-            positions += [places, places.new_full((len(plans), refined.extra), end)]
+            places, last_place = orders.gather(1, refined.indices), image.tokens - 1
+        positions += [places, places.new_full((len(plans), refined.extra), last_place)]
 
     if not parts:  # all tokens are kept already
         parts = [torch.stack([image.rows()[:0] for image in images])]
-    rows = torch.cat(parts, dim=1)
+        positions = [torch.zeros(len(plans), 0, dtype=torch.int64, device=parts[0].device)]
+    rows, places = torch.cat(parts, dim=1), torch.cat(positions, dim=1)
     by_quality = plan.runs_policy and (context.served.policy_for_plan(plan).state.orders_by_quality)
-    if positions and not by_quality:
-        order = torch.cat(positions, dim=1).argsort(dim=1, stable=True)
+    if ordered and not by_quality:
+        places, order = places.sort(dim=1, stable=True)
         rows = rows.gather(1, order[:, :, None].expand(-1, -1, rows.shape[2]))
 
     # Fillers, where all tokens are kept and the plan asks for more.
@@ -174,9 +208,10 @@ def _select_rows(
     missing -= max(0, plan.kept_before - image.candidates)
     fillers = [image.filler for image in images if image.filler is not None]
     if missing <= 0 or len(fillers) < len(images):
-        return rows
+        return rows, places
     added = torch.stack(fillers)[:, None].expand(-1, missing, -1)
-    return torch.cat([rows, added.to(rows.dtype)], dim=1)
+    at_end = places.new_full((len(plans), missing), image.tokens - 1)
+    return torch.cat([rows, added.to(rows.dtype)], dim=1), torch.cat([places, at_end], dim=1)
 
 
 @dataclass(frozen=True)

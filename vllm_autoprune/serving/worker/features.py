@@ -84,14 +84,12 @@ class ImageFeatures:
     """One image after the vision tower.
 
     filler ``(D,)`` is a row that stands for no token and that the model puts between tokens,
-    ``gaps`` times (LLaVA-NeXT's newline); None where it has no such rows. ``rest_at`` is the number
-    of the region that takes the remainder of a budget.
+    ``gaps`` times (LLaVA-NeXT's newline); None where it has no such rows.
     """
 
     regions: tuple[Region, ...]
     filler: Tensor | None = None
     gaps: int = 0
-    rest_at: int = 0
 
     @property
     def candidates(self) -> int:
@@ -106,7 +104,7 @@ class ImageFeatures:
     def split(self, budget: int) -> tuple[int, ...]:
         """K split over the regions in proportion to their shares."""
         sizes = tuple(region.grid.tokens for region in self.regions)
-        return _split(budget, sizes, tuple(region.share for region in self.regions), self.rest_at)
+        return _split(budget, sizes, tuple(region.share for region in self.regions))
 
     def rows(self, count: int | None = None) -> Tensor:
         """``(N, D + E)`` as the unpruned model has them; the first fillers only where count < N."""

@@ -133,7 +133,8 @@ class PlanReader:
         except AutopruneError as error:
             self._reporter.report_refused_plan(error, self._device)
             unread = tuple(Choice(choice.budget) for choice in plan.earlier)
-            plan = replace(plan.ask(), earlier=unread, keep="state", state=b"")
+            text = tuple((before, 0) for before, _ in plan.text)
+            plan = replace(plan.ask(), earlier=unread, keep="state", state=b"", text=text)
         # A control plan where the state does not allow the budget. An image that keeps every token
         # may have such a plan, because nothing is selected then.
         for candidate in (plan, replace(plan, keep="reference")):

@@ -140,19 +140,23 @@ class Merger(NamedTuple):
     """A patch merger, which makes one token of the ``patches`` of a cell.
 
     It is called with patches ``(P, ..., C)``, those of each token one behind another, or with
-    tokens ``(..., patches * C)`` where they are ``joined`` before. ``scored`` is the module before
-    which norms are taken, called with patches of the same order.
+    tokens ``(..., patches * C)`` where they are ``joined`` before, or ``(..., C * patches)`` with
+    ``channels_first``. ``scored`` is the module before which norms are taken, called with patches
+    of the same order.
     """
 
     module: nn.Module
     patches: int
     scored: nn.Module
     joined: bool = False
+    channels_first: bool = False
 
     def split(self, *inputs: Any, **named: Any) -> Tensor:
         """``(N, patches, C)`` of what a module was called with."""
         patches: Tensor = inputs[0]
         width = patches.shape[-1] // (self.patches if self.joined else 1)
+        if self.channels_first:
+            return patches.reshape(-1, width, self.patches).transpose(1, 2)
         return patches.reshape(-1, self.patches, width)
 
     # What enters, several times as many numbers as the output, is reduced within the hooks.
