@@ -100,6 +100,6 @@ def read_records() -> dict[str, dict[str, Symbol]]:
 
 if __name__ == "__main__":
     version = vllm_version().base_version
-    record = {"version": version, "symbols": look_up_hooks()}
+    record = {"version": version, "symbols": dict(sorted(look_up_hooks().items()))}
     file = Path(__file__).with_name(f"vllm-{version}.json")
     file.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
