@@ -114,7 +114,7 @@ def test_a_uuid_without_an_image_means_the_image_last_sent_with_it(
 OPTIONS: list[tuple[str, dict[str, object]]] = [
     *((name, {}) for name in TINY_MODELS),
     ("gemma3", {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 32}),
-    ("internvl_chat", {"max_dynamic_patch": 2}),
+    ("qianfan_ocr", {"max_dynamic_patch": 2}),
     ("idefics3", {"do_image_splitting": False}),
     ("smolvlm", {"do_image_splitting": False}),
 ]
