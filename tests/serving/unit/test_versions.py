@@ -12,6 +12,9 @@ from vllm_autoprune.serving.compat import BELOW, LOWEST, vllm_version
 
 RECORDS = read_records()
 
+_MODELS = "vllm.model_executor.models"
+_IMAGES = ("_parse_and_validate_image_input", "_process_image_input")
+
 LOOKED_AT: Mapping[str, str] = {
     "vllm.engine.arg_utils.EngineArgs.add_cli_args": "flags of vLLM's own came; ours are added "
     "to what it returns",
@@ -29,6 +32,21 @@ LOOKED_AT: Mapping[str, str] = {
     "no tower here has that one",
     "vllm.model_executor.models.gemma4_mm.Gemma4ForConditionalGeneration._process_image_input": ""
     "padding under LoRA of the tower moved to a method; such LoRA is refused",
+    **dict.fromkeys(
+        (
+            *(f"{_MODELS}.mistral3.Mistral3ForConditionalGeneration.{name}" for name in _IMAGES),
+            *(
+                f"{_MODELS}.lightonocr.LightOnOCRForConditionalGeneration.{name}"
+                for name in _IMAGES
+            ),
+            f"{_MODELS}.qwen2_5_omni_thinker.Qwen2_5OmniThinkerForConditionalGeneration.{_IMAGES[1]}",
+        ),
+        "images may come as embeddings, which are refused; what is done with pixels is the same",
+    ),
+    f"{_MODELS}.paddleocr_vl.PaddleOCRVLForConditionalGeneration._process_image_input": "patches "
+    "of all images come in one tensor and are encoded together; ocr.py asks the version",
+    f"{_MODELS}.paddleocr_vl.Projector.forward": "norm and layers are called once for all images; "
+    "we encode one at a time",
     "vllm.v1.worker.gpu_worker.Worker.update_weights": "quantized heads of a draft model are "
     "restored besides; features are cleared after it all the same",
     "vllm.v1.worker.gpu_worker.Worker.finish_weight_update": "as update_weights",

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 from vllm.model_executor.models.lightonocr import LightOnOCRForConditionalGeneration
 from vllm.model_executor.models.paddleocr_vl import PaddleOCRVLForConditionalGeneration
 
 from vllm_autoprune.serving.api.layout import TokenCount
+from vllm_autoprune.serving.compat import vllm_version
 from vllm_autoprune.serving.models.grid import GridVision, prune_grid
 from vllm_autoprune.serving.models.pruned_model import EncoderInputs, ImageInputs, ModelImage
 from vllm_autoprune.serving.worker.features import ImageFeatures
@@ -24,9 +26,13 @@ class _RasterVision(GridVision):
     """Vision side that encodes images one by one, the patches of each in raster order."""
 
     cells = merger_cells = False
+    joined_images: ClassVar[bool] = False
+    """Whether the patches of all images of a call come in one tensor."""
 
     def images(self, inputs: EncoderInputs) -> list[ModelImage]:
-        """Split the images of one call; each has its patches in a tensor of its own."""
+        """Split the images of one call."""
+        if self.joined_images:
+            return super().images(inputs)
         return [
             ModelImage({"pixel_values": part, self.grids: grid}, self.count(grid))
             for part, grid in zip(inputs["pixel_values"], self.find_grids(inputs), strict=True)
@@ -38,7 +44,7 @@ class _RasterVision(GridVision):
 
     def rows(self, pixels: Tensor, grids: Tensor) -> Sequence[Tensor]:
         """Rows ``(N, D)`` of one image in raster order, as the stock model makes them."""
-        return super().rows(pixels[None], grids)
+        return super().rows(pixels if self.joined_images else pixels[None], grids)
 
     def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
         """Encode images, each in a pass of its own."""
@@ -46,10 +52,11 @@ class _RasterVision(GridVision):
 
 
 class _PaddleVision(_RasterVision):
-    """PaddleOCR-VL, whose tower gets one image at a time in vLLM too."""
+    """PaddleOCR-VL, whose tower gets one image at a time in vLLM 0.32 too."""
 
     layers, attention_name = "visual.vision_model.encoder.layers", "self_attn.attn"
     merger_name = "mlp_AR.pre_norm"
+    joined_images = vllm_version() >= Version("0.33")
 
     @staticmethod
     def count_largest(info: Any) -> TokenCount:
