@@ -98,10 +98,12 @@ class Spread:
         return cls(float(median), float(low), float(high), len(values))
 
 
-def correlate_ranks(left: Floats, right: Floats) -> Floats:
+def correlate_ranks(figures: Floats, references: Floats) -> Floats:
     """Spearman's rank correlation of two figures, ``(S, ...)`` each, over S; ties share a rank."""
     # Twice the rank less its mean is how many are smaller less how many are larger.
-    ranks, others = (np.sign(values[:, None] - values).sum(axis=1) for values in (left, right))
+    ranks, others = (
+        np.sign(values[:, None] - values).sum(axis=1) for values in (figures, references)
+    )
     with np.errstate(invalid="ignore"):
         spread = np.sqrt((ranks**2).sum(axis=0) * (others**2).sum(axis=0))
         correlation: Floats = (ranks * others).sum(axis=0) / spread

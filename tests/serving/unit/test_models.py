@@ -268,9 +268,9 @@ def test_each_tile_keeps_its_share(
     plan = ItemPlan(budget, NO_KEY, profile=profile)
     shortened, planned = placeholders.lay_out(content, plan)
     assert _count_between(shortened.full, IMAGE)[1:-1] == ([3, 3, 3] if profile else runs)
-    whole = profile or budget >= 9
-    with_text = embeds_text and not (whole and not profile)
-    assert (shortened is content) == (whole and not with_text)
+    unpruned = profile or budget >= 9
+    with_text = embeds_text and not (unpruned and not profile)
+    assert (shortened is content) == (unpruned and not with_text)
     assert (shortened.is_embed is None) == with_text
     text = ((0, OTHER), (3, OTHER), (6, OTHER), (9, OTHER)) if with_text else ()
     assert planned == replace(plan, text=text)
@@ -354,12 +354,12 @@ def test_audio_and_videos_stand_where_they_do_behind_the_whole_image(stock: Any)
         return tokens + 6 + 8 + heard + 2 + 4, features
 
     length, features = lay_out(6)
-    whole, delta = model.get_mrope_input_positions([OTHER] * length, features)
+    stock, delta = model.get_mrope_input_positions([OTHER] * length, features)
     shorter, features = lay_out(2)
     call: Any = (model.get_mrope_input_positions, [OTHER] * shorter, features, {0: 6}, {})
     positions, pruned_delta = _compute_input_positions(*call)
-    assert torch.equal(positions[:, :3], whole[:, :3])
-    assert torch.equal(positions[:, 5:], whole[:, 9:])
+    assert torch.equal(positions[:, :3], stock[:, :3])
+    assert torch.equal(positions[:, 5:], stock[:, 9:])
     assert pruned_delta == delta + 4
 
 

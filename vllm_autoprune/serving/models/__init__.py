@@ -59,7 +59,7 @@ class Field:
 
 
 def _exactly(name: str, value: object) -> Field:
-    return Field(name, repr(value), lambda given: given == value)
+    return Field(name, repr(value), lambda present: present == value)
 
 
 @dataclass(frozen=True)
