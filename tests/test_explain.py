@@ -237,8 +237,8 @@ def test_what_cannot_be_explained_is_refused(tmp_path: Path, capsys: Captured) -
     Image.new("RGB", (8, 8)).save(tmp_path / "scene.png")
     for name, question, checkpoint, message in (
         ("text.png", "?", LLAVA, "text.png: is not a picture that vLLM reads -> "),
-        ("scene.png", "?", "org/llava", "or the id of one on the Hub"),
-        ("scene.png", "?", CLIP, "is not supported here"),
+        ("scene.png", "?", "org/llava", "or the id of a checkpoint that can be fetched"),
+        ("scene.png", "?", CLIP, "has no pruned form"),
         ("scene.png", "Wh\ud83d?", LLAVA, "question: character 3 (U+D83D)"),
         ("caf\udce9.png", "?", LLAVA, "caf\\udce9.png: cannot be read"),
     ):

@@ -431,7 +431,8 @@ def _read_merger_input(folder: Path, image: Image.Image) -> tuple[Tensor, Tensor
     """Rows ``(N, C)`` and norms ``(N, 2)`` of one image, in raster order, by transformers."""
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    folder = folder / ORIGINAL if (folder / ORIGINAL).exists() else folder
+    renamed = (folder / ORIGINAL).exists()  # LightOnOCR in the classes of Mistral 3
+    folder = folder / ORIGINAL if renamed else folder
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     model = model if hasattr(model, "visual") else model.model
     processor = AutoProcessor.from_pretrained(folder).image_processor
@@ -455,7 +456,8 @@ def _read_merger_input(folder: Path, image: Image.Image) -> tuple[Tensor, Tensor
 
     projector = getattr(model, "projector", getattr(model, "multi_modal_projector", None))
     norm = getattr(projector, "pre_norm", getattr(projector, "norm", None))
-    if norm is not None:  # PaddleOCR-VL, LightOnOCR: patches in raster order
+    merging = not renamed and hasattr(projector, "patch_merger")  # Mistral 3
+    if norm is not None and not merging:  # PaddleOCR-VL, LightOnOCR: patches in raster order
         record("merger", norm)
         model.get_image_features(**inputs)
         if "image_sizes" in inputs:
@@ -473,15 +475,15 @@ def _read_merger_input(folder: Path, image: Image.Image) -> tuple[Tensor, Tensor
             if hasattr(model, "multi_modal_projector")
             else model.connector.modality_projection
         )
-        by_channel = hasattr(shuffled, "patch_merger")  # Mistral 3: (N, C * patches)
-        record("merger", shuffled.patch_merger.merging_layer if by_channel else shuffled)
-        scales = {"image_sizes": inputs["image_sizes"]} if by_channel else {}
+        record("merger", shuffled.patch_merger.merging_layer if merging else shuffled)
+        scales = {"image_sizes": inputs["image_sizes"]} if merging else {}
         model.get_image_features(pixel_values=inputs["pixel_values"], **scales)
         width = model.config.vision_config.hidden_size
         tokens = entering["merger"].flatten(0, -2)
         norms = torch.stack([tokens.abs().sum(dim=1), tokens.pow(2).sum(dim=1).sqrt()], dim=1)
-        patches = tokens.unflatten(1, (width, -1) if by_channel else (-1, width))
-        return patches.mean(dim=2 if by_channel else 1), norms
+        # Those of Mistral 3 are joined channel by channel, (N, C * patches).
+        patches = tokens.unflatten(1, (width, -1) if merging else (-1, width))
+        return patches.mean(dim=2 if merging else 1), norms
 
     visual, grid = model.visual, inputs["image_grid_thw"]
     # GLM-4.xV merges by a convolution behind a norm.
