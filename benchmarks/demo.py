@@ -216,7 +216,7 @@ def _time_requests(url: str, arm: str, start: int, kv_bytes: int) -> Iterator[_F
     ]
     tokens = alone[0].prompt_tokens or 0
     yield _Figure("prompt of a request", model, arm, tokens, unit="tokens")
-    yield _Figure("KV cache of a request", model, arm, round(tokens * kv_bytes / 1e6, 2), unit="MB")
+    yield _Figure("KV cache of a request", model, arm, round(tokens * kv_bytes / 1e6, 3), unit="MB")
     yield summarize("alone", alone)
     yield summarize(f"{_USERS} at once", together)
     yield summarize("second question", second)
