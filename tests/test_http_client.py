@@ -255,6 +255,23 @@ def test_a_proxy_that_cannot_be_used_says_what_to_do(
     assert str(caught.value).endswith(fix) and "pw" not in str(caught.value)
 
 
+def test_a_connection_that_the_server_may_be_closing_is_not_used() -> None:
+    pages = {"/": (200, b"", {"Connection": "keep-alive"})}
+    with (
+        fake_server(pages=pages) as server,
+        make_client(httpx.Client, server.url, Connection()) as client,
+    ):
+
+        def port() -> object:
+            stream = client.get(server.url).extensions["network_stream"]
+            return stream.get_extra_info("client_addr")
+
+        used = port()
+        assert port() == used
+        time.sleep(2.5)  # vLLM closes it after 5 s
+        assert port() != used
+
+
 def test_every_http_client_is_made_in_one_place() -> None:
     calls = r"\bhttpx\.(?:(?:Async)?Client|get|post|stream|request)\("
     sources = {name: path.read_text() for name, path in SOURCES.items()}

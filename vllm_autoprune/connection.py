@@ -26,6 +26,9 @@ _KEYS = ("VLLM_API_KEY", "OPENAI_API_KEY")
 """Environment variables of the API key; the first that is set counts."""
 _TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 """Long, because a request may wait for all others that are in flight."""
+# vLLM closes a connection that was idle for 5 s (VLLM_HTTP_TIMEOUT_KEEP_ALIVE), also one on which a
+# request is just being sent.
+_LIMITS = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
 _GUESS_TIMEOUT = 3.0
 _PORT = 8000
 """Of `vllm serve`, where an address has none."""
@@ -160,8 +163,9 @@ def make_client(kind: type[_Client], url: str, connection: Connection, **setting
     headers = connection.headers(url)
     headers.update(settings.pop("headers", {}))
     trust = _trust(connection.ca_file, connection.insecure)
+    settings = {"timeout": _TIMEOUT, "limits": _LIMITS, **settings}
     try:
-        return kind(verify=trust, headers=headers, **{"timeout": _TIMEOUT, **settings})
+        return kind(verify=trust, headers=headers, **settings)
     except (ImportError, ValueError, httpx.InvalidURL) as error:
         fix = "correct or unset it"
         if isinstance(error, ImportError):

@@ -247,9 +247,8 @@ def _keep_busy(
     tally, samples, end = _Tally(), [_read_resident(pid)], time.monotonic() + seconds
     # A new connection for each request, so that every API server gets some.
     headers = {"Content-Type": "application/json", "Connection": "close"}
-    limits = httpx.Limits(max_connections=None)
     client = make_client(
-        httpx.Client, url, Connection(), base_url=url, headers=headers, timeout=300.0, limits=limits
+        httpx.Client, url, Connection(), base_url=url, headers=headers, timeout=300.0
     )
 
     def use(number: int) -> None:
