@@ -1,4 +1,4 @@
-"""Write the table of models in docs/support.md: checkpoints, served or why not, N and K.
+"""Write the table of models in docs/support.md: checkpoints, N and K, or why not.
 
 Run ``python scripts/models_table.py``; ``tests/docs`` compares the page with what it would write.
 """
@@ -111,23 +111,23 @@ def count_published(name: str) -> int:
 
 
 def format_models(tokens: Mapping[str, int]) -> str:
-    """The table, with N of every backbone; architectures that are refused, by their reason."""
-    size = f"{SIDE} x {SIDE}"
-    rows: list[tuple[str, ...]] = [
-        ("checkpoints", "architecture", "served?", "state", f"N at {size}", "K", "measured"),
-        ("---", "---", "---", "---", "--:", "--:", "---"),
+    """Those that are served, with N of every backbone; those that are refused, by their reason."""
+    served: list[tuple[str, ...]] = [
+        ("checkpoints", "architecture", f"N at {SIDE} x {SIDE}", "K"),
+        ("---", "---", "--:", "--:"),
     ]
     for architecture, backbone in BACKBONES.items():
         count = tokens[backbone.name]
         kept = BudgetCall.parse(backbone.budget).tokens_kept(count)
-        ids, state = _as_code(CHECKPOINTS[architecture]), _as_code(backbone.state)
-        measured = backbone.measured or "counts"
-        rows.append((ids, f"`{architecture}`", "served", state, f"{count}", f"{kept}", measured))
+        ids = _as_code(CHECKPOINTS[architecture])
+        served.append((ids, f"`{architecture}`", f"{count}", f"{kept}"))
+    refused = [("not served: checkpoints (architecture)", "why"), ("---", "---")]
     for row in REFUSALS:
         pairs = [(texts[0], f"(`{architecture}`)") for architecture, texts in row.models.items()]
         ids = "<br>".join(f"{_as_code(ids)} {name}" if ids else name for ids, name in pairs)
-        rows.append((ids, "in brackets", f"no: {row.why}", *[""] * 4))
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+        refused.append((ids, row.why))
+    tables = ("\n".join(f"| {' | '.join(row)} |" for row in rows) for rows in (served, refused))
+    return "\n\n".join(tables)
 
 
 def _as_code(names: str) -> str:

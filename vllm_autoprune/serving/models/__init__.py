@@ -86,8 +86,6 @@ class Backbone:
     """State to start with, by the rule of docs/choosing.md, "Default states"."""
     budget: str = "1/8"
     """K to start with."""
-    measured: str = ""
-    """Model of the family that accuracy was measured on; empty: token counts alone are tested."""
     architectures: tuple[str, ...] = ()
     """What checkpoints call it in config.json; empty: as vLLM calls the class."""
 
@@ -207,11 +205,11 @@ _TEXT = "text around the tiles of every item"
 BACKBONES: dict[str, Backbone] = {
     architecture: row
     for row in (
-        _ClipBackbone(*("llava", "llava", "LlavaForConditionalGeneration"), measured="mini-LLaVA"),
+        _ClipBackbone("llava", "llava", "LlavaForConditionalGeneration"),
         _ClipBackbone("llava_next", "llava", "LlavaNextForConditionalGeneration"),
         _qwen("qwen2_vl", "Qwen2VLForConditionalGeneration"),
         _qwen("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", _FULL),
-        _qwen("qwen3_vl", "Qwen3VLForConditionalGeneration", measured="mini-Qwen3-VL"),
+        _qwen("qwen3_vl", "Qwen3VLForConditionalGeneration"),
         _qwen("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"),
         _qwen("qwen3_5", "Qwen3_5ForConditionalGeneration"),
         _qwen("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration"),
