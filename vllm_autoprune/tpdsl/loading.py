@@ -44,7 +44,7 @@ RULES = (
     *("file", "size", "encoding", "syntax", "duplicate_key", "surrogate", "number", "depth"),
     *("values", "limit_below_budget", "r_min_above_budget"),
 )
-"""Kinds of problems that a JSON Schema cannot express; ``docs/states.md`` says why, of each."""
+"""Kinds of problems that a JSON Schema cannot express; ``docs/states.md`` says what each asks."""
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
