@@ -8,7 +8,7 @@ of theirs is a search in a space of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from random import Random
@@ -31,9 +31,11 @@ _FIXED_PARAMETERS = ("eps", "r_min", "iters", "keep_weight")
 
 _NO_YES = ("no", "yes")
 
+_STEP_WIDTH = 0.2
+"""Standard deviation of the change of a number, as a share of the parameter's range."""
+
 _Bounds = tuple[float, float, bool]
 """Inclusive bounds of a number, and whether it is an integer."""
-
 
 Choice = float | str
 
@@ -48,21 +50,40 @@ class ChoiceSource(Protocol):
         """A number between two inclusive bounds."""
 
 
+@dataclass(frozen=True, slots=True)
 class RandomSource:
-    """Choices drawn uniformly at random."""
+    """Choices of one or several parents, some of them changed; uniform where no parent has one.
 
-    def __init__(self, rng: Random) -> None:
-        self._rng = rng
+    With the probability ``rate`` an option is changed to any, and with twice that a number by a
+    normally distributed step within its range.
+    """
+
+    rng: Random
+    parents: Sequence[Mapping[str, Choice]] = ()
+    rate: float = 0.0
 
     def option(self, name: str, options: Sequence[str]) -> str:
-        """An option, all equally likely."""
-        return self._rng.choice(options)
+        """The option of a parent, or any."""
+        value = self._inherit(name)
+        if value is None or self.rng.random() < self.rate:
+            return self.rng.choice(options)
+        return str(value)
 
     def number(self, name: str, low: float, high: float, integer: bool) -> float:
-        """A number, uniform over its range."""
-        if integer:
-            return self._rng.randint(round(low), round(high))
-        return round(self._rng.uniform(low, high), 4)
+        """The number of a parent or one near it, or any of its range."""
+        value = self._inherit(name)
+        if value is None and integer:
+            return self.rng.randint(round(low), round(high))
+        if value is None:
+            return round(self.rng.uniform(low, high), 4)
+        if self.rng.random() >= 2 * self.rate:
+            return float(value)
+        changed = min(high, max(low, float(value) + self.rng.gauss(0, _STEP_WIDTH * (high - low))))
+        return round(changed) if integer else round(changed, 4)
+
+    def _inherit(self, name: str) -> Choice | None:
+        known = [parent[name] for parent in self.parents if name in parent]
+        return self.rng.choice(known) if known else None
 
 
 def sample_proposal(source: ChoiceSource, settings: Settings) -> JsonObject:
@@ -108,7 +129,7 @@ def _draw_components(source: ChoiceSource, settings: Settings) -> JsonObject:
 
     def call(atom: str) -> JsonObject:
         values: JsonObject = {"atom": atom}
-        for name, schema in _searched_parameters(atom):
+        for name, schema in _searched_parameters(atom).items():
             choice = f"{atom}.{name}"
             if _is_optional(schema) and source.option(f"{choice} set", _NO_YES) == "no":
                 values[name] = None
@@ -164,7 +185,7 @@ def _choices_of_components(state: PruningState, settings: Settings) -> dict[str,
     choices |= {group: call.atom for group, call in groups.items()}
     for call in (*listed.values(), *groups.values()):
         values = dict(call)  # with defaults that a dump leaves out
-        for name, schema in _searched_parameters(call.atom):
+        for name, schema in _searched_parameters(call.atom).items():
             choice, value = f"{call.atom}.{name}", values[name]
             if _is_optional(schema):
                 choices[f"{choice} set"] = _NO_YES[value is not None]
@@ -198,12 +219,8 @@ def atom_names(group: Group, settings: Settings) -> list[str]:
 
 def _flat_pools(settings: Settings) -> list[str]:
     """Pool builders that take no other pool and no partition; they are combined in a list."""
-    return [
-        name
-        for name in atom_names("candidate_pool", settings)
-        if not issubclass(ATOMS[name].call, PartitionCall)
-        and all(schema.get("type") != "array" for schema in _parameter_schemas(name).values())
-    ]
+    names = atom_names("candidate_pool", settings)
+    return [name for name in names if not issubclass(ATOMS[name].call, JoinedPool | PartitionCall)]
 
 
 @cache
@@ -215,16 +232,13 @@ def _core_bounds() -> dict[str, _Bounds]:
 
 
 @cache
-def _parameter_schemas(atom: str) -> dict[str, JsonObject]:
-    properties = ATOMS[atom].call.model_json_schema()["properties"]
-    return {name: schema for name, schema in properties.items() if name != "atom"}
-
-
-def _searched_parameters(atom: str) -> Iterator[tuple[str, JsonObject]]:
-    for name, schema in _parameter_schemas(atom).items():
-        listed = "enum" in schema or schema.get("type") == "boolean"
-        if name not in (*_FIXED_PARAMETERS, "sign") and (listed or _bounds(schema)):
-            yield name, schema
+def _searched_parameters(atom: str) -> dict[str, JsonObject]:
+    return {
+        name: schema
+        for name, schema in ATOMS[atom].call.model_json_schema()["properties"].items()
+        if name not in (*_FIXED_PARAMETERS, "atom", "sign")
+        and ("enum" in schema or schema.get("type") == "boolean" or _bounds(schema))
+    }
 
 
 def _is_optional(schema: JsonObject) -> bool:

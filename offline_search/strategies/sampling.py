@@ -21,7 +21,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle, islice
-from random import Random
 from typing import TYPE_CHECKING
 
 from offline_search.candidates import Draft, assemble_state, minimal_state, paper_state
@@ -162,9 +161,6 @@ _ORIGINS = ("tpe", "mutation", "tpe", "crossover", "tpe", "mutation")
 _MUTATION_RATE = 0.15
 """Probability that a mutation changes a choice."""
 
-_STEP_WIDTH = 0.2
-"""Standard deviation of the change of a number, as a share of the parameter's range."""
-
 
 class _AutoPrunePlus(Strategy, name="autoprune+"):
     """Races candidates of TPE, mutation, crossover and a language model."""
@@ -214,7 +210,7 @@ class _AutoPrunePlus(Strategy, name="autoprune+"):
                 count, rate = (2, 0.0) if origin == "crossover" else (1, _MUTATION_RATE)
                 parents = self.draw_parents(best, count, rng, _BEST_STRUCTURES)
                 choices = [choices_of_state(trial.require_state(), settings) for trial in parents]
-                draft = _sample_draft(origin, _ParentChoices(choices, rate, rng), settings)
+                draft = _sample_draft(origin, RandomSource(rng, choices, rate), settings)
                 names = tuple(dict.fromkeys(parent.name for parent in parents))
                 derived.append(replace(draft, parents=names))
         else:
@@ -251,36 +247,3 @@ def _warm_start_states(settings: Settings) -> list[PruningState]:
     ]
     # With a small K or in a small space, some of them are equal.
     return list({state.digest: state for state in states}.values())
-
-
-class _ParentChoices:
-    """Choices of one or several parents, some of them changed; random where no parent has one.
-
-    Options are changed to any, numbers by a normally distributed step within their range.
-    """
-
-    def __init__(self, parents: Sequence[Mapping[str, Choice]], rate: float, rng: Random) -> None:
-        self._parents = parents
-        self._rate = rate
-        self._rng = rng
-        self._random = RandomSource(rng)
-
-    def option(self, name: str, options: Sequence[str]) -> str:
-        value = self._inherit(name)
-        if value is None or self._rng.random() < self._rate:
-            return self._random.option(name, options)
-        return str(value)
-
-    def number(self, name: str, low: float, high: float, integer: bool) -> float:
-        value = self._inherit(name)
-        if value is None:
-            return self._random.number(name, low, high, integer)
-        if self._rng.random() >= 2 * self._rate:
-            return float(value)
-        step = self._rng.gauss(0, _STEP_WIDTH * (high - low))
-        changed = min(high, max(low, float(value) + step))
-        return round(changed) if integer else round(changed, 4)
-
-    def _inherit(self, name: str) -> Choice | None:
-        known = [parent[name] for parent in self._parents if name in parent]
-        return self._rng.choice(known) if known else None
