@@ -273,25 +273,3 @@ def test_server_and_proposer_get_the_key_and_the_headers_that_are_theirs(
     assert run_command(*flags, "--proposer-header", "X-Who=proposer") == 0
     sent = {(headers["Authorization"], headers["X-Who"]) for headers in served.headers}
     assert sent == {("Bearer k", "server"), ("Bearer p", "proposer")}
-
-
-def refuse_key(body: Body, number: int) -> Answer:
-    served = "mm_processor_kwargs" in body
-    return answer_search(body, number) if served else error(401, "bad key")
-
-
-def refuse_states(body: Body, number: int) -> Answer:
-    return error(400, "requests may not bring a state")
-
-
-@pytest.mark.parametrize(
-    ("answer", "fix"),
-    [(refuse_states, "--autoprune-requests states"), (refuse_key, "--proposer-key-env")],
-)
-def test_a_server_or_an_endpoint_that_refuses_is_an_error(
-    answer: Callable[[Body, int], Answer], fix: str, run_command: Run, served: FakeServer,
-    capsys: Printed,
-) -> None:  # fmt: skip
-    served.respond = lambda body: answer(body, 0)
-    assert run_command() == 1
-    assert fix in capsys.readouterr().err
