@@ -136,11 +136,9 @@ def _as_code(names: str) -> str:
 
 def read_table() -> str:
     """The table as the page has it."""
-    return PAGE.read_text().partition("<!-- models -->\n")[2].partition("\n<!-- /models -->")[0]
+    return PAGE.read_text().split("<!-- models -->\n")[1].split("\n<!-- /models -->")[0]
 
 
 if __name__ == "__main__":
     counts = {backbone.name: count_published(backbone.name) for backbone in BACKBONES.values()}
-    before, begin, after = PAGE.read_text().partition("<!-- models -->\n")
-    end = after[after.index("<!-- /models -->") :]
-    PAGE.write_text(f"{before}{begin}{format_models(counts)}\n{end}")
+    PAGE.write_text(PAGE.read_text().replace(read_table(), format_models(counts)))
