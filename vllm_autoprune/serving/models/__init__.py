@@ -244,7 +244,7 @@ BACKBONES: dict[str, Backbone] = {
         _tiled("idefics3", "Idefics3ForConditionalGeneration", _TEXT, embeds_text=True),
         _tiled("smolvlm", "SmolVLMForConditionalGeneration", _TEXT, embeds_text=True),
         Backbone(
-            *("mistral3", "mistral3", "Mistral3ForConditionalGeneration"),
+            *("mistral3", "ocr", "Mistral3ForConditionalGeneration"),
             missing=_LAYERS,
             unsplittable="writes a break behind every row of every item",
             embeds_text=True,

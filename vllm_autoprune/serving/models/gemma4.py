@@ -21,7 +21,6 @@ from vllm.model_executor.models.gemma4_mm import (
 
 from vllm_autoprune.serving.api.layout import Placeholders, TokenCount
 from vllm_autoprune.serving.compat import depends_on
-from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.models.pruned_model import (
     EncoderInputs,
     ImageInputs,
@@ -159,15 +158,12 @@ def _count(info: Gemma4ProcessingInfo, size: ImageSize, kwargs: Mapping[str, obj
     return TokenCount(info._compute_num_soft_tokens(size.width, size.height, known))
 
 
-_ARCHITECTURE = "Gemma4ForConditionalGeneration"
-
 AutopruneGemma4ForConditionalGeneration = prune_class(
     Gemma4ForConditionalGeneration,
     Placeholders(
         _count,
         lambda info: TokenCount(info.get_mm_max_tokens_per_item(0, {})["image"]),
         lambda info: info.get_hf_config().image_token_id,
-        BACKBONES[_ARCHITECTURE].unsplittable,
     ),
     _Gemma4Vision,
     methods=("_parse_and_validate_image_input", "_process_image_input"),

@@ -47,20 +47,31 @@ class GridVision(GridLayout):
     """Whether the tower has the patches of a token one behind another, else in raster order."""
     merger_cells: ClassVar[bool] = True
     """Whether the merger has them so; else, too, in raster order."""
+    joined_images: ClassVar[bool] = True
+    """Whether the patches of all images of a call come in one tensor."""
+    ordered: ClassVar[bool] = False
+    """Whether rows stay in the order of their places, however their tokens were chosen."""
     resizes: ClassVar[bool] = True
     """Whether the processor shrinks images as :meth:`shrink_to_budget`."""
 
     def images(self, inputs: EncoderInputs) -> list[ModelImage]:
-        """Split the images of one call, whose patches come in one tensor."""
-        grids, pixels = inputs[self.grids], inputs["pixel_values"]
-        assert isinstance(grids, Tensor) and isinstance(pixels, Tensor)
-        parts = pixels.split(grids.prod(-1).tolist())
+        """Split the images of one call."""
+        grids, pixels = self.find_grids(inputs), inputs["pixel_values"]
+        if self.joined_images:
+            assert isinstance(pixels, Tensor)
+            pixels = [*pixels.split(grids.prod(-1).tolist())]
         return [
             ModelImage({"pixel_values": part, self.grids: grid}, self.count(grid))
-            for part, grid in zip(parts, grids, strict=True)
+            for part, grid in zip(pixels, grids, strict=True)
         ]
 
-    def rows(self, pixels: Tensor, grids: Tensor) -> Sequence[Tensor]:
+    def find_grids(self, inputs: EncoderInputs) -> Tensor:
+        """The row of :attr:`grids` of each image."""
+        grids = inputs[self.grids]
+        assert isinstance(grids, Tensor)
+        return grids
+
+    def rows(self, pixels: Tensor | Sequence[Tensor], grids: Tensor) -> Sequence[Tensor]:
         """Rows ``(N, D)`` of each image in raster order, as the stock model makes them."""
         inputs = {"pixel_values": pixels, self.grids: grids}
         checked = self._model._parse_and_validate_image_input(**inputs)
@@ -91,9 +102,9 @@ class GridVision(GridLayout):
     def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
         """Encode images; tokens are selected by the first D channels of each row."""
         grids = torch.stack([image[self.grids] for image in images])
-        pixels = torch.cat([image["pixel_values"] for image in images])
+        pixels = [image["pixel_values"] for image in images]
         with self.recording():
-            rows = self.rows(pixels, grids)
+            rows = self.rows(torch.cat(pixels) if self.joined_images else pixels, grids)
 
         # What the hooks read, the tokens of each image in raster order.
         patches, merge = grids.prod(-1).tolist(), self.merge
@@ -103,9 +114,9 @@ class GridVision(GridLayout):
         for signal, part in signals.items():
             if len(part) == sum(patches):
                 signals[signal] = self.merge_patches(part, grids)
-        order = self.tower_order(grids) if signals else None
-        if order is not None:
-            signals = {signal: part[order] for signal, part in signals.items()}
+        tower_order = self.tower_order(grids) if signals else None
+        if tower_order is not None:
+            signals = {signal: part[tower_order] for signal, part in signals.items()}
         sizes = [count // merge**2 for count in patches]
         split = {signal: part.split(sizes) for signal, part in signals.items()}
 
@@ -118,7 +129,8 @@ class GridVision(GridLayout):
                 channels.append(places.to(tokens.dtype))
             of_image: dict[Signal, Tensor] = {s: parts[i].clone() for s, parts in split.items()}
             extra = torch.cat(channels, dim=1)
-            region = self.make_region(grid, tokens, of_image, extra_channels=extra)
+            order = torch.arange(grid.tokens, device=tokens.device) if self.ordered else None
+            region = self.make_region(grid, tokens, of_image, extra_channels=extra, order=order)
             features.append(ImageFeatures((region,)))
         return features
 
@@ -135,8 +147,8 @@ class GridVision(GridLayout):
         )
         return TokenCount(tokens)
 
-    @staticmethod
-    def count_largest(info: Any) -> TokenCount:
+    @classmethod
+    def count_largest(cls, info: Any) -> TokenCount:
         """Merged tokens of the image that has most of them."""
         return TokenCount(info.get_max_image_tokens())
 

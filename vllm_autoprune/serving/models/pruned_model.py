@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -22,6 +22,7 @@ from vllm_autoprune.serving.compat.worker import (
     clear_with_worker_caches,
     is_rank_zero,
 )
+from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.plan import FIELD, NO_KEY, ItemPlan, Key
 from vllm_autoprune.serving.served_state import (
     PlanRules,
@@ -393,6 +394,9 @@ def prune_class(
     ``methods`` of the stock class, and the class of its patch ``merger``, are depended on.
     """
     declare_model(stock, methods, merger)
+    backbone = next(row for row in BACKBONES.values() if row.stock == stock.__name__)
+    why, embeds_text = backbone.unsplittable, backbone.embeds_text
+    placeholders = replace(placeholders, unsplittable=why, embeds_text=embeds_text)
     members = {
         "__doc__": f"``{stock.__name__}`` with K of N visual tokens where a state is served.",
         "_processor_factory": make_pruned_factories(stock._processor_factory, placeholders),

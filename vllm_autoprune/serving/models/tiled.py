@@ -24,7 +24,6 @@ from vllm.model_executor.models.smolvlm import SmolVLMForConditionalGeneration
 
 from vllm_autoprune.serving.api.layout import Placeholders, TokenCount
 from vllm_autoprune.serving.compat import depends_on
-from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.models.pruned_model import (
     EncoderInputs,
     ImageInputs,
@@ -199,7 +198,6 @@ class _Idefics3Vision(_TiledVision):
 
 def _prune(
     stock: Any,
-    architecture: str,
     vision: type[_TiledVision],
     tile_tokens: str,
     image_token: Callable[[Any], int] = lambda info: info.get_hf_processor().image_token_id,
@@ -229,9 +227,7 @@ def _prune(
         count,
         lambda info: count(info, largest(info), {}),
         image_token,
-        BACKBONES[architecture].unsplittable,
         text=text,
-        embeds_text=BACKBONES[architecture].embeds_text,
     )
     return prune_class(stock, placeholders, vision, **hooks)
 
@@ -246,7 +242,6 @@ def _largest_idefics3(info: Any) -> ImageSize:
 
 AutopruneGemma3ForConditionalGeneration = _prune(
     Gemma3ForConditionalGeneration,
-    "Gemma3ForConditionalGeneration",
     _Gemma3Vision,
     "image_seq_length",
     lambda info: info.get_hf_config().image_token_index,
@@ -254,14 +249,12 @@ AutopruneGemma3ForConditionalGeneration = _prune(
 )
 AutopruneInternS1ForConditionalGeneration = _prune(
     InternS1ForConditionalGeneration,
-    "InternVLForConditionalGeneration",
     _InternVLVision,
     "image_seq_length",
     methods=("extract_feature",),
     merger="InternS1MultiModalProjector",
 )
 _INTERNVL_CHAT: dict[str, Any] = {
-    "architecture": "InternVLChatModel",
     "vision": _InternVLChatVision,
     "tile_tokens": "image_seq_length",
     "image_token": lambda info: info.get_hf_processor().ctx_image_token_id,
@@ -275,7 +268,6 @@ AutopruneQianfanOCRForConditionalGeneration = _prune(
 )
 AutopruneSkyworkR1VChatModel = _prune(SkyworkR1VChatModel, **_INTERNVL_CHAT)
 _IDEFICS3: dict[str, Any] = {
-    "architecture": "Idefics3ForConditionalGeneration",
     "vision": _Idefics3Vision,
     "tile_tokens": "image_seq_len",
     "largest": _largest_idefics3,

@@ -142,14 +142,14 @@ def _insert_text(
     Rows between the same two texts stay in their order.
     """
     rows = [rows_of_image for rows_of_image, _ in images]
-    ids = [token for plan in plans for _, token in plan.text]
-    if not ids or context.parts.embed is None:
+    texts = [place for plan in plans for place in plan.text]
+    if not texts or context.parts.embed is None:
         return rows
-    texts = context.parts.embed(upload(torch.tensor(ids), rows[0].device))
-    parts = texts.split([len(plan.text) for plan in plans])
-    for i, (plan, text, (kept, places)) in enumerate(zip(plans, parts, images, strict=True)):
-        before = upload(torch.tensor([at for at, _ in plan.text]), kept.device)
-        texts_before = torch.searchsorted(before, places, right=True)
+    before, ids = upload(torch.tensor([*zip(*texts, strict=True)]), rows[0].device)
+    counts = [len(plan.text) for plan in plans]
+    parts = zip(images, before.split(counts), context.parts.embed(ids).split(counts), strict=True)
+    for i, ((kept, places), before_text, text) in enumerate(parts):
+        texts_before = torch.searchsorted(before_text, places, right=True)
         keys = [2 * texts_before, 2 * torch.arange(len(text), device=kept.device) + 1]
         # Channels that are not the language model's (a forged plan of a model without text) are 0.
         text = functional.pad(text.to(kept.dtype), (0, kept.shape[1] - text.shape[1]))
