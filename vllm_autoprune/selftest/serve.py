@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from vllm_autoprune.errors import RequestError
 from vllm_autoprune.ops.dtype import choose_dtype
-from vllm_autoprune.selftest.backbones import ORIGINAL, build
+from vllm_autoprune.selftest.backbones import ORIGINAL, TINY_MODELS, build
 from vllm_autoprune.selftest.run import (
     BLOCK,
     RECALL,
@@ -38,6 +39,7 @@ from vllm_autoprune.serving.plan import ItemPlan
 from vllm_autoprune.serving.worker.batch import SelectionContext, prune_images
 from vllm_autoprune.serving.worker.features import ImageFeatures, Signal
 from vllm_autoprune.tpdsl.loading import load_state
+from vllm_autoprune.tpdsl.tokens import Grid
 
 # ---- what is asked ----
 
@@ -357,16 +359,14 @@ def serve(folder: Path) -> Report:
         completions["preempted"] = engine.ask_each(
             {name: _QUESTIONS[name] for name in ("high", "two")}, preempted=True
         )
-    model_config = engine.config.model_config
-    merger = not BACKBONES[model_config.architecture].input_problems(
-        model_config.hf_config, ["merger_input"]
-    )
+    backbone = BACKBONES[engine.config.model_config.architecture]
     engine.stop()
 
     # A state with a core, which ranks tokens before the patch merger where the model has one: one
     # image, three questions, and a conversation.
     (size,) = predicted[SPLIT_QUESTION]
-    ranking = {"rank_at": "merger_in"} if merger else {}
+    merger = TINY_MODELS.get(backbone.name, {}).get("merger")
+    ranking = {} if merger is None else {"rank_at": "merger_in"}
     settings = _settings(min(SPLIT_BUDGET, size - 1), core={"share": 0.7}, **ranking)
     colour, place, number = ((text, [_LARGE]) for text in (_COLOUR, _PLACE, _COUNT))
     engine = _TinyEngine(folder, settings)
@@ -375,8 +375,8 @@ def serve(folder: Path) -> Report:
     completions["split"] = split = {}
     with engine.recording_rows() as results["split_kept"]:
         split["first"] = engine.ask(colour)
-    results["merger_error"] = (
-        _measure_merger_error(folder, _LARGE, engine.features[0]) if merger else None
+    results["merger_error"] = merger and _measure_merger_error(
+        folder, _LARGE, engine.features[0], merger
     )
     with engine.recording_rows() as results["recalled"]:
         split["third"] = engine.converse(recall)
@@ -408,10 +408,14 @@ def serve(folder: Path) -> Report:
 # ---- what enters the patch merger ----
 
 _MERGER_INPUT: tuple[Signal, Signal] = ("encoder", "merger_norms")
+_TOWER_INPUTS = ("pixel_values", "image_grid_thw", "image_sizes", "image_position_ids")
+"""Of ``get_image_features``, where a model takes them."""
 
 
 @torch.no_grad()
-def _measure_merger_error(folder: Path, image: Image.Image, features: ImageFeatures) -> float:
+def _measure_merger_error(
+    folder: Path, image: Image.Image, features: ImageFeatures, merger: Mapping[str, Any]
+) -> float:
     """Largest error of a token's row or norms, relative to how much tokens differ.
 
     Of the features that an engine made of the image, against transformers in float32.
@@ -419,7 +423,8 @@ def _measure_merger_error(folder: Path, image: Image.Image, features: ImageFeatu
     ranked = [[region.signals[name] for region in features.regions] for name in _MERGER_INPUT]
     orders = [region.order for region in features.regions if region.order is not None]
     errors = []
-    for parts, expected in zip(ranked, _read_merger_input(folder, image), strict=True):
+    read = _read_merger_input(folder, image, merger, features.regions[0].grid)
+    for parts, expected in zip(ranked, read, strict=True):
         rows = torch.cat(parts)
         rows = rows[torch.cat(orders).argsort()] if orders else rows
         deviation = (expected - expected.mean(dim=0)).pow(2).mean(dim=0).sum().sqrt()
@@ -427,88 +432,57 @@ def _measure_merger_error(folder: Path, image: Image.Image, features: ImageFeatu
     return float(torch.stack(errors).max())
 
 
-def _read_merger_input(folder: Path, image: Image.Image) -> tuple[Tensor, Tensor]:
-    """Rows ``(N, C)`` and norms ``(N, 2)`` of one image, in raster order, by transformers."""
+def _read_merger_input(
+    folder: Path, image: Image.Image, merger: Mapping[str, Any], grid: Grid
+) -> tuple[Tensor, Tensor]:
+    """Rows ``(N, C)`` and norms ``(N, 2)`` of one image, in raster order, by transformers.
+
+    ``merger`` is what ``tiny_models.toml`` says of the model's; ``grid`` that of an image which is
+    no tiles.
+    """
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    renamed = (folder / ORIGINAL).exists()  # LightOnOCR in the classes of Mistral 3
-    folder = folder / ORIGINAL if renamed else folder
+    folder = folder / ORIGINAL if (folder / ORIGINAL).exists() else folder
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-    model = model if hasattr(model, "visual") else model.model
-    processor = AutoProcessor.from_pretrained(folder).image_processor
-    inputs = processor(images=[image], return_tensors="pt")
+    inputs = AutoProcessor.from_pretrained(folder).image_processor([image], return_tensors="pt")
     entering: dict[str, Tensor] = {}
+    for part in merger.keys() & {"module", "scored"}:
 
-    def record(name: str, module: nn.Module) -> None:
-        module.register_forward_pre_hook(lambda _, args: entering.update({name: args[0]}))
+        def record(
+            _: nn.Module, args: Sequence[Tensor], named: Mapping[str, Tensor], part: str = part
+        ) -> None:
+            entering[part] = [*args, *named.values()][0].flatten(0, -2)
 
-    if hasattr(model, "embed_vision"):  # Gemma 4: patches (1, n, C), padding last
-        places = inputs["image_position_ids"]
-        model.vision_tower.pooler.register_forward_pre_hook(
-            lambda _, args, named: entering.update(named), with_kwargs=True
-        )
-        model.get_image_features(inputs["pixel_values"], places)
-        width, height = (places[0].amax(dim=0) + 1).tolist()
-        patches = entering["hidden_states"][0, : height * width]
-        cells = patches.view(height // 3, 3, width // 3, 3, -1).transpose(1, 2).flatten(0, 1)
-        cells = cells.flatten(1, 2)
-        return _average_patches(cells, cells)
+        attrgetter(merger[part])(model).register_forward_pre_hook(record, with_kwargs=True)
+    model.get_image_features(**{name: inputs[name] for name in _TOWER_INPUTS if name in inputs})
 
-    projector = getattr(model, "projector", getattr(model, "multi_modal_projector", None))
-    norm = getattr(projector, "pre_norm", getattr(projector, "norm", None))
-    merging = not renamed and hasattr(projector, "patch_merger")  # Mistral 3
-    if norm is not None and not merging:  # PaddleOCR-VL, LightOnOCR: patches in raster order
-        record("merger", norm)
-        model.get_image_features(**inputs)
-        if "image_sizes" in inputs:
-            unit = 2 * model.config.vision_config.patch_size
-            height, width = (int(side) // unit for side in inputs["image_sizes"][0])
+    vision, order = model.config.vision_config, merger.get("order", "cells")
+
+    def split(patches: Tensor) -> Tensor:
+        """``(N, patches, C)``."""
+        cells: Tensor
+        if order == "joined":
+            cells = patches.unflatten(1, (-1, vision.hidden_size))
+        elif order == "channels":
+            cells = patches.unflatten(1, (vision.hidden_size, -1)).transpose(1, 2)
+        elif order == "raster":
+            side = merger.get("side", 2)
+            cells = patches[: grid.tokens * side**2].unflatten(0, (grid.height, side, -1, side))
+            cells = cells.transpose(1, 2).flatten(0, 1).flatten(1, 2)
         else:
-            height, width = (inputs["image_grid_thw"][0, 1:] // 2).tolist()
-        cells = entering["merger"].unflatten(0, (height, 2, width, 2)).transpose(1, 2)
-        rows = cells.flatten(2, 3).flatten(0, 1)
-        return _average_patches(rows, rows)
+            cells = patches.unflatten(0, (-1, 4))
+        if order == "windows":
+            from transformers.vision_utils import get_vision_window_index
 
-    if not hasattr(model, "visual"):  # InternVL and Idefics3: shuffled tiles (T, n, patches * C)
-        shuffled = (
-            model.multi_modal_projector
-            if hasattr(model, "multi_modal_projector")
-            else model.connector.modality_projection
-        )
-        record("merger", shuffled.patch_merger.merging_layer if merging else shuffled)
-        scales = {"image_sizes": inputs["image_sizes"]} if merging else {}
-        model.get_image_features(pixel_values=inputs["pixel_values"], **scales)
-        width = model.config.vision_config.hidden_size
-        tokens = entering["merger"].flatten(0, -2)
-        norms = torch.stack([tokens.abs().sum(dim=1), tokens.pow(2).sum(dim=1).sqrt()], dim=1)
-        # Those of Mistral 3 are joined channel by channel, (N, C * patches).
-        patches = tokens.unflatten(1, (width, -1) if merging else (-1, width))
-        return patches.mean(dim=2 if merging else 1), norms
+            unit = vision.spatial_merge_size, vision.window_size, vision.patch_size
+            cells = cells[get_vision_window_index(inputs["image_grid_thw"], *unit)[0].argsort()]
+        return cells
 
-    visual, grid = model.visual, inputs["image_grid_thw"]
-    # GLM-4.xV merges by a convolution behind a norm.
-    record("merger", visual.post_layernorm if hasattr(visual, "downsample") else visual.merger)
-    scoring = "merger"
-    if hasattr(visual, "deepstack_merger_list"):
-        scoring = "deepstack"
-        record(scoring, visual.deepstack_merger_list[0])
-    visual(inputs["pixel_values"], grid_thw=grid)
-    width = entering["merger"].shape[-1]
-    rows, scored = (entering[name].reshape(-1, 4, width) for name in ("merger", scoring))
-    if window := getattr(visual.config, "window_size", 0):  # Qwen2.5-VL works in window order
-        _, height, width = (grid[0] // visual.config.spatial_merge_size).tolist()
-        side = window // (visual.config.spatial_merge_size * visual.config.patch_size)
-        places = torch.arange(height * width).unflatten(0, (height, width))
-        rows_of_windows = (strip.split(side, dim=1) for strip in places.split(side))
-        order = torch.cat([w.flatten() for strip in rows_of_windows for w in strip]).argsort()
-        rows, scored = rows[order], scored[order]
-    return _average_patches(rows, scored)
-
-
-def _average_patches(rows: Tensor, scored: Tensor) -> tuple[Tensor, Tensor]:
-    """Means over the patches ``(N, p, C)`` of each token, of rows and of norms ``(N, 2)``."""
-    sizes = torch.stack([scored.abs().sum(dim=2), scored.pow(2).sum(dim=2).sqrt()], dim=2)
-    return rows.mean(dim=1), sizes.mean(dim=1)
+    scored = entering.get("scored", entering["module"])
+    # Norms of a token whose patches are joined are those of its one row.
+    rows = scored[:, None] if order in ("joined", "channels") else split(scored)
+    norms = torch.stack([rows.norm(1, dim=2), rows.norm(dim=2)], dim=2).mean(dim=1)
+    return split(entering["module"]).mean(dim=1), norms
 
 
 if __name__ == "__main__":
