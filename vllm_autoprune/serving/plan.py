@@ -384,14 +384,6 @@ def make_cache_identity(
     return make_identity(image, served, budget, keep, read, core)
 
 
-def make_core_identity(image: str, chosen_by: str, core: int) -> str:
-    """Cache identity of the core of an image: its K_c and the digest of what chooses it.
-
-    Neither a question nor K nor the rest of a state is part of it, so that all of them share it.
-    """
-    return make_identity("core", image, chosen_by, core)
-
-
 # Split of an image's budget over its parts, the same in the API server and in the worker.
 
 

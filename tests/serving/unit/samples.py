@@ -186,9 +186,6 @@ def prune(
     return rows
 
 
-QWEN = "Qwen2_5_VLForConditionalGeneration"
-
-
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:
     noise = numpy.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=numpy.uint8)
     return Image.fromarray(noise)
@@ -218,8 +215,8 @@ class Processed:
 class Sender:
     """A tiny model's processor, with vLLM's cache before an engine or without one.
 
-    Of a Qwen2.5-VL unless ``architecture`` and the ``placeholder`` of its images are given, which
-    is the model's own where it is empty; ``options`` are the server's ``--mm-processor-kwargs``.
+    ``placeholder`` stands for an image in prompts, the model's own where it is empty; ``options``
+    are the server's ``--mm-processor-kwargs``.
     """
 
     def __init__(
@@ -227,7 +224,6 @@ class Sender:
         folder: Any,
         budget: int | str,
         rules: RequestRules = DEFAULT_RULES,
-        architecture: str = QWEN,
         placeholder: str = "<|image_pad|>",
         options: Mapping[str, object] = MappingProxyType({}),
         **changes: object,
@@ -244,7 +240,7 @@ class Sender:
         )
         edits = {f"/{field}": value for field, value in changes.items()}
         attach(config, ATTRIBUTE, replace(served(edits, budget=budget), rules=rules))
-        module, _, name = BACKBONES[architecture].model.partition(":")
+        module, _, name = BACKBONES[config.architecture].model.partition(":")
         model: Any = vars(import_module(module))[name]
         factories = model._processor_factory
         context = InputProcessingContext(config, get_tokenizer(str(folder)))

@@ -103,8 +103,7 @@ def test_a_request_may_encode_more_tokens_and_keep_as_many(tmp_path: Path) -> No
 
     The kept tokens are one run of embeddings, which is what vLLM makes a range of attention of.
     """
-    architecture = "Gemma4ForConditionalGeneration"
-    sender = Sender(build("gemma4", tmp_path), 40, architecture=architecture, placeholder="")
+    sender = Sender(build("gemma4", tmp_path), 40, placeholder="")
     seen = set()
     for most, expected in N.items():
         for kwargs in ({"max_soft_tokens": most}, {"images_kwargs": {"max_soft_tokens": most}}):

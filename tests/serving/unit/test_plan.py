@@ -24,7 +24,6 @@ from vllm_autoprune.serving.plan import (
     decode_state,
     encode_state,
     make_cache_identity,
-    make_core_identity,
     make_feature_key,
     make_identity,
 )
@@ -188,8 +187,9 @@ def test_each_part_of_a_decision_is_part_of_an_identity_of_64_digits() -> None:
     others += [(4, read) for read in reads]
     changed = [(*image[:at], other, *image[at + 1 :]) for at, other in others]
     identities = [make_cache_identity(*parts) for parts in (image, *changed)]
-    identities += [make_core_identity(*core) for core in (("img", "p", 4), ("b", "p", 4))]
-    identities += [make_core_identity("img", "p", 5), make_identity("recall", identities[0], 4)]
+    cores = (("img", "p", 4), ("b", "p", 4), ("img", "p", 5))
+    identities += [make_identity("core", *core) for core in cores]
+    identities += [make_identity("recall", identities[0], 4)]
     assert len(set(identities)) == len(identities)
     assert all(re.fullmatch("[0-9a-f]{64}", identity) for identity in identities)
     assert make_cache_identity(*image) == identities[0]

@@ -28,7 +28,6 @@ from tests.serving.unit.samples import (
 from vllm_autoprune import RequestError
 from vllm_autoprune.selftest.backbones import TINY_MODELS, build
 from vllm_autoprune.serving.api import planner
-from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.models.qwen import _GlmVision, _Qwen2Vision
 from vllm_autoprune.serving.settings import RequestRules
 
@@ -128,11 +127,10 @@ def test_what_is_made_of_an_image_does_not_depend_on_those_beside_it(
 ) -> None:
     """Processors pad a call to its largest image; with and without caches of processed images."""
     small, large, folder = picture(100, 48), picture(330, 300, 1), build(name, tmp_path)
-    architecture = next(at for at, backbone in BACKBONES.items() if backbone.name == name)
 
     def send(gigabytes: int, *calls: Sequence[Any]) -> dict[int, set[str]]:
         """By image, everything that one processor sends of it in these calls."""
-        sender = Sender(folder, 5, architecture=architecture, placeholder="", options=options)
+        sender = Sender(folder, 5, placeholder="", options=options)
         sender._config.get_multimodal_config().mm_processor_cache_gb = gigabytes
         sender = sender.with_cache() if gigabytes else sender
         made: dict[int, set[str]] = {}
@@ -165,9 +163,6 @@ def test_a_request_that_is_only_rendered_keeps_nothing_of_its_images(sender: Sen
         assert not sender._processor._waiting
     finally:
         gc.enable()
-
-
-# ---- images in two items ----
 
 
 # ---- resized images ----

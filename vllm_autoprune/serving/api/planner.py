@@ -46,7 +46,6 @@ from vllm_autoprune.serving.plan import (
     decode_state,
     encode_state,
     make_cache_identity,
-    make_core_identity,
     make_feature_key,
     make_identity,
     refuse,
@@ -347,17 +346,15 @@ class RequestPlanner:
                 core, delta = plans[i].split(slot.core)
                 plan = {"whole": plans[i], "core": core, "delta": delta}[slot.part]
                 state = served.state_for_plan(plan)
-                chosen_by = served.selection_identity(state)
-                # Two budgets may give one number of tokens, and then another size is another image.
-                chosen_by += "" if sizes[i] is None else f"|{sizes[i]}"
-                read = plan.read if reads[i] else None
-                identity = (
-                    make_core_identity(content, state.core_digest, plan.core)
-                    if plan.part == "core"
-                    else make_cache_identity(
-                        content, chosen_by, plan.image_budget, plan.keep, read, plan.core
-                    )
-                )
+                if plan.part == "core":
+                    # Shared by all questions, K and states that choose it alike.
+                    identity = make_identity("core", content, state.core_digest, plan.core)
+                else:
+                    chosen_by = served.selection_identity(state)
+                    # Budgets may give one number of tokens; another size is another image.
+                    chosen_by += "" if sizes[i] is None else f"|{sizes[i]}"
+                    kept = plan.image_budget, plan.keep, plan.read if reads[i] else None
+                    identity = make_cache_identity(content, chosen_by, *kept, plan.core)
             latest[i] = _PlannedItem(i, plan, identity, tensors_key)
             items.append(latest[i])
         return RequestPlan(
@@ -466,9 +463,8 @@ class RequestPlanner:
         config: Any = get_attachment(self._info.ctx.model_config, KV_CACHE)
         block = config.block_size if config and config.enable_prefix_caching else None
         places = [at for at, token_id in enumerate(prompt) if token_id == self._token]
-        if block is None or self._placeholders.unsplittable or not any(cores):
-            return prompt, slots
-        if len(places) != len(slots):
+        unsplittable = self._placeholders.unsplittable or len(places) != len(slots)
+        if block is None or unsplittable or not any(cores):
             return prompt, slots
         # What the prompt holds between each image and the one before it, without image markup.
         tokenizer = self._info.get_tokenizer()
