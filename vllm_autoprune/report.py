@@ -91,20 +91,17 @@ class Mark:
     x: float
     y: float
     tip: str
-    low: float | None = None
-    high: float | None = None
+    low: float
+    high: float
     hollow: bool = False
-    link: str = ""
 
 
 @dataclass(frozen=True)
 class Series:
-    """Points of one colour; ``path``: points of a line without marks."""
+    """Points of one colour."""
 
     name: str
-    marks: Sequence[Mark] = ()
-    path: Sequence[tuple[float, float]] = ()
-    line: Literal["none", "straight", "steps"] = "straight"
+    marks: Sequence[Mark]
     dashed: bool = False
     colour: int = 0
 
@@ -112,19 +109,11 @@ class Series:
         """A line through the points that are not hollow, and every mark by its id in the SVG."""
         colour = _COLOURS[self.colour % len(_COLOURS)]
         symbol, size = _SYMBOLS[self.colour % len(_SYMBOLS)], 4 if self.dashed else 6
-        points = list(self.path) or [(mark.x, mark.y) for mark in self.marks if not mark.hollow]
-        dashes = "--" if self.dashed else "-"
-        if self.line == "none" or len(points) < 2:
-            points, dashes = [], ""
-        steps = "steps-post" if self.line == "steps" else "default"
-        axes.plot(
-            [x for x, _ in points], [y for _, y in points], dashes, color=colour, drawstyle=steps
-        )
+        solid, dashes = [mark for mark in self.marks if not mark.hollow], "-" + "-" * self.dashed
+        axes.plot([mark.x for mark in solid], [mark.y for mark in solid], dashes, color=colour)
         for mark in self.marks:
-            if mark.low is not None and mark.high is not None:
-                axes.plot(
-                    [mark.x] * 2, [mark.low, mark.high], color=colour, linewidth=1.2, alpha=0.65
-                )
+            interval = [mark.low, mark.high]
+            axes.plot([mark.x] * 2, interval, color=colour, linewidth=1.2, alpha=0.65)
             fill: Literal["none", "full"] = "none" if mark.hollow else "full"
             name = f"mark-{len(marks)}"
             marks[name] = mark
@@ -132,13 +121,12 @@ class Series:
                 mark.x, mark.y, symbol, color=colour, markersize=size, fillstyle=fill, gid=name
             )
         # The legend shows the line with a mark, which the line itself has not.
-        symbol = symbol if self.marks else ""
         axes.plot([], [], dashes, color=colour, label=self.name, marker=symbol, markersize=size)
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart with its title and the labels of its axes."""
+    """A chart with its title and the labels of its axes: x from 0, y logarithmic."""
 
     title: str
     x_label: str
@@ -146,9 +134,6 @@ class Chart:
     series: Sequence[Series]
     rules: Mapping[str, float] = field(default_factory=dict)
     """Horizontal reference lines by their name in the legend."""
-    y_scale: Literal["linear", "log"] = "linear"
-    x_zero: bool = False
-    """Whether the x axis includes 0."""
 
     def draw(self) -> Markup:
         """The chart as a ``<figure>``: title, then an SVG with its legend."""
@@ -178,13 +163,9 @@ class Chart:
                 series.draw(axes, marks)
             for name, y in self.rules.items():
                 axes.axhline(y, color=_INK, linestyle=":", label=name)
-            if self.x_zero:
-                axes.set_xlim(left=min(0.0, axes.get_xlim()[0]))
+            axes.set_xlim(left=min(0.0, axes.get_xlim()[0]))
             # A logarithmic axis needs a positive point.
-            heights = [y for series in self.series for _, y in series.path]
-            if self.y_scale == "log" and any(
-                y > 0 for y in (*heights, *(mark.y for mark in marks.values()))
-            ):
+            if any(mark.y > 0 for mark in marks.values()):
                 axes.set_yscale("log")
             if len(self.series) > 1 or self.rules:
                 figure.legend(loc="outside upper left", ncols=3, fontsize="small")
@@ -197,9 +178,6 @@ class Chart:
                 title = ElementTree.Element(f"{{{_SVG}}}title")
                 title.text = mark.tip
                 element.insert(0, title)
-                if mark.link:
-                    element.tag = f"{{{_SVG}}}a"
-                    element.set("href", mark.link)
         for name in ("width", "height"):
             del root.attrib[name]
         root.set("role", "img")

@@ -218,7 +218,7 @@ class Experiment:
         most = self.slo.slo_ttft
         limit = {f"objective {most:g} ms": most} if most else {}
         titles = ("Latency over throughput", "achieved, requests/s", "median TTFT, ms")
-        chart = Chart(*titles, series, limit, y_scale="log", x_zero=True)
+        chart = Chart(*titles, series, limit)
         text = "Bars: 95 % intervals; hollow: not valid. Point at a mark for its load."
         return Section("Latency and throughput", [text], [chart])
 
