@@ -73,11 +73,6 @@ class BackboneShape:
         return re.split("[:;]", self.source)[0]
 
     @property
-    def full_layers(self) -> int:
-        """Layers of full attention."""
-        return self.layers // self.linear.every if self.linear else self.layers
-
-    @property
     def tokens(self) -> int:
         """Visual tokens of one image before pruning, N."""
         return self.grid_height * self.grid_width * self.tiles
@@ -115,7 +110,7 @@ class BackboneShape:
             """Multiply-accumulates of a layer of full attention on ``n`` tokens."""
             return n * d * (2 * q + 2 * k) + 2 * n * n * q + 3 * n * d * m
 
-        n, full = tokens + text, self.full_layers
+        n, full = tokens + text, self.layers // (self.linear.every if self.linear else 1)
         macs = full * count_full(n) + ranking_layers * count_full(self.tokens + text)
         if self.linear is not None:
             a, v = self.linear.key_width, self.linear.value_width

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from PIL import Image
@@ -21,7 +21,6 @@ from vllm_autoprune.evaluation.question_suite import QuestionSuite
 from vllm_autoprune.evaluation.run import build_cases
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
-Captured = pytest.CaptureFixture[str]
 Answering = Callable[[Body, int], Answer]
 CASES = ("full", "random", "resized", "norm", "cdpruner", "autoprune")
 """What a server is asked for by default, by the arm of the fake server."""
@@ -76,9 +75,28 @@ def test_policies_of_one_name_are_cases_of_their_own(tmp_path: Path) -> None:
             assert alone["base_policy"] == state["base_policy"]
 
 
+class Call(NamedTuple):
+    """Runs eval on the questions of a folder, into its folder ``out``."""
+
+    folder: Path
+    printed: Callable[[], pytest.CaptureResult[str]]
+
+    def __call__(self, url: str, *words: str) -> int:
+        data, out = str(self.folder / "questions.jsonl"), str(self.folder / "out")
+        common = ["--data", data, "--server-url", url, "--budgets", "8", "--out", out]
+        return main(["eval", *common, *words])
+
+    def drop_answers(self) -> None:
+        """Leave images and questions."""
+        path = self.folder / "questions.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        bare = [{"image": line["image"], "question": line["question"]} for line in lines]
+        path.write_text("\n".join(map(json.dumps, bare)))
+
+
 @pytest.fixture
-def call(tmp_path: Path) -> Callable[..., int]:
-    """Runs eval on four questions about two images."""
+def call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Call:
+    """Asks four questions about two images."""
     for name, colour in (("a.png", "red"), ("b.png", "blue")):
         Image.new("RGB", (8, 8), colour).save(tmp_path / name)
     lines = [
@@ -87,24 +105,16 @@ def call(tmp_path: Path) -> Callable[..., int]:
         {"image": "a.png", "question": "Which shape?", "answer": "square", "category": "shape"},
         {"image": "b.png", "question": "Is it blue?", "answer": "yes", "pair": 1},
     ]
-    path = tmp_path / "questions.jsonl"
-    path.write_text("\n".join(map(json.dumps, lines)))
-
-    def call(url: str, *words: str) -> int:
-        common = ["eval", "--data", str(path), "--server-url", url, "--budgets", "8"]
-        return main([*common, "--out", str(tmp_path / "out"), *words])
-
-    return call
+    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return Call(tmp_path, capsys.readouterr)
 
 
-def test_every_case_is_asked_every_question_once(
-    call: Callable[..., int], tmp_path: Path, capsys: Captured
-) -> None:
+def test_every_case_is_asked_every_question_once(call: Call) -> None:
     with endpoint(answering) as server:
         assert call(server.url, "--dry-run") == 0 and not server.requests
-        assert "6 cases x 4 questions: 24 requests" in capsys.readouterr().out
+        assert "6 cases x 4 questions: 24 requests" in call.printed().out
         assert call(server.url, "--at-once", "1") == 0
-        captured = capsys.readouterr()
+        captured = call.printed()
         assert Counter(map(arm, asked(server.requests))) == dict.fromkeys(CASES, 4)
         # Requests about one image are close to each other.
         parts = [body["messages"][0]["content"][0] for body in asked(server.requests)]
@@ -112,7 +122,7 @@ def test_every_case_is_asked_every_question_once(
         # Those of the unpruned model come first, to be checked.
         assert sum(before != after for before, after in pairwise(urls[4:])) == 1
         assert call(server.url) == 1
-        assert "already contains an evaluation -> add --resume" in capsys.readouterr().err
+        assert "already contains an evaluation -> add --resume" in call.printed().err
         assert call(server.url, "--resume", "--json") == 0
         assert Counter(map(arm, asked(server.requests))) == dict.fromkeys(CASES, 4)
     assert "### K = 8" in captured.out and "A trial run on 2 images" in captured.out
@@ -120,9 +130,9 @@ def test_every_case_is_asked_every_question_once(
     assert "| 24/24 [" in captured.err
     headline = captured.out.splitlines()[2]
     assert captured.err.splitlines()[-1] == headline and headline in (
-        (tmp_path / "out" / "report.html").read_text()
+        (call.folder / "out" / "report.html").read_text()
     )
-    report = json.loads(capsys.readouterr().out)
+    report = json.loads(call.printed().out)
     rows = {row["case"]["name"]: row for row in report["rows"]}
     assert set(rows) == {"full", *(f"{name}@8" for name in CASES[1:])}
     assert rows["full"]["benchmarks"] == {"colour": 100.0, "shape": 100.0, "yes/no pairs": 100.0}
@@ -130,28 +140,26 @@ def test_every_case_is_asked_every_question_once(
     assert rows["random@8"]["to_full"]["logprob"]["value"] == pytest.approx(-2.9)
 
 
-def test_only_what_has_no_answer_is_asked_again(
-    call: Callable[..., int], tmp_path: Path, capsys: Captured
-) -> None:
+def test_only_what_has_no_answer_is_asked_again(call: Call) -> None:
     def failing(body: Body, number: int) -> Answer:
         return error(400, "no") if number == len(CASES) + 3 else answering(body, number)
 
     with endpoint(failing) as server:
         assert call(server.url) == 1
-    printed = capsys.readouterr().out
+    printed = call.printed().out
     assert "Not valid: " in printed and "1 of 4 requests failed: status 400: no" in printed
-    path = tmp_path / "out" / "samples.jsonl"
+    path = call.folder / "out" / "samples.jsonl"
     path.write_bytes(path.read_bytes()[:-20])  # a killed process leaves half a line
     with endpoint(answering) as server:
         assert call(server.url, "--resume") == 0
         assert len(asked(server.requests)) == 2
-    questions = tmp_path / "questions.jsonl"
+    questions = call.folder / "questions.jsonl"
     questions.write_text(questions.read_text().replace("Which shape?", "What is it?"))
     assert call("http://h:1", "--resume") == 1
-    assert "another evaluation (setup : data differ) -> name another" in capsys.readouterr().err
+    assert "another evaluation (setup : data differ) -> name another" in call.printed().err
 
 
-def test_answers_of_a_server_that_dies_are_kept(call: Callable[..., int], capsys: Captured) -> None:
+def test_answers_of_a_server_that_dies_are_kept(call: Call) -> None:
     def dying(body: Body, number: int) -> Answer:
         if number < len(CASES) + 14:
             return answering(body, number)
@@ -163,12 +171,12 @@ def test_answers_of_a_server_that_dies_are_kept(call: Callable[..., int], capsys
     with endpoint(answering) as server:
         assert call(server.url, "--resume") == 0
         assert len(asked(server.requests)) == 10
-    printed = capsys.readouterr()
+    printed = call.printed()
     assert "stopped: " in printed.out and "| 10/10 [" in printed.err
 
 
 def test_an_interrupted_evaluation_says_how_to_go_on(
-    call: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+    call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*values: object) -> None:
         raise KeyboardInterrupt
@@ -178,9 +186,9 @@ def test_an_interrupted_evaluation_says_how_to_go_on(
             with monkeypatch.context() as patch:
                 patch.setattr(QuestionSuite, "_ask", interrupt)
                 assert call(server.url, *more) == 130
-            path = tmp_path / "out" / "samples.jsonl"
+            path = call.folder / "out" / "samples.jsonl"
             line = f"stopped; {path} keeps what was measured, --resume goes on from it\n"
-            assert capsys.readouterr().err.endswith(line)
+            assert call.printed().err.endswith(line)
         assert call(server.url, "--resume") == 0
 
 
@@ -192,14 +200,14 @@ def test_an_interrupted_evaluation_says_how_to_go_on(
     ],
 )
 def test_an_answer_that_goes_on_is_wrong_and_a_prompt_that_is_not_pruned_is_told(
-    call: Callable[..., int], capsys: Captured, random: dict[str, Any], status: int, reason: str
+    call: Call, random: dict[str, Any], status: int, reason: str
 ) -> None:
     def answer(body: Body, number: int) -> Answer:
         return reply(body, **random if arm(body) == "random" else {"following": "."})
 
     with endpoint(answer) as server:
         assert call(server.url, "--json") == status
-    report = json.loads(capsys.readouterr().out)
+    report = json.loads(call.printed().out)
     (row,) = [row for row in report["rows"] if row["case"]["name"] == "random@8"]
     assert row["all"]["acc"] == 100.0 * status and reason in " ".join(report["reasons"])
 
@@ -220,24 +228,17 @@ def chatting(body: Body, number: int) -> Answer:
     return answering(body, number)
 
 
-def drop_answers(path: Path) -> None:
-    """Leave images and questions of a file."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    bare = [{"image": line["image"], "question": line["question"]} for line in lines]
-    path.write_text("\n".join(map(json.dumps, bare)))
-
-
 @pytest.mark.parametrize("labelled", [True, False])
 def test_the_unpruned_model_answers_first_and_its_answer_is_the_reference(
-    call: Callable[..., int], tmp_path: Path, capsys: Captured, labelled: bool
+    call: Call, labelled: bool
 ) -> None:
     if not labelled:
-        drop_answers(tmp_path / "questions.jsonl")
+        call.drop_answers()
         assert call("http://h:1") == 1
-        assert "4 of 4 questions have no answer -> add --reference" in capsys.readouterr().err
+        assert "4 of 4 questions have no answer -> add --reference" in call.printed().err
     words = ("--reference", "unpruned")
     assert call("http://h:1", *words, "--dry-run") == 0
-    assert "24 requests, and more that decode answers" in capsys.readouterr().out
+    assert "24 requests, and more that decode answers" in call.printed().out
     with endpoint(chatting) as server:
         assert call(server.url, *words, "--json") == 0
         decoded = [body for body in server.requests if body["max_tokens"] > 1]
@@ -246,21 +247,19 @@ def test_the_unpruned_model_answers_first_and_its_answer_is_the_reference(
         assert Counter(map(arm, asked(server.requests))) == dict.fromkeys(CASES, 4)
         count = len(server.requests)
         assert call("http://h:1", *words, "--resume") == 0 and len(server.requests) == count
-    report = json.loads(capsys.readouterr().out.partition("# ")[0])
+    report = json.loads(call.printed().out.partition("# ")[0])
     rows = {row["case"]["name"]: row for row in report["rows"]}
     assert rows["random@8"]["agreement"]["value"] == 0.0
     assert rows["autoprune@8"]["agreement"]["value"] == 100.0
     accuracy = rows["full"]["accuracy"]
     assert accuracy is None if not labelled else accuracy["value"] == 100.0
-    records = map(json.loads, (tmp_path / "out" / "samples.jsonl").read_text().splitlines())
+    records = map(json.loads, (call.folder / "out" / "samples.jsonl").read_text().splitlines())
     texts = {r["question"]: r["text"] for r in records if r.get("case") == "full"}
     assert set(texts.values()) == set(SAID.values())
 
 
-def test_answers_that_changed_most_are_asked_for_and_shown_with_their_pictures(
-    call: Callable[..., int], tmp_path: Path, capsys: Captured
-) -> None:
-    drop_answers(tmp_path / "questions.jsonl")
+def test_answers_that_changed_most_are_asked_for_and_shown_with_their_pictures(call: Call) -> None:
+    call.drop_answers()
     words = ("--reference", "unpruned")
     failing = [True]
 
@@ -273,13 +272,13 @@ def test_answers_that_changed_most_are_asked_for_and_shown_with_their_pictures(
 
     with endpoint(pruned) as server:
         assert call(server.url, *words) == 0
-        assert "| a.png | Which colour? | red. | - |" in capsys.readouterr().out
+        assert "| a.png | Which colour? | red. | - |" in call.printed().out
         failing.clear()
         count = len(server.requests)
         assert call(server.url, *words, "--resume") == 0  # what the page lacks is asked for
         assert len(server.requests) - count == len(CASES) + 2
-    assert "| a.png | Which colour? | red. | blue | the start | -2.90 |" in capsys.readouterr().out
-    assert (tmp_path / "out" / "report.html").read_text().count("data:image/jpeg;base64,") == 2
+    assert "| a.png | Which colour? | red. | blue | the start | -2.90 |" in call.printed().out
+    assert (call.folder / "out" / "report.html").read_text().count("data:image/jpeg;base64,") == 2
 
 
 @pytest.mark.parametrize(
@@ -291,12 +290,7 @@ def test_answers_that_changed_most_are_asked_for_and_shown_with_their_pictures(
     ],
 )
 def test_what_no_score_can_come_of_is_refused_before_the_long_run(
-    call: Callable[..., int],
-    tmp_path: Path,
-    capsys: Captured,
-    said: Answer,
-    labelled: bool,
-    message: str,
+    call: Call, said: Answer, labelled: bool, message: str
 ) -> None:
     def answer(body: Body, number: int) -> Answer:
         if len(body["messages"]) > 1 or body["max_tokens"] == 1:
@@ -304,13 +298,13 @@ def test_what_no_score_can_come_of_is_refused_before_the_long_run(
         return said
 
     if not labelled:
-        drop_answers(tmp_path / "questions.jsonl")
+        call.drop_answers()
     with endpoint(answer) as server:
         assert call(server.url, "--reference", "unpruned") == 1
         assert len(server.requests) <= len(CASES) + 8
-        assert message in capsys.readouterr().err
+        assert message in call.printed().err
         # Nothing is left to resume.
-        assert not (tmp_path / "out" / "samples.jsonl").exists()
+        assert not (call.folder / "out" / "samples.jsonl").exists()
 
 
 def refusing(policy: str) -> Answering:
@@ -322,12 +316,10 @@ def refusing(policy: str) -> Answering:
     )
 
 
-def test_every_base_policy_is_measured_on_any_server(
-    call: Callable[..., int], capsys: Captured
-) -> None:
+def test_every_base_policy_is_measured_on_any_server(call: Call) -> None:
     with endpoint(refusing("fastv")) as server:
         assert call(server.url, "--state", "all") == 0
-    page = capsys.readouterr().out
+    page = call.printed().out
     assert "| fastv | 8 | status 400: needs inputs that this model has not |" in page
     for policy in BASE_POLICIES.keys() - {"fastv"}:
         state = "autoprune" if policy == "cdpruner" else f"autoprune-on-{policy}"
@@ -335,23 +327,21 @@ def test_every_base_policy_is_measured_on_any_server(
     with endpoint(answering) as server:  # another start of it may serve what one refused
         assert call(server.url, "--state", "all", "--resume") == 0
         assert set(Counter(map(arm, asked(server.requests)))) == {"fastv", "autoprune-on-fastv"}
-    assert "| fastv | 100.0 |" in capsys.readouterr().out
+    assert "| fastv | 100.0 |" in call.printed().out
 
 
-def test_a_server_that_cannot_be_measured_leaves_nothing_to_resume(
-    call: Callable[..., int], capsys: Captured
-) -> None:
+def test_a_server_that_cannot_be_measured_leaves_nothing_to_resume(call: Call) -> None:
     assert call("http://127.0.0.1:9") == 1
-    assert "does not answer" in capsys.readouterr().err
+    assert "does not answer" in call.printed().err
     with endpoint(refusing("cdpruner")) as server:
         assert call(server.url) == 1
         assert not asked(server.requests)
-    message = capsys.readouterr().err
+    message = call.printed().err
     assert "refuses every state: status 400: needs inputs that this model has not -> " in message
     assert "-> name states that its model serves" in message
     with endpoint(answering) as server:
         assert call(server.url, "--served-name", "llava") == 1
-        assert "serves m -> serve llava" in capsys.readouterr().err
+        assert "serves m -> serve llava" in call.printed().err
         assert call(server.url) == 0
 
 
@@ -379,7 +369,7 @@ START = "-> start it with --autoprune-state NAME --autoprune-requests states"
     ],
 )  # fmt: skip
 def test_a_server_whose_requests_may_not_choose_is_refused_by_the_flag_to_give(
-    call: Callable[..., int], capsys: Captured, page: object, refusal: str, message: str
+    call: Call, page: object, refusal: str, message: str
 ) -> None:
     with endpoint(lambda body, number: error(400, refusal)) as server:
         server.pages["/v1/autoprune"] = (
@@ -387,7 +377,7 @@ def test_a_server_whose_requests_may_not_choose_is_refused_by_the_flag_to_give(
         )
         assert call(server.url) == 1
         assert len(server.requests) == (page is None)
-    printed = capsys.readouterr().err
+    printed = call.printed().err
     assert message in printed and "--trust" not in printed and printed.count("\n") == 1
 
 
@@ -402,13 +392,13 @@ def test_a_server_whose_requests_may_not_choose_is_refused_by_the_flag_to_give(
     ],
 )  # fmt: skip
 def test_the_servers_own_state_is_marked_or_said_to_be_missing(
-    call: Callable[..., int], capsys: Captured, page: str, cell: str, count: int
+    call: Call, page: str, cell: str, count: int
 ) -> None:
     with endpoint(answering) as server:
         server.pages["/v1/autoprune"] = (200, page.encode(), {})
         assert call(server.url) == 0
         assert call("http://h:1", "--resume") == 0  # nothing is left to ask
-    printed = capsys.readouterr()
+    printed = call.printed()
     assert printed.out.count(cell) == 2 * count
     assert ("no row is marked as its own state -> start it with " in printed.err) == (count == 0)
 
@@ -424,6 +414,8 @@ def test_the_servers_own_state_is_marked_or_said_to_be_missing(
         ("--suite lmms:x --server-url h --served-name m", "does not know x -> use: paper"),
     ],
 )
-def test_a_run_that_cannot_start_says_why(call: str, message: str, capsys: Captured) -> None:
+def test_a_run_that_cannot_start_says_why(
+    call: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["eval", *call.split()]) == 1
     assert message in capsys.readouterr().err

@@ -21,11 +21,7 @@ _M = TypeVar("_M", bound=BaseModel)
 
 _Names = Mapping[str, str]
 """Flags that are not named like their field."""
-
-
 _AddsArgument = Callable[[argparse.ArgumentParser], object]
-
-
 _Run = Callable[[argparse.Namespace], int]
 
 

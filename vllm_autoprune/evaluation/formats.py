@@ -207,7 +207,7 @@ def _read_records(path: Path, fix: str) -> Iterator[tuple[str, Any]]:
 
 # ---- questions ----
 
-_Text = Annotated[str, StringConstraints(pattern=r"\S")]  # not blank
+Text = Annotated[str, StringConstraints(pattern=r"\S")]  # not blank
 
 
 def _list_texts(value: object) -> list[object]:
@@ -215,16 +215,16 @@ def _list_texts(value: object) -> list[object]:
     return [each.get("answer") if isinstance(each, dict) else each for each in values]
 
 
-_Texts = Annotated[tuple[_Text, ...], BeforeValidator(_list_texts)]
+_Texts = Annotated[tuple[Text, ...], BeforeValidator(_list_texts)]
 
 
 class _Line(FrozenModel):
     """One question of a file in this project's form."""
 
     image: _Texts = Field(validation_alias=AliasChoices("image", "images"), min_length=1)
-    question: _Text
+    question: Text
     answer: _Texts = Field(default=(), validation_alias=AliasChoices("answer", "answers"))
-    category: _Text = "all"
+    category: Text = "all"
     pair: int | None = None
 
 

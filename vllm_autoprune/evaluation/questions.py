@@ -8,19 +8,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Annotated
 
-from pydantic import StringConstraints
 from tqdm import tqdm
 
 from vllm_autoprune.connection import Connection
 from vllm_autoprune.errors import ConfigError, Problem
-from vllm_autoprune.evaluation.formats import AskedQuestion, QuestionReader, render
+from vllm_autoprune.evaluation.formats import AskedQuestion, QuestionReader, Text, render
 from vllm_autoprune.evaluation.journal import MME, PAIRS, Question
 from vllm_autoprune.evaluation.pictures import Picture, PictureSource, read_picture
 from vllm_autoprune.record_file import FrozenModel
-
-_Text = Annotated[str, StringConstraints(pattern=r"\S")]  # not blank
 
 _MAX_PROBLEMS = 20
 
@@ -37,10 +33,10 @@ def refuse(subject: str, problems: Sequence[Problem]) -> None:
 class Example(FrozenModel):
     """One question of a search about one image, which has one name for each content."""
 
-    image: _Text
-    question: _Text
-    answer: _Text
-    category: _Text = "all"
+    image: Text
+    question: Text
+    answer: Text
+    category: Text = "all"
     pair: int | None = None
 
 

@@ -307,7 +307,7 @@ def _build_rows(
         yield _Row(
             case=case,
             benchmarks={name: round(score, _DIGITS) for name, score in points.items()},
-            all=Aggregates.of(points, scores["full"], divisor).rounded(_DIGITS),
+            all=Aggregates.of(points, scores["full"], divisor, _DIGITS),
             accuracy_plus=None if plus is None else plus.value,
             prompt_tokens=round(sum(lengths) / len(lengths), 2) if lengths else None,
             **fields,

@@ -32,19 +32,11 @@ class Aggregates(FrozenModel):
     ratio_of_means: float | None
     mean_of_ratios: float | None
 
-    def rounded(self, digits: int) -> Aggregates:
-        """The same figures with fewer decimals."""
-        figures = {name: None if f is None else round(f, digits) for name, f in self}
-        return Aggregates.model_validate(figures)
-
     @classmethod
-    def of(cls, scores: Scores, full: Scores, mme_divisor: float) -> Aggregates:
-        """Figures of scores beside those of the full model.
+    def of(cls, scores: Scores, full: Scores, mme_divisor: float, digits: int) -> Aggregates:
+        """Rounded figures of scores beside those of the full model on the same benchmarks.
 
-        Acc. is the mean over benchmarks, MME divided by ``mme_divisor``. Rel. as the paper writes
-        it is 100 x Acc. over Acc. of the full model; as CDPruner defines it, 100 x the mean over
-        benchmarks of a score over the full model's, where the divisor of MME cancels out. Both
-        have scores on the same benchmarks.
+        The divisor of MME cancels out in ratios of scores.
         """
         divisors = {name: mme_divisor if name == MME else 1.0 for name in scores}
         acc, full_acc = (
@@ -52,9 +44,11 @@ class Aggregates(FrozenModel):
             for part in (scores, full)
         )
         ratios = [score / full[name] for name, score in scores.items() if full[name]]
-        mean = 100 * sum(ratios) / len(ratios) if len(ratios) == len(scores) else None
-        ratio = 100 * acc / full_acc if full_acc else None
-        return cls(acc=acc, ratio_of_means=ratio, mean_of_ratios=mean)
+        mean = (
+            round(100 * sum(ratios) / len(ratios), digits) if len(ratios) == len(scores) else None
+        )
+        ratio = round(100 * acc / full_acc, digits) if full_acc else None
+        return cls(acc=round(acc, digits), ratio_of_means=ratio, mean_of_ratios=mean)
 
 
 @dataclass(frozen=True)

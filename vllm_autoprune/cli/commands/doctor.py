@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import logging
 import os
 import platform
 import sys
+from collections.abc import Iterator
 
 from packaging.version import Version
 
@@ -58,16 +60,24 @@ def _check_installation(options: argparse.Namespace) -> int:
         status = status if fix else "ok"
         findings.append({"what": what, "status": status, "detail": detail, "fix": fix})
 
+    @contextlib.contextmanager
+    def judging(what: str, status: str = "fail") -> Iterator[None]:
+        """Add a finding for each problem that is raised."""
+        try:
+            yield
+        except ConfigError as error:
+            for problem in error.problems:
+                judge(what, problem.what, problem.fix, status)
+        except ImportError as error:
+            judge(what, f"cannot be read: {error}", f"install {error.name}", status)
+
     # In the order in which a server would fail on them: versions.
     judge("vllm-autoprune", __version__)
     old = sys.version_info < (3, 11)
     judge("python", platform.python_version(), "use 3.11 or newer" if old else "")
-    try:
+    with judging("vllm"):
         require_vllm()
         judge("vllm", str(vllm_version()))
-    except ConfigError as error:
-        (problem,) = error.problems
-        judge("vllm", problem.what, problem.fix)
     for name, lowest in _LOWEST.items():
         fix = f"pip install '{name}>={lowest}'"
         try:
@@ -122,36 +132,23 @@ def _check_installation(options: argparse.Namespace) -> int:
     if options.model is not None:
         from vllm_autoprune.checkpoint import count_tokens  # not for other commands
 
-        try:
+        with judging("model"):
             backbone = require_served(read_config(options.model))
-        except ConfigError as error:
-            for problem in error.problems:
-                judge("model", problem.what, problem.fix)
-        else:
             judge("model", f"{backbone.stock}: served as {backbone.name}")
             flags = f"--autoprune-state {backbone.state} --autoprune-budget {backbone.budget}"
             judge("state", f"start with {flags}, and measure: vllm-autoprune eval")
-            try:
+            with judging("tokens", "warn"):
                 count = count_tokens(options.model, *_IMAGE)
                 judge("tokens", f"N = {count.tokens} of {_IMAGE[0]} x {_IMAGE[1]} pixels")
-            except ConfigError as error:
-                (problem,) = error.problems
-                judge("tokens", problem.what, problem.fix, "warn")
 
     # The text tower.
     if options.text_tower is None:
         judge("text tower", "none: relevance uses the language model's input embeddings")
     else:
-        try:
+        with judging("text tower"):
             tower = read_text_tower(options.text_tower)
             sign = f"sign {tower.sign:+.0f}: {tower.reason}"
-            what = f"{tower.width} wide, {tower.segment} tokens a segment, {sign}"
-            judge("text tower", what)
-        except ConfigError as error:
-            for problem in error.problems:
-                judge("text tower", problem.what, problem.fix)
-        except ImportError as error:
-            judge("text tower", f"cannot be read: {error}", "install transformers")
+            judge("text tower", f"{tower.width} wide, {tower.segment} tokens a segment, {sign}")
 
     # The shipped states; safety checks are left to `validate`, because they take half a minute.
     shipped, invalid = sorted(shipped_states()), list[str]()
