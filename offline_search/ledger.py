@@ -230,13 +230,13 @@ Record = Annotated[
 
 _EXTERNAL_RECORDS = (ReplyRecord, VerdictRecord, EvaluationRecord)
 
-_ADAPTER: TypeAdapter[Record] = TypeAdapter(Record)
-
 R = TypeVar("R", bound=Record)
 
 
 class Ledger(RecordFile[Record]):
     """Records of one search by key, in order of writing; one process at a time may write."""
+
+    adapter, error_type = TypeAdapter(Record), SearchError
 
     def __init__(self, path: Path, recording: Iterable[Record] = ()) -> None:
         """Open or create; external records that are missing are copied from a ``recording``.
@@ -245,7 +245,7 @@ class Ledger(RecordFile[Record]):
         removed. Raises :class:`SearchError` for a file that is not a ledger, is locked, or cannot
         be written.
         """
-        super().__init__(path, _ADAPTER, SearchError)
+        super().__init__(path)
         self._recorded = {
             record.key: record for record in recording if isinstance(record, _EXTERNAL_RECORDS)
         }
@@ -281,8 +281,7 @@ class Ledger(RecordFile[Record]):
 
 def read_ledger(path: Path) -> list[Record]:
     """The complete records of a ledger, which another process may be writing; changes nothing."""
-    fix = "name the ledger of a search that has begun"
-    return RecordFile.read(path, _ADAPTER, SearchError, fix)
+    return Ledger.read(path, "name the ledger of a search that has begun")
 
 
 def digest_records(records: Iterable[Record]) -> str:
@@ -293,4 +292,4 @@ def digest_records(records: Iterable[Record]) -> str:
 
 
 def _dump_without_clock(record: Record) -> str:
-    return _ADAPTER.dump_json(record, exclude={"clock"}).decode()
+    return Ledger.adapter.dump_json(record, exclude={"clock"}).decode()

@@ -23,22 +23,21 @@ class NotesError(AutopruneError):
     """Error of the file under test."""
 
 
-NOTE = TypeAdapter(Note)
+class Notes(RecordFile[Note]):
+    """The file under test."""
 
-
-def open_notes(path: Path) -> RecordFile[Note]:
-    return RecordFile(path, NOTE, NotesError)
+    adapter, error_type = TypeAdapter(Note), NotesError
 
 
 def numbers(path: Path) -> list[int]:
-    return [note.number for note in RecordFile.read(path, NOTE, NotesError, "name one")]
+    return [note.number for note in Notes.read(path, "name one")]
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """A file with two notes, in folders that writing it creates."""
     path = tmp_path / "a" / "b" / "notes.jsonl"
-    with open_notes(path) as file:
+    with Notes(path) as file:
         file.append([Note(number=1, text="one"), Note(number=2)])
     return path
 
@@ -50,7 +49,7 @@ def test_complete_lines_survive_truncation_anywhere(path: Path) -> None:
         path.write_bytes(content[:end])
         complete = [1, 2][: content[:end].count(b"\n")]
         assert numbers(path) == complete
-        with open_notes(path) as file:
+        with Notes(path) as file:
             assert [note.number for note in file.records] == complete
             file.append([Note(number=3)])
         assert numbers(path) == [*complete, 3]
@@ -61,7 +60,7 @@ def test_remains_of_a_power_failure_are_removed(path: Path, remains: bytes) -> N
     content = path.read_bytes()
     path.write_bytes(content + remains)
     assert numbers(path) == [1, 2]
-    open_notes(path).close()
+    Notes(path).close()
     assert path.read_bytes() == content
 
 
@@ -79,7 +78,7 @@ def test_foreign_content_is_refused_and_left_unchanged(
 ) -> None:
     path = tmp_path / "f"
     path.write_bytes(content)
-    for read in (open_notes, numbers):
+    for read in (Notes, numbers):
         with pytest.raises(NotesError, match=f"^{path}:{line}: not a record .* -> name another"):
             read(path)
     assert path.read_bytes() == content
@@ -87,18 +86,18 @@ def test_foreign_content_is_refused_and_left_unchanged(
 
 def test_one_process_writes_while_others_read_complete_lines(path: Path) -> None:
     content = path.read_bytes()
-    with open_notes(path):
+    with Notes(path):
         with pytest.raises(NotesError, match="another process is writing it -> wait"):
-            open_notes(path)
+            Notes(path)
         path.write_bytes(content + b'{"number":')
         assert numbers(path) == [1, 2]
         path.write_bytes(content + b'{"number":3}\n')
         assert numbers(path) == [1, 2, 3]
     path.write_bytes(content + b"milk\n")
     with pytest.raises(NotesError):
-        open_notes(path)
+        Notes(path)
     path.write_bytes(content)
-    open_notes(path).close()  # closing and the refusal have let go of the lock
+    Notes(path).close()  # closing and the refusal have let go of the lock
 
 
 @pytest.mark.parametrize(
@@ -119,7 +118,7 @@ def test_a_disk_that_fails_leaves_nothing_of_a_batch(
     def fail(handle: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    with open_notes(path) as file:
+    with Notes(path) as file:
         with monkeypatch.context() as patch:
             if number:
                 patch.setattr(os, "fsync", fail)
@@ -139,6 +138,6 @@ def test_an_unusable_path_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path, tmp_path / "file" / "notes"):
         with pytest.raises(NotesError, match="-> name a place that can be written"):
-            open_notes(path)
+            Notes(path)
     with pytest.raises(NotesError, match=r"No such file or directory -> name one$"):
         numbers(tmp_path / "nowhere")

@@ -13,7 +13,7 @@ import fcntl
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
@@ -33,24 +33,25 @@ class FrozenModel(BaseModel):
 class RecordFile(Generic[_R]):
     """An open record file that is locked for writing by this process, until it is closed.
 
-    ``records`` are those that it contained when it was opened.
+    ``records`` are those that it contained when it was opened. A subclass says what they are.
     """
 
-    def __init__(
-        self, path: Path, adapter: TypeAdapter[_R], error_type: type[AutopruneError]
-    ) -> None:
+    adapter: ClassVar[TypeAdapter[Any]]
+    error_type: ClassVar[type[AutopruneError]]
+
+    def __init__(self, path: Path) -> None:
         """Open or create the file and its folders, and remove an incomplete last line.
 
         Raises ``error_type`` for a file with other content, which is left unchanged; that another
         process is writing; or that cannot be written.
         """
-        self.path, self._adapter, self._error_type = path, adapter, error_type
+        self.path = path
         with contextlib.ExitStack() as on_error, self._reporting():
             path.parent.mkdir(parents=True, exist_ok=True)
             # Unbuffered: a write ends half way where the disk is full.
             self._file = on_error.enter_context(path.open("ab", buffering=0))
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self.records, self._size = _read_complete_lines(path, adapter, error_type)
+            self.records, self._size = self._read_complete_lines(path)
             self._file.truncate(self._size)
             on_error.pop_all()
 
@@ -62,7 +63,7 @@ class RecordFile(Generic[_R]):
 
     def append(self, records: Sequence[_R]) -> None:
         """Write all records durably, or raise and leave the file as it was."""
-        lines = b"".join(self._adapter.dump_json(record) + b"\n" for record in records)
+        lines = b"".join(self.adapter.dump_json(record) + b"\n" for record in records)
         with self._reporting():
             try:
                 written = 0
@@ -93,45 +94,41 @@ class RecordFile(Generic[_R]):
                 fix = "make room and resume: everything up to here is kept"
         else:
             return
-        raise self._error_type(f"{self.path}: {reason} -> {fix}")
+        raise self.error_type(f"{self.path}: {reason} -> {fix}")
 
-    @staticmethod
-    def read(
-        path: Path, adapter: TypeAdapter[_R], error_type: type[AutopruneError], fix: str
-    ) -> list[_R]:
+    @classmethod
+    def read(cls, path: Path, fix: str) -> list[_R]:
         """The complete records of a file, which another process may be writing.
 
         Raises ``error_type`` for other content, and for a file that cannot be read, with ``fix``.
         """
         try:
-            return _read_complete_lines(path, adapter, error_type)[0]
+            return cls._read_complete_lines(path)[0]
         except OSError as error:
-            raise error_type(f"{path}: {error.strerror or error} -> {fix}") from None
+            raise cls.error_type(f"{path}: {error.strerror or error} -> {fix}") from None
 
-
-def _read_complete_lines(
-    path: Path, adapter: TypeAdapter[_R], error_type: type[AutopruneError]
-) -> tuple[list[_R], int]:
-    """All complete records and their size in bytes, without an incomplete last line."""
-    records: list[_R] = []
-    lines = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines, 1):
-        try:
-            record = adapter.validate_json(line)
-        except ValidationError as error:
-            detail = error.errors(include_url=False)[0]
-            # The last line may be a truncated record, rather than content of another format: a
-            # truncated object is never valid JSON, and a file system may leave zero bytes where a
-            # power failure interrupted a write.
-            truncated = detail["type"] == "json_invalid" and (
-                not line.strip() or line.startswith((b"{", b"\0"))
-            )
-            if truncated and not any(lines[number:]):
-                break
-            raise error_type(
-                f"{path}:{number}: not a record of this version ({detail['msg']}) -> name another "
-                "file, or use the version that wrote it"
-            ) from None
-        if number < len(lines):  # else the end of the line is not on the disk
-            records.append(record)
-    return records, sum(len(line) + 1 for line in lines[: len(records)])
+    @classmethod
+    def _read_complete_lines(cls, path: Path) -> tuple[list[_R], int]:
+        """All complete records and their size in bytes, without an incomplete last line."""
+        records: list[_R] = []
+        lines = path.read_bytes().split(b"\n")
+        for number, line in enumerate(lines, 1):
+            try:
+                record = cls.adapter.validate_json(line)
+            except ValidationError as error:
+                detail = error.errors(include_url=False)[0]
+                # The last line may be a truncated record, rather than content of another format:
+                # that is never valid JSON, and a file system may leave zero bytes where a power
+                # failure interrupted a write.
+                truncated = detail["type"] == "json_invalid" and (
+                    not line.strip() or line.startswith((b"{", b"\0"))
+                )
+                if truncated and not any(lines[number:]):
+                    break
+                raise cls.error_type(
+                    f"{path}:{number}: not a record of this version ({detail['msg']}) -> name "
+                    "another file, or use the version that wrote it"
+                ) from None
+            if number < len(lines):  # else the end of the line is not on the disk
+                records.append(record)
+        return records, sum(len(line) + 1 for line in lines[: len(records)])

@@ -98,14 +98,35 @@ NO_PICTURES = {
 }  # fmt: skip
 
 
+def assert_told(error: ConfigError) -> list[str]:
+    """Its problems, each in one line that says what to do."""
+    texts = [str(problem) for problem in error.problems]
+    assert all(problem.fix for problem in error.problems)
+    assert all(len(text.encode().decode().splitlines()) == 1 for text in texts)
+    return texts
+
+
+def refuse_picture(text: str, folder: Path) -> str:
+    """What is said of a picture that cannot be read."""
+    with pytest.raises(ConfigError) as caught:
+        read_picture(find_picture("WHERE", text, folder))
+    (text,) = assert_told(caught.value)
+    assert text.startswith("WHERE: ")
+    return text
+
+
+def refuse_questions(path: Path, **options: Any) -> list[str]:
+    """What is said of questions that cannot be read."""
+    with pytest.raises(ConfigError) as caught:
+        read_questions(path, **options)
+    return assert_told(caught.value)
+
+
 @pytest.mark.parametrize("name", NO_PICTURES)
-def test_what_is_no_picture_is_refused_in_one_line(tmp_path: Path, name: str) -> None:
+def test_what_is_no_picture_is_refused(tmp_path: Path, name: str) -> None:
     content, said = NO_PICTURES[name]
     (tmp_path / "a.png").write_bytes(content)
-    with pytest.raises(ConfigError) as caught:
-        read_picture(find_picture("WHERE", "a.png", tmp_path))
-    (problem,) = caught.value.problems
-    assert problem.where == "WHERE" and said in str(problem) and len(str(problem).splitlines()) == 1
+    assert said in refuse_picture("a.png", tmp_path)
 
 
 def test_a_picture_has_at_most_twice_the_pixels_of_pillows_warning(
@@ -114,8 +135,7 @@ def test_a_picture_has_at_most_twice_the_pixels_of_pillows_warning(
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 24 * 16 - 1)
     assert read_picture(find_picture("", "a.png", folder)).image().size == (24, 16)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 24 * 8 - 1)
-    with pytest.raises(ConfigError, match=r"exceeds limit of 382 pixels.* or make it smaller"):
-        read_picture(find_picture("", "a.png", folder))
+    assert re.search("exceeds limit of 382 pixels.* or make it", refuse_picture("a.png", folder))
 
 
 INLINE = base64.b64encode(save()).decode()
@@ -164,12 +184,10 @@ def test_an_image_is_a_path_or_the_picture_itself(folder: Path, name: str) -> No
 
 
 @pytest.mark.parametrize("name", NO_FORMS)
-def test_what_names_no_picture_is_refused_in_one_line(folder: Path, name: str) -> None:
+def test_what_names_no_picture_is_refused(folder: Path, name: str) -> None:
     text, said = NO_FORMS[name]
-    with pytest.raises(ConfigError) as caught:
-        read_picture(find_picture("WHERE", text, folder))
-    (problem,) = caught.value.problems
-    assert said in str(problem) and len(str(problem)) < 400
+    refusal = refuse_picture(text, folder)
+    assert said in refusal and len(refusal) < 400
 
 
 # ---- lines ----
@@ -253,14 +271,12 @@ def test_only_a_line_feed_ends_a_line(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_question_is_refused_in_one_line(folder: Path, name: str) -> None:
+def test_what_is_no_question_is_refused(folder: Path, name: str) -> None:
     content, said = REFUSED[name]
     path = write(folder / "q.jsonl", content)
-    with pytest.raises(ConfigError) as caught:
-        read_questions(path)
-    texts = [str(problem) for problem in caught.value.problems]
+    texts = refuse_questions(path)
     assert len(texts) == (2 if name == "a pair of two images" else 1) and said in texts[0]
-    assert texts[0].startswith(str(path)) and len(texts[0].splitlines()) == 1
+    assert texts[0].startswith(str(path))
 
 
 def test_questions_are_ordered_by_image_and_pairs_are_scored_as_mme(folder: Path) -> None:
@@ -286,12 +302,10 @@ def test_questions_are_ordered_by_image_and_pairs_are_scored_as_mme(folder: Path
 def test_many_problems_are_counted_and_a_missing_file_is_said_to_be_missing(tmp_path: Path) -> None:
     path = tmp_path / "q.jsonl"
     for missing in (path, Path("a\0b")):
-        with pytest.raises(ConfigError, match=r"cannot be read .* -> give the path of questions"):
-            read_questions(missing)
-    write(path, lines(*({"answer": ""} for _ in range(30))))
-    with pytest.raises(ConfigError, match="10 more problems") as caught:
-        read_questions(path)
-    assert len(caught.value.problems) == 21
+        (said,) = refuse_questions(missing)
+        assert re.search("cannot be read .* -> give the path of questions", said)
+    texts = refuse_questions(write(path, lines(*({"answer": ""} for _ in range(30)))))
+    assert len(texts) == 21 and "10 more problems" in texts[20]
 
 
 # ---- nothing that a file holds ends in another exception ----
@@ -325,8 +339,7 @@ def test_any_bytes_are_read_or_refused_in_words(folder: Path, content: bytes) ->
         try:
             read()
         except ConfigError as error:
-            for problem in error.problems:
-                assert len(str(problem).encode().decode().splitlines()) == 1 and problem.fix
+            assert_told(error)
 
 
 def test_a_search_finds_one_image_in_two_splits_under_any_name(folder: Path) -> None:

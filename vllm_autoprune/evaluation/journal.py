@@ -213,14 +213,15 @@ class Contents:
 class Journal(RecordFile[Record]):
     """A file of records to which one process at a time can append."""
 
+    adapter, error_type = TypeAdapter(Record), EvaluationError
+
     def __init__(self, path: Path) -> None:
         """Open or create the file; an incomplete last line is removed.
 
         Raises :class:`EvaluationError` if the file is not a journal, is in use, or cannot be
         written.
         """
-        adapter: TypeAdapter[Record] = TypeAdapter(Record)
-        super().__init__(path, adapter, EvaluationError)
+        super().__init__(path)
         self.contents = Contents(self.records)
 
     def append(self, records: Sequence[Record]) -> None:
