@@ -25,6 +25,7 @@ from benchmarks.server import serve
 from benchmarks.yardsticks.examples import CLIP, LLAVA, draw_examples
 from tests.offline_search.synthetic import MODELS, completion, endpoint, error, model_list
 from tests.test_import_boundaries import SOURCES, imported_modules
+from tests.test_streams import json_values
 from vllm_autoprune.cli.main import main
 from vllm_autoprune.connection import Connection, api_address, make_client, server_address
 from vllm_autoprune.errors import ConfigError, EvaluationFailed
@@ -355,18 +356,10 @@ def test_a_server_says_how_long_to_wait(
     assert len(said) == 1 + (wait >= 30.0), "a long wait is said once"
 
 
-_JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
-    lambda values: st.lists(values, max_size=3) | st.dictionaries(
-        st.sampled_from(["data", "id", "max_model_len", "error", "message", "detail", "choices"]),
-        values, max_size=3),
-    max_leaves=8,
-)  # fmt: skip
-
-
 @given(
     st.sampled_from([200, 201, 204, 302, 400, 404, 429, 500, 599]),
-    st.binary(max_size=40) | _JSON.map(lambda value: json.dumps(value).encode()),
+    st.binary(max_size=40)
+    | json_values("data id max_model_len error message detail choices").map(str.encode),
     st.sampled_from(["application/json", "text/html; charset=utf-16", "text/event-stream", ";"]),
 )
 def test_any_answer_is_read_or_said_in_one_line(status: int, content: bytes, kind: str) -> None:
@@ -382,13 +375,6 @@ def test_any_answer_is_read_or_said_in_one_line(status: int, content: bytes, kin
         except FAILURES as failure:
             line = describe_error(failure)
         assert line.isprintable() and len(line) < 500
-
-
-def test_a_model_that_is_not_served_is_named() -> None:
-    client, models = ServerClient("http://h"), {"a": 0, "b": 0}
-    assert [client.choose_model(models, name) for name in (None, "b")] == ["a", "b"]
-    with pytest.raises(ConfigError, match="serves a, b -> serve c, or name a served model"):
-        client.choose_model(models, "c")
 
 
 # ---- further attempts ----

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import inspect
 import pickle
 import re
@@ -56,7 +57,7 @@ LAYERS = (
     {"vllm_autoprune.__main__"},
     {"benchmarks"},
 )
-HEAVY = ("vllm", "transformers")
+HEAVY = {"vllm", "transformers"}
 
 
 def dotted(path: Path) -> str:
@@ -92,6 +93,11 @@ def imported_modules(path: Path) -> frozenset[str]:
 def modules_of(name: str) -> set[str]:
     """A module, or those of a folder."""
     return {module for module in SOURCES if module == name or module.startswith(f"{name}.")}
+
+
+CORE = sorted(
+    set[str]().union(*(modules_of(f"vllm_autoprune.{room}") for room in ROOMS if "." not in room))
+)
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -142,29 +148,33 @@ def test_there_is_no_import_cycle() -> None:
 
 
 def test_the_core_loads_no_server() -> None:
-    core = set[str]().union(
-        *(modules_of(f"vllm_autoprune.{room}") for room in ROOMS if "." not in room)
-    )
-    for module in core:
+    for module in CORE:
         names = {name.split(".")[0] for name in imported_modules(SOURCES[module])}
-        assert not names & set(HEAVY), module
-    code = (
-        f"import importlib, sys\n"
-        f"for name in {['vllm_autoprune', *sorted(core)]!r}: importlib.import_module(name)\n"
-        f"print(sorted(set({HEAVY!r}) & set(sys.modules)))"
-    )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stdout.strip() == "[]"
+        assert not names & HEAVY, module
 
 
-def test_a_server_without_settings_registers_no_counters() -> None:
-    code = (
-        "from vllm_autoprune.serving.plugin import register; register()\n"
-        "from vllm.config import VllmConfig; VllmConfig()\n"
-        "import sys; print('vllm_autoprune.serving.startup' in sys.modules)"
-    )
+@pytest.mark.parametrize(
+    ("code", "absent"),
+    [
+        (f"import importlib as i; [*map(i.import_module, {['vllm_autoprune', *CORE]!r})]", HEAVY),
+        ("from vllm_autoprune_command import main; sys.argv = ['x', '--version']; main()",
+         {"torch", "vllm_autoprune"}),
+        ("from vllm_autoprune.cli.main import main; main(['atoms'])",
+         {"PIL", "matplotlib", *HEAVY}),
+        ("import offline_search.search, offline_search.report",
+         {"optuna", "openevolve", "matplotlib", *HEAVY}),
+        # A server without settings registers no counters.
+        ("from vllm_autoprune.serving.plugin import register; register();"
+         "from vllm.config import VllmConfig; VllmConfig()", {"vllm_autoprune.serving.startup"}),
+    ],
+    ids=["core", "version", "command", "search", "server"],
+)  # fmt: skip
+def test_starting_loads_nothing_heavy(code: str, absent: set[str]) -> None:
+    code = f"import sys; {code}; print(sorted({absent!r} & set(sys.modules)))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stdout.splitlines()[-1] == "False"
+    lines = ran.stdout.splitlines()
+    version = importlib.metadata.version("vllm-autoprune")
+    assert lines[-1] == "[]" and ("--version" not in code or lines[0] == version)
 
 
 def test_pictures_are_opened_in_one_place() -> None:

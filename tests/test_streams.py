@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -204,21 +205,23 @@ def test_no_cut_changes_what_is_read(
     assert [*answer.deltas] == ends
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=3),
-    lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(
-        st.sampled_from(
-            ["choices", "delta", "message", "content", "text", "type", "reasoning", "usage",
-             "error", "index", "finish_reason", "prompt_tokens", "tool_calls", "refusal"]
+def json_values(names: str, texts: Sequence[str] = ("",)) -> st.SearchStrategy[str]:
+    """JSON of objects with fields of these names, of other values and of lists."""
+    plain = st.none() | st.booleans() | st.integers() | st.floats()
+    return st.recursive(
+        plain | st.text(st.characters(), max_size=3) | st.sampled_from(texts),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(st.sampled_from(names.split()), inner, max_size=6)
         ),
-        inner,
-        max_size=4,
-    ),
-)  # fmt: skip
+    ).map(json.dumps)
 
 
-@given(events=st.lists(JSON.map(json.dumps) | st.text(max_size=9), max_size=4), raw=st.binary())
+EVENTS = json_values("choices delta message content text type reasoning usage error index "
+                     "finish_reason prompt_tokens tool_calls refusal")  # fmt: skip
+
+
+@given(events=st.lists(EVENTS | st.text(max_size=9), max_size=4), raw=st.binary())
 def test_whatever_a_server_sends_is_read_or_said_in_one_line(events: list[str], raw: bytes) -> None:
     body = stream(*events) + raw
     for reads in ([(0.0, body)], [(0.0, raw), (1.0, body)], [(0.0, raw)]):

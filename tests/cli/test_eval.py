@@ -79,7 +79,7 @@ class Call(NamedTuple):
     """Runs eval on the questions of a folder, into its folder ``out``."""
 
     folder: Path
-    printed: Callable[[], pytest.CaptureResult[str]]
+    printed: Callable[[], Any]
 
     def __call__(self, url: str, *words: str) -> int:
         data, out = str(self.folder / "questions.jsonl"), str(self.folder / "out")

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from benchmarks.common.fake_server import Answer, fake_server
 from tests.evaluation.test_questions import INLINE, assert_told, refuse_questions, save
 from tests.evaluation.test_questions import write as write_file
+from tests.test_streams import json_values
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.evaluation.answers import Rule, score_text
 from vllm_autoprune.evaluation.journal import PAIRS, EvaluationError
@@ -276,20 +277,16 @@ KEYS = (
     "answer_type questions annotations data question_id data_subtype doc_id target input arguments "
     "input_media body request messages role content type image_url url conversations from value"
 )
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=3)
-    | st.sampled_from(["a.png", "user", "assistant", "<image>", "text", "image_url", "yes"]),
-    lambda values: st.lists(values, max_size=3)
-    | st.dictionaries(st.sampled_from(KEYS.split()), values, max_size=6),
-)  # fmt: skip
+TEXTS = ("a.png", "user", "assistant", "<image>", "text", "image_url", "yes")
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(VALUES, st.booleans())
+@given(json_values(KEYS, TEXTS), st.booleans())
 def test_any_record_is_read_or_refused_in_words(
-    tmp_path: Path, record: object, document: bool
+    tmp_path: Path, record: str, document: bool
 ) -> None:
-    path = write(tmp_path, {"q.json": json.dumps(record, indent=document or None)}) / "q.json"
+    record = json.dumps(json.loads(record), indent=document or None)
+    path = write(tmp_path, {"q.json": record}) / "q.json"
     try:
         questions = read_questions(path, unlabelled=True)
         assert all(isinstance(question, PreparedQuestion) for question in questions)
