@@ -305,7 +305,6 @@ def test_metrics_are_summed_over_the_samples_with_a_label() -> None:
     assert (gained.total("images_total"), gained.total("seconds_count")) == (17.0, 3.0)
     assert metrics.total("images_total", stage="before") == 15.0
     assert metrics.total("images_total", stage="between") is None
-    assert metrics.mean("seconds") == 1.5 and metrics.mean("absent") is None
     assert metrics.label("info", "block_size") == "16" and metrics.label("info", "other") is None
 
 

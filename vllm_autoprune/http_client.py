@@ -85,11 +85,6 @@ class Metrics:
         values = [value for present, value in samples if labels.items() <= present.items()]
         return sum(values) if values else None
 
-    def mean(self, name: str) -> float | None:
-        """Mean of a histogram; None where it has no value yet."""
-        total, count = self.total(f"{name}_sum"), self.total(f"{name}_count")
-        return total / count if total is not None and count else None
-
     def label(self, name: str, label: str) -> str | None:
         """A label's value in the first sample of a metric."""
         return next((labels.get(label) for labels, _ in self._samples.get(name, ())), None)

@@ -237,11 +237,10 @@ class Document:
         lines += [*(f"- {text}" for text in self.warnings), ""] if self.warnings else []
         lines += [f"- {fact}" for fact in self.facts]
         for section in self.sections:
-            if section.tables or not section.charts:
-                lines.append(f"\n## {section.title}\n")
-                lines += [f"- {text}" for text in section.texts]
-                for table in section.tables:
-                    lines.append(f"\n### {table.caption}\n\n{table.markdown()}")
+            lines.append(f"\n## {section.title}\n")
+            lines += [f"- {text}" for text in section.texts]
+            for table in section.tables:
+                lines.append(f"\n### {table.caption}\n\n{table.markdown()}")
         return "\n".join(lines) + "\n"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
+import re
 import sys
 from dataclasses import asdict
 from functools import partial
@@ -43,10 +43,8 @@ _READERS = {
 
 
 def _parse_size(text: str) -> tuple[int, int]:
-    width, _, height = text.partition("x")
-    with contextlib.suppress(ValueError):
-        if int(width) > 0 and int(height) > 0:
-            return int(width), int(height)
+    if size := re.fullmatch(r"0*([1-9]\d*)x0*([1-9]\d*)", text, re.ASCII):
+        return int(size[1]), int(size[2])
     form = "WIDTHxHEIGHT in pixels, such as 1024x768"
     raise argparse.ArgumentTypeError(f"{text!r} is not {form}")
 
