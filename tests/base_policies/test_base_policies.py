@@ -17,7 +17,6 @@ from torch import Tensor
 from tests.tpdsl.samples import images, mapped, plain, state
 from tests.tpdsl.test_properties import BASES
 from vllm_autoprune import Grid, Instruction, SelectionError, VisualTokens
-from vllm_autoprune.ops.rowwise import mask_from_indices
 from vllm_autoprune.tpdsl.base_policy import (
     BASE_POLICIES,
     INSTRUCTION_NEEDS,
@@ -326,11 +325,6 @@ GREEDY = [
 ]
 
 
-def given(tokens: VisualTokens, kept: Tensor) -> Given:
-    closed = mask_from_indices(kept, tokens.count)
-    return Given(kept, closed, closed, kept.shape[1])
-
-
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("variant", GREEDY)
 def test_a_greedy_policy_goes_on_from_its_own_picks(variant: str, grid: Grid) -> None:
@@ -341,7 +335,7 @@ def test_a_greedy_policy_goes_on_from_its_own_picks(variant: str, grid: Grid) ->
     for kept in (grid.tiles, grid.tiles + 2):
         picks = every[:, :kept]
         assert torch.equal(policy.select(params, tokens, kept).picks, picks)
-        more = policy.select_given(params, tokens, 13 - kept, given(tokens, picks))
+        more = policy.select_given(params, tokens, 13 - kept, Given.after(tokens, picks))
         assert torch.equal(more, every[:, kept:])
 
 

@@ -8,7 +8,7 @@ from functools import cache
 import torch
 
 from tests.pins.table import Table, digest, table
-from tests.tpdsl.samples import Json, edited, shipped
+from tests.tpdsl.samples import state_using
 from vllm_autoprune import (
     Grid,
     PruningPolicy,
@@ -19,38 +19,11 @@ from vllm_autoprune import (
     refine,
 )
 from vllm_autoprune.tpdsl.loading import shipped_states
-from vllm_autoprune.tpdsl.reference import PLACES
 from vllm_autoprune.tpdsl.registry import ATOMS
 from vllm_autoprune.tpdsl.safety import synthetic_probes
 
 K, PROBE = 16, 63
 """Tokens that are kept, and the K that probes are made for: they have N = 64."""
-
-ACTIVE = {
-    "strength": 0.5, "margin": 0.0, "q_e": 6, "floor": 0.5, "pool_ratio": 0.75, "cell_cap": 1,
-    "scale_variance": True,
-}  # fmt: skip
-"""Parameters of atoms that are idle, or not told from others, at their default."""
-
-
-def call(name: str) -> Json:
-    """An atom as a state has it, with parameters at which it is not idle."""
-    taken = () if ATOMS[name].group == "budget_control" else ATOMS[name].call.parameters()
-    return {"atom": name, **{key: value for key, value in ACTIVE.items() if key in taken}}
-
-
-def state_using(name: str) -> PruningState:
-    """The shipped divprune with an exchange by two signals, and the atom in its place."""
-    (place,) = (place for place in PLACES if name in place.names)
-    signals = ("redundancy_density_penalty", "visual_token_norm_saliency")
-    changes: dict[str, object] = {
-        "/scoring/signals": [*map(call, signals)],
-        "/constraints/selector": call("constrained_pool_dpp_selector"),
-        "/source/priors": [call("reference_mask_prior")],
-        "/safety": [call("preserve_budget")],
-    }
-    pointer = f"{place.pointer}/0" if place.many else place.pointer
-    return load_state(edited(shipped("divprune"), {**changes, pointer: call(name)}))
 
 
 @cache

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vllm_autoprune import Grid, Instruction, PruningState, VisualTokens, load_state
 from vllm_autoprune.tpdsl.loading import shipped_states
+from vllm_autoprune.tpdsl.reference import PLACES
 from vllm_autoprune.tpdsl.registry import ATOMS
 from vllm_autoprune.tpdsl.safety import _make_probe
 from vllm_autoprune.tpdsl.tokens import MergerInput
@@ -70,18 +71,31 @@ def call(name: str, **parameters: object) -> Any:
     return ATOMS[name].call.model_validate({"atom": name, **parameters})
 
 
-_ACTIVE: dict[str, Json] = {
-    "reassembly": {"strength": 0.5, "margin": 0.0},
-    "selection_constraints": {"q_e": 3},
-    "token_source_base_policy": {"floor": 0.5},
-}
+_ACTIVE: Changes = {
+    "strength": 0.5, "margin": 0.0, "q_e": 6, "floor": 0.5, "pool_ratio": 0.75, "cell_cap": 1,
+    "scale_variance": True,
+}  # fmt: skip
+"""Parameters of atoms that are idle, or not told from others, at their default."""
 
 
 def active(name: str) -> Json:
     """The atom as JSON, with parameters at which it is not idle."""
-    atom, chosen = ATOMS[name], _ACTIVE.get(ATOMS[name].group, {})
-    taken = {key: value for key, value in chosen.items() if key in atom.call.parameters()}
-    return {"atom": name, **taken}
+    taken = () if ATOMS[name].group == "budget_control" else ATOMS[name].call.parameters()
+    return {"atom": name, **{key: value for key, value in _ACTIVE.items() if key in taken}}
+
+
+def state_using(name: str) -> PruningState:
+    """The shipped divprune with an exchange by two signals, and the atom in its place."""
+    (place,) = (place for place in PLACES if name in place.names)
+    signals = ("redundancy_density_penalty", "visual_token_norm_saliency")
+    changes: Json = {
+        "/scoring/signals": [*map(active, signals)],
+        "/constraints/selector": active("constrained_pool_dpp_selector"),
+        "/source/priors": [active("reference_mask_prior")],
+        "/safety": [active("preserve_budget")],
+    }
+    pointer = f"{place.pointer}/0" if place.many else place.pointer
+    return load_state(edited(shipped("divprune"), {**changes, pointer: active(name)}))
 
 
 def images(

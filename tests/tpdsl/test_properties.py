@@ -25,6 +25,7 @@ from tests.tpdsl.samples import (
     mapped,
     sample,
     state,
+    state_using,
     take,
 )
 from vllm_autoprune import (
@@ -38,11 +39,8 @@ from vllm_autoprune import (
     refine,
 )
 from vllm_autoprune.ops.rowwise import gather_rows, mask_from_indices
-from vllm_autoprune.tpdsl.atoms.pools import PartitionCall
 from vllm_autoprune.tpdsl.atoms.reassembly import RECIPES
-from vllm_autoprune.tpdsl.atoms.source import ViewCall
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-from vllm_autoprune.tpdsl.reference import PLACES
 from vllm_autoprune.tpdsl.refine import keep_reference
 from vllm_autoprune.tpdsl.registry import ATOMS, ROLES, Group, atom
 from vllm_autoprune.tpdsl.tokens import Need
@@ -56,26 +54,6 @@ SILENT: Changes = {
     "/constraints/selector/q_e": 3,
 }
 """Changes after which the sample state reads only features."""
-
-
-def using(name: str) -> dict[str, object]:
-    """Changes to the sample state after which the atom affects the result."""
-    kind, group, parameters = ATOMS[name].call, ATOMS[name].group, active(name)
-    capped = {"/constraints/selector": active("constrained_pool_dpp_selector")}
-    if group == "token_source_base_policy":
-        view = issubclass(kind, ViewCall)
-        places: dict[str, object] = {
-            "/source": {"tokens": parameters} if view else {"priors": [parameters]}
-        }
-    else:
-        (place,) = (place for place in PLACES if name in place.names)
-        places = {place.pointer: [parameters] if place.many else parameters}
-        if group == "similarity_kernel" or issubclass(kind, PartitionCall):
-            places |= capped
-    changes = {**SILENT, **places}
-    if "/constraints/selector" in changes:
-        del changes["/constraints/selector/q_e"]
-    return changes
 
 
 def base(name: str, **params: object) -> Changes:
@@ -114,7 +92,6 @@ BASES: dict[str, Changes] = {
 DPP = {"atom": "anchor_controlled_pool_dpp_selector", "q_e": 4}
 CONDITIONAL = {"atom": "runtime_conditional_similarity_kernel", "theta": 0.5}
 CAPPED = {"atom": "constrained_pool_dpp_selector", "q_e": 2}
-MARGINLESS = {"reference_strict_margin_exchange_selector": {"margin": 0.0}}
 GLOBAL = {"name": "divprune", "params": {"tile_scope": "global"}}
 OTHERS: dict[str, Changes] = {
     "the sample": {},
@@ -131,7 +108,7 @@ OTHERS: dict[str, Changes] = {
     "capped core": {"/core": {"share": 0.5, "cover": 0.3}, "/constraints/selector": CAPPED},
     "core before the merger": {"/core": {"share": 0.5, "cover": 0.3, "strength": 0.25}, **IN},
     **{f"core and {name}": {"/core": {"share": 0.5}, "/scoring/kernel": CONDITIONAL,
-       "/constraints/selector": {**active(name), **MARGINLESS.get(name, {})}}
+       "/constraints/selector": active(name)}
        for name in ATOMS.names("selection_constraints")},
     **{f"core and {name}": {"/core": {"share": 0.5, "cover": 0.5, "strength": 0.25}, **BLEND,
        "/base_policy": {"name": name}} for name in BASE_POLICIES},
@@ -139,14 +116,15 @@ OTHERS: dict[str, Changes] = {
        for name in BASE_POLICIES},
 }  # fmt: skip
 
-STATES: dict[str, Changes] = {
-    **{name: using(name) for name in ATOMS.names()}, **BASES, **OTHERS
-}  # fmt: skip
+STATES: dict[str, PruningState] = {
+    **{name: state_using(name) for name in ATOMS.names()},
+    **{name: state(changes) for name, changes in {**BASES, **OTHERS}.items()},
+}
 
 
 @cache
 def policy_of(name: str, budget: int = 8) -> PruningPolicy:
-    return materialize(state(STATES[name]), budget)
+    return materialize(STATES[name], budget)
 
 
 EVERY = slice(None)

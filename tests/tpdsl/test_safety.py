@@ -24,9 +24,7 @@ from vllm_autoprune.tpdsl import safety
 from vllm_autoprune.tpdsl.atoms.safety import VERDICTS
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, ReferenceSelection
 from vllm_autoprune.tpdsl.cost import (
-    ATOM_COSTS,
     DEFAULT_COST,
-    POLICY_COSTS,
     require_affordable,
     state_cost,
 )
@@ -141,10 +139,10 @@ def test_every_atom_that_runs_has_a_cost_and_shipped_states_are_far_below_the_bo
     ends: dict[str, tuple[str, ...]] = {
         "token_source_base_policy": ("prior", "policy"),
         "candidate_pool": ("_builder",),
-        **dict.fromkeys(("scoring", "similarity_kernel", "selection_constraints"), ("",)),
+        **dict.fromkeys(("scoring", "selection_constraints"), ("",)),
     }
-    atoms = [name for name, atom in ATOMS.items() if name.endswith(ends.get(atom.group, ()))]
-    assert set(atoms) == set(ATOM_COSTS) and set(POLICY_COSTS) == set(BASE_POLICIES)
+    costs = [atom.cost for name, atom in ATOMS.items() if name.endswith(ends.get(atom.group, ()))]
+    assert len(costs) > 25 and min(*costs, *(policy.cost for policy in BASE_POLICIES.values())) > 0
     for name in shipped_states():
         assert 0 < 2 * state_cost(load_state(name)) < DEFAULT_COST, name
 

@@ -51,6 +51,7 @@ _Pick = Callable[[P, VisualTokens, int, Given], Tensor]
 def _greedy_policy(
     params: type[P],
     *,
+    cost: float,
     needs: frozenset[Need] = frozenset(),
     reads: Callable[[P], frozenset[Need]] | None = None,
     core: type[P] | None = None,
@@ -58,11 +59,11 @@ def _greedy_policy(
     """Decorator: register a greedy policy by its picks ``(B, K)`` given tokens that are kept."""
 
     def register(function: _Pick[P]) -> _Pick[P]:
+        @base_policy(params, cost=cost, needs=needs, continuation=function, reads=reads, core=core)
         @wraps(function)
         def select(params: P, tokens: VisualTokens, budget: int) -> ReferenceSelection:
             return ReferenceSelection(function(params, tokens, budget, Given.none(tokens)))
 
-        base_policy(params, needs=needs, continuation=function, reads=reads, core=core)(select)
         return function
 
     return register
@@ -142,7 +143,7 @@ class _DivPruneParams(PolicyParams):
     tile_scope: TileScope = Field("per_tile", description=_SCOPE)
 
 
-@_greedy_policy(_DivPruneParams)
+@_greedy_policy(_DivPruneParams, cost=28.8)
 def _divprune(params: _DivPruneParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
     """Max-min cosine distance, starting at the token farthest from its nearest neighbour.
 
@@ -177,7 +178,7 @@ class _CDPrunerParams(PolicyParams):
     )
 
 
-@_greedy_policy(_CDPrunerParams, needs=frozenset({"instruction"}))
+@_greedy_policy(_CDPrunerParams, needs=frozenset({"instruction"}), cost=8.5)
 def _cdpruner(params: _CDPrunerParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
     """Greedy MAP on L = diag(r) S diag(r) per tile, with relevance r normalised over all tiles.
 
@@ -234,6 +235,7 @@ class _CenCDPrunerCoreParams(_CenCDPrunerParams):
     needs=frozenset({"instruction"}),
     reads=lambda params: frozenset({"instruction"} if params.relevance else ()),
     core=_CenCDPrunerCoreParams,
+    cost=33.6,
 )
 def _cen_cdpruner(
     params: _CenCDPrunerParams, tokens: VisualTokens, budget: int, start: Given
@@ -250,7 +252,7 @@ class _CenDivPruneParams(_CentredParams):
     """Parameters of Cen-DivPrune."""
 
 
-@_greedy_policy(_CenDivPruneParams)
+@_greedy_policy(_CenDivPruneParams, cost=34.9)
 def _cen_divprune(
     params: _CenDivPruneParams, tokens: VisualTokens, budget: int, start: Given
 ) -> Tensor:
@@ -275,7 +277,7 @@ class _ScopeParams(PolicyParams):
     )
 
 
-@_greedy_policy(_ScopeParams, needs=frozenset({"cls_attention", "encoder"}))
+@_greedy_policy(_ScopeParams, needs=frozenset({"cls_attention", "encoder"}), cost=25.3)
 def _scope(params: _ScopeParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
     """Greedy coverage of the encoder's tokens, each gain times the attention of [CLS].
 
@@ -324,6 +326,7 @@ class _MMTokCoreParams(_MMTokParams):
     needs=frozenset({"encoder", "words"}),
     reads=lambda params: frozenset({"encoder", "words"} if params.words else {"encoder"}),
     core=_MMTokCoreParams,
+    cost=26.6,
 )
 def _mmtok(params: _MMTokParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
     """Greedy coverage of the question's words and of the image's own tokens.
@@ -379,6 +382,7 @@ class _IDPrunerCoreParams(_IDPrunerParams):
         {"cls_attention"} if params.importance == "attention" else {"instruction"}
     ),
     core=_IDPrunerCoreParams,
+    cost=29.5,
 )
 def _idpruner(params: _IDPrunerParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
     """Marginal relevance: the most important tokens that are unlike those picked before.

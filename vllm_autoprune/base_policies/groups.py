@@ -42,7 +42,7 @@ class _HoloVParams(PolicyParams):
         return max(1, min(wanted, tokens))
 
 
-@base_policy(_HoloVParams, needs=frozenset({"cls_attention"}))
+@base_policy(_HoloVParams, needs=frozenset({"cls_attention"}), cost=8.8)
 def _holov(params: _HoloVParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """The most attended tokens of every band of rows, with quotas by the band's attention.
 
@@ -137,6 +137,7 @@ class _PruneSIDParams(PolicyParams):
     _PruneSIDParams,
     needs=frozenset({"cls_attention", "encoder", "tower"}),
     reads=lambda params: frozenset(_MODE_NEEDS[params.mode]),
+    cost=83.6,
 )
 def _prunesid(params: _PruneSIDParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """The most attended tokens of every principal direction that repeat no better one.

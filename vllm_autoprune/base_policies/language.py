@@ -39,6 +39,7 @@ class _FastVParams(PolicyParams):
     needs=frozenset({"language"}),
     # Attention of a layer needs the layers before it.
     ranking_layers=lambda params, layers: params.layer - 1,
+    cost=0.6,
 )
 def _fastv(params: _FastVParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """The tokens with most attention from the last instruction token, averaged over heads.
@@ -70,6 +71,7 @@ class _PyramidDropParams(PolicyParams):
     needs=frozenset({"language"}),
     # Attention of a layer needs the layers before it.
     ranking_layers=lambda params, layers: layers // 4 if params.layer is None else params.layer,
+    cost=0.6,
 )
 def _pyramiddrop(
     params: _PyramidDropParams, tokens: VisualTokens, budget: int
@@ -114,6 +116,7 @@ class _DartParams(PolicyParams):
     needs=frozenset({"language"}),
     # States of a layer need that layer as well.
     ranking_layers=lambda params, layers: params.layer if params.space == "layer" else 0,
+    cost=3.4,
 )
 def _dart(params: _DartParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """Four visual pivots, then the tokens least similar to each visual and text pivot.
@@ -177,6 +180,7 @@ class _SparseVLMParams(PolicyParams):
     needs=frozenset({"language"}),
     # Attention of a layer needs the layers before it, recycling the layer's own output.
     ranking_layers=lambda params, layers: params.layer + params.recycle,
+    cost=0.6,
 )
 def _sparsevlm(params: _SparseVLMParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """The tokens with most attention from visually relevant text tokens, averaged over heads.

@@ -97,7 +97,7 @@ class _VisionZipParams(PolicyParams):
         return budget - contextual, contextual
 
 
-@base_policy(_VisionZipParams, needs=frozenset({"cls_attention", "tower"}))
+@base_policy(_VisionZipParams, needs=frozenset({"cls_attention", "tower"}), cost=8.9)
 def _visionzip(params: _VisionZipParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """Patches with most attention from [CLS], then evenly spaced ones with the rest merged in.
 
@@ -141,7 +141,7 @@ class _TrimParams(PolicyParams):
     """TRIM has no parameters."""
 
 
-@base_policy(_TrimParams, needs=frozenset({"instruction", "tower"}))
+@base_policy(_TrimParams, needs=frozenset({"instruction", "tower"}), cost=8.1)
 def _trim(params: _TrimParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """The K - 1 patches most similar to the instruction, and the mean of all others.
 
@@ -185,7 +185,7 @@ class _PruMergePlusParams(PolicyParams):
     )
 
 
-@base_policy(_PruMergePlusParams, needs=frozenset({"tower", "next_layer"}))
+@base_policy(_PruMergePlusParams, needs=frozenset({"tower", "next_layer"}), cost=13.9)
 def _prumerge_plus(
     params: _PruMergePlusParams, tokens: VisualTokens, budget: int
 ) -> ReferenceSelection:
@@ -298,6 +298,7 @@ def _continue_fsr(params: _FSRParams, tokens: VisualTokens, budget: int, start: 
         {"cls_attention", "instruction"} if params.alpha > 0 else {"cls_attention"}
     ),
     core=_FSRCoreParams,
+    cost=41.3,
 )
 def _fsr(params: _FSRParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """Tokens of high priority, then those farthest from them, with their neighbours merged in.

@@ -97,14 +97,16 @@ class Given:
 class BasePolicy:
     """One human-designed token selector, as :func:`base_policy` declares it.
 
-    ``needs`` holds every input that it reads with some parameters. ``core`` is the call of its form
-    that reads no question, as a state's core takes it, None where there is no such form.
+    ``needs`` holds every input that it reads with some parameters; ``cost`` is the milliseconds of
+    a selection, given its inputs (:mod:`~vllm_autoprune.tpdsl.cost`). ``core`` is the call of its
+    form that reads no question, as a state's core takes it, None where there is no such form.
     """
 
     name: str
     call: type[BasePolicyCall]
     needs: frozenset[Need]
     doc: str
+    cost: float
     function: Callable[..., ReferenceSelection]
     continuation: Callable[..., Tensor] | None = None
     reads: Callable[..., frozenset[Need]] | None = None
@@ -177,6 +179,7 @@ _Continue = Callable[[P, VisualTokens, int, Given], Tensor]
 def base_policy(
     params: type[P],
     *,
+    cost: float,
     needs: frozenset[Need] = frozenset(),
     continuation: _Continue[P] | None = None,
     reads: Callable[[P], frozenset[Need]] | None = None,
@@ -217,7 +220,7 @@ def base_policy(
         elif core is not None:
             alone = call_of(f"{name.capitalize()}CorePolicy", core)
         BASE_POLICIES[name] = BasePolicy(
-            name, call, needs, doc, function, continuation, reads, alone, ranking_layers
+            name, call, needs, doc, cost, function, continuation, reads, alone, ranking_layers
         )  # fmt: skip
         return function
 

@@ -98,7 +98,11 @@ Reads = Callable[..., frozenset[Need]]
 
 @dataclass(frozen=True, slots=True)
 class Atom:
-    """One typed operation of TPDSL; ``needs`` holds every input that some call of it reads."""
+    """One typed operation of TPDSL.
+
+    ``needs`` holds every input that some call of it reads; ``cost`` is the milliseconds of a call
+    with the dearest parameters (:mod:`~vllm_autoprune.tpdsl.cost`), 0 where they are not counted.
+    """
 
     name: str
     group: Group
@@ -108,6 +112,7 @@ class Atom:
     doc: str
     function: Callable[..., object]
     reads: Reads | None = None
+    cost: float = 0.0
 
     def needs_of(self, call: AtomCall) -> frozenset[Need]:
         """Optional inputs that this call reads; empty if its parameters disable it."""
@@ -152,52 +157,35 @@ def run(kind: type[T], call: AtomCall, *inputs: object) -> T:
 F = TypeVar("F", bound=Callable[..., object])
 
 
-def declare(
-    name: str,
-    group: Group,
-    call: type[AtomCall] | tuple[type[AtomCall], ...],
-    function: Callable[..., object],
-    *,
-    needs: frozenset[Need] = frozenset(),
-    origin: Origin = "printed",
-    doc: str | None = None,
-    reads: Reads | None = None,
-) -> type[AtomCall]:
-    """Register one atom and return its call model, whose ``atom`` field is this name.
-
-    Given several call models, the new one has the parameters of all of them.
-    """
-    if name in ATOMS:
-        raise ValueError(f"atom {name!r} is declared twice")
-    text = doc or (function.__doc__ or "").strip().splitlines()[0]
-    bound: type[AtomCall] = create_model(
-        "".join(part.capitalize() for part in re.split(r"[^a-z0-9]+", name)),
-        __base__=call,
-        __doc__=text,
-        atom=(Literal[name], ...),  # type: ignore[arg-type]  # not static
-    )
-    ATOMS[name] = Atom(name, group, bound, needs, origin, text, function, reads)
-    return bound
-
-
 def atom(
     group: Group,
-    call: type[AtomCall] = AtomCall,
+    call: type[AtomCall] | tuple[type[AtomCall], ...] = AtomCall,
     *,
+    name: str = "",
+    doc: str = "",
+    cost: float = 0.0,
     needs: frozenset[Need] = frozenset(),
     origin: Origin = "printed",
     reads: Reads | None = None,
 ) -> Callable[[F], F]:
     """Decorator: register a function as the atom of its name, less the underscore.
 
-    The first line of its docstring becomes the atom's doc line.
+    The first line of its docstring is the atom's doc line. Given several call models, that of the
+    atom has the parameters of all of them.
     """
 
     def register(function: F) -> F:
-        declare(
-            function.__name__.removeprefix("_"), group, call, function,
-            needs=needs, origin=origin, reads=reads,
-        )  # fmt: skip
+        known = name or function.__name__.removeprefix("_")
+        if known in ATOMS:
+            raise ValueError(f"atom {known!r} is declared twice")
+        text = doc or (function.__doc__ or "").strip().splitlines()[0]
+        bound: type[AtomCall] = create_model(
+            "".join(part.capitalize() for part in re.split(r"[^a-z0-9]+", known)),
+            __base__=call,
+            __doc__=text,
+            atom=(Literal[known], ...),  # type: ignore[arg-type]  # not static
+        )
+        ATOMS[known] = Atom(known, group, bound, needs, origin, text, function, reads, cost)
         return function
 
     return register

@@ -124,7 +124,7 @@ def _size(ratio: float | None, grid: Grid, picked: int) -> int:
     return others if ratio is None else min(others, max(1, math.ceil(ratio * picked)))
 
 
-@atom("candidate_pool", _SizedPool)
+@atom("candidate_pool", _SizedPool, cost=0.1)
 def _quality_pool_builder(
     call: _SizedPool, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: _Candidates
 ) -> Tensor:
@@ -133,7 +133,7 @@ def _quality_pool_builder(
     return positions_in_order(order[:, : call.most(tokens.grid, reference.shape[1])], allowed.mask)
 
 
-@atom("candidate_pool", _CoveragePool)
+@atom("candidate_pool", _CoveragePool, cost=0.2)
 def _spatial_coverage_pool_builder(
     call: _CoveragePool, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: _Candidates
 ) -> Tensor:
@@ -150,7 +150,7 @@ def _spatial_coverage_pool_builder(
     return positions_in_order(rank_descending(scores.masked_fill(~chosen, -torch.inf)), chosen)
 
 
-@atom("candidate_pool", _SizedPool, origin="listed")
+@atom("candidate_pool", _SizedPool, origin="listed", cost=2.7)
 def _diversity_pool_builder(
     call: _SizedPool, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: _Candidates
 ) -> Tensor:
@@ -215,7 +215,7 @@ class JoinedPool(PoolCall):
         return _size(self.pool_ratio, grid, picked)
 
 
-@atom("candidate_pool", JoinedPool)
+@atom("candidate_pool", JoinedPool, cost=0.1)
 def _multi_source_pool_builder(
     call: JoinedPool, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: _Candidates
 ) -> Tensor:

@@ -34,7 +34,7 @@ from vllm_autoprune.ops.rowwise import (
 )
 from vllm_autoprune.ops.similarity import SETTLED, matmul_each, strip_size
 from vllm_autoprune.tpdsl.base_policy import TokenSelection
-from vllm_autoprune.tpdsl.registry import AtomCall, OneOf, added, declare
+from vllm_autoprune.tpdsl.registry import AtomCall, OneOf, added, atom
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 
@@ -170,15 +170,14 @@ class _Recipe:
         if name == "anchor_weighted_residual":
             calls = tuple(_NearestCall if call is _BlendCall else call for call in calls)
         assign, aggregate, form, order = (level.description for level in levels)
-        declare(
-            name,
+        atom(
             "reassembly",
             calls,
-            self,
+            name=name,
             needs=frozenset({"instruction"} if _GatedCall in calls else ()),
             origin="printed" if self.cell in PRINTED else "listed",
             doc=f"{assign}, weight them {aggregate}, {form}; {order}.",
-        )
+        )(self)
         return name
 
     def __call__(self, call: Any, tokens: VisualTokens, chosen: TokenSelection) -> Rows:

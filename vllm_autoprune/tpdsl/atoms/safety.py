@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from vllm_autoprune.tpdsl.registry import AtomCall, OneOf, declare
+from vllm_autoprune.tpdsl.registry import AtomCall, OneOf, atom
 
 SafetyCall = Annotated[AtomCall, OneOf("safety_checks", bare=True)]
 
@@ -70,4 +70,4 @@ for _name, _call, _doc in (
     ),
 ):
     # They are read and not run: safety_check makes all verdicts, whatever a state lists.
-    declare(_name, "safety_checks", _call, lambda call: call, doc=_doc)
+    atom("safety_checks", _call, name=_name, doc=_doc)(lambda call: call)

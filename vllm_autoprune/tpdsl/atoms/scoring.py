@@ -155,6 +155,7 @@ _RELEVANCE_NEEDS: dict[str, frozenset[Need]] = {
     Relevance,
     needs=frozenset({"instruction", "words"}),
     reads=lambda call: _RELEVANCE_NEEDS[call.measure],
+    cost=3.8,
 )
 def _instruction_guided_visual_relevance(
     call: Relevance, tokens: VisualTokens, picks: Tensor
@@ -180,6 +181,7 @@ def _instruction_guided_visual_relevance(
     _Attention,
     needs=frozenset({"cls_attention"}),
     reads=lambda call: frozenset({"cls_attention"} if call.measure == "attention" else ()),
+    cost=0.1,
 )
 def _attention_proxy_saliency(call: _Attention, tokens: VisualTokens, picks: Tensor) -> Tensor:
     """Attention of [CLS] to each token; without [CLS], softmax of its part along the mean token."""
@@ -194,7 +196,7 @@ def _attention_proxy_saliency(call: _Attention, tokens: VisualTokens, picks: Ten
     return ((features * mean).sum(dim=-1) / call.temperature).softmax(dim=-1)
 
 
-@atom("scoring", _Centrality)
+@atom("scoring", _Centrality, cost=0.1)
 def _spatial_centrality_prior(call: _Centrality, tokens: VisualTokens, picks: Tensor) -> Tensor:
     """Gaussian of the token's distance from the centre of its tile."""
     grid, device = tokens.grid, tokens.features.device
@@ -208,7 +210,7 @@ def _spatial_centrality_prior(call: _Centrality, tokens: VisualTokens, picks: Te
     return prior.repeat(grid.tiles).expand(tokens.batch, tokens.count)
 
 
-@atom("scoring", _Redundancy)
+@atom("scoring", _Redundancy, cost=1.3)
 def _redundancy_density_penalty(call: _Redundancy, tokens: VisualTokens, picks: Tensor) -> Tensor:
     """Negative mean cosine to the m most similar other tokens of the tile or image."""
     cosine = tokens.cosine if tokens.tile_scope == "global" else tokens.tile_cosine
@@ -225,7 +227,7 @@ def _redundancy_density_penalty(call: _Redundancy, tokens: VisualTokens, picks: 
     return tokens.by_image(-((values.sum(dim=-1) - surplus) / m))
 
 
-@atom("scoring", _Contrast)
+@atom("scoring", _Contrast, cost=1.1)
 def _local_contrast_saliency(call: _Contrast, tokens: VisualTokens, picks: Tensor) -> Tensor:
     """One minus the mean cosine to the tokens within the radius on the grid."""
     # The per-tile cosines are cached, so the features are not read again.
@@ -236,7 +238,7 @@ def _local_contrast_saliency(call: _Contrast, tokens: VisualTokens, picks: Tenso
     return tokens.by_image(1 - mean)
 
 
-@atom("scoring", _Norm)
+@atom("scoring", _Norm, cost=2.9)
 def _visual_token_norm_saliency(call: _Norm, tokens: VisualTokens, picks: Tensor) -> Tensor:
     """Norm of the token's feature vector: Euclidean or sum of absolute values."""
     if tokens.merged is not None:  # before the merger: of a token's patches, not of their mean
@@ -246,7 +248,7 @@ def _visual_token_norm_saliency(call: _Norm, tokens: VisualTokens, picks: Tensor
     return tokens.features.float().abs().sum(dim=-1)
 
 
-@atom("scoring", _ClusterCentroid)
+@atom("scoring", _ClusterCentroid, cost=3.6)
 def _cluster_centroid_representativeness(
     call: _ClusterCentroid, tokens: VisualTokens, picks: Tensor
 ) -> Tensor:
@@ -254,7 +256,7 @@ def _cluster_centroid_representativeness(
     return spherical_kmeans(tokens.cosine, call.clusters, ROUNDS)[1].amax(dim=2)
 
 
-@atom("scoring", _GlobalMean, origin="listed")
+@atom("scoring", _GlobalMean, origin="listed", cost=0.2)
 def _global_mean_representativeness(
     call: _GlobalMean, tokens: VisualTokens, picks: Tensor
 ) -> Tensor:
@@ -265,7 +267,7 @@ def _global_mean_representativeness(
     return tokens.by_image(along / length)
 
 
-@atom("scoring", _ChannelEntropy, origin="listed")
+@atom("scoring", _ChannelEntropy, origin="listed", cost=13.3)
 def _channel_entropy_informativeness(
     call: _ChannelEntropy, tokens: VisualTokens, picks: Tensor
 ) -> Tensor:
@@ -282,7 +284,7 @@ def _pick_confidence(picks: Tensor, count: int) -> Tensor:
     return none.scatter_(1, picks, falling.expand(batch, -1))
 
 
-@atom("scoring", _Confidence, origin="listed")
+@atom("scoring", _Confidence, origin="listed", cost=0.1)
 def _reference_selection_confidence(
     call: _Confidence, tokens: VisualTokens, picks: Tensor
 ) -> Tensor:
@@ -290,7 +292,7 @@ def _reference_selection_confidence(
     return call.floor + (1 - call.floor) * _pick_confidence(picks, tokens.count)
 
 
-@atom("scoring", _Detail, origin="extension")
+@atom("scoring", _Detail, origin="extension", cost=13.6)
 def _local_detail_energy(call: _Detail, tokens: VisualTokens, picks: Tensor) -> Tensor:
     """Variance of feature directions in a window: high on text, edges and texture."""
     # The variance of unit vectors in a window is one minus the mean of their pairwise cosines,
@@ -305,7 +307,7 @@ def _local_detail_energy(call: _Detail, tokens: VisualTokens, picks: Tensor) -> 
     return tokens.by_image(1 - means.diagonal(dim1=1, dim2=2))
 
 
-@atom("scoring", _Dissimilarity, origin="extension")
+@atom("scoring", _Dissimilarity, origin="extension", cost=9.5)
 def _mean_dissimilarity_saliency(
     call: _Dissimilarity, tokens: VisualTokens, picks: Tensor
 ) -> Tensor:
@@ -452,7 +454,7 @@ def _runtime_conditional_similarity_kernel(
     return Kernel.conditional(tokens, g, call.eps, call.theta)
 
 
-@atom("similarity_kernel", _CentredKernel, origin="extension")
+@atom("similarity_kernel", _CentredKernel, origin="extension", cost=25.1)
 def _centred_cosine_kernel(call: _CentredKernel, tokens: VisualTokens, g: Tensor) -> Kernel:
     """Cosine of token features less the mean token of their tile (Cen-Prune's similarity)."""
     rows = tokens.by_tile(tokens.features).float()

@@ -208,7 +208,7 @@ def _exchange_pairs(
     return kept.scatter(1, incoming, kept.gather(1, incoming) | exchanged)
 
 
-@atom("selection_constraints", _ResidualSelector)
+@atom("selection_constraints", _ResidualSelector, cost=5.8)
 def _reference_residual_exchange_selector(
     call: _ResidualSelector, revision: SelectorInputs
 ) -> Tensor:
@@ -253,7 +253,7 @@ def _fill_quota(lam: float, power: float, revision: SelectorInputs) -> Tensor:
     return kept & ~mask_from_indices(revision.start.indices, count)
 
 
-@atom("selection_constraints", _MarginSelector)
+@atom("selection_constraints", _MarginSelector, cost=0.1)
 def _reference_margin_gated_exchange_selector(
     call: _MarginSelector, revision: SelectorInputs
 ) -> Tensor:
@@ -261,7 +261,7 @@ def _reference_margin_gated_exchange_selector(
     return _exchange_pairs(revision, lambda gain, loss: gain - loss >= call.margin)
 
 
-@atom("selection_constraints", _PreservingSelector, origin="listed")
+@atom("selection_constraints", _PreservingSelector, origin="listed", cost=0.1)
 def _reference_strict_preservation_selector(
     call: _PreservingSelector, revision: SelectorInputs
 ) -> Tensor:
@@ -269,7 +269,7 @@ def _reference_strict_preservation_selector(
     return revision.reference
 
 
-@atom("selection_constraints", SelectorCall, origin="listed")
+@atom("selection_constraints", SelectorCall, origin="listed", cost=0.1)
 def _quality_topk_selector(call: SelectorCall, revision: SelectorInputs) -> Tensor:
     """Keep the K tokens of highest quality, regardless of the reference selection."""
     g = revision.g
@@ -312,7 +312,7 @@ def _exchange_in_sequence(revision: SelectorInputs, admits: _Admits) -> Tensor:
     return kept
 
 
-@atom("selection_constraints", _StrictSelector)
+@atom("selection_constraints", _StrictSelector, cost=9.6)
 def _reference_strict_margin_exchange_selector(
     call: _StrictSelector, revision: SelectorInputs
 ) -> Tensor:
@@ -326,7 +326,7 @@ def _reference_strict_margin_exchange_selector(
     return _exchange_in_sequence(revision, admits)
 
 
-@atom("selection_constraints", _MarginalSelector, origin="listed")
+@atom("selection_constraints", _MarginalSelector, origin="listed", cost=9.6)
 def _maximal_marginal_relevance_pool_selector(
     call: _MarginalSelector, revision: SelectorInputs
 ) -> Tensor:
@@ -340,7 +340,7 @@ def _maximal_marginal_relevance_pool_selector(
     return _exchange_in_sequence(revision, admits)
 
 
-@atom("selection_constraints", _BoundedSelector)
+@atom("selection_constraints", _BoundedSelector, cost=7.6)
 def _anchor_controlled_pool_dpp_selector(
     call: _BoundedSelector, revision: SelectorInputs
 ) -> Tensor:
@@ -348,7 +348,7 @@ def _anchor_controlled_pool_dpp_selector(
     return revision.select_anchored(revision.kernel)
 
 
-@atom("selection_constraints", _BoundedSelector, needs=frozenset({"instruction"}))
+@atom("selection_constraints", _BoundedSelector, needs=frozenset({"instruction"}), cost=7.6)
 def _runtime_reference_anchor_pool_dpp_selector(
     call: _BoundedSelector, revision: SelectorInputs
 ) -> Tensor:
@@ -358,7 +358,7 @@ def _runtime_reference_anchor_pool_dpp_selector(
     return revision.select_anchored(Kernel.conditional(revision.tokens, r))
 
 
-@atom("selection_constraints", _CappedSelector)
+@atom("selection_constraints", _CappedSelector, cost=28.3)  # the dearest partition
 def _constrained_pool_dpp_selector(call: _CappedSelector, revision: SelectorInputs) -> Tensor:
     """Anchored DPP with a cap on the kept tokens of each part of the state's partition."""
     return revision.select_anchored(revision.kernel, call.cell_cap)

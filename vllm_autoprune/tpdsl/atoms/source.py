@@ -27,7 +27,6 @@ from vllm_autoprune.tpdsl.registry import (
     OneOf,
     StatePart,
     atom,
-    declare,
     default_call,
     run,
 )
@@ -124,32 +123,32 @@ def _scoped(call: _ProjectedView | _EmbeddedView, tokens: VisualTokens) -> Visua
     return replace(tokens, tile_scope=call.tile_scope, known_cosine=tokens.cosine)
 
 
-declare(
-    "vision_tokens@post_projector",
+atom(
     "token_source_base_policy",
     _ProjectedView,
-    _scoped,
+    name="vision_tokens@post_projector",
     doc="Score tokens by their features after the projector; tile_scope is within tiles.",
-)
-declare(
-    "vision_tokens@pre_llm",
+)(_scoped)
+atom(
     "token_source_base_policy",
     _EmbeddedView,
-    _scoped,
+    name="vision_tokens@pre_llm",
     doc="The same features as vision_tokens@post_projector, which enter the language model as they "
     "are; only the default tile_scope differs: across tiles.",
-)
-declare(
-    "vision_tokens@vision_tower",
+)(_scoped)
+
+
+@atom(
     "token_source_base_policy",
     _TowerView,
-    lambda call, tokens: replace(
-        tokens, features=tokens.require_tower().patches, known_cosine=None, merged=None
-    ),
+    name="vision_tokens@vision_tower",
     needs=frozenset({"tower"}),
     origin="listed",
-    doc="Score tokens by the output of the vision tower, before the projector.",
 )
+def _tower_view(call: _TowerView, tokens: VisualTokens) -> VisualTokens:
+    """Score tokens by the output of the vision tower, before the projector."""
+    patches = tokens.require_tower().patches
+    return replace(tokens, features=patches, known_cosine=None, merged=None)
 
 
 @atom(
@@ -159,6 +158,7 @@ declare(
     reads=lambda call: BASE_POLICIES[call.policy].needs_of(
         BASE_POLICIES[call.policy].default_params
     ),
+    cost=0.1,
 )
 def _external_policy(call: _ExternalPolicy, known: PriorInputs) -> Tensor:
     """Run a second base policy and reduce the quality of every token that it does not pick."""
@@ -166,13 +166,13 @@ def _external_policy(call: _ExternalPolicy, known: PriorInputs) -> Tensor:
     return _prior_of(call.policy, params, known, call.weight)
 
 
-@atom("token_source_base_policy", _WeightedPrior)
+@atom("token_source_base_policy", _WeightedPrior, cost=0.1)
 def _native_teacher_mask_prior(call: _WeightedPrior, known: PriorInputs) -> Tensor:
     """As reference_mask_prior (floor = 1 - weight), for what the base policy alone serves at K."""
     return _prior_of(known.policy.name, known.policy.params, known, call.weight)
 
 
-@atom("token_source_base_policy", _ReferencePrior)
+@atom("token_source_base_policy", _ReferencePrior, cost=0.1)
 def _reference_mask_prior(call: _ReferencePrior, known: PriorInputs) -> Tensor:
     """Reduce the quality of every token outside the reference selection."""
     return _prior(mask_from_indices(known.picks, known.tokens.count), call.floor)
@@ -309,13 +309,12 @@ def _fixed_budget(call: BudgetCall, tokens: int, tiles: int) -> int:
 
 
 for _k in FIXED_BUDGETS:
-    declare(
-        f"fixed_budget@{_k}",
+    atom(
         "budget_control",
         BudgetCall,
-        _fixed_budget,
+        name=f"fixed_budget@{_k}",
         doc=f"Keep exactly K = {_k} tokens of an image, or all where it has fewer.",
-    )
+    )(_fixed_budget)
 
 
 @atom("budget_control", _RatioBudget, origin="extension")
