@@ -14,7 +14,6 @@ from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import yaml  # type: ignore[import-untyped]
@@ -43,7 +42,6 @@ from vllm_autoprune.serving.settings import LEVELS, add_flags
 from vllm_autoprune.serving.worker.features import ImageFeatures, TensorCache
 from vllm_autoprune.serving.worker.metrics import Stopwatch, WorkerMetrics
 from vllm_autoprune.serving.worker.selection import FallbackReporter
-from vllm_autoprune.statistics import correlate_ranks
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.cost import state_cost
 from vllm_autoprune.tpdsl.loading import load_state, shipped_states
@@ -234,26 +232,6 @@ def test_serving_has_the_predicted_costs_of_shipped_states() -> None:
     for cost, name in (costs[0], costs[-1]):
         assert float(rows[name]) == pytest.approx(cost, abs=0.05)
     assert f"Shipped states cost {costs[0][0]:.0f} to {costs[-1][0]:.0f} ms" in SERVING
-
-
-def test_agreement_orders_states_as_the_rows_of_each_say() -> None:
-    rows = read_data("unpruned-reference")
-    figures = ("share of tokens", "agreement", "ln p a token")
-    for setting in {
-        row["setting"].rpartition("; ")[0] for row in rows if row["what"] == "accuracy"
-    }:
-        values = {row["what"]: float(row["value"]) for row in rows if row["setting"] == setting}
-        assert set(figures) <= {what.rpartition(", ")[2] for what in values}
-        states = [row for row in rows if row["setting"].startswith(f"{setting}; ")]
-        columns = {
-            name: np.array([float(row["value"]) for row in states if row["what"] == name])
-            for name in ("accuracy", *figures)
-        }
-        assert {len(column) for column in columns.values()} == {8}
-        for name in figures:
-            correlation = correlate_ranks(columns[name], columns["accuracy"])
-            said = values[f"rank correlation with accuracy, {name}"]
-            assert float(correlation) == pytest.approx(said, abs=5e-4)
 
 
 def test_choosing_has_what_advise_prints_and_its_ways(capsys: pytest.CaptureFixture[str]) -> None:

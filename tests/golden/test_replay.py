@@ -35,36 +35,17 @@ Outputs = Iterator[tuple[str, Tensor, Tensor, float | None]]
 """What is compared, this implementation's and the published; picks have no tolerance."""
 
 
-def parameters(policy: str, recipe: Recipe) -> Recipe:
-    """Parameters of a policy as the recipe of a case names them."""
-    get = recipe.get
-    centred = {"scale_variance": bool(get("scale", 0)), "weight": get("gmap", "minmax")}
-    return {
-        "cen_divprune": centred,
-        "cen_cdpruner": centred,
-        "scope": {"alpha": float(get("alpha", 1))},
-        "mmtok": {
-            "alpha": float(get("alpha", 0.5)),
-            "tau_text": get("t_tv", 0.02),
-            "tau_vision": get("t_vv", 0.2),
-        },
-        "idpruner": {"balance": get("lam", 0.5)},
-        "holov": {"bands": get("bands")},
-        "prunesid": {"mode": get("mode")},
-        "fsr": {
-            "alpha": float(get("a", 3)),
-            "beta": float(get("b", 1)),
-            "rho": get("rho", 0.9),
-            "kappa": float(get("kappa", 1)),
-        },
-        "visionzip": {"contextual": get("contextual"), "patch_only": False},
-        "prumerge_plus": {"plus": bool(get("plus", True))},
-    }.get(policy, {})
+RENAMED = {"gmap": "weight", "t_tv": "tau_text", "lam": "balance"}
+"""What recipes call parameters of policies; others have the same name, or are as published."""
 
 
 def params_of(policy: str, recipe: Recipe, **others: object) -> Any:
-    params = {**parameters(policy, recipe), **others}
-    return BASE_POLICIES[policy].call.model_validate({"name": policy, "params": params}).params
+    """Parameters of a policy, as the recipe of a case has them."""
+    call, known = BASE_POLICIES[policy].call, BASE_POLICIES[policy].default_params
+    named = {RENAMED.get(key, key): value for key, value in recipe.items()}
+    named |= {"scale_variance": recipe.get("scale") == 1, "patch_only": False}
+    taken = {name: named[name] for name in type(known).model_fields if name in named}
+    return call.model_validate({"name": policy, "params": {**taken, **others}}).params
 
 
 def select(case: Case, policy: str, tokens: VisualTokens) -> Tensor:

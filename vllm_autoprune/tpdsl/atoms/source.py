@@ -175,17 +175,13 @@ def _native_teacher_mask_prior(call: _WeightedPrior, known: PriorInputs) -> Tens
 @atom("token_source_base_policy", _ReferencePrior, cost=0.1)
 def _reference_mask_prior(call: _ReferencePrior, known: PriorInputs) -> Tensor:
     """Reduce the quality of every token outside the reference selection."""
-    return _prior(mask_from_indices(known.picks, known.tokens.count), call.floor)
+    return torch.where(mask_from_indices(known.picks, known.tokens.count), 1.0, call.floor)
 
 
 def _prior_of(policy: str, params: PolicyParams, known: PriorInputs, weight: float) -> Tensor:
     """1 for what a base policy keeps at K, else 1 - weight, ``(B, N)``."""
     picks = BASE_POLICIES[policy].select(params, known.tokens, known.budget).picks
-    return _prior(mask_from_indices(picks, known.tokens.count), 1 - weight)
-
-
-def _prior(selected: Tensor, floor: float) -> Tensor:
-    return torch.where(selected, 1.0, floor)
+    return torch.where(mask_from_indices(picks, known.tokens.count), 1.0, 1 - weight)
 
 
 View = Annotated[ViewCall, OneOf("token_source_base_policy", ViewCall)]
