@@ -130,7 +130,7 @@ def serve(
     *flags: str,
     env: Mapping[str, str] | None = None,
     log: Path | None = None,
-    patience: float = 300.0,
+    patience: float = 900.0,
     subcommand: Sequence[str] = ("serve",),
 ) -> Iterator[Server]:
     """Serve ``model`` until the block ends, however it ends.

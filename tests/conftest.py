@@ -34,8 +34,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark tests without a device or an engine ``cpu``; deselect the exhaustive ones."""
+    """Mark tests without a device or an engine ``cpu``; deselect the exhaustive ones.
+
+    On a busy machine the start of one server took over 300 s, so tests of engines get 40 minutes.
+    """
     for item in items:
+        if item.get_closest_marker("engine") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(2400))
         if not any(item.get_closest_marker(name) for name in ("gpu", "engine")):
             item.add_marker("cpu")
     if config.getoption("exhaustive"):
