@@ -21,7 +21,6 @@ from tests.tpdsl.test_properties import GRIDS, ODD_GRIDS, same
 from vllm_autoprune import (
     BudgetError,
     Grid,
-    PruningState,
     SelectionError,
     VisualTokens,
     load_state,
@@ -304,17 +303,14 @@ def test_cells_weigh_one_in_all_and_their_centres_are_unique(
 # A core, and the delta given it.
 
 
-def with_core(core: Changes, changes: Changes | None = None) -> PruningState:
-    return state({**(changes or {}), "/core": core})
-
-
 @pytest.mark.parametrize(
     ("share", "budget", "core"), [(0.07, 100, 7), (0.5, 1, 0), (1.0, 8, 8), (0.75, 32, 24)]
 )
 def test_core_tokens_of_a_budget(share: float, budget: int, core: int) -> None:
-    assert materialize(with_core({"share": share}), budget).core == core
+    split = state({"/core": {"share": share}})
+    assert materialize(split, budget).core == core
     with pytest.raises(BudgetError, match=rf"{budget + 1} core tokens of K = {budget}"):
-        materialize(with_core({"share": share}), budget, budget + 1)
+        materialize(split, budget, budget + 1)
     with pytest.raises(BudgetError, match="'sample' has none"):
         materialize(state(), budget, 1)
 
@@ -339,7 +335,7 @@ def test_no_token_is_merged_twice(
     )
     tokens = replace(tokens, features=rows, tower=tower)
     chosen: Changes = {"share": 0.5, "cover": cover, "strength": 0.5, "policy": {"name": core}}
-    split = with_core(chosen, {**BLEND, "/base_policy": {"name": "visionzip"}})
+    split = state({**BLEND, "/base_policy": {"name": "visionzip"}, "/core": chosen})
     policy = materialize(split, budget)
     refined = refine(policy, tokens)
     within = refined.features[:, :, 16:].abs() > 0
@@ -354,7 +350,8 @@ def test_no_token_is_merged_twice(
 
 
 def test_the_delta_of_cdpruner_is_greedy_map_with_the_core_as_anchors() -> None:
-    tokens, policy = images(6, batch=3), materialize(with_core({"share": 0.5}, UNCHANGED), 12)
+    tokens = images(6, batch=3)
+    policy = materialize(state({**UNCHANGED, "/core": {"share": 0.5}}), 12)
     refined = refine(policy, tokens)
     relevance = min_max_normalise(tokens.require_instruction().relevance(), 1e-6)
     expected = greedy_map(tokens.cosine, relevance, 12, anchors=refined.indices[:, :6])[:, 6:]

@@ -21,7 +21,7 @@ from vllm_autoprune.ops.greedy import (
     greedy_coverage,
     weighted_farthest_points,
 )
-from vllm_autoprune.ops.rowwise import argmax_within, min_max_normalise
+from vllm_autoprune.ops.rowwise import argmax_within, mask_from_indices, min_max_normalise
 from vllm_autoprune.ops.similarity import (
     WeightMap,
     cosines,
@@ -90,7 +90,7 @@ class _Sets:
     @property
     def kept(self) -> Tensor:
         """Mask ``(R, n)`` of the given tokens."""
-        return self.of(self.start.kept(self.tokens))
+        return self.of(mask_from_indices(self.start.indices, self.tokens.count))
 
     @property
     def closed(self) -> Tensor:
@@ -129,12 +129,6 @@ def _distance_to_kept(distance: Tensor, kept: Tensor) -> Tensor:
 def _covered_by(degrees: Tensor, kept: Tensor) -> Tensor:
     """How well the candidates of a mask ``(B, N)`` cover each row, at least 0: ``(B, R)``."""
     return degrees.masked_fill(~kept[:, :, None], 0.0).amax(dim=1).clamp_min(0)
-
-
-def _relevance(tokens: VisualTokens) -> Tensor:
-    """Signed relevance to the instruction ``(B, N)``."""
-    instruction = tokens.require_instruction()
-    return instruction.sign * instruction.relevance()
 
 
 class _DivPruneParams(PolicyParams):
@@ -185,7 +179,7 @@ def _cdpruner(params: _CDPrunerParams, tokens: VisualTokens, budget: int, start:
     Source: Zhang et al., "CDPruner" (NeurIPS 2025), and its published code, which is followed where
     paper and code differ (the 1e-6 in the numerator, joint normalisation over tiles).
     """
-    relevance = min_max_normalise(_relevance(tokens), offset=1e-6)
+    relevance = min_max_normalise(tokens.require_instruction().relevance(), offset=1e-6)
     sets = _Sets(tokens, budget, start)
     return sets.pick_by_map(tokens.tile_cosine, sets.of(sharpen(relevance, params.theta)))
 
@@ -244,7 +238,8 @@ def _cen_cdpruner(
     sets = _Sets(tokens, budget, start, params.tile_scope == "global")
     similarity, quality = params.compare(sets)
     if params.relevance:
-        quality = quality * sets.of(min_max_normalise(_relevance(tokens), offset=1e-6))
+        relevance = tokens.require_instruction().relevance()
+        quality = quality * sets.of(min_max_normalise(relevance, offset=1e-6))
     return sets.pick_by_map(similarity, quality)
 
 
@@ -396,7 +391,7 @@ def _idpruner(params: _IDPrunerParams, tokens: VisualTokens, budget: int, start:
     if params.importance == "attention":
         score = tokens.require_cls_attention().float()
     else:
-        score = _relevance(tokens)
+        score = tokens.require_instruction().relevance()
     # Importance (B * T, n) in [0, 1], normalised within each tile, with the published 1e-6.
     score = sets.of(score)
     low, high = score.amin(dim=1, keepdim=True), score.amax(dim=1, keepdim=True)

@@ -321,9 +321,7 @@ def _fsr_priority(params: _FSRParams, tokens: VisualTokens) -> Tensor:
     phi = tokens.by_image(attention**params.beta)
     if params.alpha == 0:
         return phi
-    instruction = tokens.require_instruction()
-    relevance = instruction.sign * instruction.relevance()
-    return phi * min_max_normalise(relevance) ** params.alpha
+    return phi * min_max_normalise(tokens.require_instruction().relevance()) ** params.alpha
 
 
 def _focus_and_scan(

@@ -84,10 +84,6 @@ class Given:
         closed = mask_from_indices(kept, tokens.count)
         return cls(kept, closed, torch.ones_like(closed), kept.shape[1])
 
-    def kept(self, tokens: VisualTokens) -> Tensor:
-        """Mask ``(B, N)`` of the given tokens."""
-        return mask_from_indices(self.indices, tokens.count)
-
     def next_tile(self, tokens: VisualTokens) -> int:
         """The tile after that of the last given token, where they are spread over all tiles."""
         return self.indices.shape[1] % tokens.grid.tiles

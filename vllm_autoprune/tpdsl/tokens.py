@@ -42,12 +42,13 @@ class Instruction:
         """
         return cosines_with(self.patches, self.text)
 
-    def relevance(self, reduce: Literal["mean", "max"] = "mean", sign: int = 1) -> Tensor:
+    def relevance(self, reduce: Literal["mean", "max"] = "mean", sign: int | None = None) -> Tensor:
         """Cosine of each token with the instruction, reduced over segments, times ``sign``.
 
-        Returns ``(B, N)`` float32; zeros for an image whose instruction has no segment.
+        By default that of the space. Returns ``(B, N)`` float32; zeros for an image whose
+        instruction has no segment.
         """
-        cosines = sign * self.cosines
+        cosines = (self.sign if sign is None else sign) * self.cosines
         used = self.segments[:, None, :]
         if reduce == "max":
             best = cosines.masked_fill(~used, -torch.inf).amax(dim=-1)

@@ -226,8 +226,7 @@ class _Recipe:
         if self.aggregate.name == "similarity_weighted":  # negative cosines count as 0
             weight = similarity.clamp_min(0)
         elif self.aggregate.name == "semantic_gated":  # relevance; 0 below the gate quantile
-            instruction = tokens.require_instruction()
-            r = min_max_normalise(instruction.relevance(sign=instruction.sign))
+            r = min_max_normalise(tokens.require_instruction().relevance())
             gate = r.sort(dim=1).values[:, int(call.gate_quantile * (tokens.count - 1)), None]
             relevance = r.masked_fill(r < gate, 0.0)
             weight, anchor_weights = relevance[:, :, None], relevance.gather(1, indices)

@@ -171,9 +171,8 @@ def _instruction_guided_visual_relevance(
         # A float32 copy of a whole image takes longer than the means.
         strips = tokens.features.split(strip_size(tokens.features), dim=1)
         return -torch.cat([strip.float().mean(dim=-1) for strip in strips], dim=1)
-    instruction = tokens.require_instruction()
-    sign = instruction.sign if call.sign == "auto" else (1 if call.sign == "+" else -1)
-    return instruction.relevance(call.reduce, sign)
+    sign = {"auto": None, "+": 1, "-": -1}[call.sign]
+    return tokens.require_instruction().relevance(call.reduce, sign)
 
 
 @atom(

@@ -353,8 +353,7 @@ def _runtime_reference_anchor_pool_dpp_selector(
     call: _BoundedSelector, revision: SelectorInputs
 ) -> Tensor:
     """Anchored DPP by relevance to the instruction; signals act by the pool, the kernel not."""
-    instruction = revision.tokens.require_instruction()
-    r = instruction.relevance(sign=instruction.sign)
+    r = revision.tokens.require_instruction().relevance()
     return revision.select_anchored(Kernel.conditional(revision.tokens, r))
 
 
