@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -22,6 +21,7 @@ from tests.serving.runners import Runner, in_engine
 from vllm_autoprune.http_client import CHAT
 from vllm_autoprune.serving.api.endpoint import NAME, PATH
 from vllm_autoprune.serving.served_state import served_state
+from vllm_autoprune.stream import parse_stream
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
 
@@ -314,14 +314,10 @@ def test_a_stream_is_the_whole_answer_with_the_budget_of_its_header(chats: Serve
     _, answer = chats.pruned.post(CHAT, body, TWELVE)
     sent = {**body, "stream_options": {"include_usage": True}, "stream": True}
     stream = httpx.post(chats.pruned.url + CHAT, json=sent, headers=TWELVE, timeout=300)
-    lines = [line.removeprefix("data: ") for line in stream.text.splitlines() if line]
-    assert lines.pop() == "[DONE]"
-    events = [json.loads(line) for line in lines]
-    deltas = [choice["delta"] for event in events for choice in event["choices"]]
-    text = "".join(delta.get("content") or "" for delta in deltas)
-    assert text == answer["choices"][0]["message"]["content"]  # type: ignore[index]
+    streamed = parse_stream([(0.0, stream.content)])
+    assert (streamed.error, streamed.text) == (None, answer["choices"][0]["message"]["content"])  # type: ignore[index]
     usual = tokens(chats.pruned.post(CHAT, body)[1])
-    assert tokens(events[-1]) == tokens(answer) == usual + 12 - K
+    assert streamed.prompt_tokens == tokens(answer) == usual + 12 - K
 
 
 def test_the_state_of_a_pooling_server_is_described(pools: Servers) -> None:

@@ -65,8 +65,6 @@ if TYPE_CHECKING:
     from vllm.multimodal.parse import ImageSize, MultiModalDataItems
     from vllm.multimodal.processing import BaseProcessingInfo, ProcessorInputs
 
-    HashInputs = Callable[[ProcessorInputs], MultiModalHashes]
-
 logger = logging.getLogger("vllm.autoprune")
 
 # What the images of a request get: K of their tokens, and the state or control that chooses them.
@@ -199,7 +197,7 @@ class RequestPlanner:
         info: BaseProcessingInfo,
         served: ServedState,
         placeholders: Placeholders,
-        hash_inputs: HashInputs,
+        hash_inputs: Callable[[ProcessorInputs], MultiModalHashes],
     ) -> None:
         self._info = info
         self._served = served
