@@ -214,7 +214,7 @@ class _TinyEngine(Engine):
                 equal = (rows[:, None] == image.rows()[None]).all(dim=2).to(torch.int8)
                 is_token = equal.any(dim=1)
                 place = torch.where(is_token, equal.argmax(dim=1), -1)
-                if plan.text and context.parts.embed is not None:
+                if plan.text:
                     ids = torch.tensor([token for _, token in plan.text])
                     if torch.equal(rows[~is_token], context.parts.embed(ids.to(rows.device))):
                         place = place[is_token]

@@ -154,7 +154,7 @@ def plan(budget: int, key: int = 0, ids: Ids = (7,), **fields: Any) -> ItemPlan:
 
 def parts() -> ModelParts:
     """Model parts with an identity projector."""
-    return ModelParts(lambda rows: rows, Space(), embed=lambda ids: ids[:, None].expand(-1, 16))
+    return ModelParts(lambda rows: rows, lambda ids: ids[:, None].expand(-1, 16), Space())
 
 
 def images(count: int) -> list[ImageFeatures]:

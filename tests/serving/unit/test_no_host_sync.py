@@ -94,9 +94,9 @@ def parts(llama: Any) -> ModelParts:
     projector = empty(TOWER_WIDTH, WIDTH)
     return ModelParts(
         lambda rows: rows @ projector,
+        embedding,
         InputEmbeddings(embedding, DEVICE),
         partial(LlamaPrefix, layers, (START,)),
-        embedding,
     )
 
 

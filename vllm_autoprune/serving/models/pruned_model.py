@@ -171,7 +171,7 @@ class Vision(ABC):
         def project(rows: Tensor) -> Tensor:
             raise NotImplementedError(f"{type(self).__name__} gives policies no rows of its tower")
 
-        return ModelParts(project, self.load_relevance(), embed=self.embed)
+        return ModelParts(project, self.embed, self.load_relevance())
 
     @contextmanager
     def recording(self) -> Iterator[None]:

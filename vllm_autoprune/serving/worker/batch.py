@@ -52,16 +52,16 @@ _VARIABLE_LENGTH: frozenset[Need] = frozenset({"language", "words"})
 class ModelParts:
     """Parts of the model that a policy's inputs are made with, beside the image features.
 
-    project maps rows of the vision tower ``(..., Dv)`` to ``(..., D)``; language reads the
-    language model's first layers over one image ``(N, D)`` and its instruction; embed maps token
-    ids ``(W,)`` to the language model's input embeddings ``(W, D)``. None where the served state
+    project maps rows of the vision tower ``(..., Dv)`` to ``(..., D)``; embed maps token ids
+    ``(W,)`` to the language model's input embeddings ``(W, D)``; language reads the language
+    model's first layers over one image ``(N, D)`` and its instruction. None where the served state
     needs none.
     """
 
     project: Callable[[Tensor], Tensor]
+    embed: Callable[[Tensor], Tensor]
     relevance: RelevanceSpace | None = None
     language: Callable[[Tensor, Ids], LanguagePrefix] | None = None
-    embed: Callable[[Tensor], Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ def _insert_text(
     """
     rows = [rows_of_image for rows_of_image, _ in images]
     texts = [place for plan in plans for place in plan.text]
-    if not texts or context.parts.embed is None:
+    if not texts:
         return rows
     before, ids = upload(torch.tensor([*zip(*texts, strict=True)]), rows[0].device)
     counts = [len(plan.text) for plan in plans]
@@ -357,7 +357,7 @@ class _RegionBatch:
         if "language" in policy.needs and parts.language is not None:
             (plan,) = self.plans
             language = parts.language(features[0], plan.language)
-        if "words" in policy.needs and parts.embed is not None:
+        if "words" in policy.needs:
             (plan,) = self.plans
             # Looked up in any case: under tensor parallelism every lookup is a collective.
             ids = upload(torch.tensor(plan.language or (0,)), features.device)
