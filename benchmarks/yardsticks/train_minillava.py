@@ -253,7 +253,7 @@ def train(run: training.Training) -> None:
 
     def phrase_loss(seed: int, step: int) -> Tensor:
         # A low rate at first: among many tokens, attention joins the words of a name only slowly.
-        progress = min(1.0, step / (_CURRICULUM_STEPS * run.steps_scale)) ** 2
+        progress = min(1.0, step / _CURRICULUM_STEPS) ** 2
         shapes = 2 + round((scenes.MAX_SHAPES - 2) * progress)
         budget = _CURRICULUM_TOKENS + round((PATCHES - _CURRICULUM_TOKENS) * progress)
         images, drawn = _draw_scenes(seed, phrases.images, shapes)

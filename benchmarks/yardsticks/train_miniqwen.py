@@ -341,7 +341,7 @@ def train(run: training.Training) -> None:
         return loss + _NAMING_WEIGHT * _naming_loss(words, image, embed.weight, pictures.labels)
 
     def phrase_loss(seed: int, step: int) -> Tensor:
-        progress = min(1.0, step / (_CURRICULUM_STEPS * run.steps_scale)) ** 2
+        progress = min(1.0, step / _CURRICULUM_STEPS) ** 2
         most = _FEWEST + round((len(WORDS) - _FEWEST) * progress)
         scenes = phrases.images // 2
         pictures = _draw_pictures(seed, phrases.views, scenes, phrases.images - scenes, most=most)

@@ -67,12 +67,11 @@ class Recipe(FrozenModel):
 
 @dataclass(frozen=True)
 class Training:
-    """One training; `out` receives the checkpoint, `steps_scale` shortens every stage."""
+    """One training; `out` receives the checkpoint."""
 
     recipe: Recipe
     out: Path
     seed: int = 7
-    steps_scale: float = 1.0
 
     @classmethod
     def start(cls, model: Model, train: Callable[[Training], None]) -> None:
@@ -97,8 +96,6 @@ class Training:
         2502.16982, so that both take the same learning rate.
         """
         stage = self.recipe.stages[number]
-        steps = max(1, round(stage.steps * self.steps_scale))
-        warmup = min(stage.warmup, max(1, steps // 10))
         pairs, matrices, tables = [], list[nn.Parameter](), list[nn.Parameter]()
         for prefix, module in modules.items():
             for name, parameter in module.named_parameters(prefix):
@@ -122,13 +119,13 @@ class Training:
             return float(value.detach())
 
         workers, losses = ThreadPoolExecutor(PARTS), list[float]()
-        for step in range(steps):
+        for step in range(stage.steps):
             # A sum of two gradients does not depend on which of them comes first.
             losses.append(fmean(workers.map(partial(add_gradients, step), range(PARTS))))
-            progress = step / steps
+            progress = step / stage.steps
             share = 1.0 if progress < 1 - stage.fall else 0.02 + 0.98 * (1 - progress) / stage.fall
-            if step < warmup:
-                share = (step + 1) / warmup
+            if step < stage.warmup:
+                share = (step + 1) / stage.warmup
             for parameter, copy in pairs:
                 copy.grad = None if parameter.grad is None else parameter.grad.float()
                 parameter.grad = None
@@ -141,9 +138,9 @@ class Training:
                 with torch.no_grad():
                     for parameter, copy in pairs:
                         parameter.copy_(copy)
-            if (step + 1) % _LOG_EVERY == 0 or step + 1 == steps:
+            if (step + 1) % _LOG_EVERY == 0 or step + 1 == stage.steps:
                 mean = fmean(losses[-_LOG_EVERY:])
-                print(f"[{stage.name}] {step + 1}/{steps} loss={mean:.3f}", flush=True)
+                print(f"[{stage.name}] {step + 1}/{stage.steps} loss={mean:.3f}", flush=True)
 
     def write_checkpoint(
         self, committed: Path, modules: Mapping[str, nn.Module], part: str = ""

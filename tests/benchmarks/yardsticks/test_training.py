@@ -28,11 +28,12 @@ def test_one_seed_gives_one_checkpoint(
     program = train_minillava if name == "minillava" else train_miniqwen
     recipe = training.Recipe.read(name)
     # Three images show every kind of label; more of them only take longer.
-    stages = tuple(stage.model_copy(update={"images": 3}) for stage in recipe.stages)
+    small = {"images": 3, "steps": 1, "warmup": 1}
+    stages = tuple(stage.model_copy(update=small) for stage in recipe.stages)
     recipe = recipe.model_copy(update={"stages": stages})
     digests = []
     for out in (tmp_path / "out", tmp_path / "again"):
-        program.train(training.Training(recipe, out, steps_scale=0.0005))
+        program.train(training.Training(recipe, out))
         # Any change of what is drawn, labelled or asked shows in these figures.
         log = re.findall(r"^\[(\w+)\] 1/1 loss=(\S+)", capsys.readouterr().out, re.MULTILINE)
         assert {stage: float(loss) for stage, loss in log} == pytest.approx(STEPS[name], rel=0.02)
