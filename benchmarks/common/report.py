@@ -10,7 +10,6 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 from vllm_autoprune.ops.dtype import choose_dtype
@@ -46,9 +45,10 @@ def environment(*packages: str) -> dict[str, str]:
     }
 
 
-def format_environment(values: Mapping[str, str]) -> str:
-    """One line."""
-    return ", ".join(f"{key} {value}" for key, value in values.items())
+def format_environment() -> str:
+    """What :func:`environment` returns, as a sentence."""
+    values = ", ".join(f"{key} {value}" for key, value in environment().items())
+    return f"Environment: {values}."
 
 
 def command_line() -> tuple[str, ...]:
@@ -67,11 +67,11 @@ def format_estimate(
     return f"{value} ({low}{between}{high})"
 
 
-def format_spread(sample: Spread, unit: float = 1000.0) -> str:
+def format_spread(sample: Spread) -> str:
     """Median and quartiles; of seconds, in milliseconds, without decimals from 1,000 on."""
-    digits = 0 if unit * sample.median >= 1000 else 1
+    digits = 0 if sample.median >= 1 else 1
     median, low, high = (
-        f"{unit * figure:,.{digits}f}" for figure in (sample.median, sample.low, sample.high)
+        f"{1000 * x:,.{digits}f}" for x in (sample.median, sample.low, sample.high)
     )
     return f"{median} ({low}–{high})"
 

@@ -17,7 +17,6 @@ from benchmarks import BenchmarkError
 from benchmarks.common.client import Client
 from benchmarks.common.report import (
     command_line,
-    environment,
     format_environment,
     format_spread,
     log_progress,
@@ -231,8 +230,7 @@ def run(options: argparse.Namespace) -> int:
             arms[name] = error.cause[:300]
             log_progress(f"{name}: {error}")
     text = model.format_table(budget, arms)
-    text += f"\n\nEnvironment: {format_environment(environment())}.\n"
-    text += f"\nCommand: `{shlex.join(command_line())}`\n"
+    text += f"\n\n{format_environment()}\n\nCommand: `{shlex.join(command_line())}`\n"
     (options.out / f"{label}.md").write_text(text)
     print(text)
     return int(any(isinstance(arm, str) for arm in arms.values()))

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from benchmarks import BenchmarkError
 from benchmarks.common.report import (
-    environment,
     format_environment,
     format_estimate,
     format_spread,
@@ -222,5 +221,5 @@ def run(options: argparse.Namespace) -> int:
         device, name = "cuda", f" on {torch.cuda.get_device_name()}"
     measurements = [_Measurement.of(size, device) for size in _SIZES]
     print(f"# Selection{name}\n\n{_format_table(device, measurements)}")
-    print(f"Environment: {format_environment(environment())}.")
+    print(format_environment())
     return 0
