@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
@@ -28,9 +28,6 @@ from vllm_autoprune.tpdsl.safety import safety_check
 from vllm_autoprune.tpdsl.state import PruningState
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
-Probes = Sequence[VisualTokens]
-"""Visual tokens of a few images, as the served model computes them."""
-
 _PROBE_IMAGES = 16
 """Images of the probe set, each with one question."""
 
@@ -46,7 +43,7 @@ def probes_from_checkpoint(
     from vllm_autoprune.checkpoint import LlavaVision
 
     vision = LlavaVision(checkpoint, text_tower)
-    by_image = {example.image: example for example in reversed(dataset.examples("search"))}
+    by_image = {example.image: example for example in reversed(dataset.splits["search"])}
     probes = []
     for example in islice(reversed(by_image.values()), _PROBE_IMAGES):
         probes.append(vision.encode(dataset.images[example.image].image(), example.question))
@@ -72,36 +69,30 @@ class _Candidate:
     result: TrialRecord | None = None
 
 
+@dataclass
 class RoundEvaluator:
     """Turns the drafts of a round into trials, and records every step in the ledger."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        ledger: Ledger,
-        evaluator: RecordedEvaluator,
-        examples: Sequence[Example],
-        probes: Probes,
-    ) -> None:
-        self._settings = settings
-        self._ledger = ledger
-        self._evaluator = evaluator
-        self._examples = examples
-        self._probes = probes
-        self._full = Answers()
-        self._known: dict[str, str] = {}
-        """Digest or selection fingerprint -> name of the candidate that was measured for it."""
+    settings: Settings
+    ledger: Ledger
+    evaluator: RecordedEvaluator
+    examples: Sequence[Example]
+    probes: Sequence[VisualTokens]
+    """Visual tokens of a few images, as the served model computes them."""
+    _full: Answers = field(default_factory=Answers)
+    _known: dict[str, str] = field(default_factory=dict)
+    """Digest or selection fingerprint -> name of the candidate that was measured for it."""
 
     async def evaluate_baselines(self, base: PruningState) -> History:
         """Measure the unpruned model and the base policy; gives the initial history."""
-        count, settings = len(self._examples), self._settings
-        self._full = await self._evaluator.evaluate(EvaluationJob(None, 0, "search", 0, count))
+        count, settings = len(self.examples), self.settings
+        self._full = await self.evaluator.evaluate(EvaluationJob(None, 0, "search", 0, count))
         proposal = ProposalRecord(round=0, index=0, origin="base policy", digest=base.digest)
         candidate = _Candidate(proposal, base, [Answers()] * len(settings.budgets))
         await self._measure(candidate, 0, count)
         self._known |= dict.fromkeys((base.digest, self._fingerprint(base)), "base")
         names_bases = bool(settings.proposer and settings.bases)
-        return History(self._finish(candidate), [], self._examples, names_bases)
+        return History(self._finish(candidate), [], self.examples, names_bases)
 
     async def evaluate_round(
         self, drafts: Sequence[Draft], number: int, history: History, early_stopping: bool
@@ -120,13 +111,13 @@ class RoundEvaluator:
                 problems=tuple(str(problem)[:500] for problem in draft.problems[:8]),
                 hypothesis=draft.hypothesis,
             )
-            answers = [Answers()] * len(self._settings.budgets)
-            candidates.append(_Candidate(self._ledger.put(proposal), state, answers))
+            answers = [Answers()] * len(self.settings.budgets)
+            candidates.append(_Candidate(self.ledger.put(proposal), state, answers))
         for candidate in candidates:
             candidate.result = self._screen(candidate)
         start = 0
         for step, share in enumerate(_RACING_SHARES if early_stopping else (1.0,)):
-            stop = max(1, round(share * len(self._examples)))
+            stop = max(1, round(share * len(self.examples)))
             measured = _unfinished(candidates)
             outcomes = await asyncio.gather(
                 *(self._measure(candidate, start, stop) for candidate in measured),
@@ -141,12 +132,12 @@ class RoundEvaluator:
                     candidate.result = self._result(candidate, "unevaluated", reason=str(outcome))
                 elif isinstance(outcome, BaseException):
                     raise outcome
-            if stop < len(self._examples):
+            if stop < len(self.examples):
                 self._drop_losers(candidates, history.best_values(), stop, _RACING_KEEPS[step])
             start = stop
         trials = list(map(self._finish, candidates))
         for trial in trials:
-            self._ledger.put(trial.result)
+            self.ledger.put(trial.result)
         return trials
 
     def _finish(self, candidate: _Candidate) -> Trial:
@@ -157,9 +148,9 @@ class RoundEvaluator:
 
     def _values(self, candidate: _Candidate) -> Floats:
         """Values of the answered examples at each budget, less the unpruned model's, ``(B, M)``."""
-        objective = self._settings.objective
+        objective = self.settings.objective
         return np.array([
-            answers.relative_to(self._full, self._examples, objective)
+            answers.relative_to(self._full, self.examples, objective)
             for answers in candidate.answers
         ])  # fmt: skip
 
@@ -186,10 +177,10 @@ class RoundEvaluator:
         indices, because two states may keep the same tokens and merge the discarded ones
         differently.
         """
-        if known := self._ledger.find(VerdictRecord, f"verdict/{state.digest}"):
+        if known := self.ledger.find(VerdictRecord, f"verdict/{state.digest}"):
             return known
         problems, behaviour = list[str](), hashlib.sha256()
-        for budget in self._settings.budgets:
+        for budget in self.settings.budgets:
             try:
                 policy = materialize(state, BudgetCall.parse(budget))
                 failed = [each for each in safety_check(policy).verdicts if not each.ok]
@@ -198,22 +189,22 @@ class RoundEvaluator:
                 problems += map(str, error.problems)
             except AutopruneError as error:
                 problems.append(str(error))
-            for tokens in () if problems else self._probes:
+            for tokens in () if problems else self.probes:
                 refined = refine(policy.at(tokens.count, tokens.grid.tiles), tokens)
                 behaviour.update(refined.indices.contiguous().numpy().tobytes())
                 behaviour.update(refined.features.float().contiguous().numpy().tobytes())
         if problems:
             verdict = VerdictRecord(digest=state.digest, valid=False, problems=tuple(problems))
         else:
-            policy = materialize(state, BudgetCall.parse(self._settings.budgets[0]))
+            policy = materialize(state, BudgetCall.parse(self.settings.budgets[0]))
             verdict = VerdictRecord(
                 digest=state.digest,
                 valid=True,
                 quota=policy.quota,
                 r_min=policy.r_min,
-                behaviour=behaviour.hexdigest() if self._probes else "",
+                behaviour=behaviour.hexdigest() if self.probes else "",
             )
-        return self._ledger.put(verdict)
+        return self.ledger.put(verdict)
 
     def _fingerprint(self, state: PruningState) -> str:
         """What is equal for states that keep the same tokens of the probes."""
@@ -222,20 +213,20 @@ class RoundEvaluator:
     async def _measure(self, candidate: _Candidate, start: int, stop: int) -> None:
         jobs = (
             EvaluationJob(candidate.state, budget, "search", start, stop)
-            for budget in self._settings.budgets
+            for budget in self.settings.budgets
         )
-        answers = await asyncio.gather(*map(self._evaluator.evaluate, jobs))
+        answers = await asyncio.gather(*map(self.evaluator.evaluate, jobs))
         candidate.answers = [a + b for a, b in zip(candidate.answers, answers, strict=True)]
 
     def _drop_losers(
         self, candidates: Sequence[_Candidate], reference: Floats, stop: int, divisor: int
     ) -> None:
         """Drop those clearly worse than the best so far, then all but one in ``divisor``."""
-        after = f"after {stop} of {len(self._examples)} examples"
+        after = f"after {stop} of {len(self.examples)} examples"
         means = []
         for candidate in _unfinished(candidates):
             values = self._values(candidate).mean(0)
-            if _is_clearly_below(self._examples, values, reference):
+            if _is_clearly_below(self.examples, values, reference):
                 candidate.result = self._result(candidate, "dropped", reason=f"behind {after}")
             else:
                 means.append((-float(values.mean()), candidate))
