@@ -41,10 +41,6 @@ class Dataset:
         lines = [e.model_dump_json() for split in SPLITS for e in self.splits[split]]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
-    def examples(self, split: Split) -> Sequence[Example]:
-        """The examples of one split."""
-        return self.splits[split]
-
     def messages(self, example: Example) -> list[dict[str, object]]:
         """What a server is asked, as chat messages."""
         return render(ask(example.question, self.images[example.image]), Picture.part)

@@ -163,7 +163,7 @@ class ServedEvaluator:
         The model is the named one, else the first of the first server. Raises
         :class:`ConfigError` with what is wrong with each server.
         """
-        example = self.dataset.examples("search")[0]
+        example = self.dataset.splits["search"][0]
         pruning = pruning_options(load_state("cdpruner"), 1)
         messages = self.dataset.messages(example)
         problems: list[Problem] = []
@@ -199,7 +199,7 @@ class ServedEvaluator:
     async def check_budget(self, budget: int | str) -> None:
         """Raise :class:`ConfigError` for a K at which the first search images keep all tokens."""
         state, lengths = load_state("cdpruner"), dict[int | str, int]()
-        examples = {example.image: example for example in self.dataset.examples("search")}
+        examples = {example.image: example for example in self.dataset.splits["search"]}
         for example in islice(examples.values(), _CHECKED_IMAGES):
             for tokens in (0, budget, 1):
                 pruning = pruning_options(state if tokens else None, tokens)
@@ -216,7 +216,7 @@ class ServedEvaluator:
     async def evaluate(self, job: EvaluationJob) -> Answers:
         """Answers to a job; every example goes to the server that its image is assigned to."""
         pruning = pruning_options(job.candidate, job.budget)
-        examples = self.dataset.examples(job.split)[job.start : job.stop]
+        examples = self.dataset.splits[job.split][job.start : job.stop]
         scores = await asyncio.gather(*(self._score(example, pruning) for example in examples))
         logprobs, right, _ = zip(*scores, strict=True)
         return Answers(logprobs, right)

@@ -81,7 +81,7 @@ class Search:
         self._base = base_state(settings)
         self._evaluator = RecordedEvaluator(ledger, evaluator, self._base.digest)
         self._client = ProposalClient(settings, ledger, proposer, most_money)
-        examples, probes = self._dataset.examples("search"), evaluator.probes()
+        examples, probes = self._dataset.splits["search"], evaluator.probes()
         self._rounds = RoundEvaluator(settings, ledger, self._evaluator, examples, probes)
 
     async def run(self) -> WinnerRecord:
@@ -195,7 +195,7 @@ class Search:
 
     async def _compare(self, candidate: PruningState, split: Split) -> Comparison:
         """Scores of a candidate on a split, and paired differences to the base policy."""
-        settings, examples = self._settings, self._dataset.examples(split)
+        settings, examples = self._settings, self._dataset.splits[split]
 
         async def measure(candidate: PruningState | None, budget: int | str) -> Answers:
             job = EvaluationJob(candidate, budget, split, 0, len(examples))
@@ -309,7 +309,7 @@ def estimate_cost(
     measured = {"search": settings.total_candidates, "validation": settings.confirmed, "test": 1}
     budgets = len(settings.budgets)
     answers = {
-        split: len(dataset.examples(split)) * (1 + budgets * (measured[split] + 1))
+        split: len(dataset.splits[split]) * (1 + budgets * (measured[split] + 1))
         for split in SPLITS
     }
     cost = Cost.at(price, prompt_tokens, rounds * proposals * _REPLY_TOKENS)

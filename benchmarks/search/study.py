@@ -9,7 +9,6 @@ are in the repository.
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -81,10 +80,6 @@ class _Winner(FrozenModel):
     gain: float = Field(description="objective less the base policy's")
     accuracy: float
     state: dict[str, JsonValue]
-
-    def load(self) -> PruningState:
-        """The state."""
-        return load_state(json.dumps(self.state))
 
 
 class _SearchResult(FrozenModel):
@@ -231,12 +226,12 @@ def _confirm(
 
     The file is written after each.
     """
-    confirmed, count = _read_confirmed(folder), len(evaluator.dataset.examples("test"))
+    confirmed, count = _read_confirmed(folder), len(evaluator.dataset.splits["test"])
 
     def answer(state: PruningState | None) -> Answers:
         return asyncio.run(evaluator.evaluate(EvaluationJob(state, budget, "test", 0, count)))
 
-    winners = {n: r.winner.load() for n, r in _read_results(folder).items() if r.winner}
+    winners = {n: load_state(r.winner.state) for n, r in _read_results(folder).items() if r.winner}
     for name, state in {**states, **winners}.items():
         known = confirmed.get(name)
         if known and (known.digest, known.evaluator) == (state.digest, evaluator.name):

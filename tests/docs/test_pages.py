@@ -306,7 +306,7 @@ def test_the_study_has_a_row_for_every_recorded_search_and_no_other() -> None:
         winners = {name: result.winner for name, result in results.items() if result.winner}
         assert set(winners) == set(confirmed)
         for name, winner in winners.items():
-            assert winner.load().digest == winner.digest == confirmed[name].digest
+            assert load_state(winner.state).digest == winner.digest == confirmed[name].digest
             assert confirmed[name].questions == 600
         for arm in ("autoprune+@none", "tpe", "random"):
             if f"{arm}-0" not in confirmed:

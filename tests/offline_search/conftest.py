@@ -12,9 +12,7 @@ from tests.offline_search.synthetic import Searches, dataset
 
 @pytest.fixture
 def data(tmp_path: Path) -> Dataset:
-    folder = tmp_path / "data"
-    folder.mkdir()
-    return dataset(folder)
+    return dataset(tmp_path / "data")
 
 
 @pytest.fixture

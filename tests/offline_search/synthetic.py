@@ -127,6 +127,7 @@ PIXEL = _FILE.getvalue()
 
 def dataset(folder: Path, images: int = SIZE // 2) -> Dataset:
     """Data set with two questions per image; what tells images apart is behind their pixels."""
+    folder.mkdir(exist_ok=True)
     for split in SPLITS:
         examples = []
         for number in range(images):
@@ -159,7 +160,7 @@ class SyntheticEvaluator:
     async def evaluate(self, job: EvaluationJob) -> Answers:
         self.jobs.append(job)
         value, logprob = 0.0 if job.candidate is None else _score(job.candidate), []
-        for example in self.dataset.examples(job.split)[job.start : job.stop]:
+        for example in self.dataset.splits[job.split][job.start : job.stop]:
             shared = Random(f"{example.image} {example.question}").gauss(0, 1)
             single = Random(f"{example.image} {example.question} {digest_of(job)}").gauss(0, 1)
             logprob.append(-1.0 + value + 0.05 * (shared + 0.1 * single))

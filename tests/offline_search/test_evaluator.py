@@ -30,18 +30,18 @@ from vllm_autoprune.errors import ConfigError, EvaluationFailed, SearchError
 
 def test_splits_are_shuffled_by_image_and_cut_by_image(data: Dataset) -> None:
     read = read_dataset(data.folder, seed=1)
-    assert read.examples("search") != data.examples("search")
-    assert sorted(map(repr, read.examples("search"))) == sorted(map(repr, data.examples("search")))
-    images = [example.image for example in read.examples("search")]
+    assert read.splits["search"] != data.splits["search"]
+    assert sorted(map(repr, read.splits["search"])) == sorted(map(repr, data.splits["search"]))
+    images = [example.image for example in read.splits["search"]]
     assert images[::2] == images[1::2], "questions of an image stay together"
     few = read_dataset(data.folder, seed=1, limit=2)
-    assert list(few.examples("search")) == list(read.examples("search"))[:4]
+    assert list(few.splits["search"]) == list(read.splits["search"])[:4]
     assert few.digest != read.digest == read_dataset(data.folder, seed=1).digest
     # Questions of an image need not be neighbours.
     path = data.folder / "search.jsonl"
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines[::2], *lines[1::2]]))
-    assert read_dataset(data.folder, seed=1, limit=2).examples("search") == few.examples("search")
+    assert read_dataset(data.folder, seed=1, limit=2).splits["search"] == few.splits["search"]
 
 
 def test_mme_files_of_both_layouts_become_a_data_folder_or_are_refused(
@@ -63,9 +63,9 @@ def test_mme_files_of_both_layouts_become_a_data_folder_or_are_refused(
     assert main(["search", "mme", *flags]) == 0
     counts = json.loads(capsys.readouterr().out)
     data = read_dataset(tmp_path / "data")  # raises for an image in two splits
-    assert counts == {split: len(data.examples(split)) for split in SPLITS}
+    assert counts == {split: len(data.splits[split]) for split in SPLITS}
     assert counts["search"] >= 20 and counts["validation"] >= 8 and counts["test"] >= 12
-    examples = [example for split in SPLITS for example in data.examples(split)]
+    examples = [example for split in SPLITS for example in data.splits[split]]
     assert Counter(example.pair for example in examples) == dict.fromkeys(range(24), 2)
     assert Counter(example.category for example in examples) == {
         "color": 20, "position": 8, "scene": 20}  # fmt: skip
@@ -119,7 +119,7 @@ async def test_the_reference_answer_is_scored_at_the_end_of_the_prompt(data: Dat
     assert load_state(json.dumps(pruning["state"])).digest == STATE.digest
     assert body["messages"][0]["content"][0]["image_url"]["url"].startswith("data:image/png;base64")
     questions = {body["messages"][0]["content"][1]["text"] for body in server.requests}
-    assert questions == {example.question for example in data.examples("search")[:4]}
+    assert questions == {example.question for example in data.splits["search"][:4]}
     assert server.requests[-1]["mm_processor_kwargs"] == {"autoprune": {"enabled": False}}
     with endpoint(lambda body, number: echo_answer(body, number, rank=2)) as server:
         answers = await evaluate([server], data, SINGLE)
@@ -140,7 +140,7 @@ async def test_a_failed_request_is_an_error_and_not_a_wrong_answer(data: Dataset
 
 
 async def test_servers_share_the_images_and_replace_a_broken_server(data: Dataset) -> None:
-    job = EvaluationJob(STATE, 8, "search", 0, len(data.examples("search")))
+    job = EvaluationJob(STATE, 8, "search", 0, len(data.splits["search"]))
     with endpoint(echo_answer) as server, endpoint(echo_answer) as other:
         answers = await evaluate([server, other], data, job)
         assert len(answers) == len(server.requests) + len(other.requests)

@@ -36,12 +36,12 @@ async def measure(
     stop: int | None = None,
 ) -> Answers:  # fmt: skip
     """Answers to the questions of the search split, by default to all of them."""
-    stop = len(evaluator.dataset.examples("search")) if stop is None else stop
+    stop = len(evaluator.dataset.splits["search"]) if stop is None else stop
     return await evaluator.evaluate(EvaluationJob(candidate, budget, "search", start, stop))
 
 
 async def test_partial_jobs_add_up_to_the_whole(evaluator: YardstickEvaluator) -> None:
-    count = len(evaluator.dataset.examples("search"))
+    count = len(evaluator.dataset.splits["search"])
     state = load_state("visionzip")
     cuts = pairwise((0, 1, 7, count // 2 + 3, count))
     parts = [await measure(evaluator, state, 8, *cut) for cut in cuts]
@@ -68,11 +68,11 @@ def test_the_data_folder_can_be_read_and_sampled_questions_keep_pairs_together(
     write_data(tmp_path / "few", FEW, each=5)
     dataset, sampled = read_dataset(tmp_path / "all"), read_dataset(tmp_path / "few")
     for split in SPLITS:
-        questions, read = draw_examples(split, FEW[split]), dataset.examples(split)
+        questions, read = draw_examples(split, FEW[split]), dataset.splits[split]
         assert sorted(e.question for e in read) == sorted(e.question for e in questions)
         assert len({example.image for example in read}) == FEW[split]
-        for image in {example.image for example in sampled.examples(split)}:
-            about = [each for each in sampled.examples(split) if each.image == image]
+        for image in {example.image for example in sampled.splits[split]}:
+            about = [each for each in sampled.splits[split] if each.image == image]
             assert 4 <= len(about) <= 5, "a pair that does not fit leaves one place"
             pairs = [example.pair for example in about if example.pair is not None]
             assert all(pairs.count(pair) == 2 for pair in pairs)

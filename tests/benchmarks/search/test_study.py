@@ -36,6 +36,7 @@ from tests.offline_search.synthetic import (
     SyntheticEvaluator,
     dataset,
 )
+from vllm_autoprune import load_state
 from vllm_autoprune.errors import SearchError
 
 SMALL = Settings(rounds=2, per_round=3, budgets=(8,))
@@ -43,9 +44,7 @@ SMALL = Settings(rounds=2, per_round=3, budgets=(8,))
 
 @pytest.fixture
 def data(tmp_path: Path) -> Dataset:
-    folder = tmp_path / "data"
-    folder.mkdir()
-    return dataset(folder)
+    return dataset(tmp_path / "data")
 
 
 def test_a_comparison_resumes_and_each_winner_is_confirmed_once(
@@ -72,7 +71,7 @@ def test_a_comparison_resumes_and_each_winner_is_confirmed_once(
     assert result.answers == sum(trial.examples for trial in trials)
     assert len(result.curve) == len(_CURVE_SHARES) and result.curve[0] is None
     assert isinstance(records[-1], WinnerRecord) and result.winner is not None
-    assert result.winner.load().digest == records[-1].digest
+    assert load_state(result.winner.state).digest == records[-1].digest
 
     _confirm(tmp_path, confirming, {}, 8)
     confirmed, jobs = _read_confirmed(tmp_path), len(confirming.jobs)
