@@ -1,4 +1,4 @@
-"""Write the table of models in docs/support.md: checkpoints, N and K, or why not.
+"""Write the table of models in docs/support.md: checkpoints, N, a state and K, or why not.
 
 Run ``python scripts/models_table.py``; ``tests/docs`` compares the page with what it would write.
 """
@@ -65,14 +65,11 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
         "pixels": {"size": _square(384)},
         "processor": {"num_image_tokens": 729},
     },
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "qwen3_omni_moe"), _QWEN2),
-    **dict.fromkeys(("exaone4_5", "opencua"), _QWEN2),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni"), _QWEN2),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _QWEN3),
-    **dict.fromkeys(("cosmos3_omni", "intern_s2_preview", "cohere_compass"), _QWEN3),
+    "cohere_compass": _QWEN3,
     **dict.fromkeys(("glm4v", "glm4v_moe", "glm_ocr"), _GLM),
     "paddleocr_vl": _edges(147384, 2822400),
-    "dots_ocr": _edges(3136, 11289600),
-    "isaac": {"config": {"vision_max_num_patches": 6144}},
     **dict.fromkeys(("mistral3", "lightonocr"), _PIXTRAL),
     **dict.fromkeys(("internvl", "interns1"), _INTERNVL),
     **dict.fromkeys(("internvl_chat", "qianfan_ocr", "skywork_chat"), _INTERNVL_CHAT),
@@ -113,14 +110,14 @@ def count_published(name: str) -> int:
 def format_models(tokens: Mapping[str, int]) -> str:
     """Those that are served, with N of every backbone; those that are refused, by their reason."""
     served: list[tuple[str, ...]] = [
-        ("checkpoints", "architecture", f"N at {SIDE} x {SIDE}", "K"),
-        ("---", "---", "--:", "--:"),
+        ("checkpoints", "architecture", f"N at {SIDE} x {SIDE}", "start with"),
+        ("---", "---", "--:", "---"),
     ]
     for architecture, backbone in BACKBONES.items():
         count = tokens[backbone.name]
         kept = BudgetCall.parse(backbone.budget).tokens_kept(count)
         ids = _as_code(CHECKPOINTS[architecture])
-        served.append((ids, f"`{architecture}`", f"{count}", f"{kept}"))
+        served.append((ids, f"`{architecture}`", f"{count}", f"`{backbone.state}`, {kept}"))
     refused = [("not served: checkpoints (architecture)", "why"), ("---", "---")]
     for row in REFUSALS:
         pairs = [(texts[0], f"(`{architecture}`)") for architecture, texts in row.models.items()]
