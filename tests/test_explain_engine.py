@@ -23,7 +23,7 @@ from vllm_autoprune.tpdsl.materialize import materialize
 from vllm_autoprune.tpdsl.refine import refine
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.engine
 
 QUESTION = "What is written?"
 

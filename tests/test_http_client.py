@@ -430,7 +430,6 @@ async def test_servers_that_stopped_are_told_from_a_failed_request() -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(500)
 def test_a_real_server_is_asked_with_its_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -232,7 +232,6 @@ def test_whatever_a_server_sends_is_read_or_said_in_one_line(events: list[str], 
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(500)
 def test_thoughts_of_a_real_server_are_read(tmp_path: Path) -> None:
     """mini-LLaVA with a tokenizer that takes the end of its answer for that of its thoughts."""
     shutil.copytree(LLAVA, model := tmp_path / "model")

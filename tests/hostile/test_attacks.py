@@ -119,7 +119,6 @@ def list_attacks() -> Iterator[object]:
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("backbone", "runner_name", "name", "profile"), list(list_attacks()))
 def test_an_attack_is_withstood(
     get_fleet: Callable[[str, str], Fleet],

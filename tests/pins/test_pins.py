@@ -11,7 +11,6 @@ from tests.pins import table
 
 @pytest.mark.slow
 @pytest.mark.compat
-@pytest.mark.timeout(900)
 def test_what_must_not_change_is_as_it_was() -> None:
     """Where a change is meant: ``python -m tests.pins write``, and the reason in the commit."""
     call = [sys.executable, "-m", "tests.pins", "check"]

@@ -20,7 +20,6 @@ STEPS: dict[Model, dict[str, float]] = {
 """Loss of the first step of every stage, as with the optimiser that trained what is committed."""
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", STEPS)
 def test_one_seed_gives_one_checkpoint(
     name: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
