@@ -10,21 +10,27 @@ from tempfile import TemporaryDirectory
 
 import numpy
 import pytest
+import torch
 from _pytest.mark import ParameterSet
 from PIL import Image
+from torch import Tensor
 
 from tests.serving.engine import (
     LLAVA,
+    alone,
     assert_same,
     built,
     raw_prompt,
     start,
+    turn,
+    watch,
 )
 from tests.serving.runners import Result, Runner, in_engine
 from vllm_autoprune.selftest import serve
 from vllm_autoprune.selftest.backbones import TINY_MODELS, build
 from vllm_autoprune.selftest.checks import CHECKS, runners_agree
 from vllm_autoprune.selftest.run import Report
+from vllm_autoprune.selftest.serve import picture
 from vllm_autoprune.serving.models import BACKBONES
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -113,3 +119,64 @@ def test_a_resized_image_is_answered_as_one_that_the_client_has_shrunk(backbone:
     answers = engine.generate(resized)
     assert len({answer["text"] for answer in answers}) > 1, "sizes should matter"
     assert_same(answers, engine.generate(shrunk))
+
+
+@pytest.mark.parametrize("backbone", ["idefics3", "smolvlm"])
+@in_engine
+def test_free_shares_follow_the_tile_that_shows_something(backbone: str) -> None:
+    """Of four tiles and the whole image, which comes first; equal shares keep K / T of each."""
+    engine = start(
+        {"state": "divprune", "budget": 10, "requests": "states"}, built(backbone), dtype="float32"
+    )
+    record, side = watch(), TINY_MODELS[backbone]["pixels"]["size"]["longest_edge"]
+    for number in range(4):
+        pixels, half = numpy.full((side, side, 3), 128, dtype=numpy.uint8), side // 2
+        row, column = divmod(number, 2)
+        noise = numpy.random.default_rng(number).integers(0, 255, (half, half, 3))
+        pixels[row * half :, column * half :][:half, :half] = noise
+        talk, lengths = [turn("what colour is the cat", Image.fromarray(pixels))], []
+        for shares in ("equal", "free"):
+            state = {**alone("divprune"), "shares": shares}
+            (answer,) = engine.chat(talk, entry={"state": state, "budget": 10})
+            (kept,) = record.take().values()
+            counts = [sum(token // 9 == tile for token in kept) for tile in range(5)]
+            assert sum(counts) == 10
+            assert counts[1 + number] > 6 if shares == "free" else counts == [2] * 5
+            lengths.append(answer["prompt_tokens"])
+        (unpruned,) = engine.chat(talk, entry={"enabled": False})
+        assert lengths == [unpruned["prompt_tokens"] - 5 * 9 + 10] * 2
+
+
+@in_engine
+def test_audio_beside_a_pruned_image_is_untouched() -> None:
+    """The same rows of it, whatever K is; with K >= N the answer of the whole image."""
+    engine = start(
+        {"state": "cen_divprune", "budget": 8, "requests": "budget"},
+        model=built("qwen2_5_omni"),
+        dtype="float32",
+        max_model_len=1024,
+        limit_mm_per_prompt={"image": 1, "audio": 1, "video": 0},
+    )
+    sounds: list[Tensor] = []
+    model, embed = engine.model, engine.model.embed_multimodal
+
+    def record(**inputs: object) -> object:
+        rows = embed(**inputs)
+        sounds.extend(rows if "input_audio_features" in inputs else ())
+        return rows
+
+    model.embed_multimodal = record
+    audio, image = (model.get_placeholder_str(kind, 1) for kind in ("audio", "image"))
+    noise = numpy.random.default_rng(0).normal(size=16000)
+    answers = []
+    for entry in ({"enabled": False}, {"budget": 132}, {"budget": 8}):
+        engine.empty_caches()
+        asked = raw_prompt(f"user {audio} {image} what is blue you", picture(330, 300, 4), **entry)
+        asked["multi_modal_data"]["audio"] = (noise, 16000)
+        answers += engine.generate([asked])
+    unpruned, whole, pruned = answers
+    assert whole == unpruned
+    assert pruned["prompt_tokens"] == unpruned["prompt_tokens"] - 132 + 8
+    assert pruned["logprob"] != unpruned["logprob"]
+    assert len(sounds) == 3 and torch.equal(sounds[0], sounds[1])
+    assert torch.equal(sounds[0], sounds[2])
