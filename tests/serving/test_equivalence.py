@@ -17,6 +17,7 @@ from random import Random
 from typing import Any
 from unittest.mock import patch
 
+import numpy
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -45,9 +46,11 @@ from tests.serving.engine import (
     watch,
 )
 from tests.serving.runners import Result, Runner, in_engine
+from vllm_autoprune.selftest.backbones import TINY_MODELS
 from vllm_autoprune.selftest.run import BLOCK
 from vllm_autoprune.selftest.serve import picture
 from vllm_autoprune.serving.api import planner
+from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.plan import make_cache_identity
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
@@ -178,7 +181,7 @@ POLICIES = (
     *(None, "visionzip", "fastv", "prumerge_plus", "dart", "divprune", "off", "random", "resized"),
     *CORES,
 )
-TILED_POLICIES = (None, None, "divprune", "cdpruner", "off", "random")
+MIXED_POLICIES = (None, None, "divprune", "cdpruner", "off", "random")
 SIZES = ((56, 56), (100, 48), (48, 100), (120, 110), (200, 112), (96, 208), (330, 300))
 TEXTS = ("what colour is the cat", "how many dog are there", "which shape is on the left")
 BATCHED: Mapping[str, Any] = {
@@ -189,15 +192,18 @@ BATCHED: Mapping[str, Any] = {
 }
 
 
-def assert_together_as_alone(engine: Engine, prompts: Sequence[Prompt], images: int) -> Watch:
+def assert_together_as_alone(
+    engine: Engine, prompts: Sequence[Prompt], images: int, tokens: int = 6
+) -> Watch:
     """Requests at once are answered, and keep tokens, as single ones without caches.
 
-    At least so many ``images`` are compared. What is selected at once.
+    At least so many ``images`` are compared, and answers of so many ``tokens``. What is selected at
+    once.
     """
     record = watch()
-    together, kept = engine.complete(prompts, 6), record.take()
+    together, kept = engine.complete(prompts, tokens), record.take()
     at_once = Watch(budgets=list(record.budgets))
-    assert engine.complete_alone(prompts, 6) == together
+    assert engine.complete_alone(prompts, tokens) == together
     # A plan that no single request had is that of an image whose tensors depend on its neighbours.
     assert {str(plan) for plan, rows in kept.items() if record.kept.get(plan) != rows} == set()
     assert len(kept) > images
@@ -225,25 +231,67 @@ def test_mixed_concurrent_requests_equal_single_ones() -> None:
     assert max(len({*budgets}) for budgets in at_once.budgets) > 2
 
 
-@pytest.mark.parametrize("backbone", ["llava_next", "llava_onevision", "idefics3", "internvl"])
-@in_engine
-def test_images_of_mixed_tiles_keep_what_they_keep_alone(backbone: str) -> None:
-    """In a KV cache that is too small: one request of three whole images fits, but not sixteen."""
-    random = Random(0)
-    small = {**BATCHED, "max_model_len": 640, "num_gpu_blocks_override": 24}
-    settings = {"state": "autoprune", "budget": 8, "requests": "states"}
-    engine = start(settings, model=built(backbone), **small)
-    mark = engine.model.get_placeholder_str("image", 1)
-    prompts = []
-    for _ in range(24):
-        numbers = [random.randrange(len(SIZES)) for _ in range(random.choice((1, 1, 2, 3)))]
-        text = random.choice(TEXTS)
-        entry = choose(random.choice((4, 7, 16)), random.choice(TILED_POLICIES))
+def interleave(backbone: str, count: int) -> float:
+    """Number of preemptions of mixed requests, few of which fit into the KV cache at once.
+
+    Of every K, state and control, about none, one or several images, some with audio, and
+    conversations that recall; the server's state has a core and ranks before the merger where it
+    can.
+    """
+    random, row = Random(0), next(row for row in BACKBONES.values() if row.name == backbone)
+    merged = {} if "merger_input" in row.missing else {"rank_at": "merger_in"}
+    engine = start(
+        {"state": {**state_with_core("autoprune"), **merged}, "budget": 8, "requests": "states"},
+        model=built(backbone),
+        **{**BATCHED, "max_model_len": 640, "num_gpu_blocks_override": 22},
+        limit_mm_per_prompt={"image": 3, "video": 0},
+        disable_log_stats=False,
+    )
+    tiny = TINY_MODELS[backbone]
+    mark = tiny.get("image_text", tiny["tokens"][0])
+    prompts: list[Prompt] = []
+    for _ in range(count):
+        numbers = [random.randrange(len(SIZES)) for _ in range(random.choice((0, 1, 1, 1, 2, 3)))]
         images = [picture(*SIZES[number], number) for number in numbers]
-        asked = f"user {f'{mark} ' * len(images)}{text} you"
-        prompts.append(raw_prompt(asked, images, instructions=[text] * len(images), **entry))
-    at_once = assert_together_as_alone(engine, prompts, images=10)
+        text, later = random.choice(TEXTS), random.choice(TEXTS)
+        asked = f"user {' '.join([mark] * len(images))} {text} you"
+        entry = choose(random.choice((4, 7, 16, 48)), random.choice(MIXED_POLICIES))
+        if images and not row.unsplittable and random.random() < 0.2:
+            asked += f" blue</s>user {tiny['tokens'][0]} {later} you"
+            turns = [{"images": len(images), "text": later}]
+            entry |= {"recall": random.choice((0, 6)), "recall_turns": turns}
+        prompt = raw_prompt(asked, images, instructions=[text] * len(images), **entry)
+        if "audio_config" in tiny.get("config", {}) and random.random() < 0.3:
+            prompt["prompt"] = f"{engine.model.get_placeholder_str('audio', 1)} {asked}"
+            noise = numpy.random.default_rng(len(prompts)).normal(size=8000 * random.choice((1, 3)))
+            prompt["multi_modal_data"]["audio"] = [(noise, 16000)]
+        prompts.append(prompt if prompt["multi_modal_data"] != {"image": []} else {"prompt": asked})
+    at_once = assert_together_as_alone(engine, prompts, images=10, tokens=16)
     assert max(map(len, at_once.budgets)) > 1
+    return engine.counter("vllm:num_preemptions")
+
+
+@pytest.mark.parametrize(
+    "backbone",
+    [
+        pytest.param(name, marks=() if name == "idefics3" else pytest.mark.exhaustive)
+        for name in ("idefics3", "llava_next", "llava_onevision", "internvl", "qwen2_5_vl")
+    ],
+)
+@in_engine
+def test_a_few_interleaved_requests_equal_single_ones(backbone: str) -> None:
+    interleave(backbone, 24)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.only("v1")
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize(
+    "backbone",
+    ["lightonocr", "glm_ocr", "qwen2_5_omni", "qianfan_ocr", "skywork_chat", "interns1"],
+)
+def test_500_interleaved_requests_equal_single_ones(runner: Runner, backbone: str) -> None:
+    assert runner.run(interleave, None, 1400.0, backbone=backbone, count=500) > 0
 
 
 BURST_SIZES = ((448, 448), (56, 56), (280, 112), (112, 336), (84, 84), (224, 224))
