@@ -32,7 +32,7 @@ from vllm_autoprune.selftest.run import ENGINE_ENVIRONMENT, RUNNERS
 Result = Any
 """What a function returns, as JSON."""
 
-PATIENCE = 400.0
+_PATIENCE = 900.0
 """Seconds that one function may take."""
 
 # Without these vLLM binds the threads of every engine to the same cores.
@@ -71,7 +71,6 @@ class Runner:
         self,
         function: Callable[..., Result],
         environment: Mapping[str, str] | None = None,
-        patience: float = PATIENCE,
         **parameters: object,
     ) -> Future[Result]:
         """Queue a function behind those already queued for the same environment, once a session."""
@@ -79,7 +78,7 @@ class Runner:
         call = json.dumps([function.__module__, function.__name__, parameters])
         if variables not in _PROCESSES:
             _PROCESSES[variables] = _EngineProcess(dict(variables))
-        return _PROCESSES[variables].begin(call, patience)
+        return _PROCESSES[variables].begin(call)
 
     def run(self, function: Callable[..., Result], *process: Any, **parameters: Any) -> Result:
         """What :meth:`begin` has queued returns; its failure is that of every test that asks."""
@@ -93,7 +92,7 @@ def in_engine(function: Callable[..., Result]) -> Callable[..., None]:
     """
 
     def test(runner: Runner, **parameters: object) -> None:
-        runner.run(function, None, PATIENCE, **parameters)
+        runner.run(function, None, **parameters)
 
     signature = inspect.signature(function)
     runner_parameter = inspect.Parameter("runner", inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -119,7 +118,7 @@ def begin_tests(items: list[pytest.Item]) -> None:
         for function in filter(None, functions):
             taken = inspect.signature(function).parameters
             chosen = {name: value for name, value in parameters.items() if name in taken}
-            Runner(str(parameters["runner"])).begin(function, None, PATIENCE, **chosen)
+            Runner(str(parameters["runner"])).begin(function, None, **chosen)
 
 
 _PROCESSES: dict[tuple[tuple[str, str], ...], _EngineProcess] = {}
@@ -143,12 +142,12 @@ class _EngineProcess:
         self._folder = tempfile.TemporaryDirectory(prefix="engine-")
         self._log = Path(self._folder.name) / "engine.log"
 
-    def begin(self, call: str, patience: float) -> Future[Result]:
+    def begin(self, call: str) -> Future[Result]:
         if call not in self._results:
-            self._results[call] = self._pool.submit(self._run, call, patience)
+            self._results[call] = self._pool.submit(self._run, call)
         return self._results[call]
 
-    def _run(self, call: str, patience: float) -> Result:
+    def _run(self, call: str) -> Result:
         """The result; AssertionError where there is none."""
         if self._process is None:
             with self._log.open("w") as log:
@@ -163,7 +162,7 @@ class _EngineProcess:
                     start_new_session=True,
                 )
         process, failure = self._process, ""
-        limit = threading.Timer(patience, self._kill)
+        limit = threading.Timer(_PATIENCE, self._kill)
         limit.start()
         try:
             print(call, file=process.stdin, flush=True)
@@ -174,7 +173,7 @@ class _EngineProcess:
                     failure = json.loads(line.removeprefix(_FAILURE))
                     break
             else:
-                failure = f"the process ended with {self._close()}; {patience:.0f} s are allowed"
+                failure = f"the process ended with {self._close()}; {_PATIENCE:.0f} s are allowed"
         finally:
             limit.cancel()
         tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-40:])

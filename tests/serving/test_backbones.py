@@ -33,7 +33,7 @@ from vllm_autoprune.selftest.run import Report
 from vllm_autoprune.selftest.serve import picture
 from vllm_autoprune.serving.models import BACKBONES
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.engine
 
 
 LIKE_ANOTHER = (

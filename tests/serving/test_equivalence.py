@@ -53,7 +53,7 @@ from vllm_autoprune.serving.api import planner
 from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.plan import make_cache_identity
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
+pytestmark = pytest.mark.engine
 
 
 def answer_without_a_state() -> Result:
@@ -285,7 +285,6 @@ def test_a_few_interleaved_requests_equal_single_ones(backbone: str) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.only("v1")
-@pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
     "backbone",
     ["lightonocr", "glm_ocr", "qwen2_5_omni", "qianfan_ocr", "skywork_chat", "interns1"],

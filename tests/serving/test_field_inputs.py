@@ -23,7 +23,7 @@ from vllm_autoprune.serving.api.endpoint import NAME, PATH
 from vllm_autoprune.serving.served_state import served_state
 from vllm_autoprune.stream import parse_stream
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
+pytestmark = pytest.mark.engine
 
 K = 8
 STATE = ("--autoprune-state", "cen_divprune", "--autoprune-budget", str(K))

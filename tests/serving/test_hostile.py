@@ -45,7 +45,7 @@ from vllm_autoprune.http_client import CHAT, Metrics
 from vllm_autoprune.serving.served_state import load_request_state
 from vllm_autoprune.tpdsl import refine as executor
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(590)]
+pytestmark = pytest.mark.engine
 
 FALLBACKS: Mapping[str, tuple[str, Mapping[str, str], int]] = {
     # NaN and Inf in an image's features: evenly spaced tokens are kept.
@@ -208,9 +208,6 @@ def test_thousands_of_mutated_requests_in_every_mode(runner: Runner, tmp_path: P
     assert min(statuses[200], statuses[400]) > 500
 
 
-PATIENCE = 120.0
-
-
 def kill_worker(server: Server) -> tuple[set[int], bool]:
     """Statuses of requests that were running (0: no answer), and whether the server ended.
 
@@ -228,7 +225,7 @@ def kill_worker(server: Server) -> tuple[set[int], bool]:
     engine = ("VLLM::Worker", "VLLM::EngineCore")  # of one rank, both are one process
     worker = next(titles[t] for title in engine for t in titles if t.startswith(title))
     worker.suspend()
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + 600
     with ThreadPoolExecutor(4) as pool:
         requests = [pool.submit(ask, number) for number in range(4)]
         wait_until_idle(server.process.pid, deadline)  # all four are with the engine

@@ -41,7 +41,7 @@ from tests.serving.engine import (
 from tests.serving.runners import Runner, in_engine
 from vllm_autoprune.selftest.run import BLOCK
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(2400)]
+pytestmark = pytest.mark.engine
 
 REQUESTS: Sequence[Request] = (
     (0, 32, None, 0, 0),

@@ -34,7 +34,7 @@ from tests.tpdsl.samples import edited, sample, shipped
 from vllm_autoprune.http_client import CHAT, Metrics
 from vllm_autoprune.ops.dtype import choose_dtype
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
+pytestmark = pytest.mark.engine
 
 
 KV_BYTES = 2 * 6 * 6 * 32 * {"bfloat16": 2, "float32": 4}[choose_dtype()]
@@ -188,7 +188,7 @@ def test_both_engines_answer_alike(runner: Runner) -> None:
     """Requests go to either engine, each with a feature cache of its own."""
     flags = (*COMMON, *PRUNED, "--data-parallel-size", "2", "--autoprune-requests", "budget:1-64")
     questions = examples(4)
-    with serve(LLAVA, *flags, env=runner.environment, patience=600) as server:
+    with serve(LLAVA, *flags, env=runner.environment) as server:
 
         def answer(at: int) -> tuple[int, str]:
             reply = ask(server, questions[at % len(questions)], **entry(budget=16 + at % 2))
@@ -217,7 +217,7 @@ def test_another_state_is_rolled_out_under_traffic(runner: Runner) -> None:
         return text_of(ask(server, questions[at], max_tokens=200, ignore_eos=True))
 
     with ExitStack() as stack:
-        start = partial(serve, LLAVA, *flags, env=runner.environment, patience=600)
+        start = partial(serve, LLAVA, *flags, env=runner.environment)
         old, new = (stack.enter_context(start(*more)) for more in ((), new_state))
         expected = [answer(old, at) for at in range(CLIENTS)]
         pool = stack.enter_context(ThreadPoolExecutor(CLIENTS))

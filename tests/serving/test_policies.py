@@ -35,7 +35,7 @@ from vllm_autoprune.selftest.run import BLOCK
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, INSTRUCTION_NEEDS
 from vllm_autoprune.tpdsl.loading import load_state, shipped_states
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.engine
 
 SMALL: Mapping[str, Any] = {
     "dtype": "float32",

@@ -24,7 +24,7 @@ from vllm_autoprune.serving.api.endpoint import PATH
 from vllm_autoprune.serving.plan import FIELD
 from vllm_autoprune.serving.plugin import DISABLE
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.engine
 
 
 def test_prompt_tokens_fall_by_exactly_n_minus_k(stock: Server, pruned: Server) -> None:
