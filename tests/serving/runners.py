@@ -32,7 +32,7 @@ from vllm_autoprune.selftest.run import ENGINE_ENVIRONMENT, RUNNERS
 Result = Any
 """What a function returns, as JSON."""
 
-_PATIENCE = 900.0
+_PATIENCE = 1500.0
 """Seconds that one function may take."""
 
 # Without these vLLM binds the threads of every engine to the same cores.

@@ -174,8 +174,8 @@ def test_audio_beside_a_pruned_image_is_untouched() -> None:
         asked = raw_prompt(f"user {audio} {image} what is blue you", picture(330, 300, 4), **entry)
         asked["multi_modal_data"]["audio"] = (noise, 16000)
         answers += engine.generate([asked])
-    unpruned, whole, pruned = answers
-    assert whole == unpruned
+    unpruned, kept_all, pruned = answers
+    assert kept_all == unpruned
     assert pruned["prompt_tokens"] == unpruned["prompt_tokens"] - 132 + 8
     assert pruned["logprob"] != unpruned["logprob"]
     assert len(sounds) == 3 and torch.equal(sounds[0], sounds[1])
