@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from datetime import timedelta
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ settings.register_profile(
     "repeatable",
     derandomize=True,
     database=None,
-    deadline=timedelta(seconds=5),
+    deadline=None,  # a busy machine takes several times as long
     max_examples=25,
 )
 settings.load_profile("repeatable")

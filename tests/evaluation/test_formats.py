@@ -280,7 +280,7 @@ KEYS = (
 TEXTS = ("a.png", "user", "assistant", "<image>", "text", "image_url", "yes")
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(json_values(KEYS, TEXTS), st.booleans())
 def test_any_record_is_read_or_refused_in_words(
     tmp_path: Path, record: str, document: bool

@@ -326,9 +326,7 @@ def mutants(draw: st.DrawFn, seeds: list[bytes]) -> bytes:
     return content
 
 
-@settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary() | mutants(SEEDS))
 def test_any_bytes_are_read_or_refused_in_words(folder: Path, content: bytes) -> None:
     path = write(folder / "1.txt", content)

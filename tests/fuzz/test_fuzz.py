@@ -122,7 +122,6 @@ EXAMPLES = 250
         *(pytest.param(n, False, marks=pytest.mark.exhaustive) for n in range(2, 22)),
     ],
 )
-@pytest.mark.timeout(1200)
 def test_texts_are_accepted_or_refused_as_promised(
     tmp_path: Path, number: int, fully: bool
 ) -> None:
