@@ -27,7 +27,13 @@ from tests.offline_search.synthetic import MODELS, completion, endpoint, error, 
 from tests.test_import_boundaries import SOURCES, imported_modules
 from tests.test_streams import json_values
 from vllm_autoprune.cli.main import main
-from vllm_autoprune.connection import Connection, api_address, make_client, server_address
+from vllm_autoprune.connection import (
+    Connection,
+    _trust,
+    api_address,
+    make_client,
+    server_address,
+)
 from vllm_autoprune.errors import ConfigError, EvaluationFailed
 from vllm_autoprune.http_client import (
     FAILURES,
@@ -214,6 +220,7 @@ def test_a_private_authority_is_trusted_where_it_is_named(
     certificates: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trusting = Connection(ca_file=certificates / "authority.pem")
+    _trust.cache_clear()  # whatever other tests have said aloud
     with fake_server() as server:
         url = encrypt(server, certificates)
         assert refuse(url).endswith("-> name the certificate of its authority with --ca-file")
