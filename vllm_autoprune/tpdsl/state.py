@@ -26,6 +26,7 @@ from vllm_autoprune.tpdsl.base_policy import (
     AnyBasePolicy,
     QuestionFreePolicy,
 )
+from vllm_autoprune.tpdsl.cells import Cells
 from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, StatePart, default_call
 from vllm_autoprune.tpdsl.tokens import Need, RankAt, Shares, VisualTokens
 
@@ -194,6 +195,12 @@ class PruningState(StatePart):
         default=None,
         exclude_if=lambda core: core is None,
         description="extension: tokens of K that are kept for every question; null: none",
+    )
+    cells: Cells | None = Field(
+        default=None,
+        exclude_if=lambda cells: cells is None,
+        description="extension: blank cells of a picture that are dropped before the vision tower; "
+        "null: none",
     )
     scoring: Scoring
     constraints: Constraints

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from vllm_autoprune.errors import SelectionError
+from vllm_autoprune.ops.rowwise import upload
 from vllm_autoprune.ops.similarity import cosines, cosines_with, plain_cosines
 from vllm_autoprune.tpdsl.prefix import LanguagePrefix
 
@@ -145,21 +146,38 @@ TileScope = Literal["per_tile", "global"]
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Layout of one image's tokens: ``tiles`` grids of ``height`` x ``width`` in raster order."""
+    """Layout of one image's tokens: ``tiles`` grids of ``height`` x ``width`` in raster order.
+
+    ``anchors``, of one tile, are those of :meth:`vllm_autoprune.tpdsl.cells.Cells.find_anchors` as
+    bytes, where only kept cells are tokens; empty where all are.
+    """
 
     height: int
     width: int
     tiles: int = 1
+    anchors: bytes = b""
 
     @property
     def per_tile(self) -> int:
         """Tokens per tile, n."""
-        return self.height * self.width
+        return len(_read_anchors(self.anchors)[0]) if self.anchors else self.height * self.width
 
     @property
     def tokens(self) -> int:
         """Tokens per image, N."""
         return self.per_tile * self.tiles
+
+    def at_tokens(self, values: Tensor) -> Tensor:
+        """Values ``(..., height * width)`` of all places as those of the tokens ``(..., n)``."""
+        if not self.anchors:
+            return values
+        return values.index_select(-1, upload(_read_anchors(self.anchors)[0], values.device))
+
+    def at_places(self, values: Tensor, dim: int = -1) -> Tensor:
+        """The inverse for one dimension: a place without a token has the values of its anchor."""
+        if not self.anchors:
+            return values
+        return values.index_select(dim, upload(_read_anchors(self.anchors)[1], values.device))
 
     def centre_distance(self, device: torch.device) -> Tensor:
         """Distance ``(N,)`` of each token from the centre of its tile, with corners (+-1, +-1).
@@ -172,7 +190,15 @@ class Grid:
             else torch.zeros(1, device=device)
             for side in (self.height, self.width)
         )
-        return torch.hypot(y[:, None], x[None, :]).flatten().repeat(self.tiles)
+        return self.at_tokens(torch.hypot(y[:, None], x[None, :]).flatten()).repeat(self.tiles)
+
+
+@lru_cache(maxsize=256)
+def _read_anchors(anchors: bytes) -> tuple[Tensor, Tensor]:
+    """The place ``(n,)`` of each token, and the token ``(height * width,)`` at each place."""
+    at = torch.frombuffer(bytearray(anchors), dtype=torch.int32).long()
+    kept = at == torch.arange(len(at))
+    return kept.nonzero()[:, 0], (kept.cumsum(0) - 1)[at]
 
 
 @dataclass(frozen=True)

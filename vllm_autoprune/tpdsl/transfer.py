@@ -213,6 +213,9 @@ def transfer(
         if state.rank_at == "merger_in" and not backbone.merger:
             document["rank_at"] = "merger_out"
             why["/rank_at"] = f"{backbone.name} has no patch merger to rank tokens before"
+        if state.cells is not None and not backbone.merger:
+            document["cells"] = None
+            why["/cells"] = f"{backbone.name} has no patch merger, and encodes whole images"
         why["/scoring"] = f"relevance on {backbone.name} is measured in "
         why["/scoring"] += _SPACES[backbone.relevance]
         for index, signal in enumerate(state.scoring.signals):

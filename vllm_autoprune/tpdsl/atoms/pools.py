@@ -58,7 +58,7 @@ def _grid_cells(grid: Grid, cells: int, device: torch.device) -> tuple[Tensor, i
     rows, columns = min(cells, grid.height), min(cells, grid.width)
     y = torch.arange(grid.height, device=device) * rows // grid.height
     x = torch.arange(grid.width, device=device) * columns // grid.width
-    of_tile = (y[:, None] * columns + x).flatten()
+    of_tile = grid.at_tokens((y[:, None] * columns + x).flatten())
     offset = torch.arange(grid.tiles, device=device)[:, None] * (rows * columns)
     return (offset + of_tile).flatten(), grid.tiles * rows * columns
 

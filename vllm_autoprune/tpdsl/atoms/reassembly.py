@@ -213,8 +213,10 @@ class _Recipe:
         else:  # the most similar within the radius and the tile, if there is one
             grid = tokens.grid
             token = torch.arange(grid.tokens, device=similarity.device)
-            tile, inside = token // grid.per_tile, token % grid.per_tile
-            y, x = inside // grid.width, inside % grid.width
+            tile = token // grid.per_tile
+            place = torch.arange(grid.height * grid.width, device=similarity.device)
+            place = grid.at_tokens(place).repeat(grid.tiles)
+            y, x = place // grid.width, place % grid.width
             apart = torch.maximum((y[:, None] - y).abs(), (x[:, None] - x).abs())
             near = ((tile[:, None] == tile) & (apart <= call.radius))[indices].transpose(1, 2)
             nearby = similarity.masked_fill(~near, -torch.inf)

@@ -205,7 +205,7 @@ def _spatial_centrality_prior(call: _Centrality, tokens: VisualTokens, picks: Te
     y = (torch.arange(grid.height, device=device) * 2 + 1) / grid.height - 1
     x = (torch.arange(grid.width, device=device) * 2 + 1) / grid.width - 1
     squared = y[:, None] ** 2 + x[None, :] ** 2
-    prior = torch.exp(-squared / (2 * call.sigma**2)).flatten()
+    prior = grid.at_tokens(torch.exp(-squared / (2 * call.sigma**2)).flatten())
     return prior.repeat(grid.tiles).expand(tokens.batch, tokens.count)
 
 
@@ -231,10 +231,12 @@ def _local_contrast_saliency(call: _Contrast, tokens: VisualTokens, picks: Tenso
     """One minus the mean cosine to the tokens within the radius on the grid."""
     # The per-tile cosines are cached, so the features are not read again.
     grid = tokens.grid
+    cosine = grid.at_places(grid.at_places(tokens.tile_cosine), 1)
     if call.neighbours == "four_wrapped":
-        return tokens.by_image(distance_to_neighbours(tokens.tile_cosine, grid.height, grid.width))
-    mean = mean_of_neighbours(tokens.tile_cosine, grid.height, grid.width, call.radius)
-    return tokens.by_image(1 - mean)
+        distance = distance_to_neighbours(cosine, grid.height, grid.width)
+    else:
+        distance = 1 - mean_of_neighbours(cosine, grid.height, grid.width, call.radius)
+    return tokens.by_image(grid.at_tokens(distance))
 
 
 @atom("scoring", _Norm, cost=2.9)
@@ -297,13 +299,13 @@ def _local_detail_energy(call: _Detail, tokens: VisualTokens, picks: Tensor) -> 
     # The variance of unit vectors in a window is one minus the mean of their pairwise cosines,
     # which two average poolings of the cached cosines give.
     grid = tokens.grid
-    means = tokens.tile_cosine
+    means = grid.at_places(grid.at_places(tokens.tile_cosine), 1)
     for _ in range(2):
         maps = means.reshape(-1, 1, grid.height, grid.width)
         side = 2 * call.radius + 1
         pooled = functional.avg_pool2d(maps, side, 1, call.radius, count_include_pad=False)
         means = pooled.reshape(means.shape).transpose(1, 2)
-    return tokens.by_image(1 - means.diagonal(dim1=1, dim2=2))
+    return tokens.by_image(grid.at_tokens(1 - means.diagonal(dim1=1, dim2=2)))
 
 
 @atom("scoring", _Dissimilarity, origin="extension", cost=9.5)
