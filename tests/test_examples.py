@@ -50,7 +50,10 @@ def require_valid(words: list[str]) -> None:
     """Resolve the settings as a server does at start-up, but for the text tower's download."""
     settings = flags_of(words)
     assert str(settings.pop("text_tower", "openai/")).startswith("openai/")
-    assert _resolve_settings(settings, vllm_config()) is not None
+    names = (
+        ["Qwen3VLForConditionalGeneration"] if any("/Qwen3-VL" in word for word in words) else []
+    )
+    assert _resolve_settings(settings, vllm_config(None, *names)) is not None
 
 
 def read(name: str) -> Any:

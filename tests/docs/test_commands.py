@@ -29,8 +29,8 @@ from tests.test_examples import flags_of, require_valid
 from vllm_autoprune.cli.main import main, parser
 from vllm_autoprune.errors import ProblemsError
 from vllm_autoprune.serving.api.layout import TokenCount
-from vllm_autoprune.serving.api.planner import _resolve_plans
 from vllm_autoprune.serving.api.request import PruningRequest, refuse_misplaced
+from vllm_autoprune.serving.api.resolve import check_fields, resolve_plans
 from vllm_autoprune.serving.settings import RequestRules
 
 COMMANDS = read_commands()
@@ -136,7 +136,8 @@ def send(text: str, level: str) -> None:
         refuse_misplaced({}, fields)
     rules = RequestRules("budget" if "`budget`" in level else "states")
     server = dataclasses.replace(served(), rules=rules)
-    _resolve_plans(server, PruningRequest.parse(fields), [TokenCount(576)])
+    request = PruningRequest.parse(fields)
+    resolve_plans(server, request, check_fields(server, request), [TokenCount(576)])
 
 
 def test_mistakes_are_of_commands_flags_and_fields() -> None:
@@ -204,5 +205,6 @@ def test_clients_send_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
         refuse_misplaced(body, body["mm_processor_kwargs"])
         fields = PruningRequest.parse(body["mm_processor_kwargs"]["autoprune"])
         rules = dataclasses.replace(served(), rules=RequestRules("budget"))
-        (plan,) = _resolve_plans(rules, fields, [TokenCount(576)])
+        state = check_fields(rules, fields)
+        (plan,) = resolve_plans(rules, fields, state, [TokenCount(576)])
         assert plan.budget == 64

@@ -33,7 +33,7 @@ from vllm_autoprune.base_policies import greedy
 from vllm_autoprune.cli.commands import SUMMARIES
 from vllm_autoprune.cli.commands.states import _RECOMMENDED
 from vllm_autoprune.cli.main import main
-from vllm_autoprune.serving.api import engine_requests
+from vllm_autoprune.serving.api import engine_requests, planner
 from vllm_autoprune.serving.api.endpoint import NAME, PATH
 from vllm_autoprune.serving.api.request import PruningRequest
 from vllm_autoprune.serving.compat import BELOW, LOWEST
@@ -130,7 +130,7 @@ def test_pages_dashboard_and_alerts_name_the_metrics_that_exist(tmp_path: Path) 
         worker.publish(Stopwatch(torch.device("cpu")), reporter, TensorCache[ImageFeatures](1), 0)
     workers = CollectorRegistry()
     MultiProcessCollector(workers, path=str(tmp_path))  # type: ignore[no-untyped-call]
-    assert engine_requests.__doc__  # its counters are in the registry by now
+    assert engine_requests.__doc__ and planner.__doc__  # their counters are registered by now
     kinds = {
         family.name + "_total" * (family.type == "counter"): family.type
         for registry in (REGISTRY, workers)

@@ -86,6 +86,7 @@ def good() -> Report:
         completions={
             **{setting: {SPLIT_QUESTION: completion} for setting, completion in settings.items()},
             "split": split,
+            "cells": {"stock": stock, **dict.fromkeys(("left", "chunked left"), pruned)},
             "stock others": {"video": stock},
             "others": {"video": stock},
         },
@@ -96,6 +97,7 @@ def good() -> Report:
         split_kept=PARTS,
         recalled=RECALLED,
         recall_refused=False,
+        cells=KEPT,
         splittable=True,
         merger_error=0.02,
         fallbacks=0,
@@ -160,6 +162,7 @@ BROKEN: Mapping[str, Change] = {
     "recalled_tokens_stand_in_their_image": answer("split", "alone third", positions=WRONG),
     "parts_give_the_same_completions": answer("split", "alone second", logprob=-4.0),
     "parts_stand_on_one_grid": answer("split", "first", positions=FULL),
+    "cells_are_left_out": fields(cells=OTHERS),
     "merger_input_is_that_of_transformers": fields(merger_error=math.nan),
     "videos_are_untouched": answer("others", "video", logprob=-3.01),
 }

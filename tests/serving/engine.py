@@ -79,6 +79,13 @@ def built(backbone: str) -> Path:
     return build(backbone, Path(_FOLDER.name, backbone))
 
 
+def page(width: int, height: int, seed: int) -> Image.Image:
+    """A blank page, but for its upper left."""
+    blank = Image.new("RGB", (width, height), "white")
+    blank.paste(serve.picture(width // 16 * 8, height // 16 * 8, seed), (8, 8))
+    return blank
+
+
 _FOLDER = TemporaryDirectory(prefix="tiny-models-")
 
 

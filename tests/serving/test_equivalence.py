@@ -37,6 +37,7 @@ from tests.serving.engine import (
     built,
     choose,
     examples,
+    page,
     raw_prompt,
     render_prompt,
     said,
@@ -235,8 +236,8 @@ def interleave(backbone: str, count: int) -> float:
     """Number of preemptions of mixed requests, few of which fit into the KV cache at once.
 
     Of every K, state and control, about none, one or several images, some with audio, and
-    conversations that recall; the server's state has a core and ranks before the merger where it
-    can.
+    conversations that recall; pages with and without their blank cells, where a model can drop
+    them. The server's state has a core and ranks before the merger where it can.
     """
     random, row = Random(0), next(row for row in BACKBONES.values() if row.name == backbone)
     merged = {} if "merger_input" in row.missing else {"rank_at": "merger_in"}
@@ -252,7 +253,12 @@ def interleave(backbone: str, count: int) -> float:
     prompts: list[Prompt] = []
     for _ in range(count):
         numbers = [random.randrange(len(SIZES)) for _ in range(random.choice((0, 1, 1, 1, 2, 3)))]
-        images = [picture(*SIZES[number], number) for number in numbers]
+        images = [
+            random.choice((picture, page))(*SIZES[number], number)
+            if not row.whole_only
+            else picture(*SIZES[number], number)
+            for number in numbers
+        ]
         text, later = random.choice(TEXTS), random.choice(TEXTS)
         asked = f"user {' '.join([mark] * len(images))} {text} you"
         entry = choose(random.choice((4, 7, 16, 48)), random.choice(MIXED_POLICIES))
@@ -260,6 +266,8 @@ def interleave(backbone: str, count: int) -> float:
             asked += f" blue</s>user {tiny['tokens'][0]} {later} you"
             turns = [{"images": len(images), "text": later}]
             entry |= {"recall": random.choice((0, 6)), "recall_turns": turns}
+        if not row.whole_only and entry.get("enabled", True):
+            entry["cells"] = random.choice(("none", "flat", "flat", "predicted", "flat:2"))
         prompt = raw_prompt(asked, images, instructions=[text] * len(images), **entry)
         if "audio_config" in tiny.get("config", {}) and random.random() < 0.3:
             prompt["prompt"] = f"{engine.model.get_placeholder_str('audio', 1)} {asked}"
@@ -287,7 +295,10 @@ def test_a_few_interleaved_requests_equal_single_ones(backbone: str) -> None:
 @pytest.mark.only("v1")
 @pytest.mark.parametrize(
     "backbone",
-    ["lightonocr", "glm_ocr", "qwen2_5_omni", "qianfan_ocr", "skywork_chat", "interns1"],
+    [
+        *("lightonocr", "glm_ocr", "qwen2_5_omni", "qianfan_ocr", "skywork_chat", "interns1"),
+        *("qwen2_5_vl", "qwen3_vl"),
+    ],
 )
 def test_500_interleaved_requests_equal_single_ones(runner: Runner, backbone: str) -> None:
     assert runner.run(interleave, backbone=backbone, count=500) > 0

@@ -25,6 +25,7 @@ from tests.serving.engine import (
     alone,
     built,
     examples,
+    page,
     prompt,
     render_prompt,
     start,
@@ -170,7 +171,8 @@ def test_ranks_choose_the_same_tokens_and_answer_like_one(runner: Runner) -> Non
 
 def _answer_by_qwen(settings: Mapping[str, object], ranks: int, **options: object) -> Ranked:
     sizes = ((112, 112), (200, 112), (96, 208))
-    talks = [[turn("what colour is the cat", picture(*size, at))] for at, size in enumerate(sizes)]
+    draw = page if "cells" in settings else picture
+    talks = [[turn("what colour is the cat", draw(*size, at))] for at, size in enumerate(sizes)]
     options = {"limit_mm_per_prompt": {"image": 2}, "tensor_parallel_size": ranks, **options}
     engine = start(settings, built("qwen2_5_vl"), **options)
     report = _watched(engine, lambda: [engine.chat(talk)[0] for talk in talks])
@@ -193,10 +195,14 @@ def test_ranks_agree_with_m_rope() -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.only("v1")
+@pytest.mark.parametrize("cells", ["none", "flat"])
 @in_engine
-def test_ranks_agree_with_a_data_parallel_tower() -> None:
-    """Each rank encodes some of the images; all features are gathered before the selection."""
-    settings = {"state": alone("cdpruner"), "budget": 8}
+def test_ranks_agree_with_a_data_parallel_tower(cells: str) -> None:
+    """Each rank encodes some of the images; all features are gathered before the selection.
+
+    With one image at a time, the other rank has none.
+    """
+    settings = {"state": alone("cdpruner"), "budget": 8, "cells": cells}
     two = _answer_by_qwen(settings, ranks=2, mm_encoder_tp_mode="data", dtype="float32")
     single = _answer_by_qwen(settings, ranks=1, dtype="float32")
     assert [assert_equal_selections(two)] == single["kept"]

@@ -324,6 +324,29 @@ def _parts_stand_on_one_grid(report: Report) -> str:
 
 
 @_check
+def _cells_are_left_out(report: Report) -> str:
+    """Of a page with blank margins the cells that are left stand where they do in the whole page.
+
+    All that are left, or few of them, with empty caches and in small steps; a request for that is
+    refused where the tower encodes whole images.
+    """
+    cells = report["cells"]
+    if report.cells is None:
+        return "" if [*cells] == ["stock"] else f"{[*cells]} of a refused request"
+    stock, fewer = cells["stock"], cells["left"]
+    removed = Counter(stock.prompt) - Counter(fewer.prompt)
+    if len(removed) != 1 or removed.total() != len(stock.prompt) - len(fewer.prompt) < 1:
+        return f"{dict(removed)} were removed"
+    if fewer.positions != _gather(stock, fewer, [report.cells]):
+        return f"positions {fewer.positions} of the cells {report.cells}"
+    for name, completion in cells.items():
+        known = cells[name.split()[-1]]
+        if wrong := _difference(completion, known, _tolerance(report), positions=True):
+            return f"{name}: {wrong}"
+    return ""
+
+
+@_check
 def _merger_input_is_that_of_transformers(report: Report) -> str:
     """Tokens ranked before the patch merger are what enters it in transformers, in their order."""
     error = report.merger_error

@@ -57,6 +57,8 @@ class Report(BaseModel):
     ``alone`` after all caches were emptied; ``chunked`` with prefill chunks of a few tokens;
     ``preempted`` by the scheduler; ``split``: questions about one image under a state with a core,
     and the third turn of a conversation, together, alone, and with chunked and preempted prefill;
+    ``cells``: a page with its blank cells (``stock``), with all that are ``left`` without them, and
+    ``few`` of these, with empty caches and with chunked prefill;
     ``stock others`` and ``others``: a video, which is served unpruned, where the model takes one.
 
     ``predicted`` has N of every image, computed from its size. ``kept`` has the index of each kept
@@ -65,7 +67,8 @@ class Report(BaseModel):
     runs of the vision tower beyond one for each image. ``split_kept`` has the rows of each part
     under the state with a core, ``recalled`` those of each later turn, ``splittable`` whether
     images of this backbone can be two items of a prompt, and ``recall_refused`` whether a request
-    for recall is refused where they cannot. That state ranks before the patch merger where there is
+    for recall is refused where they cannot; ``cells`` are those left of the page, None where such a
+    request is refused. That state ranks before the patch merger where there is
     one; ``merger_error`` is how far what it ranks is from what enters the merger in transformers,
     relative to how much tokens differ, None without a merger.
     ``hybrid`` says whether some layers have linear attention, ``mixed`` whether vLLM keeps
@@ -83,6 +86,7 @@ class Report(BaseModel):
     split_kept: list[list[int]]
     recalled: list[list[int]]
     recall_refused: bool
+    cells: list[int] | None
     splittable: bool
     merger_error: float | None
     fallbacks: int

@@ -10,7 +10,7 @@ import itertools
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,10 @@ _QUESTIONS: Mapping[str, _Question] = {
     "two": (_COUNT, [_TALL, picture(120, 96, 3)]),
     "other question": (_PLACE, [_WIDE]),
 }
+_PAGE = Image.new("RGB", (330, 300), "white")
+_PAGE.paste(picture(120, 80, 5), (90, 70))  # blank around it
+_PAGE_QUESTION = (_COLOUR, [_PAGE])
+
 _PADDING = " and the sky is blue on the right" * 6
 """Added to every question, so that image and text fill a block of the prefix cache."""
 
@@ -322,6 +326,7 @@ def serve(folder: Path) -> Report:
     results["runner"] = "v2" if engine.config.use_v2_model_runner else "v1"
     completions["stock"] = engine.ask_each(_QUESTIONS)
     completions["stock others"] = engine.ask_video()
+    completions["cells"] = cells = {"stock": engine.ask(_PAGE_QUESTION)}
     engine.stop()
 
     engine = _TinyEngine(folder, _settings(_LARGE_BUDGET))
@@ -344,6 +349,14 @@ def serve(folder: Path) -> Report:
     completions["alone"] = engine.ask_each(
         {name: _QUESTIONS[name] for name in ("other question", "wide")}, SMALL_BUDGET
     )
+    results["cells"] = None
+    with suppress(RequestError), engine.recording_rows():
+        cells["left"] = engine.ask(_PAGE_QUESTION, cells="flat")
+        kept = engine.features[-1].regions[0].grid
+        results["cells"] = kept.at_tokens(torch.arange(kept.height * kept.width)).tolist()
+        cells["few"] = engine.ask(_PAGE_QUESTION, SMALL_BUDGET, cells="flat")
+        engine.empty_caches()
+        cells["alone few"] = engine.ask(_PAGE_QUESTION, SMALL_BUDGET, cells="flat")
     reporter = engine.model.autoprune_reporter
     results["fallbacks"] = sum(n for (kind, _), n in reporter.counts().items() if kind != "none")
     results["errors"] = dict(reporter.errors)
@@ -353,6 +366,9 @@ def serve(folder: Path) -> Report:
     engine = _TinyEngine(folder, settings, max_num_batched_tokens=8, max_num_seqs=2)
     completions["chunked"] = engine.ask_each(_QUESTIONS)
     completions["others"] = engine.ask_video()
+    if results["cells"] is not None:
+        cells["chunked few"] = engine.ask(_PAGE_QUESTION, cells="flat")
+        cells["chunked left"] = engine.ask(_PAGE_QUESTION, _LARGE_BUDGET, cells="flat")
     engine.llm.reset_prefix_cache()
     longest = max(len(completion.prompt) for completion in completions["chunked"].values())
     with engine.preempting(max(_STEPS_BETWEEN_PREEMPTIONS, longest // 8 + 3)):

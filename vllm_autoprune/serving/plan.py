@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
+from math import prod
 from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 
 FIELD = "autoprune_plan"
 """Name of the multi-modal field that carries a plan to the worker."""
+
+CELLS_FIELD = "autoprune_cells"
+"""Name of the field with an image's anchors ``(N,)`` (:mod:`vllm_autoprune.tpdsl.cells`), of which
+cells were dropped; absent or empty where it is whole."""
 
 KWARGS, REQUEST_FIELD = "mm_processor_kwargs", "autoprune"
 """Field of a request, and the key in it of the plugin's entry."""
@@ -303,6 +308,12 @@ _MOST = _HEAD + MAX_STATE_BYTES // _WORD + 1 + 2 * MAX_TEXT_IDS
 _MOST += (MAX_RECALLS + 1) * (3 + RELEVANCE_IDS + LANGUAGE_IDS)
 
 
+_RENDERED = "send images, or inputs that a server with the same settings has rendered"
+
+CELL = 2
+"""Patches on each side of a token, in every model that drops cells."""
+
+
 def refuse(where: str, what: str, fix: str) -> RequestError:
     """The error of a request, answered by 400, with its place and how to correct it."""
     return RequestError("request", [Problem(where, what, fix)])
@@ -310,8 +321,49 @@ def refuse(where: str, what: str, fix: str) -> RequestError:
 
 def plan_error(what: str) -> RequestError:
     """Error for a plan that this server refuses."""
-    fix = "send images, or inputs that a server with the same settings has rendered"
-    return refuse(FIELD, what, fix)
+    return refuse(FIELD, what, _RENDERED)
+
+
+# Cells of an image that were dropped before the vision tower.
+
+
+def count_patches(anchors: Tensor, grid: Tensor) -> int:
+    """Rows of pixels of an image with a grid of patches and these anchors ``(N,)``, or none."""
+    patches = int(grid.prod())
+    return patches // len(anchors) * int(_find_kept(anchors).sum()) if len(anchors) else patches
+
+
+def check_cells(anchors: object, grid: object, pixels: object) -> None:
+    """Raise :class:`RequestError` unless the cells of an image are those of its rows of pixels."""
+    wrong = cells_error("are not those of the image's grid and rows of pixels")
+    if not (
+        isinstance(anchors, Tensor) and isinstance(grid, Tensor) and isinstance(pixels, Tensor)
+    ):
+        raise wrong
+    if (anchors.dtype, anchors.dim(), grid.dtype, grid.shape) != (
+        torch.int32,
+        1,
+        torch.int64,
+        (3,),
+    ):
+        raise wrong
+    if len(anchors):
+        sides, places = grid.tolist(), torch.arange(len(anchors))
+        fit = min(sides) > 0 and prod(sides) == len(anchors) * CELL**2 and sides[0] == 1
+        in_range = fit and bool(((anchors >= 0) & (anchors <= places)).all())
+        if not in_range or not bool(_find_kept(anchors)[anchors.long()].all()):
+            raise wrong
+    if count_patches(anchors, grid) != len(pixels):
+        raise wrong
+
+
+def _find_kept(anchors: Tensor) -> Tensor:
+    return anchors == torch.arange(len(anchors), dtype=anchors.dtype)
+
+
+def cells_error(what: str) -> RequestError:
+    """Error for cells that this server refuses."""
+    return refuse(CELLS_FIELD, what, _RENDERED)
 
 
 # Canonical bytes of a state, for the plans that carry it to the workers.

@@ -28,6 +28,7 @@ from vllm_autoprune.serving.plan import (
 )
 from vllm_autoprune.serving.settings import DEFAULT_RULES, REQUESTS_FLAG, RequestRules, TextTower
 from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET, BudgetCall
+from vllm_autoprune.tpdsl.cells import Cells
 from vllm_autoprune.tpdsl.cost import DEFAULT_COST, require_affordable
 from vllm_autoprune.tpdsl.loading import (
     escape_unprintable,
@@ -65,7 +66,8 @@ class ServedState:
 
     ``rules`` are the permissions of requests; ``unavailable`` are inputs that request states cannot
     read, each with the reason. Workers write metrics to ``metrics_folder``, nowhere if it is empty;
-    ``kv_bytes`` is the size of one token in the KV cache.
+    ``kv_bytes`` is the size of one token in the KV cache; ``cells`` drops cells before the tower,
+    ``whole_only`` says why no rule can, empty where one can.
     """
 
     architecture: str
@@ -77,6 +79,8 @@ class ServedState:
     unavailable: tuple[tuple[Need, str], ...] = ()
     metrics_folder: str = ""
     kv_bytes: int = 0
+    cells: Cells | None = None
+    whole_only: str = ""
 
     def policy(self, budget: int | None = None, keep: Chooser = "state") -> PruningPolicy:
         """The policy at the server's budget, or at a request's; raises BudgetError."""
@@ -178,6 +182,7 @@ class ServedState:
             "core": None
             if core is None
             else {"k_c": policy.core, "share": core.share, "policy": core.policy.name},
+            "cells": None if self.cells is None else str(self.cells),
             "reads": [*sorted(policy.needs)],
             "relevance": relevance,
             "requests": requests,

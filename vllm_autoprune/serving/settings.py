@@ -26,6 +26,7 @@ from pydantic import (
 
 from vllm_autoprune.errors import BudgetError, ConfigError, Problem, ProblemsError, StateError
 from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET, BudgetCall
+from vllm_autoprune.tpdsl.cells import Cells
 from vllm_autoprune.tpdsl.cost import DEFAULT_COST
 from vllm_autoprune.tpdsl.loading import load_state, suggest_name
 from vllm_autoprune.tpdsl.materialize import materialize
@@ -34,6 +35,7 @@ from vllm_autoprune.tpdsl.state import PruningState
 if TYPE_CHECKING:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+CELLS_FLAG = "--autoprune-cells"
 DETAIL_FLAG = "--autoprune-detail"
 REQUESTS_FLAG = "--autoprune-requests"
 TOWER_FLAG = "--autoprune-text-tower"
@@ -239,6 +241,11 @@ class Settings(BaseModel):
         "Visual tokens kept of every image, instead of the state's own budget: a number, or a "
         "share of its tokens such as 1/8, 12.5% or 1/8:64-640.",
     )
+    cells: Cells | None = _flag(
+        "RULE",
+        "Cells of a picture that are dropped before the vision tower: `flat`, those of one colour "
+        "that their neighbours predict; `predicted`, all of these; `none`. Default: the state's.",
+    )
     text_tower: TextTower | None = _flag(
         "PATH|HF_ID",
         "CLIP checkpoint whose text tower measures how relevant a token is to the instruction "
@@ -319,6 +326,17 @@ class Settings(BaseModel):
             except BudgetError as error:
                 raise _locate("state" if budget is None else _BUDGET_FLAG, error) from None
         return budget
+
+    @field_validator("cells", mode="plain")
+    @classmethod
+    def read_cells(cls, value: object, info: ValidationInfo) -> Cells | None:
+        """The rule for cells; the state's own where none is given."""
+        if value is None:
+            return info.data["state"].cells if "state" in info.data else None
+        try:
+            return Cells.parse(value, CELLS_FLAG)
+        except StateError as error:
+            raise _InvalidSetting("settings", error.problems) from None
 
     @field_validator("text_tower", mode="plain")
     @classmethod

@@ -39,7 +39,12 @@ from vllm_autoprune.serving.served_state import (
     replace_unsafe_state,
     served_state,
 )
-from vllm_autoprune.serving.settings import SETTINGS_KEY, WAITING_SETTINGS, read_settings
+from vllm_autoprune.serving.settings import (
+    CELLS_FLAG,
+    SETTINGS_KEY,
+    WAITING_SETTINGS,
+    read_settings,
+)
 from vllm_autoprune.tpdsl.materialize import materialize
 from vllm_autoprune.tpdsl.tokens import Need
 
@@ -205,6 +210,9 @@ def _resolve_settings(raw: object, vllm_config: VllmConfig) -> ServedState:
         if settings.recall and backbone.unsplittable:
             what = f"later turns cannot recall tokens: this model {backbone.unsplittable}"
             problems.append(Problem("--autoprune-recall", what, "leave it out"))
+        if settings.cells is not None and backbone.whole_only:
+            what = f"no cell can be dropped: this model {backbone.whole_only}"
+            problems.append(Problem(CELLS_FLAG, what, "give none, or leave it and /cells out"))
         if settings.text_tower is not None:
             problems += backbone.tower_problems(model.hf_config, settings.text_tower)
     if problems or settings is None or backbone is None:
@@ -228,6 +236,8 @@ def _resolve_settings(raw: object, vllm_config: VllmConfig) -> ServedState:
         int(settings.feature_cache_gb * (1 << 30)),
         settings.rules,
         unavailable,
+        cells=settings.cells,
+        whole_only=backbone.whole_only,
     )
     if problems := _input_problems(vllm_config, backbone, served.needs):
         raise ConfigError("cannot serve pruned", problems)

@@ -239,7 +239,8 @@ class Sender:
             mm_processor_kwargs=dict(options),
         )
         edits = {f"/{field}": value for field, value in changes.items()}
-        attach(config, ATTRIBUTE, replace(served(edits, budget=budget), rules=rules))
+        why = BACKBONES[config.architecture].whole_only
+        attach(config, ATTRIBUTE, replace(served(edits, budget), rules=rules, whole_only=why))
         module, _, name = BACKBONES[config.architecture].model.partition(":")
         model: Any = vars(import_module(module))[name]
         factories = model._processor_factory

@@ -16,12 +16,12 @@ from vllm_autoprune import PruningPolicy, RequestError, SafetyRecord, load_state
 from vllm_autoprune.serving import served_state
 from vllm_autoprune.serving.api import request as request_module
 from vllm_autoprune.serving.api.layout import TokenCount
-from vllm_autoprune.serving.api.planner import _resolve_plans
 from vllm_autoprune.serving.api.request import (
     PruningRequest,
     _join_headers,
     refuse_misplaced,
 )
+from vllm_autoprune.serving.api.resolve import check_fields, resolve_plans
 from vllm_autoprune.serving.plan import KWARGS, NO_KEY, ItemPlan, decode_state
 from vllm_autoprune.serving.served_state import NEEDS, ServedState, load_request_state
 from vllm_autoprune.serving.settings import LEVELS, RequestRules, _DetailBudgets
@@ -113,8 +113,12 @@ def server(level: Any = "states", least: int = 1, most: int = 65536, **fields: A
 
 
 def resolve(asked: object, *sizes: int, on: ServedState | None = None) -> list[ItemPlan]:
-    images = [TokenCount(size) for size in sizes or (N,)]
-    return _resolve_plans(on or server(), PruningRequest.parse(asked), images)
+    return resolve_images(asked, [TokenCount(size) for size in sizes or (N,)], on or server())
+
+
+def resolve_images(asked: object, images: list[TokenCount], on: ServedState) -> list[ItemPlan]:
+    request = PruningRequest.parse(asked)
+    return resolve_plans(on, request, check_fields(on, request), images)
 
 
 BOUNDED = server(least=8, most=64)
@@ -166,10 +170,10 @@ def test_each_image_keeps_k_of_its_tokens(
 def test_a_budget_may_follow_the_tiles() -> None:
     images = [TokenCount(N, tiles=3), TokenCount(N, tiles=1)]
     tiled = edited(sample(), {"/budget": {"atom": "per_tile_budget", "k": 10}})
-    request = PruningRequest.parse({"state": tiled})
-    assert [plan.budget for plan in _resolve_plans(server(), request, images)] == [30, 10]
+    plans = resolve_images({"state": tiled}, images, server())
+    assert [plan.budget for plan in plans] == [30, 10]
     with pytest.raises(RequestError, match="K = 30"):
-        _resolve_plans(server(most=20), request, images)
+        resolve_images({"state": tiled}, images, server(most=20))
 
 
 LARGE = edited(sample(), {"/budget": {"atom": "fixed_budget@192"}})

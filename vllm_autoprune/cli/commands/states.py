@@ -245,6 +245,8 @@ def _describe_policy(policy: PruningPolicy) -> list[str]:
         words.append(
             f"{share} of them, the core, are chosen before by {name}, without the question."
         )
+    if state.cells is not None:
+        words.append(f"Cells are dropped before the vision tower by the rule {state.cells}.")
     if policy.refines:
         exchanged = f"At most {policy.quota}" if policy.quota < policy.budget else "All"
         words.append(f"{exchanged} of them may be exchanged for candidates of higher quality.")
@@ -295,6 +297,8 @@ def _compare_states(options: argparse.Namespace) -> int:
             rows += [[field, *cells]] if cells else []
     if before.rank_at != after.rank_at:
         rows.append(["ranks at", before.rank_at, after.rank_at])
+    if before.cells != after.cells:
+        rows.append(["cells", str(before.cells or "none"), str(after.cells or "none")])
     right = [{f"{row.model.partition(' ')[0]}, K = {row.budget}": f"{row.accuracy:.1f} % right"
               for row in _read_scores(state)} for state in (before, after)]  # fmt: skip
     rows += [[measured, score, right[1][measured]] for measured, score in right[0].items()

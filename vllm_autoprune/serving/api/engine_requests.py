@@ -23,9 +23,12 @@ from vllm_autoprune.errors import AutopruneError
 from vllm_autoprune.serving.api.request import OFFLINE_FIX, REFUSED, refuse_misplaced
 from vllm_autoprune.serving.compat import depends_on, patch
 from vllm_autoprune.serving.plan import (
+    CELLS_FIELD,
     FIELD,
     Chooser,
     ItemPlan,
+    cells_error,
+    check_cells,
     make_feature_key,
     plan_error,
 )
@@ -59,7 +62,9 @@ _IMAGES = Counter(
     "autoprune_images", "Images of those requests, by what chose their tokens.", ["chooser"]
 )
 _TOKENS = Counter(
-    "autoprune_visual_tokens", "Their visual tokens: as the model has them, and kept.", ["stage"]
+    "autoprune_visual_tokens",
+    "Their visual tokens: as the model has them, encoded, and kept.",
+    ["stage"],
 )
 _CORE_TOKENS = Counter(
     "autoprune_core_tokens",
@@ -79,10 +84,11 @@ def count_request(
     state: str,
     chooser: Chooser,
     sizes: Sequence[int],
+    encoded: Sequence[int],
     plans: Sequence[ItemPlan],
     kv_bytes: int,
 ) -> None:
-    """Count one request: the label of its state, N of its images, the plans of its items.
+    """Count one request: label of its state, N and M of its images, plans of its items.
 
     ``kv_bytes`` are those of one token in the KV cache.
     """
@@ -90,6 +96,7 @@ def count_request(
     _REQUESTS.labels(state).inc()
     _IMAGES.labels(chooser).inc(len(sizes))
     _TOKENS.labels("before").inc(sum(sizes))
+    _TOKENS.labels("encoded").inc(sum(encoded))
     _TOKENS.labels("after").inc(tokens_after)
     _CORE_TOKENS.inc(sum(plan.budget for plan in plans if plan.part == "core"))
     _RECALLED_TOKENS.inc(sum(plan.budget for plan in plans if plan.part == "recall"))
@@ -368,6 +375,15 @@ def _check_features(
         plan = ItemPlan.decode(field.data)
         rules.check(plan, feature.mm_position.get_num_embeds())
         fields = {name: part for name, part in data.get_data().items() if name != FIELD}
+        if CELLS_FIELD in data:
+            if rules.served.whole_only:
+                raise cells_error("are not dropped of this model's images")
+            kind = data[CELLS_FIELD].field
+            if not isinstance(kind, MultiModalBatchedField) or not kind.keep_on_cpu:
+                raise cells_error("are not batched on the CPU")
+            check_cells(
+                *(fields.get(name) for name in (CELLS_FIELD, "image_grid_thw", "pixel_values"))
+            )
         seed, key = make_feature_key(MultiModalHasher.hash_kwargs(algorithm, **fields), salt)
         # A random keep is drawn from the picture, which is not here.
         seed = plan.key[0] if plan.keep == "random" else seed

@@ -33,10 +33,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TokenCount:
-    """Visual tokens N of an image before pruning, and the tiles of the vision tower they form."""
+    """Visual tokens N of an image before pruning, and the tiles of the vision tower they form.
+
+    ``left`` are those after cells were dropped before the tower; None where none were.
+    """
 
     tokens: int
     tiles: int = 1
+    left: int | None = None
+
+    @property
+    def encoded(self) -> int:
+        """Tokens that the tower makes: M of N."""
+        return self.tokens if self.left is None else self.left
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from cachetools import LRUCache
 from PIL import Image
 from vllm.multimodal.parse import ImageProcessorItems
 
+from vllm_autoprune.serving.api.cells import EncodedImage, Process, Trimming
 from vllm_autoprune.serving.api.engine_requests import count_request
 from vllm_autoprune.serving.api.instruction import (
     InstructionTokenizer,
@@ -30,13 +31,13 @@ from vllm_autoprune.serving.api.layout import (
     MAX_ITEMS,
     Placeholders,
     Slot,
-    TokenCount,
     choose_recalls,
     expand_marks,
     limit_recalls,
     split_slots,
 )
 from vllm_autoprune.serving.api.request import PruningRequest
+from vllm_autoprune.serving.api.resolve import check_fields, find_trimming, resolve_plans
 from vllm_autoprune.serving.compat import depends_on, get_attachment
 from vllm_autoprune.serving.plan import (
     ENTRY,
@@ -44,7 +45,6 @@ from vllm_autoprune.serving.plan import (
     NO_KEY,
     ItemPlan,
     decode_state,
-    encode_state,
     make_cache_identity,
     make_feature_key,
     make_identity,
@@ -53,12 +53,10 @@ from vllm_autoprune.serving.plan import (
 from vllm_autoprune.serving.served_state import (
     KV_CACHE,
     ServedState,
-    load_request_state,
-    make_policy,
 )
-from vllm_autoprune.serving.settings import REQUESTS_FLAG, Level
 from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET
 from vllm_autoprune.tpdsl.base_policy import INSTRUCTION_NEEDS
+from vllm_autoprune.tpdsl.cells import Cells
 
 if TYPE_CHECKING:
     from vllm.inputs import MultiModalHashes
@@ -66,81 +64,6 @@ if TYPE_CHECKING:
     from vllm.multimodal.processing import BaseProcessingInfo, ProcessorInputs
 
 logger = logging.getLogger("vllm.autoprune")
-
-# What the images of a request get: K of their tokens, and the state or control that chooses them.
-
-
-def _resolve_plans(
-    served: ServedState, request: PruningRequest, images: Sequence[TokenCount]
-) -> list[ItemPlan]:
-    """Resolve each of a request's images to its plan as one item, without key and instruction.
-
-    Raises :class:`BudgetError` or :class:`RequestError`, which vLLM answers by 400.
-    """
-    rules, asked_state, budget = served.rules, request.state, request.budget
-    sizes = [image.tokens for image in images]
-    # Fields that the server does not let requests set.
-    by_name: Level = "shipped-states" if isinstance(asked_state, str) else "states"
-    needed: dict[str, tuple[bool, Level]] = {
-        "budget": (budget is not None, "budget"),
-        "keep": (request.keep != "state", "budget"),
-        "enabled": (not request.enabled, "budget"),
-        "recall": (bool(request.recall), "budget"),
-        "state": (asked_state is not None, by_name),
-    }
-    for field, (is_set, level) in needed.items():
-        if is_set and not rules.allows(level):
-            what = f"this server's requests may set: {rules} ({REQUESTS_FLAG})"
-            fix = f"leave it out, or serve with {REQUESTS_FLAG} {level}"
-            raise refuse(f"{ENTRY}/{field}", what, fix)
-    if (recall := request.recall or 0) > rules.maximum:
-        what = f"K_r = {recall}, and requests may recall {rules.maximum} tokens at most"
-        raise refuse(f"{ENTRY}/recall", what, f"ask for 0 to {rules.maximum}")
-
-    def require_in_range(tokens: int, field: str, name: str) -> None:
-        if not rules.minimum <= tokens <= rules.maximum:
-            limits = f"{rules.minimum} to {rules.maximum}"
-            what = f"{name} = {tokens}, and requests may ask for {limits}"
-            fix = "ask for a number in the range"
-            if field == "budget":
-                fix += f", or for a share within it: 1/8:{rules.minimum}-{rules.maximum}"
-            raise refuse(f"{ENTRY}/{field}", what, fix)
-
-    if not request.enabled:
-        if names := [name for name in ("budget", "state", "keep") if needed[name][0]]:
-            what = f"false keeps every token, but {', '.join(map(repr, names))} is given as well"
-            raise refuse(f"{ENTRY}/enabled", what, f"leave out 'enabled' or {names[0]!r}")
-        for size in sizes:
-            require_in_range(size, "enabled", "all tokens of an image")
-        return [ItemPlan(size, NO_KEY, tokens=size) for size in sizes]
-    budgets = request.split_budget(sizes)
-    state = None if asked_state is None else load_request_state(asked_state, rules.cost)
-    encoded = b"" if state is None else encode_state(state)
-    details = request.details
-    if details is None or len(details) != len(images):
-        # No messages, or messages of a form in which the images were not found.
-        details = [None] * len(images)
-    plans = []
-    for image, asked, detail in zip(images, budgets, details, strict=True):
-        # Start-up has checked the operator's budgets for details against the range of the rules.
-        by_detail = rules.detail.as_dict().get(detail) if detail else None
-        most = by_detail.tokens_kept(image.tokens) if by_detail and asked is None else asked
-        if state is None:
-            policy = served.policy(most, request.keep)
-        else:
-            policy = make_policy(state, most, request.keep)
-        k = policy.at(image.tokens, image.tiles).budget
-        if asked is not None or (state is not None and most is None):
-            require_in_range(k, "state" if asked is None else "budget", "K")
-        plan = ItemPlan(image.tokens, NO_KEY, keep=request.keep, tokens=image.tokens)
-        if k < image.tokens:
-            plan = replace(plan, budget=k, state=encoded)
-        served.find_needs(plan)
-        plans.append(plan)
-    return plans
-
-
-# From images to the items of a prompt, each with its plan and identities.
 
 _PICTURES = (Image.Image, numpy.ndarray, torch.Tensor)
 """Types of an image whose size vLLM can tell."""
@@ -175,13 +98,15 @@ class RequestPlan:
 
     An image that is split or recalled has several items; ``prompt`` has a placeholder for each, and
     is None where every image has one. ``sizes`` are those that images are given before they are
-    processed, None for their own. ``count`` counts the request; None where vLLM profiles.
+    processed, None for their own; ``trimming`` drops cells of them. ``count`` counts the request;
+    None where vLLM profiles.
     """
 
     items: tuple[_PlannedItem, ...]
     hashes: Mapping[str, list[str]]
     prompt: list[int] | None = None
     sizes: tuple[Size | None, ...] = ()
+    trimming: Trimming | None = None
     count: Callable[[], None] | None = None
 
 
@@ -189,7 +114,8 @@ class RequestPlan:
 class RequestPlanner:
     """Makes the plans of one served model's requests.
 
-    ``hash_inputs`` is the stock processor's ``_get_mm_hashes``.
+    ``hash_inputs`` is the stock processor's ``_get_mm_hashes``; ``process`` its processing of one
+    picture.
     """
 
     def __init__(
@@ -198,11 +124,15 @@ class RequestPlanner:
         served: ServedState,
         placeholders: Placeholders,
         hash_inputs: Callable[[ProcessorInputs], MultiModalHashes],
+        process: Process,
     ) -> None:
         self._info = info
         self._served = served
         self._placeholders = placeholders
         self._hash_inputs = hash_inputs
+        self._process = process
+        self._seen: LRUCache[tuple[str, Cells], EncodedImage] = LRUCache(_MAX_NAMES)
+        """What is encoded of the images seen last, by content and rule."""
         self._named: LRUCache[bytes, tuple[str, ImageSize | None]] = LRUCache(_MAX_NAMES)
         """Content and size of the image last sent under a name, by the name and its cache salt."""
         self._lock = Lock()  # several renderer threads may share one processor
@@ -292,8 +222,15 @@ class RequestPlanner:
             else self._placeholders.count(self._info, size, kwargs)
             for size in image_sizes
         ]
+        state = check_fields(served, request)
+        trimming = find_trimming(served, request, state)
+        if trimming is not None:
+            pictures = inputs.mm_data_items["image"]
+            for i, digest in enumerate(digests):
+                seen = self._encoded(digest, pictures.get(i), kwargs, trimming)
+                digests[i], counts[i] = seen.digest, replace(counts[i], left=seen.left)
         # K of each image, and a new size where the resize control shrinks it.
-        plans = _resolve_plans(served, request, counts)
+        plans = resolve_plans(served, request, state, counts)
         sizes: list[Size | None] = [None] * len(plans)
         for i, (plan, size) in enumerate(zip(plans, image_sizes, strict=True)):
             if plan.keep == "resized" and not plan.keeps_all and size is not None:
@@ -360,11 +297,13 @@ class RequestPlanner:
             {**hashes, "image": [item.identity for item in items]},
             None if prompt is inputs.prompt else list(prompt),
             tuple(sizes),
+            trimming,
             partial(
                 count_request,
                 request.state_label(served.state.name),
                 request.keep,
                 [count.tokens for count in counts],
+                [count.encoded for count in counts],
                 [item.plan for item in items],
                 served.kv_bytes,
             ),
@@ -392,6 +331,21 @@ class RequestPlanner:
                 if name is not None and inputs.cache is not None:
                     self._named[key] = images[i]
         return [digest for digest, _ in images], [size for _, size in images]
+
+    def _encoded(
+        self, digest: str, picture: object, kwargs: Mapping[str, object], trimming: Trimming
+    ) -> EncodedImage:
+        """What is encoded of a picture, which is processed for that unless it was seen before."""
+        key = digest, trimming.rule
+        with self._lock:
+            seen = self._seen.get(key)
+        if seen is None:
+            if picture is None:  # its cells are forgotten, so its tensors cannot be looked up
+                return EncodedImage(f"unknown {digest}")
+            seen = trimming.find_encoded(digest, trimming.process(picture, kwargs, self._process))
+            with self._lock:
+                self._seen[key] = seen
+        return seen
 
     def _shrink(
         self, plan: ItemPlan, size: ImageSize, kwargs: Mapping[str, object]

@@ -16,6 +16,7 @@ from transformers import BatchFeature
 from vllm.multimodal.cache import LruKeyReplicatedSenderCache
 from vllm.multimodal.inputs import (
     MultiModalBatchedField,
+    MultiModalFieldConfig,
     MultiModalFieldElem,
     MultiModalKwargsItem,
     MultiModalKwargsItems,
@@ -24,6 +25,7 @@ from vllm.multimodal.parse import ImageProcessorItems, MultiModalDataItems
 from vllm.multimodal.processing import ProcessorInputs
 
 from vllm_autoprune.errors import AutopruneError
+from vllm_autoprune.serving.api.cells import TRIMMING, join_images, trim_images, trimmed_fields
 from vllm_autoprune.serving.api.engine_requests import (
     RenderedHashes,
     RenderedItem,
@@ -39,6 +41,7 @@ from vllm_autoprune.serving.served_state import served_state
 
 if TYPE_CHECKING:
     from vllm.inputs import MultiModalHashes, MultiModalInput
+    from vllm.multimodal.cache import BaseMultiModalProcessorCache
     from vllm.multimodal.processing import (
         BaseDummyInputsBuilder,
         BaseProcessingInfo,
@@ -89,6 +92,7 @@ class _Inputs(ProcessorInputs):
     "apply",
     "_cached_apply_hf_processor",
     "_apply_hf_processor_main",
+    "_get_cache_missing_items",
     "_get_mm_fields_config",
     "_get_mm_hashes",
     "_recompute_cached_prompt_update",
@@ -117,7 +121,12 @@ class PrunedProcessor(_Stock):
     def _planner(self) -> RequestPlanner:
         served = served_state(self.info.ctx.model_config)
         assert served is not None
-        return RequestPlanner(self.info, served, self._placeholders, super()._get_mm_hashes)
+        stock = super()._get_mm_hashes
+        return RequestPlanner(self.info, served, self._placeholders, stock, self._process_alone)
+
+    def _process_alone(self, picture: object, hf_kwargs: Mapping[str, object]) -> BatchFeature:
+        alone = MultiModalDataItems({"image": ImageProcessorItems([picture])})
+        return super()._apply_hf_processor_main(alone, hf_kwargs)
 
     # The methods below override vLLM's steps, in the order in which vLLM calls them.
 
@@ -173,14 +182,17 @@ class PrunedProcessor(_Stock):
         if len(at_key) < len(plan.items):
             images = [inputs.mm_data_items["image"].get(at) for at in at_key.values()]
             content["mm_data_items"] = _with_images(inputs, images)
-        result = super()._cached_apply_hf_processor(_Inputs(**content), timing_ctx)
+        with trim_images(plan.trimming):
+            result = super()._cached_apply_hf_processor(_Inputs(**content), timing_ctx)
         if isinstance(cache, Rendering):
             # Without the cache, which holds the function: of a request that is only rendered, the
             # cycle would keep pictures and tensors until the next garbage collection.
             uncached = _Inputs(**{**content, "cache": None})
 
             def process_again() -> dict[str, RenderedItem]:
-                data = super(PrunedProcessor, self)._cached_apply_hf_processor(uncached, timing_ctx)
+                stock = super(PrunedProcessor, self)._cached_apply_hf_processor
+                with trim_images(plan.trimming):
+                    data = stock(uncached, timing_ctx)
                 return {
                     key: RenderedItem(tensors, updates)
                     for modality, keys in data.hashes.items()
@@ -215,6 +227,20 @@ class PrunedProcessor(_Stock):
             prompt_updates={**result.prompt_updates, "image": updates},
         )
 
+    def _get_cache_missing_items(
+        self,
+        cache: BaseMultiModalProcessorCache,
+        mm_data_items: MultiModalDataItems,
+        mm_hashes: MultiModalHashes,
+    ) -> tuple[Mapping[str, list[bool]], MultiModalDataItems]:
+        """As stock, with the pictures themselves, not copies: trimming knows them."""
+        cached, missing = super()._get_cache_missing_items(cache, mm_data_items, mm_hashes)
+        if TRIMMING.get() is None or "image" not in missing:
+            return cached, missing
+        images = zip(mm_data_items["image"].get_all(), cached["image"], strict=True)
+        same = ImageProcessorItems([image for image, is_cached in images if not is_cached])
+        return cached, MultiModalDataItems({**missing, "image": same})
+
     def _apply_hf_processor_main(
         self, mm_items: MultiModalDataItems, hf_kwargs: Mapping[str, object]
     ) -> BatchFeature:
@@ -223,13 +249,18 @@ class PrunedProcessor(_Stock):
         Hugging Face processors pad a batch to its largest image, so the tensors of an image would
         depend on those beside it.
         """
-        images = mm_items.get("image")
-        if images is None or len(images) < 2 or not RequestPlanner.can_prune(mm_items):
+        images, trimming = mm_items.get("image"), TRIMMING.get()
+        if images is None or not RequestPlanner.can_prune(mm_items):
             return super()._apply_hf_processor_main(mm_items, hf_kwargs)
+        if len(images) < 2 and trimming is None:
+            return super()._apply_hf_processor_main(mm_items, hf_kwargs)
+        pictures, process = [images.get(at) for at in range(len(images))], self._process_alone
+        if trimming is not None:
+            made = [trimming.process(picture, hf_kwargs, process) for picture in pictures]
+        else:
+            made = [process(picture, hf_kwargs) for picture in pictures]
         each = []
-        for at in range(len(images)):
-            alone = self.info.parse_mm_data({"image": [images.get(at)]}, validate=False)
-            data = super()._apply_hf_processor_main(alone, hf_kwargs)
+        for data in join_images(made):
             fields = self._get_mm_fields_config(data, hf_kwargs)
             each += MultiModalKwargsItems.from_hf_inputs(data, fields)["image"]
         joined = {
@@ -240,6 +271,13 @@ class PrunedProcessor(_Stock):
         if other_items:
             joined |= super()._apply_hf_processor_main(MultiModalDataItems(other_items), hf_kwargs)
         return BatchFeature(joined)
+
+    def _get_mm_fields_config(
+        self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]
+    ) -> Mapping[str, MultiModalFieldConfig]:
+        """As stock, with rows of pixels for kept cells only."""
+        fields = super()._get_mm_fields_config(hf_inputs, hf_processor_mm_kwargs)
+        return trimmed_fields(fields, hf_inputs)
 
     def _get_mm_hashes(self, inputs: ProcessorInputs) -> MultiModalHashes:
         """The keys by which vLLM's processor cache holds the images."""

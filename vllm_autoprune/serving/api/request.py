@@ -8,18 +8,19 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from difflib import get_close_matches
 from functools import lru_cache
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from prometheus_client import Counter
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
-from vllm_autoprune.errors import BudgetError, Problem, RequestError
+from vllm_autoprune.errors import BudgetError, Problem, RequestError, StateError
 from vllm_autoprune.serving.compat import depends_on, patch
 from vllm_autoprune.serving.plan import ENTRY, KWARGS, REQUEST_FIELD, Chooser, refuse
 from vllm_autoprune.serving.served_state import served_state
 from vllm_autoprune.serving.settings import REQUESTS_FLAG, Detail
 from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET, BudgetCall
+from vllm_autoprune.tpdsl.cells import Cells
 from vllm_autoprune.tpdsl.loading import escape_unprintable, suggest_name
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ _FIX = {
     "budget": 'give 64, a share such as "1/8", "12.5%" or "1/8:64-640", [64, "1/8"] with one an '
     'image, or {"shared": 96} for all images',
     "state": 'give a shipped name such as "visionzip", or a whole state as an object',
+    "cells": 'give "flat", "predicted", "none", or "flat:2" with a tolerance up to 32',
     "enabled": "give true or false",
     "keep": 'give "state", "reference", "random" or "resized"',
     "instructions": "give a list of texts, one an image",
@@ -108,6 +110,7 @@ class PruningRequest(BaseModel):
 
     ``budget``: K of each image, a list with one K an image, or :class:`_SharedBudget`. ``state``:
     the name of a shipped state, or a whole state. ``enabled`` false: every token is kept.
+    ``cells``: the rule by which cells are dropped before the vision tower, or ``"none"``.
     ``keep``: the state, or a control: ``"reference"`` (its base policy alone), ``"random"``
     or ``"resized"`` (the resize control).
     ``recall``: tokens that each later turn without an image gets of the images before it.
@@ -121,6 +124,7 @@ class PruningRequest(BaseModel):
 
     budget: BudgetCall | tuple[BudgetCall, ...] | _SharedBudget | None = None
     state: str | dict[str, object] | None = None
+    cells: Cells | Literal["none"] | None = None
     enabled: bool = True
     keep: Chooser = "state"
     instructions: list[str] | None = None
@@ -152,6 +156,17 @@ class PruningRequest(BaseModel):
         if value is None or isinstance(value, str | dict):
             return value
         raise PydanticCustomError("state", "neither a name nor a state")
+
+    @field_validator("cells", mode="plain")
+    @classmethod
+    def parse_cells(cls, value: object) -> object:
+        """A rule for cells."""
+        if value is None or value == "none":
+            return value
+        try:
+            return Cells.parse(value, f"{ENTRY}/cells")
+        except StateError as error:
+            raise PydanticCustomError("cells", "{what}", {"what": error.problems[0].what}) from None
 
     @classmethod
     def parse(cls, entry: object) -> PruningRequest:
@@ -226,7 +241,11 @@ def _shorten(name: str) -> str:
 # each request has a task of its own, and what a task sets no other one sees.
 
 _PREFIX = f"x-{REQUEST_FIELD}"
-_HEADERS = {"budget": 'a budget, such as "64" or "1/8"', "state": "the name of a shipped state"}
+_HEADERS = {
+    "budget": 'a budget, such as "64" or "1/8"',
+    "cells": '"flat", "predicted" or "none"',
+    "state": "the name of a shipped state",
+}
 """Fields of the entry that have a header, and what it holds."""
 
 Headers = Sequence[tuple[str, str]]

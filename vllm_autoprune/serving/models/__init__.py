@@ -78,6 +78,8 @@ class Backbone:
     """Whether tokens have positions of their own in time, height and width."""
     unsplittable: str = ""
     """Why an image cannot be several items of a prompt; empty where it can."""
+    whole_only: str = "encodes the patches of an image as a whole square"
+    """Why no cell of an image can be dropped before the tower; empty where it can."""
     embeds_text: bool = False
     """Whether text stands between the tokens of an image, and is embedded with those kept."""
     remote_processor: bool = False
@@ -177,7 +179,8 @@ def _qwen(name: str, stock: str, *fields: Field, within: str = "", **more: Any) 
     Its fields are ``within`` a part of config.json.
     """
     known = tuple(replace(field, name=within + field.name) for field in (_MERGED, *fields))
-    return Backbone(name, "qwen", stock, fields=known, missing=_LAYERS, mrope=True, **more)
+    usual = {"missing": _LAYERS, "mrope": True, "whole_only": ""}
+    return Backbone(name, "qwen", stock, fields=known, **{**usual, **more})
 
 
 def _tiled(name: str, stock: str, why: str, *fields: Field, **more: Any) -> Backbone:
@@ -213,11 +216,18 @@ BACKBONES: dict[str, Backbone] = {
         _qwen("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"),
         _qwen("qwen3_5", "Qwen3_5ForConditionalGeneration"),
         _qwen("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration"),
-        _qwen("cohere_compass", "CohereCompassForConditionalGeneration"),
+        _qwen(
+            *("cohere_compass", "CohereCompassForConditionalGeneration"),
+            whole_only="gets pixels that are normalised before, and cannot be compared",
+        ),
         _qwen("glm4v", "Glm4vForConditionalGeneration"),
         _qwen("glm4v_moe", "Glm4vMoeForConditionalGeneration"),
         # Pages lose first.
-        _qwen("glm_ocr", "GlmOcrForConditionalGeneration", budget="70%"),
+        _qwen(
+            *("glm_ocr", "GlmOcrForConditionalGeneration"),
+            budget="70%",
+            whole_only="places the patches of whole images only",
+        ),
         _qwen(
             *("qwen2_5_omni", "Qwen2_5OmniThinkerForConditionalGeneration", _FULL),
             within="thinker_config.",

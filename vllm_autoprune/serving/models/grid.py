@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+from vllm.model_executor.models.vision import run_dp_sharded_mrope_vision_model
 
 from vllm_autoprune.serving.api.layout import Placeholders, TokenCount
+from vllm_autoprune.serving.models.cells import CellGrid, CellTower
 from vllm_autoprune.serving.models.mrope import GridLayout, PrunedMRope, position_channels
 from vllm_autoprune.serving.models.pruned_model import (
     EncoderInputs,
@@ -23,6 +25,7 @@ from vllm_autoprune.serving.models.pruned_model import (
     PrunedModel,
     prune_class,
 )
+from vllm_autoprune.serving.plan import CELLS_FIELD, count_patches
 from vllm_autoprune.serving.worker.features import ImageFeatures, Signal
 from vllm_autoprune.serving.worker.tower_hooks import Merger
 from vllm_autoprune.tpdsl.tokens import Grid
@@ -57,13 +60,18 @@ class GridVision(GridLayout):
     def images(self, inputs: EncoderInputs) -> list[ModelImage]:
         """Split the images of one call."""
         grids, pixels = self.find_grids(inputs), inputs["pixel_values"]
+        anchors = inputs.get(CELLS_FIELD, [torch.zeros(0, dtype=torch.int32)] * len(grids))
+        patches = [count_patches(*image) for image in zip(anchors, grids, strict=True)]
         if self.joined_images:
             assert isinstance(pixels, Tensor)
-            pixels = [*pixels.split(grids.prod(-1).tolist())]
-        return [
-            ModelImage({"pixel_values": part, self.grids: grid}, self.count(grid))
-            for part, grid in zip(pixels, grids, strict=True)
-        ]
+            pixels = [*pixels.split(patches)]
+        images = []
+        for part, grid, of_image, count in zip(pixels, grids, anchors, patches, strict=True):
+            fields = {"pixel_values": part, self.grids: grid}
+            if len(of_image):
+                fields[CELLS_FIELD] = of_image
+            images.append(ModelImage(fields, count // self.merge**2))
+        return images
 
     def find_grids(self, inputs: EncoderInputs) -> Tensor:
         """The row of :attr:`grids` of each image."""
@@ -103,18 +111,25 @@ class GridVision(GridLayout):
         """Encode images; tokens are selected by the first D channels of each row."""
         grids = torch.stack([image[self.grids] for image in images])
         pixels = [image["pixel_values"] for image in images]
+        anchors = [image.get(CELLS_FIELD) for image in images]
+        tower_order = None
         with self.recording():
-            rows = self.rows(torch.cat(pixels) if self.joined_images else pixels, grids)
+            if any(of_image is not None for of_image in anchors):
+                rows, tower_order = self._encode_cells(torch.cat(pixels), grids, anchors)
+            else:
+                rows = self.rows(torch.cat(pixels) if self.joined_images else pixels, grids)
 
         # What the hooks read, the tokens of each image in raster order.
-        patches, merge = grids.prod(-1).tolist(), self.merge
+        merge = self.merge
+        patches = [len(rows_of_image) * merge**2 for rows_of_image in rows]
         signals = {signal: hook.take() for signal, hook in self.merger.items()}
         if self.attention is not None:
             signals["cls_attention"] = torch.cat(self.attention.take().received(patches))
         for signal, part in signals.items():
             if len(part) == sum(patches):
                 signals[signal] = self.merge_patches(part, grids)
-        tower_order = self.tower_order(grids) if signals else None
+        if tower_order is None and signals:
+            tower_order = self.tower_order(grids)
         if tower_order is not None:
             signals = {signal: part[tower_order] for signal, part in signals.items()}
         sizes = [count // merge**2 for count in patches]
@@ -122,17 +137,37 @@ class GridVision(GridLayout):
 
         features = []
         for i, (*_, height, width) in enumerate(grids.tolist()):
-            image_rows, grid = rows[i], Grid(height // merge, width // merge)
+            of_grid = anchors[i]
+            cells = b"" if of_grid is None else of_grid.numpy().tobytes()
+            image_rows, grid = rows[i], Grid(height // merge, width // merge, anchors=cells)
             tokens, channels = image_rows[:, : self._width].clone(), [image_rows[:, self._width :]]
             if isinstance(self._model, PrunedMRope) and self._model.autoprune_places:
                 places = position_channels(grid.height, grid.width, tokens.device)
-                channels.append(places.to(tokens.dtype))
+                channels.append(grid.at_tokens(places.T).T.to(tokens.dtype))
             of_image: dict[Signal, Tensor] = {s: parts[i].clone() for s, parts in split.items()}
             extra = torch.cat(channels, dim=1)
             order = torch.arange(grid.tokens, device=tokens.device) if self.ordered else None
             region = self.make_region(grid, tokens, of_image, extra_channels=extra, order=order)
             features.append(ImageFeatures((region,)))
         return features
+
+    def _encode_cells(
+        self, pixels: Tensor, grids: Tensor, anchors: Sequence[Tensor | None]
+    ) -> tuple[Sequence[Tensor], Tensor | None]:
+        """Rows ``(M, D)`` of each image, and raster order of all tokens within the tower.
+
+        Images that are encoded whole have all of their cells.
+        """
+        tower, cells = CellTower(self._model.visual), []
+        for grid, of_image in zip(grids, anchors, strict=True):
+            kept = torch.arange(self.count(grid))
+            if of_image is not None:
+                kept = kept[of_image == kept]
+            cells.append(CellGrid(grid.tolist(), kept, self.merge))
+        if self._model.use_data_parallel:
+            rows = run_dp_sharded_mrope_vision_model(tower, pixels, cells, rope_type="rope_3d")
+            return rows, None  # nothing is read inside of such a tower
+        return tower(pixels, cells).split([len(grid.kept) for grid in cells]), tower.order
 
     # Arithmetic of the processor, in the API server.
 

@@ -1,0 +1,147 @@
+"""Dropped cells on real towers and engines: rows of kept cells, identities, ranks.
+
+That positions are those of the whole image, in small steps too: the selftest. That company changes
+nothing: ``test_equivalence.py``, whose requests have pages and rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from tests.serving.engine import Engine, assert_same, built, page, start, turn, watch
+from tests.serving.runners import in_engine
+from vllm_autoprune.selftest.run import BLOCK
+from vllm_autoprune.serving.api.cells import EncodedImage, Trimming
+from vllm_autoprune.serving.models.cells import CellGrid, CellTower
+
+pytestmark = pytest.mark.engine
+
+TOWERS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v")
+GRIDS = ([1, 16, 12], [1, 2, 30], [1, 18, 22], [1, 2, 2])
+"""A page, a thin strip, one with ragged windows, one cell."""
+
+
+@contextmanager
+def attending_to(tower: Any, kept: Tensor) -> Iterator[None]:
+    """Let a tower over whole images attend to kept patches alone, by plain products in float32."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, *lengths: Any, **named: Any) -> Tensor:
+        edges = lengths[0] if lengths else named["cu_seqlens"]
+        heads = [part.reshape(-1, *part.shape[-2:]).transpose(0, 1) for part in (query, key, value)]
+        rows = torch.zeros_like(heads[0])
+        for begin, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+            q, k, v = (part[:, begin:end] for part in heads)
+            seen = kept[begin:end]
+            scores = q @ k[:, seen].transpose(1, 2) * query.shape[-1] ** -0.5
+            rows[:, begin:end] = scores.softmax(dim=-1) @ v[:, seen]
+        return rows.transpose(0, 1).reshape(query.shape)
+
+    with ExitStack() as stack:
+        for block in tower.blocks:
+            stack.enter_context(patch.object(block.attn.attn, "forward", attend))
+        yield
+
+
+@pytest.mark.only("v1")
+@pytest.mark.parametrize("backbone", TOWERS)
+@in_engine
+def test_kept_cells_are_encoded_as_by_a_tower_that_sees_no_others(backbone: str) -> None:
+    """All cells: vLLM's own rows to the bit. Some: those of masked attention; batched as alone."""
+    options: dict[str, Any] = {"dtype": "float32", "limit_mm_per_prompt": {"image": 1, "video": 0}}
+    if backbone == "qwen3_5":
+        options["dtype"] = "bfloat16"  # all that vLLM's linear attention takes
+    engine = start({"state": "divprune", "budget": 8}, built(backbone), **options)
+    tower = engine.model.visual.float()
+    source = torch.Generator().manual_seed(0)
+    vision = engine.llm.llm_engine.model_config.hf_config.vision_config
+    width = 3 * 2 * vision.patch_size**2
+    pixels = [
+        torch.randint(0, 255, (grid[1] * grid[2], width), generator=source, dtype=torch.uint8)
+        for grid in GRIDS
+    ]
+    sizes = [len(rows) // 4 for rows in pixels]
+    some = [torch.rand(size, generator=source) < 0.4 for size in sizes]
+    for mask in some:
+        mask[0] = True
+    some[2][:] = False
+    some[2][[40, 41, 98]] = True  # most windows are empty
+
+    def encode(masks: Sequence[Tensor], of: Sequence[int]) -> Tensor:
+        grids = [CellGrid(GRIDS[i], masks[i].nonzero()[:, 0], 2) for i in of]
+        rows = [pixels[i].unflatten(0, (-1, 4))[masks[i]].flatten(0, 1) for i in of]
+        return CellTower(tower)(torch.cat(rows), grids)
+
+    with torch.inference_mode():
+        every = range(len(GRIDS))
+        stock = tower(torch.cat(pixels), [*GRIDS])
+        assert torch.equal(encode([torch.ones_like(mask) for mask in some], every), stock)
+        found = encode(some, every)
+        singly = torch.cat([encode(some, [i]) for i in every])
+        torch.testing.assert_close(found, singly, rtol=1e-5, atol=1e-5)
+        kept = torch.cat(some)
+        order = tower.prepare_encoder_metadata([*GRIDS]).get("window_index")
+        in_tower = kept if order is None else kept[order]
+        with attending_to(tower, in_tower.repeat_interleave(4)):
+            masked = tower(torch.cat(pixels), [*GRIDS])
+        torch.testing.assert_close(found, masked[kept], rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(found, stock[kept], rtol=1e-2, atol=1e-2)
+
+
+LONG = "what colour is the cat" + " and the sky is blue on the right" * 6
+"""Fills a block of the prefix cache."""
+
+
+def ask(engine: Engine, image: Image.Image, **entry: object) -> dict[str, Any]:
+    (answer,) = engine.chat([turn(LONG, image)], tokens=8, entry=entry)
+    return answer
+
+
+def start_qwen() -> Engine:
+    settings = {"state": "divprune", "budget": 6, "requests": "states"}
+    limits = {"image": 2, "video": 0}
+    return start(settings, built("qwen3_vl"), dtype="float32", limit_mm_per_prompt=limits)
+
+
+@pytest.mark.both
+@in_engine
+def test_pages_with_and_without_a_rule_share_nothing() -> None:
+    """At equal K; negative control: under one identity the second gets the answer of the first."""
+    engine, image = start_qwen(), page(224, 256, 0)
+    plain, flat = (ask(engine, image, cells=rule) for rule in ("none", "flat"))
+    assert plain["prompt_tokens"] == flat["prompt_tokens"]
+    assert plain["logprob"] != flat["logprob"] and plain["cached"] == flat["cached"] == 0
+    again = ask(engine, image, cells="flat")
+    assert again["cached"] >= BLOCK
+    assert_same([again], [flat], tolerance=2e-2)
+    engine.empty_caches()
+    find = Trimming.find_encoded
+
+    def without(self: Trimming, digest: str, made: Any) -> EncodedImage:
+        return replace(find(self, digest, made), digest=digest)
+
+    with patch.object(Trimming, "find_encoded", without):
+        ask(engine, image, cells="none")
+        wrong = ask(engine, image, cells="flat:1")
+    assert wrong["cached"] >= BLOCK
+    assert_same([wrong], [plain], tolerance=2e-2)
+
+
+@pytest.mark.both
+@in_engine
+def test_selection_chooses_among_the_cells_that_are_left() -> None:
+    """For policies that compare tokens, for signals that read their places, and for controls."""
+    engine, record, image = start_qwen(), watch(), page(224, 256, 0)
+    for entry in ({}, {"state": "miniqwen"}, {"keep": "random"}, {"state": "autoprune"}):
+        ask(engine, image, cells="flat", budget=5, **entry)
+        ((plan, kept),) = record.take().items()
+        assert len(set(kept)) == 5 and max(kept) < plan.tokens < 56
+    assert engine.model.autoprune_reporter.errors == {}

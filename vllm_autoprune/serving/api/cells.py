@@ -1,0 +1,130 @@
+"""Cells of an image that are dropped before the vision tower: found when it is planned.
+
+An image is processed as soon as its number of tokens M has to be known, and its tensors are kept
+for the time of its request: vLLM asks for them a moment later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from hashlib import sha256
+
+import torch
+from prometheus_client import Counter
+from transformers import BatchFeature
+from vllm.multimodal.inputs import MultiModalFieldConfig
+
+from vllm_autoprune.serving.plan import CELL, CELLS_FIELD, count_patches, make_identity
+from vllm_autoprune.tpdsl.cells import VERSION, Cells, kept_cells
+
+_GRIDS, _PIXELS = "image_grid_thw", "pixel_values"
+
+_CHANNELS = 3
+
+_UNCOMPARED = Counter(
+    "autoprune_cells_uncompared",
+    "Images encoded whole because their pixels cannot be compared: no bytes, or several frames.",
+)
+
+Process = Callable[[object, Mapping[str, object]], BatchFeature]
+"""Processes one picture by itself, as vLLM does, with a request's arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedImage:
+    """What the tower makes of an image: the identity of its pixels, and its number of tokens.
+
+    ``left`` is None for an image that is encoded whole, whose identity is that of the picture.
+    """
+
+    digest: str
+    left: int | None = None
+
+
+@dataclass
+class Trimming:
+    """Dropped cells of one request's images. Pictures are kept, so that none gets another's id."""
+
+    rule: Cells
+    _made: dict[int, tuple[object, BatchFeature]] = field(default_factory=dict)
+
+    def process(
+        self, picture: object, arguments: Mapping[str, object], process: Process
+    ) -> BatchFeature:
+        """The tensors of a picture without the cells that are dropped, made once."""
+        _, made = self._made.get(id(picture), (None, None))
+        if made is None:
+            made = _drop_cells(process(picture, arguments), self.rule)
+            self._made[id(picture)] = picture, made
+        return made
+
+    def find_encoded(self, digest: str, made: BatchFeature) -> EncodedImage:
+        """What is encoded of the picture of a digest, by what was made of it.
+
+        Which cells there are is part of its identity, and so is all on which that depends, such as
+        libraries that resize: nothing is shared with a process that would keep others.
+        """
+        if CELLS_FIELD not in made:
+            return EncodedImage(digest)
+        (anchors,) = made[CELLS_FIELD].numpy()
+        cells = sha256(anchors.tobytes()).hexdigest()
+        identity = make_identity("cells", digest, str(self.rule), VERSION, cells)
+        return EncodedImage(identity, len(kept_cells(anchors)))
+
+
+TRIMMING: ContextVar[Trimming | None] = ContextVar("autoprune_trimming", default=None)
+"""The trimming of the request that this thread processes."""
+
+
+@contextmanager
+def trim_images(trimming: Trimming | None) -> Iterator[None]:
+    """Let what vLLM processes within be trimmed: its steps hand on no argument of ours."""
+    token = TRIMMING.set(trimming)
+    try:
+        yield
+    finally:
+        TRIMMING.reset(token)
+
+
+def _drop_cells(data: BatchFeature, rule: Cells) -> BatchFeature:
+    """The tensors of one image, pixel rows of kept cells only and their anchors ``(1, N)``."""
+    pixels = data[_PIXELS]
+    ((frames, height, width),) = data[_GRIDS].tolist()
+    if pixels.dtype != torch.uint8 or frames != 1 or pixels.shape[1] % _CHANNELS:
+        _UNCOMPARED.inc()
+        return data
+    shape = height // CELL, width // CELL, CELL**2
+    anchors = rule.find_anchors(pixels.numpy().reshape(*shape, _CHANNELS, -1))
+    if anchors is None:
+        return data
+    kept = torch.from_numpy(kept_cells(anchors))
+    rows = pixels.unflatten(0, (-1, CELL**2))[kept].flatten(0, 1)
+    return BatchFeature({**data, _PIXELS: rows, CELLS_FIELD: torch.from_numpy(anchors)[None]})
+
+
+def join_images(images: Sequence[BatchFeature]) -> list[BatchFeature]:
+    """The tensors of several images with fields of the same names: whole ones have no anchors."""
+    if not any(CELLS_FIELD in data for data in images):
+        return list(images)
+    none = torch.zeros(1, 0, dtype=torch.int32)
+    return [BatchFeature({CELLS_FIELD: none, **data}) for data in images]
+
+
+def trimmed_fields(
+    fields: Mapping[str, MultiModalFieldConfig], data: BatchFeature
+) -> Mapping[str, MultiModalFieldConfig]:
+    """vLLM's fields of processed images, where rows of pixels are those of kept cells."""
+    if CELLS_FIELD not in data:
+        return fields
+    rows = [
+        count_patches(anchors, grid)
+        for anchors, grid in zip(data[CELLS_FIELD], data[_GRIDS], strict=True)
+    ]
+    return {
+        **fields,
+        _PIXELS: MultiModalFieldConfig.flat_from_sizes("image", torch.tensor(rows)),
+        CELLS_FIELD: MultiModalFieldConfig.batched("image", keep_on_cpu=True),
+    }

@@ -1,0 +1,116 @@
+"""What a request asks for its images: K of their tokens, what chooses them, cells to drop.
+
+Each function raises :class:`BudgetError` or :class:`RequestError`, which vLLM answers by 400.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from vllm_autoprune.serving.api.cells import Trimming
+from vllm_autoprune.serving.api.layout import TokenCount
+from vllm_autoprune.serving.api.request import PruningRequest
+from vllm_autoprune.serving.plan import ENTRY, NO_KEY, ItemPlan, encode_state, refuse
+from vllm_autoprune.serving.served_state import ServedState, load_request_state, make_policy
+from vllm_autoprune.serving.settings import REQUESTS_FLAG, Level
+from vllm_autoprune.tpdsl.state import PruningState
+
+
+def check_fields(served: ServedState, request: PruningRequest) -> PruningState | None:
+    """Refuse the fields that the server does not let requests set; the state that is asked for."""
+    rules, asked_state = served.rules, request.state
+    by_name: Level = "shipped-states" if isinstance(asked_state, str) else "states"
+    needed: dict[str, tuple[bool, Level]] = {
+        "budget": (request.budget is not None, "budget"),
+        "cells": (request.cells is not None, "budget"),
+        "keep": (request.keep != "state", "budget"),
+        "enabled": (not request.enabled, "budget"),
+        "recall": (bool(request.recall), "budget"),
+        "state": (asked_state is not None, by_name),
+    }
+    for field, (is_set, level) in needed.items():
+        if is_set and not rules.allows(level):
+            what = f"this server's requests may set: {rules} ({REQUESTS_FLAG})"
+            fix = f"leave it out, or serve with {REQUESTS_FLAG} {level}"
+            raise refuse(f"{ENTRY}/{field}", what, fix)
+    if (recall := request.recall or 0) > rules.maximum:
+        what = f"K_r = {recall}, and requests may recall {rules.maximum} tokens at most"
+        raise refuse(f"{ENTRY}/recall", what, f"ask for 0 to {rules.maximum}")
+    if not request.enabled:
+        if names := [name for name in ("budget", "state", "keep", "cells") if needed[name][0]]:
+            what = f"false keeps every token, but {', '.join(map(repr, names))} is given as well"
+            raise refuse(f"{ENTRY}/enabled", what, f"leave out 'enabled' or {names[0]!r}")
+        return None
+    return None if asked_state is None else load_request_state(asked_state, rules.cost)
+
+
+def resolve_plans(
+    served: ServedState,
+    request: PruningRequest,
+    state: PruningState | None,
+    images: Sequence[TokenCount],
+) -> list[ItemPlan]:
+    """Resolve each of a request's images to its plan as one item, without key and instruction.
+
+    ``state`` is the one that the request asks for. K is that of an image's N tokens, or all M that
+    are encoded where these are fewer.
+    """
+    rules = served.rules
+    sizes = [image.tokens for image in images]
+
+    def require_in_range(tokens: int, field: str, name: str) -> None:
+        if not rules.minimum <= tokens <= rules.maximum:
+            limits = f"{rules.minimum} to {rules.maximum}"
+            what = f"{name} = {tokens}, and requests may ask for {limits}"
+            fix = "ask for a number in the range"
+            if field == "budget":
+                fix += f", or for a share within it: 1/8:{rules.minimum}-{rules.maximum}"
+            raise refuse(f"{ENTRY}/{field}", what, fix)
+
+    if not request.enabled:
+        for size in sizes:
+            require_in_range(size, "enabled", "all tokens of an image")
+        return [ItemPlan(size, NO_KEY, tokens=size) for size in sizes]
+    budgets = request.split_budget(sizes)
+    encoded = b"" if state is None else encode_state(state)
+    details = request.details
+    if details is None or len(details) != len(images):
+        # No messages, or messages of a form in which the images were not found.
+        details = [None] * len(images)
+    plans = []
+    for image, asked, detail in zip(images, budgets, details, strict=True):
+        # Start-up has checked the operator's budgets for details against the range of the rules.
+        by_detail = rules.detail.as_dict().get(detail) if detail else None
+        most = by_detail.tokens_kept(image.tokens) if by_detail and asked is None else asked
+        if state is None:
+            policy = served.policy(most, request.keep)
+        else:
+            policy = make_policy(state, most, request.keep)
+        k = policy.at(image.tokens, image.tiles).budget
+        if asked is not None or (state is not None and most is None):
+            require_in_range(k, "state" if asked is None else "budget", "K")
+        plan = ItemPlan(image.encoded, NO_KEY, keep=request.keep, tokens=image.encoded)
+        if k < image.encoded:
+            plan = replace(plan, budget=k, state=encoded)
+        served.find_needs(plan)
+        plans.append(plan)
+    return plans
+
+
+def find_trimming(
+    served: ServedState, request: PruningRequest, state: PruningState | None
+) -> Trimming | None:
+    """What drops cells of a request's images; None where nothing does.
+
+    The resize control has none: it is what a client would do instead.
+    """
+    rule = request.cells
+    if rule is None:
+        rule = served.cells if state is None else state.cells
+    if rule is None or rule == "none" or not request.enabled or request.keep == "resized":
+        return None
+    if served.whole_only:
+        what = f"no cell can be dropped: this model {served.whole_only}"
+        raise refuse(f"{ENTRY}/cells", what, "leave it out, also of a state")
+    return Trimming(rule)

@@ -1,0 +1,139 @@
+"""A vision tower that encodes some cells of an image, at the positions that they have in it.
+
+vLLM's towers of this kind take all that depends on a grid as ``encoder_metadata``, and everything
+else from the number of rows. So kept cells are encoded by giving them their part of the metadata
+of the whole images; no forward is patched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.attention import MMEncoderAttention
+
+from vllm_autoprune.ops.rowwise import upload
+from vllm_autoprune.serving.compat import depends_on
+
+_BY_PATCH = ("pos_embeds", "rotary_pos_emb_cos", "rotary_pos_emb_sin")
+"""Metadata with a row for each patch, those of a cell one behind another."""
+
+Metadata = dict[str, Tensor | None]
+
+
+class CellGrid(list[int]):
+    """The grid of an image and its kept cells ``(M,)``.
+
+    As a list it is a grid of M cells: vLLM shares images out to data-parallel ranks by the number
+    of their patches, and hands their grids on as they are.
+    """
+
+    def __init__(self, grid: Sequence[int], kept: Tensor, merge: int) -> None:
+        super().__init__([1, merge, merge * len(kept)])
+        self.grid = list(grid)
+        self.kept = kept
+
+
+@depends_on(
+    "vllm.model_executor.layers.attention:MMEncoderAttention",
+    *("compute_max_seqlen", "maybe_compute_seq_lens", "maybe_recompute_cu_seqlens"),
+)
+class CellTower:
+    """A tower in the place of vLLM's own, called with rows of pixels and grids of kept cells."""
+
+    def __init__(self, tower: Any) -> None:
+        self._tower = tower
+        self.spatial_merge_size: int = tower.spatial_merge_size
+        self.out_hidden_size: int = getattr(tower, "out_hidden_size", 0)
+        self.order: Tensor | None = None
+        """Raster order of the tokens within the tower at the last call; None where it is theirs."""
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The tower's."""
+        parameters: Iterator[nn.Parameter] = self._tower.parameters()
+        return parameters
+
+    def __call__(self, pixels: Tensor, grids: Sequence[CellGrid]) -> Tensor:
+        """Rows ``(M, D)`` of the kept cells of all images, in raster order."""
+        metadata = self.metadata(grids)
+        self.order = metadata.get("reverse_indices")
+        rows: Tensor = self._tower(pixels, None, encoder_metadata=metadata)
+        return rows
+
+    def metadata(self, grids: Sequence[CellGrid]) -> Metadata:
+        """The tower's own metadata of the whole images, cut to their kept cells."""
+        tower, unit = self._tower, self.spatial_merge_size**2
+        full: Metadata = tower.prepare_encoder_metadata([grid.grid for grid in grids])
+        sizes = [prod(grid.grid) // unit for grid in grids]
+        starts = accumulate([0, *sizes[:-1]])
+        # Kept cells among those of all images, in the order of the tower.
+        cells = torch.cat([grid.kept + start for grid, start in zip(grids, starts, strict=True)])
+        counts = [unit * len(grid.kept) for grid in grids]
+        if "window_index" in full:
+            metadata, cells = self._cut_windows(grids, cells, sum(sizes))
+            metadata |= self._sequences(counts, "_full")
+        elif "sequence_lengths" in full:
+            metadata = self._sequences(counts)
+        else:  # Qwen2-VL's tower
+            edges = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
+            longest = tower.compute_attn_mask_seqlen(edges)
+            metadata = {"cu_seqlens": upload(edges, tower.device), "max_seqlen": longest}
+        patches = upload((cells[:, None] * unit + torch.arange(unit)).flatten(), tower.device)
+        by_patch = {name: full[name] for name in _BY_PATCH if name in full}
+        return metadata | {n: v[patches] for n, v in by_patch.items() if v is not None}
+
+    def _sequences(self, counts: Sequence[int], suffix: str = "") -> Metadata:
+        """Sequences of so many patches, as the backend of attention wants them."""
+        tower, kind = self._tower, MMEncoderAttention
+        backend, device = tower.attn_backend, tower.device
+        edges = numpy.array([0, *accumulate(counts)], dtype=numpy.int32)
+        padded = getattr(tower, "fp8_padded_hidden_size", None)  # GLM's tower has none
+        sizes = tower.hidden_size, tower.tp_size, device, padded
+        name = "cu_window_seqlens" if suffix == "_window" else "cu_seqlens"
+        longest = torch.tensor(kind.compute_max_seqlen(backend, edges), dtype=torch.int32)
+        return {
+            name: kind.maybe_recompute_cu_seqlens(backend, edges, *sizes),
+            f"max_seqlen{suffix}": longest,
+            f"sequence_lengths{suffix}": kind.maybe_compute_seq_lens(backend, edges, device),
+        }
+
+    def _cut_windows(
+        self, grids: Sequence[CellGrid], cells: Tensor, total: int
+    ) -> tuple[Metadata, Tensor]:
+        """Windows without their dropped cells (Qwen2.5-VL), none of them empty.
+
+        Also the place of each kept cell in the window order of whole images, by which the tower has
+        its rotary embeddings.
+        """
+        tower, unit = self._tower, self.spatial_merge_size**2
+        kept = torch.zeros(total, dtype=torch.bool)
+        kept[cells] = True
+        windows, edges, start = [], [torch.zeros(1, dtype=torch.int64)], 0
+        for grid in grids:
+            _, _, window, ends, _ = tower.get_rope_by_thw(*grid.grid)
+            windows.append(window + start)
+            edges.append(ends // unit + start)
+            start += len(window)
+        window = torch.cat(windows)  # whole images: the cell at each place
+        places = kept[window].nonzero()[:, 0]
+        before = torch.cat([torch.zeros(1, dtype=torch.int64), kept[window].cumsum(0)])
+        counts = before[torch.cat(edges)].diff()
+        index = (kept.cumsum(0) - 1)[window[places]]
+        windows_left = [unit * count for count in counts.tolist() if count]
+        metadata = self._sequences(windows_left, "_window")
+        metadata["window_index"] = upload(index, tower.device)
+        metadata["reverse_indices"] = upload(index.argsort(), tower.device)
+        return metadata, places
+
+
+for _path in (
+    *("qwen2_vl:Qwen2VisionTransformer", "qwen2_5_vl:Qwen2_5_VisionTransformer"),
+    *("qwen3_vl:Qwen3_VisionTransformer", "glm4_1v:Glm4vVisionTransformer"),
+):
+    _place = f"vllm.model_executor.models.{_path}"
+    depends_on(_place, "prepare_encoder_metadata", "forward")(CellTower)
