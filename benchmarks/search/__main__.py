@@ -50,6 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--scenes", type=int, nargs=3, default=[20, 20, 40], help="scenes of each split",
         metavar=("SEARCH", "VALIDATION", "TEST"),
     )  # fmt: skip
+    data.add_argument("--model", choices=YARDSTICKS, default="minillava", help="whose pictures")
+    data.add_argument("--clean", action="store_true", help="pictures without grain")
     data.add_argument("--each", type=int, help="maximum number of questions about a scene")
     table = commands.add_parser("table", help=_TABLE, parents=[folder, searches])
     study = commands.add_parser("study", help=_STUDY, parents=[folder, searches, runs])
@@ -69,7 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.command == "data":
             scenes = dict(zip(SPLITS, options.scenes, strict=True))
-            write_data(options.out, scenes, each=options.each)
+            fields = {"each": options.each, "model": options.model, "clean": options.clean}
+            write_data(options.out, scenes, **fields)
         elif options.command == "table":
             seeds = range(options.seeds)
             print(format_tables(options.out, options.strategies, seeds), end="")

@@ -2,7 +2,7 @@
 
 Vision features of every image are computed once, so a candidate costs a selection and one forward
 pass of the language model over K tokens and the question. The splits use disjoint seeds, which
-training does not use; mini-LLaVA's are also a data folder of `vllm-autoprune search`.
+training does not use; they are also a data folder of `vllm-autoprune search`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from random import Random
 from benchmarks.common.report import log_progress
 from benchmarks.yardsticks.examples import Example as SceneQuestion
 from benchmarks.yardsticks.examples import draw_examples
+from benchmarks.yardsticks.questions import Model
 from benchmarks.yardsticks.yardstick import ALL_TOKENS, Budget, Case, EncodedBatch, Yardstick
 from offline_search.dataset import SPLITS, Dataset, Split, write_split
 from offline_search.evaluator import EvaluationJob
@@ -125,12 +126,19 @@ def _sample_questions(
     return [question for _, question in sorted(sample, key=lambda item: item[0])]
 
 
-def write_data(folder: Path, scenes: Mapping[Split, int], *, each: int | None = None) -> None:
-    """Write a data folder of mini-LLaVA: images and the three splits."""
+def write_data(
+    folder: Path,
+    scenes: Mapping[Split, int],
+    *,
+    each: int | None = None,
+    model: Model = "minillava",
+    clean: bool = False,
+) -> None:
+    """Write a data folder of a yardstick: images, ``clean`` ones without grain, and the splits."""
     (folder / "images").mkdir(parents=True, exist_ok=True)
     for split in SPLITS:
         log_progress(f"{split}: draw {scenes[split]} scenes")
-        questions = _sample_questions(draw_examples(split, scenes[split]), each)
+        questions = _sample_questions(draw_examples(split, scenes[split], model, clean=clean), each)
         examples = [_as_example(split, question) for question in questions]
         images = {e.image: question for e, question in zip(examples, questions, strict=True)}
         for name, question in images.items():

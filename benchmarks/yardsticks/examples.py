@@ -93,11 +93,14 @@ class Example:
         return re.findall(r"[a-z0-9]+", answer.lower())[: len(expected)] == expected
 
 
-def draw_examples(split: Split, images: int = 200, model: Model = "minillava") -> list[Example]:
+def draw_examples(
+    split: Split, images: int = 200, model: Model = "minillava", *, clean: bool = False
+) -> list[Example]:
     """Draw 18 questions about each image of mini-LLaVA, or 10 of mini-Qwen3-VL, on average.
 
-    Fewer images give a prefix of more. In the test split, one fourth of the images has an
-    arrangement or a size, and another fourth has wordings, that training never uses.
+    Fewer images give a prefix of more; ``clean`` ones are without grain, as documents are. In the
+    test split, one fourth of the images has an arrangement or a size, and another fourth has
+    wordings, that training never uses.
     """
     examples: list[Example] = []
     pairs, attempts = 0, _ATTEMPTS[model]
@@ -110,7 +113,7 @@ def draw_examples(split: Split, images: int = 200, model: Model = "minillava") -
         if model == "minillava":
             styles = scenes.UNSEEN_STYLES if turn == 1 else scenes.TRAINING_STYLES
             drawn = scenes.Scene.draw(rng, rng.choice(styles))
-            pixels, (content,) = scenes.render_scenes([drawn], scenes.CELLS, seed)
+            pixels, (content,) = scenes.render_scenes([drawn], scenes.CELLS, seed, clean=clean)
             cells, kinds = (scenes.CELLS, scenes.CELLS), KINDS
         else:
             sizes = pages.UNSEEN_SIZES if turn == 1 else pages.SIZES
@@ -118,10 +121,10 @@ def draw_examples(split: Split, images: int = 200, model: Model = "minillava") -
             cells, kinds = size.cells, CATEGORIES[model]["pages" if image_id % 2 else "scenes"]
             if image_id % 2:
                 content = pages.Page.draw(rng, rng.choice(pages.PAGE_STYLES), size)
-                pixels, _ = pages.render_pages([content], seed)
+                pixels, _ = pages.render_pages([content], seed, clean=clean)
             else:
                 drawn = size.draw_scene(rng)
-                pixels, (content,) = size.render_scenes([drawn], seed)
+                pixels, (content,) = size.render_scenes([drawn], seed, clean=clean)
         wordings = UNSEEN if turn == 3 else SEEN
         source = Questions(random.Random(seed + 1), content, cells, wordings)
         groups = [source.generate(kind) for kind in kinds for _ in range(attempts.get(kind, 1))]

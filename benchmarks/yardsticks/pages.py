@@ -88,10 +88,12 @@ class Size:
         count = min(most, rng.randint(4, MOST_SHAPES), len(names) - 1, len(cells))
         return Scene.place(rng, names, cells, count, (10.0, 13.5))
 
-    def render_scenes(self, scenes: Sequence[Scene], seed: int) -> tuple[Tensor, list[Scene]]:
+    def render_scenes(
+        self, scenes: Sequence[Scene], seed: int, *, clean: bool = False
+    ) -> tuple[Tensor, list[Scene]]:
         """Images (B, 3, H, W) uint8; scenes whose patches are visual tokens in raster order."""
         cells = max(self.cells)
-        images, squares = render_scenes(scenes, cells, seed)
+        images, squares = render_scenes(scenes, cells, seed, clean=clean)
         grid, (height, width) = cells * CELL_PATCHES, self.pixels
 
         def tokens(patches: Sequence[int]) -> tuple[int, ...]:
@@ -210,7 +212,7 @@ class Page:
 
 
 def render_pages(
-    pages: Sequence[Page], seed: int
+    pages: Sequence[Page], seed: int, *, clean: bool = False
 ) -> tuple[Tensor, list[list[tuple[float, float]]]]:
     """Images (B, 3, H, W) uint8, and the centre of each word and then each number of every page.
 
@@ -246,7 +248,7 @@ def render_pages(
     light = 215 + 35 * torch.rand(len(pages), 3, 1, 1, generator=generator)
     dark = 70 * torch.rand(len(pages), 3, 1, 1, generator=generator)
     paper, text = torch.where(inverse, dark, light), torch.where(inverse, light, dark)
-    return add_grain(paper * (1 - ink) + text * ink, generator), centres
+    return add_grain(paper * (1 - ink) + text * ink, generator, clean=clean), centres
 
 
 @functools.cache

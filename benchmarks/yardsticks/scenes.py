@@ -190,10 +190,12 @@ class Scene:
         return cls(things, signs)
 
 
-def render_scenes(scenes: Sequence[Scene], cells: int, seed: int) -> tuple[Tensor, list[Scene]]:
+def render_scenes(
+    scenes: Sequence[Scene], cells: int, seed: int, *, clean: bool = False
+) -> tuple[Tensor, list[Scene]]:
     """Images (B, 3, H, W) uint8 of squares of `cells` cells per side; scenes with their patches.
 
-    The same scenes and seed give the same pixels.
+    The same scenes and seed give the same pixels, those of `clean` ones without their grain.
     """
     generator = torch.Generator().manual_seed(seed)
     grid, size = cells * CELL_PATCHES, len(scenes)
@@ -227,7 +229,7 @@ def render_scenes(scenes: Sequence[Scene], cells: int, seed: int) -> tuple[Tenso
             corner = sign.row * grid + sign.column
             patches[sign] = tuple(range(corner, corner + len(sign.number)))
         rendered.append(replace(scene, patches=patches))
-    return add_grain(pixels, generator), rendered
+    return add_grain(pixels, generator, clean=clean), rendered
 
 
 def render_characters(seed: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -248,10 +250,10 @@ def normalize_pixels(images: Tensor) -> Tensor:
     return ((images.float() / 255 - mean) / std).to(torch.bfloat16)
 
 
-def add_grain(pixels: Tensor, generator: torch.Generator) -> Tensor:
-    """Convert float pixels (B, 3, H, W) to uint8 with a little grain."""
+def add_grain(pixels: Tensor, generator: torch.Generator, *, clean: bool = False) -> Tensor:
+    """Convert float pixels (B, 3, H, W) to uint8 with a little grain, or without if `clean`."""
     size, _, height, width = pixels.shape
-    grain = 5 * torch.randn(size, 1, height, width, generator=generator)
+    grain = (0 if clean else 5) * torch.randn(size, 1, height, width, generator=generator)
     return (pixels + grain).round().clamp(0, 255).to(torch.uint8)
 
 

@@ -79,3 +79,7 @@ def test_the_data_folder_can_be_read_and_sampled_questions_keep_pairs_together(
     assert len({picture.digest for picture in dataset.images.values()}) == sum(FEW.values()), (
         "splits share no scene"
     )
+    write_data(tmp_path / "pages", FEW, model="miniqwen", clean=True)
+    pictures = read_dataset(tmp_path / "pages").images
+    clean = draw_examples("test", FEW["test"], "miniqwen", clean=True)[-1]
+    assert pictures["images/test-3.png"].read() == clean.png

@@ -42,6 +42,17 @@ def test_the_splits_are_those_of_published_figures(
     assert figures == pytest.approx(moments, abs=1e-3)
 
 
+@pytest.mark.parametrize("model", ["minillava", "miniqwen"])
+def test_clean_pictures_are_the_same_without_grain(model: Model) -> None:
+    grained, clean = (draw_examples("test", 4, model, clean=clean) for clean in (False, True))
+    assert [e.question for e in grained] == [e.question for e in clean]
+    for example, other in zip(grained, clean, strict=True):
+        grain = example.image.double() - other.image
+        assert 4 < grain[grain != 0].std() < 6 and abs(float(grain.mean())) < 2
+    if model == "miniqwen":
+        assert len(clean[-1].image.flatten(1).unique(dim=1).T) < 200, "a page has few colours"
+
+
 def test_splits_are_disjoint_and_fewer_images_are_the_first_ones() -> None:
     for seeds, others in combinations(SEEDS.values(), 2):
         assert max(seeds.start, others.start) >= min(seeds.stop, others.stop)
