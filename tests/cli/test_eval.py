@@ -15,8 +15,9 @@ from PIL import Image
 from benchmarks.common.fake_server import Answer, Body
 from tests.benchmarks.accuracy.minillava_server import answering, arm, asked, reply
 from tests.offline_search.synthetic import MODELS, completion, endpoint, error
-from vllm_autoprune import load_state
+from vllm_autoprune import PruningState, load_state
 from vllm_autoprune.cli.main import main
+from vllm_autoprune.errors import StateError
 from vllm_autoprune.evaluation.question_suite import QuestionSuite
 from vllm_autoprune.evaluation.run import build_cases
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
@@ -54,6 +55,20 @@ def test_each_state_is_compared_with_its_base_policy(tmp_path: Path) -> None:
     alone = cases["fastv@8"].pruning["state"]
     assert isinstance(alone, dict) and alone["base_policy"] == data["base_policy"]
     assert "limit" in cases["autoprune@128"].refused and not cases["fastv@128"].refused
+
+
+def test_cells_are_dropped_alone_and_before_each_state() -> None:
+    cases = {case.name: case for case in build_cases(["cen_divprune"], ["1/8"], ["flat", "none"])}
+    added = [name for name in cases if "cells" in name]
+    alone, before = "all but flat cells", "cen_divprune of all but flat cells@1/8"
+    assert added == [alone, "norm of all but flat cells@1/8", before]
+    assert (cases[alone].arm, cases[alone].pruning["budget"]) == ("full", "100%")
+    assert cases[before].base == "cen_divprune@1/8"
+    for name in (alone, before):
+        state = PruningState.model_validate(cases[name].pruning["state"])
+        assert str(state.cells) == "flat" and state.digest != cases["norm@1/8"].digest
+    with pytest.raises(StateError, match=r"--cells: 'flatt' is no rule"):
+        build_cases(["norm"], ["1/8"], ["flatt"])
 
 
 def test_policies_of_one_name_are_cases_of_their_own(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from vllm_autoprune.evaluation.scoring_request import pruning_options
 from vllm_autoprune.http_client import FAILURES, RequestRefused, ServerClient
 from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
+from vllm_autoprune.tpdsl.cells import Cells
 from vllm_autoprune.tpdsl.loading import load_state
 from vllm_autoprune.tpdsl.materialize import materialize
 from vllm_autoprune.tpdsl.state import PruningState
@@ -127,11 +128,15 @@ def _residual_on(policy: str) -> PruningState:
     return load_state(data | {"provenance": {}})
 
 
-def build_cases(names: Sequence[str], said: Sequence[int | str]) -> list[Case]:
+def build_cases(
+    names: Sequence[str], said: Sequence[int | str], cells: Sequence[str] = ()
+) -> list[Case]:
     """The full model; for each budget the controls, and each state with its base policy alone.
 
     ``names``: states by name or file; ``all`` is the exchange of ``autoprune`` on every base
-    policy, which gives a table of base policies. Raises :class:`BudgetError` for no budget.
+    policy, which gives a table of base policies. ``cells``: rules by which cells are dropped before
+    the tower, alone and before each state. Raises :class:`BudgetError` for no budget, and
+    :class:`StateError` for no rule.
     """
     # A share stays as it was said; a number is one.
     rules = {budget: BudgetCall.parse(budget, "--budgets").rule() for budget in said}
@@ -171,6 +176,15 @@ def build_cases(names: Sequence[str], said: Sequence[int | str]) -> list[Case]:
                 shipped = state.digest == _residual_on(policy.name).digest
                 arm: Arm = "autoprune" if shipped else "found"
                 cases.append(_prune_case(arm, label, state, budget, f"{base}@{budget}"))
+    selections = [case for case in cases if case.digest]
+    for rule in filter(None, (Cells.parse(rule, "--cells") for rule in cells)):
+        label, state = f"all but {rule} cells", norm.model_copy(update={"cells": rule})
+        sent = pruning_options(state, "100%")
+        cases.append(Case(name=label, arm="full", label=label, pruning=sent))
+        for case in selections:
+            state = PruningState.model_validate(case.pruning["state"])
+            state, about = state.model_copy(update={"cells": rule}), f"{case.label} of {label}"
+            cases.append(_prune_case(case.arm, about, state, case.budget, case.name))
     return list({case.name: case for case in cases}.values())
 
 

@@ -45,6 +45,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add("--state", action="append", metavar="STATE", help=text)
     text = "budgets: K, or a share of N as 1/8 or 1/8:64-640 (default 64)"
     add("--budgets", nargs="+", default=["64"], metavar="K", help=text)
+    text = "also drop cells by RULE, such as flat, before the tower: alone, and before each state"
+    add("--cells", nargs="+", default=[], metavar="RULE", help=text)
 
     add = parser.add_argument_group("lmms").add_argument
     text = "OpenAI-compatible judge, for MMBench, MM-Vet and HallBench (default: OPENAI_API_URL)"
@@ -93,7 +95,7 @@ def _evaluate_states(options: argparse.Namespace) -> int:
         options.served_name,
         options.concurrency or (32 if lmms else MAX_IN_FLIGHT),
     )
-    cases = build_cases(options.state or ["autoprune"], options.budgets)
+    cases = build_cases(options.state or ["autoprune"], options.budgets, options.cells)
     if options.data is not None:
         name = options.data.name.encode(errors="replace").decode()  # a name may be any bytes
         unpruned = options.reference is not None
