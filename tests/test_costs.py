@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
+from transformers import AutoConfig
 
 from benchmarks.common.fake_server import Answer, Body, FakeServer, Reply, fake_server
 from vllm_autoprune.advise import (
@@ -28,6 +30,7 @@ from vllm_autoprune.advise import (
 )
 from vllm_autoprune.backbones import (
     BACKBONE_SHAPES,
+    count_tower_flops,
     find_backbone,
 )
 from vllm_autoprune.cli.main import main
@@ -466,3 +469,43 @@ def test_a_server_that_cannot_be_measured(
     with fake_server(reply) as server, pytest.raises(ConfigError) as caught:
         probe(server)
     assert text in str(caught.value)
+
+
+# ---- cells of a picture ----
+
+QWEN_2_5 = {"hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 3584}
+
+
+@pytest.mark.parametrize(
+    ("family", "vision", "cells", "teraflops"),
+    [
+        ("qwen3_vl", {"out_hidden_size": 4096}, (1024, 4096, 3796, 949), (5.80, 48.2, 42.4, 5.23)),
+        ("qwen2_5_vl", QWEN_2_5, (1369, 5329, 4956, 1239), (7.70, 36.9, 33.7, 6.92)),
+    ],
+)
+def test_flops_of_a_tower_are_those_of_its_published_sizes(
+    family: str, vision: dict[str, int], cells: tuple[int, ...], teraflops: tuple[float, ...]
+) -> None:
+    """Full attention everywhere, and in 4 of 32 layers with windows of 64 patches elsewhere."""
+    config = AutoConfig.for_model(family, vision_config=vision)
+    counted = [count_tower_flops(config, number) / 1e12 for number in cells]
+    assert counted == pytest.approx(teraflops, rel=2e-3)
+
+
+def test_a_picture_costs_less_without_its_blank_cells(tmp_path: Path, capsys: Captured) -> None:
+    """64 cells, of which the lower half is noise: 33 stay, and the others are drawn in grey."""
+    noise = Image.effect_noise((256, 128), 64).convert("RGB")
+    picture = Image.new("RGB", (256, 256), "white")
+    picture.paste(noise, (0, 128))
+    picture.save(tmp_path / "page.png")
+    call = f"advise --image {tmp_path / 'page.png'} -o {tmp_path / 'cells.png'} --budget 40"
+    rows = run_json(capsys, call)["cells"]
+    assert [(row["rule"], row["cells"], row["K"]) for row in rows] == [
+        ("none", 64, 40), ("predicted", 33, 33), ("flat", 33, 33)
+    ]  # fmt: skip
+    tower = [float(row["tower, TFLOPs"]) for row in rows]
+    assert 0.45 < tower[1] / tower[0] < 0.52
+    drawn = Image.open(tmp_path / "cells.png")
+    corners = [drawn.getpixel(place) for place in ((0, 0), (40, 0), (255, 127))]
+    assert corners == [(255, 255, 255), (178, 178, 178), (178, 178, 178)]
+    assert drawn.crop((0, 128, 256, 256)).tobytes() == noise.tobytes()

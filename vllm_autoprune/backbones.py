@@ -254,7 +254,30 @@ def _find_language_config(config: PretrainedConfig) -> PretrainedConfig:
     return config
 
 
-# Cost of a prompt.
+# Cost of an image and of a prompt.
+
+
+def count_tower_flops(config: PretrainedConfig, cells: int) -> int:
+    """FLOPs of the vision tower for so many cells of an image, of 2 x 2 patches; mergers included.
+
+    Matrices of blocks are applied to each patch, those of mergers to each cell. A block has full
+    attention, or in Qwen2.5-VL within windows.
+    """
+    import torch
+    from transformers import AutoModelForImageTextToText
+
+    with torch.device("meta"):
+        tower = AutoModelForImageTextToText.from_config(config).get_submodule("model.visual")
+    vision, patches, macs = config.vision_config, 4 * cells, 0
+    for name, weight in tower.named_parameters():
+        if weight.dim() > 1 and "pos" not in name:  # no embedding of positions
+            macs += (patches if "block" in name or "patch" in name else cells) * weight.numel()
+    full = len(vars(vision).get("fullatt_block_indexes") or range(vision.depth))
+    window = (vars(vision).get("window_size", 0) // vision.patch_size) ** 2
+    width = tower.get_parameter("blocks.0.attn.proj.weight").shape[0]
+    macs += 2 * patches * (full * patches + (vision.depth - full) * window) * width
+    return int(2 * macs)
+
 
 ASSUMPTIONS = (
     "FLOPs = sum over layers of 2 x (n d (2 q + 2 k) + 2 n^2 q + 3 n d m): q, k, v and o "

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import io
 import re
 import sys
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from pydantic import ValidationError
 
 from vllm_autoprune.advise import ASSUMPTIONS, Inputs, Timings, Traffic, estimate_ways, judge
-from vllm_autoprune.backbones import BACKBONE_SHAPES, find_backbone
+from vllm_autoprune.backbones import (
+    BACKBONE_SHAPES,
+    count_tower_flops,
+    find_backbone,
+    read_config,
+)
 from vllm_autoprune.cli.flags import (
     add_connection_flags,
     add_flags,
@@ -22,11 +30,13 @@ from vllm_autoprune.cli.flags import (
     read_budget,
     read_connection,
 )
-from vllm_autoprune.cli.output import format_paragraphs, format_table, print_result
+from vllm_autoprune.cli.output import format_paragraphs, format_table, print_result, write_file
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.http_client import ServerClient
 from vllm_autoprune.probe import probe_server
 from vllm_autoprune.serving.models import require_served
+from vllm_autoprune.tpdsl.atoms.source import BudgetCall
+from vllm_autoprune.tpdsl.cells import Cells, kept_cells
 from vllm_autoprune.tpdsl.loading import load_state
 
 _NAMES = {"block": "--block-size", "prefill": "--prefill-ms-per-token"} | {
@@ -127,6 +137,13 @@ def _add_advise(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--probe", type=_parse_size, metavar="WIDTHxHEIGHT", help=text)
     group.add_argument("--model", metavar="NAME", help="the model's name on the server")
     add_connection_flags(parser)
+    group = parser.add_argument_group("blank cells of a picture, instead of the above")
+    text = "what its tower and prefill cost with and without its blank cells (--autoprune-cells)"
+    group.add_argument("--image", type=Path, metavar="FILE", help=text)
+    text = "a folder, or an id on the Hub, whose processor splits it (default: as Qwen3-VL-8B's)"
+    group.add_argument("--checkpoint", metavar="DIR|HF_ID", help=text)
+    text = "draw it with the cells that `flat` drops in grey, as a .png"
+    group.add_argument("-o", "--output", type=Path, metavar="FILE", help=text)
 
 
 @command(
@@ -137,6 +154,8 @@ def _add_advise(parser: argparse.ArgumentParser) -> None:
 )
 def _advise(options: argparse.Namespace) -> int:
     """Say which kind of state pays for your traffic, and whether pruning helps at all."""
+    if options.image is not None:
+        return _advise_cells(options)
     traffic, timings, inputs = _read_inputs(options)
     estimates = estimate_ways(traffic, timings)
     # Above 0, where a resample shows nothing of a part.
@@ -179,6 +198,54 @@ def _advise(options: argparse.Namespace) -> int:
         format_table((*head, "cheaper than stock"), costs, "<>>>>><"),
         format_paragraphs([*inputs.notes, *ASSUMPTIONS], "- "),
     )
+    return 0
+
+
+def _advise_cells(options: argparse.Namespace) -> int:
+    """Print what a picture costs by the rule that drops its cells, and draw what `flat` drops."""
+    from PIL import Image
+    from transformers import AutoConfig, AutoImageProcessor, Qwen2VLImageProcessor
+
+    from vllm_autoprune.evaluation.pictures import find_picture, read_picture
+
+    image = read_picture(find_picture(str(options.image), str(options.image), Path())).image()
+    shape = BACKBONE_SHAPES["qwen3-vl-8b"]
+    config = AutoConfig.for_model("qwen3_vl", vision_config={"out_hidden_size": shape.width})
+    processor = Qwen2VLImageProcessor(
+        patch_size=16, size={"shortest_edge": 2**16, "longest_edge": 2**24}
+    )
+    if options.checkpoint is not None:
+        shape = find_backbone(options.checkpoint, require_served)
+        config = read_config(options.checkpoint)
+        try:
+            processor = AutoImageProcessor.from_pretrained(options.checkpoint)
+        except (OSError, ValueError) as error:
+            what, fix = str(error).splitlines()[0], "name one with an image processor"
+            raise ConfigError("cells", [Problem("--checkpoint", what, fix)]) from None
+    data = processor(image, do_rescale=False, do_normalize=False, return_tensors="pt")
+    if "image_grid_thw" not in data:
+        problem = Problem("--checkpoint", "has no cells of patches", "name a Qwen-VL or GLM-4.xV")
+        raise ConfigError("cells", [problem])
+    height, width = (data["image_grid_thw"][0, 1:] // 2).tolist()
+    cells, tokens = data["pixel_values"].numpy().reshape(height, width, 4, 3, -1), height * width
+    budget = vars(options).get("budget", BudgetCall.parse("1/8")).tokens_kept(tokens)
+    rows = list[list[object]]()
+    for rule in (None, Cells(rule="predicted"), Cells(rule="flat")):
+        anchors = rule.find_anchors(cells) if rule else None
+        kept = np.arange(tokens) if anchors is None else kept_cells(anchors)
+        tower, k = count_tower_flops(config, len(kept)) / 10**12, min(budget, len(kept))
+        both = tower + shape.estimate_cost(k).teraflops
+        rows.append([str(rule or "none"), len(kept), f"{len(kept) / tokens:.3f}", f"{tower:#.3g}",
+                     k, f"{both:#.3g}"])  # fmt: skip
+    if options.output is not None:
+        dropped = np.isin(np.arange(tokens), kept, invert=True).reshape(height, width)
+        mask = Image.fromarray(dropped).resize(image.size, Image.Resampling.NEAREST)
+        image.paste(Image.blend(image, Image.new("RGB", image.size, "grey"), 0.6), mask=mask)
+        image.save(buffer := io.BytesIO(), "PNG")
+        write_file(options.output, buffer.getvalue())
+    head = ("rule", "cells", "kept", "tower, TFLOPs", "K", "tower and prefill, TFLOPs")
+    record = [dict(zip(head, row, strict=True)) for row in rows]
+    print_result(options, {"cells": record}, format_table(head, rows, "<>>>>>"))
     return 0
 
 
