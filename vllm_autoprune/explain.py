@@ -173,7 +173,7 @@ def explain_image(
     from vllm.exceptions import VLLMValidationError
 
     state = policy.state.model_dump(mode="json")
-    settings: dict[str, object] = {"state": state}
+    settings: dict[str, object] = {"state": state, "cells": "none"}  # all of the picture
     rule = policy.by_size or BudgetCall.parse(policy.budget)
     if rule != policy.state.budget:
         settings["budget"] = rule.rule()

@@ -62,6 +62,8 @@ def _explain_image(options: argparse.Namespace) -> int:
             print(f"{output}: no font on this machine has {undrawn!r} -> {fix}", file=sys.stderr)
     summary = "\n".join(explanation.summary for explanation in explanations)
     regions = [dataclasses.asdict(explanation.trace) for explanation in explanations]
+    for region in regions:
+        del region["grid"]["anchors"]  # every cell is a token
     wrote = "no -o FILE: nothing written" if output is None else f"wrote {output}"
     print_result(options, {"summary": summary, "regions": regions}, f"{summary}\n{wrote}")
     return 0
