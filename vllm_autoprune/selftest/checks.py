@@ -368,12 +368,15 @@ def runners_agree(report: Report, other: Report) -> str:
     """Two model runners keep the same rows and give the same completions and positions.
 
     Not under a state with a core: of 40 tokens some are nearly as good as others, and the runners
-    round features differently.
+    round features differently. So they do for any state in bfloat16, the only type that linear
+    attention has on a CPU: there, completions with all tokens are compared.
     """
-    if report.kept != other.kept:
+    if not report.hybrid and report.kept != other.kept:
         return f"{report.runner} kept {report.kept}, {other.runner} {other.kept}"
     for setting, completions in report.completions.items():
         if setting in ("split", "stock others", "others"):
+            continue
+        if report.hybrid and setting not in ("stock", "whole"):
             continue
         for name, completion in completions.items():
             known = other[setting][name]
