@@ -182,6 +182,9 @@ def _resolve_settings(raw: object, vllm_config: VllmConfig) -> ServedState:
         problems.append(Problem("VLLM_USE_RUST_FRONTEND", "bypasses Python processors", fix))
     backbone = BACKBONES.get(architecture)
     problems += find_problems(architecture, model.hf_config)
+    whole_only = "" if backbone is None else backbone.whole_only
+    if not getattr(model.multimodal_config, "mm_device_do_normalize", False):
+        whole_only = whole_only or "gets pixels that are normalised before, and cannot be compared"
     if backbone is not None:
         # Modes in which no state serves the model.
         if model.trust_remote_code and not backbone.remote_processor:
@@ -210,8 +213,8 @@ def _resolve_settings(raw: object, vllm_config: VllmConfig) -> ServedState:
         if settings.recall and backbone.unsplittable:
             what = f"later turns cannot recall tokens: this model {backbone.unsplittable}"
             problems.append(Problem("--autoprune-recall", what, "leave it out"))
-        if settings.cells is not None and backbone.whole_only:
-            what = f"no cell can be dropped: this model {backbone.whole_only}"
+        if settings.cells is not None and whole_only:
+            what = f"no cell can be dropped: this model {whole_only}"
             problems.append(Problem(CELLS_FLAG, what, "give none, or leave it and /cells out"))
         if settings.text_tower is not None:
             problems += backbone.tower_problems(model.hf_config, settings.text_tower)
@@ -237,7 +240,7 @@ def _resolve_settings(raw: object, vllm_config: VllmConfig) -> ServedState:
         settings.rules,
         unavailable,
         cells=settings.cells,
-        whole_only=backbone.whole_only,
+        whole_only=whole_only,
     )
     if problems := _input_problems(vllm_config, backbone, served.needs):
         raise ConfigError("cannot serve pruned", problems)

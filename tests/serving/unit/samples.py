@@ -70,7 +70,9 @@ def vllm_config(
         get_total_num_hidden_layers=lambda: 4,
         get_total_num_kv_heads=lambda: 6,
         get_head_size=lambda: 32,
-        multimodal_config=SimpleNamespace(mm_encoder_tp_mode="weights"),
+        multimodal_config=SimpleNamespace(
+            mm_encoder_tp_mode="weights", mm_device_do_normalize=True
+        ),
     )
     return SimpleNamespace(
         model_config=model,

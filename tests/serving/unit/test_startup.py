@@ -23,6 +23,7 @@ from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.models.pruned_model import _group_by_tokens
 from vllm_autoprune.serving.plan import FIELD, Choice, ItemPlan
 from vllm_autoprune.serving.served_state import served_state
+from vllm_autoprune.serving.settings import CELLS_FLAG
 from vllm_autoprune.serving.startup import _resolve_settings, apply_settings
 from vllm_autoprune.tpdsl.tokens import Need
 
@@ -64,6 +65,8 @@ def lora(tower: bool) -> Any:
 
 PATCH = base("prunesid", None, mode="patch")
 RECALL = {"state": "divprune", "recall": 8}
+CELLS = {"state": "divprune", "cells": "flat"}
+ON_HOST = {"architecture": QWEN, "mm_device_do_normalize": False}
 GRAPHS = "--compilation-config cudagraph_mm_encoder"
 
 
@@ -92,6 +95,7 @@ GRAPHS = "--compilation-config cudagraph_mm_encoder"
             {"architecture": QWEN, "pipeline_parallel_size": 2},
             *(PIPELINE, "positions"),
         ),
+        (CELLS, "encoder", ON_HOST, CELLS_FLAG, "normalised before"),
     ],
 )
 def test_what_cannot_be_served_pruned_is_refused(

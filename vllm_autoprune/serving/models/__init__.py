@@ -216,10 +216,7 @@ BACKBONES: dict[str, Backbone] = {
         _qwen("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"),
         _qwen("qwen3_5", "Qwen3_5ForConditionalGeneration"),
         _qwen("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration"),
-        _qwen(
-            *("cohere_compass", "CohereCompassForConditionalGeneration"),
-            whole_only="gets pixels that are normalised before, and cannot be compared",
-        ),
+        _qwen("cohere_compass", "CohereCompassForConditionalGeneration"),
         _qwen("glm4v", "Glm4vForConditionalGeneration"),
         _qwen("glm4v_moe", "Glm4vMoeForConditionalGeneration"),
         # Pages lose first.
