@@ -28,7 +28,7 @@ from benchmarks.common.fake_server import Body, Reply, fake_server
 from benchmarks.load.__main__ import parse_arguments
 from benchmarks.load.settings import PairedOptions
 from benchmarks.yardsticks.examples import as_picture, draw_examples
-from tests.serving.unit.samples import vllm_config
+from tests.serving.unit.samples import LLAVA, vllm_config
 from vllm_autoprune.cli.main import main
 from vllm_autoprune.evaluation.questions import read_questions
 from vllm_autoprune.serving.api.endpoint import NAME
@@ -50,10 +50,9 @@ def require_valid(words: list[str]) -> None:
     """Resolve the settings as a server does at start-up, but for the text tower's download."""
     settings = flags_of(words)
     assert str(settings.pop("text_tower", "openai/")).startswith("openai/")
-    names = (
-        ["Qwen3VLForConditionalGeneration"] if any("/Qwen3-VL" in word for word in words) else []
-    )
-    assert _resolve_settings(settings, vllm_config(None, *names)) is not None
+    qwen = any("/Qwen3-VL" in word for word in words)
+    config = vllm_config(architecture="Qwen3VLForConditionalGeneration" if qwen else LLAVA)
+    assert _resolve_settings(settings, config) is not None
 
 
 def read(name: str) -> Any:

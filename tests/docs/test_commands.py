@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import json
 import re
 import shlex
@@ -24,14 +23,12 @@ import vllm_autoprune_command
 from benchmarks.common.fake_server import Reply, fake_server
 from benchmarks.load.__main__ import parse_arguments
 from tests.docs.commands import ROOT, Command, prepare_folder, read_commands, type_page
-from tests.serving.unit.samples import refusal, served
+from tests.serving.unit.samples import refusal
+from tests.serving.unit.test_request import resolve, server
 from tests.test_examples import flags_of, require_valid
 from vllm_autoprune.cli.main import main, parser
 from vllm_autoprune.errors import ProblemsError
-from vllm_autoprune.serving.api.layout import TokenCount
-from vllm_autoprune.serving.api.request import PruningRequest, refuse_misplaced
-from vllm_autoprune.serving.api.resolve import check_fields, resolve_plans
-from vllm_autoprune.serving.settings import RequestRules
+from vllm_autoprune.serving.api.request import refuse_misplaced
 
 COMMANDS = read_commands()
 LONG = [c for c in COMMANDS if c.kind == "long"]
@@ -134,10 +131,7 @@ def send(text: str, level: str) -> None:
     ((name, fields),) = json.loads(f"{{{text}}}").items()
     if name == "mm_processor_kwargs":
         refuse_misplaced({}, fields)
-    rules = RequestRules("budget" if "`budget`" in level else "states")
-    server = dataclasses.replace(served(), rules=rules)
-    request = PruningRequest.parse(fields)
-    resolve_plans(server, request, check_fields(server, request), [TokenCount(576)])
+    resolve(fields, 576, on=server("budget" if "`budget`" in level else "states"))
 
 
 def test_mistakes_are_of_commands_flags_and_fields() -> None:
@@ -186,25 +180,23 @@ def test_clients_send_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs/clients.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     curl, load, guidellm = [c.text for c in COMMANDS if c.page == "docs/clients.md"]
-    with fake_server(Reply(ttft=0.0, gaps=(0.0,)), model=None) as server:
-        local = code.replace("http://localhost:8000", server.url)
+    with fake_server(Reply(ttft=0.0, gaps=(0.0,)), model=None) as fake:
+        local = code.replace("http://localhost:8000", fake.url)
         exec(local, {"model": "m", "messages": [{"role": "user", "content": "?"}]})
-        here = curl.replace("localhost:8000", server.url)
+        here = curl.replace("localhost:8000", fake.url)
         subprocess.run(["bash", "-c", here], cwd=ROOT, check=True, capture_output=True)
-        assert server.headers[-1]["x-autoprune-budget"] == "64"
-        assert json.dumps(server.requests.pop()).count("data:image/jpeg;base64,/9j/") == 1
+        assert fake.headers[-1]["x-autoprune-budget"] == "64"
+        assert json.dumps(fake.requests.pop()).count("data:image/jpeg;base64,/9j/") == 1
         parser = FlexibleArgumentParser()
         add_cli_args(parser)
-        words = shlex.split(load.replace("http://localhost:8000", server.url))[3:]
+        words = shlex.split(load.replace("http://localhost:8000", fake.url))[3:]
         model = str(ROOT / "benchmarks/yardsticks/weights/minillava/llava")
         asyncio.run(main_async(parser.parse_args([*words, "--model", model, "--num-prompts", "2"])))
     extras = json.loads(shlex.split(guidellm)[-1])["extras"]
-    bodies += [*server.requests, extras["body"]]
+    bodies += [*fake.requests, extras["body"]]
     assert len(bodies) == 2 + 1 + 2 + 1
     for body in bodies:
         refuse_misplaced(body, body["mm_processor_kwargs"])
-        fields = PruningRequest.parse(body["mm_processor_kwargs"]["autoprune"])
-        rules = dataclasses.replace(served(), rules=RequestRules("budget"))
-        state = check_fields(rules, fields)
-        (plan,) = resolve_plans(rules, fields, state, [TokenCount(576)])
+        fields = body["mm_processor_kwargs"]["autoprune"]
+        (plan,) = resolve(fields, 576, on=server("budget"))
         assert plan.budget == 64

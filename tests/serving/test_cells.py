@@ -16,6 +16,7 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from tests.serving.engine import Engine, assert_same, built, page, start, turn, watch
 from tests.serving.runners import in_engine
@@ -32,18 +33,17 @@ GRIDS = ([1, 16, 12], [1, 2, 30], [1, 18, 22], [1, 2, 2])
 
 @contextmanager
 def attending_to(tower: Any, kept: Tensor) -> Iterator[None]:
-    """Let a tower over whole images attend to kept patches alone, by plain products in float32."""
+    """Let a tower over whole images attend to kept patches alone."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor, *lengths: Any, **named: Any) -> Tensor:
         edges = lengths[0] if lengths else named["cu_seqlens"]
-        heads = [part.reshape(-1, *part.shape[-2:]).transpose(0, 1) for part in (query, key, value)]
-        rows = torch.zeros_like(heads[0])
-        for begin, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
-            q, k, v = (part[:, begin:end] for part in heads)
-            seen = kept[begin:end]
-            scores = q @ k[:, seen].transpose(1, 2) * query.shape[-1] ** -0.5
-            rows[:, begin:end] = scores.softmax(dim=-1) @ v[:, seen]
-        return rows.transpose(0, 1).reshape(query.shape)
+        sequence = torch.searchsorted(edges, torch.arange(len(kept), dtype=edges.dtype), right=True)
+        seen = (sequence[:, None] == sequence) & kept
+        heads = (part.reshape(-1, *part.shape[-2:]).transpose(0, 1) for part in (query, key, value))
+        q, k, v = heads
+        rows = scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        # NaN where nothing of a sequence is kept.
+        return rows.nan_to_num().transpose(0, 1).reshape(query.shape)
 
     with ExitStack() as stack:
         for block in tower.blocks:
@@ -51,15 +51,19 @@ def attending_to(tower: Any, kept: Tensor) -> Iterator[None]:
         yield
 
 
+def start_tiny(backbone: str = "qwen3_vl", dtype: str = "float32") -> Engine:
+    settings = {"state": "divprune", "budget": 6, "requests": "states"}
+    limits = {"image": 2, "video": 0}
+    return start(settings, built(backbone), dtype=dtype, limit_mm_per_prompt=limits)
+
+
 @pytest.mark.only("v1")
 @pytest.mark.parametrize("backbone", TOWERS)
 @in_engine
 def test_kept_cells_are_encoded_as_by_a_tower_that_sees_no_others(backbone: str) -> None:
     """All cells: vLLM's own rows to the bit. Some: those of masked attention; batched as alone."""
-    options: dict[str, Any] = {"dtype": "float32", "limit_mm_per_prompt": {"image": 1, "video": 0}}
-    if backbone == "qwen3_5":
-        options["dtype"] = "bfloat16"  # all that vLLM's linear attention takes
-    engine = start({"state": "divprune", "budget": 8}, built(backbone), **options)
+    # bfloat16 is all that vLLM's linear attention takes.
+    engine = start_tiny(backbone, "bfloat16" if backbone == "qwen3_5" else "float32")
     tower = engine.model.visual.float()
     source = torch.Generator().manual_seed(0)
     vision = engine.llm.llm_engine.model_config.hf_config.vision_config
@@ -101,21 +105,14 @@ LONG = "what colour is the cat" + " and the sky is blue on the right" * 6
 
 
 def ask(engine: Engine, image: Image.Image, **entry: object) -> dict[str, Any]:
-    (answer,) = engine.chat([turn(LONG, image)], tokens=8, entry=entry)
-    return answer
-
-
-def start_qwen() -> Engine:
-    settings = {"state": "divprune", "budget": 6, "requests": "states"}
-    limits = {"image": 2, "video": 0}
-    return start(settings, built("qwen3_vl"), dtype="float32", limit_mm_per_prompt=limits)
+    return engine.chat([turn(LONG, image)], tokens=8, entry=entry)[0]
 
 
 @pytest.mark.both
 @in_engine
 def test_pages_with_and_without_a_rule_share_nothing() -> None:
     """At equal K; negative control: under one identity the second gets the answer of the first."""
-    engine, image = start_qwen(), page(224, 256, 0)
+    engine, image = start_tiny(), page(224, 256, 0)
     plain, flat = (ask(engine, image, cells=rule) for rule in ("none", "flat"))
     assert plain["prompt_tokens"] == flat["prompt_tokens"]
     assert plain["logprob"] != flat["logprob"] and plain["cached"] == flat["cached"] == 0
@@ -139,7 +136,7 @@ def test_pages_with_and_without_a_rule_share_nothing() -> None:
 @in_engine
 def test_selection_chooses_among_the_cells_that_are_left() -> None:
     """For policies that compare tokens, for signals that read their places, and for controls."""
-    engine, record, image = start_qwen(), watch(), page(224, 256, 0)
+    engine, record, image = start_tiny(), watch(), page(224, 256, 0)
     for entry in ({}, {"state": "miniqwen"}, {"keep": "random"}, {"state": "autoprune"}):
         ask(engine, image, cells="flat", budget=5, **entry)
         ((plan, kept),) = record.take().items()

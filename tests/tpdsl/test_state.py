@@ -61,6 +61,7 @@ DIFFERENT: list[Changes] = [
     {"/safety/3": DELETE},
     {"/core": {"share": 0.5}},
     {"/shares": "free"},
+    *({"/cells": {"rule": "flat", "tolerance": tolerance}} for tolerance in (0, 2)),
     IN,
 ]
 

@@ -13,12 +13,14 @@ from benchmarks.common.client import Client, Record
 from benchmarks.common.fake_server import MODEL, Reply, fake_server
 from benchmarks.common.shapes import (
     TOKENS,
+    _read_shape,
     count_kv_bytes,
     count_visual_tokens,
     draw_words,
     write_shape,
 )
 from benchmarks.server import ServerDied
+from vllm_autoprune.backbones import BackboneShape, count_tower_flops
 
 # ---- the streaming client, against a server whose schedule is known beforehand ----
 
@@ -96,6 +98,18 @@ def test_an_image_is_n_tokens_and_a_word_is_one(folder: Path) -> None:
     assert len(as_long) == len(ids) - 1 + 64
     # Every id has a text, since dummy weights emit any.
     assert all(processor.tokenizer.convert_ids_to_tokens(list(range(32064))))
+
+
+def test_the_scaled_tower_has_its_share_of_the_cost() -> None:
+    """Of tower and prefill of an eighth, with 24 words, 85 % as Qwen3-VL-8B's."""
+    shape = _read_shape("scaled-qwen3-vl")
+    sizes = {"vision_config": shape["vision"], "text_config": shape["text"]}
+    config = AutoConfig.for_model("qwen3_vl", **sizes)
+    tower = count_tower_flops(config, 962)
+    prefill = BackboneShape.of_checkpoint("scaled", config).estimate_cost(962 // 8, text=24).flops
+    attention = 2 * 2 * (4 * 962) ** 2 * config.vision_config.hidden_size * 4
+    assert tower / (tower + prefill) == pytest.approx(0.85, abs=0.01)
+    assert attention / tower == pytest.approx(0.68, abs=0.02)
 
 
 @pytest.mark.parametrize(

@@ -229,8 +229,8 @@ def test_features_of_a_plan_from_elsewhere_are_kept_under_the_key_of_its_pixels(
 IMAGE_BYTES = 400
 
 
-def element(data: torch.Tensor) -> Any:
-    return MultiModalFieldElem(data, MultiModalBatchedField())
+def element(data: torch.Tensor, keep_on_cpu: bool = False) -> Any:
+    return MultiModalFieldElem(data, MultiModalBatchedField(keep_on_cpu=keep_on_cpu))
 
 
 def plan_element(budget: int) -> Any:

@@ -14,7 +14,7 @@ from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.worker.gpu_worker import Worker
 
 from tests.serving.unit.samples import LLAVA, places, refusal, served, vllm_config
-from tests.tpdsl.samples import edited, sample
+from tests.tpdsl.samples import edited, sample, shipped
 from vllm_autoprune import ConfigError
 from vllm_autoprune.serving import compat, plugin
 from vllm_autoprune.serving.compat import _Hook
@@ -28,8 +28,8 @@ from vllm_autoprune.serving.startup import _resolve_settings, apply_settings
 from vllm_autoprune.tpdsl.tokens import Need
 
 NO_CLS = SimpleNamespace(model_type="siglip_vision_model", hidden_size=24)
-QWEN, INTERNVL, GEMMA = (
-    f"{name}ForConditionalGeneration" for name in ("Qwen2_5_VL", "InternVL", "Gemma3")
+QWEN, INTERNVL, GEMMA, GLM_OCR = (
+    f"{name}ForConditionalGeneration" for name in ("Qwen2_5_VL", "InternVL", "Gemma3", "GlmOcr")
 )
 CHAT: dict[str, object] = {"architecture": "InternVLChatModel"}
 PIPELINE = "--pipeline-parallel-size"
@@ -66,6 +66,7 @@ def lora(tower: bool) -> Any:
 PATCH = base("prunesid", None, mode="patch")
 RECALL = {"state": "divprune", "recall": 8}
 CELLS = {"state": "divprune", "cells": "flat"}
+OF_STATE = {"state": edited(shipped("divprune"), {"/cells": {"rule": "flat"}})}
 ON_HOST = {"architecture": QWEN, "mm_device_do_normalize": False}
 GRAPHS = "--compilation-config cudagraph_mm_encoder"
 
@@ -96,6 +97,8 @@ GRAPHS = "--compilation-config cudagraph_mm_encoder"
             *(PIPELINE, "positions"),
         ),
         (CELLS, "encoder", ON_HOST, CELLS_FLAG, "normalised before"),
+        (CELLS, "", {"architecture": INTERNVL}, CELLS_FLAG, "no cell can be dropped: this model"),
+        (OF_STATE, "", {"architecture": GLM_OCR}, CELLS_FLAG, "no cell can be dropped: this model"),
     ],
 )
 def test_what_cannot_be_served_pruned_is_refused(
