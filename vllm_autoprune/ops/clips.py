@@ -1,0 +1,131 @@
+"""What changes between the frames of a clip, and exact shares of a budget.
+
+A clip is ``(T, n, D)`` float32: T frames of n tokens in time order. Functions take one clip at a
+time, so that it has the same bits alone and in a batch.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+
+from vllm_autoprune.ops.rowwise import rank_descending
+
+_NEGLIGIBLE = 1e-100
+"""Lower bound of a weight, so that frames without any share what others have no room for."""
+
+_ROUNDS = 64
+"""Rounds after which what is left of a budget goes by remainder; 2 T always suffice."""
+
+
+def _directions(rows: Tensor) -> Tensor:
+    return functional.normalize(rows, dim=-1)
+
+
+def cosine_to_previous(clip: Tensor, initial: float) -> Tensor:
+    """Cosine ``(T, n)`` with the token at its place in the frame before; at first ``initial``."""
+    unit = _directions(clip)
+    cosine = (unit[1:] * unit[:-1]).sum(dim=-1)
+    return torch.cat([torch.full_like(unit[:1, :, 0], initial), cosine])
+
+
+def echo_of_previous(clip: Tensor, tau: float, initial: float, width: int = 0) -> Tensor:
+    """Mean cosine ``(T, n)`` with all tokens of the frame before, by softmax(cosine / tau).
+
+    With the width of its grid, those of the 3 x 3 places around. At first ``initial``.
+    """
+    unit, echoes = _directions(clip), [torch.full_like(clip[0, :, 0], initial)]
+    place = torch.arange(clip.shape[1], device=clip.device)
+    y, x = place // max(width, 1), place % max(width, 1)
+    far = torch.maximum((y[:, None] - y).abs(), (x[:, None] - x).abs()) > 1
+    for before, frame in pairwise(unit):
+        cosine = frame @ before.T
+        logits = (cosine / tau).masked_fill(far, -torch.inf) if width else cosine / tau
+        echoes.append((logits.softmax(dim=-1) * cosine).sum(dim=-1))
+    return torch.stack(echoes)
+
+
+def distance_from_mean(clip: Tensor) -> Tensor:
+    """One minus the cosine ``(T, n)`` of each token with the mean token of its frame."""
+    mean = _directions(clip.mean(dim=1, keepdim=True))
+    return 1 - (_directions(clip) * mean).sum(dim=-1)
+
+
+def surprise_of_motion(clip: Tensor, height: int, width: int, decay: float) -> Tensor:
+    """Error of a linear prediction over its running mean ``(T, n)``; 1 / (1 - decay) at first.
+
+    A token is predicted as the one before plus its last change, less the plane over rows and
+    columns that fits the changes of all tokens best. Source: SURGE (ICLR 2026), by a port of it.
+    """
+    # Coordinates around 0, so that the three planes are orthogonal.
+    y, x = (torch.arange(side, device=clip.device) - (side - 1) / 2 for side in (height, width))
+    ones = torch.ones(height * width, device=clip.device)
+    planes = torch.stack([ones, y.repeat_interleave(width), x.repeat(height)])
+    basis = functional.normalize(planes, dim=-1)
+    surprises = [torch.full_like(clip[0, :, 0], 1 / (1 - decay))]
+    motion, mean = torch.zeros_like(clip[0]), None
+    for change in clip.diff(dim=0):
+        error = (change - motion).square().sum(dim=-1)
+        mean = error if mean is None else decay * mean + (1 - decay) * error
+        surprises.append(error / (mean + 1e-8))
+        motion = change - basis.T @ (basis @ change)
+    return torch.stack(surprises)
+
+
+def typicality(clip: Tensor) -> tuple[Tensor, Tensor]:
+    """How near each token is to the mean of the clip, and to that of its frame, ``(T, n)`` each.
+
+    Sums of Gaussians of five widths, of directions in the half of the channels that vary least.
+    """
+    variance = clip.flatten(0, 1).var(dim=0, correction=0)
+    steady = variance.argsort(stable=True)[: max(1, clip.shape[2] // 2)]
+    rows = _directions(clip.index_select(2, steady))
+
+    def nearness(centre: Tensor) -> Tensor:
+        squared = (rows - centre).square().sum(dim=-1)
+        total = torch.zeros_like(squared)
+        for exponent in range(-3, 2):
+            total = total + torch.exp(-squared / 2 ** (exponent + 1))
+        return total
+
+    return nearness(rows.mean(dim=(0, 1))), nearness(rows.mean(dim=1, keepdim=True))
+
+
+def curvature(clip: Tensor) -> Tensor:
+    """One minus the cosine of the steps to and from each frame's mean direction, ``(T,)`` float64.
+
+    1 at both ends, and where nothing moves.
+    """
+    mean = _directions(clip.mean(dim=1).double())
+    step = _directions(mean.diff(dim=0))
+    bend = 1 - (step[:-1] * step[1:]).sum(dim=-1)
+    ends = torch.ones_like(mean[:, 0])
+    return torch.cat([ends[:1], bend, ends[1:2]]) if len(ends) > 1 else ends
+
+
+def split_exactly(weights: Tensor, total: int, low: int, most: int) -> Tensor:
+    """Shares ``(B, T)`` int64 of a total by weights ``(B, T)``, each from ``low`` to ``most``.
+
+    Floors of the quotas of what is left are given until all are 0, then one each by the largest
+    remainder, ties to the earlier. Needs T low <= total <= T most.
+    """
+    weights = weights.double().nan_to_num(nan=0.0, posinf=0.0).clamp_min(_NEGLIGIBLE)
+    shares = torch.full_like(weights, low, dtype=torch.int64)
+    fraction = weights
+    for _ in range(min(_ROUNDS, 2 * weights.shape[1]) + 1):
+        rest = total - shares.sum(dim=1, keepdim=True)
+        free = weights.where(shares < most, 0.0)
+        quota = free / free.sum(dim=1, keepdim=True).clamp_min(_NEGLIGIBLE) * rest
+        floor = (quota + 1e-9).floor()  # a third of 3 is 1
+        fraction = (quota - floor).round(decimals=9)
+        shares = shares + torch.minimum(floor.to(torch.int64), most - shares)
+    order = rank_descending(fraction.masked_fill(shares >= most, -1.0))
+    for each in (1, most):
+        room = (most - shares).clamp_max(each).gather(1, order)
+        missing = total - shares.sum(dim=1, keepdim=True)
+        added = torch.minimum((missing - (room.cumsum(dim=1) - room)).clamp_min(0), room)
+        shares = shares.scatter_add(1, order, added)
+    return shares
