@@ -46,6 +46,14 @@ _BUDGETS: Mapping[str, Sequence[int]] = {
 QUOTAS = (0, 1, 2, 4, 8, 16, 32)
 """The paper's values of q_e at K = 32."""
 
+_FRAMES: Mapping[str, Mapping[str, object]] = {
+    "echoprune": {"budget": "global", "low": 0, "first": "quota"},
+    "evs": {"budget": "global", "low": 0, "first": "whole"},
+    "vcast": {"budget": "curvature"},
+    "vidcom2": {"budget": "uniqueness"},
+}
+"""How methods for videos spread their tokens over the frames of a clip, as published."""
+
 _MEASURED = (16, 8)
 """The values of K at which states are measured."""
 _EVALUATED_ON = (
@@ -93,7 +101,8 @@ def _build_states(folder: Path = POLICIES) -> list[PruningState]:
     found_by = "The authors of the method; parameters as they published them where nothing else is "
     for name, policy in BASE_POLICIES.items():
         notes = f"The base policy {name} alone. {policy.doc}"
-        states.append(edit(name, notes, alone(name), f"{found_by}said."))
+        clips = {"frames": dict(_FRAMES[name])} if name in _FRAMES else {}
+        states.append(edit(name, notes, {**alone(name), **clips}, f"{found_by}said."))
     norm: _JsonObject = {
         **alone("divprune"),
         "scoring": {**_UNUSED_SCORING, "signals": [{"atom": "visual_token_norm_saliency"}]},

@@ -102,7 +102,8 @@ def _array(recipe: Recipe, name: str) -> Doubles:
         case "text_embeds":
             return _bell(seed, "txt", (get("M", 1), get("C", 16)))
         case "text_tokens":
-            return _bell(seed, "txt", (recipe["M"], width)) if recipe["M"] else np.zeros((0, width))
+            count = recipe["W" if kind == "video" else "M"]
+            return _bell(seed, "txt", (count, width)) if count else np.zeros((0, width))
         case "text_features":
             return _bell(seed, "pooled", (batch, width))
         case "normed_hidden":
@@ -122,6 +123,8 @@ def _array(recipe: Recipe, name: str) -> Doubles:
             return _mass(recipe, (heads, recipe["txt"], length))
         case "embeds":
             return _clustered(recipe, "emb", (1, length, width)) * get("escale", 0.25)
+        case "frames":
+            return _clip(recipe)
         case "layer_out":
             return _clustered(recipe, "out", (1, length, width))
     raise ValueError(f"no array of the name {name!r} is known")
@@ -145,6 +148,22 @@ def _clustered(
     tokens = centres[np.minimum(owner, clusters - 1)]
     tokens = tokens + recipe.get("noise", 0.6) * _bell(seed, f"{name}/noi", shape)
     return tokens + bias
+
+
+def _clip(recipe: Recipe) -> Doubles:
+    """Frames ``(T, n, D)`` of which some tokens change from one to the next, and all at a cut."""
+    seed, count, width = recipe["seed"], recipe["n"], recipe["D"]
+    frames, gain = [], 0.5 + _uniform(seed, "gain", (1, count, 1))[0]
+    current = _clustered(recipe, "base", (1, count, width))[0]
+    for frame in range(recipe["T"]):
+        if frame in recipe["cuts"]:
+            current = _clustered(recipe, f"base/{frame}", (1, count, width))[0]
+        elif frame:
+            moves = _uniform(seed, f"moves/{frame}", (count, 1)) < recipe["moving"]
+            step = _bell(seed, f"step/{frame}", (count, width))
+            current = current + recipe["drift"] * step * moves
+        frames.append(current * gain)
+    return np.stack(frames)
 
 
 def _mass(recipe: Recipe, shape: tuple[int, ...]) -> Doubles:
@@ -225,6 +244,11 @@ def images(case: Case) -> VisualTokens:
     kind, arrays = case.recipe["gen"], case.inputs
     if "sys" in case.recipe:
         return _sequence(case)
+    if kind == "video":
+        grid = Grid(1, case.recipe["n"], case.recipe["T"], clip=True)
+        text = arrays.get("text_tokens", torch.empty(0, case.recipe["D"]))[None]
+        asked = Words(text, torch.ones(text.shape[:2], dtype=torch.bool))
+        return VisualTokens(case.rounded("frames").flatten(0, 1)[None], grid, words=asked)
     (source,) = {"features", "image_features", "hidden"} & set(arrays)
     rows = case.rounded(source)[None] if kind == "divprune" else case.rounded(source)
     begin = int(kind in _WITH_CLS)

@@ -24,9 +24,11 @@ from vllm_autoprune.base_policies.language import (
 from vllm_autoprune.base_policies.merging import _merge_neighbours
 from vllm_autoprune.ops.rowwise import gather_rows, mask_from_indices
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, Given
+from vllm_autoprune.tpdsl.materialize import materialize_clip
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
-AUTOPRUNE = Path(__file__).parents[2] / "policies" / "autoprune.json"
+POLICIES = Path(__file__).parents[2] / "policies"
+AUTOPRUNE = POLICIES / "autoprune.json"
 NEXT_TO_ROUNDING = 1e-3
 """Tolerance of merged rows in float32."""
 
@@ -93,6 +95,17 @@ def replay(case: Case) -> Outputs:
         yield "rows", refined.features, recorded("features"), 1e-4
         if refined.quality is not None:  # not computed where nothing is exchanged
             yield "quality", refined.quality, recorded("quality"), 1e-4
+        return
+    if recipe["gen"] == "video":
+        document = json.loads((POLICIES / f"{method}.json").read_text())
+        document["base_policy"]["params"] = params_of(method, recipe).model_dump()
+        document["frames"] |= {"low": recipe.get("low", document["frames"]["low"])}
+        if method == "vcast":
+            document["frames"]["tau"] = recipe["tau"]
+        elif recipe.get("first") == "global":
+            document["frames"]["first"] = "as_others"
+        refined = refine(materialize_clip(load_state(document), recipe["K"]), tokens)
+        yield "keep", refined.indices, recorded("keep")[None], None
         return
     if method in ORDERED:
         picks = select(case, policy, tokens)

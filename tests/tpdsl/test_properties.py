@@ -85,6 +85,7 @@ BASES: dict[str, Changes] = {
     "fsr core": base("fsr", alpha=0.0),
     "fsr select": base("fsr", kappa=0.0, rho=0.2),
     "fsr merge": base("fsr", kappa=9.0, rho=0.0),
+    "echoprune core": base("echoprune", words=False),
     "idpruner relevance": base("idpruner", importance="relevance", balance=0.0),
 }
 """Base policies alone, with parameters that change what they do."""
@@ -269,6 +270,11 @@ SIZES: dict[Group, int] = {
 EXTENSIONS = {
     "ratio_budget",
     "per_tile_budget",
+    "per_frame_budget",
+    "temporal_novelty",
+    "temporal_echo_penalty",
+    "prediction_surprise",
+    "frame_outlier",
     "local_detail_energy",
     "mean_dissimilarity_saliency",
     "centred_cosine_kernel",

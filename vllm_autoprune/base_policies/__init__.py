@@ -3,7 +3,7 @@
 Importing this package registers all of them.
 """
 
-from vllm_autoprune.base_policies import greedy, groups, language, merging  # noqa: F401
+from vllm_autoprune.base_policies import greedy, groups, language, merging, video  # noqa: F401
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
 # The schema and every list name them in this order.

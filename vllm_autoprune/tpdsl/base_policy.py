@@ -96,6 +96,7 @@ class BasePolicy:
     ``needs`` holds every input that it reads with some parameters; ``cost`` is the milliseconds of
     a selection, given its inputs (:mod:`~vllm_autoprune.tpdsl.cost`). ``core`` is the call of its
     form that reads no question, as a state's core takes it, None where there is no such form.
+    ``score`` of a policy for clips maps (params, tokens) to ``(B, N)``: it keeps the largest.
     """
 
     name: str
@@ -108,6 +109,7 @@ class BasePolicy:
     reads: Callable[..., frozenset[Need]] | None = None
     core: type[BasePolicyCall] | None = None
     ranking_layers: Callable[..., int] | None = None
+    score: Callable[..., Tensor] | None = None
 
     @property
     def default_params(self) -> PolicyParams:
@@ -181,6 +183,7 @@ def base_policy(
     reads: Callable[[P], frozenset[Need]] | None = None,
     core: type[P] | None = None,
     ranking_layers: Callable[[P, int], int] | None = None,
+    score: Callable[[P, VisualTokens], Tensor] | None = None,
 ) -> Callable[[_Select[P]], _Select[P]]:
     """Decorator: register a function as the base policy of its name, less the underscore.
 
@@ -216,7 +219,8 @@ def base_policy(
         elif core is not None:
             alone = call_of(f"{name.capitalize()}CorePolicy", core)
         BASE_POLICIES[name] = BasePolicy(
-            name, call, needs, doc, cost, function, continuation, reads, alone, ranking_layers
+            name, call, needs, doc, cost, function, continuation, reads, alone, ranking_layers,
+            score,
         )  # fmt: skip
         return function
 

@@ -272,7 +272,10 @@ def _validate(data: JsonValue, subject: str) -> PruningState:
             fix = "fix the ones above first"
             problems.append(Problem("", f"{omitted} more problems", fix, "more"))
         raise StateError(subject, problems) from None
-    if problems := state.budget_problems(*state.budget.range()):
+    problems = state.budget_problems(*state.budget.range())
+    if state.frames is not None:
+        problems += state.budget_problems(*state.frames.tokens.range(), clip=True)
+    if problems:
         raise StateError(subject, problems)
     if len(state.dumps().encode()) > MAX_BYTES:
         _refuse_size(subject, " when written out with its defaults", "shorten its provenance")
@@ -361,7 +364,7 @@ def _place(location: Sequence[int | str], data: JsonValue) -> tuple[str, JsonVal
 def suggest_name(name: str, allowed: Sequence[str]) -> str:
     """Fix for an unknown name: the most similar allowed one, or the list of allowed names."""
     near = _near(name, allowed)
-    listed = ", ".join(allowed[:20]) + (", ..." if len(allowed) > 20 else "")
+    listed = ", ".join(allowed[:24]) + (", ..." if len(allowed) > 24 else "")
     return f"did you mean {near!r}?" if near else f"use one of: {listed or 'none installed'}"
 
 

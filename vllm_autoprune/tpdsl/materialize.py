@@ -10,6 +10,7 @@ from pydantic import JsonValue
 from vllm_autoprune.errors import BudgetError, Problem
 from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET, BudgetCall
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, INSTRUCTION_NEEDS, BasePolicy
+from vllm_autoprune.tpdsl.frames import Frames
 from vllm_autoprune.tpdsl.state import SCHEMA, Core, PruningState
 from vllm_autoprune.tpdsl.tokens import Need, RankAt, Shares
 
@@ -21,7 +22,8 @@ class PruningPolicy:
     ``by_size`` gives K where it depends on the size of an image: ``budget`` is then the largest K
     of any image, and :meth:`at` gives the policy for one size. The first ``core`` tokens of K are
     chosen without the question, the others given them; ``cover`` is the part of all tokens that may
-    be merged into the kept ones, the most similar ones.
+    be merged into the kept ones, the most similar ones. ``clip``: K is of clips, by the rules of
+    the state's frames.
     """
 
     state: PruningState
@@ -31,6 +33,7 @@ class PruningPolicy:
     by_size: BudgetCall | None = None
     core: int = 0
     cover: float = 1.0
+    clip: bool = False
 
     @classmethod
     def of_core(cls, state: PruningState, core: int) -> PruningPolicy:
@@ -40,7 +43,7 @@ class PruningPolicy:
         """
         if state.core is None:
             raise _no_core(state)
-        alone = _core_state(state.core, state.rank_at, state.shares)
+        alone = _core_state(state.core, state.rank_at, state.shares, state.frames)
         return cls(alone, core, 0, core, cover=state.core.cover)
 
     @classmethod
@@ -93,14 +96,18 @@ class PruningPolicy:
         return any(call.atom == "fallback_to_selection" for call in self.state.safety)
 
     def tokens_kept(self, tokens: int, tiles: int = 1) -> int:
-        """Tokens kept of an image of N tokens in T tiles, min(K, N)."""
+        """Tokens kept of an image of N tokens in T tiles, or a clip of T frames, min(K, N)."""
         return min(self.at(tokens, tiles).budget, tokens)
 
     def at(self, tokens: int, tiles: int = 1) -> PruningPolicy:
         """Policy for images of N tokens in T tiles; itself if K does not depend on the size."""
         if self.by_size is None:
             return self
-        return materialize(self.state, self.by_size.tokens_kept(tokens, tiles))
+        count = self.by_size.tokens_kept(tokens, tiles)
+        if not self.clip or self.state.frames is None:
+            return materialize(self.state, count)
+        least = tokens // tiles if self.state.frames.first == "whole" else 1
+        return materialize_clip(self.state, max(count, least))
 
 
 def materialize(
@@ -113,25 +120,51 @@ def materialize(
     server sets so that the core fills whole KV blocks. Raises :class:`BudgetError` if the state
     does not allow the budget.
     """
-    rule = state.budget if budget is None else budget
+    return _materialize(state, state.budget if budget is None else budget, core)
+
+
+def materialize_clip(
+    state: PruningState, budget: int | BudgetCall | None = None, core: int | None = None
+) -> PruningPolicy:
+    """Policy of a state for clips, as :func:`materialize`, by its ``frames`` or at another budget.
+
+    :meth:`PruningPolicy.tokens_kept` gives K of a clip. A number K is kept exactly; of a rule it is
+    at least what the first frame takes, where that stays whole. Raises :class:`BudgetError` for a
+    state without ``frames``, which leaves videos whole.
+    """
+    if state.frames is None:
+        what, fix = f"state {state.name!r} leaves videos whole", 'add "frames": {} to it'
+        raise BudgetError("budget of a clip", [Problem("/frames", what, fix)])
+    return _materialize(
+        state, state.frames.tokens if budget is None else budget, core, state.frames
+    )
+
+
+def _materialize(
+    state: PruningState, rule: int | BudgetCall, core: int | None, frames: Frames | None = None
+) -> PruningPolicy:
+    """The policy for images, or for clips by the rules of frames."""
+    clip = frames is not None
     least, most = rule.range() if isinstance(rule, BudgetCall) else (rule, rule)
     if isinstance(most, bool) or not isinstance(most, int) or not 1 <= most <= MAX_BUDGET:
         what = f"K = {most!r} is not a number of tokens"
         fix = f"give a whole number from 1 to {MAX_BUDGET}"
         raise BudgetError(f"budget of state {state.name!r}", [Problem("/budget", what, fix)])
-    if problems := state.budget_problems(least, most):
+    if problems := state.budget_problems(least, most, clip=clip):
         raise BudgetError(f"budget of state {state.name!r}", problems)
+    if isinstance(rule, BudgetCall) and frames is not None and frames.first == "whole":
+        most = MAX_BUDGET
     quota, r_min = state.constraints.selector.bounds(most)
     by_size = rule if isinstance(rule, BudgetCall) and least != most else None
     if state.core is None and core:
         raise _no_core(state)
     if state.core is None:
-        return PruningPolicy(state, most, quota, r_min, by_size)
+        return PruningPolicy(state, most, quota, r_min, by_size, clip=clip)
     core = state.core.tokens(most) if core is None else core
     if not 0 <= core <= most:
         fix = f"use 0 to {most}"
         raise BudgetError("core", [Problem("/core", f"{core} core tokens of K = {most}", fix)])
-    return PruningPolicy(state, most, min(quota, most - core), r_min, by_size, core)
+    return PruningPolicy(state, most, min(quota, most - core), r_min, by_size, core, clip=clip)
 
 
 def _no_core(state: PruningState) -> BudgetError:
@@ -158,8 +191,10 @@ _CORE_ALONE: dict[str, JsonValue] = {
 
 
 @lru_cache(maxsize=128)
-def _core_state(core: Core, rank_at: RankAt, shares: Shares) -> PruningState:
-    fields = {"rank_at": rank_at, "shares": shares}
+def _core_state(core: Core, rank_at: RankAt, shares: Shares, frames: Frames | None) -> PruningState:
+    fields: dict[str, JsonValue] = {"rank_at": rank_at, "shares": shares}
+    if frames is not None:
+        fields["frames"] = frames.model_dump(mode="json")
     policy = core.policy.model_dump(mode="json")
     reassembly = {"atom": "mean_residual", "strength": core.strength}
     return PruningState.model_validate(

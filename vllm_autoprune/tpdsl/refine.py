@@ -36,6 +36,7 @@ from vllm_autoprune.tpdsl.base_policy import (
     RefinedTokens,
     TokenSelection,
 )
+from vllm_autoprune.tpdsl.frames import pick_from_frames
 from vllm_autoprune.tpdsl.materialize import PruningPolicy
 from vllm_autoprune.tpdsl.registry import run
 from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens, split_over_tiles
@@ -188,7 +189,12 @@ def _reference(
     policy: PruningPolicy, tokens: VisualTokens, start: Given | None
 ) -> ReferenceSelection:
     """The base policy's selection. Core and delta are single tokens: their policies merge none."""
-    params, tokens = policy.state.base_policy.params, policy.state.shared(tokens)
+    params, frames = policy.state.base_policy.params, policy.state.frames
+    if frames is not None and tokens.grid.clip:
+        start = Given.none(tokens) if start is None else start
+        picks = pick_from_frames(frames, policy.base, params, tokens, policy.budget, start)
+        return ReferenceSelection(picks)
+    tokens = policy.state.shared(tokens)
     if start is not None:
         picks = policy.base.select_given(params, tokens, policy.budget, start)
     elif policy.is_core:

@@ -27,6 +27,7 @@ from vllm_autoprune.tpdsl.base_policy import (
     QuestionFreePolicy,
 )
 from vllm_autoprune.tpdsl.cells import Cells
+from vllm_autoprune.tpdsl.frames import Frames
 from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, StatePart, default_call
 from vllm_autoprune.tpdsl.tokens import Need, RankAt, Shares, VisualTokens
 
@@ -202,6 +203,11 @@ class PruningState(StatePart):
         description="extension: blank cells of a picture that are dropped before the vision tower; "
         "null: none",
     )
+    frames: Frames | None = Field(
+        default=None,
+        exclude_if=lambda frames: frames is None,
+        description="extension: how videos are pruned; null: they stay whole",
+    )
     scoring: Scoring
     constraints: Constraints
     reassembly: Reassembly = Field(
@@ -237,9 +243,11 @@ class PruningState(StatePart):
         """SHA-256 of what selects the core and makes its rows; empty without a core."""
         if self.core is None:
             return ""
-        if (self.rank_at, self.shares) == ("merger_out", "equal"):
+        if (self.rank_at, self.shares, self.frames) == ("merger_out", "equal", None):
             return self.core.digest
         place = self.rank_at if self.shares == "equal" else f"{self.rank_at} {self.shares}"
+        if self.frames is not None:
+            place += f" {self.frames.model_dump_json(exclude={'tokens'})}"
         return hashlib.sha256(f"{place} {self.core.digest}".encode()).hexdigest()
 
     def ranked(self, tokens: VisualTokens) -> VisualTokens:
@@ -281,14 +289,17 @@ class PruningState(StatePart):
             needs |= ATOMS.of(call).needs_of(call)
         return frozenset(needs)
 
-    def budget_problems(self, least: int, most: int) -> list[Problem]:
-        """Rules of the state that K from ``least`` to ``most`` breaks."""
-        limit, r_min = self.budget.limit, self.constraints.selector.insists_on
+    def budget_problems(self, least: int, most: int, *, clip: bool = False) -> list[Problem]:
+        """Rules of the state that K from ``least`` to ``most``, of an image or a clip, breaks."""
+        place, rule = "/budget", self.budget
+        if clip and self.frames is not None:
+            place, rule = "/frames/tokens", self.frames.tokens
+        limit, r_min = rule.limit, self.constraints.selector.insists_on
         problems = []
         if limit is not None and most > limit:
             what = f"K = {most} is above the limit of the state, {limit}"
             fix = f"use K = {limit} or less, or a larger limit"
-            problems.append(Problem("/budget/limit", what, fix, "limit_below_budget"))
+            problems.append(Problem(f"{place}/limit", what, fix, "limit_below_budget"))
         if r_min is not None and r_min > least:
             what = f"r_min = {r_min} reference tokens cannot be kept of K = {least}"
             fix = "set it to null, which means K - q_e, or use a larger K"

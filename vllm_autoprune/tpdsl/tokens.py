@@ -149,13 +149,15 @@ class Grid:
     """Layout of one image's tokens: ``tiles`` grids of ``height`` x ``width`` in raster order.
 
     ``anchors``, of one tile, are those of :meth:`vllm_autoprune.tpdsl.cells.Cells.find_anchors` as
-    bytes, where only kept cells are tokens; empty where all are.
+    bytes, where only kept cells are tokens; empty where all are. The tiles of a ``clip`` are its
+    frames in time order.
     """
 
     height: int
     width: int
     tiles: int = 1
     anchors: bytes = b""
+    clip: bool = False
 
     @property
     def per_tile(self) -> int:
@@ -311,6 +313,15 @@ class VisualTokens:
     def by_image(self, values: Tensor) -> Tensor:
         """Reshape ``(B * T, n, ...)`` to ``(B, N, ...)``, the inverse of :meth:`by_tile`."""
         return values.reshape(self.batch, self.count, *values.shape[2:])
+
+    def map_clips(self, measure: Callable[[Tensor], Tensor]) -> Tensor:
+        """Values ``(B, N)`` by a function of one clip, ``(T, n, D)`` float32 to ``(T, n)``.
+
+        A tile of an image that is no clip is a clip of one frame.
+        """
+        frames = self.grid.tiles if self.grid.clip else 1
+        clips = self.features.reshape(-1, frames, self.grid.per_tile, self.features.shape[2])
+        return torch.stack([measure(clip.float()) for clip in clips]).reshape(self.batch, -1)
 
     def join_tiles(self, picks: Tensor, shares: Sequence[int], first_tile: int = 0) -> Tensor:
         """Picks ``(B * T, max share)`` within tiles as picks ``(B, K)`` within images.

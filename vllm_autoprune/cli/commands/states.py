@@ -247,6 +247,9 @@ def _describe_policy(policy: PruningPolicy) -> list[str]:
         )
     if state.cells is not None:
         words.append(f"Cells are dropped before the vision tower by the rule {state.cells}.")
+    if state.frames is not None:
+        rule = f"{state.frames.tokens.rule()}, spread over its frames: {state.frames.budget}"
+        words.append(f"Of a video it keeps {rule}.")
     if policy.refines:
         exchanged = f"At most {policy.quota}" if policy.quota < policy.budget else "All"
         words.append(f"{exchanged} of them may be exchanged for candidates of higher quality.")

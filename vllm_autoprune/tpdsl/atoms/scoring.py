@@ -21,6 +21,12 @@ import torch.nn.functional as functional
 from pydantic import Field
 from torch import Tensor
 
+from vllm_autoprune.ops.clips import (
+    cosine_to_previous,
+    distance_from_mean,
+    echo_of_previous,
+    surprise_of_motion,
+)
 from vllm_autoprune.ops.rowwise import min_max_normalise
 from vllm_autoprune.ops.similarity import (
     SETTLED,
@@ -137,6 +143,21 @@ class _Dissimilarity(_SignalCall):
     )
     curve: Literal["minmax", "sigmoid"] = Field(
         "minmax", description="sigmoid: flattens the extremes, as Cen-Prune on Qwen2.5-VL"
+    )
+
+
+class _Echo(_SignalCall):
+    tau: float = Field(
+        0.5, ge=0.01, le=4.0, description="temperature of similarity to the frame before"
+    )
+    scope: Literal["frame", "local"] = Field(
+        "frame", description="tokens of the frame before: all, or the 3 x 3 around the place"
+    )
+
+
+class _Surprise(_SignalCall):
+    decay: float = Field(
+        0.9, ge=0.0, le=0.99, description="weight of the errors before in their running mean"
     )
 
 
@@ -318,6 +339,32 @@ def _mean_dissimilarity_saliency(
     if call.scale_variance:
         rows = scale_to_unit_variance(rows)
     return tokens.by_image(map_weight(mean_dissimilarity(rows), call.curve))
+
+
+@atom("scoring", _SignalCall, origin="extension", cost=9.4)
+def _temporal_novelty(call: _SignalCall, tokens: VisualTokens, picks: Tensor) -> Tensor:
+    """One minus the cosine with the token at the same place of the frame before."""
+    return tokens.map_clips(lambda clip: 1 - cosine_to_previous(clip, initial=-1.0))
+
+
+@atom("scoring", _Echo, origin="extension", cost=18.5)
+def _temporal_echo_penalty(call: _Echo, tokens: VisualTokens, picks: Tensor) -> Tensor:
+    """Minus the mean cosine with the most similar tokens of the frame before."""
+    width = tokens.grid.width if call.scope == "local" else 0
+    return tokens.map_clips(lambda clip: -echo_of_previous(clip, call.tau, -1.0, width))
+
+
+@atom("scoring", _Surprise, origin="extension", cost=14.1)
+def _prediction_surprise(call: _Surprise, tokens: VisualTokens, picks: Tensor) -> Tensor:
+    """Error of predicting a token from the two frames before, relative to what it mostly is."""
+    height, width, decay = tokens.grid.height, tokens.grid.width, call.decay
+    return tokens.map_clips(lambda clip: surprise_of_motion(clip, height, width, decay))
+
+
+@atom("scoring", _SignalCall, origin="extension", cost=9.4)
+def _frame_outlier(call: _SignalCall, tokens: VisualTokens, picks: Tensor) -> Tensor:
+    """One minus the cosine with the mean token of the frame, or of the tile."""
+    return tokens.map_clips(distance_from_mean)
 
 
 def run_signal(call: _SignalCall, tokens: VisualTokens, picks: Tensor) -> Tensor:

@@ -211,6 +211,8 @@ _SAID = re.compile(
     r"(\d{1,5})|(?:(\d{1,5}/\d{1,5})|(\d{1,3}(?:\.\d{1,4})?)%)(?::(\d{1,5})-(\d{1,5}))?", re.ASCII
 )
 
+_SAID_OF_CLIP = re.compile(r"tokens_per_frame:(\d{1,5})", re.ASCII)
+
 _EXACT = 10**6
 """Largest denominator of a share: two such fractions are never the same float."""
 
@@ -239,15 +241,22 @@ class BudgetCall(AtomCall):
         return most if least == most else f"{least} to {most}"
 
     @classmethod
-    def parse(cls, said: object, where: str = "budget") -> BudgetCall:
+    def parse(cls, said: object, where: str = "budget", *, clip: bool = False) -> BudgetCall:
         """Read K as people say it: 64, or a share of N as 1/8 or 12.5%, or 1/8:64-640.
 
-        Either is a ratio_budget. Raises :class:`BudgetError`, located at ``where``.
+        Either is a ratio_budget. Of a clip also tokens_per_frame:16, a per_frame_budget. Raises
+        :class:`BudgetError`, located at ``where``.
         """
         if isinstance(said, BudgetCall):
             return said
         is_count = type(said) is int and abs(said) < _EXACT
         text = f"{said}".strip() if is_count or isinstance(said, str) else ""
+        if clip and (match := _SAID_OF_CLIP.fullmatch(text)):
+            with suppress(ValidationError):
+                per_frame = {"atom": "per_frame_budget", "k": int(match[1])}
+                call = ATOMS["per_frame_budget"].call.model_validate(per_frame)
+                if isinstance(call, BudgetCall):
+                    return call
         if match := _SAID.fullmatch(text):
             count, fraction, percent, floor, ceiling = match.groups()
             least, most = int(floor or count or 1), int(ceiling or count or MAX_BUDGET)
@@ -259,6 +268,7 @@ class BudgetCall(AtomCall):
                     return call
         what = f"{text[:40]!r} is not a budget" if text else "is not a budget"
         fix = f"give 1 to {MAX_BUDGET} tokens, a share from 1% such as 1/8 or 12.5%, or 1/8:64-640"
+        fix += ", or tokens_per_frame:16" if clip else ""
         raise BudgetError("budget", [Problem(where, what, fix)])
 
 
@@ -299,6 +309,17 @@ class _TileBudget(BudgetCall):
         return min(self.k, self.ceiling), self.ceiling
 
 
+class _FrameBudget(_TileBudget):
+    """Parameters of per_frame_budget."""
+
+    k: int = Field(16, ge=1, le=65536, description="tokens kept per frame")
+    ceiling: int = Field(65536, ge=1, le=65536, description="largest K of a clip")
+
+    def rule(self) -> int | str:
+        """Tokens of a frame, and of how many frames at most."""
+        return f"tokens_per_frame:{self.k}" if self.ceiling == MAX_BUDGET else super().rule()
+
+
 def _fixed_budget(call: BudgetCall, tokens: int, tiles: int) -> int:
     """Keep exactly K tokens, or all of an image that has fewer."""
     return int(call.atom.removeprefix("fixed_budget@"))
@@ -323,6 +344,15 @@ def _ratio_budget(call: _RatioBudget, tokens: int, tiles: int) -> int:
 def _per_tile_budget(call: _TileBudget, tokens: int, tiles: int) -> int:
     """Keep k tokens per tile of an image, at most the ceiling in all."""
     return min(call.ceiling, call.k * tiles)
+
+
+atom(
+    "budget_control",
+    _FrameBudget,
+    name="per_frame_budget",
+    origin="extension",
+    doc="Keep k tokens per frame of a clip, at most the ceiling in all; in some frames more.",
+)(_per_tile_budget)
 
 
 Budget = Annotated[BudgetCall, OneOf("budget_control", BudgetCall)]

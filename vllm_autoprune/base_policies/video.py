@@ -1,0 +1,133 @@
+"""Base policies for clips, which compare a frame with those beside it. A tile is a first frame.
+
+All rank tokens by a score; a state's ``frames`` say how many each frame keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from vllm_autoprune.ops.clips import (
+    cosine_to_previous,
+    distance_from_mean,
+    echo_of_previous,
+    typicality,
+)
+from vllm_autoprune.ops.rowwise import rank_descending
+from vllm_autoprune.ops.similarity import cosines_with
+from vllm_autoprune.tpdsl.base_policy import P, PolicyParams, ReferenceSelection, base_policy
+from vllm_autoprune.tpdsl.tokens import Need, VisualTokens, split_over_tiles
+
+_Score = Callable[[P, VisualTokens], Tensor]
+
+
+def _scored_policy(
+    params: type[P],
+    *,
+    cost: float,
+    needs: frozenset[Need] = frozenset(),
+    reads: Callable[[P], frozenset[Need]] | None = None,
+    core: type[P] | None = None,
+) -> Callable[[_Score[P]], _Score[P]]:
+    """Decorator: register a policy by its score ``(B, N)``; of an image the best of each tile."""
+
+    def register(function: _Score[P]) -> _Score[P]:
+        @base_policy(params, cost=cost, needs=needs, reads=reads, core=core, score=function)
+        @wraps(function)
+        def select(params: P, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+            order = rank_descending(tokens.by_tile(function(params, tokens)))
+            shares = split_over_tiles(budget, tokens.grid.tiles)
+            return ReferenceSelection(tokens.join_tiles(order[:, : shares[0]], shares))
+
+        return function
+
+    return register
+
+
+@_scored_policy(PolicyParams, cost=9.4)
+def _evs(params: PolicyParams, tokens: VisualTokens) -> Tensor:
+    """The tokens least similar to the one at their place in the frame before.
+
+    Source: Efficient Video Sampling, as vLLM has it: the first frame comes before all others.
+    """
+    return tokens.map_clips(lambda clip: 1 - cosine_to_previous(clip, initial=-254.0))
+
+
+@_scored_policy(PolicyParams, cost=9.4)
+def _vidcom2(params: PolicyParams, tokens: VisualTokens) -> Tensor:
+    """The tokens farthest from the mean of the clip and of their frame, in steady channels.
+
+    Source: Liu et al., "Video Compression Commander" (EMNLP 2025), and its code in vLLM.
+    """
+
+    def score(clip: Tensor) -> Tensor:
+        common, within = typicality(clip)
+        return -(common + within)
+
+    return tokens.map_clips(score)
+
+
+@_scored_policy(PolicyParams, cost=9.4)
+def _vcast(params: PolicyParams, tokens: VisualTokens) -> Tensor:
+    """The tokens of large norm that are least similar to the mean of their frame.
+
+    Source: V-CAST (arXiv 2603.27650), the paper's formulas. Its code hands what a rounded share
+    leaves over to one frame; here the remainders decide [ours].
+    """
+
+    def score(clip: Tensor) -> Tensor:
+        norm: Tensor = clip.norm(dim=-1)
+        low, high = norm.amin(dim=1, keepdim=True), norm.amax(dim=1, keepdim=True)
+        return distance_from_mean(clip) + (norm - low) / (high - low + 1e-6)
+
+    return tokens.map_clips(score)
+
+
+class _EchoPruneParams(PolicyParams):
+    """Parameters of EchoPrune."""
+
+    tau: float = Field(
+        0.5, ge=0.01, le=4.0, description="temperature of similarity to the frame before"
+    )
+    scope: Literal["frame", "local"] = Field(
+        "frame", description="tokens of the frame before: all, or the 3 x 3 around the place"
+    )
+    words: bool = Field(True, description="false: what is new alone, without the question")
+
+
+class _EchoPruneCoreParams(_EchoPruneParams):
+    """Parameters of EchoPrune without the question."""
+
+    words: Literal[False] = Field(False, description="a core reads no question")
+
+
+@_scored_policy(
+    _EchoPruneParams,
+    needs=frozenset({"words"}),
+    reads=lambda params: frozenset({"words"} if params.words else ()),
+    core=_EchoPruneCoreParams,
+    cost=27.9,
+)
+def _echoprune(params: _EchoPruneParams, tokens: VisualTokens) -> Tensor:
+    """The tokens most similar to a word of the question that the frame before does not have.
+
+    Source: EchoPrune (arXiv 2605.10050), by its abstract and a port of it: there is no code.
+    """
+    width = tokens.grid.width if params.scope == "local" else 0
+
+    def repeated(clip: Tensor) -> Tensor:
+        return cosine_to_previous(clip, 0.0) + echo_of_previous(clip, params.tau, 0.0, width)
+
+    score: Tensor = -tokens.map_clips(repeated)
+    if params.words:
+        words = tokens.require_words()
+        cosine = cosines_with(tokens.output, words.embeddings)
+        best = cosine.masked_fill(~words.used[:, None], -torch.inf).amax(dim=2)
+        score = score + torch.where(words.used.any(dim=1, keepdim=True), best, 0.0)
+    return score

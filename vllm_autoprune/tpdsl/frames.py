@@ -1,0 +1,133 @@
+"""Frames: how the tokens that are kept of a clip are spread over its frames.
+
+A base policy ranks the tokens of a frame or of the clip, by its score or by the order of its picks.
+How many of each frame are kept is decided here, and counts the tokens of a core.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from vllm_autoprune.ops.clips import curvature, split_exactly, typicality
+from vllm_autoprune.ops.rowwise import mask_from_indices, rank_descending
+from vllm_autoprune.tpdsl.atoms.source import Budget, BudgetCall
+from vllm_autoprune.tpdsl.base_policy import BasePolicy, Given, PolicyParams
+from vllm_autoprune.tpdsl.registry import StatePart, default_call
+from vllm_autoprune.tpdsl.tokens import VisualTokens
+
+_TAU = {"curvature": 0.7, "uniqueness": 0.01}
+"""Temperatures of V-CAST (arXiv 2603.27650) and VidCom2 (EMNLP 2025), as published."""
+
+
+class Frames(StatePart):
+    """Extension: a video is pruned, frame by frame; without this group it stays whole."""
+
+    tokens: Budget = Field(
+        default_factory=lambda: default_call(BudgetCall, "per_frame_budget"),
+        description="number of tokens kept per clip",
+    )
+    budget: Literal["uniform", "curvature", "uniqueness", "global"] = Field(
+        default="uniform",
+        description="tokens of a frame; curvature: by the turn that the mean token takes there; "
+        "uniqueness: by distance from the mean of the clip; global: what ranks highest in the clip",
+    )
+    tau: float | None = Field(
+        default=None,
+        ge=0.01,
+        le=10.0,
+        description="temperature of curvature or uniqueness, above it shares are more alike; null: "
+        "as published, 0.7 and 0.01",
+    )
+    low: int = Field(
+        default=1,
+        ge=0,
+        le=1024,
+        description="least tokens of a frame, where K has as many for all; with uniqueness, before "
+        "the score makes them K",
+    )
+    first: Literal["whole", "quota", "as_others"] = Field(
+        default="as_others",
+        description="tokens of the first frame; whole: all; quota: K / T, at least 1",
+    )
+
+    def shares(self, tokens: VisualTokens, total: int) -> Tensor:
+        """Tokens ``(B, T)`` int64 that each frame keeps at first.
+
+        They are fewer than ``total`` with a global budget, and may be more with one by uniqueness:
+        score then decides.
+        """
+        count, size = tokens.grid.tiles, tokens.grid.per_tile
+        ahead = 0
+        if self.first != "as_others":
+            ahead = size if self.first == "whole" else max(1, total // count)
+            ahead = max(min(size, total, ahead), total - (count - 1) * size)
+        begin = min(ahead, 1)
+        rest, others = total - ahead, count - begin
+        low = min(self.low, size) if self.low * others <= rest else 0
+        shape, device = (tokens.batch, others), tokens.features.device
+        if self.budget == "global" or others == 0:
+            shares = torch.full(shape, low, device=device)
+        elif self.budget == "uniform":
+            extra = torch.arange(others, device=device) < rest % others
+            shares = (rest // others + extra.to(torch.int64)).expand(shape)
+        else:
+            tau = _TAU[self.budget] if self.tau is None else self.tau
+            clips = tokens.features.reshape(tokens.batch, count, size, -1)
+            if self.budget == "curvature":
+                weights = torch.stack([curvature(clip.float()) for clip in clips])[:, begin:]
+                shares = split_exactly((weights / tau).softmax(dim=1), rest, low, size)
+            else:
+                common = torch.stack([typicality(clip.float())[0].mean(dim=1) for clip in clips])
+                unique = (-common[:, begin:].double() / tau).softmax(dim=1)
+                ratio = rest / (others * size) * (1 + unique - unique.mean(dim=1, keepdim=True))
+                shares = (size * ratio.nan_to_num().clamp_max(1)).round().to(torch.int64)
+                shares = shares.clamp(low, size)
+        return torch.cat([shares.new_full((tokens.batch, begin), ahead), shares], dim=1)
+
+
+def pick_from_frames(
+    frames: Frames,
+    policy: BasePolicy,
+    params: PolicyParams,
+    tokens: VisualTokens,
+    budget: int,
+    start: Given,
+) -> Tensor:
+    """Picks ``(B, K)`` of clips in pick order, beside the given tokens; closed ones come last.
+
+    Within the share of its frame a token comes before all that are not.
+    """
+    score = _score(policy, params, tokens, start).masked_fill(start.closed, -torch.inf)
+    count, size = tokens.grid.tiles, tokens.grid.per_tile
+    order = rank_descending(score.view(-1, count, size))
+    turn = torch.arange(size, device=order.device).expand_as(order)
+    place = torch.zeros_like(order).scatter_(2, order, turn)
+    kept = mask_from_indices(start.indices, tokens.count).view(-1, count, size).sum(dim=2)
+    shares = frames.shares(tokens, budget + start.indices.shape[1]) - kept
+    later = (place >= shares[:, :, None]).to(torch.int64)
+    if frames.first == "quota":  # more of the first frame only where the others have no more
+        later = torch.cat([2 * later[:, :1], later[:, 1:]], dim=1)
+    later = later.view(tokens.batch, -1).masked_fill(start.closed, 3)
+    order = rank_descending(score)
+    return order.gather(1, later.gather(1, order).argsort(dim=1, stable=True))[:, :budget]
+
+
+def _score(policy: BasePolicy, params: PolicyParams, tokens: VisualTokens, start: Given) -> Tensor:
+    """Score ``(B, N)`` float32 by which a base policy ranks tokens, those before it given."""
+    if policy.score is not None:
+        score: Tensor = policy.score(params, tokens)
+        return score.float().nan_to_num(nan=-torch.inf)
+    # The order of nearly all picks, in turn from every frame; what is merged into them is left out.
+    # A frame with less open tokens than asked for repeats some, of which the first pick counts.
+    most = tokens.count - 1
+    if policy.continuation is not None:
+        picks: Tensor = policy.continuation(params, tokens, most, start)
+    else:
+        picks = policy.function(params, tokens, most).picks
+    turn = torch.arange(picks.shape[1], device=picks.device).expand_as(picks)
+    last = torch.full_like(start.closed, tokens.count, dtype=torch.int64)
+    return -last.scatter_reduce(1, picks, turn, "amin").float()
