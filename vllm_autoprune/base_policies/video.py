@@ -125,8 +125,8 @@ def _echoprune(params: _EchoPruneParams, tokens: VisualTokens) -> Tensor:
         return cosine_to_previous(clip, 0.0) + echo_of_previous(clip, params.tau, 0.0, width)
 
     score: Tensor = -tokens.map_clips(repeated)
-    if params.words:
-        words = tokens.require_words()
+    words = tokens.require_words() if params.words else None
+    if words is not None and words.used.shape[1] > 0:
         cosine = cosines_with(tokens.output, words.embeddings)
         best = cosine.masked_fill(~words.used[:, None], -torch.inf).amax(dim=2)
         score = score + torch.where(words.used.any(dim=1, keepdim=True), best, 0.0)
