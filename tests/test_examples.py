@@ -46,12 +46,16 @@ def flags_of(words: list[str]) -> dict[str, object]:
     return {name.replace("-", "_"): value for name, value in pairs}
 
 
+QWEN = "Qwen2_5_VLForConditionalGeneration"
+
+
 def require_valid(words: list[str]) -> None:
     """Resolve the settings as a server does at start-up, but for the text tower's download."""
     settings = flags_of(words)
     assert str(settings.pop("text_tower", "openai/")).startswith("openai/")
-    qwen = any("/Qwen3-VL" in word for word in words)
-    config = vllm_config(architecture="Qwen3VLForConditionalGeneration" if qwen else LLAVA)
+    served = {"/Qwen3-VL": "Qwen3VLForConditionalGeneration", "/Qwen2.5-VL": QWEN}
+    names = [name for part, name in served.items() if any(part in word for word in words)]
+    config = vllm_config(architecture=next(iter(names), LLAVA))
     assert _resolve_settings(settings, config) is not None
 
 

@@ -103,7 +103,7 @@ def test_serving_lists_every_flag_level_and_field() -> None:
     levels = re.findall(r"^\| `([\w-]+)` \| (?:nothing|a budget|also)", SERVING, re.MULTILINE)
     assert tuple(levels) == LEVELS
     fields = set(re.findall(r'^\| `"(\w+)":', SERVING, re.MULTILINE))
-    of_messages = {"instructions", "details", "turns", "recall_turns"}
+    of_messages = {"instructions", "details", "turns", "recall_turns", "video_instructions"}
     assert fields == set(PruningRequest.model_fields) - of_messages
     assert PATH in SERVING and NAME in SERVING
 

@@ -49,7 +49,7 @@ from tests.serving.engine import (
 from tests.serving.runners import Result, Runner, in_engine
 from vllm_autoprune.selftest.backbones import TINY_MODELS
 from vllm_autoprune.selftest.run import BLOCK
-from vllm_autoprune.selftest.serve import picture
+from vllm_autoprune.selftest.serve import clip, picture
 from vllm_autoprune.serving.api import planner
 from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.plan import make_cache_identity
@@ -241,11 +241,13 @@ def interleave(backbone: str, count: int) -> float:
     """
     random, row = Random(0), next(row for row in BACKBONES.values() if row.name == backbone)
     merged = {} if "merger_input" in row.missing else {"rank_at": "merger_in"}
+    frames = {"frames": {"budget": "curvature"}} if row.clips else {}
+    state = {**state_with_core("autoprune"), **merged, **frames}
     engine = start(
-        {"state": {**state_with_core("autoprune"), **merged}, "budget": 8, "requests": "states"},
+        {"state": state, "budget": 8, "requests": "states"},
         model=built(backbone),
         **{**BATCHED, "max_model_len": 640, "num_gpu_blocks_override": 22},
-        limit_mm_per_prompt={"image": 3, "video": 0},
+        limit_mm_per_prompt={"image": 3, "video": int(row.clips)},
         disable_log_stats=False,
     )
     tiny = TINY_MODELS[backbone]
@@ -273,6 +275,12 @@ def interleave(backbone: str, count: int) -> float:
             prompt["prompt"] = f"{engine.model.get_placeholder_str('audio', 1)} {asked}"
             noise = numpy.random.default_rng(len(prompts)).normal(size=8000 * random.choice((1, 3)))
             prompt["multi_modal_data"]["audio"] = [(noise, 16000)]
+        if row.clips and random.random() < 0.4:
+            prompt["prompt"] = f"{engine.model.get_placeholder_str('video', 1)} {asked}"
+            prompt["multi_modal_data"]["video"] = clip(random.choice((2, 6, 14)), len(prompts) % 9)
+            if "state" not in entry and entry.get("enabled", True):
+                entry["video_budget"] = random.choice(("1/4", "tokens_per_frame:2", 9, "100%"))
+                prompt["mm_processor_kwargs"] = {"autoprune": entry}
         prompts.append(prompt if prompt["multi_modal_data"] != {"image": []} else {"prompt": asked})
     at_once = assert_together_as_alone(engine, prompts, images=10, tokens=16)
     assert max(map(len, at_once.budgets)) > 1

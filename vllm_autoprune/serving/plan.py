@@ -74,6 +74,9 @@ Their attention to all earlier tokens is stored, which would take gigabytes for 
 MAX_STATE_BYTES = 1 << 14
 """Bound of the state that a plan carries, in bytes; those that ship take 1,200."""
 
+MAX_CLIP_TOKENS = 1 << 20
+"""Bound of N of a clip."""
+
 MAX_TEXT_IDS = 4096
 """Ids of text within one image: a name for each tile, or a break for each row."""
 
@@ -106,6 +109,7 @@ class ItemPlan:
     ``tokens`` is N by the image's size.
     ``earlier`` has, where the item is a recall, K of the image with its own question, and then
     every recall before this one: its tokens are chosen among those that are left.
+    ``frames`` is T where the item is a clip of a video, 0 where it is an image.
     ``text`` are the ids that stand between the tokens of the image, each with the number of tokens
     before it in the unpruned prompt: the worker embeds them, because only there it is known which
     tokens are kept, and so where text stands between them. Empty where vLLM embeds the text.
@@ -123,12 +127,13 @@ class ItemPlan:
     core: int = 0
     earlier: tuple[Choice, ...] = ()
     text: tuple[tuple[int, int], ...] = ()
+    frames: int = 0
 
     @property
     def group(self) -> tuple[object, ...]:
         """Grouping key: images with the same group are selected by one policy."""
         before = tuple(choice.budget for choice in self.earlier)
-        return self.budget, self.keep, self.state, self.part, self.core, before
+        return self.budget, self.keep, self.state, self.part, self.core, before, self.frames
 
     @property
     def keeps_all(self) -> bool:
@@ -201,11 +206,11 @@ class ItemPlan:
         return int(row[_PART]) == _PARTS.index("recall")
 
     def encode(self) -> Tensor:
-        """Encode as int64: 13 numbers, state, token ids, every earlier choice, text if any."""
+        """Encode as int64: 14 numbers, state, token ids, every earlier choice, text if any."""
         padded = self.state.ljust(-(-len(self.state) // _WORD) * _WORD, b"\0")
         numbers = [_VERSION, self.budget, CHOOSERS.index(self.keep), int(self.profile), *self.key]
         numbers += [len(self.state), len(self.instruction), len(self.language)]
-        numbers += [_PARTS.index(self.part), self.core, len(self.earlier), self.tokens]
+        numbers += [_PARTS.index(self.part), self.core, len(self.earlier), self.tokens, self.frames]
         numbers += [*numpy.frombuffer(padded, "<i8").tolist(), *self.instruction, *self.language]
         for choice in self.earlier:
             numbers += [choice.budget, len(choice.instruction), len(choice.language)]
@@ -228,7 +233,8 @@ class ItemPlan:
         numbers: list[int] = row.tolist()
         unread = iter(numbers)
         version, budget, keep, profile, high, low = islice(unread, 6)
-        state, instruction, language, part, core, earlier, tokens = islice(unread, _HEAD - 6)
+        state, instruction, language, part, core, earlier, *sizes = islice(unread, _HEAD - 6)
+        tokens, frames = sizes
 
         def require(least: int, number: int, most: int, problem: str) -> None:
             if not least <= number <= most:
@@ -253,7 +259,8 @@ class ItemPlan:
         require(_VERSION, version, _VERSION, f"has format version {{}}, and not {_VERSION}")
         require(0, keep, len(CHOOSERS) - 1, "has keep = {}")
         require(0, part, len(_PARTS) - 1, "has part = {}")
-        require(0, tokens, MAX_BUDGET, "has N = {}")
+        require(0, tokens, MAX_CLIP_TOKENS if frames else MAX_BUDGET, "has N = {}")
+        require(0, frames, tokens, "has T = {}")
         require(0, earlier, MAX_RECALLS, "has {} earlier choices")
         require(0, state, MAX_STATE_BYTES, "has a state of {} bytes")
         words = take(-(-state // _WORD), MAX_STATE_BYTES)
@@ -272,6 +279,7 @@ class ItemPlan:
             core=core,
             earlier=tuple(take_choice(*head) for head in heads if len(head) == 3),
             text=tuple(take_text()),
+            frames=frames,
         )
         if plan.encode().tolist() != numbers:
             raise plan_error("has too few numbers, too many, or others than it is encoded by")
@@ -295,10 +303,10 @@ class ItemPlan:
         return plan
 
 
-_VERSION = 4
+_VERSION = 5
 """First number of an encoded plan."""
 
-_PART, _HEAD = 9, 13
+_PART, _HEAD = 9, 14
 """Place of ``part`` in an encoded plan, and its numbers before the state."""
 
 _WORD = 8
@@ -322,6 +330,19 @@ def refuse(where: str, what: str, fix: str) -> RequestError:
 def plan_error(what: str) -> RequestError:
     """Error for a plan that this server refuses."""
     return refuse(FIELD, what, _RENDERED)
+
+
+def check_clip(plan: ItemPlan, modality: str, grid: object) -> None:
+    """Raise :class:`RequestError` unless a plan is of a clip where the item is one, of its size.
+
+    ``grid`` is that of the clip's patches, of which :data:`CELL` on a side are a token.
+    """
+    if (plan.frames > 0) != (modality == "video"):
+        raise plan_error(f"has T = {plan.frames}, and its item is {modality!r}")
+    if plan.frames:
+        sizes = grid.tolist() if isinstance(grid, Tensor) and grid.dim() == 1 else []
+        if sizes[:1] != [plan.frames] or prod(sizes) != plan.tokens * CELL**2:
+            raise plan_error(f"has T = {plan.frames} and N = {plan.tokens}, which its clip has not")
 
 
 # Cells of an image that were dropped before the vision tower.

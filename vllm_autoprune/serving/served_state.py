@@ -39,6 +39,7 @@ from vllm_autoprune.tpdsl.loading import (
 from vllm_autoprune.tpdsl.materialize import (
     PruningPolicy,
     materialize,
+    materialize_clip,
 )
 from vllm_autoprune.tpdsl.safety import MAX_PROBED_BUDGET, safety_check
 from vllm_autoprune.tpdsl.state import PruningState
@@ -67,7 +68,8 @@ class ServedState:
     ``rules`` are the permissions of requests; ``unavailable`` are inputs that request states cannot
     read, each with the reason. Workers write metrics to ``metrics_folder``, nowhere if it is empty;
     ``kv_bytes`` is the size of one token in the KV cache; ``cells`` drops cells before the tower,
-    ``whole_only`` says why no rule can, empty where one can.
+    ``whole_only`` says why no rule can, empty where one can. ``clips`` says whether tokens of
+    videos can be chosen, ``video_budget`` is their budget in the place of a state's own.
     """
 
     architecture: str
@@ -81,6 +83,8 @@ class ServedState:
     kv_bytes: int = 0
     cells: Cells | None = None
     whole_only: str = ""
+    clips: bool = False
+    video_budget: BudgetCall | None = None
 
     def policy(self, budget: int | None = None, keep: Chooser = "state") -> PruningPolicy:
         """The policy at the server's budget, or at a request's; raises BudgetError."""
@@ -101,7 +105,7 @@ class ServedState:
             chosen = state if plan.keep == "state" else state.without_exchange()
             return PruningPolicy.of_recall(chosen, plan.budget)
         if plan.part == "whole":
-            return make_policy(state, plan.budget, plan.keep)
+            return make_policy(state, plan.budget, plan.keep, clip=plan.frames > 0)
         if plan.part == "core":
             return PruningPolicy.of_core(state, plan.core)
         return make_policy(state, plan.image_budget, plan.keep, plan.core)
@@ -212,9 +216,11 @@ def make_policy(
     budget: int | BudgetCall | None,
     keep: Chooser = "state",
     core: int | None = None,
+    clip: bool = False,
 ) -> PruningPolicy:
     """Policy of a state at a budget; without exchange if the plan keeps the reference."""
-    return materialize(state if keep == "state" else state.without_exchange(), budget, core)
+    resolve = materialize_clip if clip else materialize
+    return resolve(state if keep == "state" else state.without_exchange(), budget, core)
 
 
 def served_state(model_config: ModelConfig) -> ServedState | None:
@@ -361,6 +367,11 @@ class PlanRules:
         by_request = rules.maximum if rules.allows("budget") else 0
         by_operator = (self.served.budget, *rules.detail.as_dict().values())
         most = max(by_request, *(budget.range()[1] for budget in by_operator))
+        if plan.frames:
+            most, state = by_request * plan.frames, self.served.state
+            if state.frames is not None:
+                policy = make_policy(state, self.served.video_budget, clip=True)
+                most = max(most, policy.at(plan.tokens, plan.frames).budget)
         budget, *recalls = [*(choice.budget for choice in plan.earlier), plan.budget]
         if plan.part == "delta":
             budget = plan.image_budget
@@ -389,6 +400,8 @@ class PlanRules:
             )
         if plan.state and (problem := _state_problem(served, plan.state)):
             raise plan_error(f"carries a state that {problem}")
+        if plan.frames and (plan.part != "whole" or served.state_for_plan(plan).frames is None):
+            raise plan_error(f"is of a clip, as {plan.part}, and its state prunes none so")
         if plan.part != "whole" and plan.keep == "resized":
             raise plan_error("is a part of an image that is resized")
         if plan.core and plan.keep == "random":

@@ -29,7 +29,7 @@ from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET, BudgetCall
 from vllm_autoprune.tpdsl.cells import Cells
 from vllm_autoprune.tpdsl.cost import DEFAULT_COST
 from vllm_autoprune.tpdsl.loading import load_state, suggest_name
-from vllm_autoprune.tpdsl.materialize import materialize
+from vllm_autoprune.tpdsl.materialize import materialize, materialize_clip
 from vllm_autoprune.tpdsl.state import PruningState
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ DETAIL_FLAG = "--autoprune-detail"
 REQUESTS_FLAG = "--autoprune-requests"
 TOWER_FLAG = "--autoprune-text-tower"
 _STATE_FLAG = "--autoprune-state"
+VIDEO_BUDGET_FLAG = "--autoprune-video-budget"
 _BUDGET_FLAG = "--autoprune-budget"
 
 Detail = Literal["low", "high"]
@@ -241,6 +242,11 @@ class Settings(BaseModel):
         "Visual tokens kept of every image, instead of the state's own budget: a number, or a "
         "share of its tokens such as 1/8, 12.5% or 1/8:64-640.",
     )
+    video_budget: BudgetCall | None = _flag(
+        "K|SHARE|tokens_per_frame:K",
+        "Visual tokens kept of every video, by a state that prunes them (its `frames`), instead of "
+        "the state's own budget: of all frames, a share of all, or so many times the frames.",
+    )
     cells: Cells | None = _flag(
         "RULE",
         "Cells of a picture that are dropped before the vision tower: `flat`, those of one colour "
@@ -325,6 +331,18 @@ class Settings(BaseModel):
                 materialize(info.data["state"], budget)
             except BudgetError as error:
                 raise _locate("state" if budget is None else _BUDGET_FLAG, error) from None
+        return budget
+
+    @field_validator("video_budget", mode="plain")
+    @classmethod
+    def read_video_budget(cls, value: object, info: ValidationInfo) -> BudgetCall | None:
+        """The budget of clips, for a state that prunes them."""
+        budget = None if value is None else BudgetCall.parse(value, VIDEO_BUDGET_FLAG, clip=True)
+        if budget is not None and "state" in info.data:
+            try:
+                materialize_clip(info.data["state"], budget)
+            except BudgetError as error:
+                raise _locate(VIDEO_BUDGET_FLAG, error) from None
         return budget
 
     @field_validator("cells", mode="plain")

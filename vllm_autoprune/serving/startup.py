@@ -42,6 +42,7 @@ from vllm_autoprune.serving.served_state import (
 from vllm_autoprune.serving.settings import (
     CELLS_FLAG,
     SETTINGS_KEY,
+    VIDEO_BUDGET_FLAG,
     WAITING_SETTINGS,
     read_settings,
 )
@@ -204,6 +205,10 @@ def _resolve_settings(raw: object, vllm_config: VllmConfig) -> ServedState:
         if backbone.embeds_text and getattr(model.multimodal_config, "mm_encoder_only", False):
             what = "the language model embeds the text between the tokens of an image"
             problems.append(Problem("--mm-encoder-only", what, "serve without it"))
+        if getattr(model.multimodal_config, "video_pruning_rate", None):
+            what = "both it and --autoprune-state say which tokens of a prompt are left"
+            fix = "leave one out; a state with `frames` prunes videos"
+            problems.append(Problem("--video-pruning-rate", what, fix))
         if backbone.mrope and vllm_config.parallel_config.pipeline_parallel_size > 1:
             # vLLM asks for the positions of kept tokens where it encodes images: on rank 0.
             what = "later ranks would not know the positions of the tokens that are kept"
@@ -216,6 +221,9 @@ def _resolve_settings(raw: object, vllm_config: VllmConfig) -> ServedState:
         if settings.cells is not None and whole_only:
             what = f"no cell can be dropped: this model {whole_only}"
             problems.append(Problem(CELLS_FLAG, what, "give none, or leave it and /cells out"))
+        if settings.video_budget is not None and not backbone.clips:
+            what = "no token of a video can be chosen: this model's are served whole"
+            problems.append(Problem(VIDEO_BUDGET_FLAG, what, "leave it out"))
         if settings.text_tower is not None:
             problems += backbone.tower_problems(model.hf_config, settings.text_tower)
     if problems or settings is None or backbone is None:
@@ -241,6 +249,8 @@ def _resolve_settings(raw: object, vllm_config: VllmConfig) -> ServedState:
         unavailable,
         cells=settings.cells,
         whole_only=whole_only,
+        clips=backbone.clips,
+        video_budget=settings.video_budget,
     )
     if problems := _input_problems(vllm_config, backbone, served.needs):
         raise ConfigError("cannot serve pruned", problems)

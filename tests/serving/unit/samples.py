@@ -241,8 +241,9 @@ class Sender:
             mm_processor_kwargs=dict(options),
         )
         edits = {f"/{field}": value for field, value in changes.items()}
-        why = BACKBONES[config.architecture].whole_only
-        attach(config, ATTRIBUTE, replace(served(edits, budget), rules=rules, whole_only=why))
+        backbone, state = BACKBONES[config.architecture], served(edits, budget)
+        state = replace(state, whole_only=backbone.whole_only, clips=backbone.clips)
+        attach(config, ATTRIBUTE, replace(state, rules=rules))
         module, _, name = BACKBONES[config.architecture].model.partition(":")
         model: Any = vars(import_module(module))[name]
         factories = model._processor_factory
@@ -272,10 +273,11 @@ class Sender:
 
     def send(
         self,
-        images: Sequence[Image.Image | None],
+        images: Sequence[Any],
         uuids: Sequence[str | None] | None = None,
         salt: str = "",
         hands_over: bool = True,
+        modality: str = "image",
         **entry: object,
     ) -> Processed:
         from vllm.multimodal.hasher import MultiModalHasher
@@ -285,20 +287,22 @@ class Sender:
 
         info = self.info
         marks = len(images) + len(cast("list[object]", entry.get("recall_turns", [])))
-        prompt = info.get_tokenizer().encode(f"user {f'{self._placeholder} ' * marks}what")
-        kwargs = {REQUEST_FIELD: {"instructions": ["what"] * len(images), **entry}}
+        mark = self._placeholder if modality == "image" else "<|video_pad|>"
+        prompt = info.get_tokenizer().encode(f"user {f'{mark} ' * marks}what")
+        asked = "instructions" if modality == "image" else "video_instructions"
+        kwargs = {REQUEST_FIELD: {asked: ["what"] * len(images), **entry}}
         inputs = ProcessorInputs(
             prompt,
-            info.parse_mm_data({"image": list(images)}),
-            None if uuids is None else {"image": list(uuids)},
+            info.parse_mm_data({modality: list(images)}),
+            None if uuids is None else {modality: list(uuids)},
             hf_processor_mm_kwargs={**kwargs, **({SALT: CacheSalt(salt)} if salt else {})},
             cache=self.cache,
         )
         made = self._processor.apply(inputs, TimingContext(enabled=False))
-        identities = made["mm_hashes"]["image"]
-        items, places = made["mm_kwargs"]["image"], made["mm_placeholders"]["image"]
+        identities = made["mm_hashes"][modality]
+        items, places = made["mm_kwargs"][modality], made["mm_placeholders"][modality]
         features = [
-            MultiModalFeatureSpec(item, "image", identity, place, identity)
+            MultiModalFeatureSpec(item, modality, identity, place, identity)
             for item, identity, place in zip(items, identities, places, strict=True)
         ]
         if hands_over:

@@ -367,9 +367,9 @@ def test_tokens_without_a_row_of_an_image_stay_where_they_are(video: int) -> Non
     """Image tokens in user text, which come after all kept ones; frames of GLM's videos before."""
     ids = torch.tensor([5, IMAGE, IMAGE, 6, IMAGE, IMAGE, 6])
     positions = torch.arange(7).expand(3, -1)
-    frames = torch.full((video, 4), -1.0)
+    frames = torch.full((video, 6), -1.0)
     rows = position_channels(4, 4, torch.device("cpu"))[[2, 13]].bfloat16()
-    placed = _place_image_tokens(ids, positions, [frames, rows], IMAGE, 0).T.tolist()
+    placed = _place_image_tokens(ids, positions, [frames, rows], [IMAGE], 0).T.tolist()
     start = 4 if video else 1
     moved = [[start, start, start + 2], [start + 1, start + 1 + 3, start + 1 + 1]]
     expected = [[at] * 3 for at in range(7)]

@@ -29,6 +29,7 @@ from vllm_autoprune.serving.plan import (
     ItemPlan,
     cells_error,
     check_cells,
+    check_clip,
     make_feature_key,
     plan_error,
 )
@@ -54,8 +55,8 @@ if TYPE_CHECKING:
 
 _REQUESTS = Counter(
     "autoprune_requests",
-    "Requests with images that the engine was handed, by the state that they ran: a name, "
-    "'request' for a state of their own, 'off' for none.",
+    "Requests with images, or with videos that are pruned, that the engine was handed, by the "
+    "state that they ran: a name, 'request' for a state of their own, 'off' for none.",
     ["state"],
 )
 _IMAGES = Counter(
@@ -64,6 +65,11 @@ _IMAGES = Counter(
 _TOKENS = Counter(
     "autoprune_visual_tokens",
     "Their visual tokens: as the model has them, encoded, and kept.",
+    ["stage"],
+)
+_VIDEO_TOKENS = Counter(
+    "autoprune_video_tokens",
+    "Tokens of their videos of which some are chosen: as the model has them, and kept.",
     ["stage"],
 )
 _CORE_TOKENS = Counter(
@@ -87,12 +93,14 @@ def count_request(
     encoded: Sequence[int],
     plans: Sequence[ItemPlan],
     kv_bytes: int,
+    clips: Sequence[ItemPlan],
 ) -> None:
-    """Count one request: label of its state, N and M of its images, plans of its items.
+    """Count one request: label of its state, N and M of its images, plans of its items and clips.
 
     ``kv_bytes`` are those of one token in the KV cache.
     """
     tokens_after = sum(plan.budget for plan in plans)
+    video_tokens = sum(plan.tokens for plan in clips), sum(plan.budget for plan in clips)
     _REQUESTS.labels(state).inc()
     _IMAGES.labels(chooser).inc(len(sizes))
     _TOKENS.labels("before").inc(sum(sizes))
@@ -100,7 +108,10 @@ def count_request(
     _TOKENS.labels("after").inc(tokens_after)
     _CORE_TOKENS.inc(sum(plan.budget for plan in plans if plan.part == "core"))
     _RECALLED_TOKENS.inc(sum(plan.budget for plan in plans if plan.part == "recall"))
-    _KV_BYTES.inc((sum(sizes) - tokens_after) * kv_bytes)
+    for stage, tokens in zip(("before", "after"), video_tokens, strict=True):
+        _VIDEO_TOKENS.labels(stage).inc(tokens)
+    saved = sum(sizes) - tokens_after + video_tokens[0] - video_tokens[1]
+    _KV_BYTES.inc(saved * kv_bytes)
 
 
 # vLLM's record of the images that the engine has, changed by requests that reach the engine only.
@@ -375,6 +386,7 @@ def _check_features(
         plan = ItemPlan.decode(field.data)
         rules.check(plan, feature.mm_position.get_num_embeds())
         fields = {name: part for name, part in data.get_data().items() if name != FIELD}
+        check_clip(plan, feature.modality, fields.get("video_grid_thw"))
         if CELLS_FIELD in data:
             if rules.served.whole_only:
                 raise cells_error("are not dropped of this model's images")

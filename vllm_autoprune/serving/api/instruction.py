@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from vllm_autoprune.serving.api.request import RecallTurn
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _IMAGE_PARTS = ("image_url", "image", "image_pil", "input_image")
+_VIDEO_PARTS = ("video_url", "video")
 _WORD_PARTS = ("refusal", "thinking", "tool_reference")
 """Kinds of parts that are words, though no instruction."""
 
@@ -44,12 +45,15 @@ def _part_text(part: object) -> str | None:
     return None
 
 
-def _shows_image(part: object) -> bool:
-    """Whether a part is an image."""
+def _shows(part: object, kinds: Collection[str]) -> bool:
+    """Whether a part is of one of these kinds."""
     if not isinstance(part, Mapping):
         return False
     kind = part.get("type")
-    return kind in _IMAGE_PARTS if kind is not None else any(key in part for key in _IMAGE_PARTS)
+    return kind in kinds if kind is not None else any(key in part for key in kinds)
+
+
+_shows_image = partial(_shows, kinds=_IMAGE_PARTS)
 
 
 def _has_role(message: object, role: str) -> bool:
@@ -80,11 +84,13 @@ def extract_fields(messages: Sequence[object]) -> dict[str, list[Any]]:
     ``instructions``: without text of its own an image has the first text of a user, which is the
     task, and the last text before the image. ``turns``: the index of its message, None where the
     image has no text of its own. ``details``: None for ``auto``, or none given; the level stands
-    within ``image_url``, or beside it, where the Responses API has it.
+    within ``image_url``, or beside it, where the Responses API has it. ``video_instructions``: the
+    same for each video.
     Later turns never change any of them, so what an image keeps, and its prefix cache, survive a
     conversation. Other turns and the chat template do not belong to an instruction.
     """
-    fields: dict[str, list[Any]] = {"instructions": [], "details": [], "turns": []}
+    names = ("instructions", "details", "turns", "video_instructions")
+    fields: dict[str, list[Any]] = {name: [] for name in names}
     task = last = ""
     for i, message in enumerate(messages):
         parts = _message_parts(message)
@@ -97,6 +103,7 @@ def extract_fields(messages: Sequence[object]) -> dict[str, list[Any]]:
         instruction = text if asks else last
         if not asks and task not in ("", last):
             instruction = f"{truncate_text(task, _CONTEXT)}\n{truncate_text(last, _CONTEXT)}"
+        fields["video_instructions"] += [instruction for p in parts if _shows(p, _VIDEO_PARTS)]
         for part in filter(_shows_image, parts):
             image = part.get("image_url")
             level = (image if isinstance(image, Mapping) else part).get("detail")

@@ -24,6 +24,7 @@ from vllm_autoprune.tpdsl.cost import state_cost
 from vllm_autoprune.tpdsl.state import PruningState
 
 if TYPE_CHECKING:
+    from vllm.multimodal.inputs import MultiModalKwargsItem
     from vllm.multimodal.parse import ImageSize
     from vllm.multimodal.processing import BaseProcessingInfo
     from vllm.multimodal.processing.processor import PromptUpdateDetails
@@ -60,7 +61,8 @@ class Placeholders:
     stands for an image in a prompt before it is processed, where it is no token. ``embeds_text``
     says that the worker makes the rows of text between the tokens of a pruned image as well: only
     there it is known how many tokens are kept before each. vLLM's own pruning of Qwen3-VL's videos
-    does so (``Qwen3VLMultiModalProcessor.get_video_repl``).
+    does so (``Qwen3VLMultiModalProcessor.get_video_repl``). ``video_token`` is the token of clips,
+    and ``frames`` gives T of a processed one; None where videos are left whole.
     """
 
     count: Callable[[BaseProcessingInfo, ImageSize, Mapping[str, object]], TokenCount]
@@ -70,6 +72,8 @@ class Placeholders:
     resize: Callable[[BaseProcessingInfo, ImageSize, int], ImageSize] | None = None
     text: str = ""
     embeds_text: bool = False
+    video_token: Callable[[BaseProcessingInfo], int] | None = None
+    frames: Callable[[MultiModalKwargsItem], int] | None = None
 
     @depends_on("vllm.multimodal.processing.processor", "PromptUpdateDetails")
     def lay_out(
@@ -82,11 +86,7 @@ class Placeholders:
         how many rows there are, and the plan which text is among them. Memory profiling needs room
         for all of it.
         """
-        is_embed = (
-            [True] * len(content.full)
-            if content.is_embed is None
-            else content.is_embed(content.full).tolist()
-        )
+        is_embed = find_placeholders(content)
         unpruned = plan.profile or sum(is_embed) <= plan.budget
         if unpruned and not (plan.profile and self.embeds_text):
             return content, plan
@@ -109,6 +109,14 @@ class Placeholders:
         return replace(content, full=shortened, is_embed=None), replace(plan, text=places)
 
 
+def find_placeholders(content: PromptUpdateDetails) -> list[bool]:
+    """Which tokens of an item's prompt text are placeholders of its rows."""
+    if content.is_embed is None:
+        return [True] * len(content.full)
+    flags: list[bool] = content.is_embed(content.full).tolist()
+    return flags
+
+
 @dataclass(frozen=True, slots=True)
 class Slot:
     """One item of the prompt: ``budget`` tokens of an image, all it keeps or a part of them.
@@ -123,6 +131,20 @@ class Slot:
     part: Part = "whole"
     core: int = 0
     turn: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedItem:
+    """An item of a request: its image or clip and plan, and what caches hold it by.
+
+    ``identity`` is that of its tokens, ``key`` that of its processed tensors, which all items of an
+    image have in common.
+    """
+
+    image: int
+    plan: ItemPlan
+    identity: str
+    key: str
 
 
 # Split of a request's images into cores, which questions share, and deltas behind them.

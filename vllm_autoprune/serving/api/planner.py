@@ -18,9 +18,10 @@ import numpy
 import torch
 from cachetools import LRUCache
 from PIL import Image
-from vllm.multimodal.parse import ImageProcessorItems
+from vllm.multimodal.parse import ImageProcessorItems, VideoProcessorItems
 
 from vllm_autoprune.serving.api.cells import EncodedImage, Process, Trimming
+from vllm_autoprune.serving.api.clips import Clips, prunes_clips
 from vllm_autoprune.serving.api.engine_requests import count_request
 from vllm_autoprune.serving.api.instruction import (
     InstructionTokenizer,
@@ -30,6 +31,7 @@ from vllm_autoprune.serving.api.instruction import (
 from vllm_autoprune.serving.api.layout import (
     MAX_ITEMS,
     Placeholders,
+    PlannedItem,
     Slot,
     choose_recalls,
     expand_marks,
@@ -37,7 +39,11 @@ from vllm_autoprune.serving.api.layout import (
     split_slots,
 )
 from vllm_autoprune.serving.api.request import PruningRequest
-from vllm_autoprune.serving.api.resolve import check_fields, find_trimming, resolve_plans
+from vllm_autoprune.serving.api.resolve import (
+    check_fields,
+    find_trimming,
+    resolve_plans,
+)
 from vllm_autoprune.serving.compat import depends_on, get_attachment
 from vllm_autoprune.serving.plan import (
     ENTRY,
@@ -79,35 +85,23 @@ Size = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class _PlannedItem:
-    """An item of a request: its image and plan, and what caches hold it by.
-
-    ``identity`` is that of its tokens, ``key`` that of its processed tensors, which all items of an
-    image have in common.
-    """
-
-    image: int
-    plan: ItemPlan
-    identity: str
-    key: str
-
-
-@dataclass(frozen=True, slots=True)
 class RequestPlan:
     """Planned items of a request's images, and the cache identities of all its inputs.
 
     An image that is split or recalled has several items; ``prompt`` has a placeholder for each, and
-    is None where every image has one. ``sizes`` are those that images are given before they are
-    processed, None for their own; ``trimming`` drops cells of them. ``count`` counts the request;
-    None where vLLM profiles.
+    is None where every image has one. ``clips`` are planned once they are processed, which tells
+    their sizes; None where all are left whole. ``sizes`` are those that images are given before
+    they are processed, None for their own; ``trimming`` drops cells of them. ``count`` counts the
+    request, given the plans of its clips; None where vLLM profiles, or nothing is pruned.
     """
 
-    items: tuple[_PlannedItem, ...]
+    items: tuple[PlannedItem, ...]
     hashes: Mapping[str, list[str]]
     prompt: list[int] | None = None
+    clips: Clips | None = None
     sizes: tuple[Size | None, ...] = ()
     trimming: Trimming | None = None
-    count: Callable[[], None] | None = None
+    count: Callable[[Sequence[ItemPlan]], None] | None = None
 
 
 @depends_on("vllm.multimodal.parse:ImageProcessorItems", "get_image_size")
@@ -127,7 +121,7 @@ class RequestPlanner:
         process: Process,
     ) -> None:
         self._info = info
-        self._served = served
+        self.served = served
         self._placeholders = placeholders
         self._hash_inputs = hash_inputs
         self._process = process
@@ -148,8 +142,9 @@ class RequestPlanner:
         return self._placeholders.token(self._info)
 
     @cached_property
-    def _tokenizer(self) -> InstructionTokenizer:
-        return InstructionTokenizer(self._info, self._served.tower, self._token)
+    def tokenizer(self) -> InstructionTokenizer:
+        """That of questions about images and clips."""
+        return InstructionTokenizer(self._info, self.served.tower, self._token)
 
     @cached_property
     def _suffix(self) -> str:
@@ -174,8 +169,8 @@ class RequestPlanner:
     def plan_profiling(self, inputs: ProcessorInputs) -> RequestPlan:
         """Plans of dummy images: the server's own budget, the longest text that may be read."""
         hashes = self._hash_inputs(inputs)
-        policy = self._served.policy()
-        instruction, _ = self._tokenizer.tokenize("profile", policy.needs)
+        policy = self.served.policy()
+        instruction, _ = self.tokenizer.tokenize("profile", policy.needs)
         longest = () if policy.needs.isdisjoint({"language", "words"}) else (0,) * LANGUAGE_IDS
         items = []
         for i, identity in enumerate(hashes.get("image", [])):
@@ -183,7 +178,7 @@ class RequestPlanner:
             count = self._placeholders.count(self._info, size, inputs.hf_processor_mm_kwargs)
             budget = policy.at(count.tokens, count.tiles).budget
             plan = ItemPlan(budget, NO_KEY, instruction, longest, profile=True, tokens=count.tokens)
-            items.append(_PlannedItem(i, plan, identity, identity))
+            items.append(PlannedItem(i, plan, identity, identity))
         return RequestPlan(tuple(items), hashes)
 
     def plan_request(self, inputs: ProcessorInputs, fields: object, salt: str) -> RequestPlan:
@@ -191,29 +186,46 @@ class RequestPlanner:
 
         Raises BudgetError or RequestError.
         """
-        served, kwargs = self._served, inputs.hf_processor_mm_kwargs
+        served, kwargs = self.served, inputs.hf_processor_mm_kwargs
+        request = PruningRequest.parse(fields)
+        state = check_fields(served, request)
         # Identities as in stock vLLM, but that a client's ``uuid`` is none: under one name two
-        # requests may send two pictures. Other inputs than images have names in a domain of their
-        # own, so that no name is the identity of an image.
-        by_content = self.can_prune(inputs.mm_data_items)
+        # requests may send two pictures. Other inputs than those that are pruned have names in a
+        # domain of their own, so that no name is the identity of an image.
+        images_pruned = self.can_prune(inputs.mm_data_items)
+        clips_pruned = prunes_clips(served, request, state) and isinstance(
+            inputs.mm_data_items.get("video"), VideoProcessorItems
+        )
+        by_content = {"image": images_pruned, "video": clips_pruned}
         names = {
             modality: [
                 None
-                if name is None or (by_content and modality == "image")
+                if name is None or by_content.get(modality)
                 else make_identity("name", modality, name)
                 for name in of_modality
             ]
             for modality, of_modality in (inputs.mm_uuid_items or {}).items()
         }
         hashes = dict(self._hash_inputs(replace(inputs, mm_uuid_items=names or None)))
-        request = PruningRequest.parse(fields)
+        clips = None
+        if clips_pruned:
+            digests, _ = self._resolve_names(inputs, hashes["video"], salt, "video")
+            texts = request.video_instructions or []
+            if len(texts) != len(digests):
+                assert self._placeholders.video_token is not None
+                token = self._placeholders.video_token(self._info)
+                texts = [self._read_prompt(inputs, token)] * len(digests)
+            contents = [repr((digest, salt)) for digest in digests]
+            clips = Clips(contents, texts, request, state)
+        label = request.state_label(served.state.name)
         if not hashes.get("image"):
-            return RequestPlan((), hashes)
+            count = partial(count_request, label, request.keep, (), (), (), served.kv_bytes)
+            return RequestPlan((), hashes, clips=clips, count=count if clips else None)
         if not isinstance(inputs.mm_data_items["image"], ImageProcessorItems):
             what = "come without the signals that states read, and are not served beside a state"
             raise refuse("image_embeds", what, "send the picture")
-        if not by_content:
-            return RequestPlan((), hashes)
+        if not images_pruned:
+            return RequestPlan((), hashes, clips=clips)
         digests, image_sizes = self._resolve_names(inputs, hashes["image"], salt)
         counts = [
             # An unknown uuid has no size; vLLM's caches will not know it either.
@@ -222,7 +234,6 @@ class RequestPlanner:
             else self._placeholders.count(self._info, size, kwargs)
             for size in image_sizes
         ]
-        state = check_fields(served, request)
         trimming = find_trimming(served, request, state)
         if trimming is not None:
             pictures = inputs.mm_data_items["image"]
@@ -242,13 +253,8 @@ class RequestPlanner:
         if not any(reads):
             texts = [""] * len(plans)
         elif len(texts) != len(plans):
-            # No messages (a raw prompt), or messages of a form in which the images were not found.
-            decode = self._info.get_tokenizer().decode
-            text = extract_prompt_instruction(
-                inputs.prompt, self._token, decode, self._suffix, self._placeholders.text
-            )
-            texts = [text] * len(plans)
-        tokenize = cache(self._tokenizer.tokenize)  # each text once, however often it is read
+            texts = [self._read_prompt(inputs, self._token)] * len(plans)
+        tokenize = cache(self.tokenizer.tokenize)  # each text once, however often it is read
         for i, plan in enumerate(plans):
             plans[i] = plan.ask(*tokenize(texts[i], needs[i]))
             if not plan.keeps_all:  # features are kept of images whose tokens are chosen
@@ -260,8 +266,8 @@ class RequestPlanner:
         if set(inputs.mm_data_items) == {"image"}:
             prompt, slots = self._split(prompt, slots, plans, reads, texts, request.turns)
         # Plan and identity of each item; those of a recall follow from the item before it.
-        items: list[_PlannedItem] = []
-        latest: dict[int, _PlannedItem] = {}
+        items: list[PlannedItem] = []
+        latest: dict[int, PlannedItem] = {}
         for slot in slots:
             i = slot.image
             content = repr((digests[i], salt))
@@ -290,17 +296,18 @@ class RequestPlanner:
                     chosen_by += "" if sizes[i] is None else f"|{sizes[i]}"
                     kept = plan.image_budget, plan.keep, plan.read if reads[i] else None
                     identity = make_cache_identity(content, chosen_by, *kept, plan.core)
-            latest[i] = _PlannedItem(i, plan, identity, tensors_key)
+            latest[i] = PlannedItem(i, plan, identity, tensors_key)
             items.append(latest[i])
         return RequestPlan(
             tuple(items),
             {**hashes, "image": [item.identity for item in items]},
             None if prompt is inputs.prompt else list(prompt),
+            clips,
             tuple(sizes),
             trimming,
             partial(
                 count_request,
-                request.state_label(served.state.name),
+                label,
                 request.keep,
                 [count.tokens for count in counts],
                 [count.encoded for count in counts],
@@ -309,8 +316,18 @@ class RequestPlanner:
             ),
         )
 
+    def _read_prompt(self, inputs: ProcessorInputs, token: int) -> str:
+        """The question of a prompt without messages, or of messages whose images were not found."""
+        decode = self._info.get_tokenizer().decode
+        text = self._placeholders.text
+        return extract_prompt_instruction(inputs.prompt, token, decode, self._suffix, text)
+
     def _resolve_names(
-        self, inputs: ProcessorInputs, digests: Sequence[str], salt: str
+        self,
+        inputs: ProcessorInputs,
+        digests: Sequence[str],
+        salt: str,
+        modality: str = "image",
     ) -> tuple[list[str], list[ImageSize | None]]:
         """Digest and size of each image; one that comes by its name alone is the last sent so.
 
@@ -318,16 +335,18 @@ class RequestPlanner:
         of content, so the name has to be resolved before a cache is looked up. An unknown name gets
         a content that no image has.
         """
-        names = (inputs.mm_uuid_items or {}).get("image") or [None] * len(digests)
-        items = inputs.mm_data_items["image"]
+        names = (inputs.mm_uuid_items or {}).get(modality) or [None] * len(digests)
+        items = inputs.mm_data_items[modality]
         images: list[tuple[str, ImageSize | None]] = []
         for i, (name, digest) in enumerate(zip(names, digests, strict=True)):
-            key = sha256(repr((name or "", salt)).encode()).digest()  # a name may have megabytes
+            # A name may have megabytes.
+            key = sha256(repr((modality, name or "", salt)).encode()).digest()
             with self._lock:
                 if items.get(i) is None:
                     images.append(self._named.get(key) or (f"unknown {key.hex()}", None))
                     continue
-                images.append((digest, items.get_image_size(i)))
+                is_image = isinstance(items, ImageProcessorItems)
+                images.append((digest, items.get_image_size(i) if is_image else None))
                 if name is not None and inputs.cache is not None:
                     self._named[key] = images[i]
         return [digest for digest, _ in images], [size for _, size in images]
@@ -382,7 +401,7 @@ class RequestPlanner:
             what = f"later turns cannot recall tokens: this model {self._placeholders.unsplittable}"
             raise refuse(f"{ENTRY}/recall", what, "leave it out")
         images = [Slot(i, plan.budget) for i, plan in enumerate(plans)]
-        turns, rules, limit = request.recall_turns, self._served.rules, MAX_ITEMS
+        turns, rules, limit = request.recall_turns, self.served.rules, MAX_ITEMS
         if not turns:
             return prompt, images
         if encoded := next((plan.state for plan in plans if plan.state), b""):
@@ -409,7 +428,7 @@ class RequestPlanner:
         before the image, for it is part of the prefix then.
         """
         cores = [
-            self._served.policy_for_plan(plan).core if reads_it else 0
+            self.served.policy_for_plan(plan).core if reads_it else 0
             for plan, reads_it in zip(plans, reads, strict=True)
         ]
         config: Any = get_attachment(self._info.ctx.model_config, KV_CACHE)

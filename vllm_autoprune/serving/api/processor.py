@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
+from cachetools import LRUCache
 from PIL import Image
 from transformers import BatchFeature
 from vllm.multimodal.cache import LruKeyReplicatedSenderCache
@@ -26,13 +27,14 @@ from vllm.multimodal.processing import ProcessorInputs
 
 from vllm_autoprune.errors import AutopruneError
 from vllm_autoprune.serving.api.cells import TRIMMING, join_images, trim_images, trimmed_fields
+from vllm_autoprune.serving.api.clips import Clips
 from vllm_autoprune.serving.api.engine_requests import (
     RenderedHashes,
     RenderedItem,
     Rendering,
     Waiting,
 )
-from vllm_autoprune.serving.api.layout import Placeholders
+from vllm_autoprune.serving.api.layout import Placeholders, PlannedItem, find_placeholders
 from vllm_autoprune.serving.api.planner import RequestPlan, RequestPlanner, Size
 from vllm_autoprune.serving.api.request import REFUSED, SALT, CacheSalt
 from vllm_autoprune.serving.compat import depends_on
@@ -56,6 +58,9 @@ if TYPE_CHECKING:
 
 else:
     _Stock = object
+
+_MAX_CLIPS = 1 << 14
+"""Clips whose number of frames a process remembers."""
 
 _PROFILE = "_autoprune_profile"
 _PROFILING = object()
@@ -81,9 +86,13 @@ def make_pruned_factories(
 
 @dataclass
 class _Inputs(ProcessorInputs):
-    """Inputs with an item for every plan; or with every image once, and the ``keys`` of caches."""
+    """Inputs with an item for every plan; or with every image once, and the ``keys`` of caches.
+
+    ``clips`` are filled when they are planned.
+    """
 
     plan: RequestPlan = field(default_factory=lambda: RequestPlan((), {}))
+    clips: list[PlannedItem] = field(default_factory=list)
     keys: Mapping[str, list[str]] = field(default_factory=dict)
 
 
@@ -108,6 +117,11 @@ class PrunedProcessor(_Stock):
     @cached_property
     def _waiting(self) -> Waiting:
         return Waiting()
+
+    @cached_property
+    def _frames(self) -> LRUCache[str, int]:
+        """T of the clips seen last, by key: vLLM does not tell it of those that its engine has."""
+        return LRUCache(_MAX_CLIPS)
 
     @cached_property
     def recall_token(self) -> str | None:
@@ -161,9 +175,15 @@ class PrunedProcessor(_Stock):
         rendering = None
         if isinstance(inputs.cache, LruKeyReplicatedSenderCache):
             planned["cache"] = rendering = Rendering(inputs.cache, self._waiting)
-        processed = super().apply(_Inputs(**planned), timing_ctx)
-        keys = {item.identity: item.key for item in plan.items}
-        hashes = RenderedHashes(processed["mm_hashes"], plan.count, keys, rendering)
+        try:
+            processed = super().apply(planned_inputs := _Inputs(**planned), timing_ctx)
+        except AutopruneError:  # of a clip, which is planned once its size is known
+            REFUSED.inc()
+            raise
+        clips = planned_inputs.clips
+        keys = {item.identity: item.key for item in (*plan.items, *clips)}
+        count = plan.count and partial(plan.count, [clip.plan for clip in clips])
+        hashes = RenderedHashes(processed["mm_hashes"], count, keys, rendering)
         processed["mm_hashes"] = hashes
         return processed
 
@@ -177,7 +197,9 @@ class PrunedProcessor(_Stock):
         at_key: dict[str, int] = {}
         for at, item in enumerate(plan.items):
             at_key.setdefault(item.key, at)
-        keys = {**plan.hashes, "image": [*at_key]} if plan.items else plan.hashes
+        keys = {**plan.hashes, "image": [*at_key]} if plan.items else dict(plan.hashes)
+        if plan.clips is not None:
+            keys["video"] = plan.clips.keys
         content = {**vars(inputs), "keys": keys}
         if len(at_key) < len(plan.items):
             images = [inputs.mm_data_items["image"].get(at) for at in at_key.values()]
@@ -203,6 +225,8 @@ class PrunedProcessor(_Stock):
 
             cache.process_again = process_again
         result = result._replace(hashes=plan.hashes)
+        if plan.clips is not None:
+            result = self._plan_clips(plan.clips, result, inputs, timing_ctx)
         if not plan.items:
             return result
         places = {key: place for place, key in enumerate(at_key)}
@@ -225,6 +249,46 @@ class PrunedProcessor(_Stock):
         return result._replace(
             kwargs=MultiModalKwargsItems({**result.kwargs, "image": tensors}),
             prompt_updates={**result.prompt_updates, "image": updates},
+        )
+
+    def _plan_clips(
+        self,
+        clips: Clips,
+        result: MultiModalProcessingResult,
+        inputs: _Inputs,
+        timing_ctx: TimingContext,
+    ) -> MultiModalProcessingResult:
+        """The result with a plan, an identity and K placeholders for every clip."""
+        count_frames, known = self._placeholders.frames, self._frames
+        assert count_frames is not None
+        for key, data in zip(clips.keys, result.kwargs["video"], strict=True):
+            if data is not None:
+                known[key] = count_frames(data)
+        if any(key not in known for key in clips.keys):
+            # The engine has a clip of which so many others have been sent since.
+            only = {"keys": {"video": clips.keys}, "cache": None}
+            videos = MultiModalDataItems({"video": inputs.mm_data_items["video"]})
+            uncached = _Inputs(**{**vars(inputs), **only, "mm_data_items": videos})
+            again = super()._cached_apply_hf_processor(uncached, timing_ctx)
+            known.update(zip(clips.keys, map(count_frames, again.kwargs["video"]), strict=True))
+        contents = [update.content for (update,) in result.prompt_updates["video"]]
+        sizes = [
+            (sum(find_placeholders(content)), known[key])
+            for content, key in zip(contents, clips.keys, strict=True)
+        ]
+        inputs.clips[:] = clips.plan(self._planner.served, self._planner.tokenizer, sizes)
+        tensors, updates = [], []
+        for item, data, (update,) in zip(
+            inputs.clips, result.kwargs["video"], result.prompt_updates["video"], strict=True
+        ):
+            content, plan = self._placeholders.lay_out(update.content, item.plan)
+            updates.append([replace(update, content=content)])
+            row = MultiModalFieldElem(plan.encode(), MultiModalBatchedField(keep_on_cpu=True))
+            tensors.append(MultiModalKwargsItem({**(data or {}), FIELD: row}))
+        return result._replace(
+            hashes={**result.hashes, "video": [item.identity for item in inputs.clips]},
+            kwargs=MultiModalKwargsItems({**result.kwargs, "video": tensors}),
+            prompt_updates={**result.prompt_updates, "video": updates},
         )
 
     def _get_cache_missing_items(

@@ -95,7 +95,9 @@ _FIX = {
     "cells": 'give "flat", "predicted", "none", or "flat:2" with a tolerance up to 32',
     "enabled": "give true or false",
     "keep": 'give "state", "reference", "random" or "resized"',
+    "video_budget": 'give the tokens of all frames, a share, or "tokens_per_frame:16"',
     "instructions": "give a list of texts, one an image",
+    "video_instructions": "give a list of texts, one a video",
     "details": 'give a list of "low", "high" or null, one an image',
     "turns": "give a list of numbers from 0 on, one an image; null where no question follows it",
     "recall": "give a number of tokens, 0 for none",
@@ -108,7 +110,8 @@ DETAIL_FIX = 'put it beside the picture: "image_url": {"url": ..., "detail": "lo
 class PruningRequest(BaseModel):
     """Fields of the entry; the server's own choice holds for each one that is left out.
 
-    ``budget``: K of each image, a list with one K an image, or :class:`_SharedBudget`. ``state``:
+    ``budget``: K of each image, a list with one K an image, or :class:`_SharedBudget`;
+    ``video_budget``: K of each clip, by a state that prunes them. ``state``:
     the name of a shipped state, or a whole state. ``enabled`` false: every token is kept.
     ``cells``: the rule by which cells are dropped before the vision tower, or ``"none"``.
     ``keep``: the state, or a control: ``"reference"`` (its base policy alone), ``"random"``
@@ -123,11 +126,13 @@ class PruningRequest(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     budget: BudgetCall | tuple[BudgetCall, ...] | _SharedBudget | None = None
+    video_budget: BudgetCall | None = None
     state: str | dict[str, object] | None = None
     cells: Cells | Literal["none"] | None = None
     enabled: bool = True
     keep: Chooser = "state"
     instructions: list[str] | None = None
+    video_instructions: list[str] | None = None
     details: list[Detail | None] | None = None
     turns: list[Annotated[int, Field(ge=0)] | None] | None = None
     recall: int | None = Field(default=None, ge=0, le=MAX_BUDGET)
@@ -145,6 +150,16 @@ class PruningRequest(BaseModel):
             if isinstance(value, dict) and list(value) == ["shared"]:
                 return _SharedBudget(shared=BudgetCall.parse(value["shared"]))
             return None if value is None else BudgetCall.parse(value)
+        except BudgetError as error:
+            what = error.problems[0].what
+            raise PydanticCustomError("budget", "{what}", {"what": what}) from None
+
+    @field_validator("video_budget", mode="plain")
+    @classmethod
+    def parse_video_budget(cls, value: object) -> BudgetCall | None:
+        """The budget of a clip."""
+        try:
+            return None if value is None else BudgetCall.parse(value, clip=True)
         except BudgetError as error:
             what = error.problems[0].what
             raise PydanticCustomError("budget", "{what}", {"what": what}) from None

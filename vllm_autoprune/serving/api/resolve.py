@@ -23,6 +23,7 @@ def check_fields(served: ServedState, request: PruningRequest) -> PruningState |
     by_name: Level = "shipped-states" if isinstance(asked_state, str) else "states"
     needed: dict[str, tuple[bool, Level]] = {
         "budget": (request.budget is not None, "budget"),
+        "video_budget": (request.video_budget is not None, "budget"),
         "cells": (request.cells is not None, "budget"),
         "keep": (request.keep != "state", "budget"),
         "enabled": (not request.enabled, "budget"),
@@ -38,7 +39,8 @@ def check_fields(served: ServedState, request: PruningRequest) -> PruningState |
         what = f"K_r = {recall}, and requests may recall {rules.maximum} tokens at most"
         raise refuse(f"{ENTRY}/recall", what, f"ask for 0 to {rules.maximum}")
     if not request.enabled:
-        if names := [name for name in ("budget", "state", "keep", "cells") if needed[name][0]]:
+        others = ("budget", "video_budget", "state", "keep", "cells")
+        if names := [name for name in others if needed[name][0]]:
             what = f"false keeps every token, but {', '.join(map(repr, names))} is given as well"
             raise refuse(f"{ENTRY}/enabled", what, f"leave out 'enabled' or {names[0]!r}")
         return None

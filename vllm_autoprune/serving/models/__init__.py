@@ -80,6 +80,8 @@ class Backbone:
     """Why an image cannot be several items of a prompt; empty where it can."""
     whole_only: str = "encodes the patches of an image as a whole square"
     """Why no cell of an image can be dropped before the tower; empty where it can."""
+    clips: bool = False
+    """Whether tokens of videos can be chosen; else they are what they are in stock vLLM."""
     embeds_text: bool = False
     """Whether text stands between the tokens of an image, and is embedded with those kept."""
     remote_processor: bool = False
@@ -210,8 +212,8 @@ BACKBONES: dict[str, Backbone] = {
     for row in (
         _ClipBackbone("llava", "llava", "LlavaForConditionalGeneration"),
         _ClipBackbone("llava_next", "llava", "LlavaNextForConditionalGeneration"),
-        _qwen("qwen2_vl", "Qwen2VLForConditionalGeneration"),
-        _qwen("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", _FULL),
+        _qwen("qwen2_vl", "Qwen2VLForConditionalGeneration", clips=True),
+        _qwen("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", _FULL, clips=True),
         _qwen("qwen3_vl", "Qwen3VLForConditionalGeneration"),
         _qwen("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"),
         _qwen("qwen3_5", "Qwen3_5ForConditionalGeneration"),

@@ -7,6 +7,8 @@ and attention, the fields of inputs, and the arithmetic of its processor.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import prod
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,7 +19,12 @@ from vllm.model_executor.models.vision import run_dp_sharded_mrope_vision_model
 
 from vllm_autoprune.serving.api.layout import Placeholders, TokenCount
 from vllm_autoprune.serving.models.cells import CellGrid, CellTower
-from vllm_autoprune.serving.models.mrope import GridLayout, PrunedMRope, position_channels
+from vllm_autoprune.serving.models.mrope import (
+    VIDEO_GRIDS,
+    GridLayout,
+    PrunedMRope,
+    position_channels,
+)
 from vllm_autoprune.serving.models.pruned_model import (
     EncoderInputs,
     ImageInputs,
@@ -32,6 +39,10 @@ from vllm_autoprune.tpdsl.tokens import Grid
 
 if TYPE_CHECKING:
     from vllm.multimodal.parse import ImageSize
+
+
+_CLIPS, _SECONDS = "pixel_values_videos", "second_per_grid_ts"
+"""Fields of clips: their patches, and the time between two of their frames."""
 
 
 class GridVision(GridLayout):
@@ -58,7 +69,19 @@ class GridVision(GridLayout):
     """Whether the processor shrinks images as :meth:`shrink_to_budget`."""
 
     def images(self, inputs: EncoderInputs) -> list[ModelImage]:
-        """Split the images of one call."""
+        """Split the images, or clips, of one call."""
+        if _CLIPS in inputs:
+            clip_grids, pixels = inputs[VIDEO_GRIDS], inputs[_CLIPS]
+            assert isinstance(pixels, Tensor) and isinstance(clip_grids, Tensor)
+            clips = zip(pixels.split(clip_grids.prod(-1).tolist()), clip_grids, strict=True)
+            others = {name: inputs[name] for name in (_SECONDS,) if name in inputs}
+            return [
+                ModelImage(
+                    {_CLIPS: part, VIDEO_GRIDS: grid, **{n: o[i] for n, o in others.items()}},
+                    self.count(grid),
+                )
+                for i, (part, grid) in enumerate(clips)
+            ]
         grids, pixels = self.find_grids(inputs), inputs["pixel_values"]
         anchors = inputs.get(CELLS_FIELD, [torch.zeros(0, dtype=torch.int32)] * len(grids))
         patches = [count_patches(*image) for image in zip(anchors, grids, strict=True)]
@@ -86,6 +109,13 @@ class GridVision(GridLayout):
         rows: Sequence[Tensor] = self._model._process_image_input(checked)
         return rows
 
+    def _clip_rows(self, pixels: Tensor, grids: Tensor) -> Sequence[Tensor]:
+        """Rows ``(T n, D)`` of each clip, as the stock model makes them."""
+        inputs = {_CLIPS: pixels, VIDEO_GRIDS: grids}
+        checked = self._model._parse_and_validate_video_input(**inputs)
+        rows: Sequence[Tensor] = self._model._process_video_input(checked)
+        return rows
+
     def tower_order(self, grids: Tensor) -> Tensor | None:
         """Indices ``(N,)`` of all tokens in the tower, in raster order; None where they are so."""
         return None
@@ -108,13 +138,16 @@ class GridVision(GridLayout):
         return patches.unflatten(0, (-1, merge**2)).mean(dim=1)
 
     def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
-        """Encode images; tokens are selected by the first D channels of each row."""
-        grids = torch.stack([image[self.grids] for image in images])
-        pixels = [image["pixel_values"] for image in images]
+        """Encode images or clips; tokens are selected by the first D channels of each row."""
+        are_clips = _CLIPS in images[0]
+        grids = torch.stack([image[VIDEO_GRIDS if are_clips else self.grids] for image in images])
+        pixels = [image[_CLIPS if are_clips else "pixel_values"] for image in images]
         anchors = [image.get(CELLS_FIELD) for image in images]
         tower_order = None
         with self.recording():
-            if any(of_image is not None for of_image in anchors):
+            if are_clips:
+                rows = self._clip_rows(torch.cat(pixels), grids)
+            elif any(of_image is not None for of_image in anchors):
                 rows, tower_order = self._encode_cells(torch.cat(pixels), grids, anchors)
             else:
                 rows = self.rows(torch.cat(pixels) if self.joined_images else pixels, grids)
@@ -124,7 +157,9 @@ class GridVision(GridLayout):
         patches = [len(rows_of_image) * merge**2 for rows_of_image in rows]
         signals = {signal: hook.take() for signal, hook in self.merger.items()}
         if self.attention is not None:
-            signals["cls_attention"] = torch.cat(self.attention.take().received(patches))
+            frames = [prod(grid[1:]) for grid in grids.tolist() for _ in range(grid[0])]
+            lengths = frames if are_clips else patches
+            signals["cls_attention"] = torch.cat(self.attention.take().received(lengths))
         for signal, part in signals.items():
             if len(part) == sum(patches):
                 signals[signal] = self.merge_patches(part, grids)
@@ -136,13 +171,16 @@ class GridVision(GridLayout):
         split = {signal: part.split(sizes) for signal, part in signals.items()}
 
         features = []
-        for i, (*_, height, width) in enumerate(grids.tolist()):
+        for i, (*times, height, width) in enumerate(grids.tolist()):
             of_grid = anchors[i]
             cells = b"" if of_grid is None else of_grid.numpy().tobytes()
             image_rows, grid = rows[i], Grid(height // merge, width // merge, anchors=cells)
+            if are_clips:
+                grid = replace(grid, tiles=times[0], clip=True)
             tokens, channels = image_rows[:, : self._width].clone(), [image_rows[:, self._width :]]
             if isinstance(self._model, PrunedMRope) and self._model.autoprune_places:
-                places = position_channels(grid.height, grid.width, tokens.device)
+                at = self._frame_times(images[i], times[0]) if are_clips else [0]
+                places = position_channels(grid.height, grid.width, tokens.device, at)
                 channels.append(grid.at_tokens(places.T).T.to(tokens.dtype))
             of_image: dict[Signal, Tensor] = {s: parts[i].clone() for s, parts in split.items()}
             extra = torch.cat(channels, dim=1)
@@ -150,6 +188,12 @@ class GridVision(GridLayout):
             region = self.make_region(grid, tokens, of_image, extra_channels=extra, order=order)
             features.append(ImageFeatures((region,)))
         return features
+
+    def _frame_times(self, clip: ImageInputs, frames: int) -> list[int]:
+        """Position in time of each frame, as ``get_mrope_input_positions`` has them."""
+        seconds = clip[_SECONDS].item() if _SECONDS in clip else 1.0
+        factor = seconds * getattr(self._model.config.vision_config, "tokens_per_second", 1.0)
+        return [int(frame * factor) for frame in range(frames)]
 
     def _encode_cells(
         self, pixels: Tensor, grids: Tensor, anchors: Sequence[Tensor | None]
@@ -204,7 +248,7 @@ class GridVision(GridLayout):
 
 def prune_grid(stock: Any, vision: type[GridVision], merger: str = "") -> type[PrunedModel]:
     """The pruned form of one of vLLM's classes; ``merger`` is the class of its patch merger."""
-    calls = ("_parse_and_validate_image_input", "_process_image_input")
+    calls: tuple[str, ...] = ("_parse_and_validate_image_input", "_process_image_input")
     # A class has the first where it has M-RoPE, and the second where vLLM can prune its videos.
     of_mrope = ("get_mrope_input_positions", "recompute_mrope_positions")
     positions = tuple(name for name in of_mrope if hasattr(stock, name))
@@ -214,6 +258,13 @@ def prune_grid(stock: Any, vision: type[GridVision], merger: str = "") -> type[P
         lambda info: int(attrgetter(vision.image_token)(info.get_hf_config())),
         resize=vision.shrink_to_budget if vision.resizes else None,
     )
+    if vision.video_token:
+        calls += ("_parse_and_validate_video_input", "_process_video_input")
+        placeholders = replace(
+            placeholders,
+            video_token=lambda info: int(attrgetter(vision.video_token)(info.get_hf_config())),
+            frames=lambda item: int(item[VIDEO_GRIDS].data[0]),
+        )
     mixin = PrunedMRope if positions else PrunedModel
     return prune_class(
         stock, placeholders, vision, mixin, methods=(*calls, *positions), merger=merger

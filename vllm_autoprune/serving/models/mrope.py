@@ -7,14 +7,17 @@ rows, because they are known only after the selection.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from vllm_autoprune.ops.rowwise import upload
 from vllm_autoprune.serving.compat.worker import UNCHANGED_DELTA, request_positions
 from vllm_autoprune.serving.models.pruned_model import PrunedModel, Vision
 from vllm_autoprune.serving.plan import FIELD, ItemPlan, Key
@@ -32,18 +35,23 @@ if TYPE_CHECKING:
 else:
     _Stock = object
 
-CHANNELS = 4
-"""Height and width within the image, each as two digits of base 128: bfloat16 is exact to 256."""
+VIDEO_GRIDS = "video_grid_thw"
+"""Field of the patches of clips, as :attr:`GridLayout.grids`."""
+
+CHANNELS = 6
+"""Time, height and width within the image or clip, each as two digits of base 128: bfloat16 is
+exact to 256."""
 
 _BASE = 128
 
 
-def position_channels(height: int, width: int, device: torch.device) -> Tensor:
-    """Positions of the tokens of a grid in raster order, ``(N, 4)`` float32."""
-    rows = torch.arange(height, device=device)[:, None].expand(height, width).flatten()
-    columns = torch.arange(width, device=device).repeat(height)
-    digits = [rows // _BASE, rows % _BASE, columns // _BASE, columns % _BASE]
-    return torch.stack(digits, dim=1).float()
+def position_channels(
+    height: int, width: int, device: torch.device, times: Sequence[int] = (0,)
+) -> Tensor:
+    """Positions of the tokens of frames at these times, in raster order, ``(T * n, 6)`` float32."""
+    sides = (torch.arange(side, device=device) for side in (height, width))
+    places = torch.cartesian_prod(upload(torch.tensor(times), device), *sides)
+    return torch.stack([places // _BASE, places % _BASE], dim=2).flatten(1).float()
 
 
 def _compute_input_positions(
@@ -52,6 +60,7 @@ def _compute_input_positions(
     features: Sequence[MultiModalFeatureSpec],
     unpruned: Mapping[int, int],
     firsts: Mapping[int, int],
+    widths: Mapping[int, int] = MappingProxyType({}),
 ) -> tuple[Tensor, int]:
     """Positions ``(3, L)`` of a prompt, and what decoding adds to its length.
 
@@ -59,7 +68,8 @@ def _compute_input_positions(
     the first item of its image for every other one (:func:`_match_items`). The model's own code
     places the whole images; then placeholders that are not there are left out. Image tokens of
     which some are missing, and those of later items, all stand at their image's first position
-    until :func:`_place_image_tokens` knows the kept ones.
+    until :func:`_place_image_tokens` knows the kept ones; in width beyond it, where they are of a
+    clip, by which these can be told from tokens that are placed. ``widths`` are those of clips.
     """
     full: list[int] = []
     source: list[int] = []
@@ -93,7 +103,12 @@ def _compute_input_positions(
     source += range(len(full), len(full) + len(ids) - done)
     full += ids[done:]
     positions, delta = stock(full, moved)
-    return positions[:, torch.tensor(source, dtype=torch.int64)], delta + len(full) - len(ids)
+    positions = positions[:, torch.tensor(source, dtype=torch.int64)]
+    for i, width in widths.items():
+        place = features[i].mm_position
+        if place.length < unpruned[i]:
+            positions[2, place.offset : place.offset + place.length] += width
+    return positions, delta + len(full) - len(ids)
 
 
 def _match_items(plans: Mapping[int, ItemPlan]) -> dict[int, int]:
@@ -121,27 +136,33 @@ def _match_items(plans: Mapping[int, ItemPlan]) -> dict[int, int]:
 
 
 def _place_image_tokens(
-    ids: Tensor, positions: Tensor, channels: Sequence[Tensor], image: int, computed: int
+    ids: Tensor, positions: Tensor, channels: Sequence[Tensor], images: Sequence[int], computed: int
 ) -> Tensor:
     """Set the positions of the image tokens of one prefill step in ``(3, L)``.
 
-    ``channels`` are those of the step's image rows, ``(m, 4)`` each, in prompt order; the
-    step begins at token ``computed``. All tokens of an image have its first position in time, so
-    that is what heights and widths count from, however often this is done. Rows with channels
+    ``channels`` are those of the step's image rows, ``(m, 6)`` each, in prompt order; the
+    step begins at token ``computed``; ``images`` are the ids of the tokens of images and clips. All
+    count from the first position of their image, however often this is done. Rows with channels
     below 0 leave their tokens where they are. No host sync.
     """
     joined = torch.cat([part.float() for part in channels])
-    digits = joined.long()
-    rows, columns = digits[:, 0] * _BASE + digits[:, 1], digits[:, 2] * _BASE + digits[:, 3]
+    digits = joined.long().unflatten(1, (3, 2))
     # Time, height and width from the image's first position, (3, M).
-    offsets = torch.stack([torch.zeros_like(rows), rows, columns]).to(positions.device)
+    offsets = (digits[:, :, 0] * _BASE + digits[:, :, 1]).T.to(positions.device)
     at = torch.arange(len(ids), device=positions.device)
-    is_image = (ids.to(positions.device) == image) & (at >= computed)
+    ids = ids.to(positions.device)
+    is_image = functools.reduce(torch.logical_or, (ids == image for image in images))
+    is_image = is_image & (at >= computed)
     rank = is_image.cumsum(0) - 1
     selected = is_image & (rank < offsets.shape[1])
     row = rank.clamp(0, offsets.shape[1] - 1)
     selected &= (joined[:, 0] >= 0).to(positions.device)[row]
-    placed = positions[:1] + offsets[:, row]
+    offsets = offsets[:, row]
+    # A token that was placed before (of a request that was preempted) is as far from the first
+    # position on every axis; others are there in time, and no width is beyond its own grid's.
+    base = positions - offsets
+    was_placed = (base[0] == base[1]) & (base[0] == base[2])
+    placed = torch.where(was_placed, base[0], positions[0]) + offsets
     return torch.where(selected, placed.to(positions.dtype), positions)
 
 
@@ -155,6 +176,8 @@ class GridLayout(Vision):
     """Field of the configuration with the id of an image's token."""
     videos_share_token: ClassVar[bool] = False
     """Whether frames of videos have that token too."""
+    video_token: ClassVar[str] = ""
+    """Field with the id of the token of clips; empty where they are left whole."""
 
     def __init__(self, model: SupportsMultiModal, served: ServedState) -> None:
         super().__init__(model, served)
@@ -201,17 +224,20 @@ class PrunedMRope(PrunedModel, _Stock):
         if vision is None:
             return stock(input_tokens, mm_features)
         assert isinstance(vision, GridLayout)
-        unpruned, plans = {}, {}
+        unpruned, plans, widths = {}, {}, {}
         for i, feature in enumerate(mm_features):
-            if feature.modality == "image":
+            is_clip = feature.modality == "video" and FIELD in (feature.data or {})
+            if feature.modality == "image" or is_clip:
                 assert feature.data is not None
-                grid = feature.data[vision.grids].data
+                grid = feature.data[VIDEO_GRIDS if is_clip else vision.grids].data
                 assert isinstance(grid, Tensor)
                 unpruned[i] = vision.count(grid)
-                if FIELD in feature.data:
+                if is_clip:
+                    widths[i] = int(grid[2]) // vision.merge
+                elif FIELD in feature.data:
                     (plans[i],) = self.autoprune_plan_reader.read([feature.data[FIELD].data])
         firsts = _match_items(plans)
-        return _compute_input_positions(stock, input_tokens, mm_features, unpruned, firsts)
+        return _compute_input_positions(stock, input_tokens, mm_features, unpruned, firsts, widths)
 
     def recompute_mrope_positions(
         self,
@@ -228,6 +254,10 @@ class PrunedMRope(PrunedModel, _Stock):
         that ends in an image, without the token that closes it, goes on after the last kept token.
         """
         vision = self.autoprune
+        if vision is None:  # vLLM's own pruning of videos
+            return super().recompute_mrope_positions(
+                input_ids, multimodal_embeddings, mrope_positions, num_computed_tokens
+            )
         assert isinstance(vision, GridLayout)
         wide = vision.row_width + CHANNELS
         rows: list[Tensor] = []
@@ -236,7 +266,7 @@ class PrunedMRope(PrunedModel, _Stock):
             if embedding.shape[1] == wide:
                 channels.append(embedding[:, -CHANNELS:])
                 embedding = embedding[:, :-CHANNELS]
-            elif vision.videos_share_token:
+            elif vision.videos_share_token or vision.video_token:
                 # These tokens stay where they are.
                 unplaced = embedding.new_full((len(embedding), CHANNELS), -1, dtype=torch.float32)
                 channels.append(unplaced)
@@ -244,8 +274,9 @@ class PrunedMRope(PrunedModel, _Stock):
         positions = mrope_positions
         if channels:
             ids = input_ids if isinstance(input_ids, Tensor) else torch.tensor(input_ids)
-            image: int = attrgetter(vision.image_token)(self.config)
-            positions = _place_image_tokens(ids, positions, channels, image, num_computed_tokens)
+            names = (vision.image_token, vision.video_token)
+            tokens = [int(attrgetter(name)(self.config)) for name in names if name]
+            positions = _place_image_tokens(ids, positions, channels, tokens, num_computed_tokens)
         if isinstance(input_ids, Tensor):
             return rows, positions, UNCHANGED_DELTA
         return rows, positions, int(positions.max()) + 1 - len(input_ids)

@@ -188,6 +188,8 @@ class Vision(ABC):
 
         Of the projected ``(N, D)``, or of the encoder's ``(N, Dv)`` where it ranks those.
         """
+        if grid.clip:  # of thousands of tokens, and few policies for clips compare every two
+            return Region(grid, tokens, signals, **fields)
         before = self.served.state.rank_at == "merger_in" and "encoder" in signals
         ranked = signals["encoder"] if before else tokens
         cosine: Signals = {"cosine": VisualTokens(ranked[None], grid).cosine[0]}

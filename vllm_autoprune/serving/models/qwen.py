@@ -1,6 +1,6 @@
 """Qwen-VL, GLM-4.xV and their like: images of any size, patches merged four to one, M-RoPE.
 
-Videos are left as they are.
+Videos of Qwen2-VL and Qwen2.5-VL are pruned too, others are left as they are.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class _Qwen2Vision(GridVision):
     """Qwen2-VL. vLLM calls mergers past their hooks; their norm comes first and sees the same."""
 
     merger_name = "visual.merger.ln_q"
+    video_token = "video_token_id"
 
 
 class _Qwen2_5Vision(_Qwen2Vision):
@@ -56,6 +57,12 @@ class _Qwen2_5Vision(_Qwen2Vision):
         metadata = self._model.visual.prepare_encoder_metadata(grids.tolist())
         order: Tensor = metadata["reverse_indices"]
         return order.to(self.sample_weight.device, non_blocking=True)
+
+
+class _Qwen2_5OmniVision(_Qwen2_5Vision):
+    """Qwen2.5-Omni, whose videos may have sound among their tokens: they are left whole."""
+
+    video_token = ""
 
 
 class _Qwen3Vision(GridVision):
@@ -133,5 +140,5 @@ AutopruneGlmOcrForConditionalGeneration = prune_grid(
     GlmOcrForConditionalGeneration, _GlmVision, "GlmOcrPatchMerger"
 )
 AutopruneQwen2_5OmniThinkerForConditionalGeneration = prune_grid(
-    Qwen2_5OmniThinkerForConditionalGeneration, _Qwen2_5Vision
+    Qwen2_5OmniThinkerForConditionalGeneration, _Qwen2_5OmniVision
 )

@@ -1,0 +1,91 @@
+"""Clips of videos on real engines: all tokens are stock's, and EVS keeps what vLLM's own keeps.
+
+Positions, empty caches, small steps and preemption: the selftest. That company changes nothing:
+``test_equivalence.py``, whose requests have clips.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from torch import Tensor
+from vllm.model_executor.models import qwen2_5_vl
+from vllm.multimodal.video_prune.evs import compute_retention_mask
+
+from tests.serving.engine import Prompt, assert_same, built, start, watch
+from tests.serving.runners import in_engine
+from vllm_autoprune.selftest.serve import clip, picture
+
+pytestmark = pytest.mark.engine
+
+VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
+IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+PER_FRAME = 6
+OPTIONS: dict[str, Any] = {"dtype": "float32", "limit_mm_per_prompt": {"image": 1, "video": 2}}
+
+
+def ask(text: str, videos: list[int], images: int = 0, **entry: Any) -> Prompt:
+    """A raw prompt about clips of so many temporal groups, each of two frames."""
+    data: dict[str, Any] = {"video": [clip(2 * groups, groups) for groups in videos]}
+    if images:
+        data["image"] = [picture(112, 112, 0)]
+    kwargs = {"mm_processor_kwargs": {"autoprune": entry}} if entry else {}
+    return {"prompt": text, "multi_modal_data": data, **kwargs}
+
+
+def requests(**entry: Any) -> list[Prompt]:
+    """Clips of 1, 2, 3 and 7 groups; two of them; an image before and behind one."""
+    return [
+        *(ask(f"user {VIDEO} what is on the left", [groups], **entry) for groups in (1, 2, 3, 7)),
+        ask(f"user {VIDEO}{VIDEO} which", [2, 3], **entry),
+        ask(f"user {IMAGE} and {VIDEO} what", [3], 1, **entry),
+        ask(f"user {VIDEO} and {IMAGE} what", [3], 1, **entry),
+    ]
+
+
+@pytest.mark.both
+@pytest.mark.parametrize("backbone", ["qwen2_vl", "qwen2_5_vl"])
+@in_engine
+def test_k_of_all_tokens_is_stock_and_counts_are_exact(backbone: str) -> None:
+    """One by one and all at once, in steps that end within clips; another question shares them."""
+    model, groups = built(backbone), (1, 2, 3, 7, 5, 3, 3)
+    engine = start(None, model, **OPTIONS)
+    stock = engine.generate_each(requests())
+    engine.stop()
+    settings = {"state": "vcast", "budget": "100%", "requests": "states"}
+    engine = start(settings, model, max_num_batched_tokens=16, max_num_seqs=2, **OPTIONS)
+    for prompts in (requests(video_budget="100%"), requests(enabled=False)):
+        assert_same(engine.generate_each(prompts), stock, tolerance=1e-4)
+    kept = engine.generate_each(requests(video_budget="tokens_per_frame:2"))
+    removed = [
+        unpruned["prompt_tokens"] - few["prompt_tokens"]
+        for unpruned, few in zip(stock, kept, strict=True)
+    ]
+    assert removed == [count * (PER_FRAME - 2) for count in groups]
+    assert_same(engine.generate(requests(video_budget="tokens_per_frame:2")), kept)
+    runs = engine.runs
+    engine.generate_each([ask(f"user {VIDEO} how many dog are there", [7], video_budget=20)])
+    assert engine.runs == runs, "the tower sees a clip once"
+
+
+@in_engine
+def test_evs_keeps_what_stock_vllm_keeps_at_its_rate() -> None:
+    """Of one clip: with a second image or clip in the prompt stock ends (vllm#48833)."""
+    model, record, masks = built("qwen2_5_vl"), watch(), list[Tensor]()
+    # First, because on a CPU stock asks for positions only where the plugin has served a state.
+    engine = start({"state": "evs", "budget": "100%"}, model, **OPTIONS)
+    engine.generate_each(requests(video_budget="1/2")[:4])
+    engine.stop()
+    engine = start(None, model, video_pruning_rate=0.5, **OPTIONS)
+
+    def compute(*inputs: Any, **named: Any) -> Tensor:
+        masks.append(compute_retention_mask(*inputs, **named))
+        return masks[-1]
+
+    with patch.object(qwen2_5_vl, "compute_retention_mask", compute):
+        engine.generate_each(requests()[:4])
+    kept = [mask.nonzero()[:, 0].tolist() for mask in masks]
+    assert kept[0] == [*range(PER_FRAME)]  # of one group all, which nothing selects
+    assert kept[1:] == [*record.kept.values()]

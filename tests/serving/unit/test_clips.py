@@ -1,0 +1,210 @@
+"""Clips of videos before an engine: K of all frames, identities, what is sent, what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.serving.unit.samples import Sender, places, served, vllm_config
+from vllm_autoprune import RequestError
+from vllm_autoprune.selftest.backbones import build
+from vllm_autoprune.selftest.serve import clip
+from vllm_autoprune.serving.models import BACKBONES
+from vllm_autoprune.serving.models.mrope import _place_image_tokens, position_channels
+from vllm_autoprune.serving.plan import NO_KEY, ItemPlan, check_clip
+from vllm_autoprune.serving.served_state import PlanRules
+from vllm_autoprune.serving.settings import VIDEO_BUDGET_FLAG, RequestRules
+from vllm_autoprune.serving.worker.selection import FallbackReporter, PlanReader
+
+pytestmark = pytest.mark.compat
+
+FRAMES, PER_FRAME = 8, 6
+GROUPS = FRAMES // 2
+"""Temporal groups T of a clip, which the tower makes of two frames each."""
+TOKENS = GROUPS * PER_FRAME
+
+CLIP, OTHER, SHORT = clip(FRAMES), clip(FRAMES, 1), clip(FRAMES - 2)
+
+
+def state(policy: str, **frames: object) -> dict[str, Any]:
+    """Changes of a server's state: a base policy, and how it prunes clips."""
+    per_frame = {"atom": "per_frame_budget", "k": 2}
+    no_exchange = {"atom": "reference_strict_preservation_selector"}
+    return {
+        "base_policy": {"name": policy},
+        "frames": {"tokens": per_frame, "budget": "global", **frames},
+        "constraints/selector": no_exchange,
+    }
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("qwen2_5_vl", tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(params=[True, False], ids=["cache", "no cache"])
+def sender(request: pytest.FixtureRequest, tiny: Path) -> Sender:
+    rules = RequestRules("shipped-states")
+    made = Sender(tiny, budget=8, rules=rules, **state("echoprune"))
+    return made.with_cache() if request.param else made
+
+
+def alone(sender: Sender, video: Any, uuid: str | None = None, **entry: Any) -> Any:
+    """Identity, number of tokens and digest of the tensors of one clip."""
+    names = None if uuid is None else [uuid]
+    sent = sender.send([video], names, modality="video", **entry)
+    return sent.identities[0], sent.lengths[0], sent.data[0]
+
+
+def test_k_is_of_all_frames_and_a_clip_is_sent_once(sender: Sender) -> None:
+    for asked, kept in (
+        (None, 2 * GROUPS),
+        ("tokens_per_frame:3", 3 * GROUPS),
+        ("1/4", TOKENS // 4),
+        (5, 5),
+        (10**4, TOKENS),
+        ("100%", TOKENS),
+    ):
+        sent = sender.send([CLIP, OTHER], modality="video", video_budget=asked)
+        assert sent.lengths == [kept, kept] == [plan.budget for plan in sent.plans]
+        assert [(plan.frames, plan.tokens) for plan in sent.plans] == [(GROUPS, TOKENS)] * 2
+        assert sent.sent == [sender.cache is None or asked is None] * 2
+
+
+def test_identities_hold_all_that_chooses_tokens_and_nothing_else(sender: Sender) -> None:
+    requests: list[tuple[Any, dict[str, Any]]] = [
+        (CLIP, {}),
+        (OTHER, {}),
+        (SHORT, {}),
+        (CLIP, {"video_budget": 5}),
+        (CLIP, {"video_budget": "100%"}),
+        (CLIP, {"keep": "random"}),
+        (CLIP, {"keep": "resized"}),
+        (CLIP, {"video_instructions": ["cat"]}),
+        (CLIP, {"salt": "tenant"}),
+        (CLIP, {"state": "vcast", "video_budget": 8}),
+    ]
+    identities, again = ([alone(sender, c, **e)[0] for c, e in requests] for _ in range(2))
+    assert identities == again
+    assert len({*identities}) == len(identities)
+    same: list[dict[str, Any]] = [
+        {"video_budget": 2 * GROUPS},
+        {"video_budget": "1/3"},
+        {"budget": 3},
+    ]
+    assert {alone(sender, CLIP, **entry)[0] for entry in same} == {identities[0]}
+    unread: dict[str, Any] = {"state": "vcast", "video_budget": 8}
+    for text in ("cat", "dog"):
+        assert alone(sender, CLIP, video_instructions=[text], **unread)[0] == identities[-1]
+
+
+def test_a_name_is_no_identity_and_finds_its_clip_again(tiny: Path) -> None:
+    """Of the same tenant; and the number of frames of a clip that was forgotten is counted anew."""
+    sender = Sender(tiny, budget=8, **state("vcast")).with_cache()
+    named, renamed = (alone(sender, video, "x") for video in (CLIP, OTHER))
+    assert named[0] != renamed[0]
+    assert alone(sender, None, "x")[:2] == renamed[:2]
+    with pytest.raises(ValueError, match="data is not provided"):
+        alone(sender, None, "x", salt="other")
+    sender._processor._frames.clear()
+    assert alone(sender, CLIP, "y") == (*named[:2], None)
+
+
+def test_what_cannot_be_is_refused(tiny: Path, tmp_path: Path) -> None:
+    other_model = Sender(build("qwen3_vl", tmp_path), budget=8, **state("vcast"))
+    images_only = Sender(tiny, budget=8)
+    clips = Sender(tiny, budget=8, **state("vcast"))
+    for sender, budget, problem in (
+        (other_model, 5, "this model's are served whole"),
+        (images_only, 5, "leaves videos whole"),
+        (clips, 0, "is not a budget"),
+        (clips, "tokens_per_frame:0", "is not a budget"),
+        (clips, [5], "is not a budget"),
+    ):
+        with pytest.raises(RequestError, match=problem):
+            sender.send([CLIP], modality="video", video_budget=budget)
+    settings = {"state": "vcast", "video_budget": "1/4"}
+    assert places(settings) == [VIDEO_BUDGET_FLAG]
+    assert places({**settings, "state": "divprune"}) == [f"{VIDEO_BUDGET_FLAG}#/frames"]
+    config = vllm_config(architecture="Qwen2VLForConditionalGeneration")
+    vars(config.model_config.multimodal_config)["video_pruning_rate"] = 0.5
+    assert places({"state": "vcast"}, config) == ["--video-pruning-rate"]
+
+
+@pytest.mark.parametrize("architecture", BACKBONES)
+def test_models_whose_videos_are_pruned_say_so(architecture: str) -> None:
+    """Where start-up looks, and where the processor does."""
+    module, _, name = BACKBONES[architecture].model.partition(":")
+    placeholders = vars(import_module(module))[name].autoprune_placeholders
+    known = placeholders.frames is not None, placeholders.video_token is not None
+    assert known == (BACKBONES[architecture].clips,) * 2
+
+
+@pytest.mark.parametrize(
+    ("frames", "tokens", "modality", "grid"),
+    [
+        (4, 24, "image", [4, 4, 6]),
+        (0, 24, "video", [4, 4, 6]),
+        (5, 24, "video", [4, 4, 6]),
+        (4, 25, "video", [4, 4, 6]),
+        (4, 24, "video", None),
+    ],
+)
+def test_a_plan_of_another_clip_is_refused(
+    frames: int, tokens: int, modality: str, grid: list[int] | None
+) -> None:
+    sizes = None if grid is None else torch.tensor(grid)
+    good = ItemPlan(8, NO_KEY, tokens=24, frames=4)
+    check_clip(ItemPlan.decode(good.encode()), "video", torch.tensor([4, 4, 6]))
+    plan = ItemPlan(8, NO_KEY, tokens=tokens, frames=frames)
+    with pytest.raises(RequestError, match="has T = "):
+        check_clip(plan, modality, sizes)
+
+
+def test_tokens_of_a_clip_are_placed_once_however_often_they_are() -> None:
+    """As when a request is preempted; also those as late as they are low and far to the right."""
+    token, width, base = 9, 3, 100
+    times, rows = [0, 2, 4, 6], position_channels(4, 3, torch.device("cpu"), [0, 2, 4, 6])
+    ids = torch.tensor([5, *[token] * len(rows), 6])
+    positions = torch.full((3, len(ids)), base)
+    positions[2, 1:-1] += width
+    offsets = torch.cartesian_prod(
+        *(torch.tensor(axis) for axis in (times, [*range(4)], [0, 1, 2]))
+    )
+    for _ in range(2):
+        positions = _place_image_tokens(ids, positions, [rows.bfloat16()], [8, token], 0)
+        assert torch.equal(positions[:, 1:-1].T - base, offsets)
+    half = _place_image_tokens(ids, positions, [rows[20:].bfloat16()], [8, token], 21)
+    assert torch.equal(half, positions)
+
+
+@pytest.mark.parametrize(
+    ("fields", "level", "frames", "problem"),
+    [
+        ({"budget": 9}, "none", True, "K = 9 tokens, and requests may keep 8"),
+        ({"budget": 13}, "budget", True, "K = 13 tokens, and requests may keep 12"),
+        ({"part": "core", "core": 8}, "none", True, "is of a clip, as core"),
+        ({}, "budget", False, "its state prunes none so"),
+    ],
+)
+def test_plans_from_elsewhere_are_held_to_the_rules(
+    fields: dict[str, Any], level: Any, frames: bool, problem: str
+) -> None:
+    """MAX bounds the tokens of a group, and the server's own budget those of the clip."""
+    changes = {f"/{name}": value for name, value in state("vcast").items() if frames}
+    server = replace(served(changes), rules=RequestRules(level, 1, 3), clips=True)
+    rules = PlanRules(server, 100)
+    plan = ItemPlan(8, NO_KEY, tokens=24, frames=4)
+    if frames:
+        rules.check(plan, 8)
+    plan = replace(plan, **fields)
+    with pytest.raises(RequestError, match=problem):
+        rules.check(plan, plan.budget)
+    reporter = FallbackReporter()
+    reader = PlanReader(rules, reporter, torch.device("cpu"), 100)
+    assert reader.read([plan.encode()])[0].budget == plan.budget

@@ -1,0 +1,114 @@
+"""Clips of a request's videos: what is asked for them, and their plans once they are processed.
+
+Before that their sizes are not known: a processor samples frames, and resizes them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from vllm_autoprune.serving.api.instruction import InstructionTokenizer
+from vllm_autoprune.serving.api.layout import PlannedItem
+from vllm_autoprune.serving.api.request import PruningRequest
+from vllm_autoprune.serving.plan import (
+    ENTRY,
+    NO_KEY,
+    ItemPlan,
+    encode_state,
+    make_cache_identity,
+    make_feature_key,
+    make_identity,
+    refuse,
+)
+from vllm_autoprune.serving.served_state import ServedState, make_policy
+from vllm_autoprune.tpdsl.base_policy import INSTRUCTION_NEEDS
+from vllm_autoprune.tpdsl.state import PruningState
+
+_MOST_COMPARED = 1 << 14
+"""Tokens of a clip which a state may compare with each other, in a gigabyte of float32. What ranks
+tokens by a score alone, as the policies for clips do, compares those of neighbouring frames."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clips:
+    """A request's clips, each by its content and cache salt, and what is asked for them."""
+
+    contents: Sequence[str]
+    texts: Sequence[str]
+    request: PruningRequest
+    state: PruningState | None
+
+    @property
+    def keys(self) -> list[str]:
+        """Identities of the processed clips, which all questions and K have in common."""
+        return [make_identity("pixels", content, None) for content in self.contents]
+
+    def plan(
+        self,
+        served: ServedState,
+        tokenizer: InstructionTokenizer,
+        sizes: Sequence[tuple[int, int]],
+    ) -> list[PlannedItem]:
+        """Plans and identities, by N and T of each; raises BudgetError or RequestError."""
+        items = []
+        asked = zip(self.contents, self.keys, self.texts, sizes, strict=True)
+        for i, (content, key, text, size) in enumerate(asked):
+            plan = self._resolve(served, *size)
+            needs = served.find_needs(plan)
+            plan = plan.ask(*tokenizer.tokenize(text, needs))
+            if plan.keeps_all:
+                items.append(PlannedItem(i, plan, make_identity("clip", content), key))
+                continue
+            plan = replace(plan, key=make_feature_key(content))
+            chosen_by = served.selection_identity(served.state_for_plan(plan))
+            read = None if needs.isdisjoint(INSTRUCTION_NEEDS) else plan.read
+            identity = make_cache_identity(content, chosen_by, plan.budget, plan.keep, read)
+            items.append(PlannedItem(i, plan, identity, key))
+        return items
+
+    def _resolve(self, served: ServedState, tokens: int, frames: int) -> ItemPlan:
+        """The plan of a clip of N tokens in T frames, without key and instruction."""
+        request, rules, k = self.request, served.rules, tokens
+        if request.enabled:
+            chosen, budget = self.state or served.state, request.video_budget or served.video_budget
+            policy = make_policy(chosen, budget, request.keep, clip=True).at(tokens, frames)
+            k = policy.budget
+            compares = request.keep in ("state", "reference") and (
+                policy.refines or policy.base.score is None
+            )
+            if k < tokens and tokens > _MOST_COMPARED and compares:
+                what = f"compares every two of the {tokens} tokens of a video, and at most "
+                what += f"{_MOST_COMPARED} are allowed"
+                fix = "send fewer frames, or ask for a state such as vcast"
+                raise refuse(f"{ENTRY}/state", what, fix)
+        by_request = {
+            "video_budget": request.video_budget is not None,
+            "state": self.state is not None,
+            "enabled": not request.enabled,
+        }
+        field = next((name for name, is_set in by_request.items() if is_set), None)
+        if field and not rules.minimum <= -(-k // frames) <= rules.maximum:
+            limits = f"{rules.minimum} to {rules.maximum}"
+            what = f"K = {k} of {frames} frames, and requests may ask for {limits} of each"
+            raise refuse(f"{ENTRY}/{field}", what, "ask for a number in the range")
+        plan = ItemPlan(tokens, NO_KEY, keep=request.keep, tokens=tokens, frames=frames)
+        if k < tokens:
+            state = b"" if self.state is None else encode_state(self.state)
+            plan = replace(plan, budget=k, state=state)
+        return plan
+
+
+def prunes_clips(served: ServedState, request: PruningRequest, state: PruningState | None) -> bool:
+    """Whether a request's clips have plans; else they are what they are in stock vLLM.
+
+    Raises :class:`RequestError` for a budget of clips that have none.
+    """
+    chosen = served.state if state is None else state
+    if request.video_budget is not None and not served.clips:
+        what = "no token of a video can be chosen: this model's are served whole"
+        raise refuse(f"{ENTRY}/video_budget", what, "leave it out")
+    if request.video_budget is not None and chosen.frames is None:
+        what = f"state {chosen.name!r} leaves videos whole"
+        raise refuse(f"{ENTRY}/video_budget", what, "leave it out, or ask for a state with frames")
+    return served.clips and chosen.frames is not None
