@@ -87,6 +87,7 @@ def good() -> Report:
             **{setting: {SPLIT_QUESTION: completion} for setting, completion in settings.items()},
             "split": split,
             "cells": {"stock": stock, **dict.fromkeys(("left", "chunked left"), pruned)},
+            "clips": dict.fromkeys(("few", "alone few"), pruned),
             "stock others": {"video": stock},
             "others": {"video": stock},
         },
@@ -98,6 +99,7 @@ def good() -> Report:
         recalled=RECALLED,
         recall_refused=False,
         cells=KEPT,
+        clip=[KEPT],
         splittable=True,
         merger_error=0.02,
         fallbacks=0,
@@ -163,6 +165,7 @@ BROKEN: Mapping[str, Change] = {
     "parts_give_the_same_completions": answer("split", "alone second", logprob=-4.0),
     "parts_stand_on_one_grid": answer("split", "first", positions=FULL),
     "cells_are_left_out": fields(cells=OTHERS),
+    "clips_keep_some_tokens": fields(clip=[OTHERS]),
     "merger_input_is_that_of_transformers": fields(merger_error=math.nan),
     "videos_are_untouched": answer("others", "video", logprob=-3.01),
 }

@@ -347,6 +347,29 @@ def _cells_are_left_out(report: Report) -> str:
 
 
 @_check
+def _clips_keep_some_tokens(report: Report) -> str:
+    """Of a video fewer tokens are kept, each the model's own, where they stand in the whole video.
+
+    Also with empty caches and in small steps; refused where videos are served whole.
+    """
+    clips, stock = report["clips"], report["stock others"].get("video")
+    if not clips or stock is None:
+        return "" if not clips else f"{[*clips]} of a model without videos"
+    few = clips["few"]
+    removed = Counter(stock.prompt) - Counter(few.prompt)
+    if len(removed) != 1 or removed.total() != len(stock.prompt) - len(few.prompt) < 1:
+        return f"{dict(removed)} were removed"
+    if min(map(min, report.clip)) < 0:
+        return f"rows {report.clip}"
+    if few.positions != _gather(stock, few, report.clip[:1]):
+        return f"positions {few.positions} of the rows {report.clip}"
+    for name, completion in clips.items():
+        if wrong := _difference(completion, few, _tolerance(report), positions=True):
+            return f"{name}: {wrong}"
+    return ""
+
+
+@_check
 def _merger_input_is_that_of_transformers(report: Report) -> str:
     """Tokens ranked before the patch merger are what enters it in transformers, in their order."""
     error = report.merger_error
@@ -357,7 +380,7 @@ def _merger_input_is_that_of_transformers(report: Report) -> str:
 
 @_check
 def _videos_are_untouched(report: Report) -> str:
-    """A video is answered exactly as by stock vLLM, but for linear attention."""
+    """A video that keeps all tokens is answered as by stock vLLM, but for linear attention."""
     stock, pruned = (report[setting].get("video") for setting in ("stock others", "others"))
     if stock is None or pruned is None:
         return "" if stock is pruned else "not taken as by stock vLLM"

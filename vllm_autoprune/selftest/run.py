@@ -59,7 +59,9 @@ class Report(BaseModel):
     and the third turn of a conversation, together, alone, and with chunked and preempted prefill;
     ``cells``: a page with its blank cells (``stock``), with all that are ``left`` without them, and
     ``few`` of these, with empty caches and with chunked prefill;
-    ``stock others`` and ``others``: a video, which is served unpruned, where the model takes one.
+    ``clips``: a video of which a few tokens are kept (``few``), with empty caches and with chunked
+    prefill, where its tokens can be chosen;
+    ``stock others`` and ``others``: a video with all of its tokens, where the model takes one.
 
     ``predicted`` has N of every image, computed from its size. ``kept`` has the index of each kept
     row among an image's unpruned rows, or -1 if it equals none of them; ``texts`` how many of them
@@ -68,9 +70,9 @@ class Report(BaseModel):
     under the state with a core, ``recalled`` those of each later turn, ``splittable`` whether
     images of this backbone can be two items of a prompt, and ``recall_refused`` whether a request
     for recall is refused where they cannot; ``cells`` are those left of the page, None where such a
-    request is refused. That state ranks before the patch merger where there is
-    one; ``merger_error`` is how far what it ranks is from what enters the merger in transformers,
-    relative to how much tokens differ, None without a merger.
+    request is refused; ``clip`` has the rows of ``clips``. The state with a core ranks before the
+    patch merger where there is one; ``merger_error`` is how far what it ranks is from what enters
+    the merger in transformers, relative to how much tokens differ, None without a merger.
     ``hybrid`` says whether some layers have linear attention, ``mixed`` whether vLLM keeps
     something else for some layers than for others.
     """
@@ -87,6 +89,7 @@ class Report(BaseModel):
     recalled: list[list[int]]
     recall_refused: bool
     cells: list[int] | None
+    clip: list[list[int]]
     splittable: bool
     merger_error: float | None
     fallbacks: int

@@ -54,6 +54,15 @@ def picture(width: int, height: int, seed: int) -> Image.Image:
 _WIDE, _TALL, _LARGE = picture(200, 112, 1), picture(96, 208, 2), picture(330, 300, 4)
 _COLOUR, _COUNT, _PLACE = "what colour is the cat", "how many are there", "which dog is on the left"
 
+
+def clip(count: int, seed: int = 0) -> tuple[Any, dict[str, object]]:
+    """Frames ``(count, 84, 56, 3)`` of a video, and what vLLM says of one that it has sampled."""
+    frames = numpy.stack([numpy.asarray(picture(56, 84, seed + at)) for at in range(count)])
+    video = {"fps": 2.0, "duration": count / 2, "total_num_frames": count}
+    sampled = {"frames_indices": [*range(count)], "do_sample_frames": False}
+    return frames, {**video, **sampled, "video_backend": "opencv"}
+
+
 _Question = tuple[str, Sequence[Image.Image]]
 _QUESTIONS: Mapping[str, _Question] = {
     "square": (_COLOUR, [picture(112, 112, 0)]),
@@ -72,6 +81,9 @@ _PADDING = " and the sky is blue on the right" * 6
 
 _LARGE_BUDGET = 4096
 """K above N of every image here; requests ask for less."""
+
+_CLIP_BUDGET = "tokens_per_frame:2"
+"""K of a clip, whose frames have 6 tokens."""
 
 _STEPS_BETWEEN_PREEMPTIONS = 11
 """A prompt takes 6 to 9 steps and decoding 3 more, so that the first request is preempted while it
@@ -107,6 +119,7 @@ def _settings(budget: int, **more: object) -> dict[str, Any]:
             "selector": {"atom": "reference_residual_exchange_selector"},
         },
         "reassembly": {"atom": "mean_residual"},
+        "frames": {"tokens": {"atom": "fixed_budget@640"}, "budget": "curvature"},
     }
     return {"state": {**state, **more}, "budget": budget, "requests": "budget"}
 
@@ -265,23 +278,19 @@ class _TinyEngine(Engine):
         question = _QUESTIONS[SPLIT_QUESTION]
         return self.ask(question, None, preempted, (_PLACE, _COUNT), **fields)
 
-    def ask_video(self) -> dict[str, Completion]:
-        """The completion about a video of four frames, where the model takes one."""
+    def ask_video(self, name: str = "video", **fields: object) -> dict[str, Completion]:
+        """The completion about a video of four frames, by a name, where the model takes one.
+
+        ``fields`` are those of the request's entry.
+        """
         if "video" not in self.processor.info.get_supported_mm_limits():
             return {}
-        frames = numpy.stack([numpy.asarray(picture(56, 84, seed)) for seed in range(4)])
-        metadata = {
-            "fps": 2.0,
-            "duration": 2.0,
-            "total_num_frames": 4,
-            "frames_indices": [0, 1, 2, 3],
-            "video_backend": "opencv",
-            "do_sample_frames": False,
-        }
         placeholder = type(self.model).get_placeholder_str("video", 0)
         text = f"user {placeholder} what is on the left you"
-        prompt = {"prompt": text, "multi_modal_data": {"video": (frames, metadata)}}
-        return {"video": self._complete(self.llm.generate, prompt)}
+        prompt: dict[str, Any] = {"prompt": text, "multi_modal_data": {"video": clip(4)}}
+        if fields:
+            prompt["mm_processor_kwargs"] = {"autoprune": fields}
+        return {name: self._complete(self.llm.generate, prompt)}
 
     def _complete(
         self,
@@ -357,6 +366,11 @@ def serve(folder: Path) -> Report:
         cells["few"] = engine.ask(_PAGE_QUESTION, SMALL_BUDGET, cells="flat")
         engine.empty_caches()
         cells["alone few"] = engine.ask(_PAGE_QUESTION, SMALL_BUDGET, cells="flat")
+    completions["clips"], results["clip"] = {}, None
+    with suppress(RequestError), engine.recording_rows() as results["clip"]:
+        completions["clips"] |= engine.ask_video("few", video_budget=_CLIP_BUDGET)
+        engine.empty_caches()
+        completions["clips"] |= engine.ask_video("alone few", video_budget=_CLIP_BUDGET)
     reporter = engine.model.autoprune_reporter
     results["fallbacks"] = sum(n for (kind, _), n in reporter.counts().items() if kind != "none")
     results["errors"] = dict(reporter.errors)
@@ -366,6 +380,8 @@ def serve(folder: Path) -> Report:
     engine = _TinyEngine(folder, settings, max_num_batched_tokens=8, max_num_seqs=2)
     completions["chunked"] = engine.ask_each(_QUESTIONS)
     completions["others"] = engine.ask_video()
+    if completions["clips"]:
+        completions["clips"] |= engine.ask_video("chunked few", video_budget=_CLIP_BUDGET)
     if results["cells"] is not None:
         cells["chunked few"] = engine.ask(_PAGE_QUESTION, cells="flat")
         cells["chunked left"] = engine.ask(_PAGE_QUESTION, _LARGE_BUDGET, cells="flat")
