@@ -207,14 +207,17 @@ def excluded_atoms(settings: Settings) -> frozenset[str]:
     """Atoms that a language model is not offered."""
     if settings.space != "all":
         return frozenset(ATOMS.names()) - set(structure(_released_policy()))
-    extensions = (name for name in ATOMS.names() if ATOMS[name].origin == "extension")
-    return frozenset(extensions if settings.library == "paper" else ())
+    return frozenset(name for name in ATOMS.names() if not _is_offered(name, settings))
 
 
 def atom_names(group: Group, settings: Settings) -> list[str]:
     """Atoms of a group that a search of any state varies, in registry order."""
-    names = ATOMS.names(group)
-    return [n for n in names if settings.library != "paper" or ATOMS[n].origin != "extension"]
+    return [name for name in ATOMS.names(group) if _is_offered(name, settings)]
+
+
+def _is_offered(name: str, settings: Settings) -> bool:
+    atom = ATOMS[name]
+    return not atom.clips and (settings.library != "paper" or atom.origin != "extension")
 
 
 def _flat_pools(settings: Settings) -> list[str]:

@@ -101,7 +101,8 @@ class Atom:
     """One typed operation of TPDSL.
 
     ``needs`` holds every input that some call of it reads; ``cost`` is the milliseconds of a call
-    with the dearest parameters (:mod:`~vllm_autoprune.tpdsl.cost`), 0 where they are not counted.
+    with the dearest parameters (:mod:`~vllm_autoprune.tpdsl.cost`), 0 where they are not counted;
+    ``clips`` marks those that say nothing of an image, which a search of images leaves out.
     """
 
     name: str
@@ -113,6 +114,7 @@ class Atom:
     function: Callable[..., object]
     reads: Reads | None = None
     cost: float = 0.0
+    clips: bool = False
 
     def needs_of(self, call: AtomCall) -> frozenset[Need]:
         """Optional inputs that this call reads; empty if its parameters disable it."""
@@ -167,6 +169,7 @@ def atom(
     needs: frozenset[Need] = frozenset(),
     origin: Origin = "printed",
     reads: Reads | None = None,
+    clips: bool = False,
 ) -> Callable[[F], F]:
     """Decorator: register a function as the atom of its name, less the underscore.
 
@@ -185,7 +188,7 @@ def atom(
             __doc__=text,
             atom=(Literal[known], ...),  # type: ignore[arg-type]  # not static
         )
-        ATOMS[known] = Atom(known, group, bound, needs, origin, text, function, reads, cost)
+        ATOMS[known] = Atom(known, group, bound, needs, origin, text, function, reads, cost, clips)
         return function
 
     return register

@@ -341,27 +341,27 @@ def _mean_dissimilarity_saliency(
     return tokens.by_image(map_weight(mean_dissimilarity(rows), call.curve))
 
 
-@atom("scoring", _SignalCall, origin="extension", cost=9.4)
+@atom("scoring", _SignalCall, origin="extension", clips=True, cost=9.4)
 def _temporal_novelty(call: _SignalCall, tokens: VisualTokens, picks: Tensor) -> Tensor:
     """One minus the cosine with the token at the same place of the frame before."""
     return tokens.map_clips(lambda clip: 1 - cosine_to_previous(clip, initial=-1.0))
 
 
-@atom("scoring", _Echo, origin="extension", cost=18.5)
+@atom("scoring", _Echo, origin="extension", clips=True, cost=18.5)
 def _temporal_echo_penalty(call: _Echo, tokens: VisualTokens, picks: Tensor) -> Tensor:
     """Minus the mean cosine with the most similar tokens of the frame before."""
     width = tokens.grid.width if call.scope == "local" else 0
     return tokens.map_clips(lambda clip: -echo_of_previous(clip, call.tau, -1.0, width))
 
 
-@atom("scoring", _Surprise, origin="extension", cost=14.1)
+@atom("scoring", _Surprise, origin="extension", clips=True, cost=14.1)
 def _prediction_surprise(call: _Surprise, tokens: VisualTokens, picks: Tensor) -> Tensor:
     """Error of predicting a token from the two frames before, relative to what it mostly is."""
     height, width, decay = tokens.grid.height, tokens.grid.width, call.decay
     return tokens.map_clips(lambda clip: surprise_of_motion(clip, height, width, decay))
 
 
-@atom("scoring", _SignalCall, origin="extension", cost=9.4)
+@atom("scoring", _SignalCall, origin="extension", clips=True, cost=9.4)
 def _frame_outlier(call: _SignalCall, tokens: VisualTokens, picks: Tensor) -> Tensor:
     """One minus the cosine with the mean token of the frame, or of the tile."""
     return tokens.map_clips(distance_from_mean)

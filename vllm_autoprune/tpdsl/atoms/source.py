@@ -351,6 +351,7 @@ atom(
     _FrameBudget,
     name="per_frame_budget",
     origin="extension",
+    clips=True,
     doc="Keep k tokens per frame of a clip, at most the ceiling in all; in some frames more.",
 )(_per_tile_budget)
 
