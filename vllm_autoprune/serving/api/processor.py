@@ -264,21 +264,22 @@ class PrunedProcessor(_Stock):
         """The result with a plan, an identity and K placeholders for every clip."""
         count_frames, known = self._placeholders.frames, self._frames
         assert count_frames is not None
+        keys = clips.keys
         with _COUNTING:  # several renderer threads may share one processor
-            for key, data in zip(clips.keys, result.kwargs["video"], strict=True):
+            for key, data in zip(keys, result.kwargs["video"], strict=True):
                 if data is not None:
                     known[key] = count_frames(data)
-            if any(key not in known for key in clips.keys):
+            if any(key not in known for key in keys):
                 # The engine has a clip of which so many others have been sent since.
-                only = {"keys": {"video": clips.keys}, "cache": None}
+                only = {"keys": {"video": keys}, "cache": None}
                 videos = MultiModalDataItems({"video": inputs.mm_data_items["video"]})
                 uncached = _Inputs(**{**vars(inputs), **only, "mm_data_items": videos})
                 again = super()._cached_apply_hf_processor(uncached, timing_ctx)
-                known.update(zip(clips.keys, map(count_frames, again.kwargs["video"]), strict=True))
+                known.update(zip(keys, map(count_frames, again.kwargs["video"]), strict=True))
             contents = [update.content for (update,) in result.prompt_updates["video"]]
             sizes = [
                 (sum(find_placeholders(content)), known[key])
-                for content, key in zip(contents, clips.keys, strict=True)
+                for content, key in zip(contents, keys, strict=True)
             ]
         inputs.clips[:] = clips.plan(self._planner.served, self._planner.tokenizer, sizes)
         tensors, updates = [], []
