@@ -153,7 +153,7 @@ def type_page(commands: Sequence[Command], folder: Path) -> Iterator[str]:
                 text = _ADDRESS.sub(address, command.typed)
                 done = subprocess.run(
                     ["bash", "-c", f"set -eo pipefail; {text}"],
-                    env=environment, timeout=1200, check=False, text=True,
+                    env=environment, timeout=3600, check=False, text=True,
                     stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                 )  # fmt: skip
                 if done.returncode and not _BUSY.search(done.stdout):
