@@ -110,14 +110,15 @@ def count_published(name: str) -> int:
 def format_models(tokens: Mapping[str, int]) -> str:
     """Those that are served, with N of every backbone; those that are refused, by their reason."""
     served: list[tuple[str, ...]] = [
-        ("checkpoints", "architecture", f"N at {SIDE} x {SIDE}", "start with"),
-        ("---", "---", "--:", "---"),
+        ("checkpoints", "architecture", f"N at {SIDE} x {SIDE}", "start with", "videos"),
+        ("---", "---", "--:", "---", "---"),
     ]
     for architecture, backbone in BACKBONES.items():
         count = tokens[backbone.name]
         kept = BudgetCall.parse(backbone.budget).tokens_kept(count)
         ids = _as_code(CHECKPOINTS[architecture])
-        served.append((ids, f"`{architecture}`", f"{count}", f"`{backbone.state}`, {kept}"))
+        start, videos = f"`{backbone.state}`, {kept}", "pruned" if backbone.clips else "-"
+        served.append((ids, f"`{architecture}`", f"{count}", start, videos))
     refused = [("not served: checkpoints (architecture)", "why"), ("---", "---")]
     for row in REFUSALS:
         pairs = [(texts[0], f"(`{architecture}`)") for architecture, texts in row.models.items()]

@@ -261,7 +261,9 @@ def test_the_page_on_backbones_has_every_one() -> None:
 
 def read_counts() -> dict[str, int]:
     """N of each backbone in the table of models."""
-    rows = re.findall(r"^\| .+ \| `(\w+)` \| (\d+) \| `\w+`, \d+ \|$", read_table(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| .+ \| `(\w+)` \| (\d+) \| `\w+`, \d+ \| \S+ \|$", read_table(), re.MULTILINE
+    )
     return {BACKBONES[architecture].name: int(count) for architecture, count in rows}
 
 

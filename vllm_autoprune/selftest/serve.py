@@ -35,6 +35,7 @@ from vllm_autoprune.selftest.run import (
     Report,
 )
 from vllm_autoprune.serving.models import BACKBONES, pruned_model
+from vllm_autoprune.serving.models.mrope import CHANNELS
 from vllm_autoprune.serving.plan import ItemPlan
 from vllm_autoprune.serving.worker.batch import SelectionContext, prune_images
 from vllm_autoprune.serving.worker.features import ImageFeatures, Signal
@@ -219,7 +220,8 @@ class _TinyEngine(Engine):
     def recording_rows(self, texts: list[list[int]] | None = None) -> Iterator[list[list[int]]]:
         """Record the features of images; yields which of its unpruned rows each row of one is.
 
-        ``texts`` gets, for each image, how many rows of tokens stand before each row of its text.
+        Rows of text count among those of a clip, and are left out of those of an image. ``texts``
+        gets, for each image, how many rows of tokens stand before each row of its text.
         """
         kept: list[list[int]] = []
 
@@ -228,13 +230,22 @@ class _TinyEngine(Engine):
         ) -> list[Tensor]:
             selected = prune_images(context, plans, images)
             for plan, image, rows in zip(plans, images, selected, strict=True):
-                equal = (rows[:, None] == image.rows()[None]).all(dim=2).to(torch.int8)
+                columns = torch.ones(rows.shape[1], dtype=torch.bool)
+                if context.parts.set_times is not None:
+                    columns[-CHANNELS : 2 - CHANNELS] = False
+                unpruned = image.rows()[:, columns]
+                equal = (rows[:, None, columns] == unpruned).all(dim=2).to(torch.int8)
                 is_token = equal.any(dim=1)
                 place = torch.where(is_token, equal.argmax(dim=1), -1)
                 if plan.text:
-                    ids = torch.tensor([token for _, token in plan.text])
-                    if torch.equal(rows[~is_token], context.parts.embed(ids.to(rows.device))):
-                        place = place[is_token]
+                    before, ids = torch.tensor(plan.text, device=rows.device).T
+                    text = context.parts.embed(ids)
+                    if torch.equal(rows[~is_token, : text.shape[1]], text):
+                        if plan.frames:
+                            place += torch.searchsorted(before, place, right=True)
+                            place[~is_token] = before + torch.arange(len(before))
+                        else:
+                            place = place[is_token]
                 kept.append(place.tolist())
                 self.features.append(image)
                 if texts is not None:
@@ -345,6 +356,7 @@ def serve(folder: Path) -> Report:
         for name, (_, images) in _QUESTIONS.items()
     }
     completions["whole"] = engine.ask_each(_QUESTIONS)
+    completions["others"] = engine.ask_video()
     completions["pruned"], completions["again"], results["kept"] = {}, {}, {}
     results["texts"] = texts = {name: list[list[int]]() for name in _QUESTIONS}
     runs = engine.runs
@@ -379,7 +391,7 @@ def serve(folder: Path) -> Report:
     settings = _settings(SMALL_BUDGET)
     engine = _TinyEngine(folder, settings, max_num_batched_tokens=8, max_num_seqs=2)
     completions["chunked"] = engine.ask_each(_QUESTIONS)
-    completions["others"] = engine.ask_video()
+    completions["others"] |= engine.ask_video("chunked video")
     if completions["clips"]:
         completions["clips"] |= engine.ask_video("chunked few", video_budget=_CLIP_BUDGET)
     if results["cells"] is not None:

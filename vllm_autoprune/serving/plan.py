@@ -77,8 +77,8 @@ MAX_STATE_BYTES = 1 << 14
 MAX_CLIP_TOKENS = 1 << 20
 """Bound of N of a clip."""
 
-MAX_TEXT_IDS = 4096
-"""Ids of text within one image: a name for each tile, or a break for each row."""
+MAX_TEXT_IDS = 1 << 14
+"""Ids of text within one item: names of tiles, breaks behind rows, times of frames."""
 
 MAX_RECALLS = 16
 """Turns of a conversation that recall tokens of one image: the plan of each names all before it."""
@@ -178,6 +178,14 @@ class ItemPlan:
     def ask(self, instruction: Ids = (), language: Ids = ()) -> ItemPlan:
         """The plan with another question."""
         return replace(self, instruction=instruction, language=language)
+
+    def write_text(self, tokens: Sequence[int]) -> list[int]:
+        """All tokens ``(N,)`` of the item, unpruned, with the text between them."""
+        written, done = list[int](), 0
+        for before, token in self.text:
+            written += [*tokens[done:before], token]
+            done = max(done, before)
+        return [*written, *tokens[done:]]
 
     def items_before(self) -> Iterator[ItemPlan]:
         """Plans of the image's items that this one is chosen after, in their order."""

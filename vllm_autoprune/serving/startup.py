@@ -184,8 +184,11 @@ def _resolve_settings(raw: object, vllm_config: VllmConfig) -> ServedState:
     backbone = BACKBONES.get(architecture)
     problems += find_problems(architecture, model.hf_config)
     whole_only = "" if backbone is None else backbone.whole_only
+    encodes_only = bool(getattr(model.multimodal_config, "mm_encoder_only", False))
     if not getattr(model.multimodal_config, "mm_device_do_normalize", False):
         whole_only = whole_only or "gets pixels that are normalised before, and cannot be compared"
+    # Where the model has no language model, that cannot embed the time of each frame.
+    clips = backbone is not None and backbone.clips and not (backbone.embeds_text and encodes_only)
     if backbone is not None:
         # Modes in which no state serves the model.
         if model.trust_remote_code and not backbone.remote_processor:
@@ -202,7 +205,7 @@ def _resolve_settings(raw: object, vllm_config: VllmConfig) -> ServedState:
         if connector is not None:
             extra = connector.kv_connector_extra_config
             problems += _connector_problems(str(connector.kv_connector), extra)
-        if backbone.embeds_text and getattr(model.multimodal_config, "mm_encoder_only", False):
+        if backbone.embeds_text and encodes_only and not backbone.clips:
             what = "the language model embeds the text between the tokens of an image"
             problems.append(Problem("--mm-encoder-only", what, "serve without it"))
         if getattr(model.multimodal_config, "video_pruning_rate", None):
@@ -221,8 +224,8 @@ def _resolve_settings(raw: object, vllm_config: VllmConfig) -> ServedState:
         if settings.cells is not None and whole_only:
             what = f"no cell can be dropped: this model {whole_only}"
             problems.append(Problem(CELLS_FLAG, what, "give none, or leave it and /cells out"))
-        if settings.video_budget is not None and not backbone.clips:
-            what = "no token of a video can be chosen: this model's are served whole"
+        if settings.video_budget is not None and not clips:
+            what = "no token of a video can be chosen: this server's are left whole"
             problems.append(Problem(VIDEO_BUDGET_FLAG, what, "leave it out"))
         if settings.text_tower is not None:
             problems += backbone.tower_problems(model.hf_config, settings.text_tower)
@@ -249,7 +252,7 @@ def _resolve_settings(raw: object, vllm_config: VllmConfig) -> ServedState:
         unavailable,
         cells=settings.cells,
         whole_only=whole_only,
-        clips=backbone.clips,
+        clips=clips,
         video_budget=settings.video_budget,
     )
     if problems := _input_problems(vllm_config, backbone, served.needs):

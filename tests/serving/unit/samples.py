@@ -257,6 +257,7 @@ class Sender:
             or model.get_placeholder_str("image", 1)
             or self.info.get_tokenizer().convert_ids_to_tokens(token)
         )
+        self._model = model
         self.cache: Any = None
 
     def with_cache(self) -> Sender:
@@ -287,7 +288,9 @@ class Sender:
 
         info = self.info
         marks = len(images) + len(cast("list[object]", entry.get("recall_turns", [])))
-        mark = self._placeholder if modality == "image" else "<|video_pad|>"
+        mark = self._placeholder
+        if modality == "video":
+            mark = self._model.get_placeholder_str(modality, 1)
         prompt = info.get_tokenizer().encode(f"user {f'{mark} ' * marks}what")
         asked = "instructions" if modality == "image" else "video_instructions"
         kwargs = {REQUEST_FIELD: {asked: ["what"] * len(images), **entry}}

@@ -5,21 +5,31 @@ from __future__ import annotations
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 from tests.serving.unit.samples import Sender, places, served, vllm_config
 from vllm_autoprune import RequestError
 from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.selftest.serve import clip
 from vllm_autoprune.serving.models import BACKBONES
-from vllm_autoprune.serving.models.mrope import _place_image_tokens, position_channels
+from vllm_autoprune.serving.models.mrope import (
+    _compute_input_positions,
+    _place_image_tokens,
+    position_channels,
+    set_times,
+)
 from vllm_autoprune.serving.plan import NO_KEY, ItemPlan, check_clip
 from vllm_autoprune.serving.served_state import PlanRules
 from vllm_autoprune.serving.settings import VIDEO_BUDGET_FLAG, RequestRules
+from vllm_autoprune.serving.worker.batch import ModelParts, _insert_text
+from vllm_autoprune.serving.worker.features import ImageFeatures, Region
 from vllm_autoprune.serving.worker.selection import FallbackReporter, PlanReader
+from vllm_autoprune.tpdsl.tokens import Grid
 
 pytestmark = pytest.mark.compat
 
@@ -116,7 +126,7 @@ def test_a_name_is_no_identity_and_finds_its_clip_again(tiny: Path) -> None:
 
 
 def test_what_cannot_be_is_refused(tiny: Path, tmp_path: Path) -> None:
-    other_model = Sender(build("qwen3_vl", tmp_path), budget=8, **state("vcast"))
+    other_model = Sender(build("internvl", tmp_path), budget=8, **state("vcast"))
     images_only = Sender(tiny, budget=8)
     clips = Sender(tiny, budget=8, **state("vcast"))
     for sender, budget, problem in (
@@ -181,6 +191,57 @@ def test_tokens_of_a_clip_are_placed_once_however_often_they_are() -> None:
         assert torch.equal(positions[:, 1:-1].T - base, offsets)
     half = _place_image_tokens(ids, positions, [rows[20:].bfloat16()], [8, token], 21)
     assert torch.equal(half, positions)
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation")  # Glm4vProcessor
+@pytest.mark.parametrize("backbone", ["qwen3_vl", "glm4v"])
+def test_frames_and_their_times_stand_where_they_do_in_the_whole_clip(
+    backbone: str, tmp_path: Path
+) -> None:
+    """The worker embeds the text of a pruned clip, all of whose tokens are placeholders."""
+    sender = Sender(build(backbone, tmp_path), budget=8, **state("vcast"))
+    whole, few = (sender.send([CLIP], modality="video", video_budget=k) for k in ("100%", 9))
+    (plan,), kept = few.plans, torch.tensor([0, 5, 6, 7, 14, 18, 20, 21, 23])
+    count, row = 9 + len(plan.text), next(r for r in BACKBONES.values() if r.name == backbone)
+    same = zip(whole.prompt, few.prompt, strict=False)
+    start = next(at for at, (before, after) in enumerate(same) if before != after)
+    token = few.prompt[start]
+    assert few.prompt[start : start + count] == [token] * count
+    unpruned = plan.write_text([token] * TOKENS)
+    length = len(unpruned)
+    assert whole.prompt[start : start + length] == unpruned and not whole.plans[0].text
+    assert few.lengths == [count] and whole.lengths == [TOKENS]
+
+    module, _, name = row.model.partition(":")
+    model: Any = vars(import_module(module))[name].__mro__[3]
+    model = model.__new__(model)
+    vars(model)["config"] = sender.info.get_hf_config()
+
+    def feature(length: int, is_embed: Any) -> list[MultiModalFeatureSpec]:
+        grid: Any = SimpleNamespace(data=torch.tensor([GROUPS, 6, 4]))
+        place = PlaceholderRange(start, length, is_embed)
+        return [MultiModalFeatureSpec({"video_grid_thw": grid}, "video", "", place)]
+
+    is_token = torch.tensor(unpruned) == token
+    stock, delta = model.get_mrope_input_positions(whole.prompt, feature(length, is_token))
+    place, clips = model.get_mrope_input_positions, feature(count, None)
+    positions, pruned_delta = _compute_input_positions(
+        place, few.prompt, clips, {0: unpruned}, {}, {0: 2}
+    )
+    channels = position_channels(3, 2, torch.device("cpu"), [0] * GROUPS)
+    features = ImageFeatures((Region(Grid(3, 2, tiles=GROUPS, clip=True), channels, {}),))
+    parts = ModelParts(torch.zeros_like, lambda ids: ids[:, None].float(), set_times=set_times)
+    (rows,) = _insert_text(parts, [plan], [features], [(channels[kept].bfloat16(), kept)])
+    in_clip = plan.write_text([-1 - at for at in range(TOKENS)])
+    is_kept = [at >= 0 or -1 - at in kept for at in in_clip]
+    behind = start + length
+    expected = [*range(start), *(start + at for at in range(length) if is_kept[at])]
+    expected += range(behind, len(whole.prompt))
+    for _ in range(2):
+        ids = torch.tensor(few.prompt)
+        positions = _place_image_tokens(ids, positions, [rows[:, -6:]], [token], 0, moves_all=True)
+        assert torch.equal(positions, stock[:, expected])
+    assert pruned_delta - delta == length - count
 
 
 @pytest.mark.parametrize(

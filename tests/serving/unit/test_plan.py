@@ -122,7 +122,7 @@ def forged(place: int, value: int) -> torch.Tensor:
         (forged(11, -1), "-1 earlier choices"),
         (forged(12, -1), "N = -1"),
         (forged(15, -3), "negative"),
-        *((torch.cat([SOUND, torch.tensor([n])]), f"{n} ids of text") for n in (-1, 4097)),
+        *((torch.cat([SOUND, torch.tensor([n])]), f"{n} ids of text") for n in (-1, 16_385)),
         (torch.cat([SOUND, torch.tensor([1, 2])]), "too few"),
         (plan(text=((2, 1), (1, 1))).encode(), "out of order"),
         (plan(text=((1, -1),)).encode(), "negative"),

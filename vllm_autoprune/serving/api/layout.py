@@ -59,7 +59,7 @@ class Placeholders:
     ``resize`` gives the size to which the model's processor would shrink an image of that size to
     have at most K tokens; None where N does not follow the size closely enough. ``text`` is what
     stands for an image in a prompt before it is processed, where it is no token. ``embeds_text``
-    says that the worker makes the rows of text between the tokens of a pruned image as well: only
+    says that the worker makes the rows of text between the tokens of a pruned item as well: only
     there it is known how many tokens are kept before each. vLLM's own pruning of Qwen3-VL's videos
     does so (``Qwen3VLMultiModalProcessor.get_video_repl``). ``video_token`` is the token of clips,
     and ``frames`` gives T of a processed one; None where videos are left whole.
@@ -79,18 +79,27 @@ class Placeholders:
     def lay_out(
         self, content: PromptUpdateDetails, plan: ItemPlan
     ) -> tuple[PromptUpdateDetails, ItemPlan]:
-        """Keep K placeholders of one image's prompt text, and all other tokens.
+        """Keep K placeholders of one item's prompt text, and all other tokens.
 
-        Where other tokens stand between them, each run of placeholders keeps an equal share of K.
-        That is what the worker selects of a tile, unless it embeds the text too: the ids then say
-        how many rows there are, and the plan which text is among them. Memory profiling needs room
-        for all of it.
+        Where other tokens stand between them, each run of placeholders keeps an equal share of K,
+        which is what the worker selects of a tile. Where it embeds the text too, the plan says
+        which, and the item is a placeholder for each of its rows. Memory profiling needs room for
+        all of them.
         """
         is_embed = find_placeholders(content)
         unpruned = plan.profile or sum(is_embed) <= plan.budget
         if unpruned and not (plan.profile and self.embeds_text):
             return content, plan
         budget = sum(is_embed) if unpruned else plan.budget
+        if self.embeds_text:
+            text = zip(accumulate(is_embed), content.full, is_embed, strict=True)
+            places = tuple((at, token) for at, token, placeholder in text if not placeholder)
+            if len(places) > MAX_TEXT_IDS:
+                what = f"has {len(places)} tokens of text, and {MAX_TEXT_IDS} are allowed"
+                kind, fix = ("video", "fewer frames") if plan.frames else ("image", "a smaller one")
+                raise refuse(kind, what, f"send {fix}")
+            rows = [content.full[is_embed.index(True)]] * (budget + len(places))
+            return replace(content, full=rows, is_embed=None), replace(plan, text=places)
         runs = [sum(1 for _ in run) for placeholder, run in groupby(is_embed) if placeholder]
         shares = iter(split_over_parts(budget, runs, [1] * len(runs)))
         shortened: list[int] = []
@@ -98,15 +107,7 @@ class Placeholders:
         for placeholder, run in groupby(tokens_by_kind, key=itemgetter(0)):
             tokens = [token for _, token in run]
             shortened += tokens[: next(shares)] if placeholder else tokens
-        if not self.embeds_text:
-            return replace(content, full=shortened), plan
-        before = accumulate(is_embed)
-        text = zip(before, content.full, is_embed, strict=True)
-        places = tuple((at, token) for at, token, placeholder in text if not placeholder)
-        if len(places) > MAX_TEXT_IDS:
-            what = f"has {len(places)} tokens of text, and {MAX_TEXT_IDS} are allowed"
-            raise refuse("image", what, "send a smaller image")
-        return replace(content, full=shortened, is_embed=None), replace(plan, text=places)
+        return replace(content, full=shortened), plan
 
 
 def find_placeholders(content: PromptUpdateDetails) -> list[bool]:

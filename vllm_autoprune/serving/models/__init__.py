@@ -83,7 +83,7 @@ class Backbone:
     clips: bool = False
     """Whether tokens of videos can be chosen; else they are what they are in stock vLLM."""
     embeds_text: bool = False
-    """Whether text stands between the tokens of an image, and is embedded with those kept."""
+    """Whether text stands between the tokens of an item, and is embedded with those kept."""
     remote_processor: bool = False
     """Whether vLLM serves it by an image processor that is Python code of the checkpoint."""
     state: str = "cen_divprune"
@@ -197,6 +197,9 @@ def _ocr(name: str, stock: str, **fields: Any) -> Backbone:
     return Backbone(name, "ocr", stock, **{**usual, **fields})
 
 
+_DATED: dict[str, Any] = {"clips": True, "embeds_text": True}
+"""Clips have the time of each frame among their tokens."""
+
 _SHUFFLED = _exactly("downsample_ratio", 0.5)
 _INTERNVL_CHAT = (
     _SHUFFLED,
@@ -214,13 +217,13 @@ BACKBONES: dict[str, Backbone] = {
         _ClipBackbone("llava_next", "llava", "LlavaNextForConditionalGeneration"),
         _qwen("qwen2_vl", "Qwen2VLForConditionalGeneration", clips=True),
         _qwen("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", _FULL, clips=True),
-        _qwen("qwen3_vl", "Qwen3VLForConditionalGeneration"),
-        _qwen("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"),
-        _qwen("qwen3_5", "Qwen3_5ForConditionalGeneration"),
-        _qwen("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration"),
+        _qwen("qwen3_vl", "Qwen3VLForConditionalGeneration", **_DATED),
+        _qwen("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", **_DATED),
+        _qwen("qwen3_5", "Qwen3_5ForConditionalGeneration", **_DATED),
+        _qwen("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", **_DATED),
         _qwen("cohere_compass", "CohereCompassForConditionalGeneration"),
-        _qwen("glm4v", "Glm4vForConditionalGeneration"),
-        _qwen("glm4v_moe", "Glm4vMoeForConditionalGeneration"),
+        _qwen("glm4v", "Glm4vForConditionalGeneration", **_DATED),
+        _qwen("glm4v_moe", "Glm4vMoeForConditionalGeneration", **_DATED),
         # Pages lose first.
         _qwen(
             *("glm_ocr", "GlmOcrForConditionalGeneration"),

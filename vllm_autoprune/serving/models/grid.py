@@ -24,6 +24,7 @@ from vllm_autoprune.serving.models.mrope import (
     GridLayout,
     PrunedMRope,
     position_channels,
+    set_times,
 )
 from vllm_autoprune.serving.models.pruned_model import (
     EncoderInputs,
@@ -33,6 +34,7 @@ from vllm_autoprune.serving.models.pruned_model import (
     prune_class,
 )
 from vllm_autoprune.serving.plan import CELLS_FIELD, count_patches
+from vllm_autoprune.serving.worker.batch import ModelParts
 from vllm_autoprune.serving.worker.features import ImageFeatures, Signal
 from vllm_autoprune.serving.worker.tower_hooks import Merger
 from vllm_autoprune.tpdsl.tokens import Grid
@@ -189,8 +191,18 @@ class GridVision(GridLayout):
             features.append(ImageFeatures((region,)))
         return features
 
+    def model_parts(self) -> ModelParts:
+        """With the positions of frames, where text stands between them."""
+        parts = super().model_parts()
+        return replace(parts, set_times=set_times) if self.dates_frames else parts
+
     def _frame_times(self, clip: ImageInputs, frames: int) -> list[int]:
-        """Position in time of each frame, as ``get_mrope_input_positions`` has them."""
+        """Position in time of each frame, as ``get_mrope_input_positions`` has them.
+
+        Those that follow text are set when it is known.
+        """
+        if self.dates_frames:
+            return [0] * frames
         seconds = clip[_SECONDS].item() if _SECONDS in clip else 1.0
         factor = seconds * getattr(self._model.config.vision_config, "tokens_per_second", 1.0)
         return [int(frame * factor) for frame in range(frames)]

@@ -39,10 +39,10 @@ VIDEO_GRIDS = "video_grid_thw"
 """Field of the patches of clips, as :attr:`GridLayout.grids`."""
 
 CHANNELS = 6
-"""Time, height and width within the image or clip, each as two digits of base 128: bfloat16 is
-exact to 256."""
+"""Time, height and width within the image or clip, each as two digits of base 256, to which
+bfloat16 is exact."""
 
-_BASE = 128
+_BASE = 256
 
 
 def position_channels(
@@ -54,22 +54,29 @@ def position_channels(
     return torch.stack([places // _BASE, places % _BASE], dim=2).flatten(1).float()
 
 
+def set_times(rows: Tensor, times: Tensor) -> None:
+    """Set the positions in time ``(M,)`` of rows ``(M, D + 6)``, in place."""
+    rows[:, -CHANNELS] = times // _BASE
+    rows[:, 1 - CHANNELS] = times % _BASE
+
+
 def _compute_input_positions(
     stock: Stock,
     ids: Sequence[int],
     features: Sequence[MultiModalFeatureSpec],
-    unpruned: Mapping[int, int],
+    unpruned: Mapping[int, Sequence[int]],
     firsts: Mapping[int, int],
     widths: Mapping[int, int] = MappingProxyType({}),
 ) -> tuple[Tensor, int]:
     """Positions ``(3, L)`` of a prompt, and what decoding adds to its length.
 
-    ``unpruned`` is N of every image, by its index in ``features``; ``firsts`` gives the index of
-    the first item of its image for every other one (:func:`_match_items`). The model's own code
-    places the whole images; then placeholders that are not there are left out. Image tokens of
-    which some are missing, and those of later items, all stand at their image's first position
-    until :func:`_place_image_tokens` knows the kept ones; in width beyond it, where they are of a
-    clip, by which these can be told from tokens that are placed. ``widths`` are those of clips.
+    ``unpruned`` are the tokens of every whole image or clip, by its index in ``features``; those
+    whose rows have no positions are left out. ``firsts`` gives the index of the first item of its
+    image for every other one (:func:`_match_items`). The model's own code places the whole images;
+    then placeholders that are not there are left out. Tokens of an item of which some are missing,
+    and those of later items, all stand at their image's first position until
+    :func:`_place_image_tokens` knows the kept ones; in width beyond it, where they are of a clip,
+    by which these can be told from tokens that are placed. ``widths`` are those of clips.
     """
     full: list[int] = []
     source: list[int] = []
@@ -89,24 +96,22 @@ def _compute_input_positions(
         if i in firsts:
             source += [starts[firsts[i]]] * place.length
             continue
-        starts[i] = len(full)
-        length = unpruned[i]
-        moved.append(
-            replace(features[i], mm_position=replace(place, offset=len(full), length=length))
-        )
-        if length == place.length:
-            source += range(len(full), len(full) + length)
-            full += ids[place.offset : place.offset + length]
-        else:
-            source += [len(full)] * place.length
-            full += [ids[place.offset]] * length
+        start = starts[i] = len(full)
+        full += unpruned[i]
+        length = len(unpruned[i])
+        whole = replace(place, offset=start, length=length)
+        if i in widths:  # text may stand between its tokens
+            whole = replace(whole, is_embed=torch.tensor(unpruned[i]) == ids[place.offset])
+        moved.append(replace(features[i], mm_position=whole))
+        same = length == place.length
+        source += range(start, start + length) if same else [start] * place.length
     source += range(len(full), len(full) + len(ids) - done)
     full += ids[done:]
     positions, delta = stock(full, moved)
     positions = positions[:, torch.tensor(source, dtype=torch.int64)]
     for i, width in widths.items():
         place = features[i].mm_position
-        if place.length < unpruned[i]:
+        if place.length < len(unpruned[i]):
             positions[2, place.offset : place.offset + place.length] += width
     return positions, delta + len(full) - len(ids)
 
@@ -136,19 +141,27 @@ def _match_items(plans: Mapping[int, ItemPlan]) -> dict[int, int]:
 
 
 def _place_image_tokens(
-    ids: Tensor, positions: Tensor, channels: Sequence[Tensor], images: Sequence[int], computed: int
+    ids: Tensor,
+    positions: Tensor,
+    channels: Sequence[Tensor],
+    images: Sequence[int],
+    computed: int,
+    moves_all: bool = False,
 ) -> Tensor:
     """Set the positions of the image tokens of one prefill step in ``(3, L)``.
 
     ``channels`` are those of the step's image rows, ``(m, 6)`` each, in prompt order; the
     step begins at token ``computed``; ``images`` are the ids of the tokens of images and clips. All
-    count from the first position of their image, however often this is done. Rows with channels
-    below 0 leave their tokens where they are. No host sync.
+    count from the first position of their image, however often this is done. With ``moves_all``
+    time moves a token on all axes. Rows with channels below 0 leave their tokens where they are. No
+    host sync.
     """
     joined = torch.cat([part.float() for part in channels])
     digits = joined.long().unflatten(1, (3, 2))
     # Time, height and width from the image's first position, (3, M).
     offsets = (digits[:, :, 0] * _BASE + digits[:, :, 1]).T.to(positions.device)
+    if moves_all:
+        offsets = torch.cat([offsets[:1], offsets[0] + offsets[1:]])
     at = torch.arange(len(ids), device=positions.device)
     ids = ids.to(positions.device)
     is_image = functools.reduce(torch.logical_or, (ids == image for image in images))
@@ -178,6 +191,8 @@ class GridLayout(Vision):
     """Whether frames of videos have that token too."""
     video_token: ClassVar[str] = ""
     """Field with the id of the token of clips; empty where they are left whole."""
+    dates_frames: ClassVar[bool] = False
+    """Whether text stands between the frames of a clip, behind which each begins anew."""
 
     def __init__(self, model: SupportsMultiModal, served: ServedState) -> None:
         super().__init__(model, served)
@@ -224,18 +239,23 @@ class PrunedMRope(PrunedModel, _Stock):
         if vision is None:
             return stock(input_tokens, mm_features)
         assert isinstance(vision, GridLayout)
-        unpruned, plans, widths = {}, {}, {}
+        unpruned, plans, widths = dict[int, Sequence[int]](), dict[int, ItemPlan](), {}
         for i, feature in enumerate(mm_features):
-            is_clip = feature.modality == "video" and FIELD in (feature.data or {})
-            if feature.modality == "image" or is_clip:
-                assert feature.data is not None
-                grid = feature.data[VIDEO_GRIDS if is_clip else vision.grids].data
-                assert isinstance(grid, Tensor)
-                unpruned[i] = vision.count(grid)
-                if is_clip:
-                    widths[i] = int(grid[2]) // vision.merge
-                elif FIELD in feature.data:
-                    (plans[i],) = self.autoprune_plan_reader.read([feature.data[FIELD].data])
+            data, is_image = feature.data or {}, feature.modality == "image"
+            plan = None
+            if FIELD in data:
+                (plan,) = self.autoprune_plan_reader.read([data[FIELD].data])
+            if not is_image and (plan is None or plan.keeps_all):
+                continue
+            grid = data[vision.grids if is_image else VIDEO_GRIDS].data
+            assert isinstance(grid, Tensor)
+            token = input_tokens[feature.mm_position.offset]
+            unpruned[i] = [token] * vision.count(grid)
+            if plan is not None and is_image:
+                plans[i] = plan
+            elif plan is not None:
+                unpruned[i] = plan.write_text(unpruned[i])
+                widths[i] = int(grid[2]) // vision.merge
         firsts = _match_items(plans)
         return _compute_input_positions(stock, input_tokens, mm_features, unpruned, firsts, widths)
 
@@ -276,7 +296,9 @@ class PrunedMRope(PrunedModel, _Stock):
             ids = input_ids if isinstance(input_ids, Tensor) else torch.tensor(input_ids)
             names = (vision.image_token, vision.video_token)
             tokens = [int(attrgetter(name)(self.config)) for name in names if name]
-            positions = _place_image_tokens(ids, positions, channels, tokens, num_computed_tokens)
+            positions = _place_image_tokens(
+                ids, positions, channels, tokens, num_computed_tokens, vision.dates_frames
+            )
         if isinstance(input_ids, Tensor):
             return rows, positions, UNCHANGED_DELTA
         return rows, positions, int(positions.max()) + 1 - len(input_ids)

@@ -1,6 +1,6 @@
 """Qwen-VL, GLM-4.xV and their like: images of any size, patches merged four to one, M-RoPE.
 
-Videos of Qwen2-VL and Qwen2.5-VL are pruned too, others are left as they are.
+Their videos are pruned too, but for those of Qwen2.5-Omni, Cohere Compass and GLM-OCR.
 """
 
 from __future__ import annotations
@@ -66,9 +66,11 @@ class _Qwen2_5OmniVision(_Qwen2_5Vision):
 
 
 class _Qwen3Vision(GridVision):
-    """Qwen3-VL, Qwen3.5, Cohere Compass; rows of later layers (deepstack) are pruned alike."""
+    """Qwen3-VL and Qwen3.5; rows of later layers (deepstack) are pruned alike."""
 
     merger_name = "visual.merger"
+    video_token = "video_token_id"
+    dates_frames = True
 
     @property
     def row_width(self) -> int:
@@ -82,11 +84,19 @@ class _Qwen3Vision(GridVision):
         return merger._replace(scored=next(iter(levels), merger.module))
 
 
+class _CompassVision(_Qwen3Vision):
+    """Cohere Compass, whose videos are left whole."""
+
+    video_token = ""
+
+
 class _GlmVision(GridVision):
     """GLM-4.xV: merges by a convolution behind a norm, which sees the last block's output."""
 
     merger_name = "visual.post_layernorm"
+    video_token = "video_token_id"
     videos_share_token = True
+    dates_frames = True
 
     @staticmethod
     def count_tokens(
@@ -115,6 +125,12 @@ class _GlmVision(GridVision):
         return type(size)(width=min(width, budget * unit), height=min(height, budget * unit))
 
 
+class _GlmOcrVision(_GlmVision):
+    """GLM-OCR, whose videos are left whole."""
+
+    video_token = ""
+
+
 AutopruneQwen2VLForConditionalGeneration = prune_grid(
     Qwen2VLForConditionalGeneration, _Qwen2Vision, merger="Qwen2VisionPatchMerger"
 )
@@ -132,12 +148,12 @@ AutopruneQwen3_5MoeForConditionalGeneration = prune_grid(
     Qwen3_5MoeForConditionalGeneration, _Qwen3Vision
 )
 AutopruneCohereCompassForConditionalGeneration = prune_grid(
-    CohereCompassForConditionalGeneration, _Qwen3Vision, merger="Cohere_VisionPatchMerger"
+    CohereCompassForConditionalGeneration, _CompassVision, merger="Cohere_VisionPatchMerger"
 )
 AutopruneGlm4vForConditionalGeneration = prune_grid(Glm4vForConditionalGeneration, _GlmVision)
 AutopruneGlm4vMoeForConditionalGeneration = prune_grid(Glm4vMoeForConditionalGeneration, _GlmVision)
 AutopruneGlmOcrForConditionalGeneration = prune_grid(
-    GlmOcrForConditionalGeneration, _GlmVision, "GlmOcrPatchMerger"
+    GlmOcrForConditionalGeneration, _GlmOcrVision, merger="GlmOcrPatchMerger"
 )
 AutopruneQwen2_5OmniThinkerForConditionalGeneration = prune_grid(
     Qwen2_5OmniThinkerForConditionalGeneration, _Qwen2_5OmniVision

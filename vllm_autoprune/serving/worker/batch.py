@@ -55,13 +55,15 @@ class ModelParts:
     project maps rows of the vision tower ``(..., Dv)`` to ``(..., D)``; embed maps token ids
     ``(W,)`` to the language model's input embeddings ``(W, D)``; language reads the language
     model's first layers over one image ``(N, D)`` and its instruction. None where the served state
-    needs none.
+    needs none. set_times sets the positions in time of rows, where they carry those of their tokens
+    and text may stand between these.
     """
 
     project: Callable[[Tensor], Tensor]
     embed: Callable[[Tensor], Tensor]
     relevance: RelevanceSpace | None = None
     language: Callable[[Tensor, Ids], LanguagePrefix] | None = None
+    set_times: Callable[[Tensor, Tensor], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,30 +132,41 @@ def prune_images(
             reporter.report_error(mismatch, "cutting its rows off, or repeating the last one")
             repeated = torch.arange(wanted, device=rows[i].device).clamp(max=count - 1)
             rows[i], places[i] = rows[i][repeated], places[i][repeated]
-    return _insert_text(context, plans, [(rows[i], places[i]) for i in range(len(plans))])
+    kept = [(rows[i], places[i]) for i in range(len(plans))]
+    return _insert_text(context.parts, plans, images, kept)
 
 
 def _insert_text(
-    context: SelectionContext, plans: Sequence[ItemPlan], images: Sequence[tuple[Tensor, Tensor]]
+    model: ModelParts,
+    plans: Sequence[ItemPlan],
+    images: Sequence[ImageFeatures],
+    selected: Sequence[tuple[Tensor, Tensor]],
 ) -> list[Tensor]:
     """Rows of every image with those of its text, behind the tokens that stand before it.
 
-    ``images`` are rows ``(K, D + E)`` and the place ``(K,)`` of each among the image's tokens.
+    ``selected`` are rows ``(K, D + E)`` and the place ``(K,)`` of each among the image's tokens.
     Rows between the same two texts stay in their order.
     """
-    rows = [rows_of_image for rows_of_image, _ in images]
+    rows = [rows_of_image for rows_of_image, _ in selected]
     texts = [place for plan in plans for place in plan.text]
     if not texts:
         return rows
     before, ids = upload(torch.tensor([*zip(*texts, strict=True)]), rows[0].device)
     counts = [len(plan.text) for plan in plans]
-    parts = zip(images, before.split(counts), context.parts.embed(ids).split(counts), strict=True)
+    parts = zip(selected, before.split(counts), model.embed(ids).split(counts), strict=True)
     for i, ((kept, places), before_text, text) in enumerate(parts):
         texts_before = torch.searchsorted(before_text, places, right=True)
-        keys = [2 * texts_before, 2 * torch.arange(len(text), device=kept.device) + 1]
-        # Channels that are not the language model's (a forged plan of a model without text) are 0.
+        number = torch.arange(len(text), device=kept.device)
+        # Channels that are not the language model's are 0.
         text = functional.pad(text.to(kept.dtype), (0, kept.shape[1] - text.shape[1]))
-        rows[i] = torch.cat([kept, text])[torch.cat(keys).argsort(stable=True)]
+        joined = torch.cat([kept, text])
+        if model.set_times is not None:
+            # A text token takes one position, and a frame as many as its longer side.
+            grid = images[i].regions[0].grid
+            frames = torch.cat([places, before_text]) // (grid.height * grid.width)
+            times = torch.cat([texts_before, number]) + frames * max(grid.height, grid.width)
+            model.set_times(joined, times)
+        rows[i] = joined[torch.cat([2 * texts_before, 2 * number + 1]).argsort(stable=True)]
     return rows
 
 
