@@ -1,8 +1,9 @@
 """Data set of questions with reference answers, in three splits that share no image.
 
-A data folder has ``search.jsonl``, ``validation.jsonl`` and ``test.jsonl``;
-a line is ``{"image": "images/7.png", "question": ..., "answer": ..., "category": ...}``, and may
-have ``"pair": 3``, shared by the two yes/no questions that MME scores together.
+A data folder has ``search.jsonl``, ``validation.jsonl`` and ``test.jsonl``; any other file or
+folder of questions that `eval` reads is split by image. A line is
+``{"image": "images/7.png", "question": ..., "answer": ..., "category": ...}``, and may have
+``"pair": 3``, shared by the two yes/no questions that MME scores together.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Literal, get_args
 
 from vllm_autoprune.errors import ConfigError, Problem
-from vllm_autoprune.evaluation.formats import AskedQuestion, ask, render
+from vllm_autoprune.evaluation.formats import ask, render
 from vllm_autoprune.evaluation.pictures import Picture
 from vllm_autoprune.evaluation.questions import Example, read_asked, read_examples, refuse
 
@@ -25,15 +27,24 @@ Split = Literal["search", "validation", "test"]
 
 SPLITS: tuple[Split, ...] = get_args(Split)
 
+_SHARES: Mapping[Split, int] = {"search": 5, "validation": 2, "test": 3}
+"""Images of each split, of every ten."""
+_LEAST_IMAGES = sum(_SHARES.values())
+"""With fewer, no split of one source has its share."""
+
 
 @dataclass(frozen=True)
 class Dataset:
-    """The three splits of a data folder, each in evaluation order."""
+    """Three splits of questions, each in evaluation order, and the path that they were read from.
+
+    ``note`` says how one source was split; empty for a data folder.
+    """
 
     folder: Path
     splits: Mapping[Split, Sequence[Example]]
     images: Mapping[str, Picture] = field(default_factory=dict)
     """By the examples' ``image``."""
+    note: str = ""
 
     @cached_property
     def digest(self) -> str:
@@ -46,44 +57,91 @@ class Dataset:
         return render(ask(example.question, self.images[example.image]), Picture.part)
 
 
-def read_dataset(folder: Path, seed: int = 0, limit: int | None = None) -> Dataset:
+def read_dataset(data: Path, seed: int = 0, limit: int | None = None) -> Dataset:
     """Read and validate the splits, shuffle each by image, and keep at most ``limit`` images.
 
-    Shuffled, because early stopping looks at the first examples only; whole images, because a
-    server computes an image's features once. Raises :class:`ConfigError` that lists every problem:
-    those of ``vllm-autoprune eval``, and images in two splits.
+    ``data`` is a data folder, or any other source of questions, which is split by image. Shuffled,
+    because early stopping looks at the first examples only; whole images, because a server computes
+    an image's features once. Raises :class:`ConfigError` that lists every problem: those of
+    ``vllm-autoprune eval``, images in two splits, and fewer images than can be split.
     """
-    problems: list[Problem] = []
+    fix = "give a file of questions, or a folder with search.jsonl, validation.jsonl and test.jsonl"
+    problems, note = list[Problem](), ""
+    examples_of: dict[Split, list[Example]] = {split: [] for split in SPLITS}
+    pictures: dict[str, Picture] = {}
+    if any((data / f"{split}.jsonl").exists() for split in SPLITS):
+        split_of_content: dict[str, Split] = {}
+        for split in SPLITS:
+            path = data / f"{split}.jsonl"
+            examples_of[split], pictures_of_split = read_examples(path, problems, fix)
+            pictures |= pictures_of_split
+            for name, picture in pictures_of_split.items():
+                other = split_of_content.setdefault(picture.digest, split)
+                if other != split:
+                    what = f"the same image is in {other} and in {split}"
+                    problems.append(Problem(name, what, "splits must share no image"))
+    else:
+        examples, pictures = read_examples(data, problems, fix)
+        split_of = _split_images(data, ((e.image, e.category) for e in examples), seed, problems)
+        for example in () if problems else examples:
+            examples_of[split_of[example.image]].append(example)
+        sizes = {split: len({e.image for e in listed}) for split, listed in examples_of.items()}
+        note = f"{data} is split by image, with seed {seed}: " + ", ".join(
+            f"{len(examples_of[split])} questions about {sizes[split]} images for {split}"
+            for split in SPLITS
+        )
+        counts = {split: Counter(e.category for e in examples_of[split]) for split in SPLITS}
+        for category in sorted({e.category for e in examples} - {"all"}):
+            note += f"; {category} {' + '.join(str(counts[split][category]) for split in SPLITS)}"
+    refuse("data", problems)
     splits: dict[Split, Sequence[Example]] = {}
-    images: dict[str, Picture] = {}
-    split_of_content: dict[str, Split] = {}
-    for split in SPLITS:
-        fix = "a data folder has search.jsonl, validation.jsonl and test.jsonl"
-        examples, pictures = read_examples(folder / f"{split}.jsonl", problems, fix)
+    for split, examples in examples_of.items():
         by_image: dict[str, list[Example]] = {}
         for example in examples:
             by_image.setdefault(example.image, []).append(example)
         groups = list(by_image.values())
         random.Random(seed).shuffle(groups)
         splits[split] = [example for group in groups[:limit] for example in group]
-        images |= {e.image: pictures[e.image] for e in splits[split] if e.image in pictures}
-        for name, picture in pictures.items():
-            other = split_of_content.setdefault(picture.digest, split)
-            if other != split:
-                what = f"the same image is in {other} and in {split}"
-                problems.append(Problem(name, what, "splits must share no image"))
-    refuse("data", problems)
-    return Dataset(folder, splits, images)
+    used = {example.image for split in SPLITS for example in splits[split]}
+    return Dataset(data, splits, {name: pictures[name] for name in used}, note)
+
+
+def _split_images(
+    source: Path, images: Iterable[tuple[str, str]], seed: int, problems: list[Problem]
+) -> dict[str, Split]:
+    """The split of each image; of a category each has its share, within one image.
+
+    ``images`` are a name and a category of each; the first category of a name counts. Too few are
+    added to ``problems``.
+    """
+    category_of: dict[str, str] = {}
+    for name, category in images:
+        category_of.setdefault(name, category)
+    rng, counts, split_of = random.Random(seed), Counter[Split](), dict[str, Split]()
+    for category in sorted({*category_of.values()}):
+        names = sorted(name for name in category_of if category_of[name] == category)
+        rng.shuffle(names)
+        for name in names:
+            # To the split that lacks most of its share of all images so far.
+            total = len(split_of) + 1
+            lacks = {
+                split: total * _SHARES[split] - _LEAST_IMAGES * counts[split] for split in SPLITS
+            }
+            split = max(SPLITS, key=lambda split: lacks[split])
+            split_of[name] = split
+            counts[split] += 1
+    if not problems and len(split_of) < _LEAST_IMAGES:
+        what = f"has {len(split_of)} images, too few for three splits"
+        shares = ", ".join(f"{share} for {split}" for split, share in _SHARES.items())
+        fix = f"give questions about at least {_LEAST_IMAGES} images: {shares}"
+        problems.append(Problem(str(source), what, fix))
+    return split_of
 
 
 def write_split(path: Path, examples: Sequence[Example]) -> None:
     """Write one split file of a data folder."""
     lines = [json.dumps(example.model_dump(exclude_none=True)) for example in examples]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-_END_OF_SPLIT: dict[Split, float] = {"search": 0.5, "validation": 0.7, "test": 1.0}
-"""Where each split ends, as a share of the images of a category."""
 
 
 def convert_mme(source: Path, target: Path, seed: int = 0) -> dict[Split, int]:
@@ -94,37 +152,27 @@ def convert_mme(source: Path, target: Path, seed: int = 0) -> dict[Split, int]:
     """
     problems: list[Problem] = []
     splits: dict[Split, list[Example]] = {split: [] for split in SPLITS}
-    split_of: dict[str, Split] = {}
     copies: dict[str, tuple[str, Picture]] = {}  # name and picture by content
-    by_category: dict[str, list[AskedQuestion]] = {}
-    for question in read_asked(source, problems, "give MME's folder"):
-        by_category.setdefault(question.category, []).append(question)
+    asked = read_asked(source, problems, "give MME's folder")
+    for question in asked:
         if not question.answers:
             what, fix = "is no question with an answer", "write the question, a tab, the answer"
             problems.append(Problem(question.where, what, fix))
-    rng = random.Random(seed)
-    for category, questions in () if problems else by_category.items():
-        new = sorted({question.pictures[0].digest for question in questions} - split_of.keys())
-        rng.shuffle(new)
-        for split in reversed(SPLITS):
-            split_of |= dict.fromkeys(new[: round(_END_OF_SPLIT[split] * len(new))], split)
-        for question in questions:
-            (picture,) = question.pictures
-            name, _ = copies.setdefault(
-                picture.digest, (f"images/{category}/{picture.path.name}", picture)
-            )
-            example = Example(
-                image=name,
-                question=question.text,
-                answer=question.answers[0],
-                category=category,
-                pair=question.pair,
-            )
-            splits[split_of[picture.digest]].append(example)
-    if not problems and not all(splits.values()):
-        what = f"has too few images for three splits ({len(split_of)})"
-        fix = "give MME's folder, which has a folder for each category"
-        problems.append(Problem(str(source), what, fix))
+    contents = ((question.pictures[0].digest, question.category) for question in asked)
+    split_of = _split_images(source, contents, seed, problems)
+    for question in () if problems else asked:
+        (picture,) = question.pictures
+        name, _ = copies.setdefault(
+            picture.digest, (f"images/{question.category}/{picture.path.name}", picture)
+        )
+        example = Example(
+            image=name,
+            question=question.text,
+            answer=question.answers[0],
+            category=question.category,
+            pair=question.pair,
+        )
+        splits[split_of[picture.digest]].append(example)
     refuse("MME", problems)
     try:
         for name, picture in copies.values():

@@ -209,6 +209,10 @@ class ServedEvaluator:
                     return  # measuring the base policy has the reason
                 if tokens == budget and lengths[budget] < lengths[0]:
                     return
+        if lengths[1] == lengths[0]:
+            what = "prunes nothing: with K = 1 a prompt is as long as without"
+            fix = "install vllm-autoprune where it runs, and serve with --autoprune-requests states"
+            raise ConfigError("servers", [Problem(self._servers[0].url, what, fix)])
         count = lengths[0] - lengths[1] + 1
         what = f"{budget} keeps all tokens: an image has {count}"
         raise ConfigError("search", [Problem("--budget", what, f"give less than {count}")])

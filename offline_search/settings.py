@@ -248,8 +248,9 @@ class EvaluationOptions(FrozenModel):
 
     data: Path | None = Field(
         default=None,
-        title="FOLDER",
-        description="folder with search.jsonl, validation.jsonl and test.jsonl",
+        title="FILE|FOLDER",
+        description="questions as for eval, which are split by image, or a folder with "
+        "search.jsonl, validation.jsonl and test.jsonl",
     )
     images: PositiveInt | None = Field(
         default=None, description="maximum number of images of each split"

@@ -122,7 +122,7 @@ def prepare_folder(folder: Path) -> None:
         (folder / hub_id).symlink_to(_WEIGHTS / name)
     for name in ("state.json", "my-state.json"):
         shutil.copyfile(ROOT / "policies/cdpruner.json", folder / name)
-    write_data(folder / "questions", {"search": 4, "validation": 4, "test": 4}, each=1)
+    write_data(folder / "questions", {"search": 4, "validation": 4, "test": 12}, each=1)
     lines = map(json.loads, (folder / "questions/test.jsonl").read_text().splitlines())
     asked = [{**line, "image": f"questions/{line['image']}"} for line in lines]
     (folder / "questions.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in asked))

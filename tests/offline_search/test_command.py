@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.common.fake_server import Answer, Body, FakeServer
-from offline_search.dataset import Dataset
+from offline_search.dataset import SPLITS, Dataset
 from offline_search.ledger import ReplyRecord, SettingsRecord, read_ledger
 from offline_search.report import ProgressLog
 from tests.offline_search.synthetic import (
@@ -109,7 +109,7 @@ def test_a_model_behind_an_endpoint_is_asked_for_lists(
     assert opened.settings.proposals_per_reply == length
 
 
-def test_a_dry_run_prints_an_estimate_and_sends_no_request(
+def test_a_dry_run_prints_an_estimate_and_asks_no_proposer(
     run_command: Run, served: FakeServer, tmp_path: Path, capsys: Printed
 ) -> None:
     def dry_run(*more: str) -> str:
@@ -125,9 +125,46 @@ def test_a_dry_run_prints_an_estimate_and_sends_no_request(
     }  # fmt: skip
     numbers = json.loads(dry_run("--space", "numbers", "--json"))["messages"][0]["content"]
     assert "lam 0.04 to 0.22" in numbers and "quality_topk_selector" not in numbers
+    assert estimate["seconds"] > 0
     text = dry_run("--proposals-per-reply", "1")
     assert "At most 4 requests to the proposer, each for one proposal: about" in text
-    assert not served.requests and not (tmp_path / "l.jsonl").exists()
+    assert re.search(r"The\ssearch\stakes\sabout\s\d+\ss", text)
+    assert all("mm_processor_kwargs" in body for body in served.requests)
+    # Budgets are refused here too; without a server there is no time.
+    assert run_command("--dry-run", "--budget", str(IMAGE_TOKENS)) == 1
+    assert "keeps all tokens" in capsys.readouterr().err
+    sent, flags = len(served.requests), ["--data", str(tmp_path / "data"), "--strategy", "tpe"]
+    assert main(["search", *flags, "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["seconds"] is None
+    assert len(served.requests) == sent and not (tmp_path / "l.jsonl").exists()
+
+
+def test_one_file_of_questions_is_searched_on_and_said_how_it_is_split(
+    run_command: Run, data: Dataset, tmp_path: Path, capsys: Printed
+) -> None:
+    lines = [(data.folder / f"{split}.jsonl").read_text() for split in SPLITS]
+    path, again = data.folder / "questions.jsonl", tmp_path / "again.jsonl"
+    path.write_text("".join(lines))
+    for split in SPLITS:
+        (data.folder / f"{split}.jsonl").unlink()
+    assert run_command("--data", str(path), "--rounds", "1", "--seed", "5") == 0
+    said = f"{path} is split by image, with seed 5: 36 questions about 18 images for search, 14 "
+    assert said in capsys.readouterr().err
+    flags = ["--data", str(path), "--replay", str(tmp_path / "l.jsonl"), "--ledger", str(again)]
+    assert main(["search", *flags]) == 0
+
+
+def test_a_server_that_prunes_nothing_is_named_before_the_search(
+    run_command: Run, served: FakeServer, capsys: Printed
+) -> None:
+    def ignore_budgets(body: Body) -> Answer:
+        if "mm_processor_kwargs" in body:
+            body = {**body, "mm_processor_kwargs": {"autoprune": {}}}
+        return answer_search(body, 0)
+
+    served.respond = ignore_budgets
+    assert run_command() == 1
+    assert f"{served.url}: prunes nothing: with K = 1 a prompt is" in capsys.readouterr().err
 
 
 def test_a_reply_that_was_cut_names_the_flag_that_gives_it_room(

@@ -44,6 +44,35 @@ def test_splits_are_shuffled_by_image_and_cut_by_image(data: Dataset) -> None:
     assert read_dataset(data.folder, seed=1, limit=2).splits["search"] == few.splits["search"]
 
 
+def test_one_file_is_split_by_image_with_each_category_in_proportion(tmp_path: Path) -> None:
+    path, lines = tmp_path / "questions.jsonl", list[str]()
+    for number in range(47):
+        (tmp_path / f"{number}.png").write_bytes(PIXEL + str(number).encode())
+        line = {"image": f"{number}.png", "answer": "yes", "category": "abc"[number % 13 % 3]}
+        lines += [json.dumps({**line, "question": f"Is it {n}?"}) for n in range(1 + number % 3)]
+    path.write_text("\n".join(lines))
+    data = read_dataset(path, seed=3)
+    images = {split: {e.image: e.category for e in data.splits[split]} for split in SPLITS}
+    assert sum(map(len, images.values())) == len(data.images) == 47, "no image in two splits"
+    assert sum(map(len, data.splits.values())) == len(lines)
+    for category, count in Counter("abc"[n % 13 % 3] for n in range(47)).items():
+        for split, share in zip(SPLITS, (0.5, 0.2, 0.3), strict=True):
+            of_split = [*images[split].values()].count(category)
+            assert abs(of_split - share * count) <= 1
+    assert f"with seed 3: {len(data.splits['search'])} questions about 24 images for" in data.note
+    assert data.note.count("; ") == 3 and read_dataset(path, seed=4).digest != data.digest
+    path.write_text("\n".join(reversed(lines)))
+    again = read_dataset(path, seed=3).splits
+    assert all({e.image for e in again[split]} == images[split].keys() for split in SPLITS)
+
+    path.write_text("\n".join(lines[:10]))
+    with pytest.raises(ConfigError, match=r"has 6 images, .* at least 10 images: 5 for search"):
+        read_dataset(path)
+    path.unlink()
+    with pytest.raises(ConfigError, match=r"file of questions, or a folder with search\.jsonl"):
+        read_dataset(path)
+
+
 def test_mme_files_of_both_layouts_become_a_data_folder_or_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

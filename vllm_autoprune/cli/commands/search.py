@@ -8,7 +8,10 @@ import contextlib
 import json
 import os
 import sys
+import time
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from statistics import mean
 from typing import TYPE_CHECKING
 
 from pydantic import SecretStr, ValidationError
@@ -34,11 +37,17 @@ from vllm_autoprune.errors import ConfigError, Problem, SearchError
 
 if TYPE_CHECKING:
     from offline_search.dataset import Dataset
+    from offline_search.evaluator import ServedEvaluator
     from offline_search.ledger import WinnerRecord
+    from vllm_autoprune.tpdsl.state import PruningState
+    from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 _NAMES = {"budgets": "--budget", "proposer": "--proposer-model"}
 _SERVER = "give the address of a vllm serve with --autoprune-requests states"
-_FOLDER = "name a folder with search.jsonl, validation.jsonl and test.jsonl"
+_DATA = "name a file of questions, or a folder with search.jsonl, validation.jsonl and test.jsonl"
+
+_TIMED = 32
+"""Questions that a dry run asks at once to estimate the time of a search."""
 
 
 class _Flags(ProposerOptions, EvaluationOptions, SearchChoices, Connection):
@@ -53,7 +62,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--resume", action="store_true", help="resume the ledger's search")
     text = "replay a recorded search without network"
     add("--replay", type=Path, metavar="LEDGER", help=text)
-    text = "print the prompt and the estimated cost, and stop"
+    text = "print prompt, cost and, of --server-url, time as estimates, and stop"
     add("--dry-run", action="store_true", help=text)
     text = "write the state, or the report as HTML"
     add("-o", "--output", type=Path, metavar="FILE", help=text)
@@ -86,7 +95,7 @@ def _run_search(options: argparse.Namespace) -> int:
     except ValidationError as error:
         raise ConfigError("search", flag_problems(error, _NAMES)) from None
     if flags.data is None:
-        raise _refusal("--data", "is missing", _FOLDER)
+        raise _refusal("--data", "is missing", _DATA)
     from offline_search.dataset import convert_mme, read_dataset
 
     if options.action == "mme":
@@ -114,10 +123,18 @@ def _run_search(options: argparse.Namespace) -> int:
     else:
         settings = _build_settings(flags)
         dataset = read_dataset(flags.data, settings.seed, flags.images)
+        if dataset.note:
+            print(dataset.note, file=sys.stderr)
         if options.dry_run:
             from offline_search.search import estimate_cost
 
             messages, calls, cost, answers = estimate_cost(settings, dataset, flags.price)
+            seconds = None
+            if flags.server_url:
+                unpruned, pruned = asyncio.run(_time_answers(flags, settings, dataset))
+                count = sum(map(len, dataset.splits.values()))  # of the unpruned model, each once
+                others = sum(answers.values()) - count
+                seconds = round(count * unpruned + others * pruned, 1)
             length = settings.proposals_per_reply
             reply = "one proposal" if length == 1 else f"up to {length} proposals"
             listed = ", ".join(f"{count} of {split}" for split, count in answers.items())
@@ -127,8 +144,15 @@ def _run_search(options: argparse.Namespace) -> int:
                 f"tokens, money {cost.money:.4f}; repairs are extra. Answers of the served model: "
                 f"{listed}."
             )
+            if seconds is not None:
+                minutes = f"{seconds / 60:.0f} min" if seconds >= 100 else f"{seconds:.0f} s"
+                about += (
+                    f" The search takes about {minutes}, as the first questions took now; the "
+                    "proposer's time comes to that."
+                )
             prompts = [f"--- {message['role']}\n{message['content']}" for message in messages]
             estimate = {"messages": messages, "calls": calls, **dict(cost), "answers": answers}
+            estimate["seconds"] = seconds
             print_result(options, estimate, *prompts, format_paragraphs([about]))
             return 0
         if options.ledger.exists() and options.ledger.stat().st_size and not options.resume:
@@ -182,9 +206,45 @@ def _build_settings(flags: _Flags) -> Settings:
         raise ConfigError("search", flag_problems(error, _NAMES)) from None
 
 
+@contextlib.asynccontextmanager
+async def _open_evaluator(
+    flags: _Flags, dataset: Dataset, probes: Sequence[VisualTokens] = ()
+) -> AsyncIterator[ServedEvaluator]:
+    """The evaluator on the given servers, once each has answered a request with a state."""
+    from offline_search.evaluator import ServedEvaluator
+
+    evaluator = ServedEvaluator(
+        flags.server_url, dataset, model=flags.server_model, connection=flags, probes=probes
+    )
+    try:
+        await evaluator.prepare()
+        yield evaluator
+    finally:
+        await evaluator.close()
+
+
+async def _time_answers(flags: _Flags, settings: Settings, dataset: Dataset) -> tuple[float, float]:
+    """Seconds of an answer of the unpruned model and of the base policy, of several at once."""
+    from offline_search.candidates import base_state
+    from offline_search.evaluator import EvaluationJob
+
+    count = min(_TIMED, len(dataset.splits["search"]))
+    async with _open_evaluator(flags, dataset) as evaluator:
+
+        async def measure(candidate: PruningState | None, budget: int | str) -> float:
+            start = time.monotonic()
+            await evaluator.evaluate(EvaluationJob(candidate, budget, "search", 0, count))
+            return (time.monotonic() - start) / count
+
+        for budget in settings.budgets:
+            await evaluator.check_budget(budget)
+        unpruned = await measure(None, 0)  # the images are new, as they are then
+        base = base_state(settings)
+        return unpruned, mean([await measure(base, budget) for budget in settings.budgets])
+
+
 async def _search(path: Path, flags: _Flags, settings: Settings, dataset: Dataset) -> WinnerRecord:
     from offline_search.endpoint import EndpointProposer, EndpointSettings
-    from offline_search.evaluator import ServedEvaluator
     from offline_search.ledger import Ledger
     from offline_search.report import ProgressLog
     from offline_search.rounds import probes_from_checkpoint
@@ -197,12 +257,7 @@ async def _search(path: Path, flags: _Flags, settings: Settings, dataset: Datase
     probes = probes_from_checkpoint(checkpoint, tower, dataset) if checkpoint is not None else ()
     async with contextlib.AsyncExitStack() as stack:
         ledger = stack.enter_context(Ledger(path))
-        evaluator = ServedEvaluator(
-            flags.server_url, dataset, model=flags.server_model,
-            connection=flags, probes=probes,
-        )  # fmt: skip
-        stack.push_async_callback(evaluator.close)
-        await evaluator.prepare()
+        evaluator = await stack.enter_async_context(_open_evaluator(flags, dataset, probes))
         if not ledger.records:
             for budget in settings.budgets:
                 await evaluator.check_budget(budget)
