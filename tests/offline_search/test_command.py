@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -233,13 +234,16 @@ def test_an_interrupted_search_says_how_to_go_on(
     def interrupt(*values: object) -> None:
         raise KeyboardInterrupt
 
-    for more in ([], ["--resume"]):
+    for more in (["--api-key", "k1"], ["--api-key", "k1", "--resume"]):
         with monkeypatch.context() as patch:
             patch.setattr(ProgressLog, "on_round", interrupt)
             assert run_command(*more) == 130
         line = f"stopped; {tmp_path / 'l.jsonl'} keeps what was measured, --resume goes on from it"
-        assert line in capsys.readouterr().err
-    assert run_command("--resume") == 0
+        said, command = capsys.readouterr().err.splitlines()[-2:]
+        assert line in said and "k1" not in command and command.count("--resume") == 1
+    words = shlex.split(command)
+    assert words[0] == "vllm-autoprune" and words.count("...") == 1
+    assert main(words[1:]) == 0
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import shlex
 import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
@@ -27,6 +29,7 @@ from vllm_autoprune.tpdsl.loading import suggest_name
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; exit status 0 on success, 1 on failure, 2 for wrong arguments."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    options = argparse.Namespace()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # names of files may be no text
             stream.reconfigure(errors="backslashreplace")
@@ -48,9 +51,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader has closed the pipe; without this, Python reports the error again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except KeyboardInterrupt as interrupt:  # its text: how to go on
+    except KeyboardInterrupt as interrupt:  # its text: what is kept, where --resume goes on
         print(f"vllm-autoprune {words[0]}: {str(interrupt) or 'stopped'}", file=sys.stderr)
+        if str(interrupt):
+            print(_resuming_command(words, options), file=sys.stderr)
         return 130  # as in shells: 128 + SIGINT
+
+
+def _resuming_command(words: Sequence[str], options: argparse.Namespace) -> str:
+    """The command that goes on with what was interrupted; dots stand for keys and headers."""
+    fields = vars(options)
+    secrets = [fields.get("api_key"), *fields.get("header", ()), *fields.get("proposer_header", ())]
+    hidden = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        if word in secrets or value in secrets:
+            word = f"{name}{equals}..." if equals else "..."
+        hidden.append(re.sub("//[^/]*@", "//...@", word))
+    more = [] if "--resume" in words else ["--resume"]
+    return shlex.join(["vllm-autoprune", *hidden, *more])
 
 
 def parser() -> argparse.ArgumentParser:
