@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import cv2
 import numpy as np
 import pytest
 import torch
@@ -17,11 +21,13 @@ from tests.serving.unit.samples import image as region_image
 from tests.tpdsl.samples import images, state
 from vllm_autoprune import Grid, materialize, picture, refine
 from vllm_autoprune.cli.main import main
+from vllm_autoprune.evaluation.pictures import read_clip
 from vllm_autoprune.explain import (
     Explanation,
     Trace,
     _find_tiles_of_regions,
     _SignalTrace,
+    explain_image,
 )
 from vllm_autoprune.picture import (
     CORE,
@@ -37,8 +43,11 @@ from vllm_autoprune.picture import (
     encode_picture,
     list_undrawn,
 )
+from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.serving.worker.features import ImageFeatures
+from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 from vllm_autoprune.tpdsl.loading import load_state
+from vllm_autoprune.tpdsl.materialize import materialize_clip
 from vllm_autoprune.tpdsl.prefix import RecordedPrefix
 from vllm_autoprune.tpdsl.tokens import MergerInput, VisualTokens
 
@@ -245,3 +254,115 @@ def test_what_cannot_be_explained_is_refused(tmp_path: Path, capsys: Captured) -
         words = ["explain", str(tmp_path / name), question, "--checkpoint", str(checkpoint)]
         assert main(words) == 1
         assert message in capsys.readouterr().err
+
+
+# ---- clips ----
+
+
+def write_frames(folder: Path, count: int, size: tuple[int, int] = (56, 28)) -> Path:
+    folder.mkdir()
+    for number in range(count):
+        Image.new("RGB", size, (5 * number, 0, 0)).save(folder / f"{number:03}.png")
+    return folder
+
+
+def write_video(path: Path, frames: int) -> Path:
+    video = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"mp4v"), 8.0, (112, 84))
+    for number in range(frames):
+        video.write(np.full((84, 112, 3), 6 * number, np.uint8))
+    video.release()
+    return path
+
+
+def test_clips_are_sampled_as_vllm_samples_them(tmp_path: Path) -> None:
+    clip = read_clip(write_video(tmp_path / "a.mp4", 40))
+    assert clip is not None and clip.frames[0].size == (112, 84) and clip.seconds > 0
+    assert len(clip.frames) == 32 and clip.note == "32 of 40 frames are read, as vLLM samples"
+    frames = read_clip(write_frames(tmp_path / "frames", 3))
+    assert frames is not None and frames.url.count(",") == 3 and not frames.note
+    assert [frame.getpixel((0, 0)) for frame in frames.frames] == [(0, 0, 0), (5, 0, 0), (10, 0, 0)]
+    many = read_clip(write_frames(tmp_path / "many", 40))
+    assert many is not None and len(many.frames) == 32 and "of 40 frames" in many.note
+    assert many.frames[-1].getpixel((0, 0)) == (195, 0, 0), "the last frame is one of them"
+    assert read_clip(tmp_path / "many" / "000.png") is None, "a picture"
+
+
+@pytest.mark.parametrize("frames", [5, 40])
+def test_a_filmstrip_shows_what_each_frame_keeps(frames: int) -> None:
+    grid = Grid(3, 4, tiles=frames, clip=True)
+    policy = materialize_clip(
+        load_state("vcast"), BudgetCall.parse("tokens_per_frame:5", clip=True)
+    )
+    tokens = images(grid=grid, batch=1)
+    trace = Trace.of(policy, tokens, refine(policy.at(tokens.count, frames), tokens))
+    counts = trace.kept_by_frame
+    assert sum(counts) == len(trace.kept) == 5 * frames and len(counts) == frames
+    colours = [Image.new("RGB", (64, 48), (9, 9, 90 + number)) for number in range(frames)]
+    explanation = Explanation(colours[0], "What moves?", policy, trace, frames=colours)
+    assert f"in {frames} frames, {min(counts)} to {max(counts)} of each" in explanation.summary
+    with Image.open(io.BytesIO(encode_picture([explanation]))) as strip:
+        pixels = np.asarray(strip)
+    # Kept tokens have the colour of their frame inside of what frames them.
+    drawn = [
+        number for number in range(frames) if (pixels == (9, 9, 90 + number)).all(axis=2).any()
+    ]
+    evenly = [number * (frames - 1) // 31 for number in range(32)] if frames > 32 else range(frames)
+    assert drawn == [number for number in evenly if counts[number]]
+
+
+def test_a_clip_is_sent_as_a_server_gets_it_and_its_groups_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for the engine, which keeps what it is given."""
+    started, asked = dict[str, Any](), list[Any]()
+    grid = Grid(2, 2, tiles=3, clip=True)
+    tokens = images(grid=grid, batch=1)
+    policy = materialize_clip(
+        load_state("vcast"), BudgetCall.parse("tokens_per_frame:2", clip=True)
+    )
+
+    class Engine:
+        def __init__(self, checkpoint: str, **options: object) -> None:
+            started.update(options)
+
+        def chat(self, messages: list[Any], *more: object, **options: object) -> None:
+            asked.extend(messages)
+
+    @contextlib.contextmanager
+    def record(llm: object) -> Iterator[tuple[list[Any], list[Any]]]:
+        at = policy.at(tokens.count, 3)
+        yield [(at, tokens, refine(at, tokens))], []
+
+    monkeypatch.setattr("vllm.LLM", Engine)
+    monkeypatch.setattr("vllm_autoprune.explain._record", record)
+    checkpoint = build("qwen2_5_vl", tmp_path / "tiny")
+    clip = read_clip(write_frames(tmp_path / "frames", 6))
+    assert clip is not None
+    (explanation,) = explain_image(checkpoint, None, policy, clip, "What moves?")
+    assert started["additional_config"]["autoprune"]["video_budget"] == "tokens_per_frame:2"
+    assert started["limit_mm_per_prompt"]["video"] == 1
+    assert asked[0]["content"][0] == {"type": "video_url", "video_url": {"url": clip.url}}
+    assert list(explanation.frames) == [clip.frames[at] for at in (0, 2, 4)]
+
+
+def test_what_is_no_clip_is_refused(tmp_path: Path, capsys: Captured) -> None:
+    mixed = write_frames(tmp_path / "mixed", 3)
+    Image.new("RGB", (28, 28)).save(mixed / "9.png")
+    (tmp_path / "broken.mp4").write_bytes(b"no video" * 50)
+    video, picture = write_video(tmp_path / "a.mp4", 4), mixed / "9.png"
+    for words, message in (
+        (
+            (write_frames(tmp_path / "single", 1),),
+            "has fewer than 2 frames -> name a folder with one picture",
+        ),
+        ((mixed,), "has frames of 2 sizes -> give all frames one size"),
+        ((tmp_path / "broken.mp4",), "cannot be decoded as a video (Could not open video stream)"),
+        ((tmp_path / "none.mp4",), "cannot be read (No such file or directory)"),
+        ((video, "--state", "autoprune"), "state 'autoprune' leaves videos whole -> add"),
+        ((video,), "is a llava, whose videos are served whole -> give one of qwen2_vl, qwen2_5_vl"),
+        ((picture, "--budget", "tokens_per_frame:4"), "is the budget of a video -> give a number"),
+    ):
+        path, *more = map(str, words)
+        assert main(["explain", path, "?", "--checkpoint", str(LLAVA), *more]) == 1
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1

@@ -28,10 +28,17 @@ pytestmark = pytest.mark.engine
 QUESTION = "What is written?"
 
 
-def explain(checkpoint: Path, image: Image.Image, folder: Path, *options: str) -> Any:
+def explain(
+    checkpoint: Path,
+    image: Image.Image | None,
+    folder: Path,
+    *options: str,
+    path: Path | None = None,
+) -> Any:
     """Regions by the command in a process of its own, as vLLM keeps engine state until it ends."""
-    path = folder / "image.png"
-    image.save(path)
+    path = path or folder / "image.png"
+    if image is not None:
+        image.save(path)
     command = ("-m", "vllm_autoprune", "explain", str(path), QUESTION, "--json")
     done = subprocess.run(
         [sys.executable, *command, "--checkpoint", str(checkpoint), *options],
@@ -91,3 +98,17 @@ def test_a_budget_that_keeps_everything_is_answered(tmp_path: Path) -> None:
     small = Image.new("RGB", (84, 84), "red")
     message = explain(CHECKPOINTS["miniqwen"], small, tmp_path, "--budget", "64")
     assert "keeps every token of this image" in message
+
+
+@pytest.mark.exhaustive
+def test_a_clip_is_explained_by_its_frames(tmp_path: Path) -> None:
+    checkpoint, frames = build("qwen2_5_vl", tmp_path / "tiny"), tmp_path / "frames"
+    frames.mkdir()
+    for number in range(4):
+        noise = Image.effect_noise((56, 84), 20 * (number + 1)).convert("RGB")
+        noise.save(frames / f"{number}.png")
+    options = ("--budget", "tokens_per_frame:2", "-o", str(tmp_path / "strip.png"))
+    (region,) = explain(checkpoint, None, tmp_path, *options, path=frames)
+    assert region["grid"]["clip"] and region["grid"]["tiles"] == 2
+    assert sum(region["kept_by_frame"]) == len(region["kept"]) == 4
+    assert (tmp_path / "strip.png").is_file()

@@ -1,4 +1,4 @@
-"""Which tokens of an image a policy keeps and why: selected in an engine, and traced.
+"""Which tokens of an image or a clip a policy keeps and why: selected in an engine, and traced.
 
 The engine runs in this process, with the code that serves, for every backbone. A trace has the
 reference selection, the exchange and every signal; ``picture`` draws it.
@@ -20,8 +20,9 @@ from torch import Tensor
 
 from vllm_autoprune.backbones import read_config
 from vllm_autoprune.errors import ConfigError, Problem
+from vllm_autoprune.evaluation.pictures import Clip
 from vllm_autoprune.ops.rowwise import min_max_normalise
-from vllm_autoprune.serving.models import require_served
+from vllm_autoprune.serving.models import BACKBONES, require_served
 from vllm_autoprune.tpdsl.atoms.scoring import run_signal
 from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 from vllm_autoprune.tpdsl.base_policy import FALLBACKS, RefinedTokens
@@ -53,7 +54,7 @@ class _SignalTrace:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Trace of one image; indices are raster indices into its N tokens."""
+    """Trace of one image; indices are raster indices into its N tokens, of a clip by frame."""
 
     grid: Grid
     reference: tuple[int, ...]
@@ -73,6 +74,12 @@ class Trace:
     """One of ``tpdsl.base_policy.FALLBACKS``."""
     decided_by: str
     """What chose the tokens, and the layers of the model that it read."""
+
+    @property
+    def kept_by_frame(self) -> tuple[int, ...]:
+        """K_t, tokens kept of each frame of a clip, or of each tile; without merged rows."""
+        frames = [token // self.grid.per_tile for token in self.kept]
+        return tuple(map(frames.count, range(self.grid.tiles)))
 
     @classmethod
     @torch.no_grad()
@@ -121,10 +128,10 @@ class Trace:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a policy keeps of one region of an image, for one question.
+    """What a policy keeps of one region of an image, or of a clip, for one question.
 
     ``policy`` has the region's share of K; ``region`` names it, where the image has several. The
-    grid of ``trace`` covers ``picture``.
+    grid of ``trace`` covers ``picture``, or of a clip each of its ``frames``.
     """
 
     picture: Image.Image
@@ -132,6 +139,8 @@ class Explanation:
     policy: PruningPolicy
     trace: Trace
     region: str = ""
+    frames: Sequence[Image.Image] = ()
+    """What each temporal group of a clip shows."""
 
     @property
     def summary(self) -> str:
@@ -140,6 +149,9 @@ class Explanation:
         summary = f"{self.region}: " if self.region else ""
         summary += f"{state.name} ({state.digest[:12]}) keeps {len(trace.kept) + trace.extra} of "
         summary += f"{trace.grid.tokens} visual tokens"
+        if trace.grid.clip:
+            least, most = min(trace.kept_by_frame), max(trace.kept_by_frame)
+            summary += f" in {trace.grid.tiles} frames, {least} to {most} of each"
         if trace.fallback != "none":
             return f"{summary}; its scores were not finite, {trace.fallback} selection instead"
         if trace.core and state.core is not None:
@@ -152,15 +164,23 @@ def explain_image(
     checkpoint: Path,
     text_tower: Path | None,
     policy: PruningPolicy,
-    image: Image.Image,
+    image: Image.Image | Clip,
     question: str,
 ) -> list[Explanation]:
-    """Each region of an image, and what a server with this policy's state keeps of it.
+    """Each region of an image, or a clip, and what a server with this policy's state keeps of it.
 
-    Raises :class:`ConfigError` for folders without a checkpoint and where K is not below the
-    image's tokens, :class:`UnsupportedModelError` for architectures that are not served.
+    Raises :class:`ConfigError` for folders without a checkpoint, where K is not below the tokens,
+    and for a clip where the model's are served whole; :class:`UnsupportedModelError` for
+    architectures that are not served.
     """
-    require_served(read_config(str(checkpoint)))
+    backbone, clip = require_served(read_config(str(checkpoint))), None
+    if isinstance(image, Clip):
+        clip, image = image, image.frames[0]
+        if not backbone.clips:
+            names = ", ".join(row.name for row in BACKBONES.values() if row.clips)
+            what = f"is a {backbone.name}, whose videos are served whole"
+            problem = Problem(str(checkpoint), what, f"give one of {names}")
+            raise ConfigError("explain", [problem])
     # An engine that starts later has its model in this process.
     for name, value in (
         ("VLLM_ENABLE_V1_MULTIPROCESSING", "0"),
@@ -174,9 +194,11 @@ def explain_image(
 
     state = policy.state.model_dump(mode="json")
     settings: dict[str, object] = {"state": state, "cells": "none"}  # all of the picture
-    rule = policy.by_size or BudgetCall.parse(policy.budget)
-    if rule != policy.state.budget:
-        settings["budget"] = rule.rule()
+    rule, of_state = policy.by_size or BudgetCall.parse(policy.budget), policy.state.budget
+    if policy.clip and policy.state.frames is not None:
+        of_state = policy.state.frames.tokens
+    if rule != of_state:
+        settings["video_budget" if policy.clip else "budget"] = rule.rule()
     if text_tower is not None:
         settings["text_tower"] = str(text_tower)
     config = AutoConfig.from_pretrained(checkpoint).get_text_config()
@@ -190,23 +212,32 @@ def explain_image(
         max_model_len=longest,
         max_num_batched_tokens=longest,
         max_num_seqs=1,
-        limit_mm_per_prompt={"image": 1, "video": 0},
+        limit_mm_per_prompt={"image": 1, "video": int(clip is not None)},
         skip_mm_profiling=True,
         use_tqdm_on_load=False,
         disable_log_stats=True,
         additional_config={"autoprune": settings},
     )
-    content = [{"type": "image_pil", "image_pil": image}, {"type": "text", "text": question}]
-    message = {"role": "user", "content": content}
+    visual: dict[str, object] = {"type": "image_pil", "image_pil": image}
+    if clip is not None:
+        visual = {"type": "video_url", "video_url": {"url": clip.url}}
+    message: Any = {"role": "user", "content": [visual, {"type": "text", "text": question}]}
     with _record(llm) as (selections, tiles):
         try:
             llm.chat([message], SamplingParams(max_tokens=1), use_tqdm=False)
-        except VLLMValidationError as error:
-            what = str(error).partition("\n")[0]
-            raise ConfigError("explain", [Problem("question", what, "ask a shorter one")]) from None
+        except (VLLMValidationError, ValueError) as error:  # of a prompt, or a clip, too long
+            what, fix = str(error).partition("\n")[0], "ask a shorter one"
+            fix += ", or give fewer or smaller frames" if clip is not None else ""
+            raise ConfigError("explain", [Problem("question", what, fix)]) from None
     if not selections:
-        what = f"K = {rule.rule()} keeps every token of this image"
+        what = f"K = {rule.rule()} keeps every token of this {'clip' if clip else 'image'}"
         raise ConfigError("explain", [Problem("--budget", what, "give a smaller K")])
+    if clip is not None:
+        trace = Trace.of(*selections[0])
+        # A temporal group is several frames, of which the first stands for it.
+        of_group = len(clip.frames) / trace.grid.tiles
+        frames = [clip.frames[int(group * of_group)] for group in range(trace.grid.tiles)]
+        return [Explanation(image, question, selections[0][0], trace, frames=frames)]
     pictures = _draw_regions(selections, image, tiles, checkpoint)
     explanations = []
     for number, (picture, selection) in enumerate(zip(pictures, selections, strict=True), 1):
@@ -239,8 +270,8 @@ def _record(llm: LLM) -> Iterator[tuple[list[_Selection], list[tuple[Tensor, Ima
         return refined
 
     def encode_and_record(images: Sequence[ImageInputs]) -> list[ImageFeatures]:
-        features, pixels = encode(images), images[0]["pixel_values"]
-        if pixels.ndim >= 3:
+        features, pixels = encode(images), images[0].get("pixel_values")
+        if pixels is not None and pixels.ndim >= 3:
             tiles.append((pixels.reshape(-1, *pixels.shape[-3:]), features[0]))
         return features
 

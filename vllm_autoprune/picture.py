@@ -1,4 +1,7 @@
-"""What a policy keeps of an image, drawn as one PNG: panels with a title above, a legend below."""
+"""What a policy keeps of an image, drawn as one PNG: panels with a title above, a legend below.
+
+A clip is a filmstrip: its frames, each with what it keeps.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import io
 import os
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -30,6 +33,8 @@ _SIDE = 420
 """Width of one tile's panel in pixels, up to a whole number of pixels a token."""
 
 _GAP, _COLUMNS = 28, 3
+_FRAME_SIDE, _FRAME_COLUMNS, _MOST_FRAMES = 180, 8, 32
+"""Width of a frame of a filmstrip in pixels as above, frames of a row, and of all rows."""
 _QUESTION, _NOTE = 30, 18
 """Sizes of fonts."""
 _HEAT = 0.72
@@ -166,8 +171,8 @@ def _write(pen: ImageDraw.ImageDraw, x: int, y: int, text: str, size: int = _NOT
 
 
 def encode_picture(explanations: Sequence[Explanation]) -> bytes:
-    """A PNG file with the sheets of all regions of an image, one below another."""
-    sheets = [_draw_sheet(explanation) for explanation in explanations]
+    """A PNG file with the sheets of all regions of an image, one below another, or a filmstrip."""
+    sheets = [_draw_filmstrip(e) if e.frames else _draw_sheet(e) for e in explanations]
     size = max(sheet.width for sheet in sheets), sum(sheet.height for sheet in sheets)
     joined, top = Image.new("RGB", size, _PAPER), 0
     for sheet in sheets:
@@ -186,37 +191,81 @@ def _draw_sheet(explanation: Explanation) -> Image.Image:
     width, height = size * grid.width * grid.tiles, size * grid.height
     columns = max(1, min(_COLUMNS // grid.tiles, len(panels)))
     rows, step = -(-len(panels) // columns), _NOTE + 12 + height + _GAP
-    sheet_width = _GAP + columns * (width + _GAP)
-    texts = [(explanation.question, _QUESTION), (explanation.summary, _NOTE)]
-    lines = list[tuple[str, int]]()
-    for text, font in texts:
-        words = " ".join("".join(c for c in text if c.isspace() or category(c) != "Cc").split())
-        length = _choose_font(words)[0].font_variant(size=font).getlength(words)
-        # Lines are as long as their average, and six at most.
-        fits = max(20, int(len(words) * 0.95 * (sheet_width - 2 * _GAP) / max(1, length)))
-        wrapped = textwrap.wrap(words, fits, max_lines=6, placeholder=" ...") or [""]
-        lines += [(line, font) for line in wrapped]
-    top = _GAP + sum(font + 8 for _, font in lines) + 18
-    sheet = Image.new("RGB", (sheet_width, top + rows * step + _NOTE + 12 + _GAP), _PAPER)
-    pen, y = ImageDraw.Draw(sheet), _GAP - 6
-    for line, font in lines:
-        _write(pen, _GAP, y, line, font)
-        y += font + 8
+    sheet, top = _draw_head(explanation, _GAP + columns * (width + _GAP), rows * step)
+    pen = ImageDraw.Draw(sheet)
     base = explanation.picture.convert("RGB").resize((width, height), Image.Resampling.LANCZOS)
     for number, panel in enumerate(panels):
         row, column = divmod(number, columns)
         x, y = _GAP + column * (width + _GAP), top + row * step
         _write(pen, x, y, f"{panel.title}: {panel.detail}", _NOTE - 1)
         sheet.paste(_draw_panel(base, panel, grid, size), (x, y + _NOTE + 12))
-    # The legend of the marks and colours that the panels use.
-    x, y, side = _GAP, top + rows * step, _NOTE + 6
-    for mark in dict.fromkeys(mark for panel in panels for mark in panel.marks.values()):
+    x = _draw_legend(pen, top + rows * step, (m for panel in panels for m in panel.marks.values()))
+    if any(panel.heat for panel in panels):
+        text = "maps: from dark (low) to light (high), each on its own scale"
+        _write(pen, x, top + rows * step + 1, text)
+    return sheet
+
+
+def _draw_filmstrip(explanation: Explanation) -> Image.Image:
+    """Question and summary, the frames of a clip with what each keeps and K_t below, a legend."""
+    trace, frames = explanation.trace, explanation.frames
+    grid = Grid(trace.grid.height, trace.grid.width)
+    marks = dict.fromkeys(trace.kept, KEPT) | dict.fromkeys(trace.core, CORE)
+    marks |= dict.fromkeys(trace.left, LEFT) | dict.fromkeys(trace.entered, ENTERED)
+    drawn = min(len(frames), _MOST_FRAMES)
+    numbers = [number * (len(frames) - 1) // max(1, drawn - 1) for number in range(drawn)]
+    size = max(4, _FRAME_SIDE // grid.width)
+    width, height = size * grid.width, size * grid.height
+    columns, step = min(_FRAME_COLUMNS, drawn), height + _NOTE + 12 + _GAP
+    rows = -(-drawn // columns)
+    note = f"{drawn} of {len(frames)} frames are drawn, evenly spaced" * (drawn < len(frames))
+    sheet, top = _draw_head(explanation, _GAP + columns * (width + _GAP), rows * step, note)
+    pen, kept = ImageDraw.Draw(sheet), trace.kept_by_frame
+    for place, number in enumerate(numbers):
+        row, column = divmod(place, columns)
+        x, y = _GAP + column * (width + _GAP), top + row * step
+        begin = number * grid.per_tile
+        of_frame = {
+            token - begin: mark for token, mark in marks.items() if 0 <= token - begin < grid.tokens
+        }
+        base = frames[number].convert("RGB").resize((width, height), Image.Resampling.LANCZOS)
+        sheet.paste(_mark_tokens(base, of_frame, grid, size), (x, y))
+        _write(pen, x, y + height + 6, f"{number + 1}: {kept[number]} of {grid.tokens}", _NOTE - 1)
+    _draw_legend(pen, top + rows * step, marks.values())
+    return sheet
+
+
+def _draw_head(
+    explanation: Explanation, width: int, height: int, note: str = ""
+) -> tuple[Image.Image, int]:
+    """A sheet with question, summary and a note, and where its panels of this height begin."""
+    texts = [(explanation.question, _QUESTION), (explanation.summary, _NOTE)]
+    texts += [(note, _NOTE)] if note else []
+    lines = list[tuple[str, int]]()
+    for text, font in texts:
+        words = " ".join("".join(c for c in text if c.isspace() or category(c) != "Cc").split())
+        length = _choose_font(words)[0].font_variant(size=font).getlength(words)
+        # Lines are as long as their average, and six at most.
+        fits = max(20, int(len(words) * 0.95 * (width - 2 * _GAP) / max(1, length)))
+        wrapped = textwrap.wrap(words, fits, max_lines=6, placeholder=" ...") or [""]
+        lines += [(line, font) for line in wrapped]
+    top = _GAP + sum(font + 8 for _, font in lines) + 18
+    sheet = Image.new("RGB", (width, top + height + _NOTE + 12 + _GAP), _PAPER)
+    pen, y = ImageDraw.Draw(sheet), _GAP - 6
+    for line, font in lines:
+        _write(pen, _GAP, y, line, font)
+        y += font + 8
+    return sheet, top
+
+
+def _draw_legend(pen: ImageDraw.ImageDraw, y: int, marks: Iterable[_Mark]) -> int:
+    """Draw what each mark means in one line, and return where it ends."""
+    x, side = _GAP, _NOTE + 6
+    for mark in dict.fromkeys(marks):
         pen.rectangle((x - 3, y - 3, x + side + 2, y + side + 2), _INK)
         mark.draw(pen, (x, y, x + side, y + side), 3)
         x = _write(pen, x + side + 10, y + 1, mark.words) + _GAP
-    if any(panel.heat for panel in panels):
-        _write(pen, x, y + 1, "maps: from dark (low) to light (high), each on its own scale")
-    return sheet
+    return x
 
 
 def _draw_heat_map(values: Sequence[float], grid: Grid) -> Image.Image:
@@ -238,11 +287,16 @@ def _draw_panel(base: Image.Image, panel: _Panel, grid: Grid, size: int) -> Imag
     if panel.heat:
         colours = _draw_heat_map(panel.heat, grid).resize(base.size, Image.Resampling.NEAREST)
         return Image.blend(base.convert("L").convert("RGB"), colours, _HEAT)
-    if not panel.marks:
-        return base
+    return _mark_tokens(base, panel.marks, grid, size) if panel.marks else base
+
+
+def _mark_tokens(
+    base: Image.Image, marks: Mapping[int, _Mark], grid: Grid, size: int
+) -> Image.Image:
+    """The picture with marked tokens framed, and the others dimmed."""
     dimmed = ImageEnhance.Brightness(ImageEnhance.Color(base).enhance(0.25)).enhance(0.38)
     pen, line = ImageDraw.Draw(dimmed), max(1, size // 14)
-    for token, mark in panel.marks.items():
+    for token, mark in marks.items():
         # Tiles stand side by side.
         tile, place = divmod(token, grid.per_tile)
         row, column = divmod(place, grid.width)

@@ -52,10 +52,10 @@ def command(name: str, *arguments: _AddsArgument, epilog: str = "") -> Callable[
     return register
 
 
-def read_budget(text: str) -> BudgetCall:
-    """K or a share of N, as the value of a flag."""
+def read_budget(text: str, *, clip: bool = False) -> BudgetCall:
+    """K or a share of N, as the value of a flag; of a clip also tokens_per_frame:K."""
     try:
-        return BudgetCall.parse(text)
+        return BudgetCall.parse(text, clip=clip)
     except BudgetError as error:
         problem = error.problems[0]
         raise argparse.ArgumentTypeError(f"{problem.what}: {problem.fix}") from None

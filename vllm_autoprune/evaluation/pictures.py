@@ -1,4 +1,4 @@
-"""Pictures of questions, as vLLM reads them: decoded once, and read again for each request.
+"""Pictures and clips, as vLLM reads them: decoded once, and read again for each request.
 
 A picture is a file: one in base64 or at a URL gets a temporary one, so that none is held in memory
 and all cases see the same bytes.
@@ -14,6 +14,7 @@ import stat
 import tempfile
 import time
 import warnings
+from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,6 +57,73 @@ class Picture(NamedTuple):
     def image(self) -> Image.Image:
         """What a model sees of it, in RGB."""
         return _decode(self.read())[1]
+
+
+class Clip(NamedTuple):
+    """A video: the data URL that a server is sent, and the frames that vLLM samples of it.
+
+    ``seconds`` are processor time of decoding it; ``note`` says which frames were left out.
+    """
+
+    url: str
+    frames: Sequence[Image.Image]
+    seconds: float
+    note: str = ""
+
+
+_VIDEOS = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm")
+_FRAMES = 32
+"""Frames that vLLM samples of a video by default."""
+
+
+def read_clip(path: Path) -> Clip | None:
+    """The clip of a video file, or of a folder of frames in the order of their names.
+
+    None for another path, which may be a picture. Raises :class:`ConfigError` with one problem.
+    """
+    if not path.is_dir() and path.suffix.lower() not in _VIDEOS:
+        return None
+    from vllm.multimodal.media import ImageMediaIO, VideoMediaIO
+
+    kind, note = "video/mp4", ""
+    try:
+        if path.is_dir():
+            endings = Image.registered_extensions()
+            files = sorted(file for file in path.iterdir() if file.suffix.lower() in endings)
+            if len(files) < 2:
+                fix = "name a folder with one picture a frame, or a single picture itself"
+                raise _refuse(str(path), "has fewer than 2 frames", fix)
+            if len(files) > _FRAMES:
+                note = f"{_FRAMES} of {len(files)} frames are read, evenly spaced"
+                last = len(files) - 1
+                files = [files[round(i * last / (_FRAMES - 1))] for i in range(_FRAMES)]
+            sizes = {
+                read_picture(PictureSource(str(f), f.name, str(f))).image().size for f in files
+            }
+            if len(sizes) > 1:
+                what = f"has frames of {len(sizes)} sizes"
+                raise _refuse(str(path), what, "give all frames one size")
+            kind = "video/jpeg"  # vLLM's name for frames, each of any format
+            contents = [file.read_bytes() for file in files]
+        else:
+            contents = [path.read_bytes()]
+        data = ",".join(base64.b64encode(content).decode() for content in contents)
+        start = time.process_time()
+        frames, metadata = VideoMediaIO(ImageMediaIO(), _FRAMES).load_base64(kind, data).media
+        seconds = time.process_time() - start
+    except ConfigError:
+        raise
+    except OSError as error:
+        what = f"cannot be read ({_reason(error)})"
+        raise _refuse(
+            str(path), what, "give the path of a video, or of a folder of frames"
+        ) from None
+    except Exception as error:  # decoders raise anything for a broken file
+        what = f"cannot be decoded as a video ({_reason(error)})"
+        raise _refuse(str(path), what, "convert it to MP4, or give a folder of frames") from None
+    if kind == "video/mp4" and len(frames) < metadata["total_num_frames"]:
+        note = f"{len(frames)} of {metadata['total_num_frames']} frames are read, as vLLM samples"
+    return Clip(f"data:{kind};base64,{data}", [*map(Image.fromarray, frames)], seconds, note)
 
 
 _temporary_folder = cache(partial(tempfile.TemporaryDirectory, prefix="autoprune-"))

@@ -1,22 +1,24 @@
-"""`explain`: draw which tokens of an image a state keeps for a question."""
+"""`explain`: draw which tokens of an image or a clip a state keeps for a question."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import sys
+from functools import partial
 from pathlib import Path
 
 from vllm_autoprune.cli.flags import argument, command, read_budget
 from vllm_autoprune.cli.output import print_result, write_file
 from vllm_autoprune.errors import ConfigError, Problem
+from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 from vllm_autoprune.tpdsl.loading import load_state
-from vllm_autoprune.tpdsl.materialize import materialize
+from vllm_autoprune.tpdsl.materialize import materialize, materialize_clip
 
 
 @command(
     "explain",
-    argument("image", type=Path, help="image file"),
+    argument("image", type=Path, help="image or video file, or a folder of frames"),
     argument("question", help="instruction about the image"),
     argument(
         "--checkpoint",
@@ -31,12 +33,20 @@ from vllm_autoprune.tpdsl.materialize import materialize
         metavar="DIR|HF_ID",
         help="CLIP checkpoint that measures relevance, as for `vllm serve`",
     ),
-    argument("--state", default="autoprune", help="file, or name of a shipped state"),
-    argument("--budget", type=read_budget, metavar="K", help="tokens kept: 64, or 1/8 of them"),
+    argument(
+        "--state",
+        help="file, or name of a shipped state (default: autoprune, of a video vcast)",
+    ),
+    argument(
+        "--budget",
+        type=partial(read_budget, clip=True),
+        metavar="K",
+        help="tokens kept: 64, or 1/8 of them; of a video also tokens_per_frame:16",
+    ),
     argument("-o", "--output", type=Path, metavar="FILE", help="picture to write, a .png"),
 )
 def _explain_image(options: argparse.Namespace) -> int:
-    """Draw which tokens of an image a state keeps for a question, and why."""
+    """Draw which tokens of an image or a video a state keeps for a question, and why."""
     output: Path | None = options.output
     if output is not None and output.suffix.lower() != ".png":
         problem = Problem(f"-o {output}", "not a known format", "end it in .png")
@@ -47,13 +57,26 @@ def _explain_image(options: argparse.Namespace) -> int:
         what = f"character {question.index(half) + 1} (U+{ord(half):04X}) is half of a character"
         problem = Problem("question", what, "write the whole character, in UTF-8")
         raise ConfigError("explain", [problem])
-    policy = materialize(load_state(options.state), options.budget)
+    from vllm_autoprune.evaluation.pictures import find_picture, read_clip, read_picture
 
-    from vllm_autoprune.evaluation.pictures import find_picture, read_picture
+    clip = read_clip(options.image)
+    state = load_state(options.state or ("autoprune" if clip is None else "vcast"))
+    budget: BudgetCall | None = options.budget
+    if clip is not None:
+        policy = materialize_clip(state, budget)
+        if clip.note:
+            print(f"{options.image}: {clip.note}", file=sys.stderr)
+    elif budget is not None and budget.atom == "per_frame_budget":
+        what, fix = "is the budget of a video", "give a number of tokens or a share"
+        raise ConfigError("explain", [Problem(f"--budget {budget.rule()}", what, fix)])
+    else:
+        policy = materialize(state, budget)
+
     from vllm_autoprune.explain import explain_image
     from vllm_autoprune.picture import encode_picture, list_undrawn
 
-    image = read_picture(find_picture(str(options.image), str(options.image), Path())).image()
+    address = str(options.image)
+    image = clip or read_picture(find_picture(address, address, Path())).image()
     explanations = explain_image(options.checkpoint, options.text_tower, policy, image, question)
     if output is not None:
         write_file(output, encode_picture(explanations))
@@ -62,8 +85,10 @@ def _explain_image(options: argparse.Namespace) -> int:
             print(f"{output}: no font on this machine has {undrawn!r} -> {fix}", file=sys.stderr)
     summary = "\n".join(explanation.summary for explanation in explanations)
     regions = [dataclasses.asdict(explanation.trace) for explanation in explanations]
-    for region in regions:
+    for region, explanation in zip(regions, explanations, strict=True):
         del region["grid"]["anchors"]  # every cell is a token
+        if explanation.frames:
+            region["kept_by_frame"] = explanation.trace.kept_by_frame
     wrote = "no -o FILE: nothing written" if output is None else f"wrote {output}"
     print_result(options, {"summary": summary, "regions": regions}, f"{summary}\n{wrote}")
     return 0
