@@ -20,6 +20,7 @@ from PIL import Image
 from transformers import AutoConfig
 
 from benchmarks.common.fake_server import Answer, Body, FakeServer, Reply, fake_server
+from benchmarks.yardsticks.examples import CHECKPOINTS
 from vllm_autoprune.advise import (
     Inputs,
     Timings,
@@ -507,3 +508,28 @@ def test_a_picture_costs_less_without_its_blank_cells(tmp_path: Path, capsys: Ca
     corners = [drawn.getpixel(place) for place in ((0, 0), (40, 0), (255, 127))]
     assert corners == [(255, 255, 255), (178, 178, 178), (178, 178, 178)]
     assert drawn.crop((0, 128, 256, 256)).tobytes() == noise.tobytes()
+
+
+def test_a_video_is_decoded_and_encoded_whole_whatever_is_pruned(
+    tmp_path: Path, capsys: Captured
+) -> None:
+    for number in range(8):
+        Image.new("RGB", (112, 84), (9 * number, 0, 0)).save(tmp_path / f"{number}.png")
+
+    def advise(*more: str, status: int = 0) -> Any:
+        assert main(["advise", "--video", str(tmp_path), "--json", *more]) == status
+        return json.loads(capsys.readouterr().out)
+
+    record = advise("--budget", "tokens_per_frame:3")
+    rows, vision = record["rows"], {"hidden_size": 1280, "out_hidden_size": 3584}
+    assert [(row["frames"], row["tokens"]) for row in rows] == [(4, 48), (4, 12), (1, 12)]
+    tower = count_tower_flops(AutoConfig.for_model("qwen2_5_vl", vision_config=vision), 12) / 1e12
+    assert [row["tower, TFLOPs"] for row in rows] == pytest.approx([4 * tower, 4 * tower, tower])
+    assert record["decoding_seconds"] > 0 and "outweighs" in record["verdict"][-1]
+    fast = ("--budget", "1/4", "--prefill-ms-per-token", "1e-6")
+    assert advise(*fast)["verdict"][-1] == "Most is decoding, which pruning does not shorten."
+    assert "K keeps every token" in advise("--budget", "100%")["verdict"][0]
+    advice = advise("--checkpoint", str(CHECKPOINTS["miniqwen"]))["verdict"][0]
+    assert advice == "Pruning will not help here: videos of this model are served whole."
+    wrong = advise("--video", str(tmp_path / "0.png"), status=1)
+    assert wrong["problems"][0]["fix"] == "give one, or a folder of frames"

@@ -26,7 +26,7 @@ _PRUNED: tuple[Way, ...] = ("question-reading", "split", "question-free")
 _CORE_SHARE = 0.75
 """Part of K that is core, where neither --core nor a state says it."""
 
-_WORTHWHILE = 1.05
+WORTHWHILE = 1.05
 """Least gain in total time that is called help; below it, estimate and measurement are too near."""
 
 ASSUMPTIONS = (
@@ -270,7 +270,7 @@ def judge(
         if repetition.low < repetition.high:
             intervals[name] = (max(repetition.low, 0.0), repetition.high)
     low, high = intervals.get("gain", (gains[best], gains[best]))
-    helps = None if low < _WORTHWHILE <= high else low >= _WORTHWHILE
+    helps = None if low < WORTHWHILE <= high else low >= WORTHWHILE
     if helps:
         lines = [
             f"Pruning helps here: at {questions:g} questions an image, a {best} state takes "
@@ -284,7 +284,7 @@ def judge(
         verdict = "Pruning will not help you here."
         if helps is None:
             verdict = (
-                f"This probe does not tell whether pruning helps: a gain below {_WORTHWHILE} is "
+                f"This probe does not tell whether pruning helps: a gain below {WORTHWHILE} is "
                 "none. Probe again while nothing else runs."
             )
         lines = [
@@ -301,12 +301,12 @@ def judge(
         # Whether reading the question is worth its time.
         readers: tuple[Way, ...] = ("split", "question-reading")
         reader = max(readers, key=lambda way: gains[way])
-        if gains["question-reading"] * _WORTHWHILE >= gains["question-free"]:
+        if gains["question-reading"] * WORTHWHILE >= gains["question-free"]:
             lines.append(
                 "Reading the question costs next to nothing at this number of questions: choose by "
                 "accuracy at your K (`vllm-autoprune eval`)."
             )
-        elif gains[reader] >= _WORTHWHILE:
+        elif gains[reader] >= WORTHWHILE:
             lines.append(
                 "A question-free state costs least. Read the question where your K needs it "
                 f"(`vllm-autoprune eval`); {reader} then costs "
@@ -317,7 +317,7 @@ def judge(
                 "Only a question-free state pays at this number of questions; one that reads the "
                 "question costs more than stock, or as much."
             )
-    if gains["resized"] >= max(_WORTHWHILE, gains[best]):
+    if gains["resized"] >= max(WORTHWHILE, gains[best]):
         lines.append(
             f"Resizing images to {traffic.budget} tokens, where the model allows it, takes "
             f"{1 / gains['resized']:.2f} of stock's time, because it shortens the tower too: "

@@ -14,7 +14,15 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from vllm_autoprune.advise import ASSUMPTIONS, Inputs, Timings, Traffic, estimate_ways, judge
+from vllm_autoprune.advise import (
+    ASSUMPTIONS,
+    WORTHWHILE,
+    Inputs,
+    Timings,
+    Traffic,
+    estimate_ways,
+    judge,
+)
 from vllm_autoprune.backbones import (
     BACKBONE_SHAPES,
     count_tower_flops,
@@ -38,6 +46,7 @@ from vllm_autoprune.serving.models import require_served
 from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 from vllm_autoprune.tpdsl.cells import Cells, kept_cells
 from vllm_autoprune.tpdsl.loading import load_state
+from vllm_autoprune.tpdsl.materialize import materialize_clip
 
 _NAMES = {"block": "--block-size", "prefill": "--prefill-ms-per-token"} | {
     name: f"--{name.replace('_', '-')}-ms" for name in Timings.model_fields if name != "prefill"
@@ -47,7 +56,7 @@ _NAMES = {"block": "--block-size", "prefill": "--prefill-ms-per-token"} | {
 _READERS = {
     **{name: field.annotation for name, field in Traffic.model_fields.items()},
     **dict.fromkeys(Timings.model_fields, float),
-    "budget": read_budget,
+    "budget": partial(read_budget, clip=True),
 }
 """What reads the value of each."""
 
@@ -137,10 +146,14 @@ def _add_advise(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--probe", type=_parse_size, metavar="WIDTHxHEIGHT", help=text)
     group.add_argument("--model", metavar="NAME", help="the model's name on the server")
     add_connection_flags(parser)
-    group = parser.add_argument_group("blank cells of a picture, instead of the above")
+    group = parser.add_argument_group("a picture's blank cells or a video, instead of the above")
     text = "what its tower and prefill cost with and without its blank cells (--autoprune-cells)"
     group.add_argument("--image", type=Path, metavar="FILE", help=text)
-    text = "a folder, or an id on the Hub, whose processor splits it (default: as Qwen3-VL-8B's)"
+    text = "what decoding, tower and prefill of a video cost; of --budget, --state, and in seconds "
+    text += "where --prefill-ms-per-token is given"
+    group.add_argument("--video", type=Path, metavar="FILE|FOLDER", help=text)
+    text = "a folder, or an id on the Hub, whose processor splits it (default: as Qwen3-VL-8B's, "
+    text += "of a video Qwen2.5-VL-7B's)"
     group.add_argument("--checkpoint", metavar="DIR|HF_ID", help=text)
     text = "draw it with the cells that `flat` drops in grey, as a .png"
     group.add_argument("-o", "--output", type=Path, metavar="FILE", help=text)
@@ -156,6 +169,8 @@ def _advise(options: argparse.Namespace) -> int:
     """Say which kind of state pays for your traffic, and whether pruning helps at all."""
     if options.image is not None:
         return _advise_cells(options)
+    if options.video is not None:
+        return _advise_clip(options)
     traffic, timings, inputs = _read_inputs(options)
     estimates = estimate_ways(traffic, timings)
     # Above 0, where a resample shows nothing of a part.
@@ -217,11 +232,7 @@ def _advise_cells(options: argparse.Namespace) -> int:
     if options.checkpoint is not None:
         shape = find_backbone(options.checkpoint, require_served)
         config = read_config(options.checkpoint)
-        try:
-            processor = AutoImageProcessor.from_pretrained(options.checkpoint)
-        except (OSError, ValueError) as error:
-            what, fix = str(error).splitlines()[0], "name one with an image processor"
-            raise ConfigError("cells", [Problem("--checkpoint", what, fix)]) from None
+        processor = _load_processor(AutoImageProcessor, options.checkpoint)
     data = processor(image, do_rescale=False, do_normalize=False, return_tensors="pt")
     if "image_grid_thw" not in data:
         problem = Problem("--checkpoint", "has no cells of patches", "name a Qwen-VL or GLM-4.xV")
@@ -246,6 +257,103 @@ def _advise_cells(options: argparse.Namespace) -> int:
     head = ("rule", "cells", "kept", "tower, TFLOPs", "K", "tower and prefill, TFLOPs")
     record = [dict(zip(head, row, strict=True)) for row in rows]
     print_result(options, {"cells": record}, format_table(head, rows, "<>>>>>"))
+    return 0
+
+
+def _load_processor(kind: Any, checkpoint: str) -> Any:
+    try:
+        return kind.from_pretrained(checkpoint)
+    except (OSError, ValueError) as error:
+        what, fix = str(error).splitlines()[0], "name one with a processor of images and videos"
+        raise ConfigError("checkpoint", [Problem("--checkpoint", what, fix)]) from None
+
+
+def _advise_clip(options: argparse.Namespace) -> int:
+    """Print what decoding, tower and prefill of a video cost, whole and pruned, and the advice."""
+    from transformers import AutoConfig, AutoVideoProcessor, Qwen2VLVideoProcessor
+
+    from vllm_autoprune.evaluation.pictures import read_clip
+
+    clip = read_clip(options.video)
+    if clip is None:
+        problem = Problem(
+            f"--video {options.video}", "is no video", "give one, or a folder of frames"
+        )
+        raise ConfigError("video", [problem])
+    shape, prunes = BACKBONE_SHAPES["qwen2.5-vl-7b"], True
+    vision = {"hidden_size": 1280, "out_hidden_size": shape.width}
+    config = AutoConfig.for_model("qwen2_5_vl", vision_config=vision)
+    processor = Qwen2VLVideoProcessor(size={"shortest_edge": 56**2, "longest_edge": 2**14 * 28**2})
+    if options.checkpoint is not None:
+        shape = find_backbone(options.checkpoint, require_served)
+        config = read_config(options.checkpoint)
+        prunes = require_served(config).clips
+        processor = _load_processor(AutoVideoProcessor, options.checkpoint)
+    pixels = np.stack([np.asarray(frame) for frame in clip.frames])
+    data = processor(videos=[pixels], do_sample_frames=False, return_tensors="pt")
+    if "video_grid_thw" not in data:
+        problem = Problem(
+            "--checkpoint", "has no frames of patches", "name a Qwen2-VL or Qwen2.5-VL"
+        )
+        raise ConfigError("video", [problem])
+    frames, height, width = data["video_grid_thw"][0].tolist()
+    per_frame = height * width // 4
+    tokens = frames * per_frame
+    policy = materialize_clip(load_state(options.state or "vcast"), vars(options).get("budget"))
+    kept = min(policy.at(tokens, frames).budget, tokens) if prunes else tokens
+
+    # In TFLOPs, and in seconds by the rate that prefill is measured at.
+    tower = count_tower_flops(config, per_frame) / 10**12
+    whole_prefill, prefill = (shape.estimate_cost(count).teraflops for count in (tokens, kept))
+    fewer = max(1, kept // per_frame)
+    rows = [
+        ["whole", frames, tokens, frames * tower, whole_prefill],
+        ["pruned", frames, kept, frames * tower, prefill],
+        ["fewer frames", fewer, fewer * per_frame, fewer * tower,
+         shape.estimate_cost(fewer * per_frame).teraflops],
+    ]  # fmt: skip
+    saved, total = whole_prefill - prefill, frames * tower + whole_prefill
+    lines, per_token = list[str](), vars(options).get("prefill")
+    if not prunes or saved < (1 - 1 / WORTHWHILE) * total:
+        why = "prefill is little beside the tower" if kept < tokens else "K keeps every token"
+        why = why if prunes else "videos of this model are served whole"
+        lines.append(f"Pruning will not help here: {why}.")
+    lines.append(
+        f"Of {total:.3g} TFLOPs pruning saves {saved:.3g} ({saved / total:.0%}); it leaves those "
+        f"of the tower ({frames * tower / total:.0%}), which fewer or smaller frames save."
+    )
+    if per_token is None and saved:
+        lines.append(
+            f"Decoding took {clip.seconds:.3g} s of processor time, for every request. What "
+            f"pruning saves takes as long at {saved / max(clip.seconds, 1e-9):.3g} TFLOPs a "
+            "second: on a faster device decoding outweighs it."
+        )
+    elif per_token is not None:
+        rate = whole_prefill / (tokens * per_token / 1000)
+        seconds = {"decoding": clip.seconds, "prefill": whole_prefill / rate}
+        if "tower" in vars(options):
+            seconds["tower"] = options.tower / 1000
+        else:
+            seconds["tower, at the rate of prefill,"] = frames * tower / rate
+        spent = ", ".join(f"{part} {_ms(value)}" for part, value in seconds.items())
+        lines.append(f"Milliseconds of all tokens: {spent}; pruning saves {_ms(saved / rate)}.")
+        if (most := max(seconds, key=lambda part: seconds[part])) != "prefill":
+            lines.append(f"Most is {most.partition(',')[0]}, which pruning does not shorten.")
+    head = ("", "frames", "tokens", "tower, TFLOPs", "prefill, TFLOPs")
+    record = {
+        "decoding_seconds": clip.seconds,
+        "rows": [dict(zip(("way", *head[1:]), row, strict=True)) for row in rows],
+        "verdict": lines,
+    }
+    cells = [[*row[:3], *(f"{value:#.3g}" for value in row[3:])] for row in rows]
+    sizes = f"{len(clip.frames)} frames are read, {frames} temporal groups of {per_frame} tokens"
+    print_result(
+        options,
+        record,
+        format_paragraphs([f"{sizes}; K = {kept}, {kept / frames:.3g} of each"]),
+        format_table(head, cells, "<>>>>"),
+        format_paragraphs([*lines, *[clip.note] * bool(clip.note)]),
+    )
     return 0
 
 
