@@ -28,7 +28,8 @@ _WORDS = (
 _CHAT = (
     "{% for m in messages %}{{ m['role'] }} "
     "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for p in m['content'] %}"
-    "{% if p['type'] == 'image' %}IMAGE{% else %}{{ p['text'] }}{% endif %} {% endfor %}"
+    "{% if p['type'] == 'image' %}IMAGE{% elif p['type'] == 'video' %}VIDEO"
+    "{% else %}{{ p['text'] }}{% endif %} {% endfor %}"
     "{% endif %}</s>{% endfor %}{% if add_generation_prompt %}you {% endif %}"
 )
 _TEXT: Mapping[str, object] = {
@@ -90,6 +91,8 @@ def build(name: str, folder: Path, changes: Mapping[str, Any] = MappingProxyType
     tiles = {"image_grid_pinpoints": row["tiles"]} if "tiles" in row else {}
     folder.mkdir(parents=True, exist_ok=True)
 
+    mark = row.get("image_text", row["tokens"][0])
+
     # A tokenizer of whole words and of the model's special tokens.
     known = ["<pad>", "<s>", "</s>", "<unk>", *_WORDS]
     words = Tokenizer(WordLevel({w: i for i, w in enumerate(known)}, unk_token="<unk>"))
@@ -104,7 +107,7 @@ def build(name: str, folder: Path, changes: Mapping[str, Any] = MappingProxyType
         unk_token="<unk>",
         pad_token="<pad>",
         extra_special_tokens=row.get("attributes", {}),
-        chat_template=_CHAT.replace("IMAGE", row.get("image_text", row["tokens"][0])),
+        chat_template=_CHAT.replace("IMAGE", mark).replace("VIDEO", mark.replace("image", "video")),
     )
 
     # A configuration, and random weights whose spread makes tokens and layers differ.
