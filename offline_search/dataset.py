@@ -13,8 +13,9 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -51,6 +52,18 @@ class Dataset:
         """SHA-256 of all questions and answers."""
         lines = [e.model_dump_json() for split in SPLITS for e in self.splits[split]]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    def in_blocks(self, size: int, seed: int) -> Dataset:
+        """The data set with its search split in stratified order, if that is longer than a block.
+
+        Else as it is: all of it is asked, and orders of older searches stay.
+        """
+        pool = self.splits["search"]
+        if len(pool) <= size:
+            return self
+        order = stratify([(example.image, example.category) for example in pool], seed)
+        ordered: dict[Split, Sequence[Example]] = {"search": [pool[place] for place in order]}
+        return replace(self, splits={**self.splits, **ordered})
 
     def messages(self, example: Example) -> list[dict[str, object]]:
         """What a server is asked, as chat messages."""
@@ -136,6 +149,41 @@ def _split_images(
         fix = f"give questions about at least {_LEAST_IMAGES} images: {shares}"
         problems.append(Problem(str(source), what, fix))
     return split_of
+
+
+def stratify(questions: Sequence[tuple[str, str]], seed: int) -> list[int]:
+    """An order of questions, each an image and a category, of which any part is stratified.
+
+    Any consecutive places have every category in proportion, but for a question or two. The
+    questions of an image stay together, and count for the categories that it has.
+    """
+    rng, images = random.Random(seed), dict[str, list[int]]()
+    for place, (image, _) in enumerate(questions):
+        images.setdefault(image, []).append(place)
+    strata: dict[frozenset[str], list[list[int]]] = {}
+    for places in images.values():
+        strata.setdefault(frozenset(questions[place][1] for place in places), []).append(places)
+    keyed: list[tuple[float, list[int]]] = []
+    for groups in strata.values():
+        rng.shuffle(groups)
+        # Evenly spread over the order, from a random start on.
+        start = rng.random()
+        keyed += [((n + start) / len(groups), places) for n, places in enumerate(groups)]
+    return [place for _, places in sorted(keyed, key=lambda item: item[0]) for place in places]
+
+
+def cut_blocks(images: Sequence[str], size: int) -> list[slice]:
+    """Consecutive blocks of about equal length, of at most about ``size`` questions.
+
+    No image is in two.
+    """
+    count, starts = -(-len(images) // size), [0]
+    heads = [n for n, image in enumerate(images) if not n or image != images[n - 1]]
+    for number in range(1, count):
+        wanted = round(number * len(images) / count)
+        starts.append(min(heads, key=lambda head: abs(head - wanted)))
+    bounds = sorted({*starts, len(images)})
+    return [slice(start, stop) for start, stop in pairwise(bounds)]
 
 
 def write_split(path: Path, examples: Sequence[Example]) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from offline_search.candidates import BASE_PARENT
 from offline_search.components import structure
 from offline_search.ledger import ProposalRecord, TrialRecord
 from vllm_autoprune.evaluation.questions import Example
-from vllm_autoprune.statistics import Floats
+from vllm_autoprune.statistics import Estimate, Floats
 from vllm_autoprune.tpdsl.state import PruningState
 
 
@@ -80,13 +81,88 @@ class Answers:
         return np.subtract(self.logprob, full.logprob[:count])
 
 
-def paired_error(examples: Sequence[Example], gaps: Floats) -> float:
-    """Standard error of the mean of paired differences ``(M,)``, clustered by image."""
-    _, places = np.unique([example.image for example in examples[: len(gaps)]], return_inverse=True)
-    sums = np.bincount(places, gaps - gaps.mean())
-    if len(sums) < 2:
-        return float("inf")
-    return math.sqrt(len(sums) / (len(sums) - 1) * float(sums @ sums)) / len(gaps)
+Lead = Literal["better", "worse", "undecided"]
+"""What a paired difference says of the first policy."""
+
+_LEAST_IMAGES = 4
+"""Differences on fewer images say nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Mean difference of the values of two policies, and its standard error."""
+
+    value: float
+    error: float
+
+    def verdict(self, resolution: float = 0.0, errors: float = 2.0) -> Lead:
+        """Better or worse by more than the resolution and so many standard errors."""
+        if abs(self.value) <= max(resolution, errors * self.error):
+            return "undecided"
+        return "better" if self.value > 0 else "worse"
+
+    @property
+    def low(self) -> float:
+        """The difference less two standard errors."""
+        return self.value - 2 * self.error
+
+    def estimate(self) -> Estimate:
+        """The difference, with two standard errors either way."""
+        return Estimate(self.value, self.low, self.value + 2 * self.error).rounded(6)
+
+    def is_tie(self, resolution: float) -> bool:
+        """Whether more answers would hardly show more than the resolution."""
+        return max(abs(self.value), 2 * self.error) <= resolution
+
+
+def compare(
+    examples: Sequence[Example],
+    values: Floats,
+    reference: Floats,
+    difficulty: Floats | None = None,
+) -> Difference:
+    """Paired difference of two policies, clustered by image.
+
+    values, reference: ``(M,)``, not a number where a question was not asked. Where both answered
+    the same questions it is the ordinary paired difference; otherwise each mean is corrected for
+    the ``difficulty`` ``(M,)`` of its questions, whose own error is neglected. The error is
+    infinite on fewer than four images.
+    """
+    _, images = np.unique([example.image for example in examples], return_inverse=True)
+    mean, fewest, terms = 0.0, len(images), np.zeros(len(values))
+    for sign, scores in ((1.0, values), (-1.0, reference)):
+        asked = np.isfinite(scores)
+        if not asked.any():
+            return Difference(0.0, math.inf)
+        corrected = scores[asked] - (0.0 if difficulty is None else difficulty[asked])
+        mean += sign * float(corrected.mean())
+        terms[asked] += sign * (corrected - corrected.mean()) / len(corrected)
+        fewest = min(fewest, len(np.unique(images[asked])))
+    if fewest < _LEAST_IMAGES:
+        return Difference(mean, math.inf)
+    sums = np.bincount(images, terms)
+    count = len(np.unique(images[np.isfinite(values) | np.isfinite(reference)]))
+    return Difference(mean, math.sqrt(count / (count - 1) * float(sums @ sums)))
+
+
+def _fit_difficulty(values: Floats) -> Floats:
+    """Effect of each question ``(M,)`` in values ``(C, M)`` = candidate + question + noise.
+
+    Least squares; values are not a number where a question was not asked, and so are effects of
+    questions that nobody was asked. The normal equations are those of the candidates' effects once
+    the questions' are eliminated.
+    """
+    asked = np.isfinite(values).astype(float)
+    known = np.where(asked > 0, values, 0.0)
+    counts = asked.sum(axis=0)
+    shares = asked / np.maximum(counts, 1)
+    system = np.diag(asked.sum(axis=1)) - shares @ asked.T
+    sums = known.sum(axis=1) - shares @ known.sum(axis=0)
+    # Their mean is free, so that the least norm is taken.
+    effects = np.linalg.lstsq(system, sums, rcond=1e-9)[0]
+    with np.errstate(invalid="ignore"):
+        difficulty: Floats = (known - asked * effects[:, None]).sum(axis=0) / counts
+    return difficulty
 
 
 FAILURES_TO_GIVE_UP = 25
@@ -102,7 +178,11 @@ def gave_up(results: Sequence[TrialRecord]) -> bool:
 
 @dataclass(frozen=True)
 class Trial:
-    """A candidate with its result; ``values`` ``(M,)`` are those of the answered examples."""
+    """A candidate with its result.
+
+    ``values`` ``(M,)`` are those of the questions of the pool, not a number where one was not
+    asked; fewer are of the first questions.
+    """
 
     proposal: ProposalRecord
     result: TrialRecord
@@ -111,8 +191,8 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """``round.index``."""
-        return self.proposal.name
+        """``round.index``, or the base policy's."""
+        return self.proposal.name if self.proposal.round else BASE_PARENT
 
     @property
     def score(self) -> float:
@@ -128,6 +208,13 @@ class Trial:
         return self.state
 
 
+_MAX_LEADERS = 3
+"""Leaders of different structures that are asked the questions of every round."""
+
+_MAX_COMPARED = 6
+"""Best structures whose differences to the best tell how much more questions could tell apart."""
+
+
 @dataclass
 class History:
     """Trials in order of proposal, after that of the base policy alone."""
@@ -137,6 +224,23 @@ class History:
     examples: Sequence[Example] = ()
     names_bases: bool = False
     """Whether a language model chooses among base policies, which prompts then name."""
+    resolution: float = 0.0
+    """Candidates that differ by less are tied."""
+    answers: int = 0
+    """Answers that candidates took, those asked again of leaders and parents among them."""
+    _fitted: tuple[list[Floats], Floats] | None = None
+
+    def values_of(self, name: str) -> Floats | None:
+        """The values ``(M,)`` of a trial, or of the trial that it duplicates."""
+        trial = self.find_measured(name)
+        return None if trial is None else self.values(trial)
+
+    def values(self, trial: Trial) -> Floats | None:
+        """The values ``(M,)`` of a trial."""
+        values, count = trial.values, len(self.base.values) if self.base.values is not None else 0
+        if values is None or len(values) == count:
+            return values
+        return np.pad(values, (0, count - len(values)), constant_values=np.nan)
 
     @property
     def base_values(self) -> Floats:
@@ -145,12 +249,13 @@ class History:
         return self.base.values
 
     def evaluated(self) -> list[Trial]:
-        """Trials that were evaluated on the whole search split, in order of proposal."""
+        """Trials that were asked all questions of their round, in order of proposal."""
         return [trial for trial in self.trials if trial.result.score is not None]
 
     def ranked(self) -> list[Trial]:
-        """Evaluated trials, best objective first; earlier trials first among equals."""
-        return sorted(self.evaluated(), key=lambda trial: -trial.score)
+        """Evaluated trials, best estimate first; earlier trials first among equals."""
+        estimates = {trial.name: self.estimate(trial) or 0.0 for trial in self.evaluated()}
+        return sorted(self.evaluated(), key=lambda trial: -estimates[trial.name])
 
     def ranked_structures(self) -> list[Trial]:
         """The best trial of each structure of states, in order of rank."""
@@ -161,8 +266,30 @@ class History:
         return list(best.values())
 
     def best(self) -> Trial | None:
-        """The trial with the highest objective so far."""
+        """The trial with the highest estimate so far."""
         return next(iter(self.ranked()), None)
+
+    def leader(self) -> Trial:
+        """The best trial, or the base policy if that is at least as good."""
+        best, base = self.best(), self.estimate(self.base)
+        behind = best is not None and base is not None and (self.estimate(best) or 0.0) <= base
+        return self.base if best is None or behind else best
+
+    def leaders(self) -> list[Trial]:
+        """The best trial, and those of other structures that more answers could put before it."""
+        best, *rivals = self.ranked_structures()[:_MAX_LEADERS] or [self.base]
+        gaps = [self.compare(rival, best) for rival in rivals]
+        return [best] + [
+            rival
+            for rival, gap in zip(rivals, gaps, strict=True)
+            if gap.verdict(self.resolution) == "undecided" and not gap.is_tie(self.resolution)
+        ]
+
+    def tied(self) -> list[Trial]:
+        """The best of each structure that is not known to be worse than the leader."""
+        leader, ranked = self.leader(), self.ranked_structures()
+        gaps = ((trial, self.compare(trial, leader)) for trial in ranked if trial is not leader)
+        return [trial for trial, gap in gaps if gap.verdict(self.resolution) == "undecided"]
 
     def find(self, name: str) -> Trial | None:
         """The trial of a name; the base policy's for its own."""
@@ -175,32 +302,93 @@ class History:
         repeats = trial is not None and trial.result.status == "same"
         return self.find_measured(trial.result.same_as) if trial and repeats else trial
 
+    def add_values(self, name: str, block: slice, values: Floats) -> None:
+        """Set the values ``(m,)`` of a trial, or of the base policy, on a block's questions."""
+        trial = self.find(name)
+        assert trial is not None, "only what was measured is asked again"
+        merged = np.full(len(self.base_values), np.nan) if trial.values is None else trial.values
+        merged = merged.copy()
+        merged[block.start : block.start + len(values)] = values
+        updated = replace(trial, values=merged)
+        if trial is self.base:
+            self.base = updated
+        else:
+            self.trials = [updated if each is trial else each for each in self.trials]
+
     def objective_of(self, name: str) -> float | None:
-        """The objective of a trial, or of the trial that it duplicates."""
+        """The estimate of a trial, or of the trial that it duplicates."""
         trial = self.find_measured(name)
         return None if trial is None else self.estimate(trial)
 
-    def values_of(self, name: str) -> Floats | None:
-        """The values of a trial, or of the trial that it duplicates."""
-        trial = self.find_measured(name)
-        return None if trial is None else trial.values
+    def difficulty(self) -> Floats:
+        """Effects of the questions ``(M,)`` on the base policy and all fully evaluated trials."""
+        known = [self.base_values]
+        known += [v for each in self.evaluated() if (v := self.values(each)) is not None]
+        if self._fitted is None or [*map(id, self._fitted[0])] != [*map(id, known)]:
+            # Holds the arrays, so that no other has their id.
+            self._fitted = (known, _fit_difficulty(np.array(known)))
+        return self._fitted[1]
 
     def estimate(self, trial: Trial) -> float | None:
-        """The objective of a trial, estimated where the race ended before its last example.
+        """The objective of a trial over all questions that any was asked.
 
-        The examples that a dropped trial was measured on are corrected for their difficulty: the
-        difference between all examples and these, averaged over all fully evaluated trials.
+        Its mean is corrected for the difficulty of the questions that it was asked.
         """
-        if trial.result.score is not None or trial.values is None or not len(trial.values):
+        values = self.values(trial)
+        if values is None or not np.isfinite(values).any():
             return trial.result.score
-        known = [other.values for other in self.evaluated() if other.values is not None]
-        mean = np.mean([self.base_values, *known], axis=0)
-        count = len(trial.values)
-        return float(trial.values.mean() + mean.mean() - mean[:count].mean())
+        difficulty = self.difficulty()
+        own = values - difficulty
+        return round(float(own[np.isfinite(own)].mean() + np.nanmean(difficulty)), 6)
+
+    def compare(self, trial: Trial, reference: Trial) -> Difference:
+        """Difference of two trials, infinitely uncertain where one was not measured.
+
+        On the questions that both answered, or between estimates, whichever has the smaller error.
+        """
+        values, others = self.values(trial), self.values(reference)
+        if values is None or others is None or not self.examples:
+            return Difference(0.0, math.inf)
+        fitted = compare(self.examples, values, others, self.difficulty())
+        shared = np.isfinite(values + others)
+        pair = (np.where(shared, each, np.nan) for each in (values, others))
+        return min(compare(self.examples, *pair), fitted, key=lambda gap: gap.error)
+
+    def reach(self, questions: int) -> float:
+        """Two standard errors of a difference of leaders that were asked so many questions."""
+        best, *rivals = self.ranked_structures()[:_MAX_COMPARED] or [self.base]
+        deviations = []
+        for rival in rivals or [self.base]:
+            counts = [
+                np.isfinite(v).sum() for v in map(self.values, (best, rival)) if v is not None
+            ]
+            error = self.compare(rival, best).error
+            if 0 < error < math.inf:
+                deviations.append(error * math.sqrt(min(counts)))
+        return (
+            round(2 * float(np.median(deviations)) / math.sqrt(questions), 6) if deviations else 0
+        )
+
+    def best_before(self, number: int) -> list[Lead]:
+        """How the best of each of the rounds ``number - 1`` and ``number`` compares with before.
+
+        Empty where nothing was evaluated before, or where nothing of a round could be measured.
+        """
+        ranked = self.ranked()
+        before = next((trial for trial in ranked if trial.proposal.round < number - 1), None)
+        if before is None:
+            return []
+        leads: list[Lead] = []
+        for current in (number - 1, number):
+            tried = [trial for trial in self.trials if trial.proposal.round == current]
+            if all(trial.result.failed for trial in tried):
+                return []
+            best = next((trial for trial in ranked if trial.proposal.round == current), None)
+            gap = None if best is None else self.compare(best, before)
+            leads.append("worse" if gap is None else gap.verdict(self.resolution))
+        return leads
 
     def best_values(self) -> Floats:
-        """Values of the best trial, or of the base policy if that is at least as good."""
-        best, base = self.best(), self.base.result.score
-        if best is None or best.values is None or (base is not None and best.score <= base):
-            return self.base_values
-        return best.values
+        """Values of the leader."""
+        values = self.values(self.leader())
+        return self.base_values if values is None else values

@@ -178,6 +178,24 @@ class TrialRecord(_CandidateRecord):
         return self.status in ("invalid", "unsafe", "unevaluated")
 
 
+class Standing(FrozenModel):
+    """Who leads after a round, on all questions asked so far, and who is tied with it."""
+
+    best: str
+    objective: float
+    gain: float = Field(description="objective less the base policy's")
+    error: float = Field(description="standard error of the gain")
+    tied: tuple[str, ...] = Field(description="the best of other structures, not known to be worse")
+    resolution: float
+    answers: int = Field(description="that candidates took so far, leaders asked again among them")
+    plateaus: int = Field(description="0, 1: other structures are searched, 2: the search stops")
+
+    @property
+    def low(self) -> float:
+        """The objective less two standard errors of the gain."""
+        return self.objective - 2 * self.error
+
+
 class SummaryRecord(_Record):
     """H_t: the summary of all rounds so far, as it appears in prompts."""
 
@@ -185,6 +203,7 @@ class SummaryRecord(_Record):
     key_format: ClassVar[str] = "{kind}/{round}"
     round: int
     text: str
+    standing: Standing | None = Field(default=None, exclude_if=lambda value: value is None)
 
 
 class Comparison(FrozenModel):
@@ -211,6 +230,12 @@ class WinnerRecord(_Record):
     )
     estimates: dict[str, float] = Field(
         description="by proposal: objective on search and validation examples"
+    )
+    gains: dict[str, Estimate] = Field(
+        default={},
+        exclude_if=lambda gains: not gains,
+        description="by proposal: paired gain over the base policy on both splits, with two "
+        "standard errors either way; the lower bound decides",
     )
     test: Comparison
     base: Comparison

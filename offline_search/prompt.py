@@ -15,11 +15,18 @@ from itertools import chain
 from statistics import median
 from typing import Literal
 
+import numpy as np
 from typing_extensions import TypedDict
 
-from offline_search.candidates import BASE_PARENT, MAX_HYPOTHESIS, PROPOSALS, PURPOSES
+from offline_search.candidates import (
+    BASE_PARENT,
+    MAX_HYPOTHESIS,
+    PROPOSALS,
+    PURPOSES,
+    Expectation,
+)
 from offline_search.components import BASE, compact_json, components_json, searched_components
-from offline_search.history import History, Trial, paired_error
+from offline_search.history import Difference, History, Trial
 from offline_search.search_space import describe_space, excluded_atoms
 from offline_search.settings import Settings
 from vllm_autoprune.statistics import Floats
@@ -92,8 +99,7 @@ Answer with {{"{PROPOSALS}": [...]}} and nothing else: a list of such objects, e
 - "parent", the name of the candidate that is changed, or "{BASE_PARENT}" for the base policy alone
 - "expect", the score compared with the parent's: "higher", "same" or "lower"
 
-A hypothesis is confirmed if the measured difference to the parent is as expected: more than two \
-standard errors for higher or lower, less for same."""
+A difference of less than two standard errors leaves a hypothesis undecided."""
     else:
         system += "\n\nAnswer with one such object and nothing else."
     return (
@@ -179,7 +185,7 @@ _EXAMPLE_QUESTIONS = 2
 
 def summarize(history: History) -> str:
     """Summary H_t: loss by category, trends, best candidates, the last round, limits, failures."""
-    lines = [f"Base policy alone: {_score(history.base.result.score)}."]
+    lines = [f"Base policy alone: {_score(history.estimate(history.base))}."]
     lines += _describe_categories(history)
     rounds = dict[int, list[float]]()
     for trial in history.trials:
@@ -200,7 +206,7 @@ def summarize(history: History) -> str:
     last = max((trial.proposal.round for trial in history.trials), default=0)
     latest = [trial for trial in history.trials if trial.proposal.round == last]
     for trial in latest:
-        status, count = trial.result.status, 0 if trial.values is None else len(trial.values)
+        status, count = trial.result.status, _count(history.values(trial))
         if trial.name in listed or trial.state is None:
             continue
         if status == "evaluated":
@@ -224,12 +230,12 @@ def summarize(history: History) -> str:
 def _describe_categories(history: History) -> Iterator[str]:
     """A row for each category, and questions of the one that costs most."""
     examples, best = history.examples, history.best_values()
-    total = float(best.sum())
-    if not examples or len(examples) != len(best) or total >= 0:
+    total = float(np.nansum(best))
+    if not examples or total >= 0:
         return
     places: dict[str, list[int]] = {}
-    for place, example in enumerate(examples):
-        places.setdefault(example.category, []).append(place)
+    for place in np.flatnonzero(np.isfinite(best + history.base_values)):
+        places.setdefault(examples[place].category, []).append(place)
     rows = sorted((float(best[where].sum()) / total, name, where) for name, where in places.items())
     yield "Category: questions, base policy, best so far, share of what the best still loses:"
     for share, name, where in reversed(rows):
@@ -243,19 +249,19 @@ def _describe_categories(history: History) -> Iterator[str]:
 def _describe(trial: Trial, history: History) -> str:
     """One candidate on one line: score, comparison with the best, and what was changed."""
     best, difference = history.best(), ""
-    values, reference = trial.values, None if best is None else best.values
-    if trial is not best and history.examples and values is not None and reference is not None:
-        gap, error = _compare(values, reference, history)
-        tied = ", tied" if abs(gap) < 2 * error else ""
-        difference = f" ({_score(gap)} ± {1000 * error:.0f}{tied})"
-    return f"- {trial.name}: {_score(trial.score)}{difference}; {_origin(trial, history)}"
+    if best is not None and trial is not best and history.examples:
+        difference = f" ({_difference(history.compare(trial, best), history)})"
+    score = _score(history.estimate(trial))
+    return f"- {trial.name}: {score}{difference}; {_origin(trial, history)}"
 
 
-def _compare(values: Floats, reference: Floats, history: History) -> tuple[float, float]:
-    """Mean paired difference on the examples that both answered, and its standard error."""
-    count = min(len(values), len(reference))
-    gaps: Floats = values[:count] - reference[:count]
-    return float(gaps.mean()), paired_error(history.examples, gaps)
+def _difference(gap: Difference, history: History) -> str:
+    """A difference with its standard error and what it says."""
+    return f"{_score(gap.value)} ± {1000 * gap.error:.0f}, {gap.verdict(history.resolution)}"
+
+
+def _count(values: Floats | None) -> int:
+    return 0 if values is None else int(np.isfinite(values).sum())
 
 
 def _origin(trial: Trial, history: History) -> str:
@@ -292,20 +298,26 @@ def _describe_hypotheses(history: History, latest: Sequence[Trial]) -> Iterator[
     for trial, hypothesis in tested:
         parent = trial.proposal.parents[0] if trial.proposal.parents else BASE_PARENT
         purpose = f"{hypothesis.purpose or 'no purpose'} of {parent}, expected {hypothesis.expect}"
-        values, reference = history.values_of(trial.name), history.values_of(parent)
-        if values is None:
-            outcome = f"not measured, {trial.result.status}: {trial.result.reason[:100]}"
-        elif reference is None:  # its parent repeats a candidate whose measurement failed
-            outcome = f"{_score(float(values.mean()))}, parent not measured"
+        measured, reference = history.find_measured(trial.name), history.find_measured(parent)
+        score, outcome = history.objective_of(trial.name), "not measured"
+        if measured is None or score is None:
+            outcome += f", {trial.result.status}: {trial.result.reason[:100]}"
+        elif reference is None or reference.values is None:
+            outcome = f"{_score(score)}, parent not measured"  # it repeats one that failed
         else:
-            gap, error = _compare(values, reference, history)
-            confirmed = {
-                "same": abs(gap) <= 2 * error < float("inf"),
-                "higher": gap > 2 * error,
-                "lower": gap < -2 * error,
-            }[hypothesis.expect]
-            outcome = f"{_score(float(values.mean()))}, {_score(gap)} ± {1000 * error:.0f}"
-            if (count := min(len(values), len(reference))) < len(history.base_values):
-                outcome += f" on the first {count} questions"
-            outcome += ": confirmed" if confirmed else ": not confirmed"
+            gap = history.compare(measured, reference)
+            outcome = f"{_score(score)}, {_difference(gap, history)}"
+            count = _count(history.values(measured))
+            if count < _count(history.values(reference)):
+                outcome += f" on {count} questions"
+            outcome += f": {_judge(gap, hypothesis.expect, history.resolution)}"
         yield f"- {trial.name} ({purpose}): {hypothesis.text or 'no hypothesis'} => {outcome}"
+
+
+def _judge(gap: Difference, expect: Expectation, resolution: float) -> str:
+    """Whether a difference confirms or refutes what was expected, or leaves it undecided."""
+    verdict = gap.verdict(resolution)
+    if verdict == "undecided":
+        tied = gap.is_tie(resolution)
+        return "undecided" if not tied else "confirmed" if expect == "same" else "refuted"
+    return "confirmed" if expect == {"better": "higher", "worse": "lower"}[verdict] else "refuted"

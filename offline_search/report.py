@@ -20,13 +20,25 @@ from offline_search.ledger import (
     Record,
     ReplyRecord,
     SettingsRecord,
+    Standing,
     Status,
+    SummaryRecord,
     TrialRecord,
     WinnerRecord,
 )
 from offline_search.settings import Settings
 from vllm_autoprune.errors import SearchError
-from vllm_autoprune.report import Cell, Document, Row, Section, Table, Tone
+from vllm_autoprune.report import (
+    Cell,
+    Chart,
+    Document,
+    Mark,
+    Row,
+    Section,
+    Series,
+    Table,
+    Tone,
+)
 from vllm_autoprune.statistics import Estimate
 
 _STATUS_WORDS: Mapping[Status, str] = {
@@ -59,6 +71,8 @@ class _SearchReport:
     winner: WinnerRecord | None
     replies: Sequence[ReplyRecord]
     evaluations: Sequence[EvaluationRecord]
+    standings: Mapping[int, Standing]
+    """Who led after each round, by its number."""
     duration: float
 
     @property
@@ -80,8 +94,18 @@ class _SearchReport:
         causes = Counter(f"{result.status}: {result.reason}" for result in failed)
         return dict(causes.most_common())
 
+    @property
+    def answers(self) -> int:
+        """Answers that candidates took on the search split, those asked again among them."""
+        if self.standings:
+            return self.standings[max(self.standings)].answers
+        return sum(trial.result.examples for trial in self.trials)
+
     def curve(self) -> list[tuple[int, float]]:
-        """(answers of the search split so far, best objective so far) at every improvement."""
+        """(answers of the search split so far, best objective so far) at every improvement.
+
+        Without what is asked again; objectives are those of the questions of a round.
+        """
         points, answers = list[tuple[int, float]](), 0
         for trial in self.trials:
             answers += trial.result.examples
@@ -95,11 +119,14 @@ class _SearchReport:
         """The base policy's objective on the search split; None until it is measured."""
         digest, base = base_state(self.settings).digest, dict[int | str, np.ndarray]()
         full = np.empty(0)
+        # Blocks in turn, of which each is asked both.
         for record in self.evaluations:
             if record.split == "search" and record.digest == ALL_TOKENS:
-                full = np.asarray(record.logprob)
+                full = np.append(full, record.logprob)
             elif record.split == "search" and record.digest == digest:
-                base[record.budget] = np.asarray(record.logprob)
+                known = base.get(record.budget, np.empty(0))
+                base[record.budget] = np.append(known, record.logprob)
+        base = {budget: values for budget, values in base.items() if len(values) == len(full)}
         # For MME's total the ledger would need the categories of the questions.
         if self.settings.objective == "mme" or len(base) < len(self.settings.budgets):
             return None
@@ -126,12 +153,17 @@ class _SearchReport:
                 f"{_percent(winner.test.accuracy)} % against {_percent(winner.base.accuracy)} %."
             )
             facts += [f"{winner.test.examples} test examples", f"digest {winner.digest[:12]}"]
-            sections = self._describe_winner(winner, ranked[0].name)
+            leader = ranked[0].name
+            if self.standings:
+                leader = self.standings[max(self.standings)].best
+            sections = self._describe_winner(winner, leader)
         elif ranked:
             measured = self.base_objective
             is_behind = measured is not None and measured >= ranked[0].score
             leader = f"{settings.base_policy} alone" if is_behind else ranked[0].name
             answer = f"The search has not ended; {leader} leads on the search split."
+        if self.standings:
+            sections.append(self._describe_standings())
         if self.trials:
             sections.append(self._list_candidates(ranked))
         cost = sum((reply.cost for reply in self.replies), Cost())
@@ -187,8 +219,9 @@ class _SearchReport:
         finalists = Table("Objectives of the finalists", head, rows, "lrrrr")
         why = (
             f"The {len(winner.confirmed)} best candidates of the search split were measured on the "
-            "validation split. The winner has the highest objective on the examples of both "
-            "together: the search split alone favours candidates that were lucky on it."
+            "validation split. The winner has the best lower bound of its gain over the base "
+            "policy on the examples of both together, or is simpler and tied with that: the search "
+            "split alone favours candidates that were lucky on it."
         )
         test_scores, base = winner.test, winner.base
         rows = [
@@ -214,6 +247,26 @@ class _SearchReport:
             Section("Why this candidate", [why, luck], tables=[finalists]),
             Section("Result on the test split", [text], tables=[result]),
         ]
+
+    def _describe_standings(self) -> Section:
+        """The best objective over the rounds with its lower bound, and who is tied with it."""
+        marks = []
+        for number, each in self.standings.items():
+            high = 2 * each.objective - each.low
+            tip = f"round {number}: {each.best}, {each.objective:+.4f} ± {2 * each.error:.4f}"
+            marks.append(Mark(number, each.objective, tip, each.low, high, bool(each.plateaus)))
+        last = self.standings[max(self.standings)]
+        objective, bound = self._format(last.objective, last.low)
+        texts = [
+            f"Best of the search split: {last.best}, {objective}, at least {bound}: bars are two "
+            "standard errors of its gain over the base policy. Hollow: a plateau.",
+            f"Not known to be worse: {', '.join(last.tied) or 'none'}.",
+        ]
+        if last.plateaus > 1:
+            texts.append("The search stopped because its leaders were tied for the second time.")
+        series = [Series("best so far", marks)]
+        chart = Chart("Best objective", "round", "objective", series, linear=True)
+        return Section("How sure the search is", texts, [chart])
 
     def _list_candidates(self, ranked: Sequence[Trial]) -> Section:
         """The best candidates, and why others were not measured."""
@@ -263,6 +316,11 @@ def read_report(records: Iterable[Record]) -> _SearchReport:
         winner=next(iter(_of_type(known, WinnerRecord)), None),
         replies=_of_type(known, ReplyRecord),
         evaluations=_of_type(known, EvaluationRecord),
+        standings={
+            record.round: record.standing
+            for record in _of_type(known, SummaryRecord)
+            if record.standing is not None
+        },
         duration=max((clock.at + clock.seconds for clock in clocks), default=0.0) - begin,
     )
 
@@ -302,11 +360,11 @@ class ProgressLog:
         """Write the results of a round, the best so far, and the remaining time."""
         best, leader = history.best(), "no leader on the search split"
         if best is not None:
-            origin = best.proposal.origin
-            leader = f"{best.name} by {origin} leads on the search split, {best.score:+.4f}"
-            base = history.base.result.objective
-            if base is not None and base >= best.score:
-                behind = f"{best.name} by {origin} has {best.score:+.4f}"
+            origin, score = best.proposal.origin, history.estimate(best) or 0.0
+            leader = f"{best.name} by {origin} leads on the search split, {score:+.4f}"
+            base = history.estimate(history.base)
+            if base is not None and base >= score:
+                behind = f"{best.name} by {origin} has {score:+.4f}"
                 leader = f"the base policy leads on the search split, {base:+.4f}; {behind}"
         counts = Counter(trial.result.status for trial in trials)
         statuses = ", ".join(f"{count} {status}" for status, count in counts.items())
@@ -326,6 +384,14 @@ class ProgressLog:
         if gave_up([trial.result for trial in history.trials]):
             count = FAILURES_TO_GIVE_UP
             self._write(f"gives up: the last {count} candidates were invalid or unsafe")
+
+    def on_plateau(self, standing: Standing, budget: int) -> None:
+        """Write that the leaders are tied, and what follows from it."""
+        count, change = len(standing.tied) + 1, "goes on with other structures"
+        if standing.plateaus > 1:
+            change = f"stops, with {max(0, budget - standing.answers)} of {budget} answers unspent"
+        within = f"within {standing.resolution:.4f} or two standard errors"
+        self._write(f"plateau: the best {count} are tied {within}; the search {change}")
 
     def on_finish(self, winner: WinnerRecord) -> None:
         """Write the winner's scores on the test split."""

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from offline_search.candidates import Draft
-from offline_search.dataset import Dataset
+from offline_search.dataset import Dataset, cut_blocks
 from offline_search.evaluator import EvaluationJob, RecordedEvaluator
-from offline_search.history import Answers, History, Trial, paired_error
+from offline_search.history import Answers, History, Trial, compare
 from offline_search.ledger import Ledger, ProposalRecord, Status, TrialRecord, VerdictRecord
 from offline_search.settings import Settings
 from vllm_autoprune.errors import AutopruneError, EvaluationFailed, ProblemsError
@@ -51,7 +51,7 @@ def probes_from_checkpoint(
 
 
 _RACING_SHARES = (0.125, 0.5, 1.0)
-"""Shares of the search split after which a race drops candidates."""
+"""Shares of a round's questions after which a race drops candidates."""
 
 _RACING_KEEPS = (3, 2)
 """Of so many candidates of a round, one goes on after each share but the last: of 15, 5, then 3.
@@ -59,9 +59,13 @@ _RACING_KEEPS = (3, 2)
 Those that are clearly worse than the best so far are dropped before."""
 
 
+_RACING_ERRORS = 3.0
+"""Standard errors by which a candidate is clearly worse: a race tests each several times."""
+
+
 @dataclass
 class _Candidate:
-    """A candidate during its round, with its answers by budget; finished once it has a result."""
+    """A candidate during a round, with its answers by budget; finished once it has a result."""
 
     proposal: ProposalRecord
     state: PruningState | None
@@ -80,24 +84,48 @@ class RoundEvaluator:
     probes: Sequence[VisualTokens]
     """Visual tokens of a few images, as the served model computes them."""
     _full: Answers = field(default_factory=Answers)
+    """Of the unpruned model to the questions of the round."""
     _known: dict[str, str] = field(default_factory=dict)
     """Digest or selection fingerprint -> name of the candidate that was measured for it."""
+    _block: slice = field(default_factory=lambda: slice(0))
+    """The questions of the round among ``examples``."""
+
+    def __post_init__(self) -> None:
+        images = [example.image for example in self.examples]
+        self.blocks = cut_blocks(images, self.settings.block)
+
+    @property
+    def _asked(self) -> Sequence[Example]:
+        """The questions of the round."""
+        return self.examples[self._block]
 
     async def evaluate_baselines(self, base: PruningState) -> History:
         """Measure the unpruned model and the base policy; gives the initial history."""
-        count, settings = len(self.examples), self.settings
-        self._full = await self.evaluator.evaluate(EvaluationJob(None, 0, "search", 0, count))
         proposal = ProposalRecord(round=0, index=0, origin="base policy", digest=base.digest)
-        candidate = _Candidate(proposal, base, [Answers()] * len(settings.budgets))
-        await self._measure(candidate, 0, count)
+        candidate = await self._open_block(1, _Candidate(proposal, base, []))
         self._known |= dict.fromkeys((base.digest, self._fingerprint(base)), "base")
-        names_bases = bool(settings.proposer and settings.bases)
+        names_bases = bool(self.settings.proposer and self.settings.bases)
         return History(self._finish(candidate), [], self.examples, names_bases)
+
+    async def _open_block(self, number: int, base: _Candidate) -> _Candidate:
+        """Ask the unpruned model and the base policy the questions of a round."""
+        self._block = self.blocks[(number - 1) % len(self.blocks)]
+        job = EvaluationJob(None, 0, "search", self._block.start, self._block.stop)
+        self._full = await self.evaluator.evaluate(job)
+        base.answers = [Answers()] * len(self.settings.budgets)
+        await self._measure(base, 0, len(self._asked))
+        return base
 
     async def evaluate_round(
         self, drafts: Sequence[Draft], number: int, history: History, early_stopping: bool
     ) -> list[Trial]:
-        """The trials of one round in the order of its drafts; states are measured concurrently."""
+        """The trials of one round in the order of its drafts; states are measured concurrently.
+
+        Leaders, and parents whose children a hypothesis is about, are asked fresh questions too.
+        """
+        base = history.base
+        opened = await self._open_block(number, _Candidate(base.proposal, base.state, []))
+        history.add_values(base.name, self._block, self._values(opened).mean(0))
         candidates: list[_Candidate] = []
         for index, draft in enumerate(drafts):
             state = draft.state
@@ -115,42 +143,76 @@ class RoundEvaluator:
             candidates.append(_Candidate(self.ledger.put(proposal), state, answers))
         for candidate in candidates:
             candidate.result = self._screen(candidate)
+        leader = history.leader().name
+        leaders = {trial.name for trial in history.leaders()} | {leader}
+        # Names of whom the round's candidates are compared with, with the candidates.
+        children: dict[str, list[_Candidate]] = {name: [] for name in leaders}
+        for candidate in candidates:
+            for name in candidate.proposal.parents[:1] if candidate.proposal.hypothesis else ():
+                if (parent := history.find_measured(name)) is not None:
+                    children.setdefault(parent.name, []).append(candidate)
+        again: list[_Candidate] = []
+        for name in sorted(children):
+            trial, known = history.find(name), history.values_of(name)
+            if trial is None or trial is history.base or known is None:
+                continue
+            if not np.isfinite(known[self._block]).any():
+                answers = [Answers()] * len(self.settings.budgets)
+                again.append(_Candidate(trial.proposal, trial.state, answers))
         start = 0
         for step, share in enumerate(_RACING_SHARES if early_stopping else (1.0,)):
-            stop = max(1, round(share * len(self.examples)))
-            measured = _unfinished(candidates)
+            stop = max(1, round(share * len(self._asked)))
+            again = [
+                each
+                for each in again
+                if each.proposal.name in leaders or _unfinished(children[each.proposal.name])
+            ]
+            measured = _unfinished(candidates) + again
             outcomes = await asyncio.gather(
                 *(self._measure(candidate, start, stop) for candidate in measured),
                 return_exceptions=True,
             )
             for candidate, outcome in zip(measured, outcomes, strict=True):
-                if isinstance(outcome, EvaluationFailed):
+                if isinstance(outcome, EvaluationFailed) and candidate in again:
+                    again.remove(candidate)
+                elif isinstance(outcome, EvaluationFailed):
                     # Forgotten, so that later duplicates are evaluated.
                     name = candidate.proposal.name
-                    known = self._known.items()
-                    self._known = {key: value for key, value in known if value != name}
+                    known_names = self._known.items()
+                    self._known = {key: value for key, value in known_names if value != name}
                     candidate.result = self._result(candidate, "unevaluated", reason=str(outcome))
                 elif isinstance(outcome, BaseException):
                     raise outcome
-            if stop < len(self.examples):
-                self._drop_losers(candidates, history.best_values(), stop, _RACING_KEEPS[step])
+            for each in again:
+                history.add_values(each.proposal.name, self._block, self._values(each).mean(0))
+                history.answers += (stop - start) * len(self.settings.budgets)
+            if stop < len(self._asked):
+                reference = history.values_of(leader)
+                assert reference is not None, "a leader was measured"
+                part = reference[self._block][:stop]
+                self._drop_losers(candidates, part, history.resolution, _RACING_KEEPS[step])
             start = stop
         trials = list(map(self._finish, candidates))
         for trial in trials:
             self.ledger.put(trial.result)
+        history.trials += trials
+        history.answers += sum(trial.result.examples for trial in trials)
         return trials
 
     def _finish(self, candidate: _Candidate) -> Trial:
         """The candidate as a trial; one that has no result yet was evaluated to the end."""
         result = candidate.result or self._result(candidate, "evaluated")
-        values = self._values(candidate).mean(0) if any(candidate.answers) else None
+        if not any(candidate.answers):
+            return Trial(candidate.proposal, result, candidate.state)
+        values, answered = np.full(len(self.examples), np.nan), self._values(candidate).mean(0)
+        values[self._block.start : self._block.start + len(answered)] = answered
         return Trial(candidate.proposal, result, candidate.state, values)
 
     def _values(self, candidate: _Candidate) -> Floats:
         """Values of the answered examples at each budget, less the unpruned model's, ``(B, M)``."""
         objective = self.settings.objective
         return np.array([
-            answers.relative_to(self._full, self.examples, objective)
+            answers.relative_to(self._full, self._asked, objective)
             for answers in candidate.answers
         ])  # fmt: skip
 
@@ -211,23 +273,37 @@ class RoundEvaluator:
         return self._check(state).behaviour or state.digest
 
     async def _measure(self, candidate: _Candidate, start: int, stop: int) -> None:
+        """Ask a candidate the questions ``start`` to ``stop`` of the round."""
+        first = self._block.start
         jobs = (
-            EvaluationJob(candidate.state, budget, "search", start, stop)
+            EvaluationJob(candidate.state, budget, "search", first + start, first + stop)
             for budget in self.settings.budgets
         )
         answers = await asyncio.gather(*map(self.evaluator.evaluate, jobs))
         candidate.answers = [a + b for a, b in zip(candidate.answers, answers, strict=True)]
 
     def _drop_losers(
-        self, candidates: Sequence[_Candidate], reference: Floats, stop: int, divisor: int
+        self,
+        candidates: Sequence[_Candidate],
+        reference: Floats,
+        resolution: float,
+        divisor: int,
     ) -> None:
-        """Drop those clearly worse than the best so far, then all but one in ``divisor``."""
-        after = f"after {stop} of {len(self.examples)} examples"
+        """Drop who is clearly worse than the leader or tied with it, then all but a part.
+
+        Of the others one in ``divisor`` goes on.
+        """
+        asked = self._asked[: len(reference)]
+        after = f"after {len(asked)} of {len(self._asked)} examples"
         means = []
         for candidate in _unfinished(candidates):
             values = self._values(candidate).mean(0)
-            if _is_clearly_below(self.examples, values, reference):
+            gap = compare(asked, values, reference)
+            if gap.verdict(errors=_RACING_ERRORS) == "worse":
                 candidate.result = self._result(candidate, "dropped", reason=f"behind {after}")
+            elif resolution and gap.is_tie(resolution):
+                reason = f"tied with the best within {resolution:g} {after}"
+                candidate.result = self._result(candidate, "dropped", reason=reason)
             else:
                 means.append((-float(values.mean()), candidate))
         means.sort(key=lambda entry: entry[0])
@@ -259,15 +335,3 @@ class RoundEvaluator:
 
 def _unfinished(candidates: Sequence[_Candidate]) -> list[_Candidate]:
     return [candidate for candidate in candidates if candidate.result is None]
-
-
-def _is_clearly_below(examples: Sequence[Example], values: Floats, reference: Floats) -> bool:
-    """Whether the paired mean difference to a reference is more than three standard errors below 0.
-
-    Three instead of two, because a race tests every candidate several times. Never with fewer than
-    four images.
-    """
-    gaps = values - reference[: len(values)]
-    if len({example.image for example in examples[: len(gaps)]}) < 4:
-        return False
-    return bool(gaps.mean() + 3 * paired_error(examples, gaps) < 0)

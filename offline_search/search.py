@@ -7,9 +7,14 @@
 Resuming and replaying need no code of their own: the loop runs again from its start and takes
 completed steps from the ledger.
 
-The winner is the best candidate by search and validation examples together: the search split alone
-overestimates candidates that were lucky on it, and the validation split alone is a smaller sample.
-It is reported on the test split, beside the base policy on the same examples.
+Where the search split is longer than a block, each round has fresh questions of it, which leaders
+are asked as well: who was lucky once falls back. Where leaders are tied the search goes elsewhere,
+then ends.
+
+The winner has the best lower bound of its paired gain over the base policy on search and validation
+examples together: the search split alone overestimates candidates that were lucky on it, and the
+validation split alone is a smaller sample. Of those that are tied it is the simplest. It is
+reported on the test split, beside the base policy on the same examples.
 """
 
 from __future__ import annotations
@@ -25,14 +30,16 @@ from random import Random
 import numpy as np
 
 from offline_search.candidates import base_state, list_purposes, minimal_state
+from offline_search.components import structure
 from offline_search.dataset import SPLITS, Dataset, Split, read_dataset
 from offline_search.evaluator import EvaluationJob, Evaluator, RecordedEvaluator
-from offline_search.history import Answers, History, gave_up
+from offline_search.history import Answers, Difference, History, compare, gave_up
 from offline_search.ledger import (
     Comparison,
     Cost,
     Ledger,
     SettingsRecord,
+    Standing,
     SummaryRecord,
     WinnerRecord,
     digest_records,
@@ -57,6 +64,9 @@ class NothingMeasured(SearchError):
 
 
 _SILENT = ProgressLog(lambda line: None)
+
+_LEAST_SHARE = 0.5
+"""Share of its budget before which no plateau ends a search."""
 
 
 class Search:
@@ -105,12 +115,16 @@ class Search:
         # The other splits now, because a question that cannot be asked would else end the search.
         await self._compare(self._base, "validation")
         await self._compare(self._base, "test")
-        examples = len(history.examples)
+        # A candidate's answers in full; blocks differ by a few questions.
+        examples = self._rounds.blocks[0].stop
         self._observer.on_start(history, examples)
         full = examples * len(settings.budgets)
-        budget, spent = settings.total_candidates * full, 0
+        budget, plateaus, since = settings.total_candidates * full, 0, 0
+        fresh = len(self._rounds.blocks) > 1
+        history.resolution = settings.resolution or 0.0
         summary = summarize(history)
         for number in range(1, settings.maximum_rounds + 1):
+            spent = history.answers
             if settings.has_fixed_evaluations and spent >= budget:
                 break
             count = settings.per_round
@@ -118,21 +132,53 @@ class Search:
                 # The last round is smaller, so that a race exceeds its budget by little.
                 count = RACED_PER_PLACE * min(count, max(1, (budget - spent) // full))
             rng = Random(f"{settings.seed} {number}")
-            current = Round(number, count, history, summary, rng, self._client)
+            tied = {structure(each.require_state()) for each in history.tied()} if plateaus else ()
+            current = Round(number, count, history, summary, rng, self._client, frozenset(tied))
             drafts = await strategy.propose(current)
             trials = await self._rounds.evaluate_round(drafts, number, history, settings.races)
-            history.trials += trials
-            spent += sum(trial.result.examples for trial in trials)
-            summary = summarize(history)
-            ledger.put(SummaryRecord(round=number, text=summary))
             fixed = settings.has_fixed_evaluations
-            share = min(1.0, spent / budget if fixed else number / settings.rounds)
+            share = min(1.0, history.answers / budget if fixed else number / settings.rounds)
+            if fresh and settings.resolution is None:
+                reach = min(len(history.examples), settings.rounds * examples)
+                history.resolution = history.reach(reach)
+            if (
+                history.resolution
+                and number >= since + 2
+                and (leads := history.best_before(number))
+            ):
+                # Other structures may be worse without an end to the plateau.
+                still = {"undecided", "worse"} if plateaus else {"undecided"}
+                if set(leads) <= still and (share >= _LEAST_SHARE or not plateaus):
+                    plateaus, since = plateaus + 1, number
+                elif "better" in leads:
+                    plateaus = 0
+            standing = self._describe_standing(history, plateaus)
+            summary = summarize(history)
+            ledger.put(SummaryRecord(round=number, text=summary, standing=standing))
             self._observer.on_round(trials, history, share, self._client.total_cost())
-            if gave_up([trial.result for trial in history.trials]):
+            if plateaus and since == number:
+                self._observer.on_plateau(standing, budget)
+            if plateaus > 1 or gave_up([trial.result for trial in history.trials]):
                 break
         winner = ledger.put(await self._choose_winner(history))
         self._observer.on_finish(winner)
         return winner
+
+    @staticmethod
+    def _describe_standing(history: History, plateaus: int) -> Standing:
+        leader, base = history.leader(), history.base
+        gain = history.compare(leader, base)
+        return Standing(
+            best=leader.name,
+            objective=history.estimate(leader) or 0.0,
+            gain=round(gain.value, 6),
+            # Nothing, of few images.
+            error=round(gain.error, 6) if math.isfinite(gain.error) else 0.0,
+            tied=tuple(trial.name for trial in history.tied()),
+            resolution=history.resolution,
+            answers=history.answers,
+            plateaus=plateaus,
+        )
 
     async def _choose_winner(self, history: History) -> WinnerRecord:
         """The winner; raises :class:`SearchError` if no candidate was measured to the end."""
@@ -144,18 +190,42 @@ class Search:
                 "reasons; fix them and begin a new ledger"
             )
         confirmed: dict[str, Comparison] = {}
-        for name, trial in candidates.items():
+        gains: dict[str, Difference] = {}
+        # Values on the questions of both splits, (M + V,), by name.
+        both: dict[str, Floats] = {}
+        examples = [*history.examples, *self._dataset.splits["validation"]]
+        added = np.zeros(len(examples) - len(history.examples))
+        difficulty = np.append(history.difficulty(), added)
+        for name, trial in {"": history.base, **candidates}.items():
             with contextlib.suppress(EvaluationFailed):
-                confirmed[name] = await self._compare(trial.require_state(), "validation")
-        # Objectives over search and validation examples together, without shrinkage towards the
-        # mean: all candidates have the same examples, so it would not change their order.
-        searched, estimates = len(history.examples), {}
+                state, searched = trial.require_state(), history.values(trial)
+                comparison = await self._compare(state, "validation")
+                values, _ = await self._values(state, "validation")
+                both[name] = values if searched is None else np.append(searched, values)
+                if name:
+                    confirmed[name] = comparison
+                    gains[name] = compare(examples, both[name], both[""], difficulty)
+        estimates = {}
         for name, validation in confirmed.items():
-            total = searched * candidates[name].score
+            # Weighted by all examples of the splits.
+            total = len(history.examples) * (history.estimate(candidates[name]) or 0.0)
             total += validation.examples * validation.objective.value
-            estimates[name] = round(total / (searched + validation.examples), 6)
+            estimates[name] = round(total / len(examples), 6)
+
+        def rank(name: str) -> tuple[bool, float, float]:
+            """Those that are tied with the best first, the simplest of them before the others."""
+            gap = compare(examples, both[name], both[best], difficulty)
+            is_tied = name == best or (
+                abs(gap.value) <= history.resolution and gap.verdict() == "undecided"
+            )
+            state = candidates[name].require_state()
+            selector = state.constraints.selector
+            complexity = len(structure(state)) + selector.bounds(settings.source_budget)[0] / 1000
+            return not is_tied, complexity if is_tied else 0.0, -gains[name].low
+
+        best = max(gains, key=lambda name: gains[name].low, default="")
         test, name = None, ""
-        for name in sorted(estimates, key=lambda each: -estimates[each]):
+        for name in sorted(gains, key=rank):
             with contextlib.suppress(EvaluationFailed):
                 test = await self._compare(candidates[name].require_state(), "test")
                 break
@@ -174,9 +244,10 @@ class Search:
                 f"proposer {settings.proposer or 'none'}",
                 "evaluated_on": settings.evaluator,
                 "seed": settings.seed,
-                "scores": {"search_objective": winner.score, **scores},
+                "scores": {"search_objective": history.estimate(winner), **scores},
                 "notes": f"Candidate {name} by {winner.proposal.origin}. "
-                f"Objective: {settings.objective_text}.",
+                f"Objective: {settings.objective_text}. Ahead of {settings.base_policy} alone by "
+                f"{_format_gain(confirmed[name])} on validation, {_format_gain(test)} on test.",
             }
         )
         # Name and provenance are outside a state's digest.
@@ -189,25 +260,16 @@ class Search:
             state=state.model_dump(mode="json"),
             confirmed=confirmed,
             estimates=estimates,
+            gains={name: gap.estimate() for name, gap in gains.items()},
             test=test,
             base=base,
         )
 
     async def _compare(self, candidate: PruningState, split: Split) -> Comparison:
         """Scores of a candidate on a split, and paired differences to the base policy."""
-        settings, examples = self._settings, self._dataset.splits[split]
-
-        async def measure(candidate: PruningState | None, budget: int | str) -> Answers:
-            job = EvaluationJob(candidate, budget, split, 0, len(examples))
-            return await self._evaluator.evaluate(job)
-
-        full = await measure(None, 0)
-        ours = [await measure(candidate, budget) for budget in settings.budgets]
-        theirs = [await measure(self._base, budget) for budget in settings.budgets]
-        values, base_values = (
-            np.mean([each.relative_to(full, examples, settings.objective) for each in answers], 0)
-            for answers in (ours, theirs)
-        )
+        examples = self._dataset.splits[split]
+        values, ours = await self._values(candidate, split)
+        base_values, theirs = await self._values(self._base, split)
         # Share of budgets at which each example is answered correctly, (M,).
         correct, base_correct = (
             np.mean([np.asarray(each.right, float) for each in answers], axis=0)
@@ -226,6 +288,26 @@ class Search:
             gain=_bootstrap_mean(examples, values - base_values),
             accuracy_gain=_bootstrap_mean(examples, correct - base_correct),
         )
+
+    async def _values(
+        self, candidate: PruningState, split: Split
+    ) -> tuple[Floats, Sequence[Answers]]:
+        """Values of a candidate on a split ``(M,)``, and its answers at each budget."""
+        settings, examples = self._settings, self._dataset.splits[split]
+
+        async def measure(candidate: PruningState | None, budget: int | str) -> Answers:
+            job = EvaluationJob(candidate, budget, split, 0, len(examples))
+            return await self._evaluator.evaluate(job)
+
+        full = await measure(None, 0)
+        answers = [await measure(candidate, budget) for budget in settings.budgets]
+        relative = [each.relative_to(full, examples, settings.objective) for each in answers]
+        return np.mean(relative, 0), answers
+
+
+def _format_gain(comparison: Comparison) -> str:
+    gain = comparison.gain
+    return f"{gain.value:+.3f} ({gain.low:+.3f} to {gain.high:+.3f})"
 
 
 def _bootstrap_mean(examples: Sequence[Example], values: Floats) -> Estimate:
@@ -266,7 +348,7 @@ async def replay(
         raise SearchError(f"ledger {recording}: contains no search -> give one that has begun")
     settings = head.settings
     # The order of the questions, and with ``images`` their choice, depends on the seed.
-    dataset = read_dataset(data, settings.seed, images)
+    dataset = read_dataset(data, settings.seed, images).in_blocks(settings.block, settings.seed)
     # Every evaluator of the package and of the benchmarks ends its name so; others are not checked.
     named = re.search(r"data ([0-9a-f]{12})$", settings.evaluator)
     if named is not None and not dataset.digest.startswith(named[1]):
@@ -312,5 +394,8 @@ def estimate_cost(
         split: len(dataset.splits[split]) * (1 + budgets * (measured[split] + 1))
         for split in SPLITS
     }
+    if len(pool := dataset.splits["search"]) > settings.block:
+        answers["search"] = len(pool) * (1 + budgets)
+        answers["search"] += settings.block * settings.total_candidates * budgets
     cost = Cost.at(price, prompt_tokens, rounds * proposals * _REPLY_TOKENS)
     return messages, calls, cost, answers

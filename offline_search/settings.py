@@ -35,6 +35,9 @@ RACED_PER_PLACE = 3
 _MAX_ROUNDS_FACTOR = 4
 """A search with a fixed number of evaluations runs at most this many times T rounds."""
 
+DEFAULT_BLOCK = 128
+"""Questions that a candidate is asked in full."""
+
 DEFAULT_LIST = 5
 """Proposals in a reply of a model behind an endpoint: one for each purpose."""
 
@@ -149,6 +152,22 @@ class SearchChoices(FrozenModel):
     rank_at: bool = Field(
         default=False,
         description="candidates may rank tokens before the patch merger; for models that have one",
+    )
+    block: int = Field(
+        default=DEFAULT_BLOCK,
+        ge=8,
+        exclude_if=lambda size: size == DEFAULT_BLOCK,
+        title="N",
+        description="questions that a candidate is asked in full; where the search split has more, "
+        "every round has fresh ones, in proportion of the categories",
+    )
+    resolution: float | None = Field(
+        default=None,
+        ge=0,
+        exclude_if=lambda resolution: resolution is None,
+        title="R",
+        description="difference of objectives below which candidates are tied; default: what the "
+        "budget can tell apart, without fresh questions nothing",
     )
 
 

@@ -126,7 +126,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart with its title and the labels of its axes: x from 0, y logarithmic."""
+    """A chart with its title and the labels of its axes: x from 0, y logarithmic unless linear."""
 
     title: str
     x_label: str
@@ -134,6 +134,7 @@ class Chart:
     series: Sequence[Series]
     rules: Mapping[str, float] = field(default_factory=dict)
     """Horizontal reference lines by their name in the legend."""
+    linear: bool = False
 
     def draw(self) -> Markup:
         """The chart as a ``<figure>``: title, then an SVG with its legend."""
@@ -165,7 +166,7 @@ class Chart:
                 axes.axhline(y, color=_INK, linestyle=":", label=name)
             axes.set_xlim(left=min(0.0, axes.get_xlim()[0]))
             # A logarithmic axis needs a positive point.
-            if any(mark.y > 0 for mark in marks.values()):
+            if not self.linear and any(mark.y > 0 for mark in marks.values()):
                 axes.set_yscale("log")
             if len(self.series) > 1 or self.rules:
                 figure.legend(loc="outside upper left", ncols=3, fontsize="small")

@@ -45,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder.add_argument("--out", type=Path, required=True, help="folder that is written, read")
     searches.add_argument("--seeds", type=int, default=8, help="number of seeds")
     runs.add_argument("--rounds", type=int, default=10, help="rounds of proposals")
+    text = "questions of the search split; of more than 128 every round has fresh ones"
+    runs.add_argument("--pool", type=int, default=128, help=text)
     data = commands.add_parser("data", help=_DATA, parents=[folder])
     data.add_argument(
         "--scenes", type=int, nargs=3, default=[20, 20, 40], help="scenes of each split",
@@ -84,7 +86,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             out, seeds = options.out / f"{options.yardstick}-k{budget}", range(options.seeds)
             quotas = [quota for quota in QUOTAS if quota <= budget]
             yardstick = open_yardstick(options.yardstick)
-            print(run_study(out, yardstick, ABLATIONS, seeds, settings, quotas=quotas))
+            tables = run_study(
+                out, yardstick, ABLATIONS, seeds, settings, quotas=quotas, pool=options.pool
+            )
+            print(tables)
     except AutopruneError as error:
         print(error, file=sys.stderr)
         return 1
@@ -112,7 +117,9 @@ def _run_study(options: argparse.Namespace) -> None:
             settings = common.model_copy(update={"base_policy": base, "budgets": (budget,)})
             folder, seeds = options.out / f"{name}-k{budget}", range(options.seeds)
             yardstick, at_once = open_yardstick(name), options.at_once
-            tables = run_study(folder, yardstick, arms, seeds, settings, connect, at_once)
+            tables = run_study(
+                folder, yardstick, arms, seeds, settings, connect, at_once, pool=options.pool
+            )
             print(tables, flush=True)
 
 

@@ -18,7 +18,7 @@ from benchmarks.yardsticks.examples import Example as SceneQuestion
 from benchmarks.yardsticks.examples import draw_examples
 from benchmarks.yardsticks.questions import Model
 from benchmarks.yardsticks.yardstick import ALL_TOKENS, Budget, Case, EncodedBatch, Yardstick
-from offline_search.dataset import SPLITS, Dataset, Split, write_split
+from offline_search.dataset import SPLITS, Dataset, Split, stratify, write_split
 from offline_search.evaluator import EvaluationJob
 from offline_search.history import Answers
 from vllm_autoprune.errors import AutopruneError, EvaluationFailed
@@ -38,13 +38,23 @@ class YardstickEvaluator:
     """
 
     def __init__(
-        self, yardstick: Yardstick, images: Mapping[Split, int], each: int | None = None
+        self,
+        yardstick: Yardstick,
+        images: Mapping[Split, int],
+        each: int | None = None,
+        block: int | None = None,
     ) -> None:
-        """``each`` is the maximum number of questions about one image."""
+        """``each`` is the maximum number of questions about one image.
+
+        Search questions that are more than a ``block`` are in stratified order.
+        """
         self._yardstick = yardstick
         self._batches: dict[Split, list[list[SceneQuestion]]] = {}
         for split in SPLITS:
             questions = _sample_questions(draw_examples(split, images[split], yardstick.key), each)
+            if split == "search" and block is not None and len(questions) > block:
+                order = stratify([(str(each.image_id), each.kind) for each in questions], 0)
+                questions = [questions[place] for place in order]
             joined: list[list[SceneQuestion]] = [[]]
             for batch in yardstick.batches(questions):
                 full = len(joined[-1]) + len(batch) > _QUESTIONS_PER_BATCH

@@ -98,7 +98,7 @@ class _SearchResult(FrozenModel):
     def read(cls, name: str, path: Path) -> _SearchResult:
         """The result of a search whose ledger is complete."""
         report = read_report(read_ledger(path))
-        answers, winner = sum(trial.result.examples for trial in report.trials), None
+        answers, winner = report.answers, None
         best = [[y for x, y in report.curve() if x <= share * answers] for share in _CURVE_SHARES]
         if (record := report.winner) is not None:
             winner = _Winner(
@@ -260,14 +260,17 @@ def run_study(
     connect: Connect | None = None,
     at_once: int = 1,
     quotas: Sequence[int] = (),
+    pool: int = _IMAGES["search"],
 ) -> str:
     """Run what a folder lacks of one yardstick; returns its tables.
 
-    The base policy is confirmed too, and with ``quotas`` the released policy with each of these
-    q_e.
+    ``pool``: questions of the search split, from which rounds have fresh ones where they are more
+    than the settings' block. The base policy is confirmed too, and with ``quotas`` the released
+    policy with each of these q_e.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    evaluator = YardstickEvaluator(yardstick, _IMAGES, each=1)
+    images: dict[Split, int] = {**_IMAGES, "search": pool}
+    evaluator = YardstickEvaluator(yardstick, images, each=1, block=settings.block)
     _run_comparison(folder, arms, seeds, settings, evaluator, connect, at_once)
     confirming = YardstickEvaluator(yardstick, _CONFIRMING_IMAGES, each=1)
     states = {BASE: base_state(settings)}

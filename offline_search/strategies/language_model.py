@@ -18,7 +18,10 @@ from offline_search.settings import Settings
 
 @dataclass(frozen=True)
 class Round:
-    """Input of one round: history H_(t-1), its summary, a random generator, and the proposer."""
+    """Input of one round: history H_(t-1), its summary, a random generator, and the proposer.
+
+    ``tied``: structures that the optimizer leaves, because leaders of them are tied.
+    """
 
     number: int
     count: int
@@ -26,6 +29,7 @@ class Round:
     summary: str
     rng: Random
     client: ProposalClient
+    tied: frozenset[tuple[str, ...]] = frozenset()
 
     async def request(self, requests: Iterable[ProposalRequest]) -> list[Draft]:
         """The drafts in the replies to concurrent requests, in their order."""

@@ -12,19 +12,21 @@ further slot goes to one origin:
     crossover  choices of two of the best
 
 The best are taken from different structures, because variants of one would crowd out the others.
+Once the leaders are tied, mutations give way to random states, and crossovers and suggestions of
+TPE to suggestions of other structures.
 A language model gets at most three slots in ten; Centaur (arXiv 2603.24647) found more to be worse.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle, islice
 from typing import TYPE_CHECKING
 
 from offline_search.candidates import Draft, assemble_state, minimal_state, paper_state
-from offline_search.components import BASE, CORE, RANK_AT, JsonObject, components_json
+from offline_search.components import BASE, CORE, RANK_AT, JsonObject, components_json, structure
 from offline_search.search_space import (
     Choice,
     ChoiceSource,
@@ -78,13 +80,30 @@ class _TpeSearch(Strategy, name="tpe"):
             self._study.tell(trial, objective, state=failed)
         self._pending, drafts = {}, []
         for index in range(current.count):
-            trial = self._pending[f"{current.number}.{index}"] = self._study.ask()
-            drafts.append(_sample_draft("tpe", _SuggestedChoices(trial), self._settings))
+            draft, trial = _suggest(self._study, current.tied, self._settings)
+            self._pending[f"{current.number}.{index}"] = trial
+            drafts.append(draft)
         return drafts
 
 
 def _sample_draft(origin: str, source: ChoiceSource, settings: Settings) -> Draft:
     return Draft(origin, assemble_state(sample_proposal(source, settings), settings))
+
+
+_MAX_SUGGESTIONS = 20
+"""Suggestions until one has another structure than those that are tied."""
+
+
+def _suggest(
+    study: optuna.Study, tied: Collection[tuple[str, ...]], settings: Settings
+) -> tuple[Draft, optuna.Trial]:
+    """A suggestion of TPE, if possible of another structure than those that are tied."""
+    for _ in range(_MAX_SUGGESTIONS):
+        trial = study.ask()
+        draft = _sample_draft("tpe", _SuggestedChoices(trial), settings)
+        if not tied or draft.state is None or structure(draft.state) not in tied:
+            break
+    return draft, trial
 
 
 def _open_study(seed: int, startup: int) -> optuna.Study:
@@ -203,9 +222,11 @@ class _AutoPrunePlus(Strategy, name="autoprune+"):
                         )
                     )
             for origin in islice(cycle(_ORIGINS), slots):
-                if origin == "tpe":
-                    suggested = _SuggestedChoices(study.ask())
-                    derived.append(_sample_draft("tpe", suggested, settings))
+                if current.tied and origin == "mutation":
+                    derived.append(_sample_draft("random", RandomSource(rng), settings))
+                    continue
+                if current.tied or origin == "tpe":
+                    derived.append(_suggest(study, current.tied, settings)[0])
                     continue
                 count, rate = (2, 0.0) if origin == "crossover" else (1, _MUTATION_RATE)
                 parents = self.draw_parents(best, count, rng, _BEST_STRUCTURES)

@@ -278,6 +278,7 @@ class Searches:
         self.evaluator = evaluator or SyntheticEvaluator(self.data, change=change)
         self.path, self.lines = self.folder / ledger, []
         settings = settings_of(**{"evaluator": self.evaluator.name, **changes})
+        self.evaluator.dataset = self.data.in_blocks(settings.block, settings.seed)
         progress = ProgressLog(self.lines.append)
         with Ledger(self.path) as opened:
             search = Search(settings, opened, self.evaluator, self.proposer, most_money, progress)
@@ -307,8 +308,8 @@ def trial(
     array = None if values is None else np.array(values)
     result = TrialRecord(
         round=number, index=index, status=status, same_as=same_as, reason=reason,
-        objective=None if array is None else float(array.mean()),
-        examples=0 if array is None else len(array),
+        objective=None if array is None else float(np.nanmean(array)),
+        examples=0 if array is None else int(np.isfinite(array).sum()),
     )  # fmt: skip
     return Trial(proposal, result, state, array)
 

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.common.fake_server import Answer, Body
 from offline_search.dataset import Dataset
-from offline_search.history import Answers, History, Trial, paired_error
+from offline_search.history import Answers, Difference, History, Trial, compare
 from offline_search.ledger import (
     Clock,
     EvaluationRecord,
@@ -25,7 +25,6 @@ from offline_search.ledger import (
     digest_records,
     read_ledger,
 )
-from offline_search.rounds import _is_clearly_below
 from offline_search.search import _bootstrap_mean
 from offline_search.settings import Settings
 from tests.offline_search.synthetic import answer_search, endpoint, trial
@@ -148,23 +147,28 @@ def test_intervals_and_errors_are_over_images_not_questions() -> None:
     rows = [example(image) for image, count in enumerate(counts) for _ in range(count)]
     gaps = np.random.default_rng(3).normal(size=60).repeat(counts) - 1.0
     interval = _bootstrap_mean(rows, gaps)
-    assert paired_error(rows, gaps) == pytest.approx((interval.high - interval.low) / 3.92, rel=0.1)
-    constant = np.full(len(rows), -1.0)
-    assert paired_error(rows, constant) == pytest.approx(0.0), "however many questions an image has"
+    zeros, width = np.zeros(len(rows)), interval.high - interval.low
+    assert compare(rows, gaps, zeros).error == pytest.approx(width / 3.92, rel=0.1)
+    constant = compare(rows, np.full(len(rows), -1.0), zeros)
+    assert constant.error == pytest.approx(0.0), "however many questions an image has"
 
 
-def test_only_clearly_worse_candidates_are_dropped() -> None:
+def test_verdicts_of_paired_differences() -> None:
     generator = np.random.default_rng(1)
     rows = [example(i // 2) for i in range(80)]
     rival, noise = generator.normal(size=80), 0.1 * generator.normal(size=80)
-    assert _is_clearly_below(rows, rival - 0.5 + noise, rival)
-    assert not _is_clearly_below(rows, rival + noise, rival)
-    assert not _is_clearly_below(rows, rival + 0.5 + noise, rival)
-    assert not _is_clearly_below(rows[:6], rival[:6] - 0.5, rival), "three images tell nothing"
+    worse, better = (compare(rows, rival + gap + noise, rival) for gap in (-0.5, 0.5))
+    assert (worse.verdict(errors=3), better.verdict()) == ("worse", "better")
+    assert worse.verdict(resolution=0.6) == "undecided" and not worse.is_tie(0.4)
+    tie = compare(rows, rival + noise, rival)
+    assert tie.verdict() == "undecided" and tie.is_tie(0.1) and not tie.is_tie(0.01)
+    few = compare(rows[:6], rival[:6] - 0.5, rival[:6])
+    assert few.error == float("inf") and few.verdict() == "undecided", "three images tell nothing"
     rows = [example(i) for i in range(40)]
     rivals = [generator.normal(size=40) for _ in range(500)]
-    equal = (_is_clearly_below(rows, each + generator.normal(size=40), each) for each in rivals)
-    assert sum(equal) / 500 < 0.01, "equal candidates are rarely dropped"
+    equal = (compare(rows, each + generator.normal(size=40), each) for each in rivals)
+    leads = [gap.verdict(errors=3) for gap in equal]
+    assert leads.count("worse") / 500 < 0.01, "equal candidates are rarely dropped"
 
 
 # ---- history ----
@@ -186,3 +190,28 @@ def test_dropped_trials_are_estimated_by_the_difficulty_of_their_examples() -> N
     assert known.objective_of("base") == -2.0 and known.objective_of("9.9") is None
     with pytest.raises(ValueError, match="not evaluated to the end"):
         _ = dropped.score
+
+
+def test_candidates_with_other_questions_are_compared_through_those_who_answered_both() -> None:
+    """The second block is easy; without the correction who was asked it would lead."""
+    rng = np.random.default_rng(0)
+    rows, hard = [example(i) for i in range(80)], np.repeat([-3.0, -1.0], 40)
+    skill = {"0.0": -1.0, "1.0": -0.2, "1.1": -0.5, "2.0": -0.4}
+    blocks = {"1.0": slice(40, 80), "1.1": slice(40), "2.0": slice(40, 80)}
+    trials = {}
+    for name, value in skill.items():
+        values, asked = np.full(80, np.nan), blocks.get(name, slice(80))
+        values[asked] = (hard + value + 0.05 * rng.normal(size=80))[asked]
+        trials[name] = trial(name, values)
+    known = History(trials.pop("0.0"), list(trials.values()), rows)
+    assert [each.name for each in known.ranked()] == ["1.0", "2.0", "1.1"]
+    for name, each in trials.items():
+        assert known.estimate(each) == pytest.approx(skill[name] - 2, abs=0.05)
+    gap = known.compare(trials["1.1"], trials["2.0"])
+    assert gap.value == pytest.approx(-0.1, abs=0.05) and 0 < gap.error < 0.05
+    assert known.compare(trials["1.1"], trials["1.0"]).verdict() == "worse"
+    # Asked the other block as well, it has all of its answers in one estimate.
+    known.add_values("1.1", slice(40, 80), np.full(40, -1.4))
+    again = known.find("1.1")
+    assert again is not None and known.estimate(again) == pytest.approx(-2.45, abs=0.05)
+    assert Difference(0.1, 0.01).estimate().low == pytest.approx(0.08)

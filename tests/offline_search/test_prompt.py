@@ -114,12 +114,12 @@ def outcomes(*trials: Trial) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("change", "expect", "outcome"),
     [
-        (0.5, "higher", "-2500, +500 ± 52: confirmed"),
-        (0.5, "same", "-2500, +500 ± 52: not confirmed"),
-        (0.1, "higher", "-2900, +100 ± 52: not confirmed"),
-        (0.1, "same", "-2900, +100 ± 52: confirmed"),
-        (-0.5, "lower", "-3500, -500 ± 52: confirmed"),
-        (-0.1, "lower", "-3100, -100 ± 52: not confirmed"),
+        (0.5, "higher", "-2500, +500 ± 52, better: confirmed"),
+        (0.5, "same", "-2500, +500 ± 52, better: refuted"),
+        (0.1, "higher", "-2900, +100 ± 52, undecided: undecided"),
+        (0.1, "same", "-2900, +100 ± 52, undecided: undecided"),
+        (-0.5, "lower", "-3500, -500 ± 52, worse: confirmed"),
+        (-0.5, "higher", "-3500, -500 ± 52, worse: refuted"),
     ],
 )
 def test_a_hypothesis_is_confirmed_by_two_standard_errors(
@@ -146,10 +146,10 @@ def test_what_hypotheses_are_compared_on() -> None:
     )
     assert [line[:3] for line in lines] == [f"2.{n}" for n in range(6)], "last round only"
     assert list(lines.values()) == [
-        "-2000, -1000 ± 115 on the first 4 questions: confirmed",
-        "-7000, +0 ± 0: confirmed",
-        "-3000, +0 ± 0: not confirmed",
+        "-4000, -1000 ± 115, worse on 4 questions: confirmed",
+        "-7000, +0 ± 0, undecided: confirmed",
+        "-3000, +0 ± 0, undecided: refuted",
         "not measured, unsafe: preserve_budget failed",
         f"not measured, invalid: {'x' * 100}",
-        "-2000, +1000 ± inf on the first 1 questions: not confirmed",
+        "-4000, +1000 ± inf, undecided on 1 questions: undecided",
     ]

@@ -59,6 +59,7 @@ async def test_the_report_has_the_result_and_what_decided(ledger: Path) -> None:
     assert report.base_objective is not None
     assert f"| base policy | {report.base_objective:+.4f} |" in text
     # The words are a reader's.
+    assert "## How sure the search is" in text and "Not known to be worse:" in text
     assert " stopped early" in text and " with the same tokens as an earlier one" in text
     assert not re.search(r"dropped|\btpe\b|★|->", text.partition("## Candidates")[0])
     page = report.document().render_html()

@@ -125,6 +125,7 @@ def _run_search(options: argparse.Namespace) -> int:
         dataset = read_dataset(flags.data, settings.seed, flags.images)
         if dataset.note:
             print(dataset.note, file=sys.stderr)
+        dataset = dataset.in_blocks(settings.block, settings.seed)
         if options.dry_run:
             from offline_search.search import estimate_cost
 

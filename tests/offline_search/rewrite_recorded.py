@@ -1,0 +1,62 @@
+"""Rewrite what recorded searches derive: ``python -m tests.offline_search.rewrite_recorded``.
+
+Replies, verdicts and evaluations stay; prompts, whose hashes replies have, and all that follows
+from them are those of today. Prints the digests that test_search.py names. Fails where a prompt
+change makes the search ask what is not recorded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from pathlib import Path
+
+from offline_search.components import JsonObject
+from offline_search.ledger import (
+    EvaluationRecord,
+    Ledger,
+    ReplyRecord,
+    SettingsRecord,
+    VerdictRecord,
+    digest_records,
+    read_ledger,
+)
+from offline_search.prompt import Messages
+from offline_search.proposer import Reply
+from offline_search.search import Search
+from tests.offline_search.synthetic import SyntheticEvaluator, dataset
+
+RECORDED = Path(__file__).parent / "recorded"
+
+
+class RecordedProposer:
+    """Gives the recorded reply to whatever is asked at its place in the search."""
+
+    def __init__(self, replies: list[ReplyRecord]) -> None:
+        self._replies = {record.key: record for record in replies}
+
+    async def reply(self, messages: Messages, schema: JsonObject | None, seed: int) -> Reply:
+        number, index = divmod(seed, 1009)  # as the seed of a request is made
+        attempt = "first" if len(messages) == 2 else "repair"
+        record = self._replies[f"reply/{number}/{index}/{attempt}"]
+        return Reply(record.text, record.failure, record.cost)
+
+
+async def rewrite(recording: Path) -> str:
+    """Rewrite one recording; returns its digest."""
+    records = read_ledger(recording)
+    (opened,) = (record for record in records if isinstance(record, SettingsRecord))
+    kept = [each for each in records if isinstance(each, EvaluationRecord | VerdictRecord)]
+    proposer = RecordedProposer([each for each in records if isinstance(each, ReplyRecord)])
+    with tempfile.TemporaryDirectory() as folder:
+        evaluator, path = SyntheticEvaluator(dataset(Path(folder))), Path(folder) / "new"
+        with Ledger(path, kept) as ledger:
+            await Search(opened.settings, ledger, evaluator, proposer).run()
+            assert not evaluator.jobs, "asks what is not recorded"
+            recording.write_bytes(path.read_bytes())
+            return digest_records(ledger)
+
+
+if __name__ == "__main__":
+    for recording in sorted(RECORDED.glob("*.jsonl")):
+        print(recording.stem, asyncio.run(rewrite(recording))[:12])
