@@ -85,7 +85,6 @@ Lead = Literal["better", "worse", "undecided"]
 """What a paired difference says of the first policy."""
 
 _LEAST_IMAGES = 4
-"""Differences on fewer images say nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +187,8 @@ class Trial:
     result: TrialRecord
     state: PruningState | None = None
     values: Floats | None = None
+    exchanges: float | None = None
+    """Tokens of a probe that it exchanges, on average."""
 
     @property
     def name(self) -> str:
@@ -210,9 +211,6 @@ class Trial:
 
 _MAX_LEADERS = 3
 """Leaders of different structures that are asked the questions of every round."""
-
-_MAX_COMPARED = 6
-"""Best structures whose differences to the best tell how much more questions could tell apart."""
 
 
 @dataclass
@@ -354,9 +352,22 @@ class History:
         pair = (np.where(shared, each, np.nan) for each in (values, others))
         return min(compare(self.examples, *pair), fitted, key=lambda gap: gap.error)
 
+    def by_category(self, trial: Trial) -> dict[str, Difference]:
+        """The estimate in each category, with the standard error of what is not difficulty."""
+        values, scores, difficulty = self.values(trial), dict[str, Difference](), self.difficulty()
+        names = np.array([example.category for example in self.examples])
+        if values is None:
+            return scores
+        for name in dict.fromkeys(names.tolist()):
+            rows = np.flatnonzero(names == name)
+            gap = compare([self.examples[row] for row in rows], values[rows], difficulty[rows])
+            level = float(np.nanmean(difficulty[rows]))
+            scores[name] = Difference(gap.value + level, gap.error)
+        return scores
+
     def reach(self, questions: int) -> float:
         """Two standard errors of a difference of leaders that were asked so many questions."""
-        best, *rivals = self.ranked_structures()[:_MAX_COMPARED] or [self.base]
+        best, *rivals = self.ranked_structures()[: 2 * _MAX_LEADERS] or [self.base]
         deviations = []
         for rival in rivals or [self.base]:
             counts = [

@@ -131,6 +131,11 @@ class VerdictRecord(_Record):
     r_min: int = 0
     problems: tuple[str, ...] = ()
     behaviour: str = ""
+    exchanges: float | None = Field(
+        default=None,
+        exclude_if=lambda count: count is None,
+        description="tokens of a probe that differ from the base policy's, on average",
+    )
 
 
 class EvaluationRecord(_Record):

@@ -1,8 +1,8 @@
 """Prompts of the proposer: the task in the language of atoms, and H_t of Algorithm 2.
 
 The constant part comes first, so that a server's prefix cache computes it once. Prompts say what is
-asked for and what was measured, and give no advice on what to propose. Scores are objectives in
-thousandths, with their standard error where they are compared.
+asked for, what acts and what was measured, and give no advice on what to propose. Scores are
+objectives in thousandths, with their standard error where they are compared.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from statistics import median
 from typing import Literal
 
 import numpy as np
+import torch
+from pydantic import JsonValue
 from typing_extensions import TypedDict
 
 from offline_search.candidates import (
@@ -28,12 +30,14 @@ from offline_search.candidates import (
 from offline_search.components import BASE, compact_json, components_json, searched_components
 from offline_search.history import Difference, History, Trial
 from offline_search.search_space import describe_space, excluded_atoms
-from offline_search.settings import Settings
+from offline_search.settings import MAX_QUOTA, Settings
 from vllm_autoprune.statistics import Floats
+from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.reference import render_language
 from vllm_autoprune.tpdsl.state import PruningState
-from vllm_autoprune.tpdsl.transfer import list_changes
+from vllm_autoprune.tpdsl.tokens import VisualTokens
+from vllm_autoprune.tpdsl.transfer import Change, list_changes
 
 
 class _Message(TypedDict):
@@ -49,6 +53,37 @@ _MAX_SHOWN_REPLY = 4000
 """Characters of an invalid proposal that are sent back with its problems."""
 
 
+_HOW_PARTS_ACT = """How parts act: signals are min-max normalised in each image before their \
+fusion; no weight is negative, and only instruction_guided_visual_relevance has a sign. Selectors \
+read the fused quality, but reference_strict_preservation_selector nothing, and \
+runtime_reference_anchor_pool_dpp_selector by the pool alone. The kernel acts in \
+reference_residual_exchange_selector where lam is set, anchor_controlled_pool_dpp_selector and \
+constrained_pool_dpp_selector; the partition, spatial_grid_partition unless another is written, \
+in the last alone. With q_e 0 scoring, pool and selector do nothing. The group of a kept token are \
+the discarded tokens that are assigned to it. The orders score and pick act at strength 0 too."""
+
+
+def describe_images(settings: Settings, probes: Sequence[VisualTokens]) -> str:
+    """Facts of the images that probes give; empty without any."""
+    if not probes:
+        return ""
+    counts = sorted({tokens.count for tokens in probes})
+    grids = sorted({f"{t.grid.tiles} x {t.grid.height} x {t.grid.width}" for t in probes})
+    budget = BudgetCall.parse(settings.budgets[0])
+    facts = f"Images have {counts[0]} to {counts[-1]} tokens; tiles x rows x columns are "
+    facts += ", ".join(grids[:4])
+    ratio = max(count / max(budget.tokens_kept(count), 1) - 1 for count in counts)
+    facts += f"; from a pool_ratio of {ratio:.1f} on the pool is all other tokens."
+    facts += f" There is {'a' if probes[0].cls_attention is not None else 'no'} [CLS] token."
+    if (instruction := probes[0].instruction) is not None:
+        facts += f' The sign "auto" is "{"+" if instruction.sign > 0 else "-"}"'
+        read = [t.instruction.cosines.flatten() for t in probes if t.instruction is not None]
+        low, high = np.quantile(torch.cat(read).numpy(), (0.05, 0.95))
+        facts += f", with cosines of {low:.2f} to {high:.2f}."
+    low, high = (np.mean([np.quantile(t.cosine.numpy(), q) for t in probes]) for q in (0.05, 0.95))
+    return f"{facts} Cosines between tokens are {low:.2f} to {high:.2f} (5 and 95 %).\n\n"
+
+
 @cache
 def describe_task(settings: Settings) -> str:
     """The constant part of all prompts: what is designed, from what, and how it is scored."""
@@ -58,7 +93,10 @@ def describe_task(settings: Settings) -> str:
         score = (
             "MME total of the model (accuracy and accuracy+ of each category in per cent, summed)"
         )
-    score = f"A score is the {score} less that of the model with all tokens; higher is better."
+    score = (
+        f"A score is the {score} less that of the model with all tokens, in thousandths of "
+        f"{settings.objective_unit}; higher is better."
+    )
     base = f"The base policy {policy.name} picks {budget} of them: {policy.doc}"
     if settings.bases:
         listed = "\n".join(f"- {name}: {BASE_POLICIES[name].doc}" for name in settings.bases)
@@ -67,6 +105,10 @@ def describe_task(settings: Settings) -> str:
             f'Scores of "base policy alone" are those of {policy.name}.'
         )
     atoms = render_language(searched_components(settings), excluded_atoms(settings))
+    most = min(settings.source_budget, MAX_QUOTA)
+    quota = f"q_e is 0 to {most}" + (
+        "." if settings.library == "paper" else ", and r_min is K - q_e: leave it out."
+    )
     more = f' "source", "budget" and "safety" may be added; K is {budget}, whatever the budget.'
     return f"""You design a policy that decides which visual tokens of an image a vision-language \
 model keeps. {base} Your policy scores \
@@ -75,6 +117,8 @@ q_e of the {budget} picks for candidates. {describe_space(settings.space)}{score
 These atoms can be used:
 
 {atoms.strip()}
+
+{_HOW_PARTS_ACT} {quota}
 
 A policy is one JSON object: {{"scoring": {{"signals": [...], "kernel": ..., "fusion": ...}}, \
 "constraints": {{"pool": [...], "selector": ...}}, "reassembly": ...\
@@ -115,21 +159,27 @@ def proposal_prompt(
     begin: int,
     total: int,
     purposes: Sequence[str] = (),
+    facts: str = "",
+    place: str = "",
 ) -> Messages:
     """Prompt for candidate ``begin`` of a round's ``total``, or a list from there on.
 
-    A list has a candidate for each of ``purposes``. The summary is H_(t-1).
+    A list has a candidate for each of ``purposes``. The summary is H_(t-1); ``facts`` are of the
+    images, ``place`` is that of the round in the search.
     """
     request = f"Propose candidate {begin + 1} of {total}, with a higher score."
     if count := len(purposes):
         which = f"candidates {begin + 1} to {begin + count}"
         request = (
             f"Propose {which if count > 1 else f'candidate {begin + 1}'} of {total}, each "
-            "different from all others, in search of a higher score. Their purposes, in order: "
-            f"{', '.join(purposes)}."
+            "different from all others, in search of a higher score. Purposes that are proposed "
+            f"for them, in order: {', '.join(purposes)}."
         )
     text = _dump_compactly(example, bool(settings.bases))
-    return _ask(settings, f"{summary}\n\nA valid candidate looks like this:\n{text}\n\n{request}")
+    request = f"{place} {request}".strip()
+    return _ask(
+        settings, f"{facts}{summary}\n\nA valid candidate looks like this:\n{text}\n\n{request}"
+    )
 
 
 def crossover_prompt(settings: Settings, parents: Sequence[Trial]) -> Messages:
@@ -180,12 +230,14 @@ _MAX_ROUNDS = 10
 
 _MAX_FAILURES = 3
 _MAX_CHANGES = 6
+_MAX_TABU = 12
 _EXAMPLE_QUESTIONS = 2
 
 
 def summarize(history: History) -> str:
     """Summary H_t: loss by category, trends, best candidates, the last round, limits, failures."""
-    lines = [f"Base policy alone: {_score(history.estimate(history.base))}."]
+    count = _count(history.base_values)
+    lines = [f"Base policy alone: {_score(history.estimate(history.base))} on {count} questions."]
     lines += _describe_categories(history)
     rounds = dict[int, list[float]]()
     for trial in history.trials:
@@ -198,10 +250,17 @@ def summarize(history: History) -> str:
     best = history.ranked_structures()[:_MAX_BEST]
     if best:
         lines.append(
-            "Best candidates of different structures, as changes of their parents; score, and "
-            "difference to the first with its standard error:"
+            "Best candidates of different structures, as changes of their parents; score, number "
+            "of questions, difference to the first ± its standard error, score by category ± the "
+            "same, questions better and worse than the parent:"
         )
         lines += [_describe(trial, history) for trial in best]
+        if tied := [trial.name for trial in history.tied()] if history.resolution else []:
+            lines.append(
+                f"Not known to differ from {history.leader().name} by more than "
+                f"{1000 * history.resolution:.0f}: {', '.join(tied[:_MAX_BEST])}. Asked for are "
+                "other signals and selectors than theirs."
+            )
     listed = {trial.name for trial in best}
     last = max((trial.proposal.round for trial in history.trials), default=0)
     latest = [trial for trial in history.trials if trial.proposal.round == last]
@@ -215,10 +274,18 @@ def summarize(history: History) -> str:
             lines.append(f"{trial.name} kept the same tokens as {trial.result.same_as}.")
         elif status == "dropped":
             lines.append(
-                f"{trial.name} was dropped after {count} questions at about "
-                f"{_score(history.estimate(trial))}; {_origin(trial, history)}"
+                f"{trial.name} was dropped after {count} questions, from which its score is "
+                f"estimated as {_score(history.estimate(trial))}; {_origin(trial, history)}"
             )
     lines += _describe_hypotheses(history, latest)
+    removed = {
+        trial.proposal.digest or trial.name: f"- {_list_atoms(trial.state)}"
+        for trial in history.trials
+        if trial.state is not None and trial.result.status == "dropped" and trial not in latest
+    }
+    if removed:
+        lines.append("Dropped in earlier rounds, and never measured again:")
+        lines += [*removed.values()][-_MAX_TABU:]
     failed = [trial for trial in history.trials if trial.result.failed]
     reasons = [trial.proposal.problems or (trial.result.reason,) for trial in failed]
     if failures := Counter(chain.from_iterable(reasons)).most_common(_MAX_FAILURES):
@@ -248,11 +315,56 @@ def _describe_categories(history: History) -> Iterator[str]:
 
 def _describe(trial: Trial, history: History) -> str:
     """One candidate on one line: score, comparison with the best, and what was changed."""
-    best, difference = history.best(), ""
+    best, values, figures = history.best(), history.values(trial), list[str]()
     if best is not None and trial is not best and history.examples:
-        difference = f" ({_difference(history.compare(trial, best), history)})"
-    score = _score(history.estimate(trial))
-    return f"- {trial.name}: {score}{difference}; {_origin(trial, history)}"
+        figures.append(_difference(history.compare(trial, best), history))
+    for name, gap in history.by_category(trial).items():
+        error = f" ± {1000 * gap.error:.0f}" if np.isfinite(gap.error) else ""
+        figures.append(f"{name} {_score(gap.value)}{error}")
+    parents = trial.proposal.parents[:1]
+    before = history.values_of(parents[0]) if parents else None
+    if before is not None and values is not None:
+        gaps = (values - before)[np.isfinite(values - before)]
+        if len(gaps):
+            counts = (np.sum(gaps > _SAME), np.sum(gaps < -_SAME))
+            figures.append("better {}, worse {} than its parent".format(*counts))
+    if trial.exchanges is not None:
+        figures.append(f"{trial.exchanges:.1f} tokens exchanged an image")
+    figures += _list_idle(trial.require_state())
+    score = f"{_score(history.estimate(trial))} on {_count(values)}"
+    return f"- {trial.name}: {score} ({'; '.join(figures)}); {_origin(trial, history)}"
+
+
+_SAME = 0.01  # values that differ by less count as the same
+
+
+def _list_idle(state: PruningState) -> Iterator[str]:
+    """Parts of a state that do nothing."""
+    selector, fused = state.constraints.selector, state.scoring.signals
+    if not selector.bounds(2)[0]:
+        yield "exchanges nothing, so scoring and pool do nothing"
+    else:
+        yield from (f"{call.atom} has weight 0" for call in fused if not call.weight)
+    if state.reassembly.idle:
+        yield "reassembly changes no row"
+
+
+def _list_atoms(state: PruningState) -> str:
+    """A state as one line: its atoms, with the numbers that differ from their defaults."""
+    scoring, constraints = state.scoring, state.constraints
+    groups = (
+        scoring.signals, (scoring.kernel,), (scoring.fusion,), constraints.pool,
+        (constraints.selector,), (state.reassembly,),
+    )  # fmt: skip
+    texts = []
+    for calls in groups:
+        named = []
+        for call in calls:
+            numbers = call.model_dump(mode="json", exclude_defaults=True, exclude={"atom", "r_min"})
+            listed = ", ".join(f"{name} {_value(value)}" for name, value in numbers.items())
+            named.append(call.atom + (f"({listed})" if listed else ""))
+        texts.append(" + ".join(named))
+    return "; ".join(texts)
 
 
 def _difference(gap: Difference, history: History) -> str:
@@ -276,9 +388,29 @@ def _origin(trial: Trial, history: History) -> str:
         )
         changes = list_changes(before, after)
         if len(changes) <= _MAX_CHANGES:
-            listed = [f"{c.where} {_value(c.before)} -> {_value(c.after)}" for c in changes]
+            listed = [_describe_change(change, before, after) for change in changes]
             return f"{parent.name} with {', '.join(listed) or 'no change'}"
+    if trial.proposal.origin == "random":
+        return _list_atoms(state)
     return _dump_compactly(state, history.names_bases)
+
+
+def _describe_change(change: Change, before: JsonValue, after: JsonValue) -> str:
+    """A change with the names of atoms in place of their positions."""
+    names, document = list[str](), after if change.before is None else before
+    for part in change.where.split("/")[1:]:
+        if isinstance(document, list):
+            document = document[int(part)]
+            names.append(str(document.get("atom", part)) if isinstance(document, dict) else part)
+        elif isinstance(document, dict):
+            document = document.get(part)
+            names.append(part)
+    name = " ".join(names[1:] if len(names) > 2 else names)
+    if change.before is None or change.after is None:
+        return f"{name} {'added' if change.before is None else 'removed'}"
+    if isinstance(change.before, dict | list) or isinstance(change.after, dict | list):
+        return f"{name} = {json.dumps(change.after)}"
+    return f"{name} {_value(change.before)} -> {_value(change.after)}"
 
 
 def _value(value: object) -> str:

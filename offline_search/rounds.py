@@ -206,7 +206,9 @@ class RoundEvaluator:
             return Trial(candidate.proposal, result, candidate.state)
         values, answered = np.full(len(self.examples), np.nan), self._values(candidate).mean(0)
         values[self._block.start : self._block.start + len(answered)] = answered
-        return Trial(candidate.proposal, result, candidate.state, values)
+        verdict = self.ledger.find(VerdictRecord, f"verdict/{candidate.proposal.digest}")
+        exchanges = None if verdict is None else verdict.exchanges
+        return Trial(candidate.proposal, result, candidate.state, values, exchanges)
 
     def _values(self, candidate: _Candidate) -> Floats:
         """Values of the answered examples at each budget, less the unpruned model's, ``(B, M)``."""
@@ -241,7 +243,7 @@ class RoundEvaluator:
         """
         if known := self.ledger.find(VerdictRecord, f"verdict/{state.digest}"):
             return known
-        problems, behaviour = list[str](), hashlib.sha256()
+        problems, behaviour, exchanges = list[str](), hashlib.sha256(), list[float]()
         for budget in self.settings.budgets:
             try:
                 policy = materialize(state, BudgetCall.parse(budget))
@@ -254,6 +256,11 @@ class RoundEvaluator:
             for tokens in () if problems else self.probes:
                 refined = refine(policy.at(tokens.count, tokens.grid.tiles), tokens)
                 behaviour.update(refined.indices.contiguous().numpy().tobytes())
+                if budget == self.settings.budgets[0]:
+                    base = materialize(state.without_exchange(), BudgetCall.parse(budget))
+                    kept = refine(base.at(tokens.count, tokens.grid.tiles), tokens).indices
+                    pairs = zip(refined.indices.tolist(), kept.tolist(), strict=True)
+                    exchanges += [len({*ours} - {*theirs}) for ours, theirs in pairs]
                 behaviour.update(refined.features.float().contiguous().numpy().tobytes())
         if problems:
             verdict = VerdictRecord(digest=state.digest, valid=False, problems=tuple(problems))
@@ -265,6 +272,7 @@ class RoundEvaluator:
                 quota=policy.quota,
                 r_min=policy.r_min,
                 behaviour=behaviour.hexdigest() if self.probes else "",
+                exchanges=round(float(np.mean(exchanges)), 2) if exchanges else None,
             )
         return self.ledger.put(verdict)
 

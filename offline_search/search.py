@@ -45,7 +45,7 @@ from offline_search.ledger import (
     digest_records,
     read_ledger,
 )
-from offline_search.prompt import Messages, proposal_prompt, summarize
+from offline_search.prompt import Messages, describe_images, proposal_prompt, summarize
 from offline_search.proposer import ProposalClient, Proposer
 from offline_search.report import ProgressLog
 from offline_search.rounds import RoundEvaluator
@@ -92,6 +92,7 @@ class Search:
         self._evaluator = RecordedEvaluator(ledger, evaluator, self._base.digest)
         self._client = ProposalClient(settings, ledger, proposer, most_money)
         examples, probes = self._dataset.splits["search"], evaluator.probes()
+        self._facts = describe_images(settings, probes) if settings.proposer else ""
         self._rounds = RoundEvaluator(settings, ledger, self._evaluator, examples, probes)
 
     async def run(self) -> WinnerRecord:
@@ -115,7 +116,6 @@ class Search:
         # The other splits now, because a question that cannot be asked would else end the search.
         await self._compare(self._base, "validation")
         await self._compare(self._base, "test")
-        # A candidate's answers in full; blocks differ by a few questions.
         examples = self._rounds.blocks[0].stop
         self._observer.on_start(history, examples)
         full = examples * len(settings.budgets)
@@ -133,7 +133,17 @@ class Search:
                 count = RACED_PER_PLACE * min(count, max(1, (budget - spent) // full))
             rng = Random(f"{settings.seed} {number}")
             tied = {structure(each.require_state()) for each in history.tied()} if plateaus else ()
-            current = Round(number, count, history, summary, rng, self._client, frozenset(tied))
+            place = f"Round {number} of {settings.rounds}."
+            last = number == settings.rounds
+            if settings.has_fixed_evaluations:
+                place = f"Round {number}; {spent} of {budget} answers are spent."
+                last = budget - spent <= settings.per_round * full
+            if last and history.best() is not None:
+                place += " It is the last one: only refinements of listed candidates are asked for."
+            current = Round(
+                number, count, history, summary, rng, self._client, frozenset(tied),
+                self._facts, place,
+            )  # fmt: skip
             drafts = await strategy.propose(current)
             trials = await self._rounds.evaluate_round(drafts, number, history, settings.races)
             fixed = settings.has_fixed_evaluations
@@ -172,7 +182,6 @@ class Search:
             best=leader.name,
             objective=history.estimate(leader) or 0.0,
             gain=round(gain.value, 6),
-            # Nothing, of few images.
             error=round(gain.error, 6) if math.isfinite(gain.error) else 0.0,
             tied=tuple(trial.name for trial in history.tied()),
             resolution=history.resolution,
@@ -207,7 +216,6 @@ class Search:
                     gains[name] = compare(examples, both[name], both[""], difficulty)
         estimates = {}
         for name, validation in confirmed.items():
-            # Weighted by all examples of the splits.
             total = len(history.examples) * (history.estimate(candidates[name]) or 0.0)
             total += validation.examples * validation.objective.value
             estimates[name] = round(total / len(examples), 6)

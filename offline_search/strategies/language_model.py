@@ -30,6 +30,9 @@ class Round:
     rng: Random
     client: ProposalClient
     tied: frozenset[tuple[str, ...]] = frozenset()
+    facts: str = ""
+    place: str = ""
+    """Which round this is, for prompts."""
 
     async def request(self, requests: Iterable[ProposalRequest]) -> list[Draft]:
         """The drafts in the replies to concurrent requests, in their order."""
@@ -58,7 +61,9 @@ class Round:
                 length, total = min(size, count - begin), count
                 start = ((number - 1) * count + begin) % len(PURPOSES)
                 purposes = list_purposes(start, length, measured=best is not None)
-            messages = proposal_prompt(settings, summary, example, begin, total, purposes)
+            messages = proposal_prompt(
+                settings, summary, example, begin, total, purposes, self.facts, self.place
+            )
             requests.append(ProposalRequest(number, begin, messages, "llm", parents, length, names))
         return await self.request(requests)
 

@@ -12,7 +12,7 @@ from offline_search.candidates import PURPOSES, Expectation, base_state, minimal
 from offline_search.history import History, Trial
 from offline_search.prompt import crossover_prompt, proposal_prompt, repair_prompt, summarize
 from offline_search.settings import Settings
-from tests.offline_search.synthetic import trial
+from tests.offline_search.synthetic import Searches, list_reply, trial
 from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
@@ -67,14 +67,17 @@ def test_the_summary_of_a_history(history: History) -> None:
     """Categories with the questions that lose most, trends, and each candidate with its changes."""
     text = summarize(history)
     lines = text.splitlines()
-    assert lines[0] == "Base policy alone: -3000."
+    assert lines[0] == "Base policy alone: -3000 on 16 questions."
     assert "- relation: 12, -3000, -1000, 100%" in lines and "- text: 4, -3000, +0, 0%" in lines
     assert "Questions of relation that lose most: Q4?; Q5?" in lines
     assert "Scores by round, best and median: 1: -1750, -1750; 2: -750, -1700." in lines
-    assert "- 2.3: -750; 1.0 with /reassembly/strength 0.0005 -> 1" in lines
+    (line,) = (line for line in lines if line.startswith("- 2.3: -750 on 16 ("))
+    assert line.endswith("; 1.0 with reassembly strength 0.0005 -> 1")
+    assert "text +0 ± 0; relation -1000 ± 0; better 16, worse 0 than its parent" in line
     assert "2.2 kept the same tokens as 1.0." in lines
     assert "- no such atom (3 times)" in lines
-    assert "- 2.0: -1700 (-950 ± " in text and "1.0 with /constraints/selector/q_e 2 -> 4" in text
+    assert re.search(r"- 2\.0: -1700 on 16 \(-950 ± \d+, worse; text -1100 ± ", text)
+    assert "1.0 with selector q_e 2 -> 4" in text
     assert not any(line.startswith("- 1.0") for line in lines), "2.3 is the best of its structure"
     # A category that gains has a negative share of the loss.
     history.trials.append(trial("3.0", [1.0] * 4 + [-1.0] * 12, paper_state(SETTINGS)))
@@ -84,7 +87,9 @@ def test_the_summary_of_a_history(history: History) -> None:
     dropped = history.trials[2]
     twice = dropped.result.model_copy(update={"examples": 4})
     history.trials[2:] = [dataclasses.replace(dropped, result=twice)]
-    assert "2.1 was dropped after 2 questions at about " in summarize(history)
+    assert "2.1 was dropped after 2 questions, from which its score is estimated as " in summarize(
+        history
+    )
 
 
 def test_base_policies_are_named_where_a_model_chooses_them(history: History) -> None:
@@ -96,12 +101,12 @@ def test_base_policies_are_named_where_a_model_chooses_them(history: History) ->
     messages = proposal_prompt(settings, summarize(history), other, 0, 5)
     for name in settings.bases:
         assert f"- {name}: {BASE_POLICIES[name].doc}" in messages[0]["content"]
-    assert "1.0 with /base_policy/name visionzip -> dart\n" in messages[1]["content"]
+    assert "1.0 with base_policy name visionzip -> dart\n" in messages[1]["content"]
     assert '"base_policy":{"name":"dart"}' in messages[1]["content"]
     plain = proposal_prompt(SETTINGS, "", other, 0, 5)[0]["content"]
     assert "base_policy" not in plain
     # A selector says what does not act on it.
-    (line,) = (line for line in plain.splitlines() if "runtime_reference_anchor_pool" in line)
+    (line,) = (line for line in plain.splitlines() if line.startswith("- runtime_reference"))
     assert "signals act by the pool, the kernel not" in line
 
 
@@ -153,3 +158,42 @@ def test_what_hypotheses_are_compared_on() -> None:
         f"not measured, invalid: {'x' * 100}",
         "-4000, +1000 ± inf, undecided on 1 questions: undecided",
     ]
+
+
+SAID: dict[str, tuple[int, str]] = {
+    "unit": (1, "in thousandths of nats; higher is better"),
+    "tokens and grid": (1, r"Images have 16 to 16 tokens; tiles x rows x columns are 1 x 4 x 4"),
+    "whole pool": (1, r"from a pool_ratio of 1\.0 on the pool is all other tokens"),
+    "[CLS]": (1, r"There is a \[CLS\] token"),
+    "sign and cosines": (1, r'The sign "auto" is "\+", with cosines of -0\.\d+ to 0\.\d+'),
+    "normalised signals": (1, "signals are min-max normalised in each image before"),
+    "what reads the kernel": (1, "The kernel acts in reference_residual_exchange_selector where"),
+    "default partition": (1, "spatial_grid_partition unless another is written"),
+    "group": (1, "The group of a kept token are the discarded tokens"),
+    "orders": (1, "The orders score and pick act at strength 0 too"),
+    "text and schema": (1, "q_e is 0 to 8, and r_min is K - q_e: leave it out"),
+    "round": (1, r"Round 1 of 6\. "),
+    "last round": (6, r"Round 6 of 6\. It is the last one: only refinements"),
+    "purposes": (6, "Purposes that are proposed for them, in order: exploit"),
+    "questions": (6, r"- \d\.\d: -\d+ on \d+ \("),
+    "categories": (6, r"colour -\d+( ± \d+)?; digit -\d+|digit -\d+( ± \d+)?; colour -\d+"),
+    "exchanges": (6, r"\d\.\d tokens exchanged an image"),
+    "no-op": (6, "reassembly changes no row"),
+    "verdict": (6, r"± \d+, (better|worse|undecided)"),
+}
+"""What prompts of a round say, by what a proposer asked for."""
+
+
+async def test_prompts_say_what_proposers_asked_for(search: Searches) -> None:
+    replies = [list_reply(3 * number, 3) for number in range(10)]
+    await search(replies, rounds=6, proposals_per_reply=3)
+    prompts = {
+        number: "\n".join(message["content"] for message in search.proposer.requests[number - 1])
+        for number in (1, 6)
+    }
+    print(*prompts.values(), sep="\n\n")
+    silent = [
+        point for point, (number, text) in SAID.items() if not re.search(text, prompts[number])
+    ]
+    assert silent == []
+    assert not any(ADVICE.findall(prompt) for prompt in prompts.values())

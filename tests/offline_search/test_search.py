@@ -218,7 +218,7 @@ async def test_a_search_resumes_from_any_prefix_repeats_no_step_and_replays(
 
 
 @pytest.mark.parametrize(
-    ("name", "digest"), [("lists", "76b192676cbd"), ("crossovers", "6e830efa435e")]
+    ("name", "digest"), [("lists", "3e66d6532789"), ("crossovers", "00c9cd41ba47")]
 )
 async def test_a_recorded_search_replays_and_would_send_the_same_prompts_today(
     name: str, digest: str, search: Searches, tmp_path: Path
