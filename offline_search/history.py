@@ -336,8 +336,8 @@ class History:
         if values is None or not np.isfinite(values).any():
             return trial.result.score
         difficulty = self.difficulty()
-        own = values - difficulty
-        return round(float(own[np.isfinite(own)].mean() + np.nanmean(difficulty)), 6)
+        corrected = values - difficulty
+        return round(float(corrected[np.isfinite(corrected)].mean() + np.nanmean(difficulty)), 6)
 
     def compare(self, trial: Trial, reference: Trial) -> Difference:
         """Difference of two trials, infinitely uncertain where one was not measured.

@@ -282,9 +282,9 @@ class RoundEvaluator:
 
     async def _measure(self, candidate: _Candidate, start: int, stop: int) -> None:
         """Ask a candidate the questions ``start`` to ``stop`` of the round."""
-        first = self._block.start
+        begin = self._block.start
         jobs = (
-            EvaluationJob(candidate.state, budget, "search", first + start, first + stop)
+            EvaluationJob(candidate.state, budget, "search", begin + start, begin + stop)
             for budget in self.settings.budgets
         )
         answers = await asyncio.gather(*map(self.evaluator.evaluate, jobs))
