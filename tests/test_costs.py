@@ -20,7 +20,6 @@ from PIL import Image
 from transformers import AutoConfig
 
 from benchmarks.common.fake_server import Answer, Body, FakeServer, Reply, fake_server
-from benchmarks.yardsticks.examples import CHECKPOINTS
 from vllm_autoprune.advise import (
     Inputs,
     Timings,
@@ -38,6 +37,7 @@ from vllm_autoprune.cli.main import main
 from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.http_client import Metrics, ServerClient
 from vllm_autoprune.probe import _Answer, _Round, _solve_rounds, probe_server
+from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.serving.api import layout
 from vllm_autoprune.statistics import resample
 from vllm_autoprune.tpdsl.loading import load_state
@@ -529,7 +529,8 @@ def test_a_video_is_decoded_and_encoded_whole_whatever_is_pruned(
     fast = ("--budget", "1/4", "--prefill-ms-per-token", "1e-6")
     assert advise(*fast)["verdict"][-1] == "Most is decoding, which pruning does not shorten."
     assert "K keeps every token" in advise("--budget", "100%")["verdict"][0]
-    advice = advise("--checkpoint", str(CHECKPOINTS["miniqwen"]))["verdict"][0]
+    compass = build("cohere_compass", tmp_path / "compass")
+    advice = advise("--checkpoint", str(compass))["verdict"][0]
     assert advice == "Pruning will not help here: videos of this model are served whole."
     wrong = advise("--video", str(tmp_path / "0.png"), status=1)
     assert wrong["problems"][0]["fix"] == "give one, or a folder of frames"

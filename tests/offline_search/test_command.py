@@ -104,7 +104,7 @@ def test_a_model_behind_an_endpoint_is_asked_for_lists(
     assert {body["max_tokens"] for body in asked} == {1024 * length}
     texts = {body["messages"][1]["content"].splitlines()[-1] for body in asked}
     if ranges:
-        assert {text.partition(" of ")[0].removeprefix("Propose ") for text in texts} == ranges
+        assert {text.partition("Propose ")[2].partition(" of ")[0] for text in texts} == ranges
     opened = read_ledger(tmp_path / "l.jsonl")[0]
     assert isinstance(opened, SettingsRecord)
     assert opened.settings.proposals_per_reply == length

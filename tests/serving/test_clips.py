@@ -65,8 +65,8 @@ def test_k_of_all_tokens_is_stock_and_counts_are_exact(backbone: str) -> None:
     engine.stop()
     settings = {"state": "vcast", "budget": "100%", "requests": "states"}
     engine = start(settings, model, max_num_batched_tokens=16, max_num_seqs=2, **OPTIONS)
-    whole: list[dict[str, Any]] = [{"video_budget": "100%"}, {"enabled": False}]
-    for entry in whole:
+    untouched: list[dict[str, Any]] = [{"video_budget": "100%"}, {"enabled": False}]
+    for entry in untouched:
         prompts = requests(engine.model, **entry)
         assert_same(engine.generate_each(prompts), stock, tolerance=1e-4)
     few = requests(engine.model, video_budget="tokens_per_frame:2")

@@ -200,17 +200,17 @@ def test_frames_and_their_times_stand_where_they_do_in_the_whole_clip(
 ) -> None:
     """The worker embeds the text of a pruned clip, all of whose tokens are placeholders."""
     sender = Sender(build(backbone, tmp_path), budget=8, **state("vcast"))
-    whole, few = (sender.send([CLIP], modality="video", video_budget=k) for k in ("100%", 9))
+    stock_clip, few = (sender.send([CLIP], modality="video", video_budget=k) for k in ("100%", 9))
     (plan,), kept = few.plans, torch.tensor([0, 5, 6, 7, 14, 18, 20, 21, 23])
     count, row = 9 + len(plan.text), next(r for r in BACKBONES.values() if r.name == backbone)
-    same = zip(whole.prompt, few.prompt, strict=False)
+    same = zip(stock_clip.prompt, few.prompt, strict=False)
     start = next(at for at, (before, after) in enumerate(same) if before != after)
     token = few.prompt[start]
     assert few.prompt[start : start + count] == [token] * count
     unpruned = plan.write_text([token] * TOKENS)
     length = len(unpruned)
-    assert whole.prompt[start : start + length] == unpruned and not whole.plans[0].text
-    assert few.lengths == [count] and whole.lengths == [TOKENS]
+    assert stock_clip.prompt[start : start + length] == unpruned and not stock_clip.plans[0].text
+    assert few.lengths == [count] and stock_clip.lengths == [TOKENS]
 
     module, _, name = row.model.partition(":")
     model: Any = vars(import_module(module))[name].__mro__[3]
@@ -223,7 +223,7 @@ def test_frames_and_their_times_stand_where_they_do_in_the_whole_clip(
         return [MultiModalFeatureSpec({"video_grid_thw": grid}, "video", "", place)]
 
     is_token = torch.tensor(unpruned) == token
-    stock, delta = model.get_mrope_input_positions(whole.prompt, feature(length, is_token))
+    stock, delta = model.get_mrope_input_positions(stock_clip.prompt, feature(length, is_token))
     place, clips = model.get_mrope_input_positions, feature(count, None)
     positions, pruned_delta = _compute_input_positions(
         place, few.prompt, clips, {0: unpruned}, {}, {0: 2}
@@ -236,7 +236,7 @@ def test_frames_and_their_times_stand_where_they_do_in_the_whole_clip(
     is_kept = [at >= 0 or -1 - at in kept for at in in_clip]
     behind = start + length
     expected = [*range(start), *(start + at for at in range(length) if is_kept[at])]
-    expected += range(behind, len(whole.prompt))
+    expected += range(behind, len(stock_clip.prompt))
     for _ in range(2):
         ids = torch.tensor(few.prompt)
         positions = _place_image_tokens(ids, positions, [rows[:, -6:]], [token], 0, moves_all=True)

@@ -99,10 +99,10 @@ def _compute_input_positions(
         start = starts[i] = len(full)
         full += unpruned[i]
         length = len(unpruned[i])
-        whole = replace(place, offset=start, length=length)
+        stretch = replace(place, offset=start, length=length)
         if i in widths:  # text may stand between its tokens
-            whole = replace(whole, is_embed=torch.tensor(unpruned[i]) == ids[place.offset])
-        moved.append(replace(features[i], mm_position=whole))
+            stretch = replace(stretch, is_embed=torch.tensor(unpruned[i]) == ids[place.offset])
+        moved.append(replace(features[i], mm_position=stretch))
         same = length == place.length
         source += range(start, start + length) if same else [start] * place.length
     source += range(len(full), len(full) + len(ids) - done)
