@@ -82,24 +82,15 @@ class Placeholders:
         """Keep K placeholders of one item's prompt text, and all other tokens.
 
         Where other tokens stand between them, each run of placeholders keeps an equal share of K,
-        which is what the worker selects of a tile. Where it embeds the text too, the plan says
-        which, and the item is a placeholder for each of its rows. Memory profiling needs room for
-        all of them.
+        which is what the worker selects of a tile, unless it embeds the text too: the ids then say
+        how many rows there are, and the plan which text is among them. All ids of a clip are then
+        placeholders, by which its rows are placed. Memory profiling needs room for all of them.
         """
         is_embed = find_placeholders(content)
         unpruned = plan.profile or sum(is_embed) <= plan.budget
         if unpruned and not (plan.profile and self.embeds_text):
             return content, plan
         budget = sum(is_embed) if unpruned else plan.budget
-        if self.embeds_text:
-            text = zip(accumulate(is_embed), content.full, is_embed, strict=True)
-            places = tuple((at, token) for at, token, placeholder in text if not placeholder)
-            if len(places) > MAX_TEXT_IDS:
-                what = f"has {len(places)} tokens of text, and {MAX_TEXT_IDS} are allowed"
-                kind, fix = ("video", "fewer frames") if plan.frames else ("image", "a smaller one")
-                raise refuse(kind, what, f"send {fix}")
-            rows = [content.full[is_embed.index(True)]] * (budget + len(places))
-            return replace(content, full=rows, is_embed=None), replace(plan, text=places)
         runs = [sum(1 for _ in run) for placeholder, run in groupby(is_embed) if placeholder]
         shares = iter(split_over_parts(budget, runs, [1] * len(runs)))
         shortened: list[int] = []
@@ -107,7 +98,17 @@ class Placeholders:
         for placeholder, run in groupby(tokens_by_kind, key=itemgetter(0)):
             tokens = [token for _, token in run]
             shortened += tokens[: next(shares)] if placeholder else tokens
-        return replace(content, full=shortened), plan
+        if not self.embeds_text:
+            return replace(content, full=shortened), plan
+        text = zip(accumulate(is_embed), content.full, is_embed, strict=True)
+        places = tuple((at, token) for at, token, placeholder in text if not placeholder)
+        if len(places) > MAX_TEXT_IDS:
+            what = f"has {len(places)} tokens of text, and {MAX_TEXT_IDS} are allowed"
+            kind, fix = ("video", "fewer frames") if plan.frames else ("image", "a smaller one")
+            raise refuse(kind, what, f"send {fix}")
+        if plan.frames:
+            shortened = [content.full[is_embed.index(True)]] * len(shortened)
+        return replace(content, full=shortened, is_embed=None), replace(plan, text=places)
 
 
 def find_placeholders(content: PromptUpdateDetails) -> list[bool]:
