@@ -7,6 +7,7 @@ the left, by B where A is like C and B is not, else by A.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import Literal
 
@@ -63,12 +64,8 @@ class Cells(StatePart):
         if isinstance(value, str):
             if value == "none":
                 return None
-            rule, _, tolerance = value.partition(":")
-            fields = {"rule": rule}
-            if tolerance.isdecimal() and len(tolerance) < 4:
-                fields = {"rule": rule, "tolerance": int(tolerance)}
-            elif ":" in value:
-                fields = None
+            match = re.fullmatch(r"(\w+)(?::(\d{1,3}))?", value)
+            fields = match and {"rule": match[1], "tolerance": int(match[2] or 0)}
         try:
             return cls.model_validate(fields)
         except ValidationError:
@@ -112,12 +109,11 @@ class Cells(StatePart):
             return None
 
         def alike(some: NDArray[numpy.int32], others: NDArray[numpy.int32]) -> NDArray[numpy.bool]:
-            if self.tolerance == 0:
-                same: NDArray[numpy.bool] = equal[some] == equal[others]
-                return same
-            apart = rows[some].astype(numpy.int16) - rows[others]
-            near: NDArray[numpy.bool] = numpy.abs(apart).max(axis=1) <= self.tolerance
-            return near
+            same: NDArray[numpy.bool] = equal[some] == equal[others]
+            if self.tolerance:
+                apart = rows[some].astype(numpy.int16) - rows[others]
+                same = numpy.abs(apart).max(axis=1) <= self.tolerance
+            return same
 
         anchors = numpy.arange(count, dtype=numpy.int32)
         # What is alike by its bytes is so to its anchor too; else a diagonal follows from the last.
