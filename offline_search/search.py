@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -75,6 +75,9 @@ class Search:
     Without a ``proposer`` a request to it ends the search, unless its reply is recorded.
     """
 
+    history: History | None = None
+    """What was measured, once the base policy was."""
+
     def __init__(
         self,
         settings: Settings,
@@ -112,7 +115,7 @@ class Search:
             )
         ledger.put(SettingsRecord(settings=settings))
         strategy = STRATEGIES[settings.strategy](settings)
-        history = await self._rounds.evaluate_baselines(self._base)
+        history = self.history = await self._rounds.evaluate_baselines(self._base)
         # The other splits now, because a question that cannot be asked would else end the search.
         await self._compare(self._base, "validation")
         await self._compare(self._base, "test")
@@ -344,9 +347,22 @@ class _Recording:
 async def replay(
     recording: Path, into: Path, data: Path, images: int | None = None
 ) -> tuple[WinnerRecord, str, str]:
+    """:func:`replay_on` of a data folder, ``images`` of each of whose splits are read."""
+
+    def read(settings: Settings) -> Dataset:
+        # The order of the questions, and with ``images`` their choice, depends on the seed.
+        dataset = read_dataset(data, settings.seed, images)
+        return dataset.in_blocks(settings.block, settings.seed)
+
+    return await replay_on(read, recording, into)
+
+
+async def replay_on(
+    read: Callable[[Settings], Dataset], recording: Path, into: Path
+) -> tuple[WinnerRecord, str, str]:
     """Replay a recording into a new ledger; returns the winner and the digests of both ledgers.
 
-    ``images`` of each split of the data folder are read. The recording is only read. Raises
+    ``read`` gives the questions of a search with these settings. The recording is only read. Raises
     :class:`SearchError` if it was made on other data, or if a step needs a request that was not
     recorded.
     """
@@ -354,14 +370,12 @@ async def replay(
     head = next((record for record in recorded if isinstance(record, SettingsRecord)), None)
     if head is None:
         raise SearchError(f"ledger {recording}: contains no search -> give one that has begun")
-    settings = head.settings
-    # The order of the questions, and with ``images`` their choice, depends on the seed.
-    dataset = read_dataset(data, settings.seed, images).in_blocks(settings.block, settings.seed)
+    settings, dataset = head.settings, read(head.settings)
     # Every evaluator of the package and of the benchmarks ends its name so; others are not checked.
     named = re.search(r"data ([0-9a-f]{12})$", settings.evaluator)
     if named is not None and not dataset.digest.startswith(named[1]):
         raise SearchError(
-            f"ledger {recording}: its search had other questions than {data} gives "
+            f"ledger {recording}: its search had other questions than {dataset.folder} gives "
             f"(data {named[1]}, not {dataset.digest[:12]}) -> give the data folder and the "
             "--images of the recorded search"
         )

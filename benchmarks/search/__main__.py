@@ -10,14 +10,16 @@ from pathlib import Path
 
 from benchmarks.policies import QUOTAS
 from benchmarks.search.evaluator import write_data
+from benchmarks.search.results import format_tables
 from benchmarks.search.study import (
     ABLATIONS,
     ARMS,
     BASE_POLICIES,
+    PROPOSED,
     RELEASED,
     WITHOUT_PROPOSER,
     asks_model,
-    format_tables,
+    replay_study,
     run_study,
 )
 from benchmarks.yardsticks import YARDSTICKS, open_yardstick
@@ -31,6 +33,7 @@ _DATA = "write held-out scenes as a data folder"
 _TABLE = "print the tables of a study again"
 _STUDY = "run, or resume, the published comparison, and print it"
 _ABLATIONS = "run, or resume, the released policy's ablations and quotas"
+_REPLAY = "replay the searches that a capable language model proposed for"
 _ARMS = (
     f"strategies, of {', '.join(ARMS)}; with @none without a language model; then with @numbers or "
     "another space in that; default: those that ask no language model"
@@ -65,10 +68,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     study.add_argument("--base-policy", help="default: the yardstick's in this study")
     study.add_argument("--proposer-url", help="endpoint of a language model; default: none")
     study.add_argument("--proposer-model", default="", help="its name there")
+    text = "best candidates of each search that are measured on new questions too"
+    study.add_argument("--leaders", type=int, default=0, help=text)
     study.add_argument("--at-once", type=int, default=1, help="searches that run concurrently")
     ablations = commands.add_parser("ablations", help=_ABLATIONS, parents=[folder, searches, runs])
     text = "model to measure on"
     ablations.add_argument("--yardstick", choices=YARDSTICKS, required=True, help=text)
+    commands.add_parser("replay", help=_REPLAY)
     options = parser.parse_args(arguments)
     try:
         if options.command == "data":
@@ -80,6 +86,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(format_tables(options.out, options.strategies, seeds), end="")
         elif options.command == "study":
             _run_study(options)
+        elif options.command == "replay":
+            for recording in sorted(PROPOSED.glob("*.jsonl")):
+                print(replay_study(recording))
         else:
             base, budget = RELEASED[options.yardstick]
             settings = Settings(rounds=options.rounds, base_policy=base, budgets=(budget,))
@@ -118,8 +127,9 @@ def _run_study(options: argparse.Namespace) -> None:
             folder, seeds = options.out / f"{name}-k{budget}", range(options.seeds)
             yardstick, at_once = open_yardstick(name), options.at_once
             tables = run_study(
-                folder, yardstick, arms, seeds, settings, connect, at_once, pool=options.pool
-            )
+                folder, yardstick, arms, seeds, settings, connect, at_once,
+                pool=options.pool, leaders=options.leaders,
+            )  # fmt: skip
             print(tables, flush=True)
 
 

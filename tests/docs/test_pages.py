@@ -23,7 +23,7 @@ from vllm.config import ObservabilityConfig
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
-from benchmarks.search.study import _format_mean, _read_confirmed, _read_results
+from benchmarks.search.results import _format_mean, read_confirmed, read_results
 from scripts.models_table import count_published, format_models, read_table
 from scripts.site_hooks import _adapt_page, _generate_files
 from tests.docs.commands import read_commands
@@ -304,7 +304,7 @@ STUDIES = ROOT / "benchmarks/search/recorded/study"
 def test_the_study_has_a_row_for_every_recorded_search_and_no_other() -> None:
     rows = []
     for folder in sorted(STUDIES.iterdir()):
-        results, confirmed = _read_results(folder), _read_confirmed(folder)
+        results, confirmed = read_results(folder), read_confirmed(folder)
         winners = {name: result.winner for name, result in results.items() if result.winner}
         assert set(winners) == set(confirmed)
         for name, winner in winners.items():

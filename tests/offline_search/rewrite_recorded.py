@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from functools import partial
 from pathlib import Path
 
+from benchmarks.search.study import PROPOSED, read_questions
 from offline_search.components import JsonObject
 from offline_search.ledger import (
     EvaluationRecord,
@@ -23,7 +25,7 @@ from offline_search.ledger import (
 )
 from offline_search.prompt import Messages
 from offline_search.proposer import Reply
-from offline_search.search import Search
+from offline_search.search import Search, replay_on
 from tests.offline_search.synthetic import SyntheticEvaluator, dataset
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -60,3 +62,9 @@ async def rewrite(recording: Path) -> str:
 if __name__ == "__main__":
     for recording in sorted(RECORDED.glob("*.jsonl")):
         print(recording.stem, asyncio.run(rewrite(recording))[:12])
+    # The requests of these stay what a model was sent once.
+    for recording in sorted(PROPOSED.glob("*.jsonl")):
+        with tempfile.TemporaryDirectory() as folder:
+            again, read = Path(folder) / "new", partial(read_questions, recording)
+            print(recording.stem, asyncio.run(replay_on(read, recording, again))[2][:12])
+            recording.write_bytes(again.read_bytes())

@@ -8,28 +8,28 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from benchmarks.search import __main__ as command
 from benchmarks.search import study
-from benchmarks.search.study import (
+from benchmarks.search.results import (
     _CURVE_SHARES,
-    ARMS,
-    WITHOUT_PROPOSER,
-    _confirm,
-    _Confirmed,
+    BASE,
+    Confirmed,
     _format_difference,
     _format_mean,
-    _read_confirmed,
-    _read_results,
-    _run_comparison,
-    asks_model,
     format_tables,
+    read_confirmed,
+    read_results,
 )
+from benchmarks.search.study import ARMS, WITHOUT_PROPOSER, _confirm, _run_comparison, asks_model
+from offline_search.candidates import base_state
 from offline_search.dataset import Dataset
 from offline_search.ledger import ReplyRecord, TrialRecord, WinnerRecord, read_ledger
 from offline_search.settings import Settings
 from offline_search.strategies import STRATEGIES
+from tests.offline_search.rewrite_recorded import RECORDED
 from tests.offline_search.synthetic import (
     VALID_REPLIES,
     ScriptedProposer,
@@ -60,7 +60,7 @@ def test_a_comparison_resumes_and_each_winner_is_confirmed_once(
     _run_comparison(tmp_path, arms, [0], SMALL, evaluator)
     assert len(evaluator.jobs) == asked, "nothing is measured again"
     _run_comparison(tmp_path, arms, [0, 1], SMALL, evaluator)
-    results = _read_results(tmp_path)
+    results = read_results(tmp_path)
     assert list(results) == ["random-0", "random-1", "tpe-0", "tpe-1"]
     with pytest.raises(SearchError, match="tpe-0 has other settings"):
         _run_comparison(tmp_path, arms, [0], Settings(rounds=3), evaluator)
@@ -74,14 +74,62 @@ def test_a_comparison_resumes_and_each_winner_is_confirmed_once(
     assert load_state(result.winner.state).digest == records[-1].digest
 
     _confirm(tmp_path, confirming, {}, 8)
-    confirmed, jobs = _read_confirmed(tmp_path), len(confirming.jobs)
+    confirmed, jobs = read_confirmed(tmp_path), len(confirming.jobs)
     assert confirmed.keys() == results.keys()
     _confirm(tmp_path, confirming, {}, 8)
     assert len(confirming.jobs) == jobs and {job.split for job in confirming.jobs} == {"test"}
     text = format_tables(tmp_path, arms, range(3))
     gaps = [confirmed[f"random-{n}"].objective - confirmed[f"tpe-{n}"].objective for n in (0, 1)]
     assert f"{statistics.mean(gaps):.2f} ±" in text and "24 questions" in text
-    assert text.count("| tpe | 2 |") == 2
+    assert text.count("| tpe | 2 |") == 2 and "gap" not in text
+
+
+def test_leaders_are_measured_on_new_questions(data: Dataset, tmp_path: Path) -> None:
+    """Of a search that has ended, without asking a search question again."""
+    evaluator, seeds = SyntheticEvaluator(data), (0, 1)
+    _run_comparison(tmp_path, ["tpe"], seeds, SMALL, evaluator)
+    asked = len(evaluator.jobs)
+    _run_comparison(tmp_path, ["tpe"], seeds, SMALL, evaluator, leaders=5)
+    assert len(evaluator.jobs) == asked
+    _confirm(tmp_path, evaluator, {BASE: base_state(SMALL)}, 8)
+    confirmed, gaps, ranks = read_confirmed(tmp_path), [], []
+    for name, result in read_results(tmp_path).items():
+        trials = [r for r in read_ledger(tmp_path / f"{name}.jsonl") if isinstance(r, TrialRecord)]
+        searched = {r.name: r.score for r in trials if r.score is not None}
+        best = sorted(searched, key=lambda trial: -searched[trial])[:5]
+        assert [leader.name for leader in result.leaders] == best
+        new = [confirmed[f"{name} {trial}"].objective for trial in best]
+        places = np.argsort(np.argsort(new)[::-1]).tolist()
+        ranks.append(statistics.correlation(range(5), places))
+        assert result.winner is not None and result.base_objective is not None
+        base = confirmed[BASE].objective
+        winner = next(each.name for each in result.leaders if each.digest == result.winner.digest)
+        gap = searched[winner] - result.base_objective - (confirmed[name].objective - base)
+        gaps.append(gap)
+    row = f"| tpe | 2 | {_format_mean(gaps, 2)} | {_format_mean(ranks, 2)} |"
+    assert row in format_tables(tmp_path, ["tpe"], seeds)
+
+
+@pytest.mark.slow
+def test_searches_with_a_capable_proposer_replay(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["replay"]) == 0
+    llava, qwen = capsys.readouterr().out.splitlines()
+    assert llava.startswith("minillava: candidate 10.1, search objective -1.39; ")
+    assert qwen.startswith("miniqwen: candidate 9.4, search objective -0.48; ")
+
+
+def test_a_replay_that_differs_is_an_error(
+    data: Dataset, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(study, "open_yardstick", lambda name: SimpleNamespace(name=name))
+    synthetic = SyntheticEvaluator(data, probes=False)
+    monkeypatch.setattr(study, "YardstickEvaluator", lambda *_, **options: synthetic)
+    recording = RECORDED / "lists.jsonl"
+    assert study.replay_study(recording).startswith("lists: candidate ")
+    changed = tmp_path / "lists.jsonl"
+    changed.write_text(recording.read_text().replace('"status":"evaluated"', '"status":"dropped"'))
+    with pytest.raises(SearchError, match="its replay differs"):
+        study.replay_study(changed)
 
 
 def connecting(replies: Sequence[str]) -> study.Connect:
@@ -100,7 +148,7 @@ def test_a_language_model_is_asked_by_the_arms_that_name_it(data: Dataset, tmp_p
             records = read_ledger(folder / f"{arm}-0.jsonl")
             asked = any(isinstance(record, ReplyRecord) for record in records)
             assert asked == (arm == "autoprune")
-    results = _read_results(tmp_path / "b")
+    results = read_results(tmp_path / "b")
     assert results["autoprune-0"].winner is None and results["autoprune+@none-0"].winner
     assert results["autoprune-0"].invalid == results["autoprune-0"].candidates == 25
     text = format_tables(tmp_path / "b", arms, [0])
@@ -118,9 +166,9 @@ def test_a_mean_has_a_student_t_interval(count: int, quantile: float) -> None:
 
 
 def test_intervals_of_differences_are_over_seeds_and_questions() -> None:
-    def score(*blocks: float) -> _Confirmed:
+    def score(*blocks: float) -> Confirmed:
         mean = statistics.mean(blocks)
-        return _Confirmed(
+        return Confirmed(
             questions=2, evaluator="e", digest="d", objective=mean, accuracy=0.0, blocks=blocks
         )
 
@@ -161,7 +209,7 @@ def test_commands_run_studies_and_ablations_and_print_them_again(
     assert command.main(["ablations", "--yardstick", "minillava", *out]) == 0
     text = capsys.readouterr().out
     for arm in study.ABLATIONS:
-        settings = _read_results(tmp_path / "spaces/minillava-k8")[f"{arm}-1"].settings
+        settings = read_results(tmp_path / "spaces/minillava-k8")[f"{arm}-1"].settings
         assert arm == f"autoprune+@none@{settings.space}" and settings.base_policy == "divprune"
         assert f"| {arm} | 2 |" in text
     assert "less autoprune+@none@released" in text and "less base policy" in text

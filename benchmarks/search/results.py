@@ -1,0 +1,318 @@
+"""Results of a comparison of search strategies, and their tables.
+
+A folder has a line for every search that has ended, and what was measured of its winner on new
+questions. A ledger takes hundreds of kilobytes, a result two: those of published tables are in the
+repository.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+from pydantic import Field, JsonValue, TypeAdapter
+
+from offline_search.history import History
+from offline_search.ledger import read_ledger
+from offline_search.report import read_report
+from offline_search.settings import Settings, Space
+from vllm_autoprune.record_file import FrozenModel
+from vllm_autoprune.report import Table
+from vllm_autoprune.statistics import correlate_ranks
+
+BASE = "base policy"
+"""Name of the base policy alone among what was confirmed."""
+_CURVE_SHARES = (0.1, 0.2, 0.4, 1.0)
+"""Shares of all answers after which the best objective on the search split is kept."""
+
+
+class _Winner(FrozenModel):
+    """The winner of a search, with its scores on the test split."""
+
+    digest: str
+    objective: float
+    gain: float = Field(description="objective less the base policy's")
+    accuracy: float
+    state: dict[str, JsonValue]
+
+
+class _Leader(FrozenModel):
+    """One of the best candidates of a search, by its estimate."""
+
+    name: str
+    digest: str
+    objective: float
+    state: dict[str, JsonValue]
+
+
+class SearchResult(FrozenModel):
+    """One search that has ended; without a winner where it gave up before anything was measured."""
+
+    name: str
+    settings: Settings
+    candidates: int
+    invalid: int = Field(description="candidates that were invalid or unsafe")
+    replies: int = Field(description="replies of the language model")
+    answers: int
+    curve: tuple[float | None, ...]
+    winner: _Winner | None
+    base_objective: float | None = Field(
+        default=None, exclude_if=lambda value: value is None, description="on the search split"
+    )
+    leaders: tuple[_Leader, ...] = Field(default=(), exclude_if=lambda leaders: not leaders)
+
+    @classmethod
+    def read(cls, name: str, path: Path, history: History, leaders: int) -> SearchResult:
+        """The result of a search whose ledger is complete, with so many of its best candidates."""
+        report = read_report(read_ledger(path))
+        answers, winner = report.answers, None
+        curve = [[y for x, y in report.curve() if x <= share * answers] for share in _CURVE_SHARES]
+        if (record := report.winner) is not None:
+            winner = _Winner(
+                digest=record.digest,
+                objective=record.test.objective.value,
+                gain=record.test.gain.value,
+                accuracy=record.test.accuracy,
+                # Without the provenance, which has the scores again.
+                state={k: v for k, v in record.state.items() if k != "provenance"},
+            )
+        best = [
+            _Leader(
+                name=trial.name,
+                digest=trial.proposal.digest,
+                objective=history.estimate(trial) or 0.0,
+                state=trial.require_state().model_dump(mode="json", exclude={"provenance"}),
+            )
+            for trial in history.ranked()[:leaders]
+        ]
+        return cls(
+            name=name,
+            settings=report.settings,
+            candidates=len(report.trials),
+            invalid=report.statuses.get("invalid", 0) + report.statuses.get("unsafe", 0),
+            replies=len(report.replies),
+            answers=answers,
+            curve=tuple(reached[-1] if reached else None for reached in curve),
+            winner=winner,
+            base_objective=history.estimate(history.base) if leaders else None,
+            leaders=tuple(best),
+        )
+
+
+class Confirmed(FrozenModel):
+    """One winner or state: its mean objective, and accuracy."""
+
+    questions: int
+    evaluator: str
+    digest: str
+    objective: float
+    accuracy: float
+    blocks: tuple[float, ...] = Field(
+        default=(),
+        exclude_if=lambda blocks: not blocks,
+        description="mean objective of each of several equal blocks of the questions",
+    )
+
+
+CONFIRMED = TypeAdapter(dict[str, Confirmed])
+
+
+def read_results(folder: Path) -> dict[str, SearchResult]:
+    """Results of the searches that have ended, by arm and seed, such as ``tpe-0``."""
+    path = folder / "results.jsonl"
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return {result.name: result for result in map(SearchResult.model_validate_json, lines)}
+
+
+def read_confirmed(folder: Path) -> dict[str, Confirmed]:
+    """What was confirmed so far, by name of the search or state."""
+    path = folder / "confirmation.json"
+    return CONFIRMED.validate_json(path.read_bytes()) if path.exists() else {}
+
+
+def read_space(arm: str) -> Space:
+    """The space of an arm: the whole language unless its name ends in another, as ``@numbers``."""
+    return next((space for space in get_args(Space) if arm.endswith(f"@{space}")), "all")
+
+
+# Two-sided 95 % quantiles of Student's t distribution, for 1 to 9 degrees of freedom.
+_T_QUANTILES = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+_REFERENCES = ("tpe", "autoprune+@none")
+"""The arms that the others are compared with, where they are among them."""
+
+
+def format_tables(folder: Path, arms: Sequence[str], seeds: Sequence[int]) -> str:
+    """The searches of a folder; their winners beside each reference; single states.
+
+    Winners that were not confirmed are left out. Spaces are compared by strategy, each with the
+    largest.
+    """
+    tables = _tabulate_searches(read_results(folder), arms, seeds)
+    groups = {arm: list(arms) for arm in _REFERENCES if arm in arms} or {arms[0]: list(arms)}
+    if any(read_space(arm) != "all" for arm in arms):
+        strategies: dict[str, list[str]] = {}
+        for arm in arms:
+            strategies.setdefault(arm.removesuffix(f"@{read_space(arm)}"), []).append(arm)
+        groups = {group[0]: group for group in strategies.values()}
+    confirmed = read_confirmed(folder)
+    tables += _tabulate_leaders(read_results(folder), confirmed, arms, seeds)
+    texts = [f"{table.markdown()}\n" for table in tables]
+    if confirmed:
+        texts += [_tabulate_winners(confirmed, group, seeds, arm) for arm, group in groups.items()]
+    base = confirmed.get(BASE)
+    states = [
+        (name, f"{s.objective:.2f}", f"{100 * s.accuracy:.1f}", _format_difference([(s, base)]))
+        for name, s in confirmed.items()
+        if base and name.startswith("q_e = ")
+    ]
+    if states:
+        columns = ("state", "objective", "accuracy %", f"less {BASE}")
+        texts.append(Table("", columns, states, "lrrr").markdown() + "\n")
+    return "\n".join(texts)
+
+
+def _tabulate_searches(
+    known: Mapping[str, SearchResult], arms: Sequence[str], seeds: Sequence[int]
+) -> list[Table]:
+    """Test results, and the best objective after shares of the answers."""
+    rows, curves = [], []
+    for arm in arms:
+        results = [known[name] for name in (f"{arm}-{seed}" for seed in seeds) if name in known]
+        candidates = sum(result.candidates for result in results)
+        invalid = sum(result.invalid for result in results)
+        share = f"{100 * invalid / candidates:.0f}" if candidates else ""
+        ended = [(result, result.winner) for result in results if result.winner is not None]
+        if not ended:
+            rows.append([arm, "0", *[""] * 4, share])
+            continue
+        winners = [winner for _, winner in ended]
+        rows.append([
+            arm,
+            str(len(ended)),
+            _format_mean([winner.objective for winner in winners]),
+            _format_mean([winner.gain for winner in winners]),
+            _format_mean([100 * winner.accuracy for winner in winners], 1),
+            f"{statistics.mean(result.answers for result, _ in ended):.0f}",
+            share,
+        ])  # fmt: skip
+        columns = zip(*(result.curve for result, _ in ended), strict=True)
+        # Where every search has a best objective by then.
+        means = (
+            "" if None in column else f"{statistics.mean(v for v in column if v is not None):.4f}"
+            for column in columns
+        )
+        curves.append([arm, *means])
+    head = ["strategy", "seeds", "test objective", "gain over base", "accuracy %", "answers"]
+    shares = (f"{share:.0%}" for share in _CURVE_SHARES)
+    return [
+        Table("", [*head, "invalid %"], rows, "lrrrrrr"),
+        Table("", ["search objective after", *shares], curves, "lrrrr"),
+    ]
+
+
+def _tabulate_leaders(
+    known: Mapping[str, SearchResult],
+    confirmed: Mapping[str, Confirmed],
+    arms: Sequence[str],
+    seeds: Sequence[int],
+) -> list[Table]:
+    """What the leaders' objectives on the search split say of new questions.
+
+    The gap is how much more a winner gains over the base policy on the search split than on new
+    questions.
+    """
+    rows = []
+    for arm in arms:
+        gaps, ranks = list[float](), list[float]()
+        for name in (f"{arm}-{seed}" for seed in seeds):
+            result, base = known.get(name), confirmed.get(BASE)
+            keys = [f"{name} {each.name}" for each in result.leaders] if result else []
+            if result is None or not keys or base is None or not confirmed.keys() >= set(keys):
+                continue
+            searched = np.array([each.objective for each in result.leaders])
+            new = np.array([confirmed[key].objective for key in keys])
+            ranks.append(float(correlate_ranks(searched, new)))
+            if result.winner is not None and result.base_objective is not None:
+                digests = [each.digest for each in result.leaders]
+                place = digests.index(result.winner.digest)
+                gain = searched[place] - result.base_objective
+                gaps.append(float(gain - (new[place] - base.objective)))
+        if ranks:
+            rows.append([arm, str(len(ranks)), _format_mean(gaps, 2), _format_mean(ranks, 2)])
+    head = ["strategy", "seeds", "gap to new questions", "rank correlation of the leaders"]
+    return [Table("", head, rows, "lrrr")] if rows else []
+
+
+def _tabulate_winners(
+    confirmed: Mapping[str, Confirmed], arms: Sequence[str], seeds: Sequence[int], reference: str
+) -> str:
+    """Confirmed objective and accuracy of each arm, less a reference and less the base policy."""
+    base = confirmed.get(BASE)
+    rows = []
+    for arm in arms:
+        scores = {s: confirmed[name] for s in seeds if (name := f"{arm}-{s}") in confirmed}
+        if not scores:
+            continue
+        others = {s: confirmed.get(f"{reference}-{s}") for s in scores}
+        pairs = [(score, other) for s, score in scores.items() if (other := others[s]) is not None]
+        rows.append([
+            arm,
+            str(len(scores)),
+            _format_mean([score.objective for score in scores.values()], 2),
+            _format_mean([100 * score.accuracy for score in scores.values()], 1),
+            _format_difference(pairs) if pairs and arm != reference else "-",
+            *([_format_difference([(score, base) for score in scores.values()])] if base else []),
+        ])  # fmt: skip
+    head = ["strategy", "seeds", "objective", "accuracy %", f"less {reference}, paired by seed"]
+    head += [f"less {BASE}"] if base else []
+    questions = sorted({score.questions for score in confirmed.values()})
+    note = f"{', '.join(map(str, questions))} questions; \u00b1 is Student's t over seeds"
+    note += ", in differences over questions as well." if base else "."
+    return "\n".join([Table("", head, rows, "lrrrrr"[: len(head)]).markdown(), "", note]) + "\n"
+
+
+def _format_mean(values: Sequence[float], digits: int = 4) -> str:
+    """Mean with its 95 % confidence interval by Student's t; only the mean of a single value."""
+    mean = statistics.mean(values)
+    if len(values) < 2:
+        return f"{mean:.{digits}f}"
+    width = _t_quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    return f"{mean:.{digits}f} ± {width:.{digits}f}"
+
+
+def _t_quantile(freedom: int) -> float:
+    """Two-sided 95 % quantile of Student's t distribution.
+
+    Above the table by the expansion around the normal quantile (Abramowitz and Stegun, 26.7.5),
+    which is right to three decimals there.
+    """
+    if freedom <= len(_T_QUANTILES):
+        return _T_QUANTILES[freedom - 1]
+    z = statistics.NormalDist().inv_cdf(0.975)
+    linear = (z**3 + z) / 4
+    square = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    cubic = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + linear / freedom + square / freedom**2 + cubic / freedom**3
+
+
+def _format_difference(pairs: Sequence[tuple[Confirmed, Confirmed]]) -> str:
+    """Mean difference over pairs, one a seed, with its 95 % interval over seeds and questions.
+
+    The variance of the mean is bounded by the sum of those over seeds and over blocks of questions
+    (two crossed random effects, whose residual counts twice), and Student's t has the fewer degrees
+    of freedom of the two. An effect with a single level is left out, as questions without blocks.
+    """
+    by_seed = [score.objective - other.objective for score, other in pairs]
+    blocks = [np.subtract(a.blocks, b.blocks) for a, b in pairs if a.blocks and b.blocks]
+    by_block = np.mean(blocks, axis=0).tolist() if blocks else []
+    mean = statistics.mean(by_seed)
+    effects = [effect for effect in (by_seed, by_block) if len(effect) > 1]
+    if not effects:
+        return f"{mean:.2f}"
+    variance = sum(statistics.variance(effect) / len(effect) for effect in effects)
+    width = _t_quantile(min(map(len, effects)) - 1) * math.sqrt(variance)
+    return f"{mean:.2f} ± {width:.2f}"
