@@ -21,6 +21,8 @@ from vllm_autoprune.selftest.serve import clip, picture
 pytestmark = pytest.mark.engine
 
 PER_FRAME = 6
+SINGLE = {"llava_onevision": (4, 1), "internvl": (4, 0), "internvl_chat": (4, 0)}
+"""Backbones whose frames are not joined two by two: tokens of one, rows behind the last."""
 OPTIONS: dict[str, Any] = {"dtype": "float32", "limit_mm_per_prompt": {"image": 1, "video": 2}}
 
 
@@ -52,8 +54,11 @@ def requests(model: Any, **entry: Any) -> list[Prompt]:
 @pytest.mark.parametrize(
     "backbone",
     [
-        *("qwen2_5_vl", "qwen3_vl"),
-        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("qwen2_vl", "glm4v")),
+        *("qwen2_5_vl", "qwen3_vl", "llava_onevision", "internvl"),
+        *(
+            pytest.param(name, marks=pytest.mark.exhaustive)
+            for name in ("qwen2_vl", "glm4v", "internvl_chat")
+        ),
     ],
 )
 @in_engine
@@ -75,7 +80,11 @@ def test_k_of_all_tokens_is_stock_and_counts_are_exact(backbone: str) -> None:
         unpruned["prompt_tokens"] - few["prompt_tokens"]
         for unpruned, few in zip(stock, kept, strict=True)
     ]
-    expected = [count * (PER_FRAME - 2) for count in groups[: len(few)]]
+    tokens, ends = SINGLE.get(backbone, (PER_FRAME, 0))
+    frames = 2 if backbone in SINGLE else 1
+    expected = [count * frames * (tokens - 2) + ends for count in groups[: len(few)]]
+    if ends:  # of two clips
+        expected[-1] += ends
     if backbone == "glm4v":
         expected[0] = 2 * PER_FRAME - 2  # the shortest is enlarged
     assert removed == expected

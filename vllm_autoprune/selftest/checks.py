@@ -369,6 +369,8 @@ def _clips_keep_some_tokens(report: Report) -> str:
         return f"rows {report.clip}"
     tokens = [*range(start), *(start + row for row in rows)]
     tokens += range(behind + removed, len(stock.positions[0]))
+    if len(stock.positions) == 1:  # without M-RoPE a token that is gone leaves no gap
+        tokens = [*range(len(tokens))]
     if few.positions != [[axis[token] for token in tokens] for axis in stock.positions]:
         return f"positions {few.positions} of the rows {report.clip}"
     for name, completion in clips.items():

@@ -6,7 +6,7 @@ With the identities that caches hold its tokens by, and the bytes of a state tha
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
@@ -326,6 +326,9 @@ _MOST += (MAX_RECALLS + 1) * (3 + RELEVANCE_IDS + LANGUAGE_IDS)
 
 _RENDERED = "send images, or inputs that a server with the same settings has rendered"
 
+CLIP_FIELDS = ("pixel_values_videos", "pixel_values_flat_video")
+"""Pixels of a clip, by frame where all have the same size; the second is InternVL's."""
+
 CELL = 2
 """Patches on each side of a token, in every model that drops cells."""
 
@@ -340,16 +343,25 @@ def plan_error(what: str) -> RequestError:
     return refuse(FIELD, what, _RENDERED)
 
 
-def check_clip(plan: ItemPlan, modality: str, grid: object) -> None:
+def check_clip(
+    plan: ItemPlan, modality: str, fields: Mapping[str, object], frame: tuple[int, int] | None
+) -> None:
     """Raise :class:`RequestError` unless a plan is of a clip where the item is one, of its size.
 
-    ``grid`` is that of the clip's patches, of which :data:`CELL` on a side are a token.
+    The ``fields`` of a clip have the grid of its patches, of which :data:`CELL` on a side are a
+    token, or its frames, which have the tokens of ``frame`` and the rows behind the last.
     """
     if (plan.frames > 0) != (modality == "video"):
         raise plan_error(f"has T = {plan.frames}, and its item is {modality!r}")
     if plan.frames:
-        sizes = grid.tolist() if isinstance(grid, Tensor) and grid.dim() == 1 else []
-        if sizes[:1] != [plan.frames] or prod(sizes) != plan.tokens * CELL**2:
+        grid, frames, tokens = fields.get("video_grid_thw"), 0, 0
+        pixels = [part for name, part in fields.items() if name in CLIP_FIELDS]
+        if frame is None and isinstance(grid, Tensor) and grid.dim() == 1:
+            frames, tokens = int(grid[0]), int(grid.prod()) // CELL**2
+        elif frame is not None and pixels and isinstance(pixels[0], Tensor):
+            frames = len(pixels[0])
+            tokens = frames * frame[0] + frame[1]
+        if (frames, tokens) != (plan.frames, plan.tokens):
             raise plan_error(f"has T = {plan.frames} and N = {plan.tokens}, which its clip has not")
 
 

@@ -69,7 +69,8 @@ class ServedState:
     read, each with the reason. Workers write metrics to ``metrics_folder``, nowhere if it is empty;
     ``kv_bytes`` is the size of one token in the KV cache; ``cells`` drops cells before the tower,
     ``whole_only`` says why no rule can, empty where one can. ``clips`` says whether tokens of
-    videos can be chosen, ``video_budget`` is their budget in the place of a state's own.
+    videos can be chosen, ``video_budget`` is their budget in the place of a state's own; ``frame``
+    is that of the backbone.
     """
 
     architecture: str
@@ -85,10 +86,17 @@ class ServedState:
     whole_only: str = ""
     clips: bool = False
     video_budget: BudgetCall | None = None
+    frame: tuple[int, int] | None = None
 
     def policy(self, budget: int | None = None, keep: Chooser = "state") -> PruningPolicy:
         """The policy at the server's budget, or at a request's; raises BudgetError."""
         return make_policy(self.state, self.budget if budget is None else budget, keep)
+
+    def clip_budget(self, policy: PruningPolicy, tokens: int, frames: int) -> int:
+        """K of a clip of N tokens in T frames, N where a policy keeps all tokens of its frames."""
+        candidates = tokens - (self.frame[1] if self.frame else 0)
+        budget = policy.at(candidates, frames).budget
+        return tokens if budget >= candidates else budget
 
     def state_for_plan(self, plan: ItemPlan) -> PruningState:
         """The state in a plan, or the server's own."""
@@ -371,7 +379,7 @@ class PlanRules:
             most, state = by_request * plan.frames, self.served.state
             if state.frames is not None:
                 policy = make_policy(state, self.served.video_budget, clip=True)
-                most = max(most, policy.at(plan.tokens, plan.frames).budget)
+                most = max(most, self.served.clip_budget(policy, plan.tokens, plan.frames))
         budget, *recalls = [*(choice.budget for choice in plan.earlier), plan.budget]
         if plan.part == "delta":
             budget = plan.image_budget

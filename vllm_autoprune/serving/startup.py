@@ -254,6 +254,7 @@ def _resolve_settings(raw: object, vllm_config: VllmConfig) -> ServedState:
         whole_only=whole_only,
         clips=clips,
         video_budget=settings.video_budget,
+        frame=backbone.frame(model.hf_config) if clips and backbone.frame else None,
     )
     if problems := _input_problems(vllm_config, backbone, served.needs):
         raise ConfigError("cannot serve pruned", problems)

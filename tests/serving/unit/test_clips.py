@@ -126,7 +126,7 @@ def test_a_name_is_no_identity_and_finds_its_clip_again(tiny: Path) -> None:
 
 
 def test_what_cannot_be_is_refused(tiny: Path, tmp_path: Path) -> None:
-    other_model = Sender(build("internvl", tmp_path), budget=8, **state("vcast"))
+    other_model = Sender(build("glm_ocr", tmp_path), budget=8, **state("vcast"))
     images_only = Sender(tiny, budget=8)
     clips = Sender(tiny, budget=8, **state("vcast"))
     for sender, budget, problem in (
@@ -156,24 +156,27 @@ def test_models_whose_videos_are_pruned_say_so(architecture: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("frames", "tokens", "modality", "grid"),
+    ("name", "part", "frame", "tokens"),
     [
-        (4, 24, "image", [4, 4, 6]),
-        (0, 24, "video", [4, 4, 6]),
-        (5, 24, "video", [4, 4, 6]),
-        (4, 25, "video", [4, 4, 6]),
-        (4, 24, "video", None),
+        ("video_grid_thw", torch.tensor([4, 4, 6]), None, 24),
+        ("pixel_values_videos", torch.zeros(4, 3, 2, 2), (6, 1), 25),
+        ("pixel_values_flat_video", torch.zeros(4, 3, 2, 2), (6, 0), 24),
     ],
 )
 def test_a_plan_of_another_clip_is_refused(
-    frames: int, tokens: int, modality: str, grid: list[int] | None
+    name: str, part: torch.Tensor, frame: tuple[int, int] | None, tokens: int
 ) -> None:
-    sizes = None if grid is None else torch.tensor(grid)
-    good = ItemPlan(8, NO_KEY, tokens=24, frames=4)
-    check_clip(ItemPlan.decode(good.encode()), "video", torch.tensor([4, 4, 6]))
-    plan = ItemPlan(8, NO_KEY, tokens=tokens, frames=frames)
-    with pytest.raises(RequestError, match="has T = "):
-        check_clip(plan, modality, sizes)
+    good = ItemPlan(8, NO_KEY, tokens=tokens, frames=4)
+    check_clip(ItemPlan.decode(good.encode()), "video", {name: part}, frame)
+    for plan, modality, field in (
+        (good, "image", name),
+        (replace(good, frames=0), "video", name),
+        (replace(good, frames=5), "video", name),
+        (replace(good, tokens=tokens + 1), "video", name),
+        (good, "video", "pixel_values"),
+    ):
+        with pytest.raises(RequestError, match="has T = "):
+            check_clip(plan, modality, {field: part}, frame)
 
 
 def test_tokens_of_a_clip_are_placed_once_however_often_they_are() -> None:

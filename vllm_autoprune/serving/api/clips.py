@@ -72,8 +72,8 @@ class Clips:
         request, rules, k = self.request, served.rules, tokens
         if request.enabled:
             chosen, budget = self.state or served.state, request.video_budget or served.video_budget
-            policy = make_policy(chosen, budget, request.keep, clip=True).at(tokens, frames)
-            k = policy.budget
+            policy = make_policy(chosen, budget, request.keep, clip=True)
+            k = served.clip_budget(policy, tokens, frames)
             compares = request.keep in ("state", "reference") and (
                 policy.refines or policy.base.score is None
             )

@@ -386,7 +386,7 @@ def _check_features(
         plan = ItemPlan.decode(field.data)
         rules.check(plan, feature.mm_position.get_num_embeds())
         fields = {name: part for name, part in data.get_data().items() if name != FIELD}
-        check_clip(plan, feature.modality, fields.get("video_grid_thw"))
+        check_clip(plan, feature.modality, fields, rules.served.frame)
         if CELLS_FIELD in data:
             if rules.served.whole_only:
                 raise cells_error("are not dropped of this model's images")

@@ -58,7 +58,7 @@ class Placeholders:
     ``unsplittable`` says why an image cannot be several items of a prompt, empty where it can.
     ``resize`` gives the size to which the model's processor would shrink an image of that size to
     have at most K tokens; None where N does not follow the size closely enough. ``text`` is what
-    stands for an image in a prompt before it is processed, where it is no token. ``embeds_text``
+    stands for an item in a prompt before it is processed, where it is no token. ``embeds_text``
     says that the worker makes the rows of text between the tokens of a pruned item as well: only
     there it is known how many tokens are kept before each. vLLM's own pruning of Qwen3-VL's videos
     does so (``Qwen3VLMultiModalProcessor.get_video_repl``). ``video_token`` is the token of clips,
@@ -88,17 +88,18 @@ class Placeholders:
         """
         is_embed = find_placeholders(content)
         unpruned = plan.profile or sum(is_embed) <= plan.budget
-        if unpruned and not (plan.profile and self.embeds_text):
+        runs = [sum(1 for _ in run) for placeholder, run in groupby(is_embed) if placeholder]
+        embeds_text = self.embeds_text and (len(runs) > 1 or plan.frames > 0)
+        if unpruned and not (plan.profile and embeds_text):
             return content, plan
         budget = sum(is_embed) if unpruned else plan.budget
-        runs = [sum(1 for _ in run) for placeholder, run in groupby(is_embed) if placeholder]
         shares = iter(split_over_parts(budget, runs, [1] * len(runs)))
         shortened: list[int] = []
         tokens_by_kind = zip(is_embed, content.full, strict=True)
         for placeholder, run in groupby(tokens_by_kind, key=itemgetter(0)):
             tokens = [token for _, token in run]
             shortened += tokens[: next(shares)] if placeholder else tokens
-        if not self.embeds_text:
+        if not embeds_text:
             return replace(content, full=shortened), plan
         text = zip(accumulate(is_embed), content.full, is_embed, strict=True)
         places = tuple((at, token) for at, token, placeholder in text if not placeholder)

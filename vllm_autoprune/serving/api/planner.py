@@ -214,7 +214,7 @@ class RequestPlanner:
             if len(texts) != len(digests):
                 assert self._placeholders.video_token is not None
                 token = self._placeholders.video_token(self._info)
-                texts = [self._read_prompt(inputs, token)] * len(digests)
+                texts = [self._read_prompt(inputs, token, "video")] * len(digests)
             contents = [repr((digest, salt)) for digest in digests]
             clips = Clips(contents, texts, request, state)
         label = request.state_label(served.state.name)
@@ -316,10 +316,10 @@ class RequestPlanner:
             ),
         )
 
-    def _read_prompt(self, inputs: ProcessorInputs, token: int) -> str:
+    def _read_prompt(self, inputs: ProcessorInputs, token: int, modality: str = "image") -> str:
         """The question of a prompt without messages, or of messages whose images were not found."""
         decode = self._info.get_tokenizer().decode
-        text = self._placeholders.text
+        text = self._placeholders.text.replace("image", modality)
         return extract_prompt_instruction(inputs.prompt, token, decode, self._suffix, text)
 
     def _resolve_names(

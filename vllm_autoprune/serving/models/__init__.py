@@ -10,6 +10,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,6 +85,8 @@ class Backbone:
     """Whether tokens of videos can be chosen; else they are what they are in stock vLLM."""
     embeds_text: bool = False
     """Whether text stands between the tokens of an item, and is embedded with those kept."""
+    frame: Callable[[PreTrainedConfig], tuple[int, int]] | None = None
+    """Tokens of each frame of a clip, and rows behind the last, where no size changes them."""
     remote_processor: bool = False
     """Whether vLLM serves it by an image processor that is Python code of the checkpoint."""
     state: str = "cen_divprune"
@@ -197,8 +200,23 @@ def _ocr(name: str, stock: str, **fields: Any) -> Backbone:
     return Backbone(name, "ocr", stock, **{**usual, **fields})
 
 
-_DATED: dict[str, Any] = {"clips": True, "embeds_text": True}
-"""Clips have the time of each frame among their tokens."""
+def shuffled_frame(config: PreTrainedConfig) -> tuple[int, int]:
+    """Tokens of a frame of InternVL, one square tile."""
+    vision = config.vision_config
+    size, patch = (side if isinstance(side, int) else side[0]
+                   for side in (vision.image_size, vision.patch_size))  # fmt: skip
+    return round(size // patch * config.downsample_ratio) ** 2, 0
+
+
+def pooled_frame(config: PreTrainedConfig) -> tuple[int, int]:
+    """Tokens of a frame of LLaVA-OneVision, pooled two by two, and the newline of a clip."""
+    vision = config.vision_config
+    return ceil(vision.image_size // vision.patch_size / 2) ** 2, 1
+
+
+_NAMED: dict[str, Any] = {"clips": True, "embeds_text": True}
+"""Clips have the time or the number of each frame among their tokens."""
+_NUMBERED = {**_NAMED, "frame": shuffled_frame}
 
 _SHUFFLED = _exactly("downsample_ratio", 0.5)
 _INTERNVL_CHAT = (
@@ -217,13 +235,13 @@ BACKBONES: dict[str, Backbone] = {
         _ClipBackbone("llava_next", "llava", "LlavaNextForConditionalGeneration"),
         _qwen("qwen2_vl", "Qwen2VLForConditionalGeneration", clips=True),
         _qwen("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", _FULL, clips=True),
-        _qwen("qwen3_vl", "Qwen3VLForConditionalGeneration", **_DATED),
-        _qwen("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", **_DATED),
-        _qwen("qwen3_5", "Qwen3_5ForConditionalGeneration", **_DATED),
-        _qwen("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", **_DATED),
+        _qwen("qwen3_vl", "Qwen3VLForConditionalGeneration", **_NAMED),
+        _qwen("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", **_NAMED),
+        _qwen("qwen3_5", "Qwen3_5ForConditionalGeneration", **_NAMED),
+        _qwen("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", **_NAMED),
         _qwen("cohere_compass", "CohereCompassForConditionalGeneration"),
-        _qwen("glm4v", "Glm4vForConditionalGeneration", **_DATED),
-        _qwen("glm4v_moe", "Glm4vMoeForConditionalGeneration", **_DATED),
+        _qwen("glm4v", "Glm4vForConditionalGeneration", **_NAMED),
+        _qwen("glm4v_moe", "Glm4vMoeForConditionalGeneration", **_NAMED),
         # Pages lose first.
         _qwen(
             *("glm_ocr", "GlmOcrForConditionalGeneration"),
@@ -243,14 +261,17 @@ BACKBONES: dict[str, Backbone] = {
                 _exactly("vision_config.model_type", "siglip_vision_model"),
                 _exactly("vision_feature_select_strategy", "full"),  # all patches
             ),
+            clips=True,
+            frame=pooled_frame,
         ),
         _tiled(
             *("internvl", "InternS1ForConditionalGeneration", _MARKS, _SHUFFLED),
+            **_NUMBERED,
             # InternVL of transformers is served by vLLM's class of InternS1.
             architectures=("InternVLForConditionalGeneration",),
         ),
-        _tiled("interns1", "InternS1ForConditionalGeneration", _MARKS, _SHUFFLED),
-        _tiled("internvl_chat", "InternVLChatModel", _MARKS, *_INTERNVL_CHAT),
+        _tiled("interns1", "InternS1ForConditionalGeneration", _MARKS, _SHUFFLED, **_NUMBERED),
+        _tiled("internvl_chat", "InternVLChatModel", _MARKS, *_INTERNVL_CHAT, **_NUMBERED),
         _tiled("qianfan_ocr", "QianfanOCRForConditionalGeneration", _MARKS, *_INTERNVL_CHAT),
         _tiled("skywork_chat", "SkyworkR1VChatModel", _MARKS, *_INTERNVL_CHAT),
         _tiled("idefics3", "Idefics3ForConditionalGeneration", _TEXT, embeds_text=True),

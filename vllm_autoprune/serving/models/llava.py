@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from math import isqrt
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +18,7 @@ from vllm.model_executor.models.llava_next import LlavaNextForConditionalGenerat
 from vllm.model_executor.models.llava_onevision import LlavaOnevisionForConditionalGeneration
 
 from vllm_autoprune.serving.api.layout import Placeholders, TokenCount
+from vllm_autoprune.serving.models import pooled_frame
 from vllm_autoprune.serving.models.pruned_model import (
     EncoderInputs,
     ImageInputs,
@@ -24,6 +26,7 @@ from vllm_autoprune.serving.models.pruned_model import (
     Vision,
     prune_class,
 )
+from vllm_autoprune.serving.plan import CLIP_FIELDS
 from vllm_autoprune.serving.served_state import ServedState
 from vllm_autoprune.serving.worker.batch import ModelParts
 from vllm_autoprune.serving.worker.features import ImageFeatures, Signal, Signals
@@ -34,6 +37,8 @@ from vllm_autoprune.tpdsl.tokens import Grid
 if TYPE_CHECKING:
     from vllm.model_executor.models.llava_next import LlavaNextLikeConfig, LlavaNextProcessingInfo
     from vllm.multimodal.parse import ImageSize
+
+_CLIPS = CLIP_FIELDS[0]
 
 _Tiles = tuple[Tensor, Signals]
 """M tiles of n tokens each after the projector ``(M, n, D)``, and their signals."""
@@ -259,11 +264,41 @@ class _LlavaNextVision(_ClipVision, _JoinedVision):
 class _OnevisionVision(_JoinedVision):
     """The vision side of LLaVA-OneVision: a SigLIP tower; crops are shrunk where there are many.
 
-    Videos are left as they are.
+    Frames of a clip are pooled, and a newline follows the last.
     """
 
     _model: LlavaOnevisionForConditionalGeneration
     layers = _LAYERS
+
+    def images(self, inputs: EncoderInputs) -> list[ModelImage]:
+        """Split the images or clips of one call of ``embed_multimodal``."""
+        if _CLIPS not in inputs:
+            return super().images(inputs)
+        self._model._parse_and_validate_video_input(**inputs)
+        (tokens, ends), clips = pooled_frame(self._model.config), _split_by_image(inputs, _CLIPS)
+        return [ModelImage(clip, len(clip[_CLIPS]) * tokens + ends) for clip in clips]
+
+    def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
+        """Encode images or clips in one pass of the vision tower."""
+        if _CLIPS not in images[0]:
+            return super().encode(images)
+        model, frames = self._model, [len(clip[_CLIPS]) for clip in images]
+        with self.recording():
+            pixels = torch.cat([clip[_CLIPS] for clip in images])
+            pooled = model._video_pixels_to_features(model.vision_tower, pixels)
+        signals = dict[Signal, Tensor]()
+        if self.attention is not None:
+            received = torch.stack(self.attention.take().received())
+            signals["cls_attention"] = model.apply_pooling(received[:, :, None])[:, :, 0]
+        side, features = isqrt(pooled.shape[1]), []
+        parts = {signal: part.split(frames) for signal, part in signals.items()}
+        for i, rows in enumerate(pooled.split(frames)):
+            grid = Grid(side, side, frames[i], clip=True)
+            of_clip: Signals = {s: part[i].flatten(0, 1).clone() for s, part in parts.items()}
+            order = torch.arange(grid.tokens, device=rows.device)
+            region = self.make_region(grid, rows.flatten(0, 1).clone(), of_clip, order=order)
+            features.append(ImageFeatures((region,), model.image_newline, 1))
+        return features
 
     def encode_tiles(self, pixels: Tensor) -> _Tiles:
         """Encode tiles ``(M, 3, H, W)`` in one pass of the vision tower."""
@@ -314,7 +349,14 @@ AutopruneLlavaNextForConditionalGeneration = prune_class(
 )
 AutopruneLlavaOnevisionForConditionalGeneration = prune_class(
     LlavaOnevisionForConditionalGeneration,
-    _JOINED_PLACEHOLDERS,
+    replace(
+        _JOINED_PLACEHOLDERS,
+        video_token=lambda info: info.get_hf_config().video_token_index,
+        frames=lambda item: len(item[_CLIPS].data),
+    ),
     _OnevisionVision,
-    methods=(_INPUT, "_image_pixels_to_features", _MERGE),
+    methods=(
+        *(_INPUT, "_image_pixels_to_features", _MERGE, "_parse_and_validate_video_input"),
+        *("_video_pixels_to_features", "apply_pooling"),
+    ),
 )

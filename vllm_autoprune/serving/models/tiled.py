@@ -1,6 +1,6 @@
 """Gemma 3, InternVL, Idefics3 and SmolVLM: an image is a number of equal square tiles.
 
-Videos are left as they are.
+A frame of InternVL's clips is one tile.
 """
 
 from __future__ import annotations
@@ -31,12 +31,17 @@ from vllm_autoprune.serving.models.pruned_model import (
     Vision,
     prune_class,
 )
+from vllm_autoprune.serving.plan import CLIP_FIELDS
 from vllm_autoprune.serving.worker.features import ImageFeatures, Signal
 from vllm_autoprune.serving.worker.tower_hooks import Merger
 from vllm_autoprune.tpdsl.tokens import Grid
 
 if TYPE_CHECKING:
     from vllm.multimodal.parse import ImageSize
+
+
+_FRAMES = "video_num_patches"
+"""The field that says how many frames each of InternVL's clips has ``(B,)``, on the CPU."""
 
 
 class _TiledVision(Vision):
@@ -63,22 +68,24 @@ class _TiledVision(Vision):
         return isqrt(attrgetter(self.tile_tokens)(self._model))
 
     def images(self, inputs: EncoderInputs) -> list[ModelImage]:
-        """Split the images of one call of ``embed_multimodal``."""
-        counts = inputs[self.counts]
+        """Split the images or clips of one call of ``embed_multimodal``."""
+        clips = [name for name in CLIP_FIELDS if name in inputs]
+        counts, names = inputs[_FRAMES if clips else self.counts], clips or self.fields
         assert isinstance(counts, Tensor)
         fields = []
-        for name in self.fields:
+        for name in names:
             tiles = inputs[name]
             assert isinstance(tiles, Tensor)
             fields.append(tiles.split(counts.tolist()))
         return [
-            ModelImage(dict(zip(self.fields, parts, strict=True)), len(parts[0]) * self.side**2)
+            ModelImage(dict(zip(names, parts, strict=True)), len(parts[0]) * self.side**2)
             for parts in zip(*fields, strict=True)
         ]
 
     def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
-        """Encode images in one pass of the vision tower."""
-        tiles = {name: torch.cat([image[name] for image in images]) for name in self.fields}
+        """Encode images or clips in one pass of the vision tower."""
+        tiles = {name: torch.cat([image[name] for image in images]) for name in images[0]}
+        are_clips = not tiles.keys().isdisjoint(CLIP_FIELDS)
         with self.recording():
             rows = self.rows(tiles)
         side = self.side
@@ -95,7 +102,7 @@ class _TiledVision(Vision):
             signals["cls_attention"] = functional.avg_pool2d(square, across // side).flatten(1)
         features, start = [], 0
         for image in images:
-            count, regions = len(image[self.fields[0]]), []
+            count, regions = len(next(iter(image.values()))), []
             order = None
             if self.whole_last and count > 1:
                 order = torch.arange(count * side**2, device=rows.device).roll(side**2)
@@ -106,7 +113,7 @@ class _TiledVision(Vision):
                     for signal, tiles in signals.items()
                 }
                 tokens = rows[part].roll(int(order is not None), 0).flatten(0, 1).clone()
-                grid = Grid(side, side, run)
+                grid = Grid(side, side, run, clip=are_clips)
                 region = self.make_region(grid, tokens, of_region, order=order, share=run)
                 regions.append(region)
                 start += run
@@ -146,7 +153,7 @@ class _InternVLVision(_TiledVision):
     def rows(self, tiles: ImageInputs) -> Tensor:
         """Projected rows ``(M, n, D)`` of tiles ``(M, 3, H, W)``, as in the stock model."""
         model: Any = self._model
-        rows: Tensor = model.extract_feature(tiles[self.fields[0]])
+        rows: Tensor = model.extract_feature(*tiles.values())
         return rows
 
 
@@ -204,13 +211,15 @@ def _prune(
     largest: Callable[[Any], ImageSize] = lambda info: info.get_image_size_with_most_features(),
     options: bool = True,
     text: str = "",
+    video_token: Callable[[Any], int] | None = None,
     **hooks: Any,
 ) -> Any:
     """The pruned form of a class whose images' tiles have equally many tokens, ``tile_tokens``.
 
     That is an attribute of the model's processor; ``image_token`` is the placeholder's id and
     ``largest`` the image size that has most tokens, both by its processing info, which counts by
-    a request's processor ``options`` or by the processor alone. ``text`` as in ``Placeholders``.
+    a request's processor ``options`` or by the processor alone. ``text`` and ``video_token`` as in
+    ``Placeholders``.
     """
 
     def count(info: Any, size: ImageSize, kwargs: Mapping[str, object]) -> TokenCount:
@@ -228,6 +237,8 @@ def _prune(
         lambda info: count(info, largest(info), {}),
         image_token,
         text=text,
+        video_token=video_token,
+        frames=None if video_token is None else lambda item: int(item[_FRAMES].data),
     )
     return prune_class(stock, placeholders, vision, **hooks)
 
@@ -253,6 +264,9 @@ AutopruneInternS1ForConditionalGeneration = _prune(
     "image_seq_length",
     methods=("extract_feature",),
     merger="InternS1MultiModalProjector",
+    video_token=lambda info: info.get_tokenizer().convert_tokens_to_ids(
+        info.get_hf_processor().video_token
+    ),
 )
 _INTERNVL_CHAT: dict[str, Any] = {
     "vision": _InternVLChatVision,
@@ -262,7 +276,11 @@ _INTERNVL_CHAT: dict[str, Any] = {
     "text": "<image>",
     "methods": ("extract_feature", "_init_mlp1"),
 }
-AutopruneInternVLChatModel = _prune(InternVLChatModel, **_INTERNVL_CHAT)
+AutopruneInternVLChatModel = _prune(
+    InternVLChatModel,
+    **_INTERNVL_CHAT,
+    video_token=lambda info: info.get_hf_processor().ctx_video_token_id,
+)
 AutopruneQianfanOCRForConditionalGeneration = _prune(
     QianfanOCRForConditionalGeneration, **_INTERNVL_CHAT
 )
