@@ -23,6 +23,7 @@ from vllm_autoprune.serving.models.pruned_model import (
     EncoderInputs,
     ImageInputs,
     ModelImage,
+    PrunedModel,
     Vision,
     prune_class,
 )
@@ -35,6 +36,7 @@ from vllm_autoprune.serving.worker.tower_hooks import NextTowerLayer
 from vllm_autoprune.tpdsl.tokens import Grid
 
 if TYPE_CHECKING:
+    from vllm.model_executor.models.interfaces import MultiModalEmbeddings
     from vllm.model_executor.models.llava_next import LlavaNextLikeConfig, LlavaNextProcessingInfo
     from vllm.multimodal.parse import ImageSize
 
@@ -317,6 +319,18 @@ class _OnevisionVision(_JoinedVision):
         return rows
 
 
+class _PrunedOnevision(PrunedModel):
+    """Also serves clips of several lengths at once.
+
+    Why: stock gives their rows as ``(1, N, D)`` then, at which vLLM's runner ends the engine.
+    Remove when: ``_process_video_pixels`` gives ``(N, D)``.
+    """
+
+    def embed_multimodal(self, **kwargs: object) -> MultiModalEmbeddings:
+        """Rows ``(K_i, D)`` of every image or clip."""
+        return [rows.flatten(0, -2) for rows in super().embed_multimodal(**kwargs)]
+
+
 def _count_joined_tokens(
     info: LlavaNextProcessingInfo, size: ImageSize, kwargs: Mapping[str, object]
 ) -> TokenCount:
@@ -355,6 +369,7 @@ AutopruneLlavaOnevisionForConditionalGeneration = prune_class(
         frames=lambda item: len(item[_CLIPS].data),
     ),
     _OnevisionVision,
+    _PrunedOnevision,
     methods=(
         *(_INPUT, "_image_pixels_to_features", _MERGE, "_parse_and_validate_video_input"),
         *("_video_pixels_to_features", "apply_pooling"),
