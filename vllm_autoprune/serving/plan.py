@@ -329,6 +329,9 @@ _RENDERED = "send images, or inputs that a server with the same settings has ren
 CLIP_FIELDS = ("pixel_values_videos", "pixel_values_flat_video")
 """Pixels of a clip, by frame where all have the same size; the second is InternVL's."""
 
+CLIP_FRAMES = "video_num_patches"
+"""How many frames each of InternVL's clips has ``(B,)``, on the CPU."""
+
 CELL = 2
 """Patches on each side of a token, in every model that drops cells."""
 
@@ -349,19 +352,23 @@ def check_clip(
     """Raise :class:`RequestError` unless a plan is of a clip where the item is one, of its size.
 
     The ``fields`` of a clip have the grid of its patches, of which :data:`CELL` on a side are a
-    token, or its frames, which have the tokens of ``frame`` and the rows behind the last.
+    token, or its frames and their number, which have the tokens of ``frame`` and its rows behind.
     """
     if (plan.frames > 0) != (modality == "video"):
         raise plan_error(f"has T = {plan.frames}, and its item is {modality!r}")
     if plan.frames:
-        grid, frames, tokens = fields.get("video_grid_thw"), 0, 0
-        pixels = [part for name, part in fields.items() if name in CLIP_FIELDS]
-        if frame is None and isinstance(grid, Tensor) and grid.dim() == 1:
-            frames, tokens = int(grid[0]), int(grid.prod()) // CELL**2
-        elif frame is not None and pixels and isinstance(pixels[0], Tensor):
-            frames = len(pixels[0])
-            tokens = frames * frame[0] + frame[1]
-        if (frames, tokens) != (plan.frames, plan.tokens):
+        if frame is None:
+            grid = fields.get("video_grid_thw")
+            sizes = grid.tolist() if isinstance(grid, Tensor) and grid.dim() == 1 else []
+            right = sizes[:1] == [plan.frames] and prod(sizes) == plan.tokens * CELL**2
+        else:
+            pixels = next((fields[name] for name in CLIP_FIELDS if name in fields), None)
+            frames = len(pixels) if isinstance(pixels, Tensor) and pixels.dim() == 4 else 0
+            number = fields.get(CLIP_FRAMES, frames)
+            told = int(number) if isinstance(number, Tensor) and number.dim() == 0 else number
+            right = told == frames == plan.frames
+            right &= plan.tokens == frames * frame[0] + frame[1]
+        if not right:
             raise plan_error(f"has T = {plan.frames} and N = {plan.tokens}, which its clip has not")
 
 

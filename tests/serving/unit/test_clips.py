@@ -23,7 +23,7 @@ from vllm_autoprune.serving.models.mrope import (
     position_channels,
     set_times,
 )
-from vllm_autoprune.serving.plan import NO_KEY, ItemPlan, check_clip
+from vllm_autoprune.serving.plan import CLIP_FRAMES, NO_KEY, ItemPlan, check_clip
 from vllm_autoprune.serving.served_state import PlanRules
 from vllm_autoprune.serving.settings import VIDEO_BUDGET_FLAG, RequestRules
 from vllm_autoprune.serving.worker.batch import ModelParts, _insert_text
@@ -177,6 +177,10 @@ def test_a_plan_of_another_clip_is_refused(
     ):
         with pytest.raises(RequestError, match="has T = "):
             check_clip(plan, modality, {field: part}, frame)
+    if name == "pixel_values_flat_video":
+        check_clip(good, "video", {name: part, CLIP_FRAMES: torch.tensor(4)}, frame)
+        with pytest.raises(RequestError, match="has T = "):
+            check_clip(good, "video", {name: part, CLIP_FRAMES: torch.tensor(3)}, frame)
 
 
 def test_tokens_of_a_clip_are_placed_once_however_often_they_are() -> None:

@@ -31,17 +31,13 @@ from vllm_autoprune.serving.models.pruned_model import (
     Vision,
     prune_class,
 )
-from vllm_autoprune.serving.plan import CLIP_FIELDS
+from vllm_autoprune.serving.plan import CLIP_FIELDS, CLIP_FRAMES
 from vllm_autoprune.serving.worker.features import ImageFeatures, Signal
 from vllm_autoprune.serving.worker.tower_hooks import Merger
 from vllm_autoprune.tpdsl.tokens import Grid
 
 if TYPE_CHECKING:
     from vllm.multimodal.parse import ImageSize
-
-
-_FRAMES = "video_num_patches"
-"""The field that says how many frames each of InternVL's clips has ``(B,)``, on the CPU."""
 
 
 class _TiledVision(Vision):
@@ -70,7 +66,7 @@ class _TiledVision(Vision):
     def images(self, inputs: EncoderInputs) -> list[ModelImage]:
         """Split the images or clips of one call of ``embed_multimodal``."""
         clips = [name for name in CLIP_FIELDS if name in inputs]
-        counts, names = inputs[_FRAMES if clips else self.counts], clips or self.fields
+        counts, names = inputs[CLIP_FRAMES if clips else self.counts], clips or self.fields
         assert isinstance(counts, Tensor)
         fields = []
         for name in names:
@@ -238,7 +234,7 @@ def _prune(
         image_token,
         text=text,
         video_token=video_token,
-        frames=None if video_token is None else lambda item: int(item[_FRAMES].data),
+        frames=None if video_token is None else lambda item: int(item[CLIP_FRAMES].data),
     )
     return prune_class(stock, placeholders, vision, **hooks)
 
