@@ -288,15 +288,14 @@ class _OnevisionVision(_JoinedVision):
         with self.recording():
             pixels = torch.cat([clip[_CLIPS] for clip in images])
             pooled = model._video_pixels_to_features(model.vision_tower, pixels)
-        signals = dict[Signal, Tensor]()
+        signals = dict[Signal, Sequence[Tensor]]()
         if self.attention is not None:
             received = torch.stack(self.attention.take().received())
-            signals["cls_attention"] = model.apply_pooling(received[:, :, None])[:, :, 0]
+            signals["cls_attention"] = model.apply_pooling(received[:, :, None]).split(frames)
         side, features = isqrt(pooled.shape[1]), []
-        parts = {signal: part.split(frames) for signal, part in signals.items()}
         for i, rows in enumerate(pooled.split(frames)):
             grid = Grid(side, side, frames[i], clip=True)
-            of_clip: Signals = {s: part[i].flatten(0, 1).clone() for s, part in parts.items()}
+            of_clip: Signals = {s: part[i].flatten().clone() for s, part in signals.items()}
             order = torch.arange(grid.tokens, device=rows.device)
             region = self.make_region(grid, rows.flatten(0, 1).clone(), of_clip, order=order)
             features.append(ImageFeatures((region,), model.image_newline, 1))
