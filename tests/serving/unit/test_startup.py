@@ -27,7 +27,9 @@ from vllm_autoprune.serving.settings import CELLS_FLAG
 from vllm_autoprune.serving.startup import _resolve_settings, apply_settings
 from vllm_autoprune.tpdsl.tokens import Need
 
-NO_CLS = SimpleNamespace(model_type="siglip_vision_model", hidden_size=24)
+NO_CLS = SimpleNamespace(
+    model_type="siglip_vision_model", hidden_size=24, image_size=28, patch_size=14
+)
 QWEN, INTERNVL, GEMMA, GLM_OCR = (
     f"{name}ForConditionalGeneration" for name in ("Qwen2_5_VL", "InternVL", "Gemma3", "GlmOcr")
 )
