@@ -67,7 +67,7 @@ class SearchResult(FrozenModel):
 
     @classmethod
     def read(cls, name: str, path: Path, history: History, leaders: int) -> SearchResult:
-        """The result of a search whose ledger is complete, with so many of its best candidates."""
+        """The result of a search whose ledger is complete, with so many of its best or more."""
         report = read_report(read_ledger(path))
         answers, winner = report.answers, None
         curve = [[y for x, y in report.curve() if x <= share * answers] for share in _CURVE_SHARES]
@@ -80,6 +80,8 @@ class SearchResult(FrozenModel):
                 # Without the provenance, which has the scores again.
                 state={k: v for k, v in record.state.items() if k != "provenance"},
             )
+        # The winner is among those that were confirmed.
+        count = max(leaders, report.settings.confirmed) if leaders else 0
         best = [
             _Leader(
                 name=trial.name,
@@ -87,7 +89,7 @@ class SearchResult(FrozenModel):
                 objective=history.estimate(trial) or 0.0,
                 state=trial.require_state().model_dump(mode="json", exclude={"provenance"}),
             )
-            for trial in history.ranked()[:leaders]
+            for trial in history.ranked()[:count]
         ]
         return cls(
             name=name,

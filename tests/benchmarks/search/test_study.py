@@ -89,7 +89,7 @@ def test_leaders_are_measured_on_new_questions(data: Dataset, tmp_path: Path) ->
     evaluator, seeds = SyntheticEvaluator(data), (0, 1)
     _run_comparison(tmp_path, ["tpe"], seeds, SMALL, evaluator)
     asked = len(evaluator.jobs)
-    _run_comparison(tmp_path, ["tpe"], seeds, SMALL, evaluator, leaders=5)
+    _run_comparison(tmp_path, ["tpe"], seeds, SMALL, evaluator, leaders=2)
     assert len(evaluator.jobs) == asked
     _confirm(tmp_path, evaluator, {BASE: base_state(SMALL)}, 8)
     confirmed, gaps, ranks = read_confirmed(tmp_path), [], []
