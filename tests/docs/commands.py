@@ -49,6 +49,7 @@ _LESS = (
     ("^vllm-autoprune selftest$", "llava_next --runner v1"),
     ("^vllm-autoprune search .*--server-url", "--rounds 1 --per-round 2 --images 4"),
     (r"^vllm serve ", "--enforce-eager --block-size 32"),
+    (r"\.cost efficiency --model llava-next", "--model llava-1.5-7b --requests 1 --layers 1"),
     (r"\.cost efficiency", "--requests 1 --policies cdpruner --layers 1"),
     (r"\.accuracy\.yardsticks .*--methods", "--images 2"),
     (r"\.accuracy\.yardsticks", "--images 2 --methods random cdpruner"),
