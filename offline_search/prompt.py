@@ -397,7 +397,7 @@ def _origin(trial: Trial, history: History) -> str:
 
 def _describe_change(change: Change, before: JsonValue, after: JsonValue) -> str:
     """A change with the names of atoms in place of their positions."""
-    names, document = list[str](), after if change.before is None else before
+    names, document = list[str](), after if change.kind == "added" else before
     for part in change.where.split("/")[1:]:
         if isinstance(document, list):
             document = document[int(part)]
@@ -406,8 +406,8 @@ def _describe_change(change: Change, before: JsonValue, after: JsonValue) -> str
             document = document.get(part)
             names.append(part)
     name = " ".join(names[1:] if len(names) > 2 else names)
-    if change.before is None or change.after is None:
-        return f"{name} {'added' if change.before is None else 'removed'}"
+    if change.kind in ("added", "removed"):
+        return f"{name} {change.kind}"
     if isinstance(change.before, dict | list) or isinstance(change.after, dict | list):
         return f"{name} = {json.dumps(change.after)}"
     return f"{name} {_value(change.before)} -> {_value(change.after)}"

@@ -15,6 +15,8 @@ from offline_search.settings import Settings
 from tests.offline_search.synthetic import Searches, list_reply, trial
 from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
+from vllm_autoprune.tpdsl.registry import AtomCall, default_call
+from vllm_autoprune.tpdsl.state import PruningState
 
 SETTINGS = Settings(budgets=(8,), base_policy="visionzip", proposer="scripted")
 LISTS = SETTINGS.model_copy(update={"proposals_per_reply": 5})
@@ -90,6 +92,23 @@ def test_the_summary_of_a_history(history: History) -> None:
     assert "2.1 was dropped after 2 questions, from which its score is estimated as " in summarize(
         history
     )
+
+
+def test_a_change_names_its_atom_wherever_the_parent_has_it() -> None:
+    """A number that the parent leaves open, of a signal that the child has at another place."""
+    paper, call = paper_state(SETTINGS), default_call(AtomCall, "redundancy_density_penalty")
+    dense = call.model_copy(update={"m": None})
+
+    def with_signals(*signals: AtomCall) -> PruningState:
+        scoring = paper.scoring.model_copy(update={"signals": signals})
+        return paper.model_copy(update={"scoring": scoring})
+
+    parent = with_signals(paper.scoring.signals[0], dense)
+    child = with_signals(dense.model_copy(update={"m": 4}))
+    text = summarize(
+        history_of(trial("1.0", BASE + 1, parent), trial("2.0", BASE + 2, child, parent="1.0"))
+    )
+    assert "removed, signals redundancy_density_penalty m None -> 4\n" in text
 
 
 def test_base_policies_are_named_where_a_model_chooses_them(history: History) -> None:
