@@ -144,7 +144,7 @@ def compare(
     return Difference(mean, math.sqrt(count / (count - 1) * float(sums @ sums)))
 
 
-def _fit_difficulty(values: Floats) -> Floats:
+def fit_difficulty(values: Floats) -> Floats:
     """Effect of each question ``(M,)`` in values ``(C, M)`` = candidate + question + noise.
 
     Least squares; values are not a number where a question was not asked, and so are effects of
@@ -324,7 +324,7 @@ class History:
         known += [v for each in self.evaluated() if (v := self.values(each)) is not None]
         if self._fitted is None or [*map(id, self._fitted[0])] != [*map(id, known)]:
             # Holds the arrays, so that no other has their id.
-            self._fitted = (known, _fit_difficulty(np.array(known)))
+            self._fitted = (known, fit_difficulty(np.array(known)))
         return self._fitted[1]
 
     def estimate(self, trial: Trial) -> float | None:
@@ -380,23 +380,22 @@ class History:
             round(2 * float(np.median(deviations)) / math.sqrt(questions), 6) if deviations else 0
         )
 
-    def best_before(self, number: int) -> list[Lead]:
-        """How the best of each of the rounds ``number - 1`` and ``number`` compares with before.
+    def leads(self, first: int, last: int) -> list[Difference]:
+        """How far the best of each of the rounds ``first`` to ``last`` is ahead of before them.
 
         Empty where nothing was evaluated before, or where nothing of a round could be measured.
         """
         ranked = self.ranked()
-        before = next((trial for trial in ranked if trial.proposal.round < number - 1), None)
+        before = next((trial for trial in ranked if trial.proposal.round < first), None)
         if before is None:
             return []
-        leads: list[Lead] = []
-        for current in (number - 1, number):
+        leads: list[Difference] = []
+        for current in range(first, last + 1):
             tried = [trial for trial in self.trials if trial.proposal.round == current]
             if all(trial.result.failed for trial in tried):
                 return []
             best = next((trial for trial in ranked if trial.proposal.round == current), None)
-            gap = None if best is None else self.compare(best, before)
-            leads.append("worse" if gap is None else gap.verdict(self.resolution))
+            leads.append(Difference(-math.inf, 0) if best is None else self.compare(best, before))
         return leads
 
     def best_values(self) -> Floats:

@@ -263,7 +263,7 @@ class _SearchReport:
             f"Not known to be worse: {', '.join(last.tied) or 'none'}.",
         ]
         if last.plateaus > 1:
-            texts.append("The search stopped because its leaders were tied for the second time.")
+            texts.append("The search stopped because several rounds found nothing better.")
         series = [Series("best so far", marks)]
         chart = Chart("Best objective", "round", "objective", series, linear=True)
         return Section("How sure the search is", texts, [chart])
@@ -386,12 +386,12 @@ class ProgressLog:
             self._write(f"gives up: the last {count} candidates were invalid or unsafe")
 
     def on_plateau(self, standing: Standing, budget: int) -> None:
-        """Write that the leaders are tied, and what follows from it."""
+        """Write that nothing better is found, and what follows from it."""
         count, change = len(standing.tied) + 1, "goes on with other structures"
         if standing.plateaus > 1:
             change = f"stops, with {max(0, budget - standing.answers)} of {budget} answers unspent"
         within = f"within {standing.resolution:.4f} or two standard errors"
-        self._write(f"plateau: the best {count} are tied {within}; the search {change}")
+        self._write(f"plateau: {count} cannot be told apart {within}; the search {change}")
 
     def on_finish(self, winner: WinnerRecord) -> None:
         """Write the winner's scores on the test split."""

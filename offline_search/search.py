@@ -9,7 +9,7 @@ completed steps from the ledger.
 
 Where the search split is longer than a block, each round has fresh questions of it, which leaders
 are asked as well: who was lucky once falls back. Where leaders are tied the search goes elsewhere,
-then ends.
+and where nothing better is found it ends.
 
 The winner has the best lower bound of its paired gain over the base policy on search and validation
 examples together: the search split alone overestimates candidates that were lucky on it, and the
@@ -33,7 +33,7 @@ from offline_search.candidates import base_state, list_purposes, minimal_state
 from offline_search.components import structure
 from offline_search.dataset import SPLITS, Dataset, Split, read_dataset
 from offline_search.evaluator import EvaluationJob, Evaluator, RecordedEvaluator
-from offline_search.history import Answers, Difference, History, compare, gave_up
+from offline_search.history import Answers, History, compare, fit_difficulty, gave_up
 from offline_search.ledger import (
     Comparison,
     Cost,
@@ -67,6 +67,9 @@ _SILENT = ProgressLog(lambda line: None)
 
 _LEAST_SHARE = 0.5
 """Share of its budget before which no plateau ends a search."""
+
+_IDLE_ROUNDS = 4
+"""Rounds after which a search ends whose best are not even by luck ahead by its resolution."""
 
 
 class Search:
@@ -154,17 +157,16 @@ class Search:
             if fresh and settings.resolution is None:
                 reach = min(len(history.examples), settings.rounds * examples)
                 history.resolution = history.reach(reach)
-            if (
-                history.resolution
-                and number >= since + 2
-                and (leads := history.best_before(number))
-            ):
-                # Other structures may be worse without an end to the plateau.
-                still = {"undecided", "worse"} if plateaus else {"undecided"}
-                if set(leads) <= still and (share >= _LEAST_SHARE or not plateaus):
-                    plateaus, since = plateaus + 1, number
-                elif "better" in leads:
+            if history.resolution and number >= since + 2:
+                leads = history.leads(number - 1, number)
+                recent = {gap.verdict(history.resolution) for gap in leads}
+                if "better" in recent:
                     plateaus = 0
+                elif not plateaus and recent == {"undecided"}:
+                    plateaus, since = 1, number
+            ahead = [gap.value for gap in history.leads(number - _IDLE_ROUNDS + 1, number)]
+            if share >= _LEAST_SHARE and ahead and max(ahead) <= history.resolution > 0:
+                plateaus, since = 2, number
             standing = self._describe_standing(history, plateaus)
             summary = summarize(history)
             ledger.put(SummaryRecord(round=number, text=summary, standing=standing))
@@ -201,13 +203,9 @@ class Search:
                 "no candidate was evaluated to the end -> `vllm-autoprune search report` has the "
                 "reasons; fix them and begin a new ledger"
             )
-        confirmed: dict[str, Comparison] = {}
-        gains: dict[str, Difference] = {}
-        # Values on the questions of both splits, (M + V,), by name.
-        both: dict[str, Floats] = {}
+        confirmed = dict[str, Comparison]()
+        both = dict[str, Floats]()  # values on the questions of both splits, (M + V,)
         examples = [*history.examples, *self._dataset.splits["validation"]]
-        added = np.zeros(len(examples) - len(history.examples))
-        difficulty = np.append(history.difficulty(), added)
         for name, trial in {"": history.base, **candidates}.items():
             with contextlib.suppress(EvaluationFailed):
                 state, searched = trial.require_state(), history.values(trial)
@@ -216,7 +214,13 @@ class Search:
                 both[name] = values if searched is None else np.append(searched, values)
                 if name:
                     confirmed[name] = comparison
-                    gains[name] = compare(examples, both[name], both[""], difficulty)
+        fitted, unasked = [*both.values()], np.full(len(examples) - len(history.examples), np.nan)
+        for trial in history.evaluated():
+            if trial.name not in both and (searched := history.values(trial)) is not None:
+                fitted.append(np.append(searched, unasked))
+        # Of both splits together: their shares differ between candidates, and so do their levels.
+        difficulty = fit_difficulty(np.array(fitted))
+        gains = {name: compare(examples, both[name], both[""], difficulty) for name in confirmed}
         estimates = {}
         for name, validation in confirmed.items():
             total = len(history.examples) * (history.estimate(candidates[name]) or 0.0)
@@ -224,11 +228,12 @@ class Search:
             estimates[name] = round(total / len(examples), 6)
 
         def rank(name: str) -> tuple[bool, float, float]:
-            """Those that are tied with the best first, the simplest of them before the others."""
+            """Those that are tied with the best first, the simplest of them before the others.
+
+            Tied within a standard error: Breiman et al. 1984, the rule of one standard error.
+            """
             gap = compare(examples, both[name], both[best], difficulty)
-            is_tied = name == best or (
-                abs(gap.value) <= history.resolution and gap.verdict() == "undecided"
-            )
+            is_tied = name == best or abs(gap.value) <= min(history.resolution, gap.error)
             state = candidates[name].require_state()
             selector = state.constraints.selector
             complexity = len(structure(state)) + selector.bounds(settings.source_budget)[0] / 1000

@@ -153,6 +153,25 @@ async def test_each_round_has_fresh_questions_which_leaders_are_asked_too(
     assert winner.gains[winner.winner].low == max(gain.low for gain in winner.gains.values())
 
 
+async def test_gains_do_not_depend_on_how_often_a_finalist_was_asked(search: Searches) -> None:
+    """The validation questions are harder, and a larger share of what a late candidate answers."""
+
+    def loss(digest: str) -> float:
+        return 0.5 if digest == BASE.digest else int(digest[:2], 16) / 256
+
+    def answer(job: EvaluationJob, answers: Answers) -> Answers:
+        level = 0.0 if job.candidate is None else loss(digest_of(job))
+        level += 9.0 * (job.split == "validation" and job.candidate is not None)
+        return Answers((-level,) * len(answers), answers.right)
+
+    winner = await search(strategy="random", proposer="", rounds=4, block=8, change=answer)
+    digests = {each.name: each.digest for each in search.records(ProposalRecord)}
+    losses = {name: loss(digests[name]) for name in winner.gains}
+    for name, gain in winner.gains.items():
+        assert gain.value == pytest.approx(0.5 - losses[name], abs=1e-5)
+    assert losses[winner.winner] == min(losses.values())
+
+
 async def test_a_search_whose_leaders_are_tied_goes_elsewhere_and_then_stops(
     search: Searches,
 ) -> None:
