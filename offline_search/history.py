@@ -380,17 +380,17 @@ class History:
             round(2 * float(np.median(deviations)) / math.sqrt(questions), 6) if deviations else 0
         )
 
-    def leads(self, first: int, last: int) -> list[Difference]:
-        """How far the best of each of the rounds ``first`` to ``last`` is ahead of before them.
+    def leads(self, start: int, end: int) -> list[Difference]:
+        """How far the best of each of the rounds ``start`` to ``end`` is ahead of before them.
 
         Empty where nothing was evaluated before, or where nothing of a round could be measured.
         """
         ranked = self.ranked()
-        before = next((trial for trial in ranked if trial.proposal.round < first), None)
+        before = next((trial for trial in ranked if trial.proposal.round < start), None)
         if before is None:
             return []
         leads: list[Difference] = []
-        for current in range(first, last + 1):
+        for current in range(start, end + 1):
             tried = [trial for trial in self.trials if trial.proposal.round == current]
             if all(trial.result.failed for trial in tried):
                 return []
