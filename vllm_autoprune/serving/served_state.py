@@ -207,6 +207,7 @@ class ServedState:
             }
             or None,
             "recall": rules.recall,
+            "request_budget": rules.total,
             "evidence": state.provenance.model_dump(mode="json"),
         }
 

@@ -90,7 +90,8 @@ class RequestRules:
     bounds the predicted milliseconds of a request's state
     (:mod:`vllm_autoprune.tpdsl.cost`). ``detail`` has the budgets that any request
     may choose by ``image_url.detail``, at every level; ``recall`` is the number of tokens that
-    later turns of a conversation recall where their request does not say it.
+    later turns of a conversation recall where their request does not say it. ``total`` bounds what
+    all images and clips of a request keep, recalls aside; None without a bound.
     """
 
     level: Level = "budget"
@@ -100,6 +101,7 @@ class RequestRules:
     cost: float = DEFAULT_COST
     detail: _DetailBudgets = field(default_factory=_DetailBudgets)
     recall: int = 0
+    total: int | None = None
 
     def allows(self, level: Level) -> bool:
         """Whether requests may set the fields that a level adds."""
@@ -228,9 +230,9 @@ class Settings(BaseModel):
     """Settings of a server, each given as text by its flag or as a value from Python."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
-    _numbers = field_validator("feature_cache_gb", "recall", "request_cost", mode="before")(
-        _refuse_boolean
-    )
+    _numbers = field_validator(
+        "feature_cache_gb", "recall", "request_budget", "request_cost", mode="before"
+    )(_refuse_boolean)
 
     state: PruningState = _flag(
         "PATH|NAME",
@@ -288,6 +290,14 @@ class Settings(BaseModel):
         0,
         fix=f"give a number of tokens from 0 to {MAX_BUDGET}",
         ge=0,
+    )
+    request_budget: int | None = _flag(
+        "K",
+        "Most visual tokens that all images and pruned videos of a request keep: where they would "
+        "keep more, these are shared among them, evenly. Default: as many as there are.",
+        fix="give a number of tokens above 0",
+        ge=1,
+        le=10**9,
     )
     request_cost: float = _flag(
         "MS",
@@ -438,7 +448,11 @@ class Settings(BaseModel):
     def rules(self) -> RequestRules:
         """Permissions of requests, with all that bounds them."""
         return replace(
-            self.requests, cost=self.request_cost, detail=self.detail, recall=self.recall
+            self.requests,
+            cost=self.request_cost,
+            detail=self.detail,
+            recall=self.recall,
+            total=self.request_budget,
         )
 
 

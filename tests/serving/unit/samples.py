@@ -279,8 +279,10 @@ class Sender:
         salt: str = "",
         hands_over: bool = True,
         modality: str = "image",
+        beside: Sequence[Any] = (),
         **entry: object,
     ) -> Processed:
+        """A request with these images, or clips with the images ``beside`` before them."""
         from vllm.multimodal.hasher import MultiModalHasher
         from vllm.multimodal.inputs import MultiModalFeatureSpec
         from vllm.multimodal.processing import ProcessorInputs
@@ -291,12 +293,14 @@ class Sender:
         mark = self._placeholder
         if modality == "video":
             mark = self._model.get_placeholder_str(modality, 1)
-        prompt = info.get_tokenizer().encode(f"user {f'{mark} ' * marks}what")
+        before = f"{self._placeholder} " * len(beside)
+        prompt = info.get_tokenizer().encode(f"user {before}{f'{mark} ' * marks}what")
+        data = {modality: list(images), **({"image": list(beside)} if beside else {})}
         asked = "instructions" if modality == "image" else "video_instructions"
         kwargs = {REQUEST_FIELD: {asked: ["what"] * len(images), **entry}}
         inputs = ProcessorInputs(
             prompt,
-            info.parse_mm_data({modality: list(images)}),
+            info.parse_mm_data(data),
             None if uuids is None else {modality: list(uuids)},
             hf_processor_mm_kwargs={**kwargs, **({SALT: CacheSalt(salt)} if salt else {})},
             cache=self.cache,

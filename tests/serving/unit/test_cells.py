@@ -21,6 +21,7 @@ from vllm_autoprune.serving.api.cells import _UNCOMPARED, _drop_cells
 from vllm_autoprune.serving.api.engine_requests import _check_features
 from vllm_autoprune.serving.plan import CELLS_FIELD, check_cells
 from vllm_autoprune.serving.served_state import PlanRules
+from vllm_autoprune.serving.settings import RequestRules
 from vllm_autoprune.tpdsl.cells import Cells
 
 pytestmark = pytest.mark.compat
@@ -157,3 +158,16 @@ def test_cells_in_a_request_from_elsewhere_are_checked(
     rules = PlanRules(replace(served(), whole_only=whole_only), 100)
     with pytest.raises(RequestError, match=problem) if problem else nullcontext():
         _check_features(rules, [item], "", "blake3")
+
+
+def test_what_plans_from_elsewhere_keep_together_is_bounded() -> None:
+    def items() -> list[Any]:
+        made = [feature(PLAN.encode()) for _ in range(2)]
+        for item in made:
+            item.data |= {"image_grid_thw": element(GRID), "pixel_values": element(ROWS)}
+        return made
+
+    for total, problem in ((2 * PLAN.budget, ""), (2 * PLAN.budget - 1, "which may keep")):
+        rules = PlanRules(replace(served(), rules=RequestRules(total=total)), 100)
+        with pytest.raises(RequestError, match=problem) if problem else nullcontext():
+            _check_features(rules, items(), "", "blake3")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import pytest
 import torch
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
-from tests.serving.unit.samples import Sender, places, served, vllm_config
+from tests.serving.unit.samples import Sender, picture, places, served, vllm_config
 from vllm_autoprune import RequestError
 from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.selftest.serve import clip
@@ -84,6 +85,20 @@ def test_k_is_of_all_frames_and_a_clip_is_sent_once(sender: Sender) -> None:
         assert sent.lengths == [kept, kept] == [plan.budget for plan in sent.plans]
         assert [(plan.frames, plan.tokens) for plan in sent.plans] == [(GROUPS, TOKENS)] * 2
         assert sent.sent == [sender.cache is None or asked is None] * 2
+
+
+def test_all_images_and_clips_of_a_request_have_a_bound(tiny: Path) -> None:
+    """Of which an image has as much as a clip, and a clip what the image leaves."""
+    rules = RequestRules("budget", total=14)
+    sender = Sender(tiny, budget=8, rules=rules, **state("vcast"))
+    send = partial(sender.send, modality="video")
+    assert send([CLIP]).lengths == [2 * GROUPS] and send([CLIP] * 3).lengths == [5, 5, 4]
+    assert send([CLIP], beside=[picture(168, 112)]).lengths == [7]
+    assert send([CLIP] * 2, beside=[picture(56, 56)]).lengths == [5, 5], "the image has 4"
+    assert alone(sender, CLIP, video_budget=14)[1] == 14
+    for asked in ({"video_budget": "tokens_per_frame:4"}, {"enabled": False}):
+        with pytest.raises(RequestError, match="a request has 14 for them"):
+            send([CLIP], **asked)
 
 
 def test_identities_hold_all_that_chooses_tokens_and_nothing_else(sender: Sender) -> None:

@@ -108,8 +108,9 @@ DETAIL = _DetailBudgets.model_validate({"low": 4, "high": 32})
 
 
 def server(level: Any = "states", least: int = 1, most: int = 65536, **fields: Any) -> ServedState:
-    detail = fields.pop("detail", _DetailBudgets())
-    return replace(served(), rules=RequestRules(level, least, most, detail=detail), **fields)
+    detail, total = fields.pop("detail", _DetailBudgets()), fields.pop("total", None)
+    rules = RequestRules(level, least, most, detail=detail, total=total)
+    return replace(served(), rules=rules, **fields)
 
 
 def resolve(asked: object, *sizes: int, on: ServedState | None = None) -> list[ItemPlan]:
@@ -118,7 +119,7 @@ def resolve(asked: object, *sizes: int, on: ServedState | None = None) -> list[I
 
 def resolve_images(asked: object, images: list[TokenCount], on: ServedState) -> list[ItemPlan]:
     request = PruningRequest.parse(asked)
-    return resolve_plans(on, request, check_fields(on, request), images)
+    return resolve_plans(on, request, check_fields(on, request), images, on.rules.total)
 
 
 BOUNDED = server(least=8, most=64)
@@ -144,6 +145,11 @@ VISIONZIP = load_state("visionzip").budget.range()[1]
         (server(), {"budget": {"shared": "1/4"}}, (20, N), [20, 21]),
         (server(budget=BudgetCall.parse("1/8:4-16")), None, (N, 8, 64), [16, 4, 8]),
         (server("none", detail=SHARES), LOW_HIGH, (N, 576), [9, 64]),
+        # What all keep together has a bound, below which nothing changes.
+        (server(total=21), None, (N, N, 5), [8, 8, 5]),
+        (server(total=20), None, (N, N, 5), [8, 7, 5]),
+        (server(total=3, least=4), {"state": "visionzip"}, (N, N, N), [1, 1, 1]),
+        (server(total=33), {"budget": [16, 17]}, (N, N), [16, 17]),
         # Neither the server's own budget nor what is recalled has a least one.
         (server(least=16, most=64), None, (N,), [8]),
         *((server("budget", 16, 64), {"recall": tokens}, (N,), [8]) for tokens in (0, 1, 64)),
@@ -165,6 +171,22 @@ def test_each_image_keeps_k_of_its_tokens(
     plans = resolve(asked, *sizes, on=on)
     expected = [(budget, size, NO_KEY) for budget, size in zip(budgets, sizes, strict=True)]
     assert [(plan.budget, plan.tokens, plan.key) for plan in plans] == expected
+
+
+@pytest.mark.parametrize(
+    ("asked", "where"),
+    [
+        ({"budget": [16, 17, 8]}, "budget"),
+        ({"budget": {"shared": 41}}, "budget"),
+        ({"enabled": False}, "enabled"),
+        (None, "messages"),
+    ],
+)
+def test_what_a_request_asks_for_beyond_the_bound_is_refused(asked: object, where: str) -> None:
+    images = 41 if where == "messages" else 3
+    with pytest.raises(RequestError, match="a request has 40 for them") as caught:
+        resolve(asked, *[N] * images, on=server(total=40))
+    assert caught.value.problems[0].where.endswith(where)
 
 
 def test_a_budget_may_follow_the_tiles() -> None:

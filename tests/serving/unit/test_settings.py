@@ -53,6 +53,7 @@ def test_each_setting_is_read_from_text_and_numbers() -> None:
     for size, count in ((0, 0), ("0", 0), (2, 1 << 31), ("0.5", 1 << 29), (1024, 1 << 40)):
         assert resolve(feature_cache_gb=size).cache_bytes == count
     assert (resolve().rules.cost, resolve(request_cost="750").rules.cost) == (DEFAULT_COST, 750.0)
+    assert (resolve().rules.total, resolve(request_budget="2048").rules.total) == (None, 2048)
     for recall in (8, "8"):
         assert resolve(recall=recall, requests="budget:1-8").rules.recall == 8
     for detail in ("low=16,high=64", {"low": 16, "high": "64"}):
@@ -91,6 +92,7 @@ TO_64: Config = {**STATE, "requests": "budget:1-64"}
 INVALID: dict[str, tuple[object, ...]] = {
     "feature_cache_gb": (-1, "nan", float("nan"), "inf", "much", 1025, True),
     "request_cost": ("much", 0, "nan", "inf", 1e9, True),
+    "request_budget": ("much", 0, -1, 1.5, 10**10, True),
     "requests": ("all", "", "Budget", "budget:16", "budget:-3-8", "budget:9-8", "budget,none", 3),
     "recall": ("x", -1, 1.5, 65537, True),
     "detail": ("auto=64", "", 64, ["low=64"], {1: 64}, {}, {"low": True}, "low=0", "low=9/8"),

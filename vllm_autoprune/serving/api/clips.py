@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from vllm_autoprune.serving.api.instruction import InstructionTokenizer
 from vllm_autoprune.serving.api.layout import PlannedItem
 from vllm_autoprune.serving.api.request import PruningRequest
+from vllm_autoprune.serving.api.resolve import share_tokens
 from vllm_autoprune.serving.plan import (
     ENTRY,
     NO_KEY,
@@ -38,6 +39,8 @@ class Clips:
     texts: Sequence[str]
     request: PruningRequest
     state: PruningState | None
+    limit: int | None = None
+    """Most tokens that all of them keep."""
 
     @property
     def keys(self) -> list[str]:
@@ -52,9 +55,12 @@ class Clips:
     ) -> list[PlannedItem]:
         """Plans and identities, by N and T of each; raises BudgetError or RequestError."""
         items = []
-        asked = zip(self.contents, self.keys, self.texts, sizes, strict=True)
-        for i, (content, key, text, size) in enumerate(asked):
-            plan = self._resolve(served, *size)
+        plans = [self._resolve(served, *size) for size in sizes]
+        shares = share_tokens(self.limit, [plan.budget for plan in plans], self._asked)
+        if shares is not None:
+            plans = [self._resolve(served, *s, k) for s, k in zip(sizes, shares, strict=True)]
+        asked = zip(self.contents, self.keys, self.texts, plans, strict=True)
+        for i, (content, key, text, plan) in enumerate(asked):
             needs = served.find_needs(plan)
             plan = plan.ask(*tokenizer.tokenize(text, needs))
             if plan.keeps_all:
@@ -67,11 +73,23 @@ class Clips:
             items.append(PlannedItem(i, plan, identity, key))
         return items
 
-    def _resolve(self, served: ServedState, tokens: int, frames: int) -> ItemPlan:
-        """The plan of a clip of N tokens in T frames, without key and instruction."""
+    @property
+    def _asked(self) -> str:
+        """The field of the request that says what its clips keep."""
+        request = self.request
+        return "video_budget" if request.video_budget else "" if request.enabled else "enabled"
+
+    def _resolve(
+        self, served: ServedState, tokens: int, frames: int, share: int | None = None
+    ) -> ItemPlan:
+        """The plan of a clip of N tokens in T frames, without key and instruction.
+
+        ``share`` is its K where the limit says it.
+        """
         request, rules, k = self.request, served.rules, tokens
         if request.enabled:
-            chosen, budget = self.state or served.state, request.video_budget or served.video_budget
+            chosen = self.state or served.state
+            budget = share or request.video_budget or served.video_budget
             policy = make_policy(chosen, budget, request.keep, clip=True)
             k = served.clip_budget(policy, tokens, frames)
             compares = request.keep in ("state", "reference") and (
@@ -88,7 +106,7 @@ class Clips:
             "enabled": not request.enabled,
         }
         field = next((name for name, is_set in by_request.items() if is_set), None)
-        if field and not rules.minimum <= -(-k // frames) <= rules.maximum:
+        if field and share is None and not rules.minimum <= -(-k // frames) <= rules.maximum:
             limits = f"{rules.minimum} to {rules.maximum}"
             what = f"K = {k} of {frames} frames, and requests may ask for {limits} of each"
             raise refuse(f"{ENTRY}/{field}", what, "ask for a number in the range")

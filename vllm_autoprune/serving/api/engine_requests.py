@@ -370,6 +370,7 @@ def _check_features(
     from vllm.multimodal.hasher import MultiModalHasher
     from vllm.multimodal.inputs import MultiModalBatchedField
 
+    kept = 0
     for feature in features:
         data = MultiModalKwargsItem() if feature.data is None else feature.data
         field = data.get(FIELD)
@@ -385,6 +386,7 @@ def _check_features(
             raise plan_error("comes without the tensors of an image")
         plan = ItemPlan.decode(field.data)
         rules.check(plan, feature.mm_position.get_num_embeds())
+        kept += 0 if plan.part == "recall" else plan.budget
         fields = {name: part for name, part in data.get_data().items() if name != FIELD}
         check_clip(plan, feature.modality, fields, rules.served.frame)
         if CELLS_FIELD in data:
@@ -400,6 +402,9 @@ def _check_features(
         # A random keep is drawn from the picture, which is not here.
         seed = plan.key[0] if plan.keep == "random" else seed
         field.data = replace(plan, key=(seed, key)).encode()
+    most = rules.served.rules.total
+    if most is not None and kept > most:
+        raise plan_error(f"is of {kept} tokens of a request, which may keep {most}")
 
 
 # The engine's cache of processed images holds an image once, whatever is asked about it.

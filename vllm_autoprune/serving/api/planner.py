@@ -216,7 +216,7 @@ class RequestPlanner:
                 token = self._placeholders.video_token(self._info)
                 texts = [self._read_prompt(inputs, token, "video")] * len(digests)
             contents = [repr((digest, salt)) for digest in digests]
-            clips = Clips(contents, texts, request, state)
+            clips = Clips(contents, texts, request, state, served.rules.total)
         label = request.state_label(served.state.name)
         if not hashes.get("image"):
             count = partial(count_request, label, request.keep, (), (), (), served.kv_bytes)
@@ -241,7 +241,12 @@ class RequestPlanner:
                 seen = self._encoded(digest, pictures.get(i), kwargs, trimming)
                 digests[i], counts[i] = seen.digest, replace(counts[i], left=seen.left)
         # K of each image, and a new size where the resize control shrinks it.
-        plans = resolve_plans(served, request, state, counts)
+        total = limit = served.rules.total
+        if limit is not None and clips is not None:
+            limit = limit * len(counts) // (len(counts) + len(clips.contents))
+        plans = resolve_plans(served, request, state, counts, limit)
+        if total is not None and clips is not None:  # clips have what the images leave
+            clips = replace(clips, limit=total - sum(plan.budget for plan in plans))
         sizes: list[Size | None] = [None] * len(plans)
         for i, (plan, size) in enumerate(zip(plans, image_sizes, strict=True)):
             if plan.keep == "resized" and not plan.keeps_all and size is not None:

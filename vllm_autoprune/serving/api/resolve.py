@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from vllm_autoprune.serving.api.cells import Trimming
 from vllm_autoprune.serving.api.layout import TokenCount
-from vllm_autoprune.serving.api.request import PruningRequest
+from vllm_autoprune.serving.api.request import PruningRequest, split_shared_budget
 from vllm_autoprune.serving.plan import ENTRY, NO_KEY, ItemPlan, encode_state, refuse
 from vllm_autoprune.serving.served_state import ServedState, load_request_state, make_policy
 from vllm_autoprune.serving.settings import REQUESTS_FLAG, Level
@@ -52,11 +52,12 @@ def resolve_plans(
     request: PruningRequest,
     state: PruningState | None,
     images: Sequence[TokenCount],
+    limit: int | None = None,
 ) -> list[ItemPlan]:
     """Resolve each of a request's images to its plan as one item, without key and instruction.
 
     ``state`` is the one that the request asks for. K is that of an image's N tokens, or all M that
-    are encoded where these are fewer.
+    are encoded where these are fewer; ``limit`` bounds the sum of all.
     """
     rules = served.rules
     sizes = [image.tokens for image in images]
@@ -73,6 +74,7 @@ def resolve_plans(
     if not request.enabled:
         for size in sizes:
             require_in_range(size, "enabled", "all tokens of an image")
+        share_tokens(limit, sizes, "enabled")
         return [ItemPlan(size, NO_KEY, tokens=size) for size in sizes]
     budgets = request.split_budget(sizes)
     encoded = b"" if state is None else encode_state(state)
@@ -80,24 +82,45 @@ def resolve_plans(
     if details is None or len(details) != len(images):
         # No messages, or messages of a form in which the images were not found.
         details = [None] * len(images)
-    plans = []
-    for image, asked, detail in zip(images, budgets, details, strict=True):
-        # Start-up has checked the operator's budgets for details against the range of the rules.
-        by_detail = rules.detail.as_dict().get(detail) if detail else None
-        most = by_detail.tokens_kept(image.tokens) if by_detail and asked is None else asked
+
+    def plan_image(image: TokenCount, most: int | None, field: str = "") -> ItemPlan:
         if state is None:
             policy = served.policy(most, request.keep)
         else:
             policy = make_policy(state, most, request.keep)
         k = policy.at(image.tokens, image.tiles).budget
-        if asked is not None or (state is not None and most is None):
-            require_in_range(k, "state" if asked is None else "budget", "K")
+        if field:
+            require_in_range(k, field, "K")
         plan = ItemPlan(image.encoded, NO_KEY, keep=request.keep, tokens=image.encoded)
-        if k < image.encoded:
-            plan = replace(plan, budget=k, state=encoded)
-        served.find_needs(plan)
-        plans.append(plan)
-    return plans
+        return replace(plan, budget=k, state=encoded) if k < image.encoded else plan
+
+    plans = []
+    for image, asked, detail in zip(images, budgets, details, strict=True):
+        # Start-up has checked the operator's budgets for details against the range of the rules.
+        by_detail = rules.detail.as_dict().get(detail) if detail else None
+        most = by_detail.tokens_kept(image.tokens) if by_detail and asked is None else asked
+        field = "state" if state is not None and most is None else ""
+        plans.append(plan_image(image, most, field if asked is None else "budget"))
+        served.find_needs(plans[-1])
+    kept = [plan.budget for plan in plans]
+    shares = share_tokens(limit, kept, "" if request.budget is None else "budget")
+    return plans if shares is None else list(map(plan_image, images, shares))
+
+
+def share_tokens(limit: int | None, kept: Sequence[int], asked: str = "") -> Sequence[int] | None:
+    """K of each item of a request that would keep more than the limit; None where it does not.
+
+    Raises :class:`RequestError` where the field of a request asked for so many, or where the items
+    are more than the limit.
+    """
+    if limit is None or sum(kept) <= limit:
+        return None
+    what = f"{sum(kept)} tokens of {len(kept)}, and a request has {limit} for them"
+    if asked:
+        raise refuse(f"{ENTRY}/{asked}", what, "ask for fewer, or leave it out")
+    if limit < len(kept):
+        raise refuse("messages", what, "send fewer images or videos")
+    return split_shared_budget(limit, kept)
 
 
 def find_trimming(
