@@ -25,6 +25,8 @@ from benchmarks.server import serve
 
 ROOT = Path(__file__).resolve().parents[2]
 _WEIGHTS = ROOT / "benchmarks/yardsticks/weights/minillava"
+_SERVED = f"{_WEIGHTS.relative_to(ROOT)}/llava"
+"""A model by the name that the pages' server has for it."""
 
 _NOT_TYPED = re.compile(
     r"^make test"  # it types these commands
@@ -54,7 +56,7 @@ _LESS = (
     (r"\.accuracy\.yardsticks .*--methods", "--images 2"),
     (r"\.accuracy\.yardsticks", "--images 2 --methods random cdpruner"),
     (r"eval --data out/scenes", "--limit 20 --budgets 8"),
-    (r"\.load prepare", f"--model {_WEIGHTS}/llava --requests 6 --warm-up 1"),
+    (r"\.load prepare", f"--model {_SERVED} --requests 6 --warm-up 1"),
     (r"\.load paired .*--users", "--users 1,2 --requests 4 --warm-up 1 --passes 1"),
     (r"\.load paired .*--rates", "--requests 4 --warm-up 1 --passes 1"),
     (r"\.search study", "--seeds 1 --budgets 8 --rounds 1 --yardsticks minillava"),
