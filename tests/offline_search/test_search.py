@@ -193,6 +193,25 @@ async def test_a_search_whose_leaders_are_tied_goes_elsewhere_and_then_stops(
     assert standings[-1].answers < 12 * 3 * 8 * 0.8, "the rest of the budget is given back"
 
 
+async def test_a_search_whose_leader_stays_ahead_stops(search: Searches) -> None:
+    """Nothing is tied with it, and nothing better is found."""
+    leader: list[str] = []
+
+    def answer(job: EvaluationJob, answers: Answers) -> Answers:
+        digest = digest_of(job)
+        if digest not in ("full", BASE.digest, *leader) and not leader:
+            leader.append(digest)
+        return Answers((-float(digest not in ("full", *leader)),) * len(answers), answers.right)
+
+    winner = await search(
+        strategy="autoprune+", proposer="", rounds=12, block=8, resolution=0.01, change=answer
+    )
+    standings = [each.standing for each in search.records(SummaryRecord) if each.standing]
+    assert [*dict.fromkeys(each.plateaus for each in standings)] == [0, 2]
+    assert winner.digest == leader[0]
+    assert 0.5 <= standings[-1].answers / (12 * 3 * 8) < 0.7, "the rest is given back"
+
+
 # ---- resuming and replaying ----
 
 
