@@ -387,11 +387,13 @@ class ProgressLog:
 
     def on_plateau(self, standing: Standing, budget: int) -> None:
         """Write that nothing better is found, and what follows from it."""
-        count, change = len(standing.tied) + 1, "goes on with other structures"
-        if standing.plateaus > 1:
-            change = f"stops, with {max(0, budget - standing.answers)} of {budget} answers unspent"
         within = f"within {standing.resolution:.4f} or two standard errors"
-        self._write(f"plateau: {count} cannot be told apart {within}; the search {change}")
+        text = f"the best {len(standing.tied) + 1} are tied {within}"
+        text += "; the search goes on with other structures"
+        if standing.plateaus > 1:
+            unspent = f"{max(0, budget - standing.answers)} of {budget} answers unspent"
+            text = f"several rounds found nothing better; the search stops, with {unspent}"
+        self._write(f"plateau: {text}")
 
     def on_finish(self, winner: WinnerRecord) -> None:
         """Write the winner's scores on the test split."""

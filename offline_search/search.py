@@ -69,7 +69,7 @@ _LEAST_SHARE = 0.5
 """Share of its budget before which no plateau ends a search."""
 
 _IDLE_ROUNDS = 4
-"""Rounds after which a search ends whose best are not even by luck ahead by its resolution."""
+"""Rounds in a row after which a search ends where the best of none is ahead by the resolution."""
 
 
 class Search:
@@ -165,7 +165,8 @@ class Search:
                 elif not plateaus and recent == {"undecided"}:
                     plateaus, since = 1, number
             ahead = [gap.value for gap in history.leads(number - _IDLE_ROUNDS + 1, number)]
-            if share >= _LEAST_SHARE and ahead and max(ahead) <= history.resolution > 0:
+            is_idle = bool(history.resolution and ahead) and max(ahead) <= history.resolution
+            if share >= _LEAST_SHARE and is_idle:
                 plateaus, since = 2, number
             standing = self._describe_standing(history, plateaus)
             summary = summarize(history)
@@ -228,10 +229,7 @@ class Search:
             estimates[name] = round(total / len(examples), 6)
 
         def rank(name: str) -> tuple[bool, float, float]:
-            """Those that are tied with the best first, the simplest of them before the others.
-
-            Tied within a standard error: Breiman et al. 1984, the rule of one standard error.
-            """
+            """Those within a standard error of the best first (Breiman 1984), by simplicity."""
             gap = compare(examples, both[name], both[best], difficulty)
             is_tied = name == best or abs(gap.value) <= min(history.resolution, gap.error)
             state = candidates[name].require_state()
