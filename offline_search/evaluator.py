@@ -164,7 +164,7 @@ class ServedEvaluator:
         :class:`ConfigError` with what is wrong with each server.
         """
         example = self.dataset.splits["search"][0]
-        pruning = pruning_options(load_state("cdpruner"), 1)
+        fields = {"mm_processor_kwargs": {"autoprune": pruning_options(load_state("cdpruner"), 1)}}
         messages = self.dataset.messages(example)
         problems: list[Problem] = []
         for url in self._urls:
@@ -176,7 +176,7 @@ class ServedEvaluator:
                         fix = f"serve {self._model}, or name a model of all with --server-model"
                         what = f"serves {', '.join(models)}, not {self._model}"
                         raise ConfigError("servers", [Problem(server.url, what, fix)])
-                    body = scoring_request(self._model, messages, example.answer, pruning)
+                    body = scoring_request(self._model, messages, example.answer, fields)
                     read_reference_answer(server.chat(body)["prompt_logprobs"], example.answer)
                 except RequestRefused as error:
                     what, _, fix = str(error).partition(" -> ")
@@ -234,8 +234,8 @@ class ServedEvaluator:
         servers = [*self._servers[place:], *self._servers[:place]]
         try:
             scored = await score_answer(
-                servers, self._model, self.dataset.messages(example), example.answer, pruning,
-                first_wait=self._first_wait,
+                servers, self._model, self.dataset.messages(example), example.answer,
+                {"mm_processor_kwargs": {"autoprune": pruning}}, first_wait=self._first_wait,
             )  # fmt: skip
         except ServerLost as error:
             # Not the candidate's fault: every further candidate would fail as well.

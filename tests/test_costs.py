@@ -20,6 +20,7 @@ from PIL import Image
 from transformers import AutoConfig
 
 from benchmarks.common.fake_server import Answer, Body, FakeServer, Reply, fake_server
+from tests.test_explain import write_video
 from vllm_autoprune.advise import (
     Inputs,
     Timings,
@@ -532,5 +533,7 @@ def test_a_video_is_decoded_and_encoded_whole_whatever_is_pruned(
     compass = build("cohere_compass", tmp_path / "compass")
     advice = advise("--checkpoint", str(compass))["verdict"][0]
     assert advice == "Pruning will not help here: videos of this model are served whole."
+    video = write_video(tmp_path / "a.mp4", 40)
+    assert advise("--video", str(video))["rows"][0]["frames"] == 5, "two frames a second, in pairs"
     wrong = advise("--video", str(tmp_path / "0.png"), status=1)
     assert wrong["problems"][0]["fix"] == "give one, or a folder of frames"

@@ -278,6 +278,8 @@ def test_clips_are_sampled_as_vllm_samples_them(tmp_path: Path) -> None:
     clip = read_clip(write_video(tmp_path / "a.mp4", 40))
     assert clip is not None and clip.frames[0].size == (112, 84) and clip.seconds > 0
     assert len(clip.frames) == 32 and clip.note == "32 of 40 frames are read, as vLLM samples"
+    clip = read_clip(tmp_path / "a.mp4", "Qwen2VLVideoProcessor")  # two a second
+    assert clip is not None and len(clip.frames) == 10 and clip.note.startswith("10 of 40 frames")
     frames = read_clip(write_frames(tmp_path / "frames", 3))
     assert frames is not None and frames.url.count(",") == 3 and not frames.note
     assert [frame.getpixel((0, 0)) for frame in frames.frames] == [(0, 0, 0), (5, 0, 0), (10, 0, 0)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from PIL import Image
 from benchmarks.common.fake_server import Answer, Body
 from tests.benchmarks.accuracy.minillava_server import answering, arm, asked, reply
 from tests.offline_search.synthetic import MODELS, completion, endpoint, error
+from tests.test_explain import write_frames, write_video
 from vllm_autoprune import PruningState, load_state
 from vllm_autoprune.cli.main import main
 from vllm_autoprune.errors import StateError
@@ -69,6 +71,27 @@ def test_cells_are_dropped_alone_and_before_each_state() -> None:
         assert str(state.cells) == "flat" and state.digest != cases["norm@1/8"].digest
     with pytest.raises(StateError, match=r"--cells: 'flatt' is no rule"):
         build_cases(["norm"], ["1/8"], ["flatt"])
+
+
+def test_cases_of_videos_have_rules_for_frames_and_fewer_frames_as_control() -> None:
+    budgets = ["1/4", "tokens_per_frame:16"]
+    cases = {case.name: case for case in build_cases(["vcast", "divprune"], budgets, frames=30)}
+    per_budget = ("random", "resized", "norm", "vcast", "divprune")
+    # Of how many frames 16 a frame are all tokens is not known.
+    assert list(cases) == [
+        "full", *(f"{name}@1/4" for name in per_budget),
+        *(f"{name}@tokens_per_frame:16" for name in per_budget if name != "resized"),
+    ]  # fmt: skip
+    fewer = cases["resized@1/4"]
+    assert fewer.pruning == {"enabled": False} and fewer.label == "fewer frames"
+    assert {case.frames for case in cases.values() if case != fewer} == {30} and fewer.frames == 8
+    for name, budget in (("vcast", "curvature"), ("divprune", "uniform"), ("random", "uniform")):
+        pruning = cases[f"{name}@1/4"].pruning
+        state = PruningState.model_validate(pruning["state"])
+        assert state.frames is not None and state.frames.budget == budget
+        assert pruning["video_budget"] == "1/4" and "budget" not in pruning
+        assert (pruning.get("keep") == "random") == (name == "random")
+    assert not any(case.refused for case in cases.values())
 
 
 def test_policies_of_one_name_are_cases_of_their_own(tmp_path: Path) -> None:
@@ -153,6 +176,41 @@ def test_every_case_is_asked_every_question_once(call: Call) -> None:
     assert rows["full"]["benchmarks"] == {"colour": 100.0, "shape": 100.0, "yes/no pairs": 100.0}
     assert rows["random@8"]["all"]["acc"] == 0.0 and "pruning" not in rows["random@8"]["case"]
     assert rows["random@8"]["to_full"]["logprob"]["value"] == pytest.approx(-2.9)
+
+
+def test_videos_are_asked_about_with_as_many_frames_as_a_case_has(call: Call) -> None:
+    video = write_video(call.folder / "a.mp4", 12)
+    files = sorted(write_frames(call.folder / "frames", 12).iterdir())
+    line = {"question": "Which colour?", "answer": "red"}
+    lines = [json.dumps({**line, "video": name}) for name in ("a.mp4", "frames")]
+    (call.folder / "questions.jsonl").write_text("\n".join(lines))
+    assert call("http://h:1") == 1
+    assert call.printed().err.count("asks about a video -> add --frames 32, or leave it out") == 2
+
+    def sampled(body: Body) -> int:
+        return int(body["media_io_kwargs"]["video"]["num_frames"])
+
+    def answer(body: Body, number: int) -> Answer:
+        tokens = 18 * (sampled(body) if arm(body) == "full" else 2)
+        return reply(body, right=arm(body) != "random", tokens=tokens)
+
+    with endpoint(answer) as server:
+        assert call(server.url, "--frames", "8", "--budgets", "1/4", "--state", "vcast") == 0
+        sent = asked(server.requests)
+    contents = [base64.b64encode(file.read_bytes()).decode() for file in (video, *files)]
+    frames = {2: (0, 11), 8: (0, 1, 3, 4, 6, 7, 9, 11)}
+    expected = [
+        (name, count, url)
+        for name, count in (("full", 8), ("full", 2), ("random", 8), ("norm", 8), ("vcast", 8))
+        for url in (
+            f"data:video/mp4;base64,{contents[0]}",
+            f"data:video/jpeg;base64,{','.join(contents[1 + i] for i in frames[count])}",
+        )
+    ]
+    urls = [body["messages"][0]["content"][0]["video_url"]["url"] for body in sent]
+    assert sorted(expected) == sorted(zip(map(arm, sent), map(sampled, sent), urls, strict=True))
+    page = call.printed().out
+    assert "Pruning or sampling fewer frames?" in page and "% right less fewer frames" in page
 
 
 def test_only_what_has_no_answer_is_asked_again(call: Call) -> None:
@@ -381,6 +439,7 @@ START = "-> start it with --autoprune-state NAME --autoprune-requests states"
         ({**SERVES, "requests": "their budget", "allows": {"level": "budget"}},
          "", f"lets requests set their budget {START}"),
         (None, UNTRUSTED, f"can change multimodal preprocessing resource usage.) {START}"),
+        (None, UNTRUSTED.replace("mm_processor", "media_io"), "states --trust-request-mm-kwargs\n"),
         (None, UNALLOWED, f"mm_processor_kwargs/autoprune: may set nothing) {START}"),
     ],
 )  # fmt: skip
@@ -394,7 +453,8 @@ def test_a_server_whose_requests_may_not_choose_is_refused_by_the_flag_to_give(
         assert call(server.url) == 1
         assert len(server.requests) == (page is None)
     printed = call.printed().err
-    assert message in printed and "--trust" not in printed and printed.count("\n") == 1
+    assert message in printed and printed.count("\n") == 1
+    assert ("--trust" in printed) == ("media_io_kwargs" in refusal)
 
 
 @pytest.mark.parametrize(
@@ -427,6 +487,7 @@ def test_the_servers_own_state_is_marked_or_said_to_be_missing(
         ("--data x --server-url u --budgets 8 9/8", "--budgets: '9/8' is not a budget -> give"),
         ("--suite lmms:mme --server-url http://h", "--served-name: is missing"),
         ("--suite lmms:mme --reference unpruned", "--reference: is for --data -> leave it out"),
+        ("--data x --server-url u --frames 8 --cells flat", "--frames: is for videos of --data"),
         ("--suite lmms:x --server-url h --served-name m", "does not know x -> use: paper"),
     ],
 )

@@ -151,7 +151,7 @@ FORMS = {
 NO_FORMS = {
     "a missing file": ("b.png", "cannot be read (No such file or directory) -> give the path"),
     "no address": ("http://[/y.png", "-> give it as http://HOST:PORT"),
-    "a folder": (".", "cannot be read (not a file)"),
+    "a folder whose pictures are no frames": (".", ": cut.jpg: cannot be decoded"),
     "a pipe": ("pipe", "cannot be read (not a file)"),
     "a long path": ("x." * 2500, "cannot be read (File name too long)"),
     "base64 of nothing": ("iVBORw0KGgo=" * 10, "is neither a file nor base64"),

@@ -26,7 +26,7 @@ from pydantic_core import from_json
 
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.evaluation.answers import Rule, score_text
-from vllm_autoprune.evaluation.pictures import Picture, PictureSource, find_picture
+from vllm_autoprune.evaluation.pictures import VIDEOS, Picture, PictureSource, find_picture
 from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.stream import one_line
 
@@ -45,12 +45,13 @@ class AskedQuestion:
     category: str = "all"
     pair: int | None = None
 
-    def messages(self) -> list[dict[str, object]]:
+    def messages(self, frames: int = 0) -> list[dict[str, object]]:
         """The messages with data URLs, which are read from the pictures' files now.
 
-        Raises :class:`EvaluationError` for a file that has changed.
+        ``frames``: how many of a video. Raises :class:`EvaluationError` for a file that has
+        changed.
         """
-        return render(self.turns, Picture.part)
+        return render(self.turns, lambda picture: picture.part(frames))
 
     @property
     def digest(self) -> str:
@@ -221,7 +222,9 @@ _Texts = Annotated[tuple[Text, ...], BeforeValidator(_list_texts)]
 class _Line(FrozenModel):
     """One question of a file in this project's form."""
 
-    image: _Texts = Field(validation_alias=AliasChoices("image", "images"), min_length=1)
+    image: _Texts = Field(
+        validation_alias=AliasChoices("image", "images", "video", "videos"), min_length=1
+    )
     question: Text
     answer: _Texts = Field(default=(), validation_alias=AliasChoices("answer", "answers"))
     category: Text = "all"
@@ -402,7 +405,9 @@ class QuestionReader:
                 match part:
                     case str(text) | {"type": "text" | "input_text", "text": str(text)}:
                         parts.append({"type": "text", "text": text})
-                    case {"image_url": {"url": str(url)} | str(url)}:
+                    case {"image_url": {"url": str(url)} | str(url)} | {
+                        "video_url": {"url": str(url)} | str(url)
+                    }:
                         parts.append(self._find(where, url))
                         sources += 1
                     case _:
@@ -431,7 +436,8 @@ class QuestionReader:
             }
             pictures = [
                 path for path in sorted(images.iterdir() if images.is_dir() else ())
-                if path.suffix.lower() in Image.registered_extensions() and path.name[0] != "."
+                if path.suffix.lower() in {*Image.registered_extensions(), *VIDEOS}
+                and path.name[0] != "."
             ]  # fmt: skip
             for stem in named.keys() - {path.stem for path in pictures}:
                 what = f"has questions about no picture: {images} has none of its name"

@@ -25,8 +25,11 @@ MME = "MME"
 PAIRS = "yes/no pairs"
 """Pairs of other data, scored as MME's but in per cent."""
 
-RESIZED = "resize control"
-"""Name in tables of the case that resizes images."""
+RESIZED, FEWER_FRAMES = "resize control", "fewer frames"
+"""Names in tables of what an operator has without a plugin: of images, and of videos."""
+
+EVENLY = "opencv"
+"""vLLM's loader of videos that spaces frames evenly; some models' have as many a second."""
 
 Arm = Literal["full", "random", "norm", "resized", "base", "autoprune", "found"]
 """How tokens are selected: all, at random, those of largest norm, those of a resized image, by the
@@ -70,14 +73,24 @@ class Case(FrozenModel):
     pruning: dict[str, JsonValue] = Field(
         default_factory=dict, description="the plugin's field in every request"
     )
+    frames: int = Field(default=0, description="sampled of a video; 0 of pictures")
     refused: str = Field(default="", description="why the case cannot be served, if it cannot")
     served: bool = Field(default=False, description="whether its state is the server's own")
 
     @property
     def budget_order(self) -> tuple[int, str]:
         """Sort key by K of an image of 576 tokens."""
-        kept = BudgetCall.parse(self.budget).tokens_kept(576) if self.budget else 0
+        kept = BudgetCall.parse(self.budget, clip=True).tokens_kept(576) if self.budget else 0
         return kept, str(self.budget)
+
+    @property
+    def fields(self) -> dict[str, JsonValue]:
+        """What it adds to a chat request."""
+        fields: dict[str, JsonValue] = {"mm_processor_kwargs": {"autoprune": self.pruning}}
+        if self.frames:
+            sampling: JsonValue = {"num_frames": self.frames, "video_backend": EVENLY}
+            fields["media_io_kwargs"] = {"video": sampling}
+        return fields
 
     @property
     def title(self) -> str:

@@ -15,9 +15,9 @@ _TRIAL_IMAGES = 20
 """With fewer images than this, bootstrap intervals over images are too narrow."""
 
 _VERDICTS: Mapping[Winner, str] = {
-    "pruning": "pruning beats resizing",
-    "resizing": "resizing beats pruning",
-    "not decided": "not decided between pruning and resizing",
+    "pruning": "pruning beats {rival}",
+    "resizing": "{rival} beats pruning",
+    "not decided": "not decided between pruning and {rival}",
     "too few images": f"images are too few to decide (at least {MIN_IMAGES})",
 }
 _TONES: Mapping[Winner, Tone] = {"pruning": "good", "resizing": "bad"}
@@ -40,10 +40,13 @@ _ACC_NOTE = (
 _NOTE = (
     "Differences are paired on the same questions, each with its 95 % interval ({images:,} images "
     "resampled). If an interval contains 0, the data show no difference. ln p is the mean "
-    "log-probability of the reference answer; base is the base policy alone at the same K, resized "
-    "the resize control: the image resized to at most K tokens, or pooled to K where the model has "
-    "a fixed number of them."
+    "log-probability of the reference answer; base is the base policy alone at the same K, {rival}."
 )
+_RESIZED_NOTE = (
+    "resized the resize control: the image resized to at most K tokens, or pooled to K where the "
+    "model has a fixed number of them"
+)
+_FRAMES_NOTE = "fewer frames all tokens of that share of the {frames} frames of a video"
 _REFERENCE_NOTE = (
     "The reference is the unpruned model's greedy answer, {tokens:.1f} tokens on average. % agree: "
     "greedy decoding gives exactly it. % of tokens: it gives a token after those of the reference "
@@ -77,7 +80,8 @@ def build_page(report: Report, picture: Callable[[str], str] | None = None) -> D
                 for name, rank in report.rank_correlations.items()
             )
             verdicts.append(f"Rank correlation with % right over the states: {said}.")
-        sections.append(Section("Pruning or resizing?", [*verdicts, *[_AGREEMENT_NOTE] * agrees]))
+        title = f"Pruning or {_rival(report)}?"
+        sections.append(Section(title, [*verdicts, *[_AGREEMENT_NOTE] * agrees]))
     case = report.case
     if report.examples and case is not None:
         rows = list[list[Cell | str]]()
@@ -98,7 +102,8 @@ def build_page(report: Report, picture: Callable[[str], str] | None = None) -> D
         has_mme = MME in report.rows[0].benchmarks
         mme = f", with MME divided by {setup.mme_divisor:g} first" if has_mme else ""
         notes = [_ACC_NOTE.format(mme=mme)] * _has_aggregates(report)
-        notes.append(_NOTE.format(images=report.images))
+        rival = _FRAMES_NOTE.format(frames=report.frames) if report.frames else _RESIZED_NOTE
+        notes.append(_NOTE.format(images=report.images, rival=rival))
         notes += [_REFERENCE_NOTE.format(tokens=report.tokens)] if report.tokens else []
         tables = list(_tables(report))
         if refused := [[case.title, str(case.budget), case.refused] for case in report.refused]:
@@ -147,9 +152,15 @@ def _answer(report: Report) -> str:
     return f"{answer}."
 
 
+def _rival(report: Report) -> str:
+    """What an operator can do without a plugin."""
+    return "sampling fewer frames" if report.frames else "resizing"
+
+
 def _describe_difference(report: Report, overall: Comparison) -> str:
     """Who wins, and by how much."""
-    text = f"{_VERDICTS[overall.winner]}, {_format(overall.difference)} points "
+    verdict = _VERDICTS[overall.winner].format(rival=_rival(report))
+    text = f"{verdict}, {_format(overall.difference)} points "
     if report.setup.score == "right":
         return f"{text}right"
     (row,) = [row for row in report.rows if row.case.name == overall.case]
@@ -196,7 +207,8 @@ def _tables(report: Report) -> Iterator[Table]:
     unpaired = {"same", "accuracy" if has_acc else "", "logprob" if report.tokens else ""}
     metrics = [("acc", "Acc.", 1)] if has_acc else []
     metrics += [column for column in columns if column[0] not in unpaired]
-    benchmarks, others = list(report.rows[0].benchmarks), ["full", "base", "resized"]
+    benchmarks, others = list(report.rows[0].benchmarks), ["full", "base"]
+    others.append("fewer frames" if report.frames else "resized")
     if report.case and any(row.to_case for row in report.rows):
         others.append(report.case.label)
     head = ["method", *(title for _, title, _ in columns)]

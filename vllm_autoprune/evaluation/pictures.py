@@ -25,11 +25,16 @@ from pydantic import SecretStr
 
 from vllm_autoprune.connection import Connection, make_client
 from vllm_autoprune.errors import ConfigError, Problem
-from vllm_autoprune.evaluation.journal import EvaluationError
+from vllm_autoprune.evaluation.journal import EVENLY, EvaluationError
+
+_FRAMES = 32
+"""Frames that vLLM samples of a video by default."""
+_FRAME_FILES = "video/jpeg"
+"""vLLM's name for frames in base64 with commas between them, each of any format."""
 
 
 class Picture(NamedTuple):
-    """A picture file that was decoded whole when it was read.
+    """A picture or video that was decoded when it was read: a file, or a folder of frames.
 
     ``name`` is its path as written, or a digest where its content was written.
     """
@@ -40,23 +45,35 @@ class Picture(NamedTuple):
     kind: str
     """Its MIME type."""
 
+    @property
+    def is_clip(self) -> bool:
+        """Whether it is a video."""
+        return self.kind.startswith("video/")
+
     def read(self) -> bytes:
         """Its content; raises :class:`EvaluationError` if that is no longer what was checked."""
         with contextlib.suppress(OSError):
-            content = self.path.read_bytes()
+            content = _read_content(self.path)
             if hashlib.sha256(content).hexdigest() == self.digest:
                 return content
         what = "has changed since it was read"
         raise EvaluationError(f"{self.path}: {what} -> restore it and add --resume")
 
-    def part(self) -> dict[str, object]:
-        """The part of a chat message that has its content, as a data URL."""
-        url = f"data:{self.kind};base64,{base64.b64encode(self.read()).decode()}"
-        return {"type": "image_url", "image_url": {"url": url}}
+    def part(self, frames: int = 0) -> dict[str, object]:
+        """The part of a chat message that has its content, as a data URL.
+
+        Of a folder it has at most so many frames, 0 for 32; of a video file the server samples
+        them.
+        """
+        type = "video_url" if self.is_clip else "image_url"
+        return {"type": type, type: {"url": _encode(self.read(), self.kind, frames or _FRAMES)}}
 
     def image(self) -> Image.Image:
-        """What a model sees of it, in RGB."""
-        return _decode(self.read())[1]
+        """What a model sees of it, in RGB: of a video the first frame."""
+        content = self.read()
+        if self.is_clip and (clip := read_clip(self.path)) is not None:
+            return clip.frames[0]
+        return _decode(content)[1]
 
 
 class Clip(NamedTuple):
@@ -71,45 +88,70 @@ class Clip(NamedTuple):
     note: str = ""
 
 
-_VIDEOS = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm")
-_FRAMES = 32
-"""Frames that vLLM samples of a video by default."""
+VIDEOS = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm")
+"""Endings of video files."""
 
 
-def read_clip(path: Path) -> Clip | None:
+def _sample(frames: Sequence[Any], count: int) -> list[Any]:
+    """At most so many of all frames, evenly spaced from the first on, as vLLM samples a video."""
+    count, last = min(count, len(frames)), len(frames) - 1
+    return [frames[i * last // max(count - 1, 1)] for i in range(count)]
+
+
+def _list_frames(folder: Path) -> list[Path]:
+    endings = Image.registered_extensions()
+    return sorted(file for file in folder.iterdir() if file.suffix.lower() in endings)
+
+
+def _read_content(path: Path) -> bytes:
+    """The content of a file; of a folder its frames as :data:`_FRAME_FILES`, ordered by name."""
+    if path.is_dir():
+        return b",".join(base64.b64encode(file.read_bytes()) for file in _list_frames(path))
+    return path.read_bytes()
+
+
+def _encode(content: bytes, kind: str, frames: int) -> str:
+    """A data URL of what :func:`_read_content` read, with at most so many frames of a folder."""
+    if kind == _FRAME_FILES:
+        content = b",".join(_sample(content.split(b","), frames))
+    else:
+        content = base64.b64encode(content)
+    return f"data:{kind};base64,{content.decode()}"
+
+
+def read_clip(path: Path, processor: str | None = None) -> Clip | None:
     """The clip of a video file, or of a folder of frames in the order of their names.
 
-    None for another path, which may be a picture. Raises :class:`ConfigError` with one problem.
+    ``processor`` is the class of a model's video processor, by which vLLM samples frames of a file:
+    Qwen-VL's so many a second, most others 32. None for another path, which may be a picture.
+    Raises :class:`ConfigError` with one problem.
     """
-    if not path.is_dir() and path.suffix.lower() not in _VIDEOS:
+    if not path.is_dir() and path.suffix.lower() not in VIDEOS:
         return None
     from vllm.multimodal.media import ImageMediaIO, VideoMediaIO
+    from vllm.multimodal.video import get_video_loader_backend_for_processor
 
+    loader = get_video_loader_backend_for_processor(processor) or EVENLY
     kind, note = "video/mp4", ""
     try:
         if path.is_dir():
-            endings = Image.registered_extensions()
-            files = sorted(file for file in path.iterdir() if file.suffix.lower() in endings)
+            kind, files = _FRAME_FILES, _list_frames(path)
             if len(files) < 2:
                 fix = "name a folder with one picture a frame, or a single picture itself"
                 raise _refuse(str(path), "has fewer than 2 frames", fix)
             if len(files) > _FRAMES:
                 note = f"{_FRAMES} of {len(files)} frames are read, evenly spaced"
-                last = len(files) - 1
-                files = [files[round(i * last / (_FRAMES - 1))] for i in range(_FRAMES)]
+            files = _sample(files, _FRAMES)
             sizes = {
                 read_picture(PictureSource(str(f), f.name, str(f))).image().size for f in files
             }
             if len(sizes) > 1:
                 what = f"has frames of {len(sizes)} sizes"
                 raise _refuse(str(path), what, "give all frames one size")
-            kind = "video/jpeg"  # vLLM's name for frames, each of any format
-            contents = [file.read_bytes() for file in files]
-        else:
-            contents = [path.read_bytes()]
-        data = ",".join(base64.b64encode(content).decode() for content in contents)
+        url = _encode(_read_content(path), kind, _FRAMES)
         start = time.process_time()
-        frames, metadata = VideoMediaIO(ImageMediaIO(), _FRAMES).load_base64(kind, data).media
+        reader = VideoMediaIO(ImageMediaIO(), _FRAMES, video_backend=loader)
+        frames, metadata = reader.load_base64(kind, url.partition(",")[2]).media
         seconds = time.process_time() - start
     except ConfigError:
         raise
@@ -121,9 +163,9 @@ def read_clip(path: Path) -> Clip | None:
     except Exception as error:  # decoders raise anything for a broken file
         what = f"cannot be decoded as a video ({_reason(error)})"
         raise _refuse(str(path), what, "convert it to MP4, or give a folder of frames") from None
-    if kind == "video/mp4" and len(frames) < metadata["total_num_frames"]:
+    if not path.is_dir() and len(frames) < metadata["total_num_frames"]:
         note = f"{len(frames)} of {metadata['total_num_frames']} frames are read, as vLLM samples"
-    return Clip(f"data:{kind};base64,{data}", [*map(Image.fromarray, frames)], seconds, note)
+    return Clip(url, [*map(Image.fromarray, frames)], seconds, note)
 
 
 _temporary_folder = cache(partial(tempfile.TemporaryDirectory, prefix="autoprune-"))
@@ -157,7 +199,7 @@ def find_picture(where: str, text: str, *folders: Path) -> PictureSource:
         try:
             if encoded:
                 break
-            if stat.S_ISREG(path.stat().st_mode):  # a pipe might never end
+            if path.is_dir() or stat.S_ISREG(path.stat().st_mode):  # a pipe might never end
                 return PictureSource(where, text, str(path))
             break
         except (OSError, ValueError) as error:  # ValueError: a NUL in the path
@@ -175,8 +217,9 @@ def find_picture(where: str, text: str, *folders: Path) -> PictureSource:
     except ValueError:
         fix = "give the path of a PNG or JPEG file, or its content in base64"
         raise _refuse(where, "is neither a file nor base64", fix) from None
-    digest = hashlib.sha256(content).hexdigest()
-    return PictureSource(where, f"sha256:{digest[:16]}", _write_temporary(where, content))
+    digest, is_video = hashlib.sha256(content).hexdigest(), text[:11].lower() == "data:video/"
+    address = _write_temporary(where, content, ".mp4" if is_video else "")
+    return PictureSource(where, f"sha256:{digest[:16]}", address)
 
 
 def read_picture(source: PictureSource, connection: Connection | None = None) -> Picture:
@@ -187,15 +230,26 @@ def read_picture(source: PictureSource, connection: Connection | None = None) ->
     where, name, address = source
     try:
         if "://" in address:
-            address = _write_temporary(where, _download(address, connection or Connection()))
-        content = Path(address).read_bytes()
+            content = _download(address, connection or Connection())
+            ending = next((end for end in VIDEOS if name.lower().endswith(end)), "")
+            address = _write_temporary(where, content, ending)
+        content = _read_content(Path(address))
     except ConfigError as error:
         raise _refuse(where, error.problems[0].what, error.problems[0].fix) from None
     except (OSError, ValueError, httpx.HTTPError, httpx.InvalidURL) as error:
         fix = "correct it, or download the picture and give its path"
         raise _refuse(where, f"cannot be read ({_reason(error)})", fix) from None
+    digest = hashlib.sha256(content).hexdigest()
     try:
+        if (clip := read_clip(Path(address))) is not None:
+            kind = clip.url[5:].partition(";")[0]
+            return Picture(name, Path(address), digest, kind)
         kind, _ = _decode(content)
+    except ConfigError as error:  # of the clip, or of one of its frames
+        problem = error.problems[0]
+        frame = problem.where.removeprefix(address)[1:]
+        place = f"{where}: {frame}" if frame else where
+        raise _refuse(place, problem.what, problem.fix) from None
     except UnidentifiedImageError:
         if content.startswith(b"version https://git-lfs"):
             raise _refuse(where, "is a Git LFS pointer", "git lfs pull") from None
@@ -204,7 +258,6 @@ def read_picture(source: PictureSource, connection: Connection | None = None) ->
     except Exception as error:  # decoders raise anything for a broken file
         what = f"cannot be decoded ({_reason(error)})"
         raise _refuse(where, what, "export it again, or make it smaller") from None
-    digest = hashlib.sha256(content).hexdigest()
     return Picture(name, Path(address), digest, Image.MIME.get(kind, "image/png"))
 
 
@@ -212,9 +265,9 @@ def _refuse(where: str, what: str, fix: str) -> ConfigError:
     return ConfigError("image", [Problem(where, what, fix)])
 
 
-def _write_temporary(where: str, content: bytes) -> str:
+def _write_temporary(where: str, content: bytes, ending: str) -> str:
     """A file with this content until the process ends."""
-    path = Path(_temporary_folder().name, hashlib.sha256(content).hexdigest())
+    path = Path(_temporary_folder().name, f"{hashlib.sha256(content).hexdigest()}{ending}")
     try:
         path.write_bytes(content)
     except OSError as error:

@@ -155,10 +155,10 @@ class QuestionSuite:
             cases = {case.name: case for case in self.cases}
             for _, answer in choose_examples(journal.contents):
                 if answer.text is None:
-                    pruning = cases[answer.case].pruning
+                    case = cases[answer.case]
                     with contextlib.suppress(EvaluationError, EvaluationFailed, ServerLost):
-                        messages = questions[answer.question].messages()
-                        text, cut = await generate_answer([server], model, messages, pruning)
+                        messages = questions[answer.question].messages(case.frames)
+                        text, cut = await generate_answer([server], model, messages, case.fields)
                         journal.append([answer.model_copy(update={"text": text, "cut": cut})])
         finally:
             progress.close()
@@ -224,23 +224,23 @@ class QuestionSuite:
 
         Raises :class:`EvaluationFailed`, and :class:`ServerLost`.
         """
-        messages, pruning = question.messages(), case.pruning
+        messages, fields = question.messages(case.frames), case.fields
         answer, agrees = Answer(case=case.name, question=question.record.id), False
         update: dict[str, object] = {}
         if not self._decodes:
-            scored = await score_answer([server], model, messages, question.answers[0], pruning)
+            scored = await score_answer([server], model, messages, question.answers[0], fields)
             # Greedy decoding gives the answer, and then stops or starts another word.
             update["score"] = float(scored.right and not scored.following[:1].isalnum())
             update["logprob"] = round(scored.logprob, _DIGITS)
             return answer.model_copy(update={**update, "prompt_tokens": scored.prompt_tokens})
         if reference is None:
-            text, cut = await generate_answer([server], model, messages, pruning)
+            text, cut = await generate_answer([server], model, messages, fields)
             reference = answer = answer.model_copy(update={"text": text, "cut": cut})
         elif reference.failure is not None:
             raise EvaluationFailed(f"the unpruned model: {reference.failure}")
         if reference.text:
             with contextlib.suppress(AnswerChanged):
-                scored = await score_answer([server], model, messages, reference.text, pruning)
+                scored = await score_answer([server], model, messages, reference.text, fields)
                 # The end of an answer is part of it, unless its length ended it.
                 agrees = scored.right and (reference.cut or not scored.following.strip())
                 update = {
@@ -255,7 +255,7 @@ class QuestionSuite:
         if self._has_labels:
             known = reference.text if agrees else answer.text
             if known is None:
-                known, cut = await generate_answer([server], model, messages, pruning)
+                known, cut = await generate_answer([server], model, messages, fields)
                 update |= {"text": known, "cut": cut}
             update["score"] = question.score_text(known)
         return answer.model_copy(update=update)

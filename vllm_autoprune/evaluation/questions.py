@@ -53,7 +53,9 @@ def read_examples(
         what = ""
         if not question.answers:
             what, fix = "has no answer", "give one: a search compares states by its probability"
-        elif len(question.pictures) != 1 or len(question.turns) != 1:
+        elif (
+            len(question.pictures) != 1 or len(question.turns) != 1 or question.pictures[0].is_clip
+        ):
             what, fix = "is not one turn about one image", "leave it out of a search"
         if what:
             problems.append(Problem(question.where, what, fix))
@@ -87,12 +89,13 @@ def read_questions(
     images: Path | None = None,
     connection: Connection | None = None,
     unlabelled: bool = False,
+    clips: bool = False,
 ) -> Sequence[PreparedQuestion]:
     """The first ``limit`` questions of a file or folder, ordered by image; raises ConfigError.
 
     Pictures are searched beside the file, or in ``images``; ``unlabelled``: whether questions may
-    have no answers. The error lists every problem with its line. A pair that the limit cuts is left
-    out.
+    have no answers; ``clips``: whether they are about videos. The error lists every problem with
+    its line. A pair that the limit cuts is left out.
     """
     problems: list[Problem] = []
     fix = "give the path of questions, or of a folder of pictures"
@@ -102,6 +105,12 @@ def read_questions(
         what = f"{len(without)} of {len(asked)} questions have no answer"
         fix = "add --reference unpruned, which compares with the unpruned model's answers"
         problems.append(Problem(without[0], what, fix))
+    for question in asked:
+        if clips != any(picture.is_clip for picture in question.pictures):
+            what, fix = "asks about a video", "add --frames 32, or leave it out"
+            if clips:
+                what, fix = "asks about no video", "leave out the question, or --frames"
+            problems.append(Problem(question.where, what, fix))
     refuse("data", problems)
     # Questions about one image follow each other, so that its features are computed once.
     names = [question.pictures[0].name for question in asked]

@@ -145,6 +145,11 @@ class Report(FrozenModel):
         return next((c for c in self.resizing if c.case == name and c.kind is None), None)
 
     @property
+    def frames(self) -> int:
+        """Frames that are sampled of a video; 0 of pictures."""
+        return max((row.case.frames for row in self.rows), default=0)
+
+    @property
     def valid(self) -> bool:
         """Whether there is no reason against the report."""
         return not self.reasons

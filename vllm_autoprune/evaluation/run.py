@@ -11,15 +11,18 @@ import base64
 import contextlib
 import io
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from pydantic import BaseModel
+from pydantic import BaseModel, JsonValue
 
 from vllm_autoprune.connection import Connection
 from vllm_autoprune.errors import AutopruneError, ConfigError, Problem
 from vllm_autoprune.evaluation.journal import (
+    FEWER_FRAMES,
     JOURNAL,
     RESIZED,
     Arm,
@@ -35,8 +38,9 @@ from vllm_autoprune.http_client import FAILURES, RequestRefused, ServerClient
 from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.cells import Cells
+from vllm_autoprune.tpdsl.frames import Frames
 from vllm_autoprune.tpdsl.loading import load_state
-from vllm_autoprune.tpdsl.materialize import materialize
+from vllm_autoprune.tpdsl.materialize import materialize, materialize_clip
 from vllm_autoprune.tpdsl.state import PruningState
 
 _REQUESTS_FLAG = "--autoprune-requests"
@@ -98,12 +102,18 @@ _SOURCE = "autoprune"
 
 
 def _prune_case(
-    arm: Arm, label: str, state: PruningState, budget: int | str, base: str = ""
+    frames: int, arm: Arm, label: str, state: PruningState, budget: int | str, base: str = ""
 ) -> Case:
-    """A case that sends a state in every request; refused if the state cannot have the budget."""
-    refused = ""
+    """A case that sends a state in every request; refused if the state cannot have the budget.
+
+    Of a video, a state without rules for frames keeps as many tokens of each.
+    """
+    refused, resolve, field = "", materialize, "budget"
+    if frames:
+        resolve, field = materialize_clip, "video_budget"
+        state = state.model_copy(update={"frames": state.frames or Frames()})
     try:
-        materialize(state, BudgetCall.parse(budget))
+        resolve(state, BudgetCall.parse(budget, clip=frames > 0))
     except AutopruneError as error:
         refused = str(error)
     return Case(
@@ -113,8 +123,39 @@ def _prune_case(
         budget=budget,
         base=base,
         digest=state.digest,
-        pruning=pruning_options(state, budget),
+        pruning=pruning_options(state, budget, field),
+        frames=frames,
         refused=refused,
+    )
+
+
+def _build_controls(norm: Case, rule: int | str) -> Iterator[Case]:
+    """K tokens at random, and what an operator has without a plugin, at the budget of a case.
+
+    That is the image resized to K tokens, or of a video, where K is a share, all tokens of as large
+    a share of its frames.
+    """
+    budget, frames = norm.budget, norm.frames
+    pruning: dict[str, JsonValue] = {"keep": "random", "budget": budget}
+    if frames:  # which a state has to have rules for
+        pruning = {**norm.pruning, "keep": "random"}
+    yield norm.model_copy(
+        update={"name": f"random@{budget}", "arm": "random", "label": "random keep", "digest": "",
+                "pruning": pruning, "refused": ""}
+    )  # fmt: skip
+    label, pruning = RESIZED, {"keep": "resized", "budget": budget}
+    if frames:
+        if not isinstance(rule, str) or ":" in rule:
+            return
+        share = Fraction(rule.removesuffix("%")) / (100 if rule.endswith("%") else 1)
+        label, pruning, frames = FEWER_FRAMES, {"enabled": False}, max(1, round(frames * share))
+    yield Case(
+        name=f"resized@{budget}",
+        arm="resized",
+        label=label,
+        budget=budget,
+        pruning=pruning,
+        frames=frames,
     )
 
 
@@ -125,29 +166,35 @@ def _residual_on(policy: str) -> PruningState:
         return source
     data = source.model_dump(mode="json")
     data |= {"name": f"{_SOURCE}-on-{policy}", "base_policy": {"name": policy, "params": {}}}
-    return load_state(data | {"provenance": {}})
+    state = load_state(data | {"provenance": {}})
+    return state.model_copy(update={"frames": load_state(policy).frames})
 
 
 def build_cases(
-    names: Sequence[str], said: Sequence[int | str], cells: Sequence[str] = ()
+    names: Sequence[str],
+    said: Sequence[int | str],
+    cells: Sequence[str] = (),
+    frames: int = 0,
 ) -> list[Case]:
     """The full model; for each budget the controls, and each state with its base policy alone.
 
     ``names``: states by name or file; ``all`` is the exchange of ``autoprune`` on every base
     policy, which gives a table of base policies. ``cells``: rules by which cells are dropped before
-    the tower, alone and before each state. Raises :class:`BudgetError` for no budget, and
-    :class:`StateError` for no rule.
+    the tower, alone and before each state. ``frames``: how many are sampled of videos, which the
+    budgets are of. Raises :class:`BudgetError` for no budget, and :class:`StateError` for no rule.
     """
     # A share stays as it was said; a number is one.
-    rules = {budget: BudgetCall.parse(budget, "--budgets").rule() for budget in said}
+    rules = {
+        budget: BudgetCall.parse(budget, "--budgets", clip=frames > 0).rule() for budget in said
+    }
     budgets = [rule if isinstance(rule, int) else budget for budget, rule in rules.items()]
     states = [
         state
         for name in names
         for state in (map(_residual_on, BASE_POLICIES) if name == "all" else [load_state(name)])
     ]
-    cases, controls = [FULL], (("random", "random keep"), ("resized", RESIZED))
-    labels = {(keep, ""): keep for keep, _ in controls}
+    cases, prune = [FULL.model_copy(update={"frames": frames})], partial(_prune_case, frames)
+    labels = {(arm, ""): arm for arm in ("random", "resized")}
     norm = load_state("norm")
 
     def label_of(state: PruningState, other: str) -> str:
@@ -157,13 +204,9 @@ def build_cases(
 
     # The names of states come before those of their base policies, which may be the same.
     state_labels = [label_of(state, f"{state.name}-{state.digest[:12]}") for state in states]
-    for budget in budgets:
-        # K tokens without a policy: chosen at random, or of the image resized to K.
-        for keep, label in controls:
-            fields = {"name": f"{keep}@{budget}", "arm": keep, "label": label, "budget": budget}
-            pruning = {"keep": keep, "budget": budget}
-            cases.append(Case.model_validate({**fields, "pruning": pruning}))
-        cases.append(_prune_case("norm", label_of(norm, f"norm-{norm.digest[:12]}"), norm, budget))
+    for budget, kept in zip(budgets, rules.values(), strict=True):
+        by_norm = prune("norm", label_of(norm, f"norm-{norm.digest[:12]}"), norm, budget)
+        cases += [*_build_controls(by_norm, kept), by_norm]
         for state, label in zip(states, state_labels, strict=True):
             # The base policy of the state with the same parameters, and no exchange.
             policy = state.base_policy
@@ -171,11 +214,11 @@ def build_cases(
             alone = load_state(data | {"base_policy": policy.model_dump(mode="json")})
             base = label_of(alone, f"{alone.name}-of-{label}")
             is_named = alone.digest in {state.digest for state in states}
-            cases.append(_prune_case("found" if is_named else "base", base, alone, budget))
+            cases.append(prune("found" if is_named else "base", base, alone, budget))
             if state.digest != alone.digest:
                 shipped = state.digest == _residual_on(policy.name).digest
                 arm: Arm = "autoprune" if shipped else "found"
-                cases.append(_prune_case(arm, label, state, budget, f"{base}@{budget}"))
+                cases.append(prune(arm, label, state, budget, f"{base}@{budget}"))
     selections = [case for case in cases if case.digest]
     for rule in filter(None, (Cells.parse(rule, "--cells") for rule in cells)):
         label, state = f"all but {rule} cells", norm.model_copy(update={"cells": rule})
@@ -184,7 +227,7 @@ def build_cases(
         for case in selections:
             state = PruningState.model_validate(case.pruning["state"])
             state, about = state.model_copy(update={"cells": rule}), f"{case.label} of {label}"
-            cases.append(_prune_case(case.arm, about, state, case.budget, case.name))
+            cases.append(prune(case.arm, about, state, case.budget, case.name))
     return list({case.name: case for case in cases}.values())
 
 
@@ -218,8 +261,12 @@ class Server(NamedTuple):
 
         buffer = io.BytesIO()
         Image.new("RGB", (224, 224), "grey").save(buffer, "PNG")
-        image = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
-        part = {"type": "image_url", "image_url": {"url": image}}
+        image = base64.b64encode(buffer.getvalue()).decode()
+        part: dict[str, object] = {"type": "image_url"}
+        part["image_url"] = {"url": f"data:image/png;base64,{image}"}
+        if any(case.frames for case in cases):
+            part = {"type": "video_url"}
+            part["video_url"] = {"url": f"data:video/jpeg;base64,{','.join([image] * 4)}"}
         content = [part, {"type": "text", "text": "?"}]
         checked = {case.name: case for case in cases}
         with ServerClient(self.url, self.connection) as client:
@@ -237,11 +284,11 @@ class Server(NamedTuple):
                     continue
                 if case.digest and case.digest == served.digest:
                     checked[case.name] = case.model_copy(update={"served": True})
-                body = {
+                body: dict[str, object] = {
                     "model": model,
                     "messages": [{"role": "user", "content": content}],
                     "max_tokens": 1,
-                    "mm_processor_kwargs": {"autoprune": case.pruning},
+                    **case.fields,
                 }
                 try:
                     client.chat(body)
@@ -281,4 +328,5 @@ def _refuse(url: str, what: str) -> ConfigError:
     what = what.partition(" -> ")[0].partition(" Start the server")[0]
     what += ")" * (what.count("(") - what.count(")"))
     fix = f"start it with --autoprune-state NAME {_REQUESTS_FLAG} states"
+    fix += " --trust-request-mm-kwargs" if "media_io_kwargs" in what else ""
     return ConfigError("eval", [Problem(url, what, fix)])

@@ -31,23 +31,24 @@ class AnswerChanged(EvaluationFailed):
     """A prompt does not end in the answer that it was given."""
 
 
-def pruning_options(state: PruningState | None, budget: int | str) -> dict[str, JsonValue]:
-    """A request's options for the plugin: a state with K, or no pruning."""
+def pruning_options(
+    state: PruningState | None, budget: int | str, field: str = "budget"
+) -> dict[str, JsonValue]:
+    """A request's options for the plugin: a state with K in a field of it, or no pruning."""
     if state is None:
         return {"enabled": False}
-    policy = state.model_dump(mode="json", exclude={"provenance"})
-    return {"state": policy, "budget": budget}
+    return {"state": state.model_dump(mode="json", exclude={"provenance"}), field: budget}
 
 
 def scoring_request(
     model: str,
     messages: Sequence[Mapping[str, object]],
     answer: str,
-    pruning: Mapping[str, object],
+    fields: Mapping[str, object],
 ) -> dict[str, object]:
     """Chat request whose prompt ends with the reference answer, with prompt log-probabilities.
 
-    ``messages`` end with the question; ``pruning`` are the request's options for the plugin.
+    ``messages`` end with the question; ``fields`` are others of the request, such as the plugin's.
     """
     return {
         "model": model,
@@ -57,7 +58,7 @@ def scoring_request(
         "max_tokens": 1,
         **_GREEDY,
         "prompt_logprobs": 0,
-        "mm_processor_kwargs": {"autoprune": pruning},
+        **fields,
     }
 
 
@@ -84,7 +85,7 @@ async def score_answer(
     model: str,
     messages: Sequence[Mapping[str, object]],
     answer: str,
-    pruning: Mapping[str, object],
+    fields: Mapping[str, object],
     *,
     attempts: int = 4,
     first_wait: float = 1.0,
@@ -94,7 +95,7 @@ async def score_answer(
     Raises :class:`EvaluationFailed` too for an answer without the log-probabilities of the prompt
     or their number, or without a message.
     """
-    body = scoring_request(model, messages, answer, pruning)
+    body = scoring_request(model, messages, answer, fields)
     content = await chat_with_retries(servers, body, attempts, first_wait)
     what = "the log-probabilities of the prompt"
     try:
@@ -117,7 +118,7 @@ async def generate_answer(
     servers: Sequence[AsyncServerClient],
     model: str,
     messages: Sequence[Mapping[str, object]],
-    pruning: Mapping[str, object],
+    fields: Mapping[str, object],
 ) -> tuple[str, bool]:
     """The greedy answer, and whether :data:`MAX_TOKENS` cut it; raises as :func:`score_answer`."""
     content = await chat_with_retries(servers, {
@@ -125,7 +126,7 @@ async def generate_answer(
         "messages": messages,
         "max_tokens": MAX_TOKENS,
         **_GREEDY,
-        "mm_processor_kwargs": {"autoprune": pruning},
+        **fields,
     })  # fmt: skip
     try:
         choice = content["choices"][0]

@@ -274,12 +274,6 @@ def _advise_clip(options: argparse.Namespace) -> int:
 
     from vllm_autoprune.evaluation.pictures import read_clip
 
-    clip = read_clip(options.video)
-    if clip is None:
-        problem = Problem(
-            f"--video {options.video}", "is no video", "give one, or a folder of frames"
-        )
-        raise ConfigError("video", [problem])
     shape, prunes = BACKBONE_SHAPES["qwen2.5-vl-7b"], True
     vision = {"hidden_size": 1280, "out_hidden_size": shape.width}
     config = AutoConfig.for_model("qwen2_5_vl", vision_config=vision)
@@ -289,6 +283,12 @@ def _advise_clip(options: argparse.Namespace) -> int:
         config = read_config(options.checkpoint)
         prunes = require_served(config).clips
         processor = _load_processor(AutoVideoProcessor, options.checkpoint)
+    clip = read_clip(options.video, type(processor).__name__)
+    if clip is None:
+        problem = Problem(
+            f"--video {options.video}", "is no video", "give one, or a folder of frames"
+        )
+        raise ConfigError("video", [problem])
     pixels = np.stack([np.asarray(frame) for frame in clip.frames])
     data = processor(videos=[pixels], do_sample_frames=False, return_tensors="pt")
     if "video_grid_thw" not in data:

@@ -35,6 +35,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
     text = "where the images of --data are (default: beside it)"
     add("--images", type=Path, metavar="FOLDER", help=text)
+    text = "--data is about videos: sample N frames of each (vLLM's default is 32)"
+    add("--frames", type=int, default=0, metavar="N", help=text)
 
     add = parser.add_argument_group("states").add_argument
     add("--server-url", metavar="URL", help="a running vllm serve with --autoprune-requests states")
@@ -43,7 +45,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "exchange of autoprune; repeatable (default: autoprune)"
     )
     add("--state", action="append", metavar="STATE", help=text)
-    text = "budgets: K, or a share of N as 1/8 or 1/8:64-640 (default 64)"
+    text = "budgets: K, or a share of N as 1/8 or 1/8:64-640 (default 64); of a video also "
+    text += "tokens_per_frame:K"
     add("--budgets", nargs="+", default=["64"], metavar="K", help=text)
     text = "also drop cells by RULE, such as flat, before the tower: alone, and before each state"
     add("--cells", nargs="+", default=[], metavar="RULE", help=text)
@@ -84,6 +87,9 @@ def _evaluate_states(options: argparse.Namespace) -> int:
         (options.server_url is None, "--server-url", "is missing", f"give the address of {url}"),
         (lmms and options.served_name is None, "--served-name", "is missing",
          "give the name that the server has for the model"),
+        (options.frames < 0, f"--frames {options.frames}", "is below 1", "give 1 or more"),
+        (options.frames and (lmms or options.cells), "--frames", "is for videos of --data",
+         "leave it out, or --suite and --cells, which are of pictures"),
         (options.limit is not None and options.limit < 1, f"--limit {options.limit}", "is below 1",
          "give 1 or more"),
     ):  # fmt: skip
@@ -95,7 +101,9 @@ def _evaluate_states(options: argparse.Namespace) -> int:
         options.served_name,
         options.concurrency or (32 if lmms else MAX_IN_FLIGHT),
     )
-    cases = build_cases(options.state or ["autoprune"], options.budgets, options.cells)
+    cases = build_cases(
+        options.state or ["autoprune"], options.budgets, options.cells, options.frames
+    )
     if options.data is not None:
         name = options.data.name.encode(errors="replace").decode()  # a name may be any bytes
         unpruned = options.reference is not None
@@ -105,6 +113,7 @@ def _evaluate_states(options: argparse.Namespace) -> int:
             images=options.images,
             connection=server.connection,
             unlabelled=unpruned,
+            clips=options.frames > 0,
         )
         suite: QuestionSuite | LmmsSuite = QuestionSuite(server, cases, questions, name, unpruned)
     else:

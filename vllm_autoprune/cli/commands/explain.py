@@ -57,9 +57,14 @@ def _explain_image(options: argparse.Namespace) -> int:
         what = f"character {question.index(half) + 1} (U+{ord(half):04X}) is half of a character"
         problem = Problem("question", what, "write the whole character, in UTF-8")
         raise ConfigError("explain", [problem])
-    from vllm_autoprune.evaluation.pictures import find_picture, read_clip, read_picture
+    from vllm.transformers_utils.processor import get_video_processor_cls_name_from_config
 
-    clip = read_clip(options.image)
+    from vllm_autoprune.evaluation.pictures import VIDEOS, find_picture, read_clip, read_picture
+
+    is_video = options.image.suffix.lower() in VIDEOS
+    checkpoint = str(options.checkpoint)
+    processor = get_video_processor_cls_name_from_config(checkpoint) if is_video else None
+    clip = read_clip(options.image, processor)
     state = load_state(options.state or ("autoprune" if clip is None else "vcast"))
     budget: BudgetCall | None = options.budget
     if clip is not None:
