@@ -58,7 +58,7 @@ class MiniLlava(Yardstick):
     @torch.no_grad()
     def encode(self, batch: Sequence[Example]) -> EncodedBatch:
         """All inputs of policies for M questions."""
-        pixels = normalize_pixels(torch.stack([example.image for example in batch]))
+        pixels = normalize_pixels(torch.stack([e.image for e in batch])).to(torch.bfloat16)
         tokens = self._vision.encode_pixels(pixels)
         questions = [example.question for example in batch]
         behind = [self.token_ids(_BEHIND_IMAGE.format(question=q)) for q in questions]

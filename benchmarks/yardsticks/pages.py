@@ -89,11 +89,11 @@ class Size:
         return Scene.place(rng, names, cells, count, (10.0, 13.5))
 
     def render_scenes(
-        self, scenes: Sequence[Scene], seed: int, *, clean: bool = False
+        self, scenes: Sequence[Scene], seed: int, *, clean: bool = False, clip: bool = False
     ) -> tuple[Tensor, list[Scene]]:
         """Images (B, 3, H, W) uint8; scenes whose patches are visual tokens in raster order."""
         cells = max(self.cells)
-        images, squares = render_scenes(scenes, cells, seed, clean=clean)
+        images, squares = render_scenes(scenes, cells, seed, clean=clean, clip=clip)
         grid, (height, width) = cells * CELL_PATCHES, self.pixels
 
         def tokens(patches: Sequence[int]) -> tuple[int, ...]:
@@ -107,7 +107,7 @@ class Size:
         return images[:, :, :height, :width], rectangles
 
     def split_patches(self, images: Tensor) -> Tensor:
-        """Normalised patches (B, N, MERGE², 3 · PATCH²) bf16, in the order of their tokens.
+        """Normalised patches (B, N, MERGE², 3 · PATCH²) in the order of their tokens.
 
         The images (B, 3, H, W) uint8 are resized, both as the image processor does it.
         """

@@ -191,14 +191,15 @@ class Scene:
 
 
 def render_scenes(
-    scenes: Sequence[Scene], cells: int, seed: int, *, clean: bool = False
+    scenes: Sequence[Scene], cells: int, seed: int, *, clean: bool = False, clip: bool = False
 ) -> tuple[Tensor, list[Scene]]:
     """Images (B, 3, H, W) uint8 of squares of `cells` cells per side; scenes with their patches.
 
-    The same scenes and seed give the same pixels, those of `clean` ones without their grain.
+    The same scenes and seed give the same pixels, those of `clean` ones without their grain. Those
+    of a `clip` have one background, and one shade for each name.
     """
     generator = torch.Generator().manual_seed(seed)
-    grid, size = cells * CELL_PATCHES, len(scenes)
+    grid, size = cells * CELL_PATCHES, 1 if clip else len(scenes)
     # Background: tinted grey, blotches of patch size, and a clutter of checkerboards.
     tone = 80 + 110 * torch.rand(size, 1, 1, 1, generator=generator)
     tint = 12 * torch.randn(size, 3, 1, 1, generator=generator)
@@ -209,8 +210,10 @@ def render_scenes(
     clutter = (torch.rand(size, 1, grid, grid, generator=generator) < 0.08).float()
     clutter = clutter.repeat_interleave(PATCH, 2).repeat_interleave(PATCH, 3)
     pixels = tone + tint + blotches + clutter * checker * 35
+    if clip:
+        pixels = pixels.repeat(len(scenes), 1, 1, 1)
 
-    shape_patches = iter(_paint_things(pixels, scenes, cells, generator))
+    shape_patches = iter(_paint_things(pixels, scenes, cells, generator, clip))
     characters = [
         (index, sign.row, sign.column + slot, sign.colour, digit)
         for index, scene in enumerate(scenes)
@@ -244,10 +247,10 @@ def render_characters(seed: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def normalize_pixels(images: Tensor) -> Tensor:
-    """Normalised pixels (B, 3, H, W) bf16 of uint8 images, as the image processor computes them."""
+    """Normalised pixels (B, 3, H, W) of uint8 images, as the image processor computes them."""
     mean = torch.tensor(_PIXEL_MEAN)[:, None, None]
     std = torch.tensor(_PIXEL_STD)[:, None, None]
-    return ((images.float() / 255 - mean) / std).to(torch.bfloat16)
+    return (images.float() / 255 - mean) / std
 
 
 def add_grain(pixels: Tensor, generator: torch.Generator, *, clean: bool = False) -> Tensor:
@@ -258,7 +261,7 @@ def add_grain(pixels: Tensor, generator: torch.Generator, *, clean: bool = False
 
 
 def _paint_things(
-    pixels: Tensor, scenes: Sequence[Scene], cells: int, generator: torch.Generator
+    pixels: Tensor, scenes: Sequence[Scene], cells: int, generator: torch.Generator, clip: bool
 ) -> list[tuple[int, ...]]:
     """Paint all shapes into (B, 3, H, W) and return the patches of each, middle patch first."""
     things = [(index, thing) for index, scene in enumerate(scenes) for thing in scene.things]
@@ -280,7 +283,7 @@ def _paint_things(
         )
     )[shape, torch.arange(len(shape))]
     inside = torch.sigmoid(-distances * radius * 2.5)
-    paint = _mix(colour, digit, x, y, generator)
+    paint = _mix(colour, digit, x, y, generator, colour * len(SHAPES) + shape if clip else None)
     view = pixels.view(len(scenes), 3, cells, CELL, cells, CELL).permute(0, 2, 4, 1, 3, 5)
     alpha = inside[:, None]
     view[image, row, column] = view[image, row, column] * (1 - alpha) + paint * alpha
@@ -318,12 +321,24 @@ def _offsets(side: int, shift: Tensor) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def _mix(colour: Tensor, digit: Tensor, x: Tensor, y: Tensor, generator: torch.Generator) -> Tensor:
-    """Pixels (M, 3, h, w) of colours with a little noise; digits are centred where x, y are 0."""
+def _mix(
+    colour: Tensor,
+    digit: Tensor,
+    x: Tensor,
+    y: Tensor,
+    generator: torch.Generator,
+    name: Tensor | None = None,
+) -> Tensor:
+    """Pixels (M, 3, h, w) of colours with a little noise; digits are centred where x, y are 0.
+
+    What has one `name` (M,) has one noise.
+    """
     grid = torch.stack((x / _GLYPH_X, y / _GLYPH_Y), dim=-1)
     ink = F.grid_sample(GLYPHS["digits"][digit, None], grid, align_corners=False)
     paints = _TABLES["colours"].values()
     rgb = torch.tensor([paint["rgb"] for paint in paints]).float()[colour]
-    rgb = rgb + 10 * torch.randn(len(colour), 3, generator=generator)
+    count = len(colour) if name is None else len(COLOURS) * len(SHAPES)
+    noise = torch.randn(count, 3, generator=generator)
+    rgb = rgb + 10 * (noise if name is None else noise[name])
     dark = torch.tensor([paint["ink"] for paint in paints]).float()[colour][:, None, None, None]
     return rgb[:, :, None, None] * (1 - ink) + dark * ink
