@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 from benchmarks.policies import QUOTAS
 from benchmarks.search.evaluator import write_data
@@ -23,6 +24,7 @@ from benchmarks.search.study import (
     run_study,
 )
 from benchmarks.yardsticks import YARDSTICKS, open_yardstick
+from benchmarks.yardsticks.questions import Model
 from offline_search.dataset import SPLITS
 from offline_search.endpoint import EndpointProposer, EndpointSettings
 from offline_search.settings import DEFAULT_LIST, Settings
@@ -55,7 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--scenes", type=int, nargs=3, default=[20, 20, 40], help="scenes of each split",
         metavar=("SEARCH", "VALIDATION", "TEST"),
     )  # fmt: skip
-    data.add_argument("--model", choices=YARDSTICKS, default="minillava", help="whose pictures")
+    text = "whose pictures; clips: no model's yet, each a folder of frames"
+    data.add_argument("--model", choices=get_args(Model), default="minillava", help=text)
     data.add_argument("--clean", action="store_true", help="pictures without grain")
     data.add_argument("--each", type=int, help="maximum number of questions about a scene")
     table = commands.add_parser("table", help=_TABLE, parents=[folder, searches])

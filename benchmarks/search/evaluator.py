@@ -15,7 +15,7 @@ from random import Random
 
 from benchmarks.common.report import log_progress
 from benchmarks.yardsticks.examples import Example as SceneQuestion
-from benchmarks.yardsticks.examples import draw_examples
+from benchmarks.yardsticks.examples import as_picture, draw_examples
 from benchmarks.yardsticks.questions import Model
 from benchmarks.yardsticks.yardstick import ALL_TOKENS, Budget, Case, EncodedBatch, Yardstick
 from offline_search.dataset import SPLITS, Dataset, Split, stratify, write_split
@@ -144,7 +144,10 @@ def write_data(
     model: Model = "minillava",
     clean: bool = False,
 ) -> None:
-    """Write a data folder of a yardstick: images, ``clean`` ones without grain, and the splits."""
+    """Write a data folder of a yardstick: images, ``clean`` ones without grain, and the splits.
+
+    A clip is a folder of frames.
+    """
     (folder / "images").mkdir(parents=True, exist_ok=True)
     for split in SPLITS:
         log_progress(f"{split}: draw {scenes[split]} scenes")
@@ -152,14 +155,20 @@ def write_data(
         examples = [_as_example(split, question) for question in questions]
         images = {e.image: question for e, question in zip(examples, questions, strict=True)}
         for name, question in images.items():
-            (folder / name).write_bytes(question.png)
+            path = folder / name
+            if question.is_clip:
+                path.mkdir(exist_ok=True)
+                for number, frame in enumerate(question.image):
+                    as_picture(frame).save(path / f"{number:02}.png")
+            else:
+                path.write_bytes(question.png)
         write_split(folder / f"{split}.jsonl", examples)
 
 
 def _as_example(split: Split, question: SceneQuestion) -> Example:
     """A scene question as an example of the search."""
     return Example(
-        image=f"images/{split}-{question.image_id}.png",
+        image=f"images/{split}-{question.image_id}{'' if question.is_clip else '.png'}",
         question=question.question,
         answer=question.answer,
         category=question.kind,

@@ -19,7 +19,7 @@ from typing import Literal
 from PIL import Image
 from torch import Tensor
 
-from benchmarks.yardsticks import pages, scenes
+from benchmarks.yardsticks import clips, pages, scenes
 from benchmarks.yardsticks.questions import CATEGORIES, KINDS, SEEN, UNSEEN, Model, Questions
 
 _WEIGHTS = Path(__file__).resolve().parent / "weights"
@@ -60,20 +60,26 @@ _ATTEMPTS: Mapping[Model, Mapping[str, int]] = {
     "miniqwen": {
         "count": 2, "digit": 2, "value": 3, "word": 3, "cell": 4, "compare": 4, "find": 2,
     },
+    "clips": {"appears": 2, "shows": 2},
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Example:
-    """One question about one image of a held-out split."""
+    """One question about one image, or one clip, of a held-out split."""
 
     image_id: int
-    image: Tensor  # (3, H, W) uint8
+    image: Tensor  # (3, H, W) uint8, of a clip (T, 3, H, W)
     question: str
     answer: str
     kind: str
     pair: int | None  # the same number for both questions of a yes/no pair
     evidence: tuple[int, ...]  # raster indices of tokens, the most informative first
+
+    @property
+    def is_clip(self) -> bool:
+        """Whether it is about a clip."""
+        return self.image.dim() == 4
 
     @property
     def png(self) -> bytes:
@@ -96,25 +102,30 @@ class Example:
 def draw_examples(
     split: Split, images: int = 200, model: Model = "minillava", *, clean: bool = False
 ) -> list[Example]:
-    """Draw 18 questions about each image of mini-LLaVA, or 10 of mini-Qwen3-VL, on average.
+    """Draw 18 questions about each image of mini-LLaVA, 10 of mini-Qwen3-VL, 7 about each clip.
 
     Fewer images give a prefix of more; ``clean`` ones are without grain, as documents are. In the
-    test split, one fourth of the images has an arrangement or a size, and another fourth has
-    wordings, that training never uses.
+    test split, one fourth of the images has an arrangement, a size or a number of frames, and
+    another fourth has wordings, that training never uses.
     """
     examples: list[Example] = []
     pairs, attempts = 0, _ATTEMPTS[model]
     for image_id in range(images):
         # mini-Qwen3-VL's scenes and pages alternate.
-        turn = (image_id if model == "minillava" else image_id // 2) % 4 if split == "test" else 0
+        turn = (image_id // 2 if model == "miniqwen" else image_id) % 4 if split == "test" else 0
         seed = SEEDS[split][image_id]
         rng = random.Random(seed)
-        content: scenes.Scene | pages.Page
+        content: scenes.Scene | pages.Page | clips.Clip
         if model == "minillava":
             styles = scenes.UNSEEN_STYLES if turn == 1 else scenes.TRAINING_STYLES
             drawn = scenes.Scene.draw(rng, rng.choice(styles))
             pixels, (content,) = scenes.render_scenes([drawn], scenes.CELLS, seed, clean=clean)
             cells, kinds = (scenes.CELLS, scenes.CELLS), KINDS
+        elif model == "clips":
+            frames = rng.choice(clips.UNSEEN_FRAMES if turn == 1 else clips.FRAMES)
+            frames_drawn, content = clips.Clip.draw(rng, frames).render(seed, clean=clean)
+            pixels = frames_drawn[None]
+            cells, kinds = clips.SIZE.cells, CATEGORIES[model]["clips"]
         else:
             sizes = pages.UNSEEN_SIZES if turn == 1 else pages.SIZES
             size = random.Random(seed + 2).choice(sizes)

@@ -14,10 +14,12 @@ from itertools import product
 from pathlib import Path
 from typing import Literal
 
+from benchmarks.yardsticks.clips import Clip, Fact
 from benchmarks.yardsticks.pages import Number, Page, Word
 from benchmarks.yardsticks.scenes import COLOURS, NEIGHBOURS, SHAPES, WORDS, Scene, Sign, Thing
 
-Model = Literal["minillava", "miniqwen"]
+Model = Literal["minillava", "miniqwen", "clips"]
+"""Whose questions; those about clips are for any model that takes videos."""
 
 CATEGORIES: dict[Model, dict[str, tuple[str, ...]]] = {
     "minillava": {
@@ -33,6 +35,7 @@ CATEGORIES: dict[Model, dict[str, tuple[str, ...]]] = {
         "scenes": ("digit", "colour", "shape", "count", "quarter", "existence", "reading"),
         "pages": ("value", "word", "cell", "compare", "find"),
     },
+    "clips": {"clips": ("moves", "where", "appears", "shows", "passes", "still")},
 }
 """Kinds that are reported together; every kind of a model is in exactly one category."""
 
@@ -68,10 +71,6 @@ class Question:
     evidence: tuple[int, ...]
 
 
-_Fact = tuple[Sequence[int], str, Mapping[str, str | int]]
-"""What a question asks: its evidence, its answer, and the slots of its wording."""
-
-
 @dataclass(frozen=True)
 class Questions:
     """Random questions about a page, or about a scene of `cells` (rows, columns).
@@ -80,7 +79,7 @@ class Questions:
     """
 
     rng: random.Random
-    content: Scene | Page
+    content: Scene | Page | Clip
     cells: tuple[int, int]
     wordings: Mapping[str, Sequence[str]]
 
@@ -101,16 +100,20 @@ class Questions:
 
     def generate(self, kind: str) -> list[Question]:
         """One open question, or a yes/no pair; none if the picture has nothing to ask about."""
-        facts = self._page_facts if isinstance(self.content, Page) else self._scene_facts
+        if isinstance(self.content, Clip):
+            facts = self.content.ask(kind, self.rng)
+        else:
+            is_page = isinstance(self.content, Page)
+            facts = (self._page_facts if is_page else self._scene_facts)(kind)
         questions = []
-        for evidence, answer, slots in facts(kind):
+        for evidence, answer, slots in facts:
             # A draw from one wording would advance the generator, on which trained weights depend.
             wording = _PHRASES.get(kind) or self.rng.choice(self.wordings[kind])
             text = wording.format(**slots)
             questions.append(Question(kind, text, answer, tuple(evidence)))
         return questions
 
-    def _scene_facts(self, kind: str) -> Iterator[_Fact]:
+    def _scene_facts(self, kind: str) -> Iterator[Fact]:
         assert isinstance(self.content, Scene)
         scene, rng, things = self.content, self.rng, self.content.things
         digits = [thing.digit for thing in things]
@@ -206,7 +209,7 @@ class Questions:
         size = self.rng.choice(sorted(sizes))
         return self.rng.choice([group for group in groups if len(group[0]) == size])
 
-    def _page_facts(self, kind: str) -> Iterator[_Fact]:
+    def _page_facts(self, kind: str) -> Iterator[Fact]:
         assert isinstance(self.content, Page)
         page, rng = self.content, self.rng
 

@@ -16,6 +16,7 @@ from offline_search.dataset import SPLITS, Split, read_dataset
 from offline_search.evaluator import EvaluationJob
 from offline_search.history import Answers
 from vllm_autoprune import PruningState, load_state
+from vllm_autoprune.evaluation.questions import read_questions
 
 FEW: dict[Split, int] = {"search": 2, "validation": 3, "test": 4}
 
@@ -83,3 +84,8 @@ def test_the_data_folder_can_be_read_and_sampled_questions_keep_pairs_together(
     pictures = read_dataset(tmp_path / "pages").images
     clean = draw_examples("test", FEW["test"], "miniqwen", clean=True)[-1]
     assert pictures["images/test-3.png"].read() == clean.png
+    write_data(tmp_path / "clips", FEW, model="clips")
+    asked = read_questions(tmp_path / "clips/test.jsonl", clips=True)
+    drawn = draw_examples("test", FEW["test"], "clips")
+    assert [(q.text, *q.answers) for q in asked] == [(e.question, e.answer) for e in drawn]
+    assert len({picture.digest for q in asked for picture in q.pictures}) == FEW["test"]

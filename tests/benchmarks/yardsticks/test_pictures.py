@@ -15,24 +15,25 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor
 
-from benchmarks.yardsticks import pages
+from benchmarks.yardsticks import clips, pages
 from benchmarks.yardsticks.examples import CHECKPOINTS, SEEDS, Split, draw_examples
 from benchmarks.yardsticks.pages import MERGE, TOKEN
 from benchmarks.yardsticks.questions import Model
 
 
 @pytest.mark.parametrize(
-    ("model", "digest", "moments"),
+    ("model", "images", "digest", "moments"),
     [
-        ("minillava", "5044a14973a941c3", (143.0791, 43.6981, 143.0789)),
-        ("miniqwen", "b7df90b44da06296", (167.1161, 64.5667, 167.1161)),
+        ("minillava", 16, "5044a14973a941c3", (143.0791, 43.6981, 143.0789)),
+        ("miniqwen", 16, "b7df90b44da06296", (167.1161, 64.5667, 167.1161)),
+        ("clips", 2, "c16adf807c8a3ee9", (149.7054, 30.1491, 149.7054)),
     ],
 )
 def test_the_splits_are_those_of_published_figures(
-    model: Model, digest: str, moments: tuple[float, float, float]
+    model: Model, images: int, digest: str, moments: tuple[float, float, float]
 ) -> None:
     """The last bit of few pixels depends on the processor and the number of threads."""
-    drawn = [example for name in get_args(Split) for example in draw_examples(name, 16, model)]
+    drawn = [example for name in get_args(Split) for example in draw_examples(name, images, model)]
     parts = [(e.question, e.answer, e.kind, e.pair, e.evidence) for e in drawn]
     assert hashlib.sha256(repr(parts).encode()).hexdigest()[:16] == digest
     pixels = torch.cat([example.image.flatten() for example in drawn]).double()
@@ -91,3 +92,42 @@ def test_resizing_and_patches_are_those_of_the_processor(divisor: int) -> None:
         difference = (patches[:, None] - frames.transpose(1, 2).flatten(2)).abs()
         # One of 256 levels is 0.015; torchvision resizes bytes in fixed-point arithmetic.
         assert difference.max() < 0.08 and difference.mean() < 0.01
+
+
+@pytest.mark.parametrize("frames", [8, 32])
+def test_what_happens_in_a_clip_is_what_is_asked_and_all_else_stands_still(frames: int) -> None:
+    for seed in range(8):
+        rng = random.Random(seed)
+        images, clip = clips.Clip.draw(rng, frames).render(seed, clean=True)
+        places = [
+            {thing.name: (thing.row, thing.column) for thing in s.things} for s in clip.frames
+        ]
+        every = [*dict.fromkeys(name for place in places for name in place)]
+        (mover,) = [name for name in every if len({p[name] for p in places if name in p}) > 1]
+        guests = [name for name in every if not all(name in place for place in places)]
+        (rows, columns), (to_row, to_column) = places[0][mover], places[-1][mover]
+        moved = (to_row - rows, to_column - columns)
+        board = clip.board.name
+        digits = [thing.digit for s in clip.frames for thing in s.things if thing.name == board]
+        answers = {
+            "moves": {mover}, "passes": {str(len(guests))}, "appears": {guests[0], guests[-1]},
+            "where": {{(0, 3): "right", (3, 0): "down", (0, -3): "left", (-3, 0): "up"}[moved]},
+            "shows": {str(digits[0]), str(digits[-1])},
+        }  # fmt: skip
+        for kind, expected in answers.items():
+            said = {answer for _ in range(20) for _, answer, _ in clip.ask(kind, rng)}
+            assert said == expected
+        assert guests[0] not in places[0] and 1 <= len(guests) <= 4
+        # Of a frame only the tokens of what has changed differ from those of the frame before.
+        for at in range(1, frames):
+            changed = {
+                token
+                for scene, other in ((at, at - 1), (at - 1, at))
+                for thing in {*clip.frames[scene].things} - {*clip.frames[other].things}
+                for token in clip.frames[scene].patches[thing][: None if thing.name != board else 1]
+            }
+            pixels = (images[at] != images[at - 1]).any(0)
+            differs = pixels.view(6, TOKEN, 6, TOKEN).any(3).any(1).flatten()
+            # Edges of a shape reach into tokens of which it covers little.
+            assert changed <= {*differs.nonzero().flatten().tolist()}
+            assert bool(changed) == bool(differs.any())

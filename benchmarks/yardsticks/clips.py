@@ -1,0 +1,117 @@
+"""Clips: shapes that stand still, move, change their digit, or come and go.
+
+All frames have one background, and every shape has one shade, so that only what happens, and the
+grain, differs from frame to frame.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from benchmarks.yardsticks.pages import Size
+from benchmarks.yardsticks.scenes import COLOURS, SHAPES, Scene, Thing
+
+SIZE = Size(6, 6)
+"""Of a frame: 36 visual tokens, four cells a side."""
+FRAMES, UNSEEN_FRAMES = (8, 16), (12, 32)
+"""Numbers of frames, and those that occur in the test split only."""
+DIRECTIONS = ("right", "down", "left", "up")
+
+Fact = tuple[Sequence[int], str, Mapping[str, str | int]]
+"""What a question asks: its evidence, its answer, and the slots of its wording."""
+
+
+@dataclass(frozen=True)
+class Clip:
+    """One scene a frame, and the shapes that something happens to, as they are at first.
+
+    ``digits`` are those of the board, in order; visitors are in the order in which they come, each
+    gone before the next.
+    """
+
+    frames: tuple[Scene, ...]
+    mover: Thing
+    direction: str
+    board: Thing
+    digits: tuple[int, ...]
+    visitors: tuple[Thing, ...]
+    stills: tuple[Thing, ...]
+
+    @classmethod
+    def draw(cls, rng: random.Random, frames: int) -> Clip:
+        """A random clip of so many frames, of few colours and forms."""
+        side, _ = SIZE.cells
+        # The mover passes along a line of cells, which nothing else is on.
+        direction, line = rng.randrange(4), rng.randrange(side)
+        path = [(line, at) if direction % 2 == 0 else (at, line) for at in range(side)]
+        path = path[::-1] if direction > 1 else path
+        cells = [(row, at) for row in range(side) for at in range(side) if (row, at) not in path]
+        rng.shuffle(cells)
+        colours = rng.sample(range(len(COLOURS)), rng.randint(3, 4))
+        shapes = rng.sample(range(len(SHAPES)), rng.randint(3, 4))
+        names = [(colour, shape) for colour in colours for shape in shapes]
+        stills, visitors = rng.randint(1, 3), rng.randint(1, 4)
+        count = min(2 + stills + visitors, len(names) - 1)
+        things = Scene.place(rng, names, [path[0], *cells], count, (10.0, 13.5)).things
+        mover, board, *others = things
+        guests, rest = others[:visitors], others[visitors:]
+        changes = sorted(rng.sample(range(1, 4), rng.randint(1, 2)))
+        digits = [board.digit, *rng.sample(sorted({*range(10)} - {board.digit}), len(changes))]
+        # A visitor is there for half of its share of the time or more, but not at first.
+        slot, visits = (frames - 1) / len(guests), list[range]()
+        for number in range(len(guests)):
+            start, end = (1 + round(slot * (number + part)) for part in (0, 1))
+            length = rng.randint(max(1, (end - start + 1) // 2), max(1, end - start))
+            begin = rng.randint(start, max(start, end - length))
+            visits.append(range(begin, begin + length))
+        scenes = []
+        for frame in range(frames):
+            row, column = path[frame * side // frames]
+            digit = digits[sum(frame >= change * frames // 4 for change in changes)]
+            there = [guest for guest, visit in zip(guests, visits, strict=True) if frame in visit]
+            moved = replace(mover, row=row, column=column)
+            scenes.append(Scene((*rest, replace(board, digit=digit), moved, *there)))
+        word = DIRECTIONS[direction]
+        return cls(tuple(scenes), mover, word, board, tuple(digits), tuple(guests), tuple(rest))
+
+    def render(self, seed: int, *, clean: bool = False) -> tuple[Tensor, Clip]:
+        """Images (T, 3, H, W) uint8, and the clip with the visual tokens of all shapes."""
+        images, scenes = SIZE.render_scenes(self.frames, seed, clean=clean, clip=True)
+        return images, replace(self, frames=tuple(scenes))
+
+    def _tokens(self, thing: Thing, frames: Sequence[int]) -> list[int]:
+        """Tokens of a shape in some frames, by frame; its middle first."""
+        places = [
+            (place, frame * SIZE.tokens + token)
+            for frame in frames
+            for other in self.frames[frame].things if other.name == thing.name
+            for place, token in enumerate(self.frames[frame].patches[other])
+        ]  # fmt: skip
+        return [token for _, token in sorted(places)]
+
+    def ask(self, kind: str, rng: random.Random) -> Iterator[Fact]:
+        """What a question of a kind asks; nothing where the clip has nothing to ask about."""
+        every, last = range(len(self.frames)), len(self.frames) - 1
+        match kind:
+            case "moves" | "where":
+                answer = self.mover.name if kind == "moves" else self.direction
+                yield self._tokens(self.mover, (0, last)), answer, {"name": self.mover.name}
+            case "appears":
+                when = rng.choice(("first", "last"))
+                guest = self.visitors[0 if when == "first" else -1]
+                yield self._tokens(guest, every), guest.name, {"when": when}
+            case "shows":
+                when, at = rng.choice((("first", 0), ("last", -1)))
+                tokens = self._tokens(self.board, (every[at],))
+                yield tokens, str(self.digits[at]), {"name": self.board.name, "when": when}
+            case "passes":
+                tokens = [token for guest in self.visitors for token in self._tokens(guest, every)]
+                yield tokens, str(len(self.visitors)), {}
+            case "still":
+                if self.stills:
+                    thing = rng.choice(self.stills)
+                    yield self._tokens(thing, (0,)), str(thing.digit), {"name": thing.name}
