@@ -62,9 +62,9 @@ def start_tiny(backbone: str = "qwen3_vl", dtype: str = "float32") -> Engine:
 @in_engine
 def test_kept_cells_are_encoded_as_by_a_tower_that_sees_no_others(backbone: str) -> None:
     """All cells: vLLM's own rows to the bit. Some: those of masked attention; batched as alone."""
-    # bfloat16 is all that vLLM's linear attention takes.
-    engine = start_tiny(backbone, "bfloat16" if backbone == "qwen3_5" else "float32")
-    tower = engine.model.visual.float()
+    # bfloat16 is all that vLLM's linear attention takes; its packed weights are of no other type.
+    dtype, tolerance = ("bfloat16", 5e-2) if backbone == "qwen3_5" else ("float32", 1e-4)
+    tower = (engine := start_tiny(backbone, dtype)).model.visual
     source = torch.Generator().manual_seed(0)
     vision = engine.llm.llm_engine.model_config.hf_config.vision_config
     width = 3 * 2 * vision.patch_size**2
@@ -90,14 +90,14 @@ def test_kept_cells_are_encoded_as_by_a_tower_that_sees_no_others(backbone: str)
         assert torch.equal(encode([torch.ones_like(mask) for mask in some], every), stock)
         found = encode(some, every)
         singly = torch.cat([encode(some, [i]) for i in every])
-        torch.testing.assert_close(found, singly, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found, singly, rtol=tolerance, atol=tolerance)
         kept = torch.cat(some)
         order = tower.prepare_encoder_metadata([*GRIDS]).get("window_index")
         in_tower = kept if order is None else kept[order]
         with attending_to(tower, in_tower.repeat_interleave(4)):
             masked = tower(torch.cat(pixels), [*GRIDS])
-        torch.testing.assert_close(found, masked[kept], rtol=1e-4, atol=1e-4)
-        assert not torch.allclose(found, stock[kept], rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(found, masked[kept], rtol=tolerance, atol=tolerance)
+        assert not torch.allclose(found, stock[kept], rtol=5e-2, atol=5e-2)
 
 
 LONG = "what colour is the cat" + " and the sky is blue on the right" * 6

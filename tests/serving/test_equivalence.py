@@ -282,7 +282,7 @@ def interleave(backbone: str, count: int) -> float:
                 entry["video_budget"] = random.choice(("1/4", "tokens_per_frame:2", 9, "100%"))
                 prompt["mm_processor_kwargs"] = {"autoprune": entry}
         prompts.append(prompt if prompt["multi_modal_data"] != {"image": []} else {"prompt": asked})
-    at_once = assert_together_as_alone(engine, prompts, images=10, tokens=16)
+    at_once = assert_together_as_alone(engine, prompts, images=min(10, count // 4), tokens=16)
     assert max(map(len, at_once.budgets)) > 1
     return engine.counter("vllm:num_preemptions")
 
