@@ -242,6 +242,7 @@ def test_show_says_what_decides_and_leaves_the_rest_to_json(
     [
         ({"/scoring/signals/0/weight": 0.5}, "signal instruction_guided_visual_relevance: weight"),
         ({"/rank_at": "merger_in"}, "ranks at merger_out merger_in"),
+        ("evs", "frames none tokens_per_frame:16, budget global, low 0, first whole"),
         ({"/constraints/partition/cells": 8}, "no part that decides differs: see --json"),
         ({"/name": "other"}, "both keep the same tokens no part that decides differs"),
         ({}, "both keep the same tokens no field differs"),

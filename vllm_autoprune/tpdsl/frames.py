@@ -54,6 +54,10 @@ class Frames(StatePart):
         description="tokens of the first frame; whole: all; quota: K / T, at least 1",
     )
 
+    def __str__(self) -> str:
+        others = self.model_dump(exclude={"tokens"}, exclude_defaults=True)
+        return ", ".join([f"{self.tokens.rule()}", *(f"{k} {v}" for k, v in others.items())])
+
     def shares(self, tokens: VisualTokens, total: int) -> Tensor:
         """Tokens ``(B, T)`` int64 that each frame keeps at first.
 

@@ -302,6 +302,8 @@ def _compare_states(options: argparse.Namespace) -> int:
         rows.append(["ranks at", before.rank_at, after.rank_at])
     if before.cells != after.cells:
         rows.append(["cells", str(before.cells or "none"), str(after.cells or "none")])
+    if before.frames != after.frames:
+        rows.append(["frames", *(str(state.frames or "none") for state in (before, after))])
     right = [{f"{row.model.partition(' ')[0]}, K = {row.budget}": f"{row.accuracy:.1f} % right"
               for row in _read_scores(state)} for state in (before, after)]  # fmt: skip
     rows += [[measured, score, right[1][measured]] for measured, score in right[0].items()
