@@ -252,6 +252,7 @@ BACKBONES: dict[str, Backbone] = {
             *("qwen2_5_omni", "Qwen2_5OmniThinkerForConditionalGeneration", _FULL),
             within="thinker_config.",
             architectures=("Qwen2_5OmniModel", "Qwen2_5OmniForConditionalGeneration"),
+            whole_only="gets pixels that are normalised before, and cannot be compared",
         ),
         _ocr("paddleocr_vl", "PaddleOCRVLForConditionalGeneration", mrope=True),
         _ocr("lightonocr", "LightOnOCRForConditionalGeneration", fields=()),
