@@ -350,6 +350,8 @@ def test_a_clip_is_sent_as_a_server_gets_it_and_its_groups_are_shown(
 def test_what_is_no_clip_is_refused(tmp_path: Path, capsys: Captured) -> None:
     mixed = write_frames(tmp_path / "mixed", 3)
     Image.new("RGB", (28, 28)).save(mixed / "9.png")
+    unread = write_frames(tmp_path / "unread", 40)  # of which 32 are decoded
+    Image.new("RGB", (28, 28)).save(unread / "004.png")
     (tmp_path / "broken.mp4").write_bytes(b"no video" * 50)
     video, picture = write_video(tmp_path / "a.mp4", 4), mixed / "9.png"
     for words, message in (
@@ -358,9 +360,11 @@ def test_what_is_no_clip_is_refused(tmp_path: Path, capsys: Captured) -> None:
             "has fewer than 2 frames -> name a folder with one picture",
         ),
         ((mixed,), "has frames of 2 sizes -> give all frames one size"),
+        ((unread,), "has frames of 2 sizes -> give all frames one size"),
         ((tmp_path / "broken.mp4",), "cannot be decoded as a video (Could not open video stream)"),
         ((tmp_path / "none.mp4",), "cannot be read (No such file or directory)"),
         ((video, "--state", "autoprune"), "state 'autoprune' leaves videos whole -> add"),
+        ((video, "--checkpoint", "/no/such"), "has no config.json of a model"),
         ((video,), "is a llava, whose videos are served whole -> give one of qwen2_vl, qwen2_5_vl"),
         ((picture, "--budget", "tokens_per_frame:4"), "is the budget of a video -> give a number"),
     ):

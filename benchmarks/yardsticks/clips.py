@@ -7,7 +7,7 @@ grain, differs from frame to frame.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -93,25 +93,23 @@ class Clip:
         ]  # fmt: skip
         return [token for _, token in sorted(places)]
 
-    def ask(self, kind: str, rng: random.Random) -> Iterator[Fact]:
-        """What a question of a kind asks; nothing where the clip has nothing to ask about."""
+    def ask(self, kind: str, rng: random.Random) -> Fact:
+        """What a question of a kind asks."""
         every, last = range(len(self.frames)), len(self.frames) - 1
         match kind:
             case "moves" | "where":
                 answer = self.mover.name if kind == "moves" else self.direction
-                yield self._tokens(self.mover, (0, last)), answer, {"name": self.mover.name}
+                return self._tokens(self.mover, (0, last)), answer, {"name": self.mover.name}
             case "appears":
                 when = rng.choice(("first", "last"))
                 guest = self.visitors[0 if when == "first" else -1]
-                yield self._tokens(guest, every), guest.name, {"when": when}
+                return self._tokens(guest, every), guest.name, {"when": when}
             case "shows":
                 when, at = rng.choice((("first", 0), ("last", -1)))
                 tokens = self._tokens(self.board, (every[at],))
-                yield tokens, str(self.digits[at]), {"name": self.board.name, "when": when}
+                return tokens, str(self.digits[at]), {"name": self.board.name, "when": when}
             case "passes":
                 tokens = [token for guest in self.visitors for token in self._tokens(guest, every)]
-                yield tokens, str(len(self.visitors)), {}
-            case "still":
-                if self.stills:
-                    thing = rng.choice(self.stills)
-                    yield self._tokens(thing, (0,)), str(thing.digit), {"name": thing.name}
+                return tokens, str(len(self.visitors)), {}
+        thing = rng.choice(self.stills)
+        return self._tokens(thing, (0,)), str(thing.digit), {"name": thing.name}

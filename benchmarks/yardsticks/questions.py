@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -100,11 +100,14 @@ class Questions:
 
     def generate(self, kind: str) -> list[Question]:
         """One open question, or a yes/no pair; none if the picture has nothing to ask about."""
-        if isinstance(self.content, Clip):
-            facts = self.content.ask(kind, self.rng)
-        else:
-            is_page = isinstance(self.content, Page)
-            facts = (self._page_facts if is_page else self._scene_facts)(kind)
+        facts: Iterable[Fact] = ()
+        match self.content:
+            case Clip():
+                facts = [self.content.ask(kind, self.rng)]
+            case Page():
+                facts = self._page_facts(kind)
+            case Scene():
+                facts = self._scene_facts(kind)
         questions = []
         for evidence, answer, slots in facts:
             # A draw from one wording would advance the generator, on which trained weights depend.

@@ -93,8 +93,8 @@ class Training:
         falls to 2 % at the end: after the kinds of question that are learnt late have begun to
         improve. Matrices are updated by Muon, the rest by AdamW. Muon: Jordan et al. 2024,
         kellerjordan.github.io/posts/muon; its step is scaled as in Liu et al., arXiv 2502.16982, so
-        that both take the same learning rate. In float32, because bfloat16 takes twice the time on
-        processors that have no products of it.
+        that both take the same learning rate. In float32, because a step of bfloat16 takes twice as
+        long on a CPU without its arithmetic.
         """
         stage = self.recipe.stages[number]
         matrices, tables = list[nn.Parameter](), list[nn.Parameter]()

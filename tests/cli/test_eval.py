@@ -92,6 +92,13 @@ def test_cases_of_videos_have_rules_for_frames_and_fewer_frames_as_control() -> 
         assert pruning["video_budget"] == "1/4" and "budget" not in pruning
         assert (pruning.get("keep") == "random") == (name == "random")
     assert not any(case.refused for case in cases.values())
+    # The largest K comes last: of 30 frames of 576 tokens these are 4,320, 200 and 3,840.
+    said = ["1/4", "200", "tokens_per_frame:128"]
+    found = [case for case in build_cases(["vcast"], said, frames=30) if case.label == "vcast"]
+    assert [case.budget_order[0] for case in found] == [4320, 200, 3840]
+    # Without frames the states are as ever, so that older evaluations can be resumed.
+    (case,) = (case for case in build_cases(["all"], [8]) if case.label == "autoprune-on-evs")
+    assert PruningState.model_validate(case.pruning["state"]).frames is None
 
 
 def test_policies_of_one_name_are_cases_of_their_own(tmp_path: Path) -> None:
@@ -186,6 +193,8 @@ def test_videos_are_asked_about_with_as_many_frames_as_a_case_has(call: Call) ->
     (call.folder / "questions.jsonl").write_text("\n".join(lines))
     assert call("http://h:1") == 1
     assert call.printed().err.count("asks about a video -> add --frames 32, or leave it out") == 2
+    assert call("http://h:1", "--frames", "12") == 1  # vLLM samples a file again if it has no more
+    assert call.printed().err.count(" 11 frames can be sampled -> give --frames 11 or fewer") == 1
 
     def sampled(body: Body) -> int:
         return int(body["media_io_kwargs"]["video"]["num_frames"])
@@ -195,7 +204,8 @@ def test_videos_are_asked_about_with_as_many_frames_as_a_case_has(call: Call) ->
         return reply(body, right=arm(body) != "random", tokens=tokens)
 
     with endpoint(answer) as server:
-        assert call(server.url, "--frames", "8", "--budgets", "1/4", "--state", "vcast") == 0
+        words = ("--frames", "8", "--budgets", "1/4", "--state", "vcast")
+        assert call(server.url, *words) == 0
         sent = asked(server.requests)
     contents = [base64.b64encode(file.read_bytes()).decode() for file in (video, *files)]
     frames = {2: (0, 11), 8: (0, 1, 3, 4, 6, 7, 9, 11)}
@@ -211,6 +221,21 @@ def test_videos_are_asked_about_with_as_many_frames_as_a_case_has(call: Call) ->
     assert sorted(expected) == sorted(zip(map(arm, sent), map(sampled, sent), urls, strict=True))
     page = call.printed().out
     assert "Pruning or sampling fewer frames?" in page and "% right less fewer frames" in page
+    for refused, message in (
+        ("At most 0 video(s) may be provided", ": takes no video (status 400: At most 0 video(s)"),
+        (
+            "none can be chosen: served whole -> leave it out",
+            "chosen: served whole -> serve a model",
+        ),
+    ):
+
+        def answer_no(body: Body, number: int, said: str = refused) -> Answer:
+            return error(400, said) if "At most" in said or arm(body) != "full" else reply(body)
+
+        with endpoint(answer_no) as server:
+            assert call(server.url, *words, "--out", str(call.folder / "no")) == 1
+        printed = call.printed().err
+        assert message in printed and "of whose videos tokens are chosen" in printed
 
 
 def test_only_what_has_no_answer_is_asked_again(call: Call) -> None:

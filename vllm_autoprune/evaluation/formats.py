@@ -232,8 +232,8 @@ class _Line(FrozenModel):
 
 
 _FORM = (
-    'write one object a line: {"image": "a.png", "question": "...", "answer": "..."}, with '
-    '"category" as text and "pair" as a whole number where wanted'
+    'write one object a line: {"image": "a.png", "question": "...", "answer": "..."}, or "video", '
+    'with "category" as text and "pair" as a whole number where wanted'
 )
 _MEANINGS = {
     "missing": "is missing",
@@ -342,11 +342,11 @@ class QuestionReader:
                 fix = "give the data of the task itself, such as VLMEvalKit's TSV of it"
                 raise ConfigError("data", [Problem(where, what, fix)])
         elif "text" in fields and "question" not in fields:  # POPE, and questions of LLaVA
-            text, answer, image = fields["text"], get("label"), get("image")
+            text, answer, image = fields["text"], get("label"), get("image", get("video"))
         elif "index" in fields:  # a row of VLMEvalKit
             options = {name: fields[name] for name in ascii_uppercase if name in fields}
             text, answer = get("question", ""), get("answer")
-            image = get("image", get("image_path"))
+            image = get("image", get("image_path", get("video")))
             if options:
                 hint = f"Hint: {fields['hint']}\n" if "hint" in fields else ""
                 choices = "".join(f"{name}. {option}\n" for name, option in options.items())

@@ -29,7 +29,7 @@ RESIZED, FEWER_FRAMES = "resize control", "fewer frames"
 """Names in tables of what an operator has without a plugin: of images, and of videos."""
 
 EVENLY = "opencv"
-"""vLLM's loader of videos that spaces frames evenly; some models' have as many a second."""
+"""vLLM's loader that spaces frames evenly; some models' own take a fixed number a second."""
 
 Arm = Literal["full", "random", "norm", "resized", "base", "autoprune", "found"]
 """How tokens are selected: all, at random, those of largest norm, those of a resized image, by the
@@ -79,9 +79,10 @@ class Case(FrozenModel):
 
     @property
     def budget_order(self) -> tuple[int, str]:
-        """Sort key by K of an image of 576 tokens."""
-        kept = BudgetCall.parse(self.budget, clip=True).tokens_kept(576) if self.budget else 0
-        return kept, str(self.budget)
+        """Sort key by K of an image of 576 tokens, or of as many of each frame."""
+        tiles = max(self.frames, 1)
+        call = BudgetCall.parse(self.budget, clip=True) if self.budget else None
+        return call.tokens_kept(576 * tiles, tiles) if call else 0, str(self.budget)
 
     @property
     def fields(self) -> dict[str, JsonValue]:

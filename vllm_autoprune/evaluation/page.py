@@ -46,7 +46,10 @@ _RESIZED_NOTE = (
     "resized the resize control: the image resized to at most K tokens, or pooled to K where the "
     "model has a fixed number of them"
 )
-_FRAMES_NOTE = "fewer frames all tokens of that share of the {frames} frames of a video"
+_FRAMES_NOTE = (
+    "fewer frames, where K is a share, all tokens of the same share of the {frames} frames of a "
+    "video"
+)
 _REFERENCE_NOTE = (
     "The reference is the unpruned model's greedy answer, {tokens:.1f} tokens on average. % agree: "
     "greedy decoding gives exactly it. % of tokens: it gives a token after those of the reference "

@@ -34,7 +34,7 @@ _FRAME_FILES = "video/jpeg"
 
 
 class Picture(NamedTuple):
-    """A picture or video that was decoded when it was read: a file, or a folder of frames.
+    """A picture or video that was decoded when it was read, of which 32 frames.
 
     ``name`` is its path as written, or a digest where its content was written.
     """
@@ -44,6 +44,8 @@ class Picture(NamedTuple):
     digest: str
     kind: str
     """Its MIME type."""
+    frames: int = 0
+    """Of a video, all that it has."""
 
     @property
     def is_clip(self) -> bool:
@@ -51,9 +53,9 @@ class Picture(NamedTuple):
         return self.kind.startswith("video/")
 
     def read(self) -> bytes:
-        """Its content; raises :class:`EvaluationError` if that is no longer what was checked."""
+        """A file's content; raises :class:`EvaluationError` if it is no longer what was checked."""
         with contextlib.suppress(OSError):
-            content = _read_content(self.path)
+            content = self.path.read_bytes()
             if hashlib.sha256(content).hexdigest() == self.digest:
                 return content
         what = "has changed since it was read"
@@ -65,26 +67,31 @@ class Picture(NamedTuple):
         Of a folder it has at most so many frames, 0 for 32; of a video file the server samples
         them.
         """
-        type = "video_url" if self.is_clip else "image_url"
-        return {"type": type, type: {"url": _encode(self.read(), self.kind, frames or _FRAMES)}}
+        part, contents = "video_url" if self.is_clip else "image_url", list[bytes]()
+        if self.path.is_dir():
+            with contextlib.suppress(OSError):
+                files = _sample(_list_frames(self.path), frames or _FRAMES)
+                contents = [file.read_bytes() for file in files]
+        return {"type": part, part: {"url": _encode(self.kind, contents or [self.read()])}}
 
     def image(self) -> Image.Image:
         """What a model sees of it, in RGB: of a video the first frame."""
-        content = self.read()
         if self.is_clip and (clip := read_clip(self.path)) is not None:
             return clip.frames[0]
-        return _decode(content)[1]
+        return _decode(self.read())[1]
 
 
 class Clip(NamedTuple):
     """A video: the data URL that a server is sent, and the frames that vLLM samples of it.
 
-    ``seconds`` are processor time of decoding it; ``note`` says which frames were left out.
+    ``seconds`` are processor time of decoding it; ``note`` says which of ``total`` frames were left
+    out.
     """
 
     url: str
     frames: Sequence[Image.Image]
     seconds: float
+    total: int
     note: str = ""
 
 
@@ -103,28 +110,17 @@ def _list_frames(folder: Path) -> list[Path]:
     return sorted(file for file in folder.iterdir() if file.suffix.lower() in endings)
 
 
-def _read_content(path: Path) -> bytes:
-    """The content of a file; of a folder its frames as :data:`_FRAME_FILES`, ordered by name."""
-    if path.is_dir():
-        return b",".join(base64.b64encode(file.read_bytes()) for file in _list_frames(path))
-    return path.read_bytes()
-
-
-def _encode(content: bytes, kind: str, frames: int) -> str:
-    """A data URL of what :func:`_read_content` read, with at most so many frames of a folder."""
-    if kind == _FRAME_FILES:
-        content = b",".join(_sample(content.split(b","), frames))
-    else:
-        content = base64.b64encode(content)
-    return f"data:{kind};base64,{content.decode()}"
+def _encode(kind: str, contents: Sequence[bytes]) -> str:
+    """A data URL of a file, or of frames."""
+    return f"data:{kind};base64,{','.join(base64.b64encode(each).decode() for each in contents)}"
 
 
 def read_clip(path: Path, processor: str | None = None) -> Clip | None:
     """The clip of a video file, or of a folder of frames in the order of their names.
 
     ``processor`` is the class of a model's video processor, by which vLLM samples frames of a file:
-    Qwen-VL's so many a second, most others 32. None for another path, which may be a picture.
-    Raises :class:`ConfigError` with one problem.
+    two a second for Qwen-VL, 32 in all for most others. None for another path, which may be a
+    picture. Raises :class:`ConfigError` with one problem.
     """
     if not path.is_dir() and path.suffix.lower() not in VIDEOS:
         return None
@@ -132,23 +128,26 @@ def read_clip(path: Path, processor: str | None = None) -> Clip | None:
     from vllm.multimodal.video import get_video_loader_backend_for_processor
 
     loader = get_video_loader_backend_for_processor(processor) or EVENLY
-    kind, note = "video/mp4", ""
+    kind, files, note = "video/mp4", [path], ""
     try:
         if path.is_dir():
-            kind, files = _FRAME_FILES, _list_frames(path)
-            if len(files) < 2:
+            kind, every = _FRAME_FILES, _list_frames(path)
+            if len(every) < 2:
                 fix = "name a folder with one picture a frame, or a single picture itself"
                 raise _refuse(str(path), "has fewer than 2 frames", fix)
-            if len(files) > _FRAMES:
-                note = f"{_FRAMES} of {len(files)} frames are read, evenly spaced"
-            files = _sample(files, _FRAMES)
+            files = _sample(every, _FRAMES)
+            if len(every) > _FRAMES:
+                note = f"{_FRAMES} of {len(every)} frames are read, evenly spaced"
             sizes = {
                 read_picture(PictureSource(str(f), f.name, str(f))).image().size for f in files
             }
+            for file in every:
+                with Image.open(file) as frame:  # its header alone
+                    sizes.add(frame.size)
             if len(sizes) > 1:
                 what = f"has frames of {len(sizes)} sizes"
                 raise _refuse(str(path), what, "give all frames one size")
-        url = _encode(_read_content(path), kind, _FRAMES)
+        url = _encode(kind, [file.read_bytes() for file in files])
         start = time.process_time()
         reader = VideoMediaIO(ImageMediaIO(), _FRAMES, video_backend=loader)
         frames, metadata = reader.load_base64(kind, url.partition(",")[2]).media
@@ -163,9 +162,10 @@ def read_clip(path: Path, processor: str | None = None) -> Clip | None:
     except Exception as error:  # decoders raise anything for a broken file
         what = f"cannot be decoded as a video ({_reason(error)})"
         raise _refuse(str(path), what, "convert it to MP4, or give a folder of frames") from None
-    if not path.is_dir() and len(frames) < metadata["total_num_frames"]:
-        note = f"{len(frames)} of {metadata['total_num_frames']} frames are read, as vLLM samples"
-    return Clip(url, [*map(Image.fromarray, frames)], seconds, note)
+    total = len(every) if path.is_dir() else int(metadata["total_num_frames"])
+    if not path.is_dir() and len(frames) < total:
+        note = f"{len(frames)} of {total} frames are read, as vLLM samples"
+    return Clip(url, [*map(Image.fromarray, frames)], seconds, total, note)
 
 
 _temporary_folder = cache(partial(tempfile.TemporaryDirectory, prefix="autoprune-"))
@@ -194,6 +194,8 @@ def find_picture(where: str, text: str, *folders: Path) -> PictureSource:
     if text[:8].lower().startswith(("http://", "https://")):
         return PictureSource(where, text.partition("?")[0], text)  # a query may hold a key
     encoded = text.partition(",")[2] if text[:5].lower() == "data:" else ""
+    if text[:16].lower() == f"data:{_FRAME_FILES};":
+        raise _refuse(where, "is frames in a data URL", "write them to a folder, and name that")
     reason, name = "not a file", text.removeprefix("file://")
     for path in (Path(f"{folder / name}{end}") for folder in folders for end in _ENDINGS):
         try:
@@ -233,32 +235,34 @@ def read_picture(source: PictureSource, connection: Connection | None = None) ->
             content = _download(address, connection or Connection())
             ending = next((end for end in VIDEOS if name.lower().endswith(end)), "")
             address = _write_temporary(where, content, ending)
-        content = _read_content(Path(address))
+        path = Path(address)
+        files = _list_frames(path) if path.is_dir() else [path]
+        contents = [file.read_bytes() for file in files]
     except ConfigError as error:
         raise _refuse(where, error.problems[0].what, error.problems[0].fix) from None
     except (OSError, ValueError, httpx.HTTPError, httpx.InvalidURL) as error:
         fix = "correct it, or download the picture and give its path"
         raise _refuse(where, f"cannot be read ({_reason(error)})", fix) from None
-    digest = hashlib.sha256(content).hexdigest()
+    digest = hashlib.sha256(b"".join(contents)).hexdigest()
     try:
-        if (clip := read_clip(Path(address))) is not None:
-            kind = clip.url[5:].partition(";")[0]
-            return Picture(name, Path(address), digest, kind)
-        kind, _ = _decode(content)
+        if (clip := read_clip(path)) is not None:
+            return Picture(name, path, digest, clip.url[5:].partition(";")[0], clip.total)
+        kind, _ = _decode(contents[0])
     except ConfigError as error:  # of the clip, or of one of its frames
         problem = error.problems[0]
         frame = problem.where.removeprefix(address)[1:]
         place = f"{where}: {frame}" if frame else where
         raise _refuse(place, problem.what, problem.fix) from None
     except UnidentifiedImageError:
-        if content.startswith(b"version https://git-lfs"):
+        if contents[0].startswith(b"version https://git-lfs"):
             raise _refuse(where, "is a Git LFS pointer", "git lfs pull") from None
         what = "is not a picture that vLLM reads"
-        raise _refuse(where, what, "convert it to PNG or JPEG, or download it whole") from None
+        fix = "convert it to PNG or JPEG, or download it whole; a video's name ends in .mp4"
+        raise _refuse(where, what, fix) from None
     except Exception as error:  # decoders raise anything for a broken file
         what = f"cannot be decoded ({_reason(error)})"
         raise _refuse(where, what, "export it again, or make it smaller") from None
-    return Picture(name, Path(address), digest, Image.MIME.get(kind, "image/png"))
+    return Picture(name, path, digest, Image.MIME.get(kind, "image/png"))
 
 
 def _refuse(where: str, what: str, fix: str) -> ConfigError:

@@ -89,13 +89,13 @@ def read_questions(
     images: Path | None = None,
     connection: Connection | None = None,
     unlabelled: bool = False,
-    clips: bool = False,
+    frames: int = 0,
 ) -> Sequence[PreparedQuestion]:
     """The first ``limit`` questions of a file or folder, ordered by image; raises ConfigError.
 
     Pictures are searched beside the file, or in ``images``; ``unlabelled``: whether questions may
-    have no answers; ``clips``: whether they are about videos. The error lists every problem with
-    its line. A pair that the limit cuts is left out.
+    have no answers; ``frames``: how many are sampled of videos, which all are about. The error
+    lists every problem with its line. A pair that the limit cuts is left out.
     """
     problems: list[Problem] = []
     fix = "give the path of questions, or of a folder of pictures"
@@ -106,10 +106,16 @@ def read_questions(
         fix = "add --reference unpruned, which compares with the unpruned model's answers"
         problems.append(Problem(without[0], what, fix))
     for question in asked:
-        if clips != any(picture.is_clip for picture in question.pictures):
-            what, fix = "asks about a video", "add --frames 32, or leave it out"
-            if clips:
-                what, fix = "asks about no video", "leave out the question, or --frames"
+        videos = [picture for picture in question.pictures if picture.is_clip]
+        # vLLM samples a file again of which all frames are read.
+        few = min((v.frames - (not v.path.is_dir()) for v in videos), default=frames)
+        what, fix = "asks about a video", "add --frames 32, or leave it out"
+        if frames and not videos:
+            what, fix = "asks about no video", "leave out the question, or --frames"
+        elif frames:
+            what = f"asks about a video of which {few} frames can be sampled"
+            fix = f"give --frames {few} or fewer, or leave it out"
+        if bool(videos) != (frames > 0) or few < frames:
             problems.append(Problem(question.where, what, fix))
     refuse("data", problems)
     # Questions about one image follow each other, so that its features are computed once.

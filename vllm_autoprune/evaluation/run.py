@@ -44,6 +44,7 @@ from vllm_autoprune.tpdsl.materialize import materialize, materialize_clip
 from vllm_autoprune.tpdsl.state import PruningState
 
 _REQUESTS_FLAG = "--autoprune-requests"
+_SERVE_CLIPS = "serve a model of whose videos tokens are chosen (docs/support.md)"
 
 
 def evaluate(
@@ -130,14 +131,14 @@ def _prune_case(
 
 
 def _build_controls(norm: Case, rule: int | str) -> Iterator[Case]:
-    """K tokens at random, and what an operator has without a plugin, at the budget of a case.
+    """The controls at a case's budget: K random tokens, and what works without a plugin.
 
-    That is the image resized to K tokens, or of a video, where K is a share, all tokens of as large
-    a share of its frames.
+    That is the image resized to K tokens; of a video, if K is a share, all tokens of that share of
+    its frames.
     """
     budget, frames = norm.budget, norm.frames
     pruning: dict[str, JsonValue] = {"keep": "random", "budget": budget}
-    if frames:  # which a state has to have rules for
+    if frames:  # a server prunes videos only by a state with frames
         pruning = {**norm.pruning, "keep": "random"}
     yield norm.model_copy(
         update={"name": f"random@{budget}", "arm": "random", "label": "random keep", "digest": "",
@@ -159,15 +160,15 @@ def _build_controls(norm: Case, rule: int | str) -> Iterator[Case]:
     )
 
 
-def _residual_on(policy: str) -> PruningState:
-    """The shipped state with another base policy."""
+def _residual_on(policy: str, clips: bool) -> PruningState:
+    """The shipped state with another base policy; for clips with its rules for frames."""
     source = load_state(_SOURCE)
     if policy == source.base_policy.name:
         return source
     data = source.model_dump(mode="json")
     data |= {"name": f"{_SOURCE}-on-{policy}", "base_policy": {"name": policy, "params": {}}}
     state = load_state(data | {"provenance": {}})
-    return state.model_copy(update={"frames": load_state(policy).frames})
+    return state.model_copy(update={"frames": load_state(policy).frames}) if clips else state
 
 
 def build_cases(
@@ -188,11 +189,8 @@ def build_cases(
         budget: BudgetCall.parse(budget, "--budgets", clip=frames > 0).rule() for budget in said
     }
     budgets = [rule if isinstance(rule, int) else budget for budget, rule in rules.items()]
-    states = [
-        state
-        for name in names
-        for state in (map(_residual_on, BASE_POLICIES) if name == "all" else [load_state(name)])
-    ]
+    every = [_residual_on(policy, frames > 0) for policy in BASE_POLICIES] if "all" in names else []
+    states = [s for name in names for s in (every if name == "all" else [load_state(name)])]
     cases, prune = [FULL.model_copy(update={"frames": frames})], partial(_prune_case, frames)
     labels = {(arm, ""): arm for arm in ("random", "resized")}
     norm = load_state("norm")
@@ -204,9 +202,9 @@ def build_cases(
 
     # The names of states come before those of their base policies, which may be the same.
     state_labels = [label_of(state, f"{state.name}-{state.digest[:12]}") for state in states]
-    for budget, kept in zip(budgets, rules.values(), strict=True):
+    for budget, budget_rule in zip(budgets, rules.values(), strict=True):
         by_norm = prune("norm", label_of(norm, f"norm-{norm.digest[:12]}"), norm, budget)
-        cases += [*_build_controls(by_norm, kept), by_norm]
+        cases += [*_build_controls(by_norm, budget_rule), by_norm]
         for state, label in zip(states, state_labels, strict=True):
             # The base policy of the state with the same parameters, and no exchange.
             policy = state.base_policy
@@ -216,7 +214,7 @@ def build_cases(
             is_named = alone.digest in {state.digest for state in states}
             cases.append(prune("found" if is_named else "base", base, alone, budget))
             if state.digest != alone.digest:
-                shipped = state.digest == _residual_on(policy.name).digest
+                shipped = state.digest == _residual_on(policy.name, frames > 0).digest
                 arm: Arm = "autoprune" if shipped else "found"
                 cases.append(prune(arm, label, state, budget, f"{base}@{budget}"))
     selections = [case for case in cases if case.digest]
@@ -264,7 +262,7 @@ class Server(NamedTuple):
         image = base64.b64encode(buffer.getvalue()).decode()
         part: dict[str, object] = {"type": "image_url"}
         part["image_url"] = {"url": f"data:image/png;base64,{image}"}
-        if any(case.frames for case in cases):
+        if clips := any(case.frames for case in cases):
             part = {"type": "video_url"}
             part["video_url"] = {"url": f"data:video/jpeg;base64,{','.join([image] * 4)}"}
         content = [part, {"type": "text", "text": "?"}]
@@ -293,6 +291,10 @@ class Server(NamedTuple):
                 try:
                     client.chat(body)
                 except RequestRefused as error:
+                    said = any(name in str(error) for name in ("_kwargs", _REQUESTS_FLAG))
+                    if case.name == FULL.name and case.frames and not said:
+                        problem = Problem(client.url, f"takes no video ({error})", _SERVE_CLIPS)
+                        raise ConfigError("eval", [problem]) from None
                     if case.name == FULL.name:
                         what = f"lets requests choose nothing ({error})"
                         raise _refuse(client.url, what) from None
@@ -304,13 +306,21 @@ class Server(NamedTuple):
         if reasons and all(reasons):
             if _REQUESTS_FLAG in reasons[0]:
                 raise _refuse(client.url, f"refuses every state ({reasons[0]})")
-            fix = "name states that its model serves, such as --state cen_divprune"
-            what = f"refuses every state: {reasons[0]}"
+            fix, reason = (
+                "name states that its model serves, such as --state cen_divprune",
+                reasons[0],
+            )
+            if "served whole" in reason:
+                fix, reason = _SERVE_CLIPS, reason.partition(" -> ")[0]
+            what = f"refuses every state: {reason}"
             raise ConfigError("eval", [Problem(client.url, what, fix)])
         if not served.state:
             fix = "start it with VLLM_PLUGINS=autoprune,autoprune_endpoint"
             print(f"{client.url}: no row is marked as its own state -> {fix}", file=sys.stderr)
-        elif served.digest not in {case.digest for case in cases}:
+        # To a state for pictures, rules for frames were added: its name tells.
+        elif served.digest not in {case.digest for case in cases} and not (
+            clips and served.state in {case.label for case in cases}
+        ):
             checked[""] = Case(
                 name=f"served {served.digest[:12]}",
                 arm="found",

@@ -85,7 +85,7 @@ def test_the_data_folder_can_be_read_and_sampled_questions_keep_pairs_together(
     clean = draw_examples("test", FEW["test"], "miniqwen", clean=True)[-1]
     assert pictures["images/test-3.png"].read() == clean.png
     write_data(tmp_path / "clips", FEW, model="clips")
-    asked = read_questions(tmp_path / "clips/test.jsonl", clips=True)
+    asked = read_questions(tmp_path / "clips/test.jsonl", frames=8)
     drawn = draw_examples("test", FEW["test"], "clips")
     assert [(q.text, *q.answers) for q in asked] == [(e.question, e.answer) for e in drawn]
     assert len({picture.digest for q in asked for picture in q.pictures}) == FEW["test"]

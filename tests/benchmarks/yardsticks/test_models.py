@@ -61,7 +61,7 @@ def test_processors_and_chat_templates_make_the_prompts_of_training() -> None:
     inputs = processor(images=example.image, text=text, return_tensors="pt")
     assert text == format_prompt(example.question)
     assert int((inputs.input_ids == IMAGE_TOKEN).sum()) == PATCHES
-    expected = normalize_pixels(example.image[None]).float()
+    expected = normalize_pixels(example.image[None])
     assert torch.allclose(inputs.pixel_values.float(), expected, atol=0.02)
     text = qwen.apply_chat_template(chat, add_generation_prompt=True)
     assert text == format_prompt(example.question, "miniqwen")

@@ -36,7 +36,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     text = "where the images of --data are (default: beside it)"
     add("--images", type=Path, metavar="FOLDER", help=text)
     text = "--data is about videos: sample N frames of each (vLLM's default is 32)"
-    add("--frames", type=int, default=0, metavar="N", help=text)
+    add("--frames", type=int, metavar="N", help=text)
 
     add = parser.add_argument_group("states").add_argument
     add("--server-url", metavar="URL", help="a running vllm serve with --autoprune-requests states")
@@ -46,8 +46,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--state", action="append", metavar="STATE", help=text)
     text = "budgets: K, or a share of N as 1/8 or 1/8:64-640 (default 64); of a video also "
-    text += "tokens_per_frame:K"
-    add("--budgets", nargs="+", default=["64"], metavar="K", help=text)
+    text += "tokens_per_frame:K (default 1/4)"
+    add("--budgets", nargs="+", metavar="K", help=text)
     text = "also drop cells by RULE, such as flat, before the tower: alone, and before each state"
     add("--cells", nargs="+", default=[], metavar="RULE", help=text)
 
@@ -78,6 +78,7 @@ def _evaluate_states(options: argparse.Namespace) -> int:
     kind, _, tasks = (options.suite or "").partition(":")
     name = options.data.resolve().stem if options.data else kind
     folder = options.out or Path("out/eval") / f"{name}{'-unpruned' * bool(options.reference)}"
+    frames = 1 if options.frames is None else options.frames
     lmms, url = options.data is None, "a vllm serve with --autoprune-requests states"
     for is_wrong, where, what, fix in (
         (lmms and kind != "lmms", f"--suite {options.suite}", "is not a suite",
@@ -87,9 +88,9 @@ def _evaluate_states(options: argparse.Namespace) -> int:
         (options.server_url is None, "--server-url", "is missing", f"give the address of {url}"),
         (lmms and options.served_name is None, "--served-name", "is missing",
          "give the name that the server has for the model"),
-        (options.frames < 0, f"--frames {options.frames}", "is below 1", "give 1 or more"),
+        (frames < 1, f"--frames {frames}", "is below 1", "give 1 or more"),
         (options.frames and (lmms or options.cells), "--frames", "is for videos of --data",
-         "leave it out, or --suite and --cells, which are of pictures"),
+         "leave it out, or --suite and --cells, which take pictures only"),
         (options.limit is not None and options.limit < 1, f"--limit {options.limit}", "is below 1",
          "give 1 or more"),
     ):  # fmt: skip
@@ -101,9 +102,9 @@ def _evaluate_states(options: argparse.Namespace) -> int:
         options.served_name,
         options.concurrency or (32 if lmms else MAX_IN_FLIGHT),
     )
-    cases = build_cases(
-        options.state or ["autoprune"], options.budgets, options.cells, options.frames
-    )
+    frames = options.frames or 0
+    budgets = options.budgets or ["1/4" if frames else "64"]
+    cases = build_cases(options.state or ["autoprune"], budgets, options.cells, frames)
     if options.data is not None:
         name = options.data.name.encode(errors="replace").decode()  # a name may be any bytes
         unpruned = options.reference is not None
@@ -113,7 +114,7 @@ def _evaluate_states(options: argparse.Namespace) -> int:
             images=options.images,
             connection=server.connection,
             unlabelled=unpruned,
-            clips=options.frames > 0,
+            frames=frames,
         )
         suite: QuestionSuite | LmmsSuite = QuestionSuite(server, cases, questions, name, unpruned)
     else:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import sys
 from functools import partial
 from pathlib import Path
 
+from vllm_autoprune.backbones import read_config
 from vllm_autoprune.cli.flags import argument, command, read_budget
 from vllm_autoprune.cli.output import print_result, write_file
 from vllm_autoprune.errors import ConfigError, Problem
@@ -57,13 +59,15 @@ def _explain_image(options: argparse.Namespace) -> int:
         what = f"character {question.index(half) + 1} (U+{ord(half):04X}) is half of a character"
         problem = Problem("question", what, "write the whole character, in UTF-8")
         raise ConfigError("explain", [problem])
-    from vllm.transformers_utils.processor import get_video_processor_cls_name_from_config
-
     from vllm_autoprune.evaluation.pictures import VIDEOS, find_picture, read_clip, read_picture
 
-    is_video = options.image.suffix.lower() in VIDEOS
-    checkpoint = str(options.checkpoint)
-    processor = get_video_processor_cls_name_from_config(checkpoint) if is_video else None
+    processor, checkpoint = None, str(options.checkpoint)
+    if options.image.suffix.lower() in VIDEOS:
+        read_config(checkpoint)  # raises in words where there is no model
+        from vllm.transformers_utils.processor import get_video_processor_cls_name_from_config
+
+        with contextlib.suppress(OSError, ValueError):
+            processor = get_video_processor_cls_name_from_config(checkpoint)
     clip = read_clip(options.image, processor)
     state = load_state(options.state or ("autoprune" if clip is None else "vcast"))
     budget: BudgetCall | None = options.budget
