@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -280,7 +281,8 @@ def test_clips_are_sampled_as_vllm_samples_them(tmp_path: Path) -> None:
     assert len(clip.frames) == 32 and clip.note == "32 of 40 frames are read, as vLLM samples"
     clip = read_clip(tmp_path / "a.mp4", "Qwen2VLVideoProcessor")  # two a second
     assert clip is not None and len(clip.frames) == 10 and clip.note.startswith("10 of 40 frames")
-    frames = read_clip(write_frames(tmp_path / "frames", 3))
+    os.mkfifo(write_frames(tmp_path / "frames", 3) / "pipe.png")
+    frames = read_clip(tmp_path / "frames")
     assert frames is not None and frames.url.count(",") == 3 and not frames.note
     assert [frame.getpixel((0, 0)) for frame in frames.frames] == [(0, 0, 0), (5, 0, 0), (10, 0, 0)]
     many = read_clip(write_frames(tmp_path / "many", 40))

@@ -107,7 +107,8 @@ def _sample(frames: Sequence[Any], count: int) -> list[Any]:
 
 def _list_frames(folder: Path) -> list[Path]:
     endings = Image.registered_extensions()
-    return sorted(file for file in folder.iterdir() if file.suffix.lower() in endings)
+    files = sorted(file for file in folder.iterdir() if file.suffix.lower() in endings)
+    return [file for file in files if file.is_file()]  # a pipe might never end
 
 
 def _encode(kind: str, contents: Sequence[bytes]) -> str:

@@ -78,7 +78,6 @@ def _evaluate_states(options: argparse.Namespace) -> int:
     kind, _, tasks = (options.suite or "").partition(":")
     name = options.data.resolve().stem if options.data else kind
     folder = options.out or Path("out/eval") / f"{name}{'-unpruned' * bool(options.reference)}"
-    frames = 1 if options.frames is None else options.frames
     lmms, url = options.data is None, "a vllm serve with --autoprune-requests states"
     for is_wrong, where, what, fix in (
         (lmms and kind != "lmms", f"--suite {options.suite}", "is not a suite",
@@ -88,7 +87,8 @@ def _evaluate_states(options: argparse.Namespace) -> int:
         (options.server_url is None, "--server-url", "is missing", f"give the address of {url}"),
         (lmms and options.served_name is None, "--served-name", "is missing",
          "give the name that the server has for the model"),
-        (frames < 1, f"--frames {frames}", "is below 1", "give 1 or more"),
+        (options.frames is not None and options.frames < 1, f"--frames {options.frames}",
+         "is below 1", "give 1 or more"),
         (options.frames and (lmms or options.cells), "--frames", "is for videos of --data",
          "leave it out, or --suite and --cells, which take pictures only"),
         (options.limit is not None and options.limit < 1, f"--limit {options.limit}", "is below 1",
