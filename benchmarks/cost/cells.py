@@ -8,35 +8,27 @@ bytes are those of pictures of full size.
 from __future__ import annotations
 
 import argparse
-import csv
-import shlex
-import sys
 import time
 import tomllib
 from collections import defaultdict
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple
-from itertools import count, product
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import product
 from pathlib import Path
 from random import Random
 
 from PIL import Image, ImageDraw, ImageFont
 
-from benchmarks import BenchmarkError
 from benchmarks.common import shapes
-from benchmarks.common.client import Client
-from benchmarks.common.report import command_line, log_progress
-from benchmarks.common.requests import build_body, build_content, draw_picture, encode_picture
+from benchmarks.common.requests import build_content, draw_picture, encode_picture
+from benchmarks.cost.turns import SERVED, USERS, Table, Turns, as_fields
 from benchmarks.server import serve
 from vllm_autoprune.selftest.backbones import build
-from vllm_autoprune.statistics import Estimate, Spread
+from vllm_autoprune.statistics import Spread
 from vllm_autoprune.tpdsl.cells import Cells, kept_cells
 
 _FLAGS = (
-    "--served-model-name served --autoprune-state cen_divprune --autoprune-budget 1/8 "
-    "--autoprune-requests states --max-model-len 4096 --max-num-batched-tokens 4096 "
-    "--block-size 32 --mm-processor-cache-gb 0.5 --enforce-eager"
+    f"{SERVED} --autoprune-state cen_divprune --autoprune-budget 1/8 --autoprune-requests states"
 )
 _ARMS: Mapping[str, Mapping[str, object]] = {
     "stock": {"enabled": False},
@@ -44,7 +36,6 @@ _ARMS: Mapping[str, Mapping[str, object]] = {
     "cells": {"cells": "flat", "budget": "100%"},
     "both": {"cells": "flat"},
 }
-_USERS, _FIELDS = (1, 8), {"ignore_eos": True, "allowed_token_ids": [4]}  # a word
 _SIZES = {"A4 page": (1654, 2338), "screenshot": (1920, 1080), "photo": (1280, 960)}
 _LEAST = {"A4 page": 1.6, "photo": 0.98}
 """Promised requests/s of both over those of selection alone."""
@@ -76,28 +67,20 @@ def _draw(kind: str, seed: int, scale: float) -> Image.Image:
 
 OPTIONS = {
     "--rounds": {"type": int, "default": 5, "help": "turns at 8 users; three times as many at 1"},
+    "--arms": {"nargs": "+", "choices": [*_ARMS], "default": [*_ARMS], "help": "that take turns"},
+    "--kinds": {"nargs": "+", "choices": [*_SIZES], "default": [*_SIZES], "help": "of pictures"},
     "--out": {"type": Path, "default": Path("out/cells"), "help": "folder of files"},
 }
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print rows of ``docs/data``: medians and quartiles, ratios with 95 % intervals."""
+    """Print rows of ``docs/data``."""
     from transformers import AutoImageProcessor
 
-    table = tomllib.loads(Path(shapes.__file__).with_suffix(".toml").read_text())
-    folder = build("qwen3_vl", options.out / "model", table["scaled-qwen3-vl"])
-    writer, call = csv.writer(sys.stdout, lineterminator="\n"), shlex.join(command_line())
-    writer.writerow(["what", "setting", "value", "low", "high", "unit", "verdict", "command"])
-
-    def add(
-        what: str, setting: str, figure: Spread | Estimate, unit: str, verdict: str = ""
-    ) -> None:
-        values = (f"{value:.4g}" for value in astuple(figure)[:3])
-        writer.writerow([what, setting, *values, unit, verdict, call])
-        sys.stdout.flush()
-
-    processor = AutoImageProcessor.from_pretrained(folder)
-    for kind, rule in product(_SIZES, (Cells(), Cells(rule="predicted"))):
+    sizes = tomllib.loads(Path(shapes.__file__).with_suffix(".toml").read_text())
+    folder = build("qwen3_vl", options.out / "model", sizes["scaled-qwen3-vl"])
+    table, processor = Table(), AutoImageProcessor.from_pretrained(folder)
+    for kind, rule in product(options.kinds, (Cells(), Cells(rule="predicted"))):
         figures = defaultdict[tuple[str, str], list[float]](list)
         for seed in range(9):
             image, begin = _draw(kind, seed, 1), time.process_time()
@@ -112,37 +95,16 @@ def run(options: argparse.Namespace) -> int:
             figures["cells kept", "%"].append(100 * kept)
             figures["pixels between processes", "MB"].append(kept * cells.nbytes / 1e6)
         for (what, unit), values in figures.items():
-            add(what, f"{kind} of full size; {rule}", Spread.of(values), unit)
+            table.add(what, f"{kind} of full size; {rule}", Spread.of(values), unit)
 
-    seeds, pool = count(1000), ThreadPoolExecutor(max(_USERS))
+    def draw(kind: str, seed: int) -> Sequence[Mapping[str, object]]:
+        return build_content("what is the colour", [encode_picture(_draw(kind, seed, 0.5))])
+
     with serve(folder, *_FLAGS.split(), log=options.out / "server.log") as server:
-        client = Client(server.url)
-        for kind, users in product(_SIZES, _USERS):
-            seconds, ttft = (defaultdict[str, list[float]](list) for _ in range(2))
-            for turn in range(-1, options.rounds * (3 if users == 1 else 1)):  # -1: warm-up
-                for arm in list(_ARMS)[:: -1 if turn % 2 else 1]:
-                    fields = _FIELDS | {"mm_processor_kwargs": {"autoprune": _ARMS[arm]}}
-                    urls = [encode_picture(_draw(kind, next(seeds), 0.5)) for _ in range(users)]
-                    contents = [build_content("what is the colour", [url]) for url in urls]
-                    bodies = [build_body("served", c, tokens=4, fields=fields) for c in contents]
-                    begin = time.perf_counter()
-                    records = list(pool.map(client.send, bodies))
-                    end = time.perf_counter()
-                    if errors := [record.error for record in records if record.error]:
-                        raise BenchmarkError(f"{kind}, {arm}: {errors[0]}")
-                    if turn >= 0:
-                        seconds[arm].append((end - begin) / users)
-                        ttft[arm] += [record.ttft for record in records]
-            setting = f"{kind}, {users} at once"
-            log_progress(setting)
-            for arm in _ARMS:
-                rates = Spread.of([1 / value for value in seconds[arm]])
-                add("throughput", f"{setting}; {arm}", rates, "requests/s")
-                add("TTFT", f"{setting}; {arm}", Spread.of(ttft[arm]), "s")
-            for under, over in (("stock", "cells"), ("stock", "both"), ("selection", "both")):
-                gain = Estimate.ratio_of_medians(seconds[under], seconds[over])
-                inverse = Estimate.ratio_of_medians(seconds[over], seconds[under])
-                least = _LEAST.get(kind) if under == "selection" else None
-                verdict = f"at least {least}: {inverse.at_most(1 / least)}" if least else ""
-                add(f"throughput, {over} over {under}", setting, gain, "times", verdict)
+        arms = {name: (server, as_fields(_ARMS[name])) for name in options.arms}
+        for kind, users in product(options.kinds, USERS):
+            turns = Turns(f"{kind}, {users} at once")
+            turns.take(arms, users, options.rounds, partial(draw, kind))
+            compared = {("stock", "cells"): None, ("stock", "both"): None}
+            turns.write(table, {**compared, ("selection", "both"): _LEAST.get(kind)})
     return 0

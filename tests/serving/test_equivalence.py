@@ -305,7 +305,7 @@ def test_a_few_interleaved_requests_equal_single_ones(backbone: str) -> None:
     "backbone",
     [
         *("lightonocr", "glm_ocr", "qwen2_5_omni", "qianfan_ocr", "skywork_chat", "interns1"),
-        *("qwen2_5_vl", "qwen3_vl", "llava_onevision"),
+        *("qwen2_5_vl", "qwen3_vl", "glm4v", "llava_onevision"),
     ],
 )
 def test_500_interleaved_requests_equal_single_ones(runner: Runner, backbone: str) -> None:

@@ -1,0 +1,137 @@
+"""Arms that take turns on servers of one machine, as rows of ``docs/data``.
+
+Every request brings something new to see; ratios are of paired turns.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import shlex
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple, dataclass, field
+from itertools import count
+
+import psutil  # type: ignore[import-untyped]
+
+from benchmarks import BenchmarkError
+from benchmarks.common.client import Client
+from benchmarks.common.report import command_line, log_progress
+from benchmarks.common.requests import build_body
+from benchmarks.server import Server
+from vllm_autoprune.statistics import Estimate, Spread
+
+SERVED = (
+    "--served-model-name served --enforce-eager --block-size 32 --max-model-len 4096 "
+    "--max-num-batched-tokens 4096 --mm-processor-cache-gb 0.5"
+)
+USERS = (1, 8)
+"""Requests at once; of one there are three times as many turns."""
+
+_TOKENS, _FIELDS = 4, {"ignore_eos": True, "allowed_token_ids": [4]}  # a word
+
+Arm = tuple[Server, Mapping[str, object]]
+"""A server, and its arm's fields of a request."""
+
+
+def as_fields(entry: Mapping[str, object]) -> Mapping[str, object]:
+    """Fields of a request with the plugin's settings."""
+    return {"mm_processor_kwargs": {"autoprune": entry}}
+
+
+class Table:
+    """Rows of one command on the standard output."""
+
+    def __init__(self) -> None:
+        self._writer = csv.writer(sys.stdout, lineterminator="\n")
+        self._call = shlex.join(command_line())
+        head = ["what", "setting", "value", "low", "high", "unit", "verdict", "command"]
+        self._writer.writerow(head)
+
+    def add(
+        self, what: str, setting: str, figure: Spread | Estimate, unit: str, verdict: str = ""
+    ) -> None:
+        """Add a median with quartiles, or an estimate with its 95 % interval."""
+        values = (f"{value:.4g}" for value in astuple(figure)[:3])
+        self._writer.writerow([what, setting, *values, unit, verdict, self._call])
+        sys.stdout.flush()
+
+
+@dataclass
+class Turns:
+    """What arms took in each turn, by arm; seconds a request."""
+
+    setting: str
+    seconds: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    ttft: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    work: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """Processor time of all processes of a server."""
+
+    def take(
+        self,
+        arms: Mapping[str, Arm],
+        users: int,
+        rounds: int,
+        draw: Callable[[int], Sequence[Mapping[str, object]]],
+    ) -> None:
+        """Send ``users`` requests at once to one arm after the other, after a turn that warms up.
+
+        ``draw`` gives a message's content of a seed. Raises :class:`BenchmarkError` where a
+        request fails.
+        """
+        seeds = count(1000)
+        with ThreadPoolExecutor(users) as pool:
+            for turn in range(-1, rounds * (3 if users == 1 else 1)):
+                for name in list(arms)[:: -1 if turn % 2 else 1]:
+                    server, fields = arms[name]
+                    contents = [draw(next(seeds)) for _ in range(users)]
+                    bodies = [
+                        build_body("served", content, tokens=_TOKENS, fields=_FIELDS | {**fields})
+                        for content in contents
+                    ]
+                    worked, begin = _processor_seconds(server), time.perf_counter()
+                    records = list(pool.map(Client(server.url).send, bodies))
+                    end = time.perf_counter()
+                    if errors := [record.error for record in records if record.error]:
+                        raise BenchmarkError(f"{self.setting}, {name}: {errors[0]}")
+                    if turn >= 0:
+                        self.seconds[name].append((end - begin) / users)
+                        self.ttft[name] += [record.ttft for record in records]
+                        self.work[name].append((_processor_seconds(server) - worked) / users)
+        log_progress(self.setting)
+
+    def write(self, table: Table, compared: Mapping[tuple[str, str], float | None]) -> None:
+        """Write every arm, and of pairs (under, over) how many times the requests/s over serves.
+
+        A pair may have a least, which was promised of requests/s, and whose inverse bounds
+        processor time.
+        """
+        for name, seconds in self.seconds.items():
+            setting = f"{self.setting}; {name}"
+            table.add("throughput", setting, Spread.of([1 / s for s in seconds]), "requests/s")
+            table.add("TTFT", setting, Spread.of(self.ttft[name]), "s")
+            table.add("processor time", setting, Spread.of(self.work[name]), "s")
+        ratio = Estimate.ratio_of_medians
+        for (under, over), least in compared.items():
+            if not self.seconds.keys() >= {under, over}:
+                continue
+            gain = ratio(self.seconds[under], self.seconds[over])
+            slower = ratio(self.seconds[over], self.seconds[under])
+            work = ratio(self.work[over], self.work[under])
+            bound = 1 / least if least else math.inf
+            pair = f"{over} over {under}"
+            holds = f"at least {least}: {slower.at_most(bound)}" if least else ""
+            table.add(f"throughput, {pair}", self.setting, gain, "times", holds)
+            holds = f"at most {bound:.3f}: {work.at_most(bound)}" if least else ""
+            table.add(f"processor time, {pair}", self.setting, work, "times", holds)
+
+
+def _processor_seconds(server: Server) -> float:
+    """Of all processes of a server until now."""
+    root = psutil.Process(server.process.pid)
+    times = [each.cpu_times() for each in (root, *root.children(recursive=True))]
+    return sum(float(each.user + each.system) for each in times)
