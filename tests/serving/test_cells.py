@@ -39,8 +39,7 @@ def attending_to(tower: Any, kept: Tensor) -> Iterator[None]:
         edges = lengths[0] if lengths else named["cu_seqlens"]
         sequence = torch.searchsorted(edges, torch.arange(len(kept), dtype=edges.dtype), right=True)
         seen = (sequence[:, None] == sequence) & kept
-        heads = (part.reshape(-1, *part.shape[-2:]).transpose(0, 1) for part in (query, key, value))
-        q, k, v = heads
+        q, k, v = (p.reshape(-1, *p.shape[-2:]).transpose(0, 1) for p in (query, key, value))
         rows = scaled_dot_product_attention(q, k, v, attn_mask=seen)
         # NaN where nothing of a sequence is kept.
         return rows.nan_to_num().transpose(0, 1).reshape(query.shape)
@@ -51,10 +50,10 @@ def attending_to(tower: Any, kept: Tensor) -> Iterator[None]:
         yield
 
 
-def start_tiny(backbone: str = "qwen3_vl", dtype: str = "float32") -> Engine:
+def start_tiny(backbone: str = "qwen3_vl", dtype: str = "float32", **more: Any) -> Engine:
     settings = {"state": "divprune", "budget": 6, "requests": "states"}
     limits = {"image": 2, "video": 0}
-    return start(settings, built(backbone), dtype=dtype, limit_mm_per_prompt=limits)
+    return start(settings, built(backbone), dtype=dtype, limit_mm_per_prompt=limits, **more)
 
 
 @pytest.mark.only("v1")
@@ -142,3 +141,22 @@ def test_selection_chooses_among_the_cells_that_are_left() -> None:
         ((plan, kept),) = record.take().items()
         assert len(set(kept)) == 5 and max(kept) < plan.tokens < 56
     assert engine.model.autoprune_reporter.errors == {}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.only("v1")
+@in_engine
+def test_a_compiled_tower_encodes_what_is_left_as_an_eager_one() -> None:
+    answers = []
+    compiler = {"mode": 3, "compile_mm_encoder": True}
+    modes: list[dict[str, Any]] = [{}, {"enforce_eager": False, "compilation_config": compiler}]
+    for more in modes:
+        engine = start_tiny(**more)
+        # On a CPU stock vLLM cannot compile what gradients are asked of.
+        engine.model.visual.requires_grad_(False)
+        pages = [page(*size, 1) for size in ((224, 256), (112, 140), (196, 84))]
+        rules = ("none", "flat", "predicted")
+        answers.append([ask(engine, image, cells=rule) for image in pages for rule in rules])
+        engine.stop()
+    assert_same(answers[1], answers[0])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
