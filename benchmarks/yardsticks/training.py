@@ -77,7 +77,12 @@ class Training:
     def start(cls, model: Model, train: Callable[[Training], None]) -> None:
         """Train a model as the command line says."""
         parser = CommandParser(description=f"Train {model} from scratch.")
-        parser.add_argument("--out", type=Path, required=True, help="folder for what is trained")
+        parser.add_argument(
+            "--out",
+            type=Path,
+            required=True,
+            help="folder of what is trained; one that has a stopped training goes on",
+        )
         parser.add_argument("--seed", type=int, default=7, help="seed of the run")
         torch.set_flush_denormal(True)
         # Two batches at once use two cores better than two threads do in a single one.
@@ -94,7 +99,7 @@ class Training:
         improve. Matrices are updated by Muon, the rest by AdamW. Muon: Jordan et al. 2024,
         kellerjordan.github.io/posts/muon; its step is scaled as in Liu et al., arXiv 2502.16982, so
         that both take the same learning rate. In float32, because a step of bfloat16 takes twice as
-        long on a CPU without its arithmetic.
+        long on a CPU without its arithmetic. One that was stopped goes on from its last log line.
         """
         stage = self.recipe.stages[number]
         matrices, tables = list[nn.Parameter](), list[nn.Parameter]()
@@ -115,8 +120,15 @@ class Training:
             (value / PARTS).backward()
             return float(value.detach())
 
-        workers, losses = ThreadPoolExecutor(PARTS), list[float]()
-        for step in range(stage.steps):
+        parts: list[nn.Module | torch.optim.Optimizer] = [*modules.values(), *optimisers]
+        saved = self.out / f"{stage.name}-{self.seed}.pt"
+        done, workers, losses = 0, ThreadPoolExecutor(PARTS), list[float]()
+        if saved.exists():
+            done, losses, states = torch.load(saved)
+            for part, state in zip(parts, states, strict=True):
+                part.load_state_dict(state)
+            print(f"[{stage.name}] {done}/{stage.steps} from {saved}", flush=True)
+        for step in range(done, stage.steps):
             # A sum of two gradients does not depend on which of them comes first.
             losses.append(fmean(workers.map(partial(add_gradients, step), range(PARTS))))
             progress = step / stage.steps
@@ -133,6 +145,10 @@ class Training:
             if (step + 1) % _LOG_EVERY == 0 or step + 1 == stage.steps:
                 mean = fmean(losses[-_LOG_EVERY:])
                 print(f"[{stage.name}] {step + 1}/{stage.steps} loss={mean:.3f}", flush=True)
+                self.out.mkdir(parents=True, exist_ok=True)
+                beside = saved.with_suffix(".part")
+                torch.save((step + 1, losses, [part.state_dict() for part in parts]), beside)
+                beside.replace(saved)
 
     def write_checkpoint(
         self, committed: Path, modules: Mapping[str, nn.Module], part: str = ""

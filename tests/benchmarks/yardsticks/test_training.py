@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.yardsticks import train_minillava, train_miniqwen, training
 from benchmarks.yardsticks.questions import Model
@@ -39,4 +40,40 @@ def test_one_seed_gives_one_checkpoint(
         files = sorted(out.rglob("*.safetensors"))
         digests.append([hashlib.sha256(path.read_bytes()).hexdigest() for path in files])
         assert files and list(out.rglob("tokenizer.json")), "transformers and vLLM load the folder"
-    assert digests[0] == digests[1]
+    program.train(training.Training(recipe, tmp_path / "out"))
+    assert "loss=" not in capsys.readouterr().out, "all stages were trained"
+    again = [hashlib.sha256(path.read_bytes()).hexdigest() for path in files]
+    assert digests[0] == digests[1] == again
+
+
+def test_a_stopped_training_goes_on_as_if_it_had_not_been_stopped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "_LOG_EVERY", 2)
+    small = {"steps": 5, "warmup": 2, "fall": 0.5}
+    stages = tuple(s.model_copy(update=small) for s in training.Recipe.read("miniqwen").stages[:2])
+    recipe = training.Recipe(stages=stages, questions={}, phrases={})
+
+    def train(out: Path, stop: int) -> dict[str, torch.Tensor]:
+        """What both stages leave of a layer whose first stage ends before a step."""
+        torch.manual_seed(0)
+        layer, run = torch.nn.Linear(3, 2), training.Training(recipe, out)
+
+        def loss(seed: int, step: int) -> torch.Tensor:
+            if step == stop:
+                raise KeyboardInterrupt
+            drawn = torch.rand(4, 3, generator=torch.Generator().manual_seed(seed))
+            return (layer(drawn) - drawn[:, :2]).square().mean()
+
+        for number in range(2):
+            run.run_stage(number, {"layer": layer}, loss)
+        return layer.state_dict()
+
+    whole = train(tmp_path / "whole", -1)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "stopped", 3)
+    said = capsys.readouterr().out
+    resumed = train(tmp_path / "stopped", -1)
+    assert whole["weight"].equal(resumed["weight"])
+    # The same figures, of steps before the stop too.
+    assert capsys.readouterr().out.splitlines()[1:] == said.splitlines()[1:6]
