@@ -102,16 +102,8 @@ def _build_states(folder: Path = POLICIES) -> list[PruningState]:
     for name, policy in BASE_POLICIES.items():
         notes = f"The base policy {name} alone. {policy.doc}"
         clips = {"frames": dict(_FRAMES[name])} if name in _FRAMES else {}
-        states.append(edit(name, notes, {**alone(name), **clips}, f"{found_by}said."))
-    norm: _JsonObject = {
-        **alone("divprune"),
-        "scoring": {**_UNUSED_SCORING, "signals": [{"atom": "visual_token_norm_saliency"}]},
-        "constraints": {**pool, "selector": {"atom": "quality_topk_selector"}},
-    }
-    notes = (
-        "Control: the K tokens of largest norm. What a policy is worth is what it gains over this."
-    )
-    states.append(edit("norm", notes, norm, "This project."))
+        author = "This project." if name == "norm" else f"{found_by}said."
+        states.append(edit(name, notes, {**alone(name), **clips}, author))
     constraints = json.loads(source.dumps())["constraints"]
     for quota in QUOTAS:
         swept = {**constraints["selector"], "q_e": quota, "r_min": None}

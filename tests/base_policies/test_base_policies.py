@@ -146,6 +146,8 @@ PICKS: dict[str, tuple[str, VisualTokens, int, dict[str, object], list[int]]] = 
     # Fair shares of 5: 4, 0.75, 0.25; the first band has no room for more than 2.
     "a full band passes its share on": (
         "holov", attended([16.0, 16, 3, 3, 1, 1]), 5, {"bands": 3}, [0, 1, 2, 3, 4]),
+    "the longest, the first of equal ones": (
+        "norm", plain(torch.tensor([[0.0, 3], [-4, 0], [3, 0], [1, 1]])), 3, {}, [1, 0, 2]),
     "a single row is a patch": ("trim", dotted(DOTS), 1, {}, [1]),
     "[CLS] takes the place of a patch": (
         "visionzip", ZIPPED, 4, {"contextual": 1, "patch_only": False}, [3, 4, 0]),
@@ -321,7 +323,7 @@ def test_tiles_are_selected_each_on_its_own(variant: str) -> None:
 GREEDY = [
     *("divprune", "divprune global", "cdpruner", "cen_divprune", "cen_divprune scaled"),
     *("cen_divprune global", "cen_cdpruner", "cen_cdpruner core", "cen_cdpruner global"),
-    *("scope", "mmtok", "mmtok core", "idpruner", "idpruner relevance"),
+    *("scope", "mmtok", "mmtok core", "idpruner", "idpruner relevance", "norm", "norm per tile"),
 ]
 
 

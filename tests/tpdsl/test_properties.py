@@ -63,6 +63,7 @@ def base(name: str, **params: object) -> Changes:
 BASES: dict[str, Changes] = {
     **{name: base(name) for name in BASE_POLICIES},
     "divprune global": base("divprune", tile_scope="global"),
+    "norm per tile": base("norm", tile_scope="per_tile"),
     "visionzip with cls": base("visionzip", patch_only=False),
     "visionzip many contextual": base("visionzip", contextual=6),
     "visionzip none contextual": base("visionzip", contextual=0),

@@ -21,7 +21,12 @@ from vllm_autoprune.ops.greedy import (
     greedy_coverage,
     weighted_farthest_points,
 )
-from vllm_autoprune.ops.rowwise import argmax_within, mask_from_indices, min_max_normalise
+from vllm_autoprune.ops.rowwise import (
+    argmax_within,
+    mask_from_indices,
+    min_max_normalise,
+    rank_descending,
+)
 from vllm_autoprune.ops.similarity import (
     WeightMap,
     cosines,
@@ -159,6 +164,20 @@ def _divprune(params: _DivPruneParams, tokens: VisualTokens, budget: int, start:
     taken = sets.closed.scatter(1, seed, True)
     others = farthest_points(distance, count - 1, nearest=nearest, taken=taken)
     return sets.join(torch.cat([seed, others], dim=1))
+
+
+class _NormParams(PolicyParams):
+    """Parameters of the norm."""
+
+    tile_scope: TileScope = Field("global", description=_SCOPE)
+
+
+@_greedy_policy(_NormParams, cost=3.0)
+def _norm(params: _NormParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
+    """The tokens of largest norm: a control, not a published method."""
+    sets = _Sets(tokens, budget, start, params.tile_scope == "global")
+    norm = sets.of(tokens.norm[:, :, 0].float()).masked_fill(sets.closed, -1.0)
+    return sets.join(rank_descending(norm)[:, : sets.shares[0]])
 
 
 class _CDPrunerParams(PolicyParams):

@@ -69,11 +69,11 @@ def test_a_stopped_training_goes_on_as_if_it_had_not_been_stopped(
             run.run_stage(number, {"layer": layer}, loss)
         return layer.state_dict()
 
-    whole = train(tmp_path / "whole", -1)
+    in_one_go = train(tmp_path / "one", -1)
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path / "stopped", 3)
     said = capsys.readouterr().out
     resumed = train(tmp_path / "stopped", -1)
-    assert whole["weight"].equal(resumed["weight"])
+    assert in_one_go["weight"].equal(resumed["weight"])
     # The same figures, of steps before the stop too.
     assert capsys.readouterr().out.splitlines()[1:] == said.splitlines()[1:6]
