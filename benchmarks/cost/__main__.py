@@ -15,7 +15,7 @@ from vllm_autoprune.errors import AutopruneError
 
 _COMMANDS = {
     "cells": "requests/s and time to first token with blank cells dropped before the tower",
-    "clips": "requests/s and time to first token of clips, beside stock vLLM and its EVS",
+    "clips": "requests/s and time to first token of clips, beside stock vLLM and EVS",
     "efficiency": "FLOPs, prefill, decode and KV cache of each policy, as a table",
     "selection": "time of token selection, compared with the published code",
     "soak": "a pruned server under mixed load: errors, memory growth, metrics",

@@ -1,7 +1,7 @@
-"""`python -m benchmarks.cost clips`: what pruning a clip saves, beside stock vLLM and its own EVS.
+"""`python -m benchmarks.cost clips`: what pruning a clip saves, beside stock vLLM and EVS.
 
-Qwen3-VL-8B and frames of 640 x 360 are scaled alike; every request brings a new clip. EVS prunes a
-whole server, so that each of its rates has one.
+Qwen3-VL-8B and frames of 640 x 360 are scaled alike; every request brings a new clip. EVS is the
+state `evs`, which keeps what `--video-pruning-rate` keeps: with that, stock vLLM ends on a CPU.
 """
 
 from __future__ import annotations
@@ -9,18 +9,17 @@ from __future__ import annotations
 import argparse
 import tomllib
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 
 from benchmarks.common import shapes
 from benchmarks.common.requests import draw_picture, encode_picture
-from benchmarks.cost.turns import SERVED, USERS, Arm, Table, Turns, as_fields
+from benchmarks.cost.turns import SERVED, USERS, Table, Turns, as_fields
 from benchmarks.server import serve
 from vllm_autoprune.selftest.backbones import build
 
 _FRAMES, _WIDTH, _HEIGHT = 32, 320, 180
-_SHARES = {"1/4": "0.75", "1/8": "0.875"}
-"""What is kept, and EVS's rate of what is dropped."""
+_SHARES, _STATES = ("1/4", "1/8"), ("vcast", "evs")
 
 OPTIONS = {
     "--rounds": {"type": int, "default": 5, "help": "turns at 8 users; three times as many at 1"},
@@ -44,20 +43,16 @@ def run(options: argparse.Namespace) -> int:
     sizes = tomllib.loads(Path(shapes.__file__).with_suffix(".toml").read_text())
     folder = build("qwen3_vl", options.out / "model", sizes["scaled-qwen3-vl"])
     flags = f"{SERVED} --autoprune-state vcast --autoprune-requests states".split()
+    arms = {"stock": as_fields({"enabled": False})}
+    for state, share in product(_STATES, _SHARES):
+        arms[f"{state} {share}"] = as_fields({"state": state, "video_budget": share})
+    pairs = [("stock", f"{state} {share}") for state, share in product(_STATES, _SHARES)]
+    pairs += [(f"evs {share}", f"vcast {share}") for share in _SHARES]
     table = Table()
-    with ExitStack() as stack:
-        server = stack.enter_context(serve(folder, *flags, log=options.out / "vcast.log"))
-        arms: dict[str, Arm] = {"stock": (server, as_fields({"enabled": False}))}
-        for share, rate in _SHARES.items():
-            evs = [*SERVED.split(), "--video-pruning-rate", rate]
-            log = options.out / f"evs-{rate}.log"
-            arms[f"vcast {share}"] = server, as_fields({"video_budget": share})
-            arms[f"EVS {share}"] = stack.enter_context(serve(folder, *evs, log=log)), {}
-        pairs = [
-            (below, f"vcast {share}") for share in _SHARES for below in ("stock", f"EVS {share}")
-        ]
+    with serve(folder, *flags, log=options.out / "server.log") as server:
         for users in USERS:
             turns = Turns(f"{_FRAMES} frames, {users} at once")
-            turns.take(arms, users, options.rounds, _draw)
+            served = {name: (server, fields) for name, fields in arms.items()}
+            turns.take(served, users, options.rounds, _draw)
             turns.write(table, dict.fromkeys(pairs))
     return 0
