@@ -212,7 +212,8 @@ def build_cases(
             alone = load_state(data | {"base_policy": policy.model_dump(mode="json")})
             base = label_of(alone, f"{alone.name}-of-{label}")
             is_named = alone.digest in {state.digest for state in states}
-            cases.append(prune("found" if is_named else "base", base, alone, budget))
+            kind: Arm = "norm" if alone.digest == norm.digest else "base"
+            cases.append(prune("found" if is_named else kind, base, alone, budget))
             if state.digest != alone.digest:
                 shipped = state.digest == _residual_on(policy.name, frames > 0).digest
                 arm: Arm = "autoprune" if shipped else "found"
