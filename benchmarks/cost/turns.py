@@ -32,6 +32,7 @@ SERVED = (
 USERS = (1, 8)
 """Requests at once; of one there are three times as many turns."""
 
+_SEEDS = count(1000)  # of one process, so that no server sees anything twice
 _TOKENS, _FIELDS = 4, {"ignore_eos": True, "allowed_token_ids": [4]}  # a word
 
 Arm = tuple[Server, Mapping[str, object]]
@@ -83,12 +84,11 @@ class Turns:
         ``draw`` gives a message's content of a seed. Raises :class:`BenchmarkError` where a
         request fails.
         """
-        seeds = count(1000)
         with ThreadPoolExecutor(users) as pool:
             for turn in range(-1, rounds * (3 if users == 1 else 1)):
                 for name in list(arms)[:: -1 if turn % 2 else 1]:
                     server, fields = arms[name]
-                    contents = [draw(next(seeds)) for _ in range(users)]
+                    contents = [draw(next(_SEEDS)) for _ in range(users)]
                     bodies = [
                         build_body("served", content, tokens=_TOKENS, fields=_FIELDS | {**fields})
                         for content in contents
