@@ -51,7 +51,7 @@ def _build_cases(yardstick: Yardstick, names: Sequence[str] = ()) -> list[Case]:
 
     A name may also be that of an ablation or of a file with a state. The full model and the
     resize control are always among them. Where a yardstick has a patch merger, every base policy
-    and state that reads features also ranks before it.
+    and state that reads features also ranks before it. Policies for videos are left out.
     """
     available = yardstick.available
     others = [name.removesuffix(_BEFORE) for name in names if name not in ("full", *_CONTROLS)]
@@ -60,7 +60,9 @@ def _build_cases(yardstick: Yardstick, names: Sequence[str] = ()) -> list[Case]:
     for budget in yardstick.budgets:
         cases += [Case(control, budget) for control in _CONTROLS]
         for name, state in states.items():
-            if name in yardstick.equal_policies or not materialize(state, 16).needs <= available:
+            if state.frames or name in yardstick.equal_policies:
+                continue
+            if not materialize(state, 16).needs <= available:
                 continue
             base = "" if name in BASE_POLICIES else state.base_policy.name
             cases.append(Case(name, budget, state=state, base=base))

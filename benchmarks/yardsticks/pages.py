@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import random
+import string
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -22,10 +23,13 @@ from benchmarks.yardsticks.scenes import (
     COLOURS,
     GLYPHS,
     PATCH,
+    RADII,
     SHAPES,
     WORDS,
     Scene,
+    Thing,
     add_grain,
+    cut_photographs,
     normalize_pixels,
     render_scenes,
 )
@@ -38,6 +42,10 @@ MOST_SHAPES = 14
 """Shapes in the fullest scene."""
 
 _NUMBERS = range(10, 100)
+# Clutter: shares of free cells with a mark, and of free places with nonsense.
+_MARKED, _NONSENSE = (0.2, 0.8), (0.0, 0.6)
+# Share of shapes and lines that are faint, and how much of their paint or ink those have.
+_FAINT, _FAINT_PAINT, _FAINT_INK = 0.3, (0.5, 0.85), (0.38, 0.85)
 # Words that stay off every page, for the questions whose answer is "no".
 _RESERVED = 4
 
@@ -77,7 +85,10 @@ class Size:
         return Size(height // TOKEN, width // TOKEN)
 
     def draw_scene(self, rng: random.Random, most: int = MOST_SHAPES) -> Scene:
-        """Draw a scene of few colours and forms, so that most distractors share one of them."""
+        """Draw a scene of few colours and forms, so that most distractors share one of them.
+
+        Some shapes are faint, and marks are in some of the cells without one.
+        """
         rows, columns = self.cells
         cells = [(row, column) for row in range(rows) for column in range(columns)]
         rng.shuffle(cells)
@@ -86,14 +97,23 @@ class Size:
         names = [(colour, shape) for colour in colours for shape in shapes]
         # One name stays unused for the questions whose answer is "no".
         count = min(most, rng.randint(4, MOST_SHAPES), len(names) - 1, len(cells))
-        return Scene.place(rng, names, cells, count, (10.0, 13.5))
+        scene = Scene.place(rng, names, cells, count, RADII)
+        things = tuple(
+            replace(thing, opacity=rng.uniform(*_FAINT_PAINT)) if rng.random() < _FAINT else thing
+            for thing in scene.things
+        )
+        free = cells[count:]
+        marked = free[: round(rng.uniform(*_MARKED) * len(free))]
+        return Scene(things, marks=tuple(Thing.draw_mark(rng, *cell) for cell in marked))
 
     def render_scenes(
         self, scenes: Sequence[Scene], seed: int, *, clean: bool = False, clip: bool = False
     ) -> tuple[Tensor, list[Scene]]:
         """Images (B, 3, H, W) uint8; scenes whose patches are visual tokens in raster order."""
         cells = max(self.cells)
-        images, squares = render_scenes(scenes, cells, seed, clean=clean, clip=clip)
+        images, squares = render_scenes(
+            scenes, cells, seed, clean=clean, clip=clip, photographs=not clip
+        )
         grid, (height, width) = cells * CELL_PATCHES, self.pixels
 
         def tokens(patches: Sequence[int]) -> tuple[int, ...]:
@@ -158,13 +178,23 @@ class Number:
 
 
 @dataclass(frozen=True)
+class Nonsense:
+    """Four letters that are no word."""
+
+    text: str
+    row: int
+    column: int
+
+
+@dataclass(frozen=True)
 class Page:
-    """The content of one page."""
+    """The content of one page; nothing is asked about nonsense."""
 
     style: PageStyle
     size: Size
     words: tuple[Word, ...]
     numbers: tuple[Number, ...]
+    nonsense: tuple[Nonsense, ...]
 
     @classmethod
     def draw(cls, rng: random.Random, style: PageStyle, size: Size, most: int = len(WORDS)) -> Page:
@@ -208,28 +238,42 @@ class Page:
             for (label, head), value in zip(cells, rng.sample(_NUMBERS, len(cells)), strict=True):
                 numbers.append(Number(value, label.row, head.column, label, head))
             words = heads + labels
-        return cls(style, size, tuple(words), tuple(numbers))
+        parts: list[Word | Number] = [*words, *numbers]
+        taken = {(part.row, part.column) for part in parts}
+        free = [at for at in product(range(size.rows), range(size.columns)) if at not in taken]
+        drawn = [
+            Nonsense("".join(rng.choices(string.ascii_lowercase, k=4)), *place)
+            for place in rng.sample(free, round(rng.uniform(*_NONSENSE) * len(free)))
+        ]
+        nonsense = tuple(part for part in drawn if part.text not in WORDS)
+        return cls(style, size, tuple(words), tuple(numbers), nonsense)
 
 
 def render_pages(
     pages: Sequence[Page], seed: int, *, clean: bool = False
 ) -> tuple[Tensor, list[list[tuple[float, float]]]]:
-    """Images (B, 3, H, W) uint8, and the centre of each word and then each number of every page.
+    """Images (B, 3, H, W) uint8, and the centre of each word, number and nonsense of every page.
 
     All pages have one size. A line fills the upper or the lower half of its token, a little off;
-    centres are x and y in pixels.
+    centres are x and y in pixels. Some lines are faint, and half of the papers, but no `clean` one,
+    show a photograph.
     """
     size = pages[0].size
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     lines: list[tuple[int, int, int, int]] = []
+    nonsense, inks = list[str](), list[float]()
     centres: list[list[tuple[float, float]]] = []
     for index, page in enumerate(pages):
         row_shift = [rng.choice((0, PATCH)) for _ in range(size.rows)]
         items = [(word.word, word.row, word.column) for word in page.words]
         items += [(len(WORDS) + number.value, number.row, number.column) for number in page.numbers]
+        for other in page.nonsense:
+            items.append((len(WORDS) + 100 + len(nonsense), other.row, other.column))
+            nonsense.append(other.text)
         centres.append([])
         for block, row, column in items:
+            inks.append(rng.uniform(*_FAINT_INK) if rng.random() < _FAINT else 1)
             y = row * TOKEN + row_shift[row] + rng.randint(-1, 1)
             x = column * TOKEN + rng.randint(-1, 1)
             lines.append((index, block, y + 1, x + 1))
@@ -241,31 +285,43 @@ def render_pages(
     corner = (image * height + y) * width + x
     pixel = torch.arange(PATCH)[:, None] * width + torch.arange(TOKEN)
     at = corner[:, None, None] + pixel
-    ink.index_put_((at.flatten(),), _line_blocks()[block].flatten(), accumulate=True)
+    blocks = torch.cat((_line_blocks(), _word_blocks(nonsense)))[block]
+    blocks = blocks * torch.tensor(inks)[:, None, None]
+    ink.index_put_((at.flatten(),), blocks.flatten(), accumulate=True)
     ink = ink.view(len(pages), 1, height, width)[:, :, 1:-1, 1:-1].clamp(0, 1)
 
     inverse = torch.rand(len(pages), 1, 1, 1, generator=generator) < 0.2
     light = 215 + 35 * torch.rand(len(pages), 3, 1, 1, generator=generator)
     dark = 70 * torch.rand(len(pages), 3, 1, 1, generator=generator)
     paper, text = torch.where(inverse, dark, light), torch.where(inverse, light, dark)
+    if not clean:
+        strengths = [rng.uniform(0, 0.25) if rng.random() < 0.5 else 0 for _ in pages]
+        photographs = cut_photographs(rng, len(pages), *size.pixels)
+        paper = paper + torch.tensor(strengths)[:, None, None, None] * photographs
     return add_grain(paper * (1 - ink) + text * ink, generator, clean=clean), centres
 
 
 @functools.cache
 def _line_blocks() -> Tensor:
     """Coverage (W + 100, PATCH, TOKEN) of all words in capitals, and all numbers of two digits."""
-
-    def draw(glyphs: Tensor, width: int, half_x: float, half_y: float) -> Tensor:
-        """Coverage (G, PATCH, width) of glyphs, centred in blocks of one line."""
-        x = (torch.arange(width) + 0.5 - width / 2) / half_x
-        y = (torch.arange(PATCH) + 0.5 - PATCH / 2) / half_y
-        grid = torch.stack(torch.meshgrid(y, x, indexing="ij")[::-1], -1)
-        grid = grid.expand(len(glyphs), -1, -1, -1)
-        return F.grid_sample(glyphs[:, None], grid, align_corners=False)[:, 0]
-
-    letters = draw(GLYPHS["letters"], 6, 2.6, 5.4)
-    digits = draw(GLYPHS["digits"], 11, 4.2, 5.8)
-    places = [[ord(letter) - ord("a") for letter in word] for word in WORDS]
-    words = F.pad(letters[torch.tensor(places)].transpose(1, 2).flatten(2), (2, 2))
+    digits = _draw_glyphs(GLYPHS["digits"], 11, 4.2, 5.8)
     tens, units = torch.arange(100) // 10, torch.arange(100) % 10
-    return torch.cat((words, F.pad(torch.cat((digits[tens], digits[units]), 2), (3, 3))))
+    numbers = F.pad(torch.cat((digits[tens], digits[units]), 2), (3, 3))
+    return torch.cat((_word_blocks(WORDS), numbers))
+
+
+def _word_blocks(words: Sequence[str]) -> Tensor:
+    """Coverage (M, PATCH, TOKEN) of words of four letters in capitals."""
+    letters = _draw_glyphs(GLYPHS["letters"], 6, 2.6, 5.4)
+    places = [[ord(letter) - ord("a") for letter in word] for word in words]
+    drawn = letters[torch.tensor(places, dtype=torch.long).view(-1, 4)]
+    return F.pad(drawn.transpose(1, 2).flatten(2), (2, 2))
+
+
+def _draw_glyphs(glyphs: Tensor, width: int, half_x: float, half_y: float) -> Tensor:
+    """Coverage (G, PATCH, width) of glyphs, centred in blocks of one line."""
+    x = (torch.arange(width) + 0.5 - width / 2) / half_x
+    y = (torch.arange(PATCH) + 0.5 - PATCH / 2) / half_y
+    grid = torch.stack(torch.meshgrid(y, x, indexing="ij")[::-1], -1)
+    grid = grid.expand(len(glyphs), -1, -1, -1)
+    return F.grid_sample(glyphs[:, None], grid, align_corners=False)[:, 0]

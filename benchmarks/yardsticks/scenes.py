@@ -11,12 +11,16 @@ import random
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from benchmarks.common.requests import draw_picture
 
 PATCH = 14
 CELL_PATCHES = 3
@@ -36,6 +40,10 @@ GLYPHS = {
 COLOURS: tuple[str, ...] = tuple(_TABLES["colours"])
 SHAPES: tuple[str, ...] = tuple(_TABLES["shapes"])
 WORDS: tuple[str, ...] = tuple(_TABLES["words"])
+_PAINTS = (*_TABLES["colours"].values(), *_TABLES["greys"].values())
+_CHARACTERS = torch.cat((GLYPHS["digits"], GLYPHS["letters"]))
+RADII = (8.5, 13.5)
+"""Least and largest radius, in pixels, of marks and of the shapes beside them."""
 MAX_DIGITS = 4
 """Digits of the longest number on a sign."""
 MAX_SHAPES = 13
@@ -55,6 +63,8 @@ _PIXEL_STD = (0.26862954, 0.26130258, 0.27577711)
 
 # Half the width and half the height of a digit, in pixels.
 _GLYPH_X, _GLYPH_Y = 4.2, 5.8
+# Forms of marks: star, ring, bar, moon.
+_MARKS = 4
 # A patch belongs to a shape if the shape covers at least this fraction of it.
 _COVERAGE = 0.15
 
@@ -64,6 +74,8 @@ class Thing:
     """One shape: indices into `COLOURS` and `SHAPES`, a digit, a cell, and the exact placement.
 
     `radius` and `shift` (x, y) are in pixels; `shift` is relative to the centre of the cell.
+    `opacity` is the share of paint. A mark has no name: it is grey, of a form of its own, and
+    carries a letter; its indices follow those of colours, shapes and digits.
     """
 
     colour: int
@@ -73,6 +85,20 @@ class Thing:
     column: int
     radius: float
     shift: tuple[float, float]
+    opacity: float = 1.0
+
+    @classmethod
+    def draw_mark(cls, rng: random.Random, row: int, column: int) -> Thing:
+        """A random mark."""
+        grey, form = rng.randrange(len(COLOURS), len(_PAINTS)), len(SHAPES) + rng.randrange(_MARKS)
+        shift = (rng.uniform(-2.5, 2.5), rng.uniform(-2.5, 2.5))
+        letter = rng.randrange(len(GLYPHS["digits"]), len(_CHARACTERS))
+        return cls(grey, form, letter, row, column, rng.uniform(*RADII), shift)
+
+    @property
+    def letter(self) -> int | None:
+        """The letter of a mark, 0 to 25; None of a shape."""
+        return self.digit - len(GLYPHS["digits"]) if self.shape >= len(SHAPES) else None
 
     @property
     def name(self) -> str:
@@ -107,13 +133,14 @@ class Sign:
 
 @dataclass(frozen=True)
 class Scene:
-    """Shapes and signs; rendered, also the raster patches of each.
+    """Shapes, signs and marks, which nothing is asked about; rendered, also raster patches.
 
     The first patch of a shape is the middle of its cell; a sign's patches are in reading order.
     """
 
     things: tuple[Thing, ...]
     signs: tuple[Sign, ...] = ()
+    marks: tuple[Thing, ...] = ()
     patches: Mapping[Thing | Sign, tuple[int, ...]] = field(default_factory=dict)
 
     def neighbour(self, thing: Thing, down: int, right: int) -> Thing | None:
@@ -191,29 +218,41 @@ class Scene:
 
 
 def render_scenes(
-    scenes: Sequence[Scene], cells: int, seed: int, *, clean: bool = False, clip: bool = False
+    scenes: Sequence[Scene],
+    cells: int,
+    seed: int,
+    *,
+    clean: bool = False,
+    clip: bool = False,
+    photographs: bool = False,
 ) -> tuple[Tensor, list[Scene]]:
     """Images (B, 3, H, W) uint8 of squares of `cells` cells per side; scenes with their patches.
 
-    The same scenes and seed give the same pixels, those of `clean` ones without their grain. Those
-    of a `clip` have one background, and one shade for each name.
+    The same scenes and seed give the same pixels, those of `clean` ones without their grain, but
+    with their photographs. Those of a `clip` have one background, and one shade for each name.
     """
     generator = torch.Generator().manual_seed(seed)
     grid, size = cells * CELL_PATCHES, 1 if clip else len(scenes)
-    # Background: tinted grey, blotches of patch size, and a clutter of checkerboards.
+    # Background: tinted grey, blotches of patch size, and checkerboards.
     tone = 80 + 110 * torch.rand(size, 1, 1, 1, generator=generator)
     tint = 12 * torch.randn(size, 3, 1, 1, generator=generator)
     blotches = 14 * torch.randn(size, 3, grid, grid, generator=generator)
     blotches = F.interpolate(blotches, size=cells * CELL, mode="bilinear", align_corners=False)
     fine = (torch.arange(cells * CELL) // 5) % 2
     checker = (fine[:, None] ^ fine[None, :]).float() * 2 - 1
-    clutter = (torch.rand(size, 1, grid, grid, generator=generator) < 0.08).float()
-    clutter = clutter.repeat_interleave(PATCH, 2).repeat_interleave(PATCH, 3)
-    pixels = tone + tint + blotches + clutter * checker * 35
+    checkered = (torch.rand(size, 1, grid, grid, generator=generator) < 0.08).float()
+    checkered = checkered.repeat_interleave(PATCH, 2).repeat_interleave(PATCH, 3)
+    pixels = tone + tint + blotches + checkered * checker * 35
     if clip:
         pixels = pixels.repeat(len(scenes), 1, 1, 1)
+    if photographs:  # the same draws, so that shades of shapes do not depend on it
+        cuttings = cut_photographs(random.Random(seed), len(scenes), cells * CELL, cells * CELL)
+        pixels = 128 + cuttings
 
-    shape_patches = iter(_paint_things(pixels, scenes, cells, generator, clip))
+    things = [(index, thing) for index, scene in enumerate(scenes) for thing in scene.things]
+    shape_patches = iter(_paint_things(pixels, things, cells, generator, clip))
+    if marks := [(index, mark) for index, scene in enumerate(scenes) for mark in scene.marks]:
+        _paint_things(pixels, marks, cells, generator)
     characters = [
         (index, sign.row, sign.column + slot, sign.colour, digit)
         for index, scene in enumerate(scenes)
@@ -253,6 +292,31 @@ def normalize_pixels(images: Tensor) -> Tensor:
     return (images.float() / 255 - mean) / std
 
 
+@cache
+def _photographs() -> Tensor:
+    """Twelve (12, 3, S, S), S = 504, as 0.7 times what each differs from its mean.
+
+    Trained weights and splits depend on what `draw_picture` draws.
+    """
+    pictures = [np.asarray(draw_picture(seed, 504, 504)) for seed in range(12)]
+    pixels = torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).float()
+    return 0.7 * (pixels - pixels.mean((2, 3), keepdim=True))
+
+
+def cut_photographs(rng: random.Random, count: int, height: int, width: int) -> Tensor:
+    """Cuttings (B, 3, H, W) of photographs, turned, mirrored, and their colours swapped."""
+    cuttings = list[Tensor]()
+    for _ in range(count):
+        photograph = _photographs()[rng.randrange(len(_photographs()))]
+        photograph = photograph.rot90(rng.randrange(4), (1, 2))
+        if rng.random() < 0.5:
+            photograph = photograph.flip(2)
+        top, start = (rng.randint(0, photograph.shape[1] - side) for side in (height, width))
+        swapped = photograph[rng.sample(range(3), 3)]
+        cuttings.append(swapped[:, top : top + height, start : start + width])
+    return torch.stack(cuttings)
+
+
 def add_grain(pixels: Tensor, generator: torch.Generator, *, clean: bool = False) -> Tensor:
     """Convert float pixels (B, 3, H, W) to uint8 with a little grain, or without if `clean`."""
     size, _, height, width = pixels.shape
@@ -261,10 +325,13 @@ def add_grain(pixels: Tensor, generator: torch.Generator, *, clean: bool = False
 
 
 def _paint_things(
-    pixels: Tensor, scenes: Sequence[Scene], cells: int, generator: torch.Generator, clip: bool
+    pixels: Tensor,
+    things: Sequence[tuple[int, Thing]],
+    cells: int,
+    generator: torch.Generator,
+    clip: bool = False,
 ) -> list[tuple[int, ...]]:
-    """Paint all shapes into (B, 3, H, W) and return the patches of each, middle patch first."""
-    things = [(index, thing) for index, scene in enumerate(scenes) for thing in scene.things]
+    """Paint shapes of images (B, 3, H, W) and return the patches of each, middle patch first."""
     image, colour, shape, digit, row, column = torch.tensor(
         [(index, t.colour, t.shape, t.digit, t.row, t.column) for index, t in things]
     ).T
@@ -272,26 +339,33 @@ def _paint_things(
     x, y = _offsets(CELL, torch.tensor([thing.shift for _, thing in things]))
     across, down = x / radius, y / radius
     ax, ay = across.abs(), down.abs()
-    # Signed distances of every form in radii, negative inside.
+    middle, turn = (across * across + down * down).sqrt(), torch.atan2(down, across)
+    shadow = ((across - 0.7).square() + down.square()).sqrt()
+    # Signed distances of every form in radii, negative inside; first of shapes, then of marks.
     distances = torch.stack(
         (
-            (across * across + down * down).sqrt() - 1.0,
+            middle - 1.0,
             torch.maximum(ax, ay) - 0.9,
             torch.maximum(down - 0.9, (ax - (down + 1.2) * 0.571) * 0.87),
             (ax + ay - 1.25) * 0.71,
             torch.minimum(torch.maximum(ax - 0.5, ay - 1.12), torch.maximum(ay - 0.5, ax - 1.12)),
+            middle - 0.85 - 0.3 * (5 * turn).cos(),
+            (middle - 0.8).abs() - 0.28,
+            torch.maximum(ax - 1.2, ay - 0.55),
+            torch.maximum(middle - 1.1, 0.7 - shadow),
         )
     )[shape, torch.arange(len(shape))]
     inside = torch.sigmoid(-distances * radius * 2.5)
     paint = _mix(colour, digit, x, y, generator, colour * len(SHAPES) + shape if clip else None)
-    view = pixels.view(len(scenes), 3, cells, CELL, cells, CELL).permute(0, 2, 4, 1, 3, 5)
-    alpha = inside[:, None]
+    view = pixels.view(len(pixels), 3, cells, CELL, cells, CELL).permute(0, 2, 4, 1, 3, 5)
+    opacity = torch.tensor([thing.opacity for _, thing in things])
+    alpha = inside[:, None] * opacity[:, None, None, None]
     view[image, row, column] = view[image, row, column] * (1 - alpha) + paint * alpha
 
     coverage = inside.view(len(things), CELL_PATCHES, PATCH, CELL_PATCHES, PATCH).mean((2, 4))
     # The middle patch shows the digit, so it comes first.
-    middle, count = CELL_PATCHES**2 // 2, CELL_PATCHES**2
-    place = torch.tensor([middle, *range(middle), *range(middle + 1, count)])
+    count = CELL_PATCHES**2
+    place = torch.tensor([count // 2, *range(count // 2), *range(count // 2 + 1, count)])
     covered = (coverage.flatten(1) >= _COVERAGE)[:, place]
     corner, grid = (row * cells * CELL_PATCHES + column) * CELL_PATCHES, cells * CELL_PATCHES
     patches = corner[:, None] + place // CELL_PATCHES * grid + place % CELL_PATCHES
@@ -334,11 +408,10 @@ def _mix(
     What has one `name` (M,) has one noise.
     """
     grid = torch.stack((x / _GLYPH_X, y / _GLYPH_Y), dim=-1)
-    ink = F.grid_sample(GLYPHS["digits"][digit, None], grid, align_corners=False)
-    paints = _TABLES["colours"].values()
-    rgb = torch.tensor([paint["rgb"] for paint in paints]).float()[colour]
+    ink = F.grid_sample(_CHARACTERS[digit, None], grid, align_corners=False)
+    rgb = torch.tensor([paint["rgb"] for paint in _PAINTS]).float()[colour]
     count = len(colour) if name is None else len(COLOURS) * len(SHAPES)
     noise = torch.randn(count, 3, generator=generator)
     rgb = rgb + 10 * (noise if name is None else noise[name])
-    dark = torch.tensor([paint["ink"] for paint in paints]).float()[colour][:, None, None, None]
+    dark = torch.tensor([paint["ink"] for paint in _PAINTS]).float()[colour][:, None, None, None]
     return rgb[:, :, None, None] * (1 - ink) + dark * ink

@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from string import ascii_lowercase
 
 import torch
 from tokenizers import Tokenizer
@@ -43,21 +44,24 @@ _POSITION_GRID, _POSITION_SCALE = 16, 0.6
 _LOOKS = (*[((0, -1), (0, 1), (-1, 0), (1, 0))] * 2, *[((0, None), (None, 0))] * 2)
 _LOOK_STRENGTH, _LOOK_FREQUENCIES = 33.0, 3
 _MATCH_HEADS, _MATCH_SCALE = 4, 1.7
+_TURN = math.pi / 3
 # At the scale of the other weights, outputs of untrained layers would drown the embeddings.
 _OUTPUT_SCALE, _MLP_SCALE = 0.3, 0.1
 # Naming's logits are cosines times this; a token of three names has a cosine of 0.58 with each.
 _NAMING_SCALE, _NAMING_WEIGHT = 20.0, 0.3
 
 _FIELDS: dict[str, int] = {
-    "kind": 4, "word": len(WORDS), "head": len(WORDS) + 1, "tens": 10, "units": 10,
-    "colour": len(COLOURS), "shape": len(SHAPES), "digit": 10, "lower": 2, "right": 2,
+    "kind": 5, "word": len(WORDS), "head": len(WORDS) + 1, "tens": 10, "units": 10,
+    "colour": len(COLOURS), "shape": len(SHAPES), "digit": 10, "lower": 2, "right": 2, "letter": 26,
 }  # fmt: skip
 """Fields of dense labels of patches, and their numbers of classes.
 
-kind: 0 background, 1 word, 2 number, 3 shape; word: of a word itself, of a number the word beside
-it; head: of a number in a table the word above it, the last class elsewhere.
+kind: 0 background, 1 word, 2 number, 3 shape, 4 a mark or nonsense; word: of a word itself, of a
+number the word beside it; head: of a number in a table the word above it, the last class elsewhere;
+letter: of a mark, and the first one of nonsense. What is not asked about is read as the rest is, or
+its tokens would differ from the others by their norm.
 """
-_FIELD_WEIGHTS = {"digit": 2.0, "tens": 1.5, "units": 1.5, "word": 1.5}
+_FIELD_WEIGHTS = {"digit": 2.0, "tens": 1.5, "units": 1.5, "word": 1.5, "letter": 0.5}
 _DIGITS = tuple(map(str, range(10)))
 # Texts of every class of the fields that have a word, each one token.
 _NAMES: dict[str, Sequence[str]] = {
@@ -66,6 +70,7 @@ _NAMES: dict[str, Sequence[str]] = {
     "tens": [f" {digit}" for digit in _DIGITS],
     "units": _DIGITS,
     "digit": [f" {digit}" for digit in _DIGITS],
+    "letter": ascii_lowercase,
     "name": [f" {colour} {shape}" for colour in COLOURS for shape in SHAPES],
 }
 
@@ -103,8 +108,8 @@ class _Pictures:
     ) -> tuple[Tensor, list[list[Question]]]:
         """Image tokens (B, K) that are kept, and questions and phrases about every picture.
 
-        Tokens are only dropped at full size: those that show nothing before the others or, where
-        questions are asked, as far as their evidence allows.
+        Tokens are only dropped at full size: those that nothing is asked about before the others
+        or, where questions are asked, as far as their evidence allows.
         """
         rng, seen = random.Random(seed + 1), self.seen
         kinds = recipe.phrases if phrases_only else recipe.questions
@@ -163,30 +168,43 @@ def _draw_pictures(
         style: pages.PageStyle = "full" if plain else rng.choice(pages.PAGE_STYLES)
         texts.append(Page.draw(rng, style, size, most or len(WORDS)))
     page_images, centres = pages.render_pages(texts, seed)
-    # Picture, centre in pixels, half extents and labels of every shape, word and number.
+    # Picture, centre in pixels, half extents and labels of every shape, mark and text.
     items: list[list[float]] = []
     height, width = size.cells
     for index, scene in enumerate(scenes):
-        for thing in scene.things:
+        for thing in (*scene.things, *scene.marks):
             x = (thing.column + 0.5) * CELL + thing.shift[0]
             y = (thing.row + 0.5) * CELL + thing.shift[1]
-            named = [3, -1, -1, -1, -1, thing.colour, thing.shape, thing.digit]
-            halves = [thing.row >= height // 2, thing.column >= width // 2]
-            items.append([index, x, y, *[0.8 * thing.radius] * 2, *named, *halves])
+            if thing.letter is None:
+                labels = _label(
+                    kind=3, colour=thing.colour, shape=thing.shape, digit=thing.digit,
+                    lower=thing.row >= height // 2, right=thing.column >= width // 2,
+                )  # fmt: skip
+            else:
+                labels = _label(kind=4, letter=thing.letter)
+            items.append([index, x, y, *[0.8 * thing.radius] * 2, *labels])
     for index, (page, places) in enumerate(zip(texts, centres, strict=True), len(scenes)):
-        names: list[list[int]] = [[1, word.word, -1, -1, -1] for word in page.words]
+        named = [_label(kind=1, word=word.word) for word in page.words]
         for number in page.numbers:
-            label = head = UNLABELLED
+            of_word = {}
             if number.label is not None:
-                label = number.label.word
                 head = number.head.word if number.head else len(WORDS)
-            names.append([2, label, head, *divmod(number.value, 10)])
-        for place, named in zip(places, names, strict=True):
-            items.append([index, *place, TOKEN / 2, PATCH / 2, *named, *[UNLABELLED] * 5])
+                of_word = {"word": number.label.word, "head": head}
+            tens, units = divmod(number.value, 10)
+            named.append(_label(kind=2, tens=tens, units=units, **of_word))
+        for part in page.nonsense:
+            named.append(_label(kind=4, letter=ascii_lowercase.index(part.text[0])))
+        for place, labels in zip(places, named, strict=True):
+            items.append([index, *place, TOKEN / 2, PATCH / 2, *labels])
     contents: list[Scene | Page] = [*scenes, *texts]
-    labels = _label_patches(torch.tensor(items), len(contents), size, seen)
+    dense = _label_patches(torch.tensor(items), len(contents), size, seen)
     patches = seen.split_patches(torch.cat((images, page_images)))
-    return _Pictures(size, seen, patches, labels, contents)
+    return _Pictures(size, seen, patches, dense, contents)
+
+
+def _label(**fields: int) -> list[int]:
+    """Values of all fields in their order, unlabelled where none is named."""
+    return [int(fields.get(name, UNLABELLED)) for name in _FIELDS]
 
 
 def _label_patches(items: Tensor, count: int, size: Size, seen: Size) -> Tensor:
@@ -210,10 +228,12 @@ def _label_patches(items: Tensor, count: int, size: Size, seen: Size) -> Tensor:
     covers.index_put_((image, patch), torch.ones_like(patch), accumulate=True)
     labels[:, image, patch] = items[item, 5:].T.long()
     labels[1:, covers > 1] = UNLABELLED
-    # A shape's digit is in its middle; elsewhere it would be one of several copies.
-    digit = list(_FIELDS).index("digit")
+    # A shape's digit is in its middle, where no copy of it is; a text's labels are in all patches.
     off_centre = (distance[item, patch].abs() >= PATCH / 2).any(-1)
-    labels[digit, image[off_centre], patch[off_centre]] = UNLABELLED
+    off_centre &= items[item, 3] == items[item, 4]
+    for field in ("digit", "letter"):
+        at = list(_FIELDS).index(field)
+        labels[at, image[off_centre], patch[off_centre]] = UNLABELLED
     return labels
 
 
@@ -239,8 +259,8 @@ def _build_model() -> Qwen3VLForConditionalGeneration:
                         bias[0, head, 0, axis, :_LOOK_FREQUENCIES] = strength
                         bias[1, head, 0, axis, :_LOOK_FREQUENCIES] = strength * angles.cos()
                         bias[1, head, 1, axis, :_LOOK_FREQUENCIES] = strength * angles.sin()
-        # Keys and values undo the rotation of `_image_basis`, so that a word finds image tokens,
-        # but not itself, and what they show is added in the basis of words.
+        # Keys and values undo the rotation of `_image_basis`, so that a word finds image tokens
+        # before itself, and what they show is added in the basis of words.
         for layer in language.layers:
             attention = layer.self_attn
             rows = _MATCH_HEADS * attention.head_dim
@@ -255,9 +275,16 @@ def _build_model() -> Qwen3VLForConditionalGeneration:
 
 @cache
 def _image_basis() -> Tensor:
-    """A fixed rotation (D, D) from embeddings of words to image tokens that show them."""
+    """A fixed rotation (D, D) from embeddings of words to image tokens that show them.
+
+    Every vector turns by `_TURN`, so a token has a cosine with the word for what it shows, which
+    policies that read the question can find.
+    """
     generator = torch.Generator().manual_seed(0)
-    return torch.linalg.qr(torch.randn(_LANGUAGE_WIDTH, _LANGUAGE_WIDTH, generator=generator))[0]
+    axes = torch.linalg.qr(torch.randn(_LANGUAGE_WIDTH, _LANGUAGE_WIDTH, generator=generator))[0]
+    cosine, sine = math.cos(_TURN), math.sin(_TURN)
+    turn = torch.tensor([[cosine, -sine], [sine, cosine]])
+    return axes @ torch.block_diag(*[turn] * (_LANGUAGE_WIDTH // 2)) @ axes.T
 
 
 def _naming_loss(tokenizer: Tokenizer, rows: Tensor, table: Tensor, labels: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What both trainings share: the stages, the optimiser, dense labels, texts and their loss.
+"""What all trainings share: the stages, the optimiser, dense labels, texts and their loss.
 
 What is drawn for a step depends on seed, stage and step alone, so one seed gives bit-identical
 weights.
@@ -76,7 +76,7 @@ class Training:
     @classmethod
     def start(cls, model: Model, train: Callable[[Training], None]) -> None:
         """Train a model as the command line says."""
-        parser = CommandParser(description=f"Train {model} from scratch.")
+        parser = CommandParser(description=f"Train {model}.")
         parser.add_argument(
             "--out",
             type=Path,

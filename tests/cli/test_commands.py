@@ -152,7 +152,7 @@ def test_the_lists_say_what_a_choice_depends_on(capsys: Captured) -> None:
     kinds = "7 ablations, 11 forms of autoprune for one backbone and K"
     assert f"Left out: {kinds}. All {len(more)}: vllm-autoprune list" in short
     for row in (r"minillava-split +if you measure +16 +50% of K +0 +cdpruner",
-                r"miniqwen +if you measure +1/8:4-640 +no +all +divprune",
+                r"miniqwen +if you measure +1/8:4-640 +yes +2 +norm",
                 r"divprune +on LLaVA +32 +no ", r"cen_divprune +on Qwen, others ",
                 r"visionzip +- "):  # fmt: skip
         assert re.search(f"^{row}", short, re.MULTILINE), row
@@ -218,7 +218,7 @@ def test_show_has_what_a_search_measured_and_what_is_merged(
          ["core         divprune: share=0.5, cov", "88389577245b   8     68.2\n"],
          ["kernel", "pool "]),
         ("divprune, recommended on LLaVA  (digest", ["base policy  divprune\n"], ["signal "]),
-        ("miniqwen", ["signal       visual_token_norm_saliency: weight=2.2883, p=1"], []),
+        ("miniqwen", ["signal       visual_token_norm_saliency: weight=3.0199, p=1"], []),
     ],
 )  # fmt: skip
 def test_show_says_what_decides_and_leaves_the_rest_to_json(

@@ -17,15 +17,16 @@ from transformers import AutoProcessor
 
 from benchmarks.yardsticks import clips, pages
 from benchmarks.yardsticks.examples import CHECKPOINTS, SEEDS, Split, draw_examples
-from benchmarks.yardsticks.pages import MERGE, TOKEN
-from benchmarks.yardsticks.questions import Model
+from benchmarks.yardsticks.pages import MERGE, TOKEN, Nonsense, Number, Page, Word
+from benchmarks.yardsticks.questions import CATEGORIES, SEEN, Model, Questions
+from benchmarks.yardsticks.scenes import WORDS, Scene
 
 
 @pytest.mark.parametrize(
     ("model", "images", "digest", "moments"),
     [
         ("minillava", 16, "5044a14973a941c3", (143.0791, 43.6981, 143.0789)),
-        ("miniqwen", 16, "b7df90b44da06296", (167.1161, 64.5667, 167.1161)),
+        ("miniqwen", 16, "02dc298517f5b28e", (160.4579, 65.3240, 160.4571)),
         ("clips", 2, "c16adf807c8a3ee9", (149.7054, 30.1491, 149.7054)),
     ],
 )
@@ -49,9 +50,39 @@ def test_clean_pictures_are_the_same_without_grain(model: Model) -> None:
     assert [e.question for e in grained] == [e.question for e in clean]
     for example, other in zip(grained, clean, strict=True):
         grain = example.image.double() - other.image
-        assert 4 < grain[grain != 0].std() < 6 and abs(float(grain.mean())) < 2
-    if model == "miniqwen":
-        assert len(clean[-1].image.flatten(1).unique(dim=1).T) < 200, "a page has few colours"
+        page = model == "miniqwen" and example.image_id % 2
+        # Half of the papers show a photograph, but no clean one does.
+        assert 4 < grain[grain != 0].std() < (12 if page else 6)
+        assert abs(float(grain.mean())) < (4 if page else 2)
+        if page:
+            _, counts = other.image.flatten(1).unique(dim=1, return_counts=True)
+            assert counts.max() > counts.sum() / 2, "most of a page is its paper"
+
+
+def test_clutter_is_not_what_questions_are_about() -> None:
+    """So that its tokens are evidence of nothing, and answers do not depend on it."""
+    for seed in range(40):
+        rng = random.Random(seed)
+        size = rng.choice(pages.SIZES)
+        scene, page = size.draw_scene(rng), Page.draw(rng, "list", size)
+        things = [*scene.things, *scene.marks]
+        assert len({(thing.row, thing.column) for thing in things}) == len(things) > 4
+        (image,), (rendered,) = size.render_scenes([scene], seed, clean=True)
+        (bare,), (other,) = size.render_scenes([replace(scene, marks=())], seed, clean=True)
+        assert rendered.patches == other.patches and not image.equal(bare)
+        parts: list[Word | Number | Nonsense] = [*page.words, *page.numbers, *page.nonsense]
+        assert len({(part.row, part.column) for part in parts}) == len(parts)
+        assert not {part.text for part in page.nonsense} & {*WORDS}
+        contents: dict[str, tuple[Scene | Page, Scene | Page]] = {
+            "scenes": (rendered, other), "pages": (page, replace(page, nonsense=())),
+        }  # fmt: skip
+        for shown, both in contents.items():
+            for kind in CATEGORIES["miniqwen"][shown]:
+                asked, expected = (
+                    Questions(random.Random(1), content, size.cells, SEEN).generate(kind)
+                    for content in both
+                )
+                assert asked == expected
 
 
 def test_splits_are_disjoint_and_fewer_images_are_the_first_ones() -> None:
@@ -83,15 +114,16 @@ def test_resizing_and_patches_are_those_of_the_processor(divisor: int) -> None:
         budget = size.tokens // divisor
         seen = size.limit(budget)
         assert seen.tokens <= budget
-        images, _ = pages.render_pages([pages.Page.draw(random.Random(3), "table", size)], 3)
+        images, _ = pages.render_pages([Page.draw(random.Random(3), "table", size)], 3)
         limits = {"shortest_edge": TOKEN * TOKEN, "longest_edge": budget * TOKEN * TOKEN}
         inputs = processor(images[0], size=limits, return_tensors="pt")
         assert inputs["image_grid_thw"].tolist() == [[1, seen.rows * MERGE, seen.columns * MERGE]]
         frames = inputs["pixel_values"].unflatten(1, (3, 2, -1))
         patches = seen.split_patches(images)[0].flatten(0, 1)
         difference = (patches[:, None] - frames.transpose(1, 2).flatten(2)).abs()
-        # One of 256 levels is 0.015; torchvision resizes bytes in fixed-point arithmetic.
-        assert difference.max() < 0.08 and difference.mean() < 0.01
+        # One of 256 levels is 0.015; torchvision resizes bytes in fixed-point arithmetic, and
+        # clamps what goes beyond white between rows and columns.
+        assert difference.max() < 0.2 and difference.mean() < 0.01
 
 
 @pytest.mark.parametrize("frames", [8, 32])
