@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--scenes", type=int, nargs=3, default=[20, 20, 40], help="scenes of each split",
         metavar=("SEARCH", "VALIDATION", "TEST"),
     )  # fmt: skip
-    text = "whose pictures; clips: no model's yet, each a folder of frames"
+    text = "whose pictures; a clip is a folder of frames"
     data.add_argument("--model", choices=get_args(Model), default="minillava", help=text)
     data.add_argument("--clean", action="store_true", help="pictures without grain")
     data.add_argument("--each", type=int, help="maximum number of questions about a scene")

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from PIL import Image
 from torch import Tensor
@@ -23,7 +23,7 @@ from benchmarks.yardsticks import clips, pages, scenes
 from benchmarks.yardsticks.questions import CATEGORIES, KINDS, SEEN, UNSEEN, Model, Questions
 
 _WEIGHTS = Path(__file__).resolve().parent / "weights"
-CHECKPOINTS: Mapping[Model, Path] = {name: _WEIGHTS / name for name in ("minillava", "miniqwen")}
+CHECKPOINTS: Mapping[Model, Path] = {name: _WEIGHTS / name for name in get_args(Model)}
 LLAVA = CHECKPOINTS["minillava"] / "llava"
 CLIP = CHECKPOINTS["minillava"] / "clip"
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx
 import pytest
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoProcessor
 from transformers.models.qwen3_vl import modeling_qwen3_vl
 
+from benchmarks.common.requests import build_body, build_content, encode_picture
+from benchmarks.server import serve
 from benchmarks.yardsticks.examples import (
     CHECKPOINTS,
     IMAGE_TOKEN,
@@ -24,6 +28,7 @@ from benchmarks.yardsticks.minillava import MiniLlava, _LlamaPrefix
 from benchmarks.yardsticks.miniqwen import MiniQwen
 from benchmarks.yardsticks.pages import TOKEN
 from benchmarks.yardsticks.scenes import PATCHES, normalize_pixels
+from benchmarks.yardsticks.train_clips import lay_out
 from benchmarks.yardsticks.yardstick import ALL_TOKENS, Case, Yardstick, record_outputs
 
 
@@ -48,7 +53,7 @@ def page() -> list[Example]:
 
 
 def test_weights_are_those_of_published_figures() -> None:
-    digests = {name: weights_digest(folder) for name, folder in CHECKPOINTS.items()}
+    digests = {name: weights_digest(CHECKPOINTS[name]) for name in ("minillava", "miniqwen")}
     assert digests == {"minillava": "88389577245b", "miniqwen": "99d8b3ecb648"}
 
 
@@ -187,3 +192,23 @@ def test_each_question_has_relevance_of_its_own(qwen: MiniQwen, page: list[Examp
     ids = qwen.tokenizer(page[2].question, add_special_tokens=False).input_ids
     mean = qwen.network.get_input_embeddings()(torch.tensor(ids)).float().mean(0)
     assert torch.allclose(tokens.instruction.text[2, 0], mean)
+
+
+@pytest.mark.engine
+def test_a_server_writes_the_prompts_that_clips_are_trained_on() -> None:
+    tokenizer = Tokenizer.from_file(str(CHECKPOINTS["clips"] / "tokenizer.json"))
+    image, video = map(tokenizer.token_to_id, ("<|image_pad|>", "<|video_pad|>"))
+    flags = "--load-format dummy --enforce-eager --block-size 32 --max-model-len 4096"
+    with serve(CHECKPOINTS["clips"], *flags.split()) as server:
+        for example in draw_examples("test", 4, "clips")[::7]:
+            pictures = [encode_picture(as_picture(frame)) for frame in example.image]
+            data = ",".join(picture.partition(",")[2] for picture in pictures)
+            url = {"url": f"data:video/jpeg;base64,{data}"}
+            content = [*build_content(example.question), {"type": "video_url", "video_url": url}]
+            fields = {"return_token_ids": True}
+            body = build_body(server.model, content, tokens=1, stream=False, fields=fields)
+            reply = httpx.post(f"{server.url}/v1/chat/completions", content=body, timeout=300)
+            ids = [image if id == video else id for id in reply.json()["prompt_token_ids"]]
+            before, _, _ = lay_out(tokenizer, len(example.image))
+            text = example.question + "<|im_end|>\n<|im_start|>assistant\n"
+            assert ids == [*before.tolist(), *tokenizer.encode(text).ids]
