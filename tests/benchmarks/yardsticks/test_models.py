@@ -203,11 +203,12 @@ def test_a_server_writes_the_prompts_that_clips_are_trained_on() -> None:
         for example in draw_examples("test", 4, "clips")[::7]:
             pictures = [encode_picture(as_picture(frame)) for frame in example.image]
             data = ",".join(picture.partition(",")[2] for picture in pictures)
-            url = {"url": f"data:video/jpeg;base64,{data}"}
-            content = [*build_content(example.question), {"type": "video_url", "video_url": url}]
+            clip = {"type": "video_url", "video_url": {"url": f"data:video/jpeg;base64,{data}"}}
+            content = [*build_content(example.question), clip]
             fields = {"return_token_ids": True}
             body = build_body(server.model, content, tokens=1, stream=False, fields=fields)
-            reply = httpx.post(f"{server.url}/v1/chat/completions", content=body, timeout=300)
+            url, kind = f"{server.url}/v1/chat/completions", {"Content-Type": "application/json"}
+            reply = httpx.post(url, content=body, headers=kind, timeout=300)
             ids = [image if id == video else id for id in reply.json()["prompt_token_ids"]]
             before, _, _ = lay_out(tokenizer, len(example.image))
             text = example.question + "<|im_end|>\n<|im_start|>assistant\n"
