@@ -28,9 +28,9 @@ _RUNNER_TOLERANCE = 0.2
 """The same between two model runners, whose kernels round bfloat16 differently: 0.085 was measured
 on Qwen3-VL, and no difference in float32."""
 
-_MERGER_TOLERANCE = 0.25
+_MERGER_TOLERANCE = 0.5
 """Error of tokens before the merger between bfloat16 and float32, in deviations between tokens:
-tokens in another order are more than 1 apart."""
+0.37 on Gemma 4 where the CPU has products in bfloat16; in another order they are 1.8 apart."""
 
 # ---- what checks compare ----
 
