@@ -58,8 +58,7 @@ _FIELDS: dict[str, int] = {
 
 kind: 0 background, 1 word, 2 number, 3 shape, 4 a mark or nonsense; word: of a word itself, of a
 number the word beside it; head: of a number in a table the word above it, the last class elsewhere;
-letter: of a mark, and the first one of nonsense. What is not asked about is read as the rest is, or
-its tokens would differ from the others by their norm.
+letter: of a mark, and the first one of nonsense.
 """
 _FIELD_WEIGHTS = {"digit": 2.0, "tens": 1.5, "units": 1.5, "word": 1.5, "letter": 0.5}
 _DIGITS = tuple(map(str, range(10)))

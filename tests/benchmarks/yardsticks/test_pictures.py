@@ -115,15 +115,16 @@ def test_resizing_and_patches_are_those_of_the_processor(divisor: int) -> None:
         seen = size.limit(budget)
         assert seen.tokens <= budget
         images, _ = pages.render_pages([Page.draw(random.Random(3), "table", size)], 3)
+        # Without what goes beyond black and white, which torchvision clamps after rows and columns.
+        images = (60 + images * (130 / 255)).round().to(torch.uint8)
         limits = {"shortest_edge": TOKEN * TOKEN, "longest_edge": budget * TOKEN * TOKEN}
         inputs = processor(images[0], size=limits, return_tensors="pt")
         assert inputs["image_grid_thw"].tolist() == [[1, seen.rows * MERGE, seen.columns * MERGE]]
         frames = inputs["pixel_values"].unflatten(1, (3, 2, -1))
         patches = seen.split_patches(images)[0].flatten(0, 1)
         difference = (patches[:, None] - frames.transpose(1, 2).flatten(2)).abs()
-        # One of 256 levels is 0.015; torchvision resizes bytes in fixed-point arithmetic, and
-        # clamps what goes beyond white between rows and columns.
-        assert difference.max() < 0.2 and difference.mean() < 0.01
+        # One of 256 levels is 0.015; torchvision resizes bytes in fixed-point arithmetic.
+        assert difference.max() < 0.03 and difference.mean() < 0.01
 
 
 @pytest.mark.parametrize("frames", [8, 32])
