@@ -143,15 +143,17 @@ def write_data(
     each: int | None = None,
     model: Model = "minillava",
     clean: bool = False,
+    brief_frames: int | None = None,
 ) -> None:
-    """Write a data folder of a yardstick: images, ``clean`` ones without grain, and the splits.
+    """Write a data folder of a yardstick: the splits of :func:`draw_examples`, and images.
 
     A clip is a folder of frames.
     """
     (folder / "images").mkdir(parents=True, exist_ok=True)
     for split in SPLITS:
         log_progress(f"{split}: draw {scenes[split]} scenes")
-        questions = _sample_questions(draw_examples(split, scenes[split], model, clean=clean), each)
+        drawn = draw_examples(split, scenes[split], model, clean=clean, brief_frames=brief_frames)
+        questions = _sample_questions(drawn, each)
         examples = [_as_example(split, question) for question in questions]
         images = {e.image: question for e, question in zip(examples, questions, strict=True)}
         for name, question in images.items():

@@ -17,7 +17,7 @@ from benchmarks.yardsticks.scenes import COLOURS, SHAPES, Scene, Thing
 
 SIZE = Size(6, 6)
 """Of a frame: 36 visual tokens, four cells a side."""
-FRAMES, UNSEEN_FRAMES = (8, 16), (12, 32)
+FRAMES, UNSEEN_FRAMES = (8, 16, 32), (12, 24)
 """Numbers of frames, and those that occur in the test split only."""
 DIRECTIONS = ("right", "down", "left", "up")
 
@@ -42,8 +42,8 @@ class Clip:
     stills: tuple[Thing, ...]
 
     @classmethod
-    def draw(cls, rng: random.Random, frames: int) -> Clip:
-        """A random clip of so many frames, of few colours and forms."""
+    def draw(cls, rng: random.Random, frames: int, *, brief: bool = False) -> Clip:
+        """A random clip of so many frames, of few colours and forms; `brief` visits are of one."""
         side, _ = SIZE.cells
         # The mover passes along a line of cells, which nothing else is on.
         direction, line = rng.randrange(4), rng.randrange(side)
@@ -66,6 +66,7 @@ class Clip:
         for number in range(len(guests)):
             start, end = (1 + round(slot * (number + part)) for part in (0, 1))
             length = rng.randint(max(1, (end - start + 1) // 2), max(1, end - start))
+            length = 1 if brief else length
             begin = rng.randint(start, max(start, end - length))
             visits.append(range(begin, begin + length))
         scenes = []
@@ -77,6 +78,16 @@ class Clip:
             scenes.append(Scene((*rest, replace(board, digit=digit), moved, *there)))
         word = DIRECTIONS[direction]
         return cls(tuple(scenes), mover, word, board, tuple(digits), tuple(guests), tuple(rest))
+
+    def sample(self, count: int) -> Clip:
+        """So many of its frames, evenly spaced from the first to the last, and what they show."""
+        last = len(self.frames) - 1
+        frames = [self.frames[number * last // (count - 1)] for number in range(count)]
+        things = [thing for scene in frames for thing in scene.things]
+        names = {thing.name for thing in things}
+        shown = dict.fromkeys(thing.digit for thing in things if thing.name == self.board.name)
+        visitors = tuple(guest for guest in self.visitors if guest.name in names)
+        return replace(self, frames=tuple(frames), digits=tuple(shown), visitors=visitors)
 
     def render(self, seed: int, *, clean: bool = False) -> tuple[Tensor, Clip]:
         """Images (T, 3, H, W) uint8, and the clip with the visual tokens of all shapes."""

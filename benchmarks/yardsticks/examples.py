@@ -20,7 +20,15 @@ from PIL import Image
 from torch import Tensor
 
 from benchmarks.yardsticks import clips, pages, scenes
-from benchmarks.yardsticks.questions import CATEGORIES, KINDS, SEEN, UNSEEN, Model, Questions
+from benchmarks.yardsticks.questions import (
+    CATEGORIES,
+    KINDS,
+    SEEN,
+    UNSEEN,
+    Model,
+    Question,
+    Questions,
+)
 
 _WEIGHTS = Path(__file__).resolve().parent / "weights"
 CHECKPOINTS: Mapping[Model, Path] = {name: _WEIGHTS / name for name in get_args(Model)}
@@ -100,13 +108,19 @@ class Example:
 
 
 def draw_examples(
-    split: Split, images: int = 200, model: Model = "minillava", *, clean: bool = False
+    split: Split,
+    images: int = 200,
+    model: Model = "minillava",
+    *,
+    clean: bool = False,
+    brief_frames: int | None = None,
 ) -> list[Example]:
     """Draw 18 questions about each image of mini-LLaVA, 10 of mini-Qwen3-VL, 7 about each clip.
 
     Fewer images give a prefix of more; ``clean`` ones are without grain, as documents are. In the
     test split, one fourth of the images has an arrangement, a size or a number of frames, and
-    another fourth has wordings, that training never uses.
+    another fourth has wordings, that training never uses. With ``brief_frames`` all clips have so
+    many frames, and what comes is there for a single one.
     """
     examples: list[Example] = []
     pairs, attempts = 0, _ATTEMPTS[model]
@@ -122,9 +136,11 @@ def draw_examples(
             pixels, (content,) = scenes.render_scenes([drawn], scenes.CELLS, seed, clean=clean)
             cells, kinds = (scenes.CELLS, scenes.CELLS), KINDS
         elif model == "clips":
-            frames = rng.choice(clips.UNSEEN_FRAMES if turn == 1 else clips.FRAMES)
-            frames_drawn, content = clips.Clip.draw(rng, frames).render(seed, clean=clean)
-            pixels = frames_drawn[None]
+            count = clips.UNSEEN_FRAMES if turn == 1 else clips.FRAMES
+            frames, brief = brief_frames or rng.choice(count), brief_frames is not None
+            clip = clips.Clip.draw(rng, frames, brief=brief)
+            pictures, content = clip.render(seed, clean=clean)
+            pixels = pictures[None]
             cells, kinds = clips.SIZE.cells, CATEGORIES[model]["clips"]
         else:
             sizes = pages.UNSEEN_SIZES if turn == 1 else pages.SIZES
@@ -154,6 +170,17 @@ def keep_first(rng: random.Random, evidence: Sequence[int], budget: int, count: 
     """`budget` of `count` raster tokens, ascending: the evidence first, the others at random."""
     order = dict.fromkeys((*evidence, *rng.sample(range(count), count)))
     return sorted([*order][:budget])
+
+
+def keep_evidence(
+    rng: random.Random, questions: Sequence[Question], budget: int, count: int
+) -> list[int]:
+    """`budget` of `count` tokens, ascending: all evidence of a question or none, then at random."""
+    evidence = list[int]()
+    for question in questions:
+        extended = list(dict.fromkeys((*evidence, *question.evidence)))
+        evidence = extended if len(extended) <= budget else evidence
+    return keep_first(rng, evidence, budget, count)
 
 
 def format_prompt(question: str, model: Model = "minillava") -> str:

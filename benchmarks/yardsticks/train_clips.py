@@ -7,7 +7,8 @@ is not. Prompts are those that vLLM 0.32 writes for Qwen3-VL.
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -17,15 +18,23 @@ from torch import Tensor
 from transformers import AutoConfig, Qwen3VLForConditionalGeneration
 
 from benchmarks.yardsticks import training
-from benchmarks.yardsticks.clips import FRAMES, SIZE, Clip
-from benchmarks.yardsticks.examples import CHECKPOINTS, PROMPT
+from benchmarks.yardsticks.clips import DIRECTIONS, FRAMES, SIZE, Clip
+from benchmarks.yardsticks.examples import CHECKPOINTS, PROMPT, keep_evidence
 from benchmarks.yardsticks.pages import MERGE
 from benchmarks.yardsticks.questions import BRIEF, SEEN, Question, Questions
 
 _LEAD, _IMAGE, _REST = PROMPT["miniqwen"]
 _BETWEEN, _BEHIND = _REST.split("{question}")
-# How often the clips of a step have each number of frames, and how much is asked about each clip.
-_SHARES, _TEXTS = (0.8, 0.2), 36
+# Numbers of frames that the views of a recipe are shares of: drawn, and of these seen.
+_VIEWS = (*((frames, frames) for frames in FRAMES), (8, 4), (8, 2))
+# How much is asked about each clip.
+_TEXTS = 36
+# In how many steps of the last stage tokens are dropped; the share that stays is log-uniform from
+# the least to 1.
+_DROPOUT, _LEAST = 0.6, 1 / 16
+# Fields of auxiliary classifiers of single tokens, by the number of layers before them: whether a
+# shape stays, has moved or came; the direction that it moves in, and which visitor it is.
+_AUXILIARY: dict[int, dict[str, int]] = {2: {"event": 3}, 4: {"direction": 4, "visit": 4}}
 
 
 def _open_model() -> Qwen3VLForConditionalGeneration:
@@ -74,57 +83,124 @@ def lay_out(tokenizer: Tokenizer, frames: int) -> tuple[Tensor, Tensor, int]:
     return torch.tensor(ids), torch.cat(positions, 1), at
 
 
+def _label_tokens(clip: Clip) -> Tensor:
+    """Labels (3, T * N) of the tokens of a clip, in the order of `_AUXILIARY`."""
+    labels = torch.full((3, len(clip.frames) * SIZE.tokens), training.UNLABELLED)
+    visits = {guest.name: number for number, guest in enumerate(clip.visitors)}
+    direction = DIRECTIONS.index(clip.direction)
+    for frame, scene in enumerate(clip.frames):
+        for thing in scene.things:
+            event, towards, visit = 0, training.UNLABELLED, training.UNLABELLED
+            if thing.name in visits:
+                event, visit = 2, visits[thing.name]
+            elif thing.name == clip.mover.name:
+                event, towards = 1, direction
+                if (thing.row, thing.column) == (clip.mover.row, clip.mover.column):
+                    continue
+            elif not frame:
+                continue
+            tokens = [frame * SIZE.tokens + token for token in scene.patches[thing]]
+            labels[:, tokens] = torch.tensor([[event], [towards], [visit]])
+    return labels
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Clips of one number of frames, what is asked about each, and which tokens stay (B, T * N)."""
+
+    images: Tensor
+    clips: Sequence[Clip]
+    asked: Sequence[Sequence[Question]]
+    kept: Tensor
+
+    @classmethod
+    def draw(cls, recipe: training.Recipe, number: int, seed: int) -> _Batch:
+        """Draw a batch of a stage; both batches of a step have as many frames and tokens."""
+        stage, rng = recipe.stages[number], random.Random(seed)
+        common, share = random.Random(seed // training.PARTS), 1.0
+        drawn_frames, frames = common.choices(_VIEWS, stage.views)[0]
+        if stage.name == "thinned" and common.random() < _DROPOUT:
+            share = _LEAST ** common.random()
+        drawn, asked = list[tuple[Tensor, Clip]](), list[list[Question]]()
+        while len(drawn) < stage.images:
+            clip = Clip.draw(rng, drawn_frames).sample(frames)
+            if clip.visitors:
+                drawn.append(clip.render(rng.randrange(2**31)))
+        for _, clip in drawn:
+            phrases = Questions(rng, clip, SIZE.cells, BRIEF)
+            count = _TEXTS // 2 if number else _TEXTS
+            texts = phrases.draw_texts(recipe.phrases["clips"], count, " {question}")
+            if number:
+                source, form = replace(phrases, wordings=SEEN), "{question}" + _BEHIND
+                texts += source.draw_texts(recipe.questions["clips"], count, form)
+            asked.append(texts)
+        kept = torch.zeros(len(drawn), frames * SIZE.tokens, dtype=torch.bool)
+        for place, (texts, row) in enumerate(zip(asked, kept, strict=True)):
+            tokens = keep_evidence(rng, texts, int(share * len(row)), len(row))
+            row[tokens] = True
+            asked[place] = [text for text in texts if {*text.evidence} <= {*tokens}]
+        images, clips = zip(*drawn, strict=True)
+        return cls(torch.cat(images), clips, asked, kept)
+
+
 def train(run: training.Training) -> None:
-    """Train both stages and write the checkpoint."""
+    """Train all stages and write the checkpoint."""
     words = Tokenizer.from_file(str(CHECKPOINTS["clips"] / "tokenizer.json"))
     (image,) = words.encode(_IMAGE).ids
     model = _open_model()
     tower, language, embed = (
         model.model.visual, model.model.language_model, model.get_input_embeddings()
     )  # fmt: skip
+    torch.manual_seed(run.seed)
+    width = language.config.hidden_size
+    heads = [training.DenseHeads(width, fields) for fields in _AUXILIARY.values()]
 
     def answer_loss(number: int, seed: int, step: int) -> Tensor:
-        """Cross entropy on answer tokens about clips of one number of frames."""
-        stage, rng = run.recipe.stages[number], random.Random(seed)
-        # Both batches of a step have the same number.
-        frames = random.Random(seed // training.PARTS).choices(FRAMES, _SHARES)[0]
-        drawn = [Clip.draw(rng, frames).render(rng.randrange(2**31)) for _ in range(stage.images)]
-        asked = list[list[Question]]()
-        for _, clip in drawn:
-            phrases = Questions(rng, clip, SIZE.cells, BRIEF)
-            count = _TEXTS // (1 + number)
-            texts = phrases.draw_texts(run.recipe.phrases["clips"], count, " {question}")
-            if number:
-                source, form = replace(phrases, wordings=SEEN), "{question}" + _BEHIND
-                texts += source.draw_texts(run.recipe.questions["clips"], count, form)
-            asked.append(texts)
+        """Cross entropy on answer tokens about clips of one number of frames, and on labels."""
+        drawn = _Batch.draw(run.recipe, number, seed)
+        kept, frames = drawn.kept, len(drawn.clips[0].frames)
         ids, positions, start = lay_out(words, frames)
-        batch = training.TextBatch.build(words, asked, start, "<|im_end|>", "<|endoftext|>")
+        batch = training.TextBatch.build(words, drawn.asked, start, "<|im_end|>", "<|endoftext|>")
 
-        patches = SIZE.split_patches(torch.cat([images for images, _ in drawn]))
+        patches = SIZE.split_patches(drawn.images)
         grid = torch.tensor([[1, SIZE.rows * MERGE, SIZE.columns * MERGE]] * len(patches))
         encoded = tower(patches.flatten(0, 2), grid_thw=grid)
         count, behind = batch.texts.shape
         visual = ids.eq(image).expand(count, -1)
         embeds = embed(ids).expand(count, -1, -1).clone()
         embeds[visual] = encoded.pooler_output
+        # Tokens that are dropped leave the positions of all others as they are.
+        keep_mask = torch.ones_like(visual).masked_scatter(visual, kept)
+        kept_positions = (
+            positions[:, None].expand(-1, count, -1)[:, keep_mask].unflatten(1, (count, -1))
+        )
+        embeds, visual = (part[keep_mask].unflatten(0, (count, -1)) for part in (embeds, visual))
+        prefix = visual.shape[1]
         states = language(
             inputs_embeds=torch.cat((embeds, embed(batch.texts)), 1),
-            attention_mask=batch.mask(len(ids)),
-            position_ids=torch.cat(
-                (positions[:, None].expand(-1, count, -1), batch.positions.expand(3, -1, -1)), 2
-            ),
+            attention_mask=batch.mask(prefix),
+            position_ids=torch.cat((kept_positions, batch.positions.expand(3, -1, -1)), 2),
             visual_pos_masks=torch.nn.functional.pad(visual, (0, behind)),
-            deepstack_visual_embeds=encoded.deepstack_features,
+            deepstack_visual_embeds=[level[kept.flatten()] for level in encoded.deepstack_features],
             use_cache=False,
-        ).last_hidden_state
-        return batch.loss(model.lm_head, states[:, len(ids) :])
+            output_hidden_states=True,
+        )
+        loss = batch.loss(model.lm_head, states.last_hidden_state[:, prefix:])
+        labels = torch.stack([_label_tokens(clip) for clip in drawn.clips], 1)
+        labels = labels[:, kept].unflatten(1, (count, -1))
+        for (layer, fields), head in zip(_AUXILIARY.items(), heads, strict=True):
+            targets, labels = labels[: len(fields)], labels[len(fields) :]
+            tokens = states.hidden_states[layer][:, :prefix][visual]
+            if (targets >= 0).any():
+                loss = loss + head.loss(tokens.unflatten(0, (count, -1)), targets, {})
+        return loss
 
     model.requires_grad_(False)
     for part in (tower.merger, tower.deepstack_merger_list, language):
         part.requires_grad_(True)
+    trained = {"model": model, "heads": torch.nn.ModuleList(heads)}
     for number in range(len(run.recipe.stages)):
-        run.run_stage(number, {"model": model}, partial(answer_loss, number))
+        run.run_stage(number, trained, partial(answer_loss, number))
     run.write_checkpoint(CHECKPOINTS["clips"], {"": model})
 
 

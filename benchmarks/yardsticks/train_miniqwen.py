@@ -20,7 +20,7 @@ from transformers import AutoConfig, Qwen3VLForConditionalGeneration
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 from benchmarks.yardsticks import pages, training
-from benchmarks.yardsticks.examples import CHECKPOINTS, PROMPT, keep_first
+from benchmarks.yardsticks.examples import CHECKPOINTS, PROMPT, keep_evidence, keep_first
 from benchmarks.yardsticks.pages import MERGE, TOKEN, Number, Page, Size, Word
 from benchmarks.yardsticks.questions import BRIEF, SEEN, Question, Questions
 from benchmarks.yardsticks.scenes import CELL, COLOURS, PATCH, SHAPES, WORDS, Scene
@@ -129,11 +129,7 @@ class _Pictures:
                 rng.shuffle(evidence)
                 tokens = keep_first(rng, evidence, budget, seen.tokens)
             elif budget < seen.tokens:
-                # The evidence of each question is kept as a whole as long as it fits.
-                for question in texts:
-                    extended = list(dict.fromkeys((*evidence, *question.evidence)))
-                    evidence = extended if len(extended) <= budget else evidence
-                tokens = keep_first(rng, evidence, budget, seen.tokens)
+                tokens = keep_evidence(rng, texts, budget, seen.tokens)
                 texts = [text for text in texts if set(text.evidence) <= set(tokens)]
             asked.append(texts)
             kept.append(tokens)

@@ -89,3 +89,6 @@ def test_the_data_folder_can_be_read_and_sampled_questions_keep_pairs_together(
     drawn = draw_examples("test", FEW["test"], "clips")
     assert [(q.text, *q.answers) for q in asked] == [(e.question, e.answer) for e in drawn]
     assert len({picture.digest for q in asked for picture in q.pictures}) == FEW["test"]
+    write_data(tmp_path / "long", FEW, model="clips", brief_frames=32)
+    asked = read_questions(tmp_path / "long/test.jsonl", frames=32)
+    assert {len(list(picture.path.iterdir())) for q in asked for picture in q.pictures} == {32}
