@@ -53,6 +53,7 @@ _LESS = (
     (r"^vllm serve ", "--enforce-eager --block-size 32"),
     (r"\.cost efficiency --model llava-next", "--model llava-1.5-7b --requests 1 --layers 1"),
     (r"\.cost efficiency", "--requests 1 --policies cdpruner --layers 1"),
+    (r"\.accuracy\.clips", "--clips 2"),
     (r"\.accuracy\.yardsticks .*--methods", "--images 2"),
     (r"\.accuracy\.yardsticks", "--images 2 --methods random cdpruner"),
     (r"eval --data out/scenes", "--limit 20 --budgets 8"),

@@ -1,0 +1,172 @@
+"""``python -m benchmarks.accuracy.clips``: which tokens of a clip to keep, and of how many frames.
+
+A server is asked about clips of the test split: about eight frames of each, with one number of
+visual tokens for all methods; and about clips of 64 frames, in which what comes is there for one,
+with one number of visual tokens of 8, 16, 32 and 64 frames.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from benchmarks import BenchmarkError
+from benchmarks.common.report import log_progress
+from benchmarks.cost.turns import Table
+from benchmarks.search.evaluator import write_data
+from benchmarks.server import end_servers_on_sigterm, serve
+from benchmarks.yardsticks.examples import CHECKPOINTS, Split, weights_digest
+from benchmarks.yardsticks.pages import TOKEN
+from benchmarks.yardsticks.questions import CATEGORIES
+from vllm_autoprune.cli.output import CommandParser
+from vllm_autoprune.connection import Connection
+from vllm_autoprune.errors import AutopruneError
+from vllm_autoprune.evaluation.journal import FEWER_FRAMES, Case, Journal
+from vllm_autoprune.evaluation.question_suite import QuestionSuite
+from vllm_autoprune.evaluation.questions import read_questions
+from vllm_autoprune.evaluation.run import Server, build_cases
+from vllm_autoprune.http_client import MAX_IN_FLIGHT
+from vllm_autoprune.statistics import ClusterBootstrap, Estimate, Floats
+
+_FLAGS = (
+    "--enforce-eager --block-size 32 --max-model-len 4096 --trust-request-mm-kwargs "
+    "--autoprune-state vcast --autoprune-requests states"
+)
+_STATES = ("vcast", "echoprune", "evs", "vidcom2", "cen_divprune", "cen_cdpruner")
+_SHARES = ("1/2", "1/4", "1/8", "1/16")
+# Sides in tokens of square frames that have no more than a share; with one a frame none is right.
+_SIDES = {"1/2": 4, "1/4": 3, "1/8": 2}
+_FRAMES, _TOKENS, _LONG_STATES = (8, 16, 32, 64), (72, 144, 288), ("vcast", "vidcom2")
+_LOWER = "lower resolution"
+
+
+@dataclass
+class _Answers:
+    """Answers to questions of one file, by method and K; differences are from the baselines."""
+
+    title: str
+    baselines: Sequence[str]
+    rights: dict[tuple[str, str], Floats] = field(default_factory=dict)
+    prompts: dict[tuple[str, str], Floats] = field(default_factory=dict)
+    kinds: Sequence[str] = ()
+    clips: Sequence[str] = ()
+
+    def add(
+        self, server: Server, journal: Path, data: Path, frames: int,
+        cases: Mapping[tuple[str, str], Case],
+    ) -> None:  # fmt: skip
+        """Ask about ``frames`` of each clip of a folder; a journal may have some of the answers.
+
+        Raises :class:`BenchmarkError` if any is missing.
+        """
+        questions = read_questions(data / "test.jsonl", frames=frames)
+        suite = QuestionSuite(server, [*cases.values()], questions, data.name)
+        log_progress(f"{journal.stem}: {suite.plan()}")
+        with Journal(journal) as written:
+            written.append([suite.setup, *cases.values()])
+            suite.measure(written)
+        for name, case in cases.items():
+            by_id = written.contents.answers.get(case.name, {})
+            answers = [by_id[q.record.id] for q in questions if q.record.id in by_id]
+            scores = [answer.score for answer in answers if answer.score is not None]
+            if len(scores) < len(questions):
+                why = written.contents.cases[case.name].refused or "some requests failed"
+                raise BenchmarkError(f"{journal}: {case.name}: {why} -> start again")
+            self.rights[name] = np.array(scores)
+            self.prompts[name] = np.array([answer.prompt_tokens for answer in answers], float)
+        self.kinds = [question.record.topic for question in questions]
+        self.clips = [question.record.image for question in questions]
+
+    def write(self, table: Table) -> None:
+        """Add rows of all questions and of each kind, with intervals over clips."""
+        kinds, clips = np.array(self.kinds), np.array(self.clips)
+        for kind in ("all", *CATEGORIES["clips"]["clips"]):
+            asked = kinds == kind if kind != "all" else np.ones(len(kinds), bool)
+            bootstrap = ClusterBootstrap(clips[asked].tolist())
+            for (method, budget), right in self.rights.items():
+                figures = {("right", "%"): 100 * right}
+                for baseline in self.baselines:
+                    other = self.rights.get((baseline, budget))
+                    if other is not None and method != baseline:
+                        figures[f"right less {baseline}", "points"] = 100 * (right - other)
+                if kind == "all":
+                    figures["prompt", "tokens"] = self.prompts[method, budget]
+                for (what, unit), values in figures.items():
+                    estimate = Estimate.of(bootstrap.mean(values[asked]))
+                    table.add(what, f"{self.title}, {budget}; {method}; {kind}", estimate, unit)
+
+
+def _name(case: Case, behind: str = "") -> tuple[str, str]:
+    """Method and K of a case."""
+    budget = f"K = {case.budget}" if case.budget else "all tokens"
+    return case.label + behind, budget
+
+
+def _shrink(data: Path, out: Path, side: int) -> Path:
+    """A copy of a folder with frames of so many tokens a side, as a server resizes them."""
+    for path in data.rglob("*.*"):
+        copy = out / path.relative_to(data)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".png":
+            frame = Image.open(path).resize((side * TOKEN, side * TOKEN), Image.Resampling.BICUBIC)
+            frame.save(copy)
+        else:
+            shutil.copy(path, copy)
+    return out
+
+
+def main() -> int:
+    """Ask, and print rows of ``docs/data``; returns the exit status, 1 after an error."""
+    parser = CommandParser(prog="python -m benchmarks.accuracy.clips", description=__doc__)
+    parser.add_argument("--clips", type=int, default=96, help="of the test split, in each part")
+    text = "folder of files, where what was answered is not asked again"
+    parser.add_argument("--out", type=Path, default=Path("out/accuracy-clips"), help=text)
+    options = parser.parse_args()
+    end_servers_on_sigterm()
+    try:
+        _measure(options.out, options.clips)
+    except AutopruneError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def _measure(out: Path, clips: int) -> None:
+    scenes: dict[Split, int] = {"search": 1, "validation": 1, "test": clips}
+    write_data(out / "clips", scenes, model="clips")
+    write_data(out / "long", scenes, model="clips", brief_frames=_FRAMES[-1])
+    few = _FRAMES[0]
+    equal = _Answers(f"{few} frames", (FEWER_FRAMES, "norm"))
+    longer = _Answers(f"clips of {_FRAMES[-1]} frames", (f"vcast of {few} frames",))
+    answers = out / weights_digest(CHECKPOINTS["clips"])
+    answers.mkdir(exist_ok=True)
+    with serve(CHECKPOINTS["clips"], *_FLAGS.split(), log=out / "server.log") as started:
+        server = Server(started.url, Connection(), None, MAX_IN_FLIGHT)
+        cases = build_cases(_STATES, _SHARES, frames=few)
+        named = {_name(case): case for case in cases}
+        equal.add(server, answers / "equal.jsonl", out / "clips", few, named)
+        for share, side in _SIDES.items():
+            low = _shrink(out / "clips", out / f"side-{side}", side)
+            lower = {(_LOWER, f"K = {share}"): cases[0]}
+            equal.add(server, answers / f"side-{side}.jsonl", low, few, lower)
+        for frames in _FRAMES:
+            cases = build_cases(_LONG_STATES, _TOKENS, frames=frames)
+            named = {
+                _name(case, f" of {frames} frames"): case
+                for case in cases
+                if case.label in ("full", *_LONG_STATES)
+            }
+            longer.add(server, answers / f"{frames}-frames.jsonl", out / "long", frames, named)
+    table = Table()
+    equal.write(table)
+    longer.write(table)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
