@@ -28,6 +28,7 @@ from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.connection import Connection
 from vllm_autoprune.errors import AutopruneError
 from vllm_autoprune.evaluation.journal import FEWER_FRAMES, Case, Journal
+from vllm_autoprune.evaluation.pictures import _decode
 from vllm_autoprune.evaluation.question_suite import QuestionSuite
 from vllm_autoprune.evaluation.questions import read_questions
 from vllm_autoprune.evaluation.run import Server, build_cases
@@ -114,8 +115,8 @@ def _shrink(data: Path, out: Path, side: int) -> Path:
         copy = out / path.relative_to(data)
         copy.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".png":
-            frame = Image.open(path).resize((side * TOKEN, side * TOKEN), Image.Resampling.BICUBIC)
-            frame.save(copy)
+            _, frame = _decode(path.read_bytes())
+            frame.resize((side * TOKEN, side * TOKEN), Image.Resampling.BICUBIC).save(copy)
         else:
             shutil.copy(path, copy)
     return out

@@ -80,12 +80,12 @@ def test_a_token_of_a_clip_is_labelled_by_what_its_shape_did_since_the_first_fra
     for seed in range(6):
         _, clip = Clip.draw(random.Random(seed), 8).render(seed)
         labels = train_clips._label_tokens(clip).view(3, 8, -1)
-        first = {thing.name: (thing.row, thing.column) for thing in clip.frames[0].things}
+        starts = {thing.name: (thing.row, thing.column) for thing in clip.frames[0].things}
         guests = list[str]()
         for frame, scene in enumerate(clip.frames):
             expected = torch.full((3, SIZE.tokens), -1)
             for thing in scene.things:
-                place, start = (thing.row, thing.column), first.get(thing.name)
+                place, start = (thing.row, thing.column), starts.get(thing.name)
                 event = [-1, -1, -1]
                 if start is None:
                     guests += [thing.name] * (thing.name not in guests)
