@@ -1,8 +1,8 @@
 """``python -m benchmarks.accuracy.clips``: which tokens of a clip to keep, and of how many frames.
 
-A server is asked about clips of the test split: about eight frames of each, with one number of
-visual tokens for all methods; and about clips of 64 frames, in which what comes is there for one,
-with one number of visual tokens of 8, 16, 32 and 64 frames.
+A server is asked about the test split: eight frames of each clip, with as many visual tokens by all
+methods; and clips of 64 frames, in which what comes is there for one, with as many visual tokens of
+8, 16, 32 and 64 frames.
 """
 
 from __future__ import annotations
