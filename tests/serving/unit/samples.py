@@ -200,7 +200,8 @@ SMALL, LARGE, OTHER = picture(56, 56), picture(224, 224, 1), picture(224, 224, 2
 class Processed:
     """What one request became: identities, plans, placeholders, token ids.
 
-    ``data`` has a digest of the tensors of each item that went to the engine with some.
+    ``data`` has a digest of the tensors of each item that went to the engine with some; ``surplus``
+    are the positions beyond the tokens of the prompt.
     """
 
     identities: list[str]
@@ -208,6 +209,7 @@ class Processed:
     lengths: list[int]
     prompt: list[int]
     data: list[str | None]
+    surplus: int = 0
 
     @property
     def sent(self) -> list[bool]:
@@ -324,6 +326,7 @@ class Sender:
                 for feature in features
                 for tensors in [{k: v.data for k, v in (feature.data or {}).items() if k != FIELD}]
             ],
+            made["mm_hashes"].surplus,
         )
 
 

@@ -23,6 +23,7 @@ from vllm.multimodal.inputs import (
     MultiModalFieldElem,
     MultiModalKwargsItem,
 )
+from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 
@@ -33,9 +34,11 @@ from vllm_autoprune.serving.api.engine_requests import (
     RenderedItem,
     Rendering,
     Waiting,
+    _sum_surplus,
     cache_without_plans,
     watch_requests,
 )
+from vllm_autoprune.serving.api.positions import ItemSize
 from vllm_autoprune.serving.api.renderer import _MESSAGE_FIELDS, _pass_fields
 from vllm_autoprune.serving.api.request import REFUSED, SALT, CacheSalt
 from vllm_autoprune.serving.plan import FIELD, KWARGS, ItemPlan
@@ -107,7 +110,7 @@ def feature(
         data["pixel_values"] = MultiModalFieldElem(PIXELS, MultiModalBatchedField())
     return SimpleNamespace(
         data=MultiModalKwargsItem(data),
-        mm_position=SimpleNamespace(get_num_embeds=lambda: placeholders),
+        mm_position=SimpleNamespace(length=placeholders, get_num_embeds=lambda: placeholders),
         mm_hash=name,
         identifier=name,
         modality=modality,
@@ -128,20 +131,30 @@ def processed(
     stock: bool = False,
     salt: str | None = None,
     rules: RequestRules = DEFAULT_RULES,
+    span: int | None = None,
+    params: SamplingParams | None = None,
 ) -> Any:
-    """A request that vLLM's own step has made of a prompt, or refused."""
+    """A request that vLLM's own step has made of a prompt, or refused.
+
+    Its prompt has 20 tokens of at most 100, and each item takes ``span`` positions.
+    """
     config = SimpleNamespace(
         autoprune=None if stock else replace(served(), rules=rules),
         get_vocab_size=lambda: 100,
+        max_model_len=100,
         get_multimodal_config=lambda: SimpleNamespace(mm_hasher_algorithm="blake3"),
     )
-    made = SimpleNamespace(mm_features=features, cache_salt=salt)
+    made = SimpleNamespace(
+        mm_features=features, cache_salt=salt, prompt_token_ids=[0] * 20, sampling_params=params
+    )
+    processor = SimpleNamespace(measure=lambda data: ItemSize(span))
+    renderer = SimpleNamespace(get_mm_processor=lambda: processor)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InputProcessor, "process_inputs", lambda self, request_id, prompt: made)
         patch.setattr(OutputProcessor, "add_request", OutputProcessor.add_request)
         watch_requests()
         process: Any = InputProcessor.process_inputs
-        return process(SimpleNamespace(model_config=config), "mine", prompt)
+        return process(SimpleNamespace(model_config=config, renderer=renderer), "mine", prompt)
 
 
 def hand_over(request: Any, *, fails: bool = False) -> None:
@@ -171,6 +184,38 @@ def test_a_request_that_vllm_refuses_last_is_not_counted() -> None:
             hand_over(processed(prompt, [feature(PLAN.encode())]), fails=fails)
         assert counted == ([] if fails else [1])
     hand_over(processed("a raw prompt", []))
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["rendered here", "elsewhere"])
+def test_no_position_of_a_request_passes_the_served_context(elsewhere: bool) -> None:
+    """Of 8 tokens of an image at ``span`` positions: 12 tokens of text are 12 positions."""
+
+    def max_tokens(span: int, **sampling: int) -> int | None:
+        hashes = ELSEWHERE if elsewhere else rendered(surplus=span - 8)
+        params = SamplingParams(**{"max_tokens": 80, **sampling})
+        sent = processed(hashes, [feature(PLAN.encode())], span=span, params=params)
+        limited: int | None = sent.sampling_params.max_tokens
+        return limited
+
+    assert max_tokens(4) == max_tokens(8) == 80
+    assert max_tokens(9) == 79
+    assert max_tokens(9, max_tokens=5) == 5
+    assert max_tokens(87) == 1
+    for span, sampling, problem in (
+        (88, {}, "20 tokens at 100 positions"),
+        (10**6, {}, "at 1000012 positions"),
+        (87, {"min_tokens": 2}, "less than or equal to 1"),
+    ):
+        with pytest.raises(VLLMValidationError, match=problem):
+            max_tokens(span, **sampling)
+
+
+def test_parts_of_an_image_from_elsewhere_share_its_positions() -> None:
+    """A core, its delta and what a later turn recalls; then a whole image of the same size."""
+    core, delta = ItemPlan(8, (1, 2), tokens=64).split(5)
+    plans = [core, delta, delta.recall(4), ItemPlan(8, (3, 4), tokens=64)]
+    items = [feature(plan.encode(), plan.budget) for plan in plans]
+    assert _sum_surplus(lambda data: ItemSize(span=30), items) == 2 * 30 - (5 + 3 + 4 + 8)
 
 
 def test_items_are_cached_under_the_key_of_their_image_when_they_are_handed_over() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakValueDictionary
 
 from cachetools import Cache
@@ -20,6 +20,7 @@ from vllm.multimodal.cache.base import BaseMultiModalProcessorCache
 from vllm.multimodal.inputs import MultiModalKwargsItem
 
 from vllm_autoprune.errors import AutopruneError
+from vllm_autoprune.serving.api.positions import ItemFields, ItemSize, limit_positions
 from vllm_autoprune.serving.api.request import OFFLINE_FIX, REFUSED, refuse_misplaced
 from vllm_autoprune.serving.compat import depends_on, patch
 from vllm_autoprune.serving.plan import (
@@ -250,7 +251,8 @@ class RenderedHashes(dict[str, list[str]]):
 
     vLLM passes this object on as it is. No client can send one, so its type also shows that the
     plans of the request were made by this server. ``keys`` are those of the processed tensors in
-    vLLM's processor cache, by identity.
+    vLLM's processor cache, by identity; ``surplus`` are the positions that the prompt takes beyond
+    its tokens.
     """
 
     def __init__(
@@ -259,11 +261,13 @@ class RenderedHashes(dict[str, list[str]]):
         count: Callable[[], None] | None = None,
         keys: Mapping[str, str] = MappingProxyType({}),
         rendering: Rendering | None = None,
+        surplus: int = 0,
     ) -> None:
         super().__init__(hashes)
         self._count = count
         self._keys = keys
         self._rendering = rendering
+        self.surplus = surplus
         self._features: Sequence[MultiModalFeatureSpec] = ()
         self._handed_over = False
 
@@ -323,6 +327,7 @@ def watch_requests() -> None:
             return request
         hashes = prompt.get("mm_hashes") if isinstance(prompt, Mapping) else None
         if isinstance(hashes, RenderedHashes):
+            limit_positions(request, hashes.surplus, self.model_config.max_model_len)
             hashes.await_hand_over(request.mm_features)
             return request
         try:
@@ -331,12 +336,15 @@ def watch_requests() -> None:
                 # ``mm_processor_kwargs``, which protects such a server.
                 served = replace(served, rules=replace(served.rules, level="none"))
             rules = PlanRules(served, self.model_config.get_vocab_size())
+            processor: Any = self.renderer.get_mm_processor()
             algorithm = self.model_config.get_multimodal_config().mm_hasher_algorithm
             _check_features(rules, request.mm_features, request.cache_salt or "", algorithm)
+            surplus = _sum_surplus(processor.measure, request.mm_features)
         except AutopruneError as error:
             REFUSED.inc()
             # Of all errors of this step vLLM answers only its own by 400.
             raise VLLMValidationError(str(error), parameter=FIELD) from None
+        limit_positions(request, surplus, self.model_config.max_model_len)
         return request
 
     @patch(OutputProcessor, "add_request")
@@ -405,6 +413,33 @@ def _check_features(
     most = rules.served.rules.total
     if most is not None and kept > most:
         raise plan_error(f"is of {kept} tokens of a request, which may keep {most}")
+
+
+@depends_on("vllm.renderers.base:BaseRenderer", "get_mm_processor")
+def _sum_surplus(
+    measure: Callable[[ItemFields], ItemSize], features: Sequence[MultiModalFeatureSpec]
+) -> int:
+    """Positions that a prompt rendered elsewhere takes beyond its number of tokens.
+
+    As :func:`.positions.sum_surplus`, by the tensors of its items, of which ``measure`` gives the
+    size.
+    """
+    surplus = 0
+    for feature in features:
+        data, length = feature.data or {}, feature.mm_position.length
+        span = measure(data).span
+        if span is None:
+            continue
+        field = data.get(FIELD)
+        plan = None if field is None else ItemPlan.decode(field.data)
+        if plan is not None and plan.part in ("delta", "recall"):
+            surplus -= length  # stands at positions of its image
+            continue
+        text = length - feature.mm_position.get_num_embeds()
+        if plan is not None and plan.text:
+            text = len(plan.text)
+        surplus += span + text - length
+    return surplus
 
 
 # The engine's cache of processed images holds an image once, whatever is asked about it.

@@ -8,6 +8,7 @@ from itertools import accumulate, groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
+from vllm_autoprune.serving.api.positions import ItemFields, ItemSize, find_placeholders
 from vllm_autoprune.serving.api.request import RecallTurn, split_shared_budget
 from vllm_autoprune.serving.compat import depends_on
 from vllm_autoprune.serving.plan import (
@@ -24,7 +25,6 @@ from vllm_autoprune.tpdsl.cost import state_cost
 from vllm_autoprune.tpdsl.state import PruningState
 
 if TYPE_CHECKING:
-    from vllm.multimodal.inputs import MultiModalKwargsItem
     from vllm.multimodal.parse import ImageSize
     from vllm.multimodal.processing import BaseProcessingInfo
     from vllm.multimodal.processing.processor import PromptUpdateDetails
@@ -61,8 +61,9 @@ class Placeholders:
     stands for an item in a prompt before it is processed, where it is no token. ``embeds_text``
     says that the worker makes the rows of text between the tokens of a pruned item as well: only
     there it is known how many tokens are kept before each. vLLM's own pruning of Qwen3-VL's videos
-    does so (``Qwen3VLMultiModalProcessor.get_video_repl``). ``video_token`` is the token of clips,
-    and ``frames`` gives T of a processed one; None where videos are left whole.
+    does so (``Qwen3VLMultiModalProcessor.get_video_repl``). ``video_token`` is the token of clips;
+    None where videos are left whole. ``measure`` gives the size of a processed image or video; None
+    where frames are not counted and every row has a position of its own.
     """
 
     count: Callable[[BaseProcessingInfo, ImageSize, Mapping[str, object]], TokenCount]
@@ -73,7 +74,7 @@ class Placeholders:
     text: str = ""
     embeds_text: bool = False
     video_token: Callable[[BaseProcessingInfo], int] | None = None
-    frames: Callable[[MultiModalKwargsItem], int] | None = None
+    measure: Callable[[BaseProcessingInfo, ItemFields], ItemSize] | None = None
 
     @depends_on("vllm.multimodal.processing.processor", "PromptUpdateDetails")
     def lay_out(
@@ -110,14 +111,6 @@ class Placeholders:
         if plan.frames:
             shortened = [content.full[is_embed.index(True)]] * len(shortened)
         return replace(content, full=shortened, is_embed=None), replace(plan, text=places)
-
-
-def find_placeholders(content: PromptUpdateDetails) -> list[bool]:
-    """Which tokens of an item's prompt text are placeholders of its rows."""
-    if content.is_embed is None:
-        return [True] * len(content.full)
-    flags: list[bool] = content.is_embed(content.full).tolist()
-    return flags
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from threading import Lock
 from typing import TYPE_CHECKING
 
-from cachetools import LRUCache
 from PIL import Image
 from transformers import BatchFeature
 from vllm.multimodal.cache import LruKeyReplicatedSenderCache
@@ -35,8 +33,16 @@ from vllm_autoprune.serving.api.engine_requests import (
     Rendering,
     Waiting,
 )
-from vllm_autoprune.serving.api.layout import Placeholders, PlannedItem, find_placeholders
+from vllm_autoprune.serving.api.layout import Placeholders, PlannedItem
 from vllm_autoprune.serving.api.planner import RequestPlan, RequestPlanner, Size
+from vllm_autoprune.serving.api.positions import (
+    ItemFields,
+    ItemSize,
+    find_placeholders,
+    get_size,
+    sum_surplus,
+    with_size,
+)
 from vllm_autoprune.serving.api.request import REFUSED, SALT, CacheSalt
 from vllm_autoprune.serving.compat import depends_on
 from vllm_autoprune.serving.plan import ENTRY, FIELD, REQUEST_FIELD, refuse
@@ -53,17 +59,13 @@ if TYPE_CHECKING:
     from vllm.multimodal.processing import BaseMultiModalProcessor as _Stock
     from vllm.multimodal.processing.processor import (
         MultiModalProcessingResult,
+        MultiModalPromptUpdates,
         ResolvedPromptUpdate,
     )
     from vllm.multimodal.registry import _ProcessorFactories
 
 else:
     _Stock = object
-
-_MAX_CLIPS = 1 << 14
-"""Clips whose number of frames a process remembers."""
-
-_COUNTING = Lock()
 
 _PROFILE = "_autoprune_profile"
 _PROFILING = object()
@@ -91,12 +93,14 @@ def make_pruned_factories(
 class _Inputs(ProcessorInputs):
     """Inputs with an item for every plan; or with every image once, and the ``keys`` of caches.
 
-    ``clips`` are filled when they are planned.
+    ``clips`` are filled when they are planned, and ``surplus`` when all items are laid out: the
+    positions that the prompt takes beyond its tokens.
     """
 
     plan: RequestPlan = field(default_factory=lambda: RequestPlan((), {}))
     clips: list[PlannedItem] = field(default_factory=list)
     keys: Mapping[str, list[str]] = field(default_factory=dict)
+    surplus: int = 0
 
 
 @depends_on(
@@ -107,6 +111,7 @@ class _Inputs(ProcessorInputs):
     "_get_cache_missing_items",
     "_get_mm_fields_config",
     "_get_mm_hashes",
+    "_get_mm_prompt_updates",
     "_recompute_cached_prompt_update",
 )
 @depends_on("vllm.multimodal.inputs:MultiModalKwargsItems", "from_hf_inputs")
@@ -122,11 +127,6 @@ class PrunedProcessor(_Stock):
         return Waiting()
 
     @cached_property
-    def _frames(self) -> LRUCache[str, int]:
-        """T of the clips seen last, by key: vLLM does not tell it of those that its engine has."""
-        return LRUCache(_MAX_CLIPS)
-
-    @cached_property
     def recall_token(self) -> str | None:
         """Text that marks a turn which recalls; None where an image cannot be several items."""
         if self._placeholders.unsplittable:
@@ -140,6 +140,11 @@ class PrunedProcessor(_Stock):
         assert served is not None
         stock = super()._get_mm_hashes
         return RequestPlanner(self.info, served, self._placeholders, stock, self._process_alone)
+
+    def measure(self, data: ItemFields) -> ItemSize:
+        """Size of a processed image or video, by its tensors."""
+        measure = self._placeholders.measure
+        return ItemSize() if measure is None else measure(self.info, data)
 
     def _process_alone(self, picture: object, hf_kwargs: Mapping[str, object]) -> BatchFeature:
         alone = MultiModalDataItems({"image": ImageProcessorItems([picture])})
@@ -186,7 +191,8 @@ class PrunedProcessor(_Stock):
         clips = planned_inputs.clips
         keys = {item.identity: item.key for item in (*plan.items, *clips)}
         count = plan.count and partial(plan.count, [clip.plan for clip in clips])
-        hashes = RenderedHashes(processed["mm_hashes"], count, keys, rendering)
+        surplus = planned_inputs.surplus
+        hashes = RenderedHashes(processed["mm_hashes"], count, keys, rendering, surplus)
         processed["mm_hashes"] = hashes
         return processed
 
@@ -196,10 +202,7 @@ class PrunedProcessor(_Stock):
         """Process each image once, and give every item its plan and K of N placeholders."""
         assert isinstance(inputs, _Inputs)
         plan, cache = inputs.plan, inputs.cache
-        # The first of the items that have the same tensors, by their key.
-        at_key: dict[str, int] = {}
-        for at, item in enumerate(plan.items):
-            at_key.setdefault(item.key, at)
+        at_key = _find_first_items(plan.items)
         keys = {**plan.hashes, "image": [*at_key]} if plan.items else dict(plan.hashes)
         if plan.clips is not None:
             keys["video"] = plan.clips.keys
@@ -229,13 +232,24 @@ class PrunedProcessor(_Stock):
             cache.process_again = process_again
         result = result._replace(hashes=plan.hashes)
         if plan.clips is not None:
-            result = self._plan_clips(plan.clips, result, inputs, timing_ctx)
-        if not plan.items:
-            return result
+            result = self._plan_clips(plan.clips, result, inputs)
+        if plan.items:
+            result = self._plan_images(plan.items, result, cache)
+        inputs.surplus = sum_surplus(result.prompt_updates, [item.image for item in plan.items])
+        return result
+
+    def _plan_images(
+        self,
+        items: Sequence[PlannedItem],
+        result: MultiModalProcessingResult,
+        cache: BaseMultiModalProcessorCache | None,
+    ) -> MultiModalProcessingResult:
+        """The result, which has every image once, with all items: their plans, K placeholders."""
+        at_key = _find_first_items(items)
         places = {key: place for place, key in enumerate(at_key)}
         tensors: list[MultiModalKwargsItem] = []
         updates: list[list[ResolvedPromptUpdate]] = []
-        for at, item in enumerate(plan.items):
+        for at, item in enumerate(items):
             place = places[item.key]
             image = result.kwargs["image"][place]
             if at_key[item.key] < at and cache is not None and cache.is_cached_item(item.key):
@@ -259,28 +273,12 @@ class PrunedProcessor(_Stock):
         clips: Clips,
         result: MultiModalProcessingResult,
         inputs: _Inputs,
-        timing_ctx: TimingContext,
     ) -> MultiModalProcessingResult:
         """The result with a plan, an identity and K placeholders for every clip."""
-        count_frames, known = self._placeholders.frames, self._frames
-        assert count_frames is not None
-        keys = clips.keys
-        with _COUNTING:  # several renderer threads may share one processor
-            for key, data in zip(keys, result.kwargs["video"], strict=True):
-                if data is not None:
-                    known[key] = count_frames(data)
-            if any(key not in known for key in keys):
-                # The engine has a clip of which so many others have been sent since.
-                only = {"keys": {"video": keys}, "cache": None}
-                videos = MultiModalDataItems({"video": inputs.mm_data_items["video"]})
-                uncached = _Inputs(**{**vars(inputs), **only, "mm_data_items": videos})
-                again = super()._cached_apply_hf_processor(uncached, timing_ctx)
-                known.update(zip(keys, map(count_frames, again.kwargs["video"]), strict=True))
-            contents = [update.content for (update,) in result.prompt_updates["video"]]
-            sizes = [
-                (sum(find_placeholders(content)), known[key])
-                for content, key in zip(contents, keys, strict=True)
-            ]
+        contents = [update.content for (update,) in result.prompt_updates["video"]]
+        sizes = [
+            (sum(find_placeholders(content)), get_size(content).frames) for content in contents
+        ]
         inputs.clips[:] = clips.plan(self._planner.served, self._planner.tokenizer, sizes)
         tensors, updates = [], []
         for item, data, (update,) in zip(
@@ -295,6 +293,26 @@ class PrunedProcessor(_Stock):
             kwargs=MultiModalKwargsItems({**result.kwargs, "video": tensors}),
             prompt_updates={**result.prompt_updates, "video": updates},
         )
+
+    def _get_mm_prompt_updates(
+        self,
+        mm_items: MultiModalDataItems,
+        hf_processor_mm_kwargs: Mapping[str, object],
+        out_mm_kwargs: MultiModalKwargsItems,
+    ) -> MultiModalPromptUpdates:
+        """As stock, with the size of every item beside its prompt text."""
+        updates = super()._get_mm_prompt_updates(mm_items, hf_processor_mm_kwargs, out_mm_kwargs)
+        sized = {
+            modality: [
+                [with_size(update, self.measure(data)) for update in updates_of_item]
+                for updates_of_item, data in zip(
+                    updates[modality], out_mm_kwargs.get(modality, ()), strict=True
+                )
+            ]
+            for modality in ("image", "video")
+            if modality in updates
+        }
+        return {**updates, **sized}
 
     def _get_cache_missing_items(
         self,
@@ -352,6 +370,14 @@ class PrunedProcessor(_Stock):
         """The keys by which vLLM's processor cache holds the images."""
         assert isinstance(inputs, _Inputs)
         return dict(inputs.keys)
+
+
+def _find_first_items(items: Sequence[PlannedItem]) -> dict[str, int]:
+    """The first of the items that have the same tensors, by their key."""
+    first_items: dict[str, int] = {}
+    for i, item in enumerate(items):
+        first_items.setdefault(item.key, i)
+    return first_items
 
 
 def _with_images(inputs: ProcessorInputs, images: Sequence[object]) -> MultiModalDataItems:

@@ -18,6 +18,7 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 from vllm.model_executor.models.vision import run_dp_sharded_mrope_vision_model
 
 from vllm_autoprune.serving.api.layout import Placeholders, TokenCount
+from vllm_autoprune.serving.api.positions import ItemFields, ItemSize
 from vllm_autoprune.serving.models.cells import CellGrid, CellTower
 from vllm_autoprune.serving.models.mrope import (
     VIDEO_GRIDS,
@@ -45,6 +46,12 @@ if TYPE_CHECKING:
 
 _CLIPS, _SECONDS = "pixel_values_videos", "second_per_grid_ts"
 """Fields of clips: their patches, and the time between two of their frames."""
+
+
+def frame_time(vision_config: Any, seconds: float, frame: int) -> int:
+    """Position in time of a frame, where they are so many seconds apart (Qwen2-VL's kind)."""
+    factor = seconds * getattr(vision_config, "tokens_per_second", 1.0)
+    return int(frame * factor)
 
 
 class GridVision(GridLayout):
@@ -204,8 +211,8 @@ class GridVision(GridLayout):
         if self.dates_frames:
             return [0] * frames
         seconds = clip[_SECONDS].item() if _SECONDS in clip else 1.0
-        factor = seconds * getattr(self._model.config.vision_config, "tokens_per_second", 1.0)
-        return [int(frame * factor) for frame in range(frames)]
+        vision = self._model.config.vision_config
+        return [frame_time(vision, seconds, frame) for frame in range(frames)]
 
     def _encode_cells(
         self, pixels: Tensor, grids: Tensor, anchors: Sequence[Tensor | None]
@@ -243,6 +250,27 @@ class GridVision(GridLayout):
         """Merged tokens of the image that has most of them."""
         return TokenCount(info.get_max_image_tokens())
 
+    @classmethod
+    def measure(cls, info: Any, item: ItemFields) -> ItemSize:
+        """Positions that ``get_mrope_input_positions`` gives a whole image or clip, and T.
+
+        Those of clips that are never pruned are not counted, nor those of an item without a grid.
+        """
+        vision = info.get_hf_config().vision_config
+        field = item.get(VIDEO_GRIDS if cls.video_token and VIDEO_GRIDS in item else cls.grids)
+        grid = None if field is None else field.data
+        if not isinstance(grid, Tensor) or grid.shape != (3,):
+            return ItemSize()
+        times, *sides = grid.tolist()
+        side = max(sides) // vision.spatial_merge_size
+        frames = times if VIDEO_GRIDS in item else 0
+        if not info.ctx.model_config.uses_mrope:
+            return ItemSize(frames=frames)
+        if cls.dates_frames:
+            return ItemSize(times * side, frames)
+        seconds = float(item[_SECONDS].data) if _SECONDS in item else 1.0
+        return ItemSize(max(frame_time(vision, seconds, times - 1) + 1, side), frames)
+
     @staticmethod
     def shrink_to_budget(info: Any, size: ImageSize, budget: int) -> ImageSize:
         """The size that the processor's own arithmetic gives an image of at most K merged tokens.
@@ -269,13 +297,13 @@ def prune_grid(stock: Any, vision: type[GridVision], merger: str = "") -> type[P
         vision.count_largest,
         lambda info: int(attrgetter(vision.image_token)(info.get_hf_config())),
         resize=vision.shrink_to_budget if vision.resizes else None,
+        measure=vision.measure if positions else None,
     )
     if vision.video_token:
         calls += ("_parse_and_validate_video_input", "_process_video_input")
         placeholders = replace(
             placeholders,
             video_token=lambda info: int(attrgetter(vision.video_token)(info.get_hf_config())),
-            frames=lambda item: int(item[VIDEO_GRIDS].data[0]),
         )
     mixin = PrunedMRope if positions else PrunedModel
     return prune_class(

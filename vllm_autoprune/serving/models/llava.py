@@ -18,6 +18,7 @@ from vllm.model_executor.models.llava_next import LlavaNextForConditionalGenerat
 from vllm.model_executor.models.llava_onevision import LlavaOnevisionForConditionalGeneration
 
 from vllm_autoprune.serving.api.layout import Placeholders, TokenCount
+from vllm_autoprune.serving.api.positions import ItemFields, ItemSize
 from vllm_autoprune.serving.models import pooled_frame
 from vllm_autoprune.serving.models.pruned_model import (
     EncoderInputs,
@@ -338,6 +339,11 @@ def _count_joined_tokens(
     return TokenCount(tokens, _count_tiles(info.get_hf_config(), size.height, size.width))
 
 
+def _measure(info: LlavaNextProcessingInfo, item: ItemFields) -> ItemSize:
+    """Frames of a processed clip."""
+    return ItemSize(frames=len(item[_CLIPS].data) if _CLIPS in item else 0)
+
+
 _PLACEHOLDERS = Placeholders(
     lambda info, size, kwargs: TokenCount(info.get_max_image_tokens()),  # all are one tile
     lambda info: TokenCount(info.get_max_image_tokens()),
@@ -365,7 +371,7 @@ AutopruneLlavaOnevisionForConditionalGeneration = prune_class(
     replace(
         _JOINED_PLACEHOLDERS,
         video_token=lambda info: info.get_hf_config().video_token_index,
-        frames=lambda item: len(item[_CLIPS].data),
+        measure=_measure,
     ),
     _OnevisionVision,
     _PrunedOnevision,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from vllm_autoprune.errors import SelectionError
 from vllm_autoprune.ops.rowwise import upload
 from vllm_autoprune.serving.compat.worker import UNCHANGED_DELTA, request_positions
 from vllm_autoprune.serving.models.pruned_model import PrunedModel, Vision
@@ -226,6 +228,7 @@ class PrunedMRope(PrunedModel, _Stock):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         # Some classes serve checkpoints with positions of one axis too.
         self.autoprune_places: bool = vllm_config.model_config.uses_mrope
+        self.autoprune_max_model_len: int = vllm_config.model_config.max_model_len
         if self.autoprune is not None:
             # Videos are handled by the stock model.
             self.is_multimodal_pruning_enabled = False
@@ -257,7 +260,33 @@ class PrunedMRope(PrunedModel, _Stock):
                 unpruned[i] = plan.write_text(unpruned[i])
                 widths[i] = int(grid[2]) // vision.merge
         firsts = _match_items(plans)
-        return _compute_input_positions(stock, input_tokens, mm_features, unpruned, firsts, widths)
+        positions, delta = _compute_input_positions(
+            stock, input_tokens, mm_features, unpruned, firsts, widths
+        )
+        return self._bound_positions(positions, delta)
+
+    @cached_property
+    def _table_rows(self) -> int:
+        """Positions that the language model has rotations of."""
+        tables = [
+            layer.cos_sin_cache.shape[0]
+            for layer in self.get_language_model().modules()
+            if isinstance(getattr(layer, "cos_sin_cache", None), Tensor)
+        ]
+        return min(tables, default=self.autoprune_max_model_len)
+
+    def _bound_positions(self, positions: Tensor, delta: int) -> tuple[Tensor, int]:
+        """Positions of a prompt, and its delta, within the table of rotations.
+
+        A position beyond it ends the engine. The API server refuses such requests; what reaches a
+        worker all the same was forged, or is a video that vLLM itself places so.
+        """
+        last = self._table_rows - 1
+        if int(positions.max()) <= last and self.autoprune_max_model_len + delta <= last + 1:
+            return positions, delta
+        error = SelectionError(f"positions beyond the {last + 1} that the model has rotations of")
+        self.autoprune_reporter.report_error(error, "placing its last tokens at the last position")
+        return positions.clamp(max=last), min(delta, last + 1 - self.autoprune_max_model_len)
 
     def recompute_mrope_positions(
         self,
@@ -298,7 +327,7 @@ class PrunedMRope(PrunedModel, _Stock):
             tokens = [int(attrgetter(name)(self.config)) for name in names if name]
             positions = _place_image_tokens(
                 ids, positions, channels, tokens, num_computed_tokens, vision.dates_frames
-            )
+            ).clamp(max=self._table_rows - 1)
         if isinstance(input_ids, Tensor):
             return rows, positions, UNCHANGED_DELTA
         return rows, positions, int(positions.max()) + 1 - len(input_ids)

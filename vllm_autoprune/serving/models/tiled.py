@@ -23,6 +23,7 @@ from vllm.model_executor.models.skyworkr1v import SkyworkR1VChatModel
 from vllm.model_executor.models.smolvlm import SmolVLMForConditionalGeneration
 
 from vllm_autoprune.serving.api.layout import Placeholders, TokenCount
+from vllm_autoprune.serving.api.positions import ItemFields, ItemSize
 from vllm_autoprune.serving.compat import depends_on
 from vllm_autoprune.serving.models.pruned_model import (
     EncoderInputs,
@@ -199,6 +200,11 @@ class _Idefics3Vision(_TiledVision):
         return rows
 
 
+def _measure(info: Any, item: ItemFields) -> ItemSize:
+    """Frames of a processed clip."""
+    return ItemSize(frames=int(item[CLIP_FRAMES].data) if CLIP_FRAMES in item else 0)
+
+
 def _prune(
     stock: Any,
     vision: type[_TiledVision],
@@ -234,7 +240,7 @@ def _prune(
         image_token,
         text=text,
         video_token=video_token,
-        frames=None if video_token is None else lambda item: int(item[CLIP_FRAMES].data),
+        measure=None if video_token is None else _measure,
     )
     return prune_class(stock, placeholders, vision, **hooks)
 

@@ -1,0 +1,107 @@
+"""Positions that a pruned prompt takes are those of the whole prompt, as the model gives them."""
+
+from __future__ import annotations
+
+import copy
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.multimodal.inputs import MultiModalFeatureSpec
+from vllm.multimodal.processing import ProcessorInputs
+from vllm.multimodal.processing.context import TimingContext
+
+from tests.serving.unit.samples import LARGE, Sender, picture
+from vllm_autoprune.selftest.backbones import build
+from vllm_autoprune.selftest.serve import clip
+from vllm_autoprune.serving.models import BACKBONES
+
+pytestmark = [
+    pytest.mark.compat,
+    pytest.mark.filterwarnings("ignore:__array__ implementation"),  # Glm4vProcessor
+]
+
+MROPE = {row.name: row for row in BACKBONES.values() if row.mrope}
+CLIPS = [name for name, row in MROPE.items() if row.clips]
+PRUNED_CLIPS: dict[str, Any] = {
+    "base_policy": {"name": "vcast"},
+    "frames": {"tokens": {"atom": "per_frame_budget", "k": 2}, "budget": "global"},
+    "constraints/selector": {"atom": "reference_strict_preservation_selector"},
+}
+THIN, TALL = picture(28 * 40, 28), picture(28, 28 * 30, 3)
+
+
+Items = dict[str, list[Any]]
+"""Images and clips of a request."""
+
+
+def process(sender: Sender, items: Items, **entry: object) -> Any:
+    """What a prompt with these items is made into, images first."""
+    texts = [sender._model.get_placeholder_str(kind, 1) for kind in items for _ in items[kind]]
+    if None in texts:
+        texts = [sender._placeholder for _ in texts]
+    inputs = ProcessorInputs(
+        sender.info.get_tokenizer().encode(f"user {' '.join(texts)} what"),
+        sender.info.parse_mm_data(items),
+        None,
+        hf_processor_mm_kwargs={"autoprune": entry},
+        cache=sender.cache,
+    )
+    return sender._processor.apply(inputs, TimingContext(enabled=False))
+
+
+def find_end(sender: Sender, backbone: str, items: Items) -> int:
+    """The first position after a whole prompt, by vLLM's own model class."""
+    uncached = copy.copy(sender)
+    uncached.cache = None
+    made = process(uncached, items, enabled=False)
+    features = [
+        MultiModalFeatureSpec(item, modality, "", position)
+        for modality, items in made["mm_kwargs"].items()
+        for item, position in zip(items, made["mm_placeholders"][modality], strict=True)
+    ]
+    module, _, name = MROPE[backbone].model.partition(":")
+    stock: Any = vars(import_module(module))[name].__mro__[3]
+    model = stock.__new__(stock)
+    vars(model)["config"] = sender.info.get_hf_config()
+    ids = list(made["prompt_token_ids"])
+    _, delta = model.get_mrope_input_positions(ids, features)
+    return len(ids) + int(delta)
+
+
+def assert_same_end(sender: Sender, backbone: str, items: Items, **entry: object) -> None:
+    """The pruned prompt ends at the position at which the whole one does."""
+    end = find_end(sender, backbone, items)
+    for _ in range(2):  # the second time by what vLLM's cache knows of the items
+        made = process(sender, items, **entry)
+        assert len(made["prompt_token_ids"]) + made["mm_hashes"].surplus == end
+
+
+@pytest.mark.parametrize("backbone", MROPE)
+@pytest.mark.parametrize("budget", [1, 8, "100%"])
+def test_images_take_the_positions_of_whole_ones(
+    backbone: str, budget: int | str, tmp_path: Path
+) -> None:
+    sender = Sender(build(backbone, tmp_path), budget=8, placeholder="").with_cache()
+    assert_same_end(sender, backbone, {"image": [THIN, LARGE, TALL, LARGE]}, budget=budget)
+
+
+@pytest.mark.parametrize("backbone", CLIPS)
+@pytest.mark.parametrize(("state", "budget"), [(PRUNED_CLIPS, 9), (PRUNED_CLIPS, "100%"), ({}, 0)])
+def test_clips_take_the_positions_of_whole_ones(
+    backbone: str, state: dict[str, Any], budget: int | str, tmp_path: Path
+) -> None:
+    """Pruned, kept whole, and left whole by a state that prunes none; beside an image."""
+    sender = Sender(build(backbone, tmp_path), budget=8, placeholder="", **state).with_cache()
+    entry = {"video_budget": budget} if state else {}
+    assert_same_end(sender, backbone, {"image": [THIN], "video": [clip(12)]}, **entry)
+
+
+def test_parts_of_an_image_share_its_positions(tmp_path: Path) -> None:
+    """A core, its delta and what a later turn recalls, of an image of 8 x 8 tokens."""
+    sender = Sender(build("qwen2_5_vl", tmp_path), budget=32, core={"share": 0.5})
+    turns = [{"images": 1, "text": "what"}]
+    sent = sender.with_blocks(4).send([LARGE], recall=4, recall_turns=turns)
+    assert [plan.part for plan in sent.plans] == ["core", "delta", "recall"]
+    assert sent.surplus == 8 - sum(sent.lengths)
