@@ -76,6 +76,7 @@ def _activate(architecture: str) -> None:
     engine_requests.cache_without_plans()
     compat.register_renderer("hf", "vllm_autoprune.serving.api.renderer", "AutopruneHfRenderer")
     worker.spread_recalls(ItemPlan.is_recall)
+    worker.resend_features()
     worker.refuse_sleep(_sleep_problem)
 
 

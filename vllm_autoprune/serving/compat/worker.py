@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, MultiModalConfig
     from vllm.multimodal.inputs import MultiModalKwargsItem
     from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
     from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
@@ -215,6 +216,61 @@ def spread_recalls(
         # The scheduler asks once, at the end of each step.
         self.__dict__.pop("_autoprune_recalls", None)
         return stock(self)
+
+
+_RESENT = "autoprune_features"
+"""Attribute of what the scheduler sends of running requests: items of those that are resumed."""
+
+
+@depends_on(
+    "vllm.v1.core.sched.scheduler:Scheduler", "_make_cached_request_data", "use_v2_model_runner"
+)
+@depends_on("vllm.v1.worker.gpu_model_runner:GPUModelRunner", "_update_states")
+def resend_features() -> None:
+    """Send the images of a request again when it is resumed after it was preempted.
+
+    Why: ``NewRequestData.from_request`` leaves out the tensors of images that the prefix cache
+    covers (``strip_covered_mm_data``). If the request is preempted, others may take those blocks,
+    and the images have to be encoded after all. Model Runner V2 is sent a resumed request anew; V1
+    keeps what it was sent first, and stock vLLM's engine ends: "Encoder cache miss", or tensors
+    that are None.
+    Remove when: ``CachedRequestData`` has the items of resumed requests.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    @patch(Scheduler, "_make_cached_request_data")
+    def make_cached_request_data(
+        stock: Callable[..., CachedRequestData],
+        self: Scheduler,
+        running_reqs: list[Request],
+        resumed_reqs: list[Request],
+        *args: object,
+        **named: object,
+    ) -> CachedRequestData:
+        data = stock(self, running_reqs, resumed_reqs, *args, **named)
+        if not self.use_v2_model_runner:
+            features = {request.request_id: request.mm_features for request in resumed_reqs}
+            setattr(data, _RESENT, features)
+        return data
+
+    @patch(GPUModelRunner, "_update_states")
+    def update_states(
+        stock: Callable[..., object],
+        self: GPUModelRunner,
+        scheduler_output: SchedulerOutput,
+        *args: object,
+        **named: object,
+    ) -> object:
+        resent = getattr(scheduler_output.scheduled_cached_reqs, _RESENT, {})
+        for request_id, features in resent.items():
+            state = self.requests[request_id]
+            # An address in shared memory was replaced by its tensors, and is never left out.
+            state.mm_features = [
+                present if "address" in (feature.data or {}) else feature
+                for present, feature in zip(state.mm_features, features, strict=True)
+            ]
+        return stock(self, scheduler_output, *args, **named)
 
 
 @depends_on("vllm.v1.engine.core:EngineCore", "sleep")
