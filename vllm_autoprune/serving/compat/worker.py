@@ -222,9 +222,7 @@ _RESENT = "autoprune_features"
 """Attribute of what the scheduler sends of running requests: items of those that are resumed."""
 
 
-@depends_on(
-    "vllm.v1.core.sched.scheduler:Scheduler", "_make_cached_request_data", "use_v2_model_runner"
-)
+@depends_on("vllm.v1.core.sched.scheduler:Scheduler", "_make_cached_request_data")
 @depends_on("vllm.v1.worker.gpu_model_runner:GPUModelRunner", "_update_states")
 def resend_features() -> None:
     """Send the images of a request again when it is resumed after it was preempted.
