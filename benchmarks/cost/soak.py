@@ -78,10 +78,7 @@ _SHORT_ANSWERS = "vllm:request_generation_tokens_bucket 5.0"
 _REFUSED = "autoprune_requests_refused_total"
 _BY_REQUEST = ("autoprune_requests_total", "autoprune_images_total")
 """Counters with a sample for every state or chooser."""
-_FAILURES = (
-    "autoprune_fallbacks_total", "autoprune_selection_errors_total",
-    "autoprune_unsafe_states_total",
-)  # fmt: skip
+_FAILURES = ("autoprune_fallbacks_total", "autoprune_selection_errors_total")
 
 
 class _Request(NamedTuple):

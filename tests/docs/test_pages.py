@@ -127,7 +127,7 @@ def test_pages_dashboard_and_alerts_name_the_metrics_that_exist(tmp_path: Path) 
     reporter.errors["ValueError"] = 1
     reporter.report(torch.zeros(1, dtype=torch.uint8))
     with closing(WorkerMetrics(str(tmp_path))) as worker:
-        worker.publish(Stopwatch(torch.device("cpu")), reporter, TensorCache[ImageFeatures](1), 0)
+        worker.publish(Stopwatch(torch.device("cpu")), reporter, TensorCache[ImageFeatures](1))
     workers = CollectorRegistry()
     MultiProcessCollector(workers, path=str(tmp_path))  # type: ignore[no-untyped-call]
     assert engine_requests.__doc__ and planner.__doc__  # their counters are registered by now

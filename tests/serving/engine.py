@@ -280,9 +280,9 @@ def watch() -> Watch:
             record.rows.update(zip(regions.plans, tokens.features, strict=True))
         return tokens
 
-    def record_choice(chosen: Any) -> Any:
+    def record_choice(chosen: Any, budget: int) -> Any:
         record.before_broadcast.append(chosen.indices.tolist())
-        return broadcast(chosen)
+        return broadcast(chosen, budget)
 
     patch.object(pruned_model, "prune_images", record_budgets).start()
     patch.object(_RegionBatch, "select", record_selection).start()

@@ -83,7 +83,7 @@ def test_requests_are_counted(pruned: Server) -> None:
         "kv_bytes_saved": (6 * TOKENS - kept) * KV_BYTES,
         # In the worker: one image per step, without the tower if its features are cached.
         "selection_seconds_count": 6,
-        "unsafe_states": 0,
+        "fallbacks fallback=reference reason=unsafe": 0,
         "fallbacks fallback=reference reason=error": 0,
     }
     grown = assert_grows(pruned, send_requests, expected)

@@ -38,10 +38,11 @@ from vllm_autoprune.tpdsl.materialize import PruningPolicy
 from vllm_autoprune.tpdsl.refine import (
     _evenly_spaced,
     give_core,
-    keep_evenly,
     keep_indices,
     keep_reference,
+    keep_unmerged,
     pool_tokens,
+    select_evenly,
 )
 from vllm_autoprune.tpdsl.tokens import TowerStates, Words, split_over_tiles
 
@@ -185,7 +186,7 @@ def test_k_of_n_or_more_keeps_every_token_as_it_is(budget: int) -> None:
     tokens.features[0, 3] = torch.nan
     policies = [materialize(state(changes), budget) for changes in ({}, BLEND, IN)]
     refined = [refine(policy, tokens) for policy in policies]
-    for kept in (*refined, keep_reference(policies[0], tokens), keep_evenly(budget, tokens)):
+    for kept in (*refined, keep_reference(policies[0], tokens)):
         assert kept.features is tokens.features and kept.indices.tolist() == [[*range(36)]] * 2
         assert kept.exchanged.tolist() == kept.fallback.tolist() == [0, 0]
 
@@ -215,7 +216,8 @@ def test_last_resorts() -> None:
     assert torch.equal(reference.features, gather_rows(tokens.features, reference.indices))
     assert reference.fallback.tolist() == [1, 1] and reference.exchanged.tolist() == [0, 0]
     # An even spread needs no inputs.
-    spread = keep_evenly(8, plain(torch.full((2, 36, 4), torch.nan)))
+    unreadable = plain(torch.full((2, 36, 4), torch.nan))
+    spread = keep_unmerged(unreadable, select_evenly(8, unreadable))
     assert spread.indices.tolist() == [EVENLY, EVENLY] and bool((spread.features == 0).all())
     assert spread.fallback.tolist() == [2, 2] and spread.exchanged.tolist() == [0, 0]
     named = keep_indices(tokens, torch.tensor([[9, 2, 30], [0, 35, 1]]))

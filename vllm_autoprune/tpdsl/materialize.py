@@ -55,8 +55,9 @@ class PruningPolicy:
 
     @property
     def delta(self) -> PruningPolicy:
-        """The policy that keeps the other tokens of K, given the core."""
-        return replace(self, budget=self.budget - self.core, core=0)
+        """The policy that keeps the other tokens of K, given the core, of which all stay."""
+        r_min = max(0, self.r_min - self.core)
+        return replace(self, budget=self.budget - self.core, r_min=r_min, core=0)
 
     @property
     def is_core(self) -> bool:

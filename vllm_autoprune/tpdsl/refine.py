@@ -240,14 +240,19 @@ def keep_reference(
     policy = policy.at(tokens.count, tokens.grid.tiles)
     if policy.budget >= tokens.count:
         return RefinedTokens.keep_all(tokens)
-    return _keep(tokens, _reference(policy, policy.state.ranked(tokens), start), fallback=1)
+    return keep_unmerged(tokens, select_reference(policy, tokens, start))
 
 
-def keep_evenly(budget: int, tokens: VisualTokens, start: Given | None = None) -> RefinedTokens:
-    """Keep K evenly spaced tokens, without reading any input: the last fallback."""
-    if budget >= tokens.count:
-        return RefinedTokens.keep_all(tokens)
-    return keep_indices(tokens, _spread(budget, tokens, start), fallback=2)
+def select_reference(
+    policy: PruningPolicy, tokens: VisualTokens, start: Given | None = None
+) -> TokenSelection:
+    """The base policy's selection alone, as a fallback; needs K < N."""
+    return _fall_back(_reference(policy, policy.state.ranked(tokens), start), tokens, 1)
+
+
+def select_evenly(budget: int, tokens: VisualTokens, start: Given | None = None) -> TokenSelection:
+    """K evenly spaced tokens, without reading any input: the last fallback; needs K < N."""
+    return _fall_back(ReferenceSelection(_spread(budget, tokens, start)), tokens, 2)
 
 
 def _spread(budget: int, tokens: VisualTokens, start: Given | None) -> Tensor:
@@ -266,17 +271,23 @@ def _evenly_spaced(batch: int, tokens: int, count: int, device: torch.device) ->
     return spread.clamp_max(tokens - 1).expand(batch, count)
 
 
-def keep_indices(tokens: VisualTokens, picks: Tensor, fallback: int = 0) -> RefinedTokens:
+def keep_indices(tokens: VisualTokens, picks: Tensor) -> RefinedTokens:
     """Keep the tokens at indices ``(B, K)``, given in any order, with unmerged finite rows."""
-    return _keep(tokens, ReferenceSelection(picks), fallback)
+    return keep_unmerged(tokens, _fall_back(ReferenceSelection(picks), tokens, 0))
 
 
-def _keep(tokens: VisualTokens, reference: ReferenceSelection, fallback: int) -> RefinedTokens:
+def keep_unmerged(tokens: VisualTokens, chosen: TokenSelection) -> RefinedTokens:
+    """Keep a selection without reassembly: what its base policy merged stays merged."""
+    return _refined(tokens, chosen, gather_rows(chosen.reference.rows(tokens), chosen.indices))
+
+
+def _fall_back(
+    reference: ReferenceSelection, tokens: VisualTokens, fallback: int
+) -> TokenSelection:
     picks = reference.picks
     indices = indices_from_mask(mask_from_indices(picks, tokens.count), picks.shape[1])
     code = torch.full((tokens.batch,), fallback, dtype=torch.uint8, device=picks.device)
-    rows = gather_rows(reference.rows(tokens), indices)
-    return _refined(tokens, TokenSelection(indices, reference, code), rows)
+    return TokenSelection(indices, reference, code)
 
 
 def _refined(tokens: VisualTokens, chosen: TokenSelection, rows: Tensor) -> RefinedTokens:

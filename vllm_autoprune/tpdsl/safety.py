@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vllm_autoprune.ops.rowwise import mask_from_indices
 from vllm_autoprune.tpdsl.atoms.safety import VERDICTS, DeterminismCall, SafetyRecord, Verdict
-from vllm_autoprune.tpdsl.base_policy import RefinedTokens
+from vllm_autoprune.tpdsl.base_policy import RefinedTokens, TokenSelection
 from vllm_autoprune.tpdsl.materialize import PruningPolicy, materialize
 from vllm_autoprune.tpdsl.prefix import RecordedPrefix
 from vllm_autoprune.tpdsl.refine import refine
@@ -146,6 +146,19 @@ def safety_check(
         detail = f"{count.detail}, checked in place of K = {full_budget}"
         verdicts["exact_count"] = dataclasses.replace(count, detail=detail)
     return SafetyRecord(tuple(verdicts[name] for name in VERDICTS))
+
+
+def find_unsafe(policy: PruningPolicy, tokens: VisualTokens, chosen: TokenSelection) -> Tensor:
+    """Images ``(B,)`` bool whose tokens repeat, or are too few of the base policy's.
+
+    The exchange may replace q_e of them, and has to leave r_min. Never waits for the device.
+    """
+    policy = policy.at(tokens.count, tokens.grid.tiles)
+    exchanges = min(policy.quota, max(0, policy.budget - policy.r_min))
+    picks = chosen.reference.picks
+    remaining = mask_from_indices(chosen.indices, tokens.count).gather(1, picks).sum(dim=1)
+    repeat = (chosen.indices.sort(dim=1).values.diff(dim=1) == 0).any(dim=1)
+    return repeat | (picks.shape[1] - remaining > exchanges)
 
 
 def _judge_runs(

@@ -33,7 +33,7 @@ from vllm_autoprune.serving.settings import DEFAULT_RULES, RequestRules, TextTow
 from vllm_autoprune.serving.startup import _resolve_settings
 from vllm_autoprune.serving.worker.batch import ModelParts, SelectionContext, prune_images
 from vllm_autoprune.serving.worker.features import ImageFeatures, IndexCache, Region
-from vllm_autoprune.serving.worker.selection import FallbackReporter, FirstImageCheck
+from vllm_autoprune.serving.worker.selection import FallbackReporter
 from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 from vllm_autoprune.tpdsl.tokens import Grid
 
@@ -177,14 +177,14 @@ def prune(
     state: ServedState | None = None,
     indices: IndexCache | None = None,
     errors: Mapping[str, int] = MappingProxyType({}),
-    check: FirstImageCheck | None = None,
 ) -> list[Tensor]:
     """The rows of each image; policies raise so many exceptions of each type."""
     reporter = FallbackReporter()
     memory = IndexCache() if indices is None else indices
-    context = SelectionContext(state or served(), parts(), reporter, check, memory)
+    context = SelectionContext(state or served(), parts(), reporter, memory)
     rows = prune_images(context, plans, image_list)
     assert reporter.errors == errors
+    assert not any(count for (_, why), count in reporter.counts().items() if why == "unsafe")
     return rows
 
 

@@ -23,6 +23,7 @@ from tests.serving.unit.samples import (
     blind,
     image,
     images,
+    parts,
     plan,
     prune,
     region,
@@ -34,17 +35,20 @@ from tests.tpdsl.samples import state
 from vllm_autoprune import Grid, PruningPolicy, VisualTokens, materialize
 from vllm_autoprune.serving.plan import Chooser, split_over_parts
 from vllm_autoprune.serving.worker import batch, selection
+from vllm_autoprune.serving.worker.batch import SelectionContext
 from vllm_autoprune.serving.worker.features import ImageFeatures, IndexCache, Region, TensorCache
 from vllm_autoprune.serving.worker.metrics import SELECTION, Stopwatch, WorkerMetrics
 from vllm_autoprune.serving.worker.selection import (
     FallbackReporter,
-    FirstImageCheck,
     select_with_fallback,
 )
-from vllm_autoprune.tpdsl import safety
-from vllm_autoprune.tpdsl.atoms.safety import SafetyRecord, Verdict
-from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, ReferenceSelection, RefinedTokens
-from vllm_autoprune.tpdsl.refine import _evenly_spaced, keep_reference
+from vllm_autoprune.tpdsl.base_policy import (
+    BASE_POLICIES,
+    ReferenceSelection,
+    RefinedTokens,
+    TokenSelection,
+)
+from vllm_autoprune.tpdsl.refine import _evenly_spaced, keep_reference, select_tokens
 
 SPLIT = served({"/core": {"share": 0.5}})
 
@@ -281,15 +285,12 @@ def test_text_stands_behind_the_tokens_that_it_follows_in_the_whole_image(
 
 @pytest.mark.parametrize("budget", [1, 2, 3, 8, 16, 32])
 @pytest.mark.parametrize("r_min", [None, 0, 1])
-def test_a_sound_state_passes_its_first_image_of_several_regions(
-    budget: int, r_min: int | None
-) -> None:
+def test_a_sound_state_is_safe_on_images_of_several_regions(budget: int, r_min: int | None) -> None:
     """A region exchanges some of the image's q_e, so it keeps fewer reference tokens than r_min."""
     several = ImageFeatures(tuple(region(seed, SIX) for seed in range(3)))
-    check = FirstImageCheck()
     state = served({"/constraints/selector/r_min": r_min})
-    (rows,) = prune([plan(budget, key=3)], [several], state, check=check)
-    assert (len(rows), check.unsafe) == (budget, 0)
+    (rows,) = prune([plan(budget, key=3)], [several], state)
+    assert len(rows) == budget
 
 
 @given(
@@ -329,7 +330,7 @@ def test_an_exception_falls_back_to_the_reference_and_then_to_evenly_spaced_toke
     expected = keep_reference(POLICY, tokens).indices
     monkeypatch.setattr(selection, "select_tokens", fail)
     if kind == "uniform":
-        monkeypatch.setattr(selection, "keep_reference", fail)
+        monkeypatch.setattr(selection, "select_reference", fail)
         expected = _evenly_spaced(2, tokens.count, 8, tokens.features.device)
     result = select_with_fallback(POLICY, tokens, reporter)
     assert torch.equal(result.indices, expected)
@@ -358,57 +359,99 @@ def test_fallbacks_and_errors_add_up_and_each_kind_is_logged_once(
     assert [r.exc_info[0] for r in logged.records if r.exc_info] == [ValueError, KeyError]
 
 
-# ---- the check on the first image ----
+# ---- the bounds of a state ----
 
 
-def test_non_finite_images_fail_no_state(logged: pytest.LogCaptureFixture) -> None:
-    check, tokens = FirstImageCheck(), visual_tokens()
-    spoilt = replace(tokens, features=tokens.features * float("nan"))
-    for of_image in (spoilt, tokens):
-        assert check.replace_unsafe(POLICY, of_image) is POLICY
-    assert (check.unsafe, logged.records) == (0, [])
+def break_bounds(monkeypatch: pytest.MonkeyPatch, number: int, broken: Sequence[int]) -> None:
+    """Have one image of each batch keep these tokens, whatever its policy selects."""
+
+    def select(*inputs: Any) -> TokenSelection:
+        chosen = select_tokens(*inputs)
+        chosen.indices[number] = torch.tensor(broken)
+        return chosen
+
+    monkeypatch.setattr(selection, "select_tokens", select)
 
 
-def fail_at(monkeypatch: pytest.MonkeyPatch, budget: int) -> list[int]:
-    """Make every state fail its safety check at one budget; return the list of checked budgets."""
-    checked: list[int] = []
-    stock = safety.safety_check
-
-    def check(policy: PruningPolicy, probes: list[VisualTokens]) -> SafetyRecord:
-        checked.append(policy.budget)
-        if policy.budget == budget:
-            return SafetyRecord((Verdict("shapes", False, "made to fail"),))
-        return stock(policy, probes)
-
-    monkeypatch.setattr(selection, "safety_check", check)
-    return checked
-
-
-@pytest.mark.parametrize("budgets", [(8, 5), (5, 8)])
-def test_a_verdict_is_of_one_budget_and_is_reached_once(
-    monkeypatch: pytest.MonkeyPatch, budgets: tuple[int, int], logged: pytest.LogCaptureFixture
+@pytest.mark.parametrize("broken", ["a token twice", "too few of the base policy's"])
+def test_a_selection_that_breaks_its_bounds_is_replaced_for_its_image_alone(
+    broken: str, monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
 ) -> None:
-    """In either order, the verdict at one budget does not affect the other."""
-    checked = fail_at(monkeypatch, 5)
-    check, tokens = FirstImageCheck(), visual_tokens()
-    for _ in range(2):
-        for budget in budgets:
-            requested = materialize(POLICY.state, budget)
-            replacement = check.replace_unsafe(requested, tokens)
-            assert (replacement is requested) == (budget != 5)
-            assert replacement.quota == (0 if budget == 5 else requested.quota)
-    assert (checked, check.unsafe) == (list(budgets), 1)
+    tokens, reporter = visual_tokens(batch=3), FallbackReporter()
+    sound, reference = (
+        select_with_fallback(POLICY, tokens, reporter),
+        keep_reference(POLICY, tokens),
+    )
+    picks = reference.indices[1].tolist()
+    others = [token for token in range(tokens.count) if token not in picks]
+    unsafe = [*picks[:7], picks[0]] if broken == "a token twice" else [*picks[:3], *others[:5]]
+    break_bounds(monkeypatch, 1, unsafe)
+    refined = select_with_fallback(POLICY, tokens, reporter)
+    assert torch.equal(refined.indices[1], reference.indices[1])
+    assert torch.equal(refined.indices[[0, 2]], sound.indices[[0, 2]])
+    counts = reporter.counts()
+    assert (counts["reference", "unsafe"], counts["none", "scores"]) == (1, 5)
+    reporter.report(refined.fallback[:0])
     (record,) = logged.records
-    assert "K = 5: shapes: made to fail" in record.getMessage()
+    assert "reference tokens (unsafe)" in record.getMessage()
 
 
-def test_a_verdict_is_of_one_number_of_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    checked = fail_at(monkeypatch, 0)
-    check, square = FirstImageCheck(), visual_tokens()
-    tiled = replace(square, grid=Grid(square.grid.height // 2, square.grid.width, 2))
-    for tokens in (square, tiled, square, tiled):
-        check.replace_unsafe(POLICY, tokens)
-    assert len(checked) == 2
+def test_a_selection_may_exchange_as_many_tokens_as_its_state_allows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Four of eight, at other tokens than those that the policy would choose."""
+    tokens, reporter = visual_tokens(), FallbackReporter()
+    picks = keep_reference(POLICY, tokens).indices[1].tolist()
+    others = [token for token in range(tokens.count) if token not in picks]
+    allowed = sorted([*picks[:4], *others[:4]])
+    break_bounds(monkeypatch, 1, allowed)
+    refined = select_with_fallback(POLICY, tokens, reporter)
+    assert refined.indices[1].tolist() == allowed
+    assert refined.fallback.tolist() == [0, 0]
+
+
+# ---- ranks ----
+
+
+@pytest.mark.parametrize("extra", [0, 2])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        (selection, ("select_tokens",)),
+        (selection, ("select_tokens", "select_reference")),
+        (selection, ("assemble_rows",)),
+        (batch._RegionBatch, ("_make_tokens",)),
+    ],
+    ids=["policy", "base policy", "rows", "inputs"],
+)
+def test_a_rank_that_raises_takes_part_in_the_same_broadcasts(
+    extra: int, broken: tuple[Any, Sequence[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A broadcast less, or a shorter one, would hang all ranks."""
+    sent: list[Tensor] = []
+
+    def broadcast(packed: Tensor) -> Tensor:
+        sent.append(packed)
+        return sent[0]  # rank 0's
+
+    def first_tokens(_: object, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+        picks = torch.arange(budget - extra).expand(tokens.batch, -1)
+        return ReferenceSelection(picks, extra=torch.ones(tokens.batch, extra, 16))
+
+    base = replace(BASE_POLICIES["cdpruner"], needs=frozenset(), function=first_tokens)
+    monkeypatch.setitem(BASE_POLICIES, "cdpruner", base)
+    monkeypatch.setattr(selection, "world_size", lambda: 2)
+    monkeypatch.setattr(selection, "broadcast_rank_zero", broadcast)
+    plans, pictures = [plan(8, 1), plan(8, 2)], images(2)
+    sound = prune(plans, pictures, blind())
+    owner, names = broken
+    for name in names:
+        monkeypatch.setattr(owner, name, fail)
+    context = SelectionContext(blind(), parts(), FallbackReporter())
+    rows = batch.prune_images(context, plans, pictures)
+    assert [packed.shape for packed in sent] == [(2, 9), (2, 9)]
+    if extra == 0:
+        assert all(torch.equal(*pair) for pair in zip(rows, sound, strict=True))
 
 
 # ---- the cache of features ----
@@ -447,7 +490,7 @@ def test_seconds_fall_into_buckets_of_a_file_that_api_servers_read(tmp_path: Pat
     with closing(WorkerMetrics(str(tmp_path))) as worker:
         for seconds in ((0.0005, 0.001, 0.3), (99.0,)):
             watch: Any = SimpleNamespace(collect=lambda seconds=seconds: seconds)
-            worker.publish(watch, FallbackReporter(), TensorCache[ImageFeatures](64), 0)
+            worker.publish(watch, FallbackReporter(), TensorCache[ImageFeatures](64))
     registry = CollectorRegistry()
     MultiProcessCollector(registry, path=str(tmp_path))  # type: ignore[no-untyped-call]
     lines = generate_latest(registry).decode().splitlines()

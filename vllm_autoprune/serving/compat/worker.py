@@ -305,6 +305,14 @@ def world_size() -> int:
     return int(get_tp_group().world_size) if model_parallel_is_initialized() else 1
 
 
+def broadcast_rank_zero(tensor: Tensor) -> Tensor:
+    """Rank 0's tensor on every rank, of one shape and dtype on all of them."""
+    from vllm.distributed import get_tp_group
+
+    broadcast: Tensor = get_tp_group().broadcast(tensor, src=0)
+    return broadcast
+
+
 def is_rank_zero() -> bool:
     """True on rank 0, and where nothing is distributed."""
     from vllm.distributed import get_tp_group

@@ -41,7 +41,7 @@ from vllm_autoprune.serving.worker.features import (
 )
 from vllm_autoprune.serving.worker.metrics import Stopwatch, WorkerMetrics
 from vllm_autoprune.serving.worker.question import ClipTower, InputEmbeddings, RelevanceSpace
-from vllm_autoprune.serving.worker.selection import FallbackReporter, FirstImageCheck, PlanReader
+from vllm_autoprune.serving.worker.selection import FallbackReporter, PlanReader
 from vllm_autoprune.serving.worker.tower_hooks import (
     InputHook,
     Merger,
@@ -305,7 +305,6 @@ class PrunedModel(_Stock):
             return
         self.autoprune = self.autoprune_vision(self, served)
         self.autoprune_reporter = FallbackReporter()
-        self.autoprune_first_check = FirstImageCheck()
         model = vllm_config.model_config
         rules = PlanRules(served, model.get_vocab_size())
         device = self.autoprune.sample_weight.device
@@ -360,15 +359,14 @@ class PrunedModel(_Stock):
             reserved = vision.cache.reserve(vision.sample_weight.device)
         keys, encoder_inputs = [plan.key for plan in plans], [image.inputs for image in images]
         features, parts = vision.features(keys, encoder_inputs, profile), vision.model_parts()
-        check = self.autoprune_first_check
-        context = SelectionContext(vision.served, parts, reporter, check, vision.indices)
+        context = SelectionContext(vision.served, parts, reporter, vision.indices)
         # Times that are not published would be kept forever.
         metrics = self.autoprune_metrics if not profile and is_rank_zero() else None
         with nullcontext() if metrics is None else self.autoprune_watch.measure():
             rows = prune_images(context, plans, features)
         del reserved
         if metrics is not None:
-            metrics.publish(self.autoprune_watch, reporter, vision.cache, check.unsafe)
+            metrics.publish(self.autoprune_watch, reporter, vision.cache)
         return rows
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:

@@ -20,18 +20,14 @@ from vllm_autoprune.serving.worker.features import ImageFeatures, IndexCache, Re
 from vllm_autoprune.serving.worker.question import RelevanceSpace
 from vllm_autoprune.serving.worker.selection import (
     FallbackReporter,
-    FirstImageCheck,
     select_at_random,
+    select_evenly_with_ranks,
     select_with_fallback,
 )
 from vllm_autoprune.tpdsl.base_policy import Given, RefinedTokens
 from vllm_autoprune.tpdsl.materialize import PruningPolicy
 from vllm_autoprune.tpdsl.prefix import LanguagePrefix
-from vllm_autoprune.tpdsl.refine import (
-    give_core,
-    keep_evenly,
-    pool_tokens,
-)
+from vllm_autoprune.tpdsl.refine import give_core, pool_tokens
 from vllm_autoprune.tpdsl.tokens import (
     Instruction,
     MergerInput,
@@ -70,14 +66,12 @@ class ModelParts:
 class SelectionContext:
     """State, model parts and reporter for the selection of one batch.
 
-    ``first_check`` is the safety check on a state's first real images; None skips it. ``indices``
-    are those of the tokens that items keep.
+    ``indices`` are those of the tokens that items keep.
     """
 
     served: ServedState
     parts: ModelParts
     reporter: FallbackReporter
-    first_check: FirstImageCheck | None = None
     indices: IndexCache = field(default_factory=IndexCache)
 
 
@@ -276,8 +270,6 @@ class _RegionBatch:
             items = self._take_items([[*plan.items_before()] for plan in self.plans])
             before += (item._recall() for item in items if item.rows > 0)
             tokens = self._make_tokens(policy, bare)
-            if self.context.first_check is not None and not plan.profile:
-                policy = self.context.first_check.replace_unsafe(policy, tokens)
             if before and plan.part == "recall":
                 earlier = Given.after(tokens, torch.cat(before, dim=1))
             elif before:
@@ -285,9 +277,7 @@ class _RegionBatch:
         except Exception as error:  # as in select_with_fallback(): the engine has to live
             reporter.report_error(error)
             earlier = Given.after(bare, torch.cat(before, dim=1)) if before else None
-            refined = keep_evenly(self.rows, bare, earlier)
-            reporter.report(refined.fallback, "error")
-            return refined
+            return select_evenly_with_ranks(self.rows, bare, reporter, earlier)
         if earlier is not None and plan.part == "delta":
             policy = policy.delta
         known = [self.context.indices.get(key) for key in self._keys]

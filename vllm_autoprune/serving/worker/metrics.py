@@ -59,7 +59,6 @@ logger = logging.getLogger("vllm.autoprune")
 SELECTION = "autoprune_selection_seconds"
 FALLBACKS = "autoprune_fallbacks"
 _ERRORS = "autoprune_selection_errors"
-_UNSAFE = "autoprune_unsafe_states"
 HITS, MISSES = "autoprune_feature_cache_hits", "autoprune_feature_cache_misses"
 _CACHE_BYTES = "autoprune_feature_cache_bytes"
 
@@ -67,7 +66,6 @@ HELP: Mapping[str, str] = {
     SELECTION: "Seconds that one selection took, over the images of one step.",
     FALLBACKS: "Images whose selection failed: the fallback that chose their tokens, and why.",
     _ERRORS: "Exceptions within selection, by type.",
-    _UNSAFE: "States that failed their safety check on the first real image.",
     HITS: "Images whose features were there already, so that the vision tower was skipped.",
     MISSES: "Images that went through the vision tower.",
     _CACHE_BYTES: "Bytes that the feature caches hold now.",
@@ -98,7 +96,6 @@ class WorkerMetrics:
         watch: Stopwatch,
         reporter: FallbackReporter,
         cache: TensorCache[ImageFeatures],
-        unsafe_states: int,
     ) -> None:
         """Write all totals so far; gauges of several workers are summed."""
         for duration in watch.collect():
@@ -113,7 +110,6 @@ class WorkerMetrics:
                 self._write("counter", FALLBACKS, count, labels)
         for error, count in reporter.errors.items():
             self._write("counter", _ERRORS, count, (("error", error),))
-        self._write("counter", _UNSAFE, unsafe_states)
         self._write("counter", HITS, cache.hits)
         self._write("counter", MISSES, cache.misses)
         self._write("gauge_livesum", _CACHE_BYTES, cache.used_bytes)

@@ -1,19 +1,18 @@
-"""Selection that nothing stops: plans are replaced, states checked, policies fall back."""
+"""Selection that nothing stops: plans are replaced, selections judged, policies fall back."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
-from cachetools import LRUCache
 from torch import Tensor
 
 from vllm_autoprune.errors import AutopruneError
 from vllm_autoprune.ops.rowwise import upload
-from vllm_autoprune.serving.compat.worker import world_size
+from vllm_autoprune.serving.compat.worker import broadcast_rank_zero, world_size
 from vllm_autoprune.serving.plan import NO_KEY, Choice, ItemPlan, Key
 from vllm_autoprune.serving.served_state import PlanRules
 from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET
@@ -21,19 +20,20 @@ from vllm_autoprune.tpdsl.base_policy import FALLBACKS, Given, RefinedTokens, To
 from vllm_autoprune.tpdsl.materialize import PruningPolicy
 from vllm_autoprune.tpdsl.refine import (
     assemble_rows,
-    keep_evenly,
     keep_indices,
-    keep_reference,
+    keep_unmerged,
+    select_evenly,
+    select_reference,
     select_tokens,
 )
-from vllm_autoprune.tpdsl.safety import safety_check
+from vllm_autoprune.tpdsl.safety import find_unsafe
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 logger = logging.getLogger("vllm.autoprune")
 
-_FallbackReason = Literal["scores", "error", "plan"]
-"""Why an image fell back: its scores were not finite, its policy raised, or its plan was refused.
-"""
+_FallbackReason = Literal["scores", "error", "plan", "unsafe"]
+"""Why an image fell back: its scores were not finite, its policy raised, its plan was refused, or
+its selection broke the bounds of its state."""
 
 _FALLBACK_REASONS: tuple[_FallbackReason, ...] = get_args(_FallbackReason)
 
@@ -46,20 +46,34 @@ class FallbackReporter:
 
     def __init__(self) -> None:
         self.errors: dict[str, int] = {}
-        self._logged = {"none"}
+        self._logged: set[tuple[str, _FallbackReason]] = set()
         self._counts: Tensor | None = None
         self._on_host: Tensor | None = None
 
-    def report(self, codes: Tensor, reason: _FallbackReason = "scores") -> None:
-        """Count fallback codes ``(B,)``; logs the totals of the previous call."""
-        for (kind, _), count in self.counts().items():
-            if count and kind not in self._logged:
-                self._logged.add(kind)
-                logger.warning("An image fell back to %s tokens; more are only counted.", kind)
+    def report(
+        self,
+        codes: Tensor,
+        reason: _FallbackReason = "scores",
+        unsafe: Tensor | None = None,
+    ) -> None:
+        """Count fallback codes ``(B,)``; logs the totals of the previous call.
+
+        Their reason is another one where they are ``unsafe`` ``(B,)``.
+        """
+        for (kind, why), count in self.counts().items():
+            if count and kind != "none" and (kind, why) not in self._logged:
+                self._logged.add((kind, why))
+                logger.warning(
+                    "An image fell back to %s tokens (%s); more are only counted.", kind, why
+                )
         kinds = torch.arange(len(FALLBACKS), device=codes.device)
         shape = len(_FALLBACK_REASONS), len(FALLBACKS)
         added = torch.zeros(*shape, dtype=torch.int64, device=codes.device)
-        added[_FALLBACK_REASONS.index(reason)] = (codes[:, None] == kinds).sum(dim=0)
+        is_kind = codes[:, None] == kinds
+        if unsafe is not None:
+            added[_FALLBACK_REASONS.index("unsafe")] = (is_kind & unsafe[:, None]).sum(dim=0)
+            is_kind &= ~unsafe[:, None]
+        added[_FALLBACK_REASONS.index(reason)] = is_kind.sum(dim=0)
         self._counts = added if self._counts is None else self._counts + added
         if self._on_host is None:
             pinned = codes.device.type == "cuda"
@@ -146,69 +160,6 @@ class PlanReader:
         return replace(plan, keep="random", state=b"", part="whole", core=0, earlier=())
 
 
-_MAX_VERDICTS = 4096
-"""Verdicts that are cached, the least recently used dropped first."""
-
-_VerdictKey = tuple[str, int, int, int, int]
-"""State digest, K, q_e and r_min on these images, and their number of tiles."""
-
-
-class FirstImageCheck:
-    """Checks a state on the first images that it selects from, at each budget and tile count.
-
-    Start-up has only synthetic ones. A state that fails at K = 1 may be valid at K = 64, and the
-    budget of one client must not change the results of others. ``unsafe`` counts the states that
-    failed at any budget; where they did, their base policy serves.
-    """
-
-    def __init__(self) -> None:
-        self.unsafe = 0
-        self._safe: LRUCache[_VerdictKey, bool] = LRUCache(_MAX_VERDICTS)
-
-    def replace_unsafe(self, policy: PruningPolicy, tokens: VisualTokens) -> PruningPolicy:
-        """The policy itself, or its base policy alone where its state has failed."""
-        state, tiles = policy.state, tokens.grid.tiles
-        here = policy.at(tokens.count, tiles)
-        key = (state.digest, here.budget, here.quota, here.r_min, tiles)
-        safe = self._safe.get(key)
-        if safe is None:
-            safe = self._check(policy, tokens, here.budget)
-            if safe is not None:
-                self._safe[key] = safe
-        if safe is not False:
-            return policy
-        return replace(
-            policy, state=state.without_exchange(), quota=0, r_min=policy.budget, by_size=None
-        )
-
-    def _check(self, policy: PruningPolicy, tokens: VisualTokens, budget: int) -> bool | None:
-        """Whether the state is safe; None where these images cannot tell."""
-        record = safety_check(policy, [tokens])
-        valid = record.valid
-        if world_size() > 1:  # ranks that disagreed would serve different tokens
-            verdict = torch.tensor([int(valid)], device=tokens.features.device)
-            valid = bool(_broadcast_rank_zero(verdict).item())
-        if valid:
-            return True
-        ranked = policy.state.ranked(tokens).features
-        if not bool(tokens.features.isfinite().all() & ranked.isfinite().all()):
-            return None  # no policy passes on non-finite features
-        digest = policy.state.digest
-        if any(other[0] == digest and not safe for other, safe in self._safe.items()):
-            return False  # logged once: clients choose budgets, and could fill the log with them
-        self.unsafe += 1
-        logger.error(
-            "State %r (%s) FAILS ITS SAFETY CHECK ON THE FIRST REAL IMAGE, at K = %d: %s. At this "
-            "budget, and any other at which it fails, its base policy %s serves alone.",
-            policy.state.name,
-            digest[:12],
-            budget,
-            "; ".join(f"{v.name}: {v.detail}" for v in record.failures()) or "on rank 0",
-            policy.base.name,
-        )
-        return False
-
-
 @torch.no_grad()
 def select_with_fallback(
     policy: PruningPolicy,
@@ -217,7 +168,7 @@ def select_with_fallback(
     earlier: Given | None = None,
     known: Sequence[Tensor | None] = (),
 ) -> RefinedTokens:
-    """Run :func:`vllm_autoprune.refine`; after an exception fall back instead of raising.
+    """Run :func:`vllm_autoprune.refine`; fall back instead of raising, or of breaking its bounds.
 
     Order: the policy, its base policy's selection, evenly spaced tokens, which read no input. With
     ``given`` tokens, the selection is the delta beside them. An image keeps the tokens ``(P,)``
@@ -225,28 +176,83 @@ def select_with_fallback(
     because vLLM warms up on a CPU outside of its inference mode.
     """
     policy = policy.at(tokens.count, tokens.grid.tiles)
+    if policy.budget >= tokens.count:
+        refined = RefinedTokens.keep_all(tokens)
+        reporter.report(refined.fallback)
+        return refined
+    choice = _choose(policy, tokens, reporter, earlier)
+    chosen, reason = choice.selection, choice.reason
     any_known = any(indices is not None for indices in known)
-    reason: _FallbackReason = "scores"
+    if any_known:
+        chosen = replace(chosen, indices=_prefer(known, chosen.indices).sort(dim=1).values)
+    # Outside of any `try`: a rank that raised takes part, or the others would wait for it forever.
+    chosen = _broadcast_selection(chosen, policy.budget)
     try:
-        if policy.budget >= tokens.count:
-            refined = RefinedTokens.keep_all(tokens)
-        else:
-            chosen = select_tokens(policy, tokens, earlier)
-            if any_known:
-                chosen = replace(chosen, indices=_prefer(known, chosen.indices).sort(dim=1).values)
-            refined = assemble_rows(policy, tokens, _broadcast_selection(chosen))
-            if any_known:
-                refined = refined.in_order(_prefer(known, refined.indices), tokens.count)
+        refined = assemble_rows(policy, tokens, chosen)
+        if any_known:
+            refined = refined.in_order(_prefer(known, refined.indices), tokens.count)
     except Exception as error:  # the engine must survive any failure of a policy
         reporter.report_error(error)
-        reason = "error"
-        try:
-            refined = keep_reference(policy, tokens, earlier)
-        except Exception as second:
-            reporter.report_error(second)
-            refined = keep_evenly(policy.budget, tokens, earlier)
-    reporter.report(refined.fallback, reason)
+        chosen, reason = _keep_base(chosen), "error"
+        refined = keep_unmerged(tokens, chosen)
+    reporter.report(refined.fallback, reason, choice.unsafe)
     return refined
+
+
+def select_evenly_with_ranks(
+    budget: int, tokens: VisualTokens, reporter: FallbackReporter, earlier: Given | None
+) -> RefinedTokens:
+    """Evenly spaced tokens where the inputs of a policy could not be made."""
+    if budget >= tokens.count:
+        refined = RefinedTokens.keep_all(tokens)
+    else:
+        chosen = _broadcast_selection(select_evenly(budget, tokens, earlier), budget)
+        refined = keep_unmerged(tokens, chosen)
+    reporter.report(refined.fallback, "error")
+    return refined
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """A selection, why images fell back, and which ``(B,)`` bool broke the bounds of their state.
+
+    Those are judged on the device, image by image: a state that fails at one budget or on one image
+    may be sound at others, and no client may change what others get.
+    """
+
+    selection: TokenSelection
+    reason: _FallbackReason = "scores"
+    unsafe: Tensor | None = None
+
+
+def _choose(
+    policy: PruningPolicy,
+    tokens: VisualTokens,
+    reporter: FallbackReporter,
+    earlier: Given | None,
+) -> _Choice:
+    """The policy's selection or, where it raises or breaks its bounds, a fallback."""
+    try:
+        chosen = select_tokens(policy, tokens, earlier)
+        unsafe = find_unsafe(policy, tokens, chosen)
+        base = _keep_base(chosen)
+        indices = torch.where(unsafe[:, None], base.indices, chosen.indices)
+        fallback = torch.where(unsafe, base.fallback, chosen.fallback)
+        return _Choice(replace(chosen, indices=indices, fallback=fallback), unsafe=unsafe)
+    except Exception as error:
+        reporter.report_error(error)
+    # Beyond the handlers, which hold what the policy has allocated.
+    try:
+        return _Choice(select_reference(policy, tokens, earlier), "error")
+    except Exception as error:
+        reporter.report_error(error)
+    return _Choice(select_evenly(policy.budget, tokens, earlier), "error")
+
+
+def _keep_base(chosen: TokenSelection) -> TokenSelection:
+    """The base policy's tokens in place of those chosen; evenly spaced ones stay."""
+    indices = chosen.reference.picks.sort(dim=1).values
+    return replace(chosen, indices=indices, fallback=chosen.fallback.clamp_min(1))
 
 
 def _prefer(known: Sequence[Tensor | None], indices: Tensor) -> Tensor:
@@ -272,23 +278,18 @@ def select_at_random(
     return keep_indices(tokens, upload(torch.stack(picks), tokens.features.device))
 
 
-def _broadcast_rank_zero(tensor: Tensor) -> Tensor:
-    """Broadcast rank 0's tensor to every tensor-parallel rank."""
-    from vllm.distributed import get_tp_group
-
-    broadcast: Tensor = get_tp_group().broadcast(tensor, src=0)
-    return broadcast
-
-
-def _broadcast_selection(chosen: TokenSelection) -> TokenSelection:
+def _broadcast_selection(chosen: TokenSelection, budget: int) -> TokenSelection:
     """Broadcast rank 0's selection to all tensor-parallel ranks.
 
     Inputs are bit-equal on all ranks and so are the selections; but ranks that disagreed would
-    serve garbage without any error, and K indices are little to send.
+    serve garbage without any error, and K indices are little to send. As many are sent whatever a
+    rank has fallen back to: a base policy with rows of its own has fewer indices than K.
     """
     if world_size() == 1:
         return chosen
-    packed = torch.cat([chosen.indices, chosen.fallback[:, None].to(torch.int64)], dim=1)
-    packed = _broadcast_rank_zero(packed)
-    indices, fallback = packed[:, :-1].contiguous(), packed[:, -1].to(torch.uint8)
+    count = chosen.indices.shape[1]
+    last = chosen.indices[:, -1:].expand(-1, budget - count)
+    codes = chosen.fallback[:, None].to(torch.int64)
+    packed = broadcast_rank_zero(torch.cat([codes, chosen.indices, last], dim=1))
+    indices, fallback = packed[:, 1 : count + 1].contiguous(), packed[:, 0].to(torch.uint8)
     return replace(chosen, indices=indices, fallback=fallback)
