@@ -91,12 +91,12 @@ class MiniQwen(Yardstick):
             grid,
             cls_attention=image.attention.expand(count, -1),
             instruction=Instruction(features, text[:, None], segments, sign=1),
-            known_cosine=VisualTokens(image.rows[None], grid).cosine.expand(count, -1, -1),
+            known_cosine=lambda: VisualTokens(image.rows[None], grid).cosine.expand(count, -1, -1),
             encoder=image.encoder.expand(count, -1, -1),
             words=self.embed_content_words(batch),
             merger_input=MergerInput(
                 image.merger_norms.expand(count, -1, -1),
-                VisualTokens(image.encoder[None], grid).cosine.expand(count, -1, -1),
+                lambda: VisualTokens(image.encoder[None], grid).cosine.expand(count, -1, -1),
             ),
         )
         return EncodedBatch(

@@ -209,7 +209,8 @@ def test_what_is_not_finite_affects_only_its_image(name: str, poison: float) -> 
 @pytest.mark.parametrize("name", STATES)
 def test_inputs_are_only_read_and_only_where_they_are_declared(name: str) -> None:
     policy, tokens = policy_of(name), images(9)
-    tokens = replace(tokens, known_cosine=tokens.cosine.clone())
+    cosine = tokens.cosine.clone()
+    tokens = replace(tokens, known_cosine=lambda: record(cosine))
     inputs: list[tuple[Tensor, Tensor]] = []
 
     def record(tensor: Tensor) -> Tensor:

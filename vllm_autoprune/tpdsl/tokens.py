@@ -110,12 +110,12 @@ class MergerInput:
     """What only a backbone with a patch merger has of the tokens that enter it.
 
     norms ``(B, N, 2)`` float32: the sum of absolute values and the Euclidean norm of each token,
-    the mean over its patches; known_cosine ``(B, N, N)`` is a precomputed cosine between the
-    encoder's tokens, where there is one.
+    the mean over its patches; known_cosine gives the cosines ``(B, N, N)`` between the encoder's
+    tokens, where something keeps them.
     """
 
     norms: Tensor
-    known_cosine: Tensor | None = None
+    known_cosine: Callable[[], Tensor] | None = None
 
 
 Need = Literal[
@@ -208,20 +208,21 @@ class VisualTokens:
     """B images of N visual tokens each, with the optional inputs that a state may read.
 
     features ``(B, N, D)`` after the projector; cls_attention ``(B, N)`` is the [CLS] row of the
-    vision tower's attention, averaged over heads; known_cosine ``(B, N, N)`` is a precomputed
-    :attr:`cosine`, which depends on the image alone and takes half the time of a selection; encoder
-    ``(B, N, Dv)`` are the tokens before the projector, or before the merger the mean of the patches
-    that make a token; merger_input belongs to them where the backbone has a merger; tower, words
-    and language are further inputs of some base policies; tile_scope is the scope in which the
-    redundancy signal compares tokens. merged ``(B, N, D)`` are the tokens after the merger where
-    ``features`` are those before it (:attr:`before_merger`), else None.
+    vision tower's attention, averaged over heads; known_cosine gives :attr:`cosine`, which depends
+    on the image alone and takes half the time of a selection, where something keeps it: it is
+    called by what reads cosines, because they take 4 N^2 bytes; encoder ``(B, N, Dv)`` are the
+    tokens before the projector, or before the merger the mean of the patches that make a token;
+    merger_input belongs to them where the backbone has a merger; tower, words and language are
+    further inputs of some base policies; tile_scope is the scope in which the redundancy signal
+    compares tokens. merged ``(B, N, D)`` are the tokens after the merger where ``features`` are
+    those before it (:attr:`before_merger`), else None.
     """
 
     features: Tensor
     grid: Grid
     cls_attention: Tensor | None = None
     instruction: Instruction | None = None
-    known_cosine: Tensor | None = None
+    known_cosine: Callable[[], Tensor] | None = None
     tower: TowerStates | None = None
     language: LanguagePrefix | None = None
     tile_scope: TileScope = "per_tile"
@@ -277,7 +278,7 @@ class VisualTokens:
         if tower is not None and tower.cls is not None:
             tower = replace(tower, cls=tower.cls.mean(dim=1, keepdim=True))
         grid = Grid(self.grid.height * self.grid.tiles, self.grid.width)
-        return replace(self, grid=grid, tower=tower, known_cosine=self.cosine)
+        return replace(self, grid=grid, tower=tower, known_cosine=lambda: self.cosine)
 
     @cached_property
     def norm(self) -> Tensor:
@@ -303,7 +304,7 @@ class VisualTokens:
     def cosine(self) -> Tensor:
         """Cosines ``(B, N, N)`` between all tokens of each image."""
         if self.known_cosine is not None:
-            return self.known_cosine
+            return self.known_cosine()
         return cosines(self.features, self.norm)
 
     def by_tile(self, values: Tensor) -> Tensor:

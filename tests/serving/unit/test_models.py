@@ -39,7 +39,11 @@ from vllm_autoprune.serving.models.mrope import (
     _place_image_tokens,
     position_channels,
 )
-from vllm_autoprune.serving.models.pruned_model import PrunedModel, _describe_geometry
+from vllm_autoprune.serving.models.pruned_model import (
+    PrunedModel,
+    _describe_geometry,
+    find_entries,
+)
 from vllm_autoprune.serving.plan import NO_KEY, Choice, ItemPlan, Part
 from vllm_autoprune.serving.worker.metrics import Stopwatch
 from vllm_autoprune.serving.worker.selection import FallbackReporter
@@ -83,7 +87,9 @@ class Vision(LlavaVision):
     def encode_values(self, keys: list[int], *values: float, channels: int = 3) -> list[float]:
         """The first number of each image's features, by key; 0 is none."""
         images = [{"pixel_values": torch.full((channels, 6, 6), float(value))} for value in values]
-        features = self.features([(key, key) if key else NO_KEY for key in keys], images)
+        entries = find_entries([(key, key) if key else NO_KEY for key in keys], images)
+        features = self.features(entries, images)
+        self.keep(entries, features)
         return [image.rows()[0, 0].item() for image in features]
 
 
@@ -118,7 +124,7 @@ def test_features_of_another_geometry_are_not_used() -> None:
 
 def test_cached_rows_do_not_keep_their_batch_alive() -> None:
     pixels = [{"pixel_values": torch.full((3, 6, 6), value)} for value in (1.0, 2.0)]
-    for features in Vision().features([(1, 1), (2, 2)], pixels):
+    for features in Vision().features([1, 2], pixels):
         assert sum(p.untyped_storage().nbytes() for p in features.tensors()) == features.nbytes
 
 

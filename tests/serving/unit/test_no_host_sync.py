@@ -60,7 +60,6 @@ def region(grid: Grid, order: bool = False, share: int = 1) -> Region:
     count = grid.tokens
     signals: Signals = {
         "cls_attention": empty(count, dtype=torch.float32),
-        "cosine": empty(count, count, dtype=torch.float32),
         "encoder": empty(count, TOWER_WIDTH),
         "tower_cls": empty(grid.tiles, TOWER_WIDTH),
         "tower_keys": empty(count, 8),

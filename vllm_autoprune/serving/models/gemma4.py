@@ -28,7 +28,7 @@ from vllm_autoprune.serving.models.pruned_model import (
     Vision,
     prune_class,
 )
-from vllm_autoprune.serving.worker.features import ImageFeatures, Signal
+from vllm_autoprune.serving.worker.features import ImageFeatures, Region, Signal
 from vllm_autoprune.serving.worker.tower_hooks import InputHook, Merger, QueriesAndKeys
 from vllm_autoprune.tpdsl.tokens import Grid
 
@@ -129,7 +129,7 @@ class _Gemma4Vision(Vision):
             of_image: dict[Signal, Tensor] = {
                 signal: parts[i][: grid.tokens].clone() for signal, parts in signals.items()
             }
-            features.append(ImageFeatures((self.make_region(grid, rows[i].clone(), of_image),)))
+            features.append(ImageFeatures((Region(grid, rows[i].clone(), of_image),)))
         return features
 
     def _take_attention(self, images: Sequence[ImageInputs]) -> list[Tensor]:

@@ -36,7 +36,7 @@ from vllm_autoprune.serving.models.pruned_model import (
 )
 from vllm_autoprune.serving.plan import CELLS_FIELD, count_patches
 from vllm_autoprune.serving.worker.batch import ModelParts
-from vllm_autoprune.serving.worker.features import ImageFeatures, Signal
+from vllm_autoprune.serving.worker.features import ImageFeatures, Region, Signal
 from vllm_autoprune.serving.worker.tower_hooks import Merger
 from vllm_autoprune.tpdsl.tokens import Grid
 
@@ -194,7 +194,7 @@ class GridVision(GridLayout):
             of_image: dict[Signal, Tensor] = {s: parts[i].clone() for s, parts in split.items()}
             extra = torch.cat(channels, dim=1)
             order = torch.arange(grid.tokens, device=tokens.device) if self.ordered else None
-            region = self.make_region(grid, tokens, of_image, extra_channels=extra, order=order)
+            region = Region(grid, tokens, of_image, extra_channels=extra, order=order)
             features.append(ImageFeatures((region,)))
         return features
 

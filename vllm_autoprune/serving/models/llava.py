@@ -31,7 +31,7 @@ from vllm_autoprune.serving.models.pruned_model import (
 from vllm_autoprune.serving.plan import CLIP_FIELDS
 from vllm_autoprune.serving.served_state import ServedState
 from vllm_autoprune.serving.worker.batch import ModelParts
-from vllm_autoprune.serving.worker.features import ImageFeatures, Signal, Signals
+from vllm_autoprune.serving.worker.features import ImageFeatures, Region, Signal, Signals
 from vllm_autoprune.serving.worker.question import LlamaPrefix
 from vllm_autoprune.serving.worker.tower_hooks import NextTowerLayer
 from vllm_autoprune.tpdsl.tokens import Grid
@@ -138,7 +138,7 @@ class LlavaVision(_ClipVision):
         for i in range(len(images)):
             # Rows are copied: a view would keep the whole batch alive in the cache.
             of_image: Signals = {signal: part[i].clone() for signal, part in signals.items()}
-            region = self.make_region(self.grid, projected[i].clone(), of_image)
+            region = Region(self.grid, projected[i].clone(), of_image)
             features.append(ImageFeatures((region,)))
         return features
 
@@ -206,7 +206,7 @@ class _JoinedVision(Vision):
                     alone = grid.tiles == share
                     of_region["tower_cls"] = cls.clone() if alone else cls.mean(0, keepdim=True)
                 tile += share
-                region = self.make_region(grid, rows[order], of_region, order=order, share=share)
+                region = Region(grid, rows[order], of_region, order=order, share=share)
                 regions.append(region)
             features.append(ImageFeatures(tuple(regions), newline, newlines))
         return features
@@ -298,7 +298,7 @@ class _OnevisionVision(_JoinedVision):
             grid = Grid(side, side, frames[i], clip=True)
             of_clip: Signals = {s: part[i].flatten().clone() for s, part in signals.items()}
             order = torch.arange(grid.tokens, device=rows.device)
-            region = self.make_region(grid, rows.flatten(0, 1).clone(), of_clip, order=order)
+            region = Region(grid, rows.flatten(0, 1).clone(), of_clip, order=order)
             features.append(ImageFeatures((region,), model.image_newline, 1))
         return features
 

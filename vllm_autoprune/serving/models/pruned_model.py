@@ -34,9 +34,7 @@ from vllm_autoprune.serving.worker.batch import ModelParts, SelectionContext, pr
 from vllm_autoprune.serving.worker.features import (
     ImageFeatures,
     IndexCache,
-    Region,
     Signal,
-    Signals,
     TensorCache,
 )
 from vllm_autoprune.serving.worker.metrics import Stopwatch, WorkerMetrics
@@ -47,7 +45,6 @@ from vllm_autoprune.serving.worker.tower_hooks import (
     Merger,
     QueriesAndKeys,
 )
-from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 
 EncoderInputs = Mapping[str, Tensor | list[Tensor]]
 """Arguments of one call of ``embed_multimodal``."""
@@ -183,18 +180,6 @@ class Vision(ABC):
                     stack.enter_context(hook.recording())
             yield
 
-    def make_region(self, grid: Grid, tokens: Tensor, signals: Signals, **fields: Any) -> Region:
-        """A region with the cosines by which the server's own state compares its tokens.
-
-        Of the projected ``(N, D)``, or of the encoder's ``(N, Dv)`` where it ranks those.
-        """
-        if grid.clip:  # of thousands of tokens, and few policies for clips compare every two
-            return Region(grid, tokens, signals, **fields)
-        before = self.served.state.rank_at == "merger_in" and "encoder" in signals
-        ranked = signals["encoder"] if before else tokens
-        cosine: Signals = {"cosine": VisualTokens(ranked[None], grid).cosine[0]}
-        return Region(grid, tokens, {**signals, **cosine}, **fields)
-
     def capture_weights(
         self, weights: Iterable[tuple[str, Tensor]]
     ) -> Iterable[tuple[str, Tensor]]:
@@ -215,21 +200,12 @@ class Vision(ABC):
         self.indices.clear()
 
     def features(
-        self, keys: Sequence[Key], images: Sequence[ImageInputs], profile: bool = False
+        self, entries: Sequence[Hashable], images: Sequence[ImageInputs]
     ) -> list[ImageFeatures]:
-        """Features of every image: cached ones, and one pass for each image not seen yet.
+        """Features of every image: cached ones, and one pass for all that are not.
 
-        Only features of the same geometry are used, whatever the key says: a plan may come from
-        a client. An image without a key is encoded and not kept.
+        ``entries`` as :func:`find_entries` gives them.
         """
-        if profile:
-            # All dummy images are equal; caching them would measure too little memory.
-            self.runs += 1
-            return self.encode(images)
-        entries: list[Hashable] = [
-            at if key == NO_KEY else (key, _describe_geometry(image))
-            for at, (key, image) in enumerate(zip(keys, images, strict=True))
-        ]
         known: dict[Hashable, ImageFeatures] = {}
         missing: dict[Hashable, ImageInputs] = {}
         for entry, image in zip(entries, images, strict=True):
@@ -242,12 +218,31 @@ class Vision(ABC):
                 known[entry] = features
         if missing:
             self.runs += 1
-            encoded = self.encode(list(missing.values()))
-            for entry, features in zip(missing, encoded, strict=True):
-                known[entry] = features
-                if not isinstance(entry, int):  # those without a key are counted, not kept
-                    self.cache.put(entry, features)
+            known.update(zip(missing, self.encode(list(missing.values())), strict=True))
         return [known[entry] for entry in entries]
+
+    def keep(self, entries: Sequence[Hashable], features: Sequence[ImageFeatures]) -> None:
+        """Cache features once tokens are selected, with the cosines that the selection has read.
+
+        Cosines of so many tokens that an image would not fit are left out.
+        """
+        for entry, image in zip(entries, features, strict=True):
+            if image.nbytes > self.cache.limit:
+                image.drop_cosines()
+            if not isinstance(entry, int):
+                self.cache.put(entry, image)
+
+
+def find_entries(keys: Sequence[Key], images: Sequence[ImageInputs]) -> list[Hashable]:
+    """What each image is cached as: its key and its geometry.
+
+    Only features of the same geometry are used, whatever the key says: a plan may come from a
+    client. An image without a key is a number, and is not kept.
+    """
+    return [
+        number if key == NO_KEY else (key, _describe_geometry(image))
+        for number, (key, image) in enumerate(zip(keys, images, strict=True))
+    ]
 
 
 def _group_by_tokens(sizes: Sequence[int], bound: int) -> Iterator[slice]:
@@ -357,13 +352,21 @@ class PrunedModel(_Stock):
             tokens = sum(image.tokens for image in images)
             self.autoprune_profiled = max(self.autoprune_profiled, tokens)
             reserved = vision.cache.reserve(vision.sample_weight.device)
-        keys, encoder_inputs = [plan.key for plan in plans], [image.inputs for image in images]
-        features, parts = vision.features(keys, encoder_inputs, profile), vision.model_parts()
+        encoder_inputs = [image.inputs for image in images]
+        entries = find_entries([plan.key for plan in plans], encoder_inputs)
+        if profile:
+            # All dummy images are equal; caching them would measure too little memory.
+            features = vision.encode(encoder_inputs)
+        else:
+            features = vision.features(entries, encoder_inputs)
+        parts = vision.model_parts()
         context = SelectionContext(vision.served, parts, reporter, vision.indices)
         # Times that are not published would be kept forever.
         metrics = self.autoprune_metrics if not profile and is_rank_zero() else None
         with nullcontext() if metrics is None else self.autoprune_watch.measure():
             rows = prune_images(context, plans, features)
+        if not profile:
+            vision.keep(entries, features)
         del reserved
         if metrics is not None:
             metrics.publish(self.autoprune_watch, reporter, vision.cache)

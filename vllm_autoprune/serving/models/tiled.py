@@ -33,7 +33,7 @@ from vllm_autoprune.serving.models.pruned_model import (
     prune_class,
 )
 from vllm_autoprune.serving.plan import CLIP_FIELDS, CLIP_FRAMES
-from vllm_autoprune.serving.worker.features import ImageFeatures, Signal
+from vllm_autoprune.serving.worker.features import ImageFeatures, Region, Signal
 from vllm_autoprune.serving.worker.tower_hooks import Merger
 from vllm_autoprune.tpdsl.tokens import Grid
 
@@ -111,7 +111,7 @@ class _TiledVision(Vision):
                 }
                 tokens = rows[part].roll(int(order is not None), 0).flatten(0, 1).clone()
                 grid = Grid(side, side, run, clip=are_clips)
-                region = self.make_region(grid, tokens, of_region, order=order, share=run)
+                region = Region(grid, tokens, of_region, order=order, share=run)
                 regions.append(region)
                 start += run
             features.append(ImageFeatures(tuple(regions)))

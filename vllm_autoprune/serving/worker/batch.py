@@ -16,7 +16,13 @@ from vllm_autoprune.errors import SelectionError
 from vllm_autoprune.ops.rowwise import upload
 from vllm_autoprune.serving.plan import NO_KEY, Choice, Ids, ItemPlan, plan_error
 from vllm_autoprune.serving.served_state import ServedState
-from vllm_autoprune.serving.worker.features import ImageFeatures, IndexCache, Region, stack
+from vllm_autoprune.serving.worker.features import (
+    Compared,
+    ImageFeatures,
+    IndexCache,
+    Region,
+    stack,
+)
 from vllm_autoprune.serving.worker.question import RelevanceSpace
 from vllm_autoprune.serving.worker.selection import (
     FallbackReporter,
@@ -372,21 +378,23 @@ class _RegionBatch:
                 next_layer = NextLayer(signals["next_attention"], signals["next_keys"])
             states = signals["encoder"], signals["tower_keys"]
             tower = TowerStates(*states, parts.project, signals.get("tower_cls"), next_layer)
-        cosine = signals.get("cosine")
-        before = self.context.served.state.rank_at == "merger_in"
         if "merger_norms" in signals:
-            merger_input = MergerInput(signals["merger_norms"], cosine if before else None)
+            merger_input = MergerInput(signals["merger_norms"], lambda: self._cosine("encoder"))
         return replace(
             bare,
             cls_attention=signals.get("cls_attention"),
             instruction=instruction,
-            known_cosine=None if before else cosine,
+            known_cosine=lambda: self._cosine("projected"),
             tower=tower,
             language=language,
             encoder=signals.get("encoder"),
             words=words,
             merger_input=merger_input,
         )
+
+    def _cosine(self, compared: Compared) -> Tensor:
+        """Cosines ``(B, N, N)`` between the tokens of each image."""
+        return stack([region.cosine(compared) for region in self.regions])
 
 
 @lru_cache(maxsize=256)

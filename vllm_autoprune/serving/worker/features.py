@@ -12,10 +12,9 @@ from cachetools import LRUCache
 from torch import Tensor
 
 from vllm_autoprune.serving.plan import split_over_parts
-from vllm_autoprune.tpdsl.tokens import Grid
+from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 
 Signal = Literal[
-    "cosine",
     "cls_attention",
     "relevance",
     "encoder",
@@ -27,14 +26,16 @@ Signal = Literal[
 ]
 """What policies read of an image beside its projected tokens, only where a state reads it.
 
-cosine ``(N, N)`` float32 between the tokens that the server's own state compares, projected ones or
-those before the merger; cls_attention ``(N,)``, the attention that a token gets; relevance
-``(N, C)``, the tokens in the space where relevance is measured, if that is not the projected one;
-encoder ``(N, Dv)``, the tokens before the projector or merger, and merger_norms ``(N, 2)`` their
-norms. Of :class:`vllm_autoprune.tpdsl.tokens.TowerStates`: tower_keys ``(N, dk)``, and tower_cls
-``(T, Dv)``, one row a tile and not a token; of the layer after it next_attention ``(N,)`` and
-next_keys ``(N, Dv)``.
+cls_attention ``(N,)``, the attention that a token gets; relevance ``(N, C)``, the tokens in the
+space where relevance is measured, if that is not the projected one; encoder ``(N, Dv)``, the tokens
+before the projector or merger, and merger_norms ``(N, 2)`` their norms. Of
+:class:`vllm_autoprune.tpdsl.tokens.TowerStates`: tower_keys ``(N, dk)``, and tower_cls ``(T, Dv)``,
+one row a tile and not a token; of the layer after it next_attention ``(N,)`` and next_keys ``(N,
+Dv)``.
 """
+
+Compared = Literal["projected", "encoder"]
+"""Tokens that a policy compares: projected ones, or those before the projector or merger."""
 
 Signals = Mapping[Signal, Tensor]
 """Signals of one image or region; of a batch or of tiles, with their number in front."""
@@ -55,7 +56,7 @@ class Region:
     projected ``(N, D)``. extra_channels ``(N, E)`` are appended to each row as they are: nothing
     selects by them or merges them. order ``(N,)`` is the position of each token among all rows that
     the model makes of the image, None where it is its own index. share is the region's part of the
-    budget, in tiles of the vision tower.
+    budget, in tiles of the vision tower. cosines are those that selections have read so far.
     """
 
     grid: Grid
@@ -64,11 +65,23 @@ class Region:
     extra_channels: Tensor | None = None
     order: Tensor | None = None
     share: int = 1
+    cosines: dict[Compared, Tensor] = field(default_factory=dict, init=False)
+
+    def cosine(self, compared: Compared = "projected") -> Tensor:
+        """Cosines ``(N, N)`` float32 between the tokens, computed when first read.
+
+        Many policies never read them, and of 16,384 tokens they take 1 GiB.
+        """
+        if compared not in self.cosines:
+            rows = self.projected if compared == "projected" else self.signals[compared]
+            self.cosines[compared] = VisualTokens(rows[None], self.grid).cosine[0]
+        return self.cosines[compared]
 
     def tensors(self) -> Iterator[Tensor]:
         """All tensors of the record."""
         yield self.projected
         yield from self.signals.values()
+        yield from self.cosines.values()
         yield from (part for part in (self.extra_channels, self.order) if part is not None)
 
     @property
@@ -129,6 +142,11 @@ class ImageFeatures:
         for region in self.regions:
             yield from region.tensors()
 
+    def drop_cosines(self) -> None:
+        """Drop what is computed anew where a policy reads it."""
+        for region in self.regions:
+            region.cosines.clear()
+
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
@@ -147,7 +165,8 @@ class TensorCache(Generic[T]):
     """LRU cache of records of tensors, bounded in bytes.
 
     Of image features, which let further questions skip the tower, and of what is chosen of them.
-    The entry that is put first under a key stays. Each counts as ``least`` bytes or more.
+    The entry that is put first under a key stays; it may have grown when it is put again. Each
+    counts as ``least`` bytes or more.
     """
 
     def __init__(self, limit: int, least: int = 0) -> None:
@@ -177,7 +196,8 @@ class TensorCache(Generic[T]):
 
     def put(self, key: Hashable, entry: T) -> None:
         """Keep an entry, dropping the least recently used ones beyond the bound."""
-        if entry.nbytes <= self.limit and key not in self._entries:
+        entry = self._entries.pop(key, entry)
+        if entry.nbytes <= self.limit:
             self._entries[key] = entry
 
     def clear(self) -> None:

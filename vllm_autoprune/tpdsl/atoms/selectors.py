@@ -230,8 +230,8 @@ def _fill_quota(lam: float, power: float, revision: SelectorInputs) -> Tensor:
     scoped = tokens
     if tokens.grid.tiles > 1 and tokens.tile_scope == "per_tile":  # each tile as an image
         grid = Grid(tokens.grid.height, tokens.grid.width)
-        features, cosine = tokens.by_tile(tokens.features), tokens.tile_cosine
-        scoped = VisualTokens(features, grid, known_cosine=cosine)
+        features = tokens.by_tile(tokens.features)
+        scoped = VisualTokens(features, grid, known_cosine=lambda: tokens.tile_cosine)
     kernel = run(Kernel, revision.kernel_call, scoped, revision.g.view(-1, scoped.count)).similarity
     quality = min_max_normalise(revision.g).clamp_min(1e-6) ** power
     nearest = kernel.masked_fill(~kept.view(-1, scoped.count, 1), -torch.inf).amax(dim=1)

@@ -120,7 +120,7 @@ def _scoped(call: _ProjectedView | _EmbeddedView, tokens: VisualTokens) -> Visua
     # A copy would lose cached values; with a single tile both scopes are the same.
     if tokens.grid.tiles == 1 or tokens.tile_scope == call.tile_scope:
         return tokens
-    return replace(tokens, tile_scope=call.tile_scope, known_cosine=tokens.cosine)
+    return replace(tokens, tile_scope=call.tile_scope, known_cosine=lambda: tokens.cosine)
 
 
 atom(
