@@ -249,10 +249,10 @@ QuestionFreePolicy = Annotated[BasePolicyCall, _OneBasePolicy(core=True)]
 """A base policy that keeps the same tokens for every question."""
 
 
-FALLBACKS = ("none", "reference", "uniform")
+FALLBACKS = ("none", "reference", "uniform", "zeros")
 """Meaning of a fallback code: 0, the state was applied; 1, the base policy's selection is kept,
 because the scores were not finite; 2, evenly spaced tokens are kept, because the inputs of the base
-policy were not finite either."""
+policy were not finite either; 3, a server could not encode the image, and its rows are zeros."""
 
 
 @dataclass(frozen=True, slots=True)

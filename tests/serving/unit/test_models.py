@@ -27,7 +27,6 @@ from vllm_autoprune.errors import RequestError
 from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.selftest.checks import _count_between
 from vllm_autoprune.serving.api.layout import Placeholders
-from vllm_autoprune.serving.models import pruned_model
 from vllm_autoprune.serving.models.llava import (
     AutopruneLlavaForConditionalGeneration,
     LlavaVision,
@@ -40,13 +39,10 @@ from vllm_autoprune.serving.models.mrope import (
     position_channels,
 )
 from vllm_autoprune.serving.models.pruned_model import (
-    PrunedModel,
     _describe_geometry,
     find_entries,
 )
 from vllm_autoprune.serving.plan import NO_KEY, Choice, ItemPlan, Part
-from vllm_autoprune.serving.worker.metrics import Stopwatch
-from vllm_autoprune.serving.worker.selection import FallbackReporter
 from vllm_autoprune.tpdsl.tokens import Grid
 
 PLAIN: dict[str, object] = {
@@ -129,23 +125,6 @@ def test_cached_rows_do_not_keep_their_batch_alive() -> None:
 
 
 # ---- pruned classes ----
-
-
-@pytest.mark.compat
-def test_a_rank_that_publishes_no_times_keeps_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pruned_model, "is_rank_zero", lambda: False)
-    monkeypatch.setattr(pruned_model, "prune_images", lambda *_: [])
-    vision = Vision(cache_bytes=0)
-    monkeypatch.setattr(vision, "images", lambda _: [])
-    model: Any = SimpleNamespace(
-        autoprune=vision,
-        autoprune_reporter=FallbackReporter(),
-        autoprune_first_check=None,
-        autoprune_watch=Stopwatch(torch.device("cpu")),
-        autoprune_metrics="those of another rank",
-    )
-    PrunedModel.autoprune_rows(model, [], {})
-    assert model.autoprune_watch.collect() == []
 
 
 @pytest.mark.compat

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 from torch import Tensor, nn
+from vllm.multimodal.encoder_budget import MultiModalBudget
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
 
+from tests.serving.unit.samples import Sender
 from tests.stand_in_device import DEVICE, forbid_waiting
 from vllm_autoprune import PruningPolicy, VisualTokens, load_state
 from vllm_autoprune.ops import similarity
+from vllm_autoprune.selftest.backbones import build
+from vllm_autoprune.serving.compat.worker import profile_images
 from vllm_autoprune.serving.models import pruned_model
 from vllm_autoprune.serving.models.grid import GridVision
 from vllm_autoprune.serving.models.pruned_model import PrunedModel
-from vllm_autoprune.serving.plan import ItemPlan
+from vllm_autoprune.serving.plan import FIELD, ItemPlan
 from vllm_autoprune.serving.served_state import ServedState
 from vllm_autoprune.serving.worker import selection
+from vllm_autoprune.serving.worker.batch import prune_images
+from vllm_autoprune.serving.worker.features import TensorCache
 from vllm_autoprune.tpdsl import refine
 from vllm_autoprune.tpdsl import tokens as visual_tokens
 from vllm_autoprune.tpdsl.atoms.source import BudgetCall
@@ -63,11 +74,8 @@ class StockModel(nn.Module):
 class PatchVision(GridVision):
     """A vision side whose tower hands on the patches of every image."""
 
-    encoded: int = 0
-
     def rows(self, pixels: Tensor | Sequence[Tensor], grids: Tensor) -> Sequence[Tensor]:
         assert isinstance(pixels, Tensor)
-        self.encoded += len(grids)
         return pixels.split(grids.prod(-1).tolist())
 
 
@@ -78,7 +86,7 @@ class Model(PrunedModel, StockModel):
 @pytest.fixture
 def make_model(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Model]:
     """A function that builds a model for a state on a device; vLLM is not patched."""
-    for patch in ("clear_with_worker_caches", "bound_encoder_calls"):
+    for patch in ("clear_with_worker_caches", "bound_encoder_calls", "profile_images"):
         monkeypatch.setattr(pruned_model, patch, lambda *_: None)
 
     def make(state: ServedState, device: torch.device = DEVICE) -> Model:
@@ -192,3 +200,165 @@ def test_an_image_whose_cosines_do_not_fit_is_cached_without_them(
     cache = model.autoprune.cache
     assert cosines == [(1, 36, 36)] * 2
     assert (cache.used_bytes, cache.hits) == (features, 1)
+
+
+# ---- memory ----
+
+HOST = torch.device("cpu")
+
+
+def picture(seed: int, side: int = 6) -> Picture:
+    source = torch.Generator().manual_seed(seed)
+    return seed, torch.randn(side, side, WIDTH, generator=source)
+
+
+def refuse(
+    monkeypatch: pytest.MonkeyPatch, where: str, refuses: Callable[[int, int], bool]
+) -> None:
+    """Let memory run out for some calls, by their number of images and that of all their tokens."""
+
+    def check(images: int, tokens: int) -> None:
+        if refuses(images, tokens):
+            raise torch.OutOfMemoryError("made to fail")
+
+    def rows(vision: PatchVision, pixels: Tensor, grids: Tensor) -> Sequence[Tensor]:
+        check(len(grids), len(pixels))
+        return pixels.split(grids.prod(-1).tolist())
+
+    def prune(context: Any, plans: Any, images: Any) -> list[Tensor]:
+        check(len(images), sum(image.tokens for image in images))
+        return prune_images(context, plans, images)
+
+    if where == "tower":
+        monkeypatch.setattr(PatchVision, "rows", rows)
+    else:
+        monkeypatch.setattr(pruned_model, "prune_images", prune)
+
+
+@pytest.mark.parametrize("where", ["tower", "selection"])
+def test_images_without_memory_for_all_of_them_are_encoded_one_by_one(
+    where: str, make_model: Callable[..., Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, pictures = make_model(serve("divprune"), HOST), [picture(seed) for seed in (1, 2, 3)]
+    alone = [select_rows(model, shown)[0] for shown in pictures]
+    assert model.autoprune is not None
+    model.autoprune.clear()
+    select_rows(model, picture(4))
+    refuse(monkeypatch, where, lambda images, _: images > 1)
+    assert all(map(torch.equal, select_rows(model, *pictures), alone))
+    assert model.autoprune_reporter.errors == {"OutOfMemoryError": 1}
+    assert len(model.autoprune.cache) == 3, "memory of cached features is given up for them"
+
+
+@pytest.mark.parametrize("where", ["tower", "selection"])
+def test_an_image_that_cannot_be_encoded_is_lost_alone(
+    where: str,
+    make_model: Callable[..., Model],
+    monkeypatch: pytest.MonkeyPatch,
+    logged: pytest.LogCaptureFixture,
+) -> None:
+    model, small = make_model(serve("divprune"), HOST), picture(1)
+    (rows,) = select_rows(model, small)
+    refuse(monkeypatch, where, lambda _, tokens: tokens >= 49)
+    sound, lost = select_rows(model, small, picture(2, side=7))
+    assert torch.equal(sound, rows)
+    assert torch.equal(lost, torch.zeros(8, WIDTH))
+    assert model.autoprune_reporter.counts()["zeros", "error"] == 1
+    assert logged.records[-1].getMessage().startswith("An image cannot be encoded")
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_ranks_do_together_is_not_tried_again(
+    ranks: int, make_model: Callable[..., Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor the first image, of which nothing is known yet."""
+    monkeypatch.setattr(selection, "broadcast_rank_zero", lambda packed: packed)
+    model = make_model(serve("divprune"), HOST)
+    if ranks > 1:
+        for module in (pruned_model, selection):
+            monkeypatch.setattr(module, "world_size", lambda: ranks)
+        select_rows(model, picture(1))
+    refuse(monkeypatch, "tower", lambda *_: True)
+    with pytest.raises(torch.OutOfMemoryError):
+        select_rows(model, picture(2))
+
+
+def test_a_rank_that_publishes_no_times_keeps_none(
+    make_model: Callable[..., Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pruned_model, "is_rank_zero", lambda: False)
+    model: Any = make_model(serve("divprune"), HOST)
+    model.autoprune_metrics = "those of another rank"
+    select_rows(model, picture(1))
+    assert model.autoprune_watch.collect() == []
+
+
+# ---- profiling ----
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("patched", [RunnerV1, RunnerV2], ids=["V1", "V2"])
+@pytest.mark.parametrize("skips", [False, True])
+def test_largest_images_are_profiled_beside_a_larger_video(
+    patched: Any, skips: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Qwen2.5-VL, whose videos are left whole by this state."""
+    sender = Sender(build("qwen2_5_vl", tmp_path), budget=8)
+    scheduler = SimpleNamespace(
+        max_num_encoder_input_tokens=2048,
+        encoder_cache_size=2048,
+        max_num_batched_tokens=2048,
+        max_num_seqs=4,
+        disable_chunked_mm_input=False,
+        enable_chunked_prefill=True,
+    )
+    config = SimpleNamespace(model_config=sender._config, scheduler_config=scheduler)
+    registry: Any = SimpleNamespace(create_processor=lambda *_: sender._processor)
+    budget = MultiModalBudget(config, registry, enable_cache=False)
+    assert budget.get_modality_with_max_tokens() == "video"
+
+    calls: list[Any] = []
+    model = SimpleNamespace(embed_multimodal=lambda **batch: calls.append(batch))
+    monkeypatch.setattr(patched, "profile_run", lambda *_, **named: calls.append(named))
+    for other in {RunnerV1, RunnerV2} - {patched}:
+        monkeypatch.setattr(other, "profile_run", lambda *_: None)
+    monkeypatch.setattr(sender._config.multimodal_config, "skip_mm_profiling", skips)
+    profile_images(lambda _: nullcontext(True))
+    profiled = SimpleNamespace(
+        vllm_config=config,
+        model_config=sender._config,
+        mm_registry=registry,
+        device=HOST,
+        get_model=lambda: model,
+    )
+    patched.profile_run(profiled, randomize_inputs=True)
+    *batches, last = calls
+    assert last == {"randomize_inputs": True}
+    assert len(batches) == (0 if skips else 1)
+    for batch in batches:
+        plans = [ItemPlan.decode(row) for row in batch[FIELD]]
+        largest = budget.mm_max_toks_per_item["image"]
+        assert len(plans) == budget.mm_max_items_per_batch["image"]
+        assert all(plan.profile and plan.tokens == largest for plan in plans)
+
+
+def test_the_feature_cache_is_held_until_profiling_ends(
+    make_model: Callable[..., Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[ref[Tensor]] = []
+    reserve = TensorCache.reserve
+
+    def record(cache: TensorCache[Any], device: torch.device) -> Tensor:
+        buffer = reserve(cache, device)
+        assert buffer is not None and buffer.nbytes == CACHE_BYTES
+        held.append(ref(buffer))
+        return buffer
+
+    monkeypatch.setattr(TensorCache, "reserve", record)
+    model = make_model(serve("divprune"))
+    with pruned_model._hold_feature_cache(model) as prunes:
+        assert prunes and held[0]() is not None
+    assert held[0]() is None
+    with pruned_model._hold_feature_cache(nn.Module()) as prunes:
+        assert not prunes

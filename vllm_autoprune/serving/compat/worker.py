@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from vllm_autoprune.serving.compat import depends_on, patch
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
     from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
     from vllm.v1.worker.gpu.mm.rope import RopeState
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
     from vllm.v1.worker.gpu_worker import Worker
 
 _POSITIONS = "autoprune_positions"
@@ -170,6 +173,58 @@ def bound_encoder_calls() -> None:
             return stock(self, mm_kwargs)
         groups = split([item for _, item in mm_kwargs])
         return [output for some in groups for output in stock(self, mm_kwargs[some])]
+
+
+@depends_on("vllm.v1.worker.gpu_model_runner:GPUModelRunner", "profile_run")
+@depends_on("vllm.v1.worker.gpu.model_runner:GPUModelRunner", "profile_run")
+@depends_on(
+    "vllm.multimodal.encoder_budget:MultiModalBudget",
+    "get_modality_with_max_tokens",
+    "get_dummy_encoder_profile_inputs",
+)
+def profile_images(hold: Callable[[nn.Module], AbstractContextManager[bool]]) -> None:
+    """Encode the largest images too while a runner profiles its memory, and ``hold`` until its end.
+
+    ``hold`` allocates what a model will hold later, and says whether the model prunes images.
+
+    Why: ``profile_run`` encodes the one modality with most tokens, which is a video for Qwen2-VL,
+    Qwen2.5-VL and InternVL; where videos are left whole, no selection is measured then. A model
+    cannot know how long profiling goes on, in which the language model may take the most memory.
+    Remove when: vLLM profiles every modality, and asks models what they keep between requests.
+    """
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
+
+    def profile(
+        stock: Callable[..., None], self: RunnerV1 | RunnerV2, *args: bool, **named: bool
+    ) -> None:
+        with hold(self.get_model()) as prunes:
+            if prunes:
+                _encode_largest_images(self)
+            stock(self, *args, **named)
+
+    for runner in (RunnerV1, RunnerV2):
+        patch(runner, "profile_run")(profile)
+
+
+def _encode_largest_images(runner: RunnerV1 | RunnerV2) -> None:
+    """Encode as many of the largest images as a step may hold, unless vLLM does."""
+    import torch
+    from vllm.multimodal.encoder_budget import MultiModalBudget
+    from vllm.multimodal.utils import group_and_batch_mm_kwargs
+
+    config = runner.model_config.multimodal_config
+    if config is None or config.skip_mm_profiling:
+        return
+    budget = MultiModalBudget(runner.vllm_config, runner.mm_registry, enable_cache=False)
+    if "image" not in budget.mm_max_toks_per_item:
+        return
+    if budget.get_modality_with_max_tokens() == "image":
+        return
+    items = budget.get_dummy_encoder_profile_inputs("image")
+    with torch.inference_mode():
+        for *_, batch in group_and_batch_mm_kwargs(items, device=runner.device):
+            runner.get_model().embed_multimodal(**batch)
 
 
 _RECALLS_A_STEP = 2

@@ -10,6 +10,7 @@ from hashlib import sha256
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from vllm.model_executor.models.interfaces import SupportsMultiModal
 from vllm.model_executor.models.utils import StageMissingLayer
@@ -22,6 +23,8 @@ from vllm_autoprune.serving.compat.worker import (
     bound_encoder_calls,
     clear_with_worker_caches,
     is_rank_zero,
+    profile_images,
+    world_size,
 )
 from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.plan import FIELD, NO_KEY, ItemPlan, Key
@@ -311,8 +314,11 @@ class PrunedModel(_Stock):
         self.autoprune_metrics = WorkerMetrics(folder) if folder else None
         self.autoprune_budget: int = vllm_config.scheduler_config.max_num_encoder_input_tokens
         self.autoprune_profiled = 0
+        self.autoprune_row: Tensor | None = None
+        """A row of zeros ``(1, D + E)``, known from the first image on."""
         clear_with_worker_caches(_clear_features)
         bound_encoder_calls()
+        profile_images(_hold_feature_cache)
 
     def autoprune_split(self, items: Sequence[MultiModalKwargsItem | None]) -> list[slice]:
         """Runs of neighbouring items whose images have as many tokens, N, as memory profiling saw.
@@ -347,30 +353,83 @@ class PrunedModel(_Stock):
         vision, reporter = self.autoprune, self.autoprune_reporter
         assert vision is not None
         images = vision.images(_tensor_fields(inputs))
-        profile, reserved = any(plan.profile for plan in plans), None
-        if profile:
+        if any(plan.profile for plan in plans):
             tokens = sum(image.tokens for image in images)
             self.autoprune_profiled = max(self.autoprune_profiled, tokens)
-            reserved = vision.cache.reserve(vision.sample_weight.device)
-        encoder_inputs = [image.inputs for image in images]
-        entries = find_entries([plan.key for plan in plans], encoder_inputs)
-        if profile:
             # All dummy images are equal; caching them would measure too little memory.
-            features = vision.encode(encoder_inputs)
-        else:
-            features = vision.features(entries, encoder_inputs)
-        parts = vision.model_parts()
-        context = SelectionContext(vision.served, parts, reporter, vision.indices)
+            features = vision.encode([image.inputs for image in images])
+            return self._autoprune_select(plans, features)
         # Times that are not published would be kept forever.
-        metrics = self.autoprune_metrics if not profile and is_rank_zero() else None
-        with nullcontext() if metrics is None else self.autoprune_watch.measure():
-            rows = prune_images(context, plans, features)
-        if not profile:
-            vision.keep(entries, features)
-        del reserved
+        metrics = self.autoprune_metrics if is_rank_zero() else None
+        try:
+            rows = self._autoprune_encode(plans, images, metrics)
+        except Exception as error:  # of one image, mostly that memory runs out
+            if self._autoprune_ends_engine():
+                raise
+            reporter.report_error(error, "encoding the images of its step one by one")
+            rows = []
+        # Beyond the handler, which holds what has been allocated.
+        if len(rows) < len(images):
+            vision.cache.clear()
+            pairs = zip(plans, images, strict=True)
+            rows = [self._autoprune_encode_alone(plan, image, metrics) for plan, image in pairs]
         if metrics is not None:
             metrics.publish(self.autoprune_watch, reporter, vision.cache)
         return rows
+
+    def _autoprune_encode(
+        self,
+        plans: Sequence[ItemPlan],
+        images: Sequence[ModelImage],
+        metrics: WorkerMetrics | None,
+    ) -> list[Tensor]:
+        """Rows of images that are encoded in one pass, whose features are cached."""
+        vision = self.autoprune
+        assert vision is not None
+        inputs = [image.inputs for image in images]
+        entries = find_entries([plan.key for plan in plans], inputs)
+        features = vision.features(entries, inputs)
+        with nullcontext() if metrics is None else self.autoprune_watch.measure():
+            rows = self._autoprune_select(plans, features)
+        vision.keep(entries, features)
+        return rows
+
+    def _autoprune_encode_alone(
+        self, plan: ItemPlan, image: ModelImage, metrics: WorkerMetrics | None
+    ) -> Tensor:
+        """Rows of one image; zeros where it cannot be encoded alone either.
+
+        vLLM has no way to end one request from a worker, and without rows the engine ends.
+        """
+        try:
+            (rows,) = self._autoprune_encode([plan], [image], metrics)
+        except Exception as error:
+            assert self.autoprune_row is not None
+            self.autoprune_reporter.report_lost(error, self.autoprune_row.device)
+            return self.autoprune_row.expand(plan.budget + len(plan.text), -1).clone()
+        return rows
+
+    def _autoprune_select(
+        self, plans: Sequence[ItemPlan], features: Sequence[ImageFeatures]
+    ) -> list[Tensor]:
+        """Select the tokens of encoded images."""
+        vision = self.autoprune
+        assert vision is not None
+        parts = vision.model_parts()
+        context = SelectionContext(vision.served, parts, self.autoprune_reporter, vision.indices)
+        rows = prune_images(context, plans, features)
+        if self.autoprune_row is None and rows:
+            self.autoprune_row = torch.zeros_like(rows[0][:1])
+        return rows
+
+    def _autoprune_ends_engine(self) -> bool:
+        """Whether a failure has to end the engine, as it would end a stock one.
+
+        Several ranks encode an image together: one that encoded it again alone would wait for
+        others that do not, or be answered by what they do next. And before the first image it is
+        not known what a row looks like; memory profiling has that one.
+        """
+        return world_size() > 1 or self.autoprune_row is None
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """As stock; also loads other weights that the state reads, so that vLLM counts them.
@@ -415,6 +474,15 @@ def _clear_features(model: nn.Module) -> None:
     vision = model.autoprune if isinstance(model, PrunedModel) else None
     if vision is not None:
         vision.clear()
+
+
+@contextmanager
+def _hold_feature_cache(model: nn.Module) -> Iterator[bool]:
+    """Hold as much memory as the feature cache may take; whether this model prunes images."""
+    vision = model.autoprune if isinstance(model, PrunedModel) else None
+    held = None if vision is None else vision.cache.reserve(vision.sample_weight.device)
+    yield vision is not None
+    del held
 
 
 def _tensor_fields(inputs: Mapping[str, object]) -> EncoderInputs:

@@ -98,6 +98,13 @@ class FallbackReporter:
         if self._count_error(error) == 1:
             logger.error("Pruning of an image failed; %s.", outcome, exc_info=error)
 
+    def report_lost(self, error: Exception, device: torch.device) -> None:
+        """Count an image without any features, and log it."""
+        self._count_error(error)
+        logger.error("An image cannot be encoded, its tokens are zeros: %s", error)
+        code = FALLBACKS.index("zeros")
+        self.report(torch.full((1,), code, dtype=torch.uint8, device=device), "error")
+
     def report_refused_plan(self, error: Exception, device: torch.device) -> None:
         """Count a plan that is replaced by another one, and log the first."""
         count = self._count_error(error)
