@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from tests.hostile.site import (
     Site,
     attack,
 )
+from tests.serving.unit.samples import with_fields
 from tests.tpdsl.samples import sample
 from vllm_autoprune.http_client import CHAT
 from vllm_autoprune.serving.plan import FIELD, MAX_RECALLS, Choice, ItemPlan, encode_state
@@ -37,18 +38,14 @@ def _same(plan: Tensor) -> Tensor:
     return plan
 
 
-def changed(**fields: object) -> Forge:
+def changed(**others: object) -> Forge:
     """Other values of some of a plan's fields."""
-    return lambda plan: replace(ItemPlan.decode(plan), **fields).encode()  # type: ignore[arg-type]
+    return lambda plan: replace(ItemPlan.decode(plan), **others).encode()  # type: ignore[arg-type]
 
 
-def _with_word(at: int, value: int) -> Forge:
-    def forge(plan: Tensor) -> Tensor:
-        forged = plan.clone()
-        forged[at % len(forged)] = value
-        return forged
-
-    return forge
+def with_any(**others: object) -> Forge:
+    """Fields of any name and value, which no plan may have."""
+    return lambda plan: with_fields(plan, **others)
 
 
 def _as_core(plan: Tensor) -> Tensor:
@@ -56,20 +53,24 @@ def _as_core(plan: Tensor) -> Tensor:
     return replace(decoded, part="core", core=decoded.budget).encode()
 
 
+_VALUES: Sequence[object] = (-1, 10_000, 2**62, "all", [], None)
+
 FORGED: Mapping[str, Forge] = {
-    **{  # words at the head of a plan: budget, keep, part and the like
-        f"word {at} = {value}": _with_word(at, value)
-        for at in range(12)
-        for value in (-1, 10_000, 2**62)
+    **{
+        f"{name} = {value}": with_any(**{name: value})
+        for name in (*(field.name for field in fields(ItemPlan)), "more")
+        for value in _VALUES
     },
     "a core": _as_core,
     **{
         f"a delta of K_c = {core}": changed(part="delta", core=core) for core in (1, 8, 255, 10_000)
     },
     "empty": lambda plan: plan[:0],
-    "long": lambda plan: torch.cat([plan, torch.full((100_000,), 5)]),
-    "ids out of range": lambda plan: torch.cat([plan[:-2], torch.tensor([10**9, -(10**9)])]),
-    "random": lambda plan: torch.randint(-(2**62), 2**62, plan.shape),
+    "long": lambda plan: torch.cat([plan, plan.new_full((100_000,), 5)]),
+    "a million bytes": lambda plan: plan.new_full((1_000_000,), 5),
+    "ids out of range": with_any(instruction=[10**9, -(10**9)]),
+    "random": lambda plan: torch.randint(0, 256, plan.shape, dtype=torch.uint8),
+    "its version alone": lambda plan: plan[:1],
     "two rows": lambda plan: torch.stack([plan, plan]),
     "fractions": lambda plan: plan.double() + 0.5,
 }

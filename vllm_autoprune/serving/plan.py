@@ -1,4 +1,4 @@
-"""Plan of an item: what the API server decides about an image, as the tensor a worker gets.
+"""Plan of an item: what the API server decides about an image, and sends to the workers.
 
 With the identities that caches hold its tokens by, and the bytes of a state that a plan carries.
 """
@@ -9,15 +9,16 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import islice
 from math import prod
-from typing import TYPE_CHECKING, Literal, get_args
+from operator import itemgetter
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
-import numpy
 import torch
+from msgspec import Meta
 from torch import Tensor
 
 from vllm_autoprune.errors import Problem, RequestError, StateError
+from vllm_autoprune.serving.plan_codec import RowCodec
 from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET
 from vllm_autoprune.tpdsl.state import Provenance, PruningState
 from vllm_autoprune.tpdsl.tokens import split_over_tiles
@@ -53,10 +54,15 @@ stands in the prompt as two items."""
 
 _PARTS: tuple[Part, ...] = get_args(Part)
 
-Ids = tuple[int, ...]
+Id = Annotated[int, Meta(ge=0, lt=1 << 31)]
+"""Token id; vocabularies are checked by the server's rules."""
+
+Ids = tuple[Id, ...]
 """Token ids of a text."""
 
-Key = tuple[int, int]
+_Int64 = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+
+Key = tuple[_Int64, _Int64]
 """Key of an image in the feature cache (:func:`make_feature_key`)."""
 
 NO_KEY: Key = (0, 0)
@@ -83,14 +89,22 @@ MAX_TEXT_IDS = 1 << 14
 MAX_RECALLS = 16
 """Turns of a conversation that recall tokens of one image: the plan of each names all before it."""
 
+# Types of a plan's fields, with their bounds. A plan that is decoded is within them; how fields fit
+# each other is checked after that.
+_Budget = Annotated[int, Meta(ge=1, le=MAX_BUDGET)]
+_Core = Annotated[int, Meta(ge=0, le=MAX_BUDGET)]
+_Count = Annotated[int, Meta(ge=0, le=MAX_CLIP_TOKENS)]
+_Instruction = Annotated[Ids, Meta(max_length=RELEVANCE_IDS)]
+_Language = Annotated[Ids, Meta(max_length=LANGUAGE_IDS)]
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     """Tokens of an image that were chosen by one question: how many, and its token ids."""
 
-    budget: int
-    instruction: Ids = ()
-    language: Ids = ()
+    budget: _Budget
+    instruction: _Instruction = ()
+    language: _Language = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,19 +129,19 @@ class ItemPlan:
     tokens are kept, and so where text stands between them. Empty where vLLM embeds the text.
     """
 
-    budget: int
+    budget: _Budget
     key: Key
-    instruction: Ids = ()
-    language: Ids = ()
+    instruction: _Instruction = ()
+    language: _Language = ()
     keep: Chooser = "state"
     profile: bool = False
-    state: bytes = b""
-    tokens: int = 0
+    state: Annotated[bytes, Meta(max_length=MAX_STATE_BYTES)] = b""
+    tokens: _Count = 0
     part: Part = "whole"
-    core: int = 0
-    earlier: tuple[Choice, ...] = ()
-    text: tuple[tuple[int, int], ...] = ()
-    frames: int = 0
+    core: _Core = 0
+    earlier: Annotated[tuple[Choice, ...], Meta(max_length=MAX_RECALLS)] = ()
+    text: Annotated[tuple[tuple[_Count, Id], ...], Meta(max_length=MAX_TEXT_IDS)] = ()
+    frames: _Count = 0
 
     @property
     def group(self) -> tuple[object, ...]:
@@ -209,119 +223,55 @@ class ItemPlan:
         memory only workers see the data.
         """
         row = None if item is None or FIELD not in item else item[FIELD].data
-        if not isinstance(row, Tensor) or row.dim() != 1 or len(row) < _HEAD:
-            return False
-        return int(row[_PART]) == _PARTS.index("recall")
+        return _CODEC.read_mark(row) == _PARTS.index("recall")
 
     def encode(self) -> Tensor:
-        """Encode as int64: 14 numbers, state, token ids, every earlier choice, text if any."""
-        padded = self.state.ljust(-(-len(self.state) // _WORD) * _WORD, b"\0")
-        numbers = [_VERSION, self.budget, CHOOSERS.index(self.keep), int(self.profile), *self.key]
-        numbers += [len(self.state), len(self.instruction), len(self.language)]
-        numbers += [_PARTS.index(self.part), self.core, len(self.earlier), self.tokens, self.frames]
-        numbers += [*numpy.frombuffer(padded, "<i8").tolist(), *self.instruction, *self.language]
-        for choice in self.earlier:
-            numbers += [choice.budget, len(choice.instruction), len(choice.language)]
-            numbers += [*choice.instruction, *choice.language]
-        if self.text:
-            numbers += [len(self.text), *(number for place in self.text for number in place)]
-        return torch.tensor(numbers)
+        """The row of bytes ``(L,)`` uint8 that carries the plan."""
+        return _CODEC.encode(self)
 
     @staticmethod
     def decode(row: object) -> ItemPlan:
         """Inverse of :meth:`encode`; raises :class:`RequestError` for any other input.
 
-        Plans may come from a client (vLLM's ``/inference/v1/generate`` takes processed inputs),
-        so every number is checked. The row has to lie on the CPU.
+        Plans may come from a client (vLLM's ``/inference/v1/generate`` takes processed inputs).
         """
-        if not isinstance(row, Tensor) or row.dtype != torch.int64 or row.dim() != 1:
-            raise plan_error("is not a row of 64-bit integers")
-        if row.device.type != "cpu" or not _HEAD <= row.shape[0] <= _MOST:
-            raise plan_error(f"has {row.shape[0]} numbers on {row.device.type}")
-        numbers: list[int] = row.tolist()
-        unread = iter(numbers)
-        version, budget, keep, profile, high, low = islice(unread, 6)
-        state, instruction, language, part, core, earlier, *sizes = islice(unread, _HEAD - 6)
-        tokens, frames = sizes
-
-        def require(least: int, number: int, most: int, problem: str) -> None:
-            if not least <= number <= most:
-                raise plan_error(problem.format(number))
-
-        def take(count: int, most: int) -> Ids:
-            require(0, count, most, f"has {{}} numbers, and at most {most} are allowed")
-            return tuple(islice(unread, count))
-
-        def take_text() -> Iterator[tuple[int, int]]:
-            count = next(unread, 0)
-            require(0, count, MAX_TEXT_IDS, "has {} ids of text")
-            return zip(*[islice(unread, 2 * count)] * 2, strict=False)
-
-        def take_choice(budget: int, instruction: int, language: int) -> Choice:
-            require(1, budget, MAX_BUDGET, "keeps K = {} tokens")
-            read = take(instruction, RELEVANCE_IDS), take(language, LANGUAGE_IDS)
-            if min((*read[0], *read[1]), default=0) < 0:
-                raise plan_error("has a negative token id")
-            return Choice(budget, *read)
-
-        require(_VERSION, version, _VERSION, f"has format version {{}}, and not {_VERSION}")
-        require(0, keep, len(CHOOSERS) - 1, "has keep = {}")
-        require(0, part, len(_PARTS) - 1, "has part = {}")
-        require(0, tokens, MAX_CLIP_TOKENS if frames else MAX_BUDGET, "has N = {}")
-        require(0, frames, tokens, "has T = {}")
-        require(0, earlier, MAX_RECALLS, "has {} earlier choices")
-        require(0, state, MAX_STATE_BYTES, "has a state of {} bytes")
-        words = take(-(-state // _WORD), MAX_STATE_BYTES)
-        asked = take_choice(budget, instruction, language)
-        heads = (tuple(islice(unread, 3)) for _ in range(earlier))
-        plan = ItemPlan(
-            budget=budget,
-            key=(high, low),
-            instruction=asked.instruction,
-            language=asked.language,
-            keep=CHOOSERS[keep],
-            profile=profile != 0,
-            state=numpy.array(words, "<i8").tobytes()[:state],
-            tokens=tokens,
-            part=_PARTS[part],
-            core=core,
-            earlier=tuple(take_choice(*head) for head in heads if len(head) == 3),
-            text=tuple(take_text()),
-            frames=frames,
-        )
-        if plan.encode().tolist() != numbers:
-            raise plan_error("has too few numbers, too many, or others than it is encoded by")
-        places = [before for before, _ in plan.text]
-        if (
-            places != sorted(places)
-            or min((n for place in plan.text for n in place), default=0) < 0
-        ):
-            raise plan_error("has text that is out of order, or negative")
-        if (plan.part == "recall") != bool(earlier):
-            raise plan_error(f"has {earlier} earlier choices as {plan.part}")
-        least, most = {
-            "whole": (0, 0),
-            # A core is the tokens of its own item; the other parts have one beside their own.
-            "core": (budget, budget),
-            "delta": (1, MAX_BUDGET),
-            "recall": (0, plan.earlier[0].budget - 1 if plan.earlier else 0),
-        }[plan.part]
-        require(least, core, most, "has K_c = {}")
-        require(1, plan.image_budget, MAX_BUDGET, "keeps K = {} tokens")
+        try:
+            plan = _CODEC.decode(row)
+        except ValueError as error:
+            raise plan_error(str(error)) from None
+        if problem := _find_contradiction(plan):
+            raise plan_error(problem)
         return plan
 
 
-_VERSION = 5
-"""First number of an encoded plan."""
+def _find_contradiction(plan: ItemPlan) -> str:
+    """What one field of a plan, each within its bounds, says against another; empty if nothing."""
+    if plan.frames > plan.tokens:
+        return f"has T = {plan.frames} of N = {plan.tokens}"
+    if plan.tokens > MAX_BUDGET and not plan.frames:
+        return f"has N = {plan.tokens}"
+    if plan.text != tuple(sorted(plan.text, key=itemgetter(0))):
+        return "has text that is out of order"
+    if (plan.part == "recall") != bool(plan.earlier):
+        return f"has {len(plan.earlier)} earlier choices as {plan.part}"
+    least, most = {
+        "whole": (0, 0),
+        # A core is the tokens of its own item; the other parts have one beside their own.
+        "core": (plan.budget, plan.budget),
+        "delta": (1, MAX_BUDGET),
+        "recall": (0, plan.earlier[0].budget - 1 if plan.earlier else 0),
+    }[plan.part]
+    if not least <= plan.core <= most:
+        return f"has K_c = {plan.core}"
+    if plan.image_budget > MAX_BUDGET:
+        return f"keeps K = {plan.image_budget} tokens"
+    return ""
 
-_PART, _HEAD = 9, 14
-"""Place of ``part`` in an encoded plan, and its numbers before the state."""
 
-_WORD = 8
-"""Bytes of an int64."""
+_LONGEST = 1 << 19
+"""Bytes of a plan with as many earlier choices and as much text as there may be, and more."""
 
-_MOST = _HEAD + MAX_STATE_BYTES // _WORD + 1 + 2 * MAX_TEXT_IDS
-_MOST += (MAX_RECALLS + 1) * (3 + RELEVANCE_IDS + LANGUAGE_IDS)
+_CODEC = RowCodec(ItemPlan, 6, _LONGEST, lambda plan: _PARTS.index(plan.part))
 
 
 _RENDERED = "send images, or inputs that a server with the same settings has rendered"
@@ -454,7 +404,7 @@ def make_feature_key(content: str, salt: str = "", seed: str = "") -> Key:
     """
     texts = (seed or content, repr((content, salt)))
     digests = (hashlib.sha256(text.encode()).digest() for text in texts)
-    high, low = (int.from_bytes(digest[:_WORD], "little", signed=True) for digest in digests)
+    high, low = (int.from_bytes(digest[:8], "little", signed=True) for digest in digests)
     return high, low
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import numpy
 import pytest
 import torch
@@ -152,6 +153,23 @@ class Space:
 def plan(budget: int, key: int = 0, ids: Ids = (7,), **fields: Any) -> ItemPlan:
     """A plan; both halves of its key are equal."""
     return ItemPlan(budget, (key, key), ids, **fields)
+
+
+def as_row(text: bytes) -> Tensor:
+    """Bytes as what carries a plan."""
+    return torch.tensor([*text], dtype=torch.uint8)
+
+
+def with_fields(row: Tensor, **fields: object) -> Tensor:
+    """A plan's row with fields of any name and value, which no plan may have."""
+    text = row.numpy().tobytes()
+    return as_row(text[:2] + msgspec.msgpack.encode({**fields_of(row), **fields}))
+
+
+def fields_of(row: Tensor) -> dict[str, Any]:
+    """The fields in a plan's row."""
+    fields: dict[str, Any] = msgspec.msgpack.decode(row.numpy().tobytes()[2:])
+    return fields
 
 
 def parts() -> ModelParts:
@@ -358,6 +376,6 @@ def answer_by(receiver: Sender, request: Mapping[str, Any]) -> list[str] | str:
     items = zip(made.identities, made.plans, made.lengths, strict=True)
     return [
         f"{length} tokens, identity {identity[:8]}, key {digest(plan.key)}, "
-        f"plan {digest(plan.encode().tolist())}"
+        f"plan {digest({**asdict(plan), 'state': plan.state.decode()})}"
         for identity, plan, length in items
     ]

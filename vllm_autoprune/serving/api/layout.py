@@ -102,7 +102,7 @@ class Placeholders:
             shortened += tokens[: next(shares)] if placeholder else tokens
         if not embeds_text:
             return replace(content, full=shortened), plan
-        text = zip(accumulate(is_embed), content.full, is_embed, strict=True)
+        text = zip(accumulate(map(int, is_embed)), content.full, is_embed, strict=True)
         places = tuple((at, token) for at, token, placeholder in text if not placeholder)
         if len(places) > MAX_TEXT_IDS:
             what = f"has {len(places)} tokens of text, and {MAX_TEXT_IDS} are allowed"
