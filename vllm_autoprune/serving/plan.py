@@ -24,7 +24,7 @@ from vllm_autoprune.tpdsl.state import Provenance, PruningState
 from vllm_autoprune.tpdsl.tokens import split_over_tiles
 
 if TYPE_CHECKING:
-    from vllm.multimodal.inputs import MultiModalKwargsItem
+    pass
 
 FIELD = "autoprune_plan"
 """Name of the multi-modal field that carries a plan to the worker."""
@@ -52,7 +52,6 @@ Part = Literal["whole", "core", "delta", "recall"]
 the others, or more of them that a later turn of the conversation recalls. An image that is split
 stands in the prompt as two items."""
 
-_PARTS: tuple[Part, ...] = get_args(Part)
 
 Id = Annotated[int, Meta(ge=0, lt=1 << 31)]
 """Token id; vocabularies are checked by the server's rules."""
@@ -215,16 +214,6 @@ class ItemPlan:
             else:
                 yield replace(item, part="whole")
 
-    @staticmethod
-    def is_recall(item: MultiModalKwargsItem | None) -> bool:
-        """Whether an item of a request is a recall.
-
-        Reads one number, as schedulers ask in every step. With the processor's cache in shared
-        memory only workers see the data.
-        """
-        row = None if item is None or FIELD not in item else item[FIELD].data
-        return _CODEC.read_mark(row) == _PARTS.index("recall")
-
     def encode(self) -> Tensor:
         """The row of bytes ``(L,)`` uint8 that carries the plan."""
         return _CODEC.encode(self)
@@ -271,7 +260,7 @@ def _find_contradiction(plan: ItemPlan) -> str:
 _LONGEST = 1 << 19
 """Bytes of a plan with as many earlier choices and as much text as there may be, and more."""
 
-_CODEC = RowCodec(ItemPlan, 6, _LONGEST, lambda plan: _PARTS.index(plan.part))
+_CODEC = RowCodec(ItemPlan, 6, _LONGEST)
 
 
 _RENDERED = "send images, or inputs that a server with the same settings has rendered"

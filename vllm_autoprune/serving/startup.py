@@ -30,7 +30,6 @@ from vllm_autoprune.serving.compat import (
     worker,
 )
 from vllm_autoprune.serving.models import BACKBONES, Backbone, find_problems
-from vllm_autoprune.serving.plan import ItemPlan
 from vllm_autoprune.serving.served_state import (
     ATTRIBUTE,
     KV_CACHE,
@@ -75,7 +74,7 @@ def _activate(architecture: str) -> None:
     request.check_requests()
     engine_requests.cache_without_plans()
     compat.register_renderer("hf", "vllm_autoprune.serving.api.renderer", "AutopruneHfRenderer")
-    worker.spread_recalls(ItemPlan.is_recall)
+    worker.bound_encoder_steps()
     worker.resend_features()
     worker.refuse_sleep(_sleep_problem)
 

@@ -75,6 +75,33 @@ def state_cost(state: PruningState) -> float:
     return sum(milliseconds for _, milliseconds in _atom_costs(state))
 
 
+_TOKENS = 576
+"""Tokens of an image that costs are declared for."""
+
+
+def item_cost(state: PruningState, tokens: int, frames: int = 0) -> float:
+    """Milliseconds of one selection from an image of N tokens, or from a clip of T frames.
+
+    A base policy without a score has to pick nearly all tokens of each frame, in an order: greedy
+    ones take the cube of their number. 4.5 is the largest factor measured (scope, one frame of
+    4,096 tokens, 42 s); most of them are far below. A state that exchanges tokens of a clip
+    compares every two of them.
+    """
+    size = tokens / _TOKENS
+    factor = max(1.0, size)
+    if frames > 0:
+        if BASE_POLICIES[state.base_policy.name].score is None:
+            factor += 4.5 * frames * (size / frames) ** 3
+        if state.constraints.selector.bounds(MAX_BUDGET)[0] > 0:
+            factor += size**2 / 10
+    return factor * state_cost(state)
+
+
+def item_bound(bound: float, tokens: int) -> float:
+    """Milliseconds that a selection from N tokens may take, where ``bound`` is that of 576."""
+    return bound * max(1.0, tokens / _TOKENS)
+
+
 @lru_cache(maxsize=256)
 def require_affordable(state: PruningState, bound: float) -> None:
     """Raise :class:`StateError` for a state whose selection is predicted to cost more."""

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.worker.gpu_worker import Worker
 
 from tests.serving.unit.samples import LLAVA, places, refusal, served, vllm_config
@@ -21,7 +20,6 @@ from vllm_autoprune.serving.compat import _Hook
 from vllm_autoprune.serving.compat import worker as patches
 from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.models.pruned_model import _group_by_tokens
-from vllm_autoprune.serving.plan import FIELD, Choice, ItemPlan
 from vllm_autoprune.serving.served_state import served_state
 from vllm_autoprune.serving.settings import CELLS_FLAG
 from vllm_autoprune.serving.startup import _resolve_settings, apply_settings
@@ -325,47 +323,3 @@ def test_groups_are_all_images_in_order_within_the_bound(sizes: list[int], bound
     for group, following in zip(groups, [*groups[1:], [bound + 1]], strict=False):
         assert group and (len(group) == 1 or sum(group) <= bound)
         assert sum(group) + following[0] > bound, "these would have gone together"
-
-
-# ---- recalls within a step of the scheduler ----
-
-
-def test_a_step_takes_a_few_recalls_and_all_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a conversation with five, every other request waits for two at a time."""
-    for name in ("can_allocate", "get_freed_mm_hashes"):
-        stock = getattr(EncoderCacheManager, name)
-        monkeypatch.setattr(EncoderCacheManager, name, getattr(stock, "__wrapped__", stock))
-    patches.spread_recalls(ItemPlan.is_recall)
-    image = ItemPlan(8, (0, 0), tokens=100)
-    recall = ItemPlan(8, (0, 0), tokens=100, part="recall", earlier=(Choice(8),))
-
-    def request(name: str, *plans: ItemPlan) -> Any:
-        features = [
-            SimpleNamespace(
-                identifier=f"{name}-{i}", data={FIELD: SimpleNamespace(data=plan.encode())}
-            )
-            for i, plan in enumerate(plans)
-        ]
-        return SimpleNamespace(
-            request_id=name, mm_features=features, get_num_encoder_embeds=lambda i: 8
-        )
-
-    manager = EncoderCacheManager(4096)
-    requests = request("long", image, *[recall] * 5), request("other", image, image)
-    steps: list[list[list[int]]] = []
-    for _ in range(3):  # tried and allocated as the scheduler does
-        steps.append([])
-        for each in requests:
-            taken = list[int]()
-            for i in range(len(each.mm_features)):
-                if manager.check_and_update_cache(each, i):
-                    continue
-                if not manager.can_allocate(each, i, 4096, 8 * len(taken)):
-                    break
-                taken.append(i)
-            for i in taken:
-                manager.allocate(each, i)
-            steps[-1].append(taken)
-        manager.get_freed_mm_hashes()
-    assert steps == [[[0, 1, 2], [0, 1]], [[3, 4], []], [[5], []]]
-    assert not ItemPlan.is_recall(None)

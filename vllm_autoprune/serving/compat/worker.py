@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from vllm_autoprune.serving.compat import depends_on, patch
+from vllm_autoprune.serving.encoder_steps import EncoderSteps
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -227,20 +228,19 @@ def _encode_largest_images(runner: RunnerV1 | RunnerV2) -> None:
             runner.get_model().embed_multimodal(**batch)
 
 
-_RECALLS_A_STEP = 2
-"""Recalls that one step of the scheduler takes, of all requests together."""
+_STEPS = "_autoprune_steps"
+"""Attribute of an encoder cache manager."""
 
 
 @depends_on(
     "vllm.v1.core.encoder_cache_manager:EncoderCacheManager", "can_allocate", "get_freed_mm_hashes"
 )
-def spread_recalls(
-    is_recall: Callable[[MultiModalKwargsItem | None], bool],
-) -> None:
-    """Let a step of the scheduler take ``_RECALLS_A_STEP`` recalls at most.
+def bound_encoder_steps() -> None:
+    """Let a step of the scheduler take no more work than vLLM's own encoder budget is meant for.
 
-    Why: the scheduler counts an encoder input by the tokens that it keeps. A recall keeps few and
-    costs a whole selection, and all other requests would wait for those of a long conversation.
+    Why: the scheduler counts an encoder input by the tokens that it keeps. At K = N/8 a step would
+    hold eight times the tower's work, and all other requests would wait for it; a recall, or a
+    state that a request brings, keeps few and costs a whole selection.
     Remove when: a plugin can say what an encoder input costs.
     """
     from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
@@ -251,17 +251,15 @@ def spread_recalls(
         self: EncoderCacheManager,
         request: Request,
         input_id: int,
+        encoder_compute_budget: int,
         *rest: object,
     ) -> bool:
-        if not is_recall(request.mm_features[input_id].data):
-            return stock(self, request, input_id, *rest)
-        taken: set[tuple[str, int]] = self.__dict__.setdefault("_autoprune_recalls", set())
-        recall = request.request_id, input_id
-        if recall not in taken and len(taken) >= _RECALLS_A_STEP:
+        steps: EncoderSteps = self.__dict__.setdefault(_STEPS, EncoderSteps())
+        if not steps.admits(request, input_id, encoder_compute_budget):
             return False
-        if not stock(self, request, input_id, *rest):
+        if not stock(self, request, input_id, encoder_compute_budget, *rest):
             return False
-        taken.add(recall)
+        steps.take(request, input_id)
         return True
 
     @patch(EncoderCacheManager, "get_freed_mm_hashes")
@@ -269,7 +267,8 @@ def spread_recalls(
         stock: Callable[..., list[str]], self: EncoderCacheManager
     ) -> list[str]:
         # The scheduler asks once, at the end of each step.
-        self.__dict__.pop("_autoprune_recalls", None)
+        if _STEPS in self.__dict__:
+            self.__dict__[_STEPS].end()
         return stock(self)
 
 
