@@ -14,7 +14,7 @@ from torch import Tensor
 from vllm.model_executor.models import qwen2_5_vl
 from vllm.multimodal.video_prune.evs import compute_retention_mask
 
-from tests.serving.engine import Prompt, assert_same, built, start, watch
+from tests.serving.engine import Answer, Prompt, assert_same, built, start, watch
 from tests.serving.runners import in_engine
 from vllm_autoprune.selftest.serve import clip, picture
 
@@ -113,3 +113,16 @@ def test_evs_keeps_what_stock_vllm_keeps_at_its_rate() -> None:
     kept = [mask.nonzero()[:, 0].tolist() for mask in masks]
     assert kept[0] == [*range(PER_FRAME)]  # of one group all, which nothing selects
     assert kept[1:] == [*record.kept.values()]
+
+
+@in_engine
+def test_clips_in_shared_memory_are_answered_as_without() -> None:
+    """Also the second time, when they are there."""
+    model, settings = built("qwen2_5_vl"), {"state": "vcast", "budget": 8, "requests": "budget"}
+    answers: dict[str, list[Answer]] = {}
+    for kind in ("lru", "shm"):
+        engine = start(settings, model, mm_processor_cache_type=kind, **OPTIONS)
+        prompts = [*requests(engine.model), *requests(engine.model, video_budget=5)]
+        answers[kind] = engine.generate_each(prompts)
+        engine.stop()
+    assert_same(answers["shm"], answers["lru"])

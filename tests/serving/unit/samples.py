@@ -280,10 +280,19 @@ class Sender:
         self._model = model
         self.cache: Any = None
 
-    def with_cache(self) -> Sender:
-        from vllm.multimodal.cache.lru import LruKeyReplicatedSenderCache
+    def with_cache(self, kind: str = "lru") -> Sender:
+        """With one of vLLM's caches of processed items, before one engine unless ``several``."""
+        from vllm.multimodal.cache.factories import processor_cache_from_config
 
-        self.cache = LruKeyReplicatedSenderCache(self._config)
+        multimodal = self._config.get_multimodal_config()
+        if kind == "shm":  # of which all bytes are reserved at once
+            multimodal.mm_processor_cache_type, multimodal.mm_processor_cache_gb = "shm", 1 / 64
+            multimodal.mm_shm_cache_max_object_size_mb = 1
+        parallel = SimpleNamespace(
+            _api_process_count=2 if kind == "several" else 1, data_parallel_size=1, world_size=1
+        )
+        config: Any = SimpleNamespace(model_config=self._config, parallel_config=parallel)
+        self.cache = processor_cache_from_config(config)
         return self
 
     def with_blocks(self, size: int) -> Sender:

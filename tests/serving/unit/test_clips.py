@@ -139,6 +139,19 @@ def test_a_name_is_no_identity_and_finds_its_clip_again(tiny: Path) -> None:
     assert alone(sender, CLIP, "y") == (*named[:2], None)
 
 
+@pytest.mark.parametrize("kind", ["lru", "shm", "several"])
+def test_a_clip_has_its_plan_under_every_cache_of_processed_items(tiny: Path, kind: str) -> None:
+    """Also one that is cached, or named, whose tensors most caches do not give again."""
+    uncached = Sender(tiny, budget=8, **state("vcast")).send([CLIP, SHORT], modality="video")
+    sender = Sender(tiny, budget=8, **state("vcast")).with_cache(kind)
+    try:
+        for clips in ([CLIP, SHORT], [CLIP, SHORT], [None, None]):
+            sent = sender.send(clips, ["x", "y"], modality="video")
+            assert replace(sent, data=uncached.data) == uncached
+    finally:
+        sender.cache.close()
+
+
 def test_what_cannot_be_is_refused(tiny: Path, tmp_path: Path) -> None:
     other_model = Sender(build("glm_ocr", tmp_path), budget=8, **state("vcast"))
     images_only = Sender(tiny, budget=8)
