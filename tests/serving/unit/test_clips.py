@@ -139,6 +139,26 @@ def test_a_name_is_no_identity_and_finds_its_clip_again(tiny: Path) -> None:
     assert alone(sender, CLIP, "y") == (*named[:2], None)
 
 
+def test_a_random_draw_depends_on_the_pixels_of_a_clip_alone(tiny: Path, tmp_path: Path) -> None:
+    """Not on its name or salt, nor on the server or the model."""
+    servers = [
+        Sender(tiny, budget=8, **state("vcast")).with_cache(),
+        Sender(tiny, budget=4, **state("evs")),
+        Sender(build("qwen2_vl", tmp_path), budget=8, **state("vcast")),
+    ]
+    settings: list[dict[str, Any]] = [{}, {"uuids": ["x"]}, {"salt": "a"}, {"video_budget": 5}]
+
+    def draw(server: Sender, video: Any, **asked: Any) -> int:
+        (plan,) = server.send([video], modality="video", keep="random", **asked).plans
+        return plan.key[0]
+
+    seeds = {draw(server, CLIP, **asked) for server in servers for asked in settings}
+    assert len(seeds) == 1 and draw(servers[0], OTHER) not in seeds
+    with pytest.raises(RequestError, match="drawn from pixels, and this video comes by its name"):
+        draw(servers[0], None, uuids=["x"])
+    draw(servers[0], None, uuids=["x"], video_budget="100%")  # where nothing is drawn
+
+
 @pytest.mark.parametrize("kind", ["lru", "shm", "several"])
 def test_a_clip_has_its_plan_under_every_cache_of_processed_items(tiny: Path, kind: str) -> None:
     """Also one that is cached, or named, whose tensors most caches do not give again."""

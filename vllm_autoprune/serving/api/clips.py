@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from vllm_autoprune.serving.api.instruction import InstructionTokenizer
 from vllm_autoprune.serving.api.layout import PlannedItem
 from vllm_autoprune.serving.api.request import PruningRequest
-from vllm_autoprune.serving.api.resolve import share_tokens
+from vllm_autoprune.serving.api.resolve import hash_pixels, share_tokens
 from vllm_autoprune.serving.plan import (
     ENTRY,
     NO_KEY,
@@ -26,6 +27,9 @@ from vllm_autoprune.serving.served_state import ServedState, make_policy
 from vllm_autoprune.tpdsl.base_policy import INSTRUCTION_NEEDS
 from vllm_autoprune.tpdsl.state import PruningState
 
+if TYPE_CHECKING:
+    from vllm.multimodal.parse import VideoProcessorItems
+
 _MOST_COMPARED = 1 << 14
 """Tokens of a clip which a state may compare with each other, in a gigabyte of float32. What ranks
 tokens by a score alone, as the policies for clips do, compares those of neighbouring frames."""
@@ -33,14 +37,21 @@ tokens by a score alone, as the policies for clips do, compares those of neighbo
 
 @dataclass(frozen=True, slots=True)
 class Clips:
-    """A request's clips, each by its content and cache salt, and what is asked for them."""
+    """A request's clips, the digest of each, their cache salt, and what is asked for them."""
 
-    contents: Sequence[str]
+    videos: VideoProcessorItems
+    digests: Sequence[str]
+    salt: str
     texts: Sequence[str]
     request: PruningRequest
     state: PruningState | None
     limit: int | None = None
     """Most tokens that all of them keep."""
+
+    @property
+    def contents(self) -> list[str]:
+        """What identifies the pixels of each clip."""
+        return [repr((digest, self.salt)) for digest in self.digests]
 
     @property
     def keys(self) -> list[str]:
@@ -66,7 +77,8 @@ class Clips:
             if plan.keeps_all:
                 items.append(PlannedItem(i, plan, make_identity("clip", content), key))
                 continue
-            plan = replace(plan, key=make_feature_key(content))
+            seed = hash_pixels(self.videos.get(i), "video") if plan.keep == "random" else ""
+            plan = replace(plan, key=make_feature_key(self.digests[i], self.salt, seed))
             chosen_by = served.selection_identity(served.state_for_plan(plan))
             read = None if needs.isdisjoint(INSTRUCTION_NEEDS) else plan.read
             identity = make_cache_identity(content, chosen_by, plan.budget, plan.keep, read)

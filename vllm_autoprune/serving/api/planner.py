@@ -42,6 +42,7 @@ from vllm_autoprune.serving.api.request import PruningRequest
 from vllm_autoprune.serving.api.resolve import (
     check_fields,
     find_trimming,
+    hash_pixels,
     resolve_plans,
 )
 from vllm_autoprune.serving.compat import depends_on, get_attachment
@@ -215,8 +216,8 @@ class RequestPlanner:
                 assert self._placeholders.video_token is not None
                 token = self._placeholders.video_token(self._info)
                 texts = [self._read_prompt(inputs, token, "video")] * len(digests)
-            contents = [repr((digest, salt)) for digest in digests]
-            clips = Clips(contents, texts, request, state, served.rules.total)
+            videos = inputs.mm_data_items["video"]
+            clips = Clips(videos, digests, salt, texts, request, state, served.rules.total)
         label = request.state_label(served.state.name)
         if not hashes.get("image"):
             count = partial(count_request, label, request.keep, (), (), (), served.kv_bytes)
@@ -243,7 +244,7 @@ class RequestPlanner:
         # K of each image, and a new size where the resize control shrinks it.
         total = limit = served.rules.total
         if limit is not None and clips is not None:
-            limit = limit * len(counts) // (len(counts) + len(clips.contents))
+            limit = limit * len(counts) // (len(counts) + len(clips.digests))
         plans = resolve_plans(served, request, state, counts, limit)
         if total is not None and clips is not None:  # clips have what the images leave
             clips = replace(clips, limit=total - sum(plan.budget for plan in plans))
@@ -264,7 +265,7 @@ class RequestPlanner:
             plans[i] = plan.ask(*tokenize(texts[i], needs[i]))
             if not plan.keeps_all:  # features are kept of images whose tokens are chosen
                 picture = inputs.mm_data_items["image"].get(i)
-                seed = _hash_picture(picture) if plan.keep == "random" else ""
+                seed = hash_pixels(picture, "image") if plan.keep == "random" else ""
                 plans[i] = replace(plans[i], key=make_feature_key(digests[i], salt, seed))
         # Items of the prompt: what later turns recall, then cores and deltas.
         prompt, slots = self._add_recalls(inputs.prompt, request, plans, digests)
@@ -464,16 +465,3 @@ class RequestPlanner:
             for slot in slots
         ]
         return split_slots(prompt, self._token, images, block) or (prompt, slots)
-
-
-def _hash_picture(image: object) -> str:
-    """Digest of an image's decoded pixels, which a random keep is drawn from: not even the model.
-
-    Raises :class:`RequestError` for an image that comes by its name alone.
-    """
-    if image is None:
-        what = '"random" is drawn from pixels, and this image comes by its name alone'
-        raise refuse(f"{ENTRY}/keep", what, "send the picture")
-    pixels = image.convert("RGB") if isinstance(image, Image.Image) else image
-    pixels = numpy.ascontiguousarray(pixels)
-    return sha256(repr(pixels.shape).encode() + pixels.tobytes()).hexdigest()
