@@ -93,10 +93,14 @@ class ServedState:
         return make_policy(self.state, self.budget if budget is None else budget, keep)
 
     def clip_budget(self, policy: PruningPolicy, tokens: int, frames: int) -> int:
-        """K of a clip of N tokens in T frames, N where a policy keeps all tokens of its frames."""
+        """K of a clip of N tokens in T frames, N where a policy keeps all tokens of its frames.
+
+        Rows behind the last frame are among N, and never more are kept than the policy's largest K:
+        a number, or the end of a rule, is what a request has for its clip.
+        """
         candidates = tokens - (self.frame[1] if self.frame else 0)
         budget = policy.at(candidates, frames).budget
-        return tokens if budget >= candidates else budget
+        return min(tokens, policy.budget) if budget >= candidates else budget
 
     def state_for_plan(self, plan: ItemPlan) -> PruningState:
         """The state in a plan, or the server's own."""

@@ -20,6 +20,7 @@ from tests.pins.table import digest
 from tests.tpdsl.samples import state
 from vllm_autoprune import ConfigError, load_state
 from vllm_autoprune.errors import Problem
+from vllm_autoprune.serving.api.engine_requests import _check_features
 from vllm_autoprune.serving.api.request import (
     SALT,
     CacheSalt,
@@ -29,7 +30,7 @@ from vllm_autoprune.serving.api.request import (
 from vllm_autoprune.serving.compat import attach
 from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.plan import FIELD, REQUEST_FIELD, Ids, ItemPlan
-from vllm_autoprune.serving.served_state import ATTRIBUTE, KV_CACHE, ServedState
+from vllm_autoprune.serving.served_state import ATTRIBUTE, KV_CACHE, PlanRules, ServedState
 from vllm_autoprune.serving.settings import DEFAULT_RULES, RequestRules, TextTower
 from vllm_autoprune.serving.startup import _resolve_settings
 from vllm_autoprune.serving.worker.batch import ModelParts, SelectionContext, prune_images
@@ -262,8 +263,12 @@ class Sender:
         )
         edits = {f"/{field}": value for field, value in changes.items()}
         backbone, state = BACKBONES[config.architecture], served(edits, budget)
-        state = replace(state, whole_only=backbone.whole_only, clips=backbone.clips)
-        attach(config, ATTRIBUTE, replace(state, rules=rules))
+        frame = backbone.frame(config.hf_config) if backbone.frame else None
+        state = replace(
+            state, whole_only=backbone.whole_only, clips=backbone.clips, frame=frame, rules=rules
+        )
+        attach(config, ATTRIBUTE, state)
+        self._rules = PlanRules(state, config.get_vocab_size())
         module, _, name = BACKBONES[config.architecture].model.partition(":")
         model: Any = vars(import_module(module))[name]
         factories = model._processor_factory
@@ -311,7 +316,10 @@ class Sender:
         beside: Sequence[Any] = (),
         **entry: object,
     ) -> Processed:
-        """A request with these images, or clips with the images ``beside`` before them."""
+        """A request with these images, or clips with the images ``beside`` before them.
+
+        An engine that is sent what was made of it without a cache has to accept it.
+        """
         from vllm.multimodal.hasher import MultiModalHasher
         from vllm.multimodal.inputs import MultiModalFeatureSpec
         from vllm.multimodal.processing import ProcessorInputs
@@ -335,26 +343,33 @@ class Sender:
             cache=self.cache,
         )
         made = self._processor.apply(inputs, TimingContext(enabled=False))
-        identities = made["mm_hashes"][modality]
-        items, places = made["mm_kwargs"][modality], made["mm_placeholders"][modality]
-        features = [
-            MultiModalFeatureSpec(item, modality, identity, place, identity)
-            for item, identity, place in zip(items, identities, places, strict=True)
-        ]
+        features = {
+            kind: [
+                MultiModalFeatureSpec(item, kind, identity, place, identity)
+                for identity, item, place in zip(
+                    identities, made["mm_kwargs"][kind], made["mm_placeholders"][kind], strict=True
+                )
+            ]
+            for kind, identities in made["mm_hashes"].items()
+        }
+        every = [feature for of_kind in features.values() for feature in of_kind]
         if hands_over:
-            made["mm_hashes"].hand_over(features)
-        return Processed(
-            list(identities),
-            [ItemPlan.decode(item[FIELD].data) for item in items],
-            [place.get_num_embeds() for place in places],
+            made["mm_hashes"].hand_over(every)
+        processed = Processed(
+            list(made["mm_hashes"][modality]),
+            [ItemPlan.decode(item[FIELD].data) for item in made["mm_kwargs"][modality]],
+            [place.get_num_embeds() for place in made["mm_placeholders"][modality]],
             list(made["prompt_token_ids"]),
             [
                 MultiModalHasher.hash_kwargs("sha256", **tensors) if tensors else None
-                for feature in features
+                for feature in features[modality]
                 for tensors in [{k: v.data for k, v in (feature.data or {}).items() if k != FIELD}]
             ],
             made["mm_hashes"].surplus,
         )
+        if self.cache is None:  # else tensors are missing
+            _check_features(self._rules, every, salt, "sha256")
+        return processed
 
 
 IMAGES = {"large": LARGE, "other": OTHER, "small": SMALL}

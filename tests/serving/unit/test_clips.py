@@ -101,6 +101,25 @@ def test_all_images_and_clips_of_a_request_have_a_bound(tiny: Path) -> None:
             send([CLIP], **asked)
 
 
+def test_a_row_behind_the_last_frame_counts_as_a_token(tmp_path: Path) -> None:
+    """LLaVA-OneVision's newline, which is kept where all tokens are, and only if K has room."""
+    folder, frames, tokens = build("llava_onevision", tmp_path), 8, 4 * 8
+
+    def keep(asked: Any, total: int | None = None) -> int:
+        """K of a clip, as the engine's checks have it too."""
+        rules = RequestRules("budget", total=total)
+        sender = Sender(folder, budget=8, rules=rules, **state("vcast"))
+        (kept,) = sender.send([clip(frames)], modality="video", video_budget=asked).lengths
+        return kept
+
+    assert keep("100%") == keep("tokens_per_frame:4") == keep(tokens + 1) == tokens + 1
+    assert keep(tokens) == keep(f"100%:1-{tokens}") == tokens
+    assert [keep(tokens, total) for total in (tokens, tokens + 1)] == [tokens] * 2
+    every = state("vcast", tokens={"atom": "per_frame_budget", "k": 4})
+    server = Sender(folder, 8, RequestRules("budget", total=2 * tokens), **every)
+    assert server.send([clip(frames), clip(frames, 1)], modality="video").lengths == [tokens] * 2
+
+
 def test_identities_hold_all_that_chooses_tokens_and_nothing_else(sender: Sender) -> None:
     requests: list[tuple[Any, dict[str, Any]]] = [
         (CLIP, {}),
