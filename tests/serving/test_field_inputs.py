@@ -70,6 +70,7 @@ def _allow(engine: Engine, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 INPUTS: dict[str, tuple[str | None, Input]] = {
     "embeds": (UNREAD, generate(EMBEDS)),
+    "embeds, off": (None, generate(EMBEDS, **OFF)),
     "off": (None, chat_offline(**OFF)),
     "other keys": (None, generate([IMAGE], state="CA", budget=None, **OFF)),
     "in the prompt": (WRITE, generate(autoprune=ENTRY)),
@@ -179,6 +180,7 @@ TWELVE = {BUDGET: "12"}
 CHATS: dict[str, Case] = {
     "picture": Case(CHAT, chat()),
     "embeds": Case(CHAT, chat(ROWS), UNREAD),
+    "embeds, off": Case(CHAT, chat(ROWS, **OFF)),
     "prompt embeds": Case(CHAT, chat({"type": "prompt_embeds", "data": noise(4, 192)})),
     "no picture": Case(CHAT, chat(TEXT)),
     "uuid alone": Case(CHAT, chat(UNSENT)),
@@ -211,6 +213,7 @@ POOLS: dict[str, Case] = {
     "embed": Case(EMBED, pooled()),
     "embed rows": Case(EMBED, pooled(ROWS_OF_LLAVA), UNREAD),
     "pool": Case(POOL, pooled(task="embed")),
+    "embed rows, off": Case(EMBED, pooled(ROWS_OF_LLAVA, **OFF), "keeps all 144 tokens"),
     "score a picture": Case("/v1/score", PAIR),
     "classify": Case("/classify", pooled()),
     "cohere": Case(COHERE, IMAGES),

@@ -368,7 +368,7 @@ class Sender:
             made["mm_hashes"].surplus,
         )
         if self.cache is None:  # else tensors are missing
-            _check_features(self._rules, every, salt, "sha256")
+            _check_features(self._rules, every, salt, self._config.get_multimodal_config())
         return processed
 
 

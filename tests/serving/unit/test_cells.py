@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 from transformers import BatchFeature
+from vllm.config import MultiModalConfig
 
 from tests.serving.unit.samples import OTHER, Sender, picture, served
 from tests.serving.unit.test_engine_requests import PLAN, element, feature
@@ -157,7 +158,7 @@ def test_cells_in_a_request_from_elsewhere_are_checked(
     item.data |= {"image_grid_thw": element(GRID), "pixel_values": element(rows)}
     rules = PlanRules(replace(served(), whole_only=whole_only), 100)
     with pytest.raises(RequestError, match=problem) if problem else nullcontext():
-        _check_features(rules, [item], "", "blake3")
+        _check_features(rules, [item], "", MultiModalConfig())
 
 
 def test_what_plans_from_elsewhere_keep_together_is_bounded() -> None:
@@ -170,4 +171,4 @@ def test_what_plans_from_elsewhere_keep_together_is_bounded() -> None:
     for total, problem in ((2 * PLAN.budget, ""), (2 * PLAN.budget - 1, "which may keep")):
         rules = PlanRules(replace(served(), rules=RequestRules(total=total)), 100)
         with pytest.raises(RequestError, match=problem) if problem else nullcontext():
-            _check_features(rules, items(), "", "blake3")
+            _check_features(rules, items(), "", MultiModalConfig())

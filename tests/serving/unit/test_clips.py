@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -99,6 +100,15 @@ def test_all_images_and_clips_of_a_request_have_a_bound(tiny: Path) -> None:
     for asked in ({"video_budget": "tokens_per_frame:4"}, {"enabled": False}):
         with pytest.raises(RequestError, match="a request has 14 for them"):
             send([CLIP], **asked)
+
+
+def test_min_does_not_bound_a_clip_that_stays_whole_and_max_does(tiny: Path) -> None:
+    """Tokens of a temporal group, of which this clip has 6."""
+    for least, most in ((7, 64), (1, 5)):
+        rules = RequestRules("budget", least, most)
+        sender = Sender(tiny, budget=8, rules=rules, **state("vcast"))
+        with nullcontext() if least > 1 else pytest.raises(RequestError, match="1 to 5 of each"):
+            assert alone(sender, CLIP, enabled=False)[1] == TOKENS
 
 
 def test_a_row_behind_the_last_frame_counts_as_a_token(tmp_path: Path) -> None:

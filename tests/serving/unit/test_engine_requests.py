@@ -7,11 +7,13 @@ import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+from vllm.config import MultiModalConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.cache import (
     LruKeyReplicatedReceiverCache,
@@ -96,7 +98,7 @@ def feature(
     row: object,
     placeholders: int = 8,
     *,
-    pixels: bool = True,
+    pixels: str = "pixel_values",
     keep_on_cpu: bool = True,
     modality: str = "image",
     name: str = "a",
@@ -107,7 +109,7 @@ def feature(
         field = MultiModalBatchedField(keep_on_cpu=keep_on_cpu)
         data[FIELD] = MultiModalFieldElem(cast("Any", row), field)
     if pixels:
-        data["pixel_values"] = MultiModalFieldElem(PIXELS, MultiModalBatchedField())
+        data[pixels] = MultiModalFieldElem(PIXELS, MultiModalBatchedField())
     return SimpleNamespace(
         data=MultiModalKwargsItem(data),
         mm_position=SimpleNamespace(length=placeholders, get_num_embeds=lambda: placeholders),
@@ -133,6 +135,7 @@ def processed(
     rules: RequestRules = DEFAULT_RULES,
     span: int | None = None,
     params: SamplingParams | None = None,
+    embeds: bool = False,
 ) -> Any:
     """A request that vLLM's own step has made of a prompt, or refused.
 
@@ -142,7 +145,7 @@ def processed(
         autoprune=None if stock else replace(served(), rules=rules),
         get_vocab_size=lambda: 100,
         max_model_len=100,
-        get_multimodal_config=lambda: SimpleNamespace(mm_hasher_algorithm="blake3"),
+        get_multimodal_config=lambda: MultiModalConfig(enable_mm_embeds=embeds),
     )
     made = SimpleNamespace(
         mm_features=features, cache_salt=salt, prompt_token_ids=[0] * 20, sampling_params=params
@@ -242,7 +245,7 @@ def test_items_are_cached_under_the_key_of_their_image_when_they_are_handed_over
         (feature(replace(PLAN, budget=65).encode(), 65), "requests may"),
         (feature(replace(PLAN, keep="random").encode()), "requests may"),
         # The engine would look for the tensors in another item of the request.
-        (feature(PLAN.encode(), pixels=False), "without the tensors"),
+        (feature(PLAN.encode(), pixels=""), "without the tensors"),
         (feature(None), "processed without the plugin"),
     ],
 )
@@ -256,6 +259,26 @@ def test_a_plan_from_another_process_is_checked(
     processed(ELSEWHERE, [feature(None, modality="video")])
     if problem == "requests may":
         processed(ELSEWHERE, [item], rules=RequestRules("budget", explicit=True))
+
+
+def test_embeddings_from_another_process_are_kept_whole_within_what_requests_may_keep() -> None:
+    """On a server that takes embeddings, and lets requests say ``"enabled": false``."""
+    rules = RequestRules("budget", 16, 64, explicit=True, total=100)
+    of_image = partial(feature, None, pixels="image_embeds")
+
+    def send(*tokens: int, rules: RequestRules = rules, embeds: bool = True) -> None:
+        processed(ELSEWHERE, [of_image(count) for count in tokens], rules=rules, embeds=embeds)
+
+    send(4, 64, 32)
+    for refused, problem in (
+        (partial(send, 65), "may keep 64"),
+        (partial(send, 64, 37), "may keep 100"),
+        (partial(send, 4, embeds=False), "without the plugin"),
+        (partial(send, 4, rules=replace(rules, level="none")), "without the plugin"),
+        (partial(send, 4, rules=replace(rules, explicit=False)), "without the plugin"),
+    ):
+        with pytest.raises(VLLMValidationError, match=problem):
+            refused()
 
 
 def test_features_of_a_plan_from_elsewhere_are_kept_under_the_key_of_its_pixels() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers.models.glm4v.image_processing_glm4v import smart_resize
@@ -108,6 +109,33 @@ def test_a_uuid_without_an_image_means_the_image_last_sent_with_it(
         forgetful.send([None], ["y"])
 
 
+def test_embeddings_are_stock_where_pruning_is_off_and_refused_elsewhere(folder: Any) -> None:
+    """Within what requests may keep of an image, which has no least number here."""
+    rows, grid = torch.ones(12, 64), torch.tensor([[1, 4, 12]])
+
+    def send(rules: RequestRules, **entry: object) -> Any:
+        sender = Sender(folder, budget=8, rules=rules)
+        sender._config.get_multimodal_config().enable_mm_embeds = True
+        data = sender.info.parse_mm_data({"image": {"image_embeds": rows, "image_grid_thw": grid}})
+        ids = sender.info.get_tokenizer().encode("user <|image_pad|> what")
+        inputs = ProcessorInputs(ids, data, hf_processor_mm_kwargs={"autoprune": entry})
+        return sender._processor.apply(inputs, TimingContext(enabled=False))
+
+    (item,) = (made := send(RequestRules("budget", 16), enabled=False))["mm_kwargs"]["image"]
+    assert set(item) == {"image_embeds", "image_grid_thw"} and torch.equal(
+        item["image_embeds"].data, rows
+    )
+    assert [place.length for place in made["mm_placeholders"]["image"]] == [12]
+    with pytest.raises(RequestError, match="send the picture"):
+        send(RequestRules("budget"))
+    for rules, problem in (
+        (RequestRules("budget", 1, 11), "keep 11"),
+        (RequestRules(total=11), "has 11"),
+    ):
+        with pytest.raises(RequestError, match=problem):
+            send(rules, enabled=False)
+
+
 # ---- tensors ----
 
 OPTIONS: list[tuple[str, dict[str, object]]] = [
@@ -178,6 +206,16 @@ def test_what_cannot_be_resized_or_drawn_is_refused(folder: Any) -> None:
         sender.send([numpy.zeros((3, 224, 224), numpy.uint8)], keep="resized", budget=8)
     with pytest.raises(RequestError, match="drawn from pixels"):
         sender.send([None], ["one"], keep="random")
+
+
+def test_recall_is_refused_where_an_image_is_one_item_unless_pruning_is_off(
+    tmp_path: Path,
+) -> None:
+    sender = Sender(build("internvl", tmp_path), budget=8, placeholder="")
+    with pytest.raises(RequestError, match="later turns cannot recall tokens"):
+        sender.send([SMALL], recall=8)
+    (plan,) = sender.send([SMALL], recall=8, enabled=False).plans
+    assert plan.keeps_all
 
 
 @given(st.integers(28, 4000), st.integers(28, 4000), st.integers(1, 200))

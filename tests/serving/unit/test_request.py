@@ -138,6 +138,7 @@ VISIONZIP = load_state("visionzip").budget.range()[1]
         (server(), {"budget": [16, 4]}, (N, N), [16, 4]),
         (server(), {"budget": {"shared": 33}}, (10, N), [10, 23]),
         (server(), {"enabled": False}, (N, 5), [N, 5]),
+        (BOUNDED, {"enabled": False}, (64, 5), [64, 5]),  # 8 is the least that is kept of more
         (BOUNDED, {"budget": [8, 64]}, (N, N), [8, 64]),
         # Shares, of which MIN and MAX bound what an image gets.
         (BOUNDED, {"budget": "1/8"}, (N, 64, 512), [18, 8, 64]),

@@ -118,8 +118,9 @@ class Clips:
             "enabled": not request.enabled,
         }
         field = next((name for name, is_set in by_request.items() if is_set), None)
-        if field and share is None and not rules.minimum <= -(-k // frames) <= rules.maximum:
-            limits = f"{rules.minimum} to {rules.maximum}"
+        least = rules.minimum if request.enabled else 1
+        if field and share is None and not least <= -(-k // frames) <= rules.maximum:
+            limits = f"{least} to {rules.maximum}"
             what = f"K = {k} of {frames} frames, and requests may ask for {limits} of each"
             raise refuse(f"{ENTRY}/{field}", what, "ask for a number in the range")
         plan = ItemPlan(tokens, NO_KEY, keep=request.keep, tokens=tokens, frames=frames)

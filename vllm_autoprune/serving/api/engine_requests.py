@@ -22,6 +22,7 @@ from vllm.multimodal.inputs import MultiModalKwargsItem
 from vllm_autoprune.errors import AutopruneError
 from vllm_autoprune.serving.api.positions import ItemFields, ItemSize, limit_positions
 from vllm_autoprune.serving.api.request import OFFLINE_FIX, REFUSED, refuse_misplaced
+from vllm_autoprune.serving.api.resolve import check_unpruned
 from vllm_autoprune.serving.compat import depends_on, patch
 from vllm_autoprune.serving.plan import (
     CELLS_FIELD,
@@ -37,7 +38,7 @@ from vllm_autoprune.serving.plan import (
 from vllm_autoprune.serving.served_state import PlanRules, served_state
 
 if TYPE_CHECKING:
-    from vllm.config.multimodal import MMHasherAlgorithm
+    from vllm.config import MultiModalConfig
     from vllm.multimodal.cache.base import (
         MultiModalProcessorCacheInItem,
         MultiModalProcessorCacheItemMetadata,
@@ -336,9 +337,9 @@ def watch_requests() -> None:
                 # ``mm_processor_kwargs``, which protects such a server.
                 served = replace(served, rules=replace(served.rules, level="none"))
             rules = PlanRules(served, self.model_config.get_vocab_size())
+            multimodal = self.model_config.get_multimodal_config()
+            _check_features(rules, request.mm_features, request.cache_salt or "", multimodal)
             processor: Any = self.renderer.get_mm_processor()
-            algorithm = self.model_config.get_multimodal_config().mm_hasher_algorithm
-            _check_features(rules, request.mm_features, request.cache_salt or "", algorithm)
             surplus = _sum_surplus(processor.measure, request.mm_features)
         except AutopruneError as error:
             REFUSED.inc()
@@ -368,7 +369,7 @@ def _check_features(
     rules: PlanRules,
     features: Sequence[MultiModalFeatureSpec],
     salt: str,
-    algorithm: MMHasherAlgorithm,
+    multimodal: MultiModalConfig,
 ) -> None:
     """Raise for plans that are not allowed, and recompute the feature key of the others.
 
@@ -383,10 +384,7 @@ def _check_features(
         data = MultiModalKwargsItem() if feature.data is None else feature.data
         field = data.get(FIELD)
         if field is None or field.data is None:
-            # An image that the engine or shared memory has comes without either.
-            tensors = [data[name].data for name in ("pixel_values", "image_embeds") if name in data]
-            if feature.modality == "image" and any(part is not None for part in tensors):
-                raise plan_error("is missing: the image was processed without the plugin")
+            kept += _count_unplanned(rules, feature, multimodal.enable_mm_embeds)
             continue
         if not isinstance(field.field, MultiModalBatchedField) or not field.field.keep_on_cpu:
             raise plan_error("is not batched on the CPU")
@@ -406,13 +404,39 @@ def _check_features(
             check_cells(
                 *(fields.get(name) for name in (CELLS_FIELD, "image_grid_thw", "pixel_values"))
             )
-        seed, key = make_feature_key(MultiModalHasher.hash_kwargs(algorithm, **fields), salt)
+        seed, key = make_feature_key(
+            MultiModalHasher.hash_kwargs(multimodal.mm_hasher_algorithm, **fields), salt
+        )
         # A random keep is drawn from the picture, which is not here.
         seed = plan.key[0] if plan.keep == "random" else seed
         field.data = replace(plan, key=(seed, key)).encode()
     most = rules.served.rules.total
     if most is not None and kept > most:
         raise plan_error(f"is of {kept} tokens of a request, which may keep {most}")
+
+
+def _count_unplanned(
+    rules: PlanRules, feature: MultiModalFeatureSpec, takes_embeddings: bool
+) -> int:
+    """Tokens that count of an item without a plan: all of embeddings, none of other inputs.
+
+    Raises :class:`RequestError` for an image that was processed without the plugin.
+    """
+    data = feature.data or {}
+    # An image that the engine or shared memory has comes without either.
+    tensors = {
+        name
+        for name in ("pixel_values", "image_embeds")
+        if name in data and data[name].data is not None
+    }
+    if feature.modality != "image" or not tensors:
+        return 0
+    may_keep_all = takes_embeddings and rules.served.rules.allows("budget")
+    if "pixel_values" in tensors or not may_keep_all:
+        raise plan_error("is missing: the image was processed without the plugin")
+    tokens = feature.mm_position.get_num_embeds()
+    check_unpruned(rules.served.rules, [tokens], None)
+    return tokens
 
 
 @depends_on("vllm.renderers.base:BaseRenderer", "get_mm_processor")

@@ -91,7 +91,8 @@ class RequestPlan:
 
     An image that is split or recalled has several items; ``prompt`` has a placeholder for each, and
     is None where every image has one. ``clips`` are planned once they are processed, which tells
-    their sizes; None where all are left whole. ``sizes`` are those that images are given before
+    their sizes; None where all are left whole. ``embeddings`` are images that are left to stock
+    vLLM, whose sizes are checked then. ``sizes`` are those that images are given before
     they are processed, None for their own; ``trimming`` drops cells of them. ``count`` counts the
     request, given the plans of its clips; None where vLLM profiles, or nothing is pruned.
     """
@@ -100,6 +101,7 @@ class RequestPlan:
     hashes: Mapping[str, list[str]]
     prompt: list[int] | None = None
     clips: Clips | None = None
+    embeddings: bool = False
     sizes: tuple[Size | None, ...] = ()
     trimming: Trimming | None = None
     count: Callable[[Sequence[ItemPlan]], None] | None = None
@@ -222,11 +224,12 @@ class RequestPlanner:
         if not hashes.get("image"):
             count = partial(count_request, label, request.keep, (), (), (), served.kv_bytes)
             return RequestPlan((), hashes, clips=clips, count=count if clips else None)
-        if not isinstance(inputs.mm_data_items["image"], ImageProcessorItems):
+        are_embeddings = not isinstance(inputs.mm_data_items["image"], ImageProcessorItems)
+        if are_embeddings and request.enabled:
             what = "come without the signals that states read, and are not served beside a state"
             raise refuse("image_embeds", what, "send the picture")
         if not images_pruned:
-            return RequestPlan((), hashes, clips=clips)
+            return RequestPlan((), hashes, clips=clips, embeddings=are_embeddings)
         digests, image_sizes = self._resolve_names(inputs, hashes["image"], salt)
         counts = [
             # An unknown uuid has no size; vLLM's caches will not know it either.
@@ -307,11 +310,11 @@ class RequestPlanner:
         return RequestPlan(
             tuple(items),
             {**hashes, "image": [item.identity for item in items]},
-            None if prompt is inputs.prompt else list(prompt),
-            clips,
-            tuple(sizes),
-            trimming,
-            partial(
+            prompt=None if prompt is inputs.prompt else list(prompt),
+            clips=clips,
+            sizes=tuple(sizes),
+            trimming=trimming,
+            count=partial(
                 count_request,
                 label,
                 request.keep,
@@ -403,7 +406,7 @@ class RequestPlanner:
 
         Raises RequestError where a request asks for recall of a model that cannot.
         """
-        if request.recall and self._placeholders.unsplittable:
+        if request.enabled and request.recall and self._placeholders.unsplittable:
             what = f"later turns cannot recall tokens: this model {self._placeholders.unsplittable}"
             raise refuse(f"{ENTRY}/recall", what, "leave it out")
         images = [Slot(i, plan.budget) for i, plan in enumerate(plans)]

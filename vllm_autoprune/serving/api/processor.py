@@ -44,6 +44,7 @@ from vllm_autoprune.serving.api.positions import (
     with_size,
 )
 from vllm_autoprune.serving.api.request import REFUSED, SALT, CacheSalt
+from vllm_autoprune.serving.api.resolve import check_unpruned
 from vllm_autoprune.serving.compat import depends_on
 from vllm_autoprune.serving.plan import ENTRY, FIELD, REQUEST_FIELD, refuse
 from vllm_autoprune.serving.served_state import served_state
@@ -185,7 +186,7 @@ class PrunedProcessor(_Stock):
             planned["cache"] = rendering = Rendering(inputs.cache, self._waiting)
         try:
             processed = super().apply(planned_inputs := _Inputs(**planned), timing_ctx)
-        except AutopruneError:  # of a clip, which is planned once its size is known
+        except AutopruneError:  # of a clip or embeddings, whose size is known now
             REFUSED.inc()
             raise
         clips = planned_inputs.clips
@@ -233,6 +234,8 @@ class PrunedProcessor(_Stock):
         result = result._replace(hashes=plan.hashes)
         if plan.clips is not None:
             result = self._plan_clips(plan.clips, result, inputs)
+        if plan.embeddings:
+            self._check_embeddings(result, inputs.clips)
         if plan.items:
             result = self._plan_images(plan.items, result, cache)
         inputs.surplus = sum_surplus(result.prompt_updates, [item.image for item in plan.items])
@@ -267,6 +270,20 @@ class PrunedProcessor(_Stock):
             kwargs=MultiModalKwargsItems({**result.kwargs, "image": tensors}),
             prompt_updates={**result.prompt_updates, "image": updates},
         )
+
+    def _check_embeddings(
+        self, result: MultiModalProcessingResult, clips: Sequence[PlannedItem]
+    ) -> None:
+        """Refuse embeddings of images that are larger than the server lets requests keep."""
+        rules = self._planner.served.rules
+        limit = rules.total
+        if limit is not None:
+            limit -= sum(clip.plan.budget for clip in clips)
+        sizes = [
+            sum(sum(find_placeholders(update.content)) for update in of_image)
+            for of_image in result.prompt_updates["image"]
+        ]
+        check_unpruned(rules, sizes, limit)
 
     def _plan_clips(
         self,

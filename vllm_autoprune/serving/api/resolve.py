@@ -17,7 +17,7 @@ from vllm_autoprune.serving.api.layout import TokenCount
 from vllm_autoprune.serving.api.request import PruningRequest, split_shared_budget
 from vllm_autoprune.serving.plan import ENTRY, NO_KEY, ItemPlan, encode_state, refuse
 from vllm_autoprune.serving.served_state import ServedState, load_request_state, make_policy
-from vllm_autoprune.serving.settings import REQUESTS_FLAG, Level
+from vllm_autoprune.serving.settings import REQUESTS_FLAG, Level, RequestRules
 from vllm_autoprune.tpdsl.state import PruningState
 
 
@@ -66,19 +66,17 @@ def resolve_plans(
     rules = served.rules
     sizes = [image.tokens for image in images]
 
-    def require_in_range(tokens: int, field: str, name: str) -> None:
+    def require_in_range(tokens: int, field: str) -> None:
         if not rules.minimum <= tokens <= rules.maximum:
             limits = f"{rules.minimum} to {rules.maximum}"
-            what = f"{name} = {tokens}, and requests may ask for {limits}"
+            what = f"K = {tokens}, and requests may ask for {limits}"
             fix = "ask for a number in the range"
             if field == "budget":
                 fix += f", or for a share within it: 1/8:{rules.minimum}-{rules.maximum}"
             raise refuse(f"{ENTRY}/{field}", what, fix)
 
     if not request.enabled:
-        for size in sizes:
-            require_in_range(size, "enabled", "all tokens of an image")
-        share_tokens(limit, sizes, "enabled")
+        check_unpruned(rules, sizes, limit)
         return [ItemPlan(size, NO_KEY, tokens=size) for size in sizes]
     budgets = request.split_budget(sizes)
     encoded = b"" if state is None else encode_state(state)
@@ -94,7 +92,7 @@ def resolve_plans(
             policy = make_policy(state, most, request.keep)
         k = policy.at(image.tokens, image.tiles).budget
         if field:
-            require_in_range(k, field, "K")
+            require_in_range(k, field)
         plan = ItemPlan(image.encoded, NO_KEY, keep=request.keep, tokens=image.encoded)
         return replace(plan, budget=k, state=encoded) if k < image.encoded else plan
 
@@ -109,6 +107,17 @@ def resolve_plans(
     kept = [plan.budget for plan in plans]
     shares = share_tokens(limit, kept, "" if request.budget is None else "budget")
     return plans if shares is None else list(map(plan_image, images, shares))
+
+
+def check_unpruned(rules: RequestRules, sizes: Sequence[int], limit: int | None) -> None:
+    """Refuse images of N tokens that a request keeps whole, where one or all of them are too many.
+
+    MIN, the least number of tokens to which an image may be cut, says nothing about them.
+    """
+    if (largest := max(sizes, default=0)) > rules.maximum:
+        what = f"false keeps all {largest} tokens of an image, and requests may keep"
+        raise refuse(f"{ENTRY}/enabled", f"{what} {rules.maximum}", "ask for a budget")
+    share_tokens(limit, sizes, "enabled")
 
 
 def share_tokens(limit: int | None, kept: Sequence[int], asked: str = "") -> Sequence[int] | None:
