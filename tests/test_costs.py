@@ -76,6 +76,9 @@ def test_cost_counts_text_and_refuses_what_is_no_number(capsys: Captured) -> Non
     assert [row["tokens"] for row in record["rows"]] == [576, 64, 64]
     assert main(["cost", "--backbone", "llava-1.5-7b", "--text", "-1"]) == 1
     assert "--text: -1 is not a number of tokens" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["cost", "--backbone", "llava-1.5-7b", "--text", "٣"])
+    assert "argument --text: '٣' is not a number of tokens" in capsys.readouterr().err
 
 
 def test_every_served_family_has_a_backbone_that_its_hub_id_names() -> None:

@@ -68,7 +68,7 @@ class Arm(FrozenModel):
         flags = ["--served-model-name", options.served_name, *shlex.split(options.server_flags)]
         shape, _, layers = options.model.partition(":")
         if shape == SHAPE:
-            if not layers.isdecimal() or int(layers) < 1:
+            if not (layers.isascii() and layers.isdecimal()) or int(layers) < 1:
                 raise BenchmarkError(f"--model {options.model}: {layers!r} is not a whole number")
             model = write_shape("llava-1.5-7b", Path("out/load") / f"llava-{layers}", int(layers))
             flags += ["--load-format", "dummy"]

@@ -104,7 +104,21 @@ def test_a_rule_is_said_in_one_word_or_as_an_object(value: object, rule: Cells |
 
 @pytest.mark.parametrize(
     "value",
-    ["", "Flat", "flat:", "flat:-1", "flat:33", "flat:1:2", 1, True, [], {"rule": 1}, {"x": 1}],
+    [
+        "",
+        "Flat",
+        "flat:",
+        "flat:-1",
+        "flat:33",
+        "flat:²",
+        "flat:٣",
+        "flat:1:2",
+        1,
+        True,
+        [],
+        {"rule": 1},
+        {"x": 1},
+    ],
 )
 def test_what_is_no_rule_is_refused(value: object) -> None:
     with pytest.raises(StateError, match="is no rule for cells -> give"):

@@ -215,7 +215,7 @@ def _locate(setting: str, error: ProblemsError) -> _InvalidSetting:
     return _InvalidSetting("settings", problems)
 
 
-_RULES = re.compile(r"(?P<level>[a-z-]+)(?::(?P<least>\d{1,6})-(?P<most>\d{1,6}))?")
+_RULES = re.compile(r"(?P<level>[a-z-]+)(?::(?P<least>\d{1,6})-(?P<most>\d{1,6}))?", re.ASCII)
 
 
 def _flag(metavar: str, text: str, default: object = None, fix: str = "", **bounds: Any) -> Any:
@@ -443,6 +443,16 @@ class Settings(BaseModel):
             what = f"K_r = {recall}, and {REQUESTS_FLAG} allows {most} at most"
             raise _refuse("--autoprune-recall", what, "lower it, or raise the range")
         return recall
+
+    # After the others: those that read plain values replace what is declared before them.
+    @field_validator("*", mode="before")
+    @classmethod
+    def refuse_empty(cls, value: object, info: ValidationInfo) -> object:
+        """Any value but an empty text: ignored, it would serve what the operator did not mean."""
+        if isinstance(value, str) and not value.strip():
+            what = "is empty, as where a variable is not set"
+            raise _refuse(_flag_name(str(info.field_name)), what, "give a value, or leave it out")
+        return value
 
     @property
     def rules(self) -> RequestRules:

@@ -64,7 +64,7 @@ class Cells(StatePart):
         if isinstance(value, str):
             if value == "none":
                 return None
-            match = re.fullmatch(r"(\w+)(?::(\d{1,3}))?", value)
+            match = re.fullmatch(r"(\w+)(?::(\d{1,3}))?", value, re.ASCII)
             fields = match and {"rule": match[1], "tolerance": int(match[2] or 0)}
         try:
             return cls.model_validate(fields)

@@ -42,6 +42,7 @@ MISTAKES = {
     '--server-flags "\'"': "--server-flags: No closing quotation -> close the quotation",
     "--model out/none/such": "--model out/none/such: no such folder -> name a checkpoint",
     "--model shape:x": "--model shape:x: 'x' is not a whole number",
+    "--model shape:٣": "--model shape:٣: '٣' is not a whole number",
     "--attach a": "--attach: 'a' is no server -> give NAME=http://HOST:PORT",
     "--attach a=http://x a=http://y": "two servers have the same name",
     "": "nothing to measure -> give --users or --rates",

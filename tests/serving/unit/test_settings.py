@@ -27,6 +27,7 @@ from vllm_autoprune.serving.settings import (
     SETTINGS_KEY,
     SIGN_KEY,
     RequestRules,
+    Settings,
     _DetailBudgets,
     read_text_tower,
 )
@@ -93,9 +94,9 @@ INVALID: dict[str, tuple[object, ...]] = {
     "feature_cache_gb": (-1, "nan", float("nan"), "inf", "much", 1025, True),
     "request_cost": ("much", 0, "nan", "inf", 1e9, True),
     "request_budget": ("much", 0, -1, 1.5, 10**10, True),
-    "requests": ("all", "", "Budget", "budget:16", "budget:-3-8", "budget:9-8", "budget,none", 3),
+    "requests": ("all", "Budget", "budget:16", "budget:-3-8", "budget:9-8", "budget,none", 3),
     "recall": ("x", -1, 1.5, 65537, True),
-    "detail": ("auto=64", "", 64, ["low=64"], {1: 64}, {}, {"low": True}, "low=0", "low=9/8"),
+    "detail": ("auto=64", 64, ["low=64"], {1: 64}, {}, {"low": True}, "low=0", "low=9/8"),
 }
 ABOVE = "low = 65 keeps up to 65 tokens, and --autoprune-requests allows 64 at most"
 
@@ -117,7 +118,7 @@ ABOVE = "low = 65 keeps up to 65 tokens, and --autoprune-requests allows 64 at m
         ),
         *(
             ({**STATE, "budget": value}, "--autoprune-budget", "is not a budget")
-            for value in (0, "-1", 65537, "x", 1.5, "", [8], True, "9/8", "1/8:640-64")
+            for value in (0, "-1", 65537, "x", 1.5, [8], True, "9/8", "1/8:640-64")
         ),
         ({"state": LIMITED, "budget": 64}, "--autoprune-budget#/budget/limit", ""),
         ({"state": LIMITED, "budget": "1/8"}, "--autoprune-budget#/budget/limit", "K = 65536"),
@@ -141,6 +142,38 @@ def test_each_mistake_has_its_place_and_a_fix(settings: object, where: str, what
     (problem,) = refusal(settings)
     assert problem.where.startswith(where)
     assert what in problem.what
+
+
+@pytest.mark.parametrize("setting", Settings.model_fields)
+@pytest.mark.parametrize("value", ["", " "])
+def test_an_empty_flag_is_refused_as_that(setting: str, value: str) -> None:
+    """As ``--autoprune-state "$STATE"`` gives it, where the variable is not set."""
+    (problem,) = refusal({**STATE, setting: value})
+    assert problem.where == f"--autoprune-{setting.replace('_', '-')}"
+    assert problem.what.startswith("is empty")
+
+
+@pytest.mark.parametrize(
+    ("setting", "template"),
+    [
+        ("budget", "{}"),
+        ("budget", "1/{}"),
+        ("budget", "{}%"),
+        ("video_budget", "tokens_per_frame:{}"),
+        ("cells", "flat:{}"),
+        ("requests", "budget:{}-64"),
+        ("detail", "low={}"),
+        *(
+            (name, "{}")
+            for name in ("feature_cache_gb", "recall", "request_budget", "request_cost")
+        ),
+    ],
+)
+def test_numbers_are_of_ascii_digits(setting: str, template: str) -> None:
+    """Others are digits to Python, which have another look for whoever reads the flag."""
+    for digit in ("٣", "३", "３", "²"):
+        (problem,) = refusal({**STATE, setting: template.format(digit)})
+        assert problem.where.startswith(f"--autoprune-{setting.replace('_', '-')}")
 
 
 # ---- text towers ----

@@ -68,6 +68,12 @@ def _parse_size(text: str) -> tuple[int, int]:
     raise argparse.ArgumentTypeError(f"{text!r} is not {form}")
 
 
+def _parse_count(text: str) -> int:
+    if re.fullmatch(r"-?\d{1,9}", text, re.ASCII):
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens")
+
+
 @command(
     "cost",
     argument(
@@ -90,7 +96,7 @@ def _parse_size(text: str) -> tuple[int, int]:
         help="visual tokens of one image, or a share of them such as 1/8; the others are compared "
         "with the first (default: all tokens, and a ninth of them)",
     ),
-    argument("--text", type=int, default=0, metavar="T", help="text tokens counted too"),
+    argument("--text", type=_parse_count, default=0, metavar="T", help="text tokens counted too"),
     epilog="Example: vllm-autoprune cost --backbone llava-next-7b --tokens 2880 320",
 )
 def _print_cost(options: argparse.Namespace) -> int:
