@@ -336,11 +336,14 @@ OFFLINE_FIX = "put {entry} into the prompt's dict, or mm_processor_kwargs into L
 _NAMED_BY_CLIENTS = frozenset(
     {
         *("arguments", "function", "function_call", "functions", "guided_json", "input_schema"),
-        *("json_schema", "metadata", "parameters", "response_format", "schema"),
+        *("json_schema", "parameters", "response_format", "schema"),
         *("structured_outputs", "tool_calls", "tool_choice", "tools"),
     }
 )
-"""Fields whose content has names of the client's own: tools, schemas, notes."""
+"""Fields whose content has names of the client's own: tools, schemas."""
+
+_NOTES = "metadata"
+"""Field of OpenAI's API with notes of the client's own, as texts."""
 
 
 def _check_request(model_config: ModelConfig, request: BaseModel, trusted: bool) -> None:
@@ -443,22 +446,32 @@ def refuse_misplaced(fields: object, kwargs: Mapping[str, object], fix: str = _C
             children = enumerate(value)  # token ids have no names
         else:
             continue
-        inside = place[-1] if place else ""
         for name, child in children:
             if child is None or (name == KWARGS and kwargs and not place):
                 continue
-            # An entry, or the budget of ignored kwargs or of an image.
-            if isinstance(name, str) and (
-                _resembles_entry(name[:_MAX_NAME])
-                or (inside == KWARGS and name in PruningRequest.model_fields)
-                or (inside == "image_url" and name == "budget")
-            ):
+            if isinstance(name, str) and _is_setting(place, name, child):
                 where = "/".join(_shorten(str(step)) for step in (*place, name))
                 what = "is ignored there" if place else "is ignored at the top of a request"
                 raise refuse(where[-200:], what, fix.format(entry=_quote_entry(child)))
             of_tool = name in _NAMED_BY_CLIENTS or (name == "input" and isinstance(child, dict))
             if isinstance(child, dict | list | tuple) and not of_tool:
                 waiting.append(((*place, name), child))
+
+
+def _is_setting(place: Sequence[object], name: str, value: object) -> bool:
+    """Whether a field is an entry, or the budget of ignored kwargs or of an image."""
+    inside = place[-1] if place else ""
+    if inside == KWARGS and name in PruningRequest.model_fields:
+        return True
+    if inside == "image_url" and name == "budget":
+        return True
+    if not _resembles_entry(name[:_MAX_NAME]):
+        return False
+    # A note may have the name of an entry, but has none of its fields.
+    has_fields = isinstance(value, dict) and not value.keys().isdisjoint(
+        PruningRequest.model_fields
+    )
+    return has_fields or _NOTES not in place
 
 
 _MAX_NAME = 100
