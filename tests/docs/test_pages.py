@@ -35,7 +35,7 @@ from vllm_autoprune.cli.commands.states import _RECOMMENDED
 from vllm_autoprune.cli.main import main
 from vllm_autoprune.serving.api import engine_requests, planner
 from vllm_autoprune.serving.api.endpoint import NAME, PATH
-from vllm_autoprune.serving.api.request import PruningRequest
+from vllm_autoprune.serving.api.request import HEADERS, PruningRequest
 from vllm_autoprune.serving.compat import BELOW, LOWEST
 from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.settings import LEVELS, add_flags
@@ -105,6 +105,7 @@ def test_serving_lists_every_flag_level_and_field() -> None:
     fields = set(re.findall(r'^\| `"(\w+)":', SERVING, re.MULTILINE))
     of_messages = {"instructions", "details", "turns", "recall_turns", "video_instructions"}
     assert fields == set(PruningRequest.model_fields) - of_messages
+    assert {*re.findall(r"`(x-autoprune[\w-]+): ", SERVING)} == {*HEADERS}
     assert PATH in SERVING and NAME in SERVING
 
 

@@ -25,7 +25,8 @@ from vllm_autoprune.stream import parse_stream
 
 pytestmark = pytest.mark.engine
 
-K = 8
+K, N = 8, 36
+"""Tokens that are kept of the picture, and all of them."""
 STATE = ("--autoprune-state", "cen_divprune", "--autoprune-budget", str(K))
 KWARGS = "mm_processor_kwargs"
 ENTRY: dict[str, object] = {"budget": 12}
@@ -33,6 +34,7 @@ RIGHT = {KWARGS: {"autoprune": ENTRY}}
 OFF = {KWARGS: {"autoprune": {"enabled": False}}}
 WRITE = '"mm_processor_kwargs": {"autoprune": {"budget"'
 BUDGET, SHIPPED = "x-autoprune-budget", "x-autoprune-state"
+ENABLED = "x-autoprune-enabled"
 GRID = [1, 4, 12]
 UNREAD = "send the picture"
 
@@ -195,6 +197,10 @@ CHATS: dict[str, Case] = {
     "header of messages": Case(MESSAGES, anthropic(), 12, TWELVE),
     "header of counting": Case(
         f"{MESSAGES}/count_tokens", anthropic(), 12, {"X-AutoPrune-Budget": "12"}
+    ),
+    "off by a header of messages": Case(MESSAGES, anthropic(), N, {ENABLED: "false"}),
+    "header with underscores": Case(
+        MESSAGES, anthropic(), "is not a known header", {"x_autoprune_budget": "12"}
     ),
     "header of completions": Case(COMPLETIONS, words(), None, TWELVE),
     "state in a header": Case(CHAT, chat(), K, {SHIPPED: "divprune", BUDGET: "8"}),

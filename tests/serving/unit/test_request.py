@@ -17,6 +17,8 @@ from vllm_autoprune.serving import served_state
 from vllm_autoprune.serving.api import request as request_module
 from vllm_autoprune.serving.api.layout import TokenCount
 from vllm_autoprune.serving.api.request import (
+    HEADERS,
+    KeepHeaders,
     PruningRequest,
     _join_headers,
     refuse_misplaced,
@@ -83,6 +85,7 @@ def test_a_field_is_refused_at_any_depth_where_nothing_reads_it(
 # ---- headers ----
 
 BUDGET, STATE = "x-autoprune-budget", "x-autoprune-state"
+ENABLED, VIDEO = "x-autoprune-enabled", "x-autoprune-video-budget"
 
 
 @pytest.mark.parametrize(
@@ -106,6 +109,58 @@ def test_a_header_says_what_the_entry_says_and_agrees_with_it(text: str, budget:
             _join_headers({}, malformed)
         (problem,) = caught.value.problems
         assert problem.fix and len(str(problem)) < 200
+
+
+def test_headers_turn_pruning_off_and_set_the_budget_of_videos() -> None:
+    for headers, fields in (
+        ([(ENABLED, "false")], {"enabled": False}),
+        ([(ENABLED, "true"), (VIDEO, "16")], {"enabled": True, "video_budget": 16}),
+        ([(VIDEO, "tokens_per_frame:16")], {"video_budget": "tokens_per_frame:16"}),
+        ([(VIDEO, "1/8")], {"video_budget": "1/8"}),
+    ):
+        assert _join_headers(None, headers) == _join_headers(fields, headers) == fields
+    for entry, header, text, problem in (
+        ({"enabled": True}, ENABLED, "false", "contradicts the body"),
+        ({"video_budget": 8}, VIDEO, "16", "contradicts the body"),
+        ({}, ENABLED, "False", 'is \'False\' -> give "true" or "false"'),
+        ({}, ENABLED, "0", 'give "true"'),
+        ({}, VIDEO, "[16]", "tokens_per_frame:16"),
+        ({}, "x-autoprune-video_budget", "16", f"is not a known header -> send {BUDGET} or "),
+    ):
+        with pytest.raises(RequestError) as caught:
+            _join_headers(entry, [(header, text)])
+        assert f"header {header}: " in str(caught.value) and problem in str(caught.value)
+    request = PruningRequest.parse(_join_headers({"budget": 8}, [(ENABLED, "false")]))
+    with pytest.raises(RequestError, match="keeps every token, but 'budget' is given as well"):
+        check_fields(server(), request)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_ours"),
+    [
+        *((name, True) for name in HEADERS),
+        *((name.replace("-", "_"), True) for name in HEADERS),
+        ("x-auto-prune-budget", True),
+        ("autoprune-budget", True),
+        ("x-autorpune", True),
+        ("x-autotune-budget", False),
+        ("x-request-id", False),
+    ],
+)
+async def test_a_header_that_is_nearly_ours_is_answered_and_not_ignored(
+    name: str, is_ours: bool
+) -> None:
+    """Such as one of which a proxy has made underscores."""
+    seen: list[Any] = []
+
+    async def app(scope: Any) -> None:
+        seen.extend(request_module._current.get())
+
+    await KeepHeaders(app)({"type": "http", "headers": [(name.encode(), b"?")]})
+    assert [header for header, _ in seen] == [name] * is_ours
+    if is_ours and name not in HEADERS:
+        with pytest.raises(RequestError, match=f"header {name}: is not a known header -> send x-"):
+            _join_headers(None, seen)
 
 
 # ---- K, state and control of each image ----

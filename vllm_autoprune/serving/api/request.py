@@ -249,29 +249,34 @@ def _shorten(name: str) -> str:
     return escape_unprintable(name, 40)
 
 
-# Budget and state in HTTP headers, for endpoints whose bodies have no place for them.
+# Settings in HTTP headers, for endpoints whose bodies have no place for them.
 #
 # ``x-autoprune-budget: 64`` is the entry's ``"budget": 64``, ``x-autoprune-state: visionzip`` its
 # ``"state": "visionzip"``. The middleware keeps the headers of a request in a context variable:
 # each request has a task of its own, and what a task sets no other one sees.
 
 _PREFIX = f"x-{REQUEST_FIELD}"
-_HEADERS = {
-    "budget": 'a budget, such as "64" or "1/8"',
-    "cells": '"flat", "predicted" or "none"',
-    "state": "the name of a shipped state",
+HEADERS = {
+    f"{_PREFIX}-budget": 'a budget, such as "64" or "1/8"',
+    f"{_PREFIX}-cells": '"flat", "predicted" or "none"',
+    f"{_PREFIX}-enabled": '"true" or "false"',
+    f"{_PREFIX}-state": "the name of a shipped state",
+    f"{_PREFIX}-video-budget": 'a budget, such as "tokens_per_frame:16" or "1/8"',
 }
-"""Fields of the entry that have a header, and what it holds."""
+"""The headers, each named like its field of the entry, and what they hold."""
 
-Headers = Sequence[tuple[str, str]]
-"""Headers with our prefix, as sent."""
+_NAMES = frozenset({"cells", "state"})
+"""Fields whose header holds a name; those of others hold JSON, or a budget as text."""
 
-_current: ContextVar[Headers] = ContextVar("autoprune_headers", default=())
+_Headers = Sequence[tuple[str, str]]
+"""Headers that are ours, or nearly named so, as sent."""
+
+_current: ContextVar[_Headers] = ContextVar("autoprune_headers", default=())
 """Headers of this task's request; none where it did not come over HTTP."""
 
 
 @contextmanager
-def _handling(headers: Headers) -> Iterator[None]:
+def _handling(headers: _Headers) -> Iterator[None]:
     """Handle a request with these headers in this context."""
     token = _current.set(headers)
     try:
@@ -290,11 +295,11 @@ class KeepHeaders:
         """Handle one connection (ASGI)."""
         headers: Iterable[tuple[bytes, bytes]] = scope.get("headers", ())
         pairs = [(name.decode("latin-1"), text.decode("latin-1")) for name, text in headers]
-        with _handling([pair for pair in pairs if pair[0].startswith(_PREFIX)]):
+        with _handling([pair for pair in pairs if _resembles_entry(pair[0][:_MAX_NAME])]):
             await self._app(scope, *channels)
 
 
-def _join_headers(entry: object, headers: Headers) -> object:
+def _join_headers(entry: object, headers: _Headers) -> object:
     """The entry of a request with the fields that its headers set.
 
     Raises RequestError where a header is unknown, malformed or sent twice, or where the entry has
@@ -302,14 +307,16 @@ def _join_headers(entry: object, headers: Headers) -> object:
     """
     fields: dict[str, object] = {}
     for header, text in headers:
-        where, name = f"header {_shorten(header)}", header.removeprefix(f"{_PREFIX}-")
-        if name not in _HEADERS:
-            known = " or ".join(f"{_PREFIX}-{name}" for name in _HEADERS)
-            raise refuse(where, "is not a known header", f"send {known}")
+        where = f"header {_shorten(header)}"
+        if header not in HEADERS:
+            # Also with underscores: a proxy that removes the headers of its clients has to know
+            # their names.
+            raise refuse(where, "is not a known header", f"send {' or '.join(HEADERS)}")
+        name = header.removeprefix(f"{_PREFIX}-").replace("-", "_")
         if name in fields:
             raise refuse(where, "is sent more than once", "send it once")
         value: object = text
-        if name == "budget":
+        if name not in _NAMES:
             with suppress(ValueError, RecursionError):  # a share is no JSON
                 value = json.loads(text)
         try:
@@ -317,7 +324,7 @@ def _join_headers(entry: object, headers: Headers) -> object:
         except RequestError:
             value = None
         if value in (None, ""):
-            raise refuse(where, f"is {_shorten(text)!r}", f"give {_HEADERS[name]}")
+            raise refuse(where, f"is {_shorten(text)!r}", f"give {HEADERS[header]}")
         in_body = entry.get(name) if isinstance(entry, dict) else None
         if in_body is not None and PruningRequest.parse({name: in_body}) != parsed:
             raise refuse(where, "contradicts the body", "send one of the two")
