@@ -29,7 +29,7 @@ from vllm_autoprune.serving.plan import (
 from vllm_autoprune.serving.settings import DEFAULT_RULES, REQUESTS_FLAG, RequestRules, TextTower
 from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET, BudgetCall
 from vllm_autoprune.tpdsl.cells import Cells
-from vllm_autoprune.tpdsl.cost import DEFAULT_COST, require_affordable
+from vllm_autoprune.tpdsl.cost import DEFAULT_COST, item_bound, item_cost, require_affordable
 from vllm_autoprune.tpdsl.loading import (
     escape_unprintable,
     load_state,
@@ -413,6 +413,10 @@ class PlanRules:
             )
         if plan.state and (problem := _state_problem(served, plan.state)):
             raise plan_error(f"carries a state that {problem}")
+        if plan.state and plan.frames:
+            cost = item_cost(decode_state(plan.state), plan.tokens, plan.frames)
+            if cost > item_bound(served.rules.cost, plan.tokens):
+                raise plan_error(f"carries a state that is predicted to take {cost:.0f} ms")
         if plan.frames and (plan.part != "whole" or served.state_for_plan(plan).frames is None):
             raise plan_error(f"is of a clip, as {plan.part}, and its state prunes none so")
         if plan.part != "whole" and plan.keep == "resized":

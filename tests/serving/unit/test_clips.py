@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -13,11 +14,14 @@ from typing import Any
 import pytest
 import torch
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.multimodal.parse import VideoProcessorItems
 
 from tests.serving.unit.samples import Sender, picture, places, served, vllm_config
-from vllm_autoprune import RequestError
+from vllm_autoprune import RequestError, load_state
 from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.selftest.serve import clip
+from vllm_autoprune.serving.api.clips import Clips
+from vllm_autoprune.serving.api.request import PruningRequest
 from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.models.mrope import (
     _compute_input_positions,
@@ -25,7 +29,7 @@ from vllm_autoprune.serving.models.mrope import (
     position_channels,
     set_times,
 )
-from vllm_autoprune.serving.plan import CLIP_FRAMES, NO_KEY, ItemPlan, check_clip
+from vllm_autoprune.serving.plan import CLIP_FRAMES, NO_KEY, ItemPlan, check_clip, encode_state
 from vllm_autoprune.serving.served_state import PlanRules
 from vllm_autoprune.serving.settings import VIDEO_BUDGET_FLAG, RequestRules
 from vllm_autoprune.serving.worker.batch import ModelParts, _insert_text
@@ -352,3 +356,33 @@ def test_plans_from_elsewhere_are_held_to_the_rules(
     reporter = FallbackReporter()
     reader = PlanReader(rules, reporter, torch.device("cpu"), 100)
     assert reader.read([plan.encode()])[0].budget == plan.budget
+
+
+@pytest.mark.parametrize(
+    ("sizes", "refused"),
+    [([(24, 4)], False), ([(4096, 16)], False), ([(4096, 4)], True), ([(64, 4), (4096, 1)], True)],
+)
+def test_a_state_of_a_request_is_priced_at_the_size_of_its_clips(
+    tiny: Path, sizes: list[tuple[int, int]], refused: bool
+) -> None:
+    """Scope has no score, so that it picks nearly all tokens of every frame."""
+    frames = {"tokens": {"atom": "per_frame_budget", "k": 2}}
+    dear = load_state(json.dumps({**json.loads(load_state("scope").dumps()), "frames": frames}))
+    sender = Sender(tiny, budget=8, rules=RequestRules("states"), **state("vcast"))
+    planner = sender._processor._planner
+    names = [str(number) for number, _ in enumerate(sizes)]
+    videos = VideoProcessorItems([CLIP] * len(sizes))
+    clips = Clips(videos, names, "", names, PruningRequest(), dear)
+    with pytest.raises(RequestError, match="are allowed for") if refused else nullcontext():
+        clips.plan(planner.served, planner.tokenizer, sizes)
+
+
+def test_a_plan_with_a_state_is_held_to_the_price_of_its_clip() -> None:
+    """As plans that a client sends may carry one."""
+    frames = {"tokens": {"atom": "per_frame_budget", "k": 2}}
+    dear = load_state(json.dumps({**json.loads(load_state("cdpruner").dumps()), "frames": frames}))
+    server = replace(served(), rules=RequestRules("states"), clips=True)
+    plan = ItemPlan(8, NO_KEY, state=encode_state(dear), tokens=4096, frames=16)
+    PlanRules(server, 100).check_choice(plan)
+    with pytest.raises(RequestError, match="predicted to take"):
+        PlanRules(server, 100).check_choice(replace(plan, frames=1))
