@@ -17,7 +17,7 @@ from packaging.version import Version
 from prometheus_client import REGISTRY
 from prometheus_client.multiprocess import MultiProcessCollector
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
-from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
+from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype, set_default_torch_num_threads
 
 from vllm_autoprune.errors import AutopruneError, ConfigError, Problem, StateError
 from vllm_autoprune.serving import compat
@@ -134,7 +134,12 @@ def apply_settings(vllm_config: VllmConfig) -> None:
     settings = waiting[SETTINGS_KEY]
     try:
         require_vllm()
-        served = _resolve_settings(settings, vllm_config)
+        # The safety check runs policies, and `LLM()` then forks the engine core where there is
+        # CUDA: libgomp, whose threads a fork does not copy, would wait for them in the child's
+        # first parallel region.
+        # Remove when: 0.32 is no longer supported; 0.33 ends these threads before it forks.
+        with set_default_torch_num_threads(1):
+            served = _resolve_settings(settings, vllm_config)
     except AutopruneError as error:
         if isinstance(settings, Mapping) and settings.get("from_flags"):
             raise SystemExit(f"\nvllm-autoprune: {error}") from None

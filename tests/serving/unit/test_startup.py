@@ -1,13 +1,22 @@
-"""Start-up: what cannot be served, settings on processes; names and patches of vLLM."""
+"""Start-up: what cannot be served, settings on processes; names and patches of vLLM.
+
+This module as a command starts up and forks, in a process of its own because tests have one thread.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.worker.gpu_worker import Worker
@@ -23,6 +32,7 @@ from vllm_autoprune.serving.models.pruned_model import _group_by_tokens
 from vllm_autoprune.serving.served_state import served_state
 from vllm_autoprune.serving.settings import CELLS_FLAG
 from vllm_autoprune.serving.startup import _resolve_settings, apply_settings
+from vllm_autoprune.tpdsl.loading import shipped_states
 from vllm_autoprune.tpdsl.tokens import Need
 
 NO_CLS = SimpleNamespace(
@@ -242,6 +252,43 @@ def test_the_state_stays_out_of_the_compile_hash() -> None:
     assert hash_factors(get_hash_factors(bare, set())) == before
 
 
+_THREADS = 2
+"""Threads of the process that forks; with one, nothing could hang."""
+
+
+def _use_threads() -> None:
+    """Run a parallel region of torch's own, and one of its BLAS."""
+    torch.ones(1 << 22).add(1)
+    torch.ones(512, 512) @ torch.ones(512, 512)
+
+
+def _start_up_and_fork() -> int:
+    """Exit status of a forked child that uses threads; negative where it hung and was killed."""
+    for state in shipped_states():
+        apply_settings(vllm_config({"state": state}))
+    assert torch.get_num_threads() == _THREADS
+    child = multiprocessing.get_context("fork").Process(target=_use_threads)
+    child.start()
+    child.join(timeout=30)
+    child.kill()
+    child.join()
+    assert child.exitcode is not None
+    return child.exitcode
+
+
+def test_an_engine_core_that_is_forked_after_start_up_can_use_threads() -> None:
+    """As `LLM()` does on CUDA: libgomp hangs in a child whose parent ran a parallel region."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.serving.unit.test_startup"],
+        cwd=Path(__file__).resolve().parents[3],
+        env={**os.environ, "OMP_NUM_THREADS": str(_THREADS)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 # ---- names and versions of vLLM ----
 
 
@@ -323,3 +370,7 @@ def test_groups_are_all_images_in_order_within_the_bound(sizes: list[int], bound
     for group, following in zip(groups, [*groups[1:], [bound + 1]], strict=False):
         assert group and (len(group) == 1 or sum(group) <= bound)
         assert sum(group) + following[0] > bound, "these would have gone together"
+
+
+if __name__ == "__main__":
+    sys.exit(_start_up_and_fork())
