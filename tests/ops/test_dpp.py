@@ -2,7 +2,8 @@
 
 The kernel runs without a GPU, by Triton's interpreter and up to the binary, in a process of its
 own because Triton reads its environment when a kernel is declared: this module as a command prints,
-with ``compare``, the picks of both implementations, and with ``compile-80`` the sizes of binaries.
+with ``compare``, the picks of both implementations, with ``compile-80`` the vector loads of the
+kernels, and with ``count`` what is compiled at start-up and for images of many sizes.
 """
 
 from __future__ import annotations
@@ -13,17 +14,19 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from vllm_autoprune.ops import dpp
-from vllm_autoprune.ops.dpp import greedy_map
+from vllm_autoprune.ops.dpp import compile_for, greedy_map
 from vllm_autoprune.ops.greedy import Conditioned, capped_greedy_map, greedy_map_torch
 from vllm_autoprune.ops.rowwise import TIE
 from vllm_autoprune.ops.similarity import cosines
@@ -228,21 +231,82 @@ def _compile(gpu: int) -> dict[str, int]:
     types |= {"eligible": "*i1", "anchors": "*i64", "picks": "*i64"}
     types |= dict.fromkeys(("tokens", "count", "forced", "fixed"), "i32")
     types |= dict.fromkeys(("exhausted", "divisor", "huge", "unit", "tie"), "fp32")
+    aligned = {(_greedy_map.arg_names.index("factors"),): [["tt.divisibility", 16]]}
     actual = {}
-    for tokens, masked in ((64, False), (576, True), (2880, False)):
+    for tokens in (64, 576, 2880):
         block, rows, warps = _launch_options(tokens)
-        fixed = {"has_eligible": masked, "block": block, "rows": rows}
+        fixed = {"block": block, "rows": rows}
         signature = {n: types.get(n, "constexpr") for n in _greedy_map.arg_names}
         built = triton.compile(
-            ASTSource(fn=_greedy_map, signature=signature, constexprs=fixed),
+            ASTSource(fn=_greedy_map, signature=signature, constexprs=fixed, attrs=aligned),
             target=GPUTarget("cuda", gpu, 32),
             options={"num_warps": warps},
         )
-        actual[f"sm_{gpu}, N = {tokens}"] = len(built.asm["cubin"])
+        assert built.asm["cubin"]
+        actual[f"sm_{gpu}, N = {tokens}"] = built.asm["ptx"].count("ld.global.v4")
     return actual
 
 
-def ran(command: str, **environment: str) -> dict[str, list[list[list[int]]]]:
+class _Recorder:
+    """In the place of the kernel: keeps what Triton would compile for launches on an H100."""
+
+    def __init__(self, kernel: Any) -> None:
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import make_backend
+        from triton.runtime.jit import create_function_from_signature
+
+        backend = make_backend(GPUTarget("cuda", 90, 32))
+        self._bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+        self.variants: set[str] = set()
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+        return self._launch
+
+    def _launch(self, *arguments: object, **options: object) -> None:
+        _, specialization, parsed = self._bind(*arguments, **options)
+        self.variants.add(repr((specialization, parsed)))
+
+
+class _CudaOnHost(TorchFunctionMode):
+    """Makes tensors for a GPU on the host."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        kwargs = kwargs or {}
+        return func(*args, **{**kwargs, **({"device": "cpu"} if "device" in kwargs else {})})
+
+
+def _count_variants() -> dict[str, int]:
+    """Variants ``compiled`` for images of up to 4,096 tokens, and ``missing`` for 500 such calls.
+
+    Sizes are uniform in their logarithm; every other tensor begins at an address that is not a
+    multiple of 16.
+    """
+    from vllm_autoprune.ops import dpp_triton
+
+    dpp_triton._greedy_map = recorder = _Recorder(dpp_triton._greedy_map)
+    with _CudaOnHost():
+        compile_for(4096, torch.device("cuda"))
+    compiled = set(recorder.variants)
+    source = torch.Generator().manual_seed(0)
+    for number in range(500):
+        tokens = int(4096 ** float(torch.rand(1, generator=source)))
+        count = int(torch.randint(1, tokens + 1, (1,), generator=source))
+        skipped = number % 2
+        similarity = torch.empty(tokens * tokens + skipped)[skipped:].view(1, tokens, tokens)
+        quality = torch.empty(tokens + skipped)[skipped:].view(1, tokens)
+        anchors = torch.zeros(1, number % 18, dtype=torch.int64) if number % 3 else None
+        eligible = torch.empty_like(quality, dtype=torch.bool) if number % 5 else None
+        conditioned = Conditioned(torch.empty(1, number % 19, tokens), quality)
+        dpp_triton.greedy_map_triton(
+            *(similarity, quality, min(count, 64), anchors, eligible),
+            conditioned if number % 7 else None,
+        )
+    return {"compiled": len(compiled), "missing": len(recorder.variants - compiled)}
+
+
+def ran(command: str, **environment: str) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-m", "tests.ops.test_dpp", command],
         cwd=Path(__file__).resolve().parents[2],
@@ -252,19 +316,19 @@ def ran(command: str, **environment: str) -> dict[str, list[list[list[int]]]]:
         timeout=240,
     )
     assert done.returncode == 0, done.stderr
-    printed: dict[str, list[list[list[int]]]] = json.loads(done.stdout)
+    printed: dict[str, Any] = json.loads(done.stdout)
     return printed
 
 
 @cache
-def compared() -> dict[str, list[list[list[int]]]]:
+def compared() -> dict[str, Any]:
     return ran("compare", TRITON_INTERPRET="1")
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_picks_of_triton_equal_those_of_torch(name: str) -> None:
-    in_torch, in_triton = compared()[name]
-    assert in_triton == in_torch
+    in_torch, in_triton, in_a_larger_block = compared()[name]
+    assert in_a_larger_block == in_triton == in_torch
     assert all(len(set(row)) == len(row) > 0 for row in in_torch)
     if name.startswith("rounded 1"):
         assert [row[0] for row in in_triton] == [0] * len(in_triton)
@@ -276,14 +340,21 @@ def test_picks_of_triton_equal_those_of_torch(name: str) -> None:
 def test_the_kernel_compiles_for_a_gpu(gpu: int, tmp_path: Path) -> None:
     built = ran(f"compile-{gpu}", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
     assert len(built) == 3
+    assert min(built.values()) >= 4, "rows of factors are read one number at a time"
+
+
+def test_no_image_compiles_the_kernel_once_that_is_done_for_the_largest(tmp_path: Path) -> None:
+    """In blocks of 128 to 4,096 tokens; by values and alignments these would be 254 variants."""
+    counts = ran("count", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    assert counts == {"compiled": 6, "missing": 0}
 
 
 def test_torch_is_used_on_a_cpu_and_on_a_gpu_without_triton(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert dpp._fastest_implementation(torch.device("cpu")) is greedy_map_torch
+    assert dpp._fastest_implementation(torch.device("cpu"), 64) is greedy_map_torch
     monkeypatch.setitem(sys.modules, "vllm_autoprune.ops.dpp_triton", None)
-    assert dpp._fastest_implementation(torch.device("cuda")) is greedy_map_torch
+    assert dpp._fastest_implementation(torch.device("cuda"), 64) is greedy_map_torch
 
 
 @pytest.mark.gpu
@@ -302,6 +373,9 @@ if __name__ == "__main__":
     step, _, compute_capability = sys.argv[1].partition("-")
     if step == "compile":
         print(json.dumps(_compile(int(compute_capability))))
+    elif step == "count":
+        print(json.dumps(_count_variants()))
     else:
-        both = (greedy_map_torch, greedy_map_triton)
-        print(json.dumps({name: [*map(inputs.picks, both)] for name, inputs in CASES.items()}))
+        in_larger_block = partial(greedy_map_triton, smallest_block=1024)
+        ways: list[Callable[..., Tensor]] = [greedy_map_torch, greedy_map_triton, in_larger_block]
+        print(json.dumps({name: [*map(inputs.picks, ways)] for name, inputs in CASES.items()}))

@@ -37,15 +37,21 @@ def greedy_map(
     if conditioned is not None:
         others = conditioned.residual > GIVEN
         eligible = others if eligible is None else eligible & others
-    implementation = _fastest_implementation(similarity.device)
+    implementation = _fastest_implementation(similarity.device, quality.shape[1])
     return implementation(similarity, quality, count, anchors, eligible, conditioned)
 
 
-def _fastest_implementation(device: torch.device) -> Callable[..., Tensor]:
+def compile_for(tokens: int, device: torch.device) -> None:
+    """Compile what :func:`greedy_map` runs for up to N tokens, before an image waits for it."""
+    for power in range((tokens - 1).bit_length() + 1):
+        _fastest_implementation(device, 1 << power)
+
+
+def _fastest_implementation(device: torch.device, tokens: int) -> Callable[..., Tensor]:
     if device.type != "cuda":
         return greedy_map_torch
     try:
         from vllm_autoprune.ops.dpp_triton import greedy_map_triton, works
     except ImportError:
         return greedy_map_torch
-    return greedy_map_triton if works() else greedy_map_torch
+    return greedy_map_triton if works(tokens) else greedy_map_torch

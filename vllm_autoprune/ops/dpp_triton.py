@@ -4,6 +4,9 @@ One program per image (or tile) keeps the residuals of all tokens in registers a
 factors in global memory, where they stay cached: 147 kB at N = 576 and K = 64. The published loop
 launches about ten kernels per step, so that launch latency dominates.
 
+It is compiled once for each block size, a power of two, and for nothing else that differs between
+images: compiling takes 0.5 to 3 s.
+
 Tested against the torch implementation on CPU tensors with ``TRITON_INTERPRET=1``.
 """
 
@@ -18,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_autoprune.ops.greedy import DIVISOR, EXHAUSTED, HUGE, UNIT, Conditioned, greedy_map_torch
-from vllm_autoprune.ops.rowwise import TIE
+from vllm_autoprune.ops.rowwise import ALIGNED, TIE
 
 logger = logging.getLogger("vllm.autoprune")
 
@@ -26,8 +29,19 @@ LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 _TILE = 16384
 """Factors that a program reads at once: 32 or 64 registers per thread."""
 
+_SMALLEST_BLOCK = 128
+"""Tokens of the smallest block: one for each thread of the four warps that a program has at least.
+"""
 
-@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+_ALIGNED = tl.constexpr(ALIGNED)
+
+
+# Triton would compile an integer anew where it is 1 or divisible by 16, and a tensor where it is
+# aligned, as a row of a batch may not be.
+@triton.jit(  # type: ignore[untyped-decorator]  # Triton has no types
+    do_not_specialize=("tokens", "count", "forced", "fixed"),
+    do_not_specialize_on_alignment=("similarity", "quality", "eligible", "anchors", "residuals"),
+)
 def _greedy_map(
     similarity: tl.tensor,
     quality: tl.tensor,
@@ -45,23 +59,24 @@ def _greedy_map(
     huge: tl.tensor,
     unit: tl.tensor,
     tie: tl.tensor,
-    has_eligible: tl.constexpr,
     block: tl.constexpr,
     rows: tl.constexpr,
 ) -> None:
     image = tl.program_id(0).to(tl.int64)
     token = tl.arange(0, block)
     inside = token < tokens
+    # Rows of factors are padded, so that the compiler knows them to be aligned and reads four
+    # numbers at once. Padding has no weight.
+    width = tl.cdiv(tokens, _ALIGNED) * _ALIGNED
+    stored = token < width
     similarity += image * tokens * tokens
-    factors += image * (fixed + count) * tokens
+    factors += image * (fixed + count) * width
     picks += image * count
     anchors += image * forced
 
     q = tl.load(quality + image * tokens + token, mask=inside, other=0.0)
     residual = tl.load(residuals + image * tokens + token, mask=inside, other=0.0)
-    free = inside
-    if has_eligible:
-        free = free & (tl.load(eligible + image * tokens + token, mask=inside, other=0) != 0)
+    free = tl.load(eligible + image * tokens + token, mask=inside, other=0) != 0
     weight = q * q
     spare = tl.where(q == q, tl.minimum(tl.maximum(q, -huge), huge), huge)
     sound = True
@@ -86,10 +101,10 @@ def _greedy_map(
         update = tl.load(similarity + pick * tokens + token, mask=inside, other=0.0)
         for start in range(0, fixed + step, rows):
             t = start + tl.arange(0, rows)
-            pick_factors = tl.load(factors + t * tokens + pick, mask=t < fixed + step, other=0.0)
+            pick_factors = tl.load(factors + t * width + pick, mask=t < fixed + step, other=0.0)
             written = tl.load(
-                factors + t[:, None] * tokens + token[None, :],
-                mask=(t < fixed + step)[:, None] & inside[None, :],
+                factors + t[:, None] * width + token[None, :],
+                mask=(t < fixed + step)[:, None] & stored[None, :],
                 other=0.0,
             )
             update -= tl.sum(pick_factors[:, None] * written, axis=0)
@@ -97,7 +112,7 @@ def _greedy_map(
         pivot = tl.maximum(pivot, divisor, propagate_nan=tl.PropagateNan.ALL)
         update = update / tl.sqrt(pivot)
         residual -= update * update
-        tl.store(factors + (fixed + step) * tokens + token, update, mask=inside)
+        tl.store(factors + (fixed + step) * width + token, update, mask=stored)
         # The next step reads values stored by other threads.
         tl.debug_barrier()
 
@@ -109,25 +124,33 @@ def greedy_map_triton(
     anchors: Tensor | None = None,
     eligible: Tensor | None = None,
     conditioned: Conditioned | None = None,
+    *,
+    smallest_block: int = _SMALLEST_BLOCK,
 ) -> Tensor:
-    """Triton implementation of :func:`vllm_autoprune.ops.dpp.greedy_map`."""
+    """Triton implementation of :func:`vllm_autoprune.ops.dpp.greedy_map`.
+
+    ``smallest_block`` is the power of two that a block has at least, 128 or more.
+    """
     batch, tokens = quality.shape
     picks = torch.empty(batch, count, dtype=torch.int64, device=quality.device)
     if batch == 0 or count == 0:
         return picks
-    block, rows, warps = _launch_options(tokens)
+    block, rows, warps = _launch_options(max(tokens, smallest_block))
     fixed = 0 if conditioned is None else conditioned.factors.shape[1]
-    factors = quality.new_empty(batch, fixed + count, tokens)
+    width = -(-tokens // ALIGNED) * ALIGNED
+    factors = quality.new_zeros(batch, fixed + count, width)
     if conditioned is None:
         residual = similarity.diagonal(dim1=1, dim2=2).contiguous()
     else:
         residual = conditioned.residual.contiguous()
-        factors[:, :fixed] = conditioned.factors
+        factors[:, :fixed, :tokens] = conditioned.factors
+    if eligible is None:
+        eligible = torch.ones_like(quality, dtype=torch.bool)
     _greedy_map[(batch,)](
         similarity.contiguous(),
         quality.contiguous(),
-        picks if eligible is None else eligible.contiguous(),  # not read if None
-        picks if anchors is None else anchors.contiguous(),
+        eligible.contiguous(),
+        picks if anchors is None else anchors.contiguous(),  # not read if None
         residual,
         factors,
         picks,
@@ -140,7 +163,6 @@ def greedy_map_triton(
         HUGE,
         UNIT,
         TIE,
-        has_eligible=eligible is not None,
         block=block,
         rows=rows,
         num_warps=warps,
@@ -150,22 +172,31 @@ def greedy_map_triton(
 
 def _launch_options(tokens: int) -> tuple[int, int, int]:
     """Block size, factor rows read at once and warps of a program, for N tokens."""
-    block = int(triton.next_power_of_2(tokens))
+    block = max(_SMALLEST_BLOCK, int(triton.next_power_of_2(tokens)))
     return block, max(1, min(16, _TILE // block)), min(16, max(4, block // 128))
 
 
-@functools.cache
-def works() -> bool:
-    """Whether the kernel compiles and runs on this machine's GPU; tested and logged once.
+def works(tokens: int = 1) -> bool:
+    """Whether the kernel compiles and runs on this machine's GPU for N tokens.
 
-    Triton needs a C compiler and a compatible driver, which a serving image may lack.
+    Tested, and a failure logged, once for each block size.
     """
-    similarity, quality = torch.eye(3, device="cuda")[None], torch.ones(1, 3, device="cuda")
+    block, _, _ = _launch_options(tokens)
+    return _block_works(block)
+
+
+@functools.cache
+def _block_works(block: int) -> bool:
+    """Triton needs a C compiler and a compatible driver, which a serving image may lack."""
+    # float32, whatever the default: models are loaded under one of 16 bits.
+    similarity = torch.eye(3, dtype=torch.float32, device="cuda")[None]
+    quality = torch.ones(1, 3, dtype=torch.float32, device="cuda")
     try:
-        same = greedy_map_triton(similarity, quality, 2).equal(
-            greedy_map_torch(similarity, quality, 2)
-        )
+        picks = greedy_map_triton(similarity, quality, 2, smallest_block=block)
+        same = picks.equal(greedy_map_torch(similarity, quality, 2))
     except Exception as error:  # whatever Triton raises, the torch implementation works
-        logger.warning("Selection runs in torch, not in Triton: %s", error)
+        logger.warning(
+            "Of up to %d tokens, selection runs in torch, not in Triton: %s", block, error
+        )
         return False
     return same

@@ -160,6 +160,27 @@ def test_server_without_images_has_no_vision_side(monkeypatch: pytest.MonkeyPatc
     assert model.autoprune_split([None, None]) == [slice(0, 2)]
 
 
+@pytest.mark.compat
+def test_profiling_compiles_what_its_largest_image_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it measures memory, and before a request waits for it."""
+
+    class Compiled(Exception):
+        """Ends the call, for what is compiled is all that is looked at."""
+
+    def compile_for(tokens: int, device: torch.device) -> None:
+        raise Compiled(tokens, device)
+
+    monkeypatch.setattr("vllm_autoprune.serving.models.pruned_model.compile_for", compile_for)
+    vision = Vision()
+    images = [SimpleNamespace(tokens=tokens) for tokens in (9, 36, 4)]
+    monkeypatch.setattr(vision, "images", lambda _: images)
+    model: Any = SimpleNamespace(autoprune=vision, autoprune_reporter=None)
+    plans = [ItemPlan(8, NO_KEY, profile=True)] * 3
+    with pytest.raises(Compiled) as caught:
+        AutopruneLlavaForConditionalGeneration.autoprune_rows(model, plans, {})
+    assert caught.value.args == (36, torch.device("cpu"))
+
+
 # ---- any-resolution images ----
 
 SIDE, SIZE, WIDTH = 4, 16, 8

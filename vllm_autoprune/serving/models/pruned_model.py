@@ -16,6 +16,7 @@ from vllm.model_executor.models.interfaces import SupportsMultiModal
 from vllm.model_executor.models.utils import StageMissingLayer
 from vllm.multimodal.utils import group_and_batch_mm_items
 
+from vllm_autoprune.ops.dpp import compile_for
 from vllm_autoprune.serving.api.layout import Placeholders
 from vllm_autoprune.serving.api.processor import make_pruned_factories
 from vllm_autoprune.serving.compat import declare_model, depends_on
@@ -356,6 +357,8 @@ class PrunedModel(_Stock):
         if any(plan.profile for plan in plans):
             tokens = sum(image.tokens for image in images)
             self.autoprune_profiled = max(self.autoprune_profiled, tokens)
+            # Of the largest image; vLLM warns of what is compiled once it serves.
+            compile_for(max(image.tokens for image in images), vision.sample_weight.device)
             # All dummy images are equal; caching them would measure too little memory.
             features = vision.encode([image.inputs for image in images])
             return self._autoprune_select(plans, features)
