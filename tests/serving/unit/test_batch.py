@@ -38,6 +38,7 @@ from vllm_autoprune.serving.worker import batch, selection
 from vllm_autoprune.serving.worker.batch import SelectionContext
 from vllm_autoprune.serving.worker.features import ImageFeatures, IndexCache, Region, TensorCache
 from vllm_autoprune.serving.worker.metrics import SELECTION, Stopwatch, WorkerMetrics
+from vllm_autoprune.serving.worker.question import InputEmbeddings
 from vllm_autoprune.serving.worker.selection import (
     FallbackReporter,
     select_with_fallback,
@@ -112,6 +113,33 @@ def test_a_resized_image_of_a_fixed_grid_is_pooled_whatever_the_question() -> No
     square = image(0).regions[0].projected.view(3, 2, 3, 2, -1).mean(dim=(1, 3)).flatten(0, 1)
     torch.testing.assert_close(pooled, square)
     assert torch.equal(pooled, asked) and not torch.equal(pooled, other)
+
+
+def test_embeddings_are_looked_up_before_anything_that_may_raise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A lookup is a collective of all ranks, which wait for one that raised before it."""
+    looked_up: list[int] = []
+
+    def embed(ids: Tensor) -> Tensor:
+        looked_up.append(len(ids))
+        return ids[:, None].expand(-1, 16).float()
+
+    def stack_rows(tensors: Sequence[Tensor]) -> Tensor:
+        if tensors[0].dim() == 1:  # of a signal
+            raise RuntimeError("broken")
+        return torch.stack([*tensors])
+
+    model = batch.ModelParts(lambda rows: rows, embed, InputEmbeddings(embed, torch.device("cpu")))
+    state, reporter = served({"/base_policy": {"name": "mmtok"}}), FallbackReporter()
+    bare = region(0, SIX)
+    picture = ImageFeatures((replace(bare, signals={"encoder": bare.projected, **bare.signals}),))
+    for errors in ({}, {"RuntimeError": 1}):
+        context = batch.SelectionContext(state, model, reporter)
+        batch.prune_images(context, [plan(8, language=(3, 4, 5))], [picture])
+        assert (looked_up, reporter.errors) == ([1, 3], errors)
+        looked_up.clear()
+        monkeypatch.setattr(batch, "stack", stack_rows)
 
 
 # ---- as many rows as placeholders ----

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import vllm.distributed
 from torch import Tensor, nn
 from vllm.model_executor.models.llava import LlavaForConditionalGeneration as Stock
 from vllm.model_executor.models.qwen2_5_omni_thinker import (
@@ -140,6 +141,22 @@ def test_new_weights_clear_cached_features(monkeypatch: pytest.MonkeyPatch) -> N
     model.__dict__["autoprune"] = vision
     assert model.load_weights([]) == {"w"}
     assert len(vision.cache) == 0
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_are_connected_once_weights_are_loaded(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first broadcast of a group takes seconds, and memory that profiling has to see."""
+    sent: list[tuple[torch.device, int]] = []
+    group = SimpleNamespace(
+        world_size=ranks, broadcast=lambda tensor, src: sent.append((tensor.device, src))
+    )
+    monkeypatch.setattr(vllm.distributed, "get_tp_group", lambda: group)
+    monkeypatch.setattr(vllm.distributed, "model_parallel_is_initialized", lambda: True)
+    Vision().finish_loading()
+    assert sent == [(torch.device("cpu"), 0)] * (ranks - 1)
 
 
 @pytest.mark.compat

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
+import torch
+
 from vllm_autoprune.serving.compat import depends_on, patch
 from vllm_autoprune.serving.encoder_steps import EncoderSteps
 
@@ -372,3 +374,14 @@ def is_rank_zero() -> bool:
     from vllm.distributed import get_tp_group
 
     return world_size() == 1 or int(get_tp_group().rank_in_group) == 0
+
+
+def connect_ranks(device: torch.device) -> None:
+    """Make the first broadcast between ranks.
+
+    NCCL creates the communicators of a group in its first collective, which takes seconds, and
+    memory that has to be in use when vLLM measures what is left for the KV cache. vLLM's own
+    collectives go by communicators of its own.
+    """
+    if world_size() > 1:
+        broadcast_rank_zero(torch.zeros(1, device=device))

@@ -23,6 +23,7 @@ from vllm_autoprune.serving.compat import declare_model, depends_on
 from vllm_autoprune.serving.compat.worker import (
     bound_encoder_calls,
     clear_with_worker_caches,
+    connect_ranks,
     is_rank_zero,
     profile_images,
     world_size,
@@ -193,10 +194,12 @@ class Vision(ABC):
     def finish_loading(self) -> None:
         """Drop features of old weights after new ones were loaded, and load the relevance space.
 
+        Ranks are connected too: both take memory, which vLLM measures next.
         Raises :class:`ConfigError` where the checkpoint lacks what the state reads.
         """
         self.clear()
         self.load_relevance()
+        connect_ranks(self.sample_weight.device)
 
     def clear(self) -> None:
         """Drop what is kept of images, as when weights are replaced."""

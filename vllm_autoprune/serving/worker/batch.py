@@ -353,25 +353,28 @@ class _RegionBatch:
     def _make_tokens(self, policy: PruningPolicy, bare: VisualTokens) -> VisualTokens:
         """The tokens with every input that the policy reads and the images or the model have."""
         parts, features = self.context.parts, bare.features
-        signals = {
-            signal: stack([region.signals[signal] for region in self.regions])
-            for signal in self.regions[0].signals
-            if all(signal in region.signals for region in self.regions)
-        }
         instruction, language, words, tower, merger_input = None, None, None, None, None
+        # Embeddings first, and in any case: under tensor parallelism a lookup is a collective, and
+        # ranks would wait forever for one on which something else raised before.
+        question = None
         if "instruction" in policy.needs and parts.relevance is not None:
-            text, segments = parts.relevance.instructions([plan.instruction for plan in self.plans])
-            patches = signals.get("relevance", features)
-            instruction = Instruction(patches, text, segments, parts.relevance.sign)
+            question = parts.relevance.instructions([plan.instruction for plan in self.plans])
         if "language" in policy.needs and parts.language is not None:
             (plan,) = self.plans
             language = parts.language(features[0], plan.language)
         if "words" in policy.needs:
             (plan,) = self.plans
-            # Looked up in any case: under tensor parallelism every lookup is a collective.
             ids = upload(torch.tensor(plan.language or (0,)), features.device)
             rows = parts.embed(ids)[None, : len(plan.language)]
             words = Words(rows, torch.ones(rows.shape[:2], dtype=torch.bool, device=rows.device))
+        signals = {
+            signal: stack([region.signals[signal] for region in self.regions])
+            for signal in self.regions[0].signals
+            if all(signal in region.signals for region in self.regions)
+        }
+        if question is not None and parts.relevance is not None:
+            patches = signals.get("relevance", features)
+            instruction = Instruction(patches, *question, parts.relevance.sign)
         if "tower_keys" in signals:
             next_layer = None
             if "next_keys" in signals:
