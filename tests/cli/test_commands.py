@@ -397,13 +397,13 @@ def test_a_checkout_that_is_not_installed_has_no_version() -> None:
 def test_a_failed_environment_is_told_with_its_fixes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Captured
 ) -> None:
-    for name in ("VLLM_PLUGINS", "VLLM_AUTOPRUNE_DISABLE", "VLLM_USE_RUST_FRONTEND"):
-        monkeypatch.setenv(name, "1")
+    for name in ("PLUGINS", "AUTOPRUNE_DISABLE", "USE_RUST_FRONTEND", "ENABLE_STARTUP_PLAN"):
+        monkeypatch.setenv(f"VLLM_{name}", "1")
     monkeypatch.setattr(doctor, "collect_hooks", lambda: ((), ()))  # those import vLLM
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())
     monkeypatch.setattr(doctor, "shipped_states", dict)
     output = run(capsys, "doctor", "--text-tower", str(tmp_path), status=1)
-    assert len([line for line in output.splitlines() if line.startswith("fail")]) == 6
+    assert len([line for line in output.splitlines() if line.startswith("fail")]) == 7
     assert "pip install --no-deps ." in " ".join(output.split()) and "cannot serve yet" in output
 
 

@@ -26,6 +26,7 @@ from vllm_autoprune.serving.compat import (
     attach,
     get_attachment,
     require_vllm,
+    reuses_memory_plan,
     uses_rust_frontend,
     worker,
 )
@@ -186,6 +187,11 @@ def _resolve_settings(raw: object, vllm_config: VllmConfig) -> ServedState:
     if uses_rust_frontend():
         fix = "unset VLLM_USE_RUST_FRONTEND"
         problems.append(Problem("VLLM_USE_RUST_FRONTEND", "bypasses Python processors", fix))
+    if reuses_memory_plan():
+        # Filed under vLLM's hash of its configuration, of which our settings are no part.
+        what = "would reuse the memory plan of a server without a state, or with another one"
+        fix = "unset VLLM_ENABLE_STARTUP_PLAN"
+        problems.append(Problem("VLLM_ENABLE_STARTUP_PLAN", what, fix))
     backbone = BACKBONES.get(architecture)
     problems += find_problems(architecture, model.hf_config)
     whole_only = "" if backbone is None else backbone.whole_only

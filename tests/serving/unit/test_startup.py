@@ -174,6 +174,14 @@ def test_the_rust_front_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert places(base("divprune")) == ["VLLM_USE_RUST_FRONTEND"]
 
 
+def test_a_memory_plan_of_an_earlier_start_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of stock vLLM, or of another state: all are filed under one fingerprint."""
+    monkeypatch.setenv("VLLM_ENABLE_STARTUP_PLAN", "1")
+    assert places(base("divprune")) == ["VLLM_ENABLE_STARTUP_PLAN"]
+    monkeypatch.setenv("VLLM_ENABLE_STARTUP_PLAN", "0")
+    _resolve_settings(base("divprune"), vllm_config())
+
+
 def pretend(monkeypatch: pytest.MonkeyPatch, **installed: str | None) -> None:
     """Let these distributions be installed, and no others."""
 

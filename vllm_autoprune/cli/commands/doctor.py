@@ -22,6 +22,7 @@ from vllm_autoprune.ops.dtype import SERVE_FLOAT32, SLOW_BFLOAT16, choose_dtype
 from vllm_autoprune.serving.compat import (
     collect_hooks,
     require_vllm,
+    reuses_memory_plan,
     uses_rust_frontend,
     vllm_version,
 )
@@ -106,6 +107,7 @@ def _check_installation(options: argparse.Namespace) -> int:
     for is_set, what in (
         (disabled(), f"{DISABLE} turns the plugin off"),
         (uses_rust_frontend(), "VLLM_USE_RUST_FRONTEND bypasses the plugin's image processors"),
+        (reuses_memory_plan(), "VLLM_ENABLE_STARTUP_PLAN reuses the memory of other states"),
     ):
         if is_set:
             judge("environment", what, "unset it")

@@ -196,6 +196,14 @@ def uses_rust_frontend() -> bool:
     return os.environ.get("VLLM_USE_RUST_FRONTEND", "0").lower() in ("1", "true")
 
 
+def reuses_memory_plan() -> bool:
+    """True where vLLM gives the KV cache what an earlier start of its configuration measured.
+
+    Remove when: a plugin can add to the fingerprint of a plan (``compute_plan_fingerprint``).
+    """
+    return os.environ.get("VLLM_ENABLE_STARTUP_PLAN", "0").strip() not in ("", "0")
+
+
 def get_attachment(model_config: ModelConfig, name: str) -> object:
     """Our attribute on vLLM's ModelConfig, None where this model is served without a state.
 
