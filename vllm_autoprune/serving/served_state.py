@@ -67,10 +67,10 @@ class ServedState:
 
     ``rules`` are the permissions of requests; ``unavailable`` are inputs that request states cannot
     read, each with the reason. Workers write metrics to ``metrics_folder``, nowhere if it is empty;
-    ``kv_bytes`` is the size of one token in the KV cache; ``cells`` drops cells before the tower,
-    ``whole_only`` says why no rule can, empty where one can. ``clips`` says whether tokens of
-    videos can be chosen, ``video_budget`` is their budget in the place of a state's own; ``frame``
-    is that of the backbone.
+    ``kv_bytes`` is the size of one token in the KV cache, None where that is not known. ``cells``
+    drops cells before the tower, ``whole_only`` says why no rule can, empty where one can.
+    ``clips`` says whether tokens of videos can be chosen, ``video_budget`` is their budget in the
+    place of a state's own; ``frame`` is that of the backbone.
     """
 
     architecture: str
@@ -81,7 +81,7 @@ class ServedState:
     rules: RequestRules = DEFAULT_RULES
     unavailable: tuple[tuple[Need, str], ...] = ()
     metrics_folder: str = ""
-    kv_bytes: int = 0
+    kv_bytes: int | None = None
     cells: Cells | None = None
     whole_only: str = ""
     clips: bool = False

@@ -18,6 +18,7 @@ from prometheus_client import REGISTRY
 from prometheus_client.multiprocess import MultiProcessCollector
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype, set_default_torch_num_threads
+from vllm.v1.kv_cache_interface import KVQuantMode, get_kv_quant_mode
 
 from vllm_autoprune.errors import AutopruneError, ConfigError, Problem, StateError
 from vllm_autoprune.serving import compat
@@ -50,7 +51,7 @@ from vllm_autoprune.tpdsl.materialize import materialize
 from vllm_autoprune.tpdsl.tokens import Need
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import CacheConfig, ModelConfig, VllmConfig
 
 # Registration of the pruned model class, its processor and renderer, in each process.
 
@@ -146,16 +147,33 @@ def apply_settings(vllm_config: VllmConfig) -> None:
             raise SystemExit(f"\nvllm-autoprune: {error}") from None
         raise
     attach(model_config, _ACTIVATION, _Activation(served.architecture))
-    # Keys and values of one token in all layers and ranks, with full attention in every layer.
-    dtype = kv_cache_dtype_str_to_dtype(vllm_config.cache_config.cache_dtype, model_config)
-    heads = model_config.get_total_num_kv_heads() * model_config.get_head_size()
-    kv_bytes = int(2 * model_config.get_total_num_hidden_layers() * heads * dtype.itemsize)
+    kv_bytes = _count_kv_bytes(model_config, vllm_config.cache_config)
+    if kv_bytes is not None:
+        engine_requests.make_kv_bytes_counter()
     served = replace(served, metrics_folder=_open_metrics_folder(), kv_bytes=kv_bytes)
     attach(model_config, ATTRIBUTE, served)
     attach(model_config, KV_CACHE, vllm_config.cache_config)
     description = served.describe()
     del description["evidence"]
     logger.info("Serving pruned: %s", json.dumps(description))
+
+
+_DENSE = frozenset({KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR})
+"""Forms of the KV cache in which a number takes the bytes of its dtype, and nothing beside it."""
+
+
+def _count_kv_bytes(model_config: ModelConfig, cache_config: CacheConfig) -> int | None:
+    """Bytes of one token's keys and values on all ranks, with full attention in every layer.
+
+    None where the attention backend of a worker decides: it packs numbers of 4 bits, and scales
+    beside them. Also where layers differ.
+    """
+    name = cache_config.cache_dtype
+    if get_kv_quant_mode(name) not in _DENSE or cache_config.kv_cache_dtype_skip_layers:
+        return None
+    dtype = kv_cache_dtype_str_to_dtype(name, model_config)
+    heads = model_config.get_total_num_kv_heads() * model_config.get_head_size()
+    return int(2 * model_config.get_total_num_hidden_layers() * heads * dtype.itemsize)
 
 
 _MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"

@@ -78,7 +78,7 @@ def vllm_config(
     )
     return SimpleNamespace(
         model_config=model,
-        cache_config=SimpleNamespace(cache_dtype="auto"),
+        cache_config=SimpleNamespace(cache_dtype="auto", kv_cache_dtype_skip_layers=[]),
         additional_config={"autoprune": settings, "theirs": {"x": 1}},
         lora_config=lora,
         ec_transfer_config=None,

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from tests.serving.unit.samples import LLAVA, places, refusal, served, vllm_conf
 from tests.tpdsl.samples import edited, sample, shipped
 from vllm_autoprune import ConfigError
 from vllm_autoprune.serving import compat, plugin
+from vllm_autoprune.serving.api import engine_requests
 from vllm_autoprune.serving.compat import _Hook
 from vllm_autoprune.serving.compat import worker as patches
 from vllm_autoprune.serving.models import BACKBONES
@@ -260,6 +262,43 @@ def test_the_state_stays_out_of_the_compile_hash() -> None:
     assert hash_factors(get_hash_factors(bare, set())) == before
 
 
+@pytest.mark.parametrize(
+    ("cache_dtype", "kv_bytes"),
+    [("auto", 2), ("bfloat16", 2), ("fp8", 1), ("fp8_e5m2", 1)]
+    + [(name, None) for name in ("nvfp4", "turboquant_3bit_nc", "ultraquant_4bit")]
+    + [(f"{name}_per_token_head", None) for name in ("int4", "int8", "fp8")],
+)
+def test_bytes_of_a_token_are_known_only_where_a_number_takes_those_of_its_dtype(
+    cache_dtype: str, kv_bytes: int | None
+) -> None:
+    """As vLLM allots them where a backend changes nothing; 4 layers, 6 heads of 32 numbers."""
+    config = vllm_config({"state": "divprune"})
+    config.cache_config.cache_dtype = cache_dtype
+    apply_settings(config)
+    state = served_state(config.model_config)
+    assert state is not None
+    assert state.kv_bytes == (None if kv_bytes is None else 2 * 4 * 6 * 32 * kv_bytes)
+
+
+def test_bytes_of_a_token_are_not_known_where_layers_differ() -> None:
+    config = vllm_config({"state": "divprune"})
+    vars(config.cache_config).update(cache_dtype="fp8", kv_cache_dtype_skip_layers=["0"])
+    apply_settings(config)
+    state = served_state(config.model_config)
+    assert state is not None and state.kv_bytes is None
+
+
+def test_bytes_are_published_only_where_those_of_a_token_are_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counter = Mock()
+    monkeypatch.setattr(engine_requests, "make_kv_bytes_counter", counter)
+    for kv_bytes in (None, 10):
+        plans = [ItemPlan(8, (0, 0), tokens=100)]
+        engine_requests.count_request("test", "state", (100,), (100,), plans, kv_bytes, ())
+    assert counter.mock_calls == [call(), call().inc(920)]
+
+
 _THREADS = 2
 """Threads of the process that forks; with one, nothing could hang."""
 
@@ -355,9 +394,9 @@ def test_features_are_cleared_also_where_a_worker_s_call_fails(
     def fail(*_: object) -> None:
         raise OSError("the trainer is gone")
 
-    for call in patches._WORKER_RESETS:
-        stock = fail if call == name else vars(Worker)[call]
-        monkeypatch.setattr(Worker, call, stock)
+    for method in patches._WORKER_RESETS:
+        stock = fail if method == name else vars(Worker)[method]
+        monkeypatch.setattr(Worker, method, stock)
     cleared: list[object] = []
     for _ in range(2):
         patches.clear_with_worker_caches(cleared.append)

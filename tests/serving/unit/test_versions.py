@@ -47,6 +47,9 @@ LOOKED_AT: Mapping[str, str] = {
     "of all images come in one tensor and are encoded together; ocr.py asks the version",
     f"{_MODELS}.paddleocr_vl.Projector.forward": "norm and layers are called once for all images; "
     "we encode one at a time",
+    "vllm.v1.kv_cache_interface.KVQuantMode": "more forms that are packed, of whose bytes we say "
+    "nothing",
+    "vllm.v1.kv_cache_interface.get_kv_quant_mode": "as KVQuantMode",
     "vllm.v1.worker.gpu_worker.Worker.update_weights": "quantized heads of a draft model are "
     "restored besides; features are cleared after it all the same",
     "vllm.v1.worker.gpu_worker.Worker.finish_weight_update": "as update_weights",

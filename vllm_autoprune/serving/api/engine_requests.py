@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakValueDictionary
@@ -82,10 +83,16 @@ _RECALLED_TOKENS = Counter(
     "autoprune_recalled_tokens",
     "Kept visual tokens that later turns of a conversation recalled, beside those of its images.",
 )
-_KV_BYTES = Counter(
-    "autoprune_kv_bytes_saved",
-    "Bytes of KV cache that visual tokens would have taken and did not, where nothing is shared.",
-)
+
+
+@cache
+def make_kv_bytes_counter() -> Counter:
+    """Counter of bytes, published only where it is known how many a token takes."""
+    return Counter(
+        "autoprune_kv_bytes_saved",
+        "Bytes of KV cache that visual tokens would have taken and did not, where nothing is "
+        "shared.",
+    )
 
 
 def count_request(
@@ -94,12 +101,12 @@ def count_request(
     sizes: Sequence[int],
     encoded: Sequence[int],
     plans: Sequence[ItemPlan],
-    kv_bytes: int,
+    kv_bytes: int | None,
     clips: Sequence[ItemPlan],
 ) -> None:
     """Count one request: label of its state, N and M of its images, plans of its items and clips.
 
-    ``kv_bytes`` are those of one token in the KV cache.
+    ``kv_bytes`` are those of one token in the KV cache, None where they are not known.
     """
     tokens_after = sum(plan.budget for plan in plans)
     video_tokens = sum(plan.tokens for plan in clips), sum(plan.budget for plan in clips)
@@ -112,8 +119,9 @@ def count_request(
     _RECALLED_TOKENS.inc(sum(plan.budget for plan in plans if plan.part == "recall"))
     for stage, tokens in zip(("before", "after"), video_tokens, strict=True):
         _VIDEO_TOKENS.labels(stage).inc(tokens)
-    saved = sum(sizes) - tokens_after + video_tokens[0] - video_tokens[1]
-    _KV_BYTES.inc(saved * kv_bytes)
+    if kv_bytes is not None:
+        saved = sum(sizes) - tokens_after + video_tokens[0] - video_tokens[1]
+        make_kv_bytes_counter().inc(saved * kv_bytes)
 
 
 # vLLM's record of the images that the engine has, changed by requests that reach the engine only.
