@@ -455,7 +455,7 @@ def test_a_selection_may_exchange_as_many_tokens_as_its_state_allows(
 def test_a_rank_that_raises_takes_part_in_the_same_broadcasts(
     extra: int, broken: tuple[Any, Sequence[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A broadcast less, or a shorter one, would hang all ranks."""
+    """A broadcast less, or a shorter one, would hang all ranks; and all remember the same."""
     sent: list[Tensor] = []
 
     def broadcast(packed: Tensor) -> Tensor:
@@ -468,7 +468,8 @@ def test_a_rank_that_raises_takes_part_in_the_same_broadcasts(
 
     base = replace(BASE_POLICIES["cdpruner"], needs=frozenset(), function=first_tokens)
     monkeypatch.setitem(BASE_POLICIES, "cdpruner", base)
-    monkeypatch.setattr(selection, "world_size", lambda: 2)
+    for module in (selection, batch):
+        monkeypatch.setattr(module, "world_size", lambda: 2)
     monkeypatch.setattr(selection, "broadcast_rank_zero", broadcast)
     plans, pictures = [plan(8, 1), plan(8, 2)], images(2)
     sound = prune(plans, pictures, blind())
@@ -478,6 +479,7 @@ def test_a_rank_that_raises_takes_part_in_the_same_broadcasts(
     context = SelectionContext(blind(), parts(), FallbackReporter())
     rows = batch.prune_images(context, plans, pictures)
     assert [packed.shape for packed in sent] == [(2, 9), (2, 9)]
+    assert len(context.indices) == len(plans)
     if extra == 0:
         assert all(torch.equal(*pair) for pair in zip(rows, sound, strict=True))
 

@@ -31,6 +31,7 @@ from vllm_autoprune.serving.compat import _Hook
 from vllm_autoprune.serving.compat import worker as patches
 from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.models.pruned_model import _group_by_tokens
+from vllm_autoprune.serving.plan import ItemPlan
 from vllm_autoprune.serving.served_state import served_state
 from vllm_autoprune.serving.settings import CELLS_FLAG
 from vllm_autoprune.serving.startup import _resolve_settings, apply_settings

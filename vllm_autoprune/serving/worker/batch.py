@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from vllm_autoprune.errors import SelectionError
 from vllm_autoprune.ops.rowwise import upload
+from vllm_autoprune.serving.compat.worker import world_size
 from vllm_autoprune.serving.plan import NO_KEY, Choice, Ids, ItemPlan, plan_error
 from vllm_autoprune.serving.served_state import ServedState
 from vllm_autoprune.serving.worker.features import (
@@ -283,7 +284,10 @@ class _RegionBatch:
         except Exception as error:  # as in select_with_fallback(): the engine has to live
             reporter.report_error(error)
             earlier = Given.after(bare, torch.cat(before, dim=1)) if before else None
-            return select_evenly_with_ranks(self.rows, bare, reporter, earlier)
+            refined = select_evenly_with_ranks(self.rows, bare, reporter, earlier)
+            if world_size() > 1:
+                self._remember(refined.indices)
+            return refined
         if earlier is not None and plan.part == "delta":
             policy = policy.delta
         known = [self.context.indices.get(key) for key in self._keys]
@@ -291,9 +295,9 @@ class _RegionBatch:
         refined = select_with_fallback(policy, tokens, reporter, earlier, known)
         # After an exception a later selection may succeed, so its tokens are remembered only where
         # other items are chosen after them. Values that are not finite lead to the same ones each
-        # time.
+        # time. Ranks remember alike, whichever of them raised.
         precedes = plan.part in ("core", "recall") or self.context.served.rules.recall > 0
-        if precedes or reporter.errors == errors:
+        if precedes or reporter.errors == errors or world_size() > 1:
             self._remember(refined.indices)
         return refined
 
