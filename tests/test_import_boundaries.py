@@ -33,10 +33,11 @@ ROOMS: dict[str, set[str]] = {
     "serving.plan_codec": set(),
     "serving.plan": {"compat", "plan_codec"},
     "serving.served_state": {"compat", "plan", "settings"},
+    "serving.encoder_steps": {"plan"},
     "serving.api": SHARED,
     "serving.worker": SHARED,
     "serving.models": SHARED | {"api", "worker"},
-    "serving.startup": SHARED | {"api", "models"},
+    "serving.startup": SHARED | {"api", "encoder_steps", "models"},
     "serving.plugin": {"compat", "settings", "startup"},
 }
 # All packages of the repository, lowest first: a package imports itself and those of lower layers.

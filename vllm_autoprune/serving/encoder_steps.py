@@ -31,7 +31,7 @@ _MAX_LOADS = 1 << 12
 
 
 @dataclass(frozen=True, slots=True)
-class EncoderLoad:
+class _EncoderLoad:
     """Work of one encoder input.
 
     ``tokens`` are those that the vision tower makes of it, M of N; ``image`` is equal for inputs
@@ -43,11 +43,11 @@ class EncoderLoad:
     milliseconds: float = 0.0
 
 
-def measure_load(request: Request, input_id: int) -> EncoderLoad:
+def _measure_load(request: Request, input_id: int) -> _EncoderLoad:
     """Load of an encoder input, by its plan; one without a plan is what vLLM counts."""
     feature = request.mm_features[input_id]
     embeds = request.get_num_encoder_embeds(input_id)
-    unplanned = EncoderLoad(embeds, feature.identifier)
+    unplanned = _EncoderLoad(embeds, feature.identifier)
     data = feature.data or {}
     if FIELD not in data:
         return unplanned
@@ -61,14 +61,14 @@ def measure_load(request: Request, input_id: int) -> EncoderLoad:
     except (AutopruneError, ValidationError):  # forged: workers replace it
         return unplanned
     image = feature.identifier if plan.key == NO_KEY else plan.key
-    return EncoderLoad(max(plan.tokens, embeds), image, cost)
+    return _EncoderLoad(max(plan.tokens, embeds), image, cost)
 
 
 class EncoderSteps:
     """Loads of the inputs that a scheduler takes in a step, and images of the steps before it."""
 
     def __init__(self) -> None:
-        self._loads: LRUCache[tuple[str, int], EncoderLoad] = LRUCache(_MAX_LOADS)
+        self._loads: LRUCache[tuple[str, int], _EncoderLoad] = LRUCache(_MAX_LOADS)
         self._cached: LRUCache[Hashable, int] = LRUCache(_CACHED_TOKENS, getsizeof=lambda n: n)
         self._budget: int | None = None
         self._tokens: dict[Hashable, int] = {}
@@ -108,13 +108,13 @@ class EncoderSteps:
         self._tokens = {}
         self._milliseconds = {}
 
-    def _find_load(self, request: Request, input_id: int) -> EncoderLoad:
+    def _find_load(self, request: Request, input_id: int) -> _EncoderLoad:
         entry = request.request_id, input_id
         load = self._loads.get(entry)
         if load is None:
-            load = self._loads[entry] = measure_load(request, input_id)
+            load = self._loads[entry] = _measure_load(request, input_id)
         return load
 
-    def _count_tokens(self, load: EncoderLoad) -> int:
+    def _count_tokens(self, load: _EncoderLoad) -> int:
         is_encoded = load.image in self._tokens or self._cached.get(load.image) is not None
         return 0 if is_encoded else load.tokens

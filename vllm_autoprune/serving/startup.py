@@ -31,6 +31,7 @@ from vllm_autoprune.serving.compat import (
     uses_rust_frontend,
     worker,
 )
+from vllm_autoprune.serving.encoder_steps import EncoderSteps
 from vllm_autoprune.serving.models import BACKBONES, Backbone, find_problems
 from vllm_autoprune.serving.served_state import (
     ATTRIBUTE,
@@ -76,7 +77,7 @@ def _activate(architecture: str) -> None:
     request.check_requests()
     engine_requests.cache_without_plans()
     compat.register_renderer("hf", "vllm_autoprune.serving.api.renderer", "AutopruneHfRenderer")
-    worker.bound_encoder_steps()
+    worker.bound_encoder_steps(EncoderSteps)
     worker.resend_features()
     worker.refuse_sleep(_sleep_problem)
 

@@ -164,12 +164,12 @@ def as_row(text: bytes) -> Tensor:
 def with_fields(row: Tensor, **fields: object) -> Tensor:
     """A plan's row with fields of any name and value, which no plan may have."""
     text = row.numpy().tobytes()
-    return as_row(text[:2] + msgspec.msgpack.encode({**fields_of(row), **fields}))
+    return as_row(text[:1] + msgspec.msgpack.encode({**fields_of(row), **fields}))
 
 
 def fields_of(row: Tensor) -> dict[str, Any]:
     """The fields in a plan's row."""
-    fields: dict[str, Any] = msgspec.msgpack.decode(row.numpy().tobytes()[2:])
+    fields: dict[str, Any] = msgspec.msgpack.decode(row.numpy().tobytes()[1:])
     return fields
 
 

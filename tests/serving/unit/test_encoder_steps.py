@@ -11,6 +11,7 @@ import torch
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
 from vllm_autoprune.serving.compat.worker import bound_encoder_steps
+from vllm_autoprune.serving.encoder_steps import EncoderSteps
 from vllm_autoprune.serving.plan import FIELD, Choice, ItemPlan, encode_state
 from vllm_autoprune.tpdsl.cost import DEFAULT_COST, item_cost, state_cost
 from vllm_autoprune.tpdsl.loading import load_state
@@ -27,7 +28,7 @@ def patched(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("can_allocate", "get_freed_mm_hashes"):
         stock = getattr(EncoderCacheManager, name)
         monkeypatch.setattr(EncoderCacheManager, name, getattr(stock, "__wrapped__", stock))
-    bound_encoder_steps()
+    bound_encoder_steps(EncoderSteps)
 
 
 def make_request(name: str, *plans: ItemPlan | torch.Tensor | None) -> Any:
@@ -79,8 +80,8 @@ def test_a_step_encodes_no_more_tokens_than_vllms_own_budget_has() -> None:
 def test_one_image_is_encoded_once_whatever_is_asked_about_it() -> None:
     """In the same step, and in later ones while its features are taken to be cached."""
     manager = EncoderCacheManager(4096)
-    first = [make_request(f"r{i}", image(1)) for i in range(20)]
-    assert run_step(manager, *first) == [[0]] * 20
+    burst = [make_request(f"r{i}", image(1)) for i in range(20)]
+    assert run_step(manager, *burst) == [[0]] * 20
     later = [make_request(f"s{i}", image(1)) for i in range(20)]
     assert run_step(manager, make_request("t", image(2)), *later, make_request("u", image(3))) == (
         [[0]] * 22

@@ -237,7 +237,7 @@ def test_items_are_cached_under_the_key_of_their_image_when_they_are_handed_over
     ("item", "problem"),
     [
         (feature(PLAN.encode(), 9), "9 placeholders"),
-        (feature(PLAN.encode()[:2]), "2 bytes"),
+        (feature(PLAN.encode()[:1]), "1 bytes"),
         (feature([PLAN.encode()]), "row of bytes"),
         (feature(PLAN.encode(), keep_on_cpu=False), "on the CPU"),
         (feature(replace(PLAN, instruction=(100,)).encode()), "vocabulary"),

@@ -191,7 +191,7 @@ def test_profiling_compiles_what_its_largest_image_needs(monkeypatch: pytest.Mon
     vision = Vision()
     images = [SimpleNamespace(tokens=tokens) for tokens in (9, 36, 4)]
     monkeypatch.setattr(vision, "images", lambda _: images)
-    model: Any = SimpleNamespace(autoprune=vision, autoprune_reporter=None)
+    model: Any = SimpleNamespace(autoprune=vision, autoprune_reporter=None, autoprune_profiled=0)
     plans = [ItemPlan(8, NO_KEY, profile=True)] * 3
     with pytest.raises(Compiled) as caught:
         AutopruneLlavaForConditionalGeneration.autoprune_rows(model, plans, {})

@@ -102,7 +102,7 @@ def test_any_row_of_bytes_is_decoded_or_refused(text: bytes) -> None:
 
 
 SOUND = ItemPlan(8, (1, 2), (3, 4), (5,), state=b"a state").encode()
-HEAD = SOUND.numpy().tobytes()[:2]
+HEAD = SOUND.numpy().tobytes()[:1]
 forged = partial(with_fields, SOUND)
 
 
@@ -113,12 +113,11 @@ forged = partial(with_fields, SOUND)
         (SOUND.float(), "a row of bytes"),
         (SOUND[None], "a row of bytes"),
         (SOUND.to("meta"), "meta"),
-        (SOUND[:2], "has 2 bytes"),
+        (SOUND[:1], "has 1 bytes"),
         (SOUND[:5], "cannot be read"),
         (torch.zeros(1 << 20, dtype=torch.uint8), "has 1048576 bytes"),
         (torch.cat([SOUND, SOUND]), "trailing"),
         (SOUND.index_fill(0, torch.tensor([0]), 5), "format version 5"),
-        (SOUND.index_fill(0, torch.tensor([1]), 3), "other bytes"),
         *((forged(budget=budget), "budget") for budget in (0, -1, 2**40, 8.0, "8", None)),
         *((forged(keep=keep), "keep") for keep in (4, "all")),
         (forged(part="half"), "part"),

@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from vllm_autoprune.serving.compat import depends_on, patch
-from vllm_autoprune.serving.encoder_steps import EncoderSteps
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -230,6 +229,19 @@ def _encode_largest_images(runner: RunnerV1 | RunnerV2) -> None:
             runner.get_model().embed_multimodal(**batch)
 
 
+class _EncoderSteps(Protocol):
+    """What a scheduler takes in one step."""
+
+    def admits(self, request: Request, input_id: int, budget: int) -> bool:
+        """Whether the step has room for an encoder input, with so much left of vLLM's budget."""
+
+    def take(self, request: Request, input_id: int) -> None:
+        """Count an input that the step takes."""
+
+    def end(self) -> None:
+        """End the step."""
+
+
 _STEPS = "_autoprune_steps"
 """Attribute of an encoder cache manager."""
 
@@ -237,7 +249,7 @@ _STEPS = "_autoprune_steps"
 @depends_on(
     "vllm.v1.core.encoder_cache_manager:EncoderCacheManager", "can_allocate", "get_freed_mm_hashes"
 )
-def bound_encoder_steps() -> None:
+def bound_encoder_steps(make_steps: Callable[[], _EncoderSteps]) -> None:
     """Let a step of the scheduler take no more work than vLLM's own encoder budget is meant for.
 
     Why: the scheduler counts an encoder input by the tokens that it keeps. At K = N/8 a step would
@@ -256,7 +268,7 @@ def bound_encoder_steps() -> None:
         encoder_compute_budget: int,
         *rest: object,
     ) -> bool:
-        steps: EncoderSteps = self.__dict__.setdefault(_STEPS, EncoderSteps())
+        steps: _EncoderSteps = self.__dict__.setdefault(_STEPS, make_steps())
         if not steps.admits(request, input_id, encoder_compute_budget):
             return False
         if not stock(self, request, input_id, encoder_compute_budget, *rest):

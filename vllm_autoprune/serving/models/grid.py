@@ -48,7 +48,7 @@ _CLIPS, _SECONDS = "pixel_values_videos", "second_per_grid_ts"
 """Fields of clips: their patches, and the time between two of their frames."""
 
 
-def frame_time(vision_config: Any, seconds: float, frame: int) -> int:
+def _frame_time(vision_config: Any, seconds: float, frame: int) -> int:
     """Position in time of a frame, where they are so many seconds apart (Qwen2-VL's kind)."""
     factor = seconds * getattr(vision_config, "tokens_per_second", 1.0)
     return int(frame * factor)
@@ -212,7 +212,7 @@ class GridVision(GridLayout):
             return [0] * frames
         seconds = clip[_SECONDS].item() if _SECONDS in clip else 1.0
         vision = self._model.config.vision_config
-        return [frame_time(vision, seconds, frame) for frame in range(frames)]
+        return [_frame_time(vision, seconds, frame) for frame in range(frames)]
 
     def _encode_cells(
         self, pixels: Tensor, grids: Tensor, anchors: Sequence[Tensor | None]
@@ -269,7 +269,7 @@ class GridVision(GridLayout):
         if cls.dates_frames:
             return ItemSize(times * side, frames)
         seconds = float(item[_SECONDS].data) if _SECONDS in item else 1.0
-        return ItemSize(max(frame_time(vision, seconds, times - 1) + 1, side), frames)
+        return ItemSize(max(_frame_time(vision, seconds, times - 1) + 1, side), frames)
 
     @staticmethod
     def shrink_to_budget(info: Any, size: ImageSize, budget: int) -> ImageSize:
