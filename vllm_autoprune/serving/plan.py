@@ -6,14 +6,12 @@ With the identities that caches hold its tokens by, and the bytes of a state tha
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import prod
 from operator import itemgetter
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
-import torch
 from msgspec import Meta
 from torch import Tensor
 
@@ -28,10 +26,6 @@ if TYPE_CHECKING:
 
 FIELD = "autoprune_plan"
 """Name of the multi-modal field that carries a plan to the worker."""
-
-CELLS_FIELD = "autoprune_cells"
-"""Name of the field with an image's anchors ``(N,)`` (:mod:`vllm_autoprune.tpdsl.cells`), of which
-cells were dropped; absent or empty where it is whole."""
 
 KWARGS, REQUEST_FIELD = "mm_processor_kwargs", "autoprune"
 """Field of a request, and the key in it of the plugin's entry."""
@@ -263,16 +257,8 @@ _LONGEST = 1 << 19
 _CODEC = RowCodec(ItemPlan, 6, _LONGEST)
 
 
-_RENDERED = "send images, or inputs that a server with the same settings has rendered"
-
-CLIP_FIELDS = ("pixel_values_videos", "pixel_values_flat_video")
-"""Pixels of a clip, by frame where all have the same size; the second is InternVL's."""
-
-CLIP_FRAMES = "video_num_patches"
-"""How many frames each of InternVL's clips has ``(B,)``, on the CPU."""
-
-CELL = 2
-"""Patches on each side of a token, in every model that drops cells."""
+RENDERED = "send images, or inputs that a server with the same settings has rendered"
+"""How a request is corrected whose plans or tensors no such server makes."""
 
 
 def refuse(where: str, what: str, fix: str) -> RequestError:
@@ -282,75 +268,7 @@ def refuse(where: str, what: str, fix: str) -> RequestError:
 
 def plan_error(what: str) -> RequestError:
     """Error for a plan that this server refuses."""
-    return refuse(FIELD, what, _RENDERED)
-
-
-def check_clip(
-    plan: ItemPlan, modality: str, fields: Mapping[str, object], frame: tuple[int, int] | None
-) -> None:
-    """Raise :class:`RequestError` unless a plan is of a clip where the item is one, of its size.
-
-    The ``fields`` of a clip have the grid of its patches, of which :data:`CELL` on a side are a
-    token, or its frames and their number, which have the tokens of ``frame`` and its rows behind.
-    """
-    if (plan.frames > 0) != (modality == "video"):
-        raise plan_error(f"has T = {plan.frames}, and its item is {modality!r}")
-    if plan.frames:
-        if frame is None:
-            grid = fields.get("video_grid_thw")
-            sizes = grid.tolist() if isinstance(grid, Tensor) and grid.dim() == 1 else []
-            right = sizes[:1] == [plan.frames] and prod(sizes) == plan.tokens * CELL**2
-        else:
-            pixels = next((fields[name] for name in CLIP_FIELDS if name in fields), None)
-            frames = len(pixels) if isinstance(pixels, Tensor) and pixels.dim() == 4 else 0
-            number = fields.get(CLIP_FRAMES, frames)
-            told = int(number) if isinstance(number, Tensor) and number.dim() == 0 else number
-            right = told == frames == plan.frames
-            right &= plan.tokens == frames * frame[0] + frame[1]
-        if not right:
-            raise plan_error(f"has T = {plan.frames} and N = {plan.tokens}, which its clip has not")
-
-
-# Cells of an image that were dropped before the vision tower.
-
-
-def count_patches(anchors: Tensor, grid: Tensor) -> int:
-    """Rows of pixels of an image with a grid of patches and these anchors ``(N,)``, or none."""
-    patches = int(grid.prod())
-    return patches // len(anchors) * int(_find_kept(anchors).sum()) if len(anchors) else patches
-
-
-def check_cells(anchors: object, grid: object, pixels: object) -> None:
-    """Raise :class:`RequestError` unless the cells of an image are those of its rows of pixels."""
-    wrong = cells_error("are not those of the image's grid and rows of pixels")
-    if not (
-        isinstance(anchors, Tensor) and isinstance(grid, Tensor) and isinstance(pixels, Tensor)
-    ):
-        raise wrong
-    if (anchors.dtype, anchors.dim(), grid.dtype, grid.shape) != (
-        torch.int32,
-        1,
-        torch.int64,
-        (3,),
-    ):
-        raise wrong
-    if len(anchors):
-        sides, places = grid.tolist(), torch.arange(len(anchors))
-        fit = min(sides) > 0 and prod(sides) == len(anchors) * CELL**2 and sides[0] == 1
-        in_range = fit and bool(((anchors >= 0) & (anchors <= places)).all())
-        if not in_range or not bool(_find_kept(anchors)[anchors.long()].all()):
-            raise wrong
-    if count_patches(anchors, grid) != len(pixels):
-        raise wrong
-
-
-def _find_kept(anchors: Tensor) -> Tensor:
-    return anchors == torch.arange(len(anchors), dtype=anchors.dtype)
-
-
-def cells_error(what: str) -> RequestError:
-    """Error for cells that this server refuses."""
-    return refuse(CELLS_FIELD, what, _RENDERED)
+    return refuse(FIELD, what, RENDERED)
 
 
 # Canonical bytes of a state, for the plans that carry it to the workers.

@@ -98,6 +98,17 @@ def served(
     return ServedState(LLAVA, state(changes), BudgetCall.parse(budget), tower, cache_bytes)
 
 
+def clip_state(policy: str, **frames: object) -> dict[str, Any]:
+    """Changes of a server's state: a base policy, and how it prunes clips."""
+    per_frame = {"atom": "per_frame_budget", "k": 2}
+    no_exchange = {"atom": "reference_strict_preservation_selector"}
+    return {
+        "base_policy": {"name": policy},
+        "frames": {"tokens": per_frame, "budget": "global", **frames},
+        "constraints/selector": no_exchange,
+    }
+
+
 def region(seed: int, grid: Grid, width: int = 16) -> Region:
     """Random features of tokens, without patches of their own."""
     source = torch.Generator().manual_seed(seed)
@@ -306,22 +317,16 @@ class Sender:
         attach(self._config, KV_CACHE, CacheConfig(block_size=size))
         return self
 
-    def send(
+    def process(
         self,
         images: Sequence[Any],
         uuids: Sequence[str | None] | None = None,
         salt: str = "",
-        hands_over: bool = True,
         modality: str = "image",
         beside: Sequence[Any] = (),
         **entry: object,
-    ) -> Processed:
-        """A request with these images, or clips with the images ``beside`` before them.
-
-        An engine that is sent what was made of it without a cache has to accept it.
-        """
-        from vllm.multimodal.hasher import MultiModalHasher
-        from vllm.multimodal.inputs import MultiModalFeatureSpec
+    ) -> Any:
+        """What vLLM's processor makes of a request with these images, or clips behind images."""
         from vllm.multimodal.processing import ProcessorInputs
         from vllm.multimodal.processing.context import TimingContext
 
@@ -342,7 +347,20 @@ class Sender:
             hf_processor_mm_kwargs={**kwargs, **({SALT: CacheSalt(salt)} if salt else {})},
             cache=self.cache,
         )
-        made = self._processor.apply(inputs, TimingContext(enabled=False))
+        return self._processor.apply(inputs, TimingContext(enabled=False))
+
+    def send(
+        self, images: Sequence[Any], *args: Any, hands_over: bool = True, **named: Any
+    ) -> Processed:
+        """A request of :meth:`process`, handed over to the engine.
+
+        An engine that is sent what was made of it without a cache has to accept it.
+        """
+        from vllm.multimodal.hasher import MultiModalHasher
+        from vllm.multimodal.inputs import MultiModalFeatureSpec
+
+        modality = named.get("modality", "image")
+        made = self.process(images, *args, **named)
         features = {
             kind: [
                 MultiModalFeatureSpec(item, kind, identity, place, identity)
@@ -368,7 +386,9 @@ class Sender:
             made["mm_hashes"].surplus,
         )
         if self.cache is None:  # else tensors are missing
-            _check_features(self._rules, every, salt, self._config.get_multimodal_config())
+            _check_features(
+                self._rules, every, named.get("salt", ""), self._config.get_multimodal_config()
+            )
         return processed
 
 

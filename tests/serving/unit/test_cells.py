@@ -20,7 +20,8 @@ from vllm_autoprune import RequestError
 from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.serving.api.cells import _UNCOMPARED, _drop_cells
 from vllm_autoprune.serving.api.engine_requests import _check_features
-from vllm_autoprune.serving.plan import CELLS_FIELD, check_cells
+from vllm_autoprune.serving.inputs import CELLS_FIELD, check_inputs
+from vllm_autoprune.serving.plan import NO_KEY, ItemPlan
 from vllm_autoprune.serving.served_state import PlanRules
 from vllm_autoprune.serving.settings import RequestRules
 from vllm_autoprune.tpdsl.cells import Cells
@@ -136,26 +137,33 @@ ROWS = torch.zeros(16, 12, dtype=torch.uint8)
     ],
 )
 def test_forged_cells_are_refused(anchors: Any, grid: Any, rows: Any) -> None:
-    with pytest.raises(RequestError, match="not those of the image's grid and rows of pixels"):
-        check_cells(anchors, grid, rows)
-    check_cells(ANCHORS, GRID, ROWS)
+    def check(anchors: Any, grid: Any, rows: Any, **others: Any) -> None:
+        fields = {CELLS_FIELD: anchors, "image_grid_thw": grid, "pixel_values": rows}
+        present = {name: value for name, value in fields.items() if value is not None}
+        check_inputs(ItemPlan(2, NO_KEY, tokens=4, **others), "image", present, None)
+
+    with pytest.raises(RequestError, match=r"autoprune_cells: |image_grid_thw: |pixels of nothing"):
+        check(anchors, grid, rows)
+    check(ANCHORS, GRID, ROWS)
+    with pytest.raises(RequestError, match="dropped of an image that is resized"):
+        check(ANCHORS, GRID, ROWS, keep="resized")
 
 
 @pytest.mark.parametrize(
     ("rows", "on_cpu", "whole_only", "problem"),
     [
         (ROWS, True, "", ""),
-        (ROWS, False, "", "not batched on the CPU"),
-        (ROWS[4:], True, "", "rows of pixels"),
+        (ROWS, False, "", "not batched as a processor does"),
+        (ROWS[4:], True, "", "16 patches, and there are 12"),
         (ROWS, True, "encodes squares", "not dropped of this model's images"),
     ],
 )
 def test_cells_in_a_request_from_elsewhere_are_checked(
     rows: torch.Tensor, on_cpu: bool, whole_only: str, problem: str
 ) -> None:
-    item = feature(PLAN.encode())
+    item = feature(replace(PLAN, tokens=4).encode())
     item.data[CELLS_FIELD] = element(ANCHORS, keep_on_cpu=on_cpu)
-    item.data |= {"image_grid_thw": element(GRID), "pixel_values": element(rows)}
+    item.data |= {"image_grid_thw": element(GRID, keep_on_cpu=True), "pixel_values": element(rows)}
     rules = PlanRules(replace(served(), whole_only=whole_only), 100)
     with pytest.raises(RequestError, match=problem) if problem else nullcontext():
         _check_features(rules, [item], "", MultiModalConfig())
@@ -163,10 +171,7 @@ def test_cells_in_a_request_from_elsewhere_are_checked(
 
 def test_what_plans_from_elsewhere_keep_together_is_bounded() -> None:
     def items() -> list[Any]:
-        made = [feature(PLAN.encode()) for _ in range(2)]
-        for item in made:
-            item.data |= {"image_grid_thw": element(GRID), "pixel_values": element(ROWS)}
-        return made
+        return [feature(PLAN.encode()) for _ in range(2)]
 
     for total, problem in ((2 * PLAN.budget, ""), (2 * PLAN.budget - 1, "which may keep")):
         rules = PlanRules(replace(served(), rules=RequestRules(total=total)), 100)

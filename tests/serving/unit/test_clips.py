@@ -17,11 +17,13 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.multimodal.parse import VideoProcessorItems
 
 from tests.serving.unit.samples import Sender, picture, places, served, vllm_config
+from tests.serving.unit.samples import clip_state as state
 from vllm_autoprune import RequestError, load_state
 from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.selftest.serve import clip
 from vllm_autoprune.serving.api.clips import Clips
 from vllm_autoprune.serving.api.request import PruningRequest
+from vllm_autoprune.serving.inputs import CLIP_FRAMES, check_inputs
 from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.models.mrope import (
     _compute_input_positions,
@@ -29,7 +31,7 @@ from vllm_autoprune.serving.models.mrope import (
     position_channels,
     set_times,
 )
-from vllm_autoprune.serving.plan import CLIP_FRAMES, NO_KEY, ItemPlan, check_clip, encode_state
+from vllm_autoprune.serving.plan import NO_KEY, ItemPlan, encode_state
 from vllm_autoprune.serving.served_state import PlanRules
 from vllm_autoprune.serving.settings import VIDEO_BUDGET_FLAG, RequestRules
 from vllm_autoprune.serving.worker.batch import ModelParts, _insert_text
@@ -45,17 +47,6 @@ GROUPS = FRAMES // 2
 TOKENS = GROUPS * PER_FRAME
 
 CLIP, OTHER, SHORT = clip(FRAMES), clip(FRAMES, 1), clip(FRAMES - 2)
-
-
-def state(policy: str, **frames: object) -> dict[str, Any]:
-    """Changes of a server's state: a base policy, and how it prunes clips."""
-    per_frame = {"atom": "per_frame_budget", "k": 2}
-    no_exchange = {"atom": "reference_strict_preservation_selector"}
-    return {
-        "base_policy": {"name": policy},
-        "frames": {"tokens": per_frame, "budget": "global", **frames},
-        "constraints/selector": no_exchange,
-    }
 
 
 @pytest.fixture(scope="module")
@@ -235,32 +226,39 @@ def test_models_whose_videos_are_pruned_say_so(architecture: str) -> None:
     assert placeholders.measure is not None or not BACKBONES[architecture].clips
 
 
+FRAMES_OF_FOUR = torch.zeros(4, 3, 2, 2)
+
+
 @pytest.mark.parametrize(
-    ("name", "part", "frame", "tokens"),
+    ("fields", "frame", "tokens"),
     [
-        ("video_grid_thw", torch.tensor([4, 4, 6]), None, 24),
-        ("pixel_values_videos", torch.zeros(4, 3, 2, 2), (6, 1), 25),
-        ("pixel_values_flat_video", torch.zeros(4, 3, 2, 2), (6, 0), 24),
+        (
+            {"video_grid_thw": torch.tensor([4, 4, 6]), "pixel_values_videos": torch.ones(96, 2)},
+            *(None, 24),
+        ),
+        ({"pixel_values_videos": FRAMES_OF_FOUR}, (6, 1), 25),
+        ({"pixel_values_flat_video": FRAMES_OF_FOUR, CLIP_FRAMES: torch.tensor(4)}, (6, 0), 24),
     ],
+    ids=["grid", "pooled", "tiles"],
 )
 def test_a_plan_of_another_clip_is_refused(
-    name: str, part: torch.Tensor, frame: tuple[int, int] | None, tokens: int
+    fields: dict[str, Any], frame: tuple[int, int] | None, tokens: int
 ) -> None:
     good = ItemPlan(8, NO_KEY, tokens=tokens, frames=4)
-    check_clip(ItemPlan.decode(good.encode()), "video", {name: part}, frame)
-    for plan, modality, field in (
-        (good, "image", name),
-        (replace(good, frames=0), "video", name),
-        (replace(good, frames=5), "video", name),
-        (replace(good, tokens=tokens + 1), "video", name),
-        (good, "video", "pixel_values"),
-    ):
-        with pytest.raises(RequestError, match="has T = "):
-            check_clip(plan, modality, {field: part}, frame)
-    if name == "pixel_values_flat_video":
-        check_clip(good, "video", {name: part, CLIP_FRAMES: torch.tensor(4)}, frame)
-        with pytest.raises(RequestError, match="has T = "):
-            check_clip(good, "video", {name: part, CLIP_FRAMES: torch.tensor(3)}, frame)
+    check_inputs(ItemPlan.decode(good.encode()), "video", fields, frame)
+    others = [
+        (replace(good, frames=0), "video", fields, "T = 0"),
+        (replace(good, frames=5), "video", fields, "T = 5"),
+        (replace(good, tokens=tokens + 1), "video", fields, f"N = {tokens + 1}"),
+        (good, "image", fields, "is of 'image' with the pixels"),
+        (good, "video", {}, "pixels of nothing"),
+        (good, "video", {"pixel_values": torch.ones(96, 2)}, "is of 'video' with the pixels"),
+    ]
+    if CLIP_FRAMES in fields:
+        others.append((good, "video", {**fields, CLIP_FRAMES: torch.tensor(3)}, CLIP_FRAMES))
+    for plan, modality, item, problem in others:
+        with pytest.raises(RequestError, match=problem):
+            check_inputs(plan, modality, item, frame)
 
 
 def test_tokens_of_a_clip_are_placed_once_however_often_they_are() -> None:

@@ -239,14 +239,15 @@ def test_items_are_cached_under_the_key_of_their_image_when_they_are_handed_over
         (feature(PLAN.encode(), 9), "9 placeholders"),
         (feature(PLAN.encode()[:1]), "1 bytes"),
         (feature([PLAN.encode()]), "row of bytes"),
-        (feature(PLAN.encode(), keep_on_cpu=False), "on the CPU"),
+        (feature(PLAN.encode(), keep_on_cpu=False), "not batched as a processor does"),
         (feature(replace(PLAN, instruction=(100,)).encode()), "vocabulary"),
         # Without the flag a plan sets nothing.
         (feature(replace(PLAN, budget=65).encode(), 65), "requests may"),
         (feature(replace(PLAN, keep="random").encode()), "requests may"),
         # The engine would look for the tensors in another item of the request.
-        (feature(PLAN.encode(), pixels=""), "without the tensors"),
+        (feature(PLAN.encode(), pixels=""), "the pixels of nothing"),
         (feature(None), "processed without the plugin"),
+        (feature(None, pixels=""), "processed without the plugin"),
     ],
 )
 def test_a_plan_from_another_process_is_checked(

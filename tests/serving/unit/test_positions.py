@@ -12,7 +12,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.multimodal.processing import ProcessorInputs
 from vllm.multimodal.processing.context import TimingContext
 
-from tests.serving.unit.samples import LARGE, Sender, picture
+from tests.serving.unit.samples import LARGE, Sender, clip_state, picture
 from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.selftest.serve import clip
 from vllm_autoprune.serving.models import BACKBONES
@@ -24,11 +24,7 @@ pytestmark = [
 
 MROPE = {row.name: row for row in BACKBONES.values() if row.mrope}
 CLIPS = [name for name, row in MROPE.items() if row.clips]
-PRUNED_CLIPS: dict[str, Any] = {
-    "base_policy": {"name": "vcast"},
-    "frames": {"tokens": {"atom": "per_frame_budget", "k": 2}, "budget": "global"},
-    "constraints/selector": {"atom": "reference_strict_preservation_selector"},
-}
+PRUNED_CLIPS = clip_state("vcast")
 THIN, TALL = picture(28 * 40, 28), picture(28, 28 * 30, 3)
 
 

@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary
 
 from cachetools import Cache
 from prometheus_client import Counter
+from torch import Tensor
 from vllm.multimodal.cache import LruKeyReplicatedSenderCache
 from vllm.multimodal.cache.base import BaseMultiModalProcessorCache
 from vllm.multimodal.inputs import MultiModalKwargsItem
@@ -25,14 +26,11 @@ from vllm_autoprune.serving.api.positions import ItemFields, ItemSize, limit_pos
 from vllm_autoprune.serving.api.request import OFFLINE_FIX, REFUSED, refuse_misplaced
 from vllm_autoprune.serving.api.resolve import check_unpruned
 from vllm_autoprune.serving.compat import depends_on, patch
+from vllm_autoprune.serving.inputs import CELLS_FIELD, PIXELS, cells_error, check_inputs
 from vllm_autoprune.serving.plan import (
-    CELLS_FIELD,
     FIELD,
     Chooser,
     ItemPlan,
-    cells_error,
-    check_cells,
-    check_clip,
     make_feature_key,
     plan_error,
 )
@@ -385,33 +383,25 @@ def _check_features(
     the other.
     """
     from vllm.multimodal.hasher import MultiModalHasher
-    from vllm.multimodal.inputs import MultiModalBatchedField
 
     kept = 0
     for feature in features:
         data = MultiModalKwargsItem() if feature.data is None else feature.data
         field = data.get(FIELD)
-        if field is None or field.data is None:
+        if field is None:
             kept += _count_unplanned(rules, feature, multimodal.enable_mm_embeds)
             continue
-        if not isinstance(field.field, MultiModalBatchedField) or not field.field.keep_on_cpu:
-            raise plan_error("is not batched on the CPU")
-        if set(data) == {FIELD}:
-            raise plan_error("comes without the tensors of an image")
         plan = ItemPlan.decode(field.data)
         rules.check(plan, feature.mm_position.get_num_embeds())
         kept += 0 if plan.part == "recall" else plan.budget
         fields = {name: part for name, part in data.get_data().items() if name != FIELD}
-        check_clip(plan, feature.modality, fields, rules.served.frame)
-        if CELLS_FIELD in data:
-            if rules.served.whole_only:
+        _check_kind(FIELD, field)
+        if fields.keys() != _SHARED_MEMORY:  # whose signature vLLM has checked
+            for name in fields:
+                _check_kind(name, data[name])
+            if CELLS_FIELD in fields and rules.served.whole_only:
                 raise cells_error("are not dropped of this model's images")
-            kind = data[CELLS_FIELD].field
-            if not isinstance(kind, MultiModalBatchedField) or not kind.keep_on_cpu:
-                raise cells_error("are not batched on the CPU")
-            check_cells(
-                *(fields.get(name) for name in (CELLS_FIELD, "image_grid_thw", "pixel_values"))
-            )
+            check_inputs(plan, feature.modality, fields, rules.served.frame)
         seed, key = make_feature_key(
             MultiModalHasher.hash_kwargs(multimodal.mm_hasher_algorithm, **fields), salt
         )
@@ -423,6 +413,33 @@ def _check_features(
         raise plan_error(f"is of {kept} tokens of a request, which may keep {most}")
 
 
+_SHARED_MEMORY = {"address", "monotonic_id", "signature"}
+"""What an item has in the place of tensors that this server holds in shared memory."""
+
+
+def _check_kind(name: str, element: MultiModalFieldElem) -> None:
+    """Raise unless vLLM batches a field of an item as a processor of this server has it do.
+
+    By rows of pixels, or one for each item; what says their number stays on the CPU, where workers
+    and M-RoPE read it.
+    """
+    from vllm.multimodal.inputs import (
+        MultiModalBatchedField,
+        MultiModalFlatField,
+        MultiModalSharedField,
+    )
+
+    kind, by_item = element.field, isinstance(element.field, MultiModalBatchedField)
+    if name.startswith(PIXELS):
+        by_row = isinstance(kind, MultiModalFlatField) and kind.dim == 0
+        sound = isinstance(element.data, Tensor) and (by_row or by_item)
+    else:
+        is_shared = isinstance(kind, MultiModalSharedField) and name not in (FIELD, CELLS_FIELD)
+        sound = kind.keep_on_cpu and (by_item or is_shared)
+    if not sound:
+        raise plan_error(f"comes with {name!r}, which is not batched as a processor does")
+
+
 def _count_unplanned(
     rules: PlanRules, feature: MultiModalFeatureSpec, takes_embeddings: bool
 ) -> int:
@@ -430,17 +447,13 @@ def _count_unplanned(
 
     Raises :class:`RequestError` for an image that was processed without the plugin.
     """
-    data = feature.data or {}
-    # An image that the engine or shared memory has comes without either.
-    tensors = {
-        name
-        for name in ("pixel_values", "image_embeds")
-        if name in data and data[name].data is not None
-    }
-    if feature.modality != "image" or not tensors:
+    if feature.modality != "image":
         return 0
+    data = feature.data or {}
+    is_embeddings = "image_embeds" in data and data["image_embeds"].data is not None
     may_keep_all = takes_embeddings and rules.served.rules.allows("budget")
-    if "pixel_values" in tensors or not may_keep_all:
+    if not is_embeddings or "pixel_values" in data or not may_keep_all:
+        # Whoever sends the name of an image alone asks for all of its tokens, too.
         raise plan_error("is missing: the image was processed without the plugin")
     tokens = feature.mm_position.get_num_embeds()
     check_unpruned(rules.served.rules, [tokens], None)

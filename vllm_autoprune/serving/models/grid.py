@@ -19,6 +19,7 @@ from vllm.model_executor.models.vision import run_dp_sharded_mrope_vision_model
 
 from vllm_autoprune.serving.api.layout import Placeholders, TokenCount
 from vllm_autoprune.serving.api.positions import ItemFields, ItemSize
+from vllm_autoprune.serving.inputs import CELLS_FIELD, count_patches
 from vllm_autoprune.serving.models.cells import CellGrid, CellTower
 from vllm_autoprune.serving.models.mrope import (
     VIDEO_GRIDS,
@@ -34,7 +35,6 @@ from vllm_autoprune.serving.models.pruned_model import (
     PrunedModel,
     prune_class,
 )
-from vllm_autoprune.serving.plan import CELLS_FIELD, count_patches
 from vllm_autoprune.serving.worker.batch import ModelParts
 from vllm_autoprune.serving.worker.features import ImageFeatures, Region, Signal
 from vllm_autoprune.serving.worker.tower_hooks import Merger

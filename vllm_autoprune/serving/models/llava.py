@@ -19,6 +19,7 @@ from vllm.model_executor.models.llava_onevision import LlavaOnevisionForConditio
 
 from vllm_autoprune.serving.api.layout import Placeholders, TokenCount
 from vllm_autoprune.serving.api.positions import ItemFields, ItemSize
+from vllm_autoprune.serving.inputs import CLIP_FIELDS
 from vllm_autoprune.serving.models import pooled_frame
 from vllm_autoprune.serving.models.pruned_model import (
     EncoderInputs,
@@ -28,7 +29,6 @@ from vllm_autoprune.serving.models.pruned_model import (
     Vision,
     prune_class,
 )
-from vllm_autoprune.serving.plan import CLIP_FIELDS
 from vllm_autoprune.serving.served_state import ServedState
 from vllm_autoprune.serving.worker.batch import ModelParts
 from vllm_autoprune.serving.worker.features import ImageFeatures, Region, Signal, Signals

@@ -25,6 +25,7 @@ from vllm.model_executor.models.smolvlm import SmolVLMForConditionalGeneration
 from vllm_autoprune.serving.api.layout import Placeholders, TokenCount
 from vllm_autoprune.serving.api.positions import ItemFields, ItemSize
 from vllm_autoprune.serving.compat import depends_on
+from vllm_autoprune.serving.inputs import CLIP_FIELDS, CLIP_FRAMES
 from vllm_autoprune.serving.models.pruned_model import (
     EncoderInputs,
     ImageInputs,
@@ -32,7 +33,6 @@ from vllm_autoprune.serving.models.pruned_model import (
     Vision,
     prune_class,
 )
-from vllm_autoprune.serving.plan import CLIP_FIELDS, CLIP_FRAMES
 from vllm_autoprune.serving.worker.features import ImageFeatures, Region, Signal
 from vllm_autoprune.serving.worker.tower_hooks import Merger
 from vllm_autoprune.tpdsl.tokens import Grid
