@@ -198,7 +198,7 @@ def test_positions_of_kept_tokens(share_token: bool) -> None:
     vision: Any = GridVision.__new__(GridVision)
     vision._width, vision.videos_share_token = WIDTH, share_token
     config = SimpleNamespace(image_token_id=9)
-    model: Any = SimpleNamespace(autoprune=vision, config=config, _table_rows=100)
+    model: Any = SimpleNamespace(autoprune=vision, config=config, autoprune_table=8192)
     ids, positions = empty(40, dtype=torch.int64), empty(3, 40, dtype=torch.int64)
     with worker_step():
         places = position_channels(4, 3, DEVICE).to(torch.bfloat16)

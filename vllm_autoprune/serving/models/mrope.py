@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from math import prod
 from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -18,20 +18,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from vllm_autoprune.errors import SelectionError
 from vllm_autoprune.ops.rowwise import upload
 from vllm_autoprune.serving.compat.worker import UNCHANGED_DELTA, request_positions
 from vllm_autoprune.serving.models.pruned_model import PrunedModel, Vision
-from vllm_autoprune.serving.plan import FIELD, ItemPlan, Key
+from vllm_autoprune.serving.plan import FIELD, MAX_CLIP_TOKENS, ItemPlan, Key, plan_error
 from vllm_autoprune.serving.served_state import served_state
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.model_executor.models.interfaces import SupportsMultiModal
     from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration as _Stock
     from vllm.multimodal.inputs import MultiModalFeatureSpec
-
-    from vllm_autoprune.serving.served_state import ServedState
 
     Stock = Callable[[list[int], list[MultiModalFeatureSpec]], tuple[Tensor, int]]
 else:
@@ -45,6 +41,9 @@ CHANNELS = 6
 bfloat16 is exact."""
 
 _BASE = 256
+
+_UNBOUNDED = (1 << 31) - 1
+"""Positions of a model without a table of rotations."""
 
 
 def position_channels(
@@ -196,23 +195,17 @@ class GridLayout(Vision):
     dates_frames: ClassVar[bool] = False
     """Whether text stands between the frames of a clip, behind which each begins anew."""
 
-    def __init__(self, model: SupportsMultiModal, served: ServedState) -> None:
-        super().__init__(model, served)
-        self._width: int = self._model.get_language_model().config.hidden_size
-
     @property
     def merge(self) -> int:
         """Patches on each side of a token."""
         return int(self._model.config.vision_config.spatial_merge_size)
 
-    @property
-    def row_width(self) -> int:
-        """Width of a row without positions: D, and D for every deepstack level."""
-        return self._width
-
     def count(self, grid: Tensor) -> int:
-        """Tokens N of an image, by its row of :attr:`grids`."""
-        return int(grid.prod()) // self.merge**2
+        """Tokens N of an image, by its row of :attr:`grids`; raises RequestError for too many."""
+        tokens = prod(grid.tolist()) // self.merge**2
+        if not 0 < tokens <= MAX_CLIP_TOKENS:
+            raise plan_error(f"is of a grid of {tokens} tokens")
+        return tokens
 
 
 class PrunedMRope(PrunedModel, _Stock):
@@ -228,20 +221,49 @@ class PrunedMRope(PrunedModel, _Stock):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         # Some classes serve checkpoints with positions of one axis too.
         self.autoprune_places: bool = vllm_config.model_config.uses_mrope
-        self.autoprune_max_model_len: int = vllm_config.model_config.max_model_len
         if self.autoprune is not None:
             # Videos are handled by the stock model.
             self.is_multimodal_pruning_enabled = False
+            self.autoprune_context: int = vllm_config.model_config.max_model_len
+            layers = self.get_language_model().modules()
+            tables = [
+                len(layer.cos_sin_cache) for layer in layers if hasattr(layer, "cos_sin_cache")
+            ]
+            self.autoprune_table: int = min(tables, default=_UNBOUNDED)
 
     def get_mrope_input_positions(
         self, input_tokens: list[int], mm_features: list[MultiModalFeatureSpec]
     ) -> tuple[Tensor, int]:
-        """Positions of the prompt with whole images, as stock (``SupportsMRoPE``)."""
+        """Positions of the prompt with whole images, as stock (``SupportsMRoPE``).
+
+        Where there are none, of grids and text that no server makes, tokens follow each other.
+        """
         stock = super().get_mrope_input_positions
         vision = self.autoprune
         if vision is None:
             return stock(input_tokens, mm_features)
         assert isinstance(vision, GridLayout)
+        length = len(input_tokens)
+        try:
+            positions, delta = self.autoprune_positions(vision, stock, input_tokens, mm_features)
+            # Beyond the table of rotations an index is out of range, which ends the engine.
+            end = max(int(positions.max()) + 1, length + delta) + self.autoprune_context - length
+            start = int(positions.min())
+            if positions.shape != (3, length) or start < 0 or end > self.autoprune_table:
+                raise plan_error(f"gives {tuple(positions.shape)} positions, {start} to {end}")
+            return positions, delta
+        except Exception as error:  # the engine must survive any input
+            self.autoprune_reporter.report_error(error, "counting its tokens as positions")
+            return torch.arange(length).expand(3, -1).clone(), 0
+
+    def autoprune_positions(
+        self,
+        vision: GridLayout,
+        stock: Stock,
+        input_tokens: list[int],
+        mm_features: list[MultiModalFeatureSpec],
+    ) -> tuple[Tensor, int]:
+        """Positions of the prompt with whole images; raises for what its grids cannot be."""
         unpruned, plans, widths = dict[int, Sequence[int]](), dict[int, ItemPlan](), {}
         for i, feature in enumerate(mm_features):
             data, is_image = feature.data or {}, feature.modality == "image"
@@ -260,33 +282,14 @@ class PrunedMRope(PrunedModel, _Stock):
                 unpruned[i] = plan.write_text(unpruned[i])
                 widths[i] = int(grid[2]) // vision.merge
         firsts = _match_items(plans)
-        positions, delta = _compute_input_positions(
-            stock, input_tokens, mm_features, unpruned, firsts, widths
-        )
-        return self._bound_positions(positions, delta)
+        return _compute_input_positions(stock, input_tokens, mm_features, unpruned, firsts, widths)
 
-    @cached_property
-    def _table_rows(self) -> int:
-        """Positions that the language model has rotations of."""
-        tables = [
-            layer.cos_sin_cache.shape[0]
-            for layer in self.get_language_model().modules()
-            if isinstance(getattr(layer, "cos_sin_cache", None), Tensor)
-        ]
-        return min(tables, default=self.autoprune_max_model_len)
-
-    def _bound_positions(self, positions: Tensor, delta: int) -> tuple[Tensor, int]:
-        """Positions of a prompt, and its delta, within the table of rotations.
-
-        A position beyond it ends the engine. The API server refuses such requests; what reaches a
-        worker all the same was forged, or is a video that vLLM itself places so.
-        """
-        last = self._table_rows - 1
-        if int(positions.max()) <= last and self.autoprune_max_model_len + delta <= last + 1:
-            return positions, delta
-        error = SelectionError(f"positions beyond the {last + 1} that the model has rotations of")
-        self.autoprune_reporter.report_error(error, "placing its last tokens at the last position")
-        return positions.clamp(max=last), min(delta, last + 1 - self.autoprune_max_model_len)
+    def autoprune_blank(self, plan: ItemPlan, error: Exception) -> Tensor:
+        """Rows of zeros, whose tokens stay where they are."""
+        rows = super().autoprune_blank(plan, error)
+        if not self.autoprune_places:
+            return rows
+        return torch.cat([rows, rows.new_full((len(rows), CHANNELS), -1.0)], dim=1)
 
     def recompute_mrope_positions(
         self,
@@ -297,10 +300,11 @@ class PrunedMRope(PrunedModel, _Stock):
     ) -> tuple[Sequence[Tensor], Tensor, int]:
         """Split position channels off the rows, and set the positions of this step's image tokens.
 
-        Not by the stock method (``SupportsMultiModalPruning``): it moves text on by an image's
-        width, which is wrong for one that is higher than wide. What decoding adds to the prompt's
-        length was known before. Model Runner V1 has no way to leave it as it is, so there a prompt
-        that ends in an image, without the token that closes it, goes on after the last kept token.
+        None is beyond the model's table, whatever channels an image has. Not by the stock method
+        (``SupportsMultiModalPruning``): it moves text on by an image's width, which is wrong for
+        one that is higher than wide. What decoding adds to the prompt's length was known before.
+        Model Runner V1 has no way to leave it as it is, so there a prompt that ends in an image,
+        without the token that closes it, goes on after the last kept token.
         """
         vision = self.autoprune
         if vision is None:  # vLLM's own pruning of videos
@@ -327,7 +331,7 @@ class PrunedMRope(PrunedModel, _Stock):
             tokens = [int(attrgetter(name)(self.config)) for name in names if name]
             positions = _place_image_tokens(
                 ids, positions, channels, tokens, num_computed_tokens, vision.dates_frames
-            ).clamp(max=self._table_rows - 1)
+            ).clamp(max=self.autoprune_table - 1)
         if isinstance(input_ids, Tensor):
             return rows, positions, UNCHANGED_DELTA
         return rows, positions, int(positions.max()) + 1 - len(input_ids)

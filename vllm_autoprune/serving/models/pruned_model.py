@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from hashlib import sha256
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from vllm.model_executor.models.interfaces import SupportsMultiModal
 from vllm.model_executor.models.utils import StageMissingLayer
+from vllm.multimodal.inputs import MultiModalFlatField
 from vllm.multimodal.utils import group_and_batch_mm_items
 
 from vllm_autoprune.ops.dpp import compile_for
@@ -28,6 +30,7 @@ from vllm_autoprune.serving.compat.worker import (
     profile_images,
     world_size,
 )
+from vllm_autoprune.serving.inputs import CELLS_FIELD, PIXELS
 from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.plan import FIELD, NO_KEY, ItemPlan, Key
 from vllm_autoprune.serving.served_state import (
@@ -125,6 +128,16 @@ class Vision(ABC):
     def find_merger(self) -> Merger | None:
         """The patch merger; None where the model has none."""
         return None
+
+    @cached_property
+    def _width(self) -> int:
+        """Width of the language model's embeddings, D."""
+        return int(self._model.get_language_model().config.hidden_size)
+
+    @property
+    def row_width(self) -> int:
+        """Width of a row without positions."""
+        return self._width
 
     @property
     def sample_weight(self) -> Tensor:
@@ -252,16 +265,49 @@ def find_entries(keys: Sequence[Key], images: Sequence[ImageInputs]) -> list[Has
     ]
 
 
-def _group_by_tokens(sizes: Sequence[int], bound: int) -> Iterator[slice]:
-    """Runs of neighbouring images with at most ``bound`` tokens, or of a single larger one."""
+def _leaves_ranks_apart(error: Exception) -> bool:
+    """Whether an exception of this rank may be none of the others.
+
+    Several ranks encode an image together: one that went on alone would wait for collectives that
+    the others do not make, or be answered by what they do next. So the engine ends, as a stock one
+    would. What tensors raise, they raise on every rank.
+    """
+    return world_size() > 1 and isinstance(error, torch.OutOfMemoryError)
+
+
+def _group_by_tokens(
+    sizes: Sequence[int], bound: int, kinds: Sequence[Hashable] = ()
+) -> Iterator[slice]:
+    """Runs of neighbouring images with at most ``bound`` tokens, or of a single larger one.
+
+    Those of a run are of one kind.
+    """
     start, total = 0, 0
     for at, size in enumerate(sizes):
-        if at > start and total + size > bound:
+        changes = bool(kinds) and kinds[at] != kinds[at - 1]
+        if at > start and (changes or total + size > bound):
             yield slice(start, at)
             start, total = at, 0
         total += size
     if start < len(sizes):
         yield slice(start, len(sizes))
+
+
+def _describe_fields(item: MultiModalKwargsItem) -> Hashable:
+    """What is alike of all items that vLLM batches for a model: types, and most of their shapes."""
+    described: list[Hashable] = []
+    for name, element in sorted(item.items()):
+        kind, data = type(element.field).__name__, element.data
+        if not isinstance(data, Tensor):
+            described.append((name, kind, type(data).__name__))
+            continue
+        shape: Sequence[int] = data.shape
+        if isinstance(element.field, MultiModalFlatField):
+            shape = data.shape[1:]
+        elif name.startswith(PIXELS) or name in (FIELD, CELLS_FIELD):
+            shape = ()
+        described.append((name, kind, data.dtype, data.dim(), tuple(shape)))
+    return tuple(described)
 
 
 def _describe_geometry(image: ImageInputs) -> Hashable:
@@ -318,8 +364,6 @@ class PrunedModel(_Stock):
         self.autoprune_metrics = WorkerMetrics(folder) if folder else None
         self.autoprune_budget: int = vllm_config.scheduler_config.max_num_encoder_input_tokens
         self.autoprune_profiled = 0
-        self.autoprune_row: Tensor | None = None
-        """A row of zeros ``(1, D + E)``, known from the first image on."""
         clear_with_worker_caches(_clear_features)
         bound_encoder_calls()
         profile_images(_hold_feature_cache)
@@ -329,17 +373,24 @@ class PrunedModel(_Stock):
 
         That is vLLM's own encoder budget, rounded down to whole images of the largest size. An
         image with more than that is a run of its own. Counted from the pixels while they are on
-        the CPU, because a count sent with the request could be forged.
+        the CPU, because a count sent with the request could be forged. So is an item that cannot
+        be split off, or that vLLM cannot batch with its neighbours.
         """
         vision = self.autoprune
         if vision is None:
             return [slice(0, len(items))]
+        bound = self.autoprune_profiled or self.autoprune_budget
         sizes = [0] * len(items)  # of inputs without a plan, which vLLM counts itself
+        kinds: list[Hashable] = [None] * len(items)
         for i, item in enumerate(items):
             if item is not None and FIELD in item:
-                ((_, inputs),) = group_and_batch_mm_items([item])
-                sizes[i] = vision.images(_tensor_fields(inputs))[0].tokens
-        return list(_group_by_tokens(sizes, self.autoprune_profiled or self.autoprune_budget))
+                kinds[i] = _describe_fields(item)
+                try:
+                    ((_, inputs),) = group_and_batch_mm_items([item])
+                    sizes[i] = vision.images(_tensor_fields(inputs))[0].tokens
+                except Exception:  # reported when it is to be encoded
+                    sizes[i] = bound + 1
+        return list(_group_by_tokens(sizes, bound, kinds))
 
     def embed_multimodal(self, **kwargs: object) -> MultiModalEmbeddings:
         """Rows of every image: ``[(K_i, D)]`` (``SupportsMultiModal.embed_multimodal``).
@@ -350,7 +401,24 @@ class PrunedModel(_Stock):
         if self.autoprune is None or rows is None:
             return super().embed_multimodal(**kwargs)
         assert isinstance(rows, Tensor | list)
-        return self.autoprune_rows(self.autoprune_plan_reader.read(rows), kwargs)
+        plans = self.autoprune_plan_reader.read(rows)
+        try:
+            return self.autoprune_rows(plans, kwargs)
+        except Exception as error:  # the engine must survive any tensors
+            # vLLM has to see that the largest images do not fit.
+            if any(plan.profile for plan in plans) or _leaves_ranks_apart(error):
+                raise
+            return [self.autoprune_blank(plan, error) for plan in plans]
+
+    def autoprune_blank(self, plan: ItemPlan, error: Exception) -> Tensor:
+        """Rows ``(K, D + E)`` of zeros for an image that cannot be encoded, which is counted.
+
+        vLLM has no way to end one request from a worker, and without rows the engine ends.
+        """
+        assert self.autoprune is not None
+        self.autoprune_reporter.report_lost(error, self.autoprune.sample_weight.device)
+        count = plan.budget + len(plan.text)
+        return self.autoprune.sample_weight.new_zeros(count, self.autoprune.row_width)
 
     def autoprune_rows(self, plans: list[ItemPlan], inputs: Mapping[str, object]) -> list[Tensor]:
         """Encode the images and select their tokens: rows ``(K_i, D)`` for each image."""
@@ -370,7 +438,7 @@ class PrunedModel(_Stock):
         try:
             rows = self._autoprune_encode(plans, images, metrics)
         except Exception as error:  # of one image, mostly that memory runs out
-            if self._autoprune_ends_engine():
+            if _leaves_ranks_apart(error):
                 raise
             reporter.report_error(error, "encoding the images of its step one by one")
             rows = []
@@ -403,16 +471,13 @@ class PrunedModel(_Stock):
     def _autoprune_encode_alone(
         self, plan: ItemPlan, image: ModelImage, metrics: WorkerMetrics | None
     ) -> Tensor:
-        """Rows of one image; zeros where it cannot be encoded alone either.
-
-        vLLM has no way to end one request from a worker, and without rows the engine ends.
-        """
+        """Rows of one image; zeros where it cannot be encoded alone either."""
         try:
             (rows,) = self._autoprune_encode([plan], [image], metrics)
         except Exception as error:
-            assert self.autoprune_row is not None
-            self.autoprune_reporter.report_lost(error, self.autoprune_row.device)
-            return self.autoprune_row.expand(plan.budget + len(plan.text), -1).clone()
+            if _leaves_ranks_apart(error):
+                raise
+            return self.autoprune_blank(plan, error)
         return rows
 
     def _autoprune_select(
@@ -423,19 +488,7 @@ class PrunedModel(_Stock):
         assert vision is not None
         parts = vision.model_parts()
         context = SelectionContext(vision.served, parts, self.autoprune_reporter, vision.indices)
-        rows = prune_images(context, plans, features)
-        if self.autoprune_row is None and rows:
-            self.autoprune_row = torch.zeros_like(rows[0][:1])
-        return rows
-
-    def _autoprune_ends_engine(self) -> bool:
-        """Whether a failure has to end the engine, as it would end a stock one.
-
-        Several ranks encode an image together: one that encoded it again alone would wait for
-        others that do not, or be answered by what they do next. And before the first image it is
-        not known what a row looks like; memory profiling has that one.
-        """
-        return world_size() > 1 or self.autoprune_row is None
+        return prune_images(context, plans, features)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """As stock; also loads other weights that the state reads, so that vLLM counts them.

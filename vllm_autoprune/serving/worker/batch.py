@@ -31,7 +31,7 @@ from vllm_autoprune.serving.worker.selection import (
     select_evenly_with_ranks,
     select_with_fallback,
 )
-from vllm_autoprune.tpdsl.base_policy import Given, RefinedTokens
+from vllm_autoprune.tpdsl.base_policy import FALLBACKS, Given, RefinedTokens
 from vllm_autoprune.tpdsl.materialize import PruningPolicy
 from vllm_autoprune.tpdsl.prefix import LanguagePrefix
 from vllm_autoprune.tpdsl.refine import give_core, pool_tokens
@@ -87,9 +87,28 @@ def prune_images(
 ) -> list[Tensor]:
     """``(K_i, D + E)`` rows of every image, in the order given, with those of its text if any.
 
-    Images of one budget and one shape are selected together; others make selections of their own.
-    A row is there for each of the image's placeholders, whatever its plan says.
+    A row is there for each of the image's placeholders, whatever its plan says. After an exception
+    images are pruned by themselves, and the one that raises it keeps evenly spaced tokens.
     """
+    try:
+        return _prune_together(context, plans, images)
+    except Exception as error:  # the engine must survive any plan
+        context.reporter.report_error(error, "pruning each image of its batch by itself")
+    if len(plans) > 1:
+        pairs = zip(plans, images, strict=True)
+        return [rows for plan, image in pairs for rows in prune_images(context, [plan], [image])]
+    rows = images[0].rows()
+    codes = torch.full((1,), FALLBACKS.index("uniform"), dtype=torch.uint8, device=rows.device)
+    context.reporter.report(codes, "error")
+    count = _count_rows(plans[0], images[0]) + len(plans[0].text)
+    evenly = torch.arange(count, device=rows.device) * len(rows) // count
+    return [rows[evenly].nan_to_num(0.0, 0.0, 0.0)]
+
+
+def _prune_together(
+    context: SelectionContext, plans: Sequence[ItemPlan], images: Sequence[ImageFeatures]
+) -> list[Tensor]:
+    """Rows of every image, those of one budget and one shape from one selection."""
     plans, reporter = list(plans), context.reporter
     groups: dict[object, list[int]] = {}
     for i, (plan, image) in enumerate(zip(plans, images, strict=True)):
@@ -127,7 +146,7 @@ def prune_images(
     # vLLM silently drops surplus rows, and its engine crashes where rows are missing. Neither
     # happens while the API server predicts N correctly.
     for i, (plan, image) in enumerate(zip(plans, images, strict=True)):
-        count, wanted = len(rows[i]), image.tokens if plan.profile else plan.budget
+        count, wanted = len(rows[i]), _count_rows(plan, image)
         if count != wanted:
             mismatch = SelectionError(f"{count} rows for a placeholder of {wanted}")
             reporter.report_error(mismatch, "cutting its rows off, or repeating the last one")
@@ -135,6 +154,11 @@ def prune_images(
             rows[i], places[i] = rows[i][repeated], places[i][repeated]
     kept = [(rows[i], places[i]) for i in range(len(plans))]
     return _insert_text(context.parts, plans, images, kept)
+
+
+def _count_rows(plan: ItemPlan, image: ImageFeatures) -> int:
+    """Rows of the image's tokens, without those of text."""
+    return image.tokens if plan.profile else plan.budget
 
 
 def _insert_text(
@@ -156,6 +180,7 @@ def _insert_text(
     counts = [len(plan.text) for plan in plans]
     parts = zip(selected, before.split(counts), model.embed(ids).split(counts), strict=True)
     for i, ((kept, places), before_text, text) in enumerate(parts):
+        before_text = before_text.clamp(max=images[i].tokens)  # else positions have no bound
         texts_before = torch.searchsorted(before_text, places, right=True)
         number = torch.arange(len(text), device=kept.device)
         # Channels that are not the language model's are 0.

@@ -10,7 +10,6 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from vllm_autoprune.errors import AutopruneError
 from vllm_autoprune.ops.rowwise import upload
 from vllm_autoprune.serving.compat.worker import broadcast_rank_zero, world_size
 from vllm_autoprune.serving.plan import NO_KEY, Choice, ItemPlan, Key
@@ -99,9 +98,9 @@ class FallbackReporter:
             logger.error("Pruning of an image failed; %s.", outcome, exc_info=error)
 
     def report_lost(self, error: Exception, device: torch.device) -> None:
-        """Count an image without any features, and log it."""
-        self._count_error(error)
-        logger.error("An image cannot be encoded, its tokens are zeros: %s", error)
+        """Count an image without any features; the first of each type of error is logged."""
+        if self._count_error(error) == 1:
+            logger.error("An image cannot be encoded, its tokens are zeros.", exc_info=error)
         code = FALLBACKS.index("zeros")
         self.report(torch.full((1,), code, dtype=torch.uint8, device=device), "error")
 
@@ -151,7 +150,7 @@ class PlanReader:
             return ItemPlan(self._most, NO_KEY, keep="reference")
         try:
             self._rules.check_choice(plan)
-        except AutopruneError as error:
+        except Exception as error:
             self._reporter.report_refused_plan(error, self._device)
             unread = tuple(Choice(choice.budget) for choice in plan.earlier)
             text = tuple((before, 0) for before, _ in plan.text)
@@ -161,7 +160,7 @@ class PlanReader:
         for candidate in (plan, replace(plan, keep="reference")):
             try:
                 self._rules.served.policy_for_plan(candidate)
-            except AutopruneError:
+            except Exception:  # of a budget, or of what no API server asks
                 continue
             return candidate
         return replace(plan, keep="random", state=b"", part="whole", core=0, earlier=())
