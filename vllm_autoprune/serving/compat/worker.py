@@ -397,3 +397,13 @@ def connect_ranks(device: torch.device) -> None:
     """
     if world_size() > 1:
         broadcast_rank_zero(torch.zeros(1, device=device))
+
+
+def leaves_ranks_apart(error: Exception) -> bool:
+    """Whether an exception of this rank may be none of the others.
+
+    Several ranks encode an image together: one that went on alone would wait for collectives that
+    the others do not make, or be answered by what they do next. So the engine ends, as a stock one
+    would. What tensors raise, they raise on every rank.
+    """
+    return world_size() > 1 and isinstance(error, torch.OutOfMemoryError)

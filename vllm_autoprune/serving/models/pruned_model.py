@@ -11,7 +11,6 @@ from hashlib import sha256
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from vllm.model_executor.models.interfaces import SupportsMultiModal
 from vllm.model_executor.models.utils import StageMissingLayer
@@ -27,8 +26,8 @@ from vllm_autoprune.serving.compat.worker import (
     clear_with_worker_caches,
     connect_ranks,
     is_rank_zero,
+    leaves_ranks_apart,
     profile_images,
-    world_size,
 )
 from vllm_autoprune.serving.inputs import CELLS_FIELD, PIXELS
 from vllm_autoprune.serving.models import BACKBONES
@@ -265,16 +264,6 @@ def find_entries(keys: Sequence[Key], images: Sequence[ImageInputs]) -> list[Has
     ]
 
 
-def _leaves_ranks_apart(error: Exception) -> bool:
-    """Whether an exception of this rank may be none of the others.
-
-    Several ranks encode an image together: one that went on alone would wait for collectives that
-    the others do not make, or be answered by what they do next. So the engine ends, as a stock one
-    would. What tensors raise, they raise on every rank.
-    """
-    return world_size() > 1 and isinstance(error, torch.OutOfMemoryError)
-
-
 def _group_by_tokens(
     sizes: Sequence[int], bound: int, kinds: Sequence[Hashable] = ()
 ) -> Iterator[slice]:
@@ -406,7 +395,7 @@ class PrunedModel(_Stock):
             return self.autoprune_rows(plans, kwargs)
         except Exception as error:  # the engine must survive any tensors
             # vLLM has to see that the largest images do not fit.
-            if any(plan.profile for plan in plans) or _leaves_ranks_apart(error):
+            if any(plan.profile for plan in plans) or leaves_ranks_apart(error):
                 raise
             return [self.autoprune_blank(plan, error) for plan in plans]
 
@@ -438,7 +427,7 @@ class PrunedModel(_Stock):
         try:
             rows = self._autoprune_encode(plans, images, metrics)
         except Exception as error:  # of one image, mostly that memory runs out
-            if _leaves_ranks_apart(error):
+            if leaves_ranks_apart(error):
                 raise
             reporter.report_error(error, "encoding the images of its step one by one")
             rows = []
@@ -475,7 +464,7 @@ class PrunedModel(_Stock):
         try:
             (rows,) = self._autoprune_encode([plan], [image], metrics)
         except Exception as error:
-            if _leaves_ranks_apart(error):
+            if leaves_ranks_apart(error):
                 raise
             return self.autoprune_blank(plan, error)
         return rows

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from vllm_autoprune.errors import SelectionError
 from vllm_autoprune.ops.rowwise import upload
-from vllm_autoprune.serving.compat.worker import world_size
+from vllm_autoprune.serving.compat.worker import leaves_ranks_apart, world_size
 from vllm_autoprune.serving.plan import NO_KEY, Choice, Ids, ItemPlan, plan_error
 from vllm_autoprune.serving.served_state import ServedState
 from vllm_autoprune.serving.worker.features import (
@@ -93,6 +93,8 @@ def prune_images(
     try:
         return _prune_together(context, plans, images)
     except Exception as error:  # the engine must survive any plan
+        if leaves_ranks_apart(error):
+            raise
         context.reporter.report_error(error, "pruning each image of its batch by itself")
     if len(plans) > 1:
         pairs = zip(plans, images, strict=True)
