@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from PIL import Image
 from torch import Tensor
-from vllm.config import set_current_vllm_config
+from vllm.config import MultiModalConfig, set_current_vllm_config
 from vllm.distributed import (
     destroy_distributed_environment,
     destroy_model_parallel,
@@ -127,7 +127,7 @@ class Worker:
 
     def check(self, request: Request) -> None:
         """The check of an API server; raises what it raises."""
-        _check_features(self.rules, request.features, "", "blake3")
+        _check_features(self.rules, request.features, "", MultiModalConfig())
 
     @torch.inference_mode()
     def positions(self, request: Request) -> Tensor | None:

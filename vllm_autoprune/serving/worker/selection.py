@@ -46,6 +46,7 @@ class FallbackReporter:
     def __init__(self) -> None:
         self.errors: dict[str, int] = {}
         self._logged: set[tuple[str, _FallbackReason]] = set()
+        self._has_lost = False
         self._counts: Tensor | None = None
         self._on_host: Tensor | None = None
 
@@ -98,8 +99,10 @@ class FallbackReporter:
             logger.error("Pruning of an image failed; %s.", outcome, exc_info=error)
 
     def report_lost(self, error: Exception, device: torch.device) -> None:
-        """Count an image without any features; the first of each type of error is logged."""
-        if self._count_error(error) == 1:
+        """Count an image without any features; the first is logged with its traceback."""
+        self._count_error(error)
+        if not self._has_lost:
+            self._has_lost = True
             logger.error("An image cannot be encoded, its tokens are zeros.", exc_info=error)
         code = FALLBACKS.index("zeros")
         self.report(torch.full((1,), code, dtype=torch.uint8, device=device), "error")
