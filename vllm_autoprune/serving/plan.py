@@ -84,7 +84,7 @@ MAX_RECALLS = 16
 
 # Types of a plan's fields, with their bounds. A plan that is decoded is within them; how fields fit
 # each other is checked after that.
-_Budget = Annotated[int, Meta(ge=1, le=MAX_BUDGET)]
+_Budget = Annotated[int, Meta(ge=1, le=MAX_CLIP_TOKENS)]
 _Core = Annotated[int, Meta(ge=0, le=MAX_BUDGET)]
 _Count = Annotated[int, Meta(ge=0, le=MAX_CLIP_TOKENS)]
 _Instruction = Annotated[Ids, Meta(max_length=RELEVANCE_IDS)]
@@ -246,7 +246,7 @@ def _find_contradiction(plan: ItemPlan) -> str:
     }[plan.part]
     if not least <= plan.core <= most:
         return f"has K_c = {plan.core}"
-    if plan.image_budget > MAX_BUDGET:
+    if plan.image_budget > (plan.tokens if plan.frames else MAX_BUDGET):
         return f"keeps K = {plan.image_budget} tokens"
     return ""
 

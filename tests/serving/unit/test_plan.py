@@ -146,11 +146,19 @@ forged = partial(with_fields, SOUND)
         (recall(core=8).encode(), "K_c = 8"),
         (recall(before=65_530).encode(), "K = 65542"),
         (replace(recall(), part="whole").encode(), "2 earlier choices"),
+        (plan(budget=65_537, tokens=65_536).encode(), "K = 65537"),
+        (plan(budget=71, tokens=70, frames=7).encode(), "K = 71"),
     ],
 )
 def test_a_malformed_plan_is_refused_with_a_reason(row: object, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         ItemPlan.decode(row)
+
+
+def test_a_long_clip_that_is_kept_whole_has_a_plan() -> None:
+    """Of more tokens than an image can have, as where a request turns pruning off."""
+    whole = plan(budget=100_000, tokens=100_000, frames=1_000)
+    assert ItemPlan.decode(whole.encode()) == whole and whole.keeps_all
 
 
 def test_a_plan_has_one_row_of_bytes() -> None:
