@@ -302,7 +302,8 @@ class Settings(BaseModel):
     request_cost: float = _flag(
         "MS",
         "Bound on a state that a request brings: predicted milliseconds of one CPU core for one "
-        "selection from an image of 576 tokens. Default: 200, four times the shipped `autoprune`.",
+        "selection from an image of 576 tokens, and for as many tokens of its videos. Default: "
+        "200, four times the shipped `autoprune`.",
         DEFAULT_COST,
         fix="give a number of milliseconds above 0, at most a million",
         gt=0,
