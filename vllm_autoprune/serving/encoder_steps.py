@@ -56,7 +56,7 @@ def _measure_load(request: Request, input_id: int) -> _EncoderLoad:
         cost = 0.0
         if plan.part == "recall":
             cost = DEFAULT_COST
-        elif plan.state:
+        elif plan.state and plan.runs_policy:
             cost = item_cost(decode_state(plan.state), plan.tokens, plan.frames)
     except (AutopruneError, ValidationError):  # forged: workers replace it
         return unplanned
@@ -71,6 +71,7 @@ class EncoderSteps:
         self._loads: LRUCache[tuple[str, int], _EncoderLoad] = LRUCache(_MAX_LOADS)
         self._cached: LRUCache[Hashable, int] = LRUCache(_CACHED_TOKENS, getsizeof=lambda n: n)
         self._budget: int | None = None
+        self._scheduled: dict[Hashable, int] = {}
         self._tokens: dict[Hashable, int] = {}
         self._milliseconds: dict[tuple[str, int], float] = {}
 
@@ -93,17 +94,22 @@ class EncoderSteps:
         return not others or sum(others) + load.milliseconds <= _MAX_MILLISECONDS
 
     def take(self, request: Request, input_id: int) -> None:
-        """Count an input that the step takes."""
+        """Count an input that the step has room for."""
         load = self._find_load(request, input_id)
         self._tokens.setdefault(load.image, self._count_tokens(load))
         if load.milliseconds:
             self._milliseconds[request.request_id, input_id] = load.milliseconds
 
+    def schedule(self, request: Request, input_id: int) -> None:
+        """Tell that an input is encoded in this step: later ones find its features cached."""
+        load = self._find_load(request, input_id)
+        if load.tokens <= _CACHED_TOKENS:
+            self._scheduled[load.image] = load.tokens
+
     def end(self) -> None:
-        """End the step: what it encoded is cached for the next ones."""
-        for image, tokens in self._tokens.items():
-            if 0 < tokens <= _CACHED_TOKENS:
-                self._cached[image] = tokens
+        """End the step."""
+        self._cached.update(self._scheduled)
+        self._scheduled = {}
         self._budget = None
         self._tokens = {}
         self._milliseconds = {}

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import itemgetter
-from typing import TYPE_CHECKING, Annotated, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from msgspec import Meta
 from torch import Tensor
@@ -20,9 +20,6 @@ from vllm_autoprune.serving.plan_codec import RowCodec
 from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET
 from vllm_autoprune.tpdsl.state import Provenance, PruningState
 from vllm_autoprune.tpdsl.tokens import split_over_tiles
-
-if TYPE_CHECKING:
-    pass
 
 FIELD = "autoprune_plan"
 """Name of the multi-modal field that carries a plan to the worker."""

@@ -413,10 +413,8 @@ class PlanRules:
             )
         if plan.state and (problem := _state_problem(served, plan.state)):
             raise plan_error(f"carries a state that {problem}")
-        if plan.state and plan.frames:
-            cost = item_cost(decode_state(plan.state), plan.tokens, plan.frames)
-            if cost > item_bound(served.rules.cost, plan.tokens):
-                raise plan_error(f"carries a state that is predicted to take {cost:.0f} ms")
+        if problem := find_cost_problem(plan, served.rules.cost):
+            raise plan_error(f"carries a state whose {problem}")
         if plan.frames and (plan.part != "whole" or served.state_for_plan(plan).frames is None):
             raise plan_error(f"is of a clip, as {plan.part}, and its state prunes none so")
         if plan.part != "whole" and plan.keep == "resized":
@@ -431,6 +429,21 @@ class PlanRules:
                 raise plan_error(f"is a part of an image: {error}") from None
         if plan.state and (missing := served.policy_for_plan(plan).needs - served.needs):
             raise plan_error(f"carries a state that reads {', '.join(sorted(missing))}")
+
+
+def find_cost_problem(plan: ItemPlan, bound: float) -> str:
+    """Why a clip is not selected from by the state in its plan; empty where it may be.
+
+    ``bound`` are the milliseconds of ``--autoprune-request-cost``, for each 576 of its tokens.
+    """
+    if not plan.state or not plan.frames or not plan.runs_policy or plan.keeps_all:
+        return ""
+    cost = item_cost(decode_state(plan.state), plan.tokens, plan.frames)
+    most = item_bound(bound, plan.tokens)
+    if cost <= most:
+        return ""
+    size = f"N = {plan.tokens} tokens in T = {plan.frames} frames"
+    return f"selection from {size} is predicted to take {cost:.0f} ms, and {most:.0f} are allowed"
 
 
 @lru_cache(maxsize=MAX_CACHED_STATES)

@@ -358,7 +358,13 @@ def test_plans_from_elsewhere_are_held_to_the_rules(
 
 @pytest.mark.parametrize(
     ("sizes", "refused"),
-    [([(24, 4)], False), ([(4096, 16)], False), ([(4096, 4)], True), ([(64, 4), (4096, 1)], True)],
+    [
+        ([(24, 4)], False),
+        ([(4096, 16)], False),
+        ([(4096, 4)], True),
+        ([(64, 4), (4096, 1)], True),
+        ([(4096, 4), (1 << 14, 256)], True),  # of two that would be allowed together
+    ],
 )
 def test_a_state_of_a_request_is_priced_at_the_size_of_its_clips(
     tiny: Path, sizes: list[tuple[int, int]], refused: bool
@@ -371,7 +377,7 @@ def test_a_state_of_a_request_is_priced_at_the_size_of_its_clips(
     names = [str(number) for number, _ in enumerate(sizes)]
     videos = VideoProcessorItems([CLIP] * len(sizes))
     clips = Clips(videos, names, "", names, PruningRequest(), dear)
-    with pytest.raises(RequestError, match="are allowed for") if refused else nullcontext():
+    with pytest.raises(RequestError, match="are allowed") if refused else nullcontext():
         clips.plan(planner.served, planner.tokenizer, sizes)
 
 
@@ -384,3 +390,4 @@ def test_a_plan_with_a_state_is_held_to_the_price_of_its_clip() -> None:
     PlanRules(server, 100).check_choice(plan)
     with pytest.raises(RequestError, match="predicted to take"):
         PlanRules(server, 100).check_choice(replace(plan, frames=1))
+    PlanRules(server, 100).check_choice(replace(plan, frames=1, keep="random"))

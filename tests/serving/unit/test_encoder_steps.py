@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +26,7 @@ BUDGET = 1000
 
 @pytest.fixture(autouse=True)
 def patched(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("can_allocate", "get_freed_mm_hashes"):
+    for name in ("can_allocate", "allocate", "get_freed_mm_hashes"):
         stock = getattr(EncoderCacheManager, name)
         monkeypatch.setattr(EncoderCacheManager, name, getattr(stock, "__wrapped__", stock))
     bound_encoder_steps(EncoderSteps)
@@ -88,6 +89,15 @@ def test_one_image_is_encoded_once_whatever_is_asked_about_it() -> None:
     )
 
 
+def test_an_image_that_was_not_scheduled_is_not_taken_for_cached() -> None:
+    """As where there was room for it, and no KV blocks for its request."""
+    manager = EncoderCacheManager(4096)
+    waiting, second = make_request("a", image(1, 600)), make_request("b", image(2, 600))
+    assert manager.can_allocate(waiting, 0, BUDGET, 0)
+    manager.get_freed_mm_hashes()
+    assert run_step(manager, waiting, second) == [[0], []]
+
+
 def test_an_image_beyond_the_budget_is_encoded_by_a_step_of_its_own() -> None:
     manager = EncoderCacheManager(4096)
     requests = make_request("a", image(1)), make_request("b", image(2, 5000))
@@ -120,6 +130,8 @@ def test_selections_by_states_of_requests_are_spread_over_steps() -> None:
     plans = [image(i, 100, state=encode_state(dear)) for i in range(7)]
     taken, _ = run_step(manager, make_request("dear", *plans), make_request("own", image(9, 100)))
     assert len(taken) == int(2 * DEFAULT_COST // cost) < 7
+    drawn = make_request("drawn", *[replace(plan, keep="random") for plan in plans])
+    assert len(run_step(EncoderCacheManager(4096), drawn)[0]) == 7, "no policy is run"
 
 
 def make_clip_state(name: str) -> PruningState:

@@ -23,9 +23,9 @@ from vllm_autoprune.serving.plan import (
     make_identity,
     refuse,
 )
-from vllm_autoprune.serving.served_state import ServedState, make_policy
+from vllm_autoprune.serving.served_state import ServedState, find_cost_problem, make_policy
 from vllm_autoprune.tpdsl.base_policy import INSTRUCTION_NEEDS
-from vllm_autoprune.tpdsl.cost import FLAG, item_bound, item_cost
+from vllm_autoprune.tpdsl.cost import FLAG
 from vllm_autoprune.tpdsl.state import PruningState
 
 if TYPE_CHECKING:
@@ -71,7 +71,10 @@ class Clips:
         shares = share_tokens(self.limit, [plan.budget for plan in plans], self._asked)
         if shares is not None:
             plans = [self._resolve(served, *s, k) for s, k in zip(sizes, shares, strict=True)]
-        self._require_affordable(plans, served.rules.cost)
+        for plan in plans:
+            if problem := find_cost_problem(plan, served.rules.cost):
+                fix = f"ask for a state such as vcast, or serve with a higher {FLAG}"
+                raise refuse(f"{ENTRY}/state", problem, fix)
         asked = zip(self.contents, self.keys, self.texts, plans, strict=True)
         for i, (content, key, text, plan) in enumerate(asked):
             needs = served.find_needs(plan)
@@ -86,19 +89,6 @@ class Clips:
             identity = make_cache_identity(content, chosen_by, plan.budget, plan.keep, read)
             items.append(PlannedItem(i, plan, identity, key))
         return items
-
-    def _require_affordable(self, plans: Sequence[ItemPlan], bound: float) -> None:
-        """Refuse a state of the request by which its clips take longer than ``bound`` allows."""
-        if self.state is None:
-            return
-        selected = [plan for plan in plans if plan.runs_policy and not plan.keeps_all]
-        cost = sum(item_cost(self.state, plan.tokens, plan.frames) for plan in selected)
-        most = sum(item_bound(bound, plan.tokens) for plan in selected)
-        if cost > most:
-            what = f"selections from the request's videos are predicted to take {cost:.0f} ms of "
-            what += f"one CPU core, and {most:.0f} are allowed for their size"
-            fix = f"ask for a state such as vcast, or serve with a higher {FLAG}"
-            raise refuse(f"{ENTRY}/state", what, fix)
 
     @property
     def _asked(self) -> str:

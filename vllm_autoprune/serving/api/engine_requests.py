@@ -447,9 +447,14 @@ def _count_unplanned(
 
     Raises :class:`RequestError` for an image that was processed without the plugin.
     """
+    served, data = rules.served, feature.data or {}
+    if feature.modality == "video":
+        # A request that may choose may also choose a state that leaves videos whole.
+        is_pruned = served.clips and served.state.frames is not None
+        if is_pruned and not served.rules.allows("budget"):
+            raise plan_error("is missing: the video was processed without the plugin")
     if feature.modality != "image":
         return 0
-    data = feature.data or {}
     is_embeddings = "image_embeds" in data and data["image_embeds"].data is not None
     may_keep_all = takes_embeddings and rules.served.rules.allows("budget")
     if not is_embeddings or "pixel_values" in data or not may_keep_all:

@@ -236,7 +236,10 @@ class _EncoderSteps(Protocol):
         """Whether the step has room for an encoder input, with so much left of vLLM's budget."""
 
     def take(self, request: Request, input_id: int) -> None:
-        """Count an input that the step takes."""
+        """Count an input that the step has room for."""
+
+    def schedule(self, request: Request, input_id: int) -> None:
+        """Tell that an input is encoded, or loaded, in this step."""
 
     def end(self) -> None:
         """End the step."""
@@ -247,7 +250,8 @@ _STEPS = "_autoprune_steps"
 
 
 @depends_on(
-    "vllm.v1.core.encoder_cache_manager:EncoderCacheManager", "can_allocate", "get_freed_mm_hashes"
+    "vllm.v1.core.encoder_cache_manager:EncoderCacheManager",
+    *("can_allocate", "allocate", "get_freed_mm_hashes"),
 )
 def bound_encoder_steps(make_steps: Callable[[], _EncoderSteps]) -> None:
     """Let a step of the scheduler take no more work than vLLM's own encoder budget is meant for.
@@ -275,6 +279,15 @@ def bound_encoder_steps(make_steps: Callable[[], _EncoderSteps]) -> None:
             return False
         steps.take(request, input_id)
         return True
+
+    @patch(EncoderCacheManager, "allocate")
+    def allocate(
+        stock: Callable[..., None], self: EncoderCacheManager, request: Request, input_id: int
+    ) -> None:
+        # Not all that there is room for: KV blocks may lack.
+        stock(self, request, input_id)
+        if _STEPS in self.__dict__:
+            self.__dict__[_STEPS].schedule(request, input_id)
 
     @patch(EncoderCacheManager, "get_freed_mm_hashes")
     def get_freed_mm_hashes(

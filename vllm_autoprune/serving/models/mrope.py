@@ -246,9 +246,11 @@ class PrunedMRope(PrunedModel, _Stock):
         length = len(input_tokens)
         try:
             positions, delta = self.autoprune_positions(vision, stock, input_tokens, mm_features)
-            # Beyond the table of rotations an index is out of range, which ends the engine.
-            end = max(int(positions.max()) + 1, length + delta) + self.autoprune_context - length
-            start = int(positions.min())
+            # Beyond the table of rotations an index is out of range, which ends the engine. The API
+            # server keeps generated tokens within the context, unless it cannot foresee them.
+            start, end = int(positions.min()), max(int(positions.max()) + 1, length + delta)
+            if delta > self.autoprune_context:
+                end += self.autoprune_context - length
             if positions.shape != (3, length) or start < 0 or end > self.autoprune_table:
                 raise plan_error(f"gives {tuple(positions.shape)} positions, {start} to {end}")
             return positions, delta
