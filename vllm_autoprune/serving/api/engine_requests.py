@@ -429,7 +429,8 @@ def _check_kind(name: str, element: MultiModalFieldElem) -> None:
         MultiModalSharedField,
     )
 
-    kind, by_item = element.field, isinstance(element.field, MultiModalBatchedField)
+    kind = element.field
+    by_item = isinstance(kind, MultiModalBatchedField)
     if name.startswith(PIXELS):
         by_row = isinstance(kind, MultiModalFlatField) and kind.dim == 0
         sound = isinstance(element.data, Tensor) and (by_row or by_item)
@@ -447,7 +448,8 @@ def _count_unplanned(
 
     Raises :class:`RequestError` for an image that was processed without the plugin.
     """
-    served, data = rules.served, feature.data or {}
+    served = rules.served
+    data = feature.data or {}
     if feature.modality == "video":
         # A request that may choose may also choose a state that leaves videos whole.
         is_pruned = served.clips and served.state.frames is not None
