@@ -43,7 +43,11 @@ def test_an_image_that_the_prefix_cache_no_longer_covers_is_encoded_again() -> N
         settings = {"state": "cen_divprune", "budget": 16}
         limits = {"max_model_len": 352, "num_gpu_blocks_override": BLOCKS}
         engine = start(settings, built(backbone), disable_log_stats=False, **limits)
-        conversation: list[object] = [turn("red " * 36 + "what is it", picture(160, 160, 1))]
+        # Text before the image, so that its block is not the first of the prefix, taken last.
+        message = turn("red " * 36)
+        question = turn("what " * 40, picture(160, 160, 1))
+        content = [*message["content"], *question["content"]]
+        conversation: list[object] = [{"role": "user", "content": content}]
         sampling = greedy(110, ignore_eos=True)
         (alone,) = engine.llm.chat([conversation], sampling, use_tqdm=False)
         answer = complete_preempted(engine, conversation)

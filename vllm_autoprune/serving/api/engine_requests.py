@@ -478,7 +478,8 @@ def _sum_surplus(
     """
     surplus = 0
     for feature in features:
-        data, length = feature.data or {}, feature.mm_position.length
+        data = feature.data or {}
+        length = feature.mm_position.length
         span = measure(data).span
         if span is None:
             continue

@@ -72,17 +72,17 @@ def with_size(update: ResolvedPromptUpdate, size: ItemSize) -> ResolvedPromptUpd
     return replace(update, content=SizedContent(content.full, content.is_embed, size))
 
 
-def sum_surplus(updates: MultiModalPromptUpdates, images: Sequence[int]) -> int:
+def sum_surplus(updates: MultiModalPromptUpdates, image_numbers: Sequence[int]) -> int:
     """Positions that a prompt takes beyond its number of tokens; negative where it takes fewer.
 
-    ``updates`` are the texts that stand in the prompt. ``images`` numbers the image of each, as an
-    image may stand there in several parts, which share its positions; empty where none does.
+    ``updates`` are the texts that stand in the prompt. ``image_numbers`` has the image of each, as
+    an image may stand there in several parts, which share its positions; empty where none does.
     """
     surplus = 0
     spans: dict[tuple[str, int], int] = {}
     for modality, items in updates.items():
         for i, updates_of_item in enumerate(items):
-            number = images[i] if modality == "image" and images else i
+            number = image_numbers[i] if modality == "image" and image_numbers else i
             for update in updates_of_item:
                 span = get_size(update.content).span
                 if span is not None:
