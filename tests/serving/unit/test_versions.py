@@ -47,6 +47,8 @@ LOOKED_AT: Mapping[str, str] = {
     "of all images come in one tensor and are encoded together; ocr.py asks the version",
     f"{_MODELS}.paddleocr_vl.Projector.forward": "norm and layers are called once for all images; "
     "we encode one at a time",
+    "vllm.v1.core.encoder_cache_manager.EncoderCacheManager.allocate": "what a request holds is "
+    "noted in a method of its own; items and room are counted alike",
     "vllm.v1.kv_cache_interface.KVQuantMode": "more forms that are packed, of whose bytes we say "
     "nothing",
     "vllm.v1.kv_cache_interface.get_kv_quant_mode": "as KVQuantMode",
