@@ -109,6 +109,7 @@ def assemble_state(components: Mapping[str, JsonValue], settings: Settings) -> P
         "schema": SCHEMA,
         "name": "candidate",
         "base_policy": {"name": settings.base_policy},
+        "positions": settings.positions,
         "safety": list(_SAFETY_CHECKS),
         **parts,
         "budget": budget,

@@ -14,6 +14,7 @@ from vllm_autoprune.errors import BudgetError
 from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
+from vllm_autoprune.tpdsl.tokens import Positions
 
 Strategy = Literal["autoprune", "autoprune+", "evoprompting", "openevolve", "random", "tpe"]
 
@@ -152,6 +153,11 @@ class SearchChoices(FrozenModel):
     rank_at: bool = Field(
         default=False,
         description="candidates may rank tokens before the patch merger; for models that have one",
+    )
+    positions: Positions = Field(
+        default="packed",  # as in ledgers without it
+        exclude_if=lambda positions: positions == "packed",
+        description="where kept tokens stand under candidates: true, spread or packed",
     )
     block: int = Field(
         default=DEFAULT_BLOCK,

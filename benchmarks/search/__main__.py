@@ -30,6 +30,7 @@ from offline_search.endpoint import EndpointProposer, EndpointSettings
 from offline_search.settings import DEFAULT_LIST, Settings
 from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.errors import AutopruneError, SearchError
+from vllm_autoprune.tpdsl.tokens import POSITIONS
 
 _DATA = "write held-out scenes as a data folder"
 _TABLE = "print the tables of a study again"
@@ -71,6 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     study.add_argument("--base-policy", help="default: the yardstick's in this study")
     study.add_argument("--proposer-url", help="endpoint of a language model; default: none")
     study.add_argument("--proposer-model", default="", help="its name there")
+    text = "where kept tokens stand"
+    study.add_argument("--positions", choices=POSITIONS, default="true", help=text)
     text = "best candidates of each search that are measured on new questions too"
     study.add_argument("--leaders", type=int, default=0, help=text)
     study.add_argument("--at-once", type=int, default=1, help="searches that run concurrently")
@@ -113,7 +116,12 @@ def _run_study(options: argparse.Namespace) -> None:
     if bool(url) != bool(model):
         raise SearchError("--proposer-url and --proposer-model belong together -> give both")
     length = DEFAULT_LIST if url else 1
-    common = Settings(rounds=options.rounds, proposer=model, proposals_per_reply=length)
+    common = Settings(
+        rounds=options.rounds,
+        proposer=model,
+        proposals_per_reply=length,
+        positions=options.positions,
+    )
     if not url and any(asks_model(arm, common) for arm in arms):
         raise SearchError(
             f"--strategies {' '.join(arms)}: some ask a language model -> give --proposer-url, or "

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, partial
 from typing import get_args
 
 import torch
@@ -19,7 +19,13 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from benchmarks.yardsticks.examples import PROMPT, Example
 from benchmarks.yardsticks.scenes import PATCHES, normalize_pixels
-from benchmarks.yardsticks.yardstick import Budget, EncodedBatch, Yardstick, record_outputs
+from benchmarks.yardsticks.yardstick import (
+    Budget,
+    EncodedBatch,
+    Scores,
+    Yardstick,
+    record_outputs,
+)
 from vllm_autoprune.checkpoint import LlavaVision
 from vllm_autoprune.tpdsl.prefix import LanguagePrefix, PrefixOutput, attention_rows
 from vllm_autoprune.tpdsl.refine import pool_tokens
@@ -73,13 +79,29 @@ class MiniLlava(Yardstick):
             words=self.embed_content_words(batch),
             language=_LlamaPrefix(model, torch.cat(embeds, 1), len(before), present),
         )
+
+        def score(rows: Tensor, places: Tensor | None) -> Scores:
+            if places is None:
+                return self.score_rows(batch, rows)
+            return self.score_rows(batch, rows, partial(_place, places))
+
+        def score_resized(budget: int) -> Scores:
+            pooled = pool_tokens(budget, tokens)
+            return score(pooled.features, pooled.places(PATCHES))  # where it is at its best
+
         return EncodedBatch(
-            batch,
-            tokens,
-            # Positions are those in the sequence, whichever tokens the rows are of.
-            lambda kept, rows: self.score_rows(batch, rows),
-            lambda budget: self.score_rows(batch, pool_tokens(budget, tokens).features),
+            batch, tokens, lambda kept, rows, places: score(rows, places), score_resized
         )
+
+
+def _place(places: Tensor, before: int, behind: int) -> dict[str, Tensor]:
+    """Positions of text, of rows at places ``(M, K)`` of the image, and of text behind it."""
+    count = len(places)
+    text, rest = torch.arange(before), torch.arange(behind) + before + PATCHES
+    parts = (text.expand(count, -1), before + places, rest.expand(count, -1))
+    positions = torch.cat(parts, 1)
+    # Without a mask, gaps between positions are read as the ends of packed sequences.
+    return {"position_ids": positions, "attention_mask": torch.ones_like(positions)}
 
 
 class _LlamaPrefix(LanguagePrefix):

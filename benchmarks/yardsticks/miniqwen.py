@@ -102,7 +102,7 @@ class MiniQwen(Yardstick):
         return EncodedBatch(
             batch,
             tokens,
-            lambda kept, rows: self.score_image(batch, image, kept, rows),
+            lambda kept, rows, places: self.score_image(batch, image, kept, rows),
             lambda budget: self.score_image(batch, self.encode_image(batch[0].image, budget)),
         )
 

@@ -21,10 +21,11 @@ from benchmarks.yardsticks.examples import CHECKPOINTS, PROMPT, Example, keep_fi
 from benchmarks.yardsticks.questions import Model
 from vllm_autoprune.ops.rowwise import gather_rows
 from vllm_autoprune.serving.api.instruction import split_content_words
+from vllm_autoprune.tpdsl.base_policy import RefinedTokens
 from vllm_autoprune.tpdsl.materialize import materialize
 from vllm_autoprune.tpdsl.refine import refine
 from vllm_autoprune.tpdsl.state import PruningState
-from vllm_autoprune.tpdsl.tokens import Need, VisualTokens, Words
+from vllm_autoprune.tpdsl.tokens import Need, Positions, VisualTokens, Words
 
 
 @dataclass(frozen=True)
@@ -75,13 +76,14 @@ class Scores:
 class EncodedBatch:
     """Questions about a few images, with all that policies read of them, one row a question.
 
-    ``score_kept`` scores the answers given raster tokens ``(M, K)`` with rows ``(M, K, D)``, and
-    ``score_resized`` given the images resized to K tokens.
+    ``score_kept`` scores the answers given raster tokens ``(M, P)`` with rows ``(M, K, D)``, the
+    first P of which are theirs, at places ``(M, K)`` of the whole image, None for one after the
+    other; ``score_resized`` given the images resized to K tokens.
     """
 
     batch: Sequence[Example]
     tokens: VisualTokens
-    score_kept: Callable[[Tensor, Tensor], Scores]
+    score_kept: Callable[[Tensor, Tensor, Tensor | None], Scores]
     score_resized: Callable[[int], Scores]
 
     @torch.no_grad()
@@ -91,7 +93,8 @@ class EncodedBatch:
         count, budget = tokens.count, case.budget.tokens(tokens.count)
         if case.state is not None:
             refined = refine(materialize(case.state, budget), tokens)
-            return self.score_kept(refined.indices, refined.features)
+            places = place_rows(case.state.positions, refined, count)
+            return self.score_kept(refined.indices, refined.features, places)
         if case.name == "resized":
             return self.score_resized(budget)
         if case.name == "full":
@@ -104,7 +107,17 @@ class EncodedBatch:
                 evidence = example.evidence if case.name == "oracle" else ()
                 rows.append(keep_first(rng, evidence, budget, count))
             kept = torch.tensor(rows)
-        return self.score_kept(kept, gather_rows(tokens.features, kept))
+        return self.score_kept(kept, gather_rows(tokens.features, kept), kept)
+
+
+def place_rows(positions: Positions, refined: RefinedTokens, count: int) -> Tensor | None:
+    """Places ``(M, K)`` of rows in images of N = ``count`` tokens; None for one after the other."""
+    if positions == "packed":
+        return None
+    if positions == "true":
+        return refined.places(count)
+    kept = refined.features.shape[1]
+    return (torch.arange(kept) * count // kept).expand(len(refined.features), -1)
 
 
 class Yardstick(ABC):

@@ -15,7 +15,12 @@ from pydantic import GetCoreSchemaHandler, create_model
 from pydantic_core import CoreSchema, core_schema
 from torch import Tensor
 
-from vllm_autoprune.ops.rowwise import gather_rows, mask_from_indices, positions_in_order
+from vllm_autoprune.ops.rowwise import (
+    gather_rows,
+    indices_from_mask,
+    mask_from_indices,
+    positions_in_order,
+)
 from vllm_autoprune.tpdsl.registry import StatePart
 from vllm_autoprune.tpdsl.tokens import Need, VisualTokens
 
@@ -315,6 +320,21 @@ class RefinedTokens:
         rows, extra = self.features.split([moved.shape[1], self.extra], dim=1)
         features = torch.cat([gather_rows(rows, moved), extra], dim=1)
         return replace(self, features=features, indices=self.indices.gather(1, moved))
+
+    def places(self, count: int) -> Tensor:
+        """Place ``(B, K)`` of each row among ``count`` = N tokens.
+
+        Rows that no single token stands for are of the tokens that are not kept: one is at their
+        median, E are at the medians of E parts of them.
+        """
+        if self.extra == 0:
+            return self.indices
+        remaining = count - self.indices.shape[1]
+        dropped = indices_from_mask(~mask_from_indices(self.indices, count), remaining)
+        turn = torch.arange(self.extra, device=dropped.device)
+        return torch.cat(
+            [self.indices, dropped[:, (2 * turn + 1) * remaining // (2 * self.extra)]], dim=1
+        )
 
     @property
     def extra(self) -> int:

@@ -29,7 +29,7 @@ from vllm_autoprune.tpdsl.base_policy import (
 from vllm_autoprune.tpdsl.cells import Cells
 from vllm_autoprune.tpdsl.frames import Frames
 from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall, StatePart, default_call
-from vllm_autoprune.tpdsl.tokens import Need, RankAt, Shares, VisualTokens
+from vllm_autoprune.tpdsl.tokens import Need, Positions, RankAt, Shares, VisualTokens
 
 # The grammar below is built from the registry, so these imports have to declare the atoms first.
 
@@ -190,6 +190,13 @@ class PruningState(StatePart):
         exclude_if=lambda shares: shares == "equal",
         description="extension: how K falls to the tiles of an image; equal: the base policy keeps "
         "K / T of each of T tiles; free: it keeps K of all tokens as of one grid",
+    )
+    positions: Positions = Field(
+        default="packed",
+        exclude_if=lambda positions: positions == "packed",
+        description="extension: where kept tokens stand for a language model whose positions have "
+        "one axis; true: where they stood in the whole image; spread: evenly over its span; "
+        "packed: one after the other. Under M-RoPE they always keep their places",
     )
     budget: Budget = Field(description="B: number of tokens kept per image")
     core: Core | None = Field(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -136,6 +136,12 @@ Need = Literal[
 RankAt = Literal["merger_out", "merger_in"]
 """Whether tokens are ranked by what they are after the patch merger, or by what enters it."""
 
+
+Positions = Literal["true", "spread", "packed"]
+"""Where kept tokens stand for the language model: as in the whole image, spread evenly over its
+span, or one after the other as if the image had K tokens."""
+
+POSITIONS: tuple[Positions, ...] = get_args(Positions)
 
 Shares = Literal["equal", "free"]
 """Whether the base policy keeps K / T of each of an image's T tiles, or K of all of them."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING
 
-from pydantic import SecretStr, ValidationError
+from pydantic import Field, SecretStr, ValidationError
 
 from offline_search.settings import (
     DEFAULT_LIST,
@@ -34,6 +34,7 @@ from vllm_autoprune.cli.flags import (
 from vllm_autoprune.cli.output import check_writable, format_paragraphs, print_result, write_file
 from vllm_autoprune.connection import Connection
 from vllm_autoprune.errors import ConfigError, Problem, SearchError
+from vllm_autoprune.tpdsl.tokens import Positions
 
 if TYPE_CHECKING:
     from offline_search.dataset import Dataset
@@ -50,7 +51,15 @@ _TIMED = 32
 """Questions that a dry run asks at once to estimate the time of a search."""
 
 
-class _Flags(ProposerOptions, EvaluationOptions, SearchChoices, Connection):
+class _Choices(SearchChoices):
+    """Choices of a new search."""
+
+    positions: Positions = Field(
+        default="true", description=SearchChoices.model_fields["positions"].description
+    )
+
+
+class _Flags(ProposerOptions, EvaluationOptions, _Choices, Connection):
     """The flags of a command."""
 
 
@@ -68,7 +77,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-o", "--output", type=Path, metavar="FILE", help=text)
     text = "with `mme`: the folder of MME's categories"
     add("--mme", type=Path, metavar="FOLDER", help=text)
-    for title, model in (("search", SearchChoices), ("evaluation", EvaluationOptions),
+    for title, model in (("search", _Choices), ("evaluation", EvaluationOptions),
                          ("proposer", ProposerOptions)):  # fmt: skip
         add_flags(parser.add_argument_group(title), model, _NAMES)
     add_connection_flags(parser)
