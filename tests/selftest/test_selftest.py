@@ -102,6 +102,7 @@ def good() -> Report:
         clip=[KEPT],
         splittable=True,
         merger_error=0.02,
+        placed=True,
         fallbacks=0,
         errors={},
     )

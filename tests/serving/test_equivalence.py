@@ -53,6 +53,7 @@ from vllm_autoprune.selftest.serve import clip, picture
 from vllm_autoprune.serving.api import planner
 from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.plan import make_cache_identity
+from vllm_autoprune.tpdsl.tokens import POSITIONS
 
 pytestmark = pytest.mark.engine
 
@@ -94,8 +95,8 @@ def test_caches_do_not_change_what_is_kept() -> None:
 def test_negative_control_without_the_instruction_in_the_identity() -> None:
     """Shows that answers tell a missing instruction: a trained model then gives wrong ones."""
 
-    def without(image: str, served: str, budget: int, keep: Any, ids: Any, core: int) -> str:
-        return make_cache_identity(image, served, budget, keep, None, core)
+    def without(image: str, served: str, budget: int, keep: Any, ids: Any, *rest: Any) -> str:
+        return make_cache_identity(image, served, budget, keep, None, *rest)
 
     engine = start({**STATE, "budget": 4})
     right = [engine.ask(example) for example in examples(6)]
@@ -237,12 +238,13 @@ def interleave(backbone: str, count: int) -> float:
 
     Of every K, state and control, about none, one or several images, some with audio, and
     conversations that recall; pages with and without their blank cells, where a model can drop
-    them. The server's state has a core and ranks before the merger where it can.
+    them; at their places where there is room, spread and packed. The server's state has a core and
+    ranks before the merger where it can.
     """
     random, row = Random(0), next(row for row in BACKBONES.values() if row.name == backbone)
     merged = {} if "merger_input" in row.missing else {"rank_at": "merger_in"}
     frames = {"frames": {"budget": "curvature"}} if row.clips else {}
-    state = {**state_with_core("autoprune"), **merged, **frames}
+    state = {**state_with_core("autoprune"), **merged, **frames, "positions": "true"}
     engine = start(
         {"state": state, "budget": 8, "requests": "states"},
         model=built(backbone),
@@ -270,6 +272,8 @@ def interleave(backbone: str, count: int) -> float:
             entry |= {"recall": random.choice((0, 6)), "recall_turns": turns}
         if not row.whole_only and entry.get("enabled", True):
             entry["cells"] = random.choice(("none", "flat", "flat", "predicted", "flat:2"))
+        if not row.mrope and not row.packed and entry.get("enabled", True):
+            entry |= {"positions": where} if (where := random.choice((None, *POSITIONS))) else {}
         prompt = raw_prompt(asked, images, instructions=[text] * len(images), **entry)
         if "audio_config" in tiny.get("config", {}) and random.random() < 0.3:
             prompt["prompt"] = f"{engine.model.get_placeholder_str('audio', 1)} {asked}"

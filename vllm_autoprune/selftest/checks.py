@@ -74,21 +74,38 @@ def _compare(setting: str, expected: str, report: Report, positions: bool = Fals
     return ""
 
 
-def _gather(stock: Completion, pruned: Completion, kept: list[list[int]]) -> list[list[int]]:
-    """Positions in the stock prompt of what a pruned prompt keeps and of what follows it."""
+def _gather(
+    stock: Completion, pruned: Completion, kept: list[list[int]], sizes: list[int]
+) -> list[list[int]]:
+    """Positions in the stock prompt of what a pruned prompt keeps and of what follows it.
+
+    ``sizes`` has N of each image, between whose tokens text may stand.
+    """
     (image,) = Counter(stock.prompt) - Counter(pruned.prompt)
     indices: list[int] = []
-    at, rows = 0, iter(kept)
+    at, images = 0, zip(kept, sizes, strict=True)
     while at < len(stock.prompt):
         if stock.prompt[at] != image:
             indices.append(at)
             at += 1
             continue
-        indices += [at + row for row in next(rows)]
-        while at < len(stock.prompt) and stock.prompt[at] == image:
+        rows, size = next(images)
+        tokens, text = list[int](), list[int]()
+        while len(tokens) < size:
+            (tokens if stock.prompt[at] == image else text).append(at)
             at += 1
-    indices += range(len(stock.prompt), len(stock.positions[0]))
-    return [[axis[i] for i in indices] for axis in stock.positions]
+        chosen = [tokens[row] for row in rows]
+        indices += sorted(chosen + text) if text else chosen
+    axes = _find_positions(stock)
+    indices += range(len(stock.prompt), len(axes[0]))
+    return [[axis[i] for i in indices] for axis in axes]
+
+
+def _find_positions(stock: Completion) -> list[list[int]]:
+    """Positions of all tokens of a stock completion, of one axis also those that were cached."""
+    if len(stock.positions) > 1:
+        return stock.positions
+    return [[*range(len(stock.prompt) + len(stock.ids) - 1)]]
 
 
 def _rows(parts: list[list[int]]) -> list[int]:
@@ -242,11 +259,17 @@ def _nothing_fell_back(report: Report) -> str:
 
 @_check
 def _positions_are_a_gather(report: Report) -> str:
-    """Kept and decoded tokens have the positions they have in the unpruned prompt (M-RoPE)."""
+    """Kept and decoded tokens have the positions they have in the unpruned prompt.
+
+    They stand one after the other where a model cannot have them so.
+    """
     for name, pruned in report["pruned"].items():
         stock, kept = report["stock"][name], report.kept[name]
-        if len(stock.positions) > 1 and pruned.positions != _gather(stock, pruned, kept):
-            return f"{name}: {pruned.positions}"
+        expected = _find_positions(pruned)
+        if report.placed:
+            expected = _gather(stock, pruned, kept, report.predicted[name])
+        if pruned.positions != [axis[pruned.cached :] for axis in expected]:
+            return f"{name}: {pruned.positions}, not {expected}"
     return ""
 
 
@@ -289,15 +312,15 @@ def _later_turns_recall_other_tokens(report: Report) -> str:
 
 @_check
 def _recalled_tokens_stand_in_their_image(report: Report) -> str:
-    """Tokens that later turns recall have the positions they have in the image (M-RoPE)."""
+    """Tokens that later turns recall have the positions they have in the image."""
     stock, third = report["stock"][SPLIT_QUESTION], report["split"]["alone third"]
-    if len(stock.positions) == 1:
+    if not report.placed:
         return ""
     (image,) = Counter(stock.prompt) - Counter(report["split"]["first"].prompt)
     places = [i for i, token in enumerate(third.prompt) if token == image]
     start = stock.prompt.index(image)
     rows = _rows([*report.split_kept, *report.recalled])
-    expected = [[axis[start + row] for row in rows] for axis in stock.positions]
+    expected = [[axis[start + row] for row in rows] for axis in _find_positions(stock)]
     positions = [[axis[i] for i in places] for axis in third.positions]
     return "" if positions == expected else f"{positions}"
 
@@ -315,11 +338,12 @@ def _parts_give_the_same_completions(report: Report) -> str:
 
 @_check
 def _parts_stand_on_one_grid(report: Report) -> str:
-    """Tokens of both parts have the positions they have in the unpruned prompt (M-RoPE)."""
+    """Tokens of both parts have the positions they have in the unpruned prompt."""
     stock, split = report["stock"][SPLIT_QUESTION], report["split"]["first"]
-    if len(stock.positions) == 1:
+    if not report.placed:
         return ""
-    expected = _gather(stock, split, [_rows(report.split_kept)])
+    rows = [_rows(report.split_kept)]
+    expected = _gather(stock, split, rows, report.predicted[SPLIT_QUESTION])
     return "" if split.positions == expected else f"{split.positions}"
 
 
@@ -337,7 +361,8 @@ def _cells_are_left_out(report: Report) -> str:
     removed = Counter(stock.prompt) - Counter(fewer.prompt)
     if len(removed) != 1 or removed.total() != len(stock.prompt) - len(fewer.prompt) < 1:
         return f"{dict(removed)} were removed"
-    if fewer.positions != _gather(stock, fewer, [report.cells]):
+    (count,) = (stock.prompt.count(token) for token in removed)
+    if fewer.positions != _gather(stock, fewer, [report.cells], [count]):
         return f"positions {fewer.positions} of the cells {report.cells}"
     for name, completion in cells.items():
         known = cells[name.split()[-1]]
@@ -368,10 +393,11 @@ def _clips_keep_some_tokens(report: Report) -> str:
     if removed < 1 or rows != sorted({*rows}) or min(rows) < 0:
         return f"rows {report.clip}"
     tokens = [*range(start), *(start + row for row in rows)]
-    tokens += range(behind + removed, len(stock.positions[0]))
-    if len(stock.positions) == 1:  # without M-RoPE a token that is gone leaves no gap
+    axes = _find_positions(stock)
+    tokens += range(behind + removed, len(axes[0]))
+    if not report.placed:  # a token that is gone leaves no gap
         tokens = [*range(len(tokens))]
-    if few.positions != [[axis[token] for token in tokens] for axis in stock.positions]:
+    if few.positions != [[axis[token] for token in tokens] for axis in axes]:
         return f"positions {few.positions} of the rows {report.clip}"
     for name, completion in clips.items():
         if wrong := _difference(completion, few, _tolerance(report), positions=True):

@@ -73,6 +73,7 @@ class Report(BaseModel):
     request is refused; ``clip`` has the rows of ``clips``. The state with a core ranks before the
     patch merger where there is one; ``merger_error`` is how far what it ranks is from what enters
     the merger in transformers, relative to how much tokens differ, None without a merger.
+    ``placed`` says whether kept tokens keep their places, as they do but where the model cannot.
     ``hybrid`` says whether some layers have linear attention, ``mixed`` whether vLLM keeps
     something else for some layers than for others.
     """
@@ -94,6 +95,7 @@ class Report(BaseModel):
     merger_error: float | None
     fallbacks: int
     errors: dict[str, int]
+    placed: bool
     hybrid: bool = False
     mixed: bool = False
 

@@ -35,10 +35,10 @@ from vllm_autoprune.selftest.run import (
     Report,
 )
 from vllm_autoprune.serving.models import BACKBONES, pruned_model
-from vllm_autoprune.serving.models.mrope import CHANNELS
 from vllm_autoprune.serving.plan import ItemPlan
 from vllm_autoprune.serving.worker.batch import SelectionContext, prune_images
 from vllm_autoprune.serving.worker.features import ImageFeatures, Signal
+from vllm_autoprune.serving.worker.positions import count_channels
 from vllm_autoprune.tpdsl.loading import load_state
 from vllm_autoprune.tpdsl.tokens import Grid
 
@@ -121,6 +121,7 @@ def _settings(budget: int, **more: object) -> dict[str, Any]:
         },
         "reassembly": {"atom": "mean_residual"},
         "frames": {"tokens": {"atom": "fixed_budget@640"}, "budget": "curvature"},
+        "positions": "true",
     }
     return {"state": {**state, **more}, "budget": budget, "requests": "budget"}
 
@@ -183,7 +184,7 @@ class _TinyEngine(Engine):
         super().__init__(
             folder,
             settings,
-            max_model_len=1024,
+            max_model_len=2048,
             num_gpu_blocks_override=128,
             limit_mm_per_prompt={"image": 4},
             **options,
@@ -230,10 +231,12 @@ class _TinyEngine(Engine):
         ) -> list[Tensor]:
             selected = prune_images(context, plans, images)
             for plan, image, rows in zip(plans, images, selected, strict=True):
+                unpruned = image.rows()
+                rows = rows[:, : unpruned.shape[1]]  # without the positions of one axis
                 columns = torch.ones(rows.shape[1], dtype=torch.bool)
-                if context.parts.set_times is not None:
-                    columns[-CHANNELS : 2 - CHANNELS] = False
-                unpruned = image.rows()[:, columns]
+                if context.parts.set_times is not None:  # written where text stands between tokens
+                    columns[-count_channels(context.parts.axes) :] = False
+                unpruned = unpruned[:, columns]
                 equal = (rows[:, None, columns] == unpruned).all(dim=2).to(torch.int8)
                 is_token = equal.any(dim=1)
                 place = torch.where(is_token, equal.argmax(dim=1), -1)
@@ -350,6 +353,7 @@ def serve(folder: Path) -> Report:
     engine.stop()
 
     engine = _TinyEngine(folder, _settings(_LARGE_BUDGET))
+    results["placed"] = engine.model.autoprune_axes > 0
     placeholders, info = engine.processor._placeholders, engine.processor.info
     results["predicted"] = predicted = {
         name: [placeholders.count(info, ImageSize(*image.size), {}).tokens for image in images]

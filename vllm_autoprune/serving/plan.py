@@ -19,7 +19,7 @@ from vllm_autoprune.errors import Problem, RequestError, StateError
 from vllm_autoprune.serving.plan_codec import RowCodec
 from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET
 from vllm_autoprune.tpdsl.state import Provenance, PruningState
-from vllm_autoprune.tpdsl.tokens import split_over_tiles
+from vllm_autoprune.tpdsl.tokens import Positions, split_over_tiles
 
 FIELD = "autoprune_plan"
 """Name of the multi-modal field that carries a plan to the worker."""
@@ -76,6 +76,13 @@ MAX_CLIP_TOKENS = 1 << 20
 MAX_TEXT_IDS = 1 << 14
 """Ids of text within one item: names of tiles, breaks behind rows, times of frames."""
 
+MAX_SPAN = 1 << 16
+"""Positions of an item whose tokens do not stand one after the other."""
+
+LINE, MROPE = 2, 3
+"""Axes of the positions that runners keep. Where stock ones have one: that of each token, and where
+the rows of its image begin; under M-RoPE: time, height and width."""
+
 MAX_RECALLS = 16
 """Turns of a conversation that recall tokens of one image: the plan of each names all before it."""
 
@@ -117,6 +124,7 @@ class ItemPlan:
     ``text`` are the ids that stand between the tokens of the image, each with the number of tokens
     before it in the unpruned prompt: the worker embeds them, because only there it is known which
     tokens are kept, and so where text stands between them. Empty where vLLM embeds the text.
+    ``positions`` say where its tokens stand; packed ones also where others have no room.
     """
 
     budget: _Budget
@@ -132,6 +140,7 @@ class ItemPlan:
     earlier: Annotated[tuple[Choice, ...], Meta(max_length=MAX_RECALLS)] = ()
     text: Annotated[tuple[tuple[_Count, Id], ...], Meta(max_length=MAX_TEXT_IDS)] = ()
     frames: _Count = 0
+    positions: Positions = "true"
 
     @property
     def group(self) -> tuple[object, ...]:
@@ -143,6 +152,11 @@ class ItemPlan:
     def keeps_all(self) -> bool:
         """Whether every token of the image is kept, which is then what it is in stock vLLM."""
         return self.part == "whole" and self.budget >= self.tokens
+
+    @property
+    def moves(self) -> bool:
+        """Whether its tokens stand elsewhere than one after the other, on an axis of positions."""
+        return self.positions != "packed" and not self.keeps_all
 
     @property
     def runs_policy(self) -> bool:
@@ -171,7 +185,8 @@ class ItemPlan:
         # A core is chosen alike whatever else is kept, so its plan tells nothing else.
         alone = ItemPlan(core, self.key, profile=self.profile, state=self.state, part="core")
         delta = replace(self, budget=self.budget - core, part="delta", core=core)
-        return replace(alone, tokens=self.tokens, core=core), delta
+        alone = replace(alone, tokens=self.tokens, core=core, positions=self.positions)
+        return alone, delta
 
     def recall(self, budget: int) -> ItemPlan:
         """Tokens of the image that a later turn recalls after this item, without its question."""
@@ -251,7 +266,7 @@ def _find_contradiction(plan: ItemPlan) -> str:
 _LONGEST = 1 << 19
 """Bytes of a plan with as many earlier choices and as much text as there may be, and more."""
 
-_CODEC = RowCodec(ItemPlan, 6, _LONGEST)
+_CODEC = RowCodec(ItemPlan, 7, _LONGEST)
 
 
 RENDERED = "send images, or inputs that a server with the same settings has rendered"
@@ -328,6 +343,7 @@ def make_cache_identity(
     keep: Chooser,
     read: tuple[Ids, Ids] | None,
     core: int = 0,
+    positions: Positions = "true",
 ) -> str:
     """Cache identity of a pruned image.
 
@@ -335,7 +351,7 @@ def make_cache_identity(
     (instruction, language), None where the policy reads neither. ``core`` is K_c where this is the
     part that was chosen given a core, ``budget`` then K of the image.
     """
-    return make_identity(image, served, budget, keep, read, core)
+    return make_identity(image, served, budget, keep, read, core, positions)
 
 
 # Split of an image's budget over its parts, the same in the API server and in the worker.

@@ -19,6 +19,7 @@ from vllm_autoprune.serving.compat import get_attachment
 from vllm_autoprune.serving.plan import (
     ENTRY,
     MAX_CACHED_STATES,
+    MROPE,
     Chooser,
     ItemPlan,
     decode_state,
@@ -43,7 +44,7 @@ from vllm_autoprune.tpdsl.materialize import (
 )
 from vllm_autoprune.tpdsl.safety import MAX_PROBED_BUDGET, safety_check
 from vllm_autoprune.tpdsl.state import PruningState
-from vllm_autoprune.tpdsl.tokens import Need
+from vllm_autoprune.tpdsl.tokens import Need, Positions
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -70,7 +71,9 @@ class ServedState:
     ``kv_bytes`` is the size of one token in the KV cache, None where that is not known. ``cells``
     drops cells before the tower, ``whole_only`` says why no rule can, empty where one can.
     ``clips`` says whether tokens of videos can be chosen, ``video_budget`` is their budget in the
-    place of a state's own; ``frame`` is that of the backbone.
+    place of a state's own; ``frame`` is that of the backbone. ``positions`` are the operator's, in
+    the place of a state's own; ``axes`` those of positions that workers keep, 0 where tokens are
+    ``packed_only``, which says why.
     """
 
     architecture: str
@@ -87,6 +90,22 @@ class ServedState:
     clips: bool = False
     video_budget: BudgetCall | None = None
     frame: tuple[int, int] | None = None
+    positions: Positions | None = None
+    axes: int = 0
+    packed_only: str = ""
+
+    def positions_of(self, state: PruningState, asked: Positions | None = None) -> Positions:
+        """Where tokens stand that a state chooses, or that a request asks for.
+
+        Raises :class:`RequestError` where this server cannot do what is asked.
+        """
+        only: Positions | None = "true" if self.axes == MROPE else None
+        why = "has positions in height and width, where kept tokens always keep their places"
+        if self.axes == 0:
+            only, why = "packed", self.packed_only
+        if asked is not None and only not in (None, asked):
+            raise refuse(f"{ENTRY}/positions", f"{asked!r}: this model {why}", "leave it out")
+        return only or asked or self.positions or state.positions
 
     def policy(self, budget: int | None = None, keep: Chooser = "state") -> PruningPolicy:
         """The policy at the server's budget, or at a request's; raises BudgetError."""
@@ -195,6 +214,12 @@ class ServedState:
                 "q_e": policy.quota,
                 "r_min": None if policy.by_size else policy.r_min,
             },
+            "positions": {
+                "true": "where they stood in the whole image",
+                "spread": "evenly over the span of the whole image",
+                "packed": "one after the other",
+            }[self.positions_of(state)]
+            + (f", because the model {self.packed_only}" if self.packed_only else ""),
             "core": None
             if core is None
             else {"k_c": policy.core, "share": core.share, "policy": core.policy.name},
@@ -413,6 +438,10 @@ class PlanRules:
             )
         if plan.state and (problem := _state_problem(served, plan.state)):
             raise plan_error(f"carries a state that {problem}")
+        if served.axes and not plan.keeps_all and not served.rules.allows("budget"):
+            usual = served.positions_of(served.state_for_plan(plan))
+            if plan.positions not in ("packed", usual):
+                raise plan_error(f"has positions {plan.positions!r} ({REQUESTS_FLAG})")
         if problem := find_cost_problem(plan, served.rules.cost):
             raise plan_error(f"carries a state whose {problem}")
         if plan.frames and (plan.part != "whole" or served.state_for_plan(plan).frames is None):

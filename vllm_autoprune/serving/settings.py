@@ -31,6 +31,7 @@ from vllm_autoprune.tpdsl.cost import DEFAULT_COST
 from vllm_autoprune.tpdsl.loading import load_state, suggest_name
 from vllm_autoprune.tpdsl.materialize import materialize, materialize_clip
 from vllm_autoprune.tpdsl.state import PruningState
+from vllm_autoprune.tpdsl.tokens import POSITIONS, Positions
 
 if TYPE_CHECKING:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -41,6 +42,7 @@ REQUESTS_FLAG = "--autoprune-requests"
 TOWER_FLAG = "--autoprune-text-tower"
 _STATE_FLAG = "--autoprune-state"
 VIDEO_BUDGET_FLAG = "--autoprune-video-budget"
+POSITIONS_FLAG = "--autoprune-positions"
 _BUDGET_FLAG = "--autoprune-budget"
 
 Detail = Literal["low", "high"]
@@ -254,6 +256,12 @@ class Settings(BaseModel):
         "Cells of a picture that are dropped before the vision tower: `flat`, those of one colour "
         "that their neighbours predict; `predicted`, all of these; `none`. Default: the state's.",
     )
+    positions: Positions | None = _flag(
+        "WHERE",
+        "Where kept tokens stand for the language model: `true`, where they stood in the whole "
+        "image; `spread`, evenly over its span; `packed`, one after the other. Default: the "
+        "state's. Under M-RoPE they always stand where they stood.",
+    )
     text_tower: TextTower | None = _flag(
         "PATH|HF_ID",
         "CLIP checkpoint whose text tower measures how relevant a token is to the instruction "
@@ -366,6 +374,19 @@ class Settings(BaseModel):
             return Cells.parse(value, CELLS_FLAG)
         except StateError as error:
             raise _InvalidSetting("settings", error.problems) from None
+
+    @field_validator("positions", mode="plain")
+    @classmethod
+    def read_positions(cls, value: object) -> Positions | None:
+        """One of the words; in Python also the boolean that ``true`` looks like."""
+        word = "true" if value is True else value
+        for known in POSITIONS:
+            if word == known:
+                return known
+        if word is None:
+            return None
+        what, fix = f"{str(value)[:80]!r} is not known", f"give {', '.join(POSITIONS)}"
+        raise _refuse(POSITIONS_FLAG, what, fix)
 
     @field_validator("text_tower", mode="plain")
     @classmethod

@@ -32,7 +32,13 @@ from vllm_autoprune.serving.compat import (
     worker,
 )
 from vllm_autoprune.serving.encoder_steps import EncoderSteps
-from vllm_autoprune.serving.models import BACKBONES, Backbone, find_problems
+from vllm_autoprune.serving.models import (
+    BACKBONES,
+    Backbone,
+    find_packed_reason,
+    find_problems,
+)
+from vllm_autoprune.serving.plan import LINE, MROPE
 from vllm_autoprune.serving.served_state import (
     ATTRIBUTE,
     KV_CACHE,
@@ -43,13 +49,14 @@ from vllm_autoprune.serving.served_state import (
 )
 from vllm_autoprune.serving.settings import (
     CELLS_FLAG,
+    POSITIONS_FLAG,
     SETTINGS_KEY,
     VIDEO_BUDGET_FLAG,
     WAITING_SETTINGS,
     read_settings,
 )
 from vllm_autoprune.tpdsl.materialize import materialize
-from vllm_autoprune.tpdsl.tokens import Need
+from vllm_autoprune.tpdsl.tokens import Need, Positions
 
 if TYPE_CHECKING:
     from vllm.config import CacheConfig, ModelConfig, VllmConfig
@@ -71,8 +78,8 @@ def _activate(architecture: str) -> None:
     _active.add(architecture)
     backbone = BACKBONES[architecture]
     compat.register_model(architecture, backbone.model)
-    if backbone.mrope:
-        worker.request_positions_on_cpu()
+    worker.keep_positions()
+    worker.request_positions_on_cpu()
     engine_requests.watch_requests()
     request.check_requests()
     engine_requests.cache_without_plans()
@@ -153,6 +160,8 @@ def apply_settings(vllm_config: VllmConfig) -> None:
         engine_requests.make_kv_bytes_counter()
     served = replace(served, metrics_folder=_open_metrics_folder(), kv_bytes=kv_bytes)
     attach(model_config, ATTRIBUTE, served)
+    if served.axes == LINE:
+        worker.keep_axes(model_config, LINE)
     attach(model_config, KV_CACHE, vllm_config.cache_config)
     description = served.describe()
     del description["evidence"]
@@ -257,6 +266,8 @@ def _resolve_settings(raw: object, vllm_config: VllmConfig) -> ServedState:
         if settings.video_budget is not None and not clips:
             what = "no token of a video can be chosen: this server's are left whole"
             problems.append(Problem(VIDEO_BUDGET_FLAG, what, "leave it out"))
+        if settings.positions is not None:
+            problems += _position_problems(settings.positions, backbone, vllm_config)
         if settings.text_tower is not None:
             problems += backbone.tower_problems(model.hf_config, settings.text_tower)
     if problems or settings is None or backbone is None:
@@ -267,6 +278,7 @@ def _resolve_settings(raw: object, vllm_config: VllmConfig) -> ServedState:
     except StateError as error:
         problems = [Problem(f"state#{p.where}", p.what, p.fix) for p in error.problems]
         raise ConfigError("cannot serve pruned", problems) from None
+    packed_only = _find_packed_reason(backbone, vllm_config)
     unavailable = tuple(
         (need, f"{problem.where}: {problem.what}")
         for need in NEEDS
@@ -285,10 +297,34 @@ def _resolve_settings(raw: object, vllm_config: VllmConfig) -> ServedState:
         clips=clips,
         video_budget=settings.video_budget,
         frame=backbone.frame(model.hf_config) if clips and backbone.frame else None,
+        positions=settings.positions,
+        axes=0 if packed_only else MROPE if backbone.mrope else LINE,
+        packed_only=packed_only,
     )
     if problems := _input_problems(vllm_config, backbone, served.needs):
         raise ConfigError("cannot serve pruned", problems)
     return served
+
+
+def _find_packed_reason(backbone: Backbone, vllm_config: VllmConfig) -> str:
+    """Why kept tokens stand one after the other in any case; empty where they need not."""
+    model = vllm_config.model_config
+    if backbone.mrope:
+        return "" if model.uses_mrope else "is served without the axes of its M-RoPE"
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        return "is served on pipeline ranks, of which the later do not know which are kept"
+    return find_packed_reason(backbone, model.hf_config)
+
+
+def _position_problems(
+    positions: Positions, backbone: Backbone, vllm_config: VllmConfig
+) -> Iterator[Problem]:
+    """Refuse positions that this model cannot have."""
+    reason, only = _find_packed_reason(backbone, vllm_config), "packed"
+    if not reason and backbone.mrope:
+        reason, only = "has M-RoPE, under which kept tokens always keep their places", "true"
+    if reason and positions != only:
+        yield Problem(f"{POSITIONS_FLAG} {positions}", f"this model {reason}", "leave it out")
 
 
 def _processor_problems(model: str, revision: str | None) -> Iterator[Problem]:

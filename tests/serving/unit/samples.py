@@ -28,8 +28,8 @@ from vllm_autoprune.serving.api.request import (
     _handling,
 )
 from vllm_autoprune.serving.compat import attach
-from vllm_autoprune.serving.models import BACKBONES
-from vllm_autoprune.serving.plan import FIELD, REQUEST_FIELD, Ids, ItemPlan
+from vllm_autoprune.serving.models import BACKBONES, find_packed_reason
+from vllm_autoprune.serving.plan import FIELD, LINE, MROPE, REQUEST_FIELD, Ids, ItemPlan
 from vllm_autoprune.serving.served_state import ATTRIBUTE, KV_CACHE, PlanRules, ServedState
 from vllm_autoprune.serving.settings import DEFAULT_RULES, RequestRules, TextTower
 from vllm_autoprune.serving.startup import _resolve_settings
@@ -67,7 +67,11 @@ def vllm_config(
     model = SimpleNamespace(
         architecture=architecture,
         trust_remote_code=False,
-        hf_config=SimpleNamespace(**{**fields, **changes}),
+        hf_config=SimpleNamespace(
+            get_text_config=lambda: SimpleNamespace(rope_parameters={"rope_theta": 1e4}),
+            **{**fields, **changes},
+        ),
+        uses_mrope=architecture in BACKBONES and BACKBONES[architecture].mrope,
         dtype=torch.bfloat16,
         get_total_num_hidden_layers=lambda: 4,
         get_total_num_kv_heads=lambda: 6,
@@ -278,6 +282,9 @@ class Sender:
         state = replace(
             state, whole_only=backbone.whole_only, clips=backbone.clips, frame=frame, rules=rules
         )
+        packed_only = find_packed_reason(backbone, config.hf_config)
+        axes = 0 if packed_only else MROPE if backbone.mrope else LINE
+        state = replace(state, axes=axes, packed_only=packed_only)
         attach(config, ATTRIBUTE, state)
         self._rules = PlanRules(state, config.get_vocab_size())
         module, _, name = BACKBONES[config.architecture].model.partition(":")

@@ -193,7 +193,7 @@ def test_a_delta_beyond_all_tokens_ends_in_the_fillers_of_its_image(budget: int)
 
 
 def test_rows_without_a_token_are_returned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They have the channels of the last token that is kept."""
+    """They have the channels of tokens in the middle of the two halves of those not kept."""
     extra, channels = torch.full((1, 2, 16), 7.0), torch.arange(float(N))[:, None]
 
     def two_more(_: object, tokens: VisualTokens, budget: int) -> ReferenceSelection:
@@ -204,7 +204,8 @@ def test_rows_without_a_token_are_returned(monkeypatch: pytest.MonkeyPatch) -> N
     placed = replace(image(0).regions[0], extra_channels=channels)
     (rows,) = prune([plan(8)], [ImageFeatures((placed,))], blind())
     assert torch.equal(rows[:6], placed.rows[:6])
-    assert torch.equal(rows[6:], torch.cat([extra[0], torch.full((2, 1), 5.0)], dim=1))
+    middle = torch.tensor([[6.0 + 7], [6 + 22]])
+    assert torch.equal(rows[6:], torch.cat([extra[0], middle], dim=1))
 
 
 # ---- what policies compare ----

@@ -150,7 +150,7 @@ def processed(
     made = SimpleNamespace(
         mm_features=features, cache_salt=salt, prompt_token_ids=[0] * 20, sampling_params=params
     )
-    processor = SimpleNamespace(measure=lambda data: ItemSize(span))
+    processor = SimpleNamespace(measure=lambda data, rows: ItemSize(span))
     renderer = SimpleNamespace(get_mm_processor=lambda: processor)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InputProcessor, "process_inputs", lambda self, request_id, prompt: made)
@@ -218,7 +218,7 @@ def test_parts_of_an_image_from_elsewhere_share_its_positions() -> None:
     core, delta = ItemPlan(8, (1, 2), tokens=64).split(5)
     plans = [core, delta, delta.recall(4), ItemPlan(8, (3, 4), tokens=64)]
     items = [feature(plan.encode(), plan.budget) for plan in plans]
-    assert _sum_surplus(lambda data: ItemSize(span=30), items) == 2 * 30 - (5 + 3 + 4 + 8)
+    assert _sum_surplus(lambda data, rows: ItemSize(span=30), items) == 2 * 30 - (5 + 3 + 4 + 8)
 
 
 def test_items_are_cached_under_the_key_of_their_image_when_they_are_handed_over() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import vllm.distributed
 from torch import Tensor, nn
+from vllm.config import MultiModalConfig
 from vllm.model_executor.models.llava import LlavaForConditionalGeneration as Stock
 from vllm.model_executor.models.qwen2_5_omni_thinker import (
     Qwen2_5OmniThinkerForConditionalGeneration as Omni,
@@ -35,15 +36,15 @@ from vllm_autoprune.serving.models.llava import (
 )
 from vllm_autoprune.serving.models.mrope import (
     _compute_input_positions,
-    _match_items,
     _place_image_tokens,
     position_channels,
 )
+from vllm_autoprune.serving.models.placed_model import match_items
 from vllm_autoprune.serving.models.pruned_model import (
     _describe_geometry,
     find_entries,
 )
-from vllm_autoprune.serving.plan import NO_KEY, Choice, ItemPlan, Part
+from vllm_autoprune.serving.plan import LINE, NO_KEY, Choice, ItemPlan, Part
 from vllm_autoprune.tpdsl.tokens import Grid
 
 PLAIN: dict[str, object] = {
@@ -170,9 +171,12 @@ def test_server_without_images_has_no_vision_side(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(Stock, "__init__", stock)
     monkeypatch.setattr(Stock, "load_weights", lambda *_: set())
-    config: Any = SimpleNamespace(model_config=SimpleNamespace(autoprune=served()))
+    two_axes = {"uses_mrope": True, "mrope_num_dims": LINE, "multimodal_config": MultiModalConfig()}
+    config: Any = SimpleNamespace(model_config=SimpleNamespace(autoprune=served(), **two_axes))
     model = AutopruneLlavaForConditionalGeneration(vllm_config=config)
     assert model.autoprune is None
+    positions, delta = model.get_mrope_input_positions([5, 6, 7], [])
+    assert (positions[0].tolist(), len(positions), delta) == ([0, 1, 2], LINE, 0)
     assert model.load_weights([]) == set()
     assert model.autoprune_split([None, None]) == [slice(0, 2)]
 
@@ -344,7 +348,7 @@ CORES: list[tuple[Part, int]] = [("core", 1), ("core", 2), ("core", 1), ("whole"
 def test_deltas_and_recalls_stand_where_their_image_does(
     parts: list[tuple[Part, int]], places: dict[int, int]
 ) -> None:
-    assert _match_items(plans_of(parts)) == places
+    assert match_items(plans_of(parts)) == places
 
 
 @pytest.mark.compat

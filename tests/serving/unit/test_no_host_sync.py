@@ -198,14 +198,15 @@ def test_positions_of_kept_tokens(share_token: bool) -> None:
     vision: Any = GridVision.__new__(GridVision)
     vision._width, vision.videos_share_token = WIDTH, share_token
     config = SimpleNamespace(image_token_id=9)
-    model: Any = SimpleNamespace(autoprune=vision, config=config, autoprune_table=8192)
+    model: Any = PrunedMRope.__new__(PrunedMRope)
+    vars(model).update(autoprune=vision, config=config, autoprune_table=8192, autoprune_axes=3)
     ids, positions = empty(40, dtype=torch.int64), empty(3, 40, dtype=torch.int64)
     with worker_step():
         places = position_channels(4, 3, DEVICE).to(torch.bfloat16)
         rows = torch.cat([empty(12, WIDTH), places], dim=1)
         video = empty(6, WIDTH)
-        embeddings, placed, delta = PrunedMRope.recompute_mrope_positions(
-            model, ids, [rows[:5], video, rows[:7]], positions, 4
+        embeddings, placed, delta = model.recompute_mrope_positions(
+            ids, [rows[:5], video, rows[:7]], positions, 4
         )
     assert [part.shape for part in embeddings] == [(5, WIDTH), (6, WIDTH), (7, WIDTH)]
     assert placed.shape == (3, 40) and placed.is_meta

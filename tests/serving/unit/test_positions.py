@@ -12,8 +12,9 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.multimodal.processing import ProcessorInputs
 from vllm.multimodal.processing.context import TimingContext
 
-from tests.serving.unit.samples import LARGE, Sender, clip_state, picture
-from vllm_autoprune.selftest.backbones import build
+from tests.serving.unit.samples import LARGE, OTHER, Sender, clip_state, picture
+from vllm_autoprune import RequestError
+from vllm_autoprune.selftest.backbones import TINY_MODELS, build
 from vllm_autoprune.selftest.serve import clip
 from vllm_autoprune.serving.models import BACKBONES
 
@@ -58,7 +59,7 @@ def find_end(sender: Sender, backbone: str, items: Items) -> int:
         for item, position in zip(items, made["mm_placeholders"][modality], strict=True)
     ]
     module, _, name = MROPE[backbone].model.partition(":")
-    stock: Any = vars(import_module(module))[name].__mro__[3]
+    stock: Any = vars(import_module(module))[name].__mro__[4]
     model = stock.__new__(stock)
     vars(model)["config"] = sender.info.get_hf_config()
     ids = list(made["prompt_token_ids"])
@@ -101,3 +102,65 @@ def test_parts_of_an_image_share_its_positions(tmp_path: Path) -> None:
     sent = sender.with_blocks(4).send([LARGE], recall=4, recall_turns=turns)
     assert [plan.part for plan in sent.plans] == ["core", "delta", "recall"]
     assert sent.surplus == 8 - sum(sent.lengths)
+
+
+LINE_ROWS = {
+    row.name: row for row in BACKBONES.values() if not row.mrope and row.name in TINY_MODELS
+}
+
+
+@pytest.mark.parametrize("backbone", LINE_ROWS)
+def test_a_pruned_prompt_ends_where_the_whole_one_does(backbone: str, tmp_path: Path) -> None:
+    """On one axis, whatever text stands in and around an image; packed it is as long as it is."""
+    sender = Sender(build(backbone, tmp_path), budget=8, placeholder="").with_cache()
+    sender._config.max_model_len = 1 << 14
+    request: Items = {"image": [THIN, LARGE, TALL, LARGE]}
+    length = len(process(sender, request, enabled=False)["prompt_token_ids"])
+    for positions in ("true", "spread", "packed"):
+        if LINE_ROWS[backbone].packed and positions != "packed":
+            with pytest.raises(RequestError, match="sliding windows"):
+                process(sender, request, positions=positions)
+            continue
+        for _ in range(2):  # the second time by what vLLM's cache knows of the items
+            made = process(sender, request, positions=positions)
+            surplus = made["mm_hashes"].surplus
+            whole = surplus if positions == "packed" else length - len(made["prompt_token_ids"])
+            assert surplus == whole and (surplus > 0 or positions == "packed")
+
+
+@pytest.mark.parametrize("backbone", [name for name, row in LINE_ROWS.items() if row.clips])
+def test_a_pruned_clip_ends_where_the_whole_one_does(backbone: str, tmp_path: Path) -> None:
+    state: dict[str, Any] = {**PRUNED_CLIPS, "positions": "true"}
+    sender = Sender(build(backbone, tmp_path), budget=8, placeholder="", **state).with_cache()
+    request: Items = {"image": [LARGE], "video": [clip(12)]}
+    length = len(process(sender, request, enabled=False)["prompt_token_ids"])
+    for _ in range(2):
+        made = process(sender, request, video_budget=12)
+        assert made["mm_hashes"].surplus == length - len(made["prompt_token_ids"]) > 0
+
+
+def test_images_without_room_are_packed_and_are_other_items(tmp_path: Path) -> None:
+    """What is packed depends on what comes before it alone, as KV of prefixes is shared."""
+    state: dict[str, Any] = {"core": {"share": 0.5}, "positions": "true"}
+    sender = Sender(build("llava_next", tmp_path), budget=32, placeholder="", **state)
+    (size,) = sender.send([LARGE], enabled=False).lengths
+    pictures = [LARGE, OTHER, LARGE, OTHER]
+    in_full = sender.with_blocks(8).send(pictures)
+    assert {plan.positions for plan in in_full.plans} == {"true"}
+    assert in_full.surplus == 4 * (size - 32)
+
+    sender._config.max_model_len = (2 * size + 40) * 4 // 3
+    sent = sender.send(pictures)
+    kept = [plan.positions == "true" for plan in sent.plans]
+    assert any(kept) and not all(kept) and kept[0]
+    at_places = {plan.key for plan, keeps in zip(sent.plans, kept, strict=True) if keeps}
+    assert sent.surplus == sum(
+        size - 32 for plan in sent.plans if plan.part == "core" and plan.positions == "true"
+    )
+    for identity, before, keeps in zip(sent.identities, in_full.identities, kept, strict=True):
+        assert (identity == before) == keeps
+    assert len({*sent.identities}) == len(sent.identities) and len(at_places) == 2
+    for count in range(1, 4):
+        fewer = sender.send(pictures[:count])
+        cores = [plan.positions for plan in fewer.plans if plan.part != "delta"]
+        assert cores == [plan.positions for plan in sent.plans if plan.part != "delta"][:count]

@@ -86,7 +86,9 @@ class Clips:
             plan = replace(plan, key=make_feature_key(self.digests[i], self.salt, seed))
             chosen_by = served.selection_identity(served.state_for_plan(plan))
             read = None if needs.isdisjoint(INSTRUCTION_NEEDS) else plan.read
-            identity = make_cache_identity(content, chosen_by, plan.budget, plan.keep, read)
+            identity = make_cache_identity(
+                content, chosen_by, plan.budget, plan.keep, read, positions=plan.positions
+            )
             items.append(PlannedItem(i, plan, identity, key))
         return items
 
@@ -131,7 +133,8 @@ class Clips:
         plan = ItemPlan(tokens, NO_KEY, keep=request.keep, tokens=tokens, frames=frames)
         if k < tokens:
             state = b"" if self.state is None else encode_state(self.state)
-            plan = replace(plan, budget=k, state=state)
+            positions = served.positions_of(self.state or served.state, request.positions)
+            plan = replace(plan, budget=k, state=state, positions=positions)
         return plan
 
 

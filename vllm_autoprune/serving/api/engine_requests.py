@@ -469,26 +469,26 @@ def _count_unplanned(
 
 @depends_on("vllm.renderers.base:BaseRenderer", "get_mm_processor")
 def _sum_surplus(
-    measure: Callable[[ItemFields], ItemSize], features: Sequence[MultiModalFeatureSpec]
+    measure: Callable[[ItemFields, int], ItemSize], features: Sequence[MultiModalFeatureSpec]
 ) -> int:
     """Positions that a prompt rendered elsewhere takes beyond its number of tokens.
 
-    As :func:`.positions.sum_surplus`, by the tensors of its items, of which ``measure`` gives the
-    size.
+    As :func:`.positions.pack_items`, by the tensors of its items, of which ``measure`` gives the
+    size; which of them are packed their plans say.
     """
     surplus = 0
     for feature in features:
         data = feature.data or {}
-        length = feature.mm_position.length
-        span = measure(data).span
-        if span is None:
-            continue
+        length, rows = feature.mm_position.length, feature.mm_position.get_num_embeds()
         field = data.get(FIELD)
         plan = None if field is None else ItemPlan.decode(field.data)
+        span = measure(data, rows if plan is None else plan.tokens).span
+        if span is None or (plan is not None and plan.positions == "packed"):
+            continue
         if plan is not None and plan.part in ("delta", "recall"):
             surplus -= length  # stands at positions of its image
             continue
-        text = length - feature.mm_position.get_num_embeds()
+        text = length - rows
         if plan is not None and plan.text:
             text = len(plan.text)
         surplus += span + text - length

@@ -298,13 +298,16 @@ class RequestPlanner:
                 state = served.state_for_plan(plan)
                 if plan.part == "core":
                     # Shared by all questions, K and states that choose it alike.
-                    identity = make_identity("core", content, state.core_digest, plan.core)
+                    core_of = state.core_digest, plan.core, plan.positions
+                    identity = make_identity("core", content, *core_of)
                 else:
                     chosen_by = served.selection_identity(state)
                     # Budgets may give one number of tokens; another size is another image.
                     chosen_by += "" if sizes[i] is None else f"|{sizes[i]}"
                     kept = plan.image_budget, plan.keep, plan.read if reads[i] else None
-                    identity = make_cache_identity(content, chosen_by, *kept, plan.core)
+                    identity = make_cache_identity(
+                        content, chosen_by, *kept, plan.core, plan.positions
+                    )
             latest[i] = PlannedItem(i, plan, identity, tensors_key)
             items.append(latest[i])
         return RequestPlan(

@@ -1,27 +1,33 @@
-"""Positions that a request takes: a bound on them, as on its tokens.
+"""Positions that a request takes: which items keep their places, and a bound on all of them.
 
-Under M-RoPE a pruned image takes as many positions as the whole one, its longer side in tokens,
-however few of its tokens are kept. So a prompt may be shorter than its positions::
+An image whose tokens stand where they stood takes as many positions as the whole one, however few
+are kept: N and its text, or under M-RoPE its longer side in tokens. So a prompt may be shorter than
+its positions::
 
     tokens     [text][ K kept ][text]                 bounded by vLLM: max_model_len
-    positions  [text][ max(height, width)   ][text]   bounded here, by the same number
+    positions  [text][     the whole image     ][text]   bounded here, by the same number
 
 Stock vLLM needs no such bound for images: a whole image has at least as many tokens as positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from vllm.multimodal.processing.processor import PromptUpdateDetails
 
+from vllm_autoprune.serving.plan import MAX_SPAN
+
 if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalFieldElem
-    from vllm.multimodal.processing.processor import MultiModalPromptUpdates, ResolvedPromptUpdate
+    from vllm.multimodal.processing.processor import ResolvedPromptUpdate
     from vllm.v1.engine import EngineCoreRequest
 
+
+_SHARE = 0.75
+"""Share of the context within which items keep their places."""
 
 ItemFields = Mapping[str, "MultiModalFieldElem"]
 """Processed tensors of an image or video, by name."""
@@ -63,32 +69,57 @@ def get_size(content: PromptUpdateDetails) -> ItemSize:
     return content.size if isinstance(content, SizedContent) else ItemSize()
 
 
-def with_size(update: ResolvedPromptUpdate, size: ItemSize) -> ResolvedPromptUpdate:
-    """A prompt update whose text has the size of its item, of which visual tokens were measured."""
+def with_size(
+    update: ResolvedPromptUpdate, measure: Callable[[int], ItemSize]
+) -> ResolvedPromptUpdate:
+    """A prompt update whose text has the size of its item, which is measured by its rows."""
     content = update.content
-    text = len(content.full) - sum(find_placeholders(content))
+    rows = sum(find_placeholders(content))
+    size, text = measure(rows), len(content.full) - rows
     if size.span is not None:
         size = replace(size, span=size.span + text)
     return replace(update, content=SizedContent(content.full, content.is_embed, size))
 
 
-def sum_surplus(updates: MultiModalPromptUpdates, image_numbers: Sequence[int]) -> int:
-    """Positions that a prompt takes beyond its number of tokens; negative where it takes fewer.
+@dataclass(frozen=True, slots=True)
+class PromptItem:
+    """An item of a prompt: ``length`` placeholders from token ``offset`` on.
 
-    ``updates`` are the texts that stand in the prompt. ``image_numbers`` has the image of each, as
-    an image may stand there in several parts, which share its positions; empty where none does.
+    ``span`` is the number of positions that it takes as a whole, None where it takes one a token.
+    ``image`` is equal for the parts of one image, which share its positions.
     """
-    surplus = 0
-    spans: dict[tuple[str, int], int] = {}
-    for modality, items in updates.items():
-        for i, updates_of_item in enumerate(items):
-            number = image_numbers[i] if modality == "image" and image_numbers else i
-            for update in updates_of_item:
-                span = get_size(update.content).span
-                if span is not None:
-                    spans[modality, number] = span
-                    surplus -= len(update.content.full)
-    return surplus + sum(spans.values())
+
+    offset: int
+    length: int
+    span: int | None
+    image: Hashable
+
+
+def pack_items(items: Sequence[PromptItem], context: int) -> tuple[set[int], int]:
+    """Items that are packed, and the positions that the prompt takes beyond its tokens.
+
+    An item keeps its places while it ends within three quarters of the ``context``; from there on
+    tokens stand one after the other, so that text and later items have room. That depends on what
+    comes before it alone, so that prompts with a common prefix share its KV. The second number is
+    negative where a prompt takes fewer positions.
+    """
+    packed, keeps, surplus = set[int](), dict[Hashable, bool](), 0
+    for i in sorted(range(len(items)), key=lambda i: items[i].offset):
+        item = items[i]
+        if item.span is None:
+            continue
+        if item.image in keeps:
+            span = 0
+        else:
+            span = item.span
+            end = item.offset + surplus + span
+            fits = end <= _SHARE * context and span <= MAX_SPAN
+            keeps[item.image] = fits or span <= item.length
+        if keeps[item.image]:
+            surplus += span - item.length
+        else:
+            packed.add(i)
+    return packed, surplus
 
 
 def limit_positions(request: EngineCoreRequest, surplus: int, max_model_len: int) -> None:
@@ -108,8 +139,7 @@ def limit_positions(request: EngineCoreRequest, surplus: int, max_model_len: int
         raise VLLMValidationError(
             f"The decoder prompt has {tokens} tokens at {tokens + surplus} positions, for which "
             f"the maximum model length of {max_model_len} has no room. A pruned image or video "
-            "takes as many positions as the whole one, the longer side of its grid of tokens: send "
-            "fewer, or shorter ones.",
+            "takes as many positions as the whole one: send fewer, or shorter ones.",
             parameter="messages",
             value=tokens + surplus,
         )

@@ -38,15 +38,24 @@ from vllm_autoprune.serving.api.planner import RequestPlan, RequestPlanner, Size
 from vllm_autoprune.serving.api.positions import (
     ItemFields,
     ItemSize,
+    PromptItem,
     find_placeholders,
     get_size,
-    sum_surplus,
+    pack_items,
     with_size,
 )
 from vllm_autoprune.serving.api.request import REFUSED, SALT, CacheSalt
 from vllm_autoprune.serving.api.resolve import check_unpruned
 from vllm_autoprune.serving.compat import depends_on
-from vllm_autoprune.serving.plan import ENTRY, FIELD, REQUEST_FIELD, refuse
+from vllm_autoprune.serving.plan import (
+    ENTRY,
+    FIELD,
+    LINE,
+    REQUEST_FIELD,
+    ItemPlan,
+    make_identity,
+    refuse,
+)
 from vllm_autoprune.serving.served_state import served_state
 
 if TYPE_CHECKING:
@@ -94,14 +103,14 @@ def make_pruned_factories(
 class _Inputs(ProcessorInputs):
     """Inputs with an item for every plan; or with every image once, and the ``keys`` of caches.
 
-    ``clips`` are filled when they are planned, and ``surplus`` when all items are laid out: the
-    positions that the prompt takes beyond its tokens.
+    ``clips`` are filled when they are planned, and ``spans`` when all items are laid out: the
+    positions that each takes as a whole, by modality.
     """
 
     plan: RequestPlan = field(default_factory=lambda: RequestPlan((), {}))
     clips: list[PlannedItem] = field(default_factory=list)
     keys: Mapping[str, list[str]] = field(default_factory=dict)
-    surplus: int = 0
+    spans: dict[str, list[int | None]] = field(default_factory=dict)
 
 
 @depends_on(
@@ -142,10 +151,11 @@ class PrunedProcessor(_Stock):
         stock = super()._get_mm_hashes
         return RequestPlanner(self.info, served, self._placeholders, stock, self._process_alone)
 
-    def measure(self, data: ItemFields) -> ItemSize:
-        """Size of a processed image or video, by its tensors."""
+    def measure(self, data: ItemFields, rows: int) -> ItemSize:
+        """Size of a processed image or video of so many rows, by its tensors."""
         measure = self._placeholders.measure
-        return ItemSize() if measure is None else measure(self.info, data)
+        size = ItemSize() if measure is None else measure(self.info, data)
+        return replace(size, span=rows) if self._planner.served.axes == LINE else size
 
     def _process_alone(self, picture: object, hf_kwargs: Mapping[str, object]) -> BatchFeature:
         alone = MultiModalDataItems({"image": ImageProcessorItems([picture])})
@@ -190,12 +200,39 @@ class PrunedProcessor(_Stock):
             REFUSED.inc()
             raise
         clips = planned_inputs.clips
-        keys = {item.identity: item.key for item in (*plan.items, *clips)}
         count = plan.count and partial(plan.count, [clip.plan for clip in clips])
-        surplus = planned_inputs.surplus
+        surplus, items = self._pack(processed, planned_inputs)
+        keys = {item.identity: item.key for item in items}
         hashes = RenderedHashes(processed["mm_hashes"], count, keys, rendering, surplus)
         processed["mm_hashes"] = hashes
         return processed
+
+    def _pack(
+        self, processed: MultiModalInput, inputs: _Inputs
+    ) -> tuple[int, Sequence[PlannedItem]]:
+        """Pack items that have no room for their places; positions beyond tokens, and all items."""
+        planned = {"image": [*inputs.plan.items], "video": [*inputs.clips]}
+        numbers = [
+            (modality, i) for modality, spans in inputs.spans.items() for i in range(len(spans))
+        ]
+        items = []
+        for modality, i in numbers:
+            of_modality, span = planned[modality], inputs.spans[modality][i]
+            item = of_modality[i] if of_modality else None
+            if item is not None and item.plan.positions == "packed":
+                span = None
+            place = processed["mm_placeholders"][modality][i]
+            image = i if item is None else item.image
+            items.append(PromptItem(place.offset, place.length, span, (modality, image)))
+        packed, surplus = pack_items(items, self.info.ctx.model_config.max_model_len)
+        for modality, i in (numbers[at] for at in packed if planned[numbers[at][0]]):
+            item, data = planned[modality][i], processed["mm_kwargs"][modality][i]
+            plan = replace(ItemPlan.decode(data[FIELD].data), positions="packed")
+            item = replace(item, plan=plan, identity=make_identity("packed", item.identity))
+            planned[modality][i] = item
+            processed["mm_hashes"][modality][i] = item.identity
+            processed["mm_kwargs"][modality][i] = _carry_plan(data, plan)
+        return surplus, [*planned["image"], *planned["video"]]
 
     def _cached_apply_hf_processor(
         self, inputs: ProcessorInputs, timing_ctx: TimingContext
@@ -238,7 +275,11 @@ class PrunedProcessor(_Stock):
             self._check_embeddings(result, inputs.clips)
         if plan.items:
             result = self._plan_images(plan.items, result, cache)
-        inputs.surplus = sum_surplus(result.prompt_updates, [item.image for item in plan.items])
+        inputs.spans = {
+            modality: [get_size(updates[0].content).span for updates in items]
+            for modality, items in result.prompt_updates.items()
+            if modality in ("image", "video")
+        }
         return result
 
     def _plan_images(
@@ -264,8 +305,7 @@ class PrunedProcessor(_Stock):
                 update = self._recompute_cached_prompt_update(update, at)
                 content, item_plan = self._placeholders.lay_out(update.content, item.plan)
                 updates[-1].append(replace(update, content=content))
-            row = MultiModalFieldElem(item_plan.encode(), MultiModalBatchedField(keep_on_cpu=True))
-            tensors.append(MultiModalKwargsItem({**(image or {}), FIELD: row}))
+            tensors.append(_carry_plan(image or {}, item_plan))
         return result._replace(
             kwargs=MultiModalKwargsItems({**result.kwargs, "image": tensors}),
             prompt_updates={**result.prompt_updates, "image": updates},
@@ -303,8 +343,7 @@ class PrunedProcessor(_Stock):
         ):
             content, plan = self._placeholders.lay_out(update.content, item.plan)
             updates.append([replace(update, content=content)])
-            row = MultiModalFieldElem(plan.encode(), MultiModalBatchedField(keep_on_cpu=True))
-            tensors.append(MultiModalKwargsItem({**(data or {}), FIELD: row}))
+            tensors.append(_carry_plan(data or {}, plan))
         return result._replace(
             hashes={**result.hashes, "video": [item.identity for item in inputs.clips]},
             kwargs=MultiModalKwargsItems({**result.kwargs, "video": tensors}),
@@ -321,7 +360,7 @@ class PrunedProcessor(_Stock):
         updates = super()._get_mm_prompt_updates(mm_items, hf_processor_mm_kwargs, out_mm_kwargs)
         sized = {
             modality: [
-                [with_size(update, self.measure(data)) for update in updates_of_item]
+                [with_size(update, partial(self.measure, data)) for update in updates_of_item]
                 for updates_of_item, data in zip(
                     updates[modality], out_mm_kwargs.get(modality, ()), strict=True
                 )
@@ -387,6 +426,12 @@ class PrunedProcessor(_Stock):
         """The keys by which vLLM's processor cache holds the images."""
         assert isinstance(inputs, _Inputs)
         return dict(inputs.keys)
+
+
+def _carry_plan(data: ItemFields, plan: ItemPlan) -> MultiModalKwargsItem:
+    """An item's tensors with its plan."""
+    row = MultiModalFieldElem(plan.encode(), MultiModalBatchedField(keep_on_cpu=True))
+    return MultiModalKwargsItem({**data, FIELD: row})
 
 
 def _find_first_items(items: Sequence[PlannedItem]) -> dict[str, int]:

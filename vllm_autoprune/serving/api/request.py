@@ -22,6 +22,7 @@ from vllm_autoprune.serving.settings import REQUESTS_FLAG, Detail
 from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET, BudgetCall
 from vllm_autoprune.tpdsl.cells import Cells
 from vllm_autoprune.tpdsl.loading import escape_unprintable, suggest_name
+from vllm_autoprune.tpdsl.tokens import POSITIONS, Positions
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -95,6 +96,7 @@ _FIX = {
     "cells": 'give "flat", "predicted", "none", or "flat:2" with a tolerance up to 32',
     "enabled": "give true or false",
     "keep": 'give "state", "reference", "random" or "resized"',
+    "positions": f"give {', '.join(POSITIONS)}",
     "video_budget": 'give the tokens of all frames, a share, or "tokens_per_frame:16"',
     "instructions": "give a list of texts, one an image",
     "video_instructions": "give a list of texts, one a video",
@@ -114,6 +116,7 @@ class PruningRequest(BaseModel):
     ``video_budget``: K of each clip, by a state that prunes them. ``state``:
     the name of a shipped state, or a whole state. ``enabled`` false: every token is kept.
     ``cells``: the rule by which cells are dropped before the vision tower, or ``"none"``.
+    ``positions``: where kept tokens stand.
     ``keep``: the state, or a control: ``"reference"`` (its base policy alone), ``"random"``
     or ``"resized"`` (the resize control).
     ``recall``: tokens that each later turn without an image gets of the images before it.
@@ -129,6 +132,7 @@ class PruningRequest(BaseModel):
     video_budget: BudgetCall | None = None
     state: str | dict[str, object] | None = None
     cells: Cells | Literal["none"] | None = None
+    positions: Positions | None = None
     enabled: bool = True
     keep: Chooser = "state"
     instructions: list[str] | None = None
@@ -260,12 +264,13 @@ HEADERS = {
     f"{_PREFIX}-budget": 'a budget, such as "64" or "1/8"',
     f"{_PREFIX}-cells": '"flat", "predicted" or "none"',
     f"{_PREFIX}-enabled": '"true" or "false"',
+    f"{_PREFIX}-positions": f"one of {', '.join(POSITIONS)}",
     f"{_PREFIX}-state": "the name of a shipped state",
     f"{_PREFIX}-video-budget": 'a budget, such as "tokens_per_frame:16" or "1/8"',
 }
 """The headers, each named like its field of the entry, and what they hold."""
 
-_NAMES = frozenset({"cells", "state"})
+_NAMES = frozenset({"cells", "positions", "state"})
 """Fields whose header holds a name; those of others hold JSON, or a budget as text."""
 
 _Headers = Sequence[tuple[str, str]]

@@ -29,6 +29,7 @@ def check_fields(served: ServedState, request: PruningRequest) -> PruningState |
         "budget": (request.budget is not None, "budget"),
         "video_budget": (request.video_budget is not None, "budget"),
         "cells": (request.cells is not None, "budget"),
+        "positions": (request.positions is not None, "budget"),
         "keep": (request.keep != "state", "budget"),
         "enabled": (not request.enabled, "budget"),
         "recall": (bool(request.recall), "budget"),
@@ -43,7 +44,7 @@ def check_fields(served: ServedState, request: PruningRequest) -> PruningState |
         what = f"K_r = {recall}, and requests may recall {rules.maximum} tokens at most"
         raise refuse(f"{ENTRY}/recall", what, f"ask for 0 to {rules.maximum}")
     if not request.enabled:
-        others = ("budget", "video_budget", "state", "keep", "cells")
+        others = ("budget", "video_budget", "state", "keep", "cells", "positions")
         if names := [name for name in others if needed[name][0]]:
             what = f"false keeps every token, but {', '.join(map(repr, names))} is given as well"
             raise refuse(f"{ENTRY}/enabled", what, f"leave out 'enabled' or {names[0]!r}")
@@ -80,6 +81,7 @@ def resolve_plans(
         return [ItemPlan(size, NO_KEY, tokens=size) for size in sizes]
     budgets = request.split_budget(sizes)
     encoded = b"" if state is None else encode_state(state)
+    positions = served.positions_of(state or served.state, request.positions)
     details = request.details
     if details is None or len(details) != len(images):
         # No messages, or messages of a form in which the images were not found.
@@ -94,7 +96,9 @@ def resolve_plans(
         if field:
             require_in_range(k, field)
         plan = ItemPlan(image.encoded, NO_KEY, keep=request.keep, tokens=image.encoded)
-        return replace(plan, budget=k, state=encoded) if k < image.encoded else plan
+        if k >= image.encoded:
+            return plan
+        return replace(plan, budget=k, state=encoded, positions=positions)
 
     plans = []
     for image, asked, detail in zip(images, budgets, details, strict=True):

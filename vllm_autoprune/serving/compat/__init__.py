@@ -147,16 +147,21 @@ MARK = "_vllm_autoprune_shim"
 
 
 def patch(owner: type | ModuleType, name: str) -> Callable[[F], F]:
-    """Replace a method, or a module's function, by the decorated one, once for all plugin loads.
+    """Replace a method, a property, or a module's function by the decorated one, once.
 
-    The function is called with vLLM's own in front of the arguments.
+    That is once for all plugin loads. The function is called with vLLM's own in front of its
+    arguments.
     Why: vLLM has no hook for a general plugin to add flags or to read its own settings.
     Remove when: it has (upstream asks plugins to move out of tree but offers only platforms a
     parser hook, ``current_platform.pre_register_and_update``).
     """
     present = owner.__dict__[name]
-    static = isinstance(present, staticmethod)
-    stock = present.__func__ if static else present
+    kind: Callable[..., object] | None = None
+    stock = present
+    if isinstance(present, staticmethod):
+        kind, stock = staticmethod, present.__func__
+    elif isinstance(present, property):
+        kind, stock = property, present.fget
 
     def install(replacement: F) -> F:
         @functools.wraps(stock)
@@ -165,7 +170,7 @@ def patch(owner: type | ModuleType, name: str) -> Callable[[F], F]:
 
         if not getattr(stock, MARK, False):
             setattr(patched, MARK, True)
-            setattr(owner, name, staticmethod(patched) if static else patched)
+            setattr(owner, name, patched if kind is None else kind(patched))
         return replacement
 
     return install

@@ -27,6 +27,34 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
     from vllm.v1.worker.gpu_worker import Worker
 
+_AXES = "autoprune_axes"
+"""Attribute of a model config: axes of the positions that its runner keeps, none where it is 0."""
+
+
+@depends_on("vllm.config:ModelConfig", "uses_mrope", "mrope_num_dims")
+def keep_positions() -> None:
+    """Let runners keep the positions that a model computes, where its config has our attribute.
+
+    Why: they do so under M-RoPE alone, by these two properties. Configs of draft models, and of
+    models without a state, keep their own.
+    Remove when: any model may compute positions, as by ``ModelState.prepare_inputs`` of V2.
+    """
+    from vllm.config import ModelConfig
+
+    @patch(ModelConfig, "uses_mrope")
+    def uses_mrope(stock: Callable[[ModelConfig], bool], self: ModelConfig) -> bool:
+        return bool(getattr(self, _AXES, 0)) or stock(self)
+
+    @patch(ModelConfig, "mrope_num_dims")
+    def mrope_num_dims(stock: Callable[[ModelConfig], int], self: ModelConfig) -> int:
+        return getattr(self, _AXES, 0) or stock(self)
+
+
+def keep_axes(model_config: ModelConfig, axes: int) -> None:
+    """Have the runners of a model keep positions of so many axes."""
+    setattr(model_config, _AXES, axes)
+
+
 _POSITIONS = "autoprune_positions"
 
 UNCHANGED_DELTA = -(2**31)

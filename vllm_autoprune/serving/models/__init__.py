@@ -83,6 +83,8 @@ class Backbone:
     """Why no cell of an image can be dropped before the tower; empty where it can."""
     clips: bool = False
     """Whether tokens of videos can be chosen; else they are what they are in stock vLLM."""
+    packed: str = ""
+    """Why kept tokens can only stand one after the other; empty where they can keep places."""
     embeds_text: bool = False
     """Whether text stands between the tokens of an item, and is embedded with those kept."""
     frame: Callable[[PreTrainedConfig], tuple[int, int]] | None = None
@@ -225,6 +227,7 @@ _INTERNVL_CHAT = (
     # InternViT of any size has it, and no other tower.
     Field("vision_config.qk_normalization", "true or false", lambda flag: isinstance(flag, bool)),
 )
+_WINDOWS = "has layers with sliding windows, which reach back by tokens and not by positions"
 _MARKS = "the tokens that begin and end an image around every item"
 _TEXT = "text around the tiles of every item"
 
@@ -286,11 +289,13 @@ BACKBONES: dict[str, Backbone] = {
         Backbone(
             *("gemma3", "tiled", "Gemma3ForConditionalGeneration"),
             unsplittable="lets the tokens of an image see those that follow them",
+            packed=_WINDOWS,
         ),
         Backbone(
             *("gemma4", "gemma4", "Gemma4ForConditionalGeneration"),
             missing=_LAYERS,
             unsplittable="writes the tokens that begin and end an image around every item",
+            packed=_WINDOWS,
         ),
     )
     for architecture in row.architectures or (row.stock,)
@@ -324,6 +329,23 @@ def find_problems(architecture: str, config: PreTrainedConfig) -> list[Problem]:
     why = reasons[0] if reasons else "vLLM takes no images for it"
     what = f"architecture {architecture!r} has no pruned form: {why}"
     return [Problem("model", what, "serve a model of docs/support.md#models, or without a state")]
+
+
+def find_packed_reason(backbone: Backbone, config: PreTrainedConfig) -> str:
+    """Why kept tokens of a checkpoint stand one after the other in any case; empty if they do not.
+
+    A layer with a sliding window would reach back over positions at which it was never trained.
+    """
+    if backbone.mrope or backbone.packed:
+        return backbone.packed
+    text = config.get_text_config()
+    layers = getattr(text, "layer_types", None) or ()
+    slides = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
+    if any("sliding" in layer for layer in layers) or (slides and not layers):
+        return _WINDOWS
+    if not (getattr(text, "rope_parameters", None) or getattr(text, "rope_theta", None)):
+        return "has no rotary positions"
+    return ""
 
 
 def require_served(config: PreTrainedConfig) -> Backbone:

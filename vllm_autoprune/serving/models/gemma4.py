@@ -21,6 +21,7 @@ from vllm.model_executor.models.gemma4_mm import (
 
 from vllm_autoprune.serving.api.layout import Placeholders, TokenCount
 from vllm_autoprune.serving.compat import depends_on
+from vllm_autoprune.serving.models.line import PrunedLine
 from vllm_autoprune.serving.models.pruned_model import (
     EncoderInputs,
     ImageInputs,
@@ -166,5 +167,6 @@ AutopruneGemma4ForConditionalGeneration = prune_class(
         lambda info: info.get_hf_config().image_token_id,
     ),
     _Gemma4Vision,
+    PrunedLine,
     methods=("_parse_and_validate_image_input", "_process_image_input"),
 )

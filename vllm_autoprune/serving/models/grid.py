@@ -21,6 +21,7 @@ from vllm_autoprune.serving.api.layout import Placeholders, TokenCount
 from vllm_autoprune.serving.api.positions import ItemFields, ItemSize
 from vllm_autoprune.serving.inputs import CELLS_FIELD, count_patches
 from vllm_autoprune.serving.models.cells import CellGrid, CellTower
+from vllm_autoprune.serving.models.line import PrunedLine
 from vllm_autoprune.serving.models.mrope import (
     VIDEO_GRIDS,
     GridLayout,
@@ -187,7 +188,7 @@ class GridVision(GridLayout):
             if are_clips:
                 grid = replace(grid, tiles=times[0], clip=True)
             tokens, channels = image_rows[:, : self._width].clone(), [image_rows[:, self._width :]]
-            if isinstance(self._model, PrunedMRope) and self._model.autoprune_places:
+            if isinstance(self._model, PrunedMRope) and self._model.autoprune_axes:
                 at = self._frame_times(images[i], times[0]) if are_clips else [0]
                 places = position_channels(grid.height, grid.width, tokens.device, at)
                 channels.append(grid.at_tokens(places.T).T.to(tokens.dtype))
@@ -305,7 +306,7 @@ def prune_grid(stock: Any, vision: type[GridVision], merger: str = "") -> type[P
             placeholders,
             video_token=lambda info: int(attrgetter(vision.video_token)(info.get_hf_config())),
         )
-    mixin = PrunedMRope if positions else PrunedModel
+    mixin = PrunedMRope if positions else PrunedLine
     return prune_class(
         stock, placeholders, vision, mixin, methods=(*calls, *positions), merger=merger
     )

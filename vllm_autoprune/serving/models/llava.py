@@ -21,11 +21,11 @@ from vllm_autoprune.serving.api.layout import Placeholders, TokenCount
 from vllm_autoprune.serving.api.positions import ItemFields, ItemSize
 from vllm_autoprune.serving.inputs import CLIP_FIELDS
 from vllm_autoprune.serving.models import pooled_frame
+from vllm_autoprune.serving.models.line import PrunedLine
 from vllm_autoprune.serving.models.pruned_model import (
     EncoderInputs,
     ImageInputs,
     ModelImage,
-    PrunedModel,
     Vision,
     prune_class,
 )
@@ -319,7 +319,7 @@ class _OnevisionVision(_JoinedVision):
         return rows
 
 
-class _PrunedOnevision(PrunedModel):
+class _PrunedOnevision(PrunedLine):
     """Also serves clips of several lengths at once.
 
     Why: stock gives their rows as ``(1, N, D)`` then, at which vLLM's runner ends the engine.
@@ -358,12 +358,13 @@ _JOINED_PLACEHOLDERS = Placeholders(
 _INPUT, _MERGE = "_parse_and_validate_image_input", "_merge_image_patch_embeddings"
 
 AutopruneLlavaForConditionalGeneration = prune_class(
-    LlavaForConditionalGeneration, _PLACEHOLDERS, LlavaVision
+    LlavaForConditionalGeneration, _PLACEHOLDERS, LlavaVision, PrunedLine
 )
 AutopruneLlavaNextForConditionalGeneration = prune_class(
     LlavaNextForConditionalGeneration,
     _JOINED_PLACEHOLDERS,
     _LlavaNextVision,
+    PrunedLine,
     methods=(_INPUT, _MERGE),
 )
 AutopruneLlavaOnevisionForConditionalGeneration = prune_class(

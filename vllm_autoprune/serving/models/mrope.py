@@ -8,42 +8,39 @@ rows, because they are known only after the selection.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from operator import attrgetter
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from vllm_autoprune.ops.rowwise import upload
-from vllm_autoprune.serving.compat.worker import UNCHANGED_DELTA, request_positions
-from vllm_autoprune.serving.models.pruned_model import PrunedModel, Vision
-from vllm_autoprune.serving.plan import FIELD, MAX_CLIP_TOKENS, ItemPlan, Key, plan_error
-from vllm_autoprune.serving.served_state import served_state
+from vllm_autoprune.serving.models.placed_model import PlacedModel, match_items
+from vllm_autoprune.serving.models.pruned_model import Vision
+from vllm_autoprune.serving.plan import MAX_CLIP_TOKENS, MROPE, ItemPlan, plan_error
+from vllm_autoprune.serving.worker.positions import (
+    count_channels,
+    decode_offsets,
+    encode_offsets,
+    match_rows,
+)
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration as _Stock
     from vllm.multimodal.inputs import MultiModalFeatureSpec
 
     Stock = Callable[[list[int], list[MultiModalFeatureSpec]], tuple[Tensor, int]]
-else:
-    _Stock = object
 
 VIDEO_GRIDS = "video_grid_thw"
 """Field of the patches of clips, as :attr:`GridLayout.grids`."""
 
-CHANNELS = 6
-"""Time, height and width within the image or clip, each as two digits of base 256, to which
-bfloat16 is exact."""
+_CHANNELS = count_channels(MROPE)
 
-_BASE = 256
-
-_UNBOUNDED = (1 << 31) - 1
-"""Positions of a model without a table of rotations."""
+_TEXT = -1
+"""In place of the tokens of an item that stand like text: no model has this id."""
 
 
 def position_channels(
@@ -51,14 +48,13 @@ def position_channels(
 ) -> Tensor:
     """Positions of the tokens of frames at these times, in raster order, ``(T * n, 6)`` float32."""
     sides = (torch.arange(side, device=device) for side in (height, width))
-    places = torch.cartesian_prod(upload(torch.tensor(times), device), *sides)
-    return torch.stack([places // _BASE, places % _BASE], dim=2).flatten(1).float()
+    return encode_offsets(torch.cartesian_prod(upload(torch.tensor(times), device), *sides))
 
 
 def set_times(rows: Tensor, times: Tensor) -> None:
     """Set the positions in time ``(M,)`` of rows ``(M, D + 6)``, in place."""
-    rows[:, -CHANNELS] = times // _BASE
-    rows[:, 1 - CHANNELS] = times % _BASE
+    channels = encode_offsets(times[:, None])
+    rows[:, -_CHANNELS : channels.shape[1] - _CHANNELS] = channels.to(rows.dtype)
 
 
 def _compute_input_positions(
@@ -68,6 +64,7 @@ def _compute_input_positions(
     unpruned: Mapping[int, Sequence[int]],
     firsts: Mapping[int, int],
     widths: Mapping[int, int] = MappingProxyType({}),
+    packed: Collection[int] = (),
 ) -> tuple[Tensor, int]:
     """Positions ``(3, L)`` of a prompt, and what decoding adds to its length.
 
@@ -77,7 +74,8 @@ def _compute_input_positions(
     then placeholders that are not there are left out. Tokens of an item of which some are missing,
     and those of later items, all stand at their image's first position until
     :func:`_place_image_tokens` knows the kept ones; in width beyond it, where they are of a clip,
-    by which these can be told from tokens that are placed. ``widths`` are those of clips.
+    by which these can be told from tokens that are placed. ``widths`` are those of clips. Tokens of
+    ``packed`` items stand one after the other, like text.
     """
     full: list[int] = []
     source: list[int] = []
@@ -86,6 +84,12 @@ def _compute_input_positions(
     done = 0
     for i in sorted(range(len(features)), key=lambda i: features[i].mm_position.offset):
         place = features[i].mm_position
+        if i in packed:
+            end = place.offset + place.length
+            source += range(len(full), len(full) + end - done)
+            full += [*ids[done : place.offset], *[_TEXT] * place.length]
+            done = end
+            continue
         if i not in unpruned:
             # Others are never shortened; audio may stand within a video (Qwen-Omni).
             offset = len(full) + place.offset - done
@@ -117,30 +121,6 @@ def _compute_input_positions(
     return positions, delta + len(full) - len(ids)
 
 
-def _match_items(plans: Mapping[int, ItemPlan]) -> dict[int, int]:
-    """Map each delta and each recall to the item that its image's positions begin at.
-
-    ``plans`` by item, in prompt order. Deltas come in the order of their cores, and no core of
-    another image has the same key. An image may be shown several times: a recall belongs to the
-    last one.
-    """
-    waiting: dict[Key, list[int]] = {}
-    last: dict[Key, int] = {}
-    firsts = {}
-    for i, plan in sorted(plans.items()):
-        if plan.part == "recall":
-            if plan.key in last:
-                firsts[i] = last[plan.key]
-        elif plan.part == "delta":
-            if waiting.get(plan.key):
-                firsts[i] = waiting[plan.key].pop(0)
-        else:
-            last[plan.key] = i
-            if plan.part == "core":
-                waiting.setdefault(plan.key, []).append(i)
-    return firsts
-
-
 def _place_image_tokens(
     ids: Tensor,
     positions: Tensor,
@@ -157,20 +137,13 @@ def _place_image_tokens(
     time moves a token on all axes. Rows with channels below 0 leave their tokens where they are. No
     host sync.
     """
-    joined = torch.cat([part.float() for part in channels])
-    digits = joined.long().unflatten(1, (3, 2))
-    # Time, height and width from the image's first position, (3, M).
-    offsets = (digits[:, :, 0] * _BASE + digits[:, :, 1]).T.to(positions.device)
+    offsets, is_set = (part.to(positions.device) for part in decode_offsets(channels))
     if moves_all:
         offsets = torch.cat([offsets[:1], offsets[0] + offsets[1:]])
-    at = torch.arange(len(ids), device=positions.device)
     ids = ids.to(positions.device)
     is_image = functools.reduce(torch.logical_or, (ids == image for image in images))
-    is_image = is_image & (at >= computed)
-    rank = is_image.cumsum(0) - 1
-    selected = is_image & (rank < offsets.shape[1])
-    row = rank.clamp(0, offsets.shape[1] - 1)
-    selected &= (joined[:, 0] >= 0).to(positions.device)[row]
+    selected, row = match_rows(is_image, computed, len(is_set))
+    selected &= is_set[row]
     offsets = offsets[:, row]
     # A token that was placed before (of a request that was preempted) is as far from the first
     # position on every axis; others are there in time, and no width is beyond its own grid's.
@@ -208,72 +181,41 @@ class GridLayout(Vision):
         return tokens
 
 
-class PrunedMRope(PrunedModel, _Stock):
-    """Mixin before stock classes with M-RoPE: rows carry the positions of their tokens."""
+class PrunedMRope(PlacedModel):
+    """Mixin before stock classes with M-RoPE."""
 
     autoprune_vision: ClassVar[type[GridLayout]]
-    supports_multimodal_pruning: ClassVar[Literal[True]] = True
-    """vLLM asks a model for positions anew only where it says this."""
 
-    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        if served_state(vllm_config.model_config) is not None:
-            request_positions(vllm_config.model_config.multimodal_config)
-        super().__init__(vllm_config=vllm_config, prefix=prefix)
-        # Some classes serve checkpoints with positions of one axis too.
-        self.autoprune_places: bool = vllm_config.model_config.uses_mrope
-        if self.autoprune is not None:
-            # Videos are handled by the stock model.
-            self.is_multimodal_pruning_enabled = False
-            self.autoprune_context: int = vllm_config.model_config.max_model_len
-            layers = self.get_language_model().modules()
-            tables = [
-                len(layer.cos_sin_cache) for layer in layers if hasattr(layer, "cos_sin_cache")
-            ]
-            self.autoprune_table: int = min(tables, default=_UNBOUNDED)
-
-    def get_mrope_input_positions(
-        self, input_tokens: list[int], mm_features: list[MultiModalFeatureSpec]
-    ) -> tuple[Tensor, int]:
-        """Positions of the prompt with whole images, as stock (``SupportsMRoPE``).
-
-        Where there are none, of grids and text that no server makes, tokens follow each other.
-        """
-        stock = super().get_mrope_input_positions
+    @property
+    def _layout(self) -> GridLayout:
         vision = self.autoprune
-        if vision is None:
-            return stock(input_tokens, mm_features)
         assert isinstance(vision, GridLayout)
-        length = len(input_tokens)
-        try:
-            positions, delta = self.autoprune_positions(vision, stock, input_tokens, mm_features)
-            # Beyond the table of rotations an index is out of range, which ends the engine. The API
-            # server keeps generated tokens within the context, unless it cannot foresee them.
-            start, end = int(positions.min()), max(int(positions.max()) + 1, length + delta)
-            if delta > self.autoprune_context:
-                end += self.autoprune_context - length
-            if positions.shape != (3, length) or start < 0 or end > self.autoprune_table:
-                raise plan_error(f"gives {tuple(positions.shape)} positions, {start} to {end}")
-            return positions, delta
-        except Exception as error:  # the engine must survive any input
-            self.autoprune_reporter.report_error(error, "counting its tokens as positions")
-            return torch.arange(length).expand(3, -1).clone(), 0
+        return vision
+
+    @property
+    def autoprune_counts_all(self) -> bool:
+        """Whether clips have the tokens of images, or are pruned too."""
+        return self._layout.videos_share_token or bool(self._layout.video_token)
+
+    def autoprune_consecutive(self, length: int) -> Tensor:
+        """Positions ``(3, L)`` of tokens that follow each other."""
+        return torch.arange(length).expand(MROPE, -1).clone()
 
     def autoprune_positions(
-        self,
-        vision: GridLayout,
-        stock: Stock,
-        input_tokens: list[int],
-        mm_features: list[MultiModalFeatureSpec],
+        self, input_tokens: list[int], mm_features: list[MultiModalFeatureSpec]
     ) -> tuple[Tensor, int]:
-        """Positions of the prompt with whole images; raises for what its grids cannot be."""
-        unpruned, plans, widths = dict[int, Sequence[int]](), dict[int, ItemPlan](), {}
+        """Positions ``(3, L)`` of the prompt with whole images; raises for grids of none."""
+        vision, stock = self._layout, super(PlacedModel, self).get_mrope_input_positions
+        unpruned, plans = dict[int, Sequence[int]](), dict[int, ItemPlan]()
+        widths, packed = dict[int, int](), set[int]()
         for i, feature in enumerate(mm_features):
-            data, is_image = feature.data or {}, feature.modality == "image"
-            plan = None
-            if FIELD in data:
-                (plan,) = self.autoprune_plan_reader.read([data[FIELD].data])
+            is_image, plan = feature.modality == "image", self.autoprune_read_plan(feature)
             if not is_image and (plan is None or plan.keeps_all):
                 continue
+            if plan is not None and plan.positions == "packed":
+                packed.add(i)
+                continue
+            data = feature.data or {}
             grid = data[vision.grids if is_image else VIDEO_GRIDS].data
             assert isinstance(grid, Tensor)
             token = input_tokens[feature.mm_position.offset]
@@ -283,57 +225,24 @@ class PrunedMRope(PrunedModel, _Stock):
             elif plan is not None:
                 unpruned[i] = plan.write_text(unpruned[i])
                 widths[i] = int(grid[2]) // vision.merge
-        firsts = _match_items(plans)
-        return _compute_input_positions(stock, input_tokens, mm_features, unpruned, firsts, widths)
+        starts = match_items(plans)
+        return _compute_input_positions(
+            stock, input_tokens, mm_features, unpruned, starts, widths, packed
+        )
 
-    def autoprune_blank(self, plan: ItemPlan, error: Exception) -> Tensor:
-        """Rows of zeros, whose tokens stay where they are."""
-        rows = super().autoprune_blank(plan, error)
-        if not self.autoprune_places:
-            return rows
-        return torch.cat([rows, rows.new_full((len(rows), CHANNELS), -1.0)], dim=1)
+    def autoprune_place(
+        self, ids: Tensor, positions: Tensor, channels: Sequence[Tensor], computed: int
+    ) -> Tensor:
+        """Set the positions of the image tokens of one prefill step in ``(3, L)``."""
+        names = (self._layout.image_token, self._layout.video_token)
+        tokens = [int(attrgetter(name)(self.config)) for name in names if name]
+        dates = self._layout.dates_frames
+        return _place_image_tokens(ids, positions, channels, tokens, computed, dates)
 
-    def recompute_mrope_positions(
-        self,
-        input_ids: list[int] | Tensor,
-        multimodal_embeddings: Sequence[Tensor],
-        mrope_positions: Tensor,
-        num_computed_tokens: int,
-    ) -> tuple[Sequence[Tensor], Tensor, int]:
-        """Split position channels off the rows, and set the positions of this step's image tokens.
+    def autoprune_delta(self, positions: Tensor, length: int) -> int:
+        """What decoding adds.
 
-        None is beyond the model's table, whatever channels an image has. Not by the stock method
-        (``SupportsMultiModalPruning``): it moves text on by an image's width, which is wrong for
-        one that is higher than wide. What decoding adds to the prompt's length was known before.
-        Model Runner V1 has no way to leave it as it is, so there a prompt that ends in an image,
-        without the token that closes it, goes on after the last kept token.
+        Model Runner V1 has no way to leave it as it was known, so there a prompt that ends in an
+        image, without the token that closes it, goes on after the last kept token.
         """
-        vision = self.autoprune
-        if vision is None:  # vLLM's own pruning of videos
-            return super().recompute_mrope_positions(
-                input_ids, multimodal_embeddings, mrope_positions, num_computed_tokens
-            )
-        assert isinstance(vision, GridLayout)
-        wide = vision.row_width + CHANNELS
-        rows: list[Tensor] = []
-        channels: list[Tensor] = []
-        for embedding in multimodal_embeddings:
-            if embedding.shape[1] == wide:
-                channels.append(embedding[:, -CHANNELS:])
-                embedding = embedding[:, :-CHANNELS]
-            elif vision.videos_share_token or vision.video_token:
-                # These tokens stay where they are.
-                unplaced = embedding.new_full((len(embedding), CHANNELS), -1, dtype=torch.float32)
-                channels.append(unplaced)
-            rows.append(embedding)
-        positions = mrope_positions
-        if channels:
-            ids = input_ids if isinstance(input_ids, Tensor) else torch.tensor(input_ids)
-            names = (vision.image_token, vision.video_token)
-            tokens = [int(attrgetter(name)(self.config)) for name in names if name]
-            positions = _place_image_tokens(
-                ids, positions, channels, tokens, num_computed_tokens, vision.dates_frames
-            ).clamp(max=self.autoprune_table - 1)
-        if isinstance(input_ids, Tensor):
-            return rows, positions, UNCHANGED_DELTA
-        return rows, positions, int(positions.max()) + 1 - len(input_ids)
+        return int(positions.max()) + 1 - length

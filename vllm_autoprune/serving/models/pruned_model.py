@@ -186,7 +186,8 @@ class Vision(ABC):
         def project(rows: Tensor) -> Tensor:
             raise NotImplementedError(f"{type(self).__name__} gives policies no rows of its tower")
 
-        return ModelParts(project, self.embed, self.load_relevance())
+        axes: int = getattr(self._model, "autoprune_axes", 0)
+        return ModelParts(project, self.embed, self.load_relevance(), axes=axes)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -332,6 +333,8 @@ class PrunedModel(_Stock):
     """
 
     autoprune_vision: ClassVar[type[Vision]]
+    autoprune_overrides: ClassVar[tuple[str, ...]] = ()
+    """Methods of a stock class that are overridden, beyond those of every model."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -496,7 +499,7 @@ def prune_class(
     stock: Any,
     placeholders: Placeholders,
     vision: type[Vision],
-    mixin: type[PrunedModel] = PrunedModel,
+    mixin: type[PrunedModel],
     *,
     methods: Sequence[str] = ("_parse_and_validate_image_input",),
     merger: str = "",
@@ -505,7 +508,7 @@ def prune_class(
 
     ``methods`` of the stock class, and the class of its patch ``merger``, are depended on.
     """
-    declare_model(stock, methods, merger)
+    declare_model(stock, (*methods, *mixin.autoprune_overrides), merger)
     backbone = next(row for row in BACKBONES.values() if row.stock == stock.__name__)
     why, embeds_text = backbone.unsplittable, backbone.embeds_text
     placeholders = replace(placeholders, unsplittable=why, embeds_text=embeds_text)

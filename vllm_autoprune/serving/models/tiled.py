@@ -26,6 +26,7 @@ from vllm_autoprune.serving.api.layout import Placeholders, TokenCount
 from vllm_autoprune.serving.api.positions import ItemFields, ItemSize
 from vllm_autoprune.serving.compat import depends_on
 from vllm_autoprune.serving.inputs import CLIP_FIELDS, CLIP_FRAMES
+from vllm_autoprune.serving.models.line import PrunedLine
 from vllm_autoprune.serving.models.pruned_model import (
     EncoderInputs,
     ImageInputs,
@@ -242,7 +243,7 @@ def _prune(
         video_token=video_token,
         measure=None if video_token is None else _measure,
     )
-    return prune_class(stock, placeholders, vision, **hooks)
+    return prune_class(stock, placeholders, vision, PrunedLine, **hooks)
 
 
 def _largest_idefics3(info: Any) -> ImageSize:

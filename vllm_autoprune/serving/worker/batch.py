@@ -15,7 +15,7 @@ from torch.nn import functional
 from vllm_autoprune.errors import SelectionError
 from vllm_autoprune.ops.rowwise import upload
 from vllm_autoprune.serving.compat.worker import leaves_ranks_apart, world_size
-from vllm_autoprune.serving.plan import NO_KEY, Choice, Ids, ItemPlan, plan_error
+from vllm_autoprune.serving.plan import LINE, NO_KEY, Choice, Ids, ItemPlan, plan_error
 from vllm_autoprune.serving.served_state import ServedState
 from vllm_autoprune.serving.worker.features import (
     Compared,
@@ -23,6 +23,11 @@ from vllm_autoprune.serving.worker.features import (
     IndexCache,
     Region,
     stack,
+)
+from vllm_autoprune.serving.worker.positions import (
+    count_channels,
+    encode_offsets,
+    spread_offsets,
 )
 from vllm_autoprune.serving.worker.question import RelevanceSpace
 from vllm_autoprune.serving.worker.selection import (
@@ -58,14 +63,15 @@ class ModelParts:
     project maps rows of the vision tower ``(..., Dv)`` to ``(..., D)``; embed maps token ids
     ``(W,)`` to the language model's input embeddings ``(W, D)``; language reads the language
     model's first layers over one image ``(N, D)`` and its instruction. None where the served state
-    needs none. set_times sets the positions in time of rows, where they carry those of their tokens
-    and text may stand between these.
+    needs none. axes are those of the positions that rows carry, 0 for none; set_times sets those in
+    time, where text may stand between the tokens of a clip.
     """
 
     project: Callable[[Tensor], Tensor]
     embed: Callable[[Tensor], Tensor]
     relevance: RelevanceSpace | None = None
     language: Callable[[Tensor, Ids], LanguagePrefix] | None = None
+    axes: int = 0
     set_times: Callable[[Tensor, Tensor], None] | None = None
 
 
@@ -103,8 +109,9 @@ def prune_images(
     codes = torch.full((1,), FALLBACKS.index("uniform"), dtype=torch.uint8, device=rows.device)
     context.reporter.report(codes, "error")
     count = _count_rows(plans[0], images[0]) + len(plans[0].text)
-    evenly = torch.arange(count, device=rows.device) * len(rows) // count
-    return [rows[evenly].nan_to_num(0.0, 0.0, 0.0)]
+    evenly = spread_offsets(count, len(rows), rows.device)
+    kept = rows[evenly].nan_to_num(0.0, 0.0, 0.0)
+    return [_carry_positions(context.parts.axes, plans[0], kept, evenly, len(rows))]
 
 
 def _prune_together(
@@ -130,20 +137,22 @@ def _prune_together(
 
     # In the order of their parts: what an item is chosen after is then remembered when its own turn
     # comes.
-    rows, places = dict[int, Tensor](), dict[int, Tensor]()
+    rows, places, stands = dict[int, Tensor](), dict[int, Tensor](), dict[int, Tensor]()
     for members in sorted(groups.values(), key=lambda members: plans[members[0]].kept_before):
         group = [plans[i] for i in members], [images[i] for i in members]
         if _keeps_all(plans[members[0]], images[members[0]]):
-            selected: Sequence[Tensor] = [image.rows(group[0][0].budget) for image in group[1]]
-            at = torch.arange(len(selected[0]), device=selected[0].device).expand(len(members), -1)
+            kept_places = [image.places(group[0][0].budget) for image in group[1]]
+            pairs = zip(group[1], kept_places, strict=True)
+            selected: Sequence[Tensor] = [image.rows()[at] for image, at in pairs]
+            at = stood = torch.stack(kept_places)
         else:
-            chosen, at = _select_rows(context, *group)
+            chosen, at, stood = _select_rows(context, *group)
             selected = chosen.unbind()
-        for i, rows_of_image, places_of_image in zip(members, selected, at, strict=True):
-            rows[i], places[i] = rows_of_image, places_of_image
+        for i, *of_image in zip(members, selected, at, stood, strict=True):
+            rows[i], places[i], stands[i] = of_image
             if plans[i].profile:  # the unpruned size, after the selection has used its memory
                 rows[i] = images[i].rows()
-                places[i] = torch.arange(len(rows[i]), device=rows[i].device)
+                places[i] = stands[i] = torch.arange(len(rows[i]), device=rows[i].device)
 
     # vLLM silently drops surplus rows, and its engine crashes where rows are missing. Neither
     # happens while the API server predicts N correctly.
@@ -153,9 +162,44 @@ def _prune_together(
             mismatch = SelectionError(f"{count} rows for a placeholder of {wanted}")
             reporter.report_error(mismatch, "cutting its rows off, or repeating the last one")
             repeated = torch.arange(wanted, device=rows[i].device).clamp(max=count - 1)
-            rows[i], places[i] = rows[i][repeated], places[i][repeated]
-    kept = [(rows[i], places[i]) for i in range(len(plans))]
-    return _insert_text(context.parts, plans, images, kept)
+            for of_item in (rows, places, stands):
+                of_item[i] = of_item[i][repeated]
+    kept = [_Kept(rows[i], places[i], stands[i]) for i in range(len(plans))]
+    _insert_text(context.parts, plans, images, kept)
+    axes = context.parts.axes
+    return [
+        _carry_positions(axes, plan, item.rows, item.stands, image.tokens + len(plan.text))
+        for plan, item, image in zip(plans, kept, images, strict=True)
+    ]
+
+
+@dataclass(slots=True)
+class _Kept:
+    """Rows ``(K, D + E)`` of an item, and two places ``(K,)`` of each among the image's tokens.
+
+    ``places`` order them; ``stands`` are where they stand for the language model. They differ for
+    rows that stand for no single token.
+    """
+
+    rows: Tensor
+    places: Tensor
+    stands: Tensor
+
+
+def _carry_positions(axes: int, plan: ItemPlan, rows: Tensor, stands: Tensor, span: int) -> Tensor:
+    """Rows ``(L, D + E)`` with the positions of their tokens as their last channels.
+
+    ``stands`` ``(L,)`` are those of one axis in the whole item, of ``span`` positions; under M-RoPE
+    rows carry theirs already.
+    """
+    if axes == LINE:
+        if plan.positions == "spread":
+            stands = spread_offsets(len(rows), span, rows.device)
+        channels = encode_offsets(stands[:, None]).to(rows.dtype)
+        return torch.cat([rows, channels if plan.moves else torch.full_like(channels, -1)], dim=1)
+    if axes and plan.positions == "packed":
+        rows[:, -count_channels(axes) :] = -1
+    return rows
 
 
 def _count_rows(plan: ItemPlan, image: ImageFeatures) -> int:
@@ -167,35 +211,37 @@ def _insert_text(
     model: ModelParts,
     plans: Sequence[ItemPlan],
     images: Sequence[ImageFeatures],
-    selected: Sequence[tuple[Tensor, Tensor]],
-) -> list[Tensor]:
-    """Rows of every image with those of its text, behind the tokens that stand before it.
+    kept: Sequence[_Kept],
+) -> None:
+    """Insert rows of each image's text behind the tokens that stand before it, in place.
 
-    ``selected`` are rows ``(K, D + E)`` and the place ``(K,)`` of each among the image's tokens.
-    Rows between the same two texts stay in their order.
+    Rows between the same two texts stay in their order. Positions are then those of the item with
+    its text.
     """
-    rows = [rows_of_image for rows_of_image, _ in selected]
     texts = [place for plan in plans for place in plan.text]
     if not texts:
-        return rows
-    before, ids = upload(torch.tensor([*zip(*texts, strict=True)]), rows[0].device)
+        return
+    before, ids = upload(torch.tensor([*zip(*texts, strict=True)]), kept[0].rows.device)
     counts = [len(plan.text) for plan in plans]
-    parts = zip(selected, before.split(counts), model.embed(ids).split(counts), strict=True)
-    for i, ((kept, places), before_text, text) in enumerate(parts):
-        before_text = before_text.clamp(max=images[i].tokens)  # else positions have no bound
-        texts_before = torch.searchsorted(before_text, places, right=True)
-        number = torch.arange(len(text), device=kept.device)
+    parts = zip(kept, images, before.split(counts), model.embed(ids).split(counts), strict=True)
+    for item, image, before_text, text in parts:
+        before_text = before_text.clamp(max=image.tokens)  # else positions have no bound
+        texts_before = torch.searchsorted(before_text, item.places, right=True)
+        number = torch.arange(len(text), device=item.rows.device)
         # Channels that are not the language model's are 0.
-        text = functional.pad(text.to(kept.dtype), (0, kept.shape[1] - text.shape[1]))
-        joined = torch.cat([kept, text])
+        text = functional.pad(text.to(item.rows.dtype), (0, item.rows.shape[1] - text.shape[1]))
+        joined = torch.cat([item.rows, text])
         if model.set_times is not None:
             # A text token takes one position, and a frame as many as its longer side.
-            grid = images[i].regions[0].grid
-            frames = torch.cat([places, before_text]) // (grid.height * grid.width)
+            grid = image.regions[0].grid
+            frames = torch.cat([item.places, before_text]) // (grid.height * grid.width)
             times = torch.cat([texts_before, number]) + frames * max(grid.height, grid.width)
             model.set_times(joined, times)
-        rows[i] = joined[torch.cat([2 * texts_before, 2 * number + 1]).argsort(stable=True)]
-    return rows
+        order = torch.cat([2 * texts_before, 2 * number + 1]).argsort(stable=True)
+        behind = torch.searchsorted(before_text, item.stands, right=True)
+        item.rows = joined[order]
+        item.places = torch.cat([item.places, before_text])[order]
+        item.stands = torch.cat([item.stands + behind, before_text + number])[order]
 
 
 def _keeps_all(plan: ItemPlan, image: ImageFeatures) -> bool:
@@ -204,15 +250,15 @@ def _keeps_all(plan: ItemPlan, image: ImageFeatures) -> bool:
 
 def _select_rows(
     context: SelectionContext, plans: Sequence[ItemPlan], images: Sequence[ImageFeatures]
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Select ``(B, K, D + E)`` rows of images of one group and shape, of which not all are kept.
 
-    With the place ``(B, K)`` of each among all rows of its image; rows that stand for no token are
-    the last of their region.
+    With the place ``(B, K)`` of each among all rows of its image, and where it stands; rows that
+    stand for no single token are the last of their region.
     """
     plan, image = plans[0], images[0]
     ordered = image.regions[0].order is not None
-    parts, positions, start = [], [], 0
+    parts, positions, stands, start = [], list[Tensor](), list[Tensor](), 0
     for number in range(len(image.regions)):
         batch = _RegionBatch(context, plans, images, number)
         start += 0 if number == 0 else image.regions[number - 1].grid.tokens
@@ -222,37 +268,43 @@ def _select_rows(
         features = refined.features
         channels = [r.extra_channels for r in batch.regions if r.extra_channels is not None]
         if channels:
-            # A row that stands for no single token takes the channels of the last that is kept.
-            last = refined.indices[:, -1:].expand(-1, refined.extra)
-            sources = torch.cat([refined.indices, last], dim=1)[:, :, None]
             extra = stack(channels)
+            sources = refined.places(extra.shape[1])[:, :, None]
             extra = extra.gather(1, sources.expand(-1, -1, extra.shape[2]))
             features = torch.cat([features, extra.to(features.dtype)], dim=2)
         parts.append(features)
-        places, last_place = start + refined.indices, start + image.regions[number].grid.tokens - 1
+        in_region, of_region = image.regions[number].grid.tokens, refined.indices.shape[1]
+        stood, last_place = refined.places(in_region), start + in_region - 1
         if ordered:
             orders = stack([r.order for r in batch.regions if r.order is not None])
-            places, last_place = orders.gather(1, refined.indices), image.tokens - 1
-        positions += [places, places.new_full((len(plans), refined.extra), last_place)]
+            stood, last_place = orders.gather(1, stood), image.tokens - 1
+        else:
+            stood = start + stood
+        extra_places = stood.new_full((len(plans), refined.extra), last_place)
+        positions.append(torch.cat([stood[:, :of_region], extra_places], dim=1))
+        stands.append(stood)
 
     if not parts:  # all tokens are kept already
         parts = [torch.stack([image.rows()[:0] for image in images])]
-        positions = [torch.zeros(len(plans), 0, dtype=torch.int64, device=parts[0].device)]
+        stands = positions = [torch.zeros(len(plans), 0, dtype=torch.int64, device=parts[0].device)]
     rows, places = torch.cat(parts, dim=1), torch.cat(positions, dim=1)
+    stand = torch.cat(stands, dim=1)
     by_quality = plan.runs_policy and (context.served.policy_for_plan(plan).state.orders_by_quality)
     if ordered and not by_quality:
         places, order = places.sort(dim=1, stable=True)
         rows = rows.gather(1, order[:, :, None].expand(-1, -1, rows.shape[2]))
+        stand = stand.gather(1, order)
 
     # Fillers, where all tokens are kept and the plan asks for more.
     missing = min(plan.image_budget - image.candidates, image.gaps)
     missing -= max(0, plan.kept_before - image.candidates)
     fillers = [image.filler for image in images if image.filler is not None]
     if missing <= 0 or len(fillers) < len(images):
-        return rows, places
+        return rows, places, stand
     added = torch.stack(fillers)[:, None].expand(-1, missing, -1)
     at_end = places.new_full((len(plans), missing), image.tokens - 1)
-    return torch.cat([rows, added.to(rows.dtype)], dim=1), torch.cat([places, at_end], dim=1)
+    rows = torch.cat([rows, added.to(rows.dtype)], dim=1)
+    return rows, torch.cat([places, at_end], dim=1), torch.cat([stand, at_end], dim=1)
 
 
 @dataclass(frozen=True)

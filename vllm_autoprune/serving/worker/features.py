@@ -119,23 +119,32 @@ class ImageFeatures:
         sizes = tuple(region.grid.tokens for region in self.regions)
         return _split(budget, sizes, tuple(region.share for region in self.regions))
 
-    def rows(self, count: int | None = None) -> Tensor:
-        """``(N, D + E)`` as the unpruned model has them; the first fillers only where count < N."""
+    def rows(self) -> Tensor:
+        """``(N, D + E)`` as the unpruned model has them."""
+        parts = [region.rows for region in self.regions]
+        tokens = parts[0] if len(parts) == 1 else torch.cat(parts)
         if self.regions[0].order is None:
-            parts = [region.rows for region in self.regions]
-            return parts[0] if len(parts) == 1 else torch.cat(parts)
-        tokens = torch.cat([region.rows for region in self.regions])
-        places = torch.cat([r.order for r in self.regions if r.order is not None])
+            return tokens
         if self.filler is None:
-            return tokens[places.argsort()]
+            return tokens[self._order.argsort()]
         rows = self.filler.to(tokens.dtype).expand(self.tokens, -1).clone()
-        rows[places] = tokens
-        if count is None or count >= self.tokens:
-            return rows
-        spare = torch.ones(self.tokens, dtype=torch.bool, device=rows.device)
-        spare[places] = False
+        rows[self._order] = tokens
+        return rows
+
+    def places(self, count: int) -> Tensor:
+        """Places among N rows that are kept where all candidates are: of fillers the first ones."""
+        device = self.regions[0].projected.device
+        if self.filler is None or count >= self.tokens:
+            return torch.arange(self.tokens, device=device)
+        spare = torch.ones(self.tokens, dtype=torch.bool, device=device)
+        spare[self._order] = False
         late = spare & (spare.cumsum(0) > count - self.candidates)
-        return rows[late.to(torch.uint8).argsort(stable=True)[:count]]
+        return late.to(torch.uint8).argsort(stable=True)[:count]
+
+    @property
+    def _order(self) -> Tensor:
+        """The place of each candidate among N rows."""
+        return torch.cat([r.order for r in self.regions if r.order is not None])
 
     def tensors(self) -> Iterator[Tensor]:
         """All tensors of the image, but not the filler, which is a weight of the model."""

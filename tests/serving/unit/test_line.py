@@ -1,0 +1,215 @@
+"""Positions of one axis: tokens of pruned images on the line of the whole prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from vllm.multimodal.inputs import PlaceholderRange
+
+from vllm_autoprune.serving.api.positions import PromptItem, pack_items
+from vllm_autoprune.serving.models.line import PrunedLine, lay_on_line
+from vllm_autoprune.serving.plan import LINE, MAX_SPAN, MROPE, ItemPlan
+from vllm_autoprune.serving.worker.batch import _carry_positions
+from vllm_autoprune.serving.worker.positions import (
+    count_channels,
+    decode_offsets,
+    encode_offsets,
+)
+from vllm_autoprune.tpdsl.tokens import Positions
+
+WIDTH = 4
+"""Of a row of the model, beside its channels."""
+
+
+@dataclass
+class Prompt:
+    """A prompt with items, and where each of its tokens stands in the whole one."""
+
+    places: list[PlaceholderRange]
+    plans: dict[int, ItemPlan | None]
+    kept: list[Tensor]
+    expected: list[int]
+    end: int
+    length: int
+
+    def rows(self, number: int, low: int, high: int) -> Tensor:
+        """Rows of an item from ``low`` to ``high``, with the channels of its plan."""
+        plan, stands = self.plans[number], self.kept[number]
+        bare = torch.zeros(len(stands), WIDTH)
+        if plan is None:
+            return bare[low:high]
+        return _carry_positions(LINE, plan, bare, stands, plan.tokens)[low:high]
+
+
+def write_prompt(seed: int) -> Prompt:
+    """A random prompt: text, images with marks around them, cores with deltas, packed ones."""
+    rng = Random(seed)
+    places, kept, expected = list[PlaceholderRange](), list[Tensor](), list[int]()
+    plans = dict[int, ItemPlan | None]()
+    at = 0
+
+    def write_text(count: int) -> None:
+        nonlocal at
+        expected.extend(range(at, at + count))
+        at += count
+
+    def write_item(plan: ItemPlan | None, tokens: list[int], marks: int, start: int | None) -> None:
+        """``start``: where the first token of the image stands, None for one after the other."""
+        nonlocal at
+        offset, count = len(expected), len(tokens)
+        is_embed = torch.tensor([False] * marks + [True] * count + [False] * marks)
+        places.append(PlaceholderRange(offset, len(is_embed), is_embed if marks else None))
+        plans[len(plans)] = plan
+        write_text(marks)
+        if start is None:
+            write_text(count)
+        else:
+            expected.extend(start + token for token in tokens)
+        kept.append(torch.tensor(tokens))
+
+    for number in range(rng.randint(1, 5)):
+        write_text(rng.randint(1, 9))
+        size, marks = rng.randint(6, 40), rng.choice([0, 0, 2])
+        budget = rng.randint(2, size - 1)
+        tokens = sorted(rng.sample(range(size), budget))
+        plan = ItemPlan(budget, (number + 1, 0), tokens=size)
+        kind = rng.choice(["placed", "packed", "unplanned", "parts"])
+        start = at + marks
+        if kind == "packed":
+            write_item(replace(plan, positions="packed"), tokens, marks, None)
+        elif kind == "unplanned":
+            write_item(None, tokens, marks, None)
+        elif kind == "placed":
+            write_item(plan, tokens, marks, start)
+            at = start + size
+            write_text(marks)
+            continue
+        else:
+            core, delta = plan.split(budget // 2)
+            rng.shuffle(tokens)
+            write_item(core, tokens[: core.budget], 0, at)
+            start, at = at, at + size
+            write_text(rng.randint(0, 2))
+            write_item(delta, tokens[core.budget :], 0, start)
+            continue
+        write_text(marks)
+    write_text(rng.randint(1, 9))
+    return Prompt(places, plans, kept, expected, at, len(expected))
+
+
+def prefill(prompt: Prompt, edges: list[int]) -> tuple[Tensor, int]:
+    """Positions of a prompt that is computed in steps which end at these tokens."""
+    model: Any = PrunedLine.__new__(PrunedLine)
+    vision: Any = type("Vision", (), {"row_width": WIDTH})()
+    vars(model).update(autoprune=vision, autoprune_table=1 << 20, autoprune_axes=LINE)
+    positions, delta = lay_on_line(prompt.length, prompt.places, prompt.plans)
+    assert delta == prompt.end - prompt.length
+    for low, high in zip([0, *edges], [*edges, prompt.length], strict=True):
+        embeddings = []
+        for number, place in enumerate(prompt.places):
+            start, end = max(low, place.offset), min(high, place.offset + place.length)
+            if start >= end:
+                continue
+            first, last = place.get_embeds_indices_in_range(
+                start - place.offset, end - place.offset
+            )
+            if place.is_embed is None:
+                first, last = start - place.offset, end - place.offset
+            if first < last:
+                embeddings.append(prompt.rows(number, first, last))
+        ids = list(range(prompt.length))
+        for _ in range(2):  # a request that was preempted is computed again
+            rows, positions, delta = model.recompute_mrope_positions(
+                ids, embeddings, positions, low
+            )
+            assert all(part.shape[1] == WIDTH for part in rows)
+    return positions, delta
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("seed", range(60))
+def test_every_token_stands_where_it_does_in_the_whole_prompt(seed: int) -> None:
+    """Text, marks, kept tokens and what is decoded; whatever the edges of chunks are."""
+    prompt, rng = write_prompt(seed), Random(seed)
+    edges = sorted(rng.sample(range(1, prompt.length), min(3, prompt.length - 1)))
+    for steps in ([], edges):
+        positions, delta = prefill(prompt, steps)
+        assert positions[0].tolist() == prompt.expected
+        assert delta == prompt.end - prompt.length
+
+
+@pytest.mark.compat
+def test_decoding_goes_on_behind_an_image_that_ends_its_prompt() -> None:
+    plan = ItemPlan(2, (1, 0), tokens=10)
+    prompt = Prompt(
+        [PlaceholderRange(3, 2)], {0: plan}, [torch.tensor([1, 4])], [0, 1, 2, 4, 7], 13, 5
+    )
+    positions, delta = prefill(prompt, [4])
+    assert (positions[0].tolist(), delta) == (prompt.expected, 8)
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize(
+    ("where", "expected"),
+    [("true", [0, 5, 6, 300]), ("spread", [0, 100, 200, 300]), ("packed", None)],
+)
+def test_rows_carry_where_their_tokens_stand(where: Positions, expected: list[int] | None) -> None:
+    plan, rows = ItemPlan(4, (1, 0), tokens=400, positions=where), torch.zeros(4, WIDTH)
+    made = _carry_positions(LINE, plan, rows.bfloat16(), torch.tensor([0, 5, 6, 300]), 400)
+    offsets, is_set = decode_offsets([made[:, WIDTH:]])
+    assert is_set.tolist() == [expected is not None] * 4
+    if expected is not None:
+        assert offsets.tolist() == [expected]
+
+
+@pytest.mark.compat
+def test_channels_hold_every_position_that_an_item_may_have() -> None:
+    offsets = torch.arange(MAX_SPAN)[:, None]
+    channels = encode_offsets(offsets)
+    assert channels.shape[1] == count_channels(LINE) == count_channels(MROPE) // 3
+    assert torch.equal(decode_offsets([channels.bfloat16()])[0], offsets.T)
+
+
+def items(*parts: tuple[int, int, int | None, int]) -> list[PromptItem]:
+    return [PromptItem(*part) for part in parts]
+
+
+@pytest.mark.compat
+def test_an_image_keeps_its_places_while_it_ends_within_three_quarters_of_the_context() -> None:
+    pair = items((5, 10, 100, 0), (20, 10, 100, 1))
+    # The second begins 90 positions later than its token, and ends at 210.
+    assert pack_items(pair, 280) == (set(), 180)
+    assert pack_items(pair, 279) == ({1}, 90)
+    assert pack_items(pair, 140) == ({1}, 90)
+    assert pack_items(pair, 139) == ({0, 1}, 0)
+    assert pack_items(items((5, 10, 10, 0)), 8) == (set(), 0)  # whole: as in stock vLLM
+    assert pack_items(items((5, 10, 4, 0)), 8) == (set(), -6)
+    assert pack_items(items((0, 10, MAX_SPAN + 1, 0)), 1 << 20) == ({0}, 0)
+    assert pack_items(items((0, 10, None, 0)), 100) == (set(), 0)
+
+
+@pytest.mark.compat
+def test_parts_of_an_image_are_packed_together() -> None:
+    parts = items((5, 10, 100, 0), (15, 4, 100, 0), (30, 10, 50, 1), (50, 6, 100, 0))
+    assert pack_items(parts, 1000) == (set(), 100 - 20 + 40)
+    assert pack_items(parts, 130) == ({0, 1, 3}, 40)
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_packed_depends_on_the_prefix_alone(seed: int) -> None:
+    rng, made, at = Random(seed), list[PromptItem](), 0
+    for number in range(30):
+        at += rng.randint(0, 30)
+        length = rng.randint(1, 20)
+        made.append(PromptItem(at, length, rng.choice([None, length, rng.randint(1, 300)]), number))
+        at += length
+    packed, _ = pack_items(made, 1500)
+    assert packed and len(packed) < len(made)
+    for count in range(len(made)):
+        assert pack_items(made[:count], 1500)[0] == {i for i in packed if i < count}

@@ -1,0 +1,120 @@
+"""Positions of one axis: tokens of a pruned image on the line of the whole prompt.
+
+Runners keep two axes: the position of each token, and beside it the one at which the rows of its
+image begin, so that a token is placed alike however often it is. Of a token without a row that
+second number is below 0, and says where decoding goes on::
+
+    whole     [text 0 1][image 2 3 4 5 6 7 8 9][text 10 11]
+    pruned    [text 0 1][      4     7       ][text 10 11]
+    beside   [    -13..][      2     2       ][    -13   ]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from vllm_autoprune.serving.models.placed_model import PlacedModel, match_items
+from vllm_autoprune.serving.plan import ItemPlan
+from vllm_autoprune.serving.worker.positions import decode_offsets, match_rows
+
+if TYPE_CHECKING:
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+
+
+class PrunedLine(PlacedModel):
+    """Mixin before stock classes whose positions have one axis."""
+
+    autoprune_overrides: ClassVar[tuple[str, ...]] = ("forward",)
+
+    def forward(
+        self, input_ids: Tensor | None, positions: Tensor, *args: object, **kwargs: object
+    ) -> Any:
+        """As stock, with the positions of the tokens alone."""
+        if positions.dim() == 2:
+            positions = positions[0]
+        return super().forward(input_ids, positions, *args, **kwargs)
+
+    def get_mrope_input_positions(
+        self, input_tokens: list[int], mm_features: list[MultiModalFeatureSpec]
+    ) -> tuple[Tensor, int]:
+        """Positions of the prompt with whole images; no stock class here has any."""
+        if self.autoprune is None:  # without a tower there are no images
+            return self.autoprune_consecutive(len(input_tokens)), 0
+        return super().get_mrope_input_positions(input_tokens, mm_features)
+
+    def autoprune_consecutive(self, length: int) -> Tensor:
+        """Positions ``(2, L)`` of tokens that follow each other."""
+        return torch.stack([torch.arange(length), torch.full((length,), _mark_end(length))])
+
+    def autoprune_positions(
+        self, input_tokens: list[int], mm_features: list[MultiModalFeatureSpec]
+    ) -> tuple[Tensor, int]:
+        """Positions ``(2, L)`` of the prompt with whole images."""
+        plans = {i: self.autoprune_read_plan(feature) for i, feature in enumerate(mm_features)}
+        places = [feature.mm_position for feature in mm_features]
+        return lay_on_line(len(input_tokens), places, plans)
+
+    def autoprune_place(
+        self, ids: Tensor, positions: Tensor, channels: Sequence[Tensor], computed: int
+    ) -> Tensor:
+        """Set the positions of the image tokens of one prefill step in ``(2, L)``."""
+        (offsets,), is_set = (part.to(positions.device) for part in decode_offsets(channels))
+        selected, row = match_rows(positions[1] >= 0, computed, len(is_set))
+        placed = torch.where(selected & is_set[row], positions[1] + offsets[row], positions[0])
+        return torch.stack([placed, positions[1]])
+
+    def autoprune_delta(self, positions: Tensor, length: int) -> int:
+        """What decoding adds, by the end that tokens without rows have beside them."""
+        marked = int(positions[1].min())
+        end = int(positions[0].max()) + 1 if marked >= 0 else -1 - marked
+        return end - length
+
+
+def _mark_end(end: int) -> int:
+    """What tokens without rows have beside their position: where decoding goes on."""
+    return -1 - end
+
+
+def lay_on_line(
+    length: int, places: Sequence[PlaceholderRange], plans: Mapping[int, ItemPlan | None]
+) -> tuple[Tensor, int]:
+    """Positions ``(2, L)`` of a prompt of L tokens with whole images, and what decoding adds.
+
+    ``places`` are the placeholders of its items. Rows of items that are placed all stand where
+    their image begins, until it is known which tokens they are of.
+    """
+    positions = torch.arange(length)
+    beside = torch.full((length,), -1)
+    order = sorted(range(len(places)), key=lambda i: places[i].offset)
+    placed = {
+        number: plan
+        for number, i in enumerate(order)
+        if (plan := plans[i]) is not None and plan.moves
+    }
+    firsts, starts = match_items(placed), dict[int, int]()
+    surplus = 0
+    for number, i in enumerate(order):
+        at = _find_rows(places[i])
+        plan = placed.get(number)
+        if plan is None:
+            beside[at] = positions[at]
+            continue
+        start, span = int(positions[at[0]]), plan.tokens + len(plan.text)
+        if number in firsts:
+            start, span = starts[firsts[number]], 0
+        starts[number] = start
+        positions[at] = beside[at] = start
+        positions[int(at[-1]) + 1 :] += span - len(at)
+        surplus += span - len(at)
+    beside = beside.where(beside >= 0, _mark_end(length + surplus))
+    return torch.stack([positions, beside]), surplus
+
+
+def _find_rows(place: PlaceholderRange) -> Tensor:
+    """The tokens ``(K,)`` of a prompt that the rows of an item stand for; text has none."""
+    rows = torch.arange(place.offset, place.offset + place.length)
+    return rows if place.is_embed is None else rows[place.is_embed]
