@@ -21,6 +21,7 @@ from PIL import Image
 from benchmarks.common.fake_server import FakeServer
 from tests.offline_search.synthetic import MODELS, completion, endpoint, error
 from vllm_autoprune.cli.main import main
+from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.evaluation import lmms
 from vllm_autoprune.evaluation.journal import MME, EvaluationError, Question, Total
 from vllm_autoprune.evaluation.journal import Answer as Scored
@@ -108,6 +109,64 @@ def test_a_failed_request_leaves_no_total_and_incomplete_output_is_refused(
     path.unlink() if change is None else path.write_text(change)
     with pytest.raises(EvaluationError, match=message):
         records_of(output)
+
+
+def write_output(
+    folder: Path, benchmark: _Benchmark, samples: Sequence[tuple[str, bool, int]]
+) -> None:
+    """The files of one task: the text of each answer, whether it is right, and its prompt tokens.
+
+    Boxes are logged as 0.7.3 logs them: true and answered box, and no score.
+    """
+    task, (metric,) = benchmark.task, benchmark.metrics
+    truth, beside = [0.1, 0.1, 0.5, 0.5], [0.3, 0.1, 0.7, 0.5]  # IoU 1/3
+    lines = []
+    for number, (text, right, tokens) in enumerate(samples):
+        box = {"answer": "cup", "ann_id": "7", "bbox": truth, "pred": truth if right else beside}
+        sample = {
+            "doc_id": number,
+            "filtered_resps": text,
+            "resps": text,
+            "token_counts": [{"input_tokens": tokens}],
+            metric: box if "refcoco" in metric else float(right),
+        }
+        lines.append(json.dumps(sample))
+    mean = sum(right for _, right, _ in samples) / len(samples)
+    summary = {
+        "results": {task: {f"{metric},none": mean}},
+        "configs": {task: {"metric_list": [{"metric": metric}]}},
+        "n-samples": {task: {"effective": len(samples)}},
+    }
+    (folder / f"now_samples_{task}.jsonl").write_text("\n".join(lines))
+    (folder / "now_results.json").write_text(json.dumps(summary))
+    images = [json.dumps({"doc_id": n, "image": str(n)}) for n in range(len(samples))]
+    (folder / "images.jsonl").write_text("\n".join(images))
+
+
+def test_boxes_are_right_from_half_an_overlap_on_as_lmms_eval_counts_them(tmp_path: Path) -> None:
+    tasks = "refcoco_bbox_rec_val,refcoco+_bbox_rec_testA,refcocog_grounding_test"
+    rows = select_benchmarks(tasks, cognition=False, with_tasks=False)
+    assert [row.task for row in rows] == tasks.split(",")
+    assert {row.metrics[0] for row in rows} == {"refcoco_ACC@0.5", "refcoco_grounding_ACC@0.5"}
+    with pytest.raises(ConfigError, match="does not know refcoco_bbox_val"):  # captions
+        select_benchmarks("refcoco_bbox_val", cognition=False, with_tasks=False)
+    write_output(tmp_path, rows[0], [("[0.1, 0.1, 0.5, 0.5]", True, 84), ("none", False, 84)])
+    answers, total = records_of(tmp_path, rows[0])
+    assert [answer.score for answer in answers] == [1.0, 0.0]
+    assert total is not None and total.value == 50.0
+    truth = (0.0, 0.0, 2.0, 2.0)
+    for other, expected in (
+        (truth, 1.0),
+        ((0.0, 0.0, 2.0, 1.0), 0.5),
+        ((1.0, 1.0, 3.0, 3.0), 1 / 7),
+        ((0.0, 0.0, 0.0, 0.0), 0.0),
+        ((2.0, 2.0, 0.0, 0.0), 0.0),
+    ):
+        assert lmms._compute_iou(truth, other) == pytest.approx(expected)
+    results = tmp_path / "now_results.json"
+    results.write_text(results.read_text().replace("0.5}", "0.75}"))
+    with pytest.raises(EvaluationError, match=r"is 0\.7500, but 0\.5000 of the boxes are right"):
+        records_of(tmp_path, rows[0])
 
 
 class Model:

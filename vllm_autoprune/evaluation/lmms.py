@@ -80,6 +80,25 @@ BENCHMARKS: tuple[_Benchmark, ...] = (
     _Benchmark("OCRBench", "ocrbench", ("ocrbench_accuracy",)),
 )
 
+_BOXES = "ACC@0.5"
+"""How metrics end that are the share of boxes whose IoU with the true one is at least 0.5."""
+
+# Of 0.7.3, of which refcoco_bbox_val and the like are captions. The box is asked for as fractions
+# of the sides of the image, after one expression; or as JSON in pixels or thousandths, after all.
+_REC, _JSON = ("refcoco_" + _BOXES,), ("refcoco_grounding_" + _BOXES,)
+_GROUNDING = tuple(
+    _Benchmark(f"{task}_{split}", f"{task}_{split}", metrics)
+    for task, splits, metrics in (
+        ("refcoco_bbox_rec", "val test testA testB", _REC),
+        ("refcoco+_bbox_rec", "val testA testB", _REC),
+        ("refcocog_bbox_rec", "val test", _REC),
+        ("refcoco_grounding", "test testA testB", _JSON),
+        ("refcoco_plus_grounding", "testA testB", _JSON),
+        ("refcocog_grounding", "test", _JSON),
+    )
+    for split in splits.split()
+)
+
 COLUMN_SETS = {
     "paper": tuple(benchmark.name for benchmark in BENCHMARKS),
     "paper-llava": tuple(benchmark.name for benchmark in BENCHMARKS[:10]),
@@ -94,16 +113,17 @@ def select_benchmarks(names: str, *, cognition: bool, with_tasks: bool) -> list[
     ``cognition``: it is part of MME, as on Qwen. ``with_tasks``: any other name is a task of the
     user's, and comes last. Raises :class:`ConfigError`.
     """
-    columns = {key.lower(): row.name for row in BENCHMARKS for key in (row.name, row.task)}
+    rows = (*BENCHMARKS, *_GROUNDING)
+    columns = {key.lower(): row.name for row in rows for key in (row.name, row.task)}
     words = [word for word in names.split(",") if word]
     chosen = [c for word in words for c in COLUMN_SETS.get(word, [columns.get(word.lower(), word)])]
-    unknown = [name for name in dict.fromkeys(chosen) if name not in COLUMN_SETS["paper"]]
+    unknown = [name for name in dict.fromkeys(chosen) if name not in columns.values()]
     if not chosen or (unknown and not with_tasks):
         what = f"does not know {', '.join(unknown)}" if unknown else "names no benchmark"
-        known = ", ".join([*COLUMN_SETS, *(row.task for row in BENCHMARKS)])
+        known = ", ".join([*COLUMN_SETS, *(row.task for row in rows)])
         fix = f"use: {known}; a task of your own needs --include-path"
         raise ConfigError("eval", [Problem(f"--suite lmms:{names}", what, fix)])
-    selected = [row for row in BENCHMARKS if row.name in chosen]
+    selected = [row for row in rows if row.name in chosen]
     selected += [_Benchmark(name, name) for name in unknown]
     metrics = slice(None) if cognition else slice(1)
     return [dataclasses.replace(row, metrics=row.metrics[metrics]) for row in selected]
@@ -246,6 +266,23 @@ _UNJUDGED = re.compile(
 same, and most of it is nowhere else."""
 
 
+def _compute_iou(box: Sequence[float], other: Sequence[float]) -> float:
+    """Intersection over union of two boxes ``(left, top, right, bottom)``."""
+    (left_a, top_a, right_a, bottom_a), (left_b, top_b, right_b, bottom_b) = box, other
+    width = max(0.0, min(right_a, right_b) - max(left_a, left_b))
+    height = max(0.0, min(bottom_a, bottom_b) - max(top_a, top_b))
+    areas = (right_a - left_a) * (bottom_a - top_a), (right_b - left_b) * (bottom_b - top_b)
+    union = sum(areas) - width * height
+    return width * height / union if union > 0 else 0.0
+
+
+def _check_total(scores: Sequence[float], total: float, metric: str) -> None:
+    """Raise ValueError where boxes are not scored as lmms-eval scores them."""
+    mean = sum(scores) / len(scores)
+    if abs(mean - total) > 1e-6:
+        raise ValueError(f"{metric} is {total:.4f}, but {mean:.4f} of the boxes are right")
+
+
 def _read_output(
     folder: Path, benchmark: _Benchmark, case: str
 ) -> Sequence[Question | Answer | Total]:
@@ -294,10 +331,15 @@ def _read_output(
             result: dict[str, object] = {"failure": failure}
             if tokens and not failed:
                 score = judgement.get("score")
+                if name.endswith(_BOXES):
+                    score = _compute_iou(judgement["bbox"], judgement["pred"]) >= 0.5
                 result = {"prompt_tokens": tokens, "text": str(sample["filtered_resps"])}
                 result["score"] = float(score) if isinstance(score, bool | int | float) else None
             result |= {"case": case, "question": question.id}
             answers.append(Answer.model_validate(result))
+        scored = [answer.score for answer in answers if answer.score is not None]
+        if metrics[0].endswith(_BOXES) and len(scored) == len(answers):
+            _check_total(scored, points, metrics[0])
         log = "" if benchmark.judge is None else (folder / _LOG).read_text(errors="replace")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
