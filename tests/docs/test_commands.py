@@ -20,6 +20,7 @@ from vllm.renderers import chat_utils
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import vllm_autoprune_command
+from benchmarks.accuracy import positions
 from benchmarks.common.fake_server import Reply, fake_server
 from benchmarks.load.__main__ import parse_arguments
 from tests.docs.commands import ROOT, Command, prepare_folder, read_commands, type_page
@@ -63,6 +64,8 @@ def validate(command: Command) -> None:
         assert {*extras} <= EXTRAS.keys() and (words[-1][0] == "." or words[-1] in EXTRAS["lmms"])
     elif words[:3] == ["python", "-m", "benchmarks.load"]:
         parse_arguments(words[3:])
+    elif words[:3] == ["python", "-m", "benchmarks.accuracy.positions"]:
+        positions.parse_arguments(words[3:])
     elif words[0] == "make":
         assert f"\n{words[1]}: " in (ROOT / "Makefile").read_text()
     else:  # those of the plugin, and GuideLLM's body, are read in other tests
