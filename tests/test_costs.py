@@ -20,7 +20,9 @@ from PIL import Image
 from transformers import AutoConfig
 
 from benchmarks.common.fake_server import Answer, Body, FakeServer, Reply, fake_server
+from benchmarks.yardsticks.examples import LLAVA
 from tests.test_explain import write_video
+from vllm_autoprune import positions
 from vllm_autoprune.advise import (
     Inputs,
     Timings,
@@ -262,6 +264,31 @@ def test_what_flags_and_states_say_is_used_and_the_rest_is_assumed(
         assert words in notes
     assert main(call.split()) == 0
     assert "prefill 0.2" in capsys.readouterr().out
+
+
+def test_it_is_said_where_kept_tokens_stand(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = load_state("divprune").model_dump(mode="json", by_alias=True)
+    (tmp_path / "true.json").write_text(json.dumps({**data, "positions": "true"}))
+    state = ["--state", str(tmp_path / "true.json")]
+    qwen = ["--checkpoint", str(build("qwen3_vl", tmp_path / "qwen3_vl"))]
+    llava = ["--checkpoint", str(LLAVA)]
+
+    def note(*words: str) -> str:
+        notes: list[str] = run_json(capsys, f"{ENOUGH} 2", *words)["notes"]
+        return next((note for note in notes if note.startswith("Kept tokens")), "")
+
+    sentence = "Kept tokens stand where they stood in the whole image, as the state says"
+    assert note() == "" and note(*state, *llava) == f"{sentence}."
+    assert note(*state) == f"{sentence}; with M-RoPE they keep their places in the image."
+    assert note(*llava).startswith("Kept tokens stand one after the other, as if the image")
+    for words in (qwen, [*qwen, *state], [*qwen, "--state", "divprune"]):
+        assert note(*words).endswith(
+            "keep their places in the image, because the model has M-RoPE."
+        )
+    monkeypatch.setattr(positions, "_read_packed_reason", lambda config: "its window slides")
+    assert note(*state, *llava).endswith("as if the image had been small: its window slides.")
 
 
 @pytest.mark.parametrize(
@@ -525,6 +552,7 @@ def test_a_video_is_decoded_and_encoded_whole_whatever_is_pruned(
         return json.loads(capsys.readouterr().out)
 
     record = advise("--budget", "tokens_per_frame:3")
+    assert record["positions"].endswith("because the model has M-RoPE.")
     rows, vision = record["rows"], {"hidden_size": 1280, "out_hidden_size": 3584}
     assert [(row["frames"], row["tokens"]) for row in rows] == [(4, 48), (4, 12), (1, 12)]
     tower = count_tower_flops(AutoConfig.for_model("qwen2_5_vl", vision_config=vision), 12) / 1e12

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -315,7 +316,7 @@ def test_a_filmstrip_shows_what_each_frame_keeps(frames: int) -> None:
 
 
 def test_a_clip_is_sent_as_a_server_gets_it_and_its_groups_are_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     """A stand-in for the engine, which keeps what it is given."""
     started, asked = dict[str, Any](), list[Any]()
@@ -347,6 +348,10 @@ def test_a_clip_is_sent_as_a_server_gets_it_and_its_groups_are_shown(
     assert started["limit_mm_per_prompt"]["video"] == 1
     assert asked[0]["content"][0] == {"type": "video_url", "video_url": {"url": clip.url}}
     assert list(explanation.frames) == [clip.frames[at] for at in (0, 2, 4)]
+    call = ["explain", str(tmp_path / "frames"), "What moves?", "--checkpoint", str(checkpoint)]
+    assert main(call) == 0 and "\npositions: true. Kept tokens keep" in capsys.readouterr().out
+    assert main([*call, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["positions"] == "true", "M-RoPE, not the state's"
 
 
 def test_what_is_no_clip_is_refused(tmp_path: Path, capsys: Captured) -> None:

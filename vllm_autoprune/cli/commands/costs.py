@@ -41,6 +41,7 @@ from vllm_autoprune.cli.flags import (
 from vllm_autoprune.cli.output import format_paragraphs, format_table, print_result, write_file
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.http_client import ServerClient
+from vllm_autoprune.positions import describe_positions
 from vllm_autoprune.probe import probe_server
 from vllm_autoprune.serving.models import require_served
 from vllm_autoprune.tpdsl.atoms.source import BudgetCall
@@ -159,7 +160,7 @@ def _add_advise(parser: argparse.ArgumentParser) -> None:
     text += "where --prefill-ms-per-token is given"
     group.add_argument("--video", type=Path, metavar="FILE|FOLDER", help=text)
     text = "a folder, or an id on the Hub, whose processor splits it (default: as Qwen3-VL-8B's, "
-    text += "of a video Qwen2.5-VL-7B's)"
+    text += "of a video Qwen2.5-VL-7B's); without either, the model whose positions are told"
     group.add_argument("--checkpoint", metavar="DIR|HF_ID", help=text)
     text = "draw it with the cells that `flat` drops in grey, as a .png"
     group.add_argument("-o", "--output", type=Path, metavar="FILE", help=text)
@@ -178,6 +179,10 @@ def _advise(options: argparse.Namespace) -> int:
     if options.video is not None:
         return _advise_clip(options)
     traffic, timings, inputs = _read_inputs(options)
+    if options.checkpoint is not None or options.state is not None:
+        config = None if options.checkpoint is None else read_config(options.checkpoint)
+        state = options.state or require_served(config).state
+        inputs.fill(describe_positions(load_state(state), config)[1])
     estimates = estimate_ways(traffic, timings)
     # Above 0, where a resample shows nothing of a part.
     repeats = [timings.model_copy(update={name: max(seconds, 1e-9) for name, seconds in r.items()})
@@ -283,6 +288,7 @@ def _advise_clip(options: argparse.Namespace) -> int:
     shape, prunes = BACKBONE_SHAPES["qwen2.5-vl-7b"], True
     vision = {"hidden_size": 1280, "out_hidden_size": shape.width}
     config = AutoConfig.for_model("qwen2_5_vl", vision_config=vision)
+    config.architectures = ["Qwen2_5_VLForConditionalGeneration"]
     processor = Qwen2VLVideoProcessor(size={"shortest_edge": 56**2, "longest_edge": 2**14 * 28**2})
     if options.checkpoint is not None:
         shape = find_backbone(options.checkpoint, require_served)
@@ -305,7 +311,8 @@ def _advise_clip(options: argparse.Namespace) -> int:
     frames, height, width = data["video_grid_thw"][0].tolist()
     per_frame = height * width // 4
     tokens = frames * per_frame
-    policy = materialize_clip(load_state(options.state or "vcast"), vars(options).get("budget"))
+    state = load_state(options.state or "vcast")
+    policy = materialize_clip(state, vars(options).get("budget"))
     kept = min(policy.at(tokens, frames).budget, tokens) if prunes else tokens
 
     # In TFLOPs, and in seconds by the rate that prefill is measured at.
@@ -349,6 +356,7 @@ def _advise_clip(options: argparse.Namespace) -> int:
     record = {
         "decoding_seconds": clip.seconds,
         "rows": [dict(zip(("way", *head[1:]), row, strict=True)) for row in rows],
+        "positions": describe_positions(state, config)[1],
         "verdict": lines,
     }
     cells = [[*row[:3], *(f"{value:#.3g}" for value in row[3:])] for row in rows]
@@ -356,7 +364,9 @@ def _advise_clip(options: argparse.Namespace) -> int:
     print_result(
         options,
         record,
-        format_paragraphs([f"{sizes}; K = {kept}, {kept / frames:.3g} of each"]),
+        format_paragraphs(
+            [f"{sizes}; K = {kept}, {kept / frames:.3g} of each", str(record["positions"])]
+        ),
         format_table(head, cells, "<>>>>"),
         format_paragraphs([*lines, *[clip.note] * bool(clip.note)]),
     )

@@ -83,6 +83,7 @@ def _explain_image(options: argparse.Namespace) -> int:
 
     from vllm_autoprune.explain import explain_image
     from vllm_autoprune.picture import encode_picture, list_undrawn
+    from vllm_autoprune.positions import describe_positions
 
     address = str(options.image)
     image = clip or read_picture(find_picture(address, address, Path())).image()
@@ -98,6 +99,8 @@ def _explain_image(options: argparse.Namespace) -> int:
         del region["grid"]["anchors"]  # every cell is a token
         if explanation.frames:
             region["kept_by_frame"] = explanation.trace.kept_by_frame
+    positions, sentence = describe_positions(state, read_config(checkpoint))
+    record = {"summary": summary, "positions": positions, "regions": regions}
     wrote = "no -o FILE: nothing written" if output is None else f"wrote {output}"
-    print_result(options, {"summary": summary, "regions": regions}, f"{summary}\n{wrote}")
+    print_result(options, record, f"{summary}\npositions: {positions}. {sentence}\n{wrote}")
     return 0
