@@ -287,7 +287,7 @@ def test_it_is_said_where_kept_tokens_stand(
         assert note(*words).endswith(
             "keep their places in the image, because the model has M-RoPE."
         )
-    monkeypatch.setattr(positions, "_read_packed_reason", lambda config: "its window slides")
+    monkeypatch.setattr(positions, "find_packed_reason", lambda *_: "has windows that slide")
     assert note(*state, *llava).endswith("as if the image had been small: its window slides.")
 
 

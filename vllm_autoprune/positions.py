@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from vllm_autoprune.serving.models import require_served
+from vllm_autoprune.serving.models import find_packed_reason, require_served
 from vllm_autoprune.tpdsl.state import PruningState
-from vllm_autoprune.tpdsl.tokens import Positions
+from vllm_autoprune.tpdsl.tokens import POSITIONS, Positions
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-_PHRASES: Mapping[Positions, str] = {
-    "true": "where they stood in the whole image",
-    "spread": "evenly over the span of the whole image",
-    "packed": "one after the other, as if the image had been small",
-}
-
-
-def _read_packed_reason(config: PretrainedConfig) -> str:
-    """Why a checkpoint without M-RoPE has packed positions only; empty where it has others."""
-    return ""
 
 
 def describe_positions(
@@ -31,10 +19,11 @@ def describe_positions(
 
     Raises :class:`ConfigError` where no state can serve the checkpoint.
     """
-    if config is not None and require_served(config).mrope:
+    backbone = None if config is None else require_served(config)
+    if backbone is not None and backbone.mrope:
         return "true", "Kept tokens keep their places in the image, because the model has M-RoPE."
-    if config is not None and (reason := _read_packed_reason(config)):
-        return "packed", f"Kept tokens stand {_PHRASES['packed']}: {reason}."
-    text = f"Kept tokens stand {_PHRASES[state.positions]}, as the state says"
+    if backbone is not None and (reason := find_packed_reason(backbone, config)):
+        return "packed", f"Kept tokens stand {POSITIONS['packed']}: the model {reason}."
+    text = f"Kept tokens stand {POSITIONS[state.positions]}, as the state says"
     text += "." if config is not None else "; with M-RoPE they keep their places in the image."
     return state.positions, text

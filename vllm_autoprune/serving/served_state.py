@@ -214,12 +214,8 @@ class ServedState:
                 "q_e": policy.quota,
                 "r_min": None if policy.by_size else policy.r_min,
             },
-            "positions": {
-                "true": "where they stood in the whole image",
-                "spread": "evenly over the span of the whole image",
-                "packed": "one after the other",
-            }[self.positions_of(state)]
-            + (f", because the model {self.packed_only}" if self.packed_only else ""),
+            "positions": self.positions_of(state),
+            "packed_only": self.packed_only or None,
             "core": None
             if core is None
             else {"k_c": policy.core, "share": core.share, "policy": core.policy.name},

@@ -7,10 +7,10 @@ W words of the instruction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Literal, TypeVar, get_args
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -141,7 +141,12 @@ Positions = Literal["true", "spread", "packed"]
 """Where kept tokens stand for the language model: as in the whole image, spread evenly over its
 span, or one after the other as if the image had K tokens."""
 
-POSITIONS: tuple[Positions, ...] = get_args(Positions)
+POSITIONS: Mapping[Positions, str] = {
+    "true": "where they stood in the whole image",
+    "spread": "evenly over the span of the whole image",
+    "packed": "one after the other, as if the image had been small",
+}
+"""What is said of the tokens."""
 
 Shares = Literal["equal", "free"]
 """Whether the base policy keeps K / T of each of an image's T tiles, or K of all of them."""
