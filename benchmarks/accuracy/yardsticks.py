@@ -24,6 +24,7 @@ from benchmarks.yardsticks import YARDSTICKS, open_yardstick
 from benchmarks.yardsticks.examples import Example, draw_examples
 from benchmarks.yardsticks.questions import CATEGORIES
 from benchmarks.yardsticks.yardstick import ALL_TOKENS, Case, Scores, Yardstick
+from offline_search.dataset import SPLITS
 from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.errors import StateError
 from vllm_autoprune.report import Table
@@ -207,7 +208,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add, text = parser.add_argument, "models to measure on"
     add("--yardsticks", nargs="+", default=list(YARDSTICKS), choices=YARDSTICKS, help=text)
     add("--checkpoint", type=Path, help="another training of a single yardstick")
-    add("--images", type=int, default=100, help="images of the test split")
+    add("--split", choices=SPLITS, default="test", help="of the questions")
+    add("--images", type=int, default=100, help="images of the split")
     add("--methods", nargs="*", default=[], help="names, or files of states (default: all)")
     text = "also write docs/accuracy.md's tables and docs/data/accuracy.csv"
     add("--write-docs", action="store_true", help=text)
@@ -220,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             cases = _build_cases(yardstick, options.methods)
         except StateError as error:
             parser.exit(1, f"{parser.prog}: {error}\n")
-        examples = draw_examples("test", options.images, yardstick.key)
+        examples = draw_examples(options.split, options.images, yardstick.key)
         rows = list(_measure(yardstick, cases, examples))
         parts.append(_as_markdown(yardstick, rows))
         all_rows += rows

@@ -70,6 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     study.add_argument("--yardsticks", nargs="+", choices=YARDSTICKS, default=YARDSTICKS, help=text)
     study.add_argument("--budgets", type=int, nargs="+", default=[8, 16], help="K, one by one")
     study.add_argument("--base-policy", help="default: the yardstick's in this study")
+    text = "base policies that candidates may have instead"
+    study.add_argument("--other-bases", nargs="+", default=[], metavar="NAME", help=text)
+    study.add_argument("--core", action="store_true", help="candidates may have a core")
     study.add_argument("--proposer-url", help="endpoint of a language model; default: none")
     study.add_argument("--proposer-model", default="", help="its name there")
     text = "where kept tokens stand"
@@ -121,6 +124,8 @@ def _run_study(options: argparse.Namespace) -> None:
         proposer=model,
         proposals_per_reply=length,
         positions=options.positions,
+        other_bases=options.other_bases,
+        core=options.core,
     )
     if not url and any(asks_model(arm, common) for arm in arms):
         raise SearchError(
