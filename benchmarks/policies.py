@@ -54,6 +54,9 @@ _FRAMES: Mapping[str, Mapping[str, object]] = {
 }
 """How methods for videos spread their tokens over the frames of a clip, as published."""
 
+_PACKED = "Kept tokens are packed, as published."
+"""Note of states that reproduce the paper; every other has kept tokens at their true positions."""
+
 _MEASURED = (16, 8)
 """The values of K at which states are measured."""
 _EVALUATED_ON = (
@@ -75,7 +78,7 @@ _UNUSED_SCORING: _JsonObject = {
 def _build_states(folder: Path = POLICIES) -> list[PruningState]:
     """Every shipped state, the source first; it and search results are read."""
     source, *results = (load_state(folder / f"{name}.json") for name in (SOURCE, *SEARCH_RESULTS))
-    document: _JsonObject = json.loads(source.dumps())
+    document: _JsonObject = json.loads(source.dumps()) | {"positions": "true"}
 
     def edit(
         name: str, notes: str, changes: _JsonObject, found_by: str = source.provenance.found_by
@@ -107,11 +110,15 @@ def _build_states(folder: Path = POLICIES) -> list[PruningState]:
     constraints = json.loads(source.dumps())["constraints"]
     for quota in QUOTAS:
         swept = {**constraints["selector"], "q_e": quota, "r_min": None}
-        notes = f"Sweep of the exchange quota: q_e = {quota}, r_min = K - q_e."
-        sweep: _JsonObject = {"constraints": {**constraints, "selector": swept}}
+        notes = f"Sweep of the exchange quota: q_e = {quota}, r_min = K - q_e. {_PACKED}"
+        sweep: _JsonObject = {
+            "constraints": {**constraints, "selector": swept},
+            "positions": "packed",
+        }
         states.append(edit(f"ablation-quota-{quota}", notes, sweep))
     # Base policies need no such variants: divprune is the one of cdpruner, and so on.
-    states.append(instruction_free(source, "instruction-free")[0])
+    free = instruction_free(source, "instruction-free")[0]
+    states.append(free.model_copy(update={"positions": "true"}))
     # For traffic that repeats images. Nothing is merged, and nothing in it was tuned on a model.
     core: _JsonObject = {"share": 0.5, "policy": {"name": "divprune", "params": {}}}
     notes = (
