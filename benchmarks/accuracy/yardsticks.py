@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import csv
 import io
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -43,6 +42,9 @@ _CONTROLS = ("resized", "random", "oracle")
 _BEFORE = "@merger_in"
 """Behind the name of a case: the state ranks tokens by what enters the patch merger."""
 
+_BY_KIND = (2, ("cen_divprune", "divprune", "cdpruner", "minillava"))
+"""Budget and states of the table of positions."""
+
 _WITHOUT_FEATURES = ("mmtok", "scope", "prunesid", "holov")
 """Base policies that read encoder tokens anyway, or attention alone: the same before the merger."""
 
@@ -52,10 +54,12 @@ def _build_cases(yardstick: Yardstick, names: Sequence[str] = ()) -> list[Case]:
 
     A name may also be that of an ablation or of a file with a state. The full model and the
     resize control are always among them. Where a yardstick has a patch merger, every base policy
-    and state that reads features also ranks before it. Policies for videos are left out.
+    and state that reads features also ranks before it; where positions have one axis, every one
+    also has its tokens packed, or at their true positions where it has them packed. Policies for
+    videos are left out.
     """
     available = yardstick.available
-    others = [name.removesuffix(_BEFORE) for name in names if name not in ("full", *_CONTROLS)]
+    others = [name.partition("@")[0] for name in names if name not in ("full", *_CONTROLS)]
     states = {name: load_state(name) for name in dict.fromkeys((*BASE_POLICIES, *_STATES, *others))}
     cases = [Case("full", ALL_TOKENS)]
     for budget in yardstick.budgets:
@@ -70,6 +74,10 @@ def _build_cases(yardstick: Yardstick, names: Sequence[str] = ()) -> list[Case]:
             before = state.model_copy(update={"rank_at": "merger_in"})
             if name not in _WITHOUT_FEATURES and materialize(before, 16).needs <= available:
                 cases.append(Case(f"{name}{_BEFORE}", budget, state=before, base=name))
+            if yardstick.has_one_axis:
+                other = "true" if state.positions == "packed" else "packed"
+                moved = state.model_copy(update={"positions": other})
+                cases.append(Case(f"{name}@{other}", budget, state=moved, base=name))
     return [case for case in cases if not names or case.name in {*names, "full", "resized"}]
 
 
@@ -173,15 +181,16 @@ def _as_csv(rows: Sequence[_Row]) -> str:
 
 
 def _as_markdown(yardstick: Yardstick, rows: Sequence[_Row]) -> str:
-    """The table of all cases but those before the merger; what a search found is in bold.
+    """The table of all cases but those compared with another of their state.
 
-    A cell is per cent right, then points more than resizing ± the longer side of the interval.
+    What a search found is in bold. A cell is per cent right, then points more than resizing ± the
+    longer side of the interval.
     """
     full = rows[0]
     right = format_estimate(full.accuracy, between=" to ").replace(" (", " % (")
     cells: dict[str, dict[str, str]] = {}
     for row in rows[1:]:
-        if row.category is None and not row.name.endswith(_BEFORE):
+        if row.category is None and "@" not in row.name:
             reads = {True: "read", False: "not read", None: ""}[row.reads_question]
             figure = f"{row.accuracy.value:.1f}"
             if more := row.less_resized:
@@ -197,6 +206,22 @@ def _as_markdown(yardstick: Yardstick, rows: Sequence[_Row]) -> str:
         f"{full.images} images of the test split. With all tokens ({full.tokens:.1f} on average) "
         f"{right} are right.\n\n{Table('', columns, table, '--rrrr').markdown()}\n"
     )
+
+
+def _tabulate_positions(yardstick: Yardstick, rows: Sequence[_Row]) -> str:
+    """Per cent right of a few states by kind of question: packed, then at true positions."""
+    place, states = _BY_KIND
+    label = yardstick.budgets[place].label
+    right: dict[str, dict[str, str]] = {}
+    for row in rows:
+        if row.budget == label and (row.kind or row.category is None):
+            right.setdefault(row.kind or "all", {})[row.name] = f"{row.accuracy.value:.1f}"
+    table = [
+        [kind, *(f"{by_name[f'{name}@packed']} → {by_name[name]}" for name in states)]
+        for kind, by_name in right.items()
+    ]
+    columns = (f"{yardstick.name}, {label}", *(f"`{name}`" for name in states))
+    return Table("", columns, table, "-" + "r" * len(states)).markdown() + "\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -215,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--write-docs", action="store_true", help=text)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)  # the last bits of pictures depend on it
-    parts, all_rows = [], list[_Row]()
+    parts, all_rows, positions = list[str](), list[_Row](), ""
     for name in options.yardsticks:
         yardstick = open_yardstick(name, options.checkpoint)
         try:
@@ -226,12 +251,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows = list(_measure(yardstick, cases, examples))
         parts.append(_as_markdown(yardstick, rows))
         all_rows += rows
-    page = "\n".join(parts)
-    print(page, end="")
+        if yardstick.has_one_axis and not options.methods:
+            positions = _tabulate_positions(yardstick, rows)
+    tables = {"yardsticks": "\n".join(parts)} | ({"positions": positions} if positions else {})
+    print(*tables.values(), sep="\n", end="")
     if options.write_docs:
         path = _DOCS / "accuracy.md"
-        marked = re.compile(r"(?<=<!-- yardsticks -->\n\n).*(?=\n<!-- /yardsticks -->)", re.DOTALL)
-        text = marked.sub(lambda _: page, path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        for name, table in tables.items():
+            before, begin, after = text.partition(f"<!-- {name} -->\n")
+            _, end, after = after.partition(f"<!-- /{name} -->")
+            text = f"{before}{begin}\n{table}\n{end}{after}"
         path.write_text(text, encoding="utf-8")
         (_DOCS / "data" / "accuracy.csv").write_text(_as_csv(all_rows), encoding="utf-8")
 

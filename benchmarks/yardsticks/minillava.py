@@ -46,6 +46,7 @@ class MiniLlava(Yardstick):
     # A quarter of its six layers, where PyramidDrop's first stage ranks, is the layer of FastV.
     equal_policies = ("pyramiddrop",)
     images_per_batch = 4
+    has_one_axis = True
 
     @cached_property
     def _vision(self) -> LlavaVision:

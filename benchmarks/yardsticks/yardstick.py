@@ -127,6 +127,7 @@ class Yardstick(ABC):
     ``usual_tokens`` is N of a usual image, and ``available`` are the inputs that a
     server of this backbone gives to policies. ``equal_policies`` keep the tokens of another base
     policy on this model, and have no row. ``images_per_batch`` images may be encoded together.
+    ``has_one_axis`` says that positions have one, so that kept tokens may be packed.
     """
 
     name: ClassVar[str]
@@ -137,6 +138,7 @@ class Yardstick(ABC):
     available: ClassVar[frozenset[Need]]
     equal_policies: ClassVar[Collection[str]] = ()
     images_per_batch: ClassVar[int] = 1
+    has_one_axis: ClassVar[bool] = False
 
     def __init__(self, checkpoint: Path | None = None) -> None:
         """Without a checkpoint, the committed one."""

@@ -61,6 +61,8 @@ def test_a_yardstick_has_the_cases_whose_inputs_its_server_provides() -> None:
     left_out = {"pyramiddrop", "echoprune", "evs", "vcast", "vidcom2"}  # FastV here; for videos
     assert {*controls, *BASE_POLICIES, "minillava"} - llava.keys() == left_out
     assert not [name for name in llava if name.endswith("@merger_in")]
+    assert llava.keys() >= {"divprune@packed", "autoprune@true"}
+    assert not [name for name in qwen if name.endswith(("@packed", "@true"))], "M-RoPE"
     assert {*controls, "cdpruner", "divprune", "mmtok", "autoprune@merger_in"} <= qwen.keys()
     assert not {"visionzip", "trim", "fastv", "holov@merger_in", "mmtok@merger_in"} & qwen.keys()
     # Rounded down, and at least one.
@@ -101,6 +103,19 @@ def test_differences_are_paired_by_question(wrong: str, gain: int) -> None:
     assert len(records) == len(rows) == 4 * 5, "all questions, two categories, two kinds"
     (record,) = (r for r in records if (r["name"], r["category"]) == ("instruction-free", ""))
     assert float(record["less_resized_low"]) == half and record["reads_question"] == "False"
+
+
+def test_positions_are_compared_by_kind_of_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(yardsticks, "_BY_KIND", (0, ("divprune",)))
+    monkeypatch.setattr(SampleYardstick, "has_one_axis", True)
+    yardstick, image = SampleYardstick("divprune@packed"), torch.zeros(3, 2, 2)
+    cases = yardsticks._build_cases(yardstick, ("divprune", "divprune@packed"))
+    kinds = ("digit", "digit", "digit", "text")
+    examples = [Example(n, image, f"{n}?", "yes", kind, None, ()) for n, kind in enumerate(kinds)]
+    rows = list(yardsticks._measure(yardstick, cases, examples))
+    table = yardsticks._tabulate_positions(yardstick, rows).splitlines()[2:]
+    assert table == ["| all | 0.0 → 75.0 |", "| digit | 0.0 → 100.0 |", "| text | 0.0 → 0.0 |"]
+    assert "@packed" not in yardsticks._as_markdown(yardstick, rows)
 
 
 MMBENCH = ("MMB-EN", "MMB-CN")
