@@ -180,13 +180,14 @@ def _as_csv(rows: Sequence[_Row]) -> str:
     return text.getvalue()
 
 
-def _as_markdown(yardstick: Yardstick, rows: Sequence[_Row]) -> str:
+def _as_markdown(yardstick: Yardstick, rows: Sequence[_Row], split: str = "test") -> str:
     """The table of all cases but those compared with another of their state.
 
     What a search found is in bold. A cell is per cent right, then points more than resizing ± the
     longer side of the interval.
     """
     full = rows[0]
+    images = f"{full.images} images of the {split} split"
     right = format_estimate(full.accuracy, between=" to ").replace(" (", " % (")
     cells: dict[str, dict[str, str]] = {}
     for row in rows[1:]:
@@ -202,9 +203,9 @@ def _as_markdown(yardstick: Yardstick, rows: Sequence[_Row]) -> str:
     columns = ("method", "question", *(budget.label for budget in yardstick.budgets))
     table = [[method.get(column, "-") for column in columns] for method in cells.values()]
     return (
-        f"### {yardstick.name}\n\n{yardstick.model}; {full.questions} questions about "
-        f"{full.images} images of the test split. With all tokens ({full.tokens:.1f} on average) "
-        f"{right} are right.\n\n{Table('', columns, table, '--rrrr').markdown()}\n"
+        f"### {yardstick.name}\n\n{yardstick.model}; {full.questions} questions about {images}. "
+        f"With all tokens ({full.tokens:.1f} on average) {right} are right.\n\n"
+        f"{Table('', columns, table, '--rrrr').markdown()}\n"
     )
 
 
@@ -249,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             parser.exit(1, f"{parser.prog}: {error}\n")
         examples = draw_examples(options.split, options.images, yardstick.key)
         rows = list(_measure(yardstick, cases, examples))
-        parts.append(_as_markdown(yardstick, rows))
+        parts.append(_as_markdown(yardstick, rows, options.split))
         all_rows += rows
         if yardstick.has_one_axis and not options.methods:
             positions = _tabulate_positions(yardstick, rows)

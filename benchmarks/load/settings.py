@@ -213,7 +213,7 @@ class PairedOptions(RequestOptions, SendingOptions):
     """Servers and loads of a paired experiment."""
 
     model: str = _option(str(LLAVA), f"checkpoint, or {SHAPE}:LAYERS: LLaVA-1.5-7B without weights")
-    state: str = _option("divprune", "pruning state, a file or a name")
+    state: str = _option("cen_divprune", "pruning state, a file or a name")
     budget: Budget | None = _option(None, "K, or a share of N; default: the state's own")
     text_tower: Path | None = _option(None, "CLIP checkpoint of the state")
     server_flags: Annotated[str, AfterValidator(_check_quotes)] = _option(

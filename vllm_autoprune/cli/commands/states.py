@@ -6,7 +6,7 @@ import argparse
 import json
 import re
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from itertools import zip_longest
 from operator import itemgetter
@@ -44,7 +44,7 @@ from vllm_autoprune.tpdsl.transfer import (
 
 _STATE = argument("state", help="file, or name of a shipped state")
 
-_RECOMMENDED = {"LLaVA": "divprune", "Qwen": "cen_divprune", "others": "cen_divprune"}
+_RECOMMENDED = {"LLaVA": "cen_divprune", "Qwen": "cen_divprune", "others": "cen_divprune"}
 """Backbone family -> state to begin with, by the rule of docs/choosing.md, "Default states"."""
 
 _FOLDED = {"ablation-": "ablations", "autoprune-": "forms of autoprune for one backbone and K"}
@@ -151,7 +151,7 @@ def _show_state(options: argparse.Namespace) -> int:
         blocks.append(format_table(head, rows, "<>>"))
     lines = list[tuple[str, str]]()
     for field, parts in fields.items():
-        for part in sorted(parts, key=lambda part: -part.parameters.get("weight", 0)):
+        for part in parts:
             if part.decides:
                 lines += [(field, part.format(part.changed)), ("", part.doc)]
     defaults = "Parts that decide nothing and parameters at their defaults are left to --json."
@@ -184,13 +184,13 @@ def _list_parts(policy: PruningPolicy) -> dict[str, list[_Part]]:
     """Base policies and atoms of a state by the field that they are in."""
     state = policy.state
     scoring, constraints, core = state.scoring, state.constraints, state.core
-    fields: dict[str, tuple[AtomCall | BasePolicyCall, ...]] = {
+    fields: dict[str, Sequence[AtomCall | BasePolicyCall]] = {
         "base policy": (state.base_policy,),
         "source": (state.source.tokens,),
         "prior": state.source.priors,
         "budget": (state.budget,),
         "core": () if core is None else (core.policy,),
-        "signal": scoring.signals,
+        "signal": sorted(scoring.signals, key=lambda signal: -signal.weight),
         "kernel": (scoring.kernel,),
         "fusion": (scoring.fusion,),
         "pool": constraints.pool,

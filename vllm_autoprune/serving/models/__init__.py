@@ -134,7 +134,6 @@ class _ClipBackbone(Backbone):
         Field("vision_feature_layer", "one layer", lambda layer: isinstance(layer, int)),
     )
     missing: tuple[Need, ...] = ("merger_input",)
-    state: str = "divprune"
 
     def tower_problems(self, config: PreTrainedConfig, tower: TextTower) -> list[Problem]:
         """Refuse a text tower that belongs to another vision tower."""
