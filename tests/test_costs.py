@@ -282,13 +282,17 @@ def test_it_is_said_where_kept_tokens_stand(
     sentence = "Kept tokens stand where they stood in the whole image, as the state says"
     assert note() == "" and note(*state, *llava) == f"{sentence}."
     assert note(*state) == f"{sentence}; with M-RoPE they keep their places in the image."
-    assert note(*llava).startswith("Kept tokens stand one after the other, as if the image")
+    assert note(*llava) == f"{sentence}."  # of the state to start with
+    packed = note("--state", "autoprune", *llava)
+    assert packed.startswith("Kept tokens stand one after the other, as if the image")
     for words in (qwen, [*qwen, *state], [*qwen, "--state", "divprune"]):
         assert note(*words).endswith(
             "keep their places in the image, because the model has M-RoPE."
         )
     monkeypatch.setattr(positions, "find_packed_reason", lambda *_: "has windows that slide")
-    assert note(*state, *llava).endswith("as if the image had been small: its window slides.")
+    assert note(*state, *llava).endswith(
+        "as if the image had been small: the model has windows that slide."
+    )
 
 
 @pytest.mark.parametrize(

@@ -314,7 +314,7 @@ def _later_turns_recall_other_tokens(report: Report) -> str:
 def _recalled_tokens_stand_in_their_image(report: Report) -> str:
     """Tokens that later turns recall have the positions they have in the image."""
     stock, third = report["stock"][SPLIT_QUESTION], report["split"]["alone third"]
-    if not report.placed:
+    if not report.placed or not report.recalled:
         return ""
     (image,) = Counter(stock.prompt) - Counter(report["split"]["first"].prompt)
     places = [i for i, token in enumerate(third.prompt) if token == image]
