@@ -263,7 +263,7 @@ def _describe(state: PruningState) -> str:
         return f"found by a search on {SEARCH_RESULTS[name]}, upon {base}{shared}{question_free}"
     if name == "instruction-free":
         return f"`{SOURCE}` upon {base}, which reads no instruction"
-    return state.provenance.notes.rstrip(".")
+    return state.provenance.notes.removesuffix(_PACKED).rstrip(". ")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -196,7 +196,7 @@ def test_show_has_what_a_search_measured_and_what_is_merged(
 ) -> None:
     gain = {"value": 0.08, "low": 0.05, "high": 0.11}
     splits = {name: {"accuracy": 0.625, "accuracy_gain": gain} for name in ("validation", "test")}
-    document = json.loads(load_state("minillava").dumps())
+    document = json.loads(load_state("minillava-split").dumps())
     document["provenance"]["scores"] = {"search_objective": -0.5, **splits}
     (tmp_path / "s.json").write_text(json.dumps(document))
     text = run(capsys, "show", str(tmp_path / "s.json"))
@@ -247,7 +247,7 @@ def test_show_says_what_decides_and_leaves_the_rest_to_json(
         ({"/constraints/partition/cells": 8}, "no part that decides differs: see --json"),
         ({"/name": "other"}, "both keep the same tokens no part that decides differs"),
         ({}, "both keep the same tokens no field differs"),
-        ("minillava", "signal local_contrast_saliency: weight=0.06, radius=1, neighbours="
+        ("minillava-split", "signal local_contrast_saliency: weight=0.06, radius=1, neighbours="
          "four_wrapped local_contrast_saliency: weight=3.9996, radius=2 signal - visual_token"),
         ("ablation-quota-0", "mini-LLaVA, K = 16 61.2 % right 68.4 % right"),
     ],

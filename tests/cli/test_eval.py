@@ -44,10 +44,11 @@ def test_each_state_is_compared_with_its_base_policy(tmp_path: Path) -> None:
         case = cases[name]
         assert (case.arm, case.base, case.refused) == (kind, base, "")
     # A base policy that is named too has a verdict of its own, in either order.
-    for names in (["cdpruner", "minillava"], ["minillava", "cdpruner"]):
+    for names in (["cen_divprune", "minillava"], ["minillava", "cen_divprune"]):
         cases = {case.name: case for case in build_cases(names, [8])}
-        assert cases["cdpruner@8"].arm == cases["minillava@8"].arm == "found"
-        assert (cases["cdpruner@8"].base, cases["minillava@8"].base) == ("", "cdpruner@8")
+        assert cases["cen_divprune@8"].arm == cases["minillava@8"].arm == "found"
+        bases = (cases["cen_divprune@8"].base, cases["minillava@8"].base)
+        assert bases == ("", "cen_divprune@8")
     arms = {case.label: case.arm for case in build_cases(["all"], [8])}
     assert (arms["norm"], arms["divprune"]) == ("norm", "base"), "a control remains one"
     # The base policy alone has the parameters of the state; a budget that it forbids is refused.
