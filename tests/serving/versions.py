@@ -11,7 +11,6 @@ import hashlib
 import importlib
 import inspect
 import json
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,8 +36,11 @@ def look_up(module: str, name: str) -> Symbol:
     value = value.fget if isinstance(value, property) else value
     value = inspect.unwrap(getattr(value, "__func__", value))
     try:
-        source = textwrap.dedent(inspect.getsource(value))
+        source = inspect.getsource(value)
+        # A method, whose docstring may have lines at the margin.
+        source = f"if True:\n{source}" if source.startswith(" ") else source
         node = ast.parse(source).body[0]
+        node = node.body[0] if isinstance(node, ast.If) else node
     except (TypeError, OSError):
         node = ast.Pass()
     if isinstance(node, ast.ClassDef):

@@ -115,13 +115,11 @@ def prefill(prompt: Prompt, edges: list[int]) -> tuple[Tensor, int]:
             start, end = max(low, place.offset), min(high, place.offset + place.length)
             if start >= end:
                 continue
-            first, last = place.get_embeds_indices_in_range(
-                start - place.offset, end - place.offset
-            )
-            if place.is_embed is None:
-                first, last = start - place.offset, end - place.offset
-            if first < last:
-                embeddings.append(prompt.rows(number, first, last))
+            rows_of_step = (start - place.offset, end - place.offset)
+            if place.is_embed is not None:
+                rows_of_step = place.get_embeds_indices_in_range(*rows_of_step)
+            if rows_of_step[0] < rows_of_step[1]:
+                embeddings.append(prompt.rows(number, *rows_of_step))
         ids = list(range(prompt.length))
         for _ in range(2):  # a request that was preempted is computed again
             rows, positions, delta = model.recompute_mrope_positions(
