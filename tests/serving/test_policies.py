@@ -13,6 +13,7 @@ from itertools import product
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.yardsticks.examples import as_picture
 from tests.serving.engine import (
@@ -24,6 +25,7 @@ from tests.serving.engine import (
     alone,
     assert_same,
     examples,
+    greedy,
     prompt,
     start,
     watch,
@@ -34,6 +36,7 @@ from vllm_autoprune.checkpoint import LlavaVision
 from vllm_autoprune.selftest.run import BLOCK
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, INSTRUCTION_NEEDS
 from vllm_autoprune.tpdsl.loading import load_state, shipped_states
+from vllm_autoprune.tpdsl.tokens import POSITIONS
 
 pytestmark = pytest.mark.engine
 
@@ -88,6 +91,48 @@ def test_a_base_policy_keeps_what_it_keeps_in_transformers() -> None:
         images = 2
         assert selections == len(BUDGETS) * (len(questions) if reads_instruction else images), name
         _assert_no_fallback(engine, before, name)
+
+
+@pytest.mark.both
+@in_engine
+def test_answers_are_those_of_transformers_with_the_same_tokens_and_positions() -> None:
+    """Greedy tokens and their log-probabilities, in float32."""
+    budget, questions = 18, examples(2)[:6]
+    engine = start({**STATE, "requests": "states"}, **SMALL)
+    offline = LlavaVision(LLAVA, CLIP, dtype="float32")
+    model, image_token = offline.model, offline.model.config.image_token_id
+    for where in POSITIONS:
+        state = {**alone("cen_divprune"), "positions": where}
+        policy = materialize(load_state(json.dumps(state)), budget)
+        for example in questions:
+            request = prompt(example, state=state, budget=budget)
+            (output,) = engine.llm.generate([request], greedy(4, logprobs=0), use_tqdm=False)
+            tokens = offline.encode(as_picture(example.image), example.question)
+            kept = refine(policy, tokens)
+            places = {"true": kept.indices[0], "packed": torch.arange(budget)}.get(where)
+            if places is None:
+                places = torch.arange(budget) * TOKENS // budget
+            answer = output.outputs[0]
+            ids = torch.tensor([*output.prompt_token_ids, *answer.token_ids])
+            is_image = ids == image_token
+            before = int(is_image.nonzero()[0])
+            positions = torch.arange(len(ids)) + (0 if where == "packed" else TOKENS - budget)
+            positions[:before] = torch.arange(before)
+            positions[is_image] = before + places
+            rows = model.get_input_embeddings()(ids)
+            rows[is_image] = kept.features[0]
+            with torch.no_grad():
+                hidden = model.model.language_model(
+                    inputs_embeds=rows[None],
+                    position_ids=positions[None],
+                    attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
+                ).last_hidden_state
+                scores = model.lm_head(hidden)[0].log_softmax(-1)
+            behind = torch.tensor(answer.token_ids)
+            predicted = scores[len(output.prompt_token_ids) - 1 : -1]
+            assert torch.equal(predicted.argmax(-1), behind)
+            logprob = float(predicted.gather(1, behind[:, None]).sum())
+            assert answer.cumulative_logprob == pytest.approx(logprob, abs=2e-3)
 
 
 @pytest.mark.only("v1")
