@@ -215,7 +215,12 @@ def assert_together_as_alone(
 @pytest.mark.both
 @in_engine
 def test_mixed_concurrent_requests_equal_single_ones() -> None:
-    """Of every kind: K, states, controls, cores, conversations that recall."""
+    """Of every kind: K, states, controls, cores, conversations that recall, positions."""
+    mix(64)
+
+
+def mix(count: int) -> None:
+    """Ask mini-LLaVA so many requests at once, and one by one."""
     random = Random(0)
     budgets, later, recalls = (4, 8, 16, 31, 64, TOKENS), (0, 0, 0, 1, 2), (0, 3, 8)
     prompts = [
@@ -226,8 +231,12 @@ def test_mixed_concurrent_requests_equal_single_ones() -> None:
             random.choice(later),
             random.choice(recalls),
         )
-        for _ in range(64)
+        for _ in range(count)
     ]
+    for request in prompts:
+        entry = request["mm_processor_kwargs"]["autoprune"]
+        if entry.get("enabled", True):
+            entry["positions"] = random.choice([*POSITIONS])
     engine = start({**STATE, "requests": "states"}, **BATCHED)
     at_once = assert_together_as_alone(engine, prompts, images=30)
     assert max(len({*budgets}) for budgets in at_once.budgets) > 2
