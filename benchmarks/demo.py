@@ -79,7 +79,7 @@ _CHOICES: Mapping[str, Mapping[str, str]] = {
     "image resized": {"keep": "resized"},
     "random tokens": {"keep": "random"},
     "`norm`, tokens of largest norm": {"state": "norm"},
-    "`divprune`, published": {"state": "divprune"},
+    "`cen_divprune`, published": {"state": "cen_divprune"},
     "`minillava`, found on this model": {"state": "minillava"},
 }
 """How mini-LLaVA's K tokens are chosen, and the field of its requests that asks for it."""
@@ -268,7 +268,7 @@ def _format_tables(figures: Sequence[_Figure]) -> str:
         "work changes such times. Resized and pruned have the same number of tokens; their times "
         "differ by more than the selection takes.",
         "Second question: about an image that is in the prefix cache, where a state that reads "
-        "the question, as `cdpruner` does and `divprune` does not, prefills K tokens again.",
+        "the question, as `cdpruner` does and `cen_divprune` does not, prefills K tokens again.",
         f"{answers[0].model}, ± half of the 95 % interval. Resized: its tokens pooled to K cells, "
         "which it was not trained on, so it is a weak rival here.",
     )
