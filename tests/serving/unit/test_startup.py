@@ -24,19 +24,19 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from tests.serving.unit.samples import LLAVA, places, refusal, served, vllm_config
 from tests.tpdsl.samples import edited, sample, shipped
-from vllm_autoprune import ConfigError
-from vllm_autoprune.serving import compat, plugin
+from vllm_autoprune import ConfigError, RequestError
+from vllm_autoprune.serving import compat, plugin, startup
 from vllm_autoprune.serving.api import engine_requests
 from vllm_autoprune.serving.compat import _Hook
 from vllm_autoprune.serving.compat import worker as patches
-from vllm_autoprune.serving.models import BACKBONES
+from vllm_autoprune.serving.models import BACKBONES, find_packed_reason
 from vllm_autoprune.serving.models.pruned_model import _group_by_tokens
-from vllm_autoprune.serving.plan import ItemPlan
+from vllm_autoprune.serving.plan import LINE, MROPE, ItemPlan
 from vllm_autoprune.serving.served_state import served_state
-from vllm_autoprune.serving.settings import CELLS_FLAG
+from vllm_autoprune.serving.settings import CELLS_FLAG, POSITIONS_FLAG
 from vllm_autoprune.serving.startup import _resolve_settings, apply_settings
 from vllm_autoprune.tpdsl.loading import shipped_states
-from vllm_autoprune.tpdsl.tokens import Need
+from vllm_autoprune.tpdsl.tokens import POSITIONS, Need
 
 NO_CLS = SimpleNamespace(
     model_type="siglip_vision_model", hidden_size=24, image_size=28, patch_size=14
@@ -54,6 +54,10 @@ def base(name: str, q_e: int | None = 0, **params: object) -> dict[str, object]:
     if q_e is not None:
         changes["/constraints/selector/q_e"] = q_e
     return {"state": edited(sample(), changes), "requests": "states"}
+
+
+TRUE = {**base("divprune"), "positions": "true"}
+PACKED = {**base("divprune"), "positions": "packed"}
 
 
 def changed(part: str = "", *, architecture: str = LLAVA, **fields: Any) -> Any:
@@ -109,6 +113,10 @@ GRAPHS = "--compilation-config cudagraph_mm_encoder"
             {"architecture": QWEN, "pipeline_parallel_size": 2},
             *(PIPELINE, "positions"),
         ),
+        (TRUE, "", {"architecture": GEMMA}, f"{POSITIONS_FLAG} true", "sliding windows"),
+        (TRUE, "parallel", {"pipeline_parallel_size": 2}, f"{POSITIONS_FLAG} true", "ranks"),
+        (PACKED, "", {"architecture": QWEN}, f"{POSITIONS_FLAG} packed", "has M-RoPE"),
+        ({**TRUE, "positions": "True"}, "", {}, POSITIONS_FLAG, "'True' is not known"),
         (CELLS, "encoder", ON_HOST, CELLS_FLAG, "normalised before"),
         (CELLS, "", {"architecture": INTERNVL}, CELLS_FLAG, "no cell can be dropped: this model"),
         (OF_STATE, "", {"architecture": GLM_OCR}, CELLS_FLAG, "no cell can be dropped: this model"),
@@ -120,6 +128,47 @@ def test_what_cannot_be_served_pruned_is_refused(
     (problem,) = refusal(settings, changed(part, **fields))
     assert problem.where == where
     assert message in problem.what
+
+
+@pytest.mark.parametrize("architecture", BACKBONES)
+def test_kept_tokens_are_packed_only_where_a_model_cannot_place_them(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what a state or a request asks; rows of the table that say why are Gemma's alone."""
+    monkeypatch.setattr(startup, "find_problems", lambda *_: [])  # of the checkpoint
+    row = BACKBONES[architecture]
+    served = _resolve_settings({**base("divprune")}, vllm_config(architecture=architecture))
+    assert served.axes == (0 if row.packed else MROPE if row.mrope else LINE)
+    assert bool(row.packed) == (row.name in ("gemma3", "gemma4"))
+    possible = {"true"} if row.mrope else {"packed"} if row.packed else {*POSITIONS}
+    for where in POSITIONS:
+        state = served.state.model_copy(update={"positions": where})
+        assert served.positions_of(state) == (where if len(possible) > 1 else min(possible))
+        if where in possible:
+            assert served.positions_of(served.state, where) == where
+        else:
+            with pytest.raises(RequestError, match="positions"):
+                served.positions_of(served.state, where)
+
+
+@pytest.mark.parametrize(
+    ("fields", "slides"),
+    [
+        ({"sliding_window": None}, False),
+        ({"sliding_window": 4096}, True),
+        ({"sliding_window": 4096, "use_sliding_window": False}, False),
+        ({"sliding_window": 4096, "layer_types": ["full_attention"]}, False),
+        ({"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"]}, True),
+    ],
+)
+def test_tokens_are_packed_where_any_layer_has_a_window(
+    fields: dict[str, Any], slides: bool
+) -> None:
+    text = SimpleNamespace(rope_parameters={"rope_theta": 1e4}, **fields)
+    config: Any = SimpleNamespace(get_text_config=lambda: text)
+    assert bool(find_packed_reason(BACKBONES[LLAVA], config)) == slides
+    bare: Any = SimpleNamespace(get_text_config=lambda: SimpleNamespace())
+    assert "no rotary positions" in find_packed_reason(BACKBONES[LLAVA], bare)
 
 
 @pytest.mark.parametrize("architecture", BACKBONES)
