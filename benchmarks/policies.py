@@ -237,7 +237,7 @@ def as_markdown() -> str:
     rows = []
     for name, text in described.items():
         figures = (accuracy.get((name, budget)) for budget in _MEASURED)
-        cells = ("not measured" if figure is None else f"{figure:.1f}" for figure in figures)
+        cells = ("-" if figure is None else f"{figure:.1f}" for figure in figures)
         rows.append((name if name == RESIZED else f"`{name}`", text, *cells))
     columns = ("state", "what it is", *(f"K = {budget}" for budget in _MEASURED))
     table = Table("", columns, rows, "--rr").markdown()
@@ -245,8 +245,8 @@ def as_markdown() -> str:
     setups = sorted({(scores["model"], scores["questions"]) for scores in evidence.values()})
     setup = "; ".join(f"{model}, {questions} questions" for model, questions in setups)
     return (
-        f"{table}\n\nPer cent right, {setup}. `{SOURCE}` for the budgets and backbones "
-        f"of the paper: {', '.join(transferred)}.\n"
+        f"{table}\n\nPer cent right (-: not measured), {setup}. `{SOURCE}` for the budgets and "
+        f"backbones of the paper: {', '.join(transferred)}.\n"
     )
 
 

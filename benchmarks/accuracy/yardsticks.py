@@ -70,6 +70,8 @@ def _build_cases(yardstick: Yardstick, names: Sequence[str] = ()) -> list[Case]:
             if not materialize(state, 16).needs <= available:
                 continue
             base = "" if name in BASE_POLICIES else state.base_policy.name
+            if base and yardstick.has_one_axis and state.positions == "packed":
+                base += "@packed"
             cases.append(Case(name, budget, state=state, base=base))
             before = state.model_copy(update={"rank_at": "merger_in"})
             if name not in _WITHOUT_FEATURES and materialize(before, 16).needs <= available:
@@ -218,7 +220,7 @@ def _tabulate_positions(yardstick: Yardstick, rows: Sequence[_Row]) -> str:
         if row.budget == label and (row.kind or row.category is None):
             right.setdefault(row.kind or "all", {})[row.name] = f"{row.accuracy.value:.1f}"
     table = [
-        [kind, *(f"{by_name[f'{name}@packed']} → {by_name[name]}" for name in states)]
+        [kind, *(f"{by_name[f'{name}@packed']}→{by_name[name]}" for name in states)]
         for kind, by_name in right.items()
     ]
     columns = (f"{yardstick.name}, {label}", *(f"`{name}`" for name in states))

@@ -114,7 +114,7 @@ def test_positions_are_compared_by_kind_of_question(monkeypatch: pytest.MonkeyPa
     examples = [Example(n, image, f"{n}?", "yes", kind, None, ()) for n, kind in enumerate(kinds)]
     rows = list(yardsticks._measure(yardstick, cases, examples))
     table = yardsticks._tabulate_positions(yardstick, rows).splitlines()[2:]
-    assert table == ["| all | 0.0 → 75.0 |", "| digit | 0.0 → 100.0 |", "| text | 0.0 → 0.0 |"]
+    assert table == ["| all | 0.0→75.0 |", "| digit | 0.0→100.0 |", "| text | 0.0→0.0 |"]
     assert "@packed" not in yardsticks._as_markdown(yardstick, rows)
 
 

@@ -184,13 +184,14 @@ def _list_parts(policy: PruningPolicy) -> dict[str, list[_Part]]:
     """Base policies and atoms of a state by the field that they are in."""
     state = policy.state
     scoring, constraints, core = state.scoring, state.constraints, state.core
+    signals = sorted(scoring.signals, key=lambda signal: -signal.weight)
     fields: dict[str, Sequence[AtomCall | BasePolicyCall]] = {
         "base policy": (state.base_policy,),
         "source": (state.source.tokens,),
         "prior": state.source.priors,
         "budget": (state.budget,),
         "core": () if core is None else (core.policy,),
-        "signal": sorted(scoring.signals, key=lambda signal: -signal.weight),
+        "signal": signals,
         "kernel": (scoring.kernel,),
         "fusion": (scoring.fusion,),
         "pool": constraints.pool,
