@@ -80,8 +80,8 @@ MAX_SPAN = 1 << 16
 """Positions of an item whose tokens do not stand one after the other."""
 
 LINE, MROPE = 2, 3
-"""Axes of the positions that runners keep. Where stock ones have one: that of each token, and where
-the rows of its image begin; under M-RoPE: time, height and width."""
+"""Rows of the positions that runners keep of a prompt. Of a model with one axis: where each token
+stands, and where the rows of its image begin; under M-RoPE: time, height and width."""
 
 MAX_RECALLS = 16
 """Turns of a conversation that recall tokens of one image: the plan of each names all before it."""

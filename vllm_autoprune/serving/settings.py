@@ -260,7 +260,7 @@ class Settings(BaseModel):
         "WHERE",
         "Where kept tokens stand for the language model: `true`, where they stood in the whole "
         "image; `spread`, evenly over its span; `packed`, one after the other. Default: the "
-        "state's. Under M-RoPE they always stand where they stood.",
+        "state's. Under M-RoPE they stand where they stood. Images without room are packed.",
     )
     text_tower: TextTower | None = _flag(
         "PATH|HF_ID",

@@ -313,6 +313,9 @@ def _find_packed_reason(backbone: Backbone, vllm_config: VllmConfig) -> str:
         return "" if model.uses_mrope else "is served without the axes of its M-RoPE"
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         return "is served on pipeline ranks, of which the later do not know which are kept"
+    drafts = vllm_config.speculative_config
+    if drafts is not None and drafts.uses_draft_kv_cache():
+        return "has a draft model, whose keys and values vLLM places by the positions of tokens"
     return find_packed_reason(backbone, model.hf_config)
 
 

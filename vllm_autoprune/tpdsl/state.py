@@ -196,7 +196,7 @@ class PruningState(StatePart):
         exclude_if=lambda positions: positions == "packed",
         description="extension: where kept tokens stand for a language model whose positions have "
         "one axis; true: where they stood in the whole image; spread: evenly over its span; "
-        "packed: one after the other. Under M-RoPE they always keep their places",
+        "packed: one after the other. Under M-RoPE they keep their places in any case",
     )
     budget: Budget = Field(description="B: number of tokens kept per image")
     core: Core | None = Field(

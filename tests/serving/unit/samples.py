@@ -89,6 +89,7 @@ def vllm_config(
         kv_transfer_config=None,
         compilation_config=SimpleNamespace(),
         parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+        speculative_config=None,
     )
 
 

@@ -112,7 +112,9 @@ def feature(
         data[pixels] = MultiModalFieldElem(PIXELS, MultiModalBatchedField())
     return SimpleNamespace(
         data=MultiModalKwargsItem(data),
-        mm_position=SimpleNamespace(length=placeholders, get_num_embeds=lambda: placeholders),
+        mm_position=SimpleNamespace(
+            offset=0, length=placeholders, get_num_embeds=lambda: placeholders
+        ),
         mm_hash=name,
         identifier=name,
         modality=modality,
@@ -219,6 +221,26 @@ def test_parts_of_an_image_from_elsewhere_share_its_positions() -> None:
     plans = [core, delta, delta.recall(4), ItemPlan(8, (3, 4), tokens=64)]
     items = [feature(plan.encode(), plan.budget) for plan in plans]
     assert _sum_surplus(lambda data, rows: ItemSize(span=30), items) == 2 * 30 - (5 + 3 + 4 + 8)
+    packed = [replace(plan, positions="packed") for plan in plans]
+    items = [feature(plan.encode(), plan.budget) for plan in packed]
+    assert _sum_surplus(lambda data, rows: ItemSize(span=30), items) == 0
+
+
+def test_parts_without_their_image_have_no_positions_to_share() -> None:
+    """No server makes them: they would lower the positions that are counted of other images."""
+    core, delta = ItemPlan(8, (1, 2), tokens=64).split(5)
+    for plans in ([delta, core], [delta.recall(4)], [replace(core, positions="packed"), delta]):
+        items = [feature(plan.encode(), plan.budget) for plan in plans]
+        for at, item in enumerate(items):
+            item.mm_position.offset = 10 * at
+        with pytest.raises(RequestError, match="not before it"):
+            _sum_surplus(lambda data, rows: ItemSize(span=rows), items)
+
+
+def test_an_image_that_keeps_all_tokens_takes_as_many_positions() -> None:
+    """Whatever N its plan says."""
+    item = feature(ItemPlan(8, (1, 2), tokens=0).encode(), 8)
+    assert _sum_surplus(lambda data, rows: ItemSize(span=rows), [item]) == 0
 
 
 def test_items_are_cached_under_the_key_of_their_image_when_they_are_handed_over() -> None:

@@ -102,11 +102,16 @@ def write_prompt(seed: int) -> Prompt:
     return Prompt(places, plans, kept, expected, at, len(expected))
 
 
-def prefill(prompt: Prompt, edges: list[int]) -> tuple[Tensor, int]:
-    """Positions of a prompt that is computed in steps which end at these tokens."""
+def line_model() -> Any:
     model: Any = PrunedLine.__new__(PrunedLine)
     vision: Any = type("Vision", (), {"row_width": WIDTH})()
     vars(model).update(autoprune=vision, autoprune_table=1 << 20, autoprune_axes=LINE)
+    return model
+
+
+def prefill(prompt: Prompt, edges: list[int]) -> tuple[Tensor, int]:
+    """Positions of a prompt that is computed in steps which end at these tokens."""
+    model = line_model()
     positions, delta = lay_on_line(prompt.length, prompt.places, prompt.plans)
     assert delta == prompt.end - prompt.length
     for low, high in zip([0, *edges], [*edges, prompt.length], strict=True):
@@ -139,6 +144,20 @@ def test_every_token_stands_where_it_does_in_the_whole_prompt(seed: int) -> None
         positions, delta = prefill(prompt, steps)
         assert positions[0].tolist() == prompt.expected
         assert delta == prompt.end - prompt.length
+
+
+@pytest.mark.compat
+def test_parts_that_come_as_embeddings_are_text() -> None:
+    """vLLM leaves them out of the features of a prompt, and gives their rows with an image's."""
+    plan = ItemPlan(2, (1, 0), tokens=10)
+    prompt = Prompt([PlaceholderRange(5, 2)], {0: plan}, [torch.tensor([1, 4])], [], 16, 8)
+    model, (positions, _) = line_model(), lay_on_line(8, prompt.places, prompt.plans)
+    part: Any = torch.zeros(3, WIDTH)
+    part.modality = "prompt_embeds"
+    rows = [part, prompt.rows(0, 0, 2)]
+    _, placed, delta = model.recompute_mrope_positions(None, rows, positions, 0)
+    assert placed[0].tolist() == [0, 1, 2, 3, 4, 6, 9, 15]
+    assert delta == 8
 
 
 @pytest.mark.compat

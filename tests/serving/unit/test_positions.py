@@ -141,7 +141,7 @@ def test_a_pruned_clip_ends_where_the_whole_one_does(backbone: str, tmp_path: Pa
 
 def test_images_without_room_are_packed_and_are_other_items(tmp_path: Path) -> None:
     """What is packed depends on what comes before it alone, as KV of prefixes is shared."""
-    state = {"core": {"share": 0.5}, "positions": "true"}
+    state: dict[str, Any] = {"core": {"share": 0.5}, "positions": "true"}
     sender = Sender(build("llava_next", tmp_path), budget=32, placeholder="", **state)
     (size,) = sender.send([LARGE], enabled=False).lengths
     pictures = [LARGE, OTHER, LARGE, OTHER]

@@ -58,6 +58,7 @@ def base(name: str, q_e: int | None = 0, **params: object) -> dict[str, object]:
 
 TRUE = {**base("divprune"), "positions": "true"}
 PACKED = {**base("divprune"), "positions": "packed"}
+DRAFTS = SimpleNamespace(uses_draft_kv_cache=lambda: True)
 
 
 def changed(part: str = "", *, architecture: str = LLAVA, **fields: Any) -> Any:
@@ -115,6 +116,7 @@ GRAPHS = "--compilation-config cudagraph_mm_encoder"
         ),
         (TRUE, "", {"architecture": GEMMA}, f"{POSITIONS_FLAG} true", "sliding windows"),
         (TRUE, "parallel", {"pipeline_parallel_size": 2}, f"{POSITIONS_FLAG} true", "ranks"),
+        (TRUE, "", {"speculative_config": DRAFTS}, f"{POSITIONS_FLAG} true", "draft model"),
         (PACKED, "", {"architecture": QWEN}, f"{POSITIONS_FLAG} packed", "has M-RoPE"),
         ({**TRUE, "positions": "True"}, "", {}, POSITIONS_FLAG, "'True' is not known"),
         (CELLS, "encoder", ON_HOST, CELLS_FLAG, "normalised before"),
@@ -167,6 +169,8 @@ def test_tokens_are_packed_where_any_layer_has_a_window(
     text = SimpleNamespace(rope_parameters={"rope_theta": 1e4}, **fields)
     config: Any = SimpleNamespace(get_text_config=lambda: text)
     assert bool(find_packed_reason(BACKBONES[LLAVA], config)) == slides
+    named: Any = SimpleNamespace(llm_config=text)  # InternVL's, as it is published
+    assert bool(find_packed_reason(BACKBONES[LLAVA], named)) == slides
     bare: Any = SimpleNamespace(get_text_config=lambda: SimpleNamespace())
     assert "no rotary positions" in find_packed_reason(BACKBONES[LLAVA], bare)
 

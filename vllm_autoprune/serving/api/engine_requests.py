@@ -31,6 +31,7 @@ from vllm_autoprune.serving.plan import (
     FIELD,
     Chooser,
     ItemPlan,
+    Key,
     make_feature_key,
     plan_error,
 )
@@ -476,21 +477,23 @@ def _sum_surplus(
     As :func:`.positions.pack_items`, by the tensors of its items, of which ``measure`` gives the
     size; which of them are packed their plans say.
     """
-    surplus = 0
-    for feature in features:
+    surplus, seen = 0, set[Key]()
+    for feature in sorted(features, key=lambda feature: feature.mm_position.offset):
         data = feature.data or {}
         length, rows = feature.mm_position.length, feature.mm_position.get_num_embeds()
         field = data.get(FIELD)
         plan = None if field is None else ItemPlan.decode(field.data)
-        span = measure(data, rows if plan is None else plan.tokens).span
+        span = measure(data, rows if plan is None or plan.keeps_all else plan.tokens).span
         if span is None or (plan is not None and plan.positions == "packed"):
             continue
         if plan is not None and plan.part in ("delta", "recall"):
+            if plan.key not in seen:
+                raise plan_error(f"is a {plan.part} of an image that is not before it")
             surplus -= length  # stands at positions of its image
             continue
-        text = length - rows
-        if plan is not None and plan.text:
-            text = len(plan.text)
+        if plan is not None:
+            seen.add(plan.key)
+        text = length - rows + (0 if plan is None else len(plan.text))
         surplus += span + text - length
     return surplus
 

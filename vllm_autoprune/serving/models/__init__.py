@@ -337,12 +337,13 @@ def find_packed_reason(backbone: Backbone, config: PreTrainedConfig) -> str:
     """
     if backbone.mrope or backbone.packed:
         return backbone.packed
-    text = config.get_text_config()
+    text = getattr(config, "llm_config", None) or config.get_text_config()
     layers = getattr(text, "layer_types", None) or ()
     slides = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
     if any("sliding" in layer for layer in layers) or (slides and not layers):
         return _WINDOWS
-    if not (getattr(text, "rope_parameters", None) or getattr(text, "rope_theta", None)):
+    rotary = getattr(text, "rope_parameters", None) or getattr(text, "rope_theta", None)
+    if not rotary or getattr(text, "alibi", False):
         return "has no rotary positions"
     return ""
 

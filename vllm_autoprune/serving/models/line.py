@@ -62,16 +62,18 @@ class PrunedLine(PlacedModel):
         self, ids: Tensor, positions: Tensor, channels: Sequence[Tensor], computed: int
     ) -> Tensor:
         """Set the positions of the image tokens of one prefill step in ``(2, L)``."""
-        (offsets,), is_set = (part.to(positions.device) for part in decode_offsets(channels))
+        (offsets,), is_set = decode_offsets([part.to(positions.device) for part in channels])
         selected, row = match_rows(positions[1] >= 0, computed, len(is_set))
         placed = torch.where(selected & is_set[row], positions[1] + offsets[row], positions[0])
         return torch.stack([placed, positions[1]])
 
-    def autoprune_delta(self, positions: Tensor, length: int) -> int:
+    def autoprune_delta(self, positions: Tensor) -> int:
         """What decoding adds, by the end that tokens without rows have beside them."""
-        marked = int(positions[1].min())
+        # Model Runner V1 asks in every step of a request; most prompts begin or end with text.
+        marked = min(int(positions[1, 0]), int(positions[1, -1]))
+        marked = int(positions[1].min()) if marked >= 0 else marked
         end = int(positions[0].max()) + 1 if marked >= 0 else -1 - marked
-        return end - length
+        return end - positions.shape[1]
 
 
 def _mark_end(end: int) -> int:

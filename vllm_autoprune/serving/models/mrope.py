@@ -70,7 +70,7 @@ def _compute_input_positions(
 
     ``unpruned`` are the tokens of every whole image or clip, by its index in ``features``; those
     whose rows have no positions are left out. ``firsts`` gives the index of the first item of its
-    image for every other one (:func:`_match_items`). The model's own code places the whole images;
+    image for every other one (:func:`.match_items`). The model's own code places the whole images;
     then placeholders that are not there are left out. Tokens of an item of which some are missing,
     and those of later items, all stand at their image's first position until
     :func:`_place_image_tokens` knows the kept ones; in width beyond it, where they are of a clip,
@@ -137,7 +137,7 @@ def _place_image_tokens(
     time moves a token on all axes. Rows with channels below 0 leave their tokens where they are. No
     host sync.
     """
-    offsets, is_set = (part.to(positions.device) for part in decode_offsets(channels))
+    offsets, is_set = decode_offsets([part.to(positions.device) for part in channels])
     if moves_all:
         offsets = torch.cat([offsets[:1], offsets[0] + offsets[1:]])
     ids = ids.to(positions.device)
@@ -239,10 +239,10 @@ class PrunedMRope(PlacedModel):
         dates = self._layout.dates_frames
         return _place_image_tokens(ids, positions, channels, tokens, computed, dates)
 
-    def autoprune_delta(self, positions: Tensor, length: int) -> int:
+    def autoprune_delta(self, positions: Tensor) -> int:
         """What decoding adds.
 
         Model Runner V1 has no way to leave it as it was known, so there a prompt that ends in an
         image, without the token that closes it, goes on after the last kept token.
         """
-        return int(positions.max()) + 1 - length
+        return int(positions.max()) + 1 - positions.shape[1]

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 else:
     _Stock = object
 
+_EMBEDS = "prompt_embeds"
+"""Modality of parts of a prompt that come as embeddings, which runners count as text."""
+
 _UNBOUNDED = (1 << 31) - 1
 """Positions of a model without a table of rotations."""
 
@@ -49,10 +52,8 @@ class PlacedModel(PrunedModel, _Stock):
             # Videos are handled by the stock model.
             self.is_multimodal_pruning_enabled = False
             self.autoprune_context: int = model_config.max_model_len
-            layers = self.get_language_model().modules()
-            tables = [
-                len(layer.cos_sin_cache) for layer in layers if hasattr(layer, "cos_sin_cache")
-            ]
+            buffers = self.get_language_model().named_buffers()
+            tables = [len(table) for name, table in buffers if name.endswith("cos_sin_cache")]
             self.autoprune_table: int = min(tables, default=_UNBOUNDED)
 
     @property
@@ -85,7 +86,7 @@ class PlacedModel(PrunedModel, _Stock):
         """
 
     @abstractmethod
-    def autoprune_delta(self, positions: Tensor, length: int) -> int:
+    def autoprune_delta(self, positions: Tensor) -> int:
         """What decoding adds to the prompt's length, by positions on the CPU."""
 
     def get_mrope_input_positions(
@@ -127,16 +128,16 @@ class PlacedModel(PrunedModel, _Stock):
 
     def recompute_mrope_positions(
         self,
-        input_ids: list[int] | Tensor,
+        input_ids: list[int] | Tensor | None,
         multimodal_embeddings: Sequence[Tensor],
         mrope_positions: Tensor,
         num_computed_tokens: int,
     ) -> tuple[Sequence[Tensor], Tensor, int]:
         """Split position channels off the rows, and set the positions of this step's image tokens.
 
-        None is beyond the model's table, whatever channels an image has. Not by the stock method
-        (``SupportsMultiModalPruning``): it moves text on by an image's width, which is wrong for
-        one that is higher than wide. What decoding adds to the prompt's length was known before.
+        No position is beyond the model's table, whatever channels an image has. The stock method
+        (``SupportsMultiModalPruning``) moves text on by an image's width, which is wrong for one
+        that is higher than wide. What decoding adds to the prompt's length was known before.
         """
         vision = self.autoprune
         if vision is None:  # vLLM's own pruning of videos
@@ -150,18 +151,18 @@ class PlacedModel(PrunedModel, _Stock):
             if embedding.shape[1] == vision.row_width + count:
                 channels.append(embedding[:, -count:])
                 embedding = embedding[:, :-count]
-            elif self.autoprune_counts_all:
+            elif self.autoprune_counts_all and getattr(embedding, "modality", "") != _EMBEDS:
                 shape = len(embedding), count
                 channels.append(embedding.new_full(shape, -1, dtype=torch.float32))
             rows.append(embedding)
         positions = mrope_positions
         if channels:
-            ids = input_ids if isinstance(input_ids, Tensor) else torch.tensor(input_ids)
+            ids = input_ids if isinstance(input_ids, Tensor) else torch.tensor(input_ids or ())
             positions = self.autoprune_place(ids, positions, channels, num_computed_tokens)
             positions = positions.clamp(max=self.autoprune_table - 1)
         if isinstance(input_ids, Tensor):
             return rows, positions, UNCHANGED_DELTA
-        return rows, positions, self.autoprune_delta(positions, len(input_ids))
+        return rows, positions, self.autoprune_delta(positions)
 
 
 def match_items(plans: Mapping[int, ItemPlan]) -> dict[int, int]:

@@ -150,7 +150,7 @@ class PlanReader:
             plan = ItemPlan.decode(row)
         except Exception as error:  # the client may have sent anything
             self._reporter.report_refused_plan(error, self._device)
-            return ItemPlan(self._most, NO_KEY, keep="reference")
+            return ItemPlan(self._most, NO_KEY, keep="reference", positions="packed")
         try:
             self._rules.check_choice(plan)
         except Exception as error:
