@@ -28,6 +28,7 @@ from tests.hostile.worker import Request, plan_row
 from tests.serving.unit.samples import fields_of, with_fields
 from vllm_autoprune import RequestError, load_state
 from vllm_autoprune.serving.plan import CHOOSERS, FIELD, Choice, ItemPlan, encode_state
+from vllm_autoprune.tpdsl.tokens import POSITIONS
 
 _NUMBERS = (-1, 0, 1, 2, 3, 7, 8, 17, 64, 255, 256, 1000, 10**6, 2**31 - 1, 2**31, 2**62, -(2**62))
 
@@ -88,6 +89,7 @@ def _mutate_plan(row: Tensor, name: str, source: Random) -> Tensor:
         "instruction": lambda: _draw_ids(source),
         "language": lambda: _draw_ids(source),
         "keep": lambda: source.choice(CHOOSERS),
+        "positions": lambda: source.choice([*POSITIONS]),
         "profile": lambda: not value,
         "state": lambda: source.choice([*_STATES, b"", b"{}", _STATES[0] + b" "]),
         "part": lambda: source.choice(("whole", "core", "delta", "recall")),

@@ -36,8 +36,9 @@ from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.selftest.serve import clip
 from vllm_autoprune.serving.api.engine_requests import _check_features
 from vllm_autoprune.serving.compat import attach
+from vllm_autoprune.serving.compat import worker as patches
 from vllm_autoprune.serving.models import BACKBONES
-from vllm_autoprune.serving.plan import FIELD
+from vllm_autoprune.serving.plan import FIELD, LINE
 from vllm_autoprune.serving.served_state import ATTRIBUTE, PlanRules, served_state
 from vllm_autoprune.serving.settings import RequestRules
 
@@ -80,6 +81,9 @@ class Worker:
         )
         config = options.create_engine_config()
         attach(config.model_config, ATTRIBUTE, served)
+        if served.axes == LINE:
+            patches.keep_positions()
+            patches.keep_axes(config.model_config, LINE)
         module, _, name = BACKBONES[config.model_config.architecture].model.partition(":")
         with set_current_vllm_config(config), set_default_torch_dtype(torch.float32):
             ensure_model_parallel_initialized(1, 1)
@@ -131,14 +135,15 @@ class Worker:
 
     @torch.inference_mode()
     def positions(self, request: Request) -> Tensor | None:
-        """Positions ``(3, L)`` of the prompt; None where there are none to ask the model for."""
-        if not getattr(self.model, "autoprune_places", False):
+        """Positions ``(A, L)`` of the prompt; None where there are none to ask the model for."""
+        axes = self.model.autoprune_axes
+        if not axes:
             return None
         positions: Tensor
         positions, delta = self.model.get_mrope_input_positions(request.ids, [*request.features])
-        assert positions.shape == (3, len(request.ids))
+        assert positions.shape == (axes, len(request.ids))
         end = max(int(positions.max()) + 1, len(request.ids) + delta)
-        assert int(positions.min()) >= 0 and end <= self.model.autoprune_table
+        assert int(positions[0].min()) >= 0 and end <= self.model.autoprune_table
         return positions
 
     @torch.inference_mode()
@@ -161,7 +166,7 @@ class Worker:
         )
         assert {part.shape[1] for part in split} == {self.model.autoprune.row_width}
         assert placed.shape == positions.shape
-        assert int(placed.min()) >= 0 and int(placed.max()) < self.model.autoprune_table
+        assert int(placed[0].min()) >= 0 and int(placed.max()) < self.model.autoprune_table
 
 
 def page() -> Image.Image:

@@ -296,7 +296,7 @@ def test_a_plan_that_the_rules_do_not_allow_is_refused(
 
 BARE = plan(instruction=())
 RECALL = replace(recall(), instruction=(), earlier=(Choice(8), Choice(4)))
-BY_BASE = ItemPlan(8, NO_KEY, keep="reference")
+BY_BASE = ItemPlan(8, NO_KEY, keep="reference", positions="packed")
 
 
 @pytest.mark.parametrize(
