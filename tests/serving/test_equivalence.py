@@ -387,7 +387,7 @@ def test_bursts_are_encoded_within_bounds_and_keep_what_single_requests_keep(mod
     assert record.take() == kept
     for answer, known in zip(together, single, strict=True):
         assert answer["prompt_tokens"] == known["prompt_tokens"]
-        assert answer["logprob"] == pytest.approx(known["logprob"], abs=3e-2)
+        assert answer["logprob"] == pytest.approx(known["logprob"], abs=0.1)
 
 
 # ---- cores and recalls ----
@@ -427,10 +427,11 @@ def test_images_are_split_where_questions_follow_them() -> None:
     # before the image.
     record.take()
     shot = {"role": "tool", "content": turn("Done.", image)["content"]}
-    for task in QUESTIONS[:2]:
+    for task in QUESTIONS:
         engine.chat([{"role": "user", "content": task}, said("I look."), shot])
-    (part, *_, rows), (*_, other_rows) = _take_parts(record)
-    assert part == "whole" and rows != other_rows, "the task chooses a screenshot's tokens"
+    shots = _take_parts(record)
+    assert {part for part, *_ in shots} == {"whole"}
+    assert len({str(rows) for *_, rows in shots}) > 1, "the task chooses a screenshot's tokens"
     text = f"USER: {QUESTIONS[0]} <image>\nASSISTANT:"
     engine.generate([raw_prompt(text, as_picture(image), instructions=[QUESTIONS[0]])])
     assert {part for part, *_ in _take_parts(record)} == {"whole"}

@@ -420,11 +420,11 @@ def _videos_are_untouched(report: Report) -> str:
 
     Also in small steps, but for linear attention, which rounds them in another way.
     """
-    stock, pruned = report["stock others"].get("video"), report["others"]
-    if stock is None or not pruned:
-        return "" if stock is None and not pruned else "not taken as by stock vLLM"
+    stock, pruned = report["stock others"], report["others"]
+    if stock.keys() != pruned.keys():
+        return f"{[*pruned]} taken, by stock vLLM {[*stock]}"
     for name, completion in pruned.items():
-        wrong = _difference(completion, stock, 0.0, positions=True)
+        wrong = _difference(completion, stock[name], 0.0, positions=True)
         if wrong and (name == "video" or not report.hybrid):
             return f"{name}: {wrong}"
     return ""

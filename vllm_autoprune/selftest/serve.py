@@ -184,7 +184,7 @@ class _TinyEngine(Engine):
         super().__init__(
             folder,
             settings,
-            max_model_len=2048,
+            max_model_len=1536,
             num_gpu_blocks_override=128,
             limit_mm_per_prompt={"image": 4},
             **options,
@@ -351,6 +351,10 @@ def serve(folder: Path) -> Report:
     completions["stock others"] = engine.ask_video()
     completions["cells"] = cells = {"stock": engine.ask(_PAGE_QUESTION)}
     engine.stop()
+    if completions["stock others"]:  # small steps round in another way than large ones
+        engine = _TinyEngine(folder, None, max_num_batched_tokens=8, max_num_seqs=2)
+        completions["stock others"] |= engine.ask_video("chunked video")
+        engine.stop()
 
     engine = _TinyEngine(folder, _settings(_LARGE_BUDGET))
     results["placed"] = engine.model.autoprune_axes > 0
