@@ -133,7 +133,8 @@ def _find_faults(contents: Contents, cases: Sequence[Case]) -> Iterator[str]:
 
 def _measure(key: str, options: argparse.Namespace) -> _Result:
     """Ask one model what is missing, and compare."""
-    model, url, connection = _MODELS[key], getattr(options, key), read_connection(options)
+    model, url = _MODELS[key], getattr(options, key)
+    connection = read_connection(options)
     with ServerClient(url, connection) as client, client.reporting_failures():
         served = client.choose_model(client.list_models(), None)
     positions: tuple[Positions, ...] = ("packed", "true")

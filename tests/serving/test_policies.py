@@ -97,10 +97,12 @@ def test_a_base_policy_keeps_what_it_keeps_in_transformers() -> None:
 @in_engine
 def test_answers_are_those_of_transformers_with_the_same_tokens_and_positions() -> None:
     """Greedy tokens and their log-probabilities, in float32."""
-    budget, questions = 18, examples(2)[:6]
+    budget = 18
+    questions = examples(2)[:6]
     engine = start({**STATE, "requests": "states"}, **SMALL)
     offline = LlavaVision(LLAVA, CLIP, dtype="float32")
-    model, image_token = offline.model, offline.model.config.image_token_id
+    model = offline.model
+    image_token = model.config.image_token_id
     for where in POSITIONS:
         state = {**alone("cen_divprune"), "positions": where}
         policy = materialize(load_state(json.dumps(state)), budget)

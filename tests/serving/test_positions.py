@@ -91,7 +91,8 @@ def test_a_chat_that_grows_by_images_keeps_its_prefix_across_the_bound() -> None
         packed.append(pack_items(items, context)[0])
         return pack_items(items, context)
 
-    talk, length = list[dict[str, object]](), 0
+    talk = list[dict[str, object]]()
+    length = 0
     with patch.object(processor, "pack_items", record):
         for number in range(8):
             talk.append(turn("what colour is it", picture(84, 84, number)))

@@ -83,7 +83,8 @@ def _gather(
     """
     (image,) = Counter(stock.prompt) - Counter(pruned.prompt)
     indices: list[int] = []
-    at, images = 0, zip(kept, sizes, strict=True)
+    images = zip(kept, sizes, strict=True)
+    at = 0
     while at < len(stock.prompt):
         if stock.prompt[at] != image:
             indices.append(at)

@@ -100,7 +100,7 @@ class ServedState:
         Raises :class:`RequestError` where this server cannot do what is asked.
         """
         only: Positions | None = "true" if self.axes == MROPE else None
-        why = "has positions in height and width, where kept tokens always keep their places"
+        why = "has positions in height and width, in which kept tokens keep their places"
         if self.axes == 0:
             only, why = "packed", self.packed_only
         if asked is not None and only not in (None, asked):

@@ -325,7 +325,7 @@ def _position_problems(
     """Refuse positions that this model cannot have."""
     reason, only = _find_packed_reason(backbone, vllm_config), "packed"
     if not reason and backbone.mrope:
-        reason, only = "has M-RoPE, under which kept tokens always keep their places", "true"
+        reason, only = "has M-RoPE, under which kept tokens keep their places", "true"
     if reason and positions != only:
         yield Problem(f"{POSITIONS_FLAG} {positions}", f"this model {reason}", "leave it out")
 

@@ -93,7 +93,8 @@ def write_prompt(seed: int) -> Prompt:
             core, delta = plan.split(budget // 2)
             rng.shuffle(tokens)
             write_item(core, tokens[: core.budget], 0, at)
-            start, at = at, at + size
+            start = at
+            at += size
             write_text(rng.randint(0, 2))
             write_item(delta, tokens[core.budget :], 0, start)
             continue

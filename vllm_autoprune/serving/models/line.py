@@ -70,14 +70,18 @@ class PrunedLine(PlacedModel):
     def autoprune_delta(self, positions: Tensor) -> int:
         """What decoding adds, by the end that tokens without rows have beside them."""
         # Model Runner V1 asks in every step of a request; most prompts begin or end with text.
-        marked = min(int(positions[1, 0]), int(positions[1, -1]))
-        marked = int(positions[1].min()) if marked >= 0 else marked
-        end = int(positions[0].max()) + 1 if marked >= 0 else -1 - marked
+        mark = min(int(positions[1, 0]), int(positions[1, -1]))
+        if mark >= 0:
+            mark = int(positions[1].min())
+        end = int(positions[0].max()) + 1 if mark >= 0 else _mark_end(mark)
         return end - positions.shape[1]
 
 
 def _mark_end(end: int) -> int:
-    """What tokens without rows have beside their position: where decoding goes on."""
+    """What tokens without rows have beside their position: where decoding goes on.
+
+    Its own inverse.
+    """
     return -1 - end
 
 

@@ -1,8 +1,8 @@
 """M-RoPE: positions of kept tokens in time, height and width, and the mixin that sets them.
 
-Every kept token keeps its unpruned position. Text has the positions it has after unpruned images,
-so they are known when a request arrives. Positions of image tokens are trailing channels of their
-rows, because they are known only after the selection.
+Every kept token keeps its unpruned position, unless its item is packed. Text has the positions it
+has after unpruned images, so they are known when a request arrives. Positions of image tokens are
+trailing channels of their rows, because they are known only after the selection.
 """
 
 from __future__ import annotations
