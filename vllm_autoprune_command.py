@@ -42,10 +42,16 @@ def main() -> int:
         if isinstance(error, ModuleNotFoundError):
             what = f"not installed for {sys.executable}"
         fix = "install vllm-autoprune into the environment that vLLM is in"
-        if module != "vllm-autoprune":  # no metadata of a checkout that is not installed
+        if (
+            module != "vllm-autoprune"
+        ):  # no metadata of a checkout that is not installed
             fix += f", or: pip install {'pillow' if module == 'PIL' else module}"
         message = str(Problem(module, what, fix))
         if "--json" in sys.argv:
-            print(json.dumps({"error": type(error).__name__, "message": message, "problems": []}))
+            print(
+                json.dumps(
+                    {"error": type(error).__name__, "message": message, "problems": []}
+                )
+            )
         print(f"vllm-autoprune: {message}", file=sys.stderr)
         return 1

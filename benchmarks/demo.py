@@ -28,7 +28,12 @@ import torch
 from benchmarks import BenchmarkError
 from benchmarks.common.client import Client, Record
 from benchmarks.common.report import environment, log_progress
-from benchmarks.common.requests import build_body, build_content, draw_picture, encode_picture
+from benchmarks.common.requests import (
+    build_body,
+    build_content,
+    draw_picture,
+    encode_picture,
+)
 from benchmarks.common.shapes import (
     TOKENS,
     count_kv_bytes,
@@ -63,15 +68,31 @@ _OTHER_SECONDS = 130
 _PRODUCTS = 1070
 """What all requests to the large model take, in products of one image's tokens in its MLP."""
 
-_SERVED, _USERS, _SCENES = "llava", 8, 20
+_SERVED = "llava"
+_USERS = 8
+_SCENES = 20
 """Name of the served model, requests at once, scenes that mini-LLaVA is asked about."""
-_FLAGS = ("--served-model-name", _SERVED, "--max-model-len", "1024", "--block-size", "32",
-          "--enforce-eager")  # fmt: skip
-_WIDTH, _LAYERS, _TOWER_LAYERS, _STATE, _BUDGET = 2048, 4, 2, "cdpruner", 64
+_FLAGS = (
+    "--served-model-name",
+    _SERVED,
+    "--max-model-len",
+    "1024",
+    "--block-size",
+    "32",
+    "--enforce-eager",
+)
+_WIDTH = 2048
+_LAYERS = 4
+_TOWER_LAYERS = 2
+_STATE = "cdpruner"
+_BUDGET = 64
 """Of the large model."""
-_ANSWER_TOKENS, _QUESTION_WORDS = 4, 16
+_ANSWER_TOKENS = 4
+_QUESTION_WORDS = 16
 """Of its requests."""
-_ALONE, _TOGETHER, _IMAGES = 6, 24, 4
+_ALONE = 6
+_TOGETHER = 24
+_IMAGES = 4
 """Requests of one arm to it, and images that are asked about twice."""
 _SMALL_BUDGET = 16
 """K of mini-LLaVA's 144 tokens, the same ninth as 64 of 576."""
@@ -95,7 +116,9 @@ def _ask(
 
     Raises :class:`BenchmarkError` where one is not answered; ``empty``: no text is an answer too.
     """
-    client, pool, records = Client(url), ThreadPoolExecutor(at_once), list[Record]()
+    client = Client(url)
+    pool = ThreadPoolExecutor(at_once)
+    records = list[Record]()
     try:
         for future in [pool.submit(client.send, body) for body in bodies]:
             record = future.result()
@@ -121,7 +144,9 @@ class _Figure(NamedTuple):
 
     def __str__(self) -> str:
         if self.unit == "%":
-            half = max(abs(x - self.value) for x in (self.low, self.high) if x is not None)
+            half = max(
+                abs(x - self.value) for x in (self.low, self.high) if x is not None
+            )
             return f"{self.value:.1f} ± {half:.1f}"
         return f"{self.value:,.{_DECIMALS.get(self.unit, 0)}f}"
 
@@ -137,14 +162,21 @@ def _measure_answers(examples: Sequence[Example], out: Path) -> list[_Figure]:
     dtype = choose_dtype(exact=True)
     common = (*_FLAGS, "--no-enable-prefix-caching", "--dtype", dtype)
     pruning = (
-        "--autoprune-state", _STATE, "--autoprune-text-tower", str(CLIP),
-        "--autoprune-feature-cache-gb", "0", "--autoprune-requests", "shipped-states",
-    )  # fmt: skip
+        "--autoprune-state",
+        _STATE,
+        "--autoprune-text-tower",
+        str(CLIP),
+        "--autoprune-feature-cache-gb",
+        "0",
+        "--autoprune-requests",
+        "shipped-states",
+    )
     model = f"mini-LLaVA, {dtype}, {len(examples)} held-out questions"
     figures = []
     for server, flags, arms in (
-        ("stock", common, {"all tokens": {}}), ("pruned", (*common, *pruning), _CHOICES),
-    ):  # fmt: skip
+        ("stock", common, {"all tokens": {}}),
+        ("pruned", (*common, *pruning), _CHOICES),
+    ):
         log_progress(f"start mini-LLaVA, {server}")
         with serve(LLAVA, *flags, log=out / f"{server}.log") as serving:
             for arm, choice in arms.items():
@@ -152,7 +184,9 @@ def _measure_answers(examples: Sequence[Example], out: Path) -> list[_Figure]:
                 pruned = {"autoprune": {"budget": _SMALL_BUDGET, **choice}}
                 fields = {"mm_processor_kwargs": pruned} if choice else {}
                 bodies = [
-                    build_body(_SERVED, content, tokens=MAX_ANSWER_TOKENS, fields=fields)
+                    build_body(
+                        _SERVED, content, tokens=MAX_ANSWER_TOKENS, fields=fields
+                    )
                     for content in contents
                 ]
                 answers = _ask(serving.url, bodies, empty=True)
@@ -160,10 +194,13 @@ def _measure_answers(examples: Sequence[Example], out: Path) -> list[_Figure]:
                     (example.image_id, example.is_right(answer.text))
                     for example, answer in zip(examples, answers, strict=True)
                 ]
-                right, half = statistics.fmean(right for _, right in rights), _half_width(rights)
+                right = statistics.fmean(right for _, right in rights)
+                half = _half_width(rights)
                 ends = (right, max(0, right - half), min(1, right + half))
                 value, low, high = (round(100 * x, 3) for x in ends)
-                figures.append(_Figure("right answers", model, arm, value, low, high, "%"))
+                figures.append(
+                    _Figure("right answers", model, arm, value, low, high, "%")
+                )
     return figures
 
 
@@ -173,7 +210,8 @@ def _half_width(rights: Sequence[tuple[int, bool]]) -> float:
     The wider of two: Wilson's takes questions as independent, and is correct near 0 and 1. The
     other one takes scenes as independent, because questions on one image are correlated.
     """
-    p, n = statistics.fmean(right for _, right in rights), len(rights)
+    p = statistics.fmean(right for _, right in rights)
+    n = len(rights)
     wilson = _Z * math.sqrt(p * (1 - p) / n + _Z**2 / (4 * n**2)) / (1 + _Z**2 / n)
     scenes: dict[int, list[bool]] = {}
     for scene, right in rights:
@@ -216,7 +254,13 @@ def _time_requests(url: str, arm: str, start: int, kv_bytes: int) -> Iterator[_F
     ]
     tokens = alone[0].prompt_tokens or 0
     yield _Figure("prompt of a request", model, arm, tokens, unit="tokens")
-    yield _Figure("KV cache of a request", model, arm, round(tokens * kv_bytes / 1e6, 3), unit="MB")
+    yield _Figure(
+        "KV cache of a request",
+        model,
+        arm,
+        round(tokens * kv_bytes / 1e6, 3),
+        unit="MB",
+    )
     yield summarize("alone", alone)
     yield summarize(f"{_USERS} at once", together)
     yield summarize("second question", second)
@@ -227,12 +271,20 @@ def _time_requests(url: str, arm: str, start: int, kv_bytes: int) -> Iterator[_F
 def _measure_times(folder: Path, out: Path) -> list[_Figure]:
     """Costs of the large model, served stock, then pruned, also for resized images."""
     flags = (*_FLAGS, "--load-format", "dummy", "--max-num-seqs", "16")
-    pruning = ("--autoprune-state", _STATE, "--autoprune-budget", str(_BUDGET),
-               "--autoprune-requests", "budget")  # fmt: skip
-    figures, kv_bytes = list[_Figure](), count_kv_bytes(folder)
+    pruning = (
+        "--autoprune-state",
+        _STATE,
+        "--autoprune-budget",
+        str(_BUDGET),
+        "--autoprune-requests",
+        "budget",
+    )
+    figures = list[_Figure]()
+    kv_bytes = count_kv_bytes(folder)
     for server, arguments, arms in (
-        ("stock", flags, ("stock",)), ("pruned", (*flags, *pruning), ("pruned", "resized")),
-    ):  # fmt: skip
+        ("stock", flags, ("stock",)),
+        ("pruned", (*flags, *pruning), ("pruned", "resized")),
+    ):
         log_progress(f"start the large model, {server}")
         with serve(folder, *arguments, log=out / f"speed-{server}.log") as serving:
             for number, arm in enumerate(arms, 1):
@@ -246,7 +298,8 @@ def _measure_times(folder: Path, out: Path) -> list[_Figure]:
 
 def _format_tables(figures: Sequence[_Figure]) -> str:
     """Both tables and their notes as Markdown, of the rows of ``demo.csv``."""
-    arms, cells = ("stock", "resized", "pruned"), {(f.what, f.arm): f for f in figures}
+    arms = ("stock", "resized", "pruned")
+    cells = {(f.what, f.arm): f for f in figures}
     rows = [("tokens of an image", f"N = {TOKENS}", *[f"K = {_BUDGET}"] * 2)]
     rows += [
         (f"{what}, {figure.unit}", *(str(cells[what, arm]) for arm in arms))
@@ -280,16 +333,25 @@ def _run_demo(out: Path) -> None:
     """Say how long it takes, measure, and print the tables; they and their rows are in ``out``."""
     # By the time that a product of the large model takes now.
     dtype = choose_dtype()
-    rows, weight = torch.randn(TOKENS, _WIDTH), torch.randn(11008 * _WIDTH // 4096, _WIDTH)
+    rows = torch.randn(TOKENS, _WIDTH)
+    weight = torch.randn(11008 * _WIDTH // 4096, _WIDTH)
     if dtype == "bfloat16":
-        rows, weight = rows.bfloat16(), weight.bfloat16()
-    seconds = timeit.repeat(lambda: torch.nn.functional.linear(rows, weight), number=1, repeat=5)
+        rows = rows.bfloat16()
+        weight = weight.bfloat16()
+    seconds = timeit.repeat(
+        lambda: torch.nn.functional.linear(rows, weight), number=1, repeat=5
+    )
     machine = environment()
-    load, cores = float(machine["load average"]), int(machine["cores"])
+    load = float(machine["load average"])
+    cores = int(machine["cores"])
     others = _OTHER_SECONDS * (1 + load / cores)
     minutes = math.ceil((others + _PRODUCTS * statistics.median(seconds)) / 60)
     introduction = _INTRODUCTION.format(
-        dtype=dtype, small=choose_dtype(exact=True), load=load, cores=cores, minutes=minutes
+        dtype=dtype,
+        small=choose_dtype(exact=True),
+        load=load,
+        cores=cores,
+        minutes=minutes,
     )
     print(introduction, file=sys.stderr, flush=True)
     # Busy-waiting threads of torch in the client would slow the server that is measured.
@@ -314,7 +376,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Serve two models stock and pruned: the trained mini-LLaVA, to compare "
         "answers, and one of LLaVA-1.5's proportions with random weights, to compare times.",
     )
-    parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder of tables, logs")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/demo"), help="folder of tables, logs"
+    )
     options = parser.parse_args(arguments)
     end_servers_on_sigterm()
     try:

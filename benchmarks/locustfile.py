@@ -52,7 +52,8 @@ class _LoadTest:
     """Warms up the server, sends all requests by the users of locust, and judges the run."""
 
     def __init__(self, locust: Environment, options: RunOptions) -> None:
-        self._locust, self._options = locust, options
+        self._locust = locust
+        self._options = options
         self._prepared = Prepared.read(options.workload)
         self._client = Client(options.host, self._now, connection=options)
         count = len(self._prepared.measured)
@@ -62,7 +63,8 @@ class _LoadTest:
         self._environment = environment("locust", "gevent")
         self._counters: dict[str, float] | None = None
         self._records: list[Record] = []
-        self._start, self._stop = Event(), Event()
+        self._start = Event()
+        self._stop = Event()
         self._working = options.load.users or 1
         self._consecutive_failures = 0
         self._zero = self._cpu = 0.0
@@ -90,7 +92,8 @@ class _LoadTest:
 
     def begin(self, **_: object) -> None:
         """Start the schedule: all users wait for it."""
-        self._zero, self._cpu = time.perf_counter(), time.process_time()
+        self._zero = time.perf_counter()
+        self._cpu = time.process_time()
         gevent.spawn(self._measure_lag)
         self._start.set()
 
@@ -111,14 +114,17 @@ class _LoadTest:
                 self._send(index, self._now())
         else:
             # When they are due, without waiting for answers.
-            pool, most = Pool(), self._options.most
+            pool = Pool()
+            most = self._options.most
             for index, at in self._schedule:
                 if self._stop.wait(max(at - self._now() - _EARLY, 0.0)):
                     break
                 while self._now() < at:
                     gevent.sleep(0)  # let answers be read meanwhile
                 if len(pool) >= most:  # a server that far behind does not recover
-                    self._give_up(f"over-saturated: {most} requests were in flight at once")
+                    self._give_up(
+                        f"over-saturated: {most} requests were in flight at once"
+                    )
                     break
                 pool.spawn(self._send, index, at)
             pool.join()
@@ -128,7 +134,8 @@ class _LoadTest:
             gevent.spawn(self._locust.runner.quit)
 
     def _send(self, index: int, at: float) -> None:
-        body, measured = self._prepared.measured[index], self._measured[index]
+        body = self._prepared.measured[index]
+        measured = self._measured[index]
         record = self._client.send(body, scheduled=at, index=index, measured=measured)
         self._records.append(record)
         # For locust's own statistics and pages.
@@ -153,7 +160,9 @@ class _LoadTest:
 
     def judge(self, **_: object) -> None:
         """Judge the run, write and print its result, and set the exit status."""
-        options, records, before = self._options, self._records, self._counters
+        options = self._options
+        records = self._records
+        before = self._counters
         after = None if before is None else _read_counters(options)
         result = Result(
             workload=self._prepared.workload,
@@ -161,14 +170,20 @@ class _LoadTest:
             summary=Summary.of([records], options),
             # A labelled counter appears with its first event, so that before it there was none.
             counters=after
-            and {name: total - (before or {}).get(name, 0.0) for name, total in after.items()},
+            and {
+                name: total - (before or {}).get(name, 0.0)
+                for name, total in after.items()
+            },
             cpu=(time.process_time() - self._cpu) / self._now(),
             lag=sorted(self._late)[int(0.99 * (len(self._late) - 1))],
             broken=self._broken or ("stopped before its end" if self._working else ""),
             environment=self._environment,
         )
         accepted = result.list_interference(records) if options.shared else ()
-        update = {"reasons": tuple(result.list_reasons(records)), "accepted": tuple(accepted)}
+        update = {
+            "reasons": tuple(result.list_reasons(records)),
+            "accepted": tuple(accepted),
+        }
         result = result.model_copy(update=update)
         print("\n".join(result.format()), flush=True)
         self._locust.process_exit_code = 0 if result.valid else 1
@@ -208,12 +223,17 @@ def _add_options(parser: argparse.ArgumentParser, **_: object) -> None:
 
 @events.init.add_listener
 def _init(environment: Environment, **_: object) -> None:
-    runner, parsed = environment.runner, environment.parsed_options
+    runner = environment.runner
+    parsed = environment.parsed_options
     assert runner is not None and parsed is not None
     try:
         if not isinstance(runner, LocalRunner):
-            raise BenchmarkError("several processes share no schedule -> send from one process")
-        flags = {name: value for name, value in vars(parsed).items() if name in LOCUST_FIELDS}
+            raise BenchmarkError(
+                "several processes share no schedule -> send from one process"
+            )
+        flags = {
+            name: value for name, value in vars(parsed).items() if name in LOCUST_FIELDS
+        }
         flags |= {"host": parsed.host, "users": parsed.num_users}
         try:
             options = RunOptions.model_validate(flags)

@@ -77,14 +77,21 @@ _UNUSED_SCORING: _JsonObject = {
 
 def _build_states(folder: Path = POLICIES) -> list[PruningState]:
     """Every shipped state, the source first; it and search results are read."""
-    source, *results = (load_state(folder / f"{name}.json") for name in (SOURCE, *SEARCH_RESULTS))
+    source, *results = (
+        load_state(folder / f"{name}.json") for name in (SOURCE, *SEARCH_RESULTS)
+    )
     document: _JsonObject = json.loads(source.dumps()) | {"positions": "true"}
 
     def edit(
-        name: str, notes: str, changes: _JsonObject, found_by: str = source.provenance.found_by
+        name: str,
+        notes: str,
+        changes: _JsonObject,
+        found_by: str = source.provenance.found_by,
     ) -> PruningState:
         provenance: _JsonObject = {"found_by": found_by, "notes": notes}
-        return load_state({**document, "name": name, "provenance": provenance, **changes})
+        return load_state(
+            {**document, "name": name, "provenance": provenance, **changes}
+        )
 
     states = [source, *results]
     for backbone, budgets in _BUDGETS.items():
@@ -97,7 +104,10 @@ def _build_states(folder: Path = POLICIES) -> list[PruningState]:
             "base_policy": {"name": policy, "params": {}},
             "scoring": _UNUSED_SCORING,
             "reassembly": {"atom": "mean_residual"},
-            "constraints": {**pool, "selector": {"atom": "reference_strict_preservation_selector"}},
+            "constraints": {
+                **pool,
+                "selector": {"atom": "reference_strict_preservation_selector"},
+            },
         }
 
     pool: _JsonObject = {"pool": [{"atom": "quality_pool_builder"}]}
@@ -110,7 +120,9 @@ def _build_states(folder: Path = POLICIES) -> list[PruningState]:
     constraints = json.loads(source.dumps())["constraints"]
     for quota in QUOTAS:
         swept = {**constraints["selector"], "q_e": quota, "r_min": None}
-        notes = f"Sweep of the exchange quota: q_e = {quota}, r_min = K - q_e. {_PACKED}"
+        notes = (
+            f"Sweep of the exchange quota: q_e = {quota}, r_min = K - q_e. {_PACKED}"
+        )
         sweep: _JsonObject = {
             "constraints": {**constraints, "selector": swept},
             "positions": "packed",
@@ -126,13 +138,19 @@ def _build_states(folder: Path = POLICIES) -> list[PruningState]:
         "cdpruner given these."
     )
     found_by = "The authors of the two methods; the split is ours."
-    states.append(edit("shared-core", notes, {**alone("cdpruner"), "core": core}, found_by))
+    states.append(
+        edit("shared-core", notes, {**alone("cdpruner"), "core": core}, found_by)
+    )
     return states
 
 
 def _read_evidence(path: Path) -> _JsonObject:
     """What `_measure` wrote into a state's file; empty where there is none, or of another form."""
-    state = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"provenance": {}}
+    state = (
+        json.loads(path.read_text(encoding="utf-8"))
+        if path.exists()
+        else {"provenance": {}}
+    )
     scores: _JsonObject = state["provenance"].get("scores", {})
     return scores if "behaviour" in scores else {}
 
@@ -147,7 +165,8 @@ def _format_json(value: object, indent: int = 0, key: str = "") -> str:
     pairs = value.items() if isinstance(value, dict) else (("", item) for item in value)
     begin, end = "{}" if isinstance(value, dict) else "[]"
     lines = ",\n".join(
-        " " * (indent + 2) + _format_json(item, indent + 2, name) for name, item in pairs
+        " " * (indent + 2) + _format_json(item, indent + 2, name)
+        for name, item in pairs
     )
     return f"{lead}{begin}\n{lines}\n{' ' * indent}{end}"
 
@@ -179,17 +198,21 @@ def _measure(folder: Path, report: Mapping[str, Any]) -> None:
             continue
         measured: list[_JsonObject] = []
         for budget in _MEASURED:
-            row, control = (rows.get(f"{name}@{budget}") for name in (state.name, "resized"))
+            row, control = (
+                rows.get(f"{name}@{budget}") for name in (state.name, "resized")
+            )
             if row and control:
                 gain = Estimate(**row["to_resized"]["accuracy"]).rounded(2)
-                measured.append({
-                    "budget": budget,
-                    "accuracy": round(row["accuracy"]["value"], 2),
-                    "accuracy_plus": round(row["accuracy_plus"], 2),
-                    "prompt_tokens": round(row["prompt_tokens"], 1),
-                    "resized": round(control["accuracy"]["value"], 2),
-                    "less_resized": asdict(gain),
-                })  # fmt: skip
+                measured.append(
+                    {
+                        "budget": budget,
+                        "accuracy": round(row["accuracy"]["value"], 2),
+                        "accuracy_plus": round(row["accuracy_plus"], 2),
+                        "prompt_tokens": round(row["prompt_tokens"], 1),
+                        "resized": round(control["accuracy"]["value"], 2),
+                        "less_resized": asdict(gain),
+                    }
+                )
         if measured:
             evidence: _JsonObject = {
                 "model": f"mini-LLaVA {weights_digest(CHECKPOINTS['minillava'])}",
@@ -201,7 +224,9 @@ def _measure(folder: Path, report: Mapping[str, Any]) -> None:
             print(state.name)
 
 
-def _write_state(state: PruningState, folder: Path, evidence: _JsonObject | None) -> None:
+def _write_state(
+    state: PruningState, folder: Path, evidence: _JsonObject | None
+) -> None:
     """Write a state with all of its defaults, so that later releases serve the same policy.
 
     Evidence goes into the provenance, which is outside the digest.
@@ -213,7 +238,9 @@ def _write_state(state: PruningState, folder: Path, evidence: _JsonObject | None
     path = folder / f"{state.name}.json"
     # A search may have written the same state in another form, which is kept.
     if not path.exists() or load_state(path) != state:
-        path.write_text(_format_json(json.loads(state.dumps())) + "\n", encoding="utf-8")
+        path.write_text(
+            _format_json(json.loads(state.dumps())) + "\n", encoding="utf-8"
+        )
 
 
 def _behaviour(state: PruningState) -> str:
@@ -225,15 +252,23 @@ def _behaviour(state: PruningState) -> str:
 def as_markdown() -> str:
     """One row per state; the transferred states behave as their source and share its row."""
     states = _build_states()
-    files = {state.name: _read_evidence(POLICIES / f"{state.name}.json") for state in states}
+    files = {
+        state.name: _read_evidence(POLICIES / f"{state.name}.json") for state in states
+    }
     evidence = {name: scores for name, scores in files.items() if scores}
-    measured = [(name, row) for name, scores in evidence.items() for row in scores["rows"]]
+    measured = [
+        (name, row) for name, scores in evidence.items() for row in scores["rows"]
+    ]
     accuracy = {(name, row["budget"]): row["accuracy"] for name, row in measured}
     accuracy |= {
-        (RESIZED, row["budget"]): row["resized"] for _, row in measured if "resized" in row
+        (RESIZED, row["budget"]): row["resized"]
+        for _, row in measured
+        if "resized" in row
     }
     described = {RESIZED: "no policy: all tokens pooled to K cells"}
-    described |= {s.name: _describe(s) for s in states if not s.name.startswith(f"{SOURCE}-")}
+    described |= {
+        s.name: _describe(s) for s in states if not s.name.startswith(f"{SOURCE}-")
+    }
     rows = []
     for name, text in described.items():
         figures = (accuracy.get((name, budget)) for budget in _MEASURED)
@@ -242,7 +277,9 @@ def as_markdown() -> str:
     columns = ("state", "what it is", *(f"K = {budget}" for budget in _MEASURED))
     table = Table("", columns, rows, "--rr").markdown()
     transferred = [f"`{state.name}`" for state in states if state.name not in described]
-    setups = sorted({(scores["model"], scores["questions"]) for scores in evidence.values()})
+    setups = sorted(
+        {(scores["model"], scores["questions"]) for scores in evidence.values()}
+    )
     setup = "; ".join(f"{model}, {questions} questions" for model, questions in setups)
     return (
         f"{table}\n\nPer cent right (-: not measured), {setup}. `{SOURCE}` for the budgets and "
@@ -251,8 +288,10 @@ def as_markdown() -> str:
 
 
 def _describe(state: PruningState) -> str:
-    policy, name = materialize(state), state.name
-    base, question_free = policy.base.name, "" if policy.reads_instruction else ", no instruction"
+    policy = materialize(state)
+    name = state.name
+    base = policy.base.name
+    question_free = "" if policy.reads_instruction else ", no instruction"
     if name in BASE_POLICIES:
         return f"base policy alone{question_free}"
     if name == SOURCE:
@@ -273,10 +312,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description="Build the shipped states and their evidence.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("build", help="write every state; evidence that still holds is kept")
+    commands.add_parser(
+        "build", help="write every state; evidence that still holds is kept"
+    )
     text = "keep accuracy of a report of mini-LLaVA in the files of states"
     measuring = commands.add_parser("measure", help=text)
-    measuring.add_argument("report", type=Path, help="report.json of `vllm-autoprune eval`")
+    measuring.add_argument(
+        "report", type=Path, help="report.json of `vllm-autoprune eval`"
+    )
     options = parser.parse_args(arguments)
     if options.command == "measure":
         _measure(POLICIES, json.loads(options.report.read_text(encoding="utf-8")))

@@ -72,7 +72,10 @@ class Server:
         return _connect().get(self.url + path, timeout=60.0).raise_for_status().text
 
     def post(
-        self, path: str, body: Mapping[str, object], headers: Mapping[str, str] | None = None
+        self,
+        path: str,
+        body: Mapping[str, object],
+        headers: Mapping[str, str] | None = None,
     ) -> tuple[int, dict[str, object]]:
         """Status and JSON body of a POST request, on a connection of its own."""
         sent = {"Content-Type": "application/json", **(headers or {})}
@@ -83,7 +86,9 @@ class Server:
             content = answer.json() if answer.content else {}
         except ValueError:
             content = answer.text
-        return answer.status_code, content if isinstance(content, dict) else {"error": content}
+        return answer.status_code, content if isinstance(content, dict) else {
+            "error": content
+        }
 
     def await_api_servers(self, count: int, patience: float = 60.0) -> None:
         """Wait until so many API servers are up: the first one alone answers the health check.
@@ -93,7 +98,9 @@ class Server:
         deadline = time.monotonic() + patience
         while self.logged().count("Application startup complete") < count:
             if time.monotonic() > deadline:
-                raise ServerDied(self.log, f"{count} API servers not ready in {patience:.0f} s")
+                raise ServerDied(
+                    self.log, f"{count} API servers not ready in {patience:.0f} s"
+                )
             time.sleep(0.2)
 
     def logged(self) -> str:
@@ -142,13 +149,19 @@ def serve(
     port = _free_port()
     # A proxy of the environment does not reach this machine's servers.
     exempt = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
-    os.environ["no_proxy"] = ",".join(sorted({"127.0.0.1", *filter(None, exempt.split(","))}))
+    os.environ["no_proxy"] = ",".join(
+        sorted({"127.0.0.1", *filter(None, exempt.split(","))})
+    )
     with contextlib.ExitStack() as stack:
         if log is None:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="vllm-server-"))
+            folder = stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="vllm-server-")
+            )
             log = Path(folder) / "server.log"
         out = stack.enter_context(log.open("wb"))
-        die_with_parent = partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, signal.SIGTERM)
+        die_with_parent = partial(
+            ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, signal.SIGTERM
+        )
         process = subprocess.Popen(
             command(model, port, flags, subcommand),
             stdout=out,
@@ -160,7 +173,8 @@ def serve(
         )
         stack.callback(end_group, process)
         server = Server(f"http://127.0.0.1:{port}", str(model), process, log)
-        deadline, ready = time.monotonic() + patience, False
+        deadline = time.monotonic() + patience
+        ready = False
         try:
             while not ready:
                 if process.poll() is not None:

@@ -20,7 +20,9 @@ _QUESTION = "What digit is on the shape left of the purple square?"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print prompt tokens and answer at each budget, and without pruning."""
-    parser = argparse.ArgumentParser(description="Ask a pruned server at several budgets.")
+    parser = argparse.ArgumentParser(
+        description="Ask a pruned server at several budgets."
+    )
     parser.add_argument("image", type=Path, nargs="?", default=_SCENE)
     parser.add_argument("question", nargs="?", default=_QUESTION)
     parser.add_argument("--url", default="http://localhost:8000/v1")
@@ -32,14 +34,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kind = mimetypes.guess_type(options.image.name)[0] or "image/png"
     data = base64.b64encode(options.image.read_bytes()).decode()
     for budget in (None, *options.budgets):
-        fields: dict[str, object] = {"enabled": False} if budget is None else {"budget": budget}
+        fields: dict[str, object] = (
+            {"enabled": False} if budget is None else {"budget": budget}
+        )
         answer = client.chat.completions.create(
             model=model,
             messages=[
                 {
                     "role": "user",
                     "content": [
-                        {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}},
+                        {
+                            "type": "image_url",
+                            "image_url": {"url": f"data:{kind};base64,{data}"},
+                        },
                         {"type": "text", "text": options.question},
                     ],
                 }
@@ -49,7 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         tokens = answer.usage.prompt_tokens if answer.usage else 0
         name = "all tokens" if budget is None else f"K = {budget}"
-        print(f"{name:>12}: {tokens:5} prompt tokens: {answer.choices[0].message.content}")
+        print(
+            f"{name:>12}: {tokens:5} prompt tokens: {answer.choices[0].message.content}"
+        )
     return 0
 
 

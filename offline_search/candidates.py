@@ -10,7 +10,12 @@ from typing import Literal
 
 from pydantic import Field, JsonValue
 
-from offline_search.components import BASE, JsonObject, components_json, searched_components
+from offline_search.components import (
+    BASE,
+    JsonObject,
+    components_json,
+    searched_components,
+)
 from offline_search.search_space import excluded_atoms, project
 from offline_search.settings import Settings
 from vllm_autoprune.errors import Problem, StateError
@@ -56,10 +61,17 @@ def list_purposes(begin: int, count: int, measured: bool) -> list[str]:
 
     Before a candidate is measured, all explore.
     """
-    return list(islice(cycle(PURPOSES if measured else [_EXPLORE]), begin, begin + count))
+    return list(
+        islice(cycle(PURPOSES if measured else [_EXPLORE]), begin, begin + count)
+    )
 
 
-_SAFETY_CHECKS = ("preserve_budget", "no_shape_change", "deterministic", "fallback_to_selection")
+_SAFETY_CHECKS = (
+    "preserve_budget",
+    "no_shape_change",
+    "deterministic",
+    "fallback_to_selection",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +89,9 @@ class Draft:
     hypothesis: Hypothesis | None = None
 
 
-def assemble_state(components: Mapping[str, JsonValue], settings: Settings) -> PruningState:
+def assemble_state(
+    components: Mapping[str, JsonValue], settings: Settings
+) -> PruningState:
     """The state with these components and the search's base policy, budget and safety checks.
 
     Raises :class:`StateError` with every problem.
@@ -94,10 +108,15 @@ def assemble_state(components: Mapping[str, JsonValue], settings: Settings) -> P
             raise StateError("proposal", [problem])
         parts[BASE] = {"name": name}
     if settings.library == "paper":
-        text, fix = json.dumps(parts), "write an atom of the list"
-        names = sorted(name for name in excluded_atoms(settings) if json.dumps(name) in text)
+        text = json.dumps(parts)
+        fix = "write an atom of the list"
+        names = sorted(
+            name for name in excluded_atoms(settings) if json.dumps(name) in text
+        )
         if names:
-            raise StateError("proposal", [Problem("", f"{n} is an extension", fix) for n in names])
+            raise StateError(
+                "proposal", [Problem("", f"{n} is an extension", fix) for n in names]
+            )
     # An atom that keeps exactly K tokens where there is one.
     count = settings.budgets[0]
     budget: JsonObject = {"atom": f"fixed_budget@{count}"}
@@ -113,7 +132,9 @@ def assemble_state(components: Mapping[str, JsonValue], settings: Settings) -> P
         "safety": list(_SAFETY_CHECKS),
         **parts,
         "budget": budget,
-        "provenance": {"found_by": f"vllm-autoprune search, strategy {settings.strategy}"},
+        "provenance": {
+            "found_by": f"vllm-autoprune search, strategy {settings.strategy}"
+        },
     }
     state = load_state(json.dumps(document))
     if settings.space == "all":

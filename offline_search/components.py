@@ -30,7 +30,9 @@ def searched_components(settings: Settings) -> tuple[str, ...]:
 
 def components_json(state: PruningState) -> JsonObject:
     """The components of a state, defaults included."""
-    body: JsonObject = state.model_dump(mode="json", include={*COMPONENTS, CORE, RANK_AT})
+    body: JsonObject = state.model_dump(
+        mode="json", include={*COMPONENTS, CORE, RANK_AT}
+    )
     return {name: body[name] for name in (*COMPONENTS, CORE, RANK_AT) if name in body}
 
 
@@ -40,16 +42,28 @@ def compact_json(state: PruningState, bases: bool = False) -> JsonObject:
     With ``bases``, its base policy among them, for a search that has several to choose from.
     """
     included = {"source", *COMPONENTS, CORE, RANK_AT}
-    body: JsonObject = state.model_dump(mode="json", include=included, exclude_defaults=True)
+    body: JsonObject = state.model_dump(
+        mode="json", include=included, exclude_defaults=True
+    )
     constraints = state.constraints
     compact: JsonObject = {
-        "pool": [call.model_dump(mode="json", exclude_defaults=True) for call in constraints.pool],
+        "pool": [
+            call.model_dump(mode="json", exclude_defaults=True)
+            for call in constraints.pool
+        ],
         "selector": constraints.selector.model_dump(mode="json", exclude={"r_min"}),
     }
-    default = Constraints.model_fields["partition"].get_default(call_default_factory=True)
+    default = Constraints.model_fields["partition"].get_default(
+        call_default_factory=True
+    )
     if constraints.partition != default:
-        compact["partition"] = constraints.partition.model_dump(mode="json", exclude_defaults=True)
-    body |= {"constraints": compact, "reassembly": state.reassembly.model_dump(mode="json")}
+        compact["partition"] = constraints.partition.model_dump(
+            mode="json", exclude_defaults=True
+        )
+    body |= {
+        "constraints": compact,
+        "reassembly": state.reassembly.model_dump(mode="json"),
+    }
     # By its name, because its parameters are not searched.
     return {**body, BASE: {"name": state.base_policy.name}} if bases else body
 
@@ -59,7 +73,8 @@ def structure(state: PruningState) -> tuple[str, ...]:
 
     Two states of one structure differ in numbers only.
     """
-    scoring, constraints = state.scoring, state.constraints
+    scoring = state.scoring
+    constraints = state.constraints
     calls = (
         *scoring.signals,
         scoring.kernel,
@@ -69,7 +84,9 @@ def structure(state: PruningState) -> tuple[str, ...]:
         constraints.selector,
         state.reassembly,
     )
-    source = (state.source.tokens, *state.source.priors) if state.source != Source() else ()
+    source = (
+        (state.source.tokens, *state.source.priors) if state.source != Source() else ()
+    )
     core = () if state.core is None else (f"core={state.core.policy.name}",)
     rank = () if state.rank_at == "merger_out" else (f"{RANK_AT}={state.rank_at}",)
     base = f"{BASE}={state.base_policy.name}"

@@ -22,7 +22,12 @@ from typing import Literal, get_args
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.evaluation.formats import ask, render
 from vllm_autoprune.evaluation.pictures import Picture
-from vllm_autoprune.evaluation.questions import Example, read_asked, read_examples, refuse
+from vllm_autoprune.evaluation.questions import (
+    Example,
+    read_asked,
+    read_examples,
+    refuse,
+)
 
 Split = Literal["search", "validation", "test"]
 
@@ -62,7 +67,9 @@ class Dataset:
         if len(pool) <= size:
             return self
         order = stratify([(example.image, example.category) for example in pool], seed)
-        ordered: dict[Split, Sequence[Example]] = {"search": [pool[place] for place in order]}
+        ordered: dict[Split, Sequence[Example]] = {
+            "search": [pool[place] for place in order]
+        }
         return replace(self, splits={**self.splits, **ordered})
 
     def messages(self, example: Example) -> list[dict[str, object]]:
@@ -79,7 +86,8 @@ def read_dataset(data: Path, seed: int = 0, limit: int | None = None) -> Dataset
     ``vllm-autoprune eval``, images in two splits, and fewer images than can be split.
     """
     fix = "give a file of questions, or a folder with search.jsonl, validation.jsonl and test.jsonl"
-    problems, note = list[Problem](), ""
+    problems = list[Problem]()
+    note = ""
     examples_of: dict[Split, list[Example]] = {split: [] for split in SPLITS}
     pictures: dict[str, Picture] = {}
     if any((data / f"{split}.jsonl").exists() for split in SPLITS):
@@ -95,15 +103,22 @@ def read_dataset(data: Path, seed: int = 0, limit: int | None = None) -> Dataset
                     problems.append(Problem(name, what, "splits must share no image"))
     else:
         examples, pictures = read_examples(data, problems, fix)
-        split_of = _split_images(data, ((e.image, e.category) for e in examples), seed, problems)
+        split_of = _split_images(
+            data, ((e.image, e.category) for e in examples), seed, problems
+        )
         for example in () if problems else examples:
             examples_of[split_of[example.image]].append(example)
-        sizes = {split: len({e.image for e in listed}) for split, listed in examples_of.items()}
+        sizes = {
+            split: len({e.image for e in listed})
+            for split, listed in examples_of.items()
+        }
         note = f"{data} is split by image, with seed {seed}: " + ", ".join(
             f"{len(examples_of[split])} questions about {sizes[split]} images for {split}"
             for split in SPLITS
         )
-        counts = {split: Counter(e.category for e in examples_of[split]) for split in SPLITS}
+        counts = {
+            split: Counter(e.category for e in examples_of[split]) for split in SPLITS
+        }
         for category in sorted({e.category for e in examples} - {"all"}):
             note += f"; {category} {' + '.join(str(counts[split][category]) for split in SPLITS)}"
     refuse("data", problems)
@@ -130,7 +145,9 @@ def _split_images(
     category_of: dict[str, str] = {}
     for name, category in images:
         category_of.setdefault(name, category)
-    rng, counts, split_of = random.Random(seed), Counter[Split](), dict[str, Split]()
+    rng = random.Random(seed)
+    counts = Counter[Split]()
+    split_of = dict[str, Split]()
     for category in sorted({*category_of.values()}):
         names = sorted(name for name in category_of if category_of[name] == category)
         rng.shuffle(names)
@@ -138,7 +155,8 @@ def _split_images(
             # To the split that lacks most of its share of all images so far.
             total = len(split_of) + 1
             lacks = {
-                split: total * _SHARES[split] - _LEAST_IMAGES * counts[split] for split in SPLITS
+                split: total * _SHARES[split] - _LEAST_IMAGES * counts[split]
+                for split in SPLITS
             }
             split = max(SPLITS, key=lambda split: lacks[split])
             split_of[name] = split
@@ -157,19 +175,28 @@ def stratify(questions: Sequence[tuple[str, str]], seed: int) -> list[int]:
     Any consecutive places have every category in proportion, but for a question or two. The
     questions of an image stay together, and count for the categories that it has.
     """
-    rng, images = random.Random(seed), dict[str, list[int]]()
+    rng = random.Random(seed)
+    images = dict[str, list[int]]()
     for place, (image, _) in enumerate(questions):
         images.setdefault(image, []).append(place)
     strata: dict[frozenset[str], list[list[int]]] = {}
     for places in images.values():
-        strata.setdefault(frozenset(questions[place][1] for place in places), []).append(places)
+        strata.setdefault(
+            frozenset(questions[place][1] for place in places), []
+        ).append(places)
     keyed: list[tuple[float, list[int]]] = []
     for groups in strata.values():
         rng.shuffle(groups)
         # Evenly spread over the order, from a random start on.
         start = rng.random()
-        keyed += [((n + start) / len(groups), places) for n, places in enumerate(groups)]
-    return [place for _, places in sorted(keyed, key=lambda item: item[0]) for place in places]
+        keyed += [
+            ((n + start) / len(groups), places) for n, places in enumerate(groups)
+        ]
+    return [
+        place
+        for _, places in sorted(keyed, key=lambda item: item[0])
+        for place in places
+    ]
 
 
 def cut_blocks(images: Sequence[str], size: int) -> list[slice]:
@@ -177,7 +204,8 @@ def cut_blocks(images: Sequence[str], size: int) -> list[slice]:
 
     No image is in two.
     """
-    count, starts = -(-len(images) // size), [0]
+    count = -(-len(images) // size)
+    starts = [0]
     heads = [n for n, image in enumerate(images) if not n or image != images[n - 1]]
     for number in range(1, count):
         wanted = round(number * len(images) / count)
@@ -204,7 +232,8 @@ def convert_mme(source: Path, target: Path, seed: int = 0) -> dict[Split, int]:
     asked = read_asked(source, problems, "give MME's folder")
     for question in asked:
         if not question.answers:
-            what, fix = "is no question with an answer", "write the question, a tab, the answer"
+            what = "is no question with an answer"
+            fix = "write the question, a tab, the answer"
             problems.append(Problem(question.where, what, fix))
     contents = ((question.pictures[0].digest, question.category) for question in asked)
     split_of = _split_images(source, contents, seed, problems)

@@ -38,7 +38,9 @@ class EndpointSettings:
 
     url: str
     model: str
-    connection: Connection = field(default_factory=lambda: Connection(api_key=SecretStr("")))
+    connection: Connection = field(
+        default_factory=lambda: Connection(api_key=SecretStr(""))
+    )
     temperature: float = 1.0
     reply_tokens: int = 1024
     price: tuple[float, float] = (0.0, 0.0)
@@ -71,9 +73,13 @@ class EndpointProposer:
     """
 
     def __init__(self, endpoint: EndpointSettings) -> None:
-        self._endpoint, self._url = endpoint, api_address(endpoint.url)
+        self._endpoint = endpoint
+        self._url = api_address(endpoint.url)
         self._http = make_client(
-            httpx.AsyncClient, endpoint.url, endpoint.connection, timeout=endpoint.timeout
+            httpx.AsyncClient,
+            endpoint.url,
+            endpoint.connection,
+            timeout=endpoint.timeout,
         )
         self._failures = Failures(self._url)
         self._slots = asyncio.Semaphore(endpoint.max_in_flight)
@@ -88,47 +94,75 @@ class EndpointProposer:
 
     async def prepare(self) -> None:
         """Send one short chat; raises :class:`ConfigError` for a wrong key, model or address."""
-        fields = self._fields(({"role": "user", "content": "Say yes."},), None, 0, _CHECK_TOKENS)
+        fields = self._fields(
+            ({"role": "user", "content": "Say yes."},), None, 0, _CHECK_TOKENS
+        )
         try:
             _read_completion(await self._send(fields, retries=0))
             return
         except FAILURES as error:
             example = "an OpenAI-compatible endpoint, such as http://HOST:PORT/v1"
             problem = describe_failure(self._url.removesuffix("/v1"), error, example)
-            where, what, fix = "--proposer-url", f"{problem.where} {problem.what}", problem.fix
+            where, what, fix = (
+                "--proposer-url",
+                f"{problem.where} {problem.what}",
+                problem.fix,
+            )
             if isinstance(error, httpx.HTTPStatusError):
                 if may_pass(error) and "insufficient_quota" not in error.response.text:
                     return  # requests of the search are asked again
                 if error.response.status_code in (401, 403):
-                    where, fix = "--proposer-key-env", "name a variable that holds a valid key"
+                    where = "--proposer-key-env"
+                    fix = "name a variable that holds a valid key"
                 elif error.response.status_code == 404:
-                    with suppress(*FAILURES, RecursionError):  # an endpoint need not list any
-                        models = (await self._http.get(f"{self._url}/models")).json()["data"]
+                    with suppress(
+                        *FAILURES, RecursionError
+                    ):  # an endpoint need not list any
+                        models = (await self._http.get(f"{self._url}/models")).json()[
+                            "data"
+                        ]
                         names = ", ".join(str(model["id"]) for model in models[:8])
                         fix = f"name a model that the endpoint has: {names or 'it lists none'}"
                         where = "--proposer-model"
         raise ConfigError("proposer", [Problem(where, what, fix)])
 
-    async def reply(self, messages: Messages, schema: JsonObject | None, seed: int) -> Reply:
+    async def reply(
+        self, messages: Messages, schema: JsonObject | None, seed: int
+    ) -> Reply:
         """Reply to a chat; without the schema where the endpoint refuses one."""
         endpoint = self._endpoint
         fields = self._fields(messages, schema, seed, endpoint.reply_tokens)
         async with self._slots:
             try:
-                return _read_completion(await self._send(fields, endpoint.retries), endpoint.price)
+                return _read_completion(
+                    await self._send(fields, endpoint.retries), endpoint.price
+                )
             except httpx.HTTPError as error:
-                tried = f", after at most {endpoint.retries} retries" if may_pass(error) else ""
+                tried = (
+                    f", after at most {endpoint.retries} retries"
+                    if may_pass(error)
+                    else ""
+                )
                 return Reply(None, describe_error(error) + tried)
             except FAILURES as error:
-                return Reply(None, f"the response is no chat completion: {one_line(error, 200)}")
+                return Reply(
+                    None, f"the response is no chat completion: {one_line(error, 200)}"
+                )
 
     def _fields(
         self, messages: Messages, schema: JsonObject | None, seed: int, tokens: int
     ) -> dict[str, object]:
         """The fields of a request, those that an endpoint may refuse among them."""
         endpoint = self._endpoint
-        fields: dict[str, object] = {"model": endpoint.model, "messages": list(messages)}
-        fields |= {"max_tokens": tokens, "temperature": endpoint.temperature, "seed": seed}
+        fields: dict[str, object] = {
+            "model": endpoint.model,
+            "messages": list(messages),
+        }
+        fields |= {
+            "max_tokens": tokens,
+            "temperature": endpoint.temperature,
+            "seed": seed,
+        }
         if schema is not None:
             named = {"name": "proposal", "schema": schema}
             fields["response_format"] = {"type": "json_schema", "json_schema": named}
@@ -144,16 +178,26 @@ class EndpointProposer:
             if "max_tokens" in unsent:  # its name since OpenAI's o-series
                 body["max_completion_tokens"] = fields["max_tokens"]
             try:
-                response = await self._http.post(f"{self._url}/chat/completions", json=body)
+                response = await self._http.post(
+                    f"{self._url}/chat/completions", json=body
+                )
                 response.raise_for_status()
             except httpx.HTTPError as error:
-                failed = error.response if isinstance(error, httpx.HTTPStatusError) else None
+                failed = (
+                    error.response if isinstance(error, httpx.HTTPStatusError) else None
+                )
                 if failed is not None and failed.status_code in (400, 422, 500):
                     # It may name what it refuses; a schema it may refuse in any words.
-                    words = re.findall(r"\w+", failed.text if failed.status_code != 500 else "")
-                    refused = [name for name in _DROPPABLE if name in body and name in words]
+                    words = re.findall(
+                        r"\w+", failed.text if failed.status_code != 500 else ""
+                    )
+                    refused = [
+                        name for name in _DROPPABLE if name in body and name in words
+                    ]
                     if refused or "response_format" in body:
-                        reasons[(*refused, "response_format")[0]] = describe_error(error)
+                        reasons[(*refused, "response_format")[0]] = describe_error(
+                            error
+                        )
                         continue
                 if attempt == retries or not may_pass(error):
                     raise
@@ -172,15 +216,20 @@ class EndpointProposer:
             return response
 
 
-def _read_completion(response: httpx.Response, price: tuple[float, float] = (0.0, 0.0)) -> Reply:
+def _read_completion(
+    response: httpx.Response, price: tuple[float, float] = (0.0, 0.0)
+) -> Reply:
     """The reply in a chat completion; raises one of :data:`FAILURES` for anything else."""
     body = read_object(response)
     if not body.get("choices"):
         raise ValueError(one_line(json.dumps(body), 200))
-    choice, usage = body["choices"][0], body.get("usage")
+    choice = body["choices"][0]
+    usage = body.get("usage")
     answer, thoughts = read_message(choice["message"])
     usage = usage if isinstance(usage, dict) else {}
     texts = [str(usage.get(name)) for name in ("prompt_tokens", "completion_tokens")]
     counts = [int(count) if count.isdecimal() else 0 for count in texts]
     cut = choice.get("finish_reason") == "length"
-    return Reply(answer or (UNFINISHED if thoughts else ""), "", Cost.at(price, *counts), cut)
+    return Reply(
+        answer or (UNFINISHED if thoughts else ""), "", Cost.at(price, *counts), cut
+    )

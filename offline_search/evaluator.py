@@ -81,10 +81,15 @@ class RecordedEvaluator:
     resumed once its cause is gone.
     """
 
-    def __init__(self, ledger: Ledger, evaluator: Evaluator, base_digest: str = "") -> None:
+    def __init__(
+        self, ledger: Ledger, evaluator: Evaluator, base_digest: str = ""
+    ) -> None:
         self._ledger = ledger
         self._evaluator = evaluator
-        self._baselines = {ALL_TOKENS: "the model without pruning", base_digest: "the base policy"}
+        self._baselines = {
+            ALL_TOKENS: "the model without pruning",
+            base_digest: "the base policy",
+        }
 
     async def evaluate(self, job: EvaluationJob) -> Answers:
         """The answers to a job.
@@ -104,12 +109,17 @@ class RecordedEvaluator:
         )
         known = self._ledger.find(EvaluationRecord, record.key)
         if known is None:
-            start, started_at = time.monotonic(), time.time()
-            logprob, right, failure = tuple[float, ...](), "", ""
+            start = time.monotonic()
+            started_at = time.time()
+            logprob = tuple[float, ...]()
+            right = ""
+            failure = ""
             try:
                 answers = await self._evaluator.evaluate(job)
                 if not all(map(math.isfinite, answers.logprob)):
-                    raise EvaluationFailed("a log-probability of a reference answer is not finite")
+                    raise EvaluationFailed(
+                        "a log-probability of a reference answer is not finite"
+                    )
                 logprob = tuple(round(value, _DECIMALS) for value in answers.logprob)
                 right = "".join("01"[correct] for correct in answers.right)
             except EvaluationFailed as error:
@@ -120,7 +130,12 @@ class RecordedEvaluator:
                     ) from None
                 failure = str(error)
             clock = Clock(at=started_at, seconds=round(time.monotonic() - start, 3))
-            result = {"logprob": logprob, "right": right, "failure": failure, "clock": clock}
+            result = {
+                "logprob": logprob,
+                "right": right,
+                "failure": failure,
+                "clock": clock,
+            }
             known = self._ledger.put(record.model_copy(update=result))
         if known.failure:
             raise EvaluationFailed(known.failure)
@@ -147,7 +162,8 @@ class ServedEvaluator:
         """``probes`` from the served model's checkpoint; ``first_wait``: seconds before a retry."""
         self.dataset = dataset
         self.name = ""
-        self._urls, self._connection = urls, connection
+        self._urls = urls
+        self._connection = connection
         self._servers = [AsyncServerClient(url, connection=connection) for url in urls]
         self._model = model or ""
         self._first_wait = first_wait
@@ -164,7 +180,11 @@ class ServedEvaluator:
         :class:`ConfigError` with what is wrong with each server.
         """
         example = self.dataset.splits["search"][0]
-        fields = {"mm_processor_kwargs": {"autoprune": pruning_options(load_state("cdpruner"), 1)}}
+        fields = {
+            "mm_processor_kwargs": {
+                "autoprune": pruning_options(load_state("cdpruner"), 1)
+            }
+        }
         messages = self.dataset.messages(example)
         problems: list[Problem] = []
         for url in self._urls:
@@ -176,8 +196,12 @@ class ServedEvaluator:
                         fix = f"serve {self._model}, or name a model of all with --server-model"
                         what = f"serves {', '.join(models)}, not {self._model}"
                         raise ConfigError("servers", [Problem(server.url, what, fix)])
-                    body = scoring_request(self._model, messages, example.answer, fields)
-                    read_reference_answer(server.chat(body)["prompt_logprobs"], example.answer)
+                    body = scoring_request(
+                        self._model, messages, example.answer, fields
+                    )
+                    read_reference_answer(
+                        server.chat(body)["prompt_logprobs"], example.answer
+                    )
                 except RequestRefused as error:
                     what, _, fix = str(error).partition(" -> ")
                     if not fix or "--autoprune-requests" in fix:
@@ -198,7 +222,8 @@ class ServedEvaluator:
 
     async def check_budget(self, budget: int | str) -> None:
         """Raise :class:`ConfigError` for a K at which the first search images keep all tokens."""
-        state, lengths = load_state("cdpruner"), dict[int | str, int]()
+        state = load_state("cdpruner")
+        lengths = dict[int | str, int]()
         examples = {example.image: example for example in self.dataset.splits["search"]}
         for example in islice(examples.values(), _CHECKED_IMAGES):
             for tokens in (0, budget, 1):
@@ -215,13 +240,17 @@ class ServedEvaluator:
             raise ConfigError("servers", [Problem(self._servers[0].url, what, fix)])
         count = lengths[0] - lengths[1] + 1
         what = f"{budget} keeps all tokens: an image has {count}"
-        raise ConfigError("search", [Problem("--budget", what, f"give less than {count}")])
+        raise ConfigError(
+            "search", [Problem("--budget", what, f"give less than {count}")]
+        )
 
     async def evaluate(self, job: EvaluationJob) -> Answers:
         """Answers to a job; every example goes to the server that its image is assigned to."""
         pruning = pruning_options(job.candidate, job.budget)
         examples = self.dataset.splits[job.split][job.start : job.stop]
-        scores = await asyncio.gather(*(self._score(example, pruning) for example in examples))
+        scores = await asyncio.gather(
+            *(self._score(example, pruning) for example in examples)
+        )
         logprobs, right, _ = zip(*scores, strict=True)
         return Answers(logprobs, right)
 
@@ -229,17 +258,25 @@ class ServedEvaluator:
         self, example: Example, pruning: Mapping[str, object]
     ) -> tuple[float, bool, int]:
         """Log-probability of the answer, whether it is right, and the tokens of the prompt."""
-        place = int.from_bytes(hashlib.sha256(example.image.encode()).digest()[:4], "big")
+        place = int.from_bytes(
+            hashlib.sha256(example.image.encode()).digest()[:4], "big"
+        )
         place %= len(self._servers)
         servers = [*self._servers[place:], *self._servers[:place]]
         try:
             scored = await score_answer(
-                servers, self._model, self.dataset.messages(example), example.answer,
-                {"mm_processor_kwargs": {"autoprune": pruning}}, first_wait=self._first_wait,
-            )  # fmt: skip
+                servers,
+                self._model,
+                self.dataset.messages(example),
+                example.answer,
+                {"mm_processor_kwargs": {"autoprune": pruning}},
+                first_wait=self._first_wait,
+            )
         except ServerLost as error:
             # Not the candidate's fault: every further candidate would fail as well.
-            raise SearchError(f"{error} -> start it and resume: nothing is lost") from None
+            raise SearchError(
+                f"{error} -> start it and resume: nothing is lost"
+            ) from None
         return scored.logprob, scored.right, scored.prompt_tokens
 
     async def close(self) -> None:

@@ -128,7 +128,9 @@ def compare(
     infinite on fewer than four images.
     """
     _, images = np.unique([example.image for example in examples], return_inverse=True)
-    mean, fewest, terms = 0.0, len(images), np.zeros(len(values))
+    mean = 0.0
+    fewest = len(images)
+    terms = np.zeros(len(values))
     for sign, scores in ((1.0, values), (-1.0, reference)):
         asked = np.isfinite(scores)
         if not asked.any():
@@ -235,7 +237,10 @@ class History:
 
     def values(self, trial: Trial) -> Floats | None:
         """The values ``(M,)`` of a trial."""
-        values, count = trial.values, len(self.base.values) if self.base.values is not None else 0
+        values, count = (
+            trial.values,
+            len(self.base.values) if self.base.values is not None else 0,
+        )
         if values is None or len(values) == count:
             return values
         return np.pad(values, (0, count - len(values)), constant_values=np.nan)
@@ -243,7 +248,9 @@ class History:
     @property
     def base_values(self) -> Floats:
         """Values of the base policy, ``(M,)``."""
-        assert self.base.values is not None, "a search begins with the base policy's measurement"
+        assert self.base.values is not None, (
+            "a search begins with the base policy's measurement"
+        )
         return self.base.values
 
     def evaluated(self) -> list[Trial]:
@@ -252,7 +259,9 @@ class History:
 
     def ranked(self) -> list[Trial]:
         """Evaluated trials, best estimate first; earlier trials first among equals."""
-        estimates = {trial.name: self.estimate(trial) or 0.0 for trial in self.evaluated()}
+        estimates = {
+            trial.name: self.estimate(trial) or 0.0 for trial in self.evaluated()
+        }
         return sorted(self.evaluated(), key=lambda trial: -estimates[trial.name])
 
     def ranked_structures(self) -> list[Trial]:
@@ -269,8 +278,13 @@ class History:
 
     def leader(self) -> Trial:
         """The best trial, or the base policy if that is at least as good."""
-        best, base = self.best(), self.estimate(self.base)
-        behind = best is not None and base is not None and (self.estimate(best) or 0.0) <= base
+        best = self.best()
+        base = self.estimate(self.base)
+        behind = (
+            best is not None
+            and base is not None
+            and (self.estimate(best) or 0.0) <= base
+        )
         return self.base if best is None or behind else best
 
     def leaders(self) -> list[Trial]:
@@ -280,14 +294,22 @@ class History:
         return [best] + [
             rival
             for rival, gap in zip(rivals, gaps, strict=True)
-            if gap.verdict(self.resolution) == "undecided" and not gap.is_tie(self.resolution)
+            if gap.verdict(self.resolution) == "undecided"
+            and not gap.is_tie(self.resolution)
         ]
 
     def tied(self) -> list[Trial]:
         """The best of each structure that is not known to be worse than the leader."""
-        leader, ranked = self.leader(), self.ranked_structures()
-        gaps = ((trial, self.compare(trial, leader)) for trial in ranked if trial is not leader)
-        return [trial for trial, gap in gaps if gap.verdict(self.resolution) == "undecided"]
+        leader = self.leader()
+        ranked = self.ranked_structures()
+        gaps = (
+            (trial, self.compare(trial, leader))
+            for trial in ranked
+            if trial is not leader
+        )
+        return [
+            trial for trial, gap in gaps if gap.verdict(self.resolution) == "undecided"
+        ]
 
     def find(self, name: str) -> Trial | None:
         """The trial of a name; the base policy's for its own."""
@@ -304,7 +326,11 @@ class History:
         """Set the values ``(m,)`` of a trial, or of the base policy, on a block's questions."""
         trial = self.find(name)
         assert trial is not None, "only what was measured is asked again"
-        merged = np.full(len(self.base_values), np.nan) if trial.values is None else trial.values
+        merged = (
+            np.full(len(self.base_values), np.nan)
+            if trial.values is None
+            else trial.values
+        )
         merged = merged.copy()
         merged[block.start : block.start + len(values)] = values
         updated = replace(trial, values=merged)
@@ -321,7 +347,9 @@ class History:
     def difficulty(self) -> Floats:
         """Effects of the questions ``(M,)`` on the base policy and all fully evaluated trials."""
         known = [self.base_values]
-        known += [v for each in self.evaluated() if (v := self.values(each)) is not None]
+        known += [
+            v for each in self.evaluated() if (v := self.values(each)) is not None
+        ]
         if self._fitted is None or [*map(id, self._fitted[0])] != [*map(id, known)]:
             # Holds the arrays, so that no other has their id.
             self._fitted = (known, fit_difficulty(np.array(known)))
@@ -337,7 +365,9 @@ class History:
             return trial.result.score
         difficulty = self.difficulty()
         corrected = values - difficulty
-        return round(float(corrected[np.isfinite(corrected)].mean() + np.nanmean(difficulty)), 6)
+        return round(
+            float(corrected[np.isfinite(corrected)].mean() + np.nanmean(difficulty)), 6
+        )
 
     def compare(self, trial: Trial, reference: Trial) -> Difference:
         """Difference of two trials, infinitely uncertain where one was not measured.
@@ -354,13 +384,17 @@ class History:
 
     def by_category(self, trial: Trial) -> dict[str, Difference]:
         """The estimate in each category, with the standard error of what is not difficulty."""
-        values, scores, difficulty = self.values(trial), dict[str, Difference](), self.difficulty()
+        values = self.values(trial)
+        scores = dict[str, Difference]()
+        difficulty = self.difficulty()
         names = np.array([example.category for example in self.examples])
         if values is None:
             return scores
         for name in dict.fromkeys(names.tolist()):
             rows = np.flatnonzero(names == name)
-            gap = compare([self.examples[row] for row in rows], values[rows], difficulty[rows])
+            gap = compare(
+                [self.examples[row] for row in rows], values[rows], difficulty[rows]
+            )
             level = float(np.nanmean(difficulty[rows]))
             scores[name] = Difference(gap.value + level, gap.error)
         return scores
@@ -371,13 +405,17 @@ class History:
         deviations = []
         for rival in rivals or [self.base]:
             counts = [
-                np.isfinite(v).sum() for v in map(self.values, (best, rival)) if v is not None
+                np.isfinite(v).sum()
+                for v in map(self.values, (best, rival))
+                if v is not None
             ]
             error = self.compare(rival, best).error
             if 0 < error < math.inf:
                 deviations.append(error * math.sqrt(min(counts)))
         return (
-            round(2 * float(np.median(deviations)) / math.sqrt(questions), 6) if deviations else 0
+            round(2 * float(np.median(deviations)) / math.sqrt(questions), 6)
+            if deviations
+            else 0
         )
 
     def leads(self, start: int, end: int) -> list[Difference]:
@@ -394,8 +432,12 @@ class History:
             tried = [trial for trial in self.trials if trial.proposal.round == current]
             if all(trial.result.failed for trial in tried):
                 return []
-            best = next((trial for trial in ranked if trial.proposal.round == current), None)
-            leads.append(Difference(-math.inf, 0) if best is None else self.compare(best, before))
+            best = next(
+                (trial for trial in ranked if trial.proposal.round == current), None
+            )
+            leads.append(
+                Difference(-math.inf, 0) if best is None else self.compare(best, before)
+            )
         return leads
 
     def best_values(self) -> Floats:

@@ -42,10 +42,18 @@ class Cost(FrozenModel):
     money: float = 0.0
 
     @classmethod
-    def at(cls, price: tuple[float, float], prompt_tokens: int, completion_tokens: int) -> Cost:
+    def at(
+        cls, price: tuple[float, float], prompt_tokens: int, completion_tokens: int
+    ) -> Cost:
         """Cost of tokens at the price of a million prompt and of a million completion tokens."""
-        money = round((prompt_tokens * price[0] + completion_tokens * price[1]) / 1e6, 9)
-        return cls(prompt_tokens=prompt_tokens, completion_tokens=completion_tokens, money=money)
+        money = round(
+            (prompt_tokens * price[0] + completion_tokens * price[1]) / 1e6, 9
+        )
+        return cls(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            money=money,
+        )
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(
@@ -102,7 +110,9 @@ class ReplyRecord(_CandidateRecord):
     failure: str = ""
     cost: Cost = Cost()
     cut: bool = Field(
-        default=False, exclude_if=lambda cut: not cut, description="it ended at the maximum length"
+        default=False,
+        exclude_if=lambda cut: not cut,
+        description="it ended at the maximum length",
     )
 
 
@@ -116,7 +126,9 @@ class ProposalRecord(_CandidateRecord):
     digest: str = ""
     problems: tuple[str, ...] = ()
     hypothesis: Hypothesis | None = Field(
-        default=None, exclude_if=lambda value: value is None, description="of a proposal in a list"
+        default=None,
+        exclude_if=lambda value: value is None,
+        description="of a proposal in a list",
     )
 
 
@@ -168,7 +180,9 @@ class TrialRecord(_CandidateRecord):
     status: Status
     same_as: str = ""
     reason: str = ""
-    examples: int = Field(default=0, description="number of answers evaluated, over all budgets")
+    examples: int = Field(
+        default=0, description="number of answers evaluated, over all budgets"
+    )
     objective: float | None = None
     accuracy: float | None = None
 
@@ -190,10 +204,16 @@ class Standing(FrozenModel):
     objective: float
     gain: float = Field(description="objective less the base policy's")
     error: float = Field(description="standard error of the gain")
-    tied: tuple[str, ...] = Field(description="the best of other structures, not known to be worse")
+    tied: tuple[str, ...] = Field(
+        description="the best of other structures, not known to be worse"
+    )
     resolution: float
-    answers: int = Field(description="that candidates took so far, leaders asked again among them")
-    plateaus: int = Field(description="0, 1: other structures are searched, 2: the search stops")
+    answers: int = Field(
+        description="that candidates took so far, leaders asked again among them"
+    )
+    plateaus: int = Field(
+        description="0, 1: other structures are searched, 2: the search stops"
+    )
 
     @property
     def low(self) -> float:
@@ -208,7 +228,9 @@ class SummaryRecord(_Record):
     key_format: ClassVar[str] = "{kind}/{round}"
     round: int
     text: str
-    standing: Standing | None = Field(default=None, exclude_if=lambda value: value is None)
+    standing: Standing | None = Field(
+        default=None, exclude_if=lambda value: value is None
+    )
 
 
 class Comparison(FrozenModel):
@@ -217,9 +239,13 @@ class Comparison(FrozenModel):
     split: Split
     examples: int
     accuracy: float
-    mme_total: float = Field(description="accuracy and accuracy+ of each category, summed")
+    mme_total: float = Field(
+        description="accuracy and accuracy+ of each category, summed"
+    )
     objective: Estimate
-    gain: Estimate = Field(description="objective less the base policy's, on the same examples")
+    gain: Estimate = Field(
+        description="objective less the base policy's, on the same examples"
+    )
     accuracy_gain: Estimate
 
 
@@ -266,7 +292,8 @@ R = TypeVar("R", bound=Record)
 class Ledger(RecordFile[Record]):
     """Records of one search by key, in order of writing; one process at a time may write."""
 
-    adapter, error_type = TypeAdapter(Record), SearchError
+    adapter = TypeAdapter(Record)
+    error_type = SearchError
 
     def __init__(self, path: Path, recording: Iterable[Record] = ()) -> None:
         """Open or create; external records that are missing are copied from a ``recording``.
@@ -277,7 +304,9 @@ class Ledger(RecordFile[Record]):
         """
         super().__init__(path)
         self._recorded = {
-            record.key: record for record in recording if isinstance(record, _EXTERNAL_RECORDS)
+            record.key: record
+            for record in recording
+            if isinstance(record, _EXTERNAL_RECORDS)
         }
         self._by_key = {record.key: record for record in self.records}
 
@@ -317,7 +346,9 @@ def read_ledger(path: Path) -> list[Record]:
 def digest_records(records: Iterable[Record]) -> str:
     """SHA-256 of the records of a ledger, independent of their order and clocks."""
     by_key = {record.key: record for record in records}
-    lines = sorted(f"{key} {_dump_without_clock(record)}" for key, record in by_key.items())
+    lines = sorted(
+        f"{key} {_dump_without_clock(record)}" for key, record in by_key.items()
+    )
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 

@@ -27,7 +27,12 @@ from offline_search.candidates import (
     PURPOSES,
     Expectation,
 )
-from offline_search.components import BASE, compact_json, components_json, searched_components
+from offline_search.components import (
+    BASE,
+    compact_json,
+    components_json,
+    searched_components,
+)
 from offline_search.history import Difference, History, Trial
 from offline_search.search_space import describe_space, excluded_atoms
 from offline_search.settings import MAX_QUOTA, Settings
@@ -68,30 +73,45 @@ def describe_images(settings: Settings, probes: Sequence[VisualTokens]) -> str:
     if not probes:
         return ""
     counts = sorted({tokens.count for tokens in probes})
-    grids = sorted({f"{t.grid.tiles} x {t.grid.height} x {t.grid.width}" for t in probes})
+    grids = sorted(
+        {f"{t.grid.tiles} x {t.grid.height} x {t.grid.width}" for t in probes}
+    )
     budget = BudgetCall.parse(settings.budgets[0])
-    facts = f"Images have {counts[0]} to {counts[-1]} tokens; tiles x rows x columns are "
+    facts = (
+        f"Images have {counts[0]} to {counts[-1]} tokens; tiles x rows x columns are "
+    )
     facts += ", ".join(grids[:4])
     ratio = max(count / max(budget.tokens_kept(count), 1) - 1 for count in counts)
     facts += f"; from a pool_ratio of {ratio:.1f} on the pool is all other tokens."
-    facts += f" There is {'a' if probes[0].cls_attention is not None else 'no'} [CLS] token."
+    facts += (
+        f" There is {'a' if probes[0].cls_attention is not None else 'no'} [CLS] token."
+    )
     if (instruction := probes[0].instruction) is not None:
         facts += f' The sign "auto" is "{"+" if instruction.sign > 0 else "-"}"'
-        read = [t.instruction.cosines.flatten() for t in probes if t.instruction is not None]
+        read = [
+            t.instruction.cosines.flatten() for t in probes if t.instruction is not None
+        ]
         low, high = np.quantile(torch.cat(read).numpy(), (0.05, 0.95))
         facts += f", with cosines of {low:.2f} to {high:.2f}."
-    low, high = (np.mean([np.quantile(t.cosine.numpy(), q) for t in probes]) for q in (0.05, 0.95))
-    return f"{facts} Cosines between tokens are {low:.2f} to {high:.2f} (5 and 95 %).\n\n"
+    low, high = (
+        np.mean([np.quantile(t.cosine.numpy(), q) for t in probes])
+        for q in (0.05, 0.95)
+    )
+    return (
+        f"{facts} Cosines between tokens are {low:.2f} to {high:.2f} (5 and 95 %).\n\n"
+    )
 
 
 @cache
 def describe_task(settings: Settings) -> str:
     """The constant part of all prompts: what is designed, from what, and how it is scored."""
-    budget, policy = settings.budgets[0], BASE_POLICIES[settings.base_policy]
+    budget = settings.budgets[0]
+    policy = BASE_POLICIES[settings.base_policy]
     score = "mean log-probability of the reference answers"
     if settings.objective == "mme":
         score = (
-            "MME total of the model (accuracy and accuracy+ of each category in per cent, summed)"
+            "MME total of the model "
+            "(accuracy and accuracy+ of each category in per cent, summed)"
         )
     score = (
         f"A score is the {score} less that of the model with all tokens, in thousandths of "
@@ -99,7 +119,9 @@ def describe_task(settings: Settings) -> str:
     )
     base = f"The base policy {policy.name} picks {budget} of them: {policy.doc}"
     if settings.bases:
-        listed = "\n".join(f"- {name}: {BASE_POLICIES[name].doc}" for name in settings.bases)
+        listed = "\n".join(
+            f"- {name}: {BASE_POLICIES[name].doc}" for name in settings.bases
+        )
         base = (
             f"A base policy picks {budget} of them, one of:\n{listed}\n"
             f'Scores of "base policy alone" are those of {policy.name}.'
@@ -132,7 +154,9 @@ def _ask(settings: Settings, request: str) -> Messages:
     """A request with the description of the task, and the form of the answer."""
     system = describe_task(settings)
     if settings.proposals_per_reply > 1:
-        purposes = "\n".join(f"  - {name}: {meaning}" for name, meaning in PURPOSES.items())
+        purposes = "\n".join(
+            f"  - {name}: {meaning}" for name, meaning in PURPOSES.items()
+        )
         system += f"""
 
 Answer with {{"{PROPOSALS}": [...]}} and nothing else: a list of such objects, each beginning with
@@ -152,7 +176,7 @@ A difference of less than two standard errors leaves a hypothesis undecided."""
     )
 
 
-def proposal_prompt(
+def proposal_prompt(  # noqa: PLR0913
     settings: Settings,
     summary: str,
     example: PruningState,
@@ -178,7 +202,8 @@ def proposal_prompt(
     text = _dump_compactly(example, bool(settings.bases))
     request = f"{place} {request}".strip()
     return _ask(
-        settings, f"{facts}{summary}\n\nA valid candidate looks like this:\n{text}\n\n{request}"
+        settings,
+        f"{facts}{summary}\n\nA valid candidate looks like this:\n{text}\n\n{request}",
     )
 
 
@@ -190,7 +215,10 @@ def crossover_prompt(settings: Settings, parents: Sequence[Trial]) -> Messages:
         for parent in parents
     )
     best = _score(max(parent.score for parent in parents))
-    return _ask(settings, f"Parents:\n{described}\n\nCombine the parents, to score above {best}.")
+    return _ask(
+        settings,
+        f"Parents:\n{described}\n\nCombine the parents, to score above {best}.",
+    )
 
 
 def repair_prompt(
@@ -202,7 +230,8 @@ def repair_prompt(
     """
     if count:
         listed = "\n".join(
-            f"- proposal {number}: {'; '.join(texts)[:300]}" for number, texts in problems.items()
+            f"- proposal {number}: {'; '.join(texts)[:300]}"
+            for number, texts in problems.items()
         )
         correction = (
             f"Not valid are:\n{listed}\nWrite a list of these {len(problems)} proposals, "
@@ -234,19 +263,25 @@ _MAX_TABU = 12
 _EXAMPLE_QUESTIONS = 2
 
 
-def summarize(history: History) -> str:
+def summarize(history: History) -> str:  # noqa: C901
     """Summary H_t: loss by category, trends, best candidates, the last round, limits, failures."""
     count = _count(history.base_values)
-    lines = [f"Base policy alone: {_score(history.estimate(history.base))} on {count} questions."]
+    lines = [
+        f"Base policy alone: {_score(history.estimate(history.base))} on {count} questions."
+    ]
     lines += _describe_categories(history)
     rounds = dict[int, list[float]]()
     for trial in history.trials:
         if (score := history.estimate(trial)) is not None:
             rounds.setdefault(trial.proposal.round, []).append(score)
     if len(rounds) > 1:
-        scores = [f"{number}: {_score(max(values))}, {_score(median(values))}"
-                  for number, values in rounds.items()]  # fmt: skip
-        lines.append(f"Scores by round, best and median: {'; '.join(scores[-_MAX_ROUNDS:])}.")
+        scores = [
+            f"{number}: {_score(max(values))}, {_score(median(values))}"
+            for number, values in rounds.items()
+        ]
+        lines.append(
+            f"Scores by round, best and median: {'; '.join(scores[-_MAX_ROUNDS:])}."
+        )
     best = history.ranked_structures()[:_MAX_BEST]
     if best:
         lines.append(
@@ -255,7 +290,11 @@ def summarize(history: History) -> str:
             "same, questions better and worse than the parent:"
         )
         lines += [_describe(trial, history) for trial in best]
-        if tied := [trial.name for trial in history.tied()] if history.resolution else []:
+        if (
+            tied := [trial.name for trial in history.tied()]
+            if history.resolution
+            else []
+        ):
             lines.append(
                 f"Not known to differ from {history.leader().name} by more than "
                 f"{1000 * history.resolution:.0f}: {', '.join(tied[:_MAX_BEST])}. Asked for are "
@@ -265,13 +304,16 @@ def summarize(history: History) -> str:
     last = max((trial.proposal.round for trial in history.trials), default=0)
     latest = [trial for trial in history.trials if trial.proposal.round == last]
     for trial in latest:
-        status, count = trial.result.status, _count(history.values(trial))
+        status = trial.result.status
+        count = _count(history.values(trial))
         if trial.name in listed or trial.state is None:
             continue
         if status == "evaluated":
             lines.append(_describe(trial, history))
         elif status == "same":
-            lines.append(f"{trial.name} kept the same tokens as {trial.result.same_as}.")
+            lines.append(
+                f"{trial.name} kept the same tokens as {trial.result.same_as}."
+            )
         elif status == "dropped":
             lines.append(
                 f"{trial.name} was dropped after {count} questions, from which its score is "
@@ -281,7 +323,9 @@ def summarize(history: History) -> str:
     removed = {
         trial.proposal.digest or trial.name: f"- {_list_atoms(trial.state)}"
         for trial in history.trials
-        if trial.state is not None and trial.result.status == "dropped" and trial not in latest
+        if trial.state is not None
+        and trial.result.status == "dropped"
+        and trial not in latest
     }
     if removed:
         lines.append("Dropped in earlier rounds, and never measured again:")
@@ -296,17 +340,23 @@ def summarize(history: History) -> str:
 
 def _describe_categories(history: History) -> Iterator[str]:
     """A row for each category, and questions of the one that costs most."""
-    examples, best = history.examples, history.best_values()
+    examples = history.examples
+    best = history.best_values()
     total = float(np.nansum(best))
     if not examples or total >= 0:
         return
     places: dict[str, list[int]] = {}
     for place in np.flatnonzero(np.isfinite(best + history.base_values)):
         places.setdefault(examples[place].category, []).append(place)
-    rows = sorted((float(best[where].sum()) / total, name, where) for name, where in places.items())
+    rows = sorted(
+        (float(best[where].sum()) / total, name, where)
+        for name, where in places.items()
+    )
     yield "Category: questions, base policy, best so far, share of what the best still loses:"
     for share, name, where in reversed(rows):
-        means = ", ".join(_score(float(v[where].mean())) for v in (history.base_values, best))
+        means = ", ".join(
+            _score(float(v[where].mean())) for v in (history.base_values, best)
+        )
         yield f"- {name}: {len(where)}, {means}, {round(100 * share)}%"
     _, name, where = rows[-1]
     asked = [examples[row].question for row in sorted(where, key=lambda row: best[row])]
@@ -315,7 +365,9 @@ def _describe_categories(history: History) -> Iterator[str]:
 
 def _describe(trial: Trial, history: History) -> str:
     """One candidate on one line: score, comparison with the best, and what was changed."""
-    best, values, figures = history.best(), history.values(trial), list[str]()
+    best = history.best()
+    values = history.values(trial)
+    figures = list[str]()
     if best is not None and trial is not best and history.examples:
         figures.append(_difference(history.compare(trial, best), history))
     for name, gap in history.by_category(trial).items():
@@ -340,7 +392,8 @@ _SAME = 0.01  # values that differ by less count as the same
 
 def _list_idle(state: PruningState) -> Iterator[str]:
     """Parts of a state that do nothing."""
-    selector, fused = state.constraints.selector, state.scoring.signals
+    selector = state.constraints.selector
+    fused = state.scoring.signals
     if not selector.bounds(2)[0]:
         yield "exchanges nothing, so scoring and pool do nothing"
     else:
@@ -351,17 +404,26 @@ def _list_idle(state: PruningState) -> Iterator[str]:
 
 def _list_atoms(state: PruningState) -> str:
     """A state as one line: its atoms, with the numbers that differ from their defaults."""
-    scoring, constraints = state.scoring, state.constraints
+    scoring = state.scoring
+    constraints = state.constraints
     groups = (
-        scoring.signals, (scoring.kernel,), (scoring.fusion,), constraints.pool,
-        (constraints.selector,), (state.reassembly,),
-    )  # fmt: skip
+        scoring.signals,
+        (scoring.kernel,),
+        (scoring.fusion,),
+        constraints.pool,
+        (constraints.selector,),
+        (state.reassembly,),
+    )
     texts = []
     for calls in groups:
         named = []
         for call in calls:
-            numbers = call.model_dump(mode="json", exclude_defaults=True, exclude={"atom", "r_min"})
-            listed = ", ".join(f"{name} {_value(value)}" for name, value in numbers.items())
+            numbers = call.model_dump(
+                mode="json", exclude_defaults=True, exclude={"atom", "r_min"}
+            )
+            listed = ", ".join(
+                f"{name} {_value(value)}" for name, value in numbers.items()
+            )
             named.append(call.atom + (f"({listed})" if listed else ""))
         texts.append(" + ".join(named))
     return "; ".join(texts)
@@ -397,11 +459,14 @@ def _origin(trial: Trial, history: History) -> str:
 
 def _describe_change(change: Change, before: JsonValue, after: JsonValue) -> str:
     """A change with the names of atoms in place of their positions."""
-    names, document = list[str](), after if change.kind == "added" else before
+    names = list[str]()
+    document = after if change.kind == "added" else before
     for part in change.where.split("/")[1:]:
         if isinstance(document, list):
             document = document[int(part)]
-            names.append(str(document.get("atom", part)) if isinstance(document, dict) else part)
+            names.append(
+                str(document.get("atom", part)) if isinstance(document, dict) else part
+            )
         elif isinstance(document, dict):
             document = document.get(part)
             names.append(part)
@@ -424,18 +489,26 @@ def _score(value: float | None) -> str:
 
 def _describe_hypotheses(history: History, latest: Sequence[Trial]) -> Iterator[str]:
     """A line for each hypothesis of the last round, and what the lines have; none without any."""
-    tested = [(trial, trial.proposal.hypothesis) for trial in latest if trial.proposal.hypothesis]
+    tested = [
+        (trial, trial.proposal.hypothesis)
+        for trial in latest
+        if trial.proposal.hypothesis
+    ]
     if tested:
         yield "Hypotheses of the last round; score, difference to the parent ± its standard error:"
     for trial, hypothesis in tested:
         parent = trial.proposal.parents[0] if trial.proposal.parents else BASE_PARENT
         purpose = f"{hypothesis.purpose or 'no purpose'} of {parent}, expected {hypothesis.expect}"
-        measured, reference = history.find_measured(trial.name), history.find_measured(parent)
-        score, outcome = history.objective_of(trial.name), "not measured"
+        measured = history.find_measured(trial.name)
+        reference = history.find_measured(parent)
+        score = history.objective_of(trial.name)
+        outcome = "not measured"
         if measured is None or score is None:
             outcome += f", {trial.result.status}: {trial.result.reason[:100]}"
         elif reference is None or reference.values is None:
-            outcome = f"{_score(score)}, parent not measured"  # it repeats one that failed
+            outcome = (
+                f"{_score(score)}, parent not measured"  # it repeats one that failed
+            )
         else:
             gap = history.compare(measured, reference)
             outcome = f"{_score(score)}, {_difference(gap, history)}"
@@ -451,5 +524,11 @@ def _judge(gap: Difference, expect: Expectation, resolution: float) -> str:
     verdict = gap.verdict(resolution)
     if verdict == "undecided":
         tied = gap.is_tie(resolution)
-        return "undecided" if not tied else "confirmed" if expect == "same" else "refuted"
-    return "confirmed" if expect == {"better": "higher", "worse": "lower"}[verdict] else "refuted"
+        return (
+            "undecided" if not tied else "confirmed" if expect == "same" else "refuted"
+        )
+    return (
+        "confirmed"
+        if expect == {"better": "higher", "worse": "lower"}[verdict]
+        else "refuted"
+    )

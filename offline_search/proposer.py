@@ -13,7 +13,12 @@ from offline_search.candidates import Draft
 from offline_search.components import JsonObject
 from offline_search.ledger import Attempt, Clock, Cost, Ledger, ReplyRecord
 from offline_search.prompt import Messages, repair_prompt
-from offline_search.replies import MAX_REPLY_CHARACTERS, parse_reply, remove_thoughts, reply_schema
+from offline_search.replies import (
+    MAX_REPLY_CHARACTERS,
+    parse_reply,
+    remove_thoughts,
+    reply_schema,
+)
 from offline_search.settings import Settings
 from vllm_autoprune.errors import Problem, SearchError
 
@@ -34,7 +39,9 @@ class Reply:
 class Proposer(Protocol):
     """A language model; failures of its endpoint are replies, not exceptions."""
 
-    async def reply(self, messages: Messages, schema: JsonObject | None, seed: int) -> Reply:
+    async def reply(
+        self, messages: Messages, schema: JsonObject | None, seed: int
+    ) -> Reply:
         """Reply to a chat, constrained by a JSON Schema if the endpoint supports that."""
 
 
@@ -77,12 +84,18 @@ class ProposalClient:
 
     async def request(self, request: ProposalRequest) -> list[Draft]:
         """The drafts in a reply, after one attempt to repair those that are invalid."""
-        count, change = request.count, request.change
+        count = request.count
+        change = request.change
         # What changes a proposal is no JSON, so that no schema constrains it.
-        reply = await self._reply(request, "first", request.messages, count, change is None)
+        reply = await self._reply(
+            request, "first", request.messages, count, change is None
+        )
         if reply.text is None:
-            return [request.draft(reply.failure, "look at the endpoint")] * max(count, 1)
-        text, drafts = reply.text, list[Draft]()
+            return [request.draft(reply.failure, "look at the endpoint")] * max(
+                count, 1
+            )
+        text = reply.text
+        drafts = list[Draft]()
         if change is not None:
             try:
                 text = change(text)
@@ -92,7 +105,9 @@ class ProposalClient:
         invalid = [index for index, draft in enumerate(drafts) if draft.state is None]
         if not invalid:
             return drafts
-        problems = {index + 1: list(map(str, drafts[index].problems)) for index in invalid}
+        problems = {
+            index + 1: list(map(str, drafts[index].problems)) for index in invalid
+        }
         messages = repair_prompt(request.messages, reply.text, problems, count)
         length = len(invalid) if count else 0
         reply = await self._reply(request, "repair", messages, length, True)
@@ -116,7 +131,10 @@ class ProposalClient:
         tokens = settings.reply_tokens * settings.proposals_per_reply
         fix = "write less, or raise --reply-tokens"
         problem = Problem("", f"the reply was cut off after {tokens} tokens", fix)
-        return [d if d.state else replace(d, problems=(problem, *d.problems)) for d in drafts]
+        return [
+            d if d.state else replace(d, problems=(problem, *d.problems))
+            for d in drafts
+        ]
 
     def total_cost(self) -> Cost:
         """Cost of all replies of this search, including those before it was resumed."""
@@ -132,16 +150,21 @@ class ProposalClient:
         constrained: bool,
     ) -> ReplyRecord:
         """The recorded reply to a request for ``count`` proposals, or a new one."""
-        settings, number, index = self.settings, request.round, request.index
+        settings = self.settings
+        number = request.round
+        index = request.index
         known = self.ledger.find(ReplyRecord, f"reply/{number}/{index}/{attempt}")
         if known is not None:
             return known
         if self.proposer is None:
             fix = "resume the recorded search to its end"
             raise SearchError(f"the recording has no reply to this request -> {fix}")
-        start, started_at = time.monotonic(), time.time()
+        start = time.monotonic()
+        started_at = time.time()
         if self.most_money is not None and self.total_cost().money >= self.most_money:
-            reply = Reply(None, f"the proposer's budget of {self.most_money} in money is spent")
+            reply = Reply(
+                None, f"the proposer's budget of {self.most_money} in money is spent"
+            )
         else:
             schema = reply_schema(settings, count) if constrained else None
             seed = (settings.seed * 1_000_003 + number * 1009 + index) % 2**31
@@ -151,7 +174,10 @@ class ProposalClient:
         text, failure = (
             # "?" for halves of surrogate pairs, which UTF-8 cannot hold.
             None if value is None else value.encode(errors="replace").decode()
-            for value in (reply.text and remove_thoughts(reply.text)[:length], reply.failure)
+            for value in (
+                reply.text and remove_thoughts(reply.text)[:length],
+                reply.failure,
+            )
         )
         return self.ledger.put(
             ReplyRecord(

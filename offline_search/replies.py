@@ -50,20 +50,27 @@ _THOUGHTS = re.compile(
 
 def remove_thoughts(text: str) -> str:
     """A reply without its thoughts; ends with :data:`UNFINISHED` where the last have no end."""
-    answer, begin, thinking = list[str](), 0, False
+    answer = list[str]()
+    begin = 0
+    thinking = False
     for tag in _THOUGHTS.finditer(text):
         if tag["end"]:
             if not thinking:  # they began in the prompt
                 answer.clear()
-            begin, thinking = tag.end(), False
+            begin = tag.end()
+            thinking = False
         elif not thinking:
             answer.append(text[begin : tag.start()])
             thinking = True
     return "".join([*answer, UNFINISHED if thinking else text[begin:]])
 
 
-def parse_reply(
-    text: str, settings: Settings, default: Draft, count: int = 0, names: Collection[str] = ()
+def parse_reply(  # noqa: C901
+    text: str,
+    settings: Settings,
+    default: Draft,
+    count: int = 0,
+    names: Collection[str] = (),
 ) -> list[Draft]:
     """The only draft in a reply, or with a ``count`` those of its list; the rest is ignored.
 
@@ -77,7 +84,8 @@ def parse_reply(
     # Without one the reply as a whole has the problem.
     drafts = list[Draft]()
     for item_text in texts or [answer]:
-        begin, end = item_text.find("{"), item_text.rfind("}")
+        begin = item_text.find("{")
+        end = item_text.rfind("}")
         item: JsonObject = {}
         what = ""
         if not item_text.strip():
@@ -105,11 +113,19 @@ def parse_reply(
             fields = ("parent", "purpose", "hypothesis", "expect")
             parent, purpose, reason, expect = (item.get(name) for name in fields)
             if isinstance(parent, str) and (parent == BASE_PARENT or parent in names):
-                draft = replace(draft, parents=() if parent == BASE_PARENT else (parent,))
+                draft = replace(
+                    draft, parents=() if parent == BASE_PARENT else (parent,)
+                )
             hypothesis = Hypothesis(
-                purpose=purpose if isinstance(purpose, str) and purpose in PURPOSES else "",
-                text=one_line(reason, MAX_HYPOTHESIS) if isinstance(reason, str) else "",
-                expect=next((word for word in get_args(Expectation) if word == expect), "higher"),
+                purpose=purpose
+                if isinstance(purpose, str) and purpose in PURPOSES
+                else "",
+                text=one_line(reason, MAX_HYPOTHESIS)
+                if isinstance(reason, str)
+                else "",
+                expect=next(
+                    (word for word in get_args(Expectation) if word == expect), "higher"
+                ),
             )
             draft = replace(draft, hypothesis=hypothesis)
         drafts.append(draft)
@@ -136,21 +152,26 @@ _QUOTED_JSON = re.compile(r'"\s*[\[{](?:\\[nrt]|[\s\[{])*\\"')
 _OPENING = {"}": "{", "]": "["}
 
 
-def _split_proposals(text: str, count: int) -> list[str]:
+def _split_proposals(text: str, count: int) -> list[str]:  # noqa: C901
     """Texts of at most ``count`` proposals in a text, complete or not valid JSON.
 
     A proposal is the innermost object with a component, in whatever it is wrapped. Of several lists
     the last that is long enough counts, without one the last objects: earlier ones are drafts.
     Without a proposal, all objects are returned.
     """
-    opened, lists = [_Bracket("", 0)], list[list[str]]()
-    numbers, quoted = Counter[str](), False
+    opened = [_Bracket("", 0)]
+    lists = list[list[str]]()
+    numbers = Counter[str]()
+    quoted = False
     for match in _MARKS.finditer(text):
-        mark, bracket = match[0], opened[-1]
+        mark = match[0]
+        bracket = opened[-1]
         if mark == '"':
             quoted = not quoted and len(opened) > 1
         elif mark == "\n":
-            quoted = False  # no string has one, so that a quote in prose ends with its line
+            quoted = (
+                False  # no string has one, so that a quote in prose ends with its line
+            )
         elif quoted or mark[0] == "\\":
             continue
         elif match[1]:
@@ -197,18 +218,27 @@ def _drop_unclosed(opened: list[_Bracket]) -> None:
 _MAX_ITEMS = {"signals": 6, "pool": 3}
 
 # Schema keywords that do not constrain the output.
-_UNUSED_KEYWORDS = ("title", "description", "discriminator", "default", "allOf", "$schema", "$id")
+_UNUSED_KEYWORDS = (
+    "title",
+    "description",
+    "discriminator",
+    "default",
+    "allOf",
+    "$schema",
+    "$id",
+)
 
 
 @cache
-def _proposal_schema(settings: Settings) -> JsonObject:
+def _proposal_schema(settings: Settings) -> JsonObject:  # noqa: C901
     """JSON Schema of a proposal of a search: accepts a subset of what a state accepts.
 
     Atoms that take the same parameters are one alternative, so that it is about a third as long as
     the state's: the 81 atoms of reassembly, for example, have twelve forms.
     """
     schema: JsonObject = PruningState.model_json_schema()
-    definitions, fields = _object(schema["$defs"]), _object(schema["properties"])
+    definitions = _object(schema["$defs"])
+    fields = _object(schema["properties"])
     excluded = excluded_atoms(settings)
 
     def reduce(value: JsonValue) -> JsonValue:
@@ -250,7 +280,9 @@ def _proposal_schema(settings: Settings) -> JsonObject:
         """One alternative for all offered atoms that take the same parameters."""
         atoms: dict[str, list[JsonValue]] = {}
         for alternative in alternatives:
-            parts = alternative.get("properties") if isinstance(alternative, dict) else None
+            parts = (
+                alternative.get("properties") if isinstance(alternative, dict) else None
+            )
             called = parts.get("atom") if isinstance(parts, dict) else None
             atom = called.get("const") if isinstance(called, dict) else None
             if atom is None:
@@ -258,10 +290,14 @@ def _proposal_schema(settings: Settings) -> JsonObject:
             elif atom not in excluded:
                 form = json.dumps(alternative).replace(json.dumps(called), "ATOM", 1)
                 atoms.setdefault(form, []).append(atom)
-        return [json.loads(form.replace("ATOM", json.dumps({"enum": names}), 1))
-                for form, names in atoms.items()]  # fmt: skip
+        return [
+            json.loads(form.replace("ATOM", json.dumps({"enum": names}), 1))
+            for form, names in atoms.items()
+        ]
 
-    properties = reduce_fields({name: fields[name] for name in searched_components(settings)})
+    properties = reduce_fields(
+        {name: fields[name] for name in searched_components(settings)}
+    )
     required: list[JsonValue] = [*COMPONENTS]
     if settings.bases:
         name: JsonObject = {"enum": list(settings.bases)}
@@ -287,7 +323,12 @@ def reply_schema(settings: Settings, count: int = 0) -> JsonObject:
     item = _closed_object(
         {**hypothesis, **_object(proposal["properties"])}, [*hypothesis, *required]
     )
-    items: JsonObject = {"type": "array", "items": item, "minItems": count, "maxItems": count}
+    items: JsonObject = {
+        "type": "array",
+        "items": item,
+        "minItems": count,
+        "maxItems": count,
+    }
     return _closed_object({PROPOSALS: items}, [PROPOSALS])
 
 

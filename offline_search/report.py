@@ -106,7 +106,8 @@ class _SearchReport:
 
         Without what is asked again; objectives are those of the questions of a round.
         """
-        points, answers = list[tuple[int, float]](), 0
+        points = list[tuple[int, float]]()
+        answers = 0
         for trial in self.trials:
             answers += trial.result.examples
             score = trial.result.score
@@ -117,7 +118,8 @@ class _SearchReport:
     @property
     def base_objective(self) -> float | None:
         """The base policy's objective on the search split; None until it is measured."""
-        digest, base = base_state(self.settings).digest, dict[int | str, np.ndarray]()
+        digest = base_state(self.settings).digest
+        base = dict[int | str, np.ndarray]()
         full = np.empty(0)
         # Blocks in turn, of which each is asked both.
         for record in self.evaluations:
@@ -126,33 +128,47 @@ class _SearchReport:
             elif record.split == "search" and record.digest == digest:
                 known = base.get(record.budget, np.empty(0))
                 base[record.budget] = np.append(known, record.logprob)
-        base = {budget: values for budget, values in base.items() if len(values) == len(full)}
+        base = {
+            budget: values
+            for budget, values in base.items()
+            if len(values) == len(full)
+        }
         # For MME's total the ledger would need the categories of the questions.
         if self.settings.objective == "mme" or len(base) < len(self.settings.budgets):
             return None
-        return round(float(np.mean([(values - full).mean() for values in base.values()])), 6)
+        return round(
+            float(np.mean([(values - full).mean() for values in base.values()])), 6
+        )
 
     def document(self) -> Document:
         """The report as a page: result, why this candidate, all candidates, cost."""
-        settings, ranked = self.settings, self.ranked
+        settings = self.settings
+        ranked = self.ranked
         tone: Tone = "open"
-        answer, sections = "The search has not ended.", list[Section]()
+        answer = "The search has not ended."
+        sections = list[Section]()
         facts = [f"measured on {settings.evaluator}"] if settings.evaluator else []
         facts += [f"proposer: {settings.proposer or 'none'}", f"seed {settings.seed}"]
         facts.append(f"{len(self.trials)} candidates")
         if (winner := self.winner) is not None:
-            gain, base = winner.test.gain, settings.base_policy
+            gain = winner.test.gain
+            base = settings.base_policy
             verdict = f"shows no difference to {base} alone"
             if gain.low > 0 or gain.high < 0:
                 tone = "good" if gain.low > 0 else "bad"
-                verdict = f"is {'better' if gain.low > 0 else 'worse'} than {base} alone"
+                verdict = (
+                    f"is {'better' if gain.low > 0 else 'worse'} than {base} alone"
+                )
             value, low, high = self._format(gain.value, gain.low, gain.high)
             answer = (
                 f"Candidate {winner.winner} won and {verdict} on the test split: objective {value} "
                 f"{settings.objective_unit} ({low} to {high}), accuracy "
                 f"{_percent(winner.test.accuracy)} % against {_percent(winner.base.accuracy)} %."
             )
-            facts += [f"{winner.test.examples} test examples", f"digest {winner.digest[:12]}"]
+            facts += [
+                f"{winner.test.examples} test examples",
+                f"digest {winner.digest[:12]}",
+            ]
             leader = ranked[0].name
             if self.standings:
                 leader = self.standings[max(self.standings)].best
@@ -179,7 +195,9 @@ class _SearchReport:
             f"The whole search: {self.duration:,.0f} s.",
         ]
         sections.append(Section("Cost", texts))
-        title = f"{settings.strategy} on {settings.base_policy}, K = {settings.budgets[0]}"
+        title = (
+            f"{settings.strategy} on {settings.base_policy}, K = {settings.budgets[0]}"
+        )
         return Document(
             f"Search for a state: {title}", answer, tone, facts=facts, sections=sections
         )
@@ -190,11 +208,15 @@ class _SearchReport:
         Without a winner, the spread of the candidates stands for it.
         """
         measured = [trial.result.objective or 0.0 for trial in self.trials] or [0.0]
-        low, high = min(measured), max(measured)
+        low = min(measured)
+        high = max(measured)
         if self.winner is not None:
-            low, high = self.winner.test.objective.low, self.winner.test.objective.high
+            low = self.winner.test.objective.low
+            high = self.winner.test.objective.high
         digits = Estimate(low, low, high).count_decimals()
-        return ["unknown" if value is None else f"{value:+.{digits}f}" for value in values]
+        return [
+            "unknown" if value is None else f"{value:+.{digits}f}" for value in values
+        ]
 
     def _describe_winner(self, winner: WinnerRecord, leader: str) -> list[Section]:
         """Objectives of the finalists and of the base policy on each split, and the result."""
@@ -206,7 +228,8 @@ class _SearchReport:
 
         rows: list[Row] = []
         for name in sorted(winner.confirmed, key=lambda each: -winner.estimates[each]):
-            won, validation = name == winner.winner, winner.confirmed[name]
+            won = name == winner.winner
+            validation = winner.confirmed[name]
             search, both = self._format(scores[name], winner.estimates[name])
             test = cell(winner.test.objective) if won else Cell("not measured")
             title = Cell(name, "winner" if won else "", tone="good" if won else "")
@@ -214,7 +237,9 @@ class _SearchReport:
         validation = winner.confirmed[winner.winner]
         base_value = validation.objective.value - validation.gain.value
         search, validated = self._format(self.base_objective, base_value)
-        rows.append(["base policy", search, validated, "–", cell(winner.base.objective)])
+        rows.append(
+            ["base policy", search, validated, "–", cell(winner.base.objective)]
+        )
         head = ["candidate", "search", "validation", "search and validation", "test"]
         finalists = Table("Objectives of the finalists", head, rows, "lrrrr")
         why = (
@@ -223,18 +248,29 @@ class _SearchReport:
             "policy on the examples of both together, or is simpler and tied with that: the search "
             "split alone favours candidates that were lucky on it."
         )
-        test_scores, base = winner.test, winner.base
+        test_scores = winner.test
+        base = winner.base
         rows = [
-            [name, _format_interval(scores.objective), _percent(scores.accuracy),
-             f"{scores.mme_total:.1f}"]
+            [
+                name,
+                _format_interval(scores.objective),
+                _percent(scores.accuracy),
+                f"{scores.mme_total:.1f}",
+            ]
             for name, scores in (("winner", test_scores), ("base policy", base))
-        ]  # fmt: skip
+        ]
         gains = [test_scores.gain, test_scores.accuracy_gain]
         total = f"{test_scores.mme_total - base.mme_total:+.1f}"
-        rows.append(["gain, paired", *map(_format_interval, gains, (1.0, 100.0)), total])
-        head, columns, text = ["", "objective", "accuracy %"], 3, _TEST
+        rows.append(
+            ["gain, paired", *map(_format_interval, gains, (1.0, 100.0)), total]
+        )
+        head = ["", "objective", "accuracy %"]
+        columns = 3
+        text = _TEST
         if self.settings.objective == "mme":
-            head, columns, text = [*head, "MME total"], 4, f"{_TEST} {_MME}"
+            head = [*head, "MME total"]
+            columns = 4
+            text = f"{_TEST} {_MME}"
         cells = [row[:columns] for row in rows]
         result = Table("Winner and base policy", head, cells, "lrrr"[:columns])
         luck = f"{winner.winner} was also the best on the search split."
@@ -254,7 +290,9 @@ class _SearchReport:
         for number, each in self.standings.items():
             high = 2 * each.objective - each.low
             tip = f"round {number}: {each.best}, {each.objective:+.4f} ± {2 * each.error:.4f}"
-            marks.append(Mark(number, each.objective, tip, each.low, high, bool(each.plateaus)))
+            marks.append(
+                Mark(number, each.objective, tip, each.low, high, bool(each.plateaus))
+            )
         last = self.standings[max(self.standings)]
         objective, bound = self._format(last.objective, last.low)
         texts = [
@@ -263,19 +301,22 @@ class _SearchReport:
             f"Not known to be worse: {', '.join(last.tied) or 'none'}.",
         ]
         if last.plateaus > 1:
-            texts.append("The search stopped because several rounds found nothing better.")
+            texts.append(
+                "The search stopped because several rounds found nothing better."
+            )
         series = [Series("best so far", marks)]
         chart = Chart("Best objective", "round", "objective", series, linear=True)
         return Section("How sure the search is", texts, [chart])
 
     def _list_candidates(self, ranked: Sequence[Trial]) -> Section:
         """The best candidates, and why others were not measured."""
-        statuses = ", ".join(f"{count} {status}" for status, count in self.statuses.items())
+        statuses = ", ".join(
+            f"{count} {status}" for status, count in self.statuses.items()
+        )
         counted = f"{len(self.trials)} candidates: {statuses}."
         if gave_up([trial.result for trial in self.trials]):
-            counted += (
-                f" The search gave up: the last {FAILURES_TO_GIVE_UP} were invalid or unsafe."
-            )
+            last = f"the last {FAILURES_TO_GIVE_UP} were invalid or unsafe"
+            counted += f" The search gave up: {last}."
         texts = [
             f"Objective: {self.settings.objective_text}; 0 is as good as unpruned. "
             "Intervals: 95 %, images resampled.",
@@ -305,14 +346,20 @@ def read_report(records: Iterable[Record]) -> _SearchReport:
     known = list(records)
     opened = _of_type(known, SettingsRecord)
     if not opened:
-        raise SearchError("the ledger is empty -> give the ledger of a search that has begun")
+        raise SearchError(
+            "the ledger is empty -> give the ledger of a search that has begun"
+        )
     results = {record.name: record for record in _of_type(known, TrialRecord)}
     proposals = _of_type(known, ProposalRecord)
     clocks = [record.clock for record in known if record.clock.at]
     begin = min((clock.at for clock in clocks), default=0.0)
     return _SearchReport(
         settings=opened[0].settings,
-        trials=[Trial(each, results[each.name]) for each in proposals if each.name in results],
+        trials=[
+            Trial(each, results[each.name])
+            for each in proposals
+            if each.name in results
+        ],
         winner=next(iter(_of_type(known, WinnerRecord)), None),
         replies=_of_type(known, ReplyRecord),
         evaluations=_of_type(known, EvaluationRecord),
@@ -321,7 +368,8 @@ def read_report(records: Iterable[Record]) -> _SearchReport:
             for record in _of_type(known, SummaryRecord)
             if record.standing is not None
         },
-        duration=max((clock.at + clock.seconds for clock in clocks), default=0.0) - begin,
+        duration=max((clock.at + clock.seconds for clock in clocks), default=0.0)
+        - begin,
     )
 
 
@@ -331,7 +379,9 @@ def _of_type(records: Iterable[Record], kind: type[R]) -> list[R]:
 
 def _format_interval(estimate: Estimate, scale: float = 1.0) -> str:
     """A mean with its 95 % interval."""
-    scaled = Estimate(*(scale * x for x in (estimate.value, estimate.low, estimate.high)))
+    scaled = Estimate(
+        *(scale * x for x in (estimate.value, estimate.low, estimate.high))
+    )
     digits = scaled.count_decimals()
     return f"{scaled.value:+.{digits}f} ({scaled.low:+.{digits}f} to {scaled.high:+.{digits}f})"
 
@@ -344,7 +394,9 @@ def _percent(share: float | None) -> str:
 class ProgressLog:
     """Writes one line a round, and one line for each candidate that was not evaluated."""
 
-    def __init__(self, write: Callable[[str], None], clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self, write: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+    ):
         self._write = write
         self._clock = clock
         self._created = self._rounds_started = clock()
@@ -356,16 +408,22 @@ class ProgressLog:
         self._write(f"base policy {base:+.4f} on {examples} examples ({elapsed:.0f} s)")
         self._rounds_started = self._clock()
 
-    def on_round(self, trials: Sequence[Trial], history: History, share: float, cost: Cost) -> None:
+    def on_round(
+        self, trials: Sequence[Trial], history: History, share: float, cost: Cost
+    ) -> None:
         """Write the results of a round, the best so far, and the remaining time."""
-        best, leader = history.best(), "no leader on the search split"
+        best = history.best()
+        leader = "no leader on the search split"
         if best is not None:
-            origin, score = best.proposal.origin, history.estimate(best) or 0.0
+            origin = best.proposal.origin
+            score = history.estimate(best) or 0.0
             leader = f"{best.name} by {origin} leads on the search split, {score:+.4f}"
             base = history.estimate(history.base)
             if base is not None and base >= score:
                 behind = f"{best.name} by {origin} has {score:+.4f}"
-                leader = f"the base policy leads on the search split, {base:+.4f}; {behind}"
+                leader = (
+                    f"the base policy leads on the search split, {base:+.4f}; {behind}"
+                )
         counts = Counter(trial.result.status for trial in trials)
         statuses = ", ".join(f"{count} {status}" for status, count in counts.items())
         count = cost.prompt_tokens + cost.completion_tokens
@@ -373,13 +431,18 @@ class ProgressLog:
         remaining = "time left unknown"
         if share > 0:
             seconds = (self._clock() - self._rounds_started) * (1 - share) / share
-            remaining = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+            remaining = (
+                f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+            )
             remaining += " left"
         number = trials[0].proposal.round
-        self._write(f"{share:4.0%} round {number}: {statuses}; {leader}{tokens}, {remaining}")
+        self._write(
+            f"{share:4.0%} round {number}: {statuses}; {leader}{tokens}, {remaining}"
+        )
         for trial in trials:
             if trial.result.failed:
-                status, reason = trial.result.status, trial.result.reason
+                status = trial.result.status
+                reason = trial.result.reason
                 self._write(f"       {trial.name} {status}: {reason[:120]}")
         if gave_up([trial.result for trial in history.trials]):
             count = FAILURES_TO_GIVE_UP
@@ -392,7 +455,9 @@ class ProgressLog:
         text += "; the search goes on with other structures"
         if standing.plateaus > 1:
             unspent = f"{max(0, budget - standing.answers)} of {budget} answers unspent"
-            text = f"several rounds found nothing better; the search stops, with {unspent}"
+            text = (
+                f"several rounds found nothing better; the search stops, with {unspent}"
+            )
         self._write(f"plateau: {text}")
 
     def on_finish(self, winner: WinnerRecord) -> None:

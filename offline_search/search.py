@@ -97,16 +97,21 @@ class Search:
         self._base = base_state(settings)
         self._evaluator = RecordedEvaluator(ledger, evaluator, self._base.digest)
         self._client = ProposalClient(settings, ledger, proposer, most_money)
-        examples, probes = self._dataset.splits["search"], evaluator.probes()
+        examples = self._dataset.splits["search"]
+        probes = evaluator.probes()
         self._facts = describe_images(settings, probes) if settings.proposer else ""
-        self._rounds = RoundEvaluator(settings, ledger, self._evaluator, examples, probes)
+        self._rounds = RoundEvaluator(
+            settings, ledger, self._evaluator, examples, probes
+        )
 
-    async def run(self) -> WinnerRecord:
+    async def run(self) -> WinnerRecord:  # noqa: C901, PLR0915
         """Run or resume the search; raises :class:`SearchError` if it cannot continue."""
-        settings, ledger = self._settings, self._ledger
+        settings = self._settings
+        ledger = self._ledger
         known = ledger.find(SettingsRecord, "opened")
         if known is not None and known.settings != settings:
-            before, now = dict(known.settings), dict(settings)
+            before = dict(known.settings)
+            now = dict(settings)
             differing = [
                 f"{name} is {now[name]!r}, was {before[name]!r}"
                 for name in before
@@ -125,7 +130,9 @@ class Search:
         examples = self._rounds.blocks[0].stop
         self._observer.on_start(history, examples)
         full = examples * len(settings.budgets)
-        budget, plateaus, since = settings.total_candidates * full, 0, 0
+        budget = settings.total_candidates * full
+        plateaus = 0
+        since = 0
         fresh = len(self._rounds.blocks) > 1
         history.resolution = settings.resolution or 0.0
         summary = summarize(history)
@@ -138,7 +145,11 @@ class Search:
                 # The last round is smaller, so that a race exceeds its budget by little.
                 count = RACED_PER_PLACE * min(count, max(1, (budget - spent) // full))
             rng = Random(f"{settings.seed} {number}")
-            tied = {structure(each.require_state()) for each in history.tied()} if plateaus else ()
+            tied = (
+                {structure(each.require_state()) for each in history.tied()}
+                if plateaus
+                else ()
+            )
             place = f"Round {number} of {settings.rounds}."
             last = number == settings.rounds
             if settings.has_fixed_evaluations:
@@ -147,13 +158,24 @@ class Search:
             if last and history.best() is not None:
                 place += " It is the last one: only refinements of listed candidates are asked for."
             current = Round(
-                number, count, history, summary, rng, self._client, frozenset(tied),
-                self._facts, place,
-            )  # fmt: skip
+                number,
+                count,
+                history,
+                summary,
+                rng,
+                self._client,
+                frozenset(tied),
+                self._facts,
+                place,
+            )
             drafts = await strategy.propose(current)
-            trials = await self._rounds.evaluate_round(drafts, number, history, settings.races)
+            trials = await self._rounds.evaluate_round(
+                drafts, number, history, settings.races
+            )
             fixed = settings.has_fixed_evaluations
-            share = min(1.0, history.answers / budget if fixed else number / settings.rounds)
+            share = min(
+                1.0, history.answers / budget if fixed else number / settings.rounds
+            )
             if fresh and settings.resolution is None:
                 reach = min(len(history.examples), settings.rounds * examples)
                 history.resolution = history.reach(reach)
@@ -163,11 +185,17 @@ class Search:
                 if "better" in recent:
                     plateaus = 0
                 elif not plateaus and recent == {"undecided"}:
-                    plateaus, since = 1, number
-            ahead = [gap.value for gap in history.leads(number - _IDLE_ROUNDS + 1, number)]
-            is_idle = bool(history.resolution and ahead) and max(ahead) <= history.resolution
+                    plateaus = 1
+                    since = number
+            ahead = [
+                gap.value for gap in history.leads(number - _IDLE_ROUNDS + 1, number)
+            ]
+            is_idle = (
+                bool(history.resolution and ahead) and max(ahead) <= history.resolution
+            )
             if share >= _LEAST_SHARE and is_idle:
-                plateaus, since = 2, number
+                plateaus = 2
+                since = number
             standing = self._describe_standing(history, plateaus)
             summary = summarize(history)
             ledger.put(SummaryRecord(round=number, text=summary, standing=standing))
@@ -182,7 +210,8 @@ class Search:
 
     @staticmethod
     def _describe_standing(history: History, plateaus: int) -> Standing:
-        leader, base = history.leader(), history.base
+        leader = history.leader()
+        base = history.base
         gain = history.compare(leader, base)
         return Standing(
             best=leader.name,
@@ -198,7 +227,9 @@ class Search:
     async def _choose_winner(self, history: History) -> WinnerRecord:
         """The winner; raises :class:`SearchError` if no candidate was measured to the end."""
         settings = self._settings
-        candidates = {trial.name: trial for trial in history.ranked()[: settings.confirmed]}
+        candidates = {
+            trial.name: trial for trial in history.ranked()[: settings.confirmed]
+        }
         if not candidates:
             raise NothingMeasured(
                 "no candidate was evaluated to the end -> `vllm-autoprune search report` has the "
@@ -209,19 +240,27 @@ class Search:
         examples = [*history.examples, *self._dataset.splits["validation"]]
         for name, trial in {"": history.base, **candidates}.items():
             with contextlib.suppress(EvaluationFailed):
-                state, searched = trial.require_state(), history.values(trial)
+                state = trial.require_state()
+                searched = history.values(trial)
                 comparison = await self._compare(state, "validation")
                 values, _ = await self._values(state, "validation")
                 both[name] = values if searched is None else np.append(searched, values)
                 if name:
                     confirmed[name] = comparison
-        fitted, unasked = [*both.values()], np.full(len(examples) - len(history.examples), np.nan)
+        fitted = [*both.values()]
+        unasked = np.full(len(examples) - len(history.examples), np.nan)
         for trial in history.evaluated():
-            if trial.name not in both and (searched := history.values(trial)) is not None:
+            if (
+                trial.name not in both
+                and (searched := history.values(trial)) is not None
+            ):
                 fitted.append(np.append(searched, unasked))
         # Of both splits together: their shares differ between candidates, and so do their levels.
         difficulty = fit_difficulty(np.array(fitted))
-        gains = {name: compare(examples, both[name], both[""], difficulty) for name in confirmed}
+        gains = {
+            name: compare(examples, both[name], both[""], difficulty)
+            for name in confirmed
+        }
         estimates = {}
         for name, validation in confirmed.items():
             total = len(history.examples) * (history.estimate(candidates[name]) or 0.0)
@@ -231,14 +270,20 @@ class Search:
         def rank(name: str) -> tuple[bool, float, float]:
             """Those within a standard error of the best first (Breiman 1984), by simplicity."""
             gap = compare(examples, both[name], both[best], difficulty)
-            is_tied = name == best or abs(gap.value) <= min(history.resolution, gap.error)
+            is_tied = name == best or abs(gap.value) <= min(
+                history.resolution, gap.error
+            )
             state = candidates[name].require_state()
             selector = state.constraints.selector
-            complexity = len(structure(state)) + selector.bounds(settings.source_budget)[0] / 1000
+            complexity = (
+                len(structure(state))
+                + selector.bounds(settings.source_budget)[0] / 1000
+            )
             return not is_tied, complexity if is_tied else 0.0, -gains[name].low
 
         best = max(gains, key=lambda name: gains[name].low, default="")
-        test, name = None, ""
+        test = None
+        name = ""
         for name in sorted(gains, key=rank):
             with contextlib.suppress(EvaluationFailed):
                 test = await self._compare(candidates[name].require_state(), "test")
@@ -248,10 +293,17 @@ class Search:
                 "none of the best candidates could be measured on the validation and test splits "
                 "-> look at the server's log and begin a new ledger"
             )
-        winner, base = candidates[name], await self._compare(self._base, "test")
+        winner = candidates[name]
+        base = await self._compare(self._base, "test")
         state = winner.require_state()
-        figures = {"validation": confirmed[name], "test": test, "test_base_policy": base}
-        scores = {key: scores.model_dump(mode="json") for key, scores in figures.items()}
+        figures = {
+            "validation": confirmed[name],
+            "test": test,
+            "test_base_policy": base,
+        }
+        scores = {
+            key: scores.model_dump(mode="json") for key, scores in figures.items()
+        }
         provenance = state.provenance.model_copy(
             update={
                 "found_by": f"vllm-autoprune search, strategy {settings.strategy}, "
@@ -297,7 +349,9 @@ class Search:
             split=split,
             examples=len(examples),
             accuracy=mean([answers.accuracy for answers in ours]),
-            mme_total=mean([1000 * float(each.mme_shares(examples).mean()) for each in ours]),
+            mme_total=mean(
+                [1000 * float(each.mme_shares(examples).mean()) for each in ours]
+            ),
             objective=_bootstrap_mean(examples, values),
             gain=_bootstrap_mean(examples, values - base_values),
             accuracy_gain=_bootstrap_mean(examples, correct - base_correct),
@@ -307,7 +361,8 @@ class Search:
         self, candidate: PruningState, split: Split
     ) -> tuple[Floats, Sequence[Answers]]:
         """Values of a candidate on a split ``(M,)``, and its answers at each budget."""
-        settings, examples = self._settings, self._dataset.splits[split]
+        settings = self._settings
+        examples = self._dataset.splits[split]
 
         async def measure(candidate: PruningState | None, budget: int | str) -> Answers:
             job = EvaluationJob(candidate, budget, split, 0, len(examples))
@@ -315,7 +370,9 @@ class Search:
 
         full = await measure(None, 0)
         answers = [await measure(candidate, budget) for budget in settings.budgets]
-        relative = [each.relative_to(full, examples, settings.objective) for each in answers]
+        relative = [
+            each.relative_to(full, examples, settings.objective) for each in answers
+        ]
         return np.mean(relative, 0), answers
 
 
@@ -370,9 +427,13 @@ async def replay_on(
     recorded.
     """
     recorded = read_ledger(recording)
-    head = next((record for record in recorded if isinstance(record, SettingsRecord)), None)
+    head = next(
+        (record for record in recorded if isinstance(record, SettingsRecord)), None
+    )
     if head is None:
-        raise SearchError(f"ledger {recording}: contains no search -> give one that has begun")
+        raise SearchError(
+            f"ledger {recording}: contains no search -> give one that has begun"
+        )
     settings, dataset = head.settings, read(head.settings)
     # Every evaluator of the package and of the benchmarks ends its name so; others are not checked.
     named = re.search(r"data ([0-9a-f]{12})$", settings.evaluator)
@@ -383,7 +444,9 @@ async def replay_on(
             "--images of the recorded search"
         )
     with Ledger(into, recorded) as ledger:
-        winner = await Search(settings, ledger, _Recording(settings.evaluator, dataset)).run()
+        winner = await Search(
+            settings, ledger, _Recording(settings.evaluator, dataset)
+        ).run()
         return winner, digest_records(recorded), digest_records(ledger)
 
 
@@ -402,18 +465,26 @@ def estimate_cost(
     Requests and answers of each split are upper bounds without repairs; tokens and money, at the
     price of a million tokens of prompts and of replies, are rough averages.
     """
-    history, example = "(the history comes here)", minimal_state(settings)
-    listed, total = settings.proposals_per_reply, settings.per_round
+    history = "(the history comes here)"
+    example = minimal_state(settings)
+    listed = settings.proposals_per_reply
+    total = settings.per_round
     purposes = list_purposes(0, min(listed, total), measured=True) if listed > 1 else ()
     messages = proposal_prompt(settings, history, example, 0, total, purposes)
     # Proposals that repeat earlier ones cost a call and no evaluation, so there may be more calls.
     rounds = settings.maximum_rounds
     proposals = total if STRATEGIES[settings.strategy](settings).uses_proposer else 0
     calls = rounds * math.ceil(proposals / listed)
-    length = sum(len(message["content"]) for message in messages) / _CHARACTERS_PER_TOKEN
+    length = (
+        sum(len(message["content"]) for message in messages) / _CHARACTERS_PER_TOKEN
+    )
     prompt_tokens = round(calls * (length + 4 * _REPLY_TOKENS))
     # The unpruned model and the base policy are measured as well as the candidates.
-    measured = {"search": settings.total_candidates, "validation": settings.confirmed, "test": 1}
+    measured = {
+        "search": settings.total_candidates,
+        "validation": settings.confirmed,
+        "test": 1,
+    }
     budgets = len(settings.budgets)
     answers = {
         split: len(dataset.splits[split]) * (1 + budgets * (measured[split] + 1))

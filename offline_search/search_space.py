@@ -16,7 +16,14 @@ from typing import Literal, Protocol, get_args
 
 from pydantic import JsonValue
 
-from offline_search.components import BASE, CORE, RANK_AT, JsonObject, components_json, structure
+from offline_search.components import (
+    BASE,
+    CORE,
+    RANK_AT,
+    JsonObject,
+    components_json,
+    structure,
+)
 from offline_search.settings import MAX_QUOTA, Settings, Space
 from vllm_autoprune.tpdsl.atoms.pools import JoinedPool, PartitionCall
 from vllm_autoprune.tpdsl.loading import load_state
@@ -78,7 +85,9 @@ class RandomSource:
             return round(self.rng.uniform(low, high), 4)
         if self.rng.random() >= 2 * self.rate:
             return float(value)
-        changed = min(high, max(low, float(value) + self.rng.gauss(0, _STEP_WIDTH * (high - low))))
+        changed = min(
+            high, max(low, float(value) + self.rng.gauss(0, _STEP_WIDTH * (high - low)))
+        )
         return round(changed) if integer else round(changed, 4)
 
     def _inherit(self, name: str) -> Choice | None:
@@ -96,7 +105,9 @@ def sample_proposal(source: ChoiceSource, settings: Settings) -> JsonObject:
     else:
         proposal = _draw_released(source, settings.space)
     if settings.core and source.option("with core", _NO_YES) == "yes":
-        core: JsonObject = {"policy": {"name": source.option("core.policy", CORE_POLICIES)}}
+        core: JsonObject = {
+            "policy": {"name": source.option("core.policy", CORE_POLICIES)}
+        }
         for name, bounds in _core_bounds().items():
             core[name] = source.number(f"core.{name}", *bounds)
         proposal[CORE] = core
@@ -134,7 +145,9 @@ def _draw_components(source: ChoiceSource, settings: Settings) -> JsonObject:
             if _is_optional(schema) and source.option(f"{choice} set", _NO_YES) == "no":
                 values[name] = None
             elif name == "q_e":
-                values[name] = int(source.option(choice, _quota_options(settings.source_budget)))
+                values[name] = int(
+                    source.option(choice, _quota_options(settings.source_budget))
+                )
             elif isinstance(words := schema.get("enum"), list):
                 values[name] = source.option(choice, [str(word) for word in words])
             elif schema.get("type") == "boolean":
@@ -150,7 +163,8 @@ def _draw_components(source: ChoiceSource, settings: Settings) -> JsonObject:
     def takes_part(atom: str) -> bool:
         return source.option(f"with {atom}", _NO_YES) == "yes"
 
-    scorers, pools = atom_names("scoring", settings), _flat_pools(settings)
+    scorers = atom_names("scoring", settings)
+    pools = _flat_pools(settings)
     signals: list[JsonValue] = [call(name) for name in scorers if takes_part(name)]
     chosen = [name for name in pools if takes_part(name)]
     return {
@@ -167,13 +181,19 @@ def _draw_components(source: ChoiceSource, settings: Settings) -> JsonObject:
     }
 
 
-def _choices_of_components(state: PruningState, settings: Settings) -> dict[str, Choice]:
+def _choices_of_components(
+    state: PruningState, settings: Settings
+) -> dict[str, Choice]:
     """Recover the choices from components: the inverse of :func:`_draw_components`.
 
     A union of pools stands for its first source; partitions and repeated signals have no choice.
     """
-    pools = [c.sources[0] if isinstance(c, JoinedPool) else c for c in state.constraints.pool]
-    listed: dict[str, AtomCall] = {call.atom: call for call in (*state.scoring.signals, *pools)}
+    pools = [
+        c.sources[0] if isinstance(c, JoinedPool) else c for c in state.constraints.pool
+    ]
+    listed: dict[str, AtomCall] = {
+        call.atom: call for call in (*state.scoring.signals, *pools)
+    }
     groups: dict[Group, AtomCall] = {
         "similarity_kernel": state.scoring.kernel,
         "score_fusion": state.scoring.fusion,
@@ -181,26 +201,33 @@ def _choices_of_components(state: PruningState, settings: Settings) -> dict[str,
         "reassembly": state.reassembly,
     }
     optional = (*atom_names("scoring", settings), *_flat_pools(settings))
-    choices: dict[str, Choice] = {f"with {name}": _NO_YES[name in listed] for name in optional}
+    choices: dict[str, Choice] = {
+        f"with {name}": _NO_YES[name in listed] for name in optional
+    }
     choices |= {group: call.atom for group, call in groups.items()}
     for call in (*listed.values(), *groups.values()):
         values = dict(call)  # with defaults that a dump leaves out
         for name, schema in _searched_parameters(call.atom).items():
-            choice, value = f"{call.atom}.{name}", values[name]
+            choice = f"{call.atom}.{name}"
+            value = values[name]
             if _is_optional(schema):
                 choices[f"{choice} set"] = _NO_YES[value is not None]
             if name == "q_e":
                 options = _quota_options(settings.source_budget)
                 choices[choice] = min(options, key=lambda q: abs(int(q) - value))
             elif value is not None:
-                choices[choice] = str(value).lower() if isinstance(value, bool) else value
+                choices[choice] = (
+                    str(value).lower() if isinstance(value, bool) else value
+                )
     return choices
 
 
 def _quota_options(budget: int) -> list[str]:
     """Searched values of q_e: zero, powers of two, and K, at most what the language allows."""
     most = min(budget, MAX_QUOTA)
-    return [str(quota) for quota in (0, *(2**n for n in range(10) if 2**n < most), most)]
+    return [
+        str(quota) for quota in (0, *(2**n for n in range(10) if 2**n < most), most)
+    ]
 
 
 def excluded_atoms(settings: Settings) -> frozenset[str]:
@@ -217,13 +244,19 @@ def atom_names(group: Group, settings: Settings) -> list[str]:
 
 def _is_offered(name: str, settings: Settings) -> bool:
     atom = ATOMS[name]
-    return not atom.clips and (settings.library != "paper" or atom.origin != "extension")
+    return not atom.clips and (
+        settings.library != "paper" or atom.origin != "extension"
+    )
 
 
 def _flat_pools(settings: Settings) -> list[str]:
     """Pool builders that take no other pool and no partition; they are combined in a list."""
     names = atom_names("candidate_pool", settings)
-    return [name for name in names if not issubclass(ATOMS[name].call, JoinedPool | PartitionCall)]
+    return [
+        name
+        for name in names
+        if not issubclass(ATOMS[name].call, JoinedPool | PartitionCall)
+    ]
 
 
 @cache
@@ -257,13 +290,15 @@ def _alternatives(schema: JsonObject) -> list[JsonObject]:
 
 def _bounds(schema: JsonObject) -> _Bounds | None:
     schema = _alternatives(schema)[0]
-    low, high = schema.get("minimum"), schema.get("maximum")
+    low = schema.get("minimum")
+    high = schema.get("maximum")
     if not isinstance(low, int | float) or not isinstance(high, int | float):
         return None
     return low, high, schema.get("type") == "integer"
 
 
-_CENTRALITY, _REDUNDANCY = "spatial_centrality_prior", "redundancy_density_penalty"
+_CENTRALITY = "spatial_centrality_prior"
+_REDUNDANCY = "redundancy_density_penalty"
 
 _WEIGHTS = (0.05, 1.0)
 """Range of a signal's weight; the fusion divides weights by their sum."""
@@ -294,13 +329,16 @@ _NUMBERS = {
     "strength": (0.0, 0.006),
 }
 _BIAS = {"bias": (0.35, 0.95)}
-_LAM, _POWER = {"lam": (0.05, 0.5)}, {"power": (0.5, 1.8)}
+_LAM = {"lam": (0.05, 0.5)}
+_POWER = {"power": (0.5, 1.8)}
 _KEEP_WEIGHT = {"keep_weight": (0.0, 0.6)}
 
 _SPACES: Mapping[Space, _ReleasedSpace] = {
     "numbers": _ReleasedSpace(_NUMBERS, "fixed"),
     "released": _ReleasedSpace(_NUMBERS | _BIAS, "any"),
-    "without-diversity": _ReleasedSpace(_BIAS | _KEEP_WEIGHT | _POWER, "any", {"lam": 0.0}),
+    "without-diversity": _ReleasedSpace(
+        _BIAS | _KEEP_WEIGHT | _POWER, "any", {"lam": 0.0}
+    ),
     "without-fusion": _ReleasedSpace(_BIAS | _LAM | _KEEP_WEIGHT | _POWER, "single"),
     "without-anchoring": _ReleasedSpace(
         _BIAS | _LAM | _POWER, "any", {"q_e": MAX_QUOTA, "keep_weight": 0.0}
@@ -315,7 +353,8 @@ def _released_policy() -> PruningState:
 
 def _draw_released(source: ChoiceSource, space: Space) -> JsonObject:
     """The components of a state of a smaller space."""
-    searched, released = _SPACES[space], _released_policy()
+    searched = _SPACES[space]
+    released = _released_policy()
     calls = released.constraints.selector, released.reassembly
     numbers = dict(calls[0]) | dict(calls[1]) | searched.fixed
     for name, (low, high) in searched.ranges.items():
@@ -325,7 +364,9 @@ def _draw_released(source: ChoiceSource, space: Space) -> JsonObject:
     if numbers["q_e"] >= 2:
         numbers["strength"] = min(numbers["strength"], _STRENGTH_OF_SEVERAL)
     selector, reassembly = (
-        call.model_copy(update={n: v for n, v in numbers.items() if n in call.parameters()})
+        call.model_copy(
+            update={n: v for n, v in numbers.items() if n in call.parameters()}
+        )
         for call in calls
     )
     signals: Sequence[AtomCall] = released.scoring.signals
@@ -336,12 +377,18 @@ def _draw_released(source: ChoiceSource, space: Space) -> JsonObject:
             used = [source.option("signal", names)]
         else:
             names = [signal.atom for signal in signals]
-            used = [n for n in names if source.option(f"with {n}", _NO_YES) == "yes"] or names[:1]
+            used = [
+                n for n in names if source.option(f"with {n}", _NO_YES) == "yes"
+            ] or names[:1]
         drawn: list[AtomCall] = []
         for signal in signals:
             if signal.atom not in used:
                 continue
-            weight = 1.0 if single else source.number(f"{signal.atom}.weight", *_WEIGHTS, False)
+            weight = (
+                1.0
+                if single
+                else source.number(f"{signal.atom}.weight", *_WEIGHTS, False)
+            )
             update = {"weight": weight}
             if signal.atom == _CENTRALITY:
                 update["bias"] = source.number("bias", *searched.ranges["bias"], False)
@@ -365,15 +412,21 @@ def _choices_of_released(state: PruningState) -> dict[str, Choice]:
     signals = [signal for signal in state.scoring.signals if signal.atom in known]
     signals = signals or list(released.scoring.signals)
     used = {signal.atom for signal in signals}
-    choices: dict[str, Choice] = {f"with {name}": _NO_YES[name in used] for name in known}
+    choices: dict[str, Choice] = {
+        f"with {name}": _NO_YES[name in used] for name in known
+    }
     choices |= {f"{signal.atom}.weight": signal.weight for signal in signals}
-    choices["signal"] = max(signals, key=lambda s: (s.atom != _REDUNDANCY, s.weight)).atom
+    choices["signal"] = max(
+        signals, key=lambda s: (s.atom != _REDUNDANCY, s.weight)
+    ).atom
     for part in (released, state):
         centrality = [s for s in part.scoring.signals if s.atom == _CENTRALITY]
         for call in (*centrality, part.reassembly, part.constraints.selector):
             # Not a dump, which leaves defaults out.
             numbers = {name: value for name, value in call if name in _NUMBERS | _BIAS}
-            choices |= {name: value for name, value in numbers.items() if value is not None}
+            choices |= {
+                name: value for name, value in numbers.items() if value is not None
+            }
     return choices
 
 
@@ -404,8 +457,14 @@ def describe_space(space: Space) -> str:
     if space == "all":
         return ""
     searched = _SPACES[space]
-    parts = [f"{name} {low:g} to {high:g}" for name, (low, high) in searched.ranges.items()]
-    parts += {"fixed": [], "any": ["signals and their weights"], "single": ["the one signal"]}[
-        searched.signals
+    parts = [
+        f"{name} {low:g} to {high:g}" for name, (low, high) in searched.ranges.items()
     ]
-    return f"Only these are yours to choose, the rest is overwritten: {', '.join(parts)}. "
+    parts += {
+        "fixed": [],
+        "any": ["signals and their weights"],
+        "single": ["the one signal"],
+    }[searched.signals]
+    return (
+        f"Only these are yours to choose, the rest is overwritten: {', '.join(parts)}. "
+    )

@@ -6,7 +6,14 @@ import json
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, PositiveInt, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    JsonValue,
+    PositiveInt,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from vllm_autoprune.connection import Header
@@ -16,12 +23,19 @@ from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.tokens import Positions
 
-Strategy = Literal["autoprune", "autoprune+", "evoprompting", "openevolve", "random", "tpe"]
+Strategy = Literal[
+    "autoprune", "autoprune+", "evoprompting", "openevolve", "random", "tpe"
+]
 
 Objective = Literal["quality", "mme"]
 Library = Literal["searched", "paper"]
 Space = Literal[
-    "all", "numbers", "released", "without-diversity", "without-fusion", "without-anchoring"
+    "all",
+    "numbers",
+    "released",
+    "without-diversity",
+    "without-fusion",
+    "without-anchoring",
 ]
 
 MAX_QUOTA = 640
@@ -45,7 +59,9 @@ DEFAULT_LIST = 5
 
 def _problem(message: str, *fields: str) -> PydanticCustomError:
     """An error of validation that names the fields to change; "what: fix"."""
-    return PydanticCustomError("search", "{message}", {"message": message, "fields": fields})
+    return PydanticCustomError(
+        "search", "{message}", {"message": message, "fields": fields}
+    )
 
 
 def _require_known_policy(name: str) -> str:
@@ -68,15 +84,25 @@ _Temperature = Annotated[
     float, Field(ge=0.0, le=2.0, description="sampling temperature of the proposer")
 ]
 _ReplyTokens = Annotated[
-    int, Field(ge=64, le=32768, description="maximum tokens of a proposal, thoughts among them")
+    int,
+    Field(
+        ge=64, le=32768, description="maximum tokens of a proposal, thoughts among them"
+    ),
 ]
 _ListLength = Annotated[int, Field(ge=1, le=20)]
 _Amount = Annotated[float, Field(ge=0)]
 
 
 _OWN_FIELDS = (
-    "model", "messages", "temperature", "seed", "max_tokens", "max_completion_tokens", "stream", "n"
-)  # fmt: skip
+    "model",
+    "messages",
+    "temperature",
+    "seed",
+    "max_tokens",
+    "max_completion_tokens",
+    "stream",
+    "n",
+)
 """Fields of a request that the search sets."""
 
 
@@ -99,7 +125,9 @@ def _read_options(text: object) -> object:
     if not isinstance(options, dict):
         raise _problem(f"is no JSON object: {fix}")
     if taken := sorted(options.keys() & set(_OWN_FIELDS)):
-        raise _problem(f"{taken[0]} is set by the search: leave it out, or give its flag")
+        raise _problem(
+            f"{taken[0]} is set by the search: leave it out, or give its flag"
+        )
     return options
 
 
@@ -113,13 +141,19 @@ class SearchChoices(FrozenModel):
         default="autoprune+",
         description="autoprune+, autoprune, evoprompting, openevolve, random or tpe",
     )
-    rounds: int = Field(default=10, ge=1, le=10_000, description="T, rounds of proposals")
-    per_round: int = Field(default=5, ge=1, le=1000, description="m, candidates per round")
+    rounds: int = Field(
+        default=10, ge=1, le=10_000, description="T, rounds of proposals"
+    )
+    per_round: int = Field(
+        default=5, ge=1, le=1000, description="m, candidates per round"
+    )
     base_policy: _BasePolicy = Field(
         default="cdpruner", description="pi_P, base policy of every candidate"
     )
     other_bases: tuple[_BasePolicy, ...] = Field(
-        default=(), title="NAME", description="base policies that candidates may have instead"
+        default=(),
+        title="NAME",
+        description="base policies that candidates may have instead",
     )
     budgets: tuple[Budget, ...] = Field(
         default=(32,),
@@ -132,7 +166,9 @@ class SearchChoices(FrozenModel):
         default="quality",
         description="quality: log-probability of the reference answers; mme: MME's total",
     )
-    seed: int = Field(default=0, ge=0, lt=2**31, description="seed of all random choices")
+    seed: int = Field(
+        default=0, ge=0, lt=2**31, description="seed of all random choices"
+    )
     space: Space = Field(
         default="all",
         description="any state (all), or the state autoprune with its six numbers searched "
@@ -181,7 +217,8 @@ class Settings(SearchChoices):
     """Settings of one search; equal settings, replies and evaluations give equal ledgers."""
 
     equal_evaluations: bool = Field(
-        default=False, description="go on past T rounds until T x m full evaluations are spent"
+        default=False,
+        description="go on past T rounds until T x m full evaluations are spent",
     )
     confirmed: int = Field(
         default=5, ge=1, le=50, description="best candidates to measure on validation"
@@ -202,7 +239,9 @@ class Settings(SearchChoices):
         exclude_if=lambda names: not names,
         description="fields that the proposer is not sent, because its endpoint refuses them",
     )
-    evaluator: str = Field(default="", description="model and data that candidates are measured on")
+    evaluator: str = Field(
+        default="", description="model and data that candidates are measured on"
+    )
 
     @model_validator(mode="after")
     def _require_consistent_fields(self) -> Settings:
@@ -232,7 +271,9 @@ class Settings(SearchChoices):
     def source_budget(self) -> int:
         """The largest K of the first budget, which is written into the candidates' states."""
         budget = self.budgets[0]
-        return budget if isinstance(budget, int) else BudgetCall.parse(budget).range()[1]
+        return (
+            budget if isinstance(budget, int) else BudgetCall.parse(budget).range()[1]
+        )
 
     @property
     def total_candidates(self) -> int:
@@ -262,7 +303,9 @@ class Settings(SearchChoices):
     @property
     def objective_text(self) -> str:
         """What the objective is, with its unit."""
-        what = "mean log-probability of the reference answer less the full-token model's"
+        what = (
+            "mean log-probability of the reference answer less the full-token model's"
+        )
         if self.objective == "mme":
             what = "MME's total less that of the model with all tokens"
         return f"{what}, in {self.objective_unit}"
@@ -286,14 +329,17 @@ class EvaluationOptions(FrozenModel):
         description="vllm serve with --autoprune-requests states; repeat it for several servers",
     )
     server_model: str | None = Field(
-        default=None, title="NAME", description="model to evaluate, if a server has several"
+        default=None,
+        title="NAME",
+        description="model to evaluate, if a server has several",
     )
     checkpoint: Path | None = Field(
         default=None,
         description="folder of a served LLaVA-1.5, to detect candidates that keep the same tokens",
     )
     text_tower: Path | None = Field(
-        default=None, description="with --checkpoint: the text tower that the server uses"
+        default=None,
+        description="with --checkpoint: the text tower that the server uses",
     )
 
 
@@ -309,7 +355,8 @@ class ProposerOptions(FrozenModel):
         default=None, title="NAME", description="model at --proposer-url"
     )
     proposer_key_env: str = Field(
-        default="OPENAI_API_KEY", description="environment variable that holds the API key"
+        default="OPENAI_API_KEY",
+        description="environment variable that holds the API key",
     )
     proposer_header: list[Header] = Field(
         default=[],

@@ -29,19 +29,31 @@ def main() -> None:
     lines = [line.split("#")[0].strip() for line in SOURCE.read_text().splitlines()]
     lines = [line for line in lines if line]
     lines += [req for req in ours if re.split(r"[^\w-]", req)[0] != "vllm"]
-    print(f"resolving {SOURCE.relative_to(ROOT)} and the extras {', '.join(EXTRAS)}", flush=True)
+    print(
+        f"resolving {SOURCE.relative_to(ROOT)} and the extras {', '.join(EXTRAS)}",
+        flush=True,
+    )
     command = [sys.executable, "-m", "pip", "install", "-qq", "--dry-run"]
     command += ["--ignore-installed", "--report", "-", *lines]
-    report = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+    report = json.loads(
+        subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
+    )
     # Normalised name and version of every distribution that pip would install.
     metadata = (item["metadata"] for item in report["install"])
-    versions = {re.sub(r"[-_.]+", "-", meta["name"]).lower(): meta["version"] for meta in metadata}
+    versions = {
+        re.sub(r"[-_.]+", "-", meta["name"]).lower(): meta["version"]
+        for meta in metadata
+    }
     cuda = {name for name in versions if name.startswith(("nvidia-", "cuda-"))}
     dropped = EXCLUDED.keys() | cuda
     header = [
         "# The CPU environment, exactly. Written by `make lock` (scripts/lock.py), not by hand.",
         "# Install with --no-deps: some declared dependencies are left out on purpose.",
-        *(f"#   {name}: {reason}." for name, reason in EXCLUDED.items() if name in versions),
+        *(
+            f"#   {name}: {reason}."
+            for name, reason in EXCLUDED.items()
+            if name in versions
+        ),
     ]
     # Without the build tag, which differs between indexes: 0.28.0 accepts 0.28.0+cpu too.
     versions["torchvision"] = versions["torchvision"].split("+")[0]

@@ -37,7 +37,9 @@ def _tiles(*sides: int) -> list[list[int]]:
     return [[height, width] for height in sides for width in sides]
 
 
-_QWEN2, _QWEN3, _GLM = _edges(3136, 12845056), _edges(65536, 16777216), _edges(12544, 9633792)
+_QWEN2 = _edges(3136, 12845056)
+_QWEN3 = _edges(65536, 16777216)
+_GLM = _edges(12544, 9633792)
 _PIXTRAL = {"vision": {"image_size": 1540}, "pixels": {"size": {"longest_edge": 1540}}}
 _INTERNVL = {
     "config": {"image_seq_length": 256},
@@ -75,12 +77,18 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("internvl_chat", "qianfan_ocr", "skywork_chat"), _INTERNVL_CHAT),
     "idefics3": {
         "vision": {"image_size": 364},
-        "pixels": {"size": {"longest_edge": 1456}, "max_image_size": {"longest_edge": 364}},
+        "pixels": {
+            "size": {"longest_edge": 1456},
+            "max_image_size": {"longest_edge": 364},
+        },
         "processor": {"image_seq_len": 169},
     },
     "smolvlm": {
         "vision": {"image_size": 384},
-        "pixels": {"size": {"longest_edge": 1536}, "max_image_size": {"longest_edge": 384}},
+        "pixels": {
+            "size": {"longest_edge": 1536},
+            "max_image_size": {"longest_edge": 384},
+        },
         "processor": {"image_seq_len": 81},
     },
     "gemma3": {
@@ -102,29 +110,48 @@ place of that of the tiny model."""
 def count_published(name: str) -> int:
     """N of the image, by vLLM's processor with the geometry of the backbone's checkpoints."""
     if name not in TINY_MODELS:  # images of LLaVA-1.5 are of one size
-        return next(shape.tokens for shape in BACKBONE_SHAPES.values() if shape.family == name)
+        return next(
+            shape.tokens for shape in BACKBONE_SHAPES.values() if shape.family == name
+        )
     with tempfile.TemporaryDirectory() as folder:
-        return count_tokens(str(build(name, Path(folder), PUBLISHED[name])), SIDE, SIDE).tokens
+        return count_tokens(
+            str(build(name, Path(folder), PUBLISHED[name])), SIDE, SIDE
+        ).tokens
 
 
 def format_models(tokens: Mapping[str, int]) -> str:
     """Those that are served, with N of every backbone; those that are refused, by their reason."""
     served: list[tuple[str, ...]] = [
-        ("checkpoints", "architecture", f"N at {SIDE} x {SIDE}", "start with", "videos"),
+        (
+            "checkpoints",
+            "architecture",
+            f"N at {SIDE} x {SIDE}",
+            "start with",
+            "videos",
+        ),
         ("---", "---", "--:", "---", "---"),
     ]
     for architecture, backbone in BACKBONES.items():
         count = tokens[backbone.name]
         kept = BudgetCall.parse(backbone.budget).tokens_kept(count)
         ids = _as_code(CHECKPOINTS[architecture])
-        start, videos = f"`{backbone.state}`, {kept}", "pruned" if backbone.clips else "-"
+        start = f"`{backbone.state}`, {kept}"
+        videos = "pruned" if backbone.clips else "-"
         served.append((ids, f"`{architecture}`", f"{count}", start, videos))
     refused = [("not served: checkpoints (architecture)", "why"), ("---", "---")]
     for row in REFUSALS:
-        pairs = [(texts[0], f"(`{architecture}`)") for architecture, texts in row.models.items()]
-        ids = "<br>".join(f"{_as_code(ids)} {name}" if ids else name for ids, name in pairs)
+        pairs = [
+            (texts[0], f"(`{architecture}`)")
+            for architecture, texts in row.models.items()
+        ]
+        ids = "<br>".join(
+            f"{_as_code(ids)} {name}" if ids else name for ids, name in pairs
+        )
         refused.append((ids, row.why))
-    tables = ("\n".join(f"| {' | '.join(row)} |" for row in rows) for rows in (served, refused))
+    tables = (
+        "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        for rows in (served, refused)
+    )
     return "\n\n".join(tables)
 
 
@@ -138,5 +165,7 @@ def read_table() -> str:
 
 
 if __name__ == "__main__":
-    counts = {backbone.name: count_published(backbone.name) for backbone in BACKBONES.values()}
+    counts = {
+        backbone.name: count_published(backbone.name) for backbone in BACKBONES.values()
+    }
     PAGE.write_text(PAGE.read_text().replace(read_table(), format_models(counts)))

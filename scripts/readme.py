@@ -22,20 +22,36 @@ def main() -> int:
     demo = ROOT / "out/demo"
     if (demo / "tables.md").is_file():
         parts["README.md"] = ("demo", (demo / "tables.md").read_text())
-        call = ["git", "log", "-1", "--format=%h", "--abbrev=8", "--", "benchmarks/demo.py"]
+        call = [
+            "git",
+            "log",
+            "-1",
+            "--format=%h",
+            "--abbrev=8",
+            "--",
+            "benchmarks/demo.py",
+        ]
         commit = subprocess.check_output(call, cwd=ROOT, text=True).strip()
         head, *rows = csv.reader((demo / "demo.csv").read_text().splitlines())
-        lines = [[*head, "command", "commit"], *([*row, "make demo", commit] for row in rows)]
+        lines = [
+            [*head, "command", "commit"],
+            *([*row, "make demo", commit] for row in rows),
+        ]
         with (ROOT / "docs/data/demo.csv").open("w", newline="") as file:
             csv.writer(file, lineterminator="\n").writerows(lines)
     else:
-        print("no out/demo/tables.md: run `make demo` to update the figures", file=sys.stderr)
+        print(
+            "no out/demo/tables.md: run `make demo` to update the figures",
+            file=sys.stderr,
+        )
     for page, (name, part) in parts.items():
         text = (ROOT / page).read_text()
         before, begin, after = text.partition(f"<!-- {name} -->\n")
         _, end, after = after.partition(f"<!-- /{name} -->")
         if not end:
-            raise SystemExit(f"{page} has no markers <!-- {name} --> ... <!-- /{name} -->")
+            raise SystemExit(
+                f"{page} has no markers <!-- {name} --> ... <!-- /{name} -->"
+            )
         (ROOT / page).write_text(f"{before}{begin}{part.rstrip()}\n{end}{after}")
     return 0
 

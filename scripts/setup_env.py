@@ -34,7 +34,9 @@ IMPORTS = (
 
 def _try(*command: str | Path) -> str:
     """Run a command; empty where it succeeds, else what it printed."""
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     failed = f"{done.stdout.strip()}\nfailed: {' '.join(map(str, command))}"
     return failed if done.returncode else ""
 
@@ -62,19 +64,36 @@ def _compute_stamp(path: Path) -> str:
 
 def install_packages(python: Path) -> None:
     """Install the lock without dependencies, and the work-arounds that this machine needs."""
-    pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps")
+    pip = (
+        python,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+    )
     lines = LOCK.read_text().splitlines()
     pins = [line for line in lines if line.startswith(("torch==", "torchvision=="))]
     print(f"  install {', '.join(pins)}", flush=True)
     if _try(*pip, *pins):
         # PyPI has no CPU build of torch. Remove when it has one.
-        index = ("--extra-index-url", TORCH_CPU_INDEX, "--timeout", "30", "--retries", "2")
+        index = (
+            "--extra-index-url",
+            TORCH_CPU_INDEX,
+            "--timeout",
+            "30",
+            "--retries",
+            "2",
+        )
         hint = (
             f"Neither pip's configured package index nor {TORCH_CPU_INDEX} has {pins[0]}; "
             "configure one that does (PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS)."
         )
         _require("... from PyTorch's CPU index", *pip, *index, *pins, hint=hint)
-    _require(f"install {LOCK.name}: minutes without a word", *pip, "--requirement", LOCK)
+    _require(
+        f"install {LOCK.name}: minutes without a word", *pip, "--requirement", LOCK
+    )
     for folder, (what, code) in WORKAROUND_CHECKS.items():
         if _try(python, "-I", "-c", code):  # isolated from the source tree
             _require(what, *pip, "--no-build-isolation", WORKAROUNDS / folder)
@@ -82,13 +101,21 @@ def install_packages(python: Path) -> None:
             print(f"  {what}: not needed")
     editable = ("--no-build-isolation", "--editable", ROOT)
     _require("install vllm-autoprune, editable", *pip, *editable)
-    _require("check that torchvision, transformers and vllm import", python, "-I", "-c", IMPORTS)
+    _require(
+        "check that torchvision, transformers and vllm import",
+        python,
+        "-I",
+        "-c",
+        IMPORTS,
+    )
 
 
 def main() -> None:
     """Build the environment named on the command line, or bring it up to date."""
     path = Path(os.path.abspath(sys.argv[1] if len(sys.argv) > 1 else ROOT / ".venv"))
-    python, stamp, name = path / "bin/python", path / "autoprune-stamp", os.path.relpath(path, ROOT)
+    python = path / "bin/python"
+    stamp = path / "autoprune-stamp"
+    name = os.path.relpath(path, ROOT)
     expected = _compute_stamp(path)
     if python.exists() and stamp.is_file() and stamp.read_text() == expected:
         print(f"environment {name}: up to date")
@@ -98,9 +125,13 @@ def main() -> None:
     minor = f"python{sys.version_info.major}.{sys.version_info.minor}"
     base = Path(sys.base_prefix, f"bin/{minor}")
     used = Path(sys.executable) if sys.prefix == sys.base_prefix else base
-    hint = "On Debian or Ubuntu the module venv is a package of its own: apt-get install "
+    hint = (
+        "On Debian or Ubuntu the module venv is a package of its own: apt-get install "
+    )
     hint += "python3-venv"
-    stamp.unlink(missing_ok=True)  # written last: an environment without it is not complete
+    stamp.unlink(
+        missing_ok=True
+    )  # written last: an environment without it is not complete
     clear = () if (path / "lib" / minor).is_dir() else ("--clear",)
     what = f"create {name} with Python {sys.version.split()[0]}"
     _require(what, used, "-m", "venv", *clear, path, hint=hint)

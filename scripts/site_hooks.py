@@ -37,11 +37,15 @@ def _adapt_page(text: str, page: str) -> str:
         if path.startswith("docs/"):  # mkdocs checks it
             return match[0]
         if not (ROOT / path).exists():
-            raise FileNotFoundError(f"{page} links to {path}, which is not in the repository")
+            raise FileNotFoundError(
+                f"{page} links to {path}, which is not in the repository"
+            )
         return f"{match[1]} (`{path}` in the repository)"
 
     # Only within code: cells are not divided there.
-    return _CODE.sub(lambda match: match[0].replace("\\|", "|"), _LINK.sub(replace, text))
+    return _CODE.sub(
+        lambda match: match[0].replace("\\|", "|"), _LINK.sub(replace, text)
+    )
 
 
 def on_files(files: Files, *, config: MkDocsConfig, **_: object) -> None:

@@ -61,20 +61,28 @@ class _NoWaitingCopies(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         named = dict(kwargs or {})
-        tensors = [part for part in tree_leaves((args, named)) if isinstance(part, Tensor)]
+        tensors = [
+            part for part in tree_leaves((args, named)) if isinstance(part, Tensor)
+        ]
         if func is _aten.copy_.default:
             target, source = args[:2]
             waits = not (args[2] if len(args) > 2 else named.get("non_blocking", False))
             if target.is_meta != source.is_meta:
                 if waits:
-                    raise WaitsForDevice("a copy between host and device that is waited for")
+                    raise WaitsForDevice(
+                        "a copy between host and device that is waited for"
+                    )
                 return target  # no data to copy
         elif func is _aten._to_copy.default:
             (source,) = args
             target = torch.device(named.get("device") or source.device)
             if source.is_meta and target.type != "meta":
                 raise WaitsForDevice("a tensor of the device as a new one of the host")
-            if not source.is_meta and target.type == "meta" and not named.get("non_blocking"):
+            if (
+                not source.is_meta
+                and target.type == "meta"
+                and not named.get("non_blocking")
+            ):
                 raise WaitsForDevice("an upload that is waited for")
         else:
             # Tensors without dimensions are numbers, which kernels take as arguments.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import re
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -25,7 +27,8 @@ def measure() -> dict[str, Counter[str]]:
     """Syntax nodes, lines and public names of each area; a file is in the most specific one."""
     sizes: dict[str, Counter[str]] = {area: Counter() for area in AREAS}
     for path in files(".py"):
-        text, name = path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix()
+        text = path.read_text(encoding="utf-8")
+        name = path.relative_to(ROOT).as_posix()
         inside = (area for area in AREAS if name.startswith(f"{area}/"))
         size = sizes[max(inside, key=len, default="other")]
         tree = ast.parse(text)
@@ -45,15 +48,21 @@ PAGES = {"README.md": 1_100, "docs/index.md": 600}
 
 def test_nothing_is_above_its_budget() -> None:
     sizes = measure()
-    source = sum((size for area, size in sizes.items() if area != "tests"), Counter[str]())
+    source = sum(
+        (size for area, size in sizes.items() if area != "tests"), Counter[str]()
+    )
     names = 1000 * source["names"] / source["lines"]
     words = sum(len(path.read_text(encoding="utf-8").split()) for path in files(".md"))
-    above = {f"nodes of {area}": sizes[area]["nodes"] - AREAS[area] for area in AREAS} | {
+    above = {
+        f"nodes of {area}": sizes[area]["nodes"] - AREAS[area] for area in AREAS
+    } | {
         "public names per 1,000 lines": names - BUDGETS["public_names_per_1000_lines"],
         "words of documents": words - BUDGETS["words"],
     }
     for page, most in PAGES.items():
-        above[f"words of {page}"] = len((ROOT / page).read_text(encoding="utf-8").split()) - most
+        above[f"words of {page}"] = (
+            len((ROOT / page).read_text(encoding="utf-8").split()) - most
+        )
     assert {what: excess for what, excess in above.items() if excess > 0} == {}
 
 
@@ -62,15 +71,72 @@ VAGUE = {"one", "own", "first", "given", "whole", "left"}
 
 
 def test_no_local_has_a_name_that_says_nothing() -> None:
-    places = set()
+    places = [f"{place}: {name}" for place, name in find_locals() if name in VAGUE]
+    assert places == []
+
+
+SELDOM = VAGUE | {
+    "asked", "at", "before", "each", "found", "held", "kept", "known", "least", "made",
+    "most", "others", "place", "rest", "right", "same", "several", "shown", "told",
+}  # fmt: skip
+"""Names that say as little in most places, and can be right in some."""
+
+WAIVED = {"C901", "PLR0913", "PLR0915", "BLE001"}
+"""Rules of ruff with waivers: complexity, arguments, statements, `except Exception`."""
+
+
+def test_code_is_not_denser_than_its_limits() -> None:
+    limits = BUDGETS["density"]
+    lines = 0
+    tuples = 0
+    skips = 0
+    waivers = 0
+    for path in files(".py"):
+        text = path.read_text(encoding="utf-8")
+        lines += text.count("\n")
+        tuples += sum(map(is_tuple_assignment, ast.walk(ast.parse(text))))
+        skips += text.count("# fmt: " + "skip")
+        waivers += sum(not WAIVED.isdisjoint(codes) for codes in find_waivers(text))
+    names = sum(name in SELDOM for _, name in find_locals())
+    above = {
+        "tuple assignments per 1,000 lines": 1000 * tuples / lines
+        - limits["tuple_assignments_per_1000_lines"],
+        "vague names per 1,000 lines": 1000 * names / lines
+        - limits["vague_names_per_1000_lines"],
+        "`# fmt: " + "skip`": skips - limits["format_skips"],
+        "waived rules": waivers - limits["waivers"],
+    }
+    assert {what: excess for what, excess in above.items() if excess > 0} == {}
+
+
+@cache
+def find_locals() -> list[tuple[str, str]]:
+    """Place and name of each argument, and of each assignment to a local variable."""
+    found: dict[tuple[str, int, int], str] = {}
     for path in files(".py"):
         for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            if not isinstance(
+                function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+            ):
                 continue
             for node in ast.walk(function):
-                place = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
-                if isinstance(node, ast.arg) and node.arg in VAGUE:
-                    places.add(f"{place}: {node.arg}")
+                if isinstance(node, ast.arg):
+                    found[str(path), node.lineno, node.col_offset] = node.arg
                 elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                    places.update(f"{place}: {name}" for name in VAGUE & {node.id})
-    assert sorted(places) == []
+                    found[str(path), node.lineno, node.col_offset] = node.id
+    return [(f"{path}:{line}", name) for (path, line, _), name in found.items()]
+
+
+def is_tuple_assignment(node: ast.AST) -> bool:
+    """Whether this is ``a, b = x, y``, which says two things in a statement."""
+    return (
+        isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Tuple)
+        and isinstance(node.value, ast.Tuple)
+    )
+
+
+def find_waivers(text: str) -> Iterator[list[str]]:
+    """Rules that each line of a file waives."""
+    for codes in re.findall(r"# noqa: ([A-Z0-9, ]+)", text):
+        yield codes.replace(",", " ").split()

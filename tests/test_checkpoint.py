@@ -26,24 +26,35 @@ def test_attention_and_keys_are_those_of_the_layer_that_is_read_and_of_the_next(
     vision: LlavaVision,
 ) -> None:
     tokens = vision.encode(SCENE, EXAMPLE.question)
-    pixels = vision.processor.image_processor(SCENE, return_tensors="pt")["pixel_values"]
-    tower, states = vision.model.model.vision_tower, tokens.require_tower()
+    pixels = vision.processor.image_processor(SCENE, return_tensors="pt")[
+        "pixel_values"
+    ]
+    tower = vision.model.model.vision_tower
+    states = tokens.require_tower()
     keys: list[torch.Tensor] = []
     for layer in (-2, -1):
         attention = tower.encoder.layers[layer].self_attn
-        attention.k_proj.register_forward_hook(lambda *call: keys.append(call[-1].float()[:, 1:]))
+        attention.k_proj.register_forward_hook(
+            lambda *call: keys.append(call[-1].float()[:, 1:])
+        )
     with torch.no_grad():
-        run = tower(pixels.to(torch.bfloat16), output_hidden_states=True, output_attentions=True)
+        run = tower(
+            pixels.to(torch.bfloat16), output_hidden_states=True, output_attentions=True
+        )
     attention = run.attentions[-2][:, :, 0, 1:].float().mean(dim=1)
     assert tokens.cls_attention is not None and states.cls is not None
     # The tower's own probabilities were rounded to bfloat16.
     torch.testing.assert_close(tokens.cls_attention, attention, atol=2e-3, rtol=2e-2)
     hidden = run.hidden_states[-2]
-    assert torch.equal(states.patches, hidden[:, 1:]) and torch.equal(states.cls, hidden[:, :1])
+    assert torch.equal(states.patches, hidden[:, 1:]) and torch.equal(
+        states.cls, hidden[:, :1]
+    )
     assert torch.equal(tokens.require_encoder(), states.patches)
     assert torch.equal(states.project(states.patches), tokens.features)
     heads = tower.config.num_attention_heads
-    torch.testing.assert_close(states.keys, keys[0].unflatten(-1, (heads, -1)).mean(dim=2))
+    torch.testing.assert_close(
+        states.keys, keys[0].unflatten(-1, (heads, -1)).mean(dim=2)
+    )
     following = states.next_layer
     assert following is not None and following.attention.shape == (1, 144)
     torch.testing.assert_close(following.keys, keys[1])
@@ -53,7 +64,10 @@ def test_attention_and_keys_are_those_of_the_layer_that_is_read_and_of_the_next(
 def test_words_are_those_that_carry_content(vision: LlavaVision) -> None:
     words = vision.encode(SCENE, "what is the red circle").require_words()
     tokenizer = vision.processor.tokenizer
-    ids = [tokenizer(word, add_special_tokens=False)["input_ids"] for word in ("red", "circle")]
+    ids = [
+        tokenizer(word, add_special_tokens=False)["input_ids"]
+        for word in ("red", "circle")
+    ]
     rows = vision.model.get_input_embeddings()(torch.tensor(ids[0] + ids[1]))
     assert torch.equal(words.embeddings[0], rows)
     assert words.used.tolist() == [[True] * len(rows)]
@@ -64,22 +78,32 @@ def test_the_language_models_layers_are_those_that_transformers_runs() -> None:
     vision = LlavaVision(LLAVA, CLIP)
     vision.model.float()  # in bfloat16 two kernels differ by more than a wrong layer would show
     tokens = vision.encode(SCENE, "the red circle")
-    prefix, language = tokens.require_language(), vision.model.model.language_model
-    words = vision.processor.tokenizer("the red circle", add_special_tokens=False)["input_ids"]
+    prefix = tokens.require_language()
+    language = vision.model.model.language_model
+    words = vision.processor.tokenizer("the red circle", add_special_tokens=False)[
+        "input_ids"
+    ]
     assert (prefix.start, prefix.layers) == (1, len(language.layers))
     assert prefix.text.tolist() == [[True] * len(words)]
     embeddings = prefix.embeddings()
     assert embeddings.shape[1] == 1 + 144 + len(words)
     assert torch.equal(embeddings[:, 1:145], tokens.features)
     with torch.no_grad():
-        run = language(inputs_embeds=embeddings, output_attentions=True, output_hidden_states=True)
-    attention, states = prefix.attention(2), prefix.states(1)
-    torch.testing.assert_close(attention, run.attentions[2][:, :, 145:], atol=1e-4, rtol=1e-4)
+        run = language(
+            inputs_embeds=embeddings, output_attentions=True, output_hidden_states=True
+        )
+    attention = prefix.attention(2)
+    states = prefix.states(1)
+    torch.testing.assert_close(
+        attention, run.attentions[2][:, :, 145:], atol=1e-4, rtol=1e-4
+    )
     torch.testing.assert_close(states, run.hidden_states[2], atol=1e-4, rtol=1e-4)
     assert vision.encode(SCENE, "").require_language().text.shape == (1, 1)
 
 
-def test_relevance_has_the_towers_sign_or_the_language_models(vision: LlavaVision) -> None:
+def test_relevance_has_the_towers_sign_or_the_language_models(
+    vision: LlavaVision,
+) -> None:
     with_tower = vision.encode(SCENE, "the red circle").instruction
     without = LlavaVision(LLAVA).encode(SCENE, "the red circle")
     assert with_tower is not None and with_tower.patches.shape[2] == 128
@@ -88,7 +112,9 @@ def test_relevance_has_the_towers_sign_or_the_language_models(vision: LlavaVisio
     assert without.instruction.patches is without.features
 
 
-@pytest.mark.parametrize("config", ['{"architectures": ["CLIPModel"]}', "[1]", "{}", "{", ""])
+@pytest.mark.parametrize(
+    "config", ['{"architectures": ["CLIPModel"]}', "[1]", "{}", "{", ""]
+)
 def test_unsupported_checkpoints_are_refused(config: str, tmp_path: Path) -> None:
     if config:
         (tmp_path / "config.json").write_text(config)

@@ -59,11 +59,13 @@ def test_layers_by_hand() -> None:
     # Gemma 3's 8 heads of 256 in a model 2560 wide: queries are narrower than the model.
     layer = replace(BACKBONE_SHAPES["gemma-3-4b"], layers=1)
     projections = 2 * 2560 * (2 * 2048 + 2 * 1024)
-    attention, feed_forward = 2 * 2 * 2048, 2 * 3 * 2560 * 10240
+    attention = 2 * 2 * 2048
+    feed_forward = 2 * 3 * 2560 * 10240
     assert layer.estimate_cost(1).flops == projections + attention + feed_forward
     # Three layers of four keep a state and no keys; keys 2048 wide, values 4096, one token.
     qwen = BACKBONE_SHAPES["qwen3.5-9b"]
-    four, feed_forward = replace(qwen, layers=4), 2 * 3 * 4096 * 12288
+    four = replace(qwen, layers=4)
+    feed_forward = 2 * 3 * 4096 * 12288
     linear = 2 * (4096 * (2 * 2048 + 3 * 4096) + 3 * 4096 * 128)
     full = 2 * (4096 * (2 * 4096 + 2 * 1024) + 2 * 4096)
     assert four.estimate_cost(1).flops == 3 * linear + full + 4 * feed_forward
@@ -90,28 +92,46 @@ def test_every_served_family_has_a_backbone_that_its_hub_id_names() -> None:
     assert families == {shape.family for shape in BACKBONE_SHAPES.values()}
     for shape in BACKBONE_SHAPES.values():
         assert find_backbone(re.split("[:;]", shape.source)[0]) == shape
-    assert [BACKBONE_SHAPES[name].sign for name in ("llava-1.5-7b", "qwen2.5-vl-7b")] == ["-", "+"]
+    assert [
+        BACKBONE_SHAPES[name].sign for name in ("llava-1.5-7b", "qwen2.5-vl-7b")
+    ] == ["-", "+"]
 
 
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
         ("llava-next-7b", {"model_type": "llama"}),
-        ("qwen3.5-35b-a3b", {"num_experts_per_tok": 8, "moe_intermediate_size": 512,
-                             "shared_expert_intermediate_size": 512}),
-        ("glm-4.5v", {"num_experts_per_tok": 8, "moe_intermediate_size": 1408,
-                      "n_shared_experts": 1}),
+        (
+            "qwen3.5-35b-a3b",
+            {
+                "num_experts_per_tok": 8,
+                "moe_intermediate_size": 512,
+                "shared_expert_intermediate_size": 512,
+            },
+        ),
+        (
+            "glm-4.5v",
+            {
+                "num_experts_per_tok": 8,
+                "moe_intermediate_size": 1408,
+                "n_shared_experts": 1,
+            },
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_config_with_the_numbers_of_a_backbone_costs_as_much(
     name: str, fields: dict[str, object], tmp_path: Path
 ) -> None:
     shape = BACKBONE_SHAPES[name]
     text = {
-        "hidden_size": shape.width, "num_hidden_layers": shape.layers, "head_dim": 128,
-        "intermediate_size": shape.feed_forward, "num_key_value_heads": shape.kv_width // 128,
-        "num_attention_heads": (shape.query_width or shape.width) // 128, **fields,
-    }  # fmt: skip
+        "hidden_size": shape.width,
+        "num_hidden_layers": shape.layers,
+        "head_dim": 128,
+        "intermediate_size": shape.feed_forward,
+        "num_key_value_heads": shape.kv_width // 128,
+        "num_attention_heads": (shape.query_width or shape.width) // 128,
+        **fields,
+    }
     config = {"model_type": shape.family, "text_config": text}
     (tmp_path / "config.json").write_text(json.dumps(config))
     read = find_backbone(str(tmp_path))
@@ -121,7 +141,10 @@ def test_a_config_with_the_numbers_of_a_backbone_costs_as_much(
 @pytest.mark.parametrize(
     ("backbone", "text"),
     [
-        ("nobody/nothing", "nobody/nothing: has no config.json of a model, here or on the Hub"),
+        (
+            "nobody/nothing",
+            "nobody/nothing: has no config.json of a model, here or on the Hub",
+        ),
         (
             "benchmarks/yardsticks/weights/minillava/clip",
             "'CLIPModel' has no pruned form: vLLM takes no images",
@@ -139,10 +162,23 @@ def test_a_backbone_that_cannot_be_read_is_refused_in_one_line(
 
 
 TRAFFIC = Traffic(
-    questions=4, tokens=640, budget=64, core=48, template=16, prompt=20, answer=11, block=32
+    questions=4,
+    tokens=640,
+    budget=64,
+    core=48,
+    template=16,
+    prompt=20,
+    answer=11,
+    block=32,
 )
 TIMINGS = Timings(
-    tower=10.0, prefill=1.0, decode_image=2.0, processor=3.0, selection=5.0, request=7.0, decode=0.5
+    tower=10.0,
+    prefill=1.0,
+    decode_image=2.0,
+    processor=3.0,
+    selection=5.0,
+    request=7.0,
+    decode=0.5,
 )
 
 
@@ -162,10 +198,18 @@ def changed(**fields: float) -> Traffic:
         ("resized", (5, 1, 0, 7, 64, 36), (2, 0, 0, 7, 16, 20)),
     ],
 )
-def test_parts_of_each_way(way: Way, new: tuple[int, ...], another: tuple[int, ...]) -> None:
+def test_parts_of_each_way(
+    way: Way, new: tuple[int, ...], another: tuple[int, ...]
+) -> None:
     estimate = estimate_ways(TRAFFIC, TIMINGS)[way]
-    parts = ("front end", "vision tower", "selection", "request", "prefill of the image",
-             "prefill of text")  # fmt: skip
+    parts = (
+        "front end",
+        "vision tower",
+        "selection",
+        "request",
+        "prefill of the image",
+        "prefill of text",
+    )
     assert estimate.first.seconds == dict(zip(parts, new, strict=True))
     assert estimate.another.seconds == dict(zip(parts, another, strict=True))
     total = sum(new) + 3 * sum(another) + 4 * 10 * 0.5
@@ -250,17 +294,25 @@ def test_what_flags_and_states_say_is_used_and_the_rest_is_assumed(
 ) -> None:
     """The verdict in words is that of docs/choosing.md, which ``tests/docs`` compares."""
     for flags, budget, core in (
-        ("", 72, 36), ("--budget 64", 64, 32), ("--budget 64 --core 8", 64, 8),
-        ("--budget 1/3", 192, 96), ("--budget 1%:16-64", 16, 8),
-    ):  # fmt: skip
+        ("", 72, 36),
+        ("--budget 64", 64, 32),
+        ("--budget 64 --core 8", 64, 8),
+        ("--budget 1/3", 192, 96),
+        ("--budget 1%:16-64", 16, 8),
+    ):
         traffic = run_json(capsys, f"{ENOUGH} 2 {flags} --state", split)["traffic"]
         assert (traffic["budget"], traffic["core"]) == (budget, core)
     call = "advise --questions 2 --tokens 640 --tower-ms 1 --prefill-ms-per-token 0.2"
     record = run_json(capsys, f"{call} --block-size 0")
     assert record["seconds"]["prefill"] == pytest.approx(0.0002)
-    traffic, notes = record["traffic"], "\n".join(record["notes"])
+    traffic = record["traffic"]
+    notes = "\n".join(record["notes"])
     assert (traffic["block"], traffic["budget"], traffic["core"]) == (0, 71, 53)
-    for words in ("K = 71", "K_c = 53", "decode image, processor, selection, request, decode"):
+    for words in (
+        "K = 71",
+        "K_c = 53",
+        "decode image, processor, selection, request, decode",
+    ):
         assert words in notes
     assert main(call.split()) == 0
     assert "prefill 0.2" in capsys.readouterr().out
@@ -279,9 +331,13 @@ def test_it_is_said_where_kept_tokens_stand(
         notes: list[str] = run_json(capsys, f"{ENOUGH} 2", *words)["notes"]
         return next((note for note in notes if note.startswith("Kept tokens")), "")
 
-    sentence = "Kept tokens stand where they stood in the whole image, as the state says"
+    sentence = (
+        "Kept tokens stand where they stood in the whole image, as the state says"
+    )
     assert note() == "" and note(*state, *llava) == f"{sentence}."
-    assert note(*state) == f"{sentence}; with M-RoPE they keep their places in the image."
+    assert (
+        note(*state) == f"{sentence}; with M-RoPE they keep their places in the image."
+    )
     assert note(*llava) == f"{sentence}."  # of the state to start with
     packed = note("--state", "autoprune", *llava)
     assert packed.startswith("Kept tokens stand one after the other, as if the image")
@@ -289,7 +345,9 @@ def test_it_is_said_where_kept_tokens_stand(
         assert note(*words).endswith(
             "keep their places in the image, because the model has M-RoPE."
         )
-    monkeypatch.setattr(positions, "find_packed_reason", lambda *_: "has windows that slide")
+    monkeypatch.setattr(
+        positions, "find_packed_reason", lambda *_: "has windows that slide"
+    )
     assert note(*state, *llava).endswith(
         "as if the image had been small: the model has windows that slide."
     )
@@ -312,8 +370,14 @@ def test_unanswerable_questions(call: str, texts: list[str], capsys: Captured) -
     assert all(text in error for text in texts), error
 
 
-TOKEN, REQUEST, TOWER, DECODE_IMAGE, PROCESSOR, SELECTION = 0.0002, 0.02, 0.3, 0.03, 0.04, 0.01
-VISUAL, N = 32, 288
+TOKEN = 0.0002
+REQUEST = 0.02
+TOWER = 0.3
+DECODE_IMAGE = 0.03
+PROCESSOR = 0.04
+SELECTION = 0.01
+VISUAL = 32
+N = 288
 
 
 @pytest.fixture
@@ -330,7 +394,9 @@ def pruned() -> Iterator[FakeServer]:
 
     def metrics() -> str:
         # Those of other clients come first: they count for nothing.
-        images = 900 + sum(len(body["messages"][0]["content"]) - 1 for body in server.requests)
+        images = 900 + sum(
+            len(body["messages"][0]["content"]) - 1 for body in server.requests
+        )
         return (
             'vllm:cache_config_info{block_size="32",enable_prefix_caching="True"} 1.0\n'
             f"vllm:request_prefill_time_seconds_count {len(server.requests)}\n"
@@ -360,7 +426,9 @@ def test_a_server_is_probed_with_new_images(
     assert (values["tokens"], values["budget"], values["block"]) == (N, VISUAL, 32)
     # The arithmetic is tested below: a busy machine makes any of the real times longer.
     assert values["selection"] == pytest.approx(SELECTION, abs=0.001)
-    assert {"prefill", "tower", "decode"} <= values.keys() and len(inputs.repeats) > 1000
+    assert {"prefill", "tower", "decode"} <= values.keys() and len(
+        inputs.repeats
+    ) > 1000
     assert not any("thinks" in note or "busy" in note for note in inputs.notes)
     # Every round, and a warm-up, has a new image and two questions about it.
     texts = [json.dumps(body["messages"]) for body in pruned.requests]
@@ -370,18 +438,28 @@ def test_a_server_is_probed_with_new_images(
     # A state has its budget from the tokens that were found.
     call = f"advise --server {pruned.url} --questions 3 --probe 64x48 --state"
     record = run_json(capsys, call, split)
-    traffic, verdict = record["traffic"], record["verdict"]
-    assert (traffic["tokens"], traffic["budget"], traffic["core"]) == (N, N // 8, N // 16)
+    traffic = record["traffic"]
+    verdict = record["verdict"]
+    assert (traffic["tokens"], traffic["budget"], traffic["core"]) == (
+        N,
+        N // 8,
+        N // 16,
+    )
     low, high = verdict["intervals"]["gain"]
-    assert f"another probe finds {low:.2f}x to {high:.2f}x." in "\n".join(verdict["lines"])
+    assert f"another probe finds {low:.2f}x to {high:.2f}x." in "\n".join(
+        verdict["lines"]
+    )
     times = r"[\d.]+ ms \([\d.]+ to [\d.]+\)"
     pattern = (
-        rf"Measured with images of 64 x 48 .* first question {times}, another question {times}"
+        r"Measured with images of 64 x 48 "
+        rf".* first question {times}, another question {times}"
     )
     assert any(re.match(pattern, note) for note in record["notes"])
 
 
-def test_thoughts_count_as_tokens_and_metrics_may_be_missing(pruned: FakeServer) -> None:
+def test_thoughts_count_as_tokens_and_metrics_may_be_missing(
+    pruned: FakeServer,
+) -> None:
     respond = pruned.respond
 
     def think(body: Body) -> Reply:
@@ -393,8 +471,10 @@ def test_thoughts_count_as_tokens_and_metrics_may_be_missing(pruned: FakeServer)
     inputs = probe(pruned)
     assert inputs.values["tokens"] == VISUAL
     assert not {"budget", "decode_image"} & inputs.values.keys()
-    assert all(any(words in note for note in inputs.notes)
-               for words in ("no /metrics", "The model thinks before it answers"))  # fmt: skip
+    assert all(
+        any(words in note for note in inputs.notes)
+        for words in ("no /metrics", "The model thinks before it answers")
+    )
     # The gap between two thoughts is one between tokens.
     assert inputs.values["decode"] == pytest.approx(0.01, abs=0.005)
 
@@ -403,10 +483,13 @@ def make_round(draw: Callable[[], float] = lambda: 1.0, metrics: bool = True) ->
     """One round of a server with a HTTP time of 5 ms; ``draw`` gives a factor of each time."""
 
     def answer(engine: float, outside: float, tokens: int, selections: int) -> _Answer:
-        engine, outside = engine * draw(), outside * draw()
-        page = Metrics(f"vllm:request_prefill_time_seconds_sum {engine}\n"
-                       f"autoprune_selection_seconds_sum {selections * SELECTION * draw()}\n"
-                       f"autoprune_selection_seconds_count {selections}\n")  # fmt: skip
+        engine = engine * draw()
+        outside = outside * draw()
+        page = Metrics(
+            f"vllm:request_prefill_time_seconds_sum {engine}\n"
+            f"autoprune_selection_seconds_sum {selections * SELECTION * draw()}\n"
+            f"autoprune_selection_seconds_count {selections}\n"
+        )
         return _Answer(engine + outside, (0.01,), tokens, page if metrics else None)
 
     short = REQUEST - 0.005 + 20 * TOKEN
@@ -420,22 +503,37 @@ def make_round(draw: Callable[[], float] = lambda: 1.0, metrics: bool = True) ->
 
 
 def test_rounds_are_solved_for_the_times() -> None:
-    rounds = [make_round(itertools.repeat(factor).__next__) for factor in (1.0, 0.9, 1.2)]
-    times = {"tokens": VISUAL, "prefill": TOKEN, "request": REQUEST, "tower": TOWER,
-             "selection": SELECTION, "decode_image": DECODE_IMAGE, "processor": PROCESSOR,
-             "decode": 0.01}  # fmt: skip
+    rounds = [
+        make_round(itertools.repeat(factor).__next__) for factor in (1.0, 0.9, 1.2)
+    ]
+    times = {
+        "tokens": VISUAL,
+        "prefill": TOKEN,
+        "request": REQUEST,
+        "tower": TOWER,
+        "selection": SELECTION,
+        "decode_image": DECODE_IMAGE,
+        "processor": PROCESSOR,
+        "decode": 0.01,
+    }
     solved = _solve_rounds(rounds)
     times["selection"] *= 3.1 / 3  # a mean
     times["tower"] -= SELECTION * 0.1 / 3
     assert solved == pytest.approx(times)
     # Without /metrics the front end counts as part of the tower.
-    times["tower"] += sum(times.pop(name) for name in ("selection", "decode_image", "processor"))
+    times["tower"] += sum(
+        times.pop(name) for name in ("selection", "decode_image", "processor")
+    )
     assert _solve_rounds([make_round(metrics=False)]) == pytest.approx(times)
 
 
 def test_a_second_probe_falls_into_the_intervals_of_the_first() -> None:
-    traffic = Traffic(questions=2, tokens=N, budget=VISUAL, core=24, prompt=20, answer=8)
-    source, within, count = random.Random(0), Counter[str](), Counter[str]()
+    traffic = Traffic(
+        questions=2, tokens=N, budget=VISUAL, core=24, prompt=20, answer=8
+    )
+    source = random.Random(0)
+    within = Counter[str]()
+    count = Counter[str]()
 
     def read_times(rounds: list[_Round]) -> Timings:
         times = _solve_rounds(rounds)
@@ -443,10 +541,13 @@ def test_a_second_probe_falls_into_the_intervals_of_the_first() -> None:
 
     for _ in range(25):
         rounds, others = (
-            [make_round(lambda: source.lognormvariate(0, 0.2)) for _ in range(10)] for _ in range(2)
+            [make_round(lambda: source.lognormvariate(0, 0.2)) for _ in range(10)]
+            for _ in range(2)
         )
         repeats = [read_times([rounds[i] for i in row]) for row in resample(10, 300)]
-        intervals = judge(traffic, estimate_ways(traffic, repeats[0]), repeats).intervals
+        intervals = judge(
+            traffic, estimate_ways(traffic, repeats[0]), repeats
+        ).intervals
         repeated = read_times(others)
         gain = judge(traffic, estimate_ways(traffic, repeated)).gain
         for name, (low, high) in intervals.items():
@@ -466,19 +567,30 @@ def test_what_other_clients_do_meanwhile_counts_for_nothing(pruned: FakeServer) 
     pruned.respond = respond_to_two
     inputs = probe(pruned)
     assert any("busy" in note for note in inputs.notes)
-    assert inputs.values["tokens"] == VISUAL and not {"budget", "selection"} & inputs.values.keys()
+    assert (
+        inputs.values["tokens"] == VISUAL
+        and not {"budget", "selection"} & inputs.values.keys()
+    )
 
 
 def test_too_wide_an_interval_is_no_verdict() -> None:
     prefills = (1.0, 0.001, 0.001, 1.0, 1.0)
     repeats = [TIMINGS.model_copy(update={"prefill": seconds}) for seconds in prefills]
     verdict = judge(TRAFFIC, estimate_ways(TRAFFIC, TIMINGS), repeats)
-    assert verdict.helps is None and verdict.lines[0].startswith("This probe does not tell")
+    assert verdict.helps is None and verdict.lines[0].startswith(
+        "This probe does not tell"
+    )
 
 
 def refuse_images(body: Body) -> Reply:
-    has_image = any(part["type"] == "image_url" for part in body["messages"][0]["content"])
-    return Reply(status=400, error="is not a multimodal model") if has_image else Reply(ttft=0.0)
+    has_image = any(
+        part["type"] == "image_url" for part in body["messages"][0]["content"]
+    )
+    return (
+        Reply(status=400, error="is not a multimodal model")
+        if has_image
+        else Reply(ttft=0.0)
+    )
 
 
 def ever_faster(body: Body) -> Reply:
@@ -513,12 +625,25 @@ def test_a_server_that_cannot_be_measured(
 @pytest.mark.parametrize(
     ("family", "vision", "cells", "teraflops"),
     [
-        ("qwen3_vl", {"out_hidden_size": 4096}, (1024, 4096, 3796, 949), (5.80, 48.2, 42.4, 5.23)),
-        ("qwen2_5_vl", {"hidden_size": 1280}, (1369, 5329, 4956, 1239), (7.70, 36.9, 33.7, 6.92)),
+        (
+            "qwen3_vl",
+            {"out_hidden_size": 4096},
+            (1024, 4096, 3796, 949),
+            (5.80, 48.2, 42.4, 5.23),
+        ),
+        (
+            "qwen2_5_vl",
+            {"hidden_size": 1280},
+            (1369, 5329, 4956, 1239),
+            (7.70, 36.9, 33.7, 6.92),
+        ),
     ],
 )
 def test_flops_of_a_tower_are_those_of_its_published_sizes(
-    family: str, vision: dict[str, int], cells: tuple[int, ...], teraflops: tuple[float, ...]
+    family: str,
+    vision: dict[str, int],
+    cells: tuple[int, ...],
+    teraflops: tuple[float, ...],
 ) -> None:
     """Full attention everywhere, and in 4 of 32 layers with windows of 64 patches elsewhere."""
     config = AutoConfig.for_model(family, vision_config=vision)
@@ -526,7 +651,9 @@ def test_flops_of_a_tower_are_those_of_its_published_sizes(
     assert counted == pytest.approx(teraflops, rel=2e-3)
 
 
-def test_a_picture_costs_less_without_its_blank_cells(tmp_path: Path, capsys: Captured) -> None:
+def test_a_picture_costs_less_without_its_blank_cells(
+    tmp_path: Path, capsys: Captured
+) -> None:
     """64 cells, of which the lower half is noise: 33 stay, and the others are drawn in grey."""
     noise = Image.effect_noise((256, 128), 64).convert("RGB")
     picture = Image.new("RGB", (256, 256), "white")
@@ -535,8 +662,10 @@ def test_a_picture_costs_less_without_its_blank_cells(tmp_path: Path, capsys: Ca
     call = f"advise --image {tmp_path / 'page.png'} -o {tmp_path / 'cells.png'} --budget 40"
     rows = run_json(capsys, call)["cells"]
     assert [(row["rule"], row["cells"], row["K"]) for row in rows] == [
-        ("none", 64, 40), ("predicted", 33, 33), ("flat", 33, 33)
-    ]  # fmt: skip
+        ("none", 64, 40),
+        ("predicted", 33, 33),
+        ("flat", 33, 33),
+    ]
     tower = [float(row["tower, TFLOPs"]) for row in rows]
     assert 0.45 < tower[1] / tower[0] < 0.52
     drawn = Image.open(tmp_path / "cells.png")
@@ -557,18 +686,35 @@ def test_a_video_is_decoded_and_encoded_whole_whatever_is_pruned(
 
     record = advise("--budget", "tokens_per_frame:3")
     assert record["positions"].endswith("because the model has M-RoPE.")
-    rows, vision = record["rows"], {"hidden_size": 1280, "out_hidden_size": 3584}
-    assert [(row["frames"], row["tokens"]) for row in rows] == [(4, 48), (4, 12), (1, 12)]
-    tower = count_tower_flops(AutoConfig.for_model("qwen2_5_vl", vision_config=vision), 12) / 1e12
-    assert [row["tower, TFLOPs"] for row in rows] == pytest.approx([4 * tower, 4 * tower, tower])
+    rows = record["rows"]
+    vision = {"hidden_size": 1280, "out_hidden_size": 3584}
+    assert [(row["frames"], row["tokens"]) for row in rows] == [
+        (4, 48),
+        (4, 12),
+        (1, 12),
+    ]
+    tower = (
+        count_tower_flops(AutoConfig.for_model("qwen2_5_vl", vision_config=vision), 12)
+        / 1e12
+    )
+    assert [row["tower, TFLOPs"] for row in rows] == pytest.approx(
+        [4 * tower, 4 * tower, tower]
+    )
     assert record["decoding_seconds"] > 0 and "outweighs" in record["verdict"][-1]
     fast = ("--budget", "1/4", "--prefill-ms-per-token", "1e-6")
-    assert advise(*fast)["verdict"][-1] == "Most is decoding, which pruning does not shorten."
+    assert (
+        advise(*fast)["verdict"][-1]
+        == "Most is decoding, which pruning does not shorten."
+    )
     assert "K keeps every token" in advise("--budget", "100%")["verdict"][0]
     compass = build("cohere_compass", tmp_path / "compass")
     advice = advise("--checkpoint", str(compass))["verdict"][0]
-    assert advice == "Pruning will not help here: videos of this model are served whole."
+    assert (
+        advice == "Pruning will not help here: videos of this model are served whole."
+    )
     video = write_video(tmp_path / "a.mp4", 40)
-    assert advise("--video", str(video))["rows"][0]["frames"] == 5, "two frames a second, in pairs"
+    assert advise("--video", str(video))["rows"][0]["frames"] == 5, (
+        "two frames a second, in pairs"
+    )
     wrong = advise("--video", str(tmp_path / "0.png"), status=1)
     assert wrong["problems"][0]["fix"] == "give one, or a folder of frames"

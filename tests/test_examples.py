@@ -54,7 +54,9 @@ def require_valid(words: list[str]) -> None:
     settings = flags_of(words)
     assert str(settings.pop("text_tower", "openai/")).startswith("openai/")
     served = {"/Qwen3-VL": "Qwen3VLForConditionalGeneration", "/Qwen2.5-VL": QWEN}
-    names = [name for part, name in served.items() if any(part in word for word in words)]
+    names = [
+        name for part, name in served.items() if any(part in word for word in words)
+    ]
     config = vllm_config(architecture=next(iter(names), LLAVA))
     assert _resolve_settings(settings, config) is not None
 
@@ -65,15 +67,24 @@ def read(name: str) -> Any:
 
 def test_every_example_is_listed() -> None:
     listed = set(re.findall(r"\]\(([^)]+)\)", (EXAMPLES / "README.md").read_text()))
-    files = {str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*") if path.is_file()}
-    mounted = {name for name in files if name.startswith("compose/")} - {"compose/compose.yaml"}
+    files = {
+        str(path.relative_to(EXAMPLES))
+        for path in EXAMPLES.rglob("*")
+        if path.is_file()
+    }
+    mounted = {name for name in files if name.startswith("compose/")} - {
+        "compose/compose.yaml"
+    }
     assert listed == files - mounted - {"README.md"}
 
 
 @pytest.mark.parametrize("name", ["serve_llava.sh", "serve_qwen.sh"])
 def test_the_flags_of_the_scripts_start_a_server(name: str) -> None:
     script = (EXAMPLES / name).read_text()
-    assert script.startswith("#!/usr/bin/env bash") and (EXAMPLES / name).stat().st_mode & 0o100
+    assert (
+        script.startswith("#!/usr/bin/env bash")
+        and (EXAMPLES / name).stat().st_mode & 0o100
+    )
     words = shlex.split(script.partition("exec ")[2].replace("\\\n", " "))
     assert words[:2] == ["vllm", "serve"] and words[-1] == "$@"
     require_valid(words)
@@ -94,8 +105,12 @@ def test_the_picture_and_its_questions_are_those_of_a_scene_of_the_test_split() 
     assert len(read_questions(path)) == len(scene)
     with Image.open(EXAMPLES / "scene.jpg") as picture:
         assert picture.size == (672, 672)
-        shrunk = np.asarray(picture.resize((168, 168), Image.Resampling.BICUBIC), dtype=float)
-    assert np.abs(shrunk - np.asarray(as_picture(scene[0].image), dtype=float)).mean() < 3
+        shrunk = np.asarray(
+            picture.resize((168, 168), Image.Resampling.BICUBIC), dtype=float
+        )
+    assert (
+        np.abs(shrunk - np.asarray(as_picture(scene[0].image), dtype=float)).mean() < 3
+    )
     assert (EXAMPLES / "scene.jpg").stat().st_size < 60_000
 
 
@@ -108,7 +123,10 @@ def test_the_client_asks_at_every_budget(capsys: pytest.CaptureFixture[str]) -> 
         assert ask(["--url", f"{server.url}/v1", "--budgets", "64", "1/8"]) == 0
     image, question = server.requests[0]["messages"][0]["content"]
     assert image["image_url"]["url"].startswith("data:image/jpeg;base64,")
-    assert question["text"] in (EXAMPLES / "questions.jsonl").read_text().partition("\n")[0]
+    assert (
+        question["text"]
+        in (EXAMPLES / "questions.jsonl").read_text().partition("\n")[0]
+    )
     sent = [body["mm_processor_kwargs"]["autoprune"] for body in server.requests]
     assert sent == [{"enabled": False}, {"budget": "64"}, {"budget": "1/8"}]
     assert "K = 64:    80 prompt tokens: a cup" in capsys.readouterr().out
@@ -118,19 +136,28 @@ def test_the_manifests_serve_a_state_probe_and_scrape_one_named_port() -> None:
     deployment, service = yaml.safe_load_all((KUBERNETES / "serving.yaml").read_text())
     monitor, _ = yaml.safe_load_all((KUBERNETES / "monitoring.yaml").read_text())
     labels = deployment["spec"]["template"]["metadata"]["labels"]
-    assert deployment["spec"]["selector"]["matchLabels"] == labels == service["spec"]["selector"]
+    assert (
+        deployment["spec"]["selector"]["matchLabels"]
+        == labels
+        == service["spec"]["selector"]
+    )
     (chosen,) = monitor["spec"]["selector"]["matchExpressions"]
     assert labels[chosen["key"]] in chosen["values"]
     pod = deployment["spec"]["template"]["spec"]
     container = require_pod(pod)
     (port,) = container["ports"]
-    named = [container[f"{kind}Probe"]["httpGet"] for kind in ("startup", "readiness", "liveness")]
+    named = [
+        container[f"{kind}Probe"]["httpGet"]
+        for kind in ("startup", "readiness", "liveness")
+    ]
     assert named == [{"path": "/health", "port": port["name"]}] * 3
     assert service["spec"]["ports"][0]["targetPort"] == port["name"]
     assert monitor["spec"]["podMetricsEndpoints"][0]["port"] == port["name"]
     require_valid(container["args"])
     assert {"name": "VLLM_PLUGINS", "value": f"autoprune,{NAME}"} in container["env"]
-    ends = [int(arg.partition("=")[2]) for arg in container["args"] if "shutdown" in arg]
+    ends = [
+        int(arg.partition("=")[2]) for arg in container["args"] if "shutdown" in arg
+    ]
     assert ends[0] < pod["terminationGracePeriodSeconds"]
 
 
@@ -146,16 +173,22 @@ def copy_stage(stage: str, folder: Path) -> None:
     """Copy what a stage of the Dockerfile copies of the repository, less what Docker ignores."""
     patterns = (ROOT / ".dockerignore").read_text().split()
 
-    def ignored(path: Path) -> bool:  # as the last pattern says that matches it or a parent
+    def ignored(
+        path: Path,
+    ) -> bool:  # as the last pattern says that matches it or a parent
         places = [str(path), *map(str, path.parents)]
-        matching = [p for p in patterns if any(fnmatch(x, p.removeprefix("!")) for x in places)]
+        matching = [
+            p for p in patterns if any(fnmatch(x, p.removeprefix("!")) for x in places)
+        ]
         return bool(matching) and matching[-1][0] != "!"
 
     for line in re.findall(r"^COPY (?!--from)(.+)$", stage, re.MULTILINE):
         *names, target = line.split()
         for name in names:
             assert target in ("./", f"./{name}")
-            files = [p for p in ((ROOT / name), *(ROOT / name).rglob("*")) if p.is_file()]
+            files = [
+                p for p in ((ROOT / name), *(ROOT / name).rglob("*")) if p.is_file()
+            ]
             places = [path.relative_to(ROOT) for path in files]
             places = [path for path in places if not ignored(path)]
             assert places, f"{name}: nothing is copied"
@@ -166,8 +199,12 @@ def copy_stage(stage: str, folder: Path) -> None:
 
 def list_modules(stage: str) -> set[str]:
     """Modules of the distributions that a stage installs, and of those which they require."""
-    words = shlex.split(" ".join(re.findall(r"^RUN pip install (.+)", stage, re.MULTILINE)))
-    waiting = [Requirement(word) for word in words if re.match(r"[a-z][a-z-]+([<>]|$)", word)]
+    words = shlex.split(
+        " ".join(re.findall(r"^RUN pip install (.+)", stage, re.MULTILINE))
+    )
+    waiting = [
+        Requirement(word) for word in words if re.match(r"[a-z][a-z-]+([<>]|$)", word)
+    ]
     names = {"setuptools"}
     for requirement in waiting:  # which grows
         if (name := canonicalize_name(requirement.name)) not in names:
@@ -175,10 +212,16 @@ def list_modules(stage: str) -> set[str]:
             with contextlib.suppress(PackageNotFoundError):  # of another platform
                 needs = map(Requirement, requires(name) or ())
                 waiting += [
-                    n for n in needs if n.marker is None or n.marker.evaluate({"extra": ""})
+                    n
+                    for n in needs
+                    if n.marker is None or n.marker.evaluate({"extra": ""})
                 ]
     modules = packages_distributions().items()
-    return {module for module, of in modules if names & {canonicalize_name(name) for name in of}}
+    return {
+        module
+        for module, of in modules
+        if names & {canonicalize_name(name) for name in of}
+    }
 
 
 ONLY_OF_THE_IMAGE = """
@@ -203,9 +246,13 @@ def test_the_job_runs_with_what_its_image_holds(tmp_path: Path) -> None:
     assert f"=http://{service['metadata']['name']}:80" in " ".join(command)
 
     text = DOCKERFILE.replace("\\\n", " ")
-    build, load, serve = (stage.partition("\n")[2] for stage in text.split("\nFROM ")[1:])
+    build, load, serve = (
+        stage.partition("\n")[2] for stage in text.split("\nFROM ")[1:]
+    )
     copy_stage(build, tmp_path / "build")
-    (wheel,) = WheelBuilder(str(tmp_path / "build")).build(directory=str(tmp_path / "dist"))
+    (wheel,) = WheelBuilder(str(tmp_path / "build")).build(
+        directory=str(tmp_path / "dist")
+    )
     assert all("--no-deps /dist/*.whl" in stage for stage in (load, serve))
     shutil.unpack_archive(wheel, tmp_path / "src", "zip")
     copy_stage(load, tmp_path / "src")
@@ -217,27 +264,42 @@ def test_the_job_runs_with_what_its_image_holds(tmp_path: Path) -> None:
         words = [re.sub(r"http://[\w-]+:80", server.url, word) for word in command[1:]]
         done = subprocess.run(
             [sys.executable, *words, *less.split(), str(tmp_path / "out")],
-            cwd=tmp_path / "src", env={"PATH": os.environ["PATH"], "PYTHONPATH": "."},
-            capture_output=True, text=True, timeout=240, check=False,
-        )  # fmt: skip
+            cwd=tmp_path / "src",
+            env={"PATH": os.environ["PATH"], "PYTHONPATH": "."},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
     output = done.stdout + done.stderr
     assert done.returncode in (0, 1), output[-4000:]  # 1: the machine was too busy
-    assert "in the image" not in output and (tmp_path / "out/report.html").is_file(), output
+    assert "in the image" not in output and (tmp_path / "out/report.html").is_file(), (
+        output
+    )
 
 
 def test_the_compose_file_serves_scrapes_and_shows() -> None:
-    services, folder = read("compose/compose.yaml")["services"], EXAMPLES / "compose"
+    services = read("compose/compose.yaml")["services"]
+    folder = EXAMPLES / "compose"
     require_valid(services["vllm"]["command"])
     script = flags_of((EXAMPLES / "serve_llava.sh").read_text().split())
     assert flags_of(services["vllm"]["command"]) == script
     assert (folder / services["vllm"]["build"] / "Dockerfile").resolve().is_file()
-    volumes = [volume for service in services.values() for volume in service.get("volumes", ())]
+    volumes = [
+        volume for service in services.values() for volume in service.get("volumes", ())
+    ]
     sources = [volume.partition(":")[0] for volume in volumes]
-    assert [s for s in sources if not s.startswith("~") and not (folder / s).exists()] == []
+    assert [
+        s for s in sources if not s.startswith("~") and not (folder / s).exists()
+    ] == []
     (job,) = read("compose/prometheus.yml")["scrape_configs"]
     assert job["static_configs"] == [{"targets": ["vllm:8000"]}]
-    (source,) = read("compose/grafana/provisioning/datasources/prometheus.yaml")["datasources"]
+    (source,) = read("compose/grafana/provisioning/datasources/prometheus.yaml")[
+        "datasources"
+    ]
     assert (source["type"], source["url"]) == ("prometheus", "http://prometheus:9090")
-    (provider,) = read("compose/grafana/provisioning/dashboards/autoprune.yaml")["providers"]
+    (provider,) = read("compose/grafana/provisioning/dashboards/autoprune.yaml")[
+        "providers"
+    ]
     mounted = [volume.split(":")[1] for volume in services["grafana"]["volumes"]]
     assert any(path.startswith(provider["options"]["path"]) for path in mounted)

@@ -66,13 +66,17 @@ def trace_sample(tokens: VisualTokens, changes: Changes | None = None) -> Trace:
 
 @pytest.mark.parametrize("changes", [{}, SPLIT], ids=["whole", "core"])
 def test_a_trace_agrees_with_the_selection(changes: Changes) -> None:
-    tokens, policy = images(seed=1, batch=1), materialize(state(changes), 12)
+    tokens = images(seed=1, batch=1)
+    policy = materialize(state(changes), 12)
     refined = refine(policy, tokens)
-    trace, indices = Trace.of(policy, tokens, refined), refined.indices[0].tolist()
+    trace = Trace.of(policy, tokens, refined)
+    indices = refined.indices[0].tolist()
     assert trace.kept == tuple(sorted(indices)) and trace.fallback == "none"
     assert trace.reference == tuple(refined.reference[0].tolist())
     assert len(trace.left) == len(trace.entered) == int(refined.exchanged[0]) > 0
-    assert set(trace.kept) == set(trace.reference) - set(trace.left) | set(trace.entered)
+    assert set(trace.kept) == set(trace.reference) - set(trace.left) | set(
+        trace.entered
+    )
     assert trace.core == (tuple(sorted(indices[:6])) if changes else ())
     assert [len(signal.values) for signal in trace.signals] == [36] * 5
     assert all(min(s.values) >= 0 and max(s.values) == 1 for s in trace.signals)
@@ -87,16 +91,25 @@ def test_signals_are_those_of_the_tokens_that_were_ranked() -> None:
     norms = MergerInput(torch.ones(1, after.count, 2))
     tokens = dataclasses.replace(after, encoder=rows, merger_input=norms)
     before = trace_sample(tokens, {"/rank_at": "merger_in"})
-    assert before.signals == trace_sample(dataclasses.replace(after, features=rows)).signals
+    assert (
+        before.signals
+        == trace_sample(dataclasses.replace(after, features=rows)).signals
+    )
     assert before.signals != trace_sample(after).signals
 
 
 def test_what_a_policy_does_not_do_is_not_traced() -> None:
     tokens = images(batch=1)
     alone = trace_sample(tokens, ALONE)
-    assert alone.signals == () and alone.quality is None and set(alone.kept) == {*alone.reference}
+    assert (
+        alone.signals == ()
+        and alone.quality is None
+        and set(alone.kept) == {*alone.reference}
+    )
     by_score = {**ALONE, "/reassembly": {"atom": "reassemble/local.mean.average.score"}}
-    assert trace_sample(tokens, by_score).quality is None, "orders rows, and keeps none of them"
+    assert trace_sample(tokens, by_score).quality is None, (
+        "orders rows, and keeps none of them"
+    )
     assert tokens.cls_attention is not None
     lost = torch.full_like(tokens.cls_attention, torch.nan)
     fallback = trace_sample(dataclasses.replace(tokens, cls_attention=lost))
@@ -111,14 +124,26 @@ def test_what_decides_is_named_with_the_layers_that_it_reads() -> None:
     def decided_by(name: str, changes: Changes) -> str:
         policy = materialize(state({"/base_policy": {"name": name}, **changes}), 12)
         text = torch.ones(1, 3, dtype=torch.bool)
-        tokens = dataclasses.replace(images(batch=1), language=RecordedPrefix(1, text, layers=8))
-        return Trace.of(policy, tokens, refine(materialize(state(changes), 12), tokens)).decided_by
+        tokens = dataclasses.replace(
+            images(batch=1), language=RecordedPrefix(1, text, layers=8)
+        )
+        return Trace.of(
+            policy, tokens, refine(materialize(state(changes), 12), tokens)
+        ).decided_by
 
     for name, changes, words in (
         ("cdpruner", ALONE, "cdpruner alone"),
         ("cdpruner", ALONE | MERGE, "cdpruner, then merging"),
-        ("pyramiddrop", {}, "pyramiddrop (reads the first 2 of 8 language model layers), then"),
-        ("prumerge_plus", ALONE, "(reads the vision tower's layer before the projector and the"),
+        (
+            "pyramiddrop",
+            {},
+            "pyramiddrop (reads the first 2 of 8 language model layers), then",
+        ),
+        (
+            "prumerge_plus",
+            ALONE,
+            "(reads the vision tower's layer before the projector and the",
+        ),
     ):
         assert words in decided_by(name, changes)
 
@@ -145,7 +170,11 @@ TRACE = Trace(
     left=(3,),
     entered=(8,),
     extra=0,
-    signals=(_SignalTrace("local_contrast_saliency", 3.99961, tuple(i / 23 for i in range(24))),),
+    signals=(
+        _SignalTrace(
+            "local_contrast_saliency", 3.99961, tuple(i / 23 for i in range(24))
+        ),
+    ),
     quality=tuple(1 - i / 23 for i in range(24)),
     fallback="none",
     core=(20,),
@@ -157,14 +186,24 @@ SIDE = 40
 def test_panels_show_image_selection_and_every_signal() -> None:
     image, reference, exchange, quality, signal = _list_panels(TRACE, "cdpruner")
     assert not image.marks and not image.heat
-    assert reference.marks == {7: KEPT, 3: KEPT, 20: CORE} and "cdpruner" in reference.detail
+    assert (
+        reference.marks == {7: KEPT, 3: KEPT, 20: CORE}
+        and "cdpruner" in reference.detail
+    )
     assert exchange.marks == {7: KEPT, 8: ENTERED, 20: CORE, 3: LEFT}
     assert (quality.heat, signal.heat) == (TRACE.quality, TRACE.signals[0].values)
     assert (signal.title, signal.detail) == ("local contrast saliency", "weight 4")
     alone = dataclasses.replace(TRACE, quality=None, signals=())
-    assert [panel.title for panel in _list_panels(alone, "cdpruner")] == ["image", "kept tokens"]
-    flat = dataclasses.replace(TRACE, signals=(_SignalTrace("relevance", 1.0, (0.5,) * 24),))
-    assert [panel.title for panel in _list_panels(flat, "cdpruner")][3:] == ["quality g"]
+    assert [panel.title for panel in _list_panels(alone, "cdpruner")] == [
+        "image",
+        "kept tokens",
+    ]
+    flat = dataclasses.replace(
+        TRACE, signals=(_SignalTrace("relevance", 1.0, (0.5,) * 24),)
+    )
+    assert [panel.title for panel in _list_panels(flat, "cdpruner")][3:] == [
+        "quality g"
+    ]
 
 
 def test_marks_are_drawn_on_their_tokens() -> None:
@@ -174,14 +213,18 @@ def test_marks_are_drawn_on_their_tokens() -> None:
     drawn = _draw_panel(base, exchange, GRID, SIDE)
     for token, mark in exchange.marks.items():
         row, column = divmod(token, GRID.width)
-        corners = [(column * SIDE, row * SIDE), ((column + 1) * SIDE - 1, (row + 1) * SIDE - 1)]
+        corners = [
+            (column * SIDE, row * SIDE),
+            ((column + 1) * SIDE - 1, (row + 1) * SIDE - 1),
+        ]
         assert [drawn.getpixel(corner) for corner in corners] == [mark.colour] * 2
         inside = drawn.getpixel((corners[0][0] + 8, corners[0][1] + 8))
         assert (inside == base.getpixel((0, 0))) == (mark is not LEFT)
 
 
 def test_a_heat_map_is_scaled_to_the_ramp_and_has_one_pixel_a_token() -> None:
-    nan, inf = float("nan"), float("inf")
+    nan = float("nan")
+    inf = float("inf")
     for values, colours in (
         ((1.0, 3.0), [DARK, LIGHT]),
         ((2.0, 2.0), [DARK, DARK]),
@@ -191,7 +234,9 @@ def test_a_heat_map_is_scaled_to_the_ramp_and_has_one_pixel_a_token() -> None:
         assert [f"#{drawn[x : x + 6]}" for x in range(0, len(drawn), 6)] == colours
     light = np.asarray(_draw_heat_map(range(21), Grid(1, 21))).sum(axis=2)[0]
     assert (np.diff(light.astype(int)) > 0).all(), "can be read in grey"
-    tiles = _draw_heat_map([float(token == 6) for token in range(12)], Grid(2, 3, tiles=2))
+    tiles = _draw_heat_map(
+        [float(token == 6) for token in range(12)], Grid(2, 3, tiles=2)
+    )
     assert tiles.size == (6, 2) and tiles.getpixel((3, 0)) != tiles.getpixel((0, 0))
 
 
@@ -202,15 +247,23 @@ def test_any_question_can_be_drawn_and_summarised(question: str) -> None:
     scene = Image.new("RGB", (120, 80), (200, 40, 40))
     explanation = Explanation(scene, question, materialize(state(), 12), TRACE)
     sheet, sheets = (
-        Image.open(io.BytesIO(encode_picture([explanation] * count))) for count in (1, 2)
+        Image.open(io.BytesIO(encode_picture([explanation] * count)))
+        for count in (1, 2)
     )
     assert sheet.format == "PNG" and sheet.height < 2000
     assert sheets.size == (sheet.width, 2 * sheet.height)
-    parts = ("sample (", "keeps 3 of 24", "1 exchanged", "decided by cdpruner, then quality g")
+    parts = (
+        "sample (",
+        "keeps 3 of 24",
+        "1 exchanged",
+        "decided by cdpruner, then quality g",
+    )
     assert [part for part in parts if part not in explanation.summary] == []
     split = dataclasses.replace(explanation, policy=materialize(state(SPLIT), 12))
     assert "1 of them are the core, by " in split.summary
-    fallback = dataclasses.replace(explanation, trace=dataclasses.replace(TRACE, fallback="even"))
+    fallback = dataclasses.replace(
+        explanation, trace=dataclasses.replace(TRACE, fallback="even")
+    )
     assert "not finite, even selection instead" in fallback.summary
 
 
@@ -248,12 +301,23 @@ def test_what_cannot_be_explained_is_refused(tmp_path: Path, capsys: Captured) -
     Image.new("RGB", (8, 8)).save(tmp_path / "scene.png")
     for name, question, checkpoint, message in (
         ("text.png", "?", LLAVA, "text.png: is not a picture that vLLM reads -> "),
-        ("scene.png", "?", "org/llava", "or the id of a checkpoint that can be fetched"),
+        (
+            "scene.png",
+            "?",
+            "org/llava",
+            "or the id of a checkpoint that can be fetched",
+        ),
         ("scene.png", "?", CLIP, "has no pruned form"),
         ("scene.png", "Wh\ud83d?", LLAVA, "question: character 3 (U+D83D)"),
         ("caf\udce9.png", "?", LLAVA, "caf\\udce9.png: cannot be read"),
     ):
-        words = ["explain", str(tmp_path / name), question, "--checkpoint", str(checkpoint)]
+        words = [
+            "explain",
+            str(tmp_path / name),
+            question,
+            "--checkpoint",
+            str(checkpoint),
+        ]
         assert main(words) == 1
         assert message in capsys.readouterr().err
 
@@ -279,16 +343,29 @@ def write_video(path: Path, frames: int) -> Path:
 def test_clips_are_sampled_as_vllm_samples_them(tmp_path: Path) -> None:
     clip = read_clip(write_video(tmp_path / "a.mp4", 40))
     assert clip is not None and clip.frames[0].size == (112, 84) and clip.seconds > 0
-    assert len(clip.frames) == 32 and clip.note == "32 of 40 frames are read, as vLLM samples"
+    assert (
+        len(clip.frames) == 32
+        and clip.note == "32 of 40 frames are read, as vLLM samples"
+    )
     clip = read_clip(tmp_path / "a.mp4", "Qwen2VLVideoProcessor")  # two a second
-    assert clip is not None and len(clip.frames) == 10 and clip.note.startswith("10 of 40 frames")
+    assert (
+        clip is not None
+        and len(clip.frames) == 10
+        and clip.note.startswith("10 of 40 frames")
+    )
     os.mkfifo(write_frames(tmp_path / "frames", 3) / "pipe.png")
     frames = read_clip(tmp_path / "frames")
     assert frames is not None and frames.url.count(",") == 3 and not frames.note
-    assert [frame.getpixel((0, 0)) for frame in frames.frames] == [(0, 0, 0), (5, 0, 0), (10, 0, 0)]
+    assert [frame.getpixel((0, 0)) for frame in frames.frames] == [
+        (0, 0, 0),
+        (5, 0, 0),
+        (10, 0, 0),
+    ]
     many = read_clip(write_frames(tmp_path / "many", 40))
     assert many is not None and len(many.frames) == 32 and "of 40 frames" in many.note
-    assert many.frames[-1].getpixel((0, 0)) == (195, 0, 0), "the last frame is one of them"
+    assert many.frames[-1].getpixel((0, 0)) == (195, 0, 0), (
+        "the last frame is one of them"
+    )
     assert read_clip(tmp_path / "many" / "000.png") is None, "a picture"
 
 
@@ -302,16 +379,27 @@ def test_a_filmstrip_shows_what_each_frame_keeps(frames: int) -> None:
     trace = Trace.of(policy, tokens, refine(policy.at(tokens.count, frames), tokens))
     counts = trace.kept_by_frame
     assert sum(counts) == len(trace.kept) == 5 * frames and len(counts) == frames
-    colours = [Image.new("RGB", (64, 48), (9, 9, 90 + number)) for number in range(frames)]
+    colours = [
+        Image.new("RGB", (64, 48), (9, 9, 90 + number)) for number in range(frames)
+    ]
     explanation = Explanation(colours[0], "What moves?", policy, trace, frames=colours)
-    assert f"in {frames} frames, {min(counts)} to {max(counts)} of each" in explanation.summary
+    assert (
+        f"in {frames} frames, {min(counts)} to {max(counts)} of each"
+        in explanation.summary
+    )
     with Image.open(io.BytesIO(encode_picture([explanation]))) as strip:
         pixels = np.asarray(strip)
     # Kept tokens have the colour of their frame inside of what frames them.
     drawn = [
-        number for number in range(frames) if (pixels == (9, 9, 90 + number)).all(axis=2).any()
+        number
+        for number in range(frames)
+        if (pixels == (9, 9, 90 + number)).all(axis=2).any()
     ]
-    evenly = [number * (frames - 1) // 31 for number in range(32)] if frames > 32 else range(frames)
+    evenly = (
+        [number * (frames - 1) // 31 for number in range(32)]
+        if frames > 32
+        else range(frames)
+    )
     assert drawn == [number for number in evenly if counts[number]]
 
 
@@ -319,7 +407,8 @@ def test_a_clip_is_sent_as_a_server_gets_it_and_its_groups_are_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     """A stand-in for the engine, which keeps what it is given."""
-    started, asked = dict[str, Any](), list[Any]()
+    started = dict[str, Any]()
+    asked = list[Any]()
     grid = Grid(2, 2, tiles=3, clip=True)
     tokens = images(grid=grid, batch=1)
     policy = materialize_clip(
@@ -344,14 +433,31 @@ def test_a_clip_is_sent_as_a_server_gets_it_and_its_groups_are_shown(
     clip = read_clip(write_frames(tmp_path / "frames", 6))
     assert clip is not None
     (explanation,) = explain_image(checkpoint, None, policy, clip, "What moves?")
-    assert started["additional_config"]["autoprune"]["video_budget"] == "tokens_per_frame:2"
+    assert (
+        started["additional_config"]["autoprune"]["video_budget"]
+        == "tokens_per_frame:2"
+    )
     assert started["limit_mm_per_prompt"]["video"] == 1
-    assert asked[0]["content"][0] == {"type": "video_url", "video_url": {"url": clip.url}}
+    assert asked[0]["content"][0] == {
+        "type": "video_url",
+        "video_url": {"url": clip.url},
+    }
     assert list(explanation.frames) == [clip.frames[at] for at in (0, 2, 4)]
-    call = ["explain", str(tmp_path / "frames"), "What moves?", "--checkpoint", str(checkpoint)]
-    assert main(call) == 0 and "\npositions: true. Kept tokens keep" in capsys.readouterr().out
+    call = [
+        "explain",
+        str(tmp_path / "frames"),
+        "What moves?",
+        "--checkpoint",
+        str(checkpoint),
+    ]
+    assert (
+        main(call) == 0
+        and "\npositions: true. Kept tokens keep" in capsys.readouterr().out
+    )
     assert main([*call, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["positions"] == "true", "M-RoPE, not the state's"
+    assert json.loads(capsys.readouterr().out)["positions"] == "true", (
+        "M-RoPE, not the state's"
+    )
 
 
 def test_what_is_no_clip_is_refused(tmp_path: Path, capsys: Captured) -> None:
@@ -360,7 +466,8 @@ def test_what_is_no_clip_is_refused(tmp_path: Path, capsys: Captured) -> None:
     unread = write_frames(tmp_path / "unread", 40)  # of which 32 are decoded
     Image.new("RGB", (28, 28)).save(unread / "004.png")
     (tmp_path / "broken.mp4").write_bytes(b"no video" * 50)
-    video, picture = write_video(tmp_path / "a.mp4", 4), mixed / "9.png"
+    video = write_video(tmp_path / "a.mp4", 4)
+    picture = mixed / "9.png"
     for words, message in (
         (
             (write_frames(tmp_path / "single", 1),),
@@ -368,12 +475,24 @@ def test_what_is_no_clip_is_refused(tmp_path: Path, capsys: Captured) -> None:
         ),
         ((mixed,), "has frames of 2 sizes -> give all frames one size"),
         ((unread,), "has frames of 2 sizes -> give all frames one size"),
-        ((tmp_path / "broken.mp4",), "cannot be decoded as a video (Could not open video stream)"),
+        (
+            (tmp_path / "broken.mp4",),
+            "cannot be decoded as a video (Could not open video stream)",
+        ),
         ((tmp_path / "none.mp4",), "cannot be read (No such file or directory)"),
-        ((video, "--state", "autoprune"), "state 'autoprune' leaves videos whole -> add"),
+        (
+            (video, "--state", "autoprune"),
+            "state 'autoprune' leaves videos whole -> add",
+        ),
         ((video, "--checkpoint", "/no/such"), "has no config.json of a model"),
-        ((video,), "is a llava, whose videos are served whole -> give one of qwen2_vl, qwen2_5_vl"),
-        ((picture, "--budget", "tokens_per_frame:4"), "is the budget of a video -> give a number"),
+        (
+            (video,),
+            "is a llava, whose videos are served whole -> give one of qwen2_vl, qwen2_5_vl",
+        ),
+        (
+            (picture, "--budget", "tokens_per_frame:4"),
+            "is the budget of a video -> give a number",
+        ),
     ):
         path, *more = map(str, words)
         assert main(["explain", path, "?", "--checkpoint", str(LLAVA), *more]) == 1

@@ -14,7 +14,13 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from benchmarks.yardsticks.examples import CHECKPOINTS, CLIP, LLAVA, as_picture, draw_examples
+from benchmarks.yardsticks.examples import (
+    CHECKPOINTS,
+    CLIP,
+    LLAVA,
+    as_picture,
+    draw_examples,
+)
 from benchmarks.yardsticks.miniqwen import MiniQwen
 from vllm_autoprune.checkpoint import LlavaVision
 from vllm_autoprune.selftest.backbones import build
@@ -59,21 +65,31 @@ def count_equal(region: Any, tokens: VisualTokens, state: str, budget: int) -> i
 
 
 def test_an_engine_keeps_what_transformers_inputs_give(tmp_path: Path) -> None:
-    page = next(page for page in draw_examples("test", 2, "miniqwen") if page.image_id == 1)
+    page = next(
+        page for page in draw_examples("test", 2, "miniqwen") if page.image_id == 1
+    )
     # Its K follows from N.
     options = ("--state", "miniqwen")
-    (region,) = explain(CHECKPOINTS["miniqwen"], as_picture(page.image), tmp_path, *options)
+    (region,) = explain(
+        CHECKPOINTS["miniqwen"], as_picture(page.image), tmp_path, *options
+    )
     tokens = MiniQwen().encode([dataclasses.replace(page, question=QUESTION)]).tokens
     # bfloat16 rounds differently in other kernels.
-    assert count_equal(region, tokens, "miniqwen", tokens.count // 8) >= tokens.count // 8 - 1
+    assert (
+        count_equal(region, tokens, "miniqwen", tokens.count // 8)
+        >= tokens.count // 8 - 1
+    )
 
 
 def test_the_picture_is_what_the_model_sees(tmp_path: Path) -> None:
     """mini-LLaVA's processor crops the margins away."""
-    margins, wide = (255, 0, 255), Image.new("RGB", (336, 168), (255, 0, 255))
+    margins = (255, 0, 255)
+    wide = Image.new("RGB", (336, 168), (255, 0, 255))
     wide.paste(Image.open(io.BytesIO(draw_examples("test", 1)[0].png)), (84, 0))
     options = ("--text-tower", str(CLIP), "--state", "cdpruner", "--budget", "16")
-    (region,) = explain(LLAVA, wide, tmp_path, *options, "-o", str(tmp_path / "why.png"))
+    (region,) = explain(
+        LLAVA, wide, tmp_path, *options, "-o", str(tmp_path / "why.png")
+    )
     # Tokens of a flat background are of nearly equal rank, and bfloat16 rounds differently.
     tokens = LlavaVision(LLAVA, CLIP).encode(wide, QUESTION)
     assert count_equal(region, tokens, "cdpruner", 16) >= 12
@@ -84,10 +100,15 @@ def test_the_picture_is_what_the_model_sees(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("name", "regions"), [("internvl", 1), ("llava_next", 2), ("gemma3", 1)])
-def test_regions_and_tiles_share_the_budget(name: str, regions: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "regions"), [("internvl", 1), ("llava_next", 2), ("gemma3", 1)]
+)
+def test_regions_and_tiles_share_the_budget(
+    name: str, regions: int, tmp_path: Path
+) -> None:
     wide = Image.effect_mandelbrot((180, 112), (-2, -1, 1, 1), 50).convert("RGB")
-    checkpoint, picture = build(name, tmp_path / name), tmp_path / "why.png"
+    checkpoint = build(name, tmp_path / name)
+    picture = tmp_path / "why.png"
     records = explain(checkpoint, wide, tmp_path, "--budget", "9", "-o", str(picture))
     assert len(records) == regions and picture.is_file()
     assert sum(len(region["kept"]) for region in records) == 9
@@ -102,7 +123,8 @@ def test_a_budget_that_keeps_everything_is_answered(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_a_clip_is_explained_by_its_frames(tmp_path: Path) -> None:
-    checkpoint, frames = build("qwen2_5_vl", tmp_path / "tiny"), tmp_path / "frames"
+    checkpoint = build("qwen2_5_vl", tmp_path / "tiny")
+    frames = tmp_path / "frames"
     frames.mkdir()
     for number in range(4):
         noise = Image.effect_noise((56, 84), 20 * (number + 1)).convert("RGB")

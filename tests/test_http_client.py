@@ -23,7 +23,13 @@ from benchmarks.common.report import command_line
 from benchmarks.common.requests import build_body, build_content
 from benchmarks.server import serve
 from benchmarks.yardsticks.examples import CLIP, LLAVA, draw_examples
-from tests.offline_search.synthetic import MODELS, completion, endpoint, error, model_list
+from tests.offline_search.synthetic import (
+    MODELS,
+    completion,
+    endpoint,
+    error,
+    model_list,
+)
 from tests.test_import_boundaries import SOURCES, imported_modules
 from tests.test_streams import json_values
 from vllm_autoprune.cli.main import main
@@ -88,7 +94,11 @@ def refuse(url: str, connection: Connection | None = None) -> str:
         ("https://h:443/v1", "https://h", "https://h/v1"),
         ("https://gw/a/v1/chat/completions", "https://gw/a", "https://gw/a/v1"),
         # An endpoint may have another version, which is part of its address.
-        ("https://h/v1beta/openai/", "https://h/v1beta/openai", "https://h/v1beta/openai"),
+        (
+            "https://h/v1beta/openai/",
+            "https://h/v1beta/openai",
+            "https://h/v1beta/openai",
+        ),
         ("https://h/v4/chat/completions", "https://h/v4", "https://h/v4"),
     ],
 )
@@ -102,7 +112,9 @@ def test_an_address_is_read_as_people_write_it(typed: str, root: str, api: str) 
      "http://$HOST:1", "http://h\n:1", "/v1", "file:///etc/passwd", "::1:8000"],
 )  # fmt: skip
 def test_what_is_no_address_says_how_to_write_one(typed: str) -> None:
-    with pytest.raises(ConfigError, match="is not the address of a server -> give it as") as caught:
+    with pytest.raises(
+        ConfigError, match="is not the address of a server -> give it as"
+    ) as caught:
         server_address(typed)
     assert ("IPv6 in brackets" in str(caught.value)) == ("::" in typed)
 
@@ -132,7 +144,9 @@ def test_the_advice_names_the_address_that_would_have_worked(
 ) -> None:
     with fake_server(pages={MODELS: None, served: answer}) as server:
         line = refuse(server.url + path, Connection(api_key=SecretStr("secret")))
-    assert line.endswith(f"-> give {server.url}{served.removesuffix('/models')}, which answers")
+    assert line.endswith(
+        f"-> give {server.url}{served.removesuffix('/models')}, which answers"
+    )
     # The key is only for the address that was given.
     assert "Authorization" not in server.headers[-1]
 
@@ -146,13 +160,21 @@ def test_the_advice_names_the_address_that_would_have_worked(
         ({"VLLM_API_KEY": "v"}, "http://h", {"api_key": "k"}, "Bearer k"),
         ({"VLLM_API_KEY": "v"}, "http://h", {"api_key": ""}, None),
         ({"VLLM_API_KEY": "v"}, "http://user:p%40w@h", {}, "Basic dXNlcjpwQHc="),
-        ({"VLLM_API_KEY": "v"}, "http://h", {"header": ["authorization = Token t"]}, "Token t"),
+        (
+            {"VLLM_API_KEY": "v"},
+            "http://h",
+            {"header": ["authorization = Token t"]},
+            "Token t",
+        ),
     ],
 )
 def test_a_key_is_sent(
-    variables: dict[str, str], url: str, fields: dict[str, object], sent: str | None,
+    variables: dict[str, str],
+    url: str,
+    fields: dict[str, object],
+    sent: str | None,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     for name, key in variables.items():
         monkeypatch.setenv(name, key)
     connection = Connection.model_validate(fields)
@@ -164,28 +186,55 @@ def test_a_key_is_sent(
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        *(({"header": [value]}, "give NAME=VALUE") for value in ("x", "=v", "x=\n", "x=é")),
-        ({"ca_file": "/nowhere.pem"}, r"cannot be read \(No such file or directory\): name a file"),
+        *(
+            ({"header": [value]}, "give NAME=VALUE")
+            for value in ("x", "=v", "x=\n", "x=é")
+        ),
+        (
+            {"ca_file": "/nowhere.pem"},
+            r"cannot be read \(No such file or directory\): name a file",
+        ),
         ({"ca_file": __file__}, r"\(it holds no certificate\): name a file"),
     ],
 )
-def test_flags_that_say_nothing_are_refused(fields: dict[str, object], text: str) -> None:
+def test_flags_that_say_nothing_are_refused(
+    fields: dict[str, object], text: str
+) -> None:
     with pytest.raises(ValidationError, match=text):
         Connection.model_validate(fields)
 
 
-def test_headers_and_key_reach_the_server_and_no_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    connection = Connection(api_key=SecretStr("secret"), header=["X-Team=blue", "X-Empty= "])
-    with fake_server() as server, ServerClient(f"{server.url}/v1/", connection) as client:
+def test_headers_and_key_reach_the_server_and_no_record(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    connection = Connection(
+        api_key=SecretStr("secret"), header=["X-Team=blue", "X-Empty= "]
+    )
+    with (
+        fake_server() as server,
+        ServerClient(f"{server.url}/v1/", connection) as client,
+    ):
         client.list_models()
         Client(server.url, connection=connection).send(b'{"model": "mock"}')
     for headers in server.headers:
-        assert headers["Authorization"] == "Bearer secret" and headers["X-Team"] == "blue"
-    typed = ["load", "paired", "--api-key", "secret", "--header=X=secret", "--users", "1"]
+        assert (
+            headers["Authorization"] == "Bearer secret" and headers["X-Team"] == "blue"
+        )
+    typed = [
+        "load",
+        "paired",
+        "--api-key",
+        "secret",
+        "--header=X=secret",
+        "--users",
+        "1",
+    ]
     monkeypatch.setattr("sys.argv", typed)
     assert "secret" not in " ".join(command_line()) and command_line()[-1] == "1"
     monkeypatch.setenv("VLLM_API_KEY", "kéy")
-    with pytest.raises(ConfigError, match="VLLM_API_KEY: has a character that no key has"):
+    with pytest.raises(
+        ConfigError, match="VLLM_API_KEY: has a character that no key has"
+    ):
         ServerClient("http://h")
 
 
@@ -198,11 +247,35 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("certificates")
     for name, more in (
         ("authority", ()),
-        ("server", ("-CA", "authority.pem", "-CAkey", "authority.key",
-                    "-addext", "subjectAltName=IP:127.0.0.1")),
-    ):  # fmt: skip
-        curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2")
-        files = ("-keyout", f"{name}.key", "-out", f"{name}.pem", "-subj", f"/CN={name}")
+        (
+            "server",
+            (
+                "-CA",
+                "authority.pem",
+                "-CAkey",
+                "authority.key",
+                "-addext",
+                "subjectAltName=IP:127.0.0.1",
+            ),
+        ),
+    ):
+        curve = (
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:P-256",
+            "-nodes",
+            "-days",
+            "2",
+        )
+        files = (
+            "-keyout",
+            f"{name}.key",
+            "-out",
+            f"{name}.pem",
+            "-subj",
+            f"/CN={name}",
+        )
         command = ["openssl", "req", "-x509", *curve, *files, *more]
         subprocess.run(command, cwd=folder, check=True, capture_output=True)
     return folder
@@ -223,17 +296,27 @@ def test_a_private_authority_is_trusted_where_it_is_named(
     _trust.cache_clear()  # whatever other tests have said aloud
     with fake_server() as server:
         url = encrypt(server, certificates)
-        assert refuse(url).endswith("-> name the certificate of its authority with --ca-file")
-        assert "Hostname mismatch" in refuse(url.replace("127.0.0.1", "localhost"), trusting)
+        assert refuse(url).endswith(
+            "-> name the certificate of its authority with --ca-file"
+        )
+        assert "Hostname mismatch" in refuse(
+            url.replace("127.0.0.1", "localhost"), trusting
+        )
         for connection in (trusting, Connection(insecure=True)):
             with ServerClient(url, connection) as client:
                 assert client.list_models()
-            record = Client(url, connection=connection).send(b'{"model": "mock", "stream": true}')
+            record = Client(url, connection=connection).send(
+                b'{"model": "mock", "stream": true}'
+            )
             assert record.ok, record.error
-    assert capsys.readouterr().err.count("--insecure: certificates are not checked") == 1
+    assert (
+        capsys.readouterr().err.count("--insecure: certificates are not checked") == 1
+    )
 
 
-def test_requests_pass_a_proxy_and_its_refusal_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_pass_a_proxy_and_its_refusal_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     far = "http://gpu.test:8000"
     with fake_server(pages={far + MODELS: model_list("far")}) as proxy:
         monkeypatch.setenv("HTTP_PROXY", proxy.url)
@@ -244,16 +327,21 @@ def test_requests_pass_a_proxy_and_its_refusal_is_said(monkeypatch: pytest.Monke
         assert "asked as HTTP_PROXY and NO_PROXY say" in refuse(far)
         monkeypatch.delenv("NO_PROXY")
         proxy.pages[far + MODELS] = error(407, "who are you")
-        assert refuse(far).endswith("-> give HTTP_PROXY as http://USER:PASSWORD@HOST:PORT")
+        assert refuse(far).endswith(
+            "-> give HTTP_PROXY as http://USER:PASSWORD@HOST:PORT"
+        )
         monkeypatch.setenv("HTTPS_PROXY", proxy.url)
         assert "cannot be reached by the proxy of" in refuse("https://gpu.test")
 
 
 @pytest.mark.parametrize(
     ("proxy", "fix"),
-    [("socks5h://user:pw@h:1", 'pip install "httpx[socks]", or unset it'),
-     ("ftp://h", "correct or unset it"), ("http://h:x", "correct or unset it")],
-)  # fmt: skip
+    [
+        ("socks5h://user:pw@h:1", 'pip install "httpx[socks]", or unset it'),
+        ("ftp://h", "correct or unset it"),
+        ("http://h:x", "correct or unset it"),
+    ],
+)
 def test_a_proxy_that_cannot_be_used_says_what_to_do(
     proxy: str, fix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,9 +374,19 @@ def test_every_http_client_is_made_in_one_place() -> None:
     assert {name for name, text in sources.items() if re.search(calls, text)} == {
         "vllm_autoprune.connection"
     }
-    others = {"http.client", "openai", "urllib.request", "requests", "aiohttp", "urllib3", "httpx2"}
+    others = {
+        "http.client",
+        "openai",
+        "urllib.request",
+        "requests",
+        "aiohttp",
+        "urllib3",
+        "httpx2",
+    }
     users = {name for name, path in SOURCES.items() if imported_modules(path) & others}
-    assert users == {"vllm_autoprune.evaluation.lmms_plugin.autoprune_lmms.model"}, "lmms-eval's"
+    assert users == {"vllm_autoprune.evaluation.lmms_plugin.autoprune_lmms.model"}, (
+        "lmms-eval's"
+    )
 
 
 # ---- answers and failures ----
@@ -312,7 +410,10 @@ def test_metrics_are_summed_over_the_samples_with_a_label() -> None:
     assert (gained.total("images_total"), gained.total("seconds_count")) == (17.0, 3.0)
     assert metrics.total("images_total", stage="before") == 15.0
     assert metrics.total("images_total", stage="between") is None
-    assert metrics.label("info", "block_size") == "16" and metrics.label("info", "other") is None
+    assert (
+        metrics.label("info", "block_size") == "16"
+        and metrics.label("info", "other") is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -336,7 +437,9 @@ def test_metrics_are_summed_over_the_samples_with_a_label() -> None:
         (model_list(), "lists no model"),
     ],
 )  # fmt: skip
-def test_a_server_that_cannot_be_used_says_why(answer: Answer | None, text: str) -> None:
+def test_a_server_that_cannot_be_used_says_why(
+    answer: Answer | None, text: str
+) -> None:
     with endpoint(lambda body, number: error(500)) as server:
         server.pages[MODELS] = answer
         assert text in refuse("http://127.0.0.1:9" if answer is None else server.url)
@@ -344,18 +447,30 @@ def test_a_server_that_cannot_be_used_says_why(answer: Answer | None, text: str)
 
 @pytest.mark.parametrize(
     ("header", "wait"),
-    [("0.5", 0.5), ("+30", 30.0), ("3600", 60.0), ("inf", 60.0), ("+90000", 60.0),
-     *((text, 7.0) for text in ("", "nan", "-5", "soon", formatdate(0, usegmt=True)))],
-)  # fmt: skip
+    [
+        ("0.5", 0.5),
+        ("+30", 30.0),
+        ("3600", 60.0),
+        ("inf", 60.0),
+        ("+90000", 60.0),
+        *(
+            (text, 7.0)
+            for text in ("", "nan", "-5", "soon", formatdate(0, usegmt=True))
+        ),
+    ],
+)
 def test_a_server_says_how_long_to_wait(
     header: str, wait: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if header.startswith("+"):
         header = formatdate(time.time() + float(header), usegmt=True)
     response = httpx.Response(429, headers={"Retry-After": header})
-    request, failures = httpx.Request("POST", "http://h"), Failures("http://h")
+    request = httpx.Request("POST", "http://h")
+    failures = Failures("http://h")
     refused = httpx.HTTPStatusError("", request=request, response=response)
-    assert [failures.wait(refused, 7.0) for _ in range(2)] == pytest.approx([wait] * 2, abs=2)
+    assert [failures.wait(refused, 7.0) for _ in range(2)] == pytest.approx(
+        [wait] * 2, abs=2
+    )
     failures.report()
     said = capsys.readouterr().err.splitlines()
     assert said[-1] == "http://h limited this run: 2 x status 429: no text, asked again"
@@ -366,11 +481,18 @@ def test_a_server_says_how_long_to_wait(
     st.sampled_from([200, 201, 204, 302, 400, 404, 429, 500, 599]),
     st.binary(max_size=40)
     | json_values("data id max_model_len error message detail choices").map(str.encode),
-    st.sampled_from(["application/json", "text/html; charset=utf-16", "text/event-stream", ";"]),
+    st.sampled_from(
+        ["application/json", "text/html; charset=utf-16", "text/event-stream", ";"]
+    ),
 )
-def test_any_answer_is_read_or_said_in_one_line(status: int, content: bytes, kind: str) -> None:
+def test_any_answer_is_read_or_said_in_one_line(
+    status: int, content: bytes, kind: str
+) -> None:
     response = httpx.Response(
-        status, content=content, headers={"Content-Type": kind}, request=httpx.Request("GET", "h:")
+        status,
+        content=content,
+        headers={"Content-Type": kind},
+        request=httpx.Request("GET", "h:"),
     )
     for read in (_read_models, _read_answer):
         line = "read"
@@ -408,7 +530,13 @@ async def ask(*urls: str) -> str:
 
 
 async def test_failures_that_may_pass_are_retried_and_refusals_are_not() -> None:
-    replies = [error(503), error(429), completion("yes"), completion("yes"), error(422, "never")]
+    replies = [
+        error(503),
+        error(429),
+        completion("yes"),
+        completion("yes"),
+        error(422, "never"),
+    ]
     with endpoint(lambda body, number: replies[number]) as server:
         assert await ask(server.url) == "yes"
         assert await ask("http://127.0.0.1:9", server.url) == "yes"
@@ -429,7 +557,10 @@ async def test_servers_that_stopped_are_told_from_a_failed_request() -> None:
         server.pages[MODELS] = error(503, "down")
         return error(500)
 
-    with endpoint(dying) as server, pytest.raises(ServerLost, match="stopped answering"):
+    with (
+        endpoint(dying) as server,
+        pytest.raises(ServerLost, match="stopped answering"),
+    ):
         await ask(server.url)
 
 
@@ -440,23 +571,51 @@ async def test_servers_that_stopped_are_told_from_a_failed_request() -> None:
 def test_a_real_server_is_asked_with_its_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    question, picture = draw_examples("test", 1)[0], tmp_path / "scene.png"
+    question = draw_examples("test", 1)[0]
+    picture = tmp_path / "scene.png"
     picture.write_bytes(b64decode(question.png_url.partition(",")[2]))
     data = tmp_path / "questions.jsonl"
-    line = {"image": picture.name, "question": question.question, "answer": question.answer}
+    line = {
+        "image": picture.name,
+        "question": question.question,
+        "answer": question.answer,
+    }
     data.write_text(json.dumps(line))
     flags = ("--autoprune-state", "minillava", "--autoprune-text-tower", str(CLIP))
-    limits = ("--enforce-eager", "--max-model-len", "1024", "--autoprune-requests", "states")
+    limits = (
+        "--enforce-eager",
+        "--max-model-len",
+        "1024",
+        "--autoprune-requests",
+        "states",
+    )
     with serve(LLAVA, *flags, *limits, "--api-key", "k1") as server:
-        assert "status 401: Unauthorized -> give the key that the server" in refuse(server.url)
+        assert "status 401: Unauthorized -> give the key that the server" in refuse(
+            server.url
+        )
         content = build_content(question.question, [question.png_url])
         body = build_body(str(LLAVA), content, tokens=4)
         assert "status 401" in str(Client(server.url).send(body).error)
         evaluation = ["eval", "--data", str(data), "--server-url", f"{server.url}/v1"]
-        evaluation += ["--state", "minillava", "--budgets", "16", "--out", str(tmp_path / "out")]
+        evaluation += [
+            "--state",
+            "minillava",
+            "--budgets",
+            "16",
+            "--out",
+            str(tmp_path / "out"),
+        ]
         assert main(evaluation) == 1, "refused for the key"
         assert main([*evaluation, "--api-key", "k1"]) == 0
         monkeypatch.setenv("OPENAI_API_KEY", "k1")
         assert Client(server.url).send(body).ok
-        probe = ["advise", "--questions", "4", "--server", server.url, "--probe", "336x336"]
+        probe = [
+            "advise",
+            "--questions",
+            "4",
+            "--server",
+            server.url,
+            "--probe",
+            "336x336",
+        ]
         assert main(probe) == 0

@@ -26,7 +26,8 @@ class NotesError(AutopruneError):
 class Notes(RecordFile[Note]):
     """The file under test."""
 
-    adapter, error_type = TypeAdapter(Note), NotesError
+    adapter = TypeAdapter(Note)
+    error_type = NotesError
 
 
 def numbers(path: Path) -> list[int]:
@@ -55,7 +56,9 @@ def test_complete_lines_survive_truncation_anywhere(path: Path) -> None:
         assert numbers(path) == [*complete, 3]
 
 
-@pytest.mark.parametrize("remains", [b"\0" * 50, b"\n", b'{"number":3,\0\0\0', b"{\xff\n"])
+@pytest.mark.parametrize(
+    "remains", [b"\0" * 50, b"\n", b'{"number":3,\0\0\0', b"{\xff\n"]
+)
 def test_remains_of_a_power_failure_are_removed(path: Path, remains: bytes) -> None:
     content = path.read_bytes()
     path.write_bytes(content + remains)
@@ -79,7 +82,9 @@ def test_foreign_content_is_refused_and_left_unchanged(
     path = tmp_path / "f"
     path.write_bytes(content)
     for read in (Notes, numbers):
-        with pytest.raises(NotesError, match=f"^{path}:{line}: not a record .* -> name another"):
+        with pytest.raises(
+            NotesError, match=f"^{path}:{line}: not a record .* -> name another"
+        ):
             read(path)
     assert path.read_bytes() == content
 
@@ -112,7 +117,8 @@ def test_a_disk_that_fails_leaves_nothing_of_a_batch(
     path: Path, number: int, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It reports an error when it is waited for; 0: a write ends half way, and then fails."""
-    content, batch = path.read_bytes(), [Note(number=number) for number in range(3, 9)]
+    content = path.read_bytes()
+    batch = [Note(number=number) for number in range(3, 9)]
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def fail(handle: object) -> None:

@@ -23,8 +23,11 @@ def test_a_spread_has_median_and_quartiles() -> None:
 def test_rounds_of_a_ratio_are_drawn_together() -> None:
     # Every round is as slow for one kind as for the other; the ratio is 2 in each of them.
     under = [1.0, 10.0, 100.0, 1000.0, 10000.0]
-    assert Estimate.ratio_of_medians([2 * x for x in under], under) == Estimate(2.0, 2.0, 2.0)
-    over, under = [float(n % 7) for n in range(40)], [float(n % 5 + 1) for n in range(40)]
+    assert Estimate.ratio_of_medians([2 * x for x in under], under) == Estimate(
+        2.0, 2.0, 2.0
+    )
+    over = [float(n % 7) for n in range(40)]
+    under = [float(n % 5 + 1) for n in range(40)]
     ratio = Estimate.ratio_of_medians(over, under)
     assert ratio.low < ratio.value == 1.0 < ratio.high
     assert Estimate.ratio_of_medians(over, under) == ratio
@@ -53,7 +56,8 @@ def test_figures_of_one_bootstrap_are_paired_and_weights_leave_out_questions() -
 def test_resamples_begin_with_the_sample_and_draw_blocks_of_neighbours(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rows, plain = resample(37, 20, block=6), resample(37, 20)
+    rows = resample(37, 20, block=6)
+    plain = resample(37, 20)
     assert rows.shape == (21, 37) and (rows[0] == np.arange(37)).all()
     assert ((rows[1:, 1:6] - rows[1:, :5]) % 37 == 1).all()
     monkeypatch.setattr(statistics, "_MAX_CELLS", 100)

@@ -22,7 +22,9 @@ ROOT = Path(__file__).resolve().parents[1]
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The unpacked sdist."""
     folder = tmp_path_factory.mktemp("sdist")
-    (archive,) = SdistBuilder(str(ROOT)).build(directory=str(folder), versions=["standard"])
+    (archive,) = SdistBuilder(str(ROOT)).build(
+        directory=str(folder), versions=["standard"]
+    )
     with tarfile.open(archive) as opened:
         opened.extractall(folder, filter="data")
     return next(path for path in folder.iterdir() if path.is_dir())
@@ -32,7 +34,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what the sdist's wheel installs."""
     folder = tmp_path_factory.mktemp("wheel")
-    (path,) = WheelBuilder(str(source)).build(directory=str(folder), versions=["standard"])
+    (path,) = WheelBuilder(str(source)).build(
+        directory=str(folder), versions=["standard"]
+    )
     with zipfile.ZipFile(path) as opened:
         opened.extractall(folder / "installed")
     return folder / "installed"
@@ -79,21 +83,36 @@ raise SystemExit(f"failed: {{failed}}" if failed else 0)
 def test_every_command_runs_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
     """-S reads no .pth file, and so not that of the editable installation."""
     paths = f"{wheel}:{sysconfig.get_paths()['purelib']}"
-    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHONPATH": paths}
+    environment = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(tmp_path),
+        "PYTHONPATH": paths,
+    }
     environment["PYTHONDONTWRITEBYTECODE"] = "1"
     ran = subprocess.run(
         [sys.executable, "-S", "-c", ALL_IN_ONE, str(wheel)],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     output = ran.stdout + ran.stderr
     assert ran.returncode == 0, output[-4000:]
     assert "cdpruner: valid" in output and "clone the repository" not in output
 
 
 def test_the_sdist_builds_the_wheel_of_this_checkout(source: Path, wheel: Path) -> None:
-    here = {f.distribution_path for f in WheelBuilder(str(ROOT)).recurse_included_files()}
+    here = {
+        f.distribution_path for f in WheelBuilder(str(ROOT)).recurse_included_files()
+    }
     information = f"vllm_autoprune-{version('vllm-autoprune')}.dist-info"
-    inside = {path.relative_to(wheel).as_posix() for path in wheel.rglob("*") if path.is_file()}
+    inside = {
+        path.relative_to(wheel).as_posix()
+        for path in wheel.rglob("*")
+        if path.is_file()
+    }
     assert {name for name in inside if not name.startswith(information)} == here
     packages = {"vllm_autoprune", "vllm_autoprune_command.py", "offline_search"}
     assert {name.split("/")[0] for name in here} == packages
@@ -102,5 +121,12 @@ def test_the_sdist_builds_the_wheel_of_this_checkout(source: Path, wheel: Path) 
     assert (wheel / information / "METADATA").read_text().count("\nProject-URL: ") >= 2
     entries = (wheel / information / "entry_points.txt").read_text()
     assert "vllm-autoprune = vllm_autoprune_command:main" in entries
-    for name in ("README.md", "LICENSE", "CITATION.cff", "docs/index.md", "examples", "Dockerfile"):
+    for name in (
+        "README.md",
+        "LICENSE",
+        "CITATION.cff",
+        "docs/index.md",
+        "examples",
+        "Dockerfile",
+    ):
         assert (source / name).exists(), name

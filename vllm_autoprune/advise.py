@@ -63,17 +63,28 @@ _REMEDIES: Mapping[str, str] = {
 class Traffic(FrozenModel):
     """Sizes of the requests on one image; see the module for the symbols."""
 
-    questions: float = Field(ge=1, title="Q", description="mean number of questions on one image")
+    questions: float = Field(
+        ge=1, title="Q", description="mean number of questions on one image"
+    )
     tokens: int = Field(ge=1, title="N", description="visual tokens of an image")
     budget: int = Field(
         ge=1, title="K", description="kept tokens, as 64 or as 1/8 (default: N / 9)"
     )
-    core: int = Field(ge=0, title="K_c", description="core tokens of a split (default: 3/4 of K)")
-    template: int = Field(default=0, ge=0, title="T", description="text tokens before the image")
-    prompt: int = Field(default=32, ge=1, title="U", description="text tokens behind the image")
+    core: int = Field(
+        ge=0, title="K_c", description="core tokens of a split (default: 3/4 of K)"
+    )
+    template: int = Field(
+        default=0, ge=0, title="T", description="text tokens before the image"
+    )
+    prompt: int = Field(
+        default=32, ge=1, title="U", description="text tokens behind the image"
+    )
     answer: int = Field(default=64, ge=1, title="A", description="answer tokens")
     block: int = Field(
-        default=16, ge=0, title="b", description="tokens of a KV block; 0: no prefix cache"
+        default=16,
+        ge=0,
+        title="b",
+        description="tokens of a KV block; 0: no prefix cache",
     )
 
     @field_validator("budget", "core")
@@ -81,7 +92,9 @@ class Traffic(FrozenModel):
     def _check_part(cls, value: int, info: ValidationInfo) -> int:
         name = "tokens" if info.field_name == "budget" else "budget"
         if value > info.data.get(name, math.inf):
-            raise ValueError(f"is {value}: give at most the value of --{name}, {info.data[name]}")
+            raise ValueError(
+                f"is {value}: give at most the value of --{name}, {info.data[name]}"
+            )
         return value
 
     @property
@@ -101,8 +114,12 @@ class Traffic(FrozenModel):
 class Timings(FrozenModel):
     """Measured seconds."""
 
-    decode_image: float = Field(default=0.0, ge=0, description="fetching and decoding one image")
-    processor: float = Field(default=0.0, ge=0, description="the image processor, one image")
+    decode_image: float = Field(
+        default=0.0, ge=0, description="fetching and decoding one image"
+    )
+    processor: float = Field(
+        default=0.0, ge=0, description="the image processor, one image"
+    )
     tower: float = Field(ge=0, description="vision tower and projector, one image")
     selection: float = Field(default=0.0, ge=0, description="one selection")
     request: float = Field(
@@ -136,10 +153,15 @@ class Inputs:
         if "budget" not in self.values:
             # 576 to 64, 2880 to 320; without N it does not matter.
             budget = max(self.values.get("tokens", 1) // 9, 1)
-            self.fill(f"K = {budget}, a ninth of N, because no --budget is given.", budget=budget)
+            self.fill(
+                f"K = {budget}, a ninth of N, because no --budget is given.",
+                budget=budget,
+            )
         if "core" not in self.values:
             core = int(_CORE_SHARE * self.values["budget"])
-            self.fill(f"K_c = {core}, {_CORE_SHARE:.0%} of K: no --core is given.", core=core)
+            self.fill(
+                f"K_c = {core}, {_CORE_SHARE:.0%} of K: no --core is given.", core=core
+            )
         unknown = [name for name in Timings.model_fields if name not in self.values]
         if unknown:
             names = ", ".join(unknown).replace("_", " ")
@@ -175,17 +197,23 @@ class _Estimate:
     def advantage(self) -> str:
         """In words, for which numbers of questions this is cheaper than stock."""
         bounds = self.cheaper_than_stock or {}
-        lower, upper = bounds.get("from"), bounds.get("to")
+        lower = bounds.get("from")
+        upper = bounds.get("to")
         if lower is None:
             return "at no number of questions"
         if upper is not None:
             return f"up to {upper:.1f} questions"
-        return "at any number of questions" if lower <= 1 else f"from {lower:.1f} questions on"
+        return (
+            "at any number of questions"
+            if lower <= 1
+            else f"from {lower:.1f} questions on"
+        )
 
 
 def estimate_ways(traffic: Traffic, timings: Timings) -> dict[Way, _Estimate]:
     """Every way to serve the traffic."""
-    core, later = traffic.served_core, traffic.questions - 1
+    core = traffic.served_core
+    later = traffic.questions - 1
     decoding = (traffic.answer - 1) * timings.decode
 
     def ask(
@@ -197,8 +225,14 @@ def estimate_ways(traffic: Traffic, timings: Timings) -> dict[Way, _Estimate]:
         # The template comes first in the prompt, so its blocks are the first to be found.
         image = visual - max(cached - traffic.template, 0)
         text = max(traffic.template - cached, 0) + traffic.prompt
-        spent = (front_end, tower, selections * timings.selection, timings.request,
-                 image * timings.prefill, text * timings.prefill)  # fmt: skip
+        spent = (
+            front_end,
+            tower,
+            selections * timings.selection,
+            timings.request,
+            image * timings.prefill,
+            text * timings.prefill,
+        )
         return _Question(math.fsum(spent), dict(zip(_REMEDIES, spent, strict=False)))
 
     estimates: dict[Way, _Estimate] = {}
@@ -223,7 +257,10 @@ def estimate_ways(traffic: Traffic, timings: Timings) -> dict[Way, _Estimate]:
             gain = stock.first.ttft - new.ttft
             later_gain = stock.another.ttft - another.ttft
             if gain > 0:
-                advantage = {"from": 1.0, "to": None if later_gain >= 0 else 1 - gain / later_gain}
+                advantage = {
+                    "from": 1.0,
+                    "to": None if later_gain >= 0 else 1 - gain / later_gain,
+                }
             elif later_gain > 0:
                 advantage = {"from": 1 - gain / later_gain, "to": None}
         estimates[way] = _Estimate(
@@ -252,18 +289,27 @@ class _Verdict:
     lines: tuple[str, ...]
 
 
-def judge(
-    traffic: Traffic, estimates: Mapping[Way, _Estimate], repeats: Sequence[Timings] = ()
+def judge(  # noqa: C901
+    traffic: Traffic,
+    estimates: Mapping[Way, _Estimate],
+    repeats: Sequence[Timings] = (),
 ) -> _Verdict:
     """The verdict on the traffic, with its reasons."""
-    questions, stock = traffic.questions, estimates["stock"]
+    questions = traffic.questions
+    stock = estimates["stock"]
     if traffic.budget >= traffic.tokens:
-        reason = f"K = {traffic.budget} keeps every token of an image: nothing is pruned."
+        reason = (
+            f"K = {traffic.budget} keeps every token of an image: nothing is pruned."
+        )
         return _Verdict(False, 1.0, {}, ("Pruning will not help you here.", reason))
     gains = {way: estimate.gain for way, estimate in estimates.items()}
     best = max(_PRUNED, key=lambda way: gains[way])
-    figures = {"gain": [estimate_ways(traffic, timings)[best].gain for timings in repeats]}
-    figures |= {name: [getattr(t, name) for t in repeats] for name in Timings.model_fields}
+    figures = {
+        "gain": [estimate_ways(traffic, timings)[best].gain for timings in repeats]
+    }
+    figures |= {
+        name: [getattr(t, name) for t in repeats] for name in Timings.model_fields
+    }
     intervals = dict[str, tuple[float, float]]()
     for name, figure in figures.items() if repeats else ():
         repetition = Estimate.of_repetition(np.asarray(figure))
@@ -279,7 +325,8 @@ def judge(
     else:
         # Where the time of a mean question goes with stock vLLM, and what would shorten it.
         mean = stock.mean_question
-        image, total = mean[_IMAGE], sum(mean.values())
+        image = mean[_IMAGE]
+        total = sum(mean.values())
         largest = max(mean, key=lambda part: mean[part])
         verdict = "Pruning will not help you here."
         if helps is None:

@@ -91,7 +91,9 @@ class BackboneShape:
         """What its cost counts and what it leaves out."""
         return ASSUMPTIONS if self.linear is None else (*ASSUMPTIONS, _LINEAR_LAYERS)
 
-    def estimate_cost(self, tokens: int, *, text: int = 0, ranking_layers: int = 0) -> Cost:
+    def estimate_cost(
+        self, tokens: int, *, text: int = 0, ranking_layers: int = 0
+    ) -> Cost:
         """Cost of a prompt of K = ``tokens`` visual tokens and ``text`` text tokens.
 
         ``ranking_layers`` with full attention run over all N tokens before the selection, in
@@ -104,17 +106,26 @@ class BackboneShape:
         ]
         if problems:
             raise ConfigError(f"cost on {self.name}", problems)
-        d, m, k, q = self.width, self.feed_forward, self.kv_width, self.query_width or self.width
+        d = self.width
+        m = self.feed_forward
+        k = self.kv_width
+        q = self.query_width or self.width
 
         def count_full(n: int) -> int:
             """Multiply-accumulates of a layer of full attention on ``n`` tokens."""
             return n * d * (2 * q + 2 * k) + 2 * n * n * q + 3 * n * d * m
 
-        n, full = tokens + text, self.layers // (self.linear.every if self.linear else 1)
+        n = tokens + text
+        full = self.layers // (self.linear.every if self.linear else 1)
         macs = full * count_full(n) + ranking_layers * count_full(self.tokens + text)
         if self.linear is not None:
-            a, v = self.linear.key_width, self.linear.value_width
-            linear = n * d * (2 * a + 3 * v) + 3 * n * v * self.linear.key_head + 3 * n * d * m
+            a = self.linear.key_width
+            v = self.linear.value_width
+            linear = (
+                n * d * (2 * a + 3 * v)
+                + 3 * n * v * self.linear.key_head
+                + 3 * n * d * m
+            )
             macs += (self.layers - full) * linear
         kv_bytes = full * n * 2 * k * 2  # keys and values of 16 bits
         return Cost(tokens=tokens, text=text, flops=2 * macs, kv_bytes=kv_bytes)
@@ -131,7 +142,8 @@ class BackboneShape:
         if like is None:
             raise LookupError(f"model_type {config.model_type!r} is not served pruned")
         text = _find_language_config(config)
-        heads, width = text.num_attention_heads, text.hidden_size
+        heads = text.num_attention_heads
+        width = text.hidden_size
         head = getattr(text, "head_dim", None) or width // heads
         feed_forward = text.intermediate_size
         if experts := getattr(text, "num_experts_per_tok", None):
@@ -139,7 +151,9 @@ class BackboneShape:
             routed = experts + getattr(text, "n_shared_experts", 0)
             feed_forward = routed * text.moe_intermediate_size
             feed_forward += getattr(text, "shared_expert_intermediate_size", 0)
-        elif experts := getattr(text, "top_k_experts", None):  # Gemma 4: beside a dense one
+        elif experts := getattr(
+            text, "top_k_experts", None
+        ):  # Gemma 4: beside a dense one
             feed_forward += experts * text.moe_intermediate_size
         shape = replace(
             like,
@@ -167,7 +181,9 @@ class BackboneShape:
 
 def _read_shapes() -> dict[str, BackboneShape]:
     """The table ``backbones.toml``, where ``like`` names the backbone that has the other fields."""
-    table = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    table = tomllib.loads(
+        Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+    )
 
     def fields_of(name: str) -> dict[str, Any]:
         fields = dict(table[name])
@@ -198,7 +214,9 @@ def find_backbone(
         if name in (shape.name, shape.checkpoint):
             return shape
     known = ", ".join(BACKBONE_SHAPES)
-    near = difflib.get_close_matches(name.lower(), list(BACKBONE_SHAPES), n=1, cutoff=0.75)
+    near = difflib.get_close_matches(
+        name.lower(), list(BACKBONE_SHAPES), n=1, cutoff=0.75
+    )
     what = "not a known backbone"
     fix = f"did you mean {near[0]!r}? ({known})" if near else f"use one of {known}"
     if "/" in name or Path(name).is_dir():
@@ -235,7 +253,13 @@ def read_config(name: str) -> PretrainedConfig:
         if not (fields := PretrainedConfig.get_config_dict(name)[0]):
             raise ValueError("it is empty, or there is none")
         return make(fields)
-    except (OSError, ValueError, AttributeError, TypeError, StrictDataclassError) as error:
+    except (
+        OSError,
+        ValueError,
+        AttributeError,
+        TypeError,
+        StrictDataclassError,
+    ) as error:
         what = f"has no config.json of a model, here or on the Hub ({describe_error(error)})"
         fix = "give a folder with one, or the id of a checkpoint that can be fetched"
         raise ConfigError("checkpoint", [Problem(name, what, fix)]) from None
@@ -267,11 +291,17 @@ def count_tower_flops(config: PretrainedConfig, cells: int) -> int:
     from transformers import AutoModelForImageTextToText
 
     with torch.device("meta"):
-        tower = AutoModelForImageTextToText.from_config(config).get_submodule("model.visual")
-    vision, patches, macs = config.vision_config, 4 * cells, 0
+        tower = AutoModelForImageTextToText.from_config(config).get_submodule(
+            "model.visual"
+        )
+    vision = config.vision_config
+    patches = 4 * cells
+    macs = 0
     for name, weight in tower.named_parameters():
         if weight.dim() > 1 and "pos" not in name:  # no embedding of positions
-            macs += (patches if "block" in name or "patch" in name else cells) * weight.numel()
+            macs += (
+                patches if "block" in name or "patch" in name else cells
+            ) * weight.numel()
     full = len(vars(vision).get("fullatt_block_indexes") or range(vision.depth))
     window = (vars(vision).get("window_size", 0) // vision.patch_size) ** 2
     width = tower.get_parameter("blocks.0.attn.proj.weight").shape[0]

@@ -27,7 +27,11 @@ from vllm_autoprune.serving.api.instruction import (
 from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.plan import LANGUAGE_IDS, RELEVANCE_IDS, Ids
 from vllm_autoprune.serving.settings import read_text_tower
-from vllm_autoprune.serving.worker.question import ClipTower, InputEmbeddings, RelevanceSpace
+from vllm_autoprune.serving.worker.question import (
+    ClipTower,
+    InputEmbeddings,
+    RelevanceSpace,
+)
 from vllm_autoprune.tpdsl.prefix import DecoderLayer, DecoderPrefix
 from vllm_autoprune.tpdsl.tokens import (
     Grid,
@@ -63,7 +67,9 @@ def count_tokens(checkpoint: str, width: int, height: int) -> TokenCount:
         model = vars(import_module(module))[name]
         context = InputProcessingContext(config, get_tokenizer(checkpoint))
         info = model._processor_factory.info(context)
-        count: TokenCount = model.autoprune_placeholders.count(info, ImageSize(width, height), {})
+        count: TokenCount = model.autoprune_placeholders.count(
+            info, ImageSize(width, height), {}
+        )
     except (OSError, ValueError, ImportError) as error:
         what = f"its processor cannot be read ({describe_error(error)})"
         fix = "give a folder with its tokenizer and processor, or an id that can be fetched"
@@ -75,7 +81,10 @@ class LlavaVision:
     """A LLaVA-1.5 checkpoint, opened once; ``model`` and ``processor`` are transformers' own."""
 
     def __init__(
-        self, checkpoint: Path, text_tower: Path | None = None, dtype: Dtype = "bfloat16"
+        self,
+        checkpoint: Path,
+        text_tower: Path | None = None,
+        dtype: Dtype = "bfloat16",
     ) -> None:
         """Relevance is measured by the text tower, or else by the language model's embeddings.
 
@@ -84,20 +93,31 @@ class LlavaVision:
         """
         architecture = "LlavaForConditionalGeneration"
         if architecture not in (read_config(str(checkpoint)).architectures or ()):
-            problem = Problem(str(checkpoint), f"is no {architecture}", "give a LLaVA-1.5")
+            problem = Problem(
+                str(checkpoint), f"is no {architecture}", "give a LLaVA-1.5"
+            )
             raise UnsupportedModelError("checkpoint", [problem])
-        from transformers import AutoProcessor, AutoTokenizer, LlavaForConditionalGeneration
+        from transformers import (
+            AutoProcessor,
+            AutoTokenizer,
+            LlavaForConditionalGeneration,
+        )
         from transformers.utils import logging
 
         logging.disable_progress_bar()
         self.processor = AutoProcessor.from_pretrained(checkpoint)
         self.model, loading = LlavaForConditionalGeneration.from_pretrained(
-            checkpoint, dtype=dtype, attn_implementation="eager", output_loading_info=True
+            checkpoint,
+            dtype=dtype,
+            attn_implementation="eager",
+            output_loading_info=True,
         )
         # The tokens that are returned run the model later, outside of no_grad.
         self.model.requires_grad_(False)
         if missing := sorted(loading["missing_keys"]):
-            what = f"lacks weights: {', '.join(missing[:3])}" + ", ..." * (len(missing) > 3)
+            what = f"lacks weights: {', '.join(missing[:3])}" + ", ..." * (
+                len(missing) > 3
+            )
             problem = Problem(str(checkpoint), what, "give a complete checkpoint")
             raise ConfigError("checkpoint", [problem])
         config = self.model.config.vision_config
@@ -117,38 +137,57 @@ class LlavaVision:
     @torch.no_grad()
     def encode(self, image: Image.Image, instruction: str) -> VisualTokens:
         """Visual tokens of an image (B = 1), with every input that can be computed."""
-        prepared = self.processor.image_processor(image.convert("RGB"), return_tensors="pt")
+        prepared = self.processor.image_processor(
+            image.convert("RGB"), return_tensors="pt"
+        )
         tokens = self.encode_pixels(prepared["pixel_values"])
-        tokenizer, model = self.processor.tokenizer, self.model.model.language_model
+        tokenizer = self.processor.tokenizer
+        model = self.model.model.language_model
 
         # The language model's embeddings of the content words.
         parts = split_content_words(truncate_text(instruction))
-        content = [id for part in parts for id in self._tokenize(tokenizer, part, special=False)]
+        content = [
+            id
+            for part in parts
+            for id in self._tokenize(tokenizer, part, special=False)
+        ]
         content = content[-LANGUAGE_IDS:]
         rows = model.embed_tokens(torch.tensor(content, dtype=torch.int64))[None]
 
         # The sequence [start, image (N, D), words], before any layer has run. Without words the
         # start is repeated after the image, as on a server: policies need a text token.
         start = (tokenizer.bos_token_id,)
-        words = self._tokenize(tokenizer, instruction, special=False)[-LANGUAGE_IDS:] or start
-        before, after = (model.embed_tokens(torch.tensor(part)) for part in (start, words))
+        words = (
+            self._tokenize(tokenizer, instruction, special=False)[-LANGUAGE_IDS:]
+            or start
+        )
+        before, after = (
+            model.embed_tokens(torch.tensor(part)) for part in (start, words)
+        )
         sequence = torch.cat([before, tokens.features[0].to(before.dtype), after])
         layers = [_layer(model, block) for block in model.layers]
         return replace(
             tokens,
             instruction=self.embed_instructions(tokens, [instruction]),
             words=Words(rows, torch.ones(1, len(content), dtype=torch.bool)),
-            language=DecoderPrefix(layers, model.norm, sequence, len(start), len(words)),
+            language=DecoderPrefix(
+                layers, model.norm, sequence, len(start), len(words)
+            ),
         )
 
     @torch.no_grad()
     def encode_pixels(self, pixels: Tensor) -> VisualTokens:
         """Visual tokens of processed images ``(B, 3, H, W)``, without the inputs of a question."""
-        tower, project = self.model.model.vision_tower, self.model.model.multi_modal_projector
-        layer, heads = self.model.config.vision_feature_layer, tower.config.num_attention_heads
+        tower = self.model.model.vision_tower
+        project = self.model.model.multi_modal_projector
+        layer = self.model.config.vision_feature_layer
+        heads = tower.config.num_attention_heads
         # They start with the embeddings, so -2 is the output of the second last layer.
-        states = tower(pixels.to(self.model.dtype), output_hidden_states=True).hidden_states
-        hidden, patches = states[layer], states[layer][:, 1:]
+        states = tower(
+            pixels.to(self.model.dtype), output_hidden_states=True
+        ).hidden_states
+        hidden = states[layer]
+        patches = states[layer][:, 1:]
         query, key = _project(tower.encoder.layers[layer], states[layer - 1], heads)
         next_layer = None
         if layer < -1:
@@ -160,23 +199,36 @@ class LlavaVision:
             project(patches),
             self.grid,
             _attend_from_cls(query, key),
-            tower=TowerStates(patches, key.mean(dim=2)[:, 1:], project, hidden[:, :1], next_layer),
+            tower=TowerStates(
+                patches, key.mean(dim=2)[:, 1:], project, hidden[:, :1], next_layer
+            ),
             encoder=patches,
         )
 
     @torch.no_grad()
-    def embed_instructions(self, tokens: VisualTokens, texts: Sequence[str]) -> Instruction:
+    def embed_instructions(
+        self, tokens: VisualTokens, texts: Sequence[str]
+    ) -> Instruction:
         """What relevance to one instruction for each of B images is measured by."""
-        rows = [self._tokenize(self._words, text, special=self._has_tower) for text in texts]
-        rows = [truncate_clip_ids(ids) if self._has_tower else ids[-RELEVANCE_IDS:] for ids in rows]
+        rows = [
+            self._tokenize(self._words, text, special=self._has_tower) for text in texts
+        ]
+        rows = [
+            truncate_clip_ids(ids) if self._has_tower else ids[-RELEVANCE_IDS:]
+            for ids in rows
+        ]
         text, segments = self._relevance.instructions(rows)
         patches = self._relevance.patches(tokens.require_encoder())
         space = tokens.features if patches is None else patches
         return Instruction(space, text, segments, self._relevance.sign)
 
-    def _tokenize(self, tokenizer: PreTrainedTokenizerBase, text: str, special: bool) -> Ids:
+    def _tokenize(
+        self, tokenizer: PreTrainedTokenizerBase, text: str, special: bool
+    ) -> Ids:
         end = truncate_text(text)
-        ids = tokenizer(end, truncation=False, verbose=False, add_special_tokens=special)
+        ids = tokenizer(
+            end, truncation=False, verbose=False, add_special_tokens=special
+        )
         # A literal image token has no meaning here, and in some models no embedding.
         image = None if special else self.model.config.image_token_id
         return tuple(token for token in ids["input_ids"] if token != image)
@@ -197,13 +249,18 @@ def _layer(model: LlamaModel, block: LlamaDecoderLayer) -> DecoderLayer:
         return query[0], key[0], value
 
     return DecoderLayer(
-        block.input_layernorm, heads, attention.o_proj, block.post_attention_layernorm, block.mlp
+        block.input_layernorm,
+        heads,
+        attention.o_proj,
+        block.post_attention_layernorm,
+        block.mlp,
     )
 
 
 def _project(block: nn.Module, states: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     """Queries and keys ``(B, 1 + N, H, Dh)`` of a layer of the tower, in float32."""
-    rows, attention = block.get_submodule("layer_norm1")(states), block.get_submodule("self_attn")
+    rows = block.get_submodule("layer_norm1")(states)
+    attention = block.get_submodule("self_attn")
     query, key = (
         attention.get_submodule(name)(rows).float().unflatten(-1, (heads, -1))
         for name in ("q_proj", "k_proj")

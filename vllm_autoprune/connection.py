@@ -38,7 +38,9 @@ _Client = TypeVar("_Client", httpx.Client, httpx.AsyncClient)
 
 def _check_header(text: str) -> str:
     if not re.fullmatch(r"[\w!#$%&'*+.^`|~-]+\s*=[\x20-\x7e]+", text, re.ASCII):
-        raise ValueError(f"{text.partition('=')[0]!r} is refused: give NAME=VALUE in plain ASCII")
+        raise ValueError(
+            f"{text.partition('=')[0]!r} is refused: give NAME=VALUE in plain ASCII"
+        )
     return text
 
 
@@ -46,7 +48,11 @@ def _check_ca_file(path: Path) -> Path:
     try:
         ssl.create_default_context(cafile=path)
     except OSError as error:  # ssl.SSLError is one
-        reason = "it holds no certificate" if isinstance(error, ssl.SSLError) else error.strerror
+        reason = (
+            "it holds no certificate"
+            if isinstance(error, ssl.SSLError)
+            else error.strerror
+        )
         what = f"{path} cannot be read ({reason})"
         raise ValueError(f"{what}: name a file of certificates in PEM format") from None
     return path
@@ -82,7 +88,8 @@ class Connection(FrozenModel):
 
     def headers(self, url: str) -> httpx.Headers:
         """The key, or the user and password in the address, then ``--header``."""
-        headers, name = httpx.Headers(), "the API key"
+        headers = httpx.Headers()
+        name = "the API key"
         if self.api_key is None:
             name = next(filter(os.environ.get, _KEYS), "")
             key = os.environ.get(name, "").strip()
@@ -90,11 +97,15 @@ class Connection(FrozenModel):
             key = self.api_key.get_secret_value().strip()
         if not (key.isascii() and key.isprintable()):
             fix = "copy the key again, in one line"
-            raise ConfigError("key", [Problem(name, "has a character that no key has", fix)])
+            raise ConfigError(
+                "key", [Problem(name, "has a character that no key has", fix)]
+            )
         if key:
             headers["Authorization"] = f"Bearer {key}"
         if user := _read_url(url).userinfo:
-            headers["Authorization"] = f"Basic {b64encode(unquote_to_bytes(user)).decode()}"
+            headers["Authorization"] = (
+                f"Basic {b64encode(unquote_to_bytes(user)).decode()}"
+            )
         for name, _, value in (text.partition("=") for text in self.header):
             headers[name.strip()] = value.strip()
         return headers
@@ -102,7 +113,8 @@ class Connection(FrozenModel):
 
 def _read_url(text: str) -> httpx.URL:
     """An address as people write it; raises :class:`ConfigError`."""
-    url, fix = httpx.URL(), "give it as http://HOST:PORT"
+    url = httpx.URL()
+    fix = "give it as http://HOST:PORT"
     clean = text.strip().strip("\"'<>")
     with suppress(httpx.InvalidURL):
         url = httpx.URL(clean if "://" in clean else f"http://{clean}")
@@ -112,7 +124,9 @@ def _read_url(text: str) -> httpx.URL:
     if not valid or not (url.port is None or 0 < url.port < 1 << 16):
         fix += ", IPv6 in brackets" if clean.count(":") > 2 else ""
         where = re.sub("//[^/]*@", "//", text)
-        raise ConfigError("server", [Problem(where, "is not the address of a server", fix)])
+        raise ConfigError(
+            "server", [Problem(where, "is not the address of a server", fix)]
+        )
     return url
 
 
@@ -123,7 +137,9 @@ def server_address(text: str) -> str:
     """
     url = _read_url(text)
     path = re.sub("/v1$", "", _api_path(url))
-    return str(url.copy_with(path=path, query=None, fragment=None, userinfo=b"")).rstrip("/")
+    return str(
+        url.copy_with(path=path, query=None, fragment=None, userinfo=b"")
+    ).rstrip("/")
 
 
 def api_address(text: str) -> str:
@@ -143,11 +159,14 @@ def _trust(ca_file: Path | None, insecure: bool) -> ssl.SSLContext:
     """What a server's certificate is checked by; made once, because that takes 60 ms."""
     context = ssl.create_default_context()
     if not context.cert_store_stats()["x509_ca"]:
-        context = httpx.create_ssl_context()  # a system without certificates: those of certifi
+        context = (
+            httpx.create_ssl_context()
+        )  # a system without certificates: those of certifi
     if ca_file is not None:
         context.load_verify_locations(ca_file)
     if insecure:
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
         print(
             "--insecure: certificates are not checked, so whoever is between can read key and data",
             file=sys.stderr,
@@ -155,7 +174,9 @@ def _trust(ca_file: Path | None, insecure: bool) -> ssl.SSLContext:
     return context
 
 
-def make_client(kind: type[_Client], url: str, connection: Connection, **settings: Any) -> _Client:
+def make_client(
+    kind: type[_Client], url: str, connection: Connection, **settings: Any
+) -> _Client:
     """An httpx client for the server at an address, through the proxies of the environment.
 
     ``settings`` are httpx's. Raises :class:`ConfigError` for a proxy that cannot be used.
@@ -171,7 +192,9 @@ def make_client(kind: type[_Client], url: str, connection: Connection, **setting
         if isinstance(error, ImportError):
             fix = 'pip install "httpx[socks]", or unset it'
         what = f"is no proxy that can be used ({str(error).partition('.')[0]})"
-        raise ConfigError("proxy", [Problem(", ".join(proxy_variables()), what, fix)]) from None
+        raise ConfigError(
+            "proxy", [Problem(", ".join(proxy_variables()), what, fix)]
+        ) from None
 
 
 def proxy_variables() -> list[str]:
@@ -197,9 +220,13 @@ def find_address(tried: str) -> str | None:
         places.append(base.copy_with(scheme="http", port=_PORT, path="/v1"))
     with httpx.Client(verify=False, timeout=_GUESS_TIMEOUT) as client:
         for url in (url for url in places if url != base):
-            with suppress(httpx.HTTPError, httpx.InvalidURL, ValueError, RecursionError, TypeError):
+            with suppress(
+                httpx.HTTPError, httpx.InvalidURL, ValueError, RecursionError, TypeError
+            ):
                 response = client.get(f"{url}/models")
                 # The OpenAI format, also of an error.
-                if {"data", "error"} & set(response.json()) and response.status_code != 404:
+                if {"data", "error"} & set(
+                    response.json()
+                ) and response.status_code != 404:
                     return str(url)
     return None

@@ -83,10 +83,13 @@ class Trace:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, policy: PruningPolicy, tokens: VisualTokens, refined: RefinedTokens) -> Trace:
+    def of(
+        cls, policy: PruningPolicy, tokens: VisualTokens, refined: RefinedTokens
+    ) -> Trace:
         """Trace one image, of which ``refined`` is the result of ``policy``."""
         policy = policy.at(tokens.count, tokens.grid.tiles)
-        fallback, quality = FALLBACKS[int(refined.fallback[0])], None
+        fallback = FALLBACKS[int(refined.fallback[0])]
+        quality = None
         if policy.refines and refined.quality is not None and fallback == "none":
             quality = tuple(refined.quality[0].tolist())
         signals = []
@@ -95,10 +98,16 @@ class Trace:
             view = run(VisualTokens, policy.state.source.tokens, ranked)
             for call in policy.state.scoring.signals:
                 if call.weight > 0:
-                    values = min_max_normalise(run_signal(call, view, refined.reference))
-                    signals.append(_SignalTrace(call.atom, call.weight, tuple(values[0].tolist())))
+                    values = min_max_normalise(
+                        run_signal(call, view, refined.reference)
+                    )
+                    signals.append(
+                        _SignalTrace(call.atom, call.weight, tuple(values[0].tolist()))
+                    )
         # The base policy, and the layers that it reads of both towers.
-        base, params, layers = policy.base, policy.state.base_policy.params, list[str]()
+        base = policy.base
+        params = policy.state.base_policy.params
+        layers = list[str]()
         needs = base.needs_of(params)
         if "tower" in needs:
             layers.append("the vision tower's layer before the projector")
@@ -106,23 +115,30 @@ class Trace:
             layers.append("the layer after it")
         language = tokens.language
         if language and (count := base.layers_read(params, language.layers)):
-            layers.append(f"the first {count} of {language.layers} language model layers")
+            layers.append(
+                f"the first {count} of {language.layers} language model layers"
+            )
         reads = f" (reads {' and '.join(layers)})" if layers else ""
         merges = not policy.state.reassembly.idle
         then = "quality g" if quality is not None else "merging" * merges
-        indices, reference = refined.indices[0].tolist(), refined.reference[0].tolist()
+        indices = refined.indices[0].tolist()
+        reference = refined.reference[0].tolist()
         return cls(
             grid=tokens.grid,
             reference=tuple(reference),
             kept=tuple(sorted(indices)),
             left=tuple(sorted(set(reference) - set(indices))),
             entered=tuple(sorted(set(indices) - set(reference))),
-            core=tuple(sorted(indices[: policy.core])) if policy.budget < tokens.count else (),
+            core=tuple(sorted(indices[: policy.core]))
+            if policy.budget < tokens.count
+            else (),
             extra=refined.extra,
             signals=tuple(signals),
             quality=quality,
             fallback=fallback,
-            decided_by=f"{base.name}{reads}, then {then}" if then else f"{base.name} alone{reads}",
+            decided_by=f"{base.name}{reads}, then {then}"
+            if then
+            else f"{base.name} alone{reads}",
         )
 
 
@@ -145,22 +161,28 @@ class Explanation:
     @property
     def summary(self) -> str:
         """One line: state, number of tokens kept, and number exchanged."""
-        trace, state = self.trace, self.policy.state
+        trace = self.trace
+        state = self.policy.state
         summary = f"{self.region}: " if self.region else ""
         summary += f"{state.name} ({state.digest[:12]}) keeps {len(trace.kept) + trace.extra} of "
         summary += f"{trace.grid.tokens} visual tokens"
         if trace.grid.clip:
-            least, most = min(trace.kept_by_frame), max(trace.kept_by_frame)
+            least = min(trace.kept_by_frame)
+            most = max(trace.kept_by_frame)
             summary += f" in {trace.grid.tiles} frames, {least} to {most} of each"
         if trace.fallback != "none":
             return f"{summary}; its scores were not finite, {trace.fallback} selection instead"
         if trace.core and state.core is not None:
-            core = f"; {len(trace.core)} of them are the core, by {state.core.policy.name}"
+            core = (
+                f"; {len(trace.core)} of them are the core, by {state.core.policy.name}"
+            )
             summary += core
-        return f"{summary}; {len(trace.entered)} exchanged; decided by {trace.decided_by}"
+        return (
+            f"{summary}; {len(trace.entered)} exchanged; decided by {trace.decided_by}"
+        )
 
 
-def explain_image(
+def explain_image(  # noqa: C901, PLR0915
     checkpoint: Path,
     text_tower: Path | None,
     policy: PruningPolicy,
@@ -173,9 +195,11 @@ def explain_image(
     and for a clip where the model's are served whole; :class:`UnsupportedModelError` for
     architectures that are not served.
     """
-    backbone, clip = require_served(read_config(str(checkpoint))), None
+    backbone = require_served(read_config(str(checkpoint)))
+    clip = None
     if isinstance(image, Clip):
-        clip, image = image, image.frames[0]
+        clip = image
+        image = image.frames[0]
         if not backbone.clips:
             names = ", ".join(row.name for row in BACKBONES.values() if row.clips)
             what = f"is a {backbone.name}, whose videos are served whole"
@@ -193,8 +217,12 @@ def explain_image(
     from vllm.exceptions import VLLMValidationError
 
     state = policy.state.model_dump(mode="json")
-    settings: dict[str, object] = {"state": state, "cells": "none"}  # all of the picture
-    rule, of_state = policy.by_size or BudgetCall.parse(policy.budget), policy.state.budget
+    settings: dict[str, object] = {
+        "state": state,
+        "cells": "none",
+    }  # all of the picture
+    rule = policy.by_size or BudgetCall.parse(policy.budget)
+    of_state = policy.state.budget
     if policy.clip and policy.state.frames is not None:
         of_state = policy.state.frames.tokens
     if rule != of_state:
@@ -221,26 +249,39 @@ def explain_image(
     visual: dict[str, object] = {"type": "image_pil", "image_pil": image}
     if clip is not None:
         visual = {"type": "video_url", "video_url": {"url": clip.url}}
-    message: Any = {"role": "user", "content": [visual, {"type": "text", "text": question}]}
+    message: Any = {
+        "role": "user",
+        "content": [visual, {"type": "text", "text": question}],
+    }
     with _record(llm) as (selections, tiles):
         try:
             llm.chat([message], SamplingParams(max_tokens=1), use_tqdm=False)
-        except (VLLMValidationError, ValueError) as error:  # of a prompt, or a clip, too long
-            what, fix = str(error).partition("\n")[0], "ask a shorter one"
+        except (
+            VLLMValidationError,
+            ValueError,
+        ) as error:  # of a prompt, or a clip, too long
+            what = str(error).partition("\n")[0]
+            fix = "ask a shorter one"
             fix += ", or give fewer or smaller frames" if clip is not None else ""
             raise ConfigError("explain", [Problem("question", what, fix)]) from None
     if not selections:
-        what = f"K = {rule.rule()} keeps every token of this {'clip' if clip else 'image'}"
+        what = (
+            f"K = {rule.rule()} keeps every token of this {'clip' if clip else 'image'}"
+        )
         raise ConfigError("explain", [Problem("--budget", what, "give a smaller K")])
     if clip is not None:
         trace = Trace.of(*selections[0])
         # A temporal group is several frames, of which the first stands for it.
         of_group = len(clip.frames) / trace.grid.tiles
-        frames = [clip.frames[int(group * of_group)] for group in range(trace.grid.tiles)]
+        frames = [
+            clip.frames[int(group * of_group)] for group in range(trace.grid.tiles)
+        ]
         return [Explanation(image, question, selections[0][0], trace, frames=frames)]
     pictures = _draw_regions(selections, image, tiles, checkpoint)
     explanations = []
-    for number, (picture, selection) in enumerate(zip(pictures, selections, strict=True), 1):
+    for number, (picture, selection) in enumerate(
+        zip(pictures, selections, strict=True), 1
+    ):
         region = f"region {number} of {len(selections)}" if len(selections) > 1 else ""
         trace = Trace.of(*selection)
         explanations.append(Explanation(picture, question, selection[0], trace, region))
@@ -248,7 +289,9 @@ def explain_image(
 
 
 @contextmanager
-def _record(llm: LLM) -> Iterator[tuple[list[_Selection], list[tuple[Tensor, ImageFeatures]]]]:
+def _record(
+    llm: LLM,
+) -> Iterator[tuple[list[_Selection], list[tuple[Tensor, ImageFeatures]]]]:
     """Record every selection of an engine in this process while the context is open.
 
     With the pixels ``(T, 3, H, W)`` of an image's tiles, and the features they became; none of
@@ -261,16 +304,20 @@ def _record(llm: LLM) -> Iterator[tuple[list[_Selection], list[tuple[Tensor, Ima
     (model,) = llm.apply_model(lambda model: model)
     assert isinstance(model, PrunedModel) and model.autoprune is not None
     vision = model.autoprune
-    selections, tiles = list[_Selection](), list[tuple[Tensor, "ImageFeatures"]]()
+    selections = list[_Selection]()
+    tiles = list[tuple[Tensor, "ImageFeatures"]]()
     encode = vision.encode
 
-    def select_and_record(policy: PruningPolicy, tokens: VisualTokens, *more: Any) -> RefinedTokens:
+    def select_and_record(
+        policy: PruningPolicy, tokens: VisualTokens, *more: Any
+    ) -> RefinedTokens:
         refined = select_with_fallback(policy, tokens, *more)
         selections.append((policy, tokens, refined))
         return refined
 
     def encode_and_record(images: Sequence[ImageInputs]) -> list[ImageFeatures]:
-        features, pixels = encode(images), images[0].get("pixel_values")
+        features = encode(images)
+        pixels = images[0].get("pixel_values")
         if pixels is not None and pixels.ndim >= 3:
             tiles.append((pixels.reshape(-1, *pixels.shape[-3:]), features[0]))
         return features
@@ -298,7 +345,10 @@ def _draw_regions(
     normalised_by = (processor.image_mean, processor.image_std)
     mean, std = (torch.tensor(values)[:, None, None] for values in normalised_by)
     levels = ((pixels.cpu().float() * std + mean) * 255).round().clamp(0, 255).byte()
-    pictures = [Image.fromarray(tile.numpy()) for tile in levels.permute(0, 2, 3, 1).contiguous()]
+    pictures = [
+        Image.fromarray(tile.numpy())
+        for tile in levels.permute(0, 2, 3, 1).contiguous()
+    ]
     if len(pictures) == 1:
         return pictures * len(selections)
     budget = sum(policy.budget for policy, _, _ in selections)
@@ -315,7 +365,9 @@ def _draw_regions(
     return [joined if tokens.grid.tiles > 1 else image for _, tokens, _ in selections]
 
 
-def _find_tiles_of_regions(features: ImageFeatures, tiles: int, budget: int) -> list[int]:
+def _find_tiles_of_regions(
+    features: ImageFeatures, tiles: int, budget: int
+) -> list[int]:
     """The tile that each region with a share of K shows; empty where regions are not tiles."""
     regions = features.regions
     if len(regions) != tiles or tiles == 1 or regions[0].order is not None:

@@ -66,7 +66,9 @@ class Metrics:
         self._samples: dict[str, list[tuple[Mapping[str, str], float]]] = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                self._samples.setdefault(sample.name, []).append((sample.labels, sample.value))
+                self._samples.setdefault(sample.name, []).append(
+                    (sample.labels, sample.value)
+                )
 
     def since(self, earlier: Metrics) -> Metrics:
         """What every counter and histogram has gained since an earlier page."""
@@ -82,19 +84,25 @@ class Metrics:
     def total(self, name: str, **labels: str) -> float | None:
         """One metric, summed over the samples with these labels; None where there is none."""
         samples = self._samples.get(name, ())
-        values = [value for present, value in samples if labels.items() <= present.items()]
+        values = [
+            value for present, value in samples if labels.items() <= present.items()
+        ]
         return sum(values) if values else None
 
     def label(self, name: str, label: str) -> str | None:
         """A label's value in the first sample of a metric."""
-        return next((labels.get(label) for labels, _ in self._samples.get(name, ())), None)
+        return next(
+            (labels.get(label) for labels, _ in self._samples.get(name, ())), None
+        )
 
 
 class Failures:
     """What a server made a run wait for; said aloud, because a limited server measures slowly."""
 
     def __init__(self, url: str) -> None:
-        self._url, self._counts, self._longest = url, Counter[str](), _SILENT_WAIT
+        self._url = url
+        self._counts = Counter[str]()
+        self._longest = _SILENT_WAIT
 
     def wait(self, error: Exception, planned: float) -> float:
         """Seconds until the next attempt, by Retry-After up to a minute, else as planned."""
@@ -108,15 +116,21 @@ class Failures:
                 asked = max(0.0, float(header))
         if asked > self._longest:
             self._longest = asked
-            wait = f"{asked:,.0f} s; asked again after {min(asked, _LONGEST_WAIT):.0f} s"
+            wait = (
+                f"{asked:,.0f} s; asked again after {min(asked, _LONGEST_WAIT):.0f} s"
+            )
             print(f"{self._url} asks to wait {wait}", file=sys.stderr, flush=True)
         return min(asked, _LONGEST_WAIT) if asked > 0 else planned
 
     def report(self) -> None:
         """Print how many requests had to be repeated."""
         if self._counts:
-            causes = ", ".join(f"{count} x {what}" for what, count in self._counts.most_common(3))
-            print(f"{self._url} limited this run: {causes}, asked again", file=sys.stderr)
+            causes = ", ".join(
+                f"{count} x {what}" for what, count in self._counts.most_common(3)
+            )
+            print(
+                f"{self._url} limited this run: {causes}, asked again", file=sys.stderr
+            )
 
 
 class ServerClient:
@@ -152,7 +166,9 @@ class ServerClient:
         """The answer to a chat request; :class:`RequestRefused` where the server refuses it."""
         return self._ask(_read_answer, "POST", CHAT, json=body)
 
-    def _ask(self, read: Callable[[httpx.Response], _T], method: str, path: str, **more: Any) -> _T:
+    def _ask(
+        self, read: Callable[[httpx.Response], _T], method: str, path: str, **more: Any
+    ) -> _T:
         """What is read of the answer, at the third attempt where a failure may pass."""
         for planned in (0.5, 1.0):
             try:
@@ -187,7 +203,10 @@ class AsyncServerClient:
     """Client of one server for many concurrent requests; its errors are of :data:`FAILURES`."""
 
     def __init__(
-        self, url: str, max_in_flight: int = MAX_IN_FLIGHT, connection: Connection | None = None
+        self,
+        url: str,
+        max_in_flight: int = MAX_IN_FLIGHT,
+        connection: Connection | None = None,
     ) -> None:
         """As :class:`ServerClient`; requests beyond ``max_in_flight`` wait in order."""
         self.url, self.failures = server_address(url), Failures(server_address(url))
@@ -250,21 +269,30 @@ async def chat_with_retries(
     raise ServerLost(f"{addresses} stopped answering ({failure})")
 
 
-def describe_failure(
-    url: str, error: Exception, server: str = "a vllm serve, such as http://localhost:8000"
+def describe_failure(  # noqa: C901
+    url: str,
+    error: Exception,
+    server: str = "a vllm serve, such as http://localhost:8000",
 ) -> Problem:
     """Why a server cannot be used, by what a request to it raised, and what to do."""
     fix = f"give the address of {server}"
-    guess, text = False, _describe_cause(error, 200)
+    guess = False
+    text = _describe_cause(error, 200)
     match error:
         case httpx.HTTPStatusError(response=response):
-            what, status = f"answers with {describe_rejection(response)}", response.status_code
+            what = f"answers with {describe_rejection(response)}"
+            status = response.status_code
             guess = status in (400, 404, 405)
             if response.has_redirect_location:
-                target = server_address(str(response.url.join(response.headers["location"])))
-                what, fix = f"redirects to {target}", "give that address"
+                target = server_address(
+                    str(response.url.join(response.headers["location"]))
+                )
+                what = f"redirects to {target}"
+                fix = "give that address"
             elif status in (401, 403):
-                fix = "give the key that the server asks for as --api-key or VLLM_API_KEY"
+                fix = (
+                    "give the key that the server asks for as --api-key or VLLM_API_KEY"
+                )
             elif status == 407:
                 fix = f"give {', '.join(proxy_variables())} as http://USER:PASSWORD@HOST:PORT"
             elif not guess:
@@ -277,14 +305,16 @@ def describe_failure(
             fix = "name the certificate of its authority with --ca-file"
         case httpx.TransportError():
             what = f"does not answer ({type(error).__name__}: {text})"
-            fix, guess = "start the server, or correct its address", True
+            fix = "start the server, or correct its address"
+            guess = True
             if proxies := proxy_variables():
                 what += f", asked as {', '.join(proxies)} and NO_PROXY say"
         case RequestRefused():
             what = f"refuses a chat request: {error}"
             fix = "give the key that the server asks for as --api-key, or look into its log"
         case _:
-            what, guess = f"answers in an unknown format ({text})", True
+            what = f"answers in an unknown format ({text})"
+            guess = True
     if guess and (other := find_address(f"{url}/v1")):
         fix = f"give {other}, which answers"
     return Problem(url, what, fix)
@@ -303,7 +333,11 @@ def describe_error(error: Exception) -> str:
     """What a request raised, on one line that begins with its kind."""
     if isinstance(error, httpx.HTTPStatusError):
         return describe_rejection(error.response)
-    kind = type(error).__name__ if isinstance(error, httpx.HTTPError) else "an unknown format"
+    kind = (
+        type(error).__name__
+        if isinstance(error, httpx.HTTPError)
+        else "an unknown format"
+    )
     return f"{kind}: {_describe_cause(error, 300)}"
 
 
@@ -318,7 +352,11 @@ def may_pass(error: Exception) -> bool:
     """Whether another attempt may not meet this failure."""
     if not isinstance(error, httpx.HTTPStatusError):
         return True
-    return error.response.is_server_error or error.response.status_code in (408, 425, 429)
+    return error.response.is_server_error or error.response.status_code in (
+        408,
+        425,
+        429,
+    )
 
 
 def read_object(response: httpx.Response) -> dict[str, Any]:
@@ -342,7 +380,10 @@ def _quote(response: httpx.Response) -> str:
 def _read_models(response: httpx.Response) -> dict[str, int]:
     data = read_object(response).get("data")
     try:
-        models = {str(model["id"]): int(model.get("max_model_len") or 0) for model in data or ()}
+        models = {
+            str(model["id"]): int(model.get("max_model_len") or 0)
+            for model in data or ()
+        }
     except _FORMAT:
         raise ValueError(f"no list of models: {_quote(response)}") from None
     if not models:

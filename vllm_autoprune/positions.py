@@ -21,9 +21,16 @@ def describe_positions(
     """
     backbone = None if config is None else require_served(config)
     if backbone is not None and backbone.mrope:
-        return "true", "Kept tokens keep their places in the image, because the model has M-RoPE."
+        return (
+            "true",
+            "Kept tokens keep their places in the image, because the model has M-RoPE.",
+        )
     if backbone is not None and (reason := find_packed_reason(backbone, config)):
         return "packed", f"Kept tokens stand {POSITIONS['packed']}: the model {reason}."
     text = f"Kept tokens stand {POSITIONS[state.positions]}, as the state says"
-    text += "." if config is not None else "; with M-RoPE they keep their places in the image."
+    text += (
+        "."
+        if config is not None
+        else "; with M-RoPE they keep their places in the image."
+    )
     return state.positions, text

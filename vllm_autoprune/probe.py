@@ -34,7 +34,8 @@ from vllm_autoprune.statistics import resample
 from vllm_autoprune.stream import EMPTY, parse_stream
 
 _ANSWER_TOKENS = 8
-_QUESTION_WORDS, _LONG_WORDS = 16, 600
+_QUESTION_WORDS = 16
+_LONG_WORDS = 600
 _DRAWS = 1000
 _WORDS = (
     "the a red blue green small large round square left right near far above below house tree "
@@ -61,8 +62,10 @@ class _Answer(NamedTuple):
         """TTFT less the engine's queue and prefill."""
         if self.gained is None:
             return None
-        stages = (self.gained.total(f"vllm:request_{stage}_time_seconds_sum") or 0.0
-                  for stage in ("queue", "prefill"))  # fmt: skip
+        stages = (
+            self.gained.total(f"vllm:request_{stage}_time_seconds_sum") or 0.0
+            for stage in ("queue", "prefill")
+        )
         return max(self.ttft - sum(stages), 0.0)
 
 
@@ -70,7 +73,7 @@ _Round = tuple[_Answer, _Answer, _Answer, _Answer]
 """A short text, a long text, a question about a new image, and another one about that image."""
 
 
-def probe_server(
+def probe_server(  # noqa: C901
     client: ServerClient,
     size: tuple[int, int],
     inputs: Inputs,
@@ -83,7 +86,9 @@ def probe_server(
         models = client.list_models()
         name = client.choose_model(models, model)
         before = client.read_metrics()
-        source = random.Random()  # another seed each time, so that no cache knows the images
+        source = (
+            random.Random()
+        )  # another seed each time, so that no cache knows the images
         report("warm-up")
         _ask_round(client, name, models[name], size, source)
         results = list[_Round]()
@@ -109,33 +114,53 @@ def probe_server(
         block=block,
     )
     if any(answer.thinks for answer in answers):
-        inputs.fill("The model thinks before it answers: its first token is one of its thoughts.")
+        inputs.fill(
+            "The model thinks before it answers: its first token is one of its thoughts."
+        )
     if before is None:
-        inputs.fill("The server has no /metrics: front end, selection and tower count as tower.")
-    elif before.total("vllm:num_requests_running") or not all(a.gained for a in answers):
-        inputs.fill("The server was busy while it was probed: times contain waiting for others.")
+        inputs.fill(
+            "The server has no /metrics: front end, selection and tower count as tower."
+        )
+    elif before.total("vllm:num_requests_running") or not all(
+        a.gained for a in answers
+    ):
+        inputs.fill(
+            "The server was busy while it was probed: times contain waiting for others."
+        )
     times = _solve_rounds(results)
     if times["tokens"] < 1:
         fix = "serve a model that takes images"
         raise client.error("an image adds no tokens to a prompt", fix)
     if times["prefill"] <= 0:
-        what, fix = "a longer prompt takes no longer", "probe an idle server"
+        what = "a longer prompt takes no longer"
+        fix = "probe an idle server"
         raise client.error(what, f"{fix}, or give --prefill-ms-per-token")
     if times["tower"] <= 0:
-        inputs.fill("The tower takes too little to be seen beside prefill; it counts as 0.")
+        inputs.fill(
+            "The tower takes too little to be seen beside prefill; it counts as 0."
+        )
     # Mean visual tokens of an image before pruning and after it.
     images = _sum_gained(answers, "autoprune_images_total")
     unpruned, pruned = (
-        round(_sum_gained(answers, "autoprune_visual_tokens_total", stage=stage) / (images or 1))
+        round(
+            _sum_gained(answers, "autoprune_visual_tokens_total", stage=stage)
+            / (images or 1)
+        )
         for stage in ("before", "after")
     )
     if not unpruned and "tokens" not in inputs.values:
-        inputs.fill("N is what an image adds to a prompt, a few tokens of its template included.")
+        inputs.fill(
+            "N is what an image adds to a prompt, a few tokens of its template included."
+        )
     # A server without a state keeps all tokens, which is no budget.
-    inputs.fill(tokens=unpruned or None, budget=pruned if 0 < pruned < unpruned else None)
+    inputs.fill(
+        tokens=unpruned or None, budget=pruned if 0 < pruned < unpruned else None
+    )
     # What flags give is the same in every resample.
     unknown = times.keys() - inputs.values.keys() - {"tokens"}
-    drawn = (_solve_rounds([results[i] for i in row]) for row in resample(rounds, _DRAWS))
+    drawn = (
+        _solve_rounds([results[i] for i in row]) for row in resample(rounds, _DRAWS)
+    )
     inputs.repeats = [{name: each.get(name, 0.0) for name in unknown} for each in drawn]
     inputs.fill(**times)
 
@@ -159,11 +184,20 @@ def _solve_rounds(rounds: Sequence[_Round]) -> dict[str, float]:
     more = tokens[1] - tokens[0]
     per_token = (ttft[1] - ttft[0]) / more if more > 0 else 0.0
     request = max(ttft[0] - per_token * tokens[0], 0.0)
-    times = {"tokens": round(tokens[2] - tokens[0]), "prefill": per_token, "request": request}
+    times = {
+        "tokens": round(tokens[2] - tokens[0]),
+        "prefill": per_token,
+        "request": request,
+    }
     # What an image adds outside the engine, a new one and one that was processed before.
-    outside = [[answer.outside for answer in each if answer.outside is not None] for each in rounds]
+    outside = [
+        [answer.outside for answer in each if answer.outside is not None]
+        for each in rounds
+    ]
     front_end = 0.0
-    if added := [(each[2] - each[0], each[3] - each[0]) for each in outside if len(each) > 3]:
+    if added := [
+        (each[2] - each[0], each[3] - each[0]) for each in outside if len(each) > 3
+    ]:
         front_end = max(median(new for new, _ in added), 0.0)
         # The server keeps what its processor made of an image, but decodes each image again.
         decode_image = min(max(median(known for _, known in added), 0.0), front_end)
@@ -177,13 +211,19 @@ def _solve_rounds(rounds: Sequence[_Round]) -> dict[str, float]:
         times["selection"] = selection = seconds / selections
     tower = ttft[2] - front_end - selection - request - per_token * tokens[2]
     times["tower"] = max(tower, 0.0)
-    if gaps := [gap for each in rounds for answer in (each[0], each[2]) for gap in answer.gaps]:
+    if gaps := [
+        gap for each in rounds for answer in (each[0], each[2]) for gap in answer.gaps
+    ]:
         times["decode"] = median(gaps)
     return times
 
 
 def _ask_round(
-    client: ServerClient, model: str, context: int, size: tuple[int, int], source: random.Random
+    client: ServerClient,
+    model: str,
+    context: int,
+    size: tuple[int, int],
+    source: random.Random,
 ) -> _Round:
     """``context``: longest prompt and answer that the server takes; 0: it does not say."""
     from PIL import Image
@@ -209,12 +249,14 @@ def _ask_round(
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        before, reads = client.read_metrics(), list[tuple[float, bytes]]()
+        before = client.read_metrics()
+        reads = list[tuple[float, bytes]]()
         start = time.perf_counter()
         with client.http.stream("POST", client.url + CHAT, json=body) as response:
             if not response.is_success:
                 response.read()
-                what, fix = "a chat request", "look into the log of the server"
+                what = "a chat request"
+                fix = "look into the log of the server"
                 if images:
                     what = "a request with an image"
                     fix = "serve a model that takes images, and allow one of this size"
@@ -229,7 +271,9 @@ def _ask_round(
         # The only token may be the end of the answer, which has no text.
         ttft = stream.deltas[0] if stream.deltas else reads[-1][0]
         after = client.read_metrics()
-        gained = after.since(before) if after is not None and before is not None else None
+        gained = (
+            after.since(before) if after is not None and before is not None else None
+        )
         # Otherwise another client's request came between.
         if gained and gained.total("vllm:request_prefill_time_seconds_count") != 1:
             gained = None
@@ -237,6 +281,9 @@ def _ask_round(
         return _Answer(ttft, gaps, stream.prompt_tokens, gained, stream.thoughts > 0)
 
     # A word may be more than one token.
-    many, few = min(_LONG_WORDS, context // 3) if context else _LONG_WORDS, _QUESTION_WORDS
-    question = draw(few)  # without the image too, so that it alone makes the difference in tokens
+    many = min(_LONG_WORDS, context // 3) if context else _LONG_WORDS
+    few = _QUESTION_WORDS
+    question = draw(
+        few
+    )  # without the image too, so that it alone makes the difference in tokens
     return ask(question), ask(draw(many)), ask(question, image), ask(draw(few), image)

@@ -87,9 +87,11 @@ class RecordFile(Generic[_R]):
         try:
             yield
         except BlockingIOError:
-            reason, fix = "another process is writing it", "wait for it, or name another place"
+            reason = "another process is writing it"
+            fix = "wait for it, or name another place"
         except OSError as error:
-            reason, fix = error.strerror or str(error), "name a place that can be written"
+            reason = error.strerror or str(error)
+            fix = "name a place that can be written"
             if error.errno in _DISK_FULL:
                 fix = "make room and resume: everything up to here is kept"
         else:
@@ -105,7 +107,9 @@ class RecordFile(Generic[_R]):
         try:
             return cls._read_complete_lines(path)[0]
         except OSError as error:
-            raise cls.error_type(f"{path}: {error.strerror or error} -> {fix}") from None
+            raise cls.error_type(
+                f"{path}: {error.strerror or error} -> {fix}"
+            ) from None
 
     @classmethod
     def _read_complete_lines(cls, path: Path) -> tuple[list[_R], int]:

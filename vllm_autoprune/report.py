@@ -26,7 +26,9 @@ Tone = Literal["good", "bad", "open"]
 """How an answer is marked; ``open``: not decided."""
 CellTone = Literal["", "good", "bad"]
 
-_WITH_INTERVAL = re.compile(r"(?P<figure>[+\-−]?\d[^()]*?) \((?P<interval>[^()]+)\)(?P<mark>†?)")
+_WITH_INTERVAL = re.compile(
+    r"(?P<figure>[+\-−]?\d[^()]*?) \((?P<interval>[^()]+)\)(?P<mark>†?)"
+)
 _JOINT = re.compile(r"(?<=[a-z][_./])(?=[a-z]{2})")
 """Where a long name may be broken on a narrow screen."""
 
@@ -71,7 +73,9 @@ class Table:
         sides = self.align.ljust(len(self.columns), "-")
         rule = [{"l": ":--", "r": "--:"}.get(side, "---") for side in sides]
         rows = [[str(cell).replace("|", "\\|") for cell in row] for row in self.rows]
-        return "\n".join(f"| {' | '.join(row)} |" for row in (list(self.columns), rule, *rows))
+        return "\n".join(
+            f"| {' | '.join(row)} |" for row in (list(self.columns), rule, *rows)
+        )
 
     def cells(self) -> Iterator[list[Cell]]:
         """Rows of the page's table: an interval in brackets stands under its figure."""
@@ -79,7 +83,8 @@ class Table:
             cells = [cell if isinstance(cell, Cell) else Cell(cell) for cell in row]
             for column, cell in enumerate(cells[self.left :], self.left):
                 if match := _WITH_INTERVAL.fullmatch(cell.text):
-                    text, under = match["figure"] + match["mark"], match["interval"]
+                    text = match["figure"] + match["mark"]
+                    under = match["interval"]
                     cells[column] = replace(cell, text=text, under=under)
             yield cells
 
@@ -108,9 +113,13 @@ class Series:
     def draw(self, axes: Axes, marks: dict[str, Mark]) -> None:
         """A line through the points that are not hollow, and every mark by its id in the SVG."""
         colour = _COLOURS[self.colour % len(_COLOURS)]
-        symbol, size = _SYMBOLS[self.colour % len(_SYMBOLS)], 4 if self.dashed else 6
-        solid, dashes = [mark for mark in self.marks if not mark.hollow], "-" + "-" * self.dashed
-        axes.plot([mark.x for mark in solid], [mark.y for mark in solid], dashes, color=colour)
+        symbol = _SYMBOLS[self.colour % len(_SYMBOLS)]
+        size = 4 if self.dashed else 6
+        solid = [mark for mark in self.marks if not mark.hollow]
+        dashes = "-" + "-" * self.dashed
+        axes.plot(
+            [mark.x for mark in solid], [mark.y for mark in solid], dashes, color=colour
+        )
         for mark in self.marks:
             interval = [mark.low, mark.high]
             axes.plot([mark.x] * 2, interval, color=colour, linewidth=1.2, alpha=0.65)
@@ -118,10 +127,24 @@ class Series:
             name = f"mark-{len(marks)}"
             marks[name] = mark
             axes.plot(
-                mark.x, mark.y, symbol, color=colour, markersize=size, fillstyle=fill, gid=name
+                mark.x,
+                mark.y,
+                symbol,
+                color=colour,
+                markersize=size,
+                fillstyle=fill,
+                gid=name,
             )
         # The legend shows the line with a mark, which the line itself has not.
-        axes.plot([], [], dashes, color=colour, label=self.name, marker=symbol, markersize=size)
+        axes.plot(
+            [],
+            [],
+            dashes,
+            color=colour,
+            label=self.name,
+            marker=symbol,
+            markersize=size,
+        )
 
 
 @dataclass(frozen=True)
@@ -146,13 +169,21 @@ class Chart:
                 self.title, "Not drawn: pip install matplotlib"
             )
         style: dict[Any, Any] = {
-            "svg.fonttype": "none", "svg.hashsalt": self.title, "text.parse_math": False,
-            "axes.edgecolor": _SOFT, "axes.labelcolor": _INK, "text.color": _INK,
-            "grid.color": _LINE, "xtick.color": _SOFT, "ytick.color": _SOFT,
+            "svg.fonttype": "none",
+            "svg.hashsalt": self.title,
+            "text.parse_math": False,
+            "axes.edgecolor": _SOFT,
+            "axes.labelcolor": _INK,
+            "text.color": _INK,
+            "grid.color": _LINE,
+            "xtick.color": _SOFT,
+            "ytick.color": _SOFT,
             "axes.spines.top": False,
-            "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
+            "axes.spines.right": False,
+            "axes.grid": True,
+            "axes.axisbelow": True,
             "legend.frameon": False,
-        }  # fmt: skip
+        }
         marks: dict[str, Mark] = {}
         buffer = io.StringIO()
         with matplotlib.rc_context(style), warnings.catch_warnings():
@@ -170,7 +201,9 @@ class Chart:
                 axes.set_yscale("log")
             if len(self.series) > 1 or self.rules:
                 figure.legend(loc="outside upper left", ncols=3, fontsize="small")
-            figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+            figure.savefig(
+                buffer, format="svg", transparent=True, metadata={"Date": None}
+            )
         ElementTree.register_namespace("", _SVG)
         ElementTree.register_namespace("xlink", "http://www.w3.org/1999/xlink")
         root = ElementTree.fromstring(buffer.getvalue())
@@ -184,11 +217,13 @@ class Chart:
         root.set("role", "img")
         root.set("aria-label", f"{self.title}: {self.y_label} over {self.x_label}")
         svg = re.sub(
-            "|".join(_STYLE), lambda c: _STYLE[c[0]], ElementTree.tostring(root, "unicode")
+            "|".join(_STYLE),
+            lambda c: _STYLE[c[0]],
+            ElementTree.tostring(root, "unicode"),
         )
-        return Markup('<figure class="chart"><figcaption>{}</figcaption>{}</figure>').format(
-            self.title, Markup(svg)
-        )
+        return Markup(
+            '<figure class="chart"><figcaption>{}</figcaption>{}</figure>'
+        ).format(self.title, Markup(svg))
 
 
 @dataclass(frozen=True)
@@ -247,10 +282,16 @@ class Document:
 
 _SVG = "http://www.w3.org/2000/svg"
 _STYLE = {
-    "#000001": "var(--ink)", "#000002": "var(--soft)", "#000003": "var(--line)",
-    "#0072b2": "var(--c0)", "#d55e00": "var(--c1)", "#009e73": "var(--c2)",
-    "#b4548f": "var(--c3)", "#b07a00": "var(--c4)", "#3b9bd3": "var(--c5)",
-}  # fmt: skip
+    "#000001": "var(--ink)",
+    "#000002": "var(--soft)",
+    "#000003": "var(--line)",
+    "#0072b2": "var(--c0)",
+    "#d55e00": "var(--c1)",
+    "#009e73": "var(--c2)",
+    "#b4548f": "var(--c3)",
+    "#b07a00": "var(--c4)",
+    "#3b9bd3": "var(--c5)",
+}
 """Colours as they are drawn, by which the style sheet's are told apart in the SVG."""
 _INK, _SOFT, _LINE, *_COLOURS = _STYLE
 _SYMBOLS = "os^DvP"

@@ -40,7 +40,9 @@ class Estimate:
 
     def rounded(self, digits: int) -> Estimate:
         """The same estimate with fewer decimals."""
-        return Estimate(*(round(figure, digits) for figure in (self.value, self.low, self.high)))
+        return Estimate(
+            *(round(figure, digits) for figure in (self.value, self.low, self.high))
+        )
 
     def at_most(self, bound: float) -> Verdict:
         """Whether the figure is at most ``bound``: decided by its whole interval."""
@@ -55,7 +57,9 @@ class Estimate:
         Resamples on which the figure is not defined (not a number) are left out.
         """
         drawn = figure[1:][np.isfinite(figure[1:])]
-        low, high = np.percentile(drawn, (2.5, 97.5)) if len(drawn) else (figure[0], figure[0])
+        low, high = (
+            np.percentile(drawn, (2.5, 97.5)) if len(drawn) else (figure[0], figure[0])
+        )
         return cls(float(figure[0]), float(low), float(high))
 
     @classmethod
@@ -70,16 +74,22 @@ class Estimate:
         return cls(float(figure[0]), float(low), float(high))
 
     @classmethod
-    def ratio_of_medians(cls, over: Sequence[float], under: Sequence[float]) -> Estimate:
+    def ratio_of_medians(
+        cls, over: Sequence[float], under: Sequence[float]
+    ) -> Estimate:
         """median(over) / median(under) of paired rounds, drawn together."""
         rows = resample(len(over), DRAWS)
-        top, bottom = (np.median(np.asarray(values)[rows], axis=1) for values in (over, under))
+        top, bottom = (
+            np.median(np.asarray(values)[rows], axis=1) for values in (over, under)
+        )
         return cls.of(top / bottom)
 
     def count_decimals(self, most: int = 4) -> int:
         """Decimals that show three digits of the width of the interval, as more say nothing."""
         width = self.high - self.low
-        return most if width <= 0 else min(max(2 - math.floor(math.log10(width)), 0), most)
+        return (
+            most if width <= 0 else min(max(2 - math.floor(math.log10(width)), 0), most)
+        )
 
 
 @dataclass(frozen=True)
@@ -94,7 +104,9 @@ class Spread:
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
         """Median and interpolated quartiles of a sample that is not empty."""
-        low, median, high = np.percentile(np.asarray(values, dtype=np.float64), (25, 50, 75))
+        low, median, high = np.percentile(
+            np.asarray(values, dtype=np.float64), (25, 50, 75)
+        )
         return cls(float(median), float(low), float(high), len(values))
 
 
@@ -102,7 +114,8 @@ def correlate_ranks(figures: Floats, references: Floats) -> Floats:
     """Spearman's rank correlation of two figures, ``(S, ...)`` each, over S; ties share a rank."""
     # Twice the rank less its mean is how many are smaller less how many are larger.
     ranks, others = (
-        np.sign(values[:, None] - values).sum(axis=1) for values in (figures, references)
+        np.sign(values[:, None] - values).sum(axis=1)
+        for values in (figures, references)
     )
     with np.errstate(invalid="ignore"):
         spread = np.sqrt((ranks**2).sum(axis=0) * (others**2).sum(axis=0))
@@ -141,16 +154,25 @@ class ClusterBootstrap:
         self._count = len(names)
 
     def mean(
-        self, values: Sequence[float] | Floats, weights: Sequence[float] | Floats | None = None
+        self,
+        values: Sequence[float] | Floats,
+        weights: Sequence[float] | Floats | None = None,
     ) -> Floats:
         """Weighted mean of the sample and of every resample, ``(1 + draws,)``.
 
         values, weights: ``(M,)``. Not a number where all weights of a resample are 0.
         """
-        used = np.ones(len(values)) if weights is None else np.asarray(weights, dtype=np.float64)
+        used = (
+            np.ones(len(values))
+            if weights is None
+            else np.asarray(weights, dtype=np.float64)
+        )
         weighted = np.asarray(values, dtype=np.float64) * used
-        sums, counts = (np.bincount(self._places, part, self._count) for part in (weighted, used))
-        over, under = [], []
+        sums, counts = (
+            np.bincount(self._places, part, self._count) for part in (weighted, used)
+        )
+        over = []
+        under = []
         for rows in _resample_in_chunks(self._count, _CLUSTER_DRAWS):
             over.append(sums[rows].sum(axis=1))
             under.append(counts[rows].sum(axis=1))

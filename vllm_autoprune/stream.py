@@ -34,7 +34,7 @@ class StreamedAnswer(FrozenModel):
     """What is wrong with it, in a line; None where the request was answered."""
 
 
-def parse_stream(
+def parse_stream(  # noqa: C901
     reads: Sequence[tuple[float, bytes]], end: str = "the stream ended without [DONE]"
 ) -> StreamedAnswer:
     """The server-sent events in the pieces of an answer, and the times they were read at.
@@ -47,14 +47,23 @@ def parse_stream(
     if stray and not framed:
         body = b"".join(piece for _, piece in reads).decode(errors="replace")
         events = [(reads[-1][0], body, _parse_object(body))]
-    deltas, text, errors, usage = list[float](), list[str](), list[str](), dict[str, int]()
-    thoughts, answered, finished = 0, False, False
+    deltas = list[float]()
+    text = list[str]()
+    errors = list[str]()
+    usage = dict[str, int]()
+    thoughts = 0
+    answered = False
+    finished = False
     for arrived, data, chunk in events:
         if data.strip() in ("", "[DONE]"):
             finished = finished or bool(data.strip())
             continue
         if chunk is None:
-            what = "an event is not a JSON object" if framed else "the answer is not a stream"
+            what = (
+                "an event is not a JSON object"
+                if framed
+                else "the answer is not a stream"
+            )
             errors.append(f"{what}: {data[:80]}")
             continue
         choices = _list_objects(chunk.get("choices"))
@@ -62,7 +71,9 @@ def parse_stream(
         if failure := read_error({"error": chunk.get("error")} if choices else chunk):
             errors.append(failure)
         # Most servers count in the last chunk, some in every one, some in the choice.
-        for counts in _list_objects([holder.get("usage") for holder in (chunk, *choices)]):
+        for counts in _list_objects(
+            [holder.get("usage") for holder in (chunk, *choices)]
+        ):
             for name in ("prompt_tokens", "completion_tokens"):
                 with contextlib.suppress(ValueError, TypeError, OverflowError):
                     usage[name] = int(counts.get(name, ""))
@@ -83,9 +94,13 @@ def parse_stream(
             answered = answered or answers
             thoughts += not answered
     if deltas and not framed:
-        errors.append("the answer is not a stream, so that its first token cannot be timed")
+        errors.append(
+            "the answer is not a stream, so that its first token cannot be timed"
+        )
     if not finished:
-        errors.append(f"the answer was cut short: {end}{stray and f', after: {stray[:80]}'}")
+        errors.append(
+            f"the answer was cut short: {end}{stray and f', after: {stray[:80]}'}"
+        )
     error = [*errors, None if deltas else EMPTY][0]
     return StreamedAnswer(
         deltas=tuple(deltas),
@@ -105,9 +120,14 @@ def read_message(message: Mapping[str, object]) -> tuple[str, str]:
     thoughts = [next((message[name] for name in _THOUGHTS if message.get(name)), None)]
     answer = list[object]()
     for part in content if isinstance(content, list) else [content]:
-        thinks = isinstance(part, dict) and part.get("type") in ("thinking", "reasoning")
+        thinks = isinstance(part, dict) and part.get("type") in (
+            "thinking",
+            "reasoning",
+        )
         (thoughts if thinks else answer).append(part)
-    return _join_text(answer) or _join_text(message.get("refusal")), _join_text(thoughts)
+    return _join_text(answer) or _join_text(message.get("refusal")), _join_text(
+        thoughts
+    )
 
 
 def read_error(content: object) -> str:
@@ -146,7 +166,10 @@ def _split_events(
     """
     ends = [*accumulate(len(piece) for _, piece in reads)]
     events = list[tuple[float, str, dict[str, Any] | None]]()
-    lines, framed, stray, offset = list[tuple[float, str]](), False, "", 0
+    lines = list[tuple[float, str]]()
+    framed = False
+    stray = ""
+    offset = 0
     body = b"".join(piece for _, piece in reads)
     for line in (*body.splitlines(keepends=True), b""):
         content = line.rstrip(b"\r\n")
@@ -162,7 +185,10 @@ def _split_events(
             chunk = _parse_object(data)
             if chunk is not None or len(lines) == 1:
                 lines = [(lines[-1][0], data)]
-            split = [(arrived, value, chunk or _parse_object(value)) for arrived, value in lines]
+            split = [
+                (arrived, value, chunk or _parse_object(value))
+                for arrived, value in lines
+            ]
             if not line and split[-1][2] is None and split[-1][1].strip() != "[DONE]":
                 stray = split.pop()[1]
             events += split
@@ -181,4 +207,8 @@ def _parse_object(text: str) -> dict[str, Any] | None:
 
 def _list_objects(value: object) -> list[dict[str, Any]]:
     """The JSON objects in a list, if it is one."""
-    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+    return (
+        [item for item in value if isinstance(item, dict)]
+        if isinstance(value, list)
+        else []
+    )

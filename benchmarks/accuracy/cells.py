@@ -21,7 +21,11 @@ from benchmarks.yardsticks.scenes import WORDS
 from vllm_autoprune.evaluation.pictures import _decode
 from vllm_autoprune.tpdsl.cells import Cells, kept_cells
 
-_PATCH, _WIDTH, _HEIGHT, _PAPER, _INK = 16, 960, 800, 245, 20
+_PATCH = 16
+_WIDTH = 960
+_HEIGHT = 800
+_PAPER = 245
+_INK = 20
 _VISIBLE = 4  # grey levels by which a person sees a mark on even ground
 
 _Marks = Sequence[tuple[Sequence[int], Sequence[int], int | str, int, int]]
@@ -30,14 +34,17 @@ _Process = Callable[[Image.Image], Image.Image]
 
 
 def _write(x: int = 50, step: int = 26) -> _Marks:
-    rng, tops = Random(0), range(44, 740, step)
+    rng = Random(0)
+    tops = range(44, 740, step)
     lines = [" ".join(rng.choices(WORDS, k=rng.randint(4, 11))) for _ in tops]
     return [([x], [y], line, 18, _INK) for y, line in zip(tops, lines, strict=True)]
 
 
 def _draw_boxes(step: int) -> _Marks:
     """Check boxes, of which every third is ticked."""
-    outer, inner, ticks = range(40, 680, step), range(42, 680, step), range(45, 680, 3 * step)
+    outer = range(40, 680, step)
+    inner = range(42, 680, step)
+    ticks = range(45, 680, 3 * step)
     edges = ([72], outer, 16, 16, _INK), ([74], inner, 12, 12, _PAPER)
     return [*edges, ([77], ticks, 6, 6, _INK)]
 
@@ -45,7 +52,11 @@ def _draw_boxes(step: int) -> _Marks:
 def _draw_board(side: int) -> _Marks:
     odd, even = (range(start, 64 + 8 * side, 2 * side) for start in (64, 64 + side))
     squares = (odd, odd, side, side, 150), (even, even, side, side, 150)
-    return [*squares, (odd, odd[:1], "R", side - 16, _INK), (even, odd[3:], "P", side - 16, _INK)]
+    return [
+        *squares,
+        (odd, odd[:1], "R", side - 16, _INK),
+        (even, odd[3:], "P", side - 16, _INK),
+    ]
 
 
 def _compress(image: Image.Image, quality: int) -> Image.Image:
@@ -64,7 +75,9 @@ def _draw(marks: _Marks, process: _Process) -> NDArray[np.uint8]:
                 pen.rectangle((x, y, x + width - 1, y + height - 1), grey)
     pixels = np.asarray(process(image))
     rows, columns = (side // (2 * _PATCH) for side in pixels.shape)
-    patches = pixels.reshape(rows, 2, _PATCH, columns, 2, _PATCH).transpose(0, 3, 1, 4, 2, 5)
+    patches = pixels.reshape(rows, 2, _PATCH, columns, 2, _PATCH).transpose(
+        0, 3, 1, 4, 2, 5
+    )
     return patches.reshape(rows, columns, 4, 1, -1)
 
 
@@ -78,18 +91,43 @@ _KINDS: dict[str, tuple[_Marks, _Marks] | tuple[_Marks, _Marks, _Process]] = {
     "text": (_write(), []),
     "check boxes every 32 pixels": (_draw_boxes(32), _write(140)),
     "check boxes every 40 pixels": (_draw_boxes(40), _write(140)),
-    "dot leaders every 8 pixels": ([(range(320, 800, 8), range(56, 690, 52), 2, 2, _INK)], []),
-    "dot leaders every 7 pixels": ([(range(320, 800, 7), range(56, 690, 52), 2, 2, _INK)], []),
-    "lone points of 3 x 3 pixels": ([(range(50, 900, 117), range(60, 760, 97), 3, 3, _INK)], []),
+    "dot leaders every 8 pixels": (
+        [(range(320, 800, 8), range(56, 690, 52), 2, 2, _INK)],
+        [],
+    ),
+    "dot leaders every 7 pixels": (
+        [(range(320, 800, 7), range(56, 690, 52), 2, 2, _INK)],
+        [],
+    ),
+    "lone points of 3 x 3 pixels": (
+        [(range(50, 900, 117), range(60, 760, 97), 3, 3, _INK)],
+        [],
+    ),
     "lines of one pixel": ([([60], range(70, 701, 90), 841, 1, 190)], _write()),
-    "watermark of 6 levels": ([([60], [300], "DRAFT", 250, _PAPER - 6)], _write(step=52)),
+    "watermark of 6 levels": (
+        [([60], [300], "DRAFT", 250, _PAPER - 6)],
+        _write(step=52),
+    ),
     "board of 60 pixels a square": (_draw_board(60), []),
     "board of 64 pixels a square": (_draw_board(64), []),
-    "bars of a chart": ([([x], [x // 2], 90, 700 - x // 2, 90) for x in range(80, 880, 160)], []),
-    "noise of one level": (_write(), [], lambda im: Image.fromarray(np.asarray(im) + _NOISE)),
-    **{f"JPEG {q}": (_write(), [], partial(_compress, quality=q)) for q in (95, 75, 50)},
+    "bars of a chart": (
+        [([x], [x // 2], 90, 700 - x // 2, 90) for x in range(80, 880, 160)],
+        [],
+    ),
+    "noise of one level": (
+        _write(),
+        [],
+        lambda im: Image.fromarray(np.asarray(im) + _NOISE),
+    ),
+    **{
+        f"JPEG {q}": (_write(), [], partial(_compress, quality=q)) for q in (95, 75, 50)
+    },
     "screenshot": (_WIDGETS, _WINDOW),
-    "screenshot scaled by 0.8": (_WIDGETS, _WINDOW, lambda image: image.resize((768, 640), 3)),
+    "screenshot scaled by 0.8": (
+        _WIDGETS,
+        _WINDOW,
+        lambda image: image.resize((768, 640), 3),
+    ),
 }
 
 
@@ -97,7 +135,8 @@ def count_losses() -> Iterator[tuple[str | int, ...]]:
     """Kind, rule, cells, kept ones, those with marks, of these dropped, of these one colour."""
     for name, (marks, ground, *processes) in _KINDS.items():
         process = processes[0] if processes else Image.Image.copy
-        cells, bare = _draw([*ground, *marks], process), _draw(ground, process)
+        cells = _draw([*ground, *marks], process)
+        bare = _draw(ground, process)
         marked = (abs(cells.astype(int) - bare).max((2, 3, 4)) >= _VISIBLE).ravel()
         even = (np.ptp(cells, (2, 3, 4)) == 0).ravel()
         for rule in ("flat", "predicted", "flat:2", "predicted:2", "flat:8"):
@@ -109,5 +148,13 @@ def count_losses() -> Iterator[tuple[str | int, ...]]:
 
 
 if __name__ == "__main__":
-    head = ("kind", "rule", "cells", "kept", "marks", "dropped", "dropped_of_one_colour")
+    head = (
+        "kind",
+        "rule",
+        "cells",
+        "kept",
+        "marks",
+        "dropped",
+        "dropped_of_one_colour",
+    )
     csv.writer(sys.stdout, lineterminator="\n").writerows((head, *count_losses()))

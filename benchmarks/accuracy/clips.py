@@ -43,7 +43,9 @@ _STATES = ("vcast", "echoprune", "evs", "vidcom2", "cen_divprune", "cen_cdpruner
 _SHARES = ("1/2", "1/4", "1/8", "1/16")
 # Sides in tokens of square frames that have no more than a share; with one a frame none is right.
 _SIDES = {"1/2": 4, "1/4": 3, "1/8": 2}
-_FRAMES, _TOKENS, _LONG_STATES = (8, 16, 32, 64), (72, 144, 288), ("vcast", "vidcom2")
+_FRAMES = (8, 16, 32, 64)
+_TOKENS = (72, 144, 288)
+_LONG_STATES = ("vcast", "vidcom2")
 _LOWER = "lower resolution"
 
 
@@ -59,9 +61,13 @@ class _Answers:
     clips: Sequence[str] = ()
 
     def add(
-        self, server: Server, journal: Path, data: Path, frames: int,
+        self,
+        server: Server,
+        journal: Path,
+        data: Path,
+        frames: int,
         cases: Mapping[tuple[str, str], Case],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Ask about ``frames`` of each clip of a folder; a journal may have some of the answers.
 
         Raises :class:`BenchmarkError` if any is missing.
@@ -77,16 +83,21 @@ class _Answers:
             answers = [by_id[q.record.id] for q in questions if q.record.id in by_id]
             scores = [answer.score for answer in answers if answer.score is not None]
             if len(scores) < len(questions):
-                why = written.contents.cases[case.name].refused or "some requests failed"
+                why = (
+                    written.contents.cases[case.name].refused or "some requests failed"
+                )
                 raise BenchmarkError(f"{journal}: {case.name}: {why} -> start again")
             self.rights[name] = np.array(scores)
-            self.prompts[name] = np.array([answer.prompt_tokens for answer in answers], float)
+            self.prompts[name] = np.array(
+                [answer.prompt_tokens for answer in answers], float
+            )
         self.kinds = [question.record.topic for question in questions]
         self.clips = [question.record.image for question in questions]
 
     def write(self, table: Table) -> None:
         """Add rows of all questions and of each kind, with intervals over clips."""
-        kinds, clips = np.array(self.kinds), np.array(self.clips)
+        kinds = np.array(self.kinds)
+        clips = np.array(self.clips)
         for kind in ("all", *CATEGORIES["clips"]["clips"]):
             asked = kinds == kind if kind != "all" else np.ones(len(kinds), bool)
             bootstrap = ClusterBootstrap(clips[asked].tolist())
@@ -95,12 +106,19 @@ class _Answers:
                 for baseline in self.baselines:
                     other = self.rights.get((baseline, budget))
                     if other is not None and method != baseline:
-                        figures[f"right less {baseline}", "points"] = 100 * (right - other)
+                        figures[f"right less {baseline}", "points"] = 100 * (
+                            right - other
+                        )
                 if kind == "all":
                     figures["prompt", "tokens"] = self.prompts[method, budget]
                 for (what, unit), values in figures.items():
                     estimate = Estimate.of(bootstrap.mean(values[asked]))
-                    table.add(what, f"{self.title}, {budget}; {method}; {kind}", estimate, unit)
+                    table.add(
+                        what,
+                        f"{self.title}, {budget}; {method}; {kind}",
+                        estimate,
+                        unit,
+                    )
 
 
 def _name(case: Case, behind: str = "") -> tuple[str, str]:
@@ -116,7 +134,9 @@ def _shrink(data: Path, out: Path, side: int) -> Path:
         copy.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".png":
             _, frame = _decode(path.read_bytes())
-            frame.resize((side * TOKEN, side * TOKEN), Image.Resampling.BICUBIC).save(copy)
+            frame.resize((side * TOKEN, side * TOKEN), Image.Resampling.BICUBIC).save(
+                copy
+            )
         else:
             shutil.copy(path, copy)
     return out
@@ -124,10 +144,16 @@ def _shrink(data: Path, out: Path, side: int) -> Path:
 
 def main() -> int:
     """Ask, and print rows of ``docs/data``; returns the exit status, 1 after an error."""
-    parser = CommandParser(prog="python -m benchmarks.accuracy.clips", description=__doc__)
-    parser.add_argument("--clips", type=int, default=96, help="of the test split, in each part")
+    parser = CommandParser(
+        prog="python -m benchmarks.accuracy.clips", description=__doc__
+    )
+    parser.add_argument(
+        "--clips", type=int, default=96, help="of the test split, in each part"
+    )
     text = "folder of files, where what was answered is not asked again"
-    parser.add_argument("--out", type=Path, default=Path("out/accuracy-clips"), help=text)
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/accuracy-clips"), help=text
+    )
     options = parser.parse_args()
     end_servers_on_sigterm()
     try:
@@ -147,7 +173,9 @@ def _measure(out: Path, clips: int) -> None:
     longer = _Answers(f"clips of {_FRAMES[-1]} frames", (f"vcast of {few} frames",))
     answers = out / weights_digest(CHECKPOINTS["clips"])
     answers.mkdir(exist_ok=True)
-    with serve(CHECKPOINTS["clips"], *_FLAGS.split(), log=out / "server.log") as started:
+    with serve(
+        CHECKPOINTS["clips"], *_FLAGS.split(), log=out / "server.log"
+    ) as started:
         server = Server(started.url, Connection(), None, MAX_IN_FLIGHT)
         cases = build_cases(_STATES, _SHARES, frames=few)
         named = {_name(case): case for case in cases}
@@ -163,7 +191,9 @@ def _measure(out: Path, clips: int) -> None:
                 for case in cases
                 if case.label in ("full", *_LONG_STATES)
             }
-            longer.add(server, answers / f"{frames}-frames.jsonl", out / "long", frames, named)
+            longer.add(
+                server, answers / f"{frames}-frames.jsonl", out / "long", frames, named
+            )
     table = Table()
     equal.write(table)
     longer.write(table)

@@ -78,7 +78,8 @@ def _build_cases(
     state_name: str, budgets: Sequence[int | str], positions: Sequence[Positions]
 ) -> list[Case]:
     """All tokens, and a state at each K and position, packed the first of them."""
-    state, cases = load_state(state_name), [FULL]
+    state = load_state(state_name)
+    cases = [FULL]
     for budget in budgets:
         for place in positions:
             # In the state for its digest; beside it because a flag of the server goes before that.
@@ -99,11 +100,20 @@ def _build_cases(
 def _compare(contents: Contents, cases: Sequence[Case]) -> Iterator[_Row]:
     """A row of each benchmark and case of which every question is scored."""
     for benchmark in dict.fromkeys(q.benchmark for q in contents.questions.values()):
-        images = {q.id: q.image for q in contents.questions.values() if q.benchmark == benchmark}
-        bootstrap, means = ClusterBootstrap([*images.values()]), dict[str, Floats]()
+        images = {
+            q.id: q.image
+            for q in contents.questions.values()
+            if q.benchmark == benchmark
+        }
+        bootstrap = ClusterBootstrap([*images.values()])
+        means = dict[str, Floats]()
         for case in cases:
             answers = contents.answers.get(case.name, {})
-            scores = [a.score for id in images if (a := answers.get(id)) and a.score is not None]
+            scores = [
+                a.score
+                for id in images
+                if (a := answers.get(id)) and a.score is not None
+            ]
             if len(scores) < len(images):
                 continue
             means[case.name] = mean = 100 * bootstrap.mean(scores)
@@ -112,7 +122,10 @@ def _compare(contents: Contents, cases: Sequence[Case]) -> Iterator[_Row]:
                 benchmark=benchmark,
                 case=case.name,
                 right=Estimate.of(mean).rounded(2),
-                less={o: Estimate.of(mean - means[o]).rounded(2) for o in others - {case.name}},
+                less={
+                    o: Estimate.of(mean - means[o]).rounded(2)
+                    for o in others - {case.name}
+                },
                 questions=len(images),
                 images=len({*images.values()}),
             )
@@ -133,7 +146,8 @@ def _find_faults(contents: Contents, cases: Sequence[Case]) -> Iterator[str]:
 
 def _measure(key: str, options: argparse.Namespace) -> _Result:
     """Ask one model what is missing, and compare."""
-    model, url = _MODELS[key], getattr(options, key)
+    model = _MODELS[key]
+    url = getattr(options, key)
     connection = read_connection(options)
     with ServerClient(url, connection) as client, client.reporting_failures():
         served = client.choose_model(client.list_models(), None)
@@ -173,10 +187,21 @@ def _format(result: _Result) -> str:
         packed = next((name for name in row.less if name != FULL.name), "")
         differences = (row.less.get(name) for name in (FULL.name, packed))
         figures = (
-            format_estimate(x, between=" to ") if x else "" for x in (row.right, *differences)
+            format_estimate(x, between=" to ") if x else ""
+            for x in (row.right, *differences)
         )
-        lines.append([row.benchmark, row.case, *figures, f"{row.questions:,}", f"{row.images:,}"])
-    head = ["benchmark", "case", "% right", "less full", "less packed", "questions", "images"]
+        lines.append(
+            [row.benchmark, row.case, *figures, f"{row.questions:,}", f"{row.images:,}"]
+        )
+    head = [
+        "benchmark",
+        "case",
+        "% right",
+        "less full",
+        "less packed",
+        "questions",
+        "images",
+    ]
     title = f"## {result.model}: {result.served}, {result.state}"
     reasons = [f"Not valid: {reason}" for reason in result.reasons]
     return "\n\n".join([title, *reasons, Table("", head, lines, "ll").markdown()])
@@ -184,19 +209,38 @@ def _format(result: _Result) -> str:
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The flags of the command."""
-    parser = CommandParser(prog="python -m benchmarks.accuracy.positions", description=__doc__)
+    parser = CommandParser(
+        prog="python -m benchmarks.accuracy.positions", description=__doc__
+    )
     add = parser.add_argument
     for key, model in _MODELS.items():
         add(f"--{key}", metavar="URL", help=f"a running vllm serve of {model.title}")
     add("--lmms-eval", default="lmms-eval", metavar="PROGRAM", help="path of lmms-eval")
-    add("--state", default="divprune", help="state whose tokens are kept: a file or a name")
-    add("--spread", action="store_true", help="also spread evenly over the image's span")
+    add(
+        "--state",
+        default="divprune",
+        help="state whose tokens are kept: a file or a name",
+    )
+    add(
+        "--spread", action="store_true", help="also spread evenly over the image's span"
+    )
     text = "task of lmms-eval with boxes (default: by the model)"
     add("--grounding", metavar="TASK", help=text)
-    add("--limit", type=int, metavar="N", help="questions of each task, from its beginning")
+    add(
+        "--limit",
+        type=int,
+        metavar="N",
+        help="questions of each task, from its beginning",
+    )
     text = "concurrent requests"
     add("--at-once", type=int, default=32, dest="concurrency", metavar="N", help=text)
-    add("--out", type=Path, default=Path("out/positions"), metavar="FOLDER", help="journals")
+    add(
+        "--out",
+        type=Path,
+        default=Path("out/positions"),
+        metavar="FOLDER",
+        help="journals",
+    )
     add("--resume", action="store_true", help="continue what is in --out")
     add("--json", action="store_true", help="print JSON")
     add_connection_flags(parser)
@@ -225,7 +269,9 @@ def main() -> int:
         }
         print(json.dumps(record, indent=1))
     else:
-        table = Table("", [*published[0]], [[*row.values()] for row in published], "ll----l")
+        table = Table(
+            "", [*published[0]], [[*row.values()] for row in published], "ll----l"
+        )
         print(*map(_format, results), "## Published", table.markdown(), sep="\n\n")
     return int(any(result.reasons for result in results))
 

@@ -59,8 +59,13 @@ def _build_cases(yardstick: Yardstick, names: Sequence[str] = ()) -> list[Case]:
     videos are left out.
     """
     available = yardstick.available
-    others = [name.partition("@")[0] for name in names if name not in ("full", *_CONTROLS)]
-    states = {name: load_state(name) for name in dict.fromkeys((*BASE_POLICIES, *_STATES, *others))}
+    others = [
+        name.partition("@")[0] for name in names if name not in ("full", *_CONTROLS)
+    ]
+    states = {
+        name: load_state(name)
+        for name in dict.fromkeys((*BASE_POLICIES, *_STATES, *others))
+    }
     cases = [Case("full", ALL_TOKENS)]
     for budget in yardstick.budgets:
         cases += [Case(control, budget) for control in _CONTROLS]
@@ -74,13 +79,18 @@ def _build_cases(yardstick: Yardstick, names: Sequence[str] = ()) -> list[Case]:
                 base += "@packed"
             cases.append(Case(name, budget, state=state, base=base))
             before = state.model_copy(update={"rank_at": "merger_in"})
-            if name not in _WITHOUT_FEATURES and materialize(before, 16).needs <= available:
+            if (
+                name not in _WITHOUT_FEATURES
+                and materialize(before, 16).needs <= available
+            ):
                 cases.append(Case(f"{name}{_BEFORE}", budget, state=before, base=name))
             if yardstick.has_one_axis:
                 other = "true" if state.positions == "packed" else "packed"
                 moved = state.model_copy(update={"positions": other})
                 cases.append(Case(f"{name}@{other}", budget, state=moved, base=name))
-    return [case for case in cases if not names or case.name in {*names, "full", "resized"}]
+    return [
+        case for case in cases if not names or case.name in {*names, "full", "resized"}
+    ]
 
 
 @dataclass(frozen=True)
@@ -113,18 +123,29 @@ def _measure(
     yardstick: Yardstick, cases: Sequence[Case], examples: Sequence[Example]
 ) -> Iterator[_Row]:
     """Rows of every case: of all questions, of each category, and of each kind."""
-    scores: dict[tuple[str, str], list[Scores]] = {(c.name, c.budget.label): [] for c in cases}
+    scores: dict[tuple[str, str], list[Scores]] = {
+        (c.name, c.budget.label): [] for c in cases
+    }
     log_progress(f"{len(cases)} cases on {yardstick.name}")
     for batch in yardstick.batches(examples):
         encoded = yardstick.encode(batch)
         for case in cases:
             scores[case.name, case.budget.label].append(encoded.score(case))
-    rights = {place: torch.cat([s.right for s in of]).double().numpy()
-              for place, of in scores.items()}  # fmt: skip
+    rights = {
+        place: torch.cat([s.right for s in of]).double().numpy()
+        for place, of in scores.items()
+    }
     categories = CATEGORIES[yardstick.key]
-    parts: list[tuple[str | None, str | None]] = [(None, None), *((c, None) for c in categories)]
-    parts += [(category, kind) for category, kinds in categories.items() for kind in kinds]
-    image_of, kind_of = (np.array([getattr(e, n) for e in examples]) for n in ("image_id", "kind"))
+    parts: list[tuple[str | None, str | None]] = [
+        (None, None),
+        *((c, None) for c in categories),
+    ]
+    parts += [
+        (category, kind) for category, kinds in categories.items() for kind in kinds
+    ]
+    image_of, kind_of = (
+        np.array([getattr(e, n) for e in examples]) for n in ("image_id", "kind")
+    )
     for category, kind in parts:
         kinds = categories[category] if category else tuple(kind_of)
         members = np.isin(kind_of, [kind] if kind else kinds)
@@ -132,7 +153,9 @@ def _measure(
             continue
         bootstrap = ClusterBootstrap(image_of[members].tolist())
 
-        def percent(values: Floats, bootstrap: ClusterBootstrap = bootstrap) -> Estimate:
+        def percent(
+            values: Floats, bootstrap: ClusterBootstrap = bootstrap
+        ) -> Estimate:
             return Estimate.of(100 * bootstrap.mean(values)).rounded(2)
 
         for case in cases:
@@ -143,12 +166,18 @@ def _measure(
                 other = None if name == case.name else rights.get((name, label))
                 less[name] = None if other is None else percent(right - other[members])
             # Rounded one by one, as they were when the figures of the page were computed.
-            logprobs = torch.cat([s.logprob for s in scores[case.name, label]]).double().numpy()
+            logprobs = (
+                torch.cat([s.logprob for s in scores[case.name, label]])
+                .double()
+                .numpy()
+            )
             yield _Row(
                 yardstick=yardstick.name,
                 budget=label,
                 name=case.name,
-                reads_question=materialize(case.state).reads_instruction if case.state else None,
+                reads_question=materialize(case.state).reads_instruction
+                if case.state
+                else None,
                 digest="" if case.state is None else case.state.digest[:12],
                 category=category,
                 kind=kind,
@@ -182,7 +211,9 @@ def _as_csv(rows: Sequence[_Row]) -> str:
     return text.getvalue()
 
 
-def _as_markdown(yardstick: Yardstick, rows: Sequence[_Row], split: str = "test") -> str:
+def _as_markdown(
+    yardstick: Yardstick, rows: Sequence[_Row], split: str = "test"
+) -> str:
     """The table of all cases but those compared with another of their state.
 
     What a search found is in bold. A cell is per cent right, then points more than resizing ± the
@@ -199,11 +230,15 @@ def _as_markdown(yardstick: Yardstick, rows: Sequence[_Row], split: str = "test"
             if more := row.less_resized:
                 width = max(more.high - more.value, more.value - more.low)
                 figure += f" {more.value:+.1f}±{width:.1f}"
-            label = f"**{row.name}**" if row.name == yardstick.search_result else row.name
+            label = (
+                f"**{row.name}**" if row.name == yardstick.search_result else row.name
+            )
             method = cells.setdefault(row.name, {"method": label, "question": reads})
             method[row.budget] = figure
     columns = ("method", "question", *(budget.label for budget in yardstick.budgets))
-    table = [[method.get(column, "-") for column in columns] for method in cells.values()]
+    table = [
+        [method.get(column, "-") for column in columns] for method in cells.values()
+    ]
     return (
         f"### {yardstick.name}\n\n{yardstick.model}; {full.questions} questions about {images}. "
         f"With all tokens ({full.tokens:.1f} on average) {right} are right.\n\n"
@@ -218,7 +253,9 @@ def _tabulate_positions(yardstick: Yardstick, rows: Sequence[_Row]) -> str:
     right: dict[str, dict[str, str]] = {}
     for row in rows:
         if row.budget == label and (row.kind or row.category is None):
-            right.setdefault(row.kind or "all", {})[row.name] = f"{row.accuracy.value:.1f}"
+            right.setdefault(row.kind or "all", {})[row.name] = (
+                f"{row.accuracy.value:.1f}"
+            )
     table = [
         [kind, *(f"{by_name[f'{name}@packed']}→{by_name[name]}" for name in states)]
         for kind, by_name in right.items()
@@ -233,17 +270,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="python -m benchmarks.accuracy.yardsticks",
         description="Measure base policies, states and controls on mini-LLaVA and mini-Qwen3-VL.",
     )
-    add, text = parser.add_argument, "models to measure on"
-    add("--yardsticks", nargs="+", default=list(YARDSTICKS), choices=YARDSTICKS, help=text)
+    add = parser.add_argument
+    text = "models to measure on"
+    add(
+        "--yardsticks",
+        nargs="+",
+        default=list(YARDSTICKS),
+        choices=YARDSTICKS,
+        help=text,
+    )
     add("--checkpoint", type=Path, help="another training of a single yardstick")
     add("--split", choices=SPLITS, default="test", help="of the questions")
     add("--images", type=int, default=100, help="images of the split")
-    add("--methods", nargs="*", default=[], help="names, or files of states (default: all)")
+    add(
+        "--methods",
+        nargs="*",
+        default=[],
+        help="names, or files of states (default: all)",
+    )
     text = "also write docs/accuracy.md's tables and docs/data/accuracy.csv"
     add("--write-docs", action="store_true", help=text)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)  # the last bits of pictures depend on it
-    parts, all_rows, positions = list[str](), list[_Row](), ""
+    parts = list[str]()
+    all_rows = list[_Row]()
+    positions = ""
     for name in options.yardsticks:
         yardstick = open_yardstick(name, options.checkpoint)
         try:
@@ -256,7 +307,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         all_rows += rows
         if yardstick.has_one_axis and not options.methods:
             positions = _tabulate_positions(yardstick, rows)
-    tables = {"yardsticks": "\n".join(parts)} | ({"positions": positions} if positions else {})
+    tables = {"yardsticks": "\n".join(parts)} | (
+        {"positions": positions} if positions else {}
+    )
     print(*tables.values(), sep="\n", end="")
     if options.write_docs:
         path = _DOCS / "accuracy.md"
@@ -266,7 +319,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _, end, after = after.partition(f"<!-- /{name} -->")
             text = f"{before}{begin}\n{table}\n{end}{after}"
         path.write_text(text, encoding="utf-8")
-        (_DOCS / "data" / "accuracy.csv").write_text(_as_csv(all_rows), encoding="utf-8")
+        (_DOCS / "data" / "accuracy.csv").write_text(
+            _as_csv(all_rows), encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

@@ -93,19 +93,31 @@ class Client:
         # One for each request takes 0.3 ms; of a shared one httpx scans all connections each time.
         headers = {"Content-Type": "application/json", "Connection": "close"}
         return make_client(
-            httpx.Client, self.url, self.connection, headers=headers, timeout=self.timeout
+            httpx.Client,
+            self.url,
+            self.connection,
+            headers=headers,
+            timeout=self.timeout,
         )
 
-    def send(self, body: bytes, *, scheduled: float | None = None, **labels: Any) -> Record:
+    def send(
+        self, body: bytes, *, scheduled: float | None = None, **labels: Any
+    ) -> Record:
         """The record of one request; whatever goes wrong is in its ``error``.
 
         ``labels``: other fields of the record, such as its index.
         """
-        started, status, failure, end = self.clock(), 0, "", "the stream ended without [DONE]"
+        started = self.clock()
+        status = 0
+        failure = ""
+        end = "the stream ended without [DONE]"
         reads: list[tuple[float, bytes]] = []
         url = server_address(self.url) + CHAT
         try:
-            with self._connect() as http, http.stream("POST", url, content=body) as response:
+            with (
+                self._connect() as http,
+                http.stream("POST", url, content=body) as response,
+            ):
                 status = response.status_code
                 if status != 200:
                     response.read()

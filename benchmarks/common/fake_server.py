@@ -78,11 +78,16 @@ class FakeServer(socketserver.ThreadingTCPServer):
     allow_reuse_address = True
     request_queue_size = 128
 
-    def __init__(self, port: int, respond: _Respond, model: str | None, pages: _Pages) -> None:
+    def __init__(
+        self, port: int, respond: _Respond, model: str | None, pages: _Pages
+    ) -> None:
         super().__init__(("127.0.0.1", port), _Handler)
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
-        self.respond, self.model, self.pages = respond, model, dict(pages)
-        self.requests, self.headers = list[Body](), list[Message]()
+        self.respond = respond
+        self.model = model
+        self.pages = dict(pages)
+        self.requests = list[Body]()
+        self.headers = list[Message]()
         self.stop = threading.Event()
 
 
@@ -111,7 +116,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._write(*page)
 
     def do_POST(self) -> None:
-        begin, server = time.perf_counter(), self.server
+        begin = time.perf_counter()
+        server = self.server
         self.close_connection = True
         body: Body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         server.requests.append(body)
@@ -119,13 +125,17 @@ class _Handler(BaseHTTPRequestHandler):
         if server.model in (None, body.get("model")):
             reply = server.respond(body)
         else:
-            reply = Reply(status=404, error=f"The model `{body.get('model')}` does not exist.")
+            reply = Reply(
+                status=404, error=f"The model `{body.get('model')}` does not exist."
+            )
         if isinstance(reply, tuple):
             self._write(*reply)
         elif reply.drop:
             return
         elif reply.status != 200:
-            self._write(reply.status, json.dumps({"error": {"message": reply.error}}).encode())
+            self._write(
+                reply.status, json.dumps({"error": {"message": reply.error}}).encode()
+            )
         elif body.get("stream"):
             self._stream(reply, body, begin)
         else:
@@ -143,10 +153,14 @@ class _Handler(BaseHTTPRequestHandler):
         def write_delta(**delta: str) -> None:
             write(_chunk({"index": 0, "delta": delta, "finish_reason": None}))
 
-        self._begin(200, {"Content-Type": "text/event-stream", "Transfer-Encoding": "chunked"})
+        self._begin(
+            200, {"Content-Type": "text/event-stream", "Transfer-Encoding": "chunked"}
+        )
         texts = reply.texts(body)
         write_delta(role="assistant", content="")
-        for number, (text, at) in enumerate(zip(texts, reply.times(len(texts)), strict=True)):
+        for number, (text, at) in enumerate(
+            zip(texts, reply.times(len(texts)), strict=True)
+        ):
             if self.server.stop.wait(max(begin + at - time.perf_counter(), 0)):
                 return
             write_delta(**{"reasoning" if number < reply.thoughts else "content": text})
@@ -155,7 +169,9 @@ class _Handler(BaseHTTPRequestHandler):
         write("[DONE]")
         self.wfile.write(b"0\r\n\r\n")
 
-    def _write(self, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:
+    def _write(
+        self, status: int, body: bytes, headers: Mapping[str, str] | None = None
+    ) -> None:
         framing = {"Content-Type": "application/json", "Content-Length": str(len(body))}
         self._begin(status, {**framing, **(headers or {})})
         self.wfile.write(body)
@@ -168,7 +184,12 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _chunk(*choices: Mapping[str, object]) -> dict[str, object]:
-    frame = {"id": "fake", "object": "chat.completion.chunk", "created": 0, "model": MODEL}
+    frame = {
+        "id": "fake",
+        "object": "chat.completion.chunk",
+        "created": 0,
+        "model": MODEL,
+    }
     return {**frame, "choices": choices}
 
 
@@ -186,7 +207,9 @@ def fake_server(
     ``/version`` and ``/metrics``.
     """
     reply = respond or Reply()
-    models = json.dumps({"object": "list", "data": [{"id": model or MODEL, "object": "model"}]})
+    models = json.dumps(
+        {"object": "list", "data": [{"id": model or MODEL, "object": "model"}]}
+    )
     standard: _Pages = {
         "/health": "",
         "/v1/models": models,

@@ -31,9 +31,17 @@ def environment(*packages: str) -> dict[str, str]:
     processor = platform.processor() or "unknown"
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        names = [
+            line.partition(":")[2].strip()
+            for line in lines
+            if line.startswith("model name")
+        ]
         processor = (*names, processor)[0]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = (
+        len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count()
+    )
     return {
         **versions,
         "python": platform.python_version(),
@@ -54,9 +62,13 @@ def format_environment() -> str:
 def command_line() -> tuple[str, ...]:
     """The command line of this process, without keys."""
     spec = sys.modules["__main__"].__spec__
-    program = ["python", "-m", spec.name.removesuffix(".__main__")] if spec else sys.argv[:1]
+    program = (
+        ["python", "-m", spec.name.removesuffix(".__main__")] if spec else sys.argv[:1]
+    )
     text = "\0".join([*program, *sys.argv[1:]])
-    return tuple(re.sub("(\0--(?:api-key|header)[\0=])[^\0]*", r"\1***", text).split("\0"))
+    return tuple(
+        re.sub("(\0--(?:api-key|header)[\0=])[^\0]*", r"\1***", text).split("\0")
+    )
 
 
 def format_estimate(

@@ -40,14 +40,19 @@ def draw_picture(seed: int, width: int, height: int) -> Image.Image:
     inverse = _SMALLEST**-2 - generator.random(_LEAVES) * (_SMALLEST**-2 - _LARGEST**-2)
     large = generator.uniform(_LARGEST / 2, _LARGEST, size=_LEAVES // 20)
     for radius in np.concatenate([large, inverse**-0.5]) * side:
-        x, y = float(generator.uniform(0, width)), float(generator.uniform(0, height))
+        x = float(generator.uniform(0, width))
+        y = float(generator.uniform(0, height))
         stretch = float(generator.uniform(0.5, 1.0))
         box = (x - radius, y - stretch * radius, x + radius, y + stretch * radius)
         base = palette[int(generator.integers(len(palette)))]
-        fill = tuple(int(np.clip(c + generator.integers(-24, 25), 0, 255)) for c in base)
+        fill = tuple(
+            int(np.clip(c + generator.integers(-24, 25), 0, 255)) for c in base
+        )
         (pen.ellipse if generator.random() < 0.6 else pen.rectangle)(box, fill=fill)
     # A brightness gradient across the picture, and the noise of a sensor.
-    pixels = np.asarray(image.filter(ImageFilter.GaussianBlur(side / 900)), dtype=np.float32)
+    pixels = np.asarray(
+        image.filter(ImageFilter.GaussianBlur(side / 900)), dtype=np.float32
+    )
     down, right = np.mgrid[0:height, 0:width].astype(np.float32) / side
     angle = generator.uniform(0, 2 * np.pi)
     light = 1 + 0.25 * (np.cos(angle) * (right - 0.5) + np.sin(angle) * (down - 0.5))
@@ -66,7 +71,9 @@ def encode_picture(image: Image.Image, kind: Literal["jpeg", "png"] = "png") -> 
     return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
-def build_content(question: str, urls: Iterable[str] = ()) -> list[Mapping[str, object]]:
+def build_content(
+    question: str, urls: Iterable[str] = ()
+) -> list[Mapping[str, object]]:
     """The parts of a user's message: images, then the question."""
     images = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     return [*images, {"type": "text", "text": question}]

@@ -19,14 +19,20 @@ if TYPE_CHECKING:  # loaded by what writes a folder
     from tokenizers.processors import PostProcessor
     from transformers import PreTrainedTokenizerFast
 
-TOKENS, _WIDTH = 576, 4096
+TOKENS = 576
+_WIDTH = 4096
 """N and D of LLaVA-1.5."""
 _PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 """Tilings of llava-hf/llava-v1.6-vicuna-7b-hf, (height, width) in pixels."""
 
 
 def write_shape(
-    name: str, folder: Path, layers: int, *, tower_layers: int | None = None, width: int = _WIDTH
+    name: str,
+    folder: Path,
+    layers: int,
+    *,
+    tower_layers: int | None = None,
+    width: int = _WIDTH,
 ) -> Path:
     """A folder of ``llava-1.5-7b``, ``llava-next-7b`` or ``qwen2.5-vl-7b``; returns it.
 
@@ -38,8 +44,14 @@ def write_shape(
     import transformers
 
     shape = _read_shape("qwen" if name.startswith("qwen") else "llava", layers)
-    text, pixels = shape["config"]["text_config"], shape["image_processor"]
-    for size in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"):
+    text = shape["config"]["text_config"]
+    pixels = shape["image_processor"]
+    for size in (
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+    ):
         text[size] = text[size] * width // _WIDTH
     if tower_layers is not None:
         shape["config"]["vision_config"]["num_hidden_layers"] = tower_layers
@@ -54,15 +66,21 @@ def write_shape(
                 architectures=["LlavaForConditionalGeneration"],
             )
             images = transformers.CLIPImageProcessor(**pixels)
-            processor = transformers.LlavaProcessor(images, tokenizer, **shape["processor"])
+            processor = transformers.LlavaProcessor(
+                images, tokenizer, **shape["processor"]
+            )
         case "llava-next-7b":
             config = transformers.LlavaNextConfig(
                 **shape["config"],
                 image_grid_pinpoints=_PINPOINTS,
                 architectures=["LlavaNextForConditionalGeneration"],
             )
-            tiles = transformers.LlavaNextImageProcessor(**pixels, image_grid_pinpoints=_PINPOINTS)
-            processor = transformers.LlavaNextProcessor(tiles, tokenizer, **shape["processor"])
+            tiles = transformers.LlavaNextImageProcessor(
+                **pixels, image_grid_pinpoints=_PINPOINTS
+            )
+            processor = transformers.LlavaNextProcessor(
+                tiles, tokenizer, **shape["processor"]
+            )
         case _:
             config = transformers.Qwen2_5_VLConfig(**shape["config"])
             processor = transformers.Qwen2_5_VLProcessor(
@@ -87,14 +105,16 @@ def write_clip(folder: Path) -> Path:
 
     if (folder / "model.safetensors").is_file():
         return folder
-    shape, text = _read_shape("clip"), _read_shape("clip")["text_config"]
+    shape = _read_shape("clip")
+    text = _read_shape("clip")["text_config"]
     vision = {**_read_shape("llava")["config"]["vision_config"], "num_hidden_layers": 1}
     torch.manual_seed(0)
     config = CLIPConfig(
         text_config=text, vision_config=vision, projection_dim=text["projection_dim"]
     )
     CLIPModel(config).to(torch.bfloat16).save_pretrained(folder)
-    begin, end = shape["tokenizer"]["bos_token"], shape["tokenizer"]["eos_token"]
+    begin = shape["tokenizer"]["bos_token"]
+    end = shape["tokenizer"]["eos_token"]
     ends = [(begin, text["bos_token_id"]), (end, text["eos_token_id"])]
     template = TemplateProcessing(single=f"{begin} $A {end}", special_tokens=ends)
     _build_tokenizer(shape, text["vocab_size"], template).save_pretrained(folder)
@@ -128,7 +148,9 @@ def _build_tokenizer(
     vocabulary |= {f"w{number}": i for number, i in enumerate(free)}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Whitespace()
-    tokenizer.add_special_tokens([word for word in shape["words"] if word.startswith("<")])
+    tokenizer.add_special_tokens(
+        [word for word in shape["words"] if word.startswith("<")]
+    )
     if post_processor is not None:
         tokenizer.post_processor = post_processor
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **shape["tokenizer"])

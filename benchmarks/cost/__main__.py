@@ -26,12 +26,15 @@ _COMMANDS = {
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """The command and its options; ``run`` is the function that runs it."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.cost", description="What pruning costs and what it saves."
+        prog="python -m benchmarks.cost",
+        description="What pruning costs and what it saves.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in _COMMANDS.items():
         defaults = argparse.ArgumentDefaultsHelpFormatter
-        command = commands.add_parser(name, help=text, description=text, formatter_class=defaults)
+        command = commands.add_parser(
+            name, help=text, description=text, formatter_class=defaults
+        )
         if name in arguments[:1]:
             module = importlib.import_module(f"benchmarks.cost.{name}")
             for flag, settings in module.OPTIONS.items():

@@ -28,7 +28,8 @@ from vllm_autoprune.statistics import Spread
 from vllm_autoprune.tpdsl.cells import Cells, kept_cells
 
 _FLAGS = (
-    f"{SERVED} --autoprune-state cen_divprune --autoprune-budget 1/8 --autoprune-requests states"
+    f"{SERVED} --autoprune-state cen_divprune --autoprune-budget 1/8 "
+    "--autoprune-requests states"
 )
 _ARMS: Mapping[str, Mapping[str, object]] = {
     "stock": {"enabled": False},
@@ -43,22 +44,33 @@ _LEAST = {"A4 page": 1.6, "photo": 0.98}
 
 def _draw(kind: str, seed: int, scale: float) -> Image.Image:
     """A picture whose words are as large, in cells, as at its full size."""
-    random, (width, height) = Random(seed), (int(scale * side) for side in _SIZES[kind])
+    random = Random(seed)
+    (width, height) = (int(scale * side) for side in _SIZES[kind])
     if kind == "photo":
         return draw_picture(seed, width, height)
     image = Image.new("RGB", (width, height), "white")
-    pen, size, margin = ImageDraw.Draw(image), 30, int(scale * 196)
+    pen = ImageDraw.Draw(image)
+    size = 30
+    margin = int(scale * 196)
     columns = [(margin, width - margin)]
     if kind == "screenshot":  # a title, a list at the left, a text and a photo
-        size, margin, columns = 14, height // 18, [(8, width // 6), (width // 5, width * 2 // 3)]
+        size = 14
+        margin = height // 18
+        columns = [(8, width // 6), (width // 5, width * 2 // 3)]
         pen.rectangle((0, 0, width, height // 27), (38, 50, 72))
         pen.rectangle((0, height // 27, width // 6, height), (243, 243, 245))
-        image.paste(draw_picture(seed, width // 4, height // 3), (width * 7 // 10, height // 5))
+        image.paste(
+            draw_picture(seed, width // 4, height // 3), (width * 7 // 10, height // 5)
+        )
     for start, end in columns:
         y = margin
         while y < height - margin - size:
             last = random.random() < 0.25  # of a paragraph
-            length = (end - start) / (0.52 * size) * (random.uniform(0.2, 0.9) if last else 0.98)
+            length = (
+                (end - start)
+                / (0.52 * size)
+                * (random.uniform(0.2, 0.9) if last else 0.98)
+            )
             words = shapes.draw_words(60, random.randrange(10**6))[: int(length)]
             pen.text((start, y), words, (30, 30, 30), ImageFont.load_default(size))
             y += int(1.4 * size) * (1 + last)
@@ -66,9 +78,23 @@ def _draw(kind: str, seed: int, scale: float) -> Image.Image:
 
 
 OPTIONS = {
-    "--rounds": {"type": int, "default": 5, "help": "turns at 8 users; three times as many at 1"},
-    "--arms": {"nargs": "+", "choices": [*_ARMS], "default": [*_ARMS], "help": "that take turns"},
-    "--kinds": {"nargs": "+", "choices": [*_SIZES], "default": [*_SIZES], "help": "of pictures"},
+    "--rounds": {
+        "type": int,
+        "default": 5,
+        "help": "turns at 8 users; three times as many at 1",
+    },
+    "--arms": {
+        "nargs": "+",
+        "choices": [*_ARMS],
+        "default": [*_ARMS],
+        "help": "that take turns",
+    },
+    "--kinds": {
+        "nargs": "+",
+        "choices": [*_SIZES],
+        "default": [*_SIZES],
+        "help": "of pictures",
+    },
     "--out": {"type": Path, "default": Path("out/cells"), "help": "folder of files"},
 }
 
@@ -79,13 +105,19 @@ def run(options: argparse.Namespace) -> int:
 
     sizes = tomllib.loads(Path(shapes.__file__).with_suffix(".toml").read_text())
     folder = build("qwen3_vl", options.out / "model", sizes["scaled-qwen3-vl"])
-    table, processor = Table(), AutoImageProcessor.from_pretrained(folder)
+    table = Table()
+    processor = AutoImageProcessor.from_pretrained(folder)
     for kind, rule in product(options.kinds, (Cells(), Cells(rule="predicted"))):
         figures = defaultdict[tuple[str, str], list[float]](list)
         for seed in range(9):
-            image, begin = _draw(kind, seed, 1), time.process_time()
-            data = processor(image, do_rescale=False, do_normalize=False, return_tensors="pt")
-            figures["image processor", "ms"].append(1000 * (time.process_time() - begin))
+            image = _draw(kind, seed, 1)
+            begin = time.process_time()
+            data = processor(
+                image, do_rescale=False, do_normalize=False, return_tensors="pt"
+            )
+            figures["image processor", "ms"].append(
+                1000 * (time.process_time() - begin)
+            )
             height, width = (data["image_grid_thw"][0, 1:] // 2).tolist()
             cells = data["pixel_values"].numpy().reshape(height, width, 4, 3, -1)
             begin = time.process_time()
@@ -98,7 +130,9 @@ def run(options: argparse.Namespace) -> int:
             table.add(what, f"{kind} of full size; {rule}", Spread.of(values), unit)
 
     def draw(kind: str, seed: int) -> Sequence[Mapping[str, object]]:
-        return build_content("what is the colour", [encode_picture(_draw(kind, seed, 0.5))])
+        return build_content(
+            "what is the colour", [encode_picture(_draw(kind, seed, 0.5))]
+        )
 
     with serve(folder, *_FLAGS.split(), log=options.out / "server.log") as server:
         arms = {name: (server, as_fields(_ARMS[name])) for name in options.arms}

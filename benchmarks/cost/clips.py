@@ -18,11 +18,18 @@ from benchmarks.cost.turns import SERVED, USERS, Table, Turns, as_fields
 from benchmarks.server import serve
 from vllm_autoprune.selftest.backbones import build
 
-_FRAMES, _WIDTH, _HEIGHT = 32, 320, 180
-_SHARES, _STATES = ("1/4", "1/8"), ("vcast", "evs")
+_FRAMES = 32
+_WIDTH = 320
+_HEIGHT = 180
+_SHARES = ("1/4", "1/8")
+_STATES = ("vcast", "evs")
 
 OPTIONS = {
-    "--rounds": {"type": int, "default": 5, "help": "turns at 8 users; three times as many at 1"},
+    "--rounds": {
+        "type": int,
+        "default": 5,
+        "help": "turns at 8 users; three times as many at 1",
+    },
     "--out": {"type": Path, "default": Path("out/clips"), "help": "folder of files"},
 }
 
@@ -46,7 +53,9 @@ def run(options: argparse.Namespace) -> int:
     arms = {"stock": as_fields({"enabled": False})}
     for state, share in product(_STATES, _SHARES):
         arms[f"{state} {share}"] = as_fields({"state": state, "video_budget": share})
-    pairs = [("stock", f"{state} {share}") for state, share in product(_STATES, _SHARES)]
+    pairs = [
+        ("stock", f"{state} {share}") for state, share in product(_STATES, _SHARES)
+    ]
     pairs += [(f"evs {share}", f"vcast {share}") for share in _SHARES]
     table = Table()
     with serve(folder, *flags, log=options.out / "server.log") as server:

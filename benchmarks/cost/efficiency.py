@@ -21,7 +21,12 @@ from benchmarks.common.report import (
     format_spread,
     log_progress,
 )
-from benchmarks.common.requests import build_body, build_content, draw_picture, encode_picture
+from benchmarks.common.requests import (
+    build_body,
+    build_content,
+    draw_picture,
+    encode_picture,
+)
 from benchmarks.common.shapes import draw_words, write_clip, write_shape
 from benchmarks.server import Server, ServerDied, serve
 from benchmarks.yardsticks.examples import CLIP, LLAVA, draw_examples
@@ -40,11 +45,21 @@ from vllm_autoprune.statistics import Spread
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
 _POLICIES = (
-    "fastv", "pyramiddrop", "sparsevlm", "prumerge_plus", "trim", "visionzip", "dart",
-    "divprune", "cdpruner",
-)  # fmt: skip
-_MINI, _FULL, _SERVED = "mini-llava", "full", "served"
-_WARM_UP, _ANSWER_TOKENS = 2, 16
+    "fastv",
+    "pyramiddrop",
+    "sparsevlm",
+    "prumerge_plus",
+    "trim",
+    "visionzip",
+    "dart",
+    "divprune",
+    "cdpruner",
+)
+_MINI = "mini-llava"
+_FULL = "full"
+_SERVED = "served"
+_WARM_UP = 2
+_ANSWER_TOKENS = 16
 _SHAPES = {"llava-1.5-7b": 336, "llava-next-7b": 672, "qwen2.5-vl-7b": 1008}
 """True shapes: side of the image that gives the published number of tokens."""
 _NOTES = (
@@ -57,9 +72,14 @@ _NOTES = (
     "selection. TTFT: at the client. One request at a time, always a new image.",
 )
 _COLUMNS = (
-    "method", "K", "TFLOPs", "prefill, ms", "TTFT, ms: median (quartiles)", "decode, ms/token",
+    "method",
+    "K",
+    "TFLOPs",
+    "prefill, ms",
+    "TTFT, ms: median (quartiles)",
+    "decode, ms/token",
     "KV, MiB",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -74,14 +94,20 @@ class _Model:
     @property
     def published(self) -> BackboneShape:
         """The shape at the depth of the published model."""
-        depth = self.shape.layers if self.name == _MINI else BACKBONE_SHAPES[self.name].layers
+        depth = (
+            self.shape.layers
+            if self.name == _MINI
+            else BACKBONE_SHAPES[self.name].layers
+        )
         return replace(self.shape, layers=depth)
 
     @classmethod
     def open(cls, name: str, layers: int, out: Path) -> _Model:
         """The model of that name; the folder of a shape is written below ``out``."""
         if name == _MINI:
-            return cls(_MINI, LLAVA, find_backbone(str(LLAVA)), ("--max-model-len", "1024"))
+            return cls(
+                _MINI, LLAVA, find_backbone(str(LLAVA)), ("--max-model-len", "1024")
+            )
         folder = write_shape(name, out / f"{name}-{layers}-layers", layers)
         flags = ("--load-format", "dummy", "--max-model-len", "4096")
         return cls(name, folder, replace(BACKBONE_SHAPES[name], layers=layers), flags)
@@ -94,13 +120,21 @@ class _Model:
         else:
             side = _SHAPES[self.name]
             asked = [
-                (encode_picture(draw_picture(number, side, side)), draw_words(16, number))
+                (
+                    encode_picture(draw_picture(number, side, side)),
+                    draw_words(16, number),
+                )
                 for number in range(count)
             ]
         # A special first token would have no text to be timed.
         fields = {"ignore_eos": True, "skip_special_tokens": False}
         return [
-            build_body(_SERVED, build_content(text, [url]), tokens=_ANSWER_TOKENS, fields=fields)
+            build_body(
+                _SERVED,
+                build_content(text, [url]),
+                tokens=_ANSWER_TOKENS,
+                fields=fields,
+            )
             for url, text in asked
         ]
 
@@ -109,30 +143,41 @@ class _Model:
 
         A base policy that ranks by layers of the language model pays for these over all tokens.
         """
-        shape, policy = self.published, BASE_POLICIES.get(arm)
+        shape = self.published
+        policy = BASE_POLICIES.get(arm)
         tokens = budget if visual_tokens is None else round(visual_tokens)
-        layers = policy.layers_read(policy.default_params, shape.layers) if policy else 0
-        return shape.estimate_cost(shape.tokens if arm == _FULL else tokens, ranking_layers=layers)
+        layers = (
+            policy.layers_read(policy.default_params, shape.layers) if policy else 0
+        )
+        return shape.estimate_cost(
+            shape.tokens if arm == _FULL else tokens, ranking_layers=layers
+        )
 
     def format_table(self, budget: int, arms: Mapping[str, _Measurement | str]) -> str:
         """The table in Markdown, the full model first, and notes on its columns."""
-        full, full_cost, rows = arms[_FULL], self.compute_cost(_FULL, budget, None), []
+        full = arms[_FULL]
+        full_cost = self.compute_cost(_FULL, budget, None)
+        rows = []
         assert not isinstance(full, str)
         for arm, measured in arms.items():
             if isinstance(measured, str):
-                rows.append([arm, f"not served: {measured}", *[""] * (len(_COLUMNS) - 2)])
+                rows.append(
+                    [arm, f"not served: {measured}", *[""] * (len(_COLUMNS) - 2)]
+                )
                 continue
             cost = self.compute_cost(arm, budget, measured.visual_tokens)
             faster = full.prefill / measured.prefill
-            rows.append([
-                arm,
-                f"{cost.tokens:g}",
-                f"{cost.teraflops:.4g} ({full_cost.flops / cost.flops:.1f}x fewer)",
-                f"{1000 * measured.prefill:.1f} ({faster:.2f}x faster)",
-                format_spread(Spread.of(measured.ttft)),
-                f"{1000 * measured.decode:.2f}",
-                f"{cost.kv_mib:.4g}",
-            ])  # fmt: skip
+            rows.append(
+                [
+                    arm,
+                    f"{cost.tokens:g}",
+                    f"{cost.teraflops:.4g} ({full_cost.flops / cost.flops:.1f}x fewer)",
+                    f"{1000 * measured.prefill:.1f} ({faster:.2f}x faster)",
+                    format_spread(Spread.of(measured.ttft)),
+                    f"{1000 * measured.decode:.2f}",
+                    f"{cost.kv_mib:.4g}",
+                ]
+            )
         layers, depth = self.shape.layers, self.published.layers
         served = f"{layers}" if layers == depth else f"{layers} of {depth}"
         head = (
@@ -168,7 +213,8 @@ class _Measurement(FrozenModel):
             raise BenchmarkError(f"{len(failed)} requests failed: {failed[0]}")
         gained = Metrics(server.get("/metrics")).since(before)
         prefill, decode = (
-            (gained.total(f"vllm:request_{stage}_time_seconds_sum") or 0.0) / len(records)
+            (gained.total(f"vllm:request_{stage}_time_seconds_sum") or 0.0)
+            / len(records)
             for stage in ("prefill", "decode")
         )
         images = gained.total("autoprune_images_total")
@@ -183,15 +229,28 @@ class _Measurement(FrozenModel):
 
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "--model": {
-        "choices": (_MINI, *_SHAPES), "default": _MINI, "help": "checkpoint, or a true shape"
+        "choices": (_MINI, *_SHAPES),
+        "default": _MINI,
+        "help": "checkpoint, or a true shape",
     },
     "--layers": {"type": int, "default": 2, "help": "language layers of a true shape"},
     "--budget": {"type": int, "help": "K (default: a ninth of the visual tokens)"},
-    "--policies": {"default": ",".join(_POLICIES), "help": "base policies to compare with"},
+    "--policies": {
+        "default": ",".join(_POLICIES),
+        "help": "base policies to compare with",
+    },
     "--requests": {"type": int, "default": 20, "help": "timed requests of an arm"},
-    "--kv-cache-gb": {"type": int, "default": 1, "help": "size of a CPU server's KV cache"},
-    "--out": {"type": Path, "default": Path("out/efficiency"), "help": "folder of files"},
-}  # fmt: skip
+    "--kv-cache-gb": {
+        "type": int,
+        "default": 1,
+        "help": "size of a CPU server's KV cache",
+    },
+    "--out": {
+        "type": Path,
+        "default": Path("out/efficiency"),
+        "help": "folder of files",
+    },
+}
 
 
 def run(options: argparse.Namespace) -> int:
@@ -199,7 +258,9 @@ def run(options: argparse.Namespace) -> int:
     model = _Model.open(options.model, options.layers, options.out)
     budget = options.budget or model.shape.tokens // 9
     pruning = ["--autoprune-budget", str(budget)]
-    if model.shape.relevance == "clip":  # for shapes, one with random weights is written once
+    if (
+        model.shape.relevance == "clip"
+    ):  # for shapes, one with random weights is written once
         tower = CLIP if model.name == _MINI else write_clip(options.out / "clip")
         pruning += ["--autoprune-text-tower", str(tower)]
     states: dict[str, str | None] = {_FULL: None}
@@ -209,13 +270,21 @@ def run(options: argparse.Namespace) -> int:
         load_state(known)  # a wrong name is refused before any server starts
     requests = model.draw_requests(_WARM_UP + options.requests)
     layers = model.shape.layers
-    label = model.name + (f"-{layers}-layers" if layers != model.published.layers else "")
+    label = model.name + (
+        f"-{layers}-layers" if layers != model.published.layers else ""
+    )
     (options.out / "servers").mkdir(parents=True, exist_ok=True)
     arms: dict[str, _Measurement | str] = {}
     for name, state in states.items():
         flags = (
-            *("--served-model-name", _SERVED, *model.flags, "--block-size", "32"),
-            *("--enforce-eager", "--max-num-seqs", "8"),
+            "--served-model-name",
+            _SERVED,
+            *model.flags,
+            "--block-size",
+            "32",
+            "--enforce-eager",
+            "--max-num-seqs",
+            "8",
             *(("--autoprune-state", state, *pruning) if state else ()),
         )
         kv = {"VLLM_CPU_KVCACHE_SPACE": str(options.kv_cache_gb)}

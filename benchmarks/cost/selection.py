@@ -28,7 +28,9 @@ from vllm_autoprune.report import Table
 from vllm_autoprune.statistics import Estimate, Spread, Verdict
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
-_WIDTH, _CLIP_WIDTH, _CLUSTERS = 4096, 768, 48
+_WIDTH = 4096
+_CLIP_WIDTH = 768
+_CLUSTERS = 48
 """D of LLaVA-1.5-7B, width of CLIP's joint space, clusters in an image."""
 _PROMISES = {
     "cpu": ("selection never slower than the published loop", 1.0),
@@ -55,9 +57,13 @@ class _Size:
         tiles = "" if self.tiles == 1 else f" ({self.tiles} x {self.per_tile})"
         return f"{self.tokens}{tiles} → {self.kept}, batch {self.batch}"
 
-    def draw_tokens(self, device: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> VisualTokens:
+    def draw_tokens(
+        self, device: str = "cpu", dtype: torch.dtype = torch.bfloat16
+    ) -> VisualTokens:
         """Random images with what CDPruner reads: features in the server's dtype, and relevance."""
-        source, batch, tokens = torch.Generator().manual_seed(0), self.batch, self.tokens
+        source = torch.Generator().manual_seed(0)
+        batch = self.batch
+        tokens = self.tokens
         owner = torch.randint(_CLUSTERS, (batch, tokens), generator=source).to(device)
 
         def normal(*shape: int, kind: torch.dtype) -> Tensor:
@@ -82,7 +88,10 @@ class _Size:
 
 _SIZES = [
     _Size(tokens, tiles, batch, tiles * (tokens // 9))
-    for tiles, counts in ((1, (64, 144, 256, 576, 1024, 2880)), (5, (64, 144, 256, 576)))
+    for tiles, counts in (
+        (1, (64, 144, 256, 576, 1024, 2880)),
+        (5, (64, 144, 256, 576)),
+    )
     for tokens in counts
     for batch in (1, 2, 4, 8)
 ]
@@ -96,7 +105,8 @@ def _select_as_published(tokens: VisualTokens, kept: int) -> Tensor:
     of an image, similarity S is within a tile. The published code takes one image at a time; here
     one loop handles all images of a batch, which favours the baseline.
     """
-    grid, instruction = tokens.grid, tokens.instruction
+    grid = tokens.grid
+    instruction = tokens.instruction
     assert instruction is not None
     tiles = len(tokens.features) * grid.tiles
     unit = (tokens.features / tokens.features.norm(dim=-1, keepdim=True)).float()
@@ -104,7 +114,8 @@ def _select_as_published(tokens: VisualTokens, kept: int) -> Tensor:
     patches = instruction.patches / instruction.patches.norm(dim=-1, keepdim=True)
     text = instruction.text / instruction.text.norm(dim=-1, keepdim=True)
     r = -(patches @ text.transpose(1, 2)).mean(dim=-1)
-    low, high = r.amin(dim=1, keepdim=True), r.amax(dim=1, keepdim=True)
+    low = r.amin(dim=1, keepdim=True)
+    high = r.amax(dim=1, keepdim=True)
     r = ((r - low + 1e-6) / (high - low)).view(tiles, -1)
     kernel = r[:, :, None] * (unit @ unit.transpose(1, 2)) * r[:, None, :]
     tile = torch.arange(tiles, device=kernel.device)
@@ -115,7 +126,8 @@ def _select_as_published(tokens: VisualTokens, kept: int) -> Tensor:
     for step in range(count):
         best = gain.argmax(dim=1)
         picks[step] = best
-        column, done = factors[:step, tile, best], factors[:step]
+        column = factors[:step, tile, best]
+        done = factors[:step]
         projected = torch.einsum("tb,tbn->bn", column, done)
         update = (kernel[tile, best] - projected) / gain[tile, best].sqrt()[:, None]
         factors[step] = update
@@ -141,14 +153,17 @@ class _Measurement(NamedTuple):
     @classmethod
     def of(cls, size: _Size, device: str) -> _Measurement:
         """Measure CDPruner from features to indices; every second round is in reverse order."""
-        tokens, base = size.draw_tokens(device), BASE_POLICIES["cdpruner"]
+        tokens = size.draw_tokens(device)
+        base = BASE_POLICIES["cdpruner"]
         works: tuple[Callable[[], Tensor], ...] = (
             lambda: _select_as_published(tokens, size.kept),
             # Of a copy nothing is computed yet.
             lambda: base.select(base.default_params, replace(tokens), size.kept).picks,
         )
         # About ten seconds a size, but never fewer than five rounds.
-        rounds = max(5, min(31, int(8e7 / (size.batch * size.tiles * size.per_tile**2))))
+        rounds = max(
+            5, min(31, int(8e7 / (size.batch * size.tiles * size.per_tile**2)))
+        )
         seconds: tuple[list[float], list[float]] = ([], [])
         with torch.inference_mode():
             for _ in range(2):
@@ -175,7 +190,10 @@ def _format_table(device: str, measurements: Sequence[_Measurement]) -> str:
     promise, bound = _PROMISES[device]
     ratios = {measurement.size: measurement.ratio for measurement in measurements}
     verdicts = [ratio.at_most(bound) for ratio in ratios.values()]
-    counts = (f"{v} at {verdicts.count(v)} of {len(verdicts)} sizes" for v in sorted(set(verdicts)))
+    counts = (
+        f"{v} at {verdicts.count(v)} of {len(verdicts)} sizes"
+        for v in sorted(set(verdicts))
+    )
     worst = max(ratios, key=lambda size: ratios[size].value)
     largest = format_estimate(ratios[worst], digits=2)
     order: tuple[Verdict, ...] = ("does not hold", "inconclusive", "holds")
@@ -192,8 +210,13 @@ def _format_table(device: str, measurements: Sequence[_Measurement]) -> str:
         for size, published, ours, alike in measurements
     ]
     columns = (
-        "N → K", "published, ms", "ours, ms", "ours / published", "same picks, %", "rounds",
-    )  # fmt: skip
+        "N → K",
+        "published, ms",
+        "ours, ms",
+        "ours / published",
+        "same picks, %",
+        "rounds",
+    )
     return (
         f"CDPruner from features (bfloat16, D = {_WIDTH}) to "
         f"indices, {torch.get_num_threads()} threads: medians (quartiles), and ratios with 95 % "
@@ -210,15 +233,19 @@ def run(options: argparse.Namespace) -> int:
 
     Raises :class:`BenchmarkError` where ``--gpu`` finds no GPU, or none that Triton compiles for.
     """
-    device, name = "cpu", ""
+    device = "cpu"
+    name = ""
     if options.gpu:
         if not torch.cuda.is_available():
             raise BenchmarkError("no CUDA device here -> leave out --gpu")
         from vllm_autoprune.ops import dpp_triton
 
         if not dpp_triton.works():
-            raise BenchmarkError("Triton does not work on this machine; the log says why")
-        device, name = "cuda", f" on {torch.cuda.get_device_name()}"
+            raise BenchmarkError(
+                "Triton does not work on this machine; the log says why"
+            )
+        device = "cuda"
+        name = f" on {torch.cuda.get_device_name()}"
     measurements = [_Measurement.of(size, device) for size in _SIZES]
     print(f"# Selection{name}\n\n{_format_table(device, measurements)}")
     print(format_environment())

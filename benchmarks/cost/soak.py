@@ -30,7 +30,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks import BenchmarkError
 from benchmarks.common.report import MIB
-from benchmarks.common.requests import build_body, build_content, draw_picture, encode_picture
+from benchmarks.common.requests import (
+    build_body,
+    build_content,
+    draw_picture,
+    encode_picture,
+)
 from benchmarks.common.shapes import count_kv_bytes, count_visual_tokens
 from benchmarks.server import serve
 from benchmarks.yardsticks.adapters import ADAPTERS, write_adapters
@@ -40,33 +45,49 @@ from vllm_autoprune.http_client import CHAT
 from vllm_autoprune.serving.api.layout import align_core
 from vllm_autoprune.tpdsl.loading import load_state
 
-_STATE, _BUDGET, _RECALL, _BLOCK = "autoprune", 32, 4, 32
+_STATE = "autoprune"
+_BUDGET = 32
+_RECALL = 4
+_BLOCK = 32
 """Of the server; tokens of a KV block."""
-_TOKENS, _KV_BYTES = count_visual_tokens(LLAVA), count_kv_bytes(LLAVA)
+_TOKENS = count_visual_tokens(LLAVA)
+_KV_BYTES = count_kv_bytes(LLAVA)
 """N of an image, and bytes of a token in the KV cache."""
-_API_SERVERS, _START_TIMEOUT = 2, 1200.0
+_API_SERVERS = 2
+_START_TIMEOUT = 1200.0
 """The seconds are those that the server may take to start on a busy machine."""
 _SMALL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
 """oneDNN keeps 1,024 compiled operations, one for every shape: about a gigabyte, which takes
 thousands of requests to fill."""
 _HANGING_UP = 1 / 16
 """Share of requests whose client hangs up after the first piece of a long answer."""
-_LONG_ANSWER, _SHORT_ANSWER = 160, 4
+_LONG_ANSWER = 160
+_SHORT_ANSWER = 4
 """Tokens of an answer that a client hangs up on, and of any other."""
-_SAMPLES, _PARTS = 200, 5
+_SAMPLES = 200
+_PARTS = 5
 """Memory samples over the whole run, at most one a second; equal parts of the time, of which the
 first is the warm-up."""
-_ALLOWED, _SLACK = 0.02, 4 << 20
+_ALLOWED = 0.02
+_SLACK = 4 << 20
 """Growth from the median of the second part to that of the last that is tolerated: a share, or
 bytes."""
 
 _KINDS = {"plain": 20, "policy": 35, "off": 10, "split": 15, "recall": 15, "bad": 5}
 """Kinds of requests with their weights."""
-_BUDGETS, _SPLIT_BUDGETS = (1, 4, 8, 16, 31, 64, 143, 144, 4096), (16, 32, 48, 64, 96, 143, 4096)
+_BUDGETS = (1, 4, 8, 16, 31, 64, 143, 144, 4096)
+_SPLIT_BUDGETS = (16, 32, 48, 64, 96, 143, 4096)
 # None that reads the language model's layers: those are refused where adapters change them.
 _STATES = ("visionzip", "prumerge_plus", "divprune", "trim", "cdpruner", "cen_cdpruner")
-_SPLIT_STATES, _RECALLS = ("shared-core", "minillava-split"), (_RECALL, 0, 1, 8, 24, 4096)
-_BAD = ({"budget": 0}, {"state": "nobody"}, {"buget": 8}, {"budget": [8, 8]}, {"recall": -1})
+_SPLIT_STATES = ("shared-core", "minillava-split")
+_RECALLS = (_RECALL, 0, 1, 8, 24, 4096)
+_BAD = (
+    {"budget": 0},
+    {"state": "nobody"},
+    {"buget": 8},
+    {"budget": [8, 8]},
+    {"recall": -1},
+)
 _QUESTIONS = (
     "What digit is on the red shape?",
     "How many blue shapes are there?",
@@ -95,8 +116,13 @@ class _Request(NamedTuple):
         ``start`` tokens of a prompt stand before its image. ``hang_up``: a valid request for a long
         answer, which is streamed.
         """
-        kinds = {kind: weight for kind, weight in _KINDS.items() if not (hang_up and kind == "bad")}
-        (kind,), choose = random.choices([*kinds], [*kinds.values()]), random.choice
+        kinds = {
+            kind: weight
+            for kind, weight in _KINDS.items()
+            if not (hang_up and kind == "bad")
+        }
+        (kind,) = random.choices([*kinds], [*kinds.values()])
+        choose = random.choice
         fields_by_kind: dict[str, Mapping[str, Any]] = {
             "plain": {},
             "policy": {"budget": choose(_BUDGETS), "state": choose(_STATES)},
@@ -105,7 +131,8 @@ class _Request(NamedTuple):
             "recall": {"budget": choose(_BUDGETS), "recall": choose(_RECALLS)},
             "bad": choose(_BAD),
         }
-        pruning, turns = fields_by_kind[kind], choose((1, 2, 3)) if kind == "recall" else 0
+        pruning = fields_by_kind[kind]
+        turns = choose((1, 2, 3)) if kind == "recall" else 0
         image, url = choose(_draw_repeated_pictures())
         if random.random() < 0.5:
             url = encode_picture(image.rotate(random.random() * 360))
@@ -113,7 +140,9 @@ class _Request(NamedTuple):
             {"role": "user", "content": build_content(choose(_QUESTIONS), [url])}
         ]
         for _ in range(turns):
-            messages.append({"role": "assistant", "content": choose(("red", "two", "no"))})
+            messages.append(
+                {"role": "assistant", "content": choose(("red", "two", "no"))}
+            )
             messages.append({"role": "user", "content": choose(_QUESTIONS)})
         fields: dict[str, object] = {"ignore_eos": True, "messages": messages}
         if pruning:
@@ -125,9 +154,11 @@ class _Request(NamedTuple):
             return cls(kind, body, {_REFUSED: 1})
 
         # By what the counters grow.
-        state, budget = pruning.get("state", _STATE), min(pruning.get("budget", _BUDGET), _TOKENS)
+        state = pruning.get("state", _STATE)
+        budget = min(pruning.get("budget", _BUDGET), _TOKENS)
         if kind == "off":
-            state, budget = "off", _TOKENS
+            state = "off"
+            budget = _TOKENS
         # Later turns recall what was not kept.
         recalled = min(turns * pruning.get("recall", _RECALL), _TOKENS - budget)
         core = load_state(state).core if kind == "split" else None
@@ -138,7 +169,8 @@ class _Request(NamedTuple):
             "autoprune_visual_tokens_total before": _TOKENS,
             "autoprune_visual_tokens_total after": budget + recalled,
             # Up to the edge of a KV block, as the prompt has them.
-            "autoprune_core_tokens_total": wanted and align_core(start, budget, wanted, _BLOCK),
+            "autoprune_core_tokens_total": wanted
+            and align_core(start, budget, wanted, _BLOCK),
             "autoprune_recalled_tokens_total": recalled,
             "autoprune_kv_bytes_saved_total": (_TOKENS - budget - recalled) * _KV_BYTES,
         }
@@ -161,9 +193,13 @@ class _Tally:
     faults: list[str] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def send(self, client: httpx.Client, request: _Request, *, hang_up: bool = False) -> None:
+    def send(
+        self, client: httpx.Client, request: _Request, *, hang_up: bool = False
+    ) -> None:
         """Send a request and count its answer; ``hang_up``: once it has begun."""
-        status, error, refused = 0, "", _REFUSED in request.counts
+        status = 0
+        error = ""
+        refused = _REFUSED in request.counts
         try:
             with client.stream("POST", CHAT, content=request.body) as answer:
                 status = answer.status_code
@@ -202,9 +238,13 @@ class _Tally:
         Samples of the memory are evenly spaced in time.
         """
         outcomes, sent = self.outcomes, self.outcomes.total()
-        size, memory, wrong = len(samples) // _PARTS, list[str](), [*different]
+        size = len(samples) // _PARTS
+        memory = list[str]()
+        wrong = [*different]
         if not outcomes["answered"] or not size:
-            wrong.append("nothing was answered, or there are too few samples of the memory")
+            wrong.append(
+                "nothing was answered, or there are too few samples of the memory"
+            )
         if outcomes["failed"]:
             wrong.append(f"{outcomes['failed']} of {sent} requests failed")
         later = samples[size:]
@@ -212,13 +252,17 @@ class _Tally:
             if any(name not in sample for sample in later):
                 wrong.append(f"memory of {name}: it did not exist all the time")
                 continue
-            early, late = (median(s[name] for s in part) for part in (later[:size], later[-size:]))
+            early, late = (
+                median(s[name] for s in part) for part in (later[:size], later[-size:])
+            )
             memory.append(f"  {name}: {early / MIB:,.1f} -> {late / MIB:,.1f} MiB")
             if late - early > max(_ALLOWED * early, _SLACK):
                 wrong.append(f"memory of {name}: it grew")
         lines = [
             f"{sent:,} requests in {minutes:g} min: "
-            + ", ".join(f"{outcome} {count:,}" for outcome, count in sorted(outcomes.items())),
+            + ", ".join(
+                f"{outcome} {count:,}" for outcome, count in sorted(outcomes.items())
+            ),
             f"memory, median of part {_PARTS} against part 2 of {_PARTS} "
             f"(at most {_ALLOWED:.0%} more, or {_SLACK // MIB} MiB):",
             *memory,
@@ -241,7 +285,9 @@ def _keep_busy(
     Every user sends the next request as soon as it has an answer, or has hung up. Waits for
     requests in flight at the end, so that both sides count them.
     """
-    tally, samples, end = _Tally(), [_read_resident(pid)], time.monotonic() + seconds
+    tally = _Tally()
+    samples = [_read_resident(pid)]
+    end = time.monotonic() + seconds
     # A new connection for each request, so that every API server gets some.
     headers = {"Content-Type": "application/json", "Connection": "close"}
     client = make_client(
@@ -258,7 +304,9 @@ def _keep_busy(
     with client, ThreadPoolExecutor(users) as pool:
         futures = [pool.submit(use, number) for number in range(users)]
         while time.monotonic() < end:
-            time.sleep(min(max(1.0, seconds / _SAMPLES), max(0.0, end - time.monotonic())))
+            time.sleep(
+                min(max(1.0, seconds / _SAMPLES), max(0.0, end - time.monotonic()))
+            )
             samples.append(_read_resident(pid))
         for future in futures:
             future.result()
@@ -270,8 +318,12 @@ def _read_counters(exposition: str) -> Counter[str]:
     counters: Counter[str] = Counter()
     for family in text_string_to_metric_families(exposition):
         for sample in family.samples:
-            labels = [sample.labels.get(key) for key in ("state", "chooser", "stage", "le")]
-            counters[" ".join([sample.name, *filter(None, labels)])] += int(sample.value)
+            labels = [
+                sample.labels.get(key) for key in ("state", "chooser", "stage", "le")
+            ]
+            counters[" ".join([sample.name, *filter(None, labels)])] += int(
+                sample.value
+            )
     return counters
 
 
@@ -290,14 +342,20 @@ def _read_resident(pid: int) -> _Sample:
         with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
             memory = process.memory_info()
             if memory.rss > memory.shared:
-                resident[f"{process.pid} {process.name()}"] = int(memory.rss - memory.shared)
+                resident[f"{process.pid} {process.name()}"] = int(
+                    memory.rss - memory.shared
+                )
     return resident
 
 
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "--minutes": {"type": float, "default": 60.0, "help": "duration"},
     "--users": {"type": int, "default": 8, "help": "requests at once"},
-    "--out": {"type": Path, "default": Path("out/soak"), "help": "folder of report, log"},
+    "--out": {
+        "type": Path,
+        "default": Path("out/soak"),
+        "help": "folder of report, log",
+    },
 }
 
 
@@ -305,25 +363,49 @@ def run(options: argparse.Namespace) -> int:
     """Serve, send requests, compare: 0 where every promise holds, else 1."""
     options.out.mkdir(parents=True, exist_ok=True)
     # A server may not yet know which clients have hung up.
-    at_once, seconds = 2 * options.users, 60 * options.minutes
+    at_once = 2 * options.users
+    seconds = 60 * options.minutes
     flags: tuple[str, ...] = (
-        *("--enforce-eager", "--max-model-len", "1024"),
+        "--enforce-eager",
+        "--max-model-len",
+        "1024",
         # 16 blocks for each request that runs, the most that one needs.
-        *("--block-size", str(_BLOCK), "--num-gpu-blocks-override", str(16 * at_once)),
-        *("--max-num-seqs", str(at_once), "--mm-processor-cache-gb", "0.02"),
-        *("--autoprune-state", _STATE, "--autoprune-budget", str(_BUDGET)),
-        *("--autoprune-text-tower", str(CLIP), "--autoprune-requests", "states"),
-        *("--autoprune-feature-cache-gb", "0.005", "--autoprune-recall", str(_RECALL)),
-        *("--api-server-count", str(_API_SERVERS)),
+        "--block-size",
+        str(_BLOCK),
+        "--num-gpu-blocks-override",
+        str(16 * at_once),
+        "--max-num-seqs",
+        str(at_once),
+        "--mm-processor-cache-gb",
+        "0.02",
+        "--autoprune-state",
+        _STATE,
+        "--autoprune-budget",
+        str(_BUDGET),
+        "--autoprune-text-tower",
+        str(CLIP),
+        "--autoprune-requests",
+        "states",
+        "--autoprune-feature-cache-gb",
+        "0.005",
+        "--autoprune-recall",
+        str(_RECALL),
+        "--api-server-count",
+        str(_API_SERVERS),
     )
     log = options.out / "server.log"
     with tempfile.TemporaryDirectory(prefix="adapters-") as adapters:
         flags += write_adapters(Path(adapters))
-        with serve(LLAVA, *flags, env=_SMALL_CACHES, log=log, patience=_START_TIMEOUT) as server:
+        with serve(
+            LLAVA, *flags, env=_SMALL_CACHES, log=log, patience=_START_TIMEOUT
+        ) as server:
             server.await_api_servers(_API_SERVERS, _START_TIMEOUT)
             # Tokens of a prompt in front of its image.
             content = build_content("?", [_draw_repeated_pictures()[0][1]])
-            asked = {"model": server.model, "messages": [{"role": "user", "content": content}]}
+            asked = {
+                "model": server.model,
+                "messages": [{"role": "user", "content": content}],
+            }
             status, reply = server.post("/tokenize", asked)
             tokens = reply.get("tokens")
             if status != 200 or not isinstance(tokens, list):

@@ -33,7 +33,9 @@ USERS = (1, 8)
 """Requests at once; of one there are three times as many turns."""
 
 _SEEDS = count(1000)  # of one process, so that no server sees anything twice
-_TOKENS, _FIELDS = 4, {"ignore_eos": True, "allowed_token_ids": [4]}  # a word
+# a word
+_TOKENS = 4
+_FIELDS = {"ignore_eos": True, "allowed_token_ids": [4]}
 
 Arm = tuple[Server, Mapping[str, object]]
 """A server, and its arm's fields of a request."""
@@ -54,7 +56,12 @@ class Table:
         self._writer.writerow(head)
 
     def add(
-        self, what: str, setting: str, figure: Spread | Estimate, unit: str, verdict: str = ""
+        self,
+        what: str,
+        setting: str,
+        figure: Spread | Estimate,
+        unit: str,
+        verdict: str = "",
     ) -> None:
         """Add a median with quartiles, or an estimate with its 95 % interval."""
         values = (f"{value:.4g}" for value in astuple(figure)[:3])
@@ -67,9 +74,15 @@ class Turns:
     """What arms took in each turn, by arm; seconds a request."""
 
     setting: str
-    seconds: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    ttft: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    work: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    seconds: defaultdict[str, list[float]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    ttft: defaultdict[str, list[float]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    work: defaultdict[str, list[float]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
     """Processor time of all processes of a server."""
 
     def take(
@@ -90,10 +103,16 @@ class Turns:
                     server, fields = arms[name]
                     contents = [draw(next(_SEEDS)) for _ in range(users)]
                     bodies = [
-                        build_body("served", content, tokens=_TOKENS, fields=_FIELDS | {**fields})
+                        build_body(
+                            "served",
+                            content,
+                            tokens=_TOKENS,
+                            fields=_FIELDS | {**fields},
+                        )
                         for content in contents
                     ]
-                    worked, begin = _processor_seconds(server), time.perf_counter()
+                    worked = _processor_seconds(server)
+                    begin = time.perf_counter()
                     records = list(pool.map(Client(server.url).send, bodies))
                     end = time.perf_counter()
                     if errors := [record.error for record in records if record.error]:
@@ -101,10 +120,14 @@ class Turns:
                     if turn >= 0:
                         self.seconds[name].append((end - begin) / users)
                         self.ttft[name] += [record.ttft for record in records]
-                        self.work[name].append((_processor_seconds(server) - worked) / users)
+                        self.work[name].append(
+                            (_processor_seconds(server) - worked) / users
+                        )
         log_progress(self.setting)
 
-    def write(self, table: Table, compared: Mapping[tuple[str, str], float | None]) -> None:
+    def write(
+        self, table: Table, compared: Mapping[tuple[str, str], float | None]
+    ) -> None:
         """Write every arm, and of pairs (under, over) how many times the requests/s over serves.
 
         A pair may have a least, which was promised of requests/s, and whose inverse bounds
@@ -112,7 +135,9 @@ class Turns:
         """
         for name, seconds in self.seconds.items():
             setting = f"{self.setting}; {name}"
-            table.add("throughput", setting, Spread.of([1 / s for s in seconds]), "requests/s")
+            table.add(
+                "throughput", setting, Spread.of([1 / s for s in seconds]), "requests/s"
+            )
             table.add("TTFT", setting, Spread.of(self.ttft[name]), "s")
             table.add("processor time", setting, Spread.of(self.work[name]), "s")
         ratio = Estimate.ratio_of_medians

@@ -56,7 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if isinstance(options, _PrepareOptions):
             workload = prepare(Workload.of(options, options.model), options.out)
-            print(f"{options.out}: {len(workload.measured)} requests, {workload.digest}")
+            print(
+                f"{options.out}: {len(workload.measured)} requests, {workload.digest}"
+            )
             return 0
         assert isinstance(options, PairedOptions)
         answer, invalid, broken = measure(options, Arm.choose(options))

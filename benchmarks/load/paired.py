@@ -64,13 +64,22 @@ class Arm(FrozenModel):
         if options.attach:
             pairs = [server.partition("=") for server in options.attach]
             return tuple(cls(name=name, url=url) for name, _, url in pairs)
-        model, tower = Path(options.model), options.text_tower
-        flags = ["--served-model-name", options.served_name, *shlex.split(options.server_flags)]
+        model = Path(options.model)
+        tower = options.text_tower
+        flags = [
+            "--served-model-name",
+            options.served_name,
+            *shlex.split(options.server_flags),
+        ]
         shape, _, layers = options.model.partition(":")
         if shape == SHAPE:
             if not (layers.isascii() and layers.isdecimal()) or int(layers) < 1:
-                raise BenchmarkError(f"--model {options.model}: {layers!r} is not a whole number")
-            model = write_shape("llava-1.5-7b", Path("out/load") / f"llava-{layers}", int(layers))
+                raise BenchmarkError(
+                    f"--model {options.model}: {layers!r} is not a whole number"
+                )
+            model = write_shape(
+                "llava-1.5-7b", Path("out/load") / f"llava-{layers}", int(layers)
+            )
             flags += ["--load-format", "dummy"]
         elif model == LLAVA:
             tower = tower or CLIP
@@ -79,7 +88,11 @@ class Arm(FrozenModel):
                 f"--model {model}: no such folder -> name a checkpoint, ORGANISATION/NAME on the "
                 f"Hub, or {SHAPE}:LAYERS"
             )
-        pruning = [] if options.budget is None else ["--autoprune-budget", str(options.budget)]
+        pruning = (
+            []
+            if options.budget is None
+            else ["--autoprune-budget", str(options.budget)]
+        )
         if tower is not None:
             pruning += ["--autoprune-text-tower", str(tower)]
         if options.cache == "off":
@@ -108,7 +121,7 @@ class Arm(FrozenModel):
             yield server.url
 
 
-def measure(options: PairedOptions, arms: Sequence[Arm]) -> tuple[str, int, str]:
+def measure(options: PairedOptions, arms: Sequence[Arm]) -> tuple[str, int, str]:  # noqa: C901, PLR0915
     """Serve every arm in turn, send it every load, and write the page.
 
     Returns the answer in a sentence, how many runs are not valid, and why the experiment ended
@@ -116,24 +129,34 @@ def measure(options: PairedOptions, arms: Sequence[Arm]) -> tuple[str, int, str]
     """
     if not (options.users or options.rates):
         raise BenchmarkError("nothing to measure -> give --users or --rates")
-    out, finds = options.out, options.rates == "find"
+    out = options.out
+    finds = options.rates == "find"
     rates = () if options.rates == "find" else tuple(sorted(options.rates))
     loads = len(options.users) + (len(_STEPS) + 1 if finds else len(rates))
     workload = Workload.of(options, options.served_name)
     if options.model.startswith(f"{SHAPE}:"):
         workload = workload.model_copy(update={"vocabulary": "numbered"})
-    total, at_most = options.passes * len(arms) * loads, "at most " if finds else ""
-    sending = {name: value for name, value in options if name in SendingOptions.model_fields}
+    total = options.passes * len(arms) * loads
+    at_most = "at most " if finds else ""
+    sending = {
+        name: value for name, value in options if name in SendingOptions.model_fields
+    }
     folders: dict[Load, Path] = {}
-    runs, broken = list[Run](), ""
+    runs = list[Run]()
+    broken = ""
 
     def send(load: Load, arm: Arm, number: int, url: str) -> Run:
         """Send one load to an arm, each load with images of its own."""
-        log_progress(f"run {len(runs) + 1} of {at_most}{total}: {arm.name}, {load.title}")
+        log_progress(
+            f"run {len(runs) + 1} of {at_most}{total}: {arm.name}, {load.title}"
+        )
         if load not in folders:
             seed = load.users or 10_000 + round(1000 * (load.rate or 0))
             folders[load] = out / "workloads" / load.label
-            prepare(workload.model_copy(update={"seed": workload.seed + seed}), folders[load])
+            prepare(
+                workload.model_copy(update={"seed": workload.seed + seed}),
+                folders[load],
+            )
         folder = f"runs/{number}-{arm.name.replace(' ', '-')}/{load.label}"
         places = {"host": url, "workload": folders[load], "out": out / folder}
         sent = {"rate": load.rate or 0.0, "users": load.users, "seed": load.seed}
@@ -147,7 +170,11 @@ def measure(options: PairedOptions, arms: Sequence[Arm]) -> tuple[str, int, str]
 
     try:
         # ABBA order (ABCCBA), so that drift affects all arms alike.
-        order = [(n, arm) for n in range(options.passes) for arm in arms[:: -1 if n % 2 else 1]]
+        order = [
+            (n, arm)
+            for n in range(options.passes)
+            for arm in arms[:: -1 if n % 2 else 1]
+        ]
         for number, arm in order:
             log = out / "servers" / f"{number}-{arm.name.replace(' ', '-')}.log"
             with arm.serve(log, options.kv_cache_gb) as url:
@@ -158,7 +185,9 @@ def measure(options: PairedOptions, arms: Sequence[Arm]) -> tuple[str, int, str]
                     closed = closed or [send(_PROBE, *served)]
                     capacity = max(r.result.summary.request_rate for r in closed)
                     if not capacity:
-                        raise BenchmarkError("no request was answered, so no rate can be chosen")
+                        raise BenchmarkError(
+                            "no request was answered, so no rate can be chosen"
+                        )
                     rates = tuple(float(f"{capacity * step:.3g}") for step in _STEPS)
                 for rate in rates:
                     load = Load(rate=rate, seed=options.seed)
@@ -173,7 +202,11 @@ def measure(options: PairedOptions, arms: Sequence[Arm]) -> tuple[str, int, str]
     if not runs:
         raise BenchmarkError(broken or "nothing was measured")
     served_as = [
-        [arm.name, (arm.digest or "none")[:16], arm.url or " ".join([arm.model, *arm.flags])]
+        [
+            arm.name,
+            (arm.digest or "none")[:16],
+            arm.url or " ".join([arm.model, *arm.flags]),
+        ]
         for arm in arms
     ]
     settings = {**options.model_dump(), **runs[0].result.environment}
@@ -198,11 +231,19 @@ def _run(options: RunOptions) -> tuple[Result, list[Record]]:
     Raises :class:`BenchmarkError` where there is no result at all.
     """
     # The key is nobody's who lists processes.
-    key = {"VLLM_API_KEY": options.api_key.get_secret_value()} if options.api_key else {}
+    key = (
+        {"VLLM_API_KEY": options.api_key.get_secret_value()} if options.api_key else {}
+    )
     values = options.model_dump(mode="json", exclude_none=True)
     switches = [name for name in ("shared", "insecure") if values.pop(name)]
     command = [
-        *(sys.executable, "-m", "locust", "-f", str(_LOCUSTFILE), "--headless", "--only-summary"),
+        sys.executable,
+        "-m",
+        "locust",
+        "-f",
+        str(_LOCUSTFILE),
+        "--headless",
+        "--only-summary",
         *(f"--{name.replace('_', '-')}={value}" for name, value in values.items()),
         *(f"--{name}" for name in switches),
         *(f"--header={header}" for header in options.header),

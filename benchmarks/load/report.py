@@ -16,7 +16,14 @@ from urllib.parse import quote
 
 from benchmarks.common.client import Record
 from benchmarks.common.report import format_estimate
-from benchmarks.load.result import RECORDS, RESULT, Result, Summary, describe_few, estimate_ratio
+from benchmarks.load.result import (
+    RECORDS,
+    RESULT,
+    Result,
+    Summary,
+    describe_few,
+    estimate_ratio,
+)
 from benchmarks.load.settings import CACHES, Load, SendingOptions
 from vllm_autoprune.report import (
     Cell,
@@ -68,7 +75,9 @@ class Point:
     @cached_property
     def summary(self) -> Summary:
         """Figures over all passes."""
-        return Summary.of([run.records for run in self.runs], self.runs[0].result.options)
+        return Summary.of(
+            [run.records for run in self.runs], self.runs[0].result.options
+        )
 
     @property
     def past_saturation(self) -> bool:
@@ -89,7 +98,10 @@ def _compare_points(
     if not (point.valid and reference.valid):
         return None, []
     over, under = ([run.records for run in p.runs] for p in (point, reference))
-    by_pass = [estimate_ratio([o], [u], latency, level) for o, u in zip(over, under, strict=False)]
+    by_pass = [
+        estimate_ratio([o], [u], latency, level)
+        for o, u in zip(over, under, strict=False)
+    ]
     ratio = estimate_ratio(over, under, latency, level)
     return ratio, [passed.value for passed in by_pass if passed]
 
@@ -108,7 +120,9 @@ class Experiment:
         groups: dict[tuple[str, Load], list[Run]] = {}
         for run in self.runs:
             groups.setdefault((run.arm, run.result.options.load), []).append(run)
-        points = [Point(arm, load, tuple(passes)) for (arm, load), passes in groups.items()]
+        points = [
+            Point(arm, load, tuple(passes)) for (arm, load), passes in groups.items()
+        ]
         return sorted(points, key=lambda p: (p.load.rate or 0.0, p.load.users or 0))
 
     @property
@@ -123,21 +137,31 @@ class Experiment:
         At the highest load that all arms have, if possible below saturation for all: beyond it a
         queue grows as long as a run lasts, so that its latencies mean nothing.
         """
-        by_load = [list(points) for _, points in groupby(self.points, lambda point: point.load)]
+        by_load = [
+            list(points) for _, points in groupby(self.points, lambda point: point.load)
+        ]
         valid = [
-            shared for shared in by_load
+            shared
+            for shared in by_load
             if len(shared) == len(self.arms) and all(point.valid for point in shared)
-        ]  # fmt: skip
+        ]
         if not valid:
-            return "No valid result at a load that all arms have: nothing can be compared.", "bad"
-        below = [shared for shared in valid if not any(p.past_saturation for p in shared)]
+            return (
+                "No valid result at a load that all arms have: nothing can be compared.",
+                "bad",
+            )
+        below = [
+            shared for shared in valid if not any(p.past_saturation for p in shared)
+        ]
         highest = (below or valid)[-1]
-        reference, candidate = highest[0], highest[-1]
+        reference = highest[0]
+        candidate = highest[-1]
         ratio, _ = _compare_points(candidate, reference, "TTFT", 50)
         tone: Tone = "open"
         title = reference.load.title
         if ratio is None or candidate is reference:
-            rate, goodput = reference.summary.request_rate, reference.summary.goodput
+            rate = reference.summary.request_rate
+            goodput = reference.summary.goodput
             met = f"{format_estimate(goodput, 100)} %" if goodput else "none"
             sentence = (
                 f"{reference.arm} answered {rate:.2f} requests/s ({title}); {met} of the requests "
@@ -153,7 +177,9 @@ class Experiment:
             else:
                 tone = "good" if ratio.high < 1 else "bad"
         # A warning opens the sentence, where a load has too few requests for its percentiles.
-        few = describe_few(min(p.summary.requests for p in self.points if p.valid), " at a load")
+        few = describe_few(
+            min(p.summary.requests for p in self.points if p.valid), " at a load"
+        )
         if few:
             return f"{few[0].upper()}{few[1:]}. {sentence}.", "open"
         return f"{sentence}.", tone
@@ -163,12 +189,16 @@ class Experiment:
         if self.broken:
             yield f"The experiment ended early: {self.broken}"
         total = f"of {len(self.runs)} runs"
-        if disturbed := [run.result.accepted[0] for run in self.runs if run.result.accepted]:
+        if disturbed := [
+            run.result.accepted[0] for run in self.runs if run.result.accepted
+        ]:
             yield (
                 f"Other work disturbed {len(disturbed)} {total}, which --shared accepts. "
                 f"The first: {disturbed[0]}."
             )
-        if reasons := [run.result.reasons[0] for run in self.runs if not run.result.valid]:
+        if reasons := [
+            run.result.reasons[0] for run in self.runs if not run.result.valid
+        ]:
             yield f"{len(reasons)} {total} are not valid. The first reason: {reasons[0]}."
 
     def write(self, folder: Path, settings: Section) -> None:
@@ -206,15 +236,23 @@ class Experiment:
                 marks = []
                 for point in points:
                     median = point.summary.percentile("TTFT", 50)
-                    if median is None or (point.load.rate is None) != (kind == "closed"):
+                    if median is None or (point.load.rate is None) != (
+                        kind == "closed"
+                    ):
                         continue
-                    value, low, high = (1000 * end for end in dataclasses.astuple(median))
-                    tip = f"{arm}, {point.load.title}" + ("" if point.valid else ", not valid")
+                    value, low, high = (
+                        1000 * end for end in dataclasses.astuple(median)
+                    )
+                    tip = f"{arm}, {point.load.title}" + (
+                        "" if point.valid else ", not valid"
+                    )
                     rate = point.summary.request_rate
                     marks.append(Mark(rate, value, tip, low, high, not point.valid))
                 if marks:
                     name = f"{arm}, {kind} loop"
-                    series.append(Series(name, marks, dashed=kind == "open", colour=colour))
+                    series.append(
+                        Series(name, marks, dashed=kind == "open", colour=colour)
+                    )
         most = self.slo.slo_ttft
         limit = {f"objective {most:g} ms": most} if most else {}
         titles = ("Latency over throughput", "achieved, requests/s", "median TTFT, ms")
@@ -225,18 +263,24 @@ class Experiment:
     def build_ratios(self) -> Iterator[Section]:
         """Every arm against the first, at every load that both have."""
         against = self.arms[0]
-        references = {point.load: point for point in self.points if point.arm == against}
+        references = {
+            point.load: point for point in self.points if point.arm == against
+        }
         rows: list[Row] = []
         for point in self.points:
             if point.arm == against or point.load not in references:
                 continue
             cells = [Cell(point.load.title), Cell(point.arm)]
             for latency, level in _COMPARED:
-                ratio, by_pass = _compare_points(point, references[point.load], latency, level)
+                ratio, by_pass = _compare_points(
+                    point, references[point.load], latency, level
+                )
                 if ratio is None:
                     cells.append(Cell("not valid"))
                     continue
-                tone: CellTone = "good" if ratio.high < 1 else "bad" if ratio.low > 1 else ""
+                tone: CellTone = (
+                    "good" if ratio.high < 1 else "bad" if ratio.low > 1 else ""
+                )
                 passes = ", ".join(f"{value:.3f}" for value in by_pass)
                 under = f"{ratio.low:.3f}–{ratio.high:.3f}; passes {passes}"
                 cells.append(Cell(f"{ratio.value:.3f}", under, tone=tone))
@@ -248,7 +292,9 @@ class Experiment:
         )
         head = ["load", "arm", *(f"{latency} p{level}" for latency, level in _COMPARED)]
         if rows:
-            yield Section(f"Against {against}", [text], tables=[Table("", head, rows, "ll")])
+            yield Section(
+                f"Against {against}", [text], tables=[Table("", head, rows, "ll")]
+            )
 
     def build_figures(self) -> Section:
         """Counts, latencies, rates and goodput of every point; TTFAT only where a model thinks."""
@@ -257,13 +303,21 @@ class Experiment:
             """A figure and its interval, which the table puts under it."""
             if figure is None:
                 return "no answer"
-            return format_estimate(figure, unit, 0 if unit * figure.value > 100 else 1) + few
+            return (
+                format_estimate(figure, unit, 0 if unit * figure.value > 100 else 1)
+                + few
+            )
 
         thinks = any(point.summary.thinks for point in self.points)
-        figures = [(name, level) for name, level in _TABULATED if thinks or name != "TTFAT"]
+        figures = [
+            (name, level) for name, level in _TABULATED if thinks or name != "TTFAT"
+        ]
         rows: list[Row] = []
         for point in self.points:
-            summary, offered = point.summary, point.summary.offered_rate or point.load.rate
+            summary, offered = (
+                point.summary,
+                point.summary.offered_rate or point.load.rate,
+            )
             latencies = [
                 describe(summary.percentile(name, level), 1000, summary.mark_few(level))
                 for name, level in figures
@@ -276,16 +330,24 @@ class Experiment:
             rows.append([point.load.title, arm, *counts, *latencies, *rates])
         latency_heads = (f"{name} p{level}, ms" for name, level in figures)
         head = [
-            "load", "arm", "requests", "prompt tokens", *latency_heads,
-            "offered/s", "achieved/s", "goodput, %",
-        ]  # fmt: skip
+            "load",
+            "arm",
+            "requests",
+            "prompt tokens",
+            *latency_heads,
+            "offered/s",
+            "achieved/s",
+            "goodput, %",
+        ]
         text = (
             "All passes together; in an open loop from the scheduled time, which a closed loop "
             "does not have. TTFAT: to the first token after thoughts. TPOT: by the server's count "
             "of tokens. ITL: gaps between deltas, which may contain more than one token. †: too "
             "few requests for this percentile."
         )
-        return Section("Rates and latencies", [text], tables=[Table("", head, rows, "ll")])
+        return Section(
+            "Rates and latencies", [text], tables=[Table("", head, rows, "ll")]
+        )
 
     def build_runs(self) -> Section:
         """Each run with its verdict, and links to its files."""
@@ -296,11 +358,22 @@ class Experiment:
                 run.result.options.load.title,
                 Cell(run.result.verdict, tone="" if run.result.valid else "bad"),
                 run.result.environment["load average"],
-                Cell(f"{len(run.records)} requests", link=quote(f"{run.folder}/{RECORDS}")),
+                Cell(
+                    f"{len(run.records)} requests",
+                    link=quote(f"{run.folder}/{RECORDS}"),
+                ),
                 Cell("run.json", link=quote(f"{run.folder}/{RESULT}")),
             ]
             for run in self.runs
         ]
-        head = ["pass", "arm", "load", "verdict", "load average before", "records", "figures"]
+        head = [
+            "pass",
+            "arm",
+            "load",
+            "verdict",
+            "load average before",
+            "records",
+            "figures",
+        ]
         table = Table("", head, rows, "l" * len(head))
         return Section("Every run, in order of time", tables=[table])

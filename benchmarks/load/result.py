@@ -19,7 +19,8 @@ from benchmarks.load.settings import RunOptions, SendingOptions, Workload
 from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.statistics import Estimate, Floats, resample
 
-RESULT, RECORDS = "run.json", "records.jsonl"
+RESULT = "run.json"
+RECORDS = "records.jsonl"
 
 COUNTERS = {
     "image hits": "vllm:mm_cache_hits_total",
@@ -69,16 +70,23 @@ def _draw_percentiles(
     ``weights`` (draws, requests): how often each request was drawn, with all its values. NaN where
     a draw has no value.
     """
-    owners = np.repeat(np.arange(len(by_request)), [len(values) for values in by_request])
-    values = np.asarray([value for row in by_request for value in row], dtype=np.float64)
+    owners = np.repeat(
+        np.arange(len(by_request)), [len(values) for values in by_request]
+    )
+    values = np.asarray(
+        [value for row in by_request for value in row], dtype=np.float64
+    )
     order = np.argsort(values, kind="stable")
-    values, owners = values[order], owners[order]
+    values = values[order]
+    owners = owners[order]
     percentiles = np.full((len(weights), len(levels)), np.nan)
     for number, drawn in enumerate(weights):
         reached = np.cumsum(drawn[owners])
         if reached[-1]:
             # Rounding must not push a rank that is met exactly on to the next value.
-            places = np.searchsorted(reached, np.asarray(levels) / 100 * reached[-1] - 1e-9)
+            places = np.searchsorted(
+                reached, np.asarray(levels) / 100 * reached[-1] - 1e-9
+            )
             percentiles[number] = values[places]
     return percentiles
 
@@ -87,12 +95,17 @@ def _estimate_percentiles(by_request: Sequence[Sequence[float]]) -> _Percentiles
     """Percentiles of the values of all requests; empty where there is no value."""
     if not any(map(len, by_request)):
         return {}
-    percentiles = _draw_percentiles(by_request, [*_ENOUGH], _resample_weights(len(by_request)))
+    percentiles = _draw_percentiles(
+        by_request, [*_ENOUGH], _resample_weights(len(by_request))
+    )
     return dict(zip(_ENOUGH, map(Estimate.of, percentiles.T), strict=True))
 
 
 def estimate_ratio(
-    over: Sequence[Sequence[Record]], under: Sequence[Sequence[Record]], latency: str, level: int
+    over: Sequence[Sequence[Record]],
+    under: Sequence[Sequence[Record]],
+    latency: str,
+    level: int,
 ) -> Estimate | None:
     """Ratio of a percentile of two arms, over the requests that both answered, drawn together.
 
@@ -104,11 +117,15 @@ def estimate_ratio(
     if not all(any(map(len, rows)) for rows in pair):
         return None
     weights = _resample_weights(len(common))
-    numerator, denominator = (_draw_percentiles(rows, [level], weights)[:, 0] for rows in pair)
+    numerator, denominator = (
+        _draw_percentiles(rows, [level], weights)[:, 0] for rows in pair
+    )
     return Estimate.of(numerator / denominator)
 
 
-def _values_by_request(passes: Sequence[Sequence[Record]], latency: str) -> dict[int, list[float]]:
+def _values_by_request(
+    passes: Sequence[Sequence[Record]], latency: str
+) -> dict[int, list[float]]:
     """Values of the measured requests that were answered, of all passes, by their index."""
     by_index: dict[int, list[float]] = {}
     for record in (record for records in passes for record in records):
@@ -164,26 +181,38 @@ class Summary(FrozenModel):
         Rates are means over the passes; values of one request are resampled together.
         """
         counted = [
-            sorted((r for r in records if r.measured), key=lambda r: r.index) for records in passes
+            sorted((r for r in records if r.measured), key=lambda r: r.index)
+            for records in passes
         ]
         measured = [record for records in counted for record in records]
         good = [record for record in measured if record.ok]
-        seconds, rates, offered = list[float](), list[float](), list[float]()
+        seconds = list[float]()
+        rates = list[float]()
+        offered = list[float]()
         for records in filter(None, counted):
             span = records[-1].scheduled - records[0].scheduled
             offered += [(len(records) - 1) / span] if span else []
-            seconds.append(max(r.done for r in records) - min(r.scheduled for r in records))
+            seconds.append(
+                max(r.done for r in records) - min(r.scheduled for r in records)
+            )
             rates.append(sum(r.ok for r in records) / seconds[-1])
         met = np.asarray([slo.is_good(record) for record in measured], dtype=np.float64)
-        by_latency = {name: [*_values_by_request(passes, name).values()] for name in _LATENCIES}
+        by_latency = {
+            name: [*_values_by_request(passes, name).values()] for name in _LATENCIES
+        }
         by_latency["delay"] = [[record.delay] for record in measured]
         return cls(
             requests=len(measured),
             failed=len(measured) - len(good),
             answered=len({record.index for record in good}),
             seconds=mean(seconds or [0.0]),
-            latencies={name: _estimate_percentiles(values) for name, values in by_latency.items()},
-            goodput=Estimate.of(_resample_weights(len(met)) @ met / len(met)) if len(met) else None,
+            latencies={
+                name: _estimate_percentiles(values)
+                for name, values in by_latency.items()
+            },
+            goodput=Estimate.of(_resample_weights(len(met)) @ met / len(met))
+            if len(met)
+            else None,
             offered_rate=mean(offered) if offered else None,
             request_rate=mean(rates or [0.0]),
             prompt_tokens=mean([r.prompt_tokens or 0 for r in good] or [0]),
@@ -221,7 +250,11 @@ class Result(FrozenModel):
         """In words."""
         if not self.valid:
             return f"not valid: {'; '.join(self.reasons)}"
-        unread = "" if self.counters is not None else "the server's /metrics could not be read"
+        unread = (
+            ""
+            if self.counters is not None
+            else "the server's /metrics could not be read"
+        )
         limits = [*self.accepted, describe_few(self.summary.requests), unread]
         limits = [limit for limit in limits if limit]
         return f"valid, but {', and '.join(limits)}" if limits else "valid"
@@ -243,7 +276,8 @@ class Result(FrozenModel):
 
     def list_reasons(self, records: Sequence[Record]) -> Iterator[str]:
         """Every reason why a run is not valid; no figure of such a run is compared."""
-        workload, counters = self.workload, self.counters or {}
+        workload = self.workload
+        counters = self.counters or {}
         # Requests that were not sent or recorded, failed, or were answered at another length.
         if self.broken:
             yield self.broken
@@ -256,9 +290,13 @@ class Result(FrozenModel):
         lengths = [record.completion_tokens for record in records if record.ok]
         if uncounted := lengths.count(None):
             yield f"{uncounted} answers came without usage, so their tokens cannot be counted"
-        wrong = [length for length in lengths if length not in (None, workload.output_tokens)]
+        wrong = [
+            length for length in lengths if length not in (None, workload.output_tokens)
+        ]
         wanted = workload.output_tokens
-        if wrong and workload.dialect == "vllm":  # a shorter one would be taken for a faster one
+        if (
+            wrong and workload.dialect == "vllm"
+        ):  # a shorter one would be taken for a faster one
             yield f"{len(wrong)} answers are not of {wanted} tokens (one: {wrong[0]})"
         if not self.options.shared:
             yield from self.list_interference(records)
@@ -266,7 +304,8 @@ class Result(FrozenModel):
             yield f"the client was the bottleneck: it used {100 * self.cpu:.0f} % of a core"
         # Cache hits that the declared state of the caches excludes. Requests with unique images
         # share the tokens before them, so these may hit the prefix cache.
-        images, prefix = counters.get("image hits"), counters.get("prefix hits")
+        images = counters.get("image hits")
+        prefix = counters.get("prefix hits")
         if workload.cache in ("unique", "off") and images:
             where = f"{workload.cache!r}, but {images:.0f} images came from a cache"
             yield f"cache state is {where}; start the servers again, or give another --seed"
@@ -277,10 +316,14 @@ class Result(FrozenModel):
         """What other work on the client's machine or on the server did to a run."""
         fix = "use an idle one, or accept it with --shared"
         # A closed loop has no schedule, so there it is the lag of the client's idle greenlets.
-        late, median = (self.summary.percentile(*key) for key in (("delay", 99), ("TTFT", 50)))
-        name, delay = "schedule delay", late.value if late else 0.0
+        late, median = (
+            self.summary.percentile(*key) for key in (("delay", 99), ("TTFT", 50))
+        )
+        name = "schedule delay"
+        delay = late.value if late else 0.0
         if self.options.load.rate is None:
-            name, delay = "wake-up lag", self.lag
+            name = "wake-up lag"
+            delay = self.lag
         if median and delay > (bound := _DELAY_SHARE * median.value):
             yield (
                 f"the client was the bottleneck: its {name} is {1000 * delay:.1f} ms at p99, above "
@@ -294,7 +337,8 @@ class Result(FrozenModel):
         """Verdict first, then figures, a line each."""
         summary = self.summary
         yield f"{self.options.load.title}; {self.verdict}"
-        busy, cores = self.environment["load average"], self.environment["cores"]
+        busy = self.environment["load average"]
+        cores = self.environment["cores"]
         if float(busy) > int(cores):
             load = f"load average {busy} on {cores} cores before the run"
             yield f"  warning: {load}: use an idle machine"

@@ -44,7 +44,9 @@ class Load(FrozenModel):
     @property
     def title(self) -> str:
         """In words."""
-        count, unit = (self.users, "user") if self.rate is None else (self.rate, "request")
+        count, unit = (
+            (self.users, "user") if self.rate is None else (self.rate, "request")
+        )
         plural = "" if count == 1 else "s"
         return f"{count:g} {unit}{plural}" + ("" if self.rate is None else "/s")
 
@@ -109,7 +111,9 @@ def _check_servers(servers: tuple[str, ...]) -> tuple[str, ...]:
         try:
             server_address(url if name else "")
         except ConfigError:
-            raise ValueError(f"{server!r} is no server: give NAME=http://HOST:PORT") from None
+            raise ValueError(
+                f"{server!r} is no server: give NAME=http://HOST:PORT"
+            ) from None
     if len({server.partition("=")[0] for server in servers}) < len(servers):
         raise ValueError("two servers have the same name: give each its own")
     return servers
@@ -118,7 +122,9 @@ def _check_servers(servers: tuple[str, ...]) -> tuple[str, ...]:
 _Count = Annotated[int, Field(ge=1)]
 _Positive = Annotated[float, Field(gt=0)]
 _Limit = Annotated[float, Field(ge=0)]
-_Mix = Annotated[dict[_Count, _Positive], BeforeValidator(_split_mix), Field(min_length=1)]
+_Mix = Annotated[
+    dict[_Count, _Positive], BeforeValidator(_split_mix), Field(min_length=1)
+]
 """Values with their weights."""
 
 
@@ -133,14 +139,18 @@ class RequestOptions(FrozenModel):
     requests: _Count = _option(200, "measured requests of a run")
     warm_up: int = _option(8, "requests on other images before the clock starts", ge=0)
     output_tokens: _Count = _option(16, "length of every answer")
-    cache: Literal["unique", "repeat", "same-image", "off"] = _option("unique", ", ".join(CACHES))
+    cache: Literal["unique", "repeat", "same-image", "off"] = _option(
+        "unique", ", ".join(CACHES)
+    )
     pool: _Count = _option(20, "different images (requests), where they are repeated")
     zipf: _Positive = _option(1.1, "the k-th image comes in proportion to k ** -zipf")
     sides: _Mix = _option(
         {480: 1, 640: 2, 1024: 1}, "longer side of an image, pixels, VALUE=WEIGHT,..."
     )
     images: _Mix = _option({1: 1}, "images a request, VALUE=WEIGHT,...")
-    dialect: Literal["vllm", "openai"] = _option("vllm", "openai: without vLLM's own fields")
+    dialect: Literal["vllm", "openai"] = _option(
+        "vllm", "openai: without vLLM's own fields"
+    )
     seed: int = _option(0, "seed of requests and schedule", ge=0)
 
 
@@ -155,7 +165,9 @@ class Workload(RequestOptions):
     @classmethod
     def of(cls, options: RequestOptions, model: str) -> Workload:
         """The workload of these options."""
-        return cls(model=model, **options.model_dump(include=set(RequestOptions.model_fields)))
+        return cls(
+            model=model, **options.model_dump(include=set(RequestOptions.model_fields))
+        )
 
 
 class SendingOptions(Connection):
@@ -165,7 +177,9 @@ class SendingOptions(Connection):
     slo_tpot: _Limit = _option(0.0, "TPOT limit, ms; 0: none")
     slo_e2e: _Limit = _option(0.0, "end-to-end limit, ms; 0: none")
     most: _Count = _option(512, "requests in flight that end the run")
-    shared: bool = _option(False, "accept delays of the client and requests of other clients")
+    shared: bool = _option(
+        False, "accept delays of the client and requests of other clients"
+    )
 
     @property
     def limits(self) -> dict[str, float]:
@@ -182,14 +196,18 @@ class SendingOptions(Connection):
 
     def describe_objective(self) -> str:
         """In words, milliseconds."""
-        described = [f"{name} at most {limit:g} ms" for name, limit in self.limits.items()]
+        described = [
+            f"{name} at most {limit:g} ms" for name, limit in self.limits.items()
+        ]
         return ", ".join(described) or "none declared"
 
 
 class RunOptions(SendingOptions):
     """One run."""
 
-    workload: Path = Field(description="folder made by python -m benchmarks.load prepare")
+    workload: Path = Field(
+        description="folder made by python -m benchmarks.load prepare"
+    )
     out: Path = _option(Path("out/load/run"), "folder of run.json and records.jsonl")
     rate: _Limit = _option(0.0, "requests/s of an open loop; without it, --users")
     seed: int = _option(0, "seed of the arrivals", ge=0)
@@ -205,16 +223,22 @@ class RunOptions(SendingOptions):
         return Load(users=self.users or 1)
 
 
-LOCUST_FIELDS = tuple(name for name in RunOptions.model_fields if name not in ("host", "users"))
+LOCUST_FIELDS = tuple(
+    name for name in RunOptions.model_fields if name not in ("host", "users")
+)
 """Options of a run that are not locust's own."""
 
 
 class PairedOptions(RequestOptions, SendingOptions):
     """Servers and loads of a paired experiment."""
 
-    model: str = _option(str(LLAVA), f"checkpoint, or {SHAPE}:LAYERS: LLaVA-1.5-7B without weights")
+    model: str = _option(
+        str(LLAVA), f"checkpoint, or {SHAPE}:LAYERS: LLaVA-1.5-7B without weights"
+    )
     state: str = _option("cen_divprune", "pruning state, a file or a name")
-    budget: Budget | None = _option(None, "K, or a share of N; default: the state's own")
+    budget: Budget | None = _option(
+        None, "K, or a share of N; default: the state's own"
+    )
     text_tower: Path | None = _option(None, "CLIP checkpoint of the state")
     server_flags: Annotated[str, AfterValidator(_check_quotes)] = _option(
         "--max-model-len 2048 --block-size 32 --enforce-eager", "flags of all servers"
@@ -227,8 +251,10 @@ class PairedOptions(RequestOptions, SendingOptions):
     users: Annotated[tuple[_Count, ...], BeforeValidator(_split_list)] = _option(
         (), "closed loops, such as 1,2,4,8,16,32"
     )
-    rates: Annotated[tuple[_Positive, ...] | Literal["find"], BeforeValidator(_split_list)] = (
-        _option((), "open loops, requests/s, such as 1,2,4; find: choose them by the capacity")
+    rates: Annotated[
+        tuple[_Positive, ...] | Literal["find"], BeforeValidator(_split_list)
+    ] = _option(
+        (), "open loops, requests/s, such as 1,2,4; find: choose them by the capacity"
     )
     passes: _Count = _option(2, "passes over all arms (2: ABBA)")
     out: Path = _option(Path("out/load/paired"), "folder of the report")

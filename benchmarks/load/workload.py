@@ -17,12 +17,18 @@ import numpy as np
 from pydantic import ValidationError
 
 from benchmarks import BenchmarkError
-from benchmarks.common.requests import build_body, build_content, draw_picture, encode_picture
+from benchmarks.common.requests import (
+    build_body,
+    build_content,
+    draw_picture,
+    encode_picture,
+)
 from benchmarks.load.settings import Workload
 
 _T = TypeVar("_T")
 
-_WORKLOAD, _BODIES = "workload.json", "bodies.jsonl"
+_WORKLOAD = "workload.json"
+_BODIES = "bodies.jsonl"
 _ASPECTS = {"4/3": 4, "3/4": 2, "1/1": 2, "16/9": 1}
 """Width over height, with weights."""
 _FORMATS: Mapping[Literal["jpeg", "png"], float] = {"jpeg": 4, "png": 1}
@@ -77,7 +83,8 @@ class Prepared(NamedTuple):
                 f"workload {folder}: {reason} -> create one: "
                 "python -m benchmarks.load prepare --out DIR"
             ) from error
-        bodies, count = content.splitlines(), workload.requests
+        bodies = content.splitlines()
+        count = workload.requests
         digest = hashlib.sha256(content).hexdigest()[:16]
         return cls(workload, bodies[:count], bodies[count:], digest)
 
@@ -124,7 +131,9 @@ def _draw_requests(workload: Workload) -> list[_Request]:
         identities = [int(place) for place in places]
     drawn = [
         # A repeated image is asked about by the place of the request.
-        _draw_request(workload, identity, index if workload.cache == "same-image" else identity)
+        _draw_request(
+            workload, identity, index if workload.cache == "same-image" else identity
+        )
         for index, identity in enumerate(identities)
     ]
     warm_up = range(workload.requests, workload.requests + workload.warm_up)

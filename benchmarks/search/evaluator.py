@@ -17,7 +17,13 @@ from benchmarks.common.report import log_progress
 from benchmarks.yardsticks.examples import Example as SceneQuestion
 from benchmarks.yardsticks.examples import as_picture, draw_examples
 from benchmarks.yardsticks.questions import Model
-from benchmarks.yardsticks.yardstick import ALL_TOKENS, Budget, Case, EncodedBatch, Yardstick
+from benchmarks.yardsticks.yardstick import (
+    ALL_TOKENS,
+    Budget,
+    Case,
+    EncodedBatch,
+    Yardstick,
+)
 from offline_search.dataset import SPLITS, Dataset, Split, stratify, write_split
 from offline_search.evaluator import EvaluationJob
 from offline_search.history import Answers
@@ -51,9 +57,13 @@ class YardstickEvaluator:
         self._yardstick = yardstick
         self._batches: dict[Split, list[list[SceneQuestion]]] = {}
         for split in SPLITS:
-            questions = _sample_questions(draw_examples(split, images[split], yardstick.key), each)
+            questions = _sample_questions(
+                draw_examples(split, images[split], yardstick.key), each
+            )
             if split == "search" and block is not None and len(questions) > block:
-                order = stratify([(str(each.image_id), each.kind) for each in questions], 0)
+                order = stratify(
+                    [(str(each.image_id), each.kind) for each in questions], 0
+                )
                 questions = [questions[place] for place in order]
             joined: list[list[SceneQuestion]] = [[]]
             for batch in yardstick.batches(questions):
@@ -63,17 +73,22 @@ class YardstickEvaluator:
                 joined[-1] += batch
             self._batches[split] = joined
         examples = {
-            split: [_as_example(split, question) for batch in batches for question in batch]
+            split: [
+                _as_example(split, question) for batch in batches for question in batch
+            ]
             for split, batches in self._batches.items()
         }
         self.dataset = Dataset(Path(yardstick.name), examples)
-        self.name = f"{yardstick.model} with transformers, data {self.dataset.digest[:12]}"
+        self.name = (
+            f"{yardstick.model} with transformers, data {self.dataset.digest[:12]}"
+        )
         self._encoded: dict[tuple[Split, int], EncodedBatch] = {}
         self._answers: dict[EvaluationJob, Answers] = {}
 
     def probes(self) -> Sequence[VisualTokens]:
         """Visual tokens of the first batches of the search split."""
-        probes, images = list[VisualTokens](), set[int]()
+        probes = list[VisualTokens]()
+        images = set[int]()
         for number, batch in enumerate(self._batches["search"]):
             if len(images) < _PROBE_IMAGES:
                 probes.append(self._encode("search", number).tokens)
@@ -87,10 +102,13 @@ class YardstickEvaluator:
         case = Case("full", ALL_TOKENS)
         if job.candidate is not None:
             budget = Budget(
-                f"K = {job.budget}", Fraction(int(job.budget), self._yardstick.usual_tokens)
+                f"K = {job.budget}",
+                Fraction(int(job.budget), self._yardstick.usual_tokens),
             )
             case = Case("candidate", budget, state=job.candidate)
-        logprob, right, begin = list[float](), list[bool](), 0
+        logprob = list[float]()
+        right = list[bool]()
+        begin = 0
         for number, batch in enumerate(self._batches[job.split]):
             selected = slice(max(job.start - begin, 0), max(job.stop - begin, 0))
             begin += len(batch)
@@ -122,10 +140,16 @@ def _sample_questions(
     if each is None:
         return questions
     sample: list[tuple[int, SceneQuestion]] = []
-    for scene, about in groupby(enumerate(questions), key=lambda item: item[1].image_id):
+    for scene, about in groupby(
+        enumerate(questions), key=lambda item: item[1].image_id
+    ):
         # A question that has no pair is a group of its own.
-        by_pair = groupby(about, key=lambda item: ("alone", item[0]) if item[1].pair is None
-                          else ("pair", item[1].pair))  # fmt: skip
+        by_pair = groupby(
+            about,
+            key=lambda item: (
+                ("alone", item[0]) if item[1].pair is None else ("pair", item[1].pair)
+            ),
+        )
         groups = [list(group) for _, group in by_pair]
         Random(scene).shuffle(groups)
         size = 0
@@ -152,10 +176,14 @@ def write_data(
     (folder / "images").mkdir(parents=True, exist_ok=True)
     for split in SPLITS:
         log_progress(f"{split}: draw {scenes[split]} scenes")
-        drawn = draw_examples(split, scenes[split], model, clean=clean, brief_frames=brief_frames)
+        drawn = draw_examples(
+            split, scenes[split], model, clean=clean, brief_frames=brief_frames
+        )
         questions = _sample_questions(drawn, each)
         examples = [_as_example(split, question) for question in questions]
-        images = {e.image: question for e, question in zip(examples, questions, strict=True)}
+        images = {
+            e.image: question for e, question in zip(examples, questions, strict=True)
+        }
         for name, question in images.items():
             path = folder / name
             if question.is_clip:

@@ -61,16 +61,26 @@ class SearchResult(FrozenModel):
     curve: tuple[float | None, ...]
     winner: _Winner | None
     base_objective: float | None = Field(
-        default=None, exclude_if=lambda value: value is None, description="on the search split"
+        default=None,
+        exclude_if=lambda value: value is None,
+        description="on the search split",
     )
-    leaders: tuple[_Leader, ...] = Field(default=(), exclude_if=lambda leaders: not leaders)
+    leaders: tuple[_Leader, ...] = Field(
+        default=(), exclude_if=lambda leaders: not leaders
+    )
 
     @classmethod
-    def read(cls, name: str, path: Path, history: History, leaders: int) -> SearchResult:
+    def read(
+        cls, name: str, path: Path, history: History, leaders: int
+    ) -> SearchResult:
         """The result of a search whose ledger is complete, with so many of its best or more."""
         report = read_report(read_ledger(path))
-        answers, winner = report.answers, None
-        curve = [[y for x, y in report.curve() if x <= share * answers] for share in _CURVE_SHARES]
+        answers = report.answers
+        winner = None
+        curve = [
+            [y for x, y in report.curve() if x <= share * answers]
+            for share in _CURVE_SHARES
+        ]
         if (record := report.winner) is not None:
             winner = _Winner(
                 digest=record.digest,
@@ -87,7 +97,9 @@ class SearchResult(FrozenModel):
                 name=trial.name,
                 digest=trial.proposal.digest,
                 objective=history.estimate(trial) or 0.0,
-                state=trial.require_state().model_dump(mode="json", exclude={"provenance"}),
+                state=trial.require_state().model_dump(
+                    mode="json", exclude={"provenance"}
+                ),
             )
             for trial in history.ranked()[:count]
         ]
@@ -95,7 +107,8 @@ class SearchResult(FrozenModel):
             name=name,
             settings=report.settings,
             candidates=len(report.trials),
-            invalid=report.statuses.get("invalid", 0) + report.statuses.get("unsafe", 0),
+            invalid=report.statuses.get("invalid", 0)
+            + report.statuses.get("unsafe", 0),
             replies=len(report.replies),
             answers=answers,
             curve=tuple(reached[-1] if reached else None for reached in curve),
@@ -127,7 +140,9 @@ def read_results(folder: Path) -> dict[str, SearchResult]:
     """Results of the searches that have ended, by arm and seed, such as ``tpe-0``."""
     path = folder / "results.jsonl"
     lines = path.read_bytes().splitlines() if path.exists() else []
-    return {result.name: result for result in map(SearchResult.model_validate_json, lines)}
+    return {
+        result.name: result for result in map(SearchResult.model_validate_json, lines)
+    }
 
 
 def read_confirmed(folder: Path) -> dict[str, Confirmed]:
@@ -138,7 +153,9 @@ def read_confirmed(folder: Path) -> dict[str, Confirmed]:
 
 def read_space(arm: str) -> Space:
     """The space of an arm: the whole language unless its name ends in another, as ``@numbers``."""
-    return next((space for space in get_args(Space) if arm.endswith(f"@{space}")), "all")
+    return next(
+        (space for space in get_args(Space) if arm.endswith(f"@{space}")), "all"
+    )
 
 
 # Two-sided 95 % quantiles of Student's t distribution, for 1 to 9 degrees of freedom.
@@ -154,20 +171,32 @@ def format_tables(folder: Path, arms: Sequence[str], seeds: Sequence[int]) -> st
     largest.
     """
     tables = _tabulate_searches(read_results(folder), arms, seeds)
-    groups = {arm: list(arms) for arm in _REFERENCES if arm in arms} or {arms[0]: list(arms)}
+    groups = {arm: list(arms) for arm in _REFERENCES if arm in arms} or {
+        arms[0]: list(arms)
+    }
     if any(read_space(arm) != "all" for arm in arms):
         strategies: dict[str, list[str]] = {}
         for arm in arms:
-            strategies.setdefault(arm.removesuffix(f"@{read_space(arm)}"), []).append(arm)
+            strategies.setdefault(arm.removesuffix(f"@{read_space(arm)}"), []).append(
+                arm
+            )
         groups = {group[0]: group for group in strategies.values()}
     confirmed = read_confirmed(folder)
     tables += _tabulate_leaders(read_results(folder), confirmed, arms, seeds)
     texts = [f"{table.markdown()}\n" for table in tables]
     if confirmed:
-        texts += [_tabulate_winners(confirmed, group, seeds, arm) for arm, group in groups.items()]
+        texts += [
+            _tabulate_winners(confirmed, group, seeds, arm)
+            for arm, group in groups.items()
+        ]
     base = confirmed.get(BASE)
     states = [
-        (name, f"{s.objective:.2f}", f"{100 * s.accuracy:.1f}", _format_difference([(s, base)]))
+        (
+            name,
+            f"{s.objective:.2f}",
+            f"{100 * s.accuracy:.1f}",
+            _format_difference([(s, base)]),
+        )
         for name, s in confirmed.items()
         if base and name.startswith("q_e = ")
     ]
@@ -181,34 +210,50 @@ def _tabulate_searches(
     known: Mapping[str, SearchResult], arms: Sequence[str], seeds: Sequence[int]
 ) -> list[Table]:
     """Test results, and the best objective after shares of the answers."""
-    rows, curves = [], []
+    rows = []
+    curves = []
     for arm in arms:
-        results = [known[name] for name in (f"{arm}-{seed}" for seed in seeds) if name in known]
+        results = [
+            known[name] for name in (f"{arm}-{seed}" for seed in seeds) if name in known
+        ]
         candidates = sum(result.candidates for result in results)
         invalid = sum(result.invalid for result in results)
         share = f"{100 * invalid / candidates:.0f}" if candidates else ""
-        ended = [(result, result.winner) for result in results if result.winner is not None]
+        ended = [
+            (result, result.winner) for result in results if result.winner is not None
+        ]
         if not ended:
             rows.append([arm, "0", *[""] * 4, share])
             continue
         winners = [winner for _, winner in ended]
-        rows.append([
-            arm,
-            str(len(ended)),
-            _format_mean([winner.objective for winner in winners]),
-            _format_mean([winner.gain for winner in winners]),
-            _format_mean([100 * winner.accuracy for winner in winners], 1),
-            f"{statistics.mean(result.answers for result, _ in ended):.0f}",
-            share,
-        ])  # fmt: skip
+        rows.append(
+            [
+                arm,
+                str(len(ended)),
+                _format_mean([winner.objective for winner in winners]),
+                _format_mean([winner.gain for winner in winners]),
+                _format_mean([100 * winner.accuracy for winner in winners], 1),
+                f"{statistics.mean(result.answers for result, _ in ended):.0f}",
+                share,
+            ]
+        )
         columns = zip(*(result.curve for result, _ in ended), strict=True)
         # Where every search has a best objective by then.
         means = (
-            "" if None in column else f"{statistics.mean(v for v in column if v is not None):.4f}"
+            ""
+            if None in column
+            else f"{statistics.mean(v for v in column if v is not None):.4f}"
             for column in columns
         )
         curves.append([arm, *means])
-    head = ["strategy", "seeds", "test objective", "gain over base", "accuracy %", "answers"]
+    head = [
+        "strategy",
+        "seeds",
+        "test objective",
+        "gain over base",
+        "accuracy %",
+        "answers",
+    ]
     shares = (f"{share:.0%}" for share in _CURVE_SHARES)
     return [
         Table("", [*head, "invalid %"], rows, "lrrrrrr"),
@@ -229,11 +274,18 @@ def _tabulate_leaders(
     """
     rows = []
     for arm in arms:
-        gaps, ranks = list[float](), list[float]()
+        gaps = list[float]()
+        ranks = list[float]()
         for name in (f"{arm}-{seed}" for seed in seeds):
-            result, base = known.get(name), confirmed.get(BASE)
+            result = known.get(name)
+            base = confirmed.get(BASE)
             keys = [f"{name} {each.name}" for each in result.leaders] if result else []
-            if result is None or not keys or base is None or not confirmed.keys() >= set(keys):
+            if (
+                result is None
+                or not keys
+                or base is None
+                or not confirmed.keys() >= set(keys)
+            ):
                 continue
             searched = np.array([each.objective for each in result.leaders])
             new = np.array([confirmed[key].objective for key in keys])
@@ -244,37 +296,70 @@ def _tabulate_leaders(
                 gain = searched[place] - result.base_objective
                 gaps.append(float(gain - (new[place] - base.objective)))
         if ranks:
-            rows.append([arm, str(len(ranks)), _format_mean(gaps, 2), _format_mean(ranks, 2)])
-    head = ["strategy", "seeds", "gap to new questions", "rank correlation of the leaders"]
+            rows.append(
+                [arm, str(len(ranks)), _format_mean(gaps, 2), _format_mean(ranks, 2)]
+            )
+    head = [
+        "strategy",
+        "seeds",
+        "gap to new questions",
+        "rank correlation of the leaders",
+    ]
     return [Table("", head, rows, "lrrr")] if rows else []
 
 
 def _tabulate_winners(
-    confirmed: Mapping[str, Confirmed], arms: Sequence[str], seeds: Sequence[int], reference: str
+    confirmed: Mapping[str, Confirmed],
+    arms: Sequence[str],
+    seeds: Sequence[int],
+    reference: str,
 ) -> str:
     """Confirmed objective and accuracy of each arm, less a reference and less the base policy."""
     base = confirmed.get(BASE)
     rows = []
     for arm in arms:
-        scores = {s: confirmed[name] for s in seeds if (name := f"{arm}-{s}") in confirmed}
+        scores = {
+            s: confirmed[name] for s in seeds if (name := f"{arm}-{s}") in confirmed
+        }
         if not scores:
             continue
         others = {s: confirmed.get(f"{reference}-{s}") for s in scores}
-        pairs = [(score, other) for s, score in scores.items() if (other := others[s]) is not None]
-        rows.append([
-            arm,
-            str(len(scores)),
-            _format_mean([score.objective for score in scores.values()], 2),
-            _format_mean([100 * score.accuracy for score in scores.values()], 1),
-            _format_difference(pairs) if pairs and arm != reference else "-",
-            *([_format_difference([(score, base) for score in scores.values()])] if base else []),
-        ])  # fmt: skip
-    head = ["strategy", "seeds", "objective", "accuracy %", f"less {reference}, paired by seed"]
+        pairs = [
+            (score, other)
+            for s, score in scores.items()
+            if (other := others[s]) is not None
+        ]
+        rows.append(
+            [
+                arm,
+                str(len(scores)),
+                _format_mean([score.objective for score in scores.values()], 2),
+                _format_mean([100 * score.accuracy for score in scores.values()], 1),
+                _format_difference(pairs) if pairs and arm != reference else "-",
+                *(
+                    [_format_difference([(score, base) for score in scores.values()])]
+                    if base
+                    else []
+                ),
+            ]
+        )
+    head = [
+        "strategy",
+        "seeds",
+        "objective",
+        "accuracy %",
+        f"less {reference}, paired by seed",
+    ]
     head += [f"less {BASE}"] if base else []
     questions = sorted({score.questions for score in confirmed.values()})
-    note = f"{', '.join(map(str, questions))} questions; \u00b1 is Student's t over seeds"
+    note = (
+        f"{', '.join(map(str, questions))} questions; \u00b1 is Student's t over seeds"
+    )
     note += ", in differences over questions as well." if base else "."
-    return "\n".join([Table("", head, rows, "lrrrrr"[: len(head)]).markdown(), "", note]) + "\n"
+    return (
+        "\n".join([Table("", head, rows, "lrrrrr"[: len(head)]).markdown(), "", note])
+        + "\n"
+    )
 
 
 def _format_mean(values: Sequence[float], digits: int = 4) -> str:
@@ -282,7 +367,9 @@ def _format_mean(values: Sequence[float], digits: int = 4) -> str:
     mean = statistics.mean(values)
     if len(values) < 2:
         return f"{mean:.{digits}f}"
-    width = _t_quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    width = (
+        _t_quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    )
     return f"{mean:.{digits}f} ± {width:.{digits}f}"
 
 
@@ -309,7 +396,9 @@ def _format_difference(pairs: Sequence[tuple[Confirmed, Confirmed]]) -> str:
     of freedom of the two. An effect with a single level is left out, as questions without blocks.
     """
     by_seed = [score.objective - other.objective for score, other in pairs]
-    blocks = [np.subtract(a.blocks, b.blocks) for a, b in pairs if a.blocks and b.blocks]
+    blocks = [
+        np.subtract(a.blocks, b.blocks) for a, b in pairs if a.blocks and b.blocks
+    ]
     by_block = np.mean(blocks, axis=0).tolist() if blocks else []
     mean = statistics.mean(by_seed)
     effects = [effect for effect in (by_seed, by_block) if len(effect) > 1]

@@ -53,7 +53,12 @@ the name of a smaller space, such as ``@numbers``, may follow.
 ARMS = (*WITHOUT_PROPOSER, "autoprune+", "autoprune", "evoprompting", "openevolve")
 ABLATIONS = tuple(
     f"autoprune+@none@{space}"
-    for space in ("released", "without-diversity", "without-fusion", "without-anchoring")
+    for space in (
+        "released",
+        "without-diversity",
+        "without-fusion",
+        "without-anchoring",
+    )
 )
 """The searches of the component table: the full policy, and each smaller space."""
 BASE_POLICIES = {"minillava": "visionzip", "miniqwen": "divprune"}
@@ -82,7 +87,7 @@ def asks_model(arm: str, settings: Settings) -> bool:
     return "none" not in options and STRATEGIES[strategy](settings).uses_proposer
 
 
-def _run_comparison(
+def _run_comparison(  # noqa: PLR0913
     folder: Path,
     arms: Sequence[str],
     seeds: Sequence[int],
@@ -100,7 +105,9 @@ def _run_comparison(
     slots = asyncio.Semaphore(at_once)
 
     async def run_search(arm: str, seed: int, proposer: Proposer | None) -> None:
-        name, strategy, asks = f"{arm}-{seed}", arm.partition("@")[0], asks_model(arm, common)
+        name = f"{arm}-{seed}"
+        strategy = arm.partition("@")[0]
+        asks = asks_model(arm, common)
         writes_lists = asks and strategy in STRATEGIES_WITH_LISTS
         # Without the settings of a language model that the strategy ignores.
         update = {
@@ -120,7 +127,8 @@ def _run_comparison(
             # One whose leaders are not known is run again, from its ledger.
             if known.leaders or not leaders:
                 return
-        path, backend = folder / f"{name}.jsonl", proposer if settings.proposer else None
+        path = folder / f"{name}.jsonl"
+        backend = proposer if settings.proposer else None
         observer = ProgressLog(lambda line: print(f"{arm} {seed}: {line}", flush=True))
         async with slots:
             with Ledger(path) as ledger:
@@ -138,7 +146,9 @@ def _run_comparison(
 
     async def run_all() -> None:
         async with connect() if connect else nullcontext() as proposer:
-            searches = (run_search(arm, seed, proposer) for seed in seeds for arm in arms)
+            searches = (
+                run_search(arm, seed, proposer) for seed in seeds for arm in arms
+            )
             await asyncio.gather(*searches)
 
     asyncio.run(run_all())
@@ -151,15 +161,23 @@ def _confirm(
 
     The file is written after each.
     """
-    confirmed, count = read_confirmed(folder), len(evaluator.dataset.splits["test"])
+    confirmed = read_confirmed(folder)
+    count = len(evaluator.dataset.splits["test"])
 
     def answer(state: PruningState | None) -> Answers:
-        return asyncio.run(evaluator.evaluate(EvaluationJob(state, budget, "test", 0, count)))
+        return asyncio.run(
+            evaluator.evaluate(EvaluationJob(state, budget, "test", 0, count))
+        )
 
     results = read_results(folder)
-    found = {name: load_state(r.winner.state) for name, r in results.items() if r.winner}
+    found = {
+        name: load_state(r.winner.state) for name, r in results.items() if r.winner
+    }
     for result in results.values():
-        found |= {f"{result.name} {each.name}": load_state(each.state) for each in result.leaders}
+        found |= {
+            f"{result.name} {each.name}": load_state(each.state)
+            for each in result.leaders
+        }
     for name, state in {**states, **found}.items():
         known = confirmed.get(name)
         if known and (known.digest, known.evaluator) == (state.digest, evaluator.name):
@@ -176,10 +194,12 @@ def _confirm(
             blocks=tuple(round(float(block.mean()), 4) for block in blocks),
         )
         log_progress(f"{name}: {confirmed[name].objective:+.4f}")
-        write_file(folder / "confirmation.json", CONFIRMED.dump_json(confirmed, indent=1))
+        write_file(
+            folder / "confirmation.json", CONFIRMED.dump_json(confirmed, indent=1)
+        )
 
 
-def run_study(
+def run_study(  # noqa: PLR0913
     folder: Path,
     yardstick: Yardstick,
     arms: Sequence[str],
@@ -226,7 +246,9 @@ def replay_study(recording: Path) -> str:
         winner, before, after = asyncio.run(replay_on(read, recording, again))
         best = read_report(read_ledger(again)).curve()[-1][1]
     if before != after:
-        raise SearchError(f"{recording}: its replay differs -> use the version that wrote it")
+        raise SearchError(
+            f"{recording}: its replay differs -> use the version that wrote it"
+        )
     gain = winner.test.gain
     return (
         f"{recording.stem}: candidate {winner.winner}, search objective {best:+.2f}; on 128 test "

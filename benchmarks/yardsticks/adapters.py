@@ -23,11 +23,15 @@ def write_adapters(folder: Path) -> tuple[str, ...]:
     hidden = model["hidden_size"]
     modules = sorted(module.rpartition(".")[2] for module in _MODULES)
     config = {
-        "peft_type": "LORA", "r": _RANK, "lora_alpha": _RANK, "target_modules": modules,
+        "peft_type": "LORA",
+        "r": _RANK,
+        "lora_alpha": _RANK,
+        "target_modules": modules,
         "bias": "none",
-    }  # fmt: skip
+    }
     for seed, name in enumerate(ADAPTERS):
-        random, tensors = torch.Generator().manual_seed(seed), dict[str, torch.Tensor]()
+        random = torch.Generator().manual_seed(seed)
+        tensors = dict[str, torch.Tensor]()
         for layer, module in product(range(model["num_hidden_layers"]), _MODULES):
             width = model["intermediate_size"] if module == "mlp.down_proj" else hidden
             down = torch.randn(_RANK, width, generator=random) / width**0.5
@@ -40,6 +44,11 @@ def write_adapters(folder: Path) -> tuple[str, ...]:
     # On a CPU vLLM gives a request without an adapter that of the last slot, so one stays free.
     slots = str(len(ADAPTERS) + 1)
     return (
-        *("--enable-lora", "--max-loras", slots, "--max-lora-rank", str(_RANK)),
-        *("--lora-modules", *(f"{name}={folder / name}" for name in ADAPTERS)),
+        "--enable-lora",
+        "--max-loras",
+        slots,
+        "--max-lora-rank",
+        str(_RANK),
+        "--lora-modules",
+        *(f"{name}={folder / name}" for name in ADAPTERS),
     )

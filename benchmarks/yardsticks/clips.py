@@ -17,7 +17,8 @@ from benchmarks.yardsticks.scenes import COLOURS, SHAPES, Scene, Thing
 
 SIZE = Size(6, 6)
 """Of a frame: 36 visual tokens, four cells a side."""
-FRAMES, UNSEEN_FRAMES = (8, 16, 32), (12, 24)
+FRAMES = (8, 16, 32)
+UNSEEN_FRAMES = (12, 24)
 """Numbers of frames, and those that occur in the test split only."""
 DIRECTIONS = ("right", "down", "left", "up")
 
@@ -46,23 +47,35 @@ class Clip:
         """A random clip of so many frames, of few colours and forms; `brief` visits are of one."""
         side, _ = SIZE.cells
         # The mover passes along a line of cells, which nothing else is on.
-        direction, line = rng.randrange(4), rng.randrange(side)
+        direction = rng.randrange(4)
+        line = rng.randrange(side)
         path = [(line, at) if direction % 2 == 0 else (at, line) for at in range(side)]
         path = path[::-1] if direction > 1 else path
-        cells = [(row, at) for row in range(side) for at in range(side) if (row, at) not in path]
+        cells = [
+            (row, at)
+            for row in range(side)
+            for at in range(side)
+            if (row, at) not in path
+        ]
         rng.shuffle(cells)
         colours = rng.sample(range(len(COLOURS)), rng.randint(3, 4))
         shapes = rng.sample(range(len(SHAPES)), rng.randint(3, 4))
         names = [(colour, shape) for colour in colours for shape in shapes]
-        stills, visitors = rng.randint(1, 3), rng.randint(1, 4)
+        stills = rng.randint(1, 3)
+        visitors = rng.randint(1, 4)
         count = min(2 + stills + visitors, len(names) - 1)
         things = Scene.place(rng, names, [path[0], *cells], count, (10.0, 13.5)).things
         mover, board, *others = things
-        guests, rest = others[:visitors], others[visitors:]
+        guests = others[:visitors]
+        rest = others[visitors:]
         changes = sorted(rng.sample(range(1, 4), rng.randint(1, 2)))
-        digits = [board.digit, *rng.sample(sorted({*range(10)} - {board.digit}), len(changes))]
+        digits = [
+            board.digit,
+            *rng.sample(sorted({*range(10)} - {board.digit}), len(changes)),
+        ]
         # A visitor is there for half of its share of the time or more, but not at first.
-        slot, visits = (frames - 1) / len(guests), list[range]()
+        slot = (frames - 1) / len(guests)
+        visits = list[range]()
         for number in range(len(guests)):
             start, end = (1 + round(slot * (number + part)) for part in (0, 1))
             length = rng.randint(max(1, (end - start + 1) // 2), max(1, end - start))
@@ -73,11 +86,17 @@ class Clip:
         for frame in range(frames):
             row, column = path[frame * side // frames]
             digit = digits[sum(frame >= change * frames // 4 for change in changes)]
-            there = [guest for guest, visit in zip(guests, visits, strict=True) if frame in visit]
+            there = [
+                guest
+                for guest, visit in zip(guests, visits, strict=True)
+                if frame in visit
+            ]
             moved = replace(mover, row=row, column=column)
             scenes.append(Scene((*rest, replace(board, digit=digit), moved, *there)))
         word = DIRECTIONS[direction]
-        return cls(tuple(scenes), mover, word, board, tuple(digits), tuple(guests), tuple(rest))
+        return cls(
+            tuple(scenes), mover, word, board, tuple(digits), tuple(guests), tuple(rest)
+        )
 
     def sample(self, count: int) -> Clip:
         """So many of its frames, evenly spaced from the first to the last, and what they show."""
@@ -85,9 +104,13 @@ class Clip:
         frames = [self.frames[number * last // (count - 1)] for number in range(count)]
         things = [thing for scene in frames for thing in scene.things]
         names = {thing.name for thing in things}
-        shown = dict.fromkeys(thing.digit for thing in things if thing.name == self.board.name)
+        shown = dict.fromkeys(
+            thing.digit for thing in things if thing.name == self.board.name
+        )
         visitors = tuple(guest for guest in self.visitors if guest.name in names)
-        return replace(self, frames=tuple(frames), digits=tuple(shown), visitors=visitors)
+        return replace(
+            self, frames=tuple(frames), digits=tuple(shown), visitors=visitors
+        )
 
     def render(self, seed: int, *, clean: bool = False) -> tuple[Tensor, Clip]:
         """Images (T, 3, H, W) uint8, and the clip with the visual tokens of all shapes."""
@@ -99,18 +122,24 @@ class Clip:
         places = [
             (place, frame * SIZE.tokens + token)
             for frame in frames
-            for other in self.frames[frame].things if other.name == thing.name
+            for other in self.frames[frame].things
+            if other.name == thing.name
             for place, token in enumerate(self.frames[frame].patches[other])
-        ]  # fmt: skip
+        ]
         return [token for _, token in sorted(places)]
 
     def ask(self, kind: str, rng: random.Random) -> Fact:
         """What a question of a kind asks."""
-        every, last = range(len(self.frames)), len(self.frames) - 1
+        every = range(len(self.frames))
+        last = len(self.frames) - 1
         match kind:
             case "moves" | "where":
                 answer = self.mover.name if kind == "moves" else self.direction
-                return self._tokens(self.mover, (0, last)), answer, {"name": self.mover.name}
+                return (
+                    self._tokens(self.mover, (0, last)),
+                    answer,
+                    {"name": self.mover.name},
+                )
             case "appears":
                 when = rng.choice(("first", "last"))
                 guest = self.visitors[0 if when == "first" else -1]
@@ -118,9 +147,17 @@ class Clip:
             case "shows":
                 when, at = rng.choice((("first", 0), ("last", -1)))
                 tokens = self._tokens(self.board, (every[at],))
-                return tokens, str(self.digits[at]), {"name": self.board.name, "when": when}
+                return (
+                    tokens,
+                    str(self.digits[at]),
+                    {"name": self.board.name, "when": when},
+                )
             case "passes":
-                tokens = [token for guest in self.visitors for token in self._tokens(guest, every)]
+                tokens = [
+                    token
+                    for guest in self.visitors
+                    for token in self._tokens(guest, every)
+                ]
                 return tokens, str(len(self.visitors)), {}
         thing = rng.choice(self.stills)
         return self._tokens(thing, (0,)), str(thing.digit), {"name": thing.name}

@@ -66,10 +66,16 @@ SEEDS: Mapping[str, range] = {
 _ATTEMPTS: Mapping[Model, Mapping[str, int]] = {
     "minillava": {"relation": 3, "count": 2, "text": 2},
     "miniqwen": {
-        "count": 2, "digit": 2, "value": 3, "word": 3, "cell": 4, "compare": 4, "find": 2,
+        "count": 2,
+        "digit": 2,
+        "value": 3,
+        "word": 3,
+        "cell": 4,
+        "compare": 4,
+        "find": 2,
     },
     "clips": {"appears": 2, "shows": 2},
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -123,29 +129,40 @@ def draw_examples(
     many frames, and what comes is there for a single one.
     """
     examples: list[Example] = []
-    pairs, attempts = 0, _ATTEMPTS[model]
+    pairs = 0
+    attempts = _ATTEMPTS[model]
     for image_id in range(images):
         # mini-Qwen3-VL's scenes and pages alternate.
-        turn = (image_id // 2 if model == "miniqwen" else image_id) % 4 if split == "test" else 0
+        turn = (
+            (image_id // 2 if model == "miniqwen" else image_id) % 4
+            if split == "test"
+            else 0
+        )
         seed = SEEDS[split][image_id]
         rng = random.Random(seed)
         content: scenes.Scene | pages.Page | clips.Clip
         if model == "minillava":
             styles = scenes.UNSEEN_STYLES if turn == 1 else scenes.TRAINING_STYLES
             drawn = scenes.Scene.draw(rng, rng.choice(styles))
-            pixels, (content,) = scenes.render_scenes([drawn], scenes.CELLS, seed, clean=clean)
-            cells, kinds = (scenes.CELLS, scenes.CELLS), KINDS
+            pixels, (content,) = scenes.render_scenes(
+                [drawn], scenes.CELLS, seed, clean=clean
+            )
+            cells = (scenes.CELLS, scenes.CELLS)
+            kinds = KINDS
         elif model == "clips":
             count = clips.UNSEEN_FRAMES if turn == 1 else clips.FRAMES
-            frames, brief = brief_frames or rng.choice(count), brief_frames is not None
+            frames = brief_frames or rng.choice(count)
+            brief = brief_frames is not None
             clip = clips.Clip.draw(rng, frames, brief=brief)
             pictures, content = clip.render(seed, clean=clean)
             pixels = pictures[None]
-            cells, kinds = clips.SIZE.cells, CATEGORIES[model]["clips"]
+            cells = clips.SIZE.cells
+            kinds = CATEGORIES[model]["clips"]
         else:
             sizes = pages.UNSEEN_SIZES if turn == 1 else pages.SIZES
             size = random.Random(seed + 2).choice(sizes)
-            cells, kinds = size.cells, CATEGORIES[model]["pages" if image_id % 2 else "scenes"]
+            cells = size.cells
+            kinds = CATEGORIES[model]["pages" if image_id % 2 else "scenes"]
             if image_id % 2:
                 content = pages.Page.draw(rng, rng.choice(pages.PAGE_STYLES), size)
                 pixels, _ = pages.render_pages([content], seed, clean=clean)
@@ -154,7 +171,11 @@ def draw_examples(
                 pixels, (content,) = size.render_scenes([drawn], seed, clean=clean)
         wordings = UNSEEN if turn == 3 else SEEN
         source = Questions(random.Random(seed + 1), content, cells, wordings)
-        groups = [source.generate(kind) for kind in kinds for _ in range(attempts.get(kind, 1))]
+        groups = [
+            source.generate(kind)
+            for kind in kinds
+            for _ in range(attempts.get(kind, 1))
+        ]
         # Without repetitions of a text.
         for group in {group[0].text: group for group in groups if group}.values():
             pair = pairs if len(group) == 2 else None
@@ -166,7 +187,9 @@ def draw_examples(
     return examples
 
 
-def keep_first(rng: random.Random, evidence: Sequence[int], budget: int, count: int) -> list[int]:
+def keep_first(
+    rng: random.Random, evidence: Sequence[int], budget: int, count: int
+) -> list[int]:
     """`budget` of `count` raster tokens, ascending: the evidence first, the others at random."""
     order = dict.fromkeys((*evidence, *rng.sample(range(count), count)))
     return sorted([*order][:budget])

@@ -14,7 +14,11 @@ from typing import get_args
 
 import torch
 from torch import Tensor
-from transformers import LlamaModel, LlavaForConditionalGeneration, PreTrainedTokenizerBase
+from transformers import (
+    LlamaModel,
+    LlavaForConditionalGeneration,
+    PreTrainedTokenizerBase,
+)
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from benchmarks.yardsticks.examples import PROMPT, Example
@@ -65,7 +69,9 @@ class MiniLlava(Yardstick):
     @torch.no_grad()
     def encode(self, batch: Sequence[Example]) -> EncodedBatch:
         """All inputs of policies for M questions."""
-        pixels = normalize_pixels(torch.stack([e.image for e in batch])).to(torch.bfloat16)
+        pixels = normalize_pixels(torch.stack([e.image for e in batch])).to(
+            torch.bfloat16
+        )
         tokens = self._vision.encode_pixels(pixels)
         questions = [example.question for example in batch]
         behind = [self.token_ids(_BEHIND_IMAGE.format(question=q)) for q in questions]
@@ -88,7 +94,9 @@ class MiniLlava(Yardstick):
 
         def score_resized(budget: int) -> Scores:
             pooled = pool_tokens(budget, tokens)
-            return score(pooled.features, pooled.places(PATCHES))  # where it is at its best
+            return score(
+                pooled.features, pooled.places(PATCHES)
+            )  # where it is at its best
 
         return EncodedBatch(
             batch, tokens, lambda kept, rows, places: score(rows, places), score_resized
@@ -98,7 +106,8 @@ class MiniLlava(Yardstick):
 def _place(places: Tensor, before: int, behind: int) -> dict[str, Tensor]:
     """Positions of text, of rows at places ``(M, K)`` of the image, and of text behind it."""
     count = len(places)
-    text, rest = torch.arange(before), torch.arange(behind) + before + PATCHES
+    text = torch.arange(before)
+    rest = torch.arange(behind) + before + PATCHES
     parts = (text.expand(count, -1), before + places, rest.expand(count, -1))
     positions = torch.cat(parts, 1)
     # Without a mask, gaps between positions are read as the ends of packed sequences.
@@ -111,16 +120,23 @@ class _LlamaPrefix(LanguagePrefix):
     B sequences with text padded on the right. Unlike a server's it runs a batch as one.
     """
 
-    def __init__(self, model: LlamaModel, embeds: Tensor, start: int, text: Tensor) -> None:
+    def __init__(
+        self, model: LlamaModel, embeds: Tensor, start: int, text: Tensor
+    ) -> None:
         """Embeds (B, L, D) are the input of layer 0; text (B, Lt) is false for padding."""
-        self.layers, self.start, self.text = len(model.layers), start, text
-        self._model, self._embeds = model, embeds
+        self.layers = len(model.layers)
+        self.start = start
+        self.text = text
+        self._model = model
+        self._embeds = embeds
 
     @cached_property
     def _outputs(self) -> Mapping[str, Tensor]:
         """Outputs of every layer, and of its projections to queries and keys."""
         parts = ("", ".self_attn.q_proj", ".self_attn.k_proj")
-        names = [f"layers.{layer}{part}" for layer in range(self.layers) for part in parts]
+        names = [
+            f"layers.{layer}{part}" for layer in range(self.layers) for part in parts
+        ]
         with record_outputs(self._model, names) as outputs:
             self._model(inputs_embeds=self._embeds, use_cache=False)
         return outputs
@@ -136,9 +152,16 @@ class _LlamaPrefix(LanguagePrefix):
         width = self._model.layers[layer].self_attn.head_dim
         query, key = (
             self._outputs[f"layers.{layer}.self_attn.{name}"]
-            .unflatten(-1, (-1, width)).transpose(1, 2)
+            .unflatten(-1, (-1, width))
+            .transpose(1, 2)
             for name in ("q_proj", "k_proj")
-        )  # fmt: skip
-        turns = self._model.rotary_emb(self._embeds, torch.arange(self._embeds.shape[1])[None])
+        )
+        turns = self._model.rotary_emb(
+            self._embeds, torch.arange(self._embeds.shape[1])[None]
+        )
         query, key = apply_rotary_pos_emb(query, key, *turns)
-        return key if output == "keys" else attention_rows(query[:, :, -self.text.shape[1] :], key)
+        return (
+            key
+            if output == "keys"
+            else attention_rows(query[:, :, -self.text.shape[1] :], key)
+        )

@@ -23,7 +23,13 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import apply_rotary_pos_emb_
 
 from benchmarks.yardsticks.examples import Example, as_picture
 from benchmarks.yardsticks.pages import MERGE, TOKEN, Size
-from benchmarks.yardsticks.yardstick import Budget, EncodedBatch, Scores, Yardstick, record_outputs
+from benchmarks.yardsticks.yardstick import (
+    Budget,
+    EncodedBatch,
+    Scores,
+    Yardstick,
+    record_outputs,
+)
 from vllm_autoprune.tpdsl.tokens import Grid, Instruction, MergerInput, VisualTokens
 
 
@@ -53,7 +59,9 @@ class MiniQwen(Yardstick):
     search_result = "miniqwen"
     budgets = tuple(Budget(f"K = N/{n}", Fraction(1, n)) for n in (2, 4, 8, 16))
     usual_tokens = 72
-    available = frozenset(("cls_attention", "instruction", "encoder", "merger_input", "words"))
+    available = frozenset(
+        ("cls_attention", "instruction", "encoder", "merger_input", "words")
+    )
 
     @cached_property
     def network(self) -> Qwen3VLForConditionalGeneration:
@@ -79,7 +87,8 @@ class MiniQwen(Yardstick):
         Relevance is measured in the language model's input embeddings, of which a question has the
         mean. A state's ``rank_at`` decides whether tokens are ranked after or before the merger.
         """
-        image, count = self.encode_image(batch[0].image), len(batch)
+        image = self.encode_image(batch[0].image)
+        count = len(batch)
         grid = Grid(image.size.rows, image.size.columns)
         features = image.rows.expand(count, -1, -1)
         embed = self.network.get_input_embeddings()
@@ -91,19 +100,25 @@ class MiniQwen(Yardstick):
             grid,
             cls_attention=image.attention.expand(count, -1),
             instruction=Instruction(features, text[:, None], segments, sign=1),
-            known_cosine=lambda: VisualTokens(image.rows[None], grid).cosine.expand(count, -1, -1),
+            known_cosine=lambda: VisualTokens(image.rows[None], grid).cosine.expand(
+                count, -1, -1
+            ),
             encoder=image.encoder.expand(count, -1, -1),
             words=self.embed_content_words(batch),
             merger_input=MergerInput(
                 image.merger_norms.expand(count, -1, -1),
-                lambda: VisualTokens(image.encoder[None], grid).cosine.expand(count, -1, -1),
+                lambda: VisualTokens(image.encoder[None], grid).cosine.expand(
+                    count, -1, -1
+                ),
             ),
         )
         return EncodedBatch(
             batch,
             tokens,
             lambda kept, rows, places: self.score_image(batch, image, kept, rows),
-            lambda budget: self.score_image(batch, self.encode_image(batch[0].image, budget)),
+            lambda budget: self.score_image(
+                batch, self.encode_image(batch[0].image, budget)
+            ),
         )
 
     @torch.no_grad()
@@ -119,7 +134,9 @@ class MiniQwen(Yardstick):
         early = f"blocks.{tower.deepstack_visual_indexes[0]}"
         last = f"blocks.{len(tower.blocks) - 1}.attn.qkv"
         with record_outputs(tower, (early, last, "rotary_pos_emb")) as outputs:
-            encoded = tower(inputs["pixel_values"].to(self.network.dtype), grid_thw=grid)
+            encoded = tower(
+                inputs["pixel_values"].to(self.network.dtype), grid_thw=grid
+            )
         _, rows, columns = (int(side) for side in grid[0])
 
         def by_token(patches: Tensor) -> Tensor:
@@ -133,7 +150,9 @@ class MiniQwen(Yardstick):
         query, key, _ = outputs[last].unflatten(-1, (3, heads, -1)).unbind(1)
         query, key = (
             part.float().transpose(0, 1)
-            for part in apply_rotary_pos_emb_vision(query, key, *outputs["rotary_pos_emb"])
+            for part in apply_rotary_pos_emb_vision(
+                query, key, *outputs["rotary_pos_emb"]
+            )
         )
         scores = query @ key.transpose(1, 2) * query.shape[-1] ** -0.5
         return _EncodedImage(
@@ -142,7 +161,9 @@ class MiniQwen(Yardstick):
             tuple(encoded.deepstack_features),
             by_token(scores.softmax(-1).mean((0, 1))).mean(1),
             by_token(encoded.last_hidden_state).mean(1),
-            torch.stack([before_merger.abs().sum(2), before_merger.norm(dim=2)], 2).mean(1),
+            torch.stack(
+                [before_merger.abs().sum(2), before_merger.norm(dim=2)], 2
+            ).mean(1),
         )
 
     def score_image(
@@ -158,12 +179,15 @@ class MiniQwen(Yardstick):
         kept. `rows` (M, K, D) take the place of their rows for the first layer, where a policy
         merges tokens.
         """
-        count, size = len(examples), image.size
+        count = len(examples)
+        size = image.size
         if kept is None:
             kept = torch.arange(size.tokens).expand(count, -1)
 
         def place(before: int, behind: int) -> dict[str, object]:
-            visual = torch.zeros(count, before + kept.shape[1] + behind, dtype=torch.bool)
+            visual = torch.zeros(
+                count, before + kept.shape[1] + behind, dtype=torch.bool
+            )
             visual[:, before : before + kept.shape[1]] = True
             # M-RoPE: text, kept tokens at their places in the whole image, text behind the image.
             places = torch.stack(
@@ -182,4 +206,6 @@ class MiniQwen(Yardstick):
                 "deepstack_visual_embeds": levels,
             }
 
-        return self.score_rows(examples, image.rows[kept] if rows is None else rows, place)
+        return self.score_rows(
+            examples, image.rows[kept] if rows is None else rows, place
+        )

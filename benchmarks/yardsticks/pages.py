@@ -43,9 +43,12 @@ MOST_SHAPES = 14
 
 _NUMBERS = range(10, 100)
 # Clutter: shares of free cells with a mark, and of free places with nonsense.
-_MARKED, _NONSENSE = (0.2, 0.8), (0.0, 0.6)
+_MARKED = (0.2, 0.8)
+_NONSENSE = (0.0, 0.6)
 # Share of shapes and lines that are faint, and how much of their paint or ink those have.
-_FAINT, _FAINT_PAINT, _FAINT_INK = 0.3, (0.5, 0.85), (0.38, 0.85)
+_FAINT = 0.3
+_FAINT_PAINT = (0.5, 0.85)
+_FAINT_INK = (0.38, 0.85)
 # Words that stay off every page, for the questions whose answer is "no".
 _RESERVED = 4
 
@@ -81,7 +84,9 @@ class Size:
         # Here: the load test draws pages in an image without transformers.
         from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-        height, width = smart_resize(*self.pixels, TOKEN, TOKEN * TOKEN, budget * TOKEN * TOKEN)
+        height, width = smart_resize(
+            *self.pixels, TOKEN, TOKEN * TOKEN, budget * TOKEN * TOKEN
+        )
         return Size(height // TOKEN, width // TOKEN)
 
     def draw_scene(self, rng: random.Random, most: int = MOST_SHAPES) -> Scene:
@@ -99,29 +104,46 @@ class Size:
         count = min(most, rng.randint(4, MOST_SHAPES), len(names) - 1, len(cells))
         scene = Scene.place(rng, names, cells, count, RADII)
         things = tuple(
-            replace(thing, opacity=rng.uniform(*_FAINT_PAINT)) if rng.random() < _FAINT else thing
+            replace(thing, opacity=rng.uniform(*_FAINT_PAINT))
+            if rng.random() < _FAINT
+            else thing
             for thing in scene.things
         )
         free = cells[count:]
         marked = free[: round(rng.uniform(*_MARKED) * len(free))]
-        return Scene(things, marks=tuple(Thing.draw_mark(rng, *cell) for cell in marked))
+        return Scene(
+            things, marks=tuple(Thing.draw_mark(rng, *cell) for cell in marked)
+        )
 
     def render_scenes(
-        self, scenes: Sequence[Scene], seed: int, *, clean: bool = False, clip: bool = False
+        self,
+        scenes: Sequence[Scene],
+        seed: int,
+        *,
+        clean: bool = False,
+        clip: bool = False,
     ) -> tuple[Tensor, list[Scene]]:
         """Images (B, 3, H, W) uint8; scenes whose patches are visual tokens in raster order."""
         cells = max(self.cells)
         images, squares = render_scenes(
             scenes, cells, seed, clean=clean, clip=clip, photographs=not clip
         )
-        grid, (height, width) = cells * CELL_PATCHES, self.pixels
+        grid = cells * CELL_PATCHES
+        (height, width) = self.pixels
 
         def tokens(patches: Sequence[int]) -> tuple[int, ...]:
-            places = [(patch // grid // MERGE, patch % grid // MERGE) for patch in patches]
-            return tuple(dict.fromkeys(row * self.columns + column for row, column in places))
+            places = [
+                (patch // grid // MERGE, patch % grid // MERGE) for patch in patches
+            ]
+            return tuple(
+                dict.fromkeys(row * self.columns + column for row, column in places)
+            )
 
         rectangles = [
-            replace(square, patches={part: tokens(at) for part, at in square.patches.items()})
+            replace(
+                square,
+                patches={part: tokens(at) for part, at in square.patches.items()},
+            )
             for square in squares
         ]
         return images[:, :, :height, :width], rectangles
@@ -132,16 +154,30 @@ class Size:
         The images (B, 3, H, W) uint8 are resized, both as the image processor does it.
         """
         if tuple(images.shape[2:]) != self.pixels:
-            images = F.interpolate(images.float(), self.pixels, mode="bicubic", antialias=True)
+            images = F.interpolate(
+                images.float(), self.pixels, mode="bicubic", antialias=True
+            )
             images = images.round().clamp(0, 255).to(torch.uint8)
         values = normalize_pixels(images)
-        view = values.view(len(values), 3, self.rows, MERGE, PATCH, self.columns, MERGE, PATCH)
+        view = values.view(
+            len(values), 3, self.rows, MERGE, PATCH, self.columns, MERGE, PATCH
+        )
         patches = view.permute(0, 2, 5, 3, 6, 1, 4, 7)
-        return patches.reshape(len(values), self.tokens, MERGE * MERGE, 3 * PATCH * PATCH)
+        return patches.reshape(
+            len(values), self.tokens, MERGE * MERGE, 3 * PATCH * PATCH
+        )
 
 
 # Multiples of three tokens, so that scenes are whole cells of three patches.
-SIZES = (Size(6, 6), Size(6, 9), Size(9, 6), Size(6, 12), Size(12, 6), Size(9, 9), Size(9, 12))
+SIZES = (
+    Size(6, 6),
+    Size(6, 9),
+    Size(9, 6),
+    Size(6, 12),
+    Size(12, 6),
+    Size(9, 9),
+    Size(9, 12),
+)
 UNSEEN_SIZES = (Size(12, 9), Size(6, 15))
 """Sizes that occur in the test split only."""
 
@@ -197,13 +233,16 @@ class Page:
     nonsense: tuple[Nonsense, ...]
 
     @classmethod
-    def draw(cls, rng: random.Random, style: PageStyle, size: Size, most: int = len(WORDS)) -> Page:
+    def draw(
+        cls, rng: random.Random, style: PageStyle, size: Size, most: int = len(WORDS)
+    ) -> Page:
         """Draw a random page of at most so many words, each of which it shows once, as its numbers.
 
         A page that is full has any word or number in nearly every place, without relations.
         """
         most = max(4, min(most, len(WORDS) - _RESERVED))
-        words, numbers = list[Word](), list[Number]()
+        words = list[Word]()
+        numbers = list[Number]()
         if style == "full":
             for row, column in product(range(size.rows), range(size.columns)):
                 if rng.random() < 0.4:
@@ -232,15 +271,25 @@ class Page:
             top = rng.randint(0, size.rows - 1 - rows)
             edge = rng.randint(0, size.columns - 1 - columns)
             names = rng.sample(range(len(WORDS)), rows + columns)
-            heads = [Word(name, top, edge + 1 + i) for i, name in enumerate(names[:columns])]
-            labels = [Word(name, top + 1 + i, edge) for i, name in enumerate(names[columns:])]
+            heads = [
+                Word(name, top, edge + 1 + i) for i, name in enumerate(names[:columns])
+            ]
+            labels = [
+                Word(name, top + 1 + i, edge) for i, name in enumerate(names[columns:])
+            ]
             cells = [(label, head) for label in labels for head in heads]
-            for (label, head), value in zip(cells, rng.sample(_NUMBERS, len(cells)), strict=True):
+            for (label, head), value in zip(
+                cells, rng.sample(_NUMBERS, len(cells)), strict=True
+            ):
                 numbers.append(Number(value, label.row, head.column, label, head))
             words = heads + labels
         parts: list[Word | Number] = [*words, *numbers]
         taken = {(part.row, part.column) for part in parts}
-        free = [at for at in product(range(size.rows), range(size.columns)) if at not in taken]
+        free = [
+            at
+            for at in product(range(size.rows), range(size.columns))
+            if at not in taken
+        ]
         drawn = [
             Nonsense("".join(rng.choices(string.ascii_lowercase, k=4)), *place)
             for place in rng.sample(free, round(rng.uniform(*_NONSENSE) * len(free)))
@@ -262,12 +311,16 @@ def render_pages(
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     lines: list[tuple[int, int, int, int]] = []
-    nonsense, inks = list[str](), list[float]()
+    nonsense = list[str]()
+    inks = list[float]()
     centres: list[list[tuple[float, float]]] = []
     for index, page in enumerate(pages):
         row_shift = [rng.choice((0, PATCH)) for _ in range(size.rows)]
         items = [(word.word, word.row, word.column) for word in page.words]
-        items += [(len(WORDS) + number.value, number.row, number.column) for number in page.numbers]
+        items += [
+            (len(WORDS) + number.value, number.row, number.column)
+            for number in page.numbers
+        ]
         for other in page.nonsense:
             items.append((len(WORDS) + 100 + len(nonsense), other.row, other.column))
             nonsense.append(other.text)
@@ -293,7 +346,8 @@ def render_pages(
     inverse = torch.rand(len(pages), 1, 1, 1, generator=generator) < 0.2
     light = 215 + 35 * torch.rand(len(pages), 3, 1, 1, generator=generator)
     dark = 70 * torch.rand(len(pages), 3, 1, 1, generator=generator)
-    paper, text = torch.where(inverse, dark, light), torch.where(inverse, light, dark)
+    paper = torch.where(inverse, dark, light)
+    text = torch.where(inverse, light, dark)
     if not clean:
         strengths = [rng.uniform(0, 0.25) if rng.random() < 0.5 else 0 for _ in pages]
         photographs = cut_photographs(rng, len(pages), *size.pixels)
@@ -305,7 +359,8 @@ def render_pages(
 def _line_blocks() -> Tensor:
     """Coverage (W + 100, PATCH, TOKEN) of all words in capitals, and all numbers of two digits."""
     digits = _draw_glyphs(GLYPHS["digits"], 11, 4.2, 5.8)
-    tens, units = torch.arange(100) // 10, torch.arange(100) % 10
+    tens = torch.arange(100) // 10
+    units = torch.arange(100) % 10
     numbers = F.pad(torch.cat((digits[tens], digits[units]), 2), (3, 3))
     return torch.cat((_word_blocks(WORDS), numbers))
 

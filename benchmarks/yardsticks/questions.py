@@ -16,7 +16,15 @@ from typing import Literal
 
 from benchmarks.yardsticks.clips import Clip, Fact
 from benchmarks.yardsticks.pages import Number, Page, Word
-from benchmarks.yardsticks.scenes import COLOURS, NEIGHBOURS, SHAPES, WORDS, Scene, Sign, Thing
+from benchmarks.yardsticks.scenes import (
+    COLOURS,
+    NEIGHBOURS,
+    SHAPES,
+    WORDS,
+    Scene,
+    Sign,
+    Thing,
+)
 
 Model = Literal["minillava", "miniqwen", "clips"]
 """Whose questions; those about clips are for any model that takes videos."""
@@ -32,7 +40,15 @@ CATEGORIES: dict[Model, dict[str, tuple[str, ...]]] = {
         "fine text": ("text",),
     },
     "miniqwen": {
-        "scenes": ("digit", "colour", "shape", "count", "quarter", "existence", "reading"),
+        "scenes": (
+            "digit",
+            "colour",
+            "shape",
+            "count",
+            "quarter",
+            "existence",
+            "reading",
+        ),
         "pages": ("value", "word", "cell", "compare", "find"),
     },
     "clips": {"clips": ("moves", "where", "appears", "shows", "passes", "still")},
@@ -40,9 +56,18 @@ CATEGORIES: dict[Model, dict[str, tuple[str, ...]]] = {
 """Kinds that are reported together; every kind of a model is in exactly one category."""
 
 KINDS: tuple[str, ...] = (
-    "digit", "colour", "shape", "text", "count", "quarter", "relation",
-    "existence", "reading", "position", "counting",
-)  # fmt: skip
+    "digit",
+    "colour",
+    "shape",
+    "text",
+    "count",
+    "quarter",
+    "relation",
+    "existence",
+    "reading",
+    "position",
+    "counting",
+)
 """Kinds that mini-LLaVA is asked, in the order in which they are drawn."""
 
 _PHRASES = {"beside": "shape {relation} the {name}", "half": "half {name}"}
@@ -51,10 +76,14 @@ _PHRASES = {"beside": "shape {relation} the {name}", "half": "half {name}"}
 _MAX_COUNT = 5
 """The largest number that is ever asked for."""
 
-_NEIGHBOURS = dict(zip(("left of", "right of", "above", "below"), NEIGHBOURS, strict=True))
+_NEIGHBOURS = dict(
+    zip(("left of", "right of", "above", "below"), NEIGHBOURS, strict=True)
+)
 _OPPOSITE = {"left": "right", "right": "left", "upper": "lower", "lower": "upper"}
 
-_WORDINGS = tomllib.loads(Path(__file__).with_name("wordings.toml").read_text(encoding="utf-8"))
+_WORDINGS = tomllib.loads(
+    Path(__file__).with_name("wordings.toml").read_text(encoding="utf-8")
+)
 SEEN, UNSEEN, BRIEF = (
     {kind: tuple(texts[use]) for kind, texts in _WORDINGS.items()}
     for use in ("seen", "unseen", "brief")
@@ -83,7 +112,9 @@ class Questions:
     cells: tuple[int, int]
     wordings: Mapping[str, Sequence[str]]
 
-    def draw_texts(self, weights: Mapping[str, int], number: int, form: str) -> list[Question]:
+    def draw_texts(
+        self, weights: Mapping[str, int], number: int, form: str
+    ) -> list[Question]:
         """Draw questions of a training, or phrases; one of each pair, with its text in a form.
 
         A phrase asks the same as a question in a few words. A fifth of its tokens are answer, of a
@@ -95,7 +126,9 @@ class Questions:
             kind = self.rng.choices(list(weights), list(weights.values()))[0]
             if group := self.generate(kind):
                 question = group[0] if kind in _PHRASES else self.rng.choice(group)
-                texts.append(replace(question, text=form.format(question=question.text)))
+                texts.append(
+                    replace(question, text=form.format(question=question.text))
+                )
         return texts
 
     def generate(self, kind: str) -> list[Question]:
@@ -116,9 +149,11 @@ class Questions:
             questions.append(Question(kind, text, answer, tuple(evidence)))
         return questions
 
-    def _scene_facts(self, kind: str) -> Iterator[Fact]:
+    def _scene_facts(self, kind: str) -> Iterator[Fact]:  # noqa: C901, PLR0915
         assert isinstance(self.content, Scene)
-        scene, rng, things = self.content, self.rng, self.content.things
+        scene = self.content
+        rng = self.rng
+        things = self.content.things
         digits = [thing.digit for thing in things]
 
         def patches(*parts: Thing | Sign) -> list[int]:
@@ -143,11 +178,21 @@ class Questions:
                 thing = rng.choice(things)
                 quarter = sides(thing)
                 answers = {"digit": str(thing.digit), "quarter": " ".join(quarter)}
-                yield patches(thing), answers.get(kind, quarter[1]), {"name": thing.name}
+                yield (
+                    patches(thing),
+                    answers.get(kind, quarter[1]),
+                    {"name": thing.name},
+                )
             case "colour" | "shape":
-                if unique := [thing for thing in things if digits.count(thing.digit) == 1]:
+                if unique := [
+                    thing for thing in things if digits.count(thing.digit) == 1
+                ]:
                     thing = rng.choice(unique)
-                    answer = COLOURS[thing.colour] if kind == "colour" else SHAPES[thing.shape]
+                    answer = (
+                        COLOURS[thing.colour]
+                        if kind == "colour"
+                        else SHAPES[thing.shape]
+                    )
                     yield patches(thing), answer, {"digit": thing.digit}
             case "text":
                 if scene.signs:
@@ -173,7 +218,9 @@ class Questions:
                 thing = rng.choice(things)
                 # A name that no shape has; usually its colour and its form both occur.
                 taken = {(thing.colour, thing.shape) for thing in things}
-                colours, shapes = (sorted(set(part)) for part in zip(*taken, strict=True))
+                colours, shapes = (
+                    sorted(set(part)) for part in zip(*taken, strict=True)
+                )
                 names = [pair for pair in product(colours, shapes) if pair not in taken]
                 if not names or rng.random() < 0.2:
                     every = product(range(len(COLOURS)), range(len(SHAPES)))
@@ -185,28 +232,46 @@ class Questions:
             case "reading":
                 thing = rng.choice(things)
                 likely = digits if rng.random() < 0.5 else list(range(10))
-                others = [digit for digit in likely if digit != thing.digit] or [9 - thing.digit]
-                wrong = rng.choice(others)  # before the draw of a wording, as for the weights
+                others = [digit for digit in likely if digit != thing.digit] or [
+                    9 - thing.digit
+                ]
+                wrong = rng.choice(
+                    others
+                )  # before the draw of a wording, as for the weights
                 yield patches(thing), "yes", {"name": thing.name, "digit": thing.digit}
                 yield patches(thing), "no", {"name": thing.name, "digit": wrong}
             case "position":
                 thing = rng.choice(things)
                 side = rng.choice(sides(thing))
                 yield patches(thing), "yes", {"name": thing.name, "side": side}
-                yield patches(thing), "no", {"name": thing.name, "side": _OPPOSITE[side]}
+                yield (
+                    patches(thing),
+                    "no",
+                    {"name": thing.name, "side": _OPPOSITE[side]},
+                )
             case "counting":
                 group, plural = self._pick_group(things)
                 count = len(group)
-                near = rng.choice([n for n in (count - 1, count + 1) if 0 <= n <= _MAX_COUNT])
+                near = rng.choice(
+                    [n for n in (count - 1, count + 1) if 0 <= n <= _MAX_COUNT]
+                )
                 yield patches(*group), "yes", {"number": count, "plural": plural}
                 yield patches(*group), "no", {"number": near, "plural": plural}
 
     def _pick_group(self, things: Sequence[Thing]) -> tuple[list[Thing], str]:
         """All shapes of one colour or form, and their name; sizes that occur are equally likely."""
-        plurals = [f"{shape}es" if shape.endswith("s") else f"{shape}s" for shape in SHAPES]
+        plurals = [
+            f"{shape}es" if shape.endswith("s") else f"{shape}s" for shape in SHAPES
+        ]
         groups = [
-            *(([t for t in things if t.colour == n], f"{c} shapes") for n, c in enumerate(COLOURS)),
-            *(([t for t in things if t.shape == n], name) for n, name in enumerate(plurals)),
+            *(
+                ([t for t in things if t.colour == n], f"{c} shapes")
+                for n, c in enumerate(COLOURS)
+            ),
+            *(
+                ([t for t in things if t.shape == n], name)
+                for n, name in enumerate(plurals)
+            ),
         ]
         sizes = {len(group) for group, _ in groups if len(group) <= _MAX_COUNT}
         size = self.rng.choice(sorted(sizes))
@@ -214,12 +279,18 @@ class Questions:
 
     def _page_facts(self, kind: str) -> Iterator[Fact]:
         assert isinstance(self.content, Page)
-        page, rng = self.content, self.rng
+        page = self.content
+        rng = self.rng
 
         def places(*parts: Number | Word) -> Sequence[int]:
             """Tokens of all parts, then of the words that name them."""
             numbers = [part for part in parts if isinstance(part, Number)]
-            names = [word for number in numbers for word in (number.label, number.head) if word]
+            names = [
+                word
+                for number in numbers
+                for word in (number.label, number.head)
+                if word
+            ]
             columns = page.size.columns
             tokens = [part.row * columns + part.column for part in (*parts, *names)]
             return list(dict.fromkeys(tokens))

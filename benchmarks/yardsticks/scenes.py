@@ -31,9 +31,13 @@ GRID = CELLS * CELL_PATCHES
 PATCHES = GRID**2
 """N of mini-LLaVA."""
 
-_TABLES = tomllib.loads(Path(__file__).with_name("pictures.toml").read_text(encoding="utf-8"))
+_TABLES = tomllib.loads(
+    Path(__file__).with_name("pictures.toml").read_text(encoding="utf-8")
+)
 GLYPHS = {
-    name: torch.tensor([[[float(bit) for bit in row] for row in glyph.split()] for glyph in glyphs])
+    name: torch.tensor(
+        [[[float(bit) for bit in row] for row in glyph.split()] for glyph in glyphs]
+    )
     for name, glyphs in _TABLES["glyphs"].items()
 }
 """Dots (G, 7, 5) of all digits, and of all capitals."""
@@ -62,7 +66,8 @@ _PIXEL_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _PIXEL_STD = (0.26862954, 0.26130258, 0.27577711)
 
 # Half the width and half the height of a digit, in pixels.
-_GLYPH_X, _GLYPH_Y = 4.2, 5.8
+_GLYPH_X = 4.2
+_GLYPH_Y = 5.8
 # Forms of marks: star, ring, bar, moon.
 _MARKS = 4
 # A patch belongs to a shape if the shape covers at least this fraction of it.
@@ -90,7 +95,8 @@ class Thing:
     @classmethod
     def draw_mark(cls, rng: random.Random, row: int, column: int) -> Thing:
         """A random mark."""
-        grey, form = rng.randrange(len(COLOURS), len(_PAINTS)), len(SHAPES) + rng.randrange(_MARKS)
+        grey = rng.randrange(len(COLOURS), len(_PAINTS))
+        form = len(SHAPES) + rng.randrange(_MARKS)
         shift = (rng.uniform(-2.5, 2.5), rng.uniform(-2.5, 2.5))
         letter = rng.randrange(len(GLYPHS["digits"]), len(_CHARACTERS))
         return cls(grey, form, letter, row, column, rng.uniform(*RADII), shift)
@@ -163,8 +169,15 @@ class Scene:
         rng.shuffle(cells)
         # Signs, on pairs of free cells side by side.
         scattered = rng.randint(0, 1)
-        counts = {"signs": 2, "scattered": scattered, "crowded": 1, "ring": 1, "bands": 0}
-        colours, signs = rng.sample(range(len(COLOURS)), counts[style]), list[Sign]()
+        counts = {
+            "signs": 2,
+            "scattered": scattered,
+            "crowded": 1,
+            "ring": 1,
+            "bands": 0,
+        }
+        colours = rng.sample(range(len(COLOURS)), counts[style])
+        signs = list[Sign]()
         starts = [(row, column) for row in range(CELLS) for column in range(CELLS - 1)]
         rng.shuffle(starts)
         for row, column in starts:
@@ -207,13 +220,18 @@ class Scene:
             digits += rng.sample(range(10), 10)
         things = tuple(
             Thing(
-                colour, shape, digit, row, column, rng.uniform(*radii),
+                colour,
+                shape,
+                digit,
+                row,
+                column,
+                rng.uniform(*radii),
                 (rng.uniform(-2.5, 2.5), rng.uniform(-2.5, 2.5)),
             )
             for (colour, shape), digit, (row, column) in zip(
                 rng.sample(names, count), digits, cells, strict=False
             )
-        )  # fmt: skip
+        )
         return cls(things, signs)
 
 
@@ -232,12 +250,15 @@ def render_scenes(
     with their photographs. Those of a `clip` have one background, and one shade for each name.
     """
     generator = torch.Generator().manual_seed(seed)
-    grid, size = cells * CELL_PATCHES, 1 if clip else len(scenes)
+    grid = cells * CELL_PATCHES
+    size = 1 if clip else len(scenes)
     # Background: tinted grey, blotches of patch size, and checkerboards.
     tone = 80 + 110 * torch.rand(size, 1, 1, 1, generator=generator)
     tint = 12 * torch.randn(size, 3, 1, 1, generator=generator)
     blotches = 14 * torch.randn(size, 3, grid, grid, generator=generator)
-    blotches = F.interpolate(blotches, size=cells * CELL, mode="bilinear", align_corners=False)
+    blotches = F.interpolate(
+        blotches, size=cells * CELL, mode="bilinear", align_corners=False
+    )
     fine = (torch.arange(cells * CELL) // 5) % 2
     checker = (fine[:, None] ^ fine[None, :]).float() * 2 - 1
     checkered = (torch.rand(size, 1, grid, grid, generator=generator) < 0.08).float()
@@ -246,12 +267,18 @@ def render_scenes(
     if clip:
         pixels = pixels.repeat(len(scenes), 1, 1, 1)
     if photographs:  # the same draws, so that shades of shapes do not depend on it
-        cuttings = cut_photographs(random.Random(seed), len(scenes), cells * CELL, cells * CELL)
+        cuttings = cut_photographs(
+            random.Random(seed), len(scenes), cells * CELL, cells * CELL
+        )
         pixels = 128 + cuttings
 
-    things = [(index, thing) for index, scene in enumerate(scenes) for thing in scene.things]
+    things = [
+        (index, thing) for index, scene in enumerate(scenes) for thing in scene.things
+    ]
     shape_patches = iter(_paint_things(pixels, things, cells, generator, clip))
-    if marks := [(index, mark) for index, scene in enumerate(scenes) for mark in scene.marks]:
+    if marks := [
+        (index, mark) for index, scene in enumerate(scenes) for mark in scene.marks
+    ]:
         _paint_things(pixels, marks, cells, generator)
     characters = [
         (index, sign.row, sign.column + slot, sign.colour, digit)
@@ -281,7 +308,9 @@ def render_characters(seed: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
     colour = torch.randint(len(COLOURS), (size, GRID, GRID), generator=generator)
     image, row, column = torch.ones_like(digit, dtype=torch.bool).nonzero(as_tuple=True)
     pixels = torch.zeros(size, 3, CELLS * CELL, CELLS * CELL)
-    _paint_characters(pixels, (image, row, column), colour.flatten(), digit.flatten(), generator)
+    _paint_characters(
+        pixels, (image, row, column), colour.flatten(), digit.flatten(), generator
+    )
     return add_grain(pixels, generator), digit.flatten(1), colour.flatten(1)
 
 
@@ -311,16 +340,22 @@ def cut_photographs(rng: random.Random, count: int, height: int, width: int) -> 
         photograph = photograph.rot90(rng.randrange(4), (1, 2))
         if rng.random() < 0.5:
             photograph = photograph.flip(2)
-        top, start = (rng.randint(0, photograph.shape[1] - side) for side in (height, width))
+        top, start = (
+            rng.randint(0, photograph.shape[1] - side) for side in (height, width)
+        )
         swapped = photograph[rng.sample(range(3), 3)]
         cuttings.append(swapped[:, top : top + height, start : start + width])
     return torch.stack(cuttings)
 
 
-def add_grain(pixels: Tensor, generator: torch.Generator, *, clean: bool = False) -> Tensor:
+def add_grain(
+    pixels: Tensor, generator: torch.Generator, *, clean: bool = False
+) -> Tensor:
     """Convert float pixels (B, 3, H, W) to uint8 with a little grain, or without if `clean`."""
     size, _, height, width = pixels.shape
-    grain = (0 if clean else 5) * torch.randn(size, 1, height, width, generator=generator)
+    grain = (0 if clean else 5) * torch.randn(
+        size, 1, height, width, generator=generator
+    )
     return (pixels + grain).round().clamp(0, 255).to(torch.uint8)
 
 
@@ -337,9 +372,12 @@ def _paint_things(
     ).T
     radius = torch.tensor([thing.radius for _, thing in things])[:, None, None]
     x, y = _offsets(CELL, torch.tensor([thing.shift for _, thing in things]))
-    across, down = x / radius, y / radius
-    ax, ay = across.abs(), down.abs()
-    middle, turn = (across * across + down * down).sqrt(), torch.atan2(down, across)
+    across = x / radius
+    down = y / radius
+    ax = across.abs()
+    ay = down.abs()
+    middle = (across * across + down * down).sqrt()
+    turn = torch.atan2(down, across)
     shadow = ((across - 0.7).square() + down.square()).sqrt()
     # Signed distances of every form in radii, negative inside; first of shapes, then of marks.
     distances = torch.stack(
@@ -348,7 +386,9 @@ def _paint_things(
             torch.maximum(ax, ay) - 0.9,
             torch.maximum(down - 0.9, (ax - (down + 1.2) * 0.571) * 0.87),
             (ax + ay - 1.25) * 0.71,
-            torch.minimum(torch.maximum(ax - 0.5, ay - 1.12), torch.maximum(ay - 0.5, ax - 1.12)),
+            torch.minimum(
+                torch.maximum(ax - 0.5, ay - 1.12), torch.maximum(ay - 0.5, ax - 1.12)
+            ),
             middle - 0.85 - 0.3 * (5 * turn).cos(),
             (middle - 0.8).abs() - 0.28,
             torch.maximum(ax - 1.2, ay - 0.55),
@@ -356,20 +396,32 @@ def _paint_things(
         )
     )[shape, torch.arange(len(shape))]
     inside = torch.sigmoid(-distances * radius * 2.5)
-    paint = _mix(colour, digit, x, y, generator, colour * len(SHAPES) + shape if clip else None)
-    view = pixels.view(len(pixels), 3, cells, CELL, cells, CELL).permute(0, 2, 4, 1, 3, 5)
+    paint = _mix(
+        colour, digit, x, y, generator, colour * len(SHAPES) + shape if clip else None
+    )
+    view = pixels.view(len(pixels), 3, cells, CELL, cells, CELL).permute(
+        0, 2, 4, 1, 3, 5
+    )
     opacity = torch.tensor([thing.opacity for _, thing in things])
     alpha = inside[:, None] * opacity[:, None, None, None]
     view[image, row, column] = view[image, row, column] * (1 - alpha) + paint * alpha
 
-    coverage = inside.view(len(things), CELL_PATCHES, PATCH, CELL_PATCHES, PATCH).mean((2, 4))
+    coverage = inside.view(len(things), CELL_PATCHES, PATCH, CELL_PATCHES, PATCH).mean(
+        (2, 4)
+    )
     # The middle patch shows the digit, so it comes first.
     count = CELL_PATCHES**2
-    place = torch.tensor([count // 2, *range(count // 2), *range(count // 2 + 1, count)])
+    place = torch.tensor(
+        [count // 2, *range(count // 2), *range(count // 2 + 1, count)]
+    )
     covered = (coverage.flatten(1) >= _COVERAGE)[:, place]
-    corner, grid = (row * cells * CELL_PATCHES + column) * CELL_PATCHES, cells * CELL_PATCHES
+    corner = (row * cells * CELL_PATCHES + column) * CELL_PATCHES
+    grid = cells * CELL_PATCHES
     patches = corner[:, None] + place // CELL_PATCHES * grid + place % CELL_PATCHES
-    return [tuple(patch[covers].tolist()) for patch, covers in zip(patches, covered, strict=True)]
+    return [
+        tuple(patch[covers].tolist())
+        for patch, covers in zip(patches, covered, strict=True)
+    ]
 
 
 def _paint_characters(
@@ -382,7 +434,9 @@ def _paint_characters(
     """Fill the patches `where` (image, row, column), each (M,), with digits on coloured plates."""
     shift = (torch.rand(len(digit), 2, generator=generator) * 2 - 1) * 1.5
     grid = pixels.shape[2] // PATCH
-    view = pixels.view(len(pixels), 3, grid, PATCH, grid, PATCH).permute(0, 2, 4, 1, 3, 5)
+    view = pixels.view(len(pixels), 3, grid, PATCH, grid, PATCH).permute(
+        0, 2, 4, 1, 3, 5
+    )
     view[where] = _mix(colour, digit, *_offsets(PATCH, shift), generator)
 
 
@@ -413,5 +467,7 @@ def _mix(
     count = len(colour) if name is None else len(COLOURS) * len(SHAPES)
     noise = torch.randn(count, 3, generator=generator)
     rgb = rgb + 10 * (noise if name is None else noise[name])
-    dark = torch.tensor([paint["ink"] for paint in _PAINTS]).float()[colour][:, None, None, None]
+    dark = torch.tensor([paint["ink"] for paint in _PAINTS]).float()[colour][
+        :, None, None, None
+    ]
     return rgb[:, :, None, None] * (1 - ink) + dark * ink

@@ -31,10 +31,14 @@ _VIEWS = (*((frames, frames) for frames in FRAMES), (8, 4), (8, 2))
 _TEXTS = 36
 # In how many steps of the last stage tokens are dropped; the share that stays is log-uniform from
 # the least to 1.
-_DROPOUT, _LEAST = 0.6, 1 / 16
+_DROPOUT = 0.6
+_LEAST = 1 / 16
 # Fields of auxiliary classifiers of single tokens, by the number of layers before them: whether a
 # shape stays, has moved or came; the direction that it moves in, and which visitor it is.
-_AUXILIARY: dict[int, dict[str, int]] = {2: {"event": 3}, 4: {"direction": 4, "visit": 4}}
+_AUXILIARY: dict[int, dict[str, int]] = {
+    2: {"event": 3},
+    4: {"direction": 4, "visit": 4},
+}
 
 
 def _open_model() -> Qwen3VLForConditionalGeneration:
@@ -42,7 +46,9 @@ def _open_model() -> Qwen3VLForConditionalGeneration:
 
     The two frames of a picture are the same, so the sum of both kernels gives the same states.
     """
-    model = Qwen3VLForConditionalGeneration(AutoConfig.from_pretrained(CHECKPOINTS["clips"]))
+    model = Qwen3VLForConditionalGeneration(
+        AutoConfig.from_pretrained(CHECKPOINTS["clips"])
+    )
     weights = load_file(CHECKPOINTS["miniqwen"] / "model.safetensors")
     name = "model.visual.patch_embed.proj.weight"
     weights[name] = weights[name].float().sum(2, keepdim=True)
@@ -60,7 +66,9 @@ def lay_out(tokenizer: Tokenizer, frames: int) -> tuple[Tensor, Tensor, int]:
     Each frame stands behind its time, one a second, and has the positions of a picture.
     """
     (image,) = tokenizer.encode(_IMAGE).ids
-    ids, positions, at = list[int](), list[Tensor](), 0
+    ids = list[int]()
+    positions = list[Tensor]()
+    at = 0
 
     def write(text: str) -> None:
         nonlocal at
@@ -70,7 +78,9 @@ def lay_out(tokenizer: Tokenizer, frames: int) -> tuple[Tensor, Tensor, int]:
         at += len(new)
 
     place = torch.arange(SIZE.tokens)
-    grid = torch.stack((torch.zeros_like(place), place // SIZE.columns, place % SIZE.columns))
+    grid = torch.stack(
+        (torch.zeros_like(place), place // SIZE.columns, place % SIZE.columns)
+    )
     write(_LEAD)
     for frame in range(frames):
         write(f"<{frame}.0 seconds>")
@@ -90,11 +100,15 @@ def _label_tokens(clip: Clip) -> Tensor:
     direction = DIRECTIONS.index(clip.direction)
     for frame, scene in enumerate(clip.frames):
         for thing in scene.things:
-            event, towards, visit = 0, training.UNLABELLED, training.UNLABELLED
+            event = 0
+            towards = training.UNLABELLED
+            visit = training.UNLABELLED
             if thing.name in visits:
-                event, visit = 2, visits[thing.name]
+                event = 2
+                visit = visits[thing.name]
             elif thing.name == clip.mover.name:
-                event, towards = 1, direction
+                event = 1
+                towards = direction
                 if (thing.row, thing.column) == (clip.mover.row, clip.mover.column):
                     continue
             elif not frame:
@@ -116,12 +130,15 @@ class _Batch:
     @classmethod
     def draw(cls, recipe: training.Recipe, number: int, seed: int) -> _Batch:
         """Draw a batch of a stage; both batches of a step have as many frames and tokens."""
-        stage, rng = recipe.stages[number], random.Random(seed)
-        common, share = random.Random(seed // training.PARTS), 1.0
+        stage = recipe.stages[number]
+        rng = random.Random(seed)
+        common = random.Random(seed // training.PARTS)
+        share = 1.0
         drawn_frames, frames = common.choices(_VIEWS, stage.views)[0]
         if stage.name == "thinned" and common.random() < _DROPOUT:
             share = _LEAST ** common.random()
-        drawn, asked = list[tuple[Tensor, Clip]](), list[list[Question]]()
+        drawn = list[tuple[Tensor, Clip]]()
+        asked = list[list[Question]]()
         while len(drawn) < stage.images:
             clip = Clip.draw(rng, drawn_frames).sample(frames)
             if clip.visitors:
@@ -131,7 +148,8 @@ class _Batch:
             count = _TEXTS // 2 if number else _TEXTS
             texts = phrases.draw_texts(recipe.phrases["clips"], count, " {question}")
             if number:
-                source, form = replace(phrases, wordings=SEEN), "{question}" + _BEHIND
+                source = replace(phrases, wordings=SEEN)
+                form = "{question}" + _BEHIND
                 texts += source.draw_texts(recipe.questions["clips"], count, form)
             asked.append(texts)
         kept = torch.zeros(len(drawn), frames * SIZE.tokens, dtype=torch.bool)
@@ -148,9 +166,9 @@ def train(run: training.Training) -> None:
     words = Tokenizer.from_file(str(CHECKPOINTS["clips"] / "tokenizer.json"))
     (image,) = words.encode(_IMAGE).ids
     model = _open_model()
-    tower, language, embed = (
-        model.model.visual, model.model.language_model, model.get_input_embeddings()
-    )  # fmt: skip
+    tower = model.model.visual
+    language = model.model.language_model
+    embed = model.get_input_embeddings()
     torch.manual_seed(run.seed)
     width = language.config.hidden_size
     heads = [training.DenseHeads(width, fields) for fields in _AUXILIARY.values()]
@@ -158,12 +176,17 @@ def train(run: training.Training) -> None:
     def answer_loss(number: int, seed: int, step: int) -> Tensor:
         """Cross entropy on answer tokens about clips of one number of frames, and on labels."""
         drawn = _Batch.draw(run.recipe, number, seed)
-        kept, frames = drawn.kept, len(drawn.clips[0].frames)
+        kept = drawn.kept
+        frames = len(drawn.clips[0].frames)
         ids, positions, start = lay_out(words, frames)
-        batch = training.TextBatch.build(words, drawn.asked, start, "<|im_end|>", "<|endoftext|>")
+        batch = training.TextBatch.build(
+            words, drawn.asked, start, "<|im_end|>", "<|endoftext|>"
+        )
 
         patches = SIZE.split_patches(drawn.images)
-        grid = torch.tensor([[1, SIZE.rows * MERGE, SIZE.columns * MERGE]] * len(patches))
+        grid = torch.tensor(
+            [[1, SIZE.rows * MERGE, SIZE.columns * MERGE]] * len(patches)
+        )
         encoded = tower(patches.flatten(0, 2), grid_thw=grid)
         count, behind = batch.texts.shape
         visual = ids.eq(image).expand(count, -1)
@@ -172,16 +195,24 @@ def train(run: training.Training) -> None:
         # Tokens that are dropped leave the positions of all others as they are.
         keep_mask = torch.ones_like(visual).masked_scatter(visual, kept)
         kept_positions = (
-            positions[:, None].expand(-1, count, -1)[:, keep_mask].unflatten(1, (count, -1))
+            positions[:, None]
+            .expand(-1, count, -1)[:, keep_mask]
+            .unflatten(1, (count, -1))
         )
-        embeds, visual = (part[keep_mask].unflatten(0, (count, -1)) for part in (embeds, visual))
+        embeds, visual = (
+            part[keep_mask].unflatten(0, (count, -1)) for part in (embeds, visual)
+        )
         prefix = visual.shape[1]
         states = language(
             inputs_embeds=torch.cat((embeds, embed(batch.texts)), 1),
             attention_mask=batch.mask(prefix),
-            position_ids=torch.cat((kept_positions, batch.positions.expand(3, -1, -1)), 2),
+            position_ids=torch.cat(
+                (kept_positions, batch.positions.expand(3, -1, -1)), 2
+            ),
             visual_pos_masks=torch.nn.functional.pad(visual, (0, behind)),
-            deepstack_visual_embeds=[level[kept.flatten()] for level in encoded.deepstack_features],
+            deepstack_visual_embeds=[
+                level[kept.flatten()] for level in encoded.deepstack_features
+            ],
             use_cache=False,
             output_hidden_states=True,
         )
@@ -189,7 +220,8 @@ def train(run: training.Training) -> None:
         labels = torch.stack([_label_tokens(clip) for clip in drawn.clips], 1)
         labels = labels[:, kept].unflatten(1, (count, -1))
         for (layer, fields), head in zip(_AUXILIARY.items(), heads, strict=True):
-            targets, labels = labels[: len(fields)], labels[len(fields) :]
+            targets = labels[: len(fields)]
+            labels = labels[len(fields) :]
             tokens = states.hidden_states[layer][:, :prefix][visual]
             if (targets >= 0).any():
                 loss = loss + head.loss(tokens.unflatten(0, (count, -1)), targets, {})

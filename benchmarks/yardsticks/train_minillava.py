@@ -35,7 +35,8 @@ from benchmarks.yardsticks.scenes import (
 from benchmarks.yardsticks.training import UNLABELLED, Recipe, TextBatch
 
 # Scenes of the phrase stage start with two shapes in few tokens and are complete at this step.
-_CURRICULUM_STEPS, _CURRICULUM_TOKENS = 700, 12
+_CURRICULUM_STEPS = 700
+_CURRICULUM_TOKENS = 12
 # At CLIP's scale of 0.02 the position table is drowned by the patches.
 _POSITION_SCALE = 0.5
 _PHRASES_PER_IMAGE = 3
@@ -45,12 +46,21 @@ _POINTING_SCALE = 16.0
 _BEFORE_IMAGE, _, _BEHIND_IMAGE = PROMPT["minillava"]
 
 _FIELDS: dict[str, int] = {
-    "kind": 3, "colour": len(COLOURS), "shape": len(SHAPES), "digit": 10, "row": CELLS,
-    "column": CELLS, "slot": scenes.MAX_DIGITS, "length": scenes.MAX_DIGITS - 1, "centre": 2,
-    **{f"near{place} {name}": count + 1
-       for place in range(len(NEIGHBOURS))
-       for name, count in (("colour", len(COLOURS)), ("shape", len(SHAPES)))},
-}  # fmt: skip
+    "kind": 3,
+    "colour": len(COLOURS),
+    "shape": len(SHAPES),
+    "digit": 10,
+    "row": CELLS,
+    "column": CELLS,
+    "slot": scenes.MAX_DIGITS,
+    "length": scenes.MAX_DIGITS - 1,
+    "centre": 2,
+    **{
+        f"near{place} {name}": count + 1
+        for place in range(len(NEIGHBOURS))
+        for name, count in (("colour", len(COLOURS)), ("shape", len(SHAPES)))
+    },
+}
 """Fields of dense labels of patches, and their numbers of classes.
 
 kind: 0 background, 1 shape, 2 sign; row and column in cells; slot: position within the number;
@@ -59,7 +69,9 @@ digit: on a sign's patches and on the middle patch of a shape only, so that no o
 repeat it; near: colour and form of the shapes on the left, on the right, above and below, the last
 class where there is none.
 """
-_FIELD_WEIGHTS = {name: 0.5 for name in _FIELDS if name.startswith("near")} | {"digit": 2.0}
+_FIELD_WEIGHTS = {name: 0.5 for name in _FIELDS if name.startswith("near")} | {
+    "digit": 2.0
+}
 
 
 def _penultimate_states(clip: CLIPModel, images: Tensor) -> Tensor:
@@ -71,7 +83,9 @@ def _penultimate_states(clip: CLIPModel, images: Tensor) -> Tensor:
     return hidden
 
 
-def _draw_scenes(seed: int, size: int, max_shapes: int | None = None) -> tuple[Tensor, list[Scene]]:
+def _draw_scenes(
+    seed: int, size: int, max_shapes: int | None = None
+) -> tuple[Tensor, list[Scene]]:
     """Images (B, 3, H, W) and scenes in the arrangements of training.
 
     `max_shapes` makes them easier: each scene keeps at most so many shapes, and every second one
@@ -93,7 +107,9 @@ def _draw_scenes(seed: int, size: int, max_shapes: int | None = None) -> tuple[T
                     shapes = rng.sample(range(len(SHAPES)), len(SHAPES))
                 things = tuple(
                     replace(thing, colour=colour, shape=shape)
-                    for thing, colour, shape in zip(things, colours, shapes, strict=False)
+                    for thing, colour, shape in zip(
+                        things, colours, shapes, strict=False
+                    )
                 )
             drawn[index] = replace(scene, things=things)
     return scenes.render_scenes(drawn, CELLS, seed)
@@ -108,10 +124,23 @@ def _label_patches(drawn: Sequence[Scene]) -> Tensor:
             near: list[int] = []
             for step in NEIGHBOURS:
                 other = scene.neighbour(thing, *step)
-                near += (other.colour, other.shape) if other else (len(COLOURS), len(SHAPES))
+                near += (
+                    (other.colour, other.shape)
+                    if other
+                    else (len(COLOURS), len(SHAPES))
+                )
             for place, patch in enumerate(scene.patches[thing]):
                 digit = thing.digit if place == 0 else UNLABELLED
-                named = [1, thing.colour, thing.shape, digit, thing.row, thing.column, -1, -1]
+                named = [
+                    1,
+                    thing.colour,
+                    thing.shape,
+                    digit,
+                    thing.row,
+                    thing.column,
+                    -1,
+                    -1,
+                ]
                 labels[:, index, patch] = torch.tensor([*named, int(place == 0), *near])
         for sign in scene.signs:
             cell = (sign.row // CELL_PATCHES, sign.column // CELL_PATCHES)
@@ -150,14 +179,21 @@ def _draw_phrases(seed: int, drawn: Sequence[Scene]) -> tuple[list[str], Tensor]
             targets[index, row, list(patches)] = 1 / len(patches)
     for scene in drawn:
         parts: Sequence[Thing | Sign] = rng.sample((*scene.things, *scene.signs), 3)
-        texts.append(", ".join(
-            f"{part.name} {part.text if isinstance(part, Sign) else part.digit}" for part in parts
-        ))  # fmt: skip
+        texts.append(
+            ", ".join(
+                f"{part.name} {part.text if isinstance(part, Sign) else part.digit}"
+                for part in parts
+            )
+        )
     return texts, targets
 
 
 def _draw_texts(
-    seed: int, recipe: Recipe, words: Tokenizer, drawn: Sequence[Scene], budget: int | None = None
+    seed: int,
+    recipe: Recipe,
+    words: Tokenizer,
+    drawn: Sequence[Scene],
+    budget: int | None = None,
 ) -> tuple[Tensor, TextBatch]:
     """Raster patches (B, K) that are kept, and texts about every scene.
 
@@ -165,12 +201,15 @@ def _draw_texts(
     shapes' middles and whole signs first. Phrases go on beside the questions, for what they have
     not taught yet and against forgetting.
     """
-    rng, phrases = random.Random(seed + 1), recipe.phrases["scenes"]
-    pictures, kept = [], []
+    rng = random.Random(seed + 1)
+    phrases = recipe.phrases["scenes"]
+    pictures = []
+    kept = []
     for scene in drawn:
         source = Questions(rng, scene, (CELLS, CELLS), BRIEF)
         if budget is None:
-            asking, weights = replace(source, wordings=SEEN), recipe.questions["scenes"]
+            asking = replace(source, wordings=SEEN)
+            weights = recipe.questions["scenes"]
             texts = asking.draw_texts(weights, 12, _BEHIND_IMAGE)
             texts += source.draw_texts(phrases, 14, " {question}")
             kept.append(list(range(PATCHES)))
@@ -184,7 +223,7 @@ def _draw_texts(
     return torch.tensor(kept), TextBatch.build(words, pictures, start, "</s>", "<pad>")
 
 
-def train(run: training.Training) -> None:
+def train(run: training.Training) -> None:  # noqa: PLR0915
     """Train all stages and write both checkpoints."""
     clip_words, words = (
         Tokenizer.from_file(str(folder / "tokenizer.json")) for folder in (CLIP, LLAVA)
@@ -196,9 +235,11 @@ def train(run: training.Training) -> None:
     with torch.no_grad():
         table = clip.vision_model.embeddings.position_embedding.weight
         table[1:] = training.position_waves(scenes.GRID, width) * _POSITION_SCALE
-    heads, config = training.DenseHeads(width, _FIELDS), LlavaConfig.from_pretrained(LLAVA)
+    heads = training.DenseHeads(width, _FIELDS)
+    config = LlavaConfig.from_pretrained(LLAVA)
     config.text_config._attn_implementation = training.IN_PLACE
-    projector, model = LlavaMultiModalProjector(config), LlamaForCausalLM(config.text_config)
+    projector = LlavaMultiModalProjector(config)
+    model = LlamaForCausalLM(config.text_config)
     before = torch.tensor(words.encode(_BEFORE_IMAGE).ids)
     reading, towers, phrases, questions = run.recipe.stages
 
@@ -206,19 +247,26 @@ def train(run: training.Training) -> None:
         """The digit and the colour of every patch of images of digits."""
         images, digit, colour = scenes.render_characters(seed, reading.images)
         labels = torch.full((len(_FIELDS), *digit.shape), UNLABELLED)
-        labels[list(_FIELDS).index("digit")], labels[list(_FIELDS).index("colour")] = digit, colour
-        return heads.loss(_penultimate_states(clip, images)[:, 1:], labels, {"colour": 0.3})
+        labels[list(_FIELDS).index("digit")], labels[list(_FIELDS).index("colour")] = (
+            digit,
+            colour,
+        )
+        return heads.loss(
+            _penultimate_states(clip, images)[:, 1:], labels, {"colour": 0.3}
+        )
 
     def tower_loss(seed: int, step: int) -> Tensor:
         """Dense classes, pointing from phrases, and image-caption contrast."""
         images, drawn = _draw_scenes(seed, towers.images)
         texts, targets = _draw_phrases(seed + 1, drawn)
-        end, ids = clip.config.text_config.eos_token_id, [clip_words.encode(t).ids for t in texts]
+        end = clip.config.text_config.eos_token_id
+        ids = [clip_words.encode(t).ids for t in texts]
         longest = max(map(len, ids))
         padded = torch.tensor([row + [end] * (longest - len(row)) for row in ids])
         hidden = _penultimate_states(clip, images)
         last = clip.vision_model.encoder.layers[-1](hidden, attention_mask=None)
-        patches, pooled = hidden[:, 1:], clip.vision_model.post_layernorm(last[:, 0])
+        patches = hidden[:, 1:]
+        pooled = clip.vision_model.post_layernorm(last[:, 0])
         dense = heads.loss(patches, _label_patches(drawn), _FIELD_WEIGHTS)
         text = clip.text_projection(clip.text_model(input_ids=padded).pooler_output)
         projected = clip.visual_projection(clip.vision_model.post_layernorm(patches))
@@ -228,16 +276,20 @@ def train(run: training.Training) -> None:
         )
         named, captions = text.split([targets.shape[0] * targets.shape[1], len(images)])
         cosines = named.unflatten(0, targets.shape[:2]) @ projected.transpose(1, 2)
-        pointing = -(targets * F.log_softmax(cosines * _POINTING_SCALE, -1)).sum(-1).mean()
+        pointing = (
+            -(targets * F.log_softmax(cosines * _POINTING_SCALE, -1)).sum(-1).mean()
+        )
         # CLIP's symmetric contrastive loss between images and captions.
-        scale, pairs = clip.logit_scale.float().exp().clamp(max=50), torch.arange(len(images))
+        scale = clip.logit_scale.float().exp().clamp(max=50)
+        pairs = torch.arange(len(images))
         logits = scale * image @ captions.T
         contrast = F.cross_entropy(logits, pairs) + F.cross_entropy(logits.T, pairs)
         return dense + 0.5 * pointing + 0.1 * contrast
 
     def answer_loss(images: Tensor, kept: Tensor, texts: TextBatch) -> Tensor:
         """Cross entropy on answer tokens behind `before` and the image tokens `kept` (B, K)."""
-        count, prefix = len(kept), len(before) + kept.shape[1]
+        count = len(kept)
+        prefix = len(before) + kept.shape[1]
         embed = model.get_input_embeddings()
         patches = _penultimate_states(clip, images)[:, 1:]
         image = projector(patches[torch.arange(count)[:, None], kept])

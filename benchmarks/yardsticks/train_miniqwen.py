@@ -20,7 +20,12 @@ from transformers import AutoConfig, Qwen3VLForConditionalGeneration
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 from benchmarks.yardsticks import pages, training
-from benchmarks.yardsticks.examples import CHECKPOINTS, PROMPT, keep_evidence, keep_first
+from benchmarks.yardsticks.examples import (
+    CHECKPOINTS,
+    PROMPT,
+    keep_evidence,
+    keep_first,
+)
 from benchmarks.yardsticks.pages import MERGE, TOKEN, Number, Page, Size, Word
 from benchmarks.yardsticks.questions import BRIEF, SEEN, Question, Questions
 from benchmarks.yardsticks.scenes import CELL, COLOURS, PATCH, SHAPES, WORDS, Scene
@@ -34,26 +39,43 @@ _BETWEEN, _BEHIND = _REST.split("{question}")
 _DROPOUT = 0.3
 # The phrase stage starts with few shapes, words and tokens, and has all of them at this step.
 _CURRICULUM_STEPS = 300
-_FEWEST, _FEWEST_TOKENS = 4, 16
+_FEWEST = 4
+_FEWEST_TOKENS = 16
 
-_VISION_WIDTH, _LANGUAGE_WIDTH, _VOCABULARY = 128, 192, 768
-_POSITION_GRID, _POSITION_SCALE = 16, 0.6
+_VISION_WIDTH = 128
+_LANGUAGE_WIDTH = 192
+_VOCABULARY = 768
+_POSITION_GRID = 16
+_POSITION_SCALE = 0.6
 # Where the heads of the first four layers look at the start, in rows and columns from a patch; None
 # is anywhere. From a start without preference, a tower did not learn in 600 steps to look at the
 # patch beside, which has the other digit of a number.
 _LOOKS = (*[((0, -1), (0, 1), (-1, 0), (1, 0))] * 2, *[((0, None), (None, 0))] * 2)
-_LOOK_STRENGTH, _LOOK_FREQUENCIES = 33.0, 3
-_MATCH_HEADS, _MATCH_SCALE = 4, 1.7
+_LOOK_STRENGTH = 33.0
+_LOOK_FREQUENCIES = 3
+_MATCH_HEADS = 4
+_MATCH_SCALE = 1.7
 _TURN = math.pi / 3
 # At the scale of the other weights, outputs of untrained layers would drown the embeddings.
-_OUTPUT_SCALE, _MLP_SCALE = 0.3, 0.1
+_OUTPUT_SCALE = 0.3
+_MLP_SCALE = 0.1
 # Naming's logits are cosines times this; a token of three names has a cosine of 0.58 with each.
-_NAMING_SCALE, _NAMING_WEIGHT = 20.0, 0.3
+_NAMING_SCALE = 20.0
+_NAMING_WEIGHT = 0.3
 
 _FIELDS: dict[str, int] = {
-    "kind": 5, "word": len(WORDS), "head": len(WORDS) + 1, "tens": 10, "units": 10,
-    "colour": len(COLOURS), "shape": len(SHAPES), "digit": 10, "lower": 2, "right": 2, "letter": 26,
-}  # fmt: skip
+    "kind": 5,
+    "word": len(WORDS),
+    "head": len(WORDS) + 1,
+    "tens": 10,
+    "units": 10,
+    "colour": len(COLOURS),
+    "shape": len(SHAPES),
+    "digit": 10,
+    "lower": 2,
+    "right": 2,
+    "letter": 26,
+}
 """Fields of dense labels of patches, and their numbers of classes.
 
 kind: 0 background, 1 word, 2 number, 3 shape, 4 a mark or nonsense; word: of a word itself, of a
@@ -89,17 +111,22 @@ class _Pictures:
 
     def encode(self, tower: Qwen3VLVisionModel) -> tuple[Tensor, Tensor, list[Tensor]]:
         """States (B, P, Dv) of the last layer, rows (B, N, D) for the first layer and the next."""
-        count, (rows, columns) = len(self.contents), (self.seen.rows, self.seen.columns)
+        count = len(self.contents)
+        (rows, columns) = (self.seen.rows, self.seen.columns)
         # Both frames of a patch are the same.
-        frames = self.patches.flatten(0, 2).unflatten(1, (3, 1, -1)).expand(-1, -1, 2, -1)
+        frames = (
+            self.patches.flatten(0, 2).unflatten(1, (3, 1, -1)).expand(-1, -1, 2, -1)
+        )
         grid = torch.tensor([[1, rows * MERGE, columns * MERGE]] * count)
         encoded = tower(frames.flatten(1), grid_thw=grid)
         states, merged, *levels = (
             part.unflatten(0, (count, -1))
             for part in (
-                encoded.last_hidden_state, encoded.pooler_output, *encoded.deepstack_features,
+                encoded.last_hidden_state,
+                encoded.pooler_output,
+                *encoded.deepstack_features,
             )
-        )  # fmt: skip
+        )
         return states, merged, levels
 
     def draw_texts(
@@ -110,16 +137,23 @@ class _Pictures:
         Tokens are only dropped at full size: those that nothing is asked about before the others
         or, where questions are asked, as far as their evidence allows.
         """
-        rng, seen = random.Random(seed + 1), self.seen
+        rng = random.Random(seed + 1)
+        seen = self.seen
         kinds = recipe.phrases if phrases_only else recipe.questions
-        asked, kept = list[list[Question]](), list[list[int]]()
+        asked = list[list[Question]]()
+        kept = list[list[int]]()
         for content in self.contents:
             weights = kinds["pages" if isinstance(content, Page) else "scenes"]
             source = Questions(rng, content, self.size.cells, SEEN)
-            texts = source.draw_texts(weights, 0 if phrases_only else 12, "{question}" + _BEHIND)
+            texts = source.draw_texts(
+                weights, 0 if phrases_only else 12, "{question}" + _BEHIND
+            )
             source = replace(source, wordings=BRIEF)
-            texts += source.draw_texts(weights, 40 if phrases_only else 12, " {question}")
-            tokens, evidence = list(range(seen.tokens)), list[int]()
+            texts += source.draw_texts(
+                weights, 40 if phrases_only else 12, " {question}"
+            )
+            tokens = list(range(seen.tokens))
+            evidence = list[int]()
             if phrases_only and seen == self.size:
                 if isinstance(content, Page):
                     parts: list[Word | Number] = [*content.words, *content.numbers]
@@ -136,7 +170,7 @@ class _Pictures:
         return torch.tensor(kept), asked
 
 
-def _draw_pictures(
+def _draw_pictures(  # noqa: C901
     seed: int,
     views: Sequence[float],
     scene_count: int,
@@ -155,7 +189,8 @@ def _draw_pictures(
     divisor = rng.choices((1, 2, 4, 8, 16), views)[0]
     if divisor > 1:
         seen = size.limit(size.tokens // divisor)
-    rng, most_shapes = random.Random(seed), most or pages.MOST_SHAPES
+    rng = random.Random(seed)
+    most_shapes = most or pages.MOST_SHAPES
     scenes = [size.draw_scene(rng, most_shapes) for _ in range(scene_count)]
     images, scenes = size.render_scenes(scenes, seed)
     texts = []
@@ -172,13 +207,19 @@ def _draw_pictures(
             y = (thing.row + 0.5) * CELL + thing.shift[1]
             if thing.letter is None:
                 labels = _label(
-                    kind=3, colour=thing.colour, shape=thing.shape, digit=thing.digit,
-                    lower=thing.row >= height // 2, right=thing.column >= width // 2,
-                )  # fmt: skip
+                    kind=3,
+                    colour=thing.colour,
+                    shape=thing.shape,
+                    digit=thing.digit,
+                    lower=thing.row >= height // 2,
+                    right=thing.column >= width // 2,
+                )
             else:
                 labels = _label(kind=4, letter=thing.letter)
             items.append([index, x, y, *[0.8 * thing.radius] * 2, *labels])
-    for index, (page, places) in enumerate(zip(texts, centres, strict=True), len(scenes)):
+    for index, (page, places) in enumerate(
+        zip(texts, centres, strict=True), len(scenes)
+    ):
         named = [_label(kind=1, word=word.word) for word in page.words]
         for number in page.numbers:
             of_word = {}
@@ -206,12 +247,14 @@ def _label_patches(items: Tensor, count: int, size: Size, seen: Size) -> Tensor:
     """Labels (fields, B, P) of items (M, 5 + fields); a patch of two items has a kind only."""
     # Centres (P, 2) in pixels, x and y, of all patches in the order of their tokens.
     patch = torch.arange(seen.tokens * MERGE * MERGE)
-    token, inner = patch // (MERGE * MERGE), patch % (MERGE * MERGE)
+    token = patch // (MERGE * MERGE)
+    inner = patch % (MERGE * MERGE)
     row = token // seen.columns * MERGE + inner // MERGE
     column = token % seen.columns * MERGE + inner % MERGE
     centres = (torch.stack((column, row), 1) + 0.5) * PATCH
 
-    (height, width), (seen_height, seen_width) = size.pixels, seen.pixels
+    (height, width) = size.pixels
+    (seen_height, seen_width) = seen.pixels
     scale = torch.tensor([seen_width / width, seen_height / height])
     distance = centres - items[:, None, 1:3] * scale
     reach = (items[:, None, 3:5] * scale).clamp(min=PATCH / 2)
@@ -235,7 +278,8 @@ def _label_patches(items: Tensor, count: int, size: Size, seen: Size) -> Tensor:
 def _build_model() -> Qwen3VLForConditionalGeneration:
     """The untrained model, with heads that look at neighbours and at what shows a word."""
     model = Qwen3VLForConditionalGeneration(AutoConfig.from_pretrained(_QWEN))
-    tower, language = model.model.visual, model.model.language_model
+    tower = model.model.visual
+    language = model.model.language_model
     for part in (tower, language):
         part.config._attn_implementation = training.IN_PLACE
     with torch.no_grad():
@@ -252,14 +296,20 @@ def _build_model() -> Qwen3VLForConditionalGeneration:
                     if offset is not None:
                         angles = -frequencies * offset
                         bias[0, head, 0, axis, :_LOOK_FREQUENCIES] = strength
-                        bias[1, head, 0, axis, :_LOOK_FREQUENCIES] = strength * angles.cos()
-                        bias[1, head, 1, axis, :_LOOK_FREQUENCIES] = strength * angles.sin()
+                        bias[1, head, 0, axis, :_LOOK_FREQUENCIES] = (
+                            strength * angles.cos()
+                        )
+                        bias[1, head, 1, axis, :_LOOK_FREQUENCIES] = (
+                            strength * angles.sin()
+                        )
         # Keys and values undo the rotation of `_image_basis`, so that a word finds image tokens
         # before itself, and what they show is added in the basis of words.
         for layer in language.layers:
             attention = layer.self_attn
             rows = _MATCH_HEADS * attention.head_dim
-            attention.k_proj.weight[:rows] = attention.q_proj.weight[:rows] @ _image_basis()
+            attention.k_proj.weight[:rows] = (
+                attention.q_proj.weight[:rows] @ _image_basis()
+            )
             attention.o_proj.weight.copy_(_OUTPUT_SCALE * attention.v_proj.weight.T)
             attention.v_proj.weight.copy_(attention.v_proj.weight @ _image_basis())
             layer.mlp.down_proj.weight.mul_(_MLP_SCALE)
@@ -276,13 +326,18 @@ def _image_basis() -> Tensor:
     policies that read the question can find.
     """
     generator = torch.Generator().manual_seed(0)
-    axes = torch.linalg.qr(torch.randn(_LANGUAGE_WIDTH, _LANGUAGE_WIDTH, generator=generator))[0]
-    cosine, sine = math.cos(_TURN), math.sin(_TURN)
+    axes = torch.linalg.qr(
+        torch.randn(_LANGUAGE_WIDTH, _LANGUAGE_WIDTH, generator=generator)
+    )[0]
+    cosine = math.cos(_TURN)
+    sine = math.sin(_TURN)
     turn = torch.tensor([[cosine, -sine], [sine, cosine]])
     return axes @ torch.block_diag(*[turn] * (_LANGUAGE_WIDTH // 2)) @ axes.T
 
 
-def _naming_loss(tokenizer: Tokenizer, rows: Tensor, table: Tensor, labels: Tensor) -> Tensor:
+def _naming_loss(
+    tokenizer: Tokenizer, rows: Tensor, table: Tensor, labels: Tensor
+) -> Tensor:
     """Cross entropy of the cosines of rows (B, N, D) with the embeddings of what they show.
 
     It ties image tokens to the words for what they show: without it the language model has to find
@@ -307,39 +362,56 @@ def _naming_loss(tokenizer: Tokenizer, rows: Tensor, table: Tensor, labels: Tens
     return -(shares[shows] * logits.log_softmax(-1)).sum(-1).mean()
 
 
-def train(run: training.Training) -> None:
+def train(run: training.Training) -> None:  # noqa: PLR0915
     """Train all stages and write the checkpoint."""
     words = Tokenizer.from_file(str(_QWEN / "tokenizer.json"))
     torch.manual_seed(run.seed)
     model = _build_model()
-    tower, language = model.model.visual, model.model.language_model
-    heads, embed = training.DenseHeads(_VISION_WIDTH, _FIELDS), model.get_input_embeddings()
+    tower = model.model.visual
+    language = model.model.language_model
+    heads = training.DenseHeads(_VISION_WIDTH, _FIELDS)
+    embed = model.get_input_embeddings()
     _, _, naming, phrases, questions = run.recipe.stages
 
     def dense_loss(number: int, seed: int, step: int) -> Tensor:
-        stage, plain = run.recipe.stages[number], number == 0
+        stage = run.recipe.stages[number]
+        plain = number == 0
         scenes = stage.images // 3
-        pictures = _draw_pictures(seed, stage.views, scenes, stage.images - scenes, plain)
+        pictures = _draw_pictures(
+            seed, stage.views, scenes, stage.images - scenes, plain
+        )
         return heads.loss(pictures.encode(tower)[0], pictures.labels, _FIELD_WEIGHTS)
 
     def naming_loss(seed: int, step: int) -> Tensor:
         """The mergers' rows become those of the words that a picture shows."""
         pictures = _draw_pictures(seed, naming.views, naming.images, naming.images)
-        return _naming_loss(words, pictures.encode(tower)[1], embed.weight, pictures.labels)
+        return _naming_loss(
+            words, pictures.encode(tower)[1], embed.weight, pictures.labels
+        )
 
-    def answer_loss(seed: int, pictures: _Pictures, budget: int, phrases_only: bool) -> Tensor:
+    def answer_loss(
+        seed: int, pictures: _Pictures, budget: int, phrases_only: bool
+    ) -> Tensor:
         """Cross entropy on answer tokens behind image tokens of a budget, and naming's loss."""
         seen = pictures.seen
         kept, asked = pictures.draw_texts(seed, run.recipe, budget, phrases_only)
-        before, after = (torch.tensor(words.encode(text).ids) for text in (_LEAD, _BETWEEN))
+        before, after = (
+            torch.tensor(words.encode(text).ids) for text in (_LEAD, _BETWEEN)
+        )
         behind_image = len(before) + max(seen.rows, seen.columns)
         start = behind_image + len(after)
-        texts = training.TextBatch.build(words, asked, start, "<|im_end|>", "<|endoftext|>")
+        texts = training.TextBatch.build(
+            words, asked, start, "<|im_end|>", "<|endoftext|>"
+        )
         _, image, levels = pictures.encode(tower)
         count = len(kept)
         rows = torch.arange(count)[:, None]
-        leading, trailing = (embed(ids).expand(count, -1, -1) for ids in (before, after))
-        embeds = torch.cat((leading, image[rows, kept], trailing, embed(texts.texts)), 1)
+        leading, trailing = (
+            embed(ids).expand(count, -1, -1) for ids in (before, after)
+        )
+        embeds = torch.cat(
+            (leading, image[rows, kept], trailing, embed(texts.texts)), 1
+        )
         prefix = embeds.shape[1] - texts.texts.shape[1]
         visual = torch.zeros(embeds.shape[:2], dtype=torch.bool)
         visual[:, len(before) : len(before) + kept.shape[1]] = True
@@ -356,25 +428,34 @@ def train(run: training.Training) -> None:
             attention_mask=texts.mask(prefix),
             position_ids=torch.cat(positions, 2),
             visual_pos_masks=visual,
-            deepstack_visual_embeds=[level[rows, kept].flatten(0, 1) for level in levels],
+            deepstack_visual_embeds=[
+                level[rows, kept].flatten(0, 1) for level in levels
+            ],
             use_cache=False,
         ).last_hidden_state
         loss = texts.loss(model.lm_head, states[:, prefix:])
-        return loss + _NAMING_WEIGHT * _naming_loss(words, image, embed.weight, pictures.labels)
+        return loss + _NAMING_WEIGHT * _naming_loss(
+            words, image, embed.weight, pictures.labels
+        )
 
     def phrase_loss(seed: int, step: int) -> Tensor:
         progress = min(1.0, step / _CURRICULUM_STEPS) ** 2
         most = _FEWEST + round((len(WORDS) - _FEWEST) * progress)
         scenes = phrases.images // 2
-        pictures = _draw_pictures(seed, phrases.views, scenes, phrases.images - scenes, most=most)
+        pictures = _draw_pictures(
+            seed, phrases.views, scenes, phrases.images - scenes, most=most
+        )
         budget = pictures.seen.tokens
         if pictures.seen == pictures.size:
             budget = _FEWEST_TOKENS + round((budget - _FEWEST_TOKENS) * progress)
         return answer_loss(seed, pictures, budget, phrases_only=True)
 
     def question_loss(seed: int, step: int) -> Tensor:
-        scenes, rng = questions.images // 2, random.Random(seed // training.PARTS)
-        pictures = _draw_pictures(seed, questions.views, scenes, questions.images - scenes)
+        scenes = questions.images // 2
+        rng = random.Random(seed // training.PARTS)
+        pictures = _draw_pictures(
+            seed, questions.views, scenes, questions.images - scenes
+        )
         budget = pictures.seen.tokens
         if pictures.seen == pictures.size and rng.random() < _DROPOUT:
             budget = max(1, int(math.exp(rng.uniform(math.log(2), math.log(budget)))))

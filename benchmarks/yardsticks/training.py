@@ -36,7 +36,8 @@ _LOG_EVERY = 50
 # Matrices that AdamW updates: orthogonal steps do not help embeddings and classifier heads.
 _TABLES = ("embed", "lm_head", "heads")
 # Values of `blocks` for the shared prefix, and for padding.
-_PREFIX, _PADDING = -1, -2
+_PREFIX = -1
+_PADDING = -2
 
 
 class _Stage(FrozenModel):
@@ -62,7 +63,9 @@ class Recipe(FrozenModel):
     def read(cls, model: Model) -> Recipe:
         """The recipe of a model."""
         path = Path(__file__).with_name("recipes.toml")
-        return cls.model_validate(tomllib.loads(path.read_text(encoding="utf-8"))[model])
+        return cls.model_validate(
+            tomllib.loads(path.read_text(encoding="utf-8"))[model]
+        )
 
 
 @dataclass(frozen=True)
@@ -89,8 +92,11 @@ class Training:
         torch.set_num_threads(1)
         train(cls(Recipe.read(model), **vars(parser.parse_args())))
 
-    def run_stage(
-        self, number: int, modules: Mapping[str, nn.Module], loss: Callable[[int, int], Tensor]
+    def run_stage(  # noqa: C901
+        self,
+        number: int,
+        modules: Mapping[str, nn.Module],
+        loss: Callable[[int, int], Tensor],
     ) -> None:
         """Train what requires gradients of the modules in one stage.
 
@@ -102,14 +108,19 @@ class Training:
         long on a CPU without its arithmetic. One that was stopped goes on from its last log line.
         """
         stage = self.recipe.stages[number]
-        matrices, tables = list[nn.Parameter](), list[nn.Parameter]()
+        matrices = list[nn.Parameter]()
+        tables = list[nn.Parameter]()
         for prefix, module in modules.items():
             for name, parameter in module.float().named_parameters(prefix):
                 if parameter.requires_grad:
-                    table = parameter.dim() != 2 or any(word in name for word in _TABLES)
+                    table = parameter.dim() != 2 or any(
+                        word in name for word in _TABLES
+                    )
                     (tables if table else matrices).append(parameter)
         optimisers: tuple[torch.optim.Optimizer, ...] = (
-            torch.optim.Muon(matrices, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.Muon(
+                matrices, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"
+            ),
             torch.optim.AdamW(tables, betas=(0.9, 0.98), weight_decay=0.01, fused=True),
         )
 
@@ -120,9 +131,14 @@ class Training:
             (value / PARTS).backward()
             return float(value.detach())
 
-        parts: list[nn.Module | torch.optim.Optimizer] = [*modules.values(), *optimisers]
+        parts: list[nn.Module | torch.optim.Optimizer] = [
+            *modules.values(),
+            *optimisers,
+        ]
         saved = self.out / f"{stage.name}-{self.seed}.pt"
-        done, workers, losses = 0, ThreadPoolExecutor(PARTS), list[float]()
+        done = 0
+        workers = ThreadPoolExecutor(PARTS)
+        losses = list[float]()
         if saved.exists():
             done, losses, states = torch.load(saved)
             for part, state in zip(parts, states, strict=True):
@@ -130,9 +146,15 @@ class Training:
             print(f"[{stage.name}] {done}/{stage.steps} from {saved}", flush=True)
         for step in range(done, stage.steps):
             # A sum of two gradients does not depend on which of them comes first.
-            losses.append(fmean(workers.map(partial(add_gradients, step), range(PARTS))))
+            losses.append(
+                fmean(workers.map(partial(add_gradients, step), range(PARTS)))
+            )
             progress = step / stage.steps
-            share = 1.0 if progress < 1 - stage.fall else 0.02 + 0.98 * (1 - progress) / stage.fall
+            share = (
+                1.0
+                if progress < 1 - stage.fall
+                else 0.02 + 0.98 * (1 - progress) / stage.fall
+            )
             if step < stage.warmup:
                 share = (step + 1) / stage.warmup
             norm = nn.utils.clip_grad_norm_([*matrices, *tables], 1.0)
@@ -144,10 +166,15 @@ class Training:
                 optimiser.zero_grad()
             if (step + 1) % _LOG_EVERY == 0 or step + 1 == stage.steps:
                 mean = fmean(losses[-_LOG_EVERY:])
-                print(f"[{stage.name}] {step + 1}/{stage.steps} loss={mean:.3f}", flush=True)
+                print(
+                    f"[{stage.name}] {step + 1}/{stage.steps} loss={mean:.3f}",
+                    flush=True,
+                )
                 self.out.mkdir(parents=True, exist_ok=True)
                 beside = saved.with_suffix(".part")
-                torch.save((step + 1, losses, [part.state_dict() for part in parts]), beside)
+                torch.save(
+                    (step + 1, losses, [part.state_dict() for part in parts]), beside
+                )
                 beside.replace(saved)
 
     def write_checkpoint(
@@ -165,16 +192,22 @@ class Training:
             for prefix, module in modules.items()
             for name, value in module.state_dict().items()
             # A table of positions is no weight, and mini-Qwen3-VL's head is tied to the embeddings.
-            if not name.endswith("position_ids") and (prefix or name != "lm_head.weight")
+            if not name.endswith("position_ids")
+            and (prefix or name != "lm_head.weight")
         }
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         print(f"wrote {folder}", flush=True)
 
 
 def _attend_in_place(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    scaling: float, **unused: object,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    **unused: object,
+) -> tuple[Tensor, None]:
     """Eager attention (B, H, T, D) → (B, T, H, D) with fewer passes over (B, H, T, T).
 
     It scales the queries instead of the weights and stays in the inputs' type throughout, which
@@ -213,7 +246,9 @@ class DenseHeads(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.out = nn.Linear(width, sum(fields.values()))
 
-    def loss(self, patches: Tensor, labels: Tensor, weights: Mapping[str, float]) -> Tensor:
+    def loss(
+        self, patches: Tensor, labels: Tensor, weights: Mapping[str, float]
+    ) -> Tensor:
         """Weighted sum of the fields' cross entropies.
 
         patches (B, N, D); labels (fields, B, N), `UNLABELLED` where a field does not apply.
@@ -222,7 +257,9 @@ class DenseHeads(nn.Module):
         losses = [
             F.cross_entropy(prediction[target >= 0].float(), target[target >= 0])
             * weights.get(name, 1.0)
-            for name, prediction, target in zip(self._fields, logits, labels, strict=True)
+            for name, prediction, target in zip(
+                self._fields, logits, labels, strict=True
+            )
             if (target >= 0).any()
         ]
         return torch.stack(losses).sum()
@@ -269,7 +306,9 @@ class TextBatch:
             sequences.append(sequence)
         fill = (pad_id, UNLABELLED, 0, _PADDING)
         longest = max(1, *map(len, sequences))
-        padded = [[*sequence, *[fill] * (longest - len(sequence))] for sequence in sequences]
+        padded = [
+            [*sequence, *[fill] * (longest - len(sequence))] for sequence in sequences
+        ]
         return cls(*torch.tensor(padded).unbind(-1))
 
     def mask(self, prefix: int) -> Tensor:

@@ -17,7 +17,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from benchmarks.yardsticks.examples import CHECKPOINTS, PROMPT, Example, keep_first, weights_digest
+from benchmarks.yardsticks.examples import (
+    CHECKPOINTS,
+    PROMPT,
+    Example,
+    keep_first,
+    weights_digest,
+)
 from benchmarks.yardsticks.questions import Model
 from vllm_autoprune.ops.rowwise import gather_rows
 from vllm_autoprune.serving.api.instruction import split_content_words
@@ -110,7 +116,9 @@ class EncodedBatch:
         return self.score_kept(kept, gather_rows(tokens.features, kept), kept)
 
 
-def place_rows(positions: Positions, refined: RefinedTokens, count: int) -> Tensor | None:
+def place_rows(
+    positions: Positions, refined: RefinedTokens, count: int
+) -> Tensor | None:
     """Places ``(M, K)`` of rows in images of N = ``count`` tokens; None for one after the other."""
     if positions == "packed":
         return None
@@ -178,13 +186,16 @@ class Yardstick(ABC):
         """Ids (M, L) padded on the right with the last of each row, and which are no padding."""
         longest = max(map(len, rows))
         padded = torch.tensor([row + row[-1:] * (longest - len(row)) for row in rows])
-        return padded, torch.arange(longest) < torch.tensor([[len(row)] for row in rows])
+        return padded, torch.arange(longest) < torch.tensor(
+            [[len(row)] for row in rows]
+        )
 
     def embed_content_words(self, batch: Sequence[Example]) -> Words:
         """The content words of the questions, in the language model's input embeddings."""
         words = [split_content_words(example.question) for example in batch]
-        ids, used = self.pad_ids([[token for word in row for token in self.token_ids(word)]
-                             for row in words])  # fmt: skip
+        ids, used = self.pad_ids(
+            [[token for word in row for token in self.token_ids(word)] for row in words]
+        )
         return Words(self.network.get_input_embeddings()(ids), used)
 
     @torch.no_grad()
@@ -201,21 +212,30 @@ class Yardstick(ABC):
         every real token.
         """
         lead, _, template = PROMPT[self.key]
-        questions = [self.token_ids(template.format(question=e.question)) for e in examples]
+        questions = [
+            self.token_ids(template.format(question=e.question)) for e in examples
+        ]
         end = self.tokenizer.eos_token_id
         answers = [[*self.token_ids(f" {example.answer}"), end] for example in examples]
         pairs = zip(questions, answers, strict=True)
         texts, _ = self.pad_ids([question + answer[:-1] for question, answer in pairs])
         embed = self.network.get_input_embeddings()
         before = embed(torch.tensor(self.token_ids(lead)))
-        embeds = (before.expand(len(examples), -1, -1), rows.to(before.dtype), embed(texts))
+        embeds = (
+            before.expand(len(examples), -1, -1),
+            rows.to(before.dtype),
+            embed(texts),
+        )
         hidden = self.network.model.language_model(
             inputs_embeds=torch.cat(embeds, 1),
             use_cache=False,
             **place(len(before), texts.shape[1]),
         ).last_hidden_state
-        logits = self.network.lm_head(hidden[:, -texts.shape[1] :]).float().log_softmax(-1)
-        right, logprob = [], []
+        logits = (
+            self.network.lm_head(hidden[:, -texts.shape[1] :]).float().log_softmax(-1)
+        )
+        right = []
+        logprob = []
         for row, question, answer in zip(logits, questions, answers, strict=True):
             predicted = row[len(question) - 1 : len(question) - 1 + len(answer)]
             expected = torch.tensor(answer)

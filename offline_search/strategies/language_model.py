@@ -46,25 +46,41 @@ class Round:
         are concurrent, share their prompt, and are batched by the endpoint. The purposes of a list
         follow those of the lists before it, over all rounds.
         """
-        history, number, summary = self.history, self.number, self.summary
+        history = self.history
+        number = self.number
+        summary = self.summary
         best = history.best()
         example = (best and best.state) or minimal_state(settings)
         parents = () if best is None else (best.name,)
         size = settings.proposals_per_reply
         names = {
-            trial.name for trial in history.trials if history.values_of(trial.name) is not None
+            trial.name
+            for trial in history.trials
+            if history.values_of(trial.name) is not None
         }
         requests = []
         for begin in range(0, count, size):
-            length, total, purposes = 0, self.count, list[str]()
+            length = 0
+            total = self.count
+            purposes = list[str]()
             if size > 1:
-                length, total = min(size, count - begin), count
+                length = min(size, count - begin)
+                total = count
                 start = ((number - 1) * count + begin) % len(PURPOSES)
                 purposes = list_purposes(start, length, measured=best is not None)
             messages = proposal_prompt(
-                settings, summary, example, begin, total, purposes, self.facts, self.place
+                settings,
+                summary,
+                example,
+                begin,
+                total,
+                purposes,
+                self.facts,
+                self.place,
             )
-            requests.append(ProposalRequest(number, begin, messages, "llm", parents, length, names))
+            requests.append(
+                ProposalRequest(number, begin, messages, "llm", parents, length, names)
+            )
         return await self.request(requests)
 
 
@@ -103,7 +119,9 @@ class Strategy(ABC):
         for _ in range(count):
             remaining = [trial for trial in ranked if trial not in parents] or ranked
             population = remaining[:top]
-            parents += rng.choices(population, [1 / (1 + rank) for rank in range(len(population))])
+            parents += rng.choices(
+                population, [1 / (1 + rank) for rank in range(len(population))]
+            )
         return parents
 
 
@@ -123,16 +141,22 @@ class _EvoPrompting(Strategy, name="evoprompting"):
 
     async def propose(self, current: Round) -> list[Draft]:
         """Concurrent requests, each with its own pair of parents."""
-        settings, count, number = self._settings, current.count, current.number
+        settings = self._settings
+        count = current.count
+        number = current.number
         population = current.history.ranked()[:_POPULATION_SIZE]
         requests = []
         for index in range(count):
-            origin, parents = "llm", list[Trial]()
+            origin = "llm"
+            parents = list[Trial]()
             if len(population) >= _PARENTS:
-                origin, parents = "crossover", self.draw_parents(population, _PARENTS, current.rng)
+                origin = "crossover"
+                parents = self.draw_parents(population, _PARENTS, current.rng)
                 messages = crossover_prompt(settings, parents)
             else:
-                messages = proposal_prompt(settings, "", minimal_state(settings), index, count)
+                messages = proposal_prompt(
+                    settings, "", minimal_state(settings), index, count
+                )
             names = tuple(parent.name for parent in parents)
             requests.append(ProposalRequest(number, index, messages, origin, names))
         return await current.request(requests)

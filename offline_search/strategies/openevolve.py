@@ -32,7 +32,8 @@ from vllm_autoprune.tpdsl.state import PruningState
 if TYPE_CHECKING:
     from openevolve.database import Program, ProgramDatabase
 
-_TOP_STATES, _INSPIRATIONS = 3, 2
+_TOP_STATES = 3
+_INSPIRATIONS = 2
 """States shown beside the parent: few, because a prompt has to fit a small model."""
 
 
@@ -45,13 +46,16 @@ class _OpenEvolve(Strategy, name="openevolve"):
             import openevolve.database  # noqa: F401
         except ImportError:
             fix = 'from a checkout: pip install ".[search,search-openevolve]"'
-            raise ConfigError("search", [Problem("openevolve", "is not installed", fix)]) from None
+            raise ConfigError(
+                "search", [Problem("openevolve", "is not installed", fix)]
+            ) from None
         # It logs every replacement of a program by a better one.
         logging.getLogger("openevolve").setLevel(logging.ERROR)
 
     async def propose(self, current: Round) -> list[Draft]:
         """Concurrent changes, whose parents come from one database of all earlier rounds."""
-        drafts, number = list[Draft](), current.number
+        drafts = list[Draft]()
+        number = current.number
         if number == 1:
             drafts = [Draft("initial", minimal_state(self._settings))]
         # OpenEvolve uses the global random generator.
@@ -60,14 +64,22 @@ class _OpenEvolve(Strategy, name="openevolve"):
         try:
             database = self._build_database(current.history)
             # The islands of candidates in turn, over all rounds.
-            start, islands = (number - 1) * self._settings.per_round, len(database.islands)
+            start = (number - 1) * self._settings.per_round
+            islands = len(database.islands)
             requests = []
             for index in range(len(drafts), current.count):
-                messages, parent = self._build_prompt(database, number, (start + index) % islands)
+                messages, parent = self._build_prompt(
+                    database, number, (start + index) % islands
+                )
                 change = partial(_apply_change, parent.code)
                 requests.append(
                     ProposalRequest(
-                        number, index, messages, "openevolve", (parent.id,), change=change
+                        number,
+                        index,
+                        messages,
+                        "openevolve",
+                        (parent.id,),
+                        change=change,
                     )
                 )
         finally:
@@ -86,10 +98,13 @@ class _OpenEvolve(Strategy, name="openevolve"):
         database = ProgramDatabase(DatabaseConfig(random_seed=None))
         for number, trial in enumerate(history.trials):
             if trial.state is not None:
-                objective, fitness = history.objective_of(trial.name), 0.0
+                objective = history.objective_of(trial.name)
+                fitness = 0.0
                 if objective is not None:
                     fitness = math.exp(min(objective, 0.0)) + max(objective, 0.0)
-                program = self._as_program(trial.name, trial.state, fitness, trial.result.reason)
+                program = self._as_program(
+                    trial.name, trial.state, fitness, trial.result.reason
+                )
                 program.parent_id = next(iter(trial.proposal.parents), None)
                 program.iteration_found = trial.proposal.round
                 island = number % len(database.islands)
@@ -102,7 +117,9 @@ class _OpenEvolve(Strategy, name="openevolve"):
             database.add(initial, iteration=0, target_island=0)
         return database
 
-    def _as_program(self, name: str, state: PruningState, fitness: float, failure: str) -> Program:
+    def _as_program(
+        self, name: str, state: PruningState, fitness: float, failure: str
+    ) -> Program:
         """A state in OpenEvolve's form, with a constant timestamp so that runs are repeatable."""
         from openevolve.database import Program
 

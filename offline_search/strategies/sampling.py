@@ -26,7 +26,14 @@ from itertools import cycle, islice
 from typing import TYPE_CHECKING
 
 from offline_search.candidates import Draft, assemble_state, minimal_state, paper_state
-from offline_search.components import BASE, CORE, RANK_AT, JsonObject, components_json, structure
+from offline_search.components import (
+    BASE,
+    CORE,
+    RANK_AT,
+    JsonObject,
+    components_json,
+    structure,
+)
 from offline_search.search_space import (
     Choice,
     ChoiceSource,
@@ -57,7 +64,10 @@ class _RandomSearch(Strategy, name="random"):
     async def propose(self, current: Round) -> list[Draft]:
         """Independent random states."""
         source = RandomSource(current.rng)
-        return [_sample_draft("random", source, self._settings) for _ in range(current.count)]
+        return [
+            _sample_draft("random", source, self._settings)
+            for _ in range(current.count)
+        ]
 
 
 class _TpeSearch(Strategy, name="tpe"):
@@ -78,7 +88,8 @@ class _TpeSearch(Strategy, name="tpe"):
             objective = current.history.objective_of(name)
             failed = TrialState.FAIL if objective is None else None
             self._study.tell(trial, objective, state=failed)
-        self._pending, drafts = {}, []
+        self._pending = {}
+        drafts = []
         for index in range(current.count):
             draft, trial = _suggest(self._study, current.tied, self._settings)
             self._pending[f"{current.number}.{index}"] = trial
@@ -112,7 +123,9 @@ def _open_study(seed: int, startup: int) -> optuna.Study:
         import optuna
     except ImportError:
         fix = 'from a checkout: pip install ".[search]"'
-        raise ConfigError("search", [Problem("optuna", "is not installed", fix)]) from None
+        raise ConfigError(
+            "search", [Problem("optuna", "is not installed", fix)]
+        ) from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
@@ -159,7 +172,9 @@ class _MeasuredPoint(ClippedChoices):
         from optuna.distributions import FloatDistribution, IntDistribution
 
         self.distributions[name] = (
-            IntDistribution(round(low), round(high)) if integer else FloatDistribution(low, high)
+            IntDistribution(round(low), round(high))
+            if integer
+            else FloatDistribution(low, high)
         )
         value = self.values[name] = super().number(name, low, high, integer)
         return value
@@ -194,7 +209,9 @@ class _AutoPrunePlus(Strategy, name="autoprune+"):
 
         In place of the last there are random states until something is measured.
         """
-        history, settings, rng = current.history, self._settings, current.rng
+        history = current.history
+        settings = self._settings
+        rng = current.rng
         best = history.ranked_structures()
         if len(best) < 2:
             best = history.ranked()
@@ -203,16 +220,20 @@ class _AutoPrunePlus(Strategy, name="autoprune+"):
         slots = current.count - written_count
         # In small rounds warm starts alone would fill several; the others are next in later rounds.
         count = slots // 2 if best else slots
-        starts, self._warm_starts = self._warm_starts[:count], self._warm_starts[count:]
+        starts = self._warm_starts[:count]
+        self._warm_starts = self._warm_starts[count:]
         slots -= len(starts)
         if best:
             # TPE learns from all candidates that were measured, whatever their origin.
-            study, derived = _open_study(rng.randrange(2**31), startup=0), []
+            study = _open_study(rng.randrange(2**31), startup=0)
+            derived = []
             import optuna
 
             for trial in history.trials:
                 if (objective := history.estimate(trial)) is not None:
-                    point = _MeasuredPoint(choices_of_state(trial.require_state(), settings))
+                    point = _MeasuredPoint(
+                        choices_of_state(trial.require_state(), settings)
+                    )
                     sample_proposal(point, settings)
                     study.add_trial(
                         optuna.trial.create_trial(
@@ -230,8 +251,13 @@ class _AutoPrunePlus(Strategy, name="autoprune+"):
                     continue
                 count, rate = (2, 0.0) if origin == "crossover" else (1, _MUTATION_RATE)
                 parents = self.draw_parents(best, count, rng, _BEST_STRUCTURES)
-                choices = [choices_of_state(trial.require_state(), settings) for trial in parents]
-                draft = _sample_draft(origin, RandomSource(rng, choices, rate), settings)
+                choices = [
+                    choices_of_state(trial.require_state(), settings)
+                    for trial in parents
+                ]
+                draft = _sample_draft(
+                    origin, RandomSource(rng, choices, rate), settings
+                )
                 names = tuple(dict.fromkeys(parent.name for parent in parents))
                 derived.append(replace(draft, parents=names))
         else:
@@ -251,9 +277,12 @@ def _warm_start_states(settings: Settings) -> list[PruningState]:
     policies has each alone, where any state may be a candidate.
     """
     paper = paper_state(settings)
-    components, largest_quota = components_json(paper), min(settings.source_budget, MAX_QUOTA)
+    components = components_json(paper)
+    largest_quota = min(settings.source_budget, MAX_QUOTA)
     bases = [
-        assemble_state({**components, BASE: {"name": name}}, settings).without_exchange()
+        assemble_state(
+            {**components, BASE: {"name": name}}, settings
+        ).without_exchange()
         for name in (settings.other_bases if settings.space == "all" else ())
     ]
     cores: list[JsonObject] = [{CORE: {"share": share}} for share in _CORE_SHARES]
@@ -264,7 +293,10 @@ def _warm_start_states(settings: Settings) -> list[PruningState]:
         *bases,
         *(assemble_state({**components, **variant}, settings) for variant in variants),
         paper_state(settings, largest_quota),
-        *(minimal_state(settings, name, largest_quota) for name in atom_names("scoring", settings)),
+        *(
+            minimal_state(settings, name, largest_quota)
+            for name in atom_names("scoring", settings)
+        ),
     ]
     # With a small K or in a small space, some of them are equal.
     return list({state.digest: state for state in states}.values())

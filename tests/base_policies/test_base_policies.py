@@ -32,15 +32,21 @@ USED = torch.ones(1, 1, dtype=torch.bool)
 
 
 def params_of(name: str, **params: object) -> Any:
-    return BASE_POLICIES[name].call.model_validate({"name": name, "params": params}).params
+    return (
+        BASE_POLICIES[name].call.model_validate({"name": name, "params": params}).params
+    )
 
 
-def select(name: str, tokens: VisualTokens, budget: int, **params: object) -> ReferenceSelection:
+def select(
+    name: str, tokens: VisualTokens, budget: int, **params: object
+) -> ReferenceSelection:
     """A policy's reference selection with these parameters and the defaults of the others."""
     return BASE_POLICIES[name].select(params_of(name, **params), tokens, budget)
 
 
-def prefix(count: int, text: list[bool], *, start: int = 1, **recorded: Tensor) -> VisualTokens:
+def prefix(
+    count: int, text: list[bool], *, start: int = 1, **recorded: Tensor
+) -> VisualTokens:
     """One image of ``count`` tokens with what is recorded of its sequence, no batch axis given."""
     rows = {name: tensor[None] for name, tensor in recorded.items()}
     language = RecordedPrefix(start, torch.tensor([text]), recorded=rows)
@@ -66,7 +72,9 @@ def dotted(dots: list[float], tiles: int = 1, sign: int = -1) -> VisualTokens:
     )
 
 
-def outlying(strong: dict[int, float], count: int = 40, keys: Tensor | None = None) -> VisualTokens:
+def outlying(
+    strong: dict[int, float], count: int = 40, keys: Tensor | None = None
+) -> VisualTokens:
     """Attention of 0.01 and a little less from token to token, but for those that stand out."""
     attention = 0.01 + 1e-5 * torch.arange(count).flip(0)
     for token, value in strong.items():
@@ -80,13 +88,17 @@ def outlying(strong: dict[int, float], count: int = 40, keys: Tensor | None = No
 
 # Eight patches: attention falls from 3 on, keys point in two directions, patches count in powers of
 # two so that a sum says what is in it.
-KEYS = torch.tensor([[1.0, 0], [0, 2.0], [1, 0], [1, 0], [1, 0], [0, 1], [3, 0.1], [0.1, 3]])[None]
+KEYS = torch.tensor(
+    [[1.0, 0], [0, 2.0], [1, 0], [1, 0], [1, 0], [0, 1], [3, 0.1], [0.1, 3]]
+)[None]
 PATCHES = (2.0 ** torch.arange(8))[None, :, None]
 ZIPPED = VisualTokens(
     -PATCHES,
     Grid(2, 4),
     cls_attention=torch.tensor([[0.1, 0.2, 0.3, 0.9, 0.8, 0.0, 0.05, 0.15]]),
-    tower=TowerStates(PATCHES, KEYS, project=lambda rows: -rows, cls=torch.full((1, 1, 1), 1000.0)),
+    tower=TowerStates(
+        PATCHES, KEYS, project=lambda rows: -rows, cls=torch.full((1, 1, 1), 1000.0)
+    ),
 )
 DOTS = [0.5, -3.0, 2.0, -0.1, 7.0, -1.0]
 FOUR = {5: 0.3, 9: 0.5, 20: 0.4, 21: 0.2}
@@ -100,7 +112,9 @@ EMBEDDINGS = torch.tensor(
     [[9.0, 9.0], [2.0, 0.0], [2.0, 0.0], [0.0, 2.0], [1.0, 0.0], [0.0, 0.5], [0.0, 0.0]]
 )
 # Twelve tokens ever more unlike the word behind them.
-FAN = torch.cat([torch.tensor([[1.0, 0.1 * i] for i in range(12)]), torch.tensor([[-2.0, 0.0]])])
+FAN = torch.cat(
+    [torch.tensor([[1.0, 0.1 * i] for i in range(12)]), torch.tensor([[-2.0, 0.0]])]
+)
 TWO_KINDS = torch.tensor([[5.0, 0, 0, 0]] * 3 + [[0, 2, -3, 0]] * 2)
 BANDS = [3.0, 5, 4, 4, 4, 4] + [2.0] * 6 + [1.0] * 12
 
@@ -174,7 +188,8 @@ ATTENTION = OUTLYING.require_next_layer().attention[0]
 PLACES = torch.arange(40)
 WITH_NEIGHBOURS = [
     ATTENTION.where(PLACES < 33, 0.0).where(PLACES != 7, 1.0),  # 0 to 32, less itself
-    ATTENTION.where(PLACES < 32, 0.0).where(PLACES != 30, 1.0) + ATTENTION.where(PLACES == 32, 0.0),
+    ATTENTION.where(PLACES < 32, 0.0).where(PLACES != 30, 1.0)
+    + ATTENTION.where(PLACES == 32, 0.0),
 ]
 DROPPED = ATTENTION.where((PLACES != 7) & (PLACES != 30), 0.0)
 # Token 0 has all priority but a little; 3 is the farthest, and 1 and 2 are like it.
@@ -182,33 +197,95 @@ FOCUS = replace(
     plain(torch.tensor([[1.0, 0.0], [0.1, 1.0], [0.2, 1.0], [0.0, 1.0]])),
     cls_attention=torch.tensor([[0.9, 0.02, 0.01, 0.03]]),
 )
-MIXED = [[1.0, 0.0], [0.1 / 3, 1.0]]  # 3 with priority 0.02 / 0.89 and 1 with half of that
+MIXED = [
+    [1.0, 0.0],
+    [0.1 / 3, 1.0],
+]  # 3 with priority 0.02 / 0.89 and 1 with half of that
 
 ROWS: dict[str, tuple[str, VisualTokens, int, dict[str, object], object, object]] = {
     # To 0: tokens 2 and 6; to 5: tokens 1 and 7. The projector here is a minus sign.
     "the most similar target takes each other token": (
-        "visionzip", ZIPPED, 4, {"contextual": 2}, MERGED, None),
+        "visionzip",
+        ZIPPED,
+        4,
+        {"contextual": 2},
+        MERGED,
+        None,
+    ),
     "the row of [CLS] is projected too": (
-        "visionzip", ZIPPED, 4, {"contextual": 1, "patch_only": False},
-        [-8.0, -16.0, -(1 + (2 + 4 + 32 + 64 + 128) / 5)], [-1000.0]),
+        "visionzip",
+        ZIPPED,
+        4,
+        {"contextual": 1, "patch_only": False},
+        [-8.0, -16.0, -(1 + (2 + 4 + 32 + 64 + 128) / 5)],
+        [-1000.0],
+    ),
     # Three rows of tile 0, two of tile 1: two patches and one, and a mean each.
     "every tile has the mean of its own others": (
-        "trim", dotted(DOTS, tiles=2), 5, {}, torch.eye(6)[[1, 5, 0]],
-        [[0.0, 0, 2, 0, 0, 0], [0, 0, 0, 1, 1, 0]]),
+        "trim",
+        dotted(DOTS, tiles=2),
+        5,
+        {},
+        torch.eye(6)[[1, 5, 0]],
+        [[0.0, 0, 2, 0, 0, 0], [0, 0, 0, 1, 1, 0]],
+    ),
     "neighbours are added unnormalised and the rest is summed": (
-        "prumerge_plus", OUTLYING, 3, {}, torch.stack(WITH_NEIGHBOURS), DROPPED),
-    "the scan alone takes others": ("fsr", FOCUS, 2, {"alpha": 0.0, "rho": 0.9}, MIXED, None),
+        "prumerge_plus",
+        OUTLYING,
+        3,
+        {},
+        torch.stack(WITH_NEIGHBOURS),
+        DROPPED,
+    ),
+    "the scan alone takes others": (
+        "fsr",
+        FOCUS,
+        2,
+        {"alpha": 0.0, "rho": 0.9},
+        MIXED,
+        None,
+    ),
     "without priority a token changes none": (
-        "fsr", FOCUS, 2, {"alpha": 0.0, "rho": 0.9, "kappa": 9.0}, MIXED, None),
+        "fsr",
+        FOCUS,
+        2,
+        {"alpha": 0.0, "rho": 0.9, "kappa": 9.0},
+        MIXED,
+        None,
+    ),
     "without merging rows stay": (
-        "fsr", FOCUS, 2, {"alpha": 0.0, "rho": 0.9, "kappa": 0.0}, [[1.0, 0], [0, 1]], None),
+        "fsr",
+        FOCUS,
+        2,
+        {"alpha": 0.0, "rho": 0.9, "kappa": 0.0},
+        [[1.0, 0], [0, 1]],
+        None,
+    ),
     "a pruned token is recycled": (
-        "sparsevlm", rated(RATED), 2, {"recycle": True}, [[0.0, 0, 1]], [[1.0, 0, 0]]),
+        "sparsevlm",
+        rated(RATED),
+        2,
+        {"recycle": True},
+        [[0.0, 0, 1]],
+        [[1.0, 0, 0]],
+    ),
     "at most half of K is recycled": (
-        "sparsevlm", rated(RATED), 1, {"recycle": True}, [[0.0, 0, 1]], None),
+        "sparsevlm",
+        rated(RATED),
+        1,
+        {"recycle": True},
+        [[0.0, 0, 1]],
+        None,
+    ),
     "one token more in place of the dropped ones": (
-        "prumerge_plus", OUTLYING, 2, {"drop_extra": True}, torch.stack(WITH_NEIGHBOURS), None),
-}  # fmt: skip
+        "prumerge_plus",
+        OUTLYING,
+        2,
+        {"drop_extra": True},
+        torch.stack(WITH_NEIGHBOURS),
+        None,
+    ),
+}
 """Fact -> policy, image, K and parameters; rows of the picks, and rows of no single token."""
 
 
@@ -223,11 +300,14 @@ def test_rows(fact: str) -> None:
     if selection.extra is not None:
         assert selection.extra.dtype == tokens.features.dtype
         wanted = torch.as_tensor(extra).view(-1, width)
-        torch.testing.assert_close(selection.extra[0].float(), wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            selection.extra[0].float(), wanted, rtol=1e-5, atol=1e-5
+        )
 
 
 def test_what_a_policy_appends_is_no_pick_of_a_core() -> None:
-    tokens, trim = dotted(DOTS), BASE_POLICIES["trim"]
+    tokens = dotted(DOTS)
+    trim = BASE_POLICIES["trim"]
     assert trim.select_picks(trim.default_params, tokens, 3).tolist() == [[1, 5, 3]]
 
 
@@ -294,7 +374,9 @@ def selects_per_tile(variant: str) -> bool:
     return not (scaled or across or relevance or "language" in policy.needs)
 
 
-@pytest.mark.parametrize("variant", [variant for variant in BASES if selects_per_tile(variant)])
+@pytest.mark.parametrize(
+    "variant", [variant for variant in BASES if selects_per_tile(variant)]
+)
 def test_tiles_are_selected_each_on_its_own(variant: str) -> None:
     tokens = images(4, batch=1, grid=Grid(3, 4, tiles=3), noise=1.0)
     size = tokens.grid.per_tile
@@ -304,9 +386,15 @@ def test_tiles_are_selected_each_on_its_own(variant: str) -> None:
             """The tile's rows of what has a row a token, or one a tile; the text is the same."""
             if values.shape[1] == tokens.count:
                 return values[:, size * tile : size * (tile + 1)]
-            return values[:, tile : tile + 1] if values.shape[1] == tokens.grid.tiles else values
+            return (
+                values[:, tile : tile + 1]
+                if values.shape[1] == tokens.grid.tiles
+                else values
+            )
 
-        parts = {f.name: mapped(vars(tokens)[f.name], cut) for f in fields(VisualTokens)}
+        parts = {
+            f.name: mapped(vars(tokens)[f.name], cut) for f in fields(VisualTokens)
+        }
         alone_tokens = VisualTokens(**{**parts, "grid": Grid(3, 4), "language": None})
         for budget in (7, 11):
             selection = run(variant, tokens, budget)
@@ -321,9 +409,22 @@ def test_tiles_are_selected_each_on_its_own(variant: str) -> None:
 
 
 GREEDY = [
-    *("divprune", "divprune global", "cdpruner", "cen_divprune", "cen_divprune scaled"),
-    *("cen_divprune global", "cen_cdpruner", "cen_cdpruner core", "cen_cdpruner global"),
-    *("scope", "mmtok", "mmtok core", "idpruner", "idpruner relevance", "norm", "norm per tile"),
+    "divprune",
+    "divprune global",
+    "cdpruner",
+    "cen_divprune",
+    "cen_divprune scaled",
+    "cen_divprune global",
+    "cen_cdpruner",
+    "cen_cdpruner core",
+    "cen_cdpruner global",
+    "scope",
+    "mmtok",
+    "mmtok core",
+    "idpruner",
+    "idpruner relevance",
+    "norm",
+    "norm per tile",
 ]
 
 
@@ -337,18 +438,23 @@ def test_a_greedy_policy_goes_on_from_its_own_picks(variant: str, grid: Grid) ->
     for kept in (grid.tiles, grid.tiles + 2):
         picks = every[:, :kept]
         assert torch.equal(policy.select(params, tokens, kept).picks, picks)
-        more = policy.select_given(params, tokens, 13 - kept, Given.after(tokens, picks))
+        more = policy.select_given(
+            params, tokens, 13 - kept, Given.after(tokens, picks)
+        )
         assert torch.equal(more, every[:, kept:])
 
 
 @pytest.mark.parametrize("policy", ["mmtok", "cdpruner", "trim"])
 def test_padding_of_words_and_segments_is_not_read(policy: str) -> None:
     tokens = images(2)
-    words, instruction = tokens.require_words(), tokens.require_instruction()
+    words = tokens.require_words()
+    instruction = tokens.require_instruction()
     unread = torch.zeros(2, 3, dtype=torch.bool)
 
     def padded(rows: Tensor) -> Tensor:
-        return torch.cat([rows, torch.full_like(rows[:, :1], torch.nan).expand(-1, 3, -1)], 1)
+        return torch.cat(
+            [rows, torch.full_like(rows[:, :1], torch.nan).expand(-1, 3, -1)], 1
+        )
 
     used = torch.cat([instruction.segments, unread], dim=1)
     more = replace(
@@ -362,9 +468,17 @@ def test_padding_of_words_and_segments_is_not_read(policy: str) -> None:
 @pytest.mark.parametrize("name", BASE_POLICIES)
 def test_the_page_on_base_policies_has_a_row_and_a_paragraph_of_each(name: str) -> None:
     policy = BASE_POLICIES[name]
-    assert all(field.description for field in type(policy.default_params).model_fields.values())
-    page = (Path(__file__).parents[2] / "docs/base-policies.md").read_text(encoding="utf-8")
-    row = next(line.split(" | ") for line in page.splitlines() if line.startswith(f"| `{name}` |"))
+    assert all(
+        field.description for field in type(policy.default_params).model_fields.values()
+    )
+    page = (Path(__file__).parents[2] / "docs/base-policies.md").read_text(
+        encoding="utf-8"
+    )
+    row = next(
+        line.split(" | ")
+        for line in page.splitlines()
+        if line.startswith(f"| `{name}` |")
+    )
     assert row[2] == (", ".join(f"`{need}`" for need in sorted(policy.needs)) or "-")
     asks = "yes" if policy.core is None else "optional"
     free = policy.needs.isdisjoint(INSTRUCTION_NEEDS)

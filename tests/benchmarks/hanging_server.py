@@ -15,14 +15,18 @@ from benchmarks.common.fake_server import Body, Reply, fake_server
 
 
 def main() -> None:
-    port, pids, healthy = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "healthy"
+    port = int(sys.argv[1])
+    pids = Path(sys.argv[2])
+    healthy = sys.argv[3] == "healthy"
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 
     def hang(body: Body) -> Reply:
         pids.with_suffix(".asked").touch()
         return Reply(ttft=600.0)
 
-    with fake_server(hang, model=None, pages={"/health": "" if healthy else None}, port=port):
+    with fake_server(
+        hang, model=None, pages={"/health": "" if healthy else None}, port=port
+    ):
         pids.with_suffix(".new").write_text(f"{os.getpid()} {child.pid}")
         pids.with_suffix(".new").rename(pids)
         signal.pause()

@@ -54,12 +54,17 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Body]]:
     requests: dict[str, list[Body]] = {}
 
     def reply(body: Body) -> Reply:
-        fields, (image, question) = pruning(body), parts(body)
+        fields = pruning(body)
+        (image, question) = parts(body)
         text = right.get((str(image.get("uuid")), question), "w1")
         text = "none" if fields.get("keep") == "resized" else text
         # Later requests may be answered earlier.
         tokens = 20 + int(str(fields.get("budget", 144)))
-        return Reply(tuple(text), ttft=0.01 * (len(question) % 3), usage={"prompt_tokens": tokens})
+        return Reply(
+            tuple(text),
+            ttft=0.01 * (len(question) % 3),
+            usage={"prompt_tokens": tokens},
+        )
 
     @contextlib.contextmanager
     def serve(model: Path, *flags: str, log: Path) -> Iterator[SimpleNamespace]:
@@ -75,9 +80,11 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Body]]:
 
 
 def test_the_tables_say_what_was_measured(
-    sent: dict[str, list[Body]], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    sent: dict[str, list[Body]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr("timeit.repeat", lambda *_, **__: [0.9, 0.1, 0.1])
     monkeypatch.setattr("os.getloadavg", lambda: (4.0, 4.0, 4.0))
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1}, raising=False)
@@ -87,8 +94,13 @@ def test_the_tables_say_what_was_measured(
     assert tables == (tmp_path / "tables.md").read_text()
     assert "| prompt of a request, tokens | 164 | 164 | 164 |" in tables
     # 2 x 4 layers x 2,048 x 4 or 2 bytes a token
-    assert re.search(r"\| KV cache of a request, MB \| (10\.7|5\.4) \| \1 \| \1 \|", tables)
-    assert "| image resized | 0.0 ± 4.9 |" in tables and "| all tokens | 100.0 ± 4.9 |" in tables
+    assert re.search(
+        r"\| KV cache of a request, MB \| (10\.7|5\.4) \| \1 \| \1 \|", tables
+    )
+    assert (
+        "| image resized | 0.0 ± 4.9 |" in tables
+        and "| all tokens | 100.0 ± 4.9 |" in tables
+    )
     # 130 s, three times as many at a load of 4 on 2 cores, + 1,070 x 0.1 s
     assert "load average is 4.0 on 2 cores" in " ".join(log.split())
     assert "takes about 9 minutes" in " ".join(log.split())
@@ -97,12 +109,20 @@ def test_the_tables_say_what_was_measured(
     questions = Counter(parts(body)[1] for body in sent["stock"])
     for choice in demo._CHOICES.values():
         fields = {"budget": 16, **choice}
-        asked = Counter(parts(body)[1] for body in sent["pruned"] if pruning(body) == fields)
+        asked = Counter(
+            parts(body)[1] for body in sent["pruned"] if pruning(body) == fields
+        )
         assert asked == questions
     # Arms of the large model share no image on a server, and each has new words in every request.
     arms = [sent["speed-stock"]]
     for field in (None, "resized"):
-        arms.append([body for body in sent["speed-pruned"] if pruning(body).get("keep") == field])
+        arms.append(
+            [
+                body
+                for body in sent["speed-pruned"]
+                if pruning(body).get("keep") == field
+            ]
+        )
     for arm in arms:
         assert len(arm) == len({parts(body)[1] for body in arm}) == 2 + 2 + 8 + 2 * 2
         # Only the images of two questions are sent again.
@@ -113,13 +133,21 @@ def test_the_tables_say_what_was_measured(
 
 
 def test_the_tables_of_the_readme_are_those_of_its_data() -> None:
-    rows = csv.DictReader((README.parent / "docs/data/demo.csv").read_text().splitlines())
+    rows = csv.DictReader(
+        (README.parent / "docs/data/demo.csv").read_text().splitlines()
+    )
     figures = []
     for row in rows:
-        ends = [float(row[name]) if row[name] else None for name in ("value", "low", "high")]
+        ends = [
+            float(row[name]) if row[name] else None for name in ("value", "low", "high")
+        ]
         cells = [row["what"], row["model"], row["arm"], *ends, row["unit"]]
         figures.append(demo._Figure._make(cells))
-    shown = README.read_text().partition("<!-- demo -->\n")[2].partition("<!-- /demo -->")[0]
+    shown = (
+        README.read_text()
+        .partition("<!-- demo -->\n")[2]
+        .partition("<!-- /demo -->")[0]
+    )
     assert demo._format_tables(figures) == shown
 
 
@@ -132,14 +160,19 @@ def test_the_tables_of_the_readme_are_those_of_its_data() -> None:
         ([(number // 20, number < 20) for number in range(40)], 0.98),
     ],
 )
-def test_correlated_scenes_widen_the_interval(rights: list[tuple[int, bool]], width: float) -> None:
+def test_correlated_scenes_widen_the_interval(
+    rights: list[tuple[int, bool]], width: float
+) -> None:
     assert demo._half_width(rights) == pytest.approx(width, abs=1e-4)
 
 
 @pytest.mark.parametrize(
     ("reply", "message"),
     [
-        (Reply(status=400, error="no such budget"), "not answered: status 400: .*no such"),
+        (
+            Reply(status=400, error="no such budget"),
+            "not answered: status 400: .*no such",
+        ),
         (Reply(("",), ttft=0.0), "not answered: the answer contains no text"),
     ],
 )
@@ -148,7 +181,9 @@ def test_a_failed_question_ends_the_demo(reply: Reply, message: str) -> None:
         with pytest.raises(BenchmarkError, match=message):
             demo._ask(server.url, [b'{"stream": true}'] * 3)
         if reply.status == 200:
-            assert demo._ask(server.url, [b'{"stream": true}'], empty=True)[0].text == ""
+            assert (
+                demo._ask(server.url, [b'{"stream": true}'], empty=True)[0].text == ""
+            )
 
 
 def test_a_server_that_does_not_start_is_one_line_with_its_log(
@@ -162,7 +197,9 @@ def test_a_server_that_does_not_start_is_one_line_with_its_log(
     with handlers_restored():
         assert demo.main(["--out", str(tmp_path)]) == 1
     line = capsys.readouterr().err.splitlines()[-1]
-    assert re.fullmatch(r"demo: .*cannot serve: - bad -> fix \(log: .*stock\.log\)", line)
+    assert re.fullmatch(
+        r"demo: .*cannot serve: - bad -> fix \(log: .*stock\.log\)", line
+    )
 
 
 # The demo as it is, but what it starts is the stand-in.
@@ -179,11 +216,14 @@ sys.exit(main(["--out", sys.argv[4]]))
 
 
 def alive(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return (
+        psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    )
 
 
 @pytest.mark.parametrize(
-    ("health", "sent_signal"), [("starting", signal.SIGINT), ("healthy", signal.SIGTERM)]
+    ("health", "sent_signal"),
+    [("starting", signal.SIGINT), ("healthy", signal.SIGTERM)],
 )
 def test_an_interrupt_ends_the_whole_group_of_the_server(
     tmp_path: Path, health: str, sent_signal: signal.Signals
@@ -192,9 +232,12 @@ def test_an_interrupt_ends_the_whole_group_of_the_server(
     arguments = [str(HERE / "hanging_server.py"), str(pids), health, str(tmp_path)]
     awaited = pids.with_suffix(".asked") if health == "healthy" else pids
     with subprocess.Popen(
-        [sys.executable, "-c", _SCRIPT, *arguments], cwd=README.parent, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    ) as process:  # fmt: skip
+        [sys.executable, "-c", _SCRIPT, *arguments],
+        cwd=README.parent,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
         try:
             deadline = time.monotonic() + 120
             while not awaited.exists():
@@ -205,7 +248,9 @@ def test_an_interrupt_ends_the_whole_group_of_the_server(
             process.send_signal(sent_signal)
             time.sleep(0.05)
             with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, sent_signal)  # an impatient second one changes nothing
+                os.kill(
+                    process.pid, sent_signal
+                )  # an impatient second one changes nothing
             out, err = process.communicate(timeout=60)
         finally:
             process.kill()

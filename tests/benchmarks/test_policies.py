@@ -23,10 +23,14 @@ def test_building_again_changes_no_file(tmp_path: Path) -> None:
     for name in derived:
         state = json.loads((folder / f"{name}.json").read_text())
         # Built anew where a rule of `build` has changed; the evidence is in the file.
-        (folder / f"{name}.json").write_text(json.dumps(state | {"safety": state["safety"][:3]}))
+        (folder / f"{name}.json").write_text(
+            json.dumps(state | {"safety": state["safety"][:3]})
+        )
     policies._build(folder)
     built = {path.name: path.read_text() for path in folder.iterdir()}
-    assert built == {path.name: path.read_text() for path in policies.POLICIES.glob("*.json")}
+    assert built == {
+        path.name: path.read_text() for path in policies.POLICIES.glob("*.json")
+    }
     assert all(load_state(name).provenance.found_by for name in shipped_states())
 
 
@@ -34,13 +38,17 @@ def test_building_again_changes_no_file(tmp_path: Path) -> None:
 def test_half_of_a_shared_core_reads_no_question(name: str) -> None:
     policy = materialize(load_state(name), 16)
     assert policy.core == 8 and policy.reads_instruction
-    assert PruningPolicy.of_core(policy.state, 8).needs.isdisjoint({"instruction", "language"})
+    assert PruningPolicy.of_core(policy.state, 8).needs.isdisjoint(
+        {"instruction", "language"}
+    )
     assert not materialize(load_state("instruction-free")).reads_instruction
 
 
 def test_the_page_shows_the_evidence_that_states_carry() -> None:
     table = policies.as_markdown()
-    assert table.rstrip() in PAGE.read_text(encoding="utf-8"), "run: python scripts/readme.py"
+    assert table.rstrip() in PAGE.read_text(encoding="utf-8"), (
+        "run: python scripts/readme.py"
+    )
     assert all(f"`{name}`" in table for name in shipped_states())
 
 
@@ -49,20 +57,34 @@ def test_a_report_of_eval_becomes_evidence_outside_the_digest(tmp_path: Path) ->
     shutil.copytree(policies.POLICIES, folder)
     gain = {"value": 40.001, "low": 30.0, "high": 50.0}
     figures = {
-        "accuracy": gain, "accuracy_plus": 25.0, "prompt_tokens": 36.04,
+        "accuracy": gain,
+        "accuracy_plus": 25.0,
+        "prompt_tokens": 36.04,
         "to_resized": {"accuracy": gain},
-    }  # fmt: skip
-    names = ("resized@16", "visionzip@16", "miniqwen@16", "autoprune-llava-1.5-7b-k16@16")
+    }
+    names = (
+        "resized@16",
+        "visionzip@16",
+        "miniqwen@16",
+        "autoprune-llava-1.5-7b-k16@16",
+    )
     rows = [{"case": {"name": name}, **figures} for name in names]
     policies._measure(folder, {"questions": 9, "rows": rows})
     state = load_state(folder / "visionzip.json")
     assert state.digest == load_state("visionzip").digest
     expected = {
-        "budget": 16, "accuracy": 40.0, "accuracy_plus": 25.0, "prompt_tokens": 36.0,
-        "resized": 40.0, "less_resized": {"value": 40.0, "low": 30.0, "high": 50.0},
-    }  # fmt: skip
+        "budget": 16,
+        "accuracy": 40.0,
+        "accuracy_plus": 25.0,
+        "prompt_tokens": 36.0,
+        "resized": 40.0,
+        "less_resized": {"value": 40.0, "low": 30.0, "high": 50.0},
+    }
     assert policies._read_evidence(folder / "visionzip.json")["rows"] == [expected]
     assert "policies measure" in (state.provenance.evaluated_on or "")
-    changed = [path.name for path in folder.glob("*.json")
-               if path.read_text() != (policies.POLICIES / path.name).read_text()]  # fmt: skip
+    changed = [
+        path.name
+        for path in folder.glob("*.json")
+        if path.read_text() != (policies.POLICIES / path.name).read_text()
+    ]
     assert changed == ["visionzip.json"], "other models have other evidence"

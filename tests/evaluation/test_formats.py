@@ -20,10 +20,17 @@ from tests.test_streams import json_values
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.evaluation.answers import Rule, score_text
 from vllm_autoprune.evaluation.journal import PAIRS, EvaluationError
-from vllm_autoprune.evaluation.questions import PreparedQuestion, read_examples, read_questions
+from vllm_autoprune.evaluation.questions import (
+    PreparedQuestion,
+    read_examples,
+    read_questions,
+)
 
-RED, BLUE = save(), save("JPEG")
-NAME, BLUE_NAME = (f"sha256:{hashlib.sha256(picture).hexdigest()[:16]}" for picture in (RED, BLUE))
+RED = save()
+BLUE = save("JPEG")
+NAME, BLUE_NAME = (
+    f"sha256:{hashlib.sha256(picture).hexdigest()[:16]}" for picture in (RED, BLUE)
+)
 SHORT = "\nAnswer the question using a single word or phrase."
 TEN = ["2"] * 4 + ["two"] * 2 + ["a pair"] * 4
 OPTIONS = (
@@ -44,30 +51,70 @@ def image_part(url: str) -> dict[str, object]:
     return {"type": "image_url", "image_url": {"url": url, "detail": "high"}}
 
 
-VQA = {"data_subtype": "val2014", "questions": [
-    {"image_id": 42, "question": "How many?", "question_id": 420001},
-    {"image_id": 42, "question": "Where?", "question_id": 420002}]}  # fmt: skip
-ANNOTATIONS = {"annotations": [
-    {"question_id": number, "image_id": 42, "answer_type": kind, "multiple_choice_answer": "2",
-     "answers": [{"answer": answer, "answer_confidence": "yes"} for answer in TEN]}
-    for number, kind in ((420001, "number"), (420002, "other"))]}  # fmt: skip
-CHAT: dict[str, Any] = {"model": "m", "messages": [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": [image_part("a.png"), text_part("1?")]},
-    {"role": "assistant", "content": "red"},
-    {"role": "user", "content": ["2?", image_part(f"data:;base64,{INLINE}")]}]}  # fmt: skip
-LLAVA = {"id": "1", "image": ["a.png", "b.jpg"], "conversations": [
-    {"from": "human", "value": "<image>\nand <image>\nWhich is red?"},
-    {"from": "gpt", "value": "the first"}]}  # fmt: skip
+VQA = {
+    "data_subtype": "val2014",
+    "questions": [
+        {"image_id": 42, "question": "How many?", "question_id": 420001},
+        {"image_id": 42, "question": "Where?", "question_id": 420002},
+    ],
+}
+ANNOTATIONS = {
+    "annotations": [
+        {
+            "question_id": number,
+            "image_id": 42,
+            "answer_type": kind,
+            "multiple_choice_answer": "2",
+            "answers": [
+                {"answer": answer, "answer_confidence": "yes"} for answer in TEN
+            ],
+        }
+        for number, kind in ((420001, "number"), (420002, "other"))
+    ]
+}
+CHAT: dict[str, Any] = {
+    "model": "m",
+    "messages": [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [image_part("a.png"), text_part("1?")]},
+        {"role": "assistant", "content": "red"},
+        {"role": "user", "content": ["2?", image_part(f"data:;base64,{INLINE}")]},
+    ],
+}
+LLAVA = {
+    "id": "1",
+    "image": ["a.png", "b.jpg"],
+    "conversations": [
+        {"from": "human", "value": "<image>\nand <image>\nWhich is red?"},
+        {"from": "gpt", "value": "the first"},
+    ],
+}
 TABLE = [
     ("index", "image", "question", "hint", "A", "B", "answer", "category"),
     ("7", INLINE, "Which?", "Look.", "a cat", "41.20", "B", "number"),
     ("1000007", "7", "Is it?", "", "", "", "Yes", "word"),
-    ("8", f"['{INLINE}', '{base64.b64encode(BLUE).decode()}']", "Count.", "", "", "", str(TEN), ""),
+    (
+        "8",
+        f"['{INLINE}', '{base64.b64encode(BLUE).decode()}']",
+        "Count.",
+        "",
+        "",
+        "",
+        str(TEN),
+        "",
+    ),
 ]
-SAMPLE = {"doc_id": 3, "doc": {"question": "?"}, "target": ["4", "four"], "input": "How many?",
-          "arguments": ["How many?", {"max_new_tokens": 16}], "input_media": ["a.png"],
-          "resps": "4", "filtered_resps": "4", "doc_hash": "0"}  # fmt: skip
+SAMPLE = {
+    "doc_id": 3,
+    "doc": {"question": "?"},
+    "target": ["4", "four"],
+    "input": "How many?",
+    "arguments": ["How many?", {"max_new_tokens": 16}],
+    "input_media": ["a.png"],
+    "resps": "4",
+    "filtered_resps": "4",
+    "doc_hash": "0",
+}
 
 Asked = tuple[str, tuple[str, ...], Rule, str, list[str]]
 FORMATS: Mapping[str, tuple[str, dict[str, str | bytes], list[Asked]]] = {
@@ -139,62 +186,127 @@ def write(folder: Path, files: Mapping[str, str | bytes]) -> Path:
 def test_a_format_is_recognised_by_its_content(tmp_path: Path, name: str) -> None:
     path, files, expected = FORMATS[name]
     questions = read_questions(write(tmp_path, files) / path, unlabelled=True)
-    assert [(each.text, each.answers, each.rule, each.record.benchmark,
-             [picture.name for picture in each.pictures])
-            for each in questions] == expected  # fmt: skip
+    assert [
+        (
+            each.text,
+            each.answers,
+            each.rule,
+            each.record.benchmark,
+            [picture.name for picture in each.pictures],
+        )
+        for each in questions
+    ] == expected
 
 
-def test_turns_of_a_conversation_are_kept_and_pictures_sent_as_they_are(tmp_path: Path) -> None:
+def test_turns_of_a_conversation_are_kept_and_pictures_sent_as_they_are(
+    tmp_path: Path,
+) -> None:
     write(tmp_path, {"q.jsonl": jsonl(CHAT)})
     (question,) = read_questions(tmp_path / "q.jsonl", unlabelled=True)
     system, user, assistant, last = question.messages()
-    sent = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{INLINE}"}}
+    sent = {
+        "type": "image_url",
+        "image_url": {"url": f"data:image/png;base64,{INLINE}"},
+    }
     assert (system, assistant) == (CHAT["messages"][0], CHAT["messages"][2])
     assert user["content"] == [sent, text_part("1?")]
     assert last["content"] == [text_part("2?"), sent]
     (tmp_path / "a.png").write_bytes(BLUE)
-    with pytest.raises(EvaluationError, match=r"a\.png: has changed since it was read -> restore"):
+    with pytest.raises(
+        EvaluationError, match=r"a\.png: has changed since it was read -> restore"
+    ):
         question.messages()
 
 
 def chat(*parts: object) -> str:
-    return jsonl({"messages": [{"role": "user", "content": [image_part("a.png"), *parts]}]})
+    return jsonl(
+        {"messages": [{"role": "user", "content": [image_part("a.png"), *parts]}]}
+    )
 
 
 REFUSED: Mapping[str, tuple[str, dict[str, str | bytes], str]] = {
-    "only annotations": ("q.json", {"q.json": json.dumps(ANNOTATIONS)},
-        "q.json: has the answers to questions of another file -> name the file"),
-    "pictures elsewhere": ("q.json", {"q.json": json.dumps(VQA)},
-        "record 1: image 'COCO_val2014_000000000042.jpg': cannot be read (No such file"),
-    "pictures and no question": ("photos", {"photos/1.png": RED, "photos/2.png": RED},
-        "photos: has pictures without a question (2) -> write "),
-    "no picture in a folder": ("photos", {"photos/1.heic": RED, "photos/questions.txt": "?"},
-        "photos: has no picture -> name a folder with PNG or JPEG files"),
-    "questions about no picture": ("photos", {"photos/1.png": RED, "photos/notes.txt": "?"},
-        "notes.txt: has questions about no picture"),
-    "a folder with a file of questions": ("photos", {"photos/1.png": RED, "photos/q.jsonl": ""},
-        "photos/q.jsonl"),
-    "a sample without its picture": ("q.jsonl",
-        {"q.jsonl": jsonl({**SAMPLE, "input_media": None})}, ":1: has no picture: lmms-eval keeps"),
-    "an image that is no row's": ("q.tsv",
-        {"q.tsv": "index\timage\tquestion\n1\t9\t?\n"}, ":2: image '9': cannot be read"),
-    "a sound": ("q.jsonl", {"q.jsonl": chat({"type": "audio_url", "audio_url": {"url": "x"}})},
-        ":1: has a part of type 'audio_url' -> "),
-    "no video": ("q.jsonl", {"v.mp4": RED, "q.jsonl": jsonl({"video": "v.mp4", "question": "?"})},
-        ":1: image 'v.mp4': cannot be decoded as a video"),
-    "frames in a data URL": ("q.jsonl",
+    "only annotations": (
+        "q.json",
+        {"q.json": json.dumps(ANNOTATIONS)},
+        "q.json: has the answers to questions of another file -> name the file",
+    ),
+    "pictures elsewhere": (
+        "q.json",
+        {"q.json": json.dumps(VQA)},
+        "record 1: image 'COCO_val2014_000000000042.jpg': cannot be read (No such file",
+    ),
+    "pictures and no question": (
+        "photos",
+        {"photos/1.png": RED, "photos/2.png": RED},
+        "photos: has pictures without a question (2) -> write ",
+    ),
+    "no picture in a folder": (
+        "photos",
+        {"photos/1.heic": RED, "photos/questions.txt": "?"},
+        "photos: has no picture -> name a folder with PNG or JPEG files",
+    ),
+    "questions about no picture": (
+        "photos",
+        {"photos/1.png": RED, "photos/notes.txt": "?"},
+        "notes.txt: has questions about no picture",
+    ),
+    "a folder with a file of questions": (
+        "photos",
+        {"photos/1.png": RED, "photos/q.jsonl": ""},
+        "photos/q.jsonl",
+    ),
+    "a sample without its picture": (
+        "q.jsonl",
+        {"q.jsonl": jsonl({**SAMPLE, "input_media": None})},
+        ":1: has no picture: lmms-eval keeps",
+    ),
+    "an image that is no row's": (
+        "q.tsv",
+        {"q.tsv": "index\timage\tquestion\n1\t9\t?\n"},
+        ":2: image '9': cannot be read",
+    ),
+    "a sound": (
+        "q.jsonl",
+        {"q.jsonl": chat({"type": "audio_url", "audio_url": {"url": "x"}})},
+        ":1: has a part of type 'audio_url' -> ",
+    ),
+    "no video": (
+        "q.jsonl",
+        {"v.mp4": RED, "q.jsonl": jsonl({"video": "v.mp4", "question": "?"})},
+        ":1: image 'v.mp4': cannot be decoded as a video",
+    ),
+    "frames in a data URL": (
+        "q.jsonl",
         {"q.jsonl": jsonl({"video": "data:video/jpeg;base64,AA,BB", "question": "?"})},
-        ":1: image 'data:video/jpeg;base64,AA,BB': is frames in a data URL -> write them to"),
-    "a video where pictures are asked about": ("q.jsonl",
-        {"v/1.png": RED, "v/2.png": RED,
-         "q.jsonl": chat(text_part("?"), {"type": "video_url", "video_url": {"url": "v"}})},
-        ":1: asks about a video -> add --frames 32, or leave it out"),
-    "no role": ("q.jsonl", {"q.jsonl": jsonl({"messages": [{"content": "?"}]})}, "without a role"),
-    "no picture": ("q.jsonl", {"q.jsonl": jsonl({"messages": [{"role": "user", "content": "?"}]})},
-        "contains no question about a picture"),
-    "more <image> than images": ("q.json", {"q.json": json.dumps([{**LLAVA, "image": "a.png"}])},
-        "record 1: image '<image>': cannot be read"),
-}  # fmt: skip
+        ":1: image 'data:video/jpeg;base64,AA,BB': is frames in a data URL -> write them to",
+    ),
+    "a video where pictures are asked about": (
+        "q.jsonl",
+        {
+            "v/1.png": RED,
+            "v/2.png": RED,
+            "q.jsonl": chat(
+                text_part("?"), {"type": "video_url", "video_url": {"url": "v"}}
+            ),
+        },
+        ":1: asks about a video -> add --frames 32, or leave it out",
+    ),
+    "no role": (
+        "q.jsonl",
+        {"q.jsonl": jsonl({"messages": [{"content": "?"}]})},
+        "without a role",
+    ),
+    "no picture": (
+        "q.jsonl",
+        {"q.jsonl": jsonl({"messages": [{"role": "user", "content": "?"}]})},
+        "contains no question about a picture",
+    ),
+    "more <image> than images": (
+        "q.json",
+        {"q.json": json.dumps([{**LLAVA, "image": "a.png"}])},
+        "record 1: image '<image>': cannot be read",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -209,10 +321,15 @@ def test_images_are_searched_in_another_folder_and_a_search_takes_the_usual_answ
     files = {"q.json": json.dumps(VQA), "annotations.json": json.dumps(ANNOTATIONS)}
     path = write(tmp_path, {**files, "coco/000000000042.jpg": BLUE}) / "q.json"
     questions = read_questions(path, 1, images=tmp_path / "coco")
-    assert [picture.path.parent.name for each in questions for picture in each.pictures] == ["coco"]
+    assert [
+        picture.path.parent.name for each in questions for picture in each.pictures
+    ] == ["coco"]
     (tmp_path / "000000000042.jpg").write_bytes(BLUE)
     problems: list[Problem] = []
-    assert [example.answer for example in read_examples(path, problems, "")[0]] == ["2", "2"]
+    assert [example.answer for example in read_examples(path, problems, "")[0]] == [
+        "2",
+        "2",
+    ]
     write(tmp_path, {"chat.jsonl": chat(text_part("?"), image_part("b.jpg"))})
     assert not read_examples(tmp_path / "chat.jsonl", problems, "")[0]
     assert [problem.what for problem in problems] == ["has no answer"]
@@ -230,18 +347,28 @@ def test_a_picture_at_a_url_is_downloaded_once_and_without_keys(
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     moved: Answer = (302, b"", {"location": "/a.png?key=k"})
     with fake_server(pages={"/a.png?key=k": picture, "/moved.png": moved}) as server:
-        lines = [{"image": f"{server.url}/{name}", "question": f"{number}?", "answer": "x"}
-                 for number, name in enumerate((*["a.png?key=k"] * 2, "moved.png"))]  # fmt: skip
+        lines = [
+            {"image": f"{server.url}/{name}", "question": f"{number}?", "answer": "x"}
+            for number, name in enumerate((*["a.png?key=k"] * 2, "moved.png"))
+        ]
         write(tmp_path, {"q.jsonl": jsonl(*lines)})
         questions = read_questions(tmp_path / "q.jsonl")
-        assert {question.record.image for question in questions} == {f"{server.url}/a.png"}
+        assert {question.record.image for question in questions} == {
+            f"{server.url}/a.png"
+        }
         assert INLINE in json.dumps(questions[2].messages()) and len(asked) == 2
         assert "secret" not in str(server.headers)
         monkeypatch.setattr("vllm_autoprune.evaluation.pictures._MAX_BYTES", 100)
         server.pages["/large.png"] = (200, bytes(200), {})
         wrong = ("gone.png", "large.png")
-        write(tmp_path, {"q.jsonl": jsonl(*({**lines[0], "image": f"{server.url}/{name}"}
-                                            for name in wrong))})  # fmt: skip
+        write(
+            tmp_path,
+            {
+                "q.jsonl": jsonl(
+                    *({**lines[0], "image": f"{server.url}/{name}"} for name in wrong)
+                )
+            },
+        )
         gone, large_one = refuse_questions(tmp_path / "q.jsonl")
     assert ":1: image 'http" in gone and "cannot be read (status 404) -> " in gone
     assert ":2: image 'http" in large_one and "(more than 0 MiB)" in large_one

@@ -45,7 +45,10 @@ Captured = pytest.CaptureFixture[str]
 def test_columns_tasks_and_sets_may_be_mixed() -> None:
     assert len(BENCHMARKS) == 14 and len(COLUMN_SETS["paper-llava"]) == 10
     qwen = ["GQA", "TextVQA", MME, "MMB-EN", "MMB-CN", "ChartQA", "AI2D", "HallBench"]
-    for names, selected in (("paper-qwen,gqa", qwen), ("mine,POPE,gqa", ["GQA", "POPE", "mine"])):
+    for names, selected in (
+        ("paper-qwen,gqa", qwen),
+        ("mine,POPE,gqa", ["GQA", "POPE", "mine"]),
+    ):
         rows = select_benchmarks(names, cognition=True, with_tasks=True)
         assert [row.name for row in rows] == selected
     (mme,) = select_benchmarks("mme", cognition=False, with_tasks=False)
@@ -55,7 +58,9 @@ def test_columns_tasks_and_sets_may_be_mixed() -> None:
     assert extras["lmms"] == [f"lmms-eval=={PINNED}"]
 
 
-def records_of(folder: Path, benchmark: _Benchmark = OWN) -> tuple[list[Scored], Total | None]:
+def records_of(
+    folder: Path, benchmark: _Benchmark = OWN
+) -> tuple[list[Scored], Total | None]:
     """Answers and total of a run."""
     records = _read_output(folder, benchmark, "full")
     totals = [record for record in records if isinstance(record, Total)]
@@ -69,7 +74,11 @@ def test_real_files_are_parsed() -> None:
     ]  # fmt: skip
     assert all(answer.score == 1.0 and answer.failure is None for answer in answers)
     assert total == Total(
-        case="full", benchmark="minillava", metric="minillava_accuracy", value=100.0, count=4
+        case="full",
+        benchmark="minillava",
+        metric="minillava_accuracy",
+        value=100.0,
+        count=4,
     )
     records = _read_output(FILES / "answered", OWN, "full")
     # The document, and its image with it, is not among what is logged.
@@ -78,19 +87,33 @@ def test_real_files_are_parsed() -> None:
     answers, total = records_of(FILES / "failed")
     (failed,) = (answer for answer in answers if answer.failure is not None)
     assert total is None and (failed.question, failed.score) == ("minillava/1", None)
-    assert str(failed.failure).endswith("3 retries] Error code: 400 - the engine is gone")
+    assert str(failed.failure).endswith(
+        "3 retries] Error code: 400 - the engine is gone"
+    )
 
 
 @pytest.mark.parametrize(
     ("pattern", "change", "message"),
     [
         # A task's filter may have made an answer of the words of the failure.
-        ("*_samples_*", {"filtered_resps": "A", "resps": [["[LMMS_EVAL_BUDGET_EXCEEDED]"]]}, ""),
-        ("*_samples_*", {"token_counts": [{"input_tokens": 0, "output_tokens": 0}]}, ""),
+        (
+            "*_samples_*",
+            {"filtered_resps": "A", "resps": [["[LMMS_EVAL_BUDGET_EXCEEDED]"]]},
+            "",
+        ),
+        (
+            "*_samples_*",
+            {"token_counts": [{"input_tokens": 0, "output_tokens": 0}]},
+            "",
+        ),
         ("*_samples_*", {"token_counts": [None]}, ""),
         ("images.jsonl", None, "its output is incomplete .*images.jsonl"),
         ("*_samples_*", '{"doc_id": 0}\n', "1 samples, but lmms-eval reports 4"),
-        ("*_results.json", '{"results": {"minillava": {}}}', "its output is incomplete"),
+        (
+            "*_results.json",
+            '{"results": {"minillava": {}}}',
+            "its output is incomplete",
+        ),
     ],
 )
 def test_a_failed_request_leaves_no_total_and_incomplete_output_is_refused(
@@ -104,7 +127,9 @@ def test_a_failed_request_leaves_no_total_and_incomplete_output_is_refused(
         path.write_text("\n".join(map(json.dumps, samples)))
         answers, total = records_of(output)
         assert total is None and answers[1].failure and answers[1].score is None
-        assert [answer.failure for answer in answers if answer is not answers[1]] == [None] * 3
+        assert [answer.failure for answer in answers if answer is not answers[1]] == [
+            None
+        ] * 3
         return
     path.unlink() if change is None else path.write_text(change)
     with pytest.raises(EvaluationError, match=message):
@@ -118,11 +143,19 @@ def write_output(
 
     Boxes are logged as 0.7.3 logs them: true and answered box, and no score.
     """
-    task, (metric,) = benchmark.task, benchmark.metrics
-    truth, beside = [0.1, 0.1, 0.5, 0.5], [0.3, 0.1, 0.7, 0.5]  # IoU 1/3
+    task = benchmark.task
+    (metric,) = benchmark.metrics
+    # IoU 1/3
+    truth = [0.1, 0.1, 0.5, 0.5]
+    beside = [0.3, 0.1, 0.7, 0.5]
     lines = []
     for number, (text, right, tokens) in enumerate(samples):
-        box = {"answer": "cup", "ann_id": "7", "bbox": truth, "pred": truth if right else beside}
+        box = {
+            "answer": "cup",
+            "ann_id": "7",
+            "bbox": truth,
+            "pred": truth if right else beside,
+        }
         sample = {
             "doc_id": number,
             "filtered_resps": text,
@@ -143,14 +176,21 @@ def write_output(
     (folder / "images.jsonl").write_text("\n".join(images))
 
 
-def test_boxes_are_right_from_half_an_overlap_on_as_lmms_eval_counts_them(tmp_path: Path) -> None:
+def test_boxes_are_right_from_half_an_overlap_on_as_lmms_eval_counts_them(
+    tmp_path: Path,
+) -> None:
     tasks = "refcoco_bbox_rec_val,refcoco+_bbox_rec_testA,refcocog_grounding_test"
     rows = select_benchmarks(tasks, cognition=False, with_tasks=False)
     assert [row.task for row in rows] == tasks.split(",")
-    assert {row.metrics[0] for row in rows} == {"refcoco_ACC@0.5", "refcoco_grounding_ACC@0.5"}
+    assert {row.metrics[0] for row in rows} == {
+        "refcoco_ACC@0.5",
+        "refcoco_grounding_ACC@0.5",
+    }
     with pytest.raises(ConfigError, match="does not know refcoco_bbox_val"):  # captions
         select_benchmarks("refcoco_bbox_val", cognition=False, with_tasks=False)
-    write_output(tmp_path, rows[0], [("[0.1, 0.1, 0.5, 0.5]", True, 84), ("none", False, 84)])
+    write_output(
+        tmp_path, rows[0], [("[0.1, 0.1, 0.5, 0.5]", True, 84), ("none", False, 84)]
+    )
     answers, total = records_of(tmp_path, rows[0])
     assert [answer.score for answer in answers] == [1.0, 0.0]
     assert total is not None and total.value == 50.0
@@ -165,7 +205,9 @@ def test_boxes_are_right_from_half_an_overlap_on_as_lmms_eval_counts_them(tmp_pa
         assert lmms._compute_iou(truth, other) == pytest.approx(expected)
     results = tmp_path / "now_results.json"
     results.write_text(results.read_text().replace("0.5}", "0.75}"))
-    with pytest.raises(EvaluationError, match=r"is 0\.7500, but 0\.5000 of the boxes are right"):
+    with pytest.raises(
+        EvaluationError, match=r"is 0\.7500, but 0\.5000 of the boxes are right"
+    ):
         records_of(tmp_path, rows[0])
 
 
@@ -206,8 +248,14 @@ def test_the_plugin_sends_the_options_of_its_case_and_records_images(
     assert (entry.group, entry.name) == ("lmms_eval.models", "openai")
     name = "autoprune_lmms.model.OpenAIWithImages"
     assert entry.load()() == ("openai", {"chat_class_path": name})
-    pruning, images = {"budget": 8, "state": "visionzip"}, tmp_path / "images.jsonl"
-    run = {"pruning": pruning, "headers": {"X-Team": "t"}, "insecure": True, "images": str(images)}
+    pruning = {"budget": 8, "state": "visionzip"}
+    images = tmp_path / "images.jsonl"
+    run = {
+        "pruning": pruning,
+        "headers": {"X-Team": "t"},
+        "insecure": True,
+        "images": str(images),
+    }
     monkeypatch.setenv("AUTOPRUNE_RUN", json.dumps(run))
     with endpoint(lambda body, number: completion("yes")) as server:
         model = plugin.OpenAIWithImages()
@@ -219,11 +267,17 @@ def test_the_plugin_sends_the_options_of_its_case_and_records_images(
 
     def build(number: int) -> list[dict[str, object]]:
         image = Image.new("RGB", (2, 2), ("red", "red", "blue", "blue")[number])
-        content = [{"type": "image", "url": image}, {"type": "text", "text": f"{number}?"}]
+        content = [
+            {"type": "image", "url": image},
+            {"type": "text", "text": f"{number}?"},
+        ]
         return [{"role": "user", "content": content[number == 3 :]}]
 
     def ask(model: Any) -> list[str]:
-        requests = [SimpleNamespace(arguments=("c", build, {}, n, "t", "test")) for n in range(4)]
+        requests = [
+            SimpleNamespace(arguments=("c", build, {}, n, "t", "test"))
+            for n in range(4)
+        ]
         return [text.partition("<PIL")[0] for text in model.generate_until(requests)]
 
     assert ask(model) == ask(Model())
@@ -242,7 +296,8 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         if command[-1] == "version":
             return SimpleNamespace(stdout=f"lmms-eval {PINNED}\nPython     3.11")
         words = dict(zip(command[1::2], command[2::2], strict=False))
-        run, task = json.loads(options["env"]["AUTOPRUNE_RUN"]), words["--tasks"]
+        run = json.loads(options["env"]["AUTOPRUNE_RUN"])
+        task = words["--tasks"]
         runs.append({**options["env"], **words, **run})
         benchmark = next(row for row in BENCHMARKS if row.task == task)
         if benchmark.judge is not None and "OPENAI_API_URL" not in options["env"]:
@@ -251,7 +306,9 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
             text = path.read_text().replace("minillava_accuracy", benchmark.metrics[0])
             if task == "mme":
                 text = text.replace('"pair": null', '"question_id": "a.png"')
-            if task == "mme" and "samples" in path.name:  # the first is of its other half
+            if (
+                task == "mme" and "samples" in path.name
+            ):  # the first is of its other half
                 text = text.replace("mme_perception", "mme_cognition", 1)
             if "budget" in run["pruning"]:
                 text = text.replace('"input_tokens": 1', '"input_tokens": ')
@@ -280,13 +337,26 @@ def server() -> Iterator[FakeServer]:
 def call(tmp_path: Path, server: FakeServer) -> Callable[..., int]:
     common = ["--served-name", "m", "--server-url", server.url, "--budgets", "8"]
     common += ["--out", str(tmp_path)]
-    return lambda tasks, *words: main(["eval", "--suite", f"lmms:{tasks}", *common, *words])
+    return lambda tasks, *words: main(
+        ["eval", "--suite", f"lmms:{tasks}", *common, *words]
+    )
 
 
 def test_every_state_is_measured_on_one_server(
-    tmp_path: Path, call: Callable[..., int], runs: list[dict[str, Any]], capsys: Captured
+    tmp_path: Path,
+    call: Callable[..., int],
+    runs: list[dict[str, Any]],
+    capsys: Captured,
 ) -> None:
-    words = ["--state", "visionzip", "--state", "trim", "--insecure", "--header", "X-Team=t"]
+    words = [
+        "--state",
+        "visionzip",
+        "--state",
+        "trim",
+        "--insecure",
+        "--header",
+        "X-Team=t",
+    ]
     assert call("mme,gqa", *words, "--dry-run") == 0 and not runs
     assert "6 cases x 2 tasks: 12 runs" in capsys.readouterr().out
     assert call("mme,gqa", *words) == 0
@@ -302,7 +372,10 @@ def test_every_state_is_measured_on_one_server(
     rows = {row["case"]["name"]: row for row in report["rows"]}
     assert set(rows) == {"full", "random@8", "resized@8", "norm@8", "visionzip@8"}
     assert rows["full"]["benchmarks"] == {"GQA": 100.0, "MME": 1.0}
-    assert (rows["full"]["prompt_tokens"], rows["visionzip@8"]["prompt_tokens"]) == (159.86, 59.86)
+    assert (rows["full"]["prompt_tokens"], rows["visionzip@8"]["prompt_tokens"]) == (
+        159.86,
+        59.86,
+    )
     records = map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())
     pairs = [record["pair"] for record in records if record["kind"] == "question"]
     assert sorted(pairs) == [""] * 4 + ["attributes/a.png"] * 2 + ["fine text/a.png"]
@@ -327,14 +400,20 @@ def test_a_judge_is_asked_as_its_task_asks_and_without_one_the_report_is_not_val
 @pytest.mark.parametrize(
     ("version", "message"),
     [
-        ("", "--lmms-eval lmms-eval: is version nothing; only the output files of 0.7.3"),
+        (
+            "",
+            "--lmms-eval lmms-eval: is version nothing; only the output files of 0.7.3",
+        ),
         (PINNED, "lmms-eval ended with 0 and no samples of gqa -> see "),
     ],
 )
 def test_a_program_that_fails_is_reported(
-    call: Callable[..., int], capsys: Captured, monkeypatch: pytest.MonkeyPatch,
-    version: str, message: str,
-) -> None:  # fmt: skip
+    call: Callable[..., int],
+    capsys: Captured,
+    monkeypatch: pytest.MonkeyPatch,
+    version: str,
+    message: str,
+) -> None:
     process = SimpleNamespace(returncode=0, stdout=version)
     monkeypatch.setattr(subprocess, "run", lambda *call, **options: process)
     assert call("gqa") == 1
@@ -343,7 +422,10 @@ def test_a_program_that_fails_is_reported(
 
 
 def test_a_server_that_dies_stops_the_run(
-    call: Callable[..., int], runs: list[dict[str, Any]], server: FakeServer, capsys: Captured
+    call: Callable[..., int],
+    runs: list[dict[str, Any]],
+    server: FakeServer,
+    capsys: Captured,
 ) -> None:
     pages = iter([server.pages[MODELS]] * 2)
     server.pages[MODELS] = lambda: next(pages, error(503, "down"))  # type: ignore[assignment,return-value]

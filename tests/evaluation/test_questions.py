@@ -34,7 +34,9 @@ def draw(mode: str = "RGB") -> Image.Image:
     """A picture in a mode of Pillow, whose columns, rows and transparency differ."""
     levels = (np.arange(24 * 16).reshape(16, 24) * 5 % 256).astype(np.uint8)
     if mode in ("I;16", "I", "F"):
-        return Image.fromarray(levels.astype({"I;16": "u2", "I": "i4", "F": "f4"}[mode]) * 3)
+        return Image.fromarray(
+            levels.astype({"I;16": "u2", "I": "i4", "F": "f4"}[mode]) * 3
+        )
     channels = [np.roll(levels, 3 * shift, axis=shift % 2) for shift in range(4)]
     return Image.fromarray(np.stack(channels, axis=-1)).convert(mode)
 
@@ -52,7 +54,10 @@ FRAMES: dict[str, Any] = {
 ROTATED = Image.Exif()
 ROTATED[0x0112] = 6
 PICTURES = {
-    **{f"{mode} PNG": save(mode=mode) for mode in ("RGB", "L", "P", "RGBA", "LA", "I;16")},
+    **{
+        f"{mode} PNG": save(mode=mode)
+        for mode in ("RGB", "L", "P", "RGBA", "LA", "I;16")
+    },
     **{f"{mode} JPEG": save("JPEG", mode) for mode in ("RGB", "CMYK")},
     **{f"{mode} TIFF": save("TIFF", mode) for mode in ("LAB", "F", "1")},
     **{kind: save(kind) for kind in ("GIF", "WEBP", "AVIF")},
@@ -89,13 +94,19 @@ def test_a_picture_is_what_vllm_makes_of_it(tmp_path: Path, name: str) -> None:
 NO_PICTURES = {
     "empty": (b"", "is not a picture"),
     "HTML": (b"<!doctype html><title>404</title>", "is not a picture"),
-    "Git LFS": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "-> git lfs pull"),
-    "HEIC": (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + b"\0" * 64, "-> convert it to PNG or JPEG"),
+    "Git LFS": (
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+        "-> git lfs pull",
+    ),
+    "HEIC": (
+        b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + b"\0" * 64,
+        "-> convert it to PNG or JPEG",
+    ),
     "PostScript": (save("EPS"), "is not a picture that vLLM reads"),
     "a cut JPEG": (save("JPEG")[:-150], "cannot be decoded (image file is truncated"),
     "a cut PNG": (save()[:-60], "cannot be decoded"),
     "a wrong checksum": (save().replace(b"IDAT", b"IDAT\1"), "cannot be decoded"),
-}  # fmt: skip
+}
 
 
 def assert_told(error: ConfigError) -> list[str]:
@@ -135,7 +146,9 @@ def test_a_picture_has_at_most_twice_the_pixels_of_pillows_warning(
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 24 * 16 - 1)
     assert read_picture(find_picture("", "a.png", folder)).image().size == (24, 16)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 24 * 8 - 1)
-    assert re.search("exceeds limit of 382 pixels.* or make it", refuse_picture("a.png", folder))
+    assert re.search(
+        "exceeds limit of 382 pixels.* or make it", refuse_picture("a.png", folder)
+    )
 
 
 INLINE = base64.b64encode(save()).decode()
@@ -149,14 +162,20 @@ FORMS = {
     "a link": "link.png",
 }
 NO_FORMS = {
-    "a missing file": ("b.png", "cannot be read (No such file or directory) -> give the path"),
+    "a missing file": (
+        "b.png",
+        "cannot be read (No such file or directory) -> give the path",
+    ),
     "no address": ("http://[/y.png", "-> give it as http://HOST:PORT"),
     "a folder whose pictures are no frames": (".", ": cut.jpg: cannot be decoded"),
     "a pipe": ("pipe", "cannot be read (not a file)"),
     "a long path": ("x." * 2500, "cannot be read (File name too long)"),
     "base64 of nothing": ("iVBORw0KGgo=" * 10, "is neither a file nor base64"),
     "base64 that is cut": (INLINE[:120], "cannot be decoded"),
-    "a data URL of text": ("data:image/svg+xml,%3Csvg/%3E", "is neither a file nor base64"),
+    "a data URL of text": (
+        "data:image/svg+xml,%3Csvg/%3E",
+        "is neither a file nor base64",
+    ),
     "a data URL of nothing": ("data:image/png;base64,", "cannot be read"),
 }
 
@@ -179,7 +198,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_image_is_a_path_or_the_picture_itself(folder: Path, name: str) -> None:
     text = FORMS[name].replace("FOLDER", str(folder))
     picture = read_picture(find_picture("", text, folder))
-    assert picture.image().size == (24, 16) and len(picture.name) <= max(len(str(folder)) + 6, 64)
+    assert picture.image().size == (24, 16) and len(picture.name) <= max(
+        len(str(folder)) + 6, 64
+    )
     assert picture.name == text or picture.name.startswith("sha256:")
 
 
@@ -194,7 +215,9 @@ def test_what_names_no_picture_is_refused(folder: Path, name: str) -> None:
 
 
 def lines(*changes: Mapping[str, object], **options: Any) -> str:
-    return "".join(json.dumps({**LINE, **change}, **options) + "\n" for change in changes)
+    return "".join(
+        json.dumps({**LINE, **change}, **options) + "\n" for change in changes
+    )
 
 
 PAIR = (
@@ -203,56 +226,114 @@ PAIR = (
 )
 READ: Mapping[str, tuple[str | bytes, list[str]]] = {
     "a byte order mark": ("\ufeff" + lines({}), ["?"]),
-    "ends of lines of Windows": (lines({}, {"question": "2?"}).replace("\n", "\r\n"), ["?", "2?"]),
-    "empty lines, no end of the last":
-        ("\n\n" + lines({}) + "\n \t\n" + lines({})[:-1], ["?", "?"]),
-    **{f"U+{ord(char):04X} in a question": (lines({"question": f"a{char}b"}, ensure_ascii=False),
-                                           [f"a{char}b"])
-       for char in "\u2028\x85\ufeff"},
-    **{f"{char!r} in a question": (lines({"question": f"a{char}b"}), [f"a{char}b"])
-       for char in "\f\r\n\0"},
-    "other scripts": (lines({"question": "数字 ما هو؟ 👩‍👩‍👧"}), ["数字 ما هو؟ 👩‍👩‍👧"]),
+    "ends of lines of Windows": (
+        lines({}, {"question": "2?"}).replace("\n", "\r\n"),
+        ["?", "2?"],
+    ),
+    "empty lines, no end of the last": (
+        "\n\n" + lines({}) + "\n \t\n" + lines({})[:-1],
+        ["?", "?"],
+    ),
+    **{
+        f"U+{ord(char):04X} in a question": (
+            lines({"question": f"a{char}b"}, ensure_ascii=False),
+            [f"a{char}b"],
+        )
+        for char in "\u2028\x85\ufeff"
+    },
+    **{
+        f"{char!r} in a question": (lines({"question": f"a{char}b"}), [f"a{char}b"])
+        for char in "\f\r\n\0"
+    },
+    "other scripts": (
+        lines({"question": "数字 ما هو؟ 👩‍👩‍👧"}),
+        ["数字 ما هو؟ 👩‍👩‍👧"],
+    ),
     "a long line": (lines({"question": "x" * 300_000}), ["x" * 300_000]),
     "a pair": (lines(*PAIR), ["1?", "2?"]),
-    "a pair as text, of two names of an image":
-        (lines(PAIR[0], {**PAIR[1], "pair": "1", "image": "copy of a.png"}), ["1?", "2?"]),
+    "a pair as text, of two names of an image": (
+        lines(PAIR[0], {**PAIR[1], "pair": "1", "image": "copy of a.png"}),
+        ["1?", "2?"],
+    ),
     "base64": (lines({"image": INLINE}), ["?"]),
     "an array": (json.dumps([LINE, LINE]), ["?", "?"]),
     "an object in lines": (json.dumps(LINE, indent=1), ["?"]),
-}  # fmt: skip
+}
 REFUSED: Mapping[str, tuple[str | bytes, str]] = {
-    "UTF-16": (lines({}).encode("utf-16"), ":1: is not UTF-8 (a NUL byte): UTF-16? -> iconv"),
-    "Latin-1": (lines({}, {"answer": "café"}, ensure_ascii=False).encode("latin-1"),
-                ":2: is not UTF-8 (invalid continuation byte): LATIN1? -> "),
-    "half a surrogate, escaped": (lines({"question": "a\ud83d?"}), "is not JSON (unexpected end"),
+    "UTF-16": (
+        lines({}).encode("utf-16"),
+        ":1: is not UTF-8 (a NUL byte): UTF-16? -> iconv",
+    ),
+    "Latin-1": (
+        lines({}, {"answer": "café"}, ensure_ascii=False).encode("latin-1"),
+        ":2: is not UTF-8 (invalid continuation byte): LATIN1? -> ",
+    ),
+    "half a surrogate, escaped": (
+        lines({"question": "a\ud83d?"}),
+        "is not JSON (unexpected end",
+    ),
     "HTML": ("\n<!doctype html>\n", ":2: is not JSON (expected value at column 1)"),
     "gzip": (b"\x1f\x8b\b", "is gzip, not text -> gunzip "),
     "a zip archive": (b"PK\x03\x04", "is an archive, a spreadsheet or Parquet"),
     "Git LFS": ("version https://git-lfs.github.com/spec/v1\n", "-> git lfs pull"),
-    "CSV": ("image,question,answer\na.png,?,4\nb.png,?,4\n", ":3: image 'b.png': cannot"),
-    "an array": (json.dumps([LINE, {**LINE, "answer": 4, "pair": "x"}]), "record 2: 'pair' Inp"),
-    "an array that is cut": (json.dumps([LINE, LINE], indent=1)[:-9], ": is not JSON (EOF while"),
+    "CSV": (
+        "image,question,answer\na.png,?,4\nb.png,?,4\n",
+        ":3: image 'b.png': cannot",
+    ),
+    "an array": (
+        json.dumps([LINE, {**LINE, "answer": 4, "pair": "x"}]),
+        "record 2: 'pair' Inp",
+    ),
+    "an array that is cut": (
+        json.dumps([LINE, LINE], indent=1)[:-9],
+        ": is not JSON (EOF while",
+    ),
     "nothing": (" \n\t\n", "contains no question about a picture"),
-    "a comma in a line": ('{"image": "a.png",}', "is not JSON (trailing comma at column 19)"),
-    "a deep value": ('{"pair": ' + "[" * 5000 + "]" * 5000 + "}", "recursion limit exceeded"),
-    "NaN": ('{"image": "a.png", "question": "?", "answer": "x", "pair": NaN}', "'pair' Input"),
+    "a comma in a line": (
+        '{"image": "a.png",}',
+        "is not JSON (trailing comma at column 19)",
+    ),
+    "a deep value": (
+        '{"pair": ' + "[" * 5000 + "]" * 5000 + "}",
+        "recursion limit exceeded",
+    ),
+    "NaN": (
+        '{"image": "a.png", "question": "?", "answer": "x", "pair": NaN}',
+        "'pair' Input",
+    ),
     "a large number": (lines({"pair": 10**400}), 'is not one "yes" and one "no"'),
-    "a list": ('[["a.png", "?", "x"]]\n', ": record 1: is not an object -> write one object"),
+    "a list": (
+        '[["a.png", "?", "x"]]\n',
+        ": record 1: is not an object -> write one object",
+    ),
     "no text as answer": (lines({"answer": True}), "'answer' is not text -> "),
-    "no answer": (lines({}, {"answer": None}, {"answer": []}),
-                  ":2: 2 of 3 questions have no answer -> add --reference unpruned"),
-    **{f"{field} is blank": (lines({field: " \u2003"}), f"'{field}' is blank -> ")
-       for field in ("image", "question", "answer", "category")},
-    "a field in two lines": (json.dumps({**LINE, "a\nb\u2028c": 1}), r"'a\nb\u2028c' is not"),
-    "a broken image": (lines({}, {"image": "cut.jpg"}, {"image": "cut.jpg"}),
-                       ":2: image 'cut.jpg': cannot be decoded"),
-    "a pair of one": (lines(PAIR[0]), '"pair": 1 about \'a.png\' is not one "yes" and one "no"'),
+    "no answer": (
+        lines({}, {"answer": None}, {"answer": []}),
+        ":2: 2 of 3 questions have no answer -> add --reference unpruned",
+    ),
+    **{
+        f"{field} is blank": (lines({field: " \u2003"}), f"'{field}' is blank -> ")
+        for field in ("image", "question", "answer", "category")
+    },
+    "a field in two lines": (
+        json.dumps({**LINE, "a\nb\u2028c": 1}),
+        r"'a\nb\u2028c' is not",
+    ),
+    "a broken image": (
+        lines({}, {"image": "cut.jpg"}, {"image": "cut.jpg"}),
+        ":2: image 'cut.jpg': cannot be decoded",
+    ),
+    "a pair of one": (
+        lines(PAIR[0]),
+        '"pair": 1 about \'a.png\' is not one "yes" and one "no"',
+    ),
     "a pair of three": (lines(*PAIR, {**PAIR[0], "question": "3?"}), "(lines 1, 2, 3)"),
     "a pair of two images": (lines(PAIR[0], {**PAIR[1], "image": "b.jpg"}), ""),
-    "two answers, two names": (lines({}, {"question": "2?"}, {"image": "./copy of a.png",
-                                                              "answer": "y"}),
-        ":1 to the same question about one image -> "),
-}  # fmt: skip
+    "two answers, two names": (
+        lines({}, {"question": "2?"}, {"image": "./copy of a.png", "answer": "y"}),
+        ":1 to the same question about one image -> ",
+    ),
+}
 
 
 def write(path: Path, content: str | bytes) -> Path:
@@ -266,8 +347,12 @@ def test_only_a_line_feed_ends_a_line(folder: Path, name: str) -> None:
     path = write(folder / "q.jsonl", content)
     questions = read_questions(path)
     assert [question.text for question in questions] == asked
-    assert all(picture.kind == "image/png" for each in questions for picture in each.pictures)
-    assert {question.record.image for question in questions} <= {"a.png"} or name == "base64"
+    assert all(
+        picture.kind == "image/png" for each in questions for picture in each.pictures
+    )
+    assert {question.record.image for question in questions} <= {
+        "a.png"
+    } or name == "base64"
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -275,31 +360,52 @@ def test_what_is_no_question_is_refused(folder: Path, name: str) -> None:
     content, said = REFUSED[name]
     path = write(folder / "q.jsonl", content)
     texts = refuse_questions(path)
-    assert len(texts) == (2 if name == "a pair of two images" else 1) and said in texts[0]
+    assert (
+        len(texts) == (2 if name == "a pair of two images" else 1) and said in texts[0]
+    )
     assert texts[0].startswith(str(path))
 
 
-def test_questions_are_ordered_by_image_and_pairs_are_scored_as_mme(folder: Path) -> None:
+def test_questions_are_ordered_by_image_and_pairs_are_scored_as_mme(
+    folder: Path,
+) -> None:
     pair = {"image": "b.jpg", "category": "colour", "pair": 7}
-    content = lines({"question": "1?"}, {**pair, "question": "2?", "answer": "yes"},
-                    {"question": "3?", "category": "shape", "image": "./copy of a.png"},
-                    {**pair, "question": "4?", "answer": "No "})  # fmt: skip
+    content = lines(
+        {"question": "1?"},
+        {**pair, "question": "2?", "answer": "yes"},
+        {"question": "3?", "category": "shape", "image": "./copy of a.png"},
+        {**pair, "question": "4?", "answer": "No "},
+    )
     path = write(folder / "q.jsonl", content)
     questions = read_questions(path)
     assert [question.text for question in questions] == ["1?", "3?", "2?", "4?"]
-    assert [question.record.benchmark for question in questions] == ["all", "shape", PAIRS, PAIRS]
-    assert [question.record.image for question in questions] == ["a.png", "a.png", "b.jpg", "b.jpg"]
+    assert [question.record.benchmark for question in questions] == [
+        "all",
+        "shape",
+        PAIRS,
+        PAIRS,
+    ]
+    assert [question.record.image for question in questions] == [
+        "a.png",
+        "a.png",
+        "b.jpg",
+        "b.jpg",
+    ]
     assert {question.record.pair for question in questions} == {"", "b.jpg/7"}
     assert [picture.kind for picture in questions[2].pictures] == ["image/jpeg"]
     named = {"category": PAIRS, "question": "named so?"}
     write(folder / "mme.jsonl", lines({"category": MME}, named, *PAIR))
-    kinds = [question.record.benchmark for question in read_questions(folder / "mme.jsonl")]
+    kinds = [
+        question.record.benchmark for question in read_questions(folder / "mme.jsonl")
+    ]
     assert kinds == ["MME without pairs", "yes/no pairs without pairs", PAIRS, PAIRS]
     # A limit leaves no half of a pair.
     assert [len(read_questions(path, limit)) for limit in (1, 2, 3, 4)] == [1, 1, 2, 4]
 
 
-def test_many_problems_are_counted_and_a_missing_file_is_said_to_be_missing(tmp_path: Path) -> None:
+def test_many_problems_are_counted_and_a_missing_file_is_said_to_be_missing(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "q.jsonl"
     for missing in (path, Path("a\0b")):
         (said,) = refuse_questions(missing)
@@ -310,9 +416,14 @@ def test_many_problems_are_counted_and_a_missing_file_is_said_to_be_missing(tmp_
 
 # ---- nothing that a file holds ends in another exception ----
 
-SEEDS = [content.encode() if isinstance(content, str) else content
-         for content in [*(c for c, _ in (*READ.values(), *REFUSED.values())), *PICTURES.values()]
-         if len(content) < 2000]  # fmt: skip
+SEEDS = [
+    content.encode() if isinstance(content, str) else content
+    for content in [
+        *(c for c, _ in (*READ.values(), *REFUSED.values())),
+        *PICTURES.values(),
+    ]
+    if len(content) < 2000
+]
 
 
 @st.composite
@@ -322,7 +433,9 @@ def mutants(draw: st.DrawFn, seeds: list[bytes]) -> bytes:
     for _ in range(draw(st.integers(1, 4))):
         start, stop = sorted(draw(st.integers(0, len(content))) for _ in range(2))
         middle = draw(st.binary(max_size=6) | st.just(content[start:stop] * 2))
-        content = content[:start] + middle + content[stop if draw(st.booleans()) else start :]
+        content = (
+            content[:start] + middle + content[stop if draw(st.booleans()) else start :]
+        )
     return content
 
 

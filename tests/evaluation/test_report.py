@@ -25,7 +25,9 @@ QUESTIONS = (
     Question(id="0", benchmark="colour", image="a"),
     Question(id="1", benchmark="colour", image="b"),
     *(
-        Question(id=str(n), benchmark=MME, image=image, category="existence", pair=image)
+        Question(
+            id=str(n), benchmark=MME, image=image, category="existence", pair=image
+        )
         for n, image in enumerate("aabb", 2)
     ),
 )
@@ -47,20 +49,33 @@ def contents(
 ) -> Contents:
     """The contents of a journal in which every case has one score per question."""
     answers = [
-        Answer(case=case.name, question=question.id, score=score, logprob=-1.0, prompt_tokens=count)
+        Answer(
+            case=case.name,
+            question=question.id,
+            score=score,
+            logprob=-1.0,
+            prompt_tokens=count,
+        )
         for number, (case, scores) in enumerate(cases)
-        for count in [prompt_tokens[number] if prompt_tokens else 12 + (case.budget_order[0] or 24)]
+        for count in [
+            prompt_tokens[number]
+            if prompt_tokens
+            else 12 + (case.budget_order[0] or 24)
+        ]
         for question, score in zip(questions, scores, strict=True)
     ]
     setup = Setup(suite="s", model="m", data="d", scorer="by hand", mme_divisor=2.0)
     return Contents([setup, *(case for case, _ in cases), *questions, *answers])
 
 
-BASE, CONTROL = case("cdpruner@8"), case("resized@8", "resized")
+BASE = case("cdpruner@8")
+CONTROL = case("resized@8", "resized")
 RESIDUAL = case("cdpruner+autoprune@8", "autoprune", "cdpruner@8", label="ours")
 STATE = case("mine@8", "found", "cdpruner@8")
 
-RIGHT, HALF, FEW = [1.0] * 6, [1.0, 0.0, 1.0, 1.0, 1.0, 0.0], [1.0, *[0.0] * 5]
+RIGHT = [1.0] * 6
+HALF = [1.0, 0.0, 1.0, 1.0, 1.0, 0.0]
+FEW = [1.0, *[0.0] * 5]
 
 
 def row_of(report: Report, name: str) -> _Row:
@@ -74,13 +89,22 @@ def test_rows_have_acc_both_definitions_of_rel_and_paired_differences() -> None:
     assert report.valid and (report.questions, report.images) == (6, 2)
     assert base.benchmarks == {"colour": 50.0, MME: 125.0}
     assert base.all.model_dump() == {
-        "acc": (50 + 62.5) / 2, "ratio_of_means": 56.25, "mean_of_ratios": (50 + 62.5) / 2,
-    }  # fmt: skip
-    assert base.accuracy is not None and base.accuracy.value == pytest.approx(100 * 4 / 6, abs=1e-4)
+        "acc": (50 + 62.5) / 2,
+        "ratio_of_means": 56.25,
+        "mean_of_ratios": (50 + 62.5) / 2,
+    }
+    assert base.accuracy is not None and base.accuracy.value == pytest.approx(
+        100 * 4 / 6, abs=1e-4
+    )
     assert (base.accuracy_plus, base.prompt_tokens) == (50.0, 20.0)
     assert full.to_full is None and base.to_base is None
     assert base.to_full is not None and base.to_full.acc is not None
-    assert base.to_full.acc.low <= base.to_full.acc.value == 56.25 - 100 <= base.to_full.acc.high
+    assert (
+        base.to_full.acc.low
+        <= base.to_full.acc.value
+        == 56.25 - 100
+        <= base.to_full.acc.high
+    )
     assert ours.to_full is not None and ours.to_full.acc == Estimate(0.0, 0.0, 0.0)
     assert ours.to_base is not None and ours.to_base.mme is not None
     assert ours.to_base.mme.value == 75.0
@@ -89,19 +113,32 @@ def test_rows_have_acc_both_definitions_of_rel_and_paired_differences() -> None:
 def test_categories_of_mme_are_summed() -> None:
     """Two categories with everything right are 400 points, as MME's perception of ten is 2000."""
     questions = [
-        Question(id=f"{c}{n}", benchmark=MME, image=f"{c}{n // 2}", category=c, pair=f"{c}{n // 2}")
+        Question(
+            id=f"{c}{n}",
+            benchmark=MME,
+            image=f"{c}{n // 2}",
+            category=c,
+            pair=f"{c}{n // 2}",
+        )
         for c in ("count", "scene")
         for n in range(4)
     ]
     counted = [float(question.category == "count") for question in questions]
-    report = Report.build(contents((FULL, [1.0] * 8), (BASE, counted), questions=questions))
-    assert [(row.benchmarks[MME], row.all.acc) for row in report.rows] == [(400, 200), (200, 100)]
+    report = Report.build(
+        contents((FULL, [1.0] * 8), (BASE, counted), questions=questions)
+    )
+    assert [(row.benchmarks[MME], row.all.acc) for row in report.rows] == [
+        (400, 200),
+        (200, 100),
+    ]
 
 
 def test_totals_of_a_benchmarks_scorer_are_used_and_replace_missing_scores() -> None:
     unscored = [q.model_copy(update={"benchmark": "MMB-EN"}) for q in QUESTIONS[:2]]
     scores = [None, None, *HALF[2:]]
-    journal = contents((FULL, RIGHT), (BASE, scores), questions=[*unscored, *QUESTIONS[2:]])
+    journal = contents(
+        (FULL, RIGHT), (BASE, scores), questions=[*unscored, *QUESTIONS[2:]]
+    )
     assert [row.case.name for row in Report.build(journal).rows] == ["full"]
     for name, points in (("full", 60.0), (BASE.name, 45.0)):
         total = Total(case=name, benchmark="MMB-EN", metric="m", value=points, count=2)
@@ -119,13 +156,16 @@ def add_state(journal: Contents, count: int) -> None:
 
 FAILED = Answer(case=BASE.name, question="1", failure="status 503")
 INCOMPLETE: dict[str, Callable[[Contents], object]] = {
-    "mine@8: 0 of 6 answers; colour, MME is incomplete": lambda journal: add_state(journal, 0),
-    "cdpruner@8: 1 of 6 requests failed: status 503":
-        lambda journal: journal.answers[BASE.name].update({"1": FAILED}),
+    "mine@8: 0 of 6 answers; colour, MME is incomplete": lambda journal: add_state(
+        journal, 0
+    ),
+    "cdpruner@8: 1 of 6 requests failed: status 503": lambda journal: journal.answers[
+        BASE.name
+    ].update({"1": FAILED}),
     "mine@8: 4 of 6 answers; MME is incomplete": lambda journal: add_state(journal, 4),
     "the full model is not among the cases": lambda journal: journal.cases.pop("full"),
     "there are no questions": lambda journal: journal.questions.clear(),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("reason", INCOMPLETE)
@@ -136,7 +176,11 @@ def test_an_incomplete_evaluation_is_not_valid(reason: str) -> None:
     assert not report.valid and report.reasons[0].startswith(reason)
     assert "mine@8" not in [row.case.name for row in report.rows]
     page = build_page(report).render_markdown()
-    assert "Not valid: " in page and f"- {reason}" in page and "- stopped: the server" in page
+    assert (
+        "Not valid: " in page
+        and f"- {reason}" in page
+        and "- stopped: the server" in page
+    )
 
 
 def test_a_report_of_nothing_right_is_not_valid() -> None:
@@ -174,9 +218,15 @@ def test_states_are_compared_with_resizing_overall_and_by_kind() -> None:
     assert (overall.questions, overall.images, overall.winner) == (16, 8, "pruning")
     assert compared(report, "mine@8", "count").difference.value == 100.0
     read = compared(report, "mine@8", "read")
-    assert (read.difference.value, read.winner, read.questions) == (0.0, "not decided", 8)
+    assert (read.difference.value, read.winner, read.questions) == (
+        0.0,
+        "not decided",
+        8,
+    )
     state = row_of(report, "mine@8")
-    assert state.to_resized is not None and state.to_resized.acc == Estimate(50.0, 50.0, 50.0)
+    assert state.to_resized is not None and state.to_resized.acc == Estimate(
+        50.0, 50.0, 50.0
+    )
     assert row_of(report, "resized@8").to_resized is None
     none = [0.0] * 2 * IMAGES
     other = report_of((CONTROL, none), (case("mine@16", "found"), none))
@@ -196,8 +246,12 @@ def test_states_are_compared_with_resizing_overall_and_by_kind() -> None:
 def test_a_winner_needs_an_interval_without_0_and_enough_images(
     pruned: int, resized: int, images: int, winner: str
 ) -> None:
-    control, state = ([float(n < right) for n in range(images)] for right in (resized, pruned))
-    questions = [Question(id=str(n), benchmark="a", image=str(n)) for n in range(images)]
+    control, state = (
+        [float(n < right) for n in range(images)] for right in (resized, pruned)
+    )
+    questions = [
+        Question(id=str(n), benchmark="a", image=str(n)) for n in range(images)
+    ]
     report = report_of((CONTROL, control), (STATE, state), questions=questions)
     (overall,) = report.resizing  # a single kind is not repeated
     assert overall.winner == winner
@@ -206,7 +260,10 @@ def test_a_winner_needs_an_interval_without_0_and_enough_images(
 def test_the_page_says_who_wins_of_each_state_that_was_to_be_evaluated() -> None:
     mixed = [1.0, 0.0] * (IMAGES // 2) + [1.0, 1.0] * (IMAGES // 2)
     cases = [(CONTROL, [0, 1] * IMAGES), (BASE, [0, 1] * IMAGES)]
-    assert "- cdpruner, K = 8: not decided" in build_page(report_of(*cases)).render_markdown()
+    assert (
+        "- cdpruner, K = 8: not decided"
+        in build_page(report_of(*cases)).render_markdown()
+    )
     page = build_page(report_of(*cases, (STATE, mixed))).render_markdown()
     assert "With all tokens, 100.0 % of the answers are right." in page
     (line,) = [line for line in page.splitlines() if ", K = 8: " in line]
@@ -216,7 +273,9 @@ def test_the_page_says_who_wins_of_each_state_that_was_to_be_evaluated() -> None
     assert named.count(", K = 8: pruning beats") == 2 and "cdpruner at K = 8" in named
     assert line.startswith("- mine, K = 8: pruning beats resizing, +25.0 (")
     assert " By kind: read +100.0 (+100.0 to +100.0): pruning; count -50.0 (" in line
-    assert page.splitlines()[2].startswith("A trial run on 8 images, no measurement (at least 20")
+    assert page.splitlines()[2].startswith(
+        "A trial run on 8 images, no measurement (at least 20"
+    )
     answer = "mine at K = 8 answers 75.0 % of the questions right, -25.0 ("
     assert answer in page.splitlines()[2]
     assert "; pruning beats resizing, +25.0 (" in page.splitlines()[2]
@@ -226,9 +285,15 @@ def test_the_page_says_who_wins_of_each_state_that_was_to_be_evaluated() -> None
         assert words in build_page(Report.build(journal)).render_markdown()
 
 
-def test_states_are_compared_with_their_base_with_each_other_and_ordered_by_agreement() -> None:
-    rights = {"mine": [1.0] * 16, "cdpruner": [1.0, 0.0] * 8, "trim": [1.0] * 4 + [0.0] * 12,
-              "dart": [0.0] * 16}  # fmt: skip
+def test_states_are_compared_with_their_base_with_each_other_and_ordered_by_agreement() -> (
+    None
+):
+    rights = {
+        "mine": [1.0] * 16,
+        "cdpruner": [1.0, 0.0] * 8,
+        "trim": [1.0] * 4 + [0.0] * 12,
+        "dart": [0.0] * 16,
+    }
     asked = [
         (case(f"{name}@8", "found", "cdpruner@8" if name == "mine" else ""), right)
         for name, right in rights.items()
@@ -240,7 +305,9 @@ def test_states_are_compared_with_their_base_with_each_other_and_ordered_by_agre
             answers[id] = answer.model_copy(update={"agrees": agrees})
     report = Report.build(journal)
     assert report.rank_correlations.keys() == {"agreement"}
-    assert report.rank_correlations["agreement"].value == 0.949  # of ranks 4, 3, 1.5, 1.5
+    assert (
+        report.rank_correlations["agreement"].value == 0.949
+    )  # of ranks 4, 3, 1.5, 1.5
     page = build_page(report).render_markdown()
     assert "; +50.0 (+50.0 to +50.0) against cdpruner alone" in page.splitlines()[2]
     head, trim = re.findall(r"^\| (?:method|trim) .*", page, re.MULTILINE)
@@ -257,7 +324,12 @@ def test_the_page_has_a_table_for_each_budget_and_what_cannot_be_served() -> Non
     assert report.valid and report.refused == (refused,)
     page = build_page(report).render_markdown()
     tables = re.findall(r"^### (.*)\n\n((?:\|.*\n)*)", page, re.MULTILINE)
-    assert [caption for caption, _ in tables] == ["K = 8", "K = 1/99", "K = 4", "Not measured"]
+    assert [caption for caption, _ in tables] == [
+        "K = 8",
+        "K = 1/99",
+        "K = 4",
+        "Not measured",
+    ]
     head, _, full, base, ours = [
         line.strip("| ").split(" | ") for line in tables[0][1].splitlines()
     ]
@@ -274,7 +346,9 @@ TEXT = "the dog sleeps on a red sofa"
 
 
 def unlabelled(
-    *cases: tuple[Case, Sequence[tuple[int, float]]], left_out: int = 0, cut: bool = False
+    *cases: tuple[Case, Sequence[tuple[int, float]]],
+    left_out: int = 0,
+    cut: bool = False,
 ) -> Contents:
     """Contents without labels: tokens given, and ln p, of each image's question in each case.
 
@@ -282,16 +356,26 @@ def unlabelled(
     """
     rows = [(FULL, [SAME] * len(cases[0][1])), *cases]
     setup = Setup(suite="s", model="m", data="d", scorer="by hand", score="agrees")
-    questions = [Question(id=str(n), benchmark="all", image=f"{n}.png", text=f"{n}?")
-                 for n in range(len(cases[0][1]))]  # fmt: skip
+    questions = [
+        Question(id=str(n), benchmark="all", image=f"{n}.png", text=f"{n}?")
+        for n in range(len(cases[0][1]))
+    ]
     answers = []
     for case, scores in rows:
         for question, (matching, logprob) in zip(questions, scores, strict=True):
             agrees = matching == 7
-            known: dict[str, object] = {
-                "score": float(agrees), "logprob": logprob, "tokens": 7, "matching": matching,
-                "same": 7 if agrees else 2, "agrees": agrees,
-            } if int(question.id) >= left_out else {}  # fmt: skip
+            known: dict[str, object] = (
+                {
+                    "score": float(agrees),
+                    "logprob": logprob,
+                    "tokens": 7,
+                    "matching": matching,
+                    "same": 7 if agrees else 2,
+                    "agrees": agrees,
+                }
+                if int(question.id) >= left_out
+                else {}
+            )
             if case is FULL:
                 known |= {"text": TEXT if known else "", "cut": cut}
             elif not agrees:
@@ -301,7 +385,9 @@ def unlabelled(
     return Contents([setup, *(case for case, _ in rows), *questions, *answers])
 
 
-SAME, WORSE, OTHER = (7, -0.7), (3, -7.0), (6, -0.9)
+SAME = (7, -0.7)
+WORSE = (3, -7.0)
+OTHER = (6, -0.9)
 
 
 @pytest.mark.parametrize(
@@ -314,18 +400,26 @@ SAME, WORSE, OTHER = (7, -0.7), (3, -7.0), (6, -0.9)
     ],
 )
 def test_without_labels_the_share_of_tokens_decides(
-    state: Sequence[tuple[int, float]], control: Sequence[tuple[int, float]], winner: str
+    state: Sequence[tuple[int, float]],
+    control: Sequence[tuple[int, float]],
+    winner: str,
 ) -> None:
     report = Report.build(unlabelled((CONTROL, control), (STATE, state)))
-    assert report.valid and report.overall is not None and report.overall.winner == winner
-    gain = sum(pruned[0] - resized[0] for pruned, resized in zip(state, control, strict=True))
+    assert (
+        report.valid and report.overall is not None and report.overall.winner == winner
+    )
+    gain = sum(
+        pruned[0] - resized[0] for pruned, resized in zip(state, control, strict=True)
+    )
     expected = pytest.approx(100 * gain / 7 / len(state), abs=1e-4)
     assert report.overall.difference.value == expected
     page = build_page(report)
     assert page.tone == {"pruning": "good", "resizing": "bad"}.get(winner, "open")
 
 
-def test_the_page_without_labels_leads_with_what_decides_and_says_what_agreement_is_not() -> None:
+def test_the_page_without_labels_leads_with_what_decides_and_says_what_agreement_is_not() -> (
+    None
+):
     state = [SAME] * 15 + [WORSE] * 2 + [OTHER] * 3
     report = Report.build(unlabelled((CONTROL, [WORSE] * 20), (STATE, state), cut=True))
     page = build_page(report).render_markdown()
@@ -334,7 +428,9 @@ def test_the_page_without_labels_leads_with_what_decides_and_says_what_agreement
         "mine at K = 8 gives 75.0 % of the unpruned model's answers and 92.1 %"
     )
     assert "; pruning beats resizing, +49.3 (" in answer and "right" not in answer
-    assert " points of tokens and +0.806 (" in answer and answer.endswith(" ln p a token.")
+    assert " points of tokens and +0.806 (" in answer and answer.endswith(
+        " ln p a token."
+    )
     assert "Agreement is not accuracy" in page
     assert "- 20 answers of the unpruned model were cut there" in page
     head, full, mine = re.findall(r"^\| (?:method|full|mine) .*", page, re.MULTILINE)
@@ -345,9 +441,18 @@ def test_the_page_without_labels_leads_with_what_decides_and_says_what_agreement
     # The largest falls first, each with the words before the answers part.
     rows = re.findall(r"^\| \d+\.png \|.*", page, re.MULTILINE)
     assert rows[0] == f"| 15.png | 15? | {TEXT} | the dog runs | the dog | -0.90 |"
-    assert [row.split(".")[0] for row in rows] == ["| 15", "| 16", "| 17", "| 18", "| 19"]
+    assert [row.split(".")[0] for row in rows] == [
+        "| 15",
+        "| 16",
+        "| 17",
+        "| 18",
+        "| 19",
+    ]
     html = build_page(report, lambda id: f"data:image/png;base64,{id}").render_html()
-    assert html.count("<img ") == 5 and '<img src="data:image/png;base64,15" alt="">' in html
+    assert (
+        html.count("<img ") == 5
+        and '<img src="data:image/png;base64,15" alt="">' in html
+    )
     (row,) = (row for row in report.rows if row.case == STATE)
     assert (row.accuracy, row.agreement and row.agreement.value) == (None, 75.0)
 
@@ -355,7 +460,14 @@ def test_the_page_without_labels_leads_with_what_decides_and_says_what_agreement
 def test_questions_without_a_reference_are_left_out_and_said() -> None:
     cases = (CONTROL, [WORSE] * 20), (STATE, [SAME] * 20)
     report = Report.build(unlabelled(*cases, left_out=2))
-    assert report.valid and (report.questions, report.images, report.left_out) == (18, 18, 2)
-    assert "- 2 left out: their answer has no token" in build_page(report).render_markdown()
+    assert report.valid and (report.questions, report.images, report.left_out) == (
+        18,
+        18,
+        2,
+    )
+    assert (
+        "- 2 left out: their answer has no token"
+        in build_page(report).render_markdown()
+    )
     report = Report.build(unlabelled(*cases, left_out=20))
     assert report.reasons == ("full: no answer of the unpruned model can be scored",)

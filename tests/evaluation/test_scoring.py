@@ -48,7 +48,11 @@ async def test_an_answer_is_read_as_servers_send_it() -> None:
         result = await score(body)
         assert (result.logprob, result.right) == (-2.0, False)
         assert (result.following, result.prompt_tokens) == (following, tokens)
-    for logprob, rank in ((0.0, 1), (-math.log(2), 2), (-9.0, 9)):  # as likely as a rank can be
+    for logprob, rank in (
+        (0.0, 1),
+        (-math.log(2), 2),
+        (-9.0, 9),
+    ):  # as likely as a rank can be
         assert (await score(scored(logprob, rank))).logprob == logprob
 
 
@@ -78,7 +82,12 @@ async def test_what_is_no_answer_is_said_in_one_line(body: Answer, line: str) ->
         ("USER: |yes|,| it| is", "yes, it is", 4, 4),
         ("USER: |yes|,?| it| is?", "yes, it is", 4, 1),
         ("USER:|two|red|dogs", "two red dogs", 3, 3),  # a token alone loses its space
-        ("USER:|||中?||文", "中文", 5, 2),  # bytes, whose character the last of them has
+        (
+            "USER:|||中?||文",
+            "中文",
+            5,
+            2,
+        ),  # bytes, whose character the last of them has
         ("USER:|yes|\n", "yes", 2, 2),
     ],
 )
@@ -86,7 +95,10 @@ async def test_the_tokens_of_an_answer_are_told_apart_from_the_prompt(
     words: str, reference: str, tokens: int, same: int
 ) -> None:
     """``?`` is behind a token that greedy decoding does not give."""
-    prompt = [token(word.rstrip("?"), -1.0, 1 + word.endswith("?")) for word in words.split("|")]
+    prompt = [
+        token(word.rstrip("?"), -1.0, 1 + word.endswith("?"))
+        for word in words.split("|")
+    ]
     with endpoint(lambda _, number: answer([None, *prompt])) as server:
         client = AsyncServerClient(server.url, 1)
         scored = await score_answer([client], "m", [], reference, {}, attempts=1)

@@ -28,19 +28,82 @@ from vllm_autoprune.tpdsl.registry import ATOMS
 Json = dict[str, Any]
 
 _ODD_TEXTS = (
-    *("", " ", "\0", "\ud800", "\udfff\ud800", "\u202eetats", "e\u0301", "\U0001f999", "\x1b[2J"),
-    *("line\nline", "x" * 128, "x" * 129, "\U0001f999" * 128, "x" * 5000, "../../etc/passwd"),
-    *("https://example.com/state.json", "__class__", "{0.__class__}", "%s%n", "null", "32"),
-    *("autoprune-state/2", "autoprune-state/1 "),
+    "",
+    " ",
+    "\0",
+    "\ud800",
+    "\udfff\ud800",
+    "\u202eetats",
+    "e\u0301",
+    "\U0001f999",
+    "\x1b[2J",
+    "line\nline",
+    "x" * 128,
+    "x" * 129,
+    "\U0001f999" * 128,
+    "x" * 5000,
+    "../../etc/passwd",
+    "https://example.com/state.json",
+    "__class__",
+    "{0.__class__}",
+    "%s%n",
+    "null",
+    "32",
+    "autoprune-state/2",
+    "autoprune-state/1 ",
 )
 _ODD_NUMBERS: tuple[float, ...] = (
-    *(0, -1, 1, 0.0, -0.0, 2.0, 2.5, 1e-9, 5e-324, 0.1 + 0.2, 640, 641, 65536, 65537),
-    *(2**31, 2**53 + 1, 2**63, 2**64, -(2**63) - 1, 1e18, 1e19, 1e300, -1e308, 10**300, 10**400),
-    *(float("inf"), float("-inf"), float("nan")),
+    0,
+    -1,
+    1,
+    0.0,
+    -0.0,
+    2.0,
+    2.5,
+    1e-9,
+    5e-324,
+    0.1 + 0.2,
+    640,
+    641,
+    65536,
+    65537,
+    2**31,
+    2**53 + 1,
+    2**63,
+    2**64,
+    -(2**63) - 1,
+    1e18,
+    1e19,
+    1e300,
+    -1e308,
+    10**300,
+    10**400,
+    float("inf"),
+    float("-inf"),
+    float("nan"),
 )
 _ODD_VALUES: tuple[Any, ...] = (
-    *(None, True, False, 0, -1, 1.5, 2**53 + 1, 10**30, 1e-320, "", "gqa", "注意", [], {}, [[]]),
-    *([0, None, "a/b"], {"": {}}, {"x~y": [0.5]}, {"atom": "x"}, [{"atom": 1}], {"score": {"": 0}}),
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1.5,
+    2**53 + 1,
+    10**30,
+    1e-320,
+    "",
+    "gqa",
+    "注意",
+    [],
+    {},
+    [[]],
+    [0, None, "a/b"],
+    {"": {}},
+    {"x~y": [0.5]},
+    {"atom": "x"},
+    [{"atom": 1}],
+    {"score": {"": 0}},
 )
 
 
@@ -58,7 +121,7 @@ def states(definition: str = "") -> st.SearchStrategy[Any]:
     return _values(SCHEMA["$defs"][definition] if definition else SCHEMA)
 
 
-def _values(schema: Json) -> st.SearchStrategy[Any]:
+def _values(schema: Json) -> st.SearchStrategy[Any]:  # noqa: C901
     match schema:
         case {"$ref": str(ref)}:
             return st.deferred(lambda: states(ref.rpartition("/")[2]))
@@ -69,7 +132,10 @@ def _values(schema: Json) -> st.SearchStrategy[Any]:
         case {"enum": list(values)}:
             return st.sampled_from(values)
         case {"type": "object"}:
-            fields = {name: _values(field) for name, field in schema.get("properties", {}).items()}
+            fields = {
+                name: _values(field)
+                for name, field in schema.get("properties", {}).items()
+            }
             required = {name: fields.pop(name) for name in schema.get("required", ())}
             objects = st.fixed_dictionaries(required, optional=fields)
             if isinstance(more := schema.get("additionalProperties", False), dict):
@@ -77,7 +143,10 @@ def _values(schema: Json) -> st.SearchStrategy[Any]:
                 return st.builds(operator.or_, others, objects)
             return objects
         case {"type": "array"}:
-            sizes = {"min_size": schema.get("minItems", 0), "max_size": schema.get("maxItems", 8)}
+            sizes = {
+                "min_size": schema.get("minItems", 0),
+                "max_size": schema.get("maxItems", 8),
+            }
             items = _values(schema["items"])
             # Some lists allow no repetition.
             name = lambda item: item["atom"] if isinstance(item, dict) else str(item)  # noqa: E731
@@ -86,11 +155,14 @@ def _values(schema: Json) -> st.SearchStrategy[Any]:
             longest = min(schema.get("maxLength", 40), 40)
             return st.text(min_size=schema.get("minLength", 0), max_size=longest)
         case {"type": "number" | "integer" as kind}:
-            low, high = schema.get("minimum"), schema.get("maximum")
-            above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
+            low = schema.get("minimum")
+            high = schema.get("maximum")
+            above = schema.get("exclusiveMinimum")
+            below = schema.get("exclusiveMaximum")
             if kind == "integer":
                 return st.integers(
-                    low if above is None else above + 1, high if below is None else below - 1
+                    low if above is None else above + 1,
+                    high if below is None else below - 1,
                 )
             return st.floats(
                 low if above is None else above,
@@ -127,7 +199,9 @@ def _atoms() -> list[str]:
 @cache
 def _field_names() -> list[str]:
     known = [
-        name for atom in sorted(ATOMS.names()) for name in sorted(ATOMS[atom].call.parameters())
+        name
+        for atom in sorted(ATOMS.names())
+        for name in sorted(ATOMS[atom].call.parameters())
     ]
     return [*known, "atom", "name", "limit", "Weight"]
 
@@ -138,20 +212,24 @@ def _respell(text: str, random: Random) -> str:
     mistakes = (
         text[:at] + text[at + 1 :],
         text[:at] + random.choice("aez_-@ 0") + text[at:],
-        *(text.upper(), text.replace("_", "-"), f" {text}", f"{text}\n"),
+        text.upper(),
+        text.replace("_", "-"),
+        f" {text}",
+        f"{text}\n",
         text.replace("a", "а").replace("e", "е"),  # Cyrillic
     )
     return random.choice(mistakes if random.random() < 0.5 else _ODD_TEXTS)
 
 
-def mutate(tree: Json, random: Random) -> None:
+def mutate(tree: Json, random: Random) -> None:  # noqa: C901
     """Apply one to four mutations in place, each as the place allows."""
     for _ in range(random.choice((1, 1, 1, 2, 3, 4))):
         places = list(_places(tree))
         if not places:
             return
         container, key = random.choice(places)
-        value, kinds = container[key], ["drop", "retype", "nest", "graft"]
+        value = container[key]
+        kinds = ["drop", "retype", "nest", "graft"]
         kinds += ["rename", "intrude"] if isinstance(container, dict) else ["repeat"]
         # What changes most states only a little is drawn more often.
         if isinstance(value, str):
@@ -169,13 +247,17 @@ def mutate(tree: Json, random: Random) -> None:
                     value = [value] if random.random() < 0.5 else {"atom": value}
                 container[key] = value
             case "graft":  # a part in place of another one
-                with suppress(RecursionError):  # nested twice, it is too deep to be copied
+                with suppress(
+                    RecursionError
+                ):  # nested twice, it is too deep to be copied
                     part = copy.deepcopy(value)
                     container, key = random.choice(places)
                     container[key] = part
             case "rename":
                 container[_respell(key, random)] = container.pop(key)
-            case "intrude":  # a field of another part of the language, or an unknown one
+            case (
+                "intrude"
+            ):  # a field of another part of the language, or an unknown one
                 odd_value = copy.deepcopy(random.choice(_ODD_VALUES))
                 container[random.choice(_field_names())] = odd_value
             case "repeat":
@@ -188,37 +270,110 @@ def mutate(tree: Json, random: Random) -> None:
                 container[key] = random.choice(_atoms())
             case "renumber":
                 near: tuple[float, ...] = (-value,)
-                if abs(value) < 2**63:  # others may be whole numbers that no float holds
-                    near = (value + 1, value - 1, -value, value * 1.001, value * 10, float(value))
+                if (
+                    abs(value) < 2**63
+                ):  # others may be whole numbers that no float holds
+                    near = (
+                        value + 1,
+                        value - 1,
+                        -value,
+                        value * 1.001,
+                        value * 10,
+                        float(value),
+                    )
                 container[key] = random.choice((*near, *_ODD_NUMBERS))
 
 
 # ---- mutations of texts and bytes ----
 
 _NUMBERS = (
-    *("NaN", "Infinity", "-Infinity", "1e400", "-1e999999999", "1e-400", "-0", "-0.0", "1E+2"),
-    *("2.0", "2e0", "01", "+1", ".5", "1.", "0x10", "1_000", "--1", "9" * 400, "9" * 5000),
+    "NaN",
+    "Infinity",
+    "-Infinity",
+    "1e400",
+    "-1e999999999",
+    "1e-400",
+    "-0",
+    "-0.0",
+    "1E+2",
+    "2.0",
+    "2e0",
+    "01",
+    "+1",
+    ".5",
+    "1.",
+    "0x10",
+    "1_000",
+    "--1",
+    "9" * 400,
+    "9" * 5000,
     "0." + "3" * 5000,
 )
 _INSERTED = (
-    *(",", ":", '"', "\\", "\0", "{", "}", "[", "]", "'", "// so\n", "/* so */", "# so\n"),
-    *("\u00a0", "\u2028", "\t", "\\ud800", "\\u0000", "null", "<"),
+    ",",
+    ":",
+    '"',
+    "\\",
+    "\0",
+    "{",
+    "}",
+    "[",
+    "]",
+    "'",
+    "// so\n",
+    "/* so */",
+    "# so\n",
+    "\u00a0",
+    "\u2028",
+    "\t",
+    "\\ud800",
+    "\\u0000",
+    "null",
+    "<",
 )
-_TEXTS = ("", " ", "null", "[]", "0", '"{}"', "{", "}", "{}", "true", "\ufeff", "NaN", "1e999")
-_ENCODINGS = ("utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be", "utf-7")
+_TEXTS = (
+    "",
+    " ",
+    "null",
+    "[]",
+    "0",
+    '"{}"',
+    "{",
+    "}",
+    "{}",
+    "true",
+    "\ufeff",
+    "NaN",
+    "1e999",
+)
+_ENCODINGS = (
+    "utf-8-sig",
+    "utf-16",
+    "utf-16-le",
+    "utf-16-be",
+    "utf-32",
+    "utf-32-be",
+    "utf-7",
+)
 
 
 def spoil(text: str, random: Random) -> str | bytes:
     """A text that is no longer JSON, or is hardly any; long and deep ones: test_loading.py."""
     at = random.randrange(len(text) + 1)
-    match random.choice(("number", "key", "cut", "insert", "nothing", "encoded", "bytes")):
+    match random.choice(
+        ("number", "key", "cut", "insert", "nothing", "encoded", "bytes")
+    ):
         case "number":
             numbers = list(re.finditer(r"-?\d+(\.\d+)?([eE][+-]?\d+)?", text))
-            start, end = random.choice(numbers).span() if numbers else (len(text), len(text))
+            start, end = (
+                random.choice(numbers).span() if numbers else (len(text), len(text))
+            )
             return text[:start] + random.choice(_NUMBERS) + text[end:]
         case "key":  # repeated at the head of an object
             keys = re.findall(r'"[^"\\]*"(?=\s*:)', text) or ['"a"']
-            head = random.choice([match.end() for match in re.finditer(r"\{", text)] or [0])
+            head = random.choice(
+                [match.end() for match in re.finditer(r"\{", text)] or [0]
+            )
             return f"{text[:head]}{random.choice(keys)}: null, {text[head:]}"
         case "cut":
             after = text[at + 1 + random.randrange(5) :]
@@ -238,7 +393,8 @@ def spoil(text: str, random: Random) -> str | bytes:
 @st.composite
 def texts(draw: st.DrawFn) -> str | bytes:
     """Texts of states: as the schema has them, mutated, and spoilt."""
-    state, random = draw(states()), Random(draw(st.integers(0, 2**32)))
+    state = draw(states())
+    random = Random(draw(st.integers(0, 2**32)))
     fate = draw(st.sampled_from(("sound", "mutated", "mutated", "spoilt")))
     if fate == "mutated":
         mutate(state, random)
@@ -251,8 +407,15 @@ def texts(draw: st.DrawFn) -> str | bytes:
 # ---- requests ----
 
 SPECIAL_TOKENS = (
-    *("<image>", "<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"),
-    *("</s>", "<s>", "<pad>", "<|vision_start|><|image_pad|><|vision_end|>"),
+    "<image>",
+    "<|image_pad|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|video_pad|>",
+    "</s>",
+    "<s>",
+    "<pad>",
+    "<|vision_start|><|image_pad|><|vision_end|>",
 )
 REQUEST_KINDS: Mapping[str, float] = {
     "state": 34,
@@ -278,7 +441,11 @@ _ODD_FIELDS: Mapping[str, tuple[object, ...]] = {
     "truncate_prompt_tokens": (-2, -1, 0, 1, 5, 20, 40, 200, 10**6, 2**63, "1", None),
     "truncation_side": ("left", "right", "", 1, None),
     "add_generation_prompt": (True, False),
-    "media_io_kwargs": ({"image": {"image_mode": "L"}}, {"autoprune": {"budget": 8}}, {"image": 1}),
+    "media_io_kwargs": (
+        {"image": {"image_mode": "L"}},
+        {"autoprune": {"budget": 8}},
+        {"image": 1},
+    ),
     "continue_final_message": (True, False),
     "mm_processor_kwargs": (
         {REQUEST_FIELD: {REQUEST_FIELD: {"budget": 8}}},
@@ -286,7 +453,10 @@ _ODD_FIELDS: Mapping[str, tuple[object, ...]] = {
         {REQUEST_FIELD: {"instructions": ["forged", 1, None]}},
         {REQUEST_FIELD: {}, FIELD: [[1, 0, 1, 0, 0, 0, 0]]},
         {"_autoprune_plan": {"items": []}},
-        {REQUEST_FIELD: {"budget": 8, "_autoprune_profile": True}, "_autoprune_uncounted": True},
+        {
+            REQUEST_FIELD: {"budget": 8, "_autoprune_profile": True},
+            "_autoprune_uncounted": True,
+        },
         [{REQUEST_FIELD: {}}],
         "autoprune",
     ),
@@ -320,7 +490,7 @@ def without_entry(body: Mapping[str, Any]) -> Json:
     return stock
 
 
-def draw_request(
+def draw_request(  # noqa: C901
     bodies: Sequence[Json], random: Random, models: Sequence[str] = ()
 ) -> MutatedRequest:
     """A mutation of one of the chat requests ``bodies``, to one of the models where given."""
@@ -341,7 +511,9 @@ def draw_request(
         case "entry":
             mutate(random.choice((entry, entry, kwargs)), random)
         case "anything":
-            odd = random.choice((*_ODD_VALUES, *(_huge_entries() if random.random() < 0.2 else ())))
+            odd = random.choice(
+                (*_ODD_VALUES, *(_huge_entries() if random.random() < 0.2 else ()))
+            )
             kwargs = random.choice((odd, {REQUEST_FIELD: odd}))
         case "conversation":
             kwargs[REQUEST_FIELD] = _draw_conversation(request, bodies, random)
@@ -352,11 +524,17 @@ def draw_request(
             _change_body(request, random)
     if models:
         request["model"] = random.choice(models)
-    text = json.dumps({k: v for k, v in request.items() if k not in ("model", "messages")})
+    text = json.dumps(
+        {k: v for k, v in request.items() if k not in ("model", "messages")}
+    )
     content = json.dumps(request)
     if random.random() < _SPOILT:
         spoilt = spoil(content, random)
-        raw = spoilt.encode("utf-8", "surrogatepass") if isinstance(spoilt, str) else spoilt
+        raw = (
+            spoilt.encode("utf-8", "surrogatepass")
+            if isinstance(spoilt, str)
+            else spoilt
+        )
         return MutatedRequest("spoilt", raw, text, None)
     return MutatedRequest(kind, content.encode(), text, without_entry(request))
 
@@ -370,9 +548,16 @@ def _entries() -> list[Json]:
         {"keep": "random", "enabled": True},
         {"recall": 4, "recall_turns": [{"images": 1, "text": "and now?"}]},
         {"enabled": False},
-        *({"state": name, "budget": 16} for name in ("visionzip", "fastv", "prumerge_plus")),
+        *(
+            {"state": name, "budget": 16}
+            for name in ("visionzip", "fastv", "prumerge_plus")
+        ),
         *({"state": sample()} for _ in range(6)),
-        *({"state": state, "budget": budget} for state in with_cores for budget in (8, 48)),
+        *(
+            {"state": state, "budget": budget}
+            for state in with_cores
+            for budget in (8, 48)
+        ),
     ]
 
 
@@ -403,7 +588,10 @@ def _draw_conversation(request: Json, bodies: Sequence[Json], random: Random) ->
         state = {**sample(), "core": copy.deepcopy(random.choice(_CORES))}
         entry |= {"state": state, "budget": random.choice((32, 48, 64))}
     if random.random() < 0.1:  # what only the server's renderer may say
-        turn = {"images": random.choice((0, 1, 99, -1)), "text": random.choice(_ODD_TEXTS)}
+        turn = {
+            "images": random.choice((0, 1, 99, -1)),
+            "text": random.choice(_ODD_TEXTS),
+        }
         entry["recall_turns"] = random.choice(([], [turn] * 300, turn, None))
     return entry
 
@@ -432,7 +620,9 @@ def _change_body(request: Json, random: Random) -> None:
         odd = (*SPECIAL_TOKENS, *_ODD_TEXTS)
         match change:
             case "uuid":
-                random.choice(images)["uuid"] = random.choice((*_NAMES, *_NAMES, 1, None, ["a"]))
+                random.choice(images)["uuid"] = random.choice(
+                    (*_NAMES, *_NAMES, 1, None, ["a"])
+                )
             case "twice":
                 parts.insert(0, copy.deepcopy(random.choice(images)))
             case "detail":

@@ -22,7 +22,13 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 
 from tests.fuzz.generator import REQUEST_KINDS, SCHEMA, draw_request, texts
-from vllm_autoprune import BudgetError, PruningState, StateError, load_state, materialize
+from vllm_autoprune import (
+    BudgetError,
+    PruningState,
+    StateError,
+    load_state,
+    materialize,
+)
 from vllm_autoprune.tpdsl.atoms.safety import VERDICTS
 from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET
 from vllm_autoprune.tpdsl.loading import RULES
@@ -40,7 +46,9 @@ BUDGETS = (1, 2, 7, 64, 500, MAX_BUDGET, 0, -1, MAX_BUDGET + 1)
 schema_accepts: Callable[[Any], bool] = jsonschema.Draft202012Validator(SCHEMA).is_valid
 
 
-def judge(content: str | bytes, file: Path, fully: bool = False) -> PruningState | set[str]:
+def judge(
+    content: str | bytes, file: Path, fully: bool = False
+) -> PruningState | set[str]:
     """The state of a text, or the kinds of its problems; fails where the loader's promises do.
 
     ``fully``: at the state's own K on all probes. A text that the loader would take for a name or a
@@ -50,9 +58,16 @@ def judge(content: str | bytes, file: Path, fully: bool = False) -> PruningState
     if isinstance(content, str) and content.lstrip(" \t\r\n").startswith("{"):
         source = content
     else:
-        raw = content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass")
+        raw = (
+            content
+            if isinstance(content, bytes)
+            else content.encode("utf-8", "surrogatepass")
+        )
         file.write_bytes(raw)
-    state, refusal, kinds, begun = None, None, set[str](), time.process_time()
+    state = None
+    refusal = None
+    kinds = set[str]()
+    begun = time.process_time()
     try:
         state = load_state(source)
     except StateError as error:
@@ -79,12 +94,16 @@ def compare_with_schema(content: str | bytes, kinds: set[str]) -> None:
     try:
         text = content.decode() if isinstance(content, bytes) else content
         # Python refuses to read longer numbers.
-        value = json.loads(text, parse_int=lambda d: int(d) if len(d) < 4000 else math.inf)
+        value = json.loads(
+            text, parse_int=lambda d: int(d) if len(d) < 4000 else math.inf
+        )
     except (ValueError, RecursionError):
         assert kinds, "text is no JSON, but the loader accepts it"
         return
     accepts = schema_accepts(value)
-    assert accepts is not bool(kinds), f"schema accepts: {accepts}, the loader refuses for {kinds}"
+    assert accepts is not bool(kinds), (
+        f"schema accepts: {accepts}, the loader refuses for {kinds}"
+    )
 
 
 @cache
@@ -103,11 +122,15 @@ def use(state: PruningState, fully: bool) -> None:
     for budget in BUDGETS:
         with suppress(BudgetError):
             policy = materialize(state, budget)
-            assert 1 <= policy.budget <= MAX_BUDGET and policy.r_min <= policy.budget, budget
+            assert 1 <= policy.budget <= MAX_BUDGET and policy.r_min <= policy.budget, (
+                budget
+            )
     least = state.constraints.selector.insists_on or 0
     k = min(max(SMALL, least), state.budget.limit or MAX_BUDGET)
     probe = probes()[int(state.digest[0], 16) % len(probes())]
-    record = safety_check(shipped if fully else materialize(state, k), None if fully else [probe])
+    record = safety_check(
+        shipped if fully else materialize(state, k), None if fully else [probe]
+    )
     assert [verdict.name for verdict in record.verdicts] == list(VERDICTS)
 
 
@@ -125,17 +148,22 @@ EXAMPLES = 250
 def test_texts_are_accepted_or_refused_as_promised(
     tmp_path: Path, number: int, fully: bool
 ) -> None:
-    outcomes, atoms = Counter[str](), set[str]()
+    outcomes = Counter[str]()
+    atoms = set[str]()
 
     # Some hundreds each, because Hypothesis remembers all that it has drawn.
     @seed(number)
-    @settings(max_examples=20 if fully else EXAMPLES, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=20 if fully else EXAMPLES, suppress_health_check=list(HealthCheck)
+    )
     @given(texts())
     def judge_text(text: str | bytes) -> None:
         outcome = judge(text, tmp_path / "state.json", fully)
         outcomes.update(["accepted"] if isinstance(outcome, PruningState) else outcome)
         if isinstance(outcome, PruningState):
-            atoms.update(name for name in ATOMS.names() if f'"{name}"' in outcome.dumps())
+            atoms.update(
+                name for name in ATOMS.names() if f'"{name}"' in outcome.dumps()
+            )
 
     judge_text()
     # Valid and invalid texts must both be frequent for the sample to be informative.
@@ -145,7 +173,10 @@ def test_texts_are_accepted_or_refused_as_promised(
 
 
 def test_every_kind_of_request_is_drawn_and_repeated_by_its_seed() -> None:
-    parts = [{"type": "image_url", "image_url": {"url": "data:"}}, {"type": "text", "text": "a"}]
+    parts = [
+        {"type": "image_url", "image_url": {"url": "data:"}},
+        {"type": "text", "text": "a"},
+    ]
     body = {"model": "m", "messages": [{"role": "user", "content": parts}]}
     requests, again = (
         [draw_request([body], Random(f"0/{n}"), ("m", "adapter")) for n in range(150)]

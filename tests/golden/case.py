@@ -54,9 +54,14 @@ def _uniform(seed: int, name: str, shape: tuple[int, ...]) -> Doubles:
     return (bits * 2.0**-53).reshape(shape)
 
 
-def _array(recipe: Recipe, name: str) -> Doubles:
-    kind, seed, get = recipe["gen"], recipe["seed"], recipe.get
-    batch, count, width, heads = get("B", 1), recipe["N"], get("D", 32), get("H", 4)
+def _array(recipe: Recipe, name: str) -> Doubles:  # noqa: C901, PLR0915
+    kind = recipe["gen"]
+    seed = recipe["seed"]
+    get = recipe.get
+    batch = get("B", 1)
+    count = recipe["N"]
+    width = get("D", 32)
+    heads = get("H", 4)
     start = get("sys", 0)
     length = start + count + get("txt", 0)
     bias = get("bias", 0.0)
@@ -65,7 +70,9 @@ def _array(recipe: Recipe, name: str) -> Doubles:
     def image_repeated(rows: Doubles) -> Doubles:
         """A sequence, along axis 1, whose visual tokens alone repeat."""
         image = _repeated(rows[:, start : start + count], get("dup", 1))
-        return np.concatenate([rows[:, :start], image, rows[:, start + count :]], axis=1)
+        return np.concatenate(
+            [rows[:, :start], image, rows[:, start + count :]], axis=1
+        )
 
     match name:
         case "features" | "image_features":
@@ -78,21 +85,30 @@ def _array(recipe: Recipe, name: str) -> Doubles:
                 rows = rows * (0.5 + _uniform(seed, "gain", (batch, count, 1)))
             return rows[0] if kind == "divprune" else rows
         case "encoder":
-            rows = _clustered(recipe, "enc", (batch, count, get("E", 32)), get("ebias", 0.0))
+            rows = _clustered(
+                recipe, "enc", (batch, count, get("E", 32)), get("ebias", 0.0)
+            )
             return _alike(_repeated(rows, get("dup", 1)), get("const"))
         case "image_embeds":
-            rows = get("escale", 1.0) * _clustered(recipe, "emb", (batch, count, get("C", 16)))
+            rows = get("escale", 1.0) * _clustered(
+                recipe, "emb", (batch, count, get("C", 16))
+            )
             rows = _alike(rows, get("const_rel"))
             return _alike(_repeated(rows, get("dup", 1)), get("const"))
         case "hidden" | "key_metric" | "k":
-            key, of_rows = {"hidden": ("hid", width), "key_metric": ("key", get("dk", 16))}.get(
-                name, ("k", width)
-            )
+            key, of_rows = {
+                "hidden": ("hid", width),
+                "key_metric": ("key", get("dk", 16)),
+            }.get(name, ("k", width))
             rows = _clustered(recipe, key, (batch, count + before, of_rows), bias)
             times = get("dup", 1) if kind in ("trim", "visionzip") else 1
-            return np.concatenate([rows[:, :before], _repeated(rows[:, before:], times)], axis=1)
+            return np.concatenate(
+                [rows[:, :before], _repeated(rows[:, before:], times)], axis=1
+            )
         case "q":
-            return get("qscale", 1.0) * _clustered(recipe, "q", (batch, count + before, width))
+            return get("qscale", 1.0) * _clustered(
+                recipe, "q", (batch, count + before, width)
+            )
         case "cls_attn":
             attention = _mass(recipe, (batch, heads, count))
             if before:
@@ -142,7 +158,8 @@ def _clustered(
     recipe: Recipe, name: str, shape: tuple[int, int, int], bias: float = 0.0
 ) -> Doubles:
     """Tokens ``(B, N, D)``, each a cluster's centre with noise."""
-    seed, clusters = recipe["seed"], recipe.get("ncl", 24)
+    seed = recipe["seed"]
+    clusters = recipe.get("ncl", 24)
     centres = _bell(seed, f"{name}/cen", (clusters, shape[2]))
     owner = (_uniform(seed, f"{name}/asg", shape[:2]) * clusters).astype(np.int64)
     tokens = centres[np.minimum(owner, clusters - 1)]
@@ -152,8 +169,11 @@ def _clustered(
 
 def _clip(recipe: Recipe) -> Doubles:
     """Frames ``(T, n, D)`` of which some tokens change from one to the next, and all at a cut."""
-    seed, count, width = recipe["seed"], recipe["n"], recipe["D"]
-    frames, gain = [], 0.5 + _uniform(seed, "gain", (1, count, 1))[0]
+    seed = recipe["seed"]
+    count = recipe["n"]
+    width = recipe["D"]
+    frames = []
+    gain = 0.5 + _uniform(seed, "gain", (1, count, 1))[0]
     current = _clustered(recipe, "base", (1, count, width))[0]
     for frame in range(recipe["T"]):
         if frame in recipe["cuts"]:
@@ -170,7 +190,9 @@ def _mass(recipe: Recipe, shape: tuple[int, ...]) -> Doubles:
     """Positive and heavy-tailed, like attention: an integer power of a uniform number."""
     drawn = _uniform(recipe["seed"], "attn", shape)
     power = np.ones(shape)
-    for _ in range(recipe.get("p", 6)):  # by multiplication alone: `pow` differs between machines
+    for _ in range(
+        recipe.get("p", 6)
+    ):  # by multiplication alone: `pow` differs between machines
         power = power * drawn
     return 0.02 * power + 1e-4
 
@@ -224,10 +246,19 @@ def load(name: str) -> Case:
     with np.load(_DATA / f"{name}.npz", allow_pickle=False) as stored:
         recipe = json.loads(str(stored["spec"]))
         recorded = json.loads(str(stored["sha"]))
-        expected = {key: stored[key] for key in stored.files if key not in ("spec", "sha")}
-    arrays = {key: np.ascontiguousarray(_array(recipe, key), np.float32) for key in recorded}
-    digests = {key: hashlib.sha256(array.tobytes()).hexdigest() for key, array in arrays.items()}
-    assert digests == recorded, f"{name}: the generator does not make the recorded inputs"
+        expected = {
+            key: stored[key] for key in stored.files if key not in ("spec", "sha")
+        }
+    arrays = {
+        key: np.ascontiguousarray(_array(recipe, key), np.float32) for key in recorded
+    }
+    digests = {
+        key: hashlib.sha256(array.tobytes()).hexdigest()
+        for key, array in arrays.items()
+    }
+    assert digests == recorded, (
+        f"{name}: the generator does not make the recorded inputs"
+    )
     tensors = {key: torch.from_numpy(array) for key, array in arrays.items()}
     return Case(name, recipe, tensors, expected)
 
@@ -241,36 +272,47 @@ _MEAN_OF_HEADS = ("holov", "fsr")
 
 def images(case: Case) -> VisualTokens:
     """The inputs of a case with all that its policy reads; nothing is projected."""
-    kind, arrays = case.recipe["gen"], case.inputs
+    kind = case.recipe["gen"]
+    arrays = case.inputs
     if "sys" in case.recipe:
         return _sequence(case)
     if kind == "video":
         grid = Grid(1, case.recipe["n"], case.recipe["T"], clip=True)
         text = arrays.get("text_tokens", torch.empty(0, case.recipe["D"]))[None]
         asked = Words(text, torch.ones(text.shape[:2], dtype=torch.bool))
-        return VisualTokens(case.rounded("frames").flatten(0, 1)[None], grid, words=asked)
+        return VisualTokens(
+            case.rounded("frames").flatten(0, 1)[None], grid, words=asked
+        )
     (source,) = {"features", "image_features", "hidden"} & set(arrays)
     rows = case.rounded(source)[None] if kind == "divprune" else case.rounded(source)
     begin = int(kind in _WITH_CLS)
-    cls, rows = rows[:, :begin], rows[:, begin:]
+    cls = rows[:, :begin]
+    rows = rows[:, begin:]
     key = next((name for name in ("key_metric", "k") if name in arrays), None)
     keys = rows if key is None else case.rounded(key)[:, begin:]
-    tiles, count = (len(rows) if kind in _ONE_IMAGE else 1), rows.shape[1]
+    tiles = len(rows) if kind in _ONE_IMAGE else 1
+    count = rows.shape[1]
 
     def joined(values: Tensor) -> Tensor:
         return values.reshape(-1, tiles * count, *values.shape[2:])
 
     following = None
-    if "q" in arrays:  # the [CLS] row of single-head attention, the mean over queries without it
-        queries, known = case.rounded("q"), case.rounded("k")
-        attention = (queries @ known.transpose(1, 2) / known.shape[2] ** 0.5).softmax(dim=-1)
+    if (
+        "q" in arrays
+    ):  # the [CLS] row of single-head attention, the mean over queries without it
+        queries = case.rounded("q")
+        known = case.rounded("k")
+        attention = (queries @ known.transpose(1, 2) / known.shape[2] ** 0.5).softmax(
+            dim=-1
+        )
         row = attention[:, 0, 1:] if begin else attention.mean(dim=1)
         following = NextLayer(row, keys)
     attention = None
     if "cls_attn" in arrays:
         heads = case.rounded("cls_attn") if kind == "visionzip" else arrays["cls_attn"]
         attention = heads.mean(dim=1) if kind in _MEAN_OF_HEADS else heads.sum(dim=1)
-    rows, keys = joined(rows), joined(keys)
+    rows = joined(rows)
+    keys = joined(keys)
     instruction = None
     if "text_embeds" in arrays:
         text = arrays["text_embeds"].expand(len(rows), -1, -1)
@@ -291,17 +333,21 @@ def images(case: Case) -> VisualTokens:
         cls_attention=None if attention is None else joined(attention),
         instruction=instruction,
         tower=TowerStates(
-            rows, keys, project=lambda merged: merged, cls=cls if begin else None,
+            rows,
+            keys,
+            project=lambda merged: merged,
+            cls=cls if begin else None,
             next_layer=following,
         ),
         encoder=case.rounded("encoder") if "encoder" in arrays else rows,
         words=words,
-    )  # fmt: skip
+    )
 
 
 def _sequence(case: Case) -> VisualTokens:
     """One image, and what is recorded of its sequence in the language model."""
-    kind, recipe = case.recipe["gen"], case.recipe
+    kind = case.recipe["gen"]
+    recipe = case.recipe
     if kind == "dart":
         rows = case.rounded("normed_hidden")
         recorded = {"normed": rows, "keys": case.rounded("keys")}
@@ -319,7 +365,9 @@ def _sequence(case: Case) -> VisualTokens:
         else:
             rows = case.rounded("keys").mean(dim=0)[None]
             last = attention_rows(case.rounded("q_last"), case.rounded("keys"))[:, 0]
-        attention = last.new_full((1, len(last), recipe["txt"], last.shape[1]), torch.nan)
+        attention = last.new_full(
+            (1, len(last), recipe["txt"], last.shape[1]), torch.nan
+        )
         attention[0, :, -1] = last
         recorded = {"attention": attention}
     text = torch.ones(1, recipe["txt"], dtype=torch.bool)

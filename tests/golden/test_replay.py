@@ -43,7 +43,8 @@ RENAMED = {"gmap": "weight", "t_tv": "tau_text", "lam": "balance"}
 
 def params_of(policy: str, recipe: Recipe, **others: object) -> Any:
     """Parameters of a policy, as the recipe of a case has them."""
-    call, known = BASE_POLICIES[policy].call, BASE_POLICIES[policy].default_params
+    call = BASE_POLICIES[policy].call
+    known = BASE_POLICIES[policy].default_params
     named = {RENAMED.get(key, key): value for key, value in recipe.items()}
     named |= {"scale_variance": recipe.get("scale") == 1, "patch_only": False}
     taken = {name: named[name] for name in type(known).model_fields if name in named}
@@ -56,12 +57,17 @@ def select(case: Case, policy: str, tokens: VisualTokens) -> Tensor:
     The first ``core`` picks are those of the question-free parameters, where the case has a core.
     Excluded tokens are closed, unless too few are left.
     """
-    recipe, chosen, tiles = case.recipe, BASE_POLICIES[policy], tokens.grid.tiles
+    recipe = case.recipe
+    chosen = BASE_POLICIES[policy]
+    tiles = tokens.grid.tiles
     params = params_of(policy, recipe)
-    count, core = min(recipe["K"], recipe["N"]) * tiles, recipe.get("core", 0) * tiles
+    count = min(recipe["K"], recipe["N"]) * tiles
+    core = recipe.get("core", 0) * tiles
     picks = torch.empty(tokens.batch, 0, dtype=torch.int64)
     if core:
-        unasked = {"cen_cdpruner": {"relevance": False}, "mmtok": {"words": False}}[policy]
+        unasked = {"cen_cdpruner": {"relevance": False}, "mmtok": {"words": False}}[
+            policy
+        ]
         picks = chosen.select(params_of(policy, recipe, **unasked), tokens, core).picks
     closed = mask_from_indices(picks, tokens.count)
     excluded = recipe.get("exclude", [])
@@ -82,12 +88,17 @@ def ascending(picks: Tensor) -> Tensor:
     return picks.sort(dim=-1).values
 
 
-def replay(case: Case) -> Outputs:
+def replay(case: Case) -> Outputs:  # noqa: C901, PLR0915
     """All that the case records and this implementation gives."""
-    method, recipe, recorded = case.name.split("/")[0], case.recipe, case.recorded
+    method = case.name.split("/")[0]
+    recipe = case.recipe
+    recorded = case.recorded
     tokens = images(case)
-    policy = {"pdrop": "pyramiddrop", "prumerge": "prumerge_plus",
-              "prumerge_budget": "prumerge_plus"}.get(method, method)  # fmt: skip
+    policy = {
+        "pdrop": "pyramiddrop",
+        "prumerge": "prumerge_plus",
+        "prumerge_budget": "prumerge_plus",
+    }.get(method, method)
     if method == "autoprune_released":
         refined = refine(materialize(load_state(released_state(recipe))), tokens)
         yield "reference", refined.reference, recorded("reference"), None
@@ -113,11 +124,23 @@ def replay(case: Case) -> Outputs:
         return
 
     # What is served, by tile: picks, and rows with what is merged into them.
-    tiles, params = tokens.grid.tiles, params_of(policy, recipe)
-    if method in ("prumerge", "prumerge_budget"):  # the published choice, and the rows that it has
-        layer, patches = tokens.require_next_layer(), tokens.require_tower().patches
-        merged = _merge_neighbours(layer.attention, layer.keys, patches, recorded("idx")[None])
-        yield "rows", torch.cat(merged, dim=1)[0], recorded("features"), NEXT_TO_ROUNDING
+    tiles = tokens.grid.tiles
+    params = params_of(policy, recipe)
+    if method in (
+        "prumerge",
+        "prumerge_budget",
+    ):  # the published choice, and the rows that it has
+        layer = tokens.require_next_layer()
+        patches = tokens.require_tower().patches
+        merged = _merge_neighbours(
+            layer.attention, layer.keys, patches, recorded("idx")[None]
+        )
+        yield (
+            "rows",
+            torch.cat(merged, dim=1)[0],
+            recorded("features"),
+            NEXT_TO_ROUNDING,
+        )
         return
     count = recipe.get("K") or len(recorded("keep")[0]) + 1
     if method == "dart":
@@ -127,10 +150,17 @@ def replay(case: Case) -> Outputs:
         order = BASE_POLICIES[policy].select(params, tokens, tokens.count).picks
         language = tokens.require_language()
         states = language.visual(language.states(params.layer), tokens.count, dim=1)
-        states = gather_rows(states, order[:, count:][:, : _recycled_count(tokens.count - count)])
+        states = gather_rows(
+            states, order[:, count:][:, : _recycled_count(tokens.count - count)]
+        )
         clusters = states.shape[1] // 10 + 1
         members = _density_peak_clusters(states, clusters, break_ties=False)
-        yield "rows", _cluster_means(members, states)[0], recorded("merged"), NEXT_TO_ROUNDING
+        yield (
+            "rows",
+            _cluster_means(members, states)[0],
+            recorded("merged"),
+            NEXT_TO_ROUNDING,
+        )
     budget = min(count * tiles, tokens.count + (recipe.get("mode") == "cls"))
     served = BASE_POLICIES[policy].select(params, tokens, budget)
 
@@ -150,11 +180,17 @@ def replay(case: Case) -> Outputs:
         case "fsr":
             yield "order", picks, recorded("order"), None
             exact = case.dtype == torch.float32
-            yield "rows", features, recorded("features"), NEXT_TO_ROUNDING if exact else 1e-2
+            yield (
+                "rows",
+                features,
+                recorded("features"),
+                NEXT_TO_ROUNDING if exact else 1e-2,
+            )
         case "visionzip":  # [CLS], dominant tokens in raster order, contextual ones
             assert served.extra is not None
             last = recipe["dominant"] - 1
-            dominant, wanted = picks[:, :last], recorded("dominant_idx")
+            dominant = picks[:, :last]
+            wanted = recorded("dominant_idx")
             yield "dominant", ascending(dominant), ascending(wanted)[:, 1:] - 1, None
             plain = gather_rows(features, dominant.argsort(dim=1))
             every = torch.cat([by_tile(served.extra), plain, features[:, last:]], dim=1)
@@ -179,29 +215,45 @@ def released_state(recipe: Recipe) -> Recipe:
         "redundancy": "redundancy_density_penalty",
         "contrast": "local_contrast_saliency",
     }
-    relevance = {"negative_mean": "negative_mean", "cosine": "words"}[recipe["relevance"]]
+    relevance = {"negative_mean": "negative_mean", "cosine": "words"}[
+        recipe["relevance"]
+    ]
     signals[by_weight["semantic"]]["measure"] = relevance
     signals[by_weight["spatial"]]["bias"] = recipe["center_bias"]
     document["scoring"]["signals"] = [
-        {**signals[by_weight[name]], "weight": weight} for name, weight in recipe["weights"].items()
+        {**signals[by_weight[name]], "weight": weight}
+        for name, weight in recipe["weights"].items()
     ]
     document["constraints"]["selector"] |= {
         name: recipe[name] for name in ("q_e", "r_min", "lam", "keep_weight", "power")
     }
     document["reassembly"]["strength"] = recipe["scale"]
     k = recipe["K"]
-    document["budget"] = {"atom": "ratio_budget", "ratio": 1.0, "floor": k, "ceiling": k}
+    document["budget"] = {
+        "atom": "ratio_budget",
+        "ratio": 1.0,
+        "floor": k,
+        "ceiling": k,
+    }
     return document
 
 
 ORDERED = (
-    *("cdpruner", "divprune", "fastv", "cen_divprune", "cen_cdpruner", "scope", "mmtok"),
+    "cdpruner",
+    "divprune",
+    "fastv",
+    "cen_divprune",
+    "cen_cdpruner",
+    "scope",
+    "mmtok",
     "idpruner",
 )
 """Methods that return picks in an order of their own."""
 
 METHODS = sorted(
-    folder.name for folder in Path(__file__).parent.glob("data/*") if folder.name != "clip_chunk"
+    folder.name
+    for folder in Path(__file__).parent.glob("data/*")
+    if folder.name != "clip_chunk"
 )
 """All that have cases, but the text tower's (``test_signals.py``)."""
 
@@ -225,13 +277,19 @@ def test_output_equals_the_published_one(name: str) -> None:
         if tolerance is not None:
             if exact:
                 torch.testing.assert_close(
-                    actual.float(), wanted.float(), rtol=tolerance, atol=tolerance, msg=what
+                    actual.float(),
+                    wanted.float(),
+                    rtol=tolerance,
+                    atol=tolerance,
+                    msg=what,
                 )
             continue
         assert actual.shape == wanted.shape, what
         for row in actual:
             assert row.unique().numel() == row.numel(), what
-            assert row.numel() == 0 or 0 <= int(row.min()) <= int(row.max()) < recipe["N"], what
+            assert (
+                row.numel() == 0 or 0 <= int(row.min()) <= int(row.max()) < recipe["N"]
+            ), what
         if exact or what == "reference":
             assert actual.tolist() == wanted.tolist(), what
         elif recipe.get("stable_set", False):
@@ -240,6 +298,10 @@ def test_output_equals_the_published_one(name: str) -> None:
             tokens = images(case)
             encoded = recipe["gen"] in ("scope", "mmtok")
             rows = (tokens.require_encoder() if encoded else tokens.features)[0]
-            kind = (rows[:, None] == rows[None]).all(dim=2).to(torch.uint8).argmax(dim=1)
+            kind = (
+                (rows[:, None] == rows[None]).all(dim=2).to(torch.uint8).argmax(dim=1)
+            )
             counted = slice(COUNTING[name])
-            assert kind[actual[0, counted]].tolist() == kind[wanted[0, counted]].tolist()
+            assert (
+                kind[actual[0, counted]].tolist() == kind[wanted[0, counted]].tolist()
+            )

@@ -33,8 +33,11 @@ from tests.tpdsl.samples import sample
 from vllm_autoprune.http_client import CHAT
 from vllm_autoprune.serving.plan import MAX_RECALLS
 
-ONE, OTHER = Picture(1, *SMALL), Picture(2, *LARGE)
-IMAGE, SPLIT, RECALLED = Picture(20, *LARGE), Picture(50, *LARGE), Picture(60, *LARGE)
+ONE = Picture(1, *SMALL)
+OTHER = Picture(2, *LARGE)
+IMAGE = Picture(20, *LARGE)
+SPLIT = Picture(50, *LARGE)
+RECALLED = Picture(60, *LARGE)
 QUESTIONS = ("what colour is the cat", "how many are on the left", "which dog is blue")
 RECALL = entry(recall=6)
 SIDES = (28, 56, 84, 112, 168, 224, 336, 448)
@@ -44,7 +47,10 @@ def conversation(picture: Picture, *later: str) -> list[Json]:
     """Messages about a picture, and later turns."""
     messages = [user_turn(QUESTIONS[0], picture)]
     for text in later:
-        messages += [{"role": "assistant", "content": "blue"}, {"role": "user", "content": text}]
+        messages += [
+            {"role": "assistant", "content": "blue"},
+            {"role": "user", "content": text},
+        ]
     return messages
 
 
@@ -58,7 +64,11 @@ def special_tokens(site: Site) -> OddRequests:
         for words in (f"{text} {QUESTION}", f"{QUESTION} {text} {text}"):
             cached = site.body(SPLIT, text=words)
             yield f"{text!r}", cached
-            yield f"{text!r} under a salt", {**cached, "cache_salt": f"alone {number}"}, cached
+            yield (
+                f"{text!r} under a salt",
+                {**cached, "cache_salt": f"alone {number}"},
+                cached,
+            )
             yield f"{text!r} without an image", site.body(text=words)
             talk = conversation(RECALLED, words, QUESTION)
             yield f"{text!r} in a later turn", site.body(messages=talk, **RECALL)
@@ -81,8 +91,10 @@ def odd_images(site: Site) -> None:
         image.save(content, form, **options)
         return content.getvalue()
 
-    scene, other = draw_picture(70, *LARGE), draw_picture(71, *LARGE)
-    sound, stock = encode(scene), site.stock()
+    scene = draw_picture(70, *LARGE)
+    other = draw_picture(71, *LARGE)
+    sound = encode(scene)
+    stock = site.stock()
     for name, images in {
         "truncated": [sound[:-200]],
         "nothing": [b""],
@@ -91,7 +103,10 @@ def odd_images(site: Site) -> None:
         "animated": [encode(scene, "GIF", save_all=True, append_images=[other])],
         "one of two broken": [sound, sound[:-200]],
     }.items():
-        urls = ("data:image/png;base64," + base64.b64encode(image).decode() for image in images)
+        urls = (
+            "data:image/png;base64," + base64.b64encode(image).decode()
+            for image in images
+        )
         parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
         turn = {"role": "user", "content": [*parts, {"type": "text", "text": QUESTION}]}
         reply, expected = (each.ask(messages=[turn]) for each in (site, stock))
@@ -102,9 +117,15 @@ def odd_images(site: Site) -> None:
 def video_beside_image(site: Site) -> OddRequests:
     """A video and an image with the same uuid."""
     # The tiny model's chat template writes no videos.
-    words = {"type": "text", "text": f"<|vision_start|><|video_pad|><|vision_end|> {QUESTION}"}
+    words = {
+        "type": "text",
+        "text": f"<|vision_start|><|video_pad|><|vision_end|> {QUESTION}",
+    }
     frames = ",".join(Picture(21 + i, 56, 84).url.partition(",")[2] for i in range(4))
-    film: Json = {"type": "video_url", "video_url": {"url": f"data:video/jpeg;base64,{frames}"}}
+    film: Json = {
+        "type": "video_url",
+        "video_url": {"url": f"data:video/jpeg;base64,{frames}"},
+    }
     for uuids in ((None, None), ("same", "same"), ("same", "other"), ("other", "same")):
         pair = zip((IMAGE.part, film), uuids, strict=True)
         named = [{**part, "uuid": uuid} if uuid else part for part, uuid in pair]
@@ -115,7 +136,8 @@ def video_beside_image(site: Site) -> OddRequests:
 @attack(judge=Site.check_each)
 def images_of_every_role(site: Site) -> OddRequests:
     """Images in system, assistant and tool turns."""
-    image, words = IMAGE.part, {"type": "text", "text": QUESTION}
+    image = IMAGE.part
+    words = {"type": "text", "text": QUESTION}
     user = user_turn(QUESTION, IMAGE)
     tool = {"role": "tool", "tool_call_id": "1", "content": [image]}
     talks: Mapping[str, list[Json]] = {
@@ -125,18 +147,35 @@ def images_of_every_role(site: Site) -> OddRequests:
         "assistant last": [user, {"role": "assistant", "content": [image]}],
         "no text": [{"role": "user", "content": [image]}],
         "no user": [{"role": "assistant", "content": [image]}],
-        "text between": [{"role": "user", "content": [words, image, words, image, words]}],
+        "text between": [
+            {"role": "user", "content": [words, image, words, image, words]}
+        ],
         "a thousand turns": [user, *[{"role": "user", "content": "red"}] * 1000],
-        "no type": [{"role": "user", "content": [{"image_url": image["image_url"]}, words]}],
+        "no type": [
+            {"role": "user", "content": [{"image_url": image["image_url"]}, words]}
+        ],
         "a bare text": [{"role": "user", "content": ["red", image]}],
     }
-    yield from ((name, site.body(messages=messages)) for name, messages in talks.items())
+    yield from (
+        (name, site.body(messages=messages)) for name, messages in talks.items()
+    )
 
 
 @attack("split")
 def odd_details(site: Site) -> None:
     """Values of ``image_url.detail`` on a server that has budgets for them."""
-    details: Sequence[object] = ("low", "auto", "high", "", "LOW", "ü", "x" * 10_000, 1, None, {})
+    details: Sequence[object] = (
+        "low",
+        "auto",
+        "high",
+        "",
+        "LOW",
+        "ü",
+        "x" * 10_000,
+        1,
+        None,
+        {},
+    )
     tokens = {}
     for detail in details:
         turn = user_turn(QUESTION, SPLIT)
@@ -161,7 +200,9 @@ def truncated_prompts(site: Site) -> None:
         [client.ask(Picture(15, *LARGE), **cut).status for cut in cuts]
         for client in (site, site.stock())
     )
-    assert sum(status >= 500 for status in pruned) <= sum(status >= 500 for status in stock)
+    assert sum(status >= 500 for status in pruned) <= sum(
+        status >= 500 for status in stock
+    )
 
 
 # ---- names of images: each answer is about the image that was sent ----
@@ -207,7 +248,16 @@ def uuid_alone(site: Site) -> OddRequests:
 def odd_uuids(site: Site) -> OddRequests:
     """Uuids that resemble cache identities, are very long, or are not strings."""
     identity = "0" * 64
-    odd = ("", " ", "a" * 100_000, f"{identity}-ap-{identity[:32]}", identity, "\n\0", "ü🦙", "0x1")
+    odd = (
+        "",
+        " ",
+        "a" * 100_000,
+        f"{identity}-ap-{identity[:32]}",
+        identity,
+        "\n\0",
+        "ü🦙",
+        "0x1",
+    )
     for uuid in odd:
         yield f"uuid {uuid[:20]!r}", site.body(OTHER.named(uuid)), site.body(OTHER)
 
@@ -221,14 +271,18 @@ def planted_names(site: Site) -> OddRequests:
     seen = int(site.metric("vllm:request_success_total")) + 40
     for start in range(1, 2 * seen + 40, 8):
         names = (f"renderer0-mm-{number}-image-0" for number in range(start, start + 8))
-        yield "planted names", site.body(*(Picture(4, *LARGE).named(name) for name in names))
+        yield (
+            "planted names",
+            site.body(*(Picture(4, *LARGE).named(name) for name in names)),
+        )
     yield from (("the victim's image", victim, victim) for _ in range(6))
 
 
 @attack(judge=Site.check_each)
 def random_keep_by_uuid(site: Site) -> OddRequests:
     """A random keep with client-chosen uuids: the draw must not depend on the uuid."""
-    picture, how = Picture(5, *LARGE), entry(keep="random", budget=8)
+    picture = Picture(5, *LARGE)
+    how = entry(keep="random", budget=8)
     for name in ("draw-1", "draw-2", "draw-3"):
         reference = site.body(picture.named("draw-0"), **how)
         yield "a random keep", site.body(picture.named(name), **how), reference
@@ -243,9 +297,13 @@ _HITS = "autoprune_feature_cache_hits_total"
 def cache_salt(site: Site) -> None:
     """Neither features nor the core of an image are shared with a tenant of another salt."""
     picture = Picture(int(site.metric("vllm:request_success_total")) + 6000, *LARGE)
-    cached, hits = [], [site.metric(_HITS)]
+    cached = []
+    hits = [site.metric(_HITS)]
     salts: Sequence[Json] = (
-        *({"cache_salt": "first"}, {"cache_salt": "first"}, {"cache_salt": "second"}, {}),
+        {"cache_salt": "first"},
+        {"cache_salt": "first"},
+        {"cache_salt": "second"},
+        {},
     )
     for salt, question in zip(salts, (*QUESTIONS, QUESTIONS[2]), strict=True):
         reply = site.ask(picture, text=question, **salt)
@@ -263,11 +321,15 @@ def flat_images(site: Site) -> None:
     """Constant images, of which all tokens are alike: no state breaks its bounds."""
     for number in range(10):
         state = sample()
-        state["scoring"]["signals"][0]["weight"] = 0.4 + (1 + number) / 1000  # a new digest
+        state["scoring"]["signals"][0]["weight"] = (
+            0.4 + (1 + number) / 1000
+        )  # a new digest
         flat = Picture(255 * (number % 2), 448, 448 - 28 * (number // 2), flat=True)
         budget = (1, 2, 3, 8, 32)[number // 2]
         assert_no_error(site.ask(flat, **entry(state=state, budget=budget)))
-    assert site.metric("autoprune_fallbacks_total", reason="unsafe") == 0, "sound states fail"
+    assert site.metric("autoprune_fallbacks_total", reason="unsafe") == 0, (
+        "sound states fail"
+    )
 
 
 # ---- many turns, images and clients ----
@@ -284,7 +346,8 @@ def long_conversations(site: Site) -> OddRequests:
 @attack(judge=Site.check_each)
 def budgets_of_each_image(site: Site) -> OddRequests:
     """One image twice in a request, with different budgets, and 64 images at one token each."""
-    picture, other = Picture(6, *LARGE), Picture(7, *LARGE)
+    picture = Picture(6, *LARGE)
+    other = Picture(7, *LARGE)
     for budgets in ([4, 32], [32, 4], [1, 4096], [4096, 1]):
         for pair in ((picture, other), (picture, picture)):
             yield f"{budgets}", site.body(*pair, **entry(budget=budgets))
@@ -335,12 +398,18 @@ def counted_though_not_served(site: Site) -> None:
     """Token-count requests and late refusals must not appear in the metrics."""
     picture = Picture(11, *LARGE)
     chat = site.body(picture)
-    source = {"type": "base64", "media_type": "image/png", "data": picture.url.partition(",")[2]}
+    source = {
+        "type": "base64",
+        "media_type": "image/png",
+        "data": picture.url.partition(",")[2],
+    }
     parts = [{"type": "image", "source": source}, {"type": "text", "text": QUESTION}]
     turns = [{"role": "user", "content": parts}]
     anthropic = {"model": chat["model"], "max_tokens": 4, "messages": turns}
     too_long = user_turn("the sky is blue on the right " * 2000, picture)
-    counters = [f"autoprune_{name}_total" for name in ("requests", "images", "visual_tokens")]
+    counters = [
+        f"autoprune_{name}_total" for name in ("requests", "images", "visual_tokens")
+    ]
     for path, body in (
         ("/v1/messages/count_tokens", anthropic),
         ("/tokenize", chat),

@@ -22,12 +22,19 @@ from tests.hostile.site import (
 from tests.serving.unit.samples import with_fields
 from tests.tpdsl.samples import sample
 from vllm_autoprune.http_client import CHAT
-from vllm_autoprune.serving.plan import FIELD, MAX_RECALLS, Choice, ItemPlan, encode_state
+from vllm_autoprune.serving.plan import (
+    FIELD,
+    MAX_RECALLS,
+    Choice,
+    ItemPlan,
+    encode_state,
+)
 from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET
 from vllm_autoprune.tpdsl.loading import load_state
 from vllm_autoprune.tpdsl.state import PruningState
 
-RENDER, GENERATE = f"{CHAT}/render", "/inference/v1/generate"
+RENDER = f"{CHAT}/render"
+GENERATE = "/inference/v1/generate"
 _PICTURE = Picture(16, *LARGE)
 
 Forge = Callable[[Tensor], Tensor | None]
@@ -63,7 +70,8 @@ FORGED: Mapping[str, Forge] = {
     },
     "a core": _as_core,
     **{
-        f"a delta of K_c = {core}": changed(part="delta", core=core) for core in (1, 8, 255, 10_000)
+        f"a delta of K_c = {core}": changed(part="delta", core=core)
+        for core in (1, 8, 255, 10_000)
     },
     "empty": lambda plan: plan[:0],
     "long": lambda plan: torch.cat([plan, plan.new_full((100_000,), 5)]),
@@ -95,7 +103,8 @@ def forge(request: Mapping[str, Any], *forges: Forge) -> Json:
     )
 
     body = copy.deepcopy(dict(request))
-    features, items = body["features"], []
+    features = body["features"]
+    items = []
     features["mm_metadata"] = None
     features["mm_hashes"]["image"] = [
         f"{next(_identities):064x}" for _ in features["mm_hashes"]["image"]
@@ -113,7 +122,9 @@ def forge(request: Mapping[str, Any], *forges: Forge) -> Json:
 
 
 def _plans_of(request: Mapping[str, Any]) -> list[ItemPlan]:
-    from vllm.entrypoints.scale_out.token_in_token_out.mm_serde import decode_mm_kwargs_item
+    from vllm.entrypoints.scale_out.token_in_token_out.mm_serde import (
+        decode_mm_kwargs_item,
+    )
 
     items = map(decode_mm_kwargs_item, request["features"]["kwargs_data"]["image"])
     return [ItemPlan.decode(item[FIELD].data) for item in items]
@@ -145,19 +156,35 @@ def forged_plans(site: Site) -> Iterable[Forgery]:
 def _other_parts(request: Json) -> Iterable[Forgery]:
     """Forged plans of the two items, core and delta, of one image."""
     core, delta = _plans_of(request)
-    tokens, few = delta.tokens, delta.budget
+    tokens = delta.tokens
+    few = delta.budget
     as_whole = changed(part="whole", core=0)
     no_core = changed(state=encode_state(load_state("visionzip")))
     wide = {"share": 0.5, "cover": 0.9, "strength": 0.5}
     other = PruningState.model_validate({**sample(), "core": wide})
     other_core = changed(state=encode_state(other))
     random_tokens = changed(keep="random")
-    late_core, early_delta = changed(part="core", core=few), changed(part="delta", core=few)
-    sizes = (1, core.budget - 1, core.budget + 1, tokens - few - 1, tokens - few, tokens - few + 1)
+    late_core = changed(part="core", core=few)
+    early_delta = changed(part="delta", core=few)
+    sizes = (
+        1,
+        core.budget - 1,
+        core.budget + 1,
+        tokens - few - 1,
+        tokens - few,
+        tokens - few + 1,
+    )
     forgeries: Mapping[str, tuple[Forge, Forge]] = {
         **{
             f"a delta of K_c = {size}": (_same, changed(core=size))
-            for size in (*sizes, tokens - 1, tokens, tokens + 1, 10_000, MAX_BUDGET - few)
+            for size in (
+                *sizes,
+                tokens - 1,
+                tokens,
+                tokens + 1,
+                10_000,
+                MAX_BUDGET - few,
+            )
         },
         "two cores": (_same, late_core),
         "two deltas": (early_delta, _same),
@@ -165,7 +192,10 @@ def _other_parts(request: Json) -> Iterable[Forgery]:
         "a delta beside the whole": (as_whole, _same),
         "the whole beside a core": (_same, as_whole),
         "random tokens": (random_tokens, random_tokens),
-        "a core with a question": (changed(instruction=(5,) * 64, language=(5,) * 64), _same),
+        "a core with a question": (
+            changed(instruction=(5,) * 64, language=(5,) * 64),
+            _same,
+        ),
         "a state without a core": (_same, no_core),
         "no state with a core": (no_core, no_core),
         "a delta of another core": (_same, other_core),
@@ -190,7 +220,10 @@ def forged_parts(site: Site) -> None:
         "one of two cores": _repeat_item(two, 0, times=0),
         "exchanged images": exchanged,
     }
-    forgeries = [*_other_parts(request), *((name, body, [_same]) for name, body in bodies.items())]
+    forgeries = [
+        *_other_parts(request),
+        *((name, body, [_same]) for name, body in bodies.items()),
+    ]
     _send_forgeries(site, forgeries)
     # The forged plans' cores have the key of this image; another salt has none of them.
     for text in QUESTIONS:
@@ -201,10 +234,12 @@ def forged_parts(site: Site) -> None:
 def _repeat_item(request: Mapping[str, Any], item: int, times: int) -> Json:
     """A rendered request with one of its items and its placeholders so many times."""
     body = copy.deepcopy(dict(request))
-    features, ids = body["features"], body["token_ids"]
+    features = body["features"]
+    ids = body["token_ids"]
     features["mm_metadata"] = None
     places = features["mm_placeholders"]["image"]
-    begin, length = places[item]["offset"], places[item]["length"]
+    begin = places[item]["offset"]
+    length = places[item]["length"]
     ids[begin : begin + length] = ids[begin : begin + length] * times
     for later in places[item + 1 :]:
         later["offset"] += length * (times - 1)
@@ -221,14 +256,20 @@ def _other_recalls(recall: ItemPlan) -> Mapping[str, Forge]:
     initial, *later = recall.earlier
     far = 1 << 40
     chains: Mapping[str, tuple[Choice, ...]] = {
-        "another first question": (Choice(initial.budget, (5,) * 8, initial.language), *later),
+        "another first question": (
+            Choice(initial.budget, (5,) * 8, initial.language),
+            *later,
+        ),
         "a first K of all tokens": (Choice(recall.tokens), *later),
         "a first K of more than all tokens": (Choice(recall.tokens + 7), *later),
         "the largest first K": (Choice(MAX_BUDGET - recall.budget),),
         "as many turns as there may be": (initial,) * MAX_RECALLS,
         "more turns than there may be": (initial,) * (MAX_RECALLS + 1),
         "no turn before": (),
-        "a token id beyond the vocabulary": (Choice(initial.budget, (far,), (far,)), *later),
+        "a token id beyond the vocabulary": (
+            Choice(initial.budget, (far,), (far,)),
+            *later,
+        ),
         "a negative token id": (Choice(initial.budget, (-1,), (-1,)), *later),
     }
     return {
@@ -253,6 +294,8 @@ def forged_recalls(site: Site) -> None:
     assert [plan.part for plan in plans][-2:] == ["recall", "recall"]
     sound = [_same] * (len(plans) - 1)
     forges = _other_recalls(plans[-1])
-    _send_forgeries(site, [(name, request, [*sound, forged]) for name, forged in forges.items()])
+    _send_forgeries(
+        site, [(name, request, [*sound, forged]) for name, forged in forges.items()]
+    )
     body = site.body(messages=conversation(RECALLED, QUESTIONS[1]), **RECALL)
     site.check("after the forged plans", body, {**body, "cache_salt": "alone"})

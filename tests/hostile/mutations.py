@@ -30,9 +30,14 @@ from vllm_autoprune import RequestError, load_state
 from vllm_autoprune.serving.plan import CHOOSERS, FIELD, Choice, ItemPlan, encode_state
 from vllm_autoprune.tpdsl.tokens import POSITIONS
 
-_NUMBERS = (-1, 0, 1, 2, 3, 7, 8, 17, 64, 255, 256, 1000, 10**6, 2**31 - 1, 2**31, 2**62, -(2**62))
+_NUMBERS = (
+    -1, 0, 1, 2, 3, 7, 8, 17, 64, 255, 256, 1000, 10**6, 2**31 - 1, 2**31, 2**62,
+    -(2**62),
+)  # fmt: skip
 
-_STATES = [encode_state(load_state(name)) for name in ("divprune", "shared-core", "visionzip")]
+_STATES = [
+    encode_state(load_state(name)) for name in ("divprune", "shared-core", "visionzip")
+]
 
 
 @dataclass(frozen=True)
@@ -63,13 +68,17 @@ def draw_mutation(requests: Sequence[Request], source: Random) -> Mutation | Non
             request = _resize(request, number, length)
     else:
         name = source.choice([*sorted(feature.data) * 2, "pixel_values", "more"])
-        others = [item.data for r in requests for item in r.features if item.data is not None]
-        _mutate_tensor(feature.data, name, [item[name] for item in others if name in item], source)
+        others = [
+            item.data for r in requests for item in r.features if item.data is not None
+        ]
+        _mutate_tensor(
+            feature.data, name, [item[name] for item in others if name in item], source
+        )
     feature = request.features[number]
     try:
         assert feature.data is not None
         feature.data = decode_mm_kwargs_item(encode_mm_kwargs_item(feature.data))
-    except Exception:  # of vLLM's own encoding
+    except Exception:  # of vLLM's own encoding  # noqa: BLE001
         return None
     return Mutation(request, number, name)
 
@@ -82,7 +91,18 @@ def _mutate_plan(row: Tensor, name: str, source: Random) -> Tensor:
     plan = ItemPlan.decode(row)
     value = getattr(plan, name)
     if source.random() < 0.2:
-        anything: Sequence[object] = (None, "core", [], [[1, 2]], {}, 0.5, b"x", True, -1, 2**63)
+        anything: Sequence[object] = (
+            None,
+            "core",
+            [],
+            [[1, 2]],
+            {},
+            0.5,
+            b"x",
+            True,
+            -1,
+            2**63,
+        )
         return with_fields(row, **{name: source.choice(anything)})
     draws: Mapping[str, Callable[[], object]] = {
         "key": lambda: (source.choice(_NUMBERS), source.choice(_NUMBERS)),
@@ -101,18 +121,30 @@ def _mutate_plan(row: Tensor, name: str, source: Random) -> Tensor:
 
 
 def _draw_number(value: int, plan: ItemPlan, source: Random) -> int:
-    near = (value - 1, value + 1, value * 2, plan.tokens - 1, plan.tokens, plan.tokens + 1)
+    near = (
+        value - 1,
+        value + 1,
+        value * 2,
+        plan.tokens - 1,
+        plan.tokens,
+        plan.tokens + 1,
+    )
     return source.choice((*near, *near, *_NUMBERS))
 
 
 def _draw_ids(source: Random) -> tuple[int, ...]:
-    return tuple(source.choice((3, 40, 159, *_NUMBERS)) for _ in range(source.randrange(4)))
+    return tuple(
+        source.choice((3, 40, 159, *_NUMBERS)) for _ in range(source.randrange(4))
+    )
 
 
 def _draw_choices(plan: ItemPlan, source: Random) -> list[object]:
-    choices = [*plan.earlier, *(Choice(source.choice((1, 8, plan.tokens, 60_000))),)]
+    choices = [*plan.earlier, Choice(source.choice((1, 8, plan.tokens, 60_000)))]
     source.shuffle(choices)
-    return [_as_fields(choice) for choice in choices[: source.randrange(3)] * source.choice((1, 9))]
+    return [
+        _as_fields(choice)
+        for choice in choices[: source.randrange(3)] * source.choice((1, 9))
+    ]
 
 
 def _as_fields(choice: Choice) -> dict[str, object]:
@@ -134,7 +166,10 @@ def _draw_text(plan: ItemPlan, source: Random) -> list[tuple[int, int]]:
         lambda: text[at:],
         lambda: [*text[:at], *text[at + 1 :]],
         lambda: [*text[:at], (place + source.choice((-1, 1)), token), *text[at + 1 :]],
-        lambda: [*text[:at], *[(source.choice((plan.tokens, 10**6)), token)] * (len(text) - at)],
+        lambda: [
+            *text[:at],
+            *[(source.choice((plan.tokens, 10**6)), token)] * (len(text) - at),
+        ],
         lambda: [*text[:at], (place, source.choice(_NUMBERS)), *text[at + 1 :]],
         lambda: [*text, *text],
     )
@@ -147,16 +182,22 @@ def _count_rows(row: Tensor) -> int:
         plan = ItemPlan.decode(row)
         return plan.budget + len(plan.text)
     budget, text = (fields_of(row).get(name) for name in ("budget", "text"))
-    return budget + len(text) if isinstance(budget, int) and isinstance(text, list) else 0
+    return (
+        budget + len(text) if isinstance(budget, int) and isinstance(text, list) else 0
+    )
 
 
 def _resize(request: Request, number: int, length: int) -> Request:
     """The request with so many placeholders of an item, all of which have rows."""
     item = request.features[number]
-    start, end = item.mm_position.offset, item.mm_position.offset + item.mm_position.length
+    start = item.mm_position.offset
+    end = item.mm_position.offset + item.mm_position.length
     ids = [*request.ids[:start], *[request.ids[start]] * length, *request.ids[end:]]
     moved = [
-        replace(feature, mm_position=replace(place, offset=place.offset + start + length - end))
+        replace(
+            feature,
+            mm_position=replace(place, offset=place.offset + start + length - end),
+        )
         if (place := feature.mm_position).offset > start
         else feature
         for feature in request.features
@@ -209,7 +250,14 @@ def _draw_kind(source: Random) -> Any:
 
 def _changes(tensor: Tensor, source: Random) -> list[Callable[[], object]]:
     """Other tensors: of another type, shape, or with other numbers."""
-    types = (torch.float32, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool)
+    types = (
+        torch.float32,
+        torch.float16,
+        torch.int64,
+        torch.int32,
+        torch.uint8,
+        torch.bool,
+    )
     number = source.choice((*_NUMBERS, *_NUMBERS, 0.5, float("nan"), float("inf")))
     changes: list[Callable[[], object]] = [
         lambda: tensor.to(source.choice(types)),
@@ -266,5 +314,8 @@ def _reshape_grid(tensor: Tensor, source: Random) -> Tensor:
             [1, times * height, width],
         ]
         shapes += [[times, height * 2, width // 2], [times, height // 2, width * 2]]
-        shapes += [[times * 2, height // 2, width], [times, height * 4, max(1, width // 4)]]
+        shapes += [
+            [times * 2, height // 2, width],
+            [times, height * 4, max(1, width // 4)],
+        ]
     return torch.tensor(source.choice(shapes), dtype=tensor.dtype)

@@ -18,7 +18,8 @@ from tests.fuzz.generator import Json, without_entry
 from vllm_autoprune.http_client import CHAT, Metrics
 
 QUESTION = "what colour is the cat on the left"
-SMALL, LARGE = (56, 56), (448, 448)
+SMALL = (56, 56)
+LARGE = (448, 448)
 """Sizes whose number of visual tokens differs wherever a backbone has any that do."""
 
 PATIENCE = 240.0
@@ -37,7 +38,8 @@ budgets by ``image_url.detail`` and the endpoints for tokens; ``stock`` has no s
 
 # A connection for each request: vLLM closes those that it has not heard of for five seconds.
 HTTP = httpx.Client(
-    timeout=PATIENCE, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    timeout=PATIENCE,
+    limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
 )
 
 
@@ -124,7 +126,10 @@ class Reply:
             return {}
         tops = self.body["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
         # The endpoint for processed inputs returns token ids instead of text.
-        return {str(top.get("token_id", top.get("token"))): float(top["logprob"]) for top in tops}
+        return {
+            str(top.get("token_id", top.get("token"))): float(top["logprob"])
+            for top in tops
+        }
 
     def __str__(self) -> str:
         return f"HTTP {self.status}: {self.message[:160]!r}"
@@ -139,12 +144,15 @@ class Client:
     def send(self, path: str, body: Mapping[str, object] | bytes) -> Reply:
         """The answer to a POST request on a connection of its own."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        headers, begun = {"Content-Type": "application/json"}, time.monotonic()
+        headers = {"Content-Type": "application/json"}
+        begun = time.monotonic()
         try:
             answer = HTTP.post(self.server.url + path, content=content, headers=headers)
-            status, text = answer.status_code, answer.content.decode("utf-8", "replace")
+            status = answer.status_code
+            text = answer.content.decode("utf-8", "replace")
         except httpx.HTTPError as error:
-            status, text = 0, repr(error)
+            status = 0
+            text = repr(error)
         return Reply(status, text, time.monotonic() - begun)
 
     def body(self, *pictures: Picture, text: str = QUESTION, **more: Any) -> Json:
@@ -200,10 +208,16 @@ class Site(Client):
         reply = self.send(CHAT, body)
         if reply.failed:
             stock = self.stock()
-            by_stock = stock.send(CHAT, {**without_entry(body), "model": stock.server.model})
-            assert by_stock.failed, f"{name}: {reply}, and stock answers {by_stock.status}"
+            by_stock = stock.send(
+                CHAT, {**without_entry(body), "model": stock.server.model}
+            )
+            assert by_stock.failed, (
+                f"{name}: {reply}, and stock answers {by_stock.status}"
+            )
         elif accepted:
-            assert_same(name, reply, *(self._known[json.dumps(other)] for other in accepted))
+            assert_same(
+                name, reply, *(self._known[json.dumps(other)] for other in accepted)
+            )
         return reply
 
     def check_each(self, requests: OddRequests) -> None:
@@ -238,7 +252,9 @@ def assert_same(name: str, reply: Reply, *accepted: Reply) -> None:
     assert_no_error(reply)
     if reply.status == 200:
         gap = min(distance(reply.logprobs, other.logprobs) for other in accepted)
-        assert gap <= SAME, f"{name}: the answer differs from the expected one by {gap:.2f}"
+        assert gap <= SAME, (
+            f"{name}: the answer differs from the expected one by {gap:.2f}"
+        )
 
 
 # ---- attacks ----
@@ -272,7 +288,9 @@ def attack(
 
     def register(function: Callable[[Site], Any]) -> Callable[[Site], Any]:
         run: Callable[[Site], None] = lambda site: judge(site, function(site))  # noqa: E731
-        ATTACKS[function.__name__] = Attack(profiles or ("default",), quick, backbones, run)
+        ATTACKS[function.__name__] = Attack(
+            profiles or ("default",), quick, backbones, run
+        )
         return function
 
     return register

@@ -27,18 +27,29 @@ BUDGETS: Mapping[str, int] = {"qwen2_5_vl": 32, "llava_next": 64}
 def make_flags(backbone: str, profile: Profile, split_state: Path) -> Sequence[str]:
     """Flags of a server of a profile; ``split_state`` is the file of a state with a core."""
     common = (
-        *("--enforce-eager", "--block-size", "32", "--enable-prompt-tokens-details"),
-        *("--limit-mm-per-prompt", '{"image": 128}', "--max-model-len", "8192"),
+        "--enforce-eager",
+        "--block-size",
+        "32",
+        "--enable-prompt-tokens-details",
+        "--limit-mm-per-prompt",
+        '{"image": 128}',
+        "--max-model-len",
+        "8192",
     )
     if profile == "stock":
         return (*common, "--trust-request-mm-kwargs", "--enable-scale-out")
     budget = BUDGETS[backbone]
-    states, detail = ("--autoprune-requests", "states"), f"low={budget // 4},high={budget * 2}"
+    states = ("--autoprune-requests", "states")
+    detail = f"low={budget // 4},high={budget * 2}"
     rules: Mapping[Profile, Sequence[str]] = {
         "default": states,
         "uncached": (
-            *("--mm-processor-cache-gb", "0", "--no-enable-prefix-caching", "--enable-scale-out"),
-            *("--autoprune-requests", "none"),
+            "--mm-processor-cache-gb",
+            "0",
+            "--no-enable-prefix-caching",
+            "--enable-scale-out",
+            "--autoprune-requests",
+            "none",
         ),
         "split": (*states, "--autoprune-detail", detail, "--enable-scale-out"),
     }
@@ -52,7 +63,8 @@ class Fleet(ExitStack):
 
     def __init__(self, backbone: str, runner: str) -> None:
         super().__init__()
-        self._backbone, self._environment = backbone, ENVIRONMENTS[runner]
+        self._backbone = backbone
+        self._environment = ENVIRONMENTS[runner]
         self._servers: dict[Profile, tuple[ExitStack, Server]] = {}
         folder = self.enter_context(tempfile.TemporaryDirectory(prefix="hostile-"))
         self._split_state = Path(folder, "core.json")
@@ -112,16 +124,25 @@ def list_attacks() -> Iterator[object]:
                     continue
                 quick = profile == "uncached" and attack.quick
                 quick = quick or (profile == "split" and name in QUICK)
-                marks = () if quick and (backbone, runner) == FLEETS[0] else pytest.mark.exhaustive
+                marks = (
+                    ()
+                    if quick and (backbone, runner) == FLEETS[0]
+                    else pytest.mark.exhaustive
+                )
                 identity = f"{backbone}-{runner}-{profile}-{name}"
                 values = backbone, runner, name, profile
                 yield pytest.param(*values, marks=marks, id=identity)
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize(("backbone", "runner_name", "name", "profile"), list(list_attacks()))
+@pytest.mark.parametrize(
+    ("backbone", "runner_name", "name", "profile"), list(list_attacks())
+)
 def test_an_attack_is_withstood(
     get_fleet: Callable[[str, str], Fleet],
-    backbone: str, runner_name: str, name: str, profile: Profile,
-) -> None:  # fmt: skip
+    backbone: str,
+    runner_name: str,
+    name: str,
+    profile: Profile,
+) -> None:
     run_attack(name, profile, get_fleet(backbone, runner_name).get)

@@ -72,7 +72,9 @@ class Worker:
         rules = RequestRules("states", 1, 1024, explicit=True, recall=4)
         mark = "<|image_pad|>" if backbone.startswith("qwen") else ""
         state = clip_state("vcast")
-        self.sender = Sender(folder, 8, rules=rules, placeholder=mark, **state).with_blocks(4)
+        self.sender = Sender(
+            folder, 8, rules=rules, placeholder=mark, **state
+        ).with_blocks(4)
         served = served_state(self.sender._config)
         assert served is not None
         self.rules = PlanRules(served, self.sender._config.get_vocab_size())
@@ -84,7 +86,9 @@ class Worker:
         if served.axes == LINE:
             patches.keep_positions()
             patches.keep_axes(config.model_config, LINE)
-        module, _, name = BACKBONES[config.model_config.architecture].model.partition(":")
+        module, _, name = BACKBONES[config.model_config.architecture].model.partition(
+            ":"
+        )
         with set_current_vllm_config(config), set_default_torch_dtype(torch.float32):
             ensure_model_parallel_initialized(1, 1)
             self.model: Any = vars(import_module(module))[name](vllm_config=config)
@@ -99,7 +103,11 @@ class Worker:
 
     def _make_requests(self) -> Iterator[Request]:
         """Sound requests of every kind that the model serves."""
-        entries: list[dict[str, Any]] = [{}, {"budget": 300}, {"budget": 5, "state": "divprune"}]
+        entries: list[dict[str, Any]] = [
+            {},
+            {"budget": 300},
+            {"budget": 5, "state": "divprune"},
+        ]
         entries += [{"keep": "random"}, {"keep": "reference", "state": "autoprune"}]
         if not self.sender._processor._placeholders.unsplittable:
             turns = [{"images": 1, "text": "is"}, {"images": 1, "text": "the cat"}]
@@ -108,7 +116,9 @@ class Worker:
             entries.append({"cells": "flat"})
         pictures = LARGE, page(), OTHER
         for number, entry in enumerate(entries):
-            yield self._make([page() if "cells" in entry else pictures[number % 3]], **entry)
+            yield self._make(
+                [page() if "cells" in entry else pictures[number % 3]], **entry
+            )
         if self.sender._processor._placeholders.resize is not None:
             yield self._make([LARGE], keep="resized", budget=9)
         if self.has_clips:
@@ -140,7 +150,9 @@ class Worker:
         if not axes:
             return None
         positions: Tensor
-        positions, delta = self.model.get_mrope_input_positions(request.ids, [*request.features])
+        positions, delta = self.model.get_mrope_input_positions(
+            request.ids, [*request.features]
+        )
         assert positions.shape == (axes, len(request.ids))
         end = max(int(positions.max()) + 1, len(request.ids) + delta)
         assert int(positions[0].min()) >= 0 and end <= self.model.autoprune_table
@@ -159,14 +171,18 @@ class Worker:
         return rows
 
     @torch.inference_mode()
-    def place(self, request: Request, rows: Sequence[Tensor], positions: Tensor) -> None:
+    def place(
+        self, request: Request, rows: Sequence[Tensor], positions: Tensor
+    ) -> None:
         """Place the request's tokens, all in one step."""
         split, placed, _ = self.model.recompute_mrope_positions(
             request.ids, rows, positions.clone(), 0
         )
         assert {part.shape[1] for part in split} == {self.model.autoprune.row_width}
         assert placed.shape == positions.shape
-        assert int(placed[0].min()) >= 0 and int(placed.max()) < self.model.autoprune_table
+        assert (
+            int(placed[0].min()) >= 0 and int(placed.max()) < self.model.autoprune_table
+        )
 
 
 def page() -> Image.Image:
@@ -183,7 +199,7 @@ def reaches_worker(feature: MultiModalFeatureSpec) -> bool:
         return False
     try:
         return len([*group_and_batch_mm_items([MultiModalKwargsItem(item)])]) == 1
-    except Exception:
+    except Exception:  # noqa: BLE001
         return False
 
 

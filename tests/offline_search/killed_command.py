@@ -19,8 +19,10 @@ from vllm_autoprune.cli.main import main
 from vllm_autoprune.tpdsl.loading import load_state
 
 load_state("autoprune")
-URL, FOLDER = sys.argv[1], Path(sys.argv[2])
-COMPLETE, CUT = FOLDER / "complete.jsonl", FOLDER / "cut.jsonl"
+URL = sys.argv[1]
+FOLDER = Path(sys.argv[2])
+COMPLETE = FOLDER / "complete.jsonl"
+CUT = FOLDER / "cut.jsonl"
 
 
 def run_command(ledger: Path, seconds: float = 600.0) -> int:
@@ -29,11 +31,28 @@ def run_command(ledger: Path, seconds: float = 600.0) -> int:
     if child == 0:
         with (FOLDER / "errors").open("a") as sys.stderr:
             sys.stdout = sys.stderr
-            code = main([
-                "search", "--data", str(FOLDER), "--ledger", str(ledger), "--resume",
-                "--server-url", URL, "--proposer-url", f"{URL}/v1", "--proposer-model", "m",
-                "--budget", "8", "--rounds", "3", "--per-round", "3",
-            ])  # fmt: skip
+            code = main(
+                [
+                    "search",
+                    "--data",
+                    str(FOLDER),
+                    "--ledger",
+                    str(ledger),
+                    "--resume",
+                    "--server-url",
+                    URL,
+                    "--proposer-url",
+                    f"{URL}/v1",
+                    "--proposer-model",
+                    "m",
+                    "--budget",
+                    "8",
+                    "--rounds",
+                    "3",
+                    "--per-round",
+                    "3",
+                ]
+            )
         os._exit(code)
     ends = time.monotonic() + seconds
     status = (0, 0)
@@ -45,9 +64,12 @@ def run_command(ledger: Path, seconds: float = 600.0) -> int:
     return os.waitstatus_to_exitcode(status[1])
 
 
-rng, recorded, start = Random(7), b"", time.monotonic()
+rng = Random(7)
+recorded = b""
+start = time.monotonic()
 codes = [run_command(COMPLETE)]
-longest, kills = time.monotonic() - start, 0
+longest = time.monotonic() - start
+kills = 0
 for _ in range(int(sys.argv[3])):
     kills += run_command(CUT, rng.uniform(0.02, longest / 2)) < 0
     content = CUT.read_bytes() if CUT.exists() else b""

@@ -37,7 +37,9 @@ class RecordedProposer:
     def __init__(self, replies: list[ReplyRecord]) -> None:
         self._replies = {record.key: record for record in replies}
 
-    async def reply(self, messages: Messages, schema: JsonObject | None, seed: int) -> Reply:
+    async def reply(
+        self, messages: Messages, schema: JsonObject | None, seed: int
+    ) -> Reply:
         number, index = divmod(seed, 1009)  # as the seed of a request is made
         attempt = "first" if len(messages) == 2 else "repair"
         record = self._replies[f"reply/{number}/{index}/{attempt}"]
@@ -48,10 +50,15 @@ async def rewrite(recording: Path) -> str:
     """Rewrite one recording; returns its digest."""
     records = read_ledger(recording)
     (opened,) = (record for record in records if isinstance(record, SettingsRecord))
-    kept = [each for each in records if isinstance(each, EvaluationRecord | VerdictRecord)]
-    proposer = RecordedProposer([each for each in records if isinstance(each, ReplyRecord)])
+    kept = [
+        each for each in records if isinstance(each, EvaluationRecord | VerdictRecord)
+    ]
+    proposer = RecordedProposer(
+        [each for each in records if isinstance(each, ReplyRecord)]
+    )
     with tempfile.TemporaryDirectory() as folder:
-        evaluator, path = SyntheticEvaluator(dataset(Path(folder))), Path(folder) / "new"
+        evaluator = SyntheticEvaluator(dataset(Path(folder)))
+        path = Path(folder) / "new"
         with Ledger(path, kept) as ledger:
             await Search(opened.settings, ledger, evaluator, proposer).run()
             assert not evaluator.jobs, "asks what is not recorded"
@@ -65,6 +72,9 @@ if __name__ == "__main__":
     # The requests of these stay what a model was sent once.
     for recording in sorted(PROPOSED.glob("*.jsonl")):
         with tempfile.TemporaryDirectory() as folder:
-            again, read = Path(folder) / "new", partial(read_questions, recording)
-            print(recording.stem, asyncio.run(replay_on(read, recording, again))[2][:12])
+            again = Path(folder) / "new"
+            read = partial(read_questions, recording)
+            print(
+                recording.stem, asyncio.run(replay_on(read, recording, again))[2][:12]
+            )
             recording.write_bytes(again.read_bytes())

@@ -74,7 +74,9 @@ def completion(text: str | None, *, refusal: str = "", **fields: object) -> Answ
 def error(status: int, message: str = "no", **headers: str) -> Answer:
     """Error response in OpenAI's format."""
     names = {name.replace("_", "-"): value for name, value in headers.items()}
-    return _answer(status, {"error": {"message": message, "type": "x", "code": status}}, names)
+    return _answer(
+        status, {"error": {"message": message, "type": "x", "code": status}}, names
+    )
 
 
 def model_list(*names: str) -> Answer:
@@ -87,7 +89,9 @@ def endpoint(answer: Callable[[Body, int], Answer]) -> Iterator[FakeServer]:
     """Serve until the block ends; ``answer`` maps a request body and its number to a response."""
     numbers = count()
     pages = {MODELS: model_list("m")}
-    with fake_server(lambda body: answer(body, next(numbers)), model=None, pages=pages) as server:
+    with fake_server(
+        lambda body: answer(body, next(numbers)), model=None, pages=pages
+    ) as server:
         yield server
 
 
@@ -114,9 +118,15 @@ HOSTILE = {
 
 def list_reply(begin: int, length: int, **changes: JsonValue) -> str:
     """A reply with ``length`` valid proposals, all with the same purpose and hypothesis."""
-    fields: JsonObject = {"purpose": "explore", "hypothesis": f"List {begin}.", "expect": "higher"}
+    fields: JsonObject = {
+        "purpose": "explore",
+        "hypothesis": f"List {begin}.",
+        "expect": "higher",
+    }
     chosen = [VALID_REPLIES[(begin + place) % 30] for place in range(length)]
-    return json.dumps({"proposals": [fields | changes | json.loads(text) for text in chosen]})
+    return json.dumps(
+        {"proposals": [fields | changes | json.loads(text) for text in chosen]}
+    )
 
 
 _FILE = io.BytesIO()
@@ -134,10 +144,15 @@ def dataset(folder: Path, images: int = SIZE // 2) -> Dataset:
             name = f"{split}-{number}.png"
             (folder / name).write_bytes(PIXEL + name.encode())
             examples += [
-                Example(image=name, question=f"Is it {n}?", answer=("yes", "no")[n],
-                        category=("digit", "colour")[number % 2], pair=number)
+                Example(
+                    image=name,
+                    question=f"Is it {n}?",
+                    answer=("yes", "no")[n],
+                    category=("digit", "colour")[number % 2],
+                    pair=number,
+                )
                 for n in range(2)
-            ]  # fmt: skip
+            ]
         write_split(folder / f"{split}.jsonl", examples)
     return read_dataset(folder)
 
@@ -148,21 +163,27 @@ Change = Callable[[EvaluationJob, Answers], Answers]
 class SyntheticEvaluator:
     """Evaluator that keeps its jobs; ``change`` may return other answers, or raise."""
 
-    def __init__(self, data: Dataset, probes: bool = True, change: Change | None = None) -> None:
+    def __init__(
+        self, data: Dataset, probes: bool = True, change: Change | None = None
+    ) -> None:
         self.name = f"synthetic {data.digest[:8]}"
         self.dataset = data
         self.jobs: list[EvaluationJob] = []
-        self._probes, self._change = probes, change or (lambda _, answers: answers)
+        self._probes = probes
+        self._change = change or (lambda _, answers: answers)
 
     def probes(self) -> Sequence[VisualTokens]:
         return synthetic_probes(8)[:1] if self._probes else []
 
     async def evaluate(self, job: EvaluationJob) -> Answers:
         self.jobs.append(job)
-        value, logprob = 0.0 if job.candidate is None else _score(job.candidate), []
+        value = 0.0 if job.candidate is None else _score(job.candidate)
+        logprob = []
         for example in self.dataset.splits[job.split][job.start : job.stop]:
             shared = Random(f"{example.image} {example.question}").gauss(0, 1)
-            single = Random(f"{example.image} {example.question} {digest_of(job)}").gauss(0, 1)
+            single = Random(
+                f"{example.image} {example.question} {digest_of(job)}"
+            ).gauss(0, 1)
             logprob.append(-1.0 + value + 0.05 * (shared + 0.1 * single))
         answers = Answers(tuple(logprob), tuple(value > -1.2 for value in logprob))
         return self._change(job, answers)
@@ -176,7 +197,9 @@ def digest_of(job: EvaluationJob) -> str:
 def _score(state: PruningState) -> float:
     """Score of a state, at most 0, which the unpruned model has."""
     weights = {call.atom: call.weight for call in state.scoring.signals}
-    share = weights.get("instruction_guided_visual_relevance", 0.0) / (sum(weights.values()) or 1)
+    share = weights.get("instruction_guided_visual_relevance", 0.0) / (
+        sum(weights.values()) or 1
+    )
     quota = state.constraints.selector.bounds(8)[0]
     merges = float(state.reassembly.model_dump().get("strength", 0.0))
     return -0.8 * (share - 0.6) ** 2 - 0.03 * abs(quota - 4) - 0.5 * merges - 0.01
@@ -202,14 +225,18 @@ class ScriptedProposer:
         self.schemas: list[JsonObject | None] = []
         self._in_order = in_order
 
-    async def reply(self, messages: Messages, schema: JsonObject | None, seed: int) -> Reply:
+    async def reply(
+        self, messages: Messages, schema: JsonObject | None, seed: int
+    ) -> Reply:
         number = len(self.requests) if self._in_order else _hash_request(messages, seed)
         self.requests.append(messages)
         self.schemas.append(schema)
         chosen = self.replies[number % len(self.replies)]
         if chosen is None:
             return Reply(None, "the endpoint is down", Cost())
-        return Reply(chosen, "", Cost(prompt_tokens=100, completion_tokens=50, money=0.01))
+        return Reply(
+            chosen, "", Cost(prompt_tokens=100, completion_tokens=50, money=0.01)
+        )
 
 
 def _hash_request(messages: Messages, seed: int) -> int:
@@ -224,14 +251,25 @@ def answer_search(body: Body, number: int) -> Answer:
     """
     if "mm_processor_kwargs" not in body:
         reply = _hash_request(tuple(body["messages"]), body.get("seed", 0)) % 10
-        schema = body.get("response_format", {}).get("json_schema", {}).get("schema", {})
+        schema = (
+            body.get("response_format", {}).get("json_schema", {}).get("schema", {})
+        )
         if items := schema.get("properties", {}).get("proposals"):
-            return completion(list_reply(reply, items["minItems"]) if reply else "no proposal")
+            return completion(
+                list_reply(reply, items["minItems"]) if reply else "no proposal"
+            )
         return completion(VALID_REPLIES[reply] if reply else "no proposal")
-    answer, options = body["messages"][-1]["content"], body["mm_processor_kwargs"]["autoprune"]
-    value = -0.1 - 0.1 * (len(json.dumps(options.get("state", {}).get("scoring", {}))) % 7)
-    usage = {"prompt_tokens": 9 + min(options.get("budget", IMAGE_TOKENS), IMAGE_TOKENS)}
-    return completion(".", prompt_logprobs=[None, token(f" {answer}", value)], usage=usage)
+    answer = body["messages"][-1]["content"]
+    options = body["mm_processor_kwargs"]["autoprune"]
+    value = -0.1 - 0.1 * (
+        len(json.dumps(options.get("state", {}).get("scoring", {}))) % 7
+    )
+    usage = {
+        "prompt_tokens": 9 + min(options.get("budget", IMAGE_TOKENS), IMAGE_TOKENS)
+    }
+    return completion(
+        ".", prompt_logprobs=[None, token(f" {answer}", value)], usage=usage
+    )
 
 
 def token(text: str, logprob: float, rank: int = 1) -> dict[str, Any]:
@@ -242,9 +280,12 @@ def token(text: str, logprob: float, rank: int = 1) -> dict[str, Any]:
 def settings_of(**changes: object) -> Settings:
     """Settings of a search of three rounds by a language model, with changes."""
     fields: dict[str, object] = {
-        "strategy": "autoprune", "rounds": 3, "per_round": 3, "budgets": (BUDGET,),
+        "strategy": "autoprune",
+        "rounds": 3,
+        "per_round": 3,
+        "budgets": (BUDGET,),
         "proposer": "scripted",
-    }  # fmt: skip
+    }
     return Settings.model_validate(fields | changes)
 
 
@@ -276,12 +317,15 @@ class Searches:
             replies = ScriptedProposer(replies)
         self.proposer = replies
         self.evaluator = evaluator or SyntheticEvaluator(self.data, change=change)
-        self.path, self.lines = self.folder / ledger, []
+        self.path = self.folder / ledger
+        self.lines = []
         settings = settings_of(**{"evaluator": self.evaluator.name, **changes})
         self.evaluator.dataset = self.data.in_blocks(settings.block, settings.seed)
         progress = ProgressLog(self.lines.append)
         with Ledger(self.path) as opened:
-            search = Search(settings, opened, self.evaluator, self.proposer, most_money, progress)
+            search = Search(
+                settings, opened, self.evaluator, self.proposer, most_money, progress
+            )
             return await search.run()
 
     def records(self, kind: type[R]) -> list[R]:
@@ -293,24 +337,39 @@ class Searches:
         return digest_records(read_ledger(self.path))
 
 
-def trial(
-    name: str, values: Sequence[float] | np.ndarray | None = None,
-    state: PruningState | None = None, status: Status = "evaluated", parent: str = "",
-    same_as: str = "", reason: str = "", expect: Expectation | None = None,
-) -> Trial:  # fmt: skip
+def trial(  # noqa: PLR0913
+    name: str,
+    values: Sequence[float] | np.ndarray | None = None,
+    state: PruningState | None = None,
+    status: Status = "evaluated",
+    parent: str = "",
+    same_as: str = "",
+    reason: str = "",
+    expect: Expectation | None = None,
+) -> Trial:
     """A trial with these values of its examples, and a hypothesis where something is expected."""
     number, index = map(int, name.split("."))
-    hypothesis = expect and Hypothesis(purpose="ablate", text=f"Why {name}.", expect=expect)
+    hypothesis = expect and Hypothesis(
+        purpose="ablate", text=f"Why {name}.", expect=expect
+    )
     proposal = ProposalRecord(
-        round=number, index=index, origin="llm", parents=(parent,) if parent else (),
-        hypothesis=hypothesis, problems=(reason,) if status == "invalid" else (),
-    )  # fmt: skip
+        round=number,
+        index=index,
+        origin="llm",
+        parents=(parent,) if parent else (),
+        hypothesis=hypothesis,
+        problems=(reason,) if status == "invalid" else (),
+    )
     array = None if values is None else np.array(values)
     result = TrialRecord(
-        round=number, index=index, status=status, same_as=same_as, reason=reason,
+        round=number,
+        index=index,
+        status=status,
+        same_as=same_as,
+        reason=reason,
         objective=None if array is None else float(np.nanmean(array)),
         examples=0 if array is None else int(np.isfinite(array).sum()),
-    )  # fmt: skip
+    )
     return Trial(proposal, result, state, array)
 
 

@@ -42,40 +42,83 @@ Run = Callable[..., int]
 @pytest.fixture
 def run_command(served: FakeServer, data: Dataset, tmp_path: Path) -> Run:
     """Run a search of two rounds, with more flags."""
-    return lambda *more: main([
-        "search", "--data", str(data.folder), "--ledger", str(tmp_path / "l.jsonl"),
-        "--server-url", served.url, "--proposer-url", f"{served.url}/v1", "--proposer-model", "m",
-        "--budget", "8", "--rounds", "2", "--per-round", "2", "--strategy", "autoprune", *more,
-    ])  # fmt: skip
+    return lambda *more: main(
+        [
+            "search",
+            "--data",
+            str(data.folder),
+            "--ledger",
+            str(tmp_path / "l.jsonl"),
+            "--server-url",
+            served.url,
+            "--proposer-url",
+            f"{served.url}/v1",
+            "--proposer-model",
+            "m",
+            "--budget",
+            "8",
+            "--rounds",
+            "2",
+            "--per-round",
+            "2",
+            "--strategy",
+            "autoprune",
+            *more,
+        ]
+    )
 
 
 def test_the_command_searches_reports_resumes_and_replays(
     run_command: Run, served: FakeServer, data: Dataset, tmp_path: Path, capsys: Printed
 ) -> None:
-    state, page, ledger = tmp_path / "s.json", tmp_path / "p.html", tmp_path / "l.jsonl"
+    state = tmp_path / "s.json"
+    page = tmp_path / "p.html"
+    ledger = tmp_path / "l.jsonl"
     flags = ["-o", str(state), "--images", "6", "--seed", "1"]
     assert run_command(*flags) == 0
     output = capsys.readouterr()
-    assert "| winner |" in output.out and "round 2" in output.err and "left" in output.err
+    assert (
+        "| winner |" in output.out and "round 2" in output.err and "left" in output.err
+    )
     winner = load_state(state)
     assert winner.provenance.scores and "autoprune" in winner.provenance.found_by
     assert main(["validate", str(state)]) == 0
     assert main(["search", "report", "--ledger", str(ledger), "-o", str(page)]) == 0
     assert page.read_text().startswith("<!doctype html>")
 
-    sent, again = len(served.requests), tmp_path / "again.jsonl"
+    sent = len(served.requests)
+    again = tmp_path / "again.jsonl"
     assert run_command(*flags) == 1 and "--resume" in capsys.readouterr().err
     assert run_command(*flags, "--resume") == 0
     # Server and proposer are checked before a search resumes; nothing else is sent again.
     assert len(served.requests) - sent <= 3
     assert run_command("--resume", "--seed", "5", "--images", "6", "--core") == 1
-    assert "another search (seed is 5, was 1; core is True, was False" in capsys.readouterr().err
+    assert (
+        "another search (seed is 5, was 1; core is True, was False"
+        in capsys.readouterr().err
+    )
 
     sent = len(served.requests)
-    replayed = ["search", "--data", str(data.folder), "--ledger", str(again), "--json", "--replay"]
+    replayed = [
+        "search",
+        "--data",
+        str(data.folder),
+        "--ledger",
+        str(again),
+        "--json",
+        "--replay",
+    ]
     for recording, images, message in (
-        (ledger, "3", "-> give the data folder and the --images of the recorded search"),
-        (tmp_path / "folder" / "typo.jsonl", "6", "name the ledger of a search that has begun"),
+        (
+            ledger,
+            "3",
+            "-> give the data folder and the --images of the recorded search",
+        ),
+        (
+            tmp_path / "folder" / "typo.jsonl",
+            "6",
+            "name the ledger of a search that has begun",
+        ),
     ):
         assert main([*replayed, str(recording), "--images", images]) == 1
         assert message in capsys.readouterr().out
@@ -96,15 +139,21 @@ def test_the_command_searches_reports_resumes_and_replays(
     ],
 )
 def test_a_model_behind_an_endpoint_is_asked_for_lists(
-    more: list[str], length: int, ranges: set[str], run_command: Run, served: FakeServer,
+    more: list[str],
+    length: int,
+    ranges: set[str],
+    run_command: Run,
+    served: FakeServer,
     tmp_path: Path,
-) -> None:  # fmt: skip
+) -> None:
     assert run_command("--per-round", "6", "--rounds", "1", *more) == 0
     asked = [body for body in served.requests if "response_format" in body]
     assert {body["max_tokens"] for body in asked} == {1024 * length}
     texts = {body["messages"][1]["content"].splitlines()[-1] for body in asked}
     if ranges:
-        assert {text.partition("Propose ")[2].partition(" of ")[0] for text in texts} == ranges
+        assert {
+            text.partition("Propose ")[2].partition(" of ")[0] for text in texts
+        } == ranges
     opened = read_ledger(tmp_path / "l.jsonl")[0]
     assert isinstance(opened, SettingsRecord)
     assert opened.settings.proposals_per_reply == length
@@ -118,13 +167,24 @@ def test_a_dry_run_prints_an_estimate_and_asks_no_proposer(
         return capsys.readouterr().out
 
     estimate: dict[str, Any] = json.loads(dry_run("--price", "1", "2", "--json"))
-    assert estimate["calls"] == 2 and estimate["money"] > 0 and estimate["prompt_tokens"] > 1000
+    assert (
+        estimate["calls"] == 2
+        and estimate["money"] > 0
+        and estimate["prompt_tokens"] > 1000
+    )
     language, request = (message["content"] for message in estimate["messages"])
-    assert "Propose candidates 1 to 2 of 2" in request and "quality_topk_selector" in language
+    assert (
+        "Propose candidates 1 to 2 of 2" in request
+        and "quality_topk_selector" in language
+    )
     assert estimate["answers"] == {
-        "search": SIZE * (1 + 1 + 4), "validation": SIZE * (1 + 1 + 5), "test": SIZE * (1 + 1 + 1),
-    }  # fmt: skip
-    numbers = json.loads(dry_run("--space", "numbers", "--json"))["messages"][0]["content"]
+        "search": SIZE * (1 + 1 + 4),
+        "validation": SIZE * (1 + 1 + 5),
+        "test": SIZE * (1 + 1 + 1),
+    }
+    numbers = json.loads(dry_run("--space", "numbers", "--json"))["messages"][0][
+        "content"
+    ]
     assert "lam 0.04 to 0.22" in numbers and "quality_topk_selector" not in numbers
     assert estimate["seconds"] > 0
     text = dry_run("--proposals-per-reply", "1")
@@ -134,7 +194,8 @@ def test_a_dry_run_prints_an_estimate_and_asks_no_proposer(
     # Budgets are refused here too; without a server there is no time.
     assert run_command("--dry-run", "--budget", str(IMAGE_TOKENS)) == 1
     assert "keeps all tokens" in capsys.readouterr().err
-    sent, flags = len(served.requests), ["--data", str(tmp_path / "data"), "--strategy", "tpe"]
+    sent = len(served.requests)
+    flags = ["--data", str(tmp_path / "data"), "--strategy", "tpe"]
     assert main(["search", *flags, "--dry-run", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["seconds"] is None
     assert len(served.requests) == sent and not (tmp_path / "l.jsonl").exists()
@@ -144,14 +205,22 @@ def test_one_file_of_questions_is_searched_on_and_said_how_it_is_split(
     run_command: Run, data: Dataset, tmp_path: Path, capsys: Printed
 ) -> None:
     lines = [(data.folder / f"{split}.jsonl").read_text() for split in SPLITS]
-    path, again = data.folder / "questions.jsonl", tmp_path / "again.jsonl"
+    path = data.folder / "questions.jsonl"
+    again = tmp_path / "again.jsonl"
     path.write_text("".join(lines))
     for split in SPLITS:
         (data.folder / f"{split}.jsonl").unlink()
     assert run_command("--data", str(path), "--rounds", "1", "--seed", "5") == 0
     said = f"{path} is split by image, with seed 5: 36 questions about 18 images for search, 14 "
     assert said in capsys.readouterr().err
-    flags = ["--data", str(path), "--replay", str(tmp_path / "l.jsonl"), "--ledger", str(again)]
+    flags = [
+        "--data",
+        str(path),
+        "--replay",
+        str(tmp_path / "l.jsonl"),
+        "--ledger",
+        str(again),
+    ]
     assert main(["search", *flags]) == 0
 
 
@@ -165,7 +234,10 @@ def test_a_server_that_prunes_nothing_is_named_before_the_search(
 
     served.respond = ignore_budgets
     assert run_command() == 1
-    assert f"{served.url}: prunes nothing: with K = 1 a prompt is" in capsys.readouterr().err
+    assert (
+        f"{served.url}: prunes nothing: with K = 1 a prompt is"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_reply_that_was_cut_names_the_flag_that_gives_it_room(
@@ -174,7 +246,9 @@ def test_a_reply_that_was_cut_names_the_flag_that_gives_it_room(
     def respond(body: Body) -> Answer:
         if "mm_processor_kwargs" in body:
             return answer_search(body, 0)
-        thinks = body["messages"][0]["content"] == "Say yes." or body["max_tokens"] < 2000
+        thinks = (
+            body["messages"][0]["content"] == "Say yes." or body["max_tokens"] < 2000
+        )
         text = "<think>Well," if thinks else f"<think>Well,</think>{list_reply(1, 2)}"
         choice = {"message": {"content": text}, "finish_reason": "length"}
         return completion("", choices=[choice])
@@ -182,12 +256,16 @@ def test_a_reply_that_was_cut_names_the_flag_that_gives_it_room(
     served.respond = respond
     more = ["--strategy", "autoprune+", "--rounds", "1", "--per-round", "3"]
     assert run_command(*more, "--reply-tokens", "100") == 0
-    printed = "the reply was cut off after 500 tokens -> write less, or raise --reply-tokens"
+    printed = (
+        "the reply was cut off after 500 tokens -> write less, or raise --reply-tokens"
+    )
     assert printed in capsys.readouterr().err.replace("invalid: /: ", "")
     path = tmp_path / "enough.jsonl"
     assert run_command(*more, "--reply-tokens", "400", "--ledger", str(path)) == 0
     assert "cut off" not in capsys.readouterr().err
-    texts = [record.text for record in read_ledger(path) if isinstance(record, ReplyRecord)]
+    texts = [
+        record.text for record in read_ledger(path) if isinstance(record, ReplyRecord)
+    ]
     assert texts == [list_reply(1, 2)], "without thoughts"
 
 
@@ -217,20 +295,27 @@ def test_options_and_refused_fields_are_recorded_with_the_settings(
     assert opened.settings.unsent == ("seed", "temperature")
 
 
-@pytest.mark.parametrize(("budget", "status"), [(IMAGE_TOKENS - 1, 0), (IMAGE_TOKENS, 1), (500, 1)])
+@pytest.mark.parametrize(
+    ("budget", "status"), [(IMAGE_TOKENS - 1, 0), (IMAGE_TOKENS, 1), (500, 1)]
+)
 def test_a_budget_that_keeps_every_token_is_refused_before_the_search(
     budget: int, status: int, run_command: Run, served: FakeServer, capsys: Printed
 ) -> None:
     assert run_command("--budget", "8", str(budget), "--rounds", "1") == status
-    message = f"--budget: {budget} keeps all tokens: an image has 64 -> give less than 64"
+    message = (
+        f"--budget: {budget} keeps all tokens: an image has 64 -> give less than 64"
+    )
     assert (message in capsys.readouterr().err) == bool(status)
     assert len(served.requests) < 40 or not status
 
 
 def test_an_interrupted_search_says_how_to_go_on(
-    run_command: Run, served: FakeServer, tmp_path: Path, capsys: Printed,
+    run_command: Run,
+    served: FakeServer,
+    tmp_path: Path,
+    capsys: Printed,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     def interrupt(*values: object) -> None:
         raise KeyboardInterrupt
 
@@ -280,7 +365,17 @@ def test_wrong_options_give_one_error_with_a_fix(
 
 
 def test_every_wrong_option_is_reported(run_command: Run, capsys: Printed) -> None:
-    wrong = ["--rounds", "0", "--images", "0", "--most-money", "x", "--budget", "0", "--json"]
+    wrong = [
+        "--rounds",
+        "0",
+        "--images",
+        "0",
+        "--most-money",
+        "x",
+        "--budget",
+        "0",
+        "--json",
+    ]
     assert run_command(*wrong) == 1
     problems = json.loads(capsys.readouterr().out)["problems"]
     where = [problem["where"] for problem in problems]
@@ -299,18 +394,37 @@ def test_every_wrong_option_is_reported(run_command: Run, capsys: Printed) -> No
 def test_a_language_model_takes_part_only_where_it_is_named(
     more: list[str], message: str, data: Dataset, tmp_path: Path, capsys: Printed
 ) -> None:
-    folder, ledger = str(data.folder), str(tmp_path / "l")
-    command = ["search", "--data", folder, "--ledger", ledger, "--dry-run", "--json", *more]
+    folder = str(data.folder)
+    ledger = str(tmp_path / "l")
+    command = [
+        "search",
+        "--data",
+        folder,
+        "--ledger",
+        ledger,
+        "--dry-run",
+        "--json",
+        *more,
+    ]
     assert main(command) == bool(more)
     printed = capsys.readouterr().out
-    assert message in printed and (not more or re.search(r"give --proposer-url", printed))
+    assert message in printed and (
+        not more or re.search(r"give --proposer-url", printed)
+    )
 
 
 def test_server_and_proposer_get_the_key_and_the_headers_that_are_theirs(
     run_command: Run, served: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PROPOSER_KEY", "p")
-    flags = ["--api-key", "k", "--header", "X-Who=server", "--proposer-key-env", "PROPOSER_KEY"]
+    flags = [
+        "--api-key",
+        "k",
+        "--header",
+        "X-Who=server",
+        "--proposer-key-env",
+        "PROPOSER_KEY",
+    ]
     assert run_command(*flags, "--proposer-header", "X-Who=proposer") == 0
     sent = {(headers["Authorization"], headers["X-Who"]) for headers in served.headers}
     assert sent == {("Bearer k", "server"), ("Bearer p", "proposer")}

@@ -24,7 +24,12 @@ Printed = pytest.CaptureFixture[str]
 
 
 def fast_settings(server: FakeServer, **changes: object) -> EndpointSettings:
-    fast: dict[str, Any] = {"retries": 3, "first_wait": 0.001, "timeout": 2.0, **changes}
+    fast: dict[str, Any] = {
+        "retries": 3,
+        "first_wait": 0.001,
+        "timeout": 2.0,
+        **changes,
+    }
     return EndpointSettings(f"{server.url}/v1", "m", **fast)
 
 
@@ -38,7 +43,9 @@ async def test_a_reply_has_text_and_cost() -> None:
     with endpoint(lambda body, n: completion("{}")) as server:
         changes = {"price": (1e6, 2e6), "temperature": 0.5, "reply_tokens": 99}
         reply = await reply_to(fast_settings(server, **changes))
-        await reply_to(fast_settings(server, unsent=frozenset({"seed"}), options=options))
+        await reply_to(
+            fast_settings(server, unsent=frozenset({"seed"}), options=options)
+        )
     assert (reply.text, reply.failure, reply.cut) == ("{}", "", False)
     assert (reply.cost.prompt_tokens, reply.cost.completion_tokens) == (10, 5)
     assert reply.cost.money == 20.0
@@ -50,21 +57,38 @@ async def test_a_reply_has_text_and_cost() -> None:
 
 def fail_first(status: int, times: int = 1, **headers: str) -> Answering:
     """An endpoint whose first answers are errors."""
-    return lambda body, n: completion("{}") if n >= times else error(status, "busy", **headers)
+    return lambda body, n: (
+        completion("{}") if n >= times else error(status, "busy", **headers)
+    )
 
 
 @pytest.mark.parametrize(
     ("answer", "sent", "failure", "printed"),
     [
-        *((fail_first(status, 2), 3, "", f"this run: 2 x status {status}: busy, asked again")
-          for status in (429, 503, 408)),
+        *(
+            (
+                fail_first(status, 2),
+                3,
+                "",
+                f"this run: 2 x status {status}: busy, asked again",
+            )
+            for status in (429, 503, 408)
+        ),
         (fail_first(429, 1, retry_after="0.01"), 2, "", "1 x status 429"),
-        (fail_first(503, 99), 4, "status 503: busy, after at most 3 retries", "3 x status 503"),
-        *((fail_first(status, 99), 1, f"status {status}: busy", "") for status in (401, 404)),
+        (
+            fail_first(503, 99),
+            4,
+            "status 503: busy, after at most 3 retries",
+            "3 x status 503",
+        ),
+        *(
+            (fail_first(status, 99), 1, f"status {status}: busy", "")
+            for status in (401, 404)
+        ),
         (fail_first(400, 99), 2, "busy", ""),  # with the schema and without it
     ],
     ids=["429", "503", "408", "Retry-After", "always 503", "401", "404", "400"],
-)  # fmt: skip
+)
 async def test_what_may_pass_is_asked_again_and_said_what_remains_is_a_reply(
     answer: Answering, sent: int, failure: str, printed: str, capsys: Printed
 ) -> None:
@@ -72,10 +96,14 @@ async def test_what_may_pass_is_asked_again_and_said_what_remains_is_a_reply(
         reply = await reply_to(fast_settings(server))
     assert reply.failure == failure or (failure == "busy" and failure in reply.failure)
     assert len(server.requests) == sent and reply.text == (None if failure else "{}")
-    assert (printed in (text := capsys.readouterr().err)) and bool(text) == bool(printed)
+    assert (printed in (text := capsys.readouterr().err)) and bool(text) == bool(
+        printed
+    )
 
 
-def refusing(*names: str, status: int = 400, text: str = "{} is unsupported") -> Answering:
+def refusing(
+    *names: str, status: int = 400, text: str = "{} is unsupported"
+) -> Answering:
     """An endpoint that refuses each of these fields."""
 
     def answer(body: Body, number: int) -> Answer:
@@ -92,17 +120,41 @@ FORBIDDEN = json.dumps({"detail": [{"loc": ["body", "seed"], "msg": "extra"}]}).
 @pytest.mark.parametrize(
     ("answer", "refused", "by_the_check"),
     [
-        (refusing("max_tokens", text="use 'max_completion_tokens', not '{}'"), ["max_tokens"], 1),
-        (refusing("seed", "temperature", "max_tokens", status=422),
-         ["seed", "temperature", "max_tokens"], 3),
-        *((refusing("response_format", status=status, text="grammar"), ["response_format"], 0)
-          for status in (400, 422, 500)),
-        (lambda body, n: (422, FORBIDDEN, {}) if "seed" in body else completion("{}"),
-         ["seed"], 1),
+        (
+            refusing("max_tokens", text="use 'max_completion_tokens', not '{}'"),
+            ["max_tokens"],
+            1,
+        ),
+        (
+            refusing("seed", "temperature", "max_tokens", status=422),
+            ["seed", "temperature", "max_tokens"],
+            3,
+        ),
+        *(
+            (
+                refusing("response_format", status=status, text="grammar"),
+                ["response_format"],
+                0,
+            )
+            for status in (400, 422, 500)
+        ),
+        (
+            lambda body, n: (
+                (422, FORBIDDEN, {}) if "seed" in body else completion("{}")
+            ),
+            ["seed"],
+            1,
+        ),
         # Not the field's fault: nothing is left out from then on.
-        (lambda body, n: error(400, "seed 1") if body["seed"] == 1 else completion("{}"), [], 0),
+        (
+            lambda body, n: (
+                error(400, "seed 1") if body["seed"] == 1 else completion("{}")
+            ),
+            [],
+            0,
+        ),
     ],
-)  # fmt: skip
+)
 async def test_refused_fields_are_left_out_from_then_on(
     answer: Answering, refused: list[str], by_the_check: int, capsys: Printed
 ) -> None:
@@ -113,16 +165,23 @@ async def test_refused_fields_are_left_out_from_then_on(
             await proposer.reply(HELLO, SCHEMA, 1)
             reply = await proposer.reply(HELLO, SCHEMA, 2)
     renamed = {"max_completion_tokens"} if "max_tokens" in refused else set()
-    assert reply.text == "{}" and set(server.requests[-1]) == SENT - set(refused) | renamed
+    assert (
+        reply.text == "{}" and set(server.requests[-1]) == SENT - set(refused) | renamed
+    )
     assert server.requests[-1].get("max_completion_tokens", 1024) == 1024
     assert proposer.unsent == set(refused)
     lines = [line for line in capsys.readouterr().err.splitlines() if "refuses" in line]
-    assert {line.split()[3] for line in lines} == set(refused) and len(lines) == len(refused)
+    assert {line.split()[3] for line in lines} == set(refused) and len(lines) == len(
+        refused
+    )
 
 
 THOUGHT = {"role": "assistant", "content": None, "reasoning": "{}"}
-PARTS = [{"type": "thinking", "thinking": [{"type": "text", "text": "{}"}]},
-         {"type": "text", "text": "[1, "}, {"type": "output_text", "text": "2]"}]  # fmt: skip
+PARTS = [
+    {"type": "thinking", "thinking": [{"type": "text", "text": "{}"}]},
+    {"type": "text", "text": "[1, "},
+    {"type": "output_text", "text": "2]"},
+]
 
 
 def choices(message: object, finish: object = "stop") -> Answer:
@@ -155,12 +214,17 @@ async def test_what_a_response_holds(
     with endpoint(lambda body, n: answer) as server:
         reply = await reply_to(fast_settings(server, retries=0))
     assert reply.text == text and failure in reply.failure and "\n" not in reply.failure
-    assert (reply.cost.prompt_tokens, reply.cost.completion_tokens) == cost and not reply.cut
+    assert (
+        reply.cost.prompt_tokens,
+        reply.cost.completion_tokens,
+    ) == cost and not reply.cut
     assert len(reply.failure) < 400
 
 
 async def test_an_unreachable_or_silent_endpoint_fails() -> None:
-    nowhere = EndpointSettings("http://127.0.0.1:9/v1", "m", retries=1, first_wait=0.001)
+    nowhere = EndpointSettings(
+        "http://127.0.0.1:9/v1", "m", retries=1, first_wait=0.001
+    )
     reply = await reply_to(nowhere)
     assert reply.text is None and "after at most 1 retries" in reply.failure
     with pytest.raises(ConfigError, match="does not answer"):
@@ -184,13 +248,18 @@ async def test_an_unreachable_or_silent_endpoint_fails() -> None:
         (error(400, "what?"), "--proposer-url"),
         ((307, b"", {"Location": "/v2"}), "--proposer-url"),
         ((429, b'{"error": {"code": "insufficient_quota"}}', {}), "--proposer-url"),
-        (completion("", choices=None, error={"message": "no credit"}), "--proposer-url"),
+        (
+            completion("", choices=None, error={"message": "no credit"}),
+            "--proposer-url",
+        ),
         ((200, b"<html>sign in</html>", {}), "--proposer-url"),
         (error(429), ""),  # it is busy now
         (error(503), ""),
     ],
 )
-async def test_a_wrong_key_or_model_is_found_before_the_search(answer: Answer, where: str) -> None:
+async def test_a_wrong_key_or_model_is_found_before_the_search(
+    answer: Answer, where: str
+) -> None:
     with endpoint(lambda body, n: answer) as server:
         async with EndpointProposer(fast_settings(server)) as proposer:
             if not where:

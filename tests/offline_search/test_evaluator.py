@@ -31,7 +31,9 @@ from vllm_autoprune.errors import ConfigError, EvaluationFailed, SearchError
 def test_splits_are_shuffled_by_image_and_cut_by_image(data: Dataset) -> None:
     read = read_dataset(data.folder, seed=1)
     assert read.splits["search"] != data.splits["search"]
-    assert sorted(map(repr, read.splits["search"])) == sorted(map(repr, data.splits["search"]))
+    assert sorted(map(repr, read.splits["search"])) == sorted(
+        map(repr, data.splits["search"])
+    )
     images = [example.image for example in read.splits["search"]]
     assert images[::2] == images[1::2], "questions of an image stay together"
     few = read_dataset(data.folder, seed=1, limit=2)
@@ -41,35 +43,63 @@ def test_splits_are_shuffled_by_image_and_cut_by_image(data: Dataset) -> None:
     path = data.folder / "search.jsonl"
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines[::2], *lines[1::2]]))
-    assert read_dataset(data.folder, seed=1, limit=2).splits["search"] == few.splits["search"]
+    assert (
+        read_dataset(data.folder, seed=1, limit=2).splits["search"]
+        == few.splits["search"]
+    )
 
 
-def test_one_file_is_split_by_image_with_each_category_in_proportion(tmp_path: Path) -> None:
-    path, lines = tmp_path / "questions.jsonl", list[str]()
+def test_one_file_is_split_by_image_with_each_category_in_proportion(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "questions.jsonl"
+    lines = list[str]()
     for number in range(47):
         (tmp_path / f"{number}.png").write_bytes(PIXEL + str(number).encode())
-        line = {"image": f"{number}.png", "answer": "yes", "category": "abc"[number % 13 % 3]}
-        lines += [json.dumps({**line, "question": f"Is it {n}?"}) for n in range(1 + number % 3)]
+        line = {
+            "image": f"{number}.png",
+            "answer": "yes",
+            "category": "abc"[number % 13 % 3],
+        }
+        lines += [
+            json.dumps({**line, "question": f"Is it {n}?"})
+            for n in range(1 + number % 3)
+        ]
     path.write_text("\n".join(lines))
     data = read_dataset(path, seed=3)
-    images = {split: {e.image: e.category for e in data.splits[split]} for split in SPLITS}
-    assert sum(map(len, images.values())) == len(data.images) == 47, "no image in two splits"
+    images = {
+        split: {e.image: e.category for e in data.splits[split]} for split in SPLITS
+    }
+    assert sum(map(len, images.values())) == len(data.images) == 47, (
+        "no image in two splits"
+    )
     assert sum(map(len, data.splits.values())) == len(lines)
     for category, count in Counter("abc"[n % 13 % 3] for n in range(47)).items():
         for split, share in zip(SPLITS, (0.5, 0.2, 0.3), strict=True):
             of_split = [*images[split].values()].count(category)
             assert abs(of_split - share * count) <= 1
-    assert f"with seed 3: {len(data.splits['search'])} questions about 24 images for" in data.note
-    assert data.note.count("; ") == 3 and read_dataset(path, seed=4).digest != data.digest
+    assert (
+        f"with seed 3: {len(data.splits['search'])} questions about 24 images for"
+        in data.note
+    )
+    assert (
+        data.note.count("; ") == 3 and read_dataset(path, seed=4).digest != data.digest
+    )
     path.write_text("\n".join(reversed(lines)))
     again = read_dataset(path, seed=3).splits
-    assert all({e.image for e in again[split]} == images[split].keys() for split in SPLITS)
+    assert all(
+        {e.image for e in again[split]} == images[split].keys() for split in SPLITS
+    )
 
     path.write_text("\n".join(lines[:10]))
-    with pytest.raises(ConfigError, match=r"has 6 images, .* at least 10 images: 5 for search"):
+    with pytest.raises(
+        ConfigError, match=r"has 6 images, .* at least 10 images: 5 for search"
+    ):
         read_dataset(path)
     path.unlink()
-    with pytest.raises(ConfigError, match=r"file of questions, or a folder with search\.jsonl"):
+    with pytest.raises(
+        ConfigError, match=r"file of questions, or a folder with search\.jsonl"
+    ):
         read_dataset(path)
 
 
@@ -79,13 +109,16 @@ def test_mme_files_of_both_layouts_become_a_data_folder_or_are_refused(
     """MME has images in two of existence, count, position and color: each is in one split."""
     mme = tmp_path / "mme"
     for name in ("color", "position", "scene"):
-        texts, images = mme / name / "questions_answers_YN", mme / name / "images"
+        texts = mme / name / "questions_answers_YN"
+        images = mme / name / "images"
         if name != "scene":
             texts = images = mme / name
         for number in range(4 if name == "position" else 10):
             texts.mkdir(parents=True, exist_ok=True)
             images.mkdir(exist_ok=True)
-            (texts / f"{number}.txt").write_text(f"Is it {name}?\tYes\nIs it not?\tNo\n")
+            (texts / f"{number}.txt").write_text(
+                f"Is it {name}?\tYes\nIs it not?\tNo\n"
+            )
             content = PIXEL + f"{name.replace('position', 'color')} {number}".encode()
             (images / f"{number}.jpg").write_bytes(content)
     flags = ["--mme", str(mme), "--data", str(tmp_path / "data"), "--json"]
@@ -97,7 +130,10 @@ def test_mme_files_of_both_layouts_become_a_data_folder_or_are_refused(
     examples = [example for split in SPLITS for example in data.splits[split]]
     assert Counter(example.pair for example in examples) == dict.fromkeys(range(24), 2)
     assert Counter(example.category for example in examples) == {
-        "color": 20, "position": 8, "scene": 20}  # fmt: skip
+        "color": 20,
+        "position": 8,
+        "scene": 20,
+    }
 
     (mme / "color" / "1.txt").write_text("Is it red?\tYes\nIs it blue?\t\n")
     (mme / "color" / "5.jpg").unlink()
@@ -137,26 +173,36 @@ async def evaluate(servers: list[FakeServer], data: Dataset, job: EvaluationJob)
         await evaluator.close()
 
 
-async def test_the_reference_answer_is_scored_at_the_end_of_the_prompt(data: Dataset) -> None:
+async def test_the_reference_answer_is_scored_at_the_end_of_the_prompt(
+    data: Dataset,
+) -> None:
     with endpoint(echo_answer) as server:
-        answers = await evaluate([server], data, EvaluationJob(STATE, 8, "search", 0, 4))
+        answers = await evaluate(
+            [server], data, EvaluationJob(STATE, 8, "search", 0, 4)
+        )
         assert answers.logprob == (-0.75,) * 4 and answers.right == (True,) * 4
         body = server.requests[0]
         await evaluate([server], data, EvaluationJob(None, 0, "search", 0, 1))
     pruning = body["mm_processor_kwargs"]["autoprune"]
     assert pruning["budget"] == 8
     assert load_state(json.dumps(pruning["state"])).digest == STATE.digest
-    assert body["messages"][0]["content"][0]["image_url"]["url"].startswith("data:image/png;base64")
+    assert body["messages"][0]["content"][0]["image_url"]["url"].startswith(
+        "data:image/png;base64"
+    )
     questions = {body["messages"][0]["content"][1]["text"] for body in server.requests}
     assert questions == {example.question for example in data.splits["search"][:4]}
-    assert server.requests[-1]["mm_processor_kwargs"] == {"autoprune": {"enabled": False}}
+    assert server.requests[-1]["mm_processor_kwargs"] == {
+        "autoprune": {"enabled": False}
+    }
     with endpoint(lambda body, number: echo_answer(body, number, rank=2)) as server:
         answers = await evaluate([server], data, SINGLE)
     assert answers.right == (False,), "greedy decoding would not give it"
     assert answers.logprob == (-1.25,)
 
 
-async def test_a_failed_request_is_an_error_and_not_a_wrong_answer(data: Dataset) -> None:
+async def test_a_failed_request_is_an_error_and_not_a_wrong_answer(
+    data: Dataset,
+) -> None:
     with endpoint(lambda b, n: error(503)) as server:
         with pytest.raises(EvaluationFailed, match="after 4 attempts"):
             await evaluate([server], data, SINGLE)
@@ -165,22 +211,30 @@ async def test_a_failed_request_is_an_error_and_not_a_wrong_answer(data: Dataset
             await evaluate([server], data, SINGLE)
     with pytest.raises(SearchError, match="start it and resume") as caught:
         await evaluate([], data, SINGLE)
-    assert not isinstance(caught.value, EvaluationFailed), "it is not the candidate's fault"
+    assert not isinstance(caught.value, EvaluationFailed), (
+        "it is not the candidate's fault"
+    )
 
 
-async def test_servers_share_the_images_and_replace_a_broken_server(data: Dataset) -> None:
+async def test_servers_share_the_images_and_replace_a_broken_server(
+    data: Dataset,
+) -> None:
     job = EvaluationJob(STATE, 8, "search", 0, len(data.splits["search"]))
     with endpoint(echo_answer) as server, endpoint(echo_answer) as other:
         answers = await evaluate([server, other], data, job)
         assert len(answers) == len(server.requests) + len(other.requests)
-        images = [{b["messages"][0]["content"][0]["image_url"]["url"] for b in each.requests}
-                  for each in (server, other)]  # fmt: skip
+        images = [
+            {b["messages"][0]["content"][0]["image_url"]["url"] for b in each.requests}
+            for each in (server, other)
+        ]
         assert images[0] and images[1] and not images[0] & images[1]
     with endpoint(echo_answer) as server, endpoint(lambda b, n: error(500)) as broken:
         assert len(await evaluate([server, broken], data, job)) == len(server.requests)
 
 
-async def check(urls: list[str], data: Dataset, model: str | None = None) -> list[tuple[str, str]]:
+async def check(
+    urls: list[str], data: Dataset, model: str | None = None
+) -> list[tuple[str, str]]:
     """What is wrong with servers, and how to fix it."""
     evaluator = ServedEvaluator(urls, data, model=model, first_wait=0.01)
     with pytest.raises(ConfigError) as caught:
@@ -192,7 +246,11 @@ async def check(urls: list[str], data: Dataset, model: str | None = None) -> lis
 @pytest.mark.parametrize(
     ("answer", "what", "fix"),
     [
-        (completion(".", prompt_logprobs=["x"]), "unknown format", "the address of a vllm serve"),
+        (
+            completion(".", prompt_logprobs=["x"]),
+            "unknown format",
+            "the address of a vllm serve",
+        ),
         (error(400, "none"), "status 400: none", "--autoprune-requests states"),
         (
             error(400, "no -> serve with --autoprune-requests states"),
@@ -215,7 +273,10 @@ async def test_all_servers_are_checked_and_serve_one_model(data: Dataset) -> Non
     ((what, _),) = await check(["http://127.0.0.1:9"], data)
     assert "does not answer" in what
     with endpoint(echo_answer) as server, endpoint(echo_answer) as other:
-        server.pages[MODELS], other.pages[MODELS] = model_list("a", "c"), model_list("b", "c")
+        server.pages[MODELS], other.pages[MODELS] = (
+            model_list("a", "c"),
+            model_list("b", "c"),
+        )
         urls = [server.url, other.url]
         for model in (None, "a"):
             ((what, fix),) = await check(urls, data, model)
@@ -225,7 +286,13 @@ async def test_all_servers_are_checked_and_serve_one_model(data: Dataset) -> Non
         await evaluator.close()
         assert evaluator.name == f"c through vLLM, data {data.digest[:12]}"
         assert {body["model"] for body in other.requests} == {"c"}
-    with endpoint(lambda b, n: error(400, "no")) as refusing, endpoint(echo_answer) as broken:
+    with (
+        endpoint(lambda b, n: error(400, "no")) as refusing,
+        endpoint(echo_answer) as broken,
+    ):
         broken.pages[MODELS] = error(500)
         problems = await check([broken.url, refusing.url], data)
-    assert [what for what, _ in problems] == ["answers with status 500: no", "status 400: no"]
+    assert [what for what, _ in problems] == [
+        "answers with status 500: no",
+        "status 400: no",
+    ]

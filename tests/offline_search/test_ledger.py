@@ -53,16 +53,26 @@ def test_records_persist_and_only_their_clock_may_differ(tmp_path: Path) -> None
             again.put(summary(1, "something else"))
     records = read_ledger(path)
     assert [record.key for record in records] == ["opened", "summary/1"]
-    timeless = [record.model_copy(update={"clock": Clock()}) for record in reversed(records)]
+    timeless = [
+        record.model_copy(update={"clock": Clock()}) for record in reversed(records)
+    ]
     assert digest_records(timeless) == digest, "neither clocks nor order count"
     assert digest_records([*records, summary(3)]) != digest
 
 
-def test_a_replay_takes_only_external_records_from_the_recording(tmp_path: Path) -> None:
+def test_a_replay_takes_only_external_records_from_the_recording(
+    tmp_path: Path,
+) -> None:
     effect = EvaluationRecord(
-        split="search", digest="d", budget=8, start=0, stop=1, logprob=(-1.0,), right="1",
+        split="search",
+        digest="d",
+        budget=8,
+        start=0,
+        stop=1,
+        logprob=(-1.0,),
+        right="1",
         clock=Clock(at=5, seconds=2),
-    )  # fmt: skip
+    )
     derived = TrialRecord(round=1, index=0, status="same")
     with Ledger(tmp_path / "replayed", [effect, derived]) as replayed:
         assert replayed.find(TrialRecord, derived.key) is None
@@ -80,18 +90,29 @@ def slow_model(body: Body, number: int) -> Answer:
 def test_a_command_that_is_killed_has_the_same_ledger(data: Dataset) -> None:
     with endpoint(slow_model) as server:
         ended = subprocess.run(
-            [sys.executable, "-m", "tests.offline_search.killed_command", server.url,
-             str(data.folder), "12"],
-            capture_output=True, text=True, timeout=600, cwd=Path(__file__).resolve().parents[2],
+            [
+                sys.executable,
+                "-m",
+                "tests.offline_search.killed_command",
+                server.url,
+                str(data.folder),
+                "12",
+            ],
+            capture_output=True,
+            text=True,
+            timeout=600,
+            cwd=Path(__file__).resolve().parents[2],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+        )
     assert ended.returncode == 0, ended.stderr[-2000:]
     kills, *codes, complete, cut = ended.stdout.split()
     assert cut == complete and codes == ["0", "0"]
     assert int(kills) >= 3, "kills came too late to tell anything"
     assert "Traceback" not in (data.folder / "errors").read_text()
     records = read_ledger(data.folder / "cut.jsonl")
-    assert len({record.key for record in records}) == len(records), "nothing was measured twice"
+    assert len({record.key for record in records}) == len(records), (
+        "nothing was measured twice"
+    )
     assert isinstance(records[-1], WinnerRecord)
 
 
@@ -99,7 +120,9 @@ def test_a_command_that_is_killed_has_the_same_ledger(data: Dataset) -> None:
 
 
 def example(image: int, category: str = "digit", pair: int | None = None) -> Example:
-    return Example(image=f"{image}", question="q", answer="a", category=category, pair=pair)
+    return Example(
+        image=f"{image}", question="q", answer="a", category=category, pair=pair
+    )
 
 
 def answers(*right: int) -> Answers:
@@ -139,7 +162,11 @@ def test_values_of_examples_have_the_objective_as_their_mean(seed: int) -> None:
     part = answers(*pruned.right[:8]).relative_to(full, MIXED, "mme")
     assert part == pytest.approx(values[:8])
     less = Answers((-1.0, -0.5, -0.25), (True,) * 3)
-    assert less.relative_to(Answers((-0.5,) * 4, (True,) * 4), MIXED).tolist() == [-0.5, 0.0, 0.25]
+    assert less.relative_to(Answers((-0.5,) * 4, (True,) * 4), MIXED).tolist() == [
+        -0.5,
+        0.0,
+        0.25,
+    ]
 
 
 def test_intervals_and_errors_are_over_images_not_questions() -> None:
@@ -147,7 +174,8 @@ def test_intervals_and_errors_are_over_images_not_questions() -> None:
     rows = [example(image) for image, count in enumerate(counts) for _ in range(count)]
     gaps = np.random.default_rng(3).normal(size=60).repeat(counts) - 1.0
     interval = _bootstrap_mean(rows, gaps)
-    zeros, width = np.zeros(len(rows)), interval.high - interval.low
+    zeros = np.zeros(len(rows))
+    width = interval.high - interval.low
     assert compare(rows, gaps, zeros).error == pytest.approx(width / 3.92, rel=0.1)
     constant = compare(rows, np.full(len(rows), -1.0), zeros)
     assert constant.error == pytest.approx(0.0), "however many questions an image has"
@@ -156,14 +184,17 @@ def test_intervals_and_errors_are_over_images_not_questions() -> None:
 def test_verdicts_of_paired_differences() -> None:
     generator = np.random.default_rng(1)
     rows = [example(i // 2) for i in range(80)]
-    rival, noise = generator.normal(size=80), 0.1 * generator.normal(size=80)
+    rival = generator.normal(size=80)
+    noise = 0.1 * generator.normal(size=80)
     worse, better = (compare(rows, rival + gap + noise, rival) for gap in (-0.5, 0.5))
     assert (worse.verdict(errors=3), better.verdict()) == ("worse", "better")
     assert worse.verdict(resolution=0.6) == "undecided" and not worse.is_tie(0.4)
     tie = compare(rows, rival + noise, rival)
     assert tie.verdict() == "undecided" and tie.is_tie(0.1) and not tie.is_tie(0.01)
     few = compare(rows[:6], rival[:6] - 0.5, rival[:6])
-    assert few.error == float("inf") and few.verdict() == "undecided", "three images tell nothing"
+    assert few.error == float("inf") and few.verdict() == "undecided", (
+        "three images tell nothing"
+    )
     rows = [example(i) for i in range(40)]
     rivals = [generator.normal(size=40) for _ in range(500)]
     equal = (compare(rows, each + generator.normal(size=40), each) for each in rivals)
@@ -173,7 +204,8 @@ def test_verdicts_of_paired_differences() -> None:
 
 # ---- history ----
 
-EASY, HARD = [-1.0] * 4, [-3.0] * 4
+EASY = [-1.0] * 4
+HARD = [-3.0] * 4
 
 
 def history(*trials: Trial, base: float = -2.0) -> History:
@@ -185,22 +217,28 @@ def history(*trials: Trial, base: float = -2.0) -> History:
 def test_dropped_trials_are_estimated_by_the_difficulty_of_their_examples() -> None:
     """Both are at -1 on the easy half, where the average trial is at -1 as well."""
     dropped = trial("1.1", EASY, status="dropped")
-    known = history(trial("1.0", EASY + HARD), dropped, trial("1.2", status="same", same_as="1.1"))
+    known = history(
+        trial("1.0", EASY + HARD), dropped, trial("1.2", status="same", same_as="1.1")
+    )
     assert known.objective_of("1.1") == known.objective_of("1.2") == pytest.approx(-2.0)
     assert known.objective_of("base") == -2.0 and known.objective_of("9.9") is None
     with pytest.raises(ValueError, match="not evaluated to the end"):
         _ = dropped.score
 
 
-def test_candidates_with_other_questions_are_compared_through_those_who_answered_both() -> None:
+def test_candidates_with_other_questions_are_compared_through_those_who_answered_both() -> (
+    None
+):
     """The second block is easy; without the correction who was asked it would lead."""
     rng = np.random.default_rng(0)
-    rows, hard = [example(i) for i in range(80)], np.repeat([-3.0, -1.0], 40)
+    rows = [example(i) for i in range(80)]
+    hard = np.repeat([-3.0, -1.0], 40)
     skill = {"0.0": -1.0, "1.0": -0.2, "1.1": -0.5, "2.0": -0.4}
     blocks = {"1.0": slice(40, 80), "1.1": slice(40), "2.0": slice(40, 80)}
     trials = {}
     for name, value in skill.items():
-        values, asked = np.full(80, np.nan), blocks.get(name, slice(80))
+        values = np.full(80, np.nan)
+        asked = blocks.get(name, slice(80))
         values[asked] = (hard + value + 0.05 * rng.normal(size=80))[asked]
         trials[name] = trial(name, values)
     known = History(trials.pop("0.0"), list(trials.values()), rows)

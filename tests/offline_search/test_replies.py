@@ -97,7 +97,9 @@ def test_a_proposal_is_found_in_surrounding_text(name: str) -> None:
     ],
     ids=str,
 )
-def test_what_is_only_thought_or_broken_is_no_proposal(reply: str, problem: str) -> None:
+def test_what_is_only_thought_or_broken_is_no_proposal(
+    reply: str, problem: str
+) -> None:
     draft = parse_one(reply)
     assert draft.state is None and problem in draft.problems[0].what
 
@@ -107,24 +109,42 @@ def test_what_is_only_thought_or_broken_is_no_proposal(reply: str, problem: str)
     [
         ({"name": "dart", "params": {"anything": 1}}, "dart"),
         ("divprune", "divprune"),
-        *((odd, "") for odd in ({"name": "trim"}, {"name": ["dart"]}, {}, 7, {"name": "x" * 9000})),
+        *(
+            (odd, "")
+            for odd in (
+                {"name": "trim"},
+                {"name": ["dart"]},
+                {},
+                7,
+                {"name": "x" * 9000},
+            )
+        ),
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_a_proposal_names_one_of_the_base_policies_offered(choice: JsonValue, name: str) -> None:
+def test_a_proposal_names_one_of_the_base_policies_offered(
+    choice: JsonValue, name: str
+) -> None:
     offering = PLAIN.model_copy(update={"other_bases": ("divprune", "dart")})
     assert assemble_state(BODY, offering).base_policy.name == "cdpruner"
     draft = parse_one(json.dumps({**BODY, "base_policy": choice}), offering)
     assert (draft.state.base_policy.name if draft.state else "") == name
     for problem in draft.problems:
-        assert problem.fix == "write cdpruner or divprune or dart" and len(str(problem)) < 300
+        assert (
+            problem.fix == "write cdpruner or divprune or dart"
+            and len(str(problem)) < 300
+        )
 
 
 def test_compact_json_keeps_all_searched_components() -> None:
     for name in shipped_states():
         state = load_state(name)
-        again = assemble_state(compact_json(state), Settings(base_policy=state.base_policy.name))
-        assert (again.scoring, again.reassembly) == (state.scoring, state.reassembly), name
+        again = assemble_state(
+            compact_json(state), Settings(base_policy=state.base_policy.name)
+        )
+        assert (again.scoring, again.reassembly) == (state.scoring, state.reassembly), (
+            name
+        )
         assert again.constraints == state.constraints, name
 
 
@@ -138,17 +158,26 @@ def test_core_and_place_of_ranking_are_accepted_where_they_are_searched() -> Non
     question: JsonObject = {"core": {"share": 0.5, "policy": {"name": "cdpruner"}}}
     assert not accepts(SPLIT, PAPER_BODY | question)
     assert not accepts(SPLIT, PAPER_BODY | {"rank_at": "x"})
-    assert not any(accepts(PLAIN, {**PAPER_BODY, name: value}) for name, value in chosen.items())
+    assert not any(
+        accepts(PLAIN, {**PAPER_BODY, name: value}) for name, value in chosen.items()
+    )
     state = assemble_state(PAPER_BODY | chosen, SPLIT)
-    assert state.core is not None and (state.core.share, state.rank_at) == (0.5, "merger_in")
+    assert state.core is not None and (state.core.share, state.rank_at) == (
+        0.5,
+        "merger_in",
+    )
     again = assemble_state(compact_json(state), SPLIT)
     assert (again.core, again.rank_at) == (state.core, state.rank_at)
     text = describe_task(SPLIT)
     assert "core (/core)" in text and '"core": {' in text and "merger_in" in text
-    assert '"core"' not in describe_task(PLAIN) and "rank_at" not in describe_task(PLAIN)
+    assert '"core"' not in describe_task(PLAIN) and "rank_at" not in describe_task(
+        PLAIN
+    )
 
 
-@pytest.mark.parametrize("settings", [PLAIN, SEARCHED, PAPER], ids=["K = 8", "K = 32", "paper"])
+@pytest.mark.parametrize(
+    "settings", [PLAIN, SEARCHED, PAPER], ids=["K = 8", "K = 32", "paper"]
+)
 def test_the_schema_accepts_only_loadable_proposals(settings: Settings) -> None:
     text = json.dumps(reply_schema(settings))
     assert len(text) < 20_000 and "oneOf" not in text and "discriminator" not in text
@@ -156,17 +185,25 @@ def test_the_schema_accepts_only_loadable_proposals(settings: Settings) -> None:
     for seed in range(60):
         rng = Random(seed)
         body: Any = sample_proposal(RandomSource(rng), settings)
-        short = len(body["scoring"]["signals"]) <= 6 and len(body["constraints"]["pool"]) <= 3
+        short = (
+            len(body["scoring"]["signals"]) <= 6
+            and len(body["constraints"]["pool"]) <= 3
+        )
         assert accepts(settings, body) == short
         # A number or a name that may not belong where it is.
         old, new = rng.sample(ATOMS.names(), 2)
-        changed = json.dumps(body).replace(f'"{old}"', f'"{new}"').replace("1.0", "99.0")
+        changed = (
+            json.dumps(body).replace(f'"{old}"', f'"{new}"').replace("1.0", "99.0")
+        )
         if accepts(settings, json.loads(changed)):
             assert assemble_state(json.loads(changed), settings).digest
             valid += 1
     assert 5 < valid < 60
     selector: JsonObject = {"atom": "reference_residual_exchange_selector"}
-    body = {**PAPER_BODY, "constraints": {**PAPER_BODY["constraints"], "selector": selector}}
+    body = {
+        **PAPER_BODY,
+        "constraints": {**PAPER_BODY["constraints"], "selector": selector},
+    }
     for quota in (settings.source_budget, settings.source_budget + 1):
         selector["q_e"] = quota
         assert accepts(settings, body) == (quota == settings.source_budget)
@@ -174,19 +211,28 @@ def test_the_schema_accepts_only_loadable_proposals(settings: Settings) -> None:
 
 def test_the_papers_library_offers_its_131_atoms_and_refuses_extensions() -> None:
     extensions = {name for name in ATOMS.names() if ATOMS[name].origin == "extension"}
-    schema, task = json.dumps(reply_schema(PAPER)), describe_task(PAPER)
+    schema = json.dumps(reply_schema(PAPER))
+    task = describe_task(PAPER)
     offered = {name for name in ATOMS.names() if json.dumps(name) in schema}
     assert (
-        offered == set(ATOMS.names()) - extensions and len(offered) == 131 and '"r_min"' in schema
+        offered == set(ATOMS.names()) - extensions
+        and len(offered) == 131
+        and '"r_min"' in schema
     )
     assert '"r_min"' not in json.dumps(reply_schema(SEARCHED))
-    assert not any(name in task for name in extensions) and "reassemble/ASSIGNMENT" in task
+    assert (
+        not any(name in task for name in extensions) and "reassemble/ASSIGNMENT" in task
+    )
     selector = {"atom": "reference_residual_exchange_selector", "q_e": 8, "r_min": 30}
     body: JsonObject = PAPER_BODY | {
         "source": {"priors": [{"atom": "reference_mask_prior", "floor": 0.5}]},
-        "budget": {"atom": "fixed_budget@64", "limit": 99}, "safety": ["preserve_budget"],
-        "constraints": {"pool": [{"atom": "quality_pool_builder"}], "selector": selector},
-    }  # fmt: skip
+        "budget": {"atom": "fixed_budget@64", "limit": 99},
+        "safety": ["preserve_budget"],
+        "constraints": {
+            "pool": [{"atom": "quality_pool_builder"}],
+            "selector": selector,
+        },
+    }
     state = assemble_state(body, PAPER)
     assert state.budget.limit == 99 and state.budget.range() == (32, 32)
     assert len(state.source.priors) == len(state.safety) == 1
@@ -207,10 +253,14 @@ def test_the_papers_library_offers_its_131_atoms_and_refuses_extensions() -> Non
 def items(length: int, **changes: JsonValue) -> list[dict[str, Any]]:
     """Different valid proposals of a list, with the same changes each."""
     fields: dict[str, JsonValue] = {
-        "purpose": "ablate", "hypothesis": "The fusion does nothing.", "parent": "1.1",
+        "purpose": "ablate",
+        "hypothesis": "The fusion does nothing.",
+        "parent": "1.1",
         "expect": "same",
-    }  # fmt: skip
-    return [{**fields, **changes, **json.loads(text)} for text in VALID_REPLIES[:length]]
+    }
+    return [
+        {**fields, **changes, **json.loads(text)} for text in VALID_REPLIES[:length]
+    ]
 
 
 def parse(text: str, length: int = 5) -> list[Draft]:
@@ -232,15 +282,23 @@ FENCED = "\n".join(f"### {name}\n```json\nITEM\n```" for name in "12345")
 @pytest.mark.parametrize(
     "around",
     [
-        '{"proposals": LIST}', "LIST", 'Sure:\n```json\n{"proposals": LIST}\n```\n[1] {}',
-        '{"notes": "[{", "proposals": LIST, "more": {}}', '{"proposals": LIST', "[1] LIST",
-        "ITEM\nITEM\nITEM\nITEM\nITEM", FENCED, "A set {a}.\nFirst, ITEM\nthen ITEM, ITEM;"
-        "\n4. ITEM\n- ITEM\n{b}", '[{"proposal": ITEM}, ITEM, ITEM, [ITEM], {"x": {"y": ITEM}}]',
+        '{"proposals": LIST}',
+        "LIST",
+        'Sure:\n```json\n{"proposals": LIST}\n```\n[1] {}',
+        '{"notes": "[{", "proposals": LIST, "more": {}}',
+        '{"proposals": LIST',
+        "[1] LIST",
+        "ITEM\nITEM\nITEM\nITEM\nITEM",
+        FENCED,
+        "A set {a}.\nFirst, ITEM\nthen ITEM, ITEM;\n4. ITEM\n- ITEM\n{b}",
+        '[{"proposal": ITEM}, ITEM, ITEM, [ITEM], {"x": {"y": ITEM}}]',
         '<think>I fill "proposals": [ ... ] with {five}.</think>{"proposals": LIST}',
-        "<think>[DRAFT, DRAFT]</think>\n" + FENCED, "I had DRAFT and DRAFT. Now: LIST",
-        "I had [DRAFT, DRAFT]. Now: LIST", "DRAFT\nDRAFT\nITEM\nITEM\nITEM\nITEM\nITEM",
+        "<think>[DRAFT, DRAFT]</think>\n" + FENCED,
+        "I had DRAFT and DRAFT. Now: LIST",
+        "I had [DRAFT, DRAFT]. Now: LIST",
+        "DRAFT\nDRAFT\nITEM\nITEM\nITEM\nITEM\nITEM",
     ],
-)  # fmt: skip
+)
 def test_a_list_is_found_in_surrounding_text(around: str) -> None:
     around = around.replace("DRAFT", VALID_REPLIES[9])
     for item in items(5):
@@ -248,10 +306,16 @@ def test_a_list_is_found_in_surrounding_text(around: str) -> None:
     drafts = parse(around.replace("LIST", json.dumps(items(5), indent=1)))
     assert digests(drafts) == SINGLE
     for draft in drafts:
-        assert draft.parents == ("1.1",) and not draft.problems and draft.hypothesis is not None
+        assert (
+            draft.parents == ("1.1",)
+            and not draft.problems
+            and draft.hypothesis is not None
+        )
         assert draft.hypothesis.model_dump() == {
-            "purpose": "ablate", "text": "The fusion does nothing.", "expect": "same",
-        }  # fmt: skip
+            "purpose": "ablate",
+            "text": "The fusion does nothing.",
+            "expect": "same",
+        }
 
 
 def test_missing_and_cut_proposals_are_problems_and_further_ones_ignored() -> None:
@@ -267,7 +331,9 @@ def test_missing_and_cut_proposals_are_problems_and_further_ones_ignored() -> No
     assert all(part[:3] == SINGLE[:3] for part in parts if part.count("") == 2)
 
 
-@pytest.mark.parametrize("text", ["{" * 9000 + "]" * 9000, '"{\\"' * 9000, "<think>" * 9000])
+@pytest.mark.parametrize(
+    "text", ["{" * 9000 + "]" * 9000, '"{\\"' * 9000, "<think>" * 9000]
+)
 def test_a_reply_of_brackets_is_read_in_linear_time(text: str) -> None:
     begin = time.monotonic()
     assert not any(digests(parse(text))) and time.monotonic() - begin < 2
@@ -288,7 +354,9 @@ def test_an_invalid_proposal_spoils_no_other(name: str) -> None:
     drafts = [parse_one(HOSTILE[name]), *parse(HOSTILE[name])]
     assert not any(digests(drafts)) and {draft.origin for draft in drafts} == {"llm"}
     for draft in drafts:
-        assert draft.problems and all(problem.what and problem.fix for problem in draft.problems)
+        assert draft.problems and all(
+            problem.what and problem.fix for problem in draft.problems
+        )
         assert sum(len(str(problem)) for problem in draft.problems) < 20_000
     before, after = map(json.dumps, items(2))
     if HOSTILE[name].startswith("{") and name != "cut":
@@ -300,7 +368,13 @@ def test_an_invalid_proposal_spoils_no_other(name: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "purpose", "text", "expect", "parents"),
     [
-        ({"purpose": "win", "expect": "much higher", "parent": "9.9"}, "", None, "higher", "1.0"),
+        (
+            {"purpose": "win", "expect": "much higher", "parent": "9.9"},
+            "",
+            None,
+            "higher",
+            "1.0",
+        ),
         ({"purpose": ["ablate"], "expect": 3, "parent": {}}, "", None, "higher", "1.0"),
         ({"hypothesis": "x" * 10**4}, "ablate", "x" * MAX_HYPOTHESIS, "same", "1.1"),
         ({"hypothesis": ["why"]}, "ablate", "", "same", "1.1"),
@@ -310,12 +384,18 @@ def test_an_invalid_proposal_spoils_no_other(name: str) -> None:
     ],
 )
 def test_fields_beside_the_policy_never_make_a_proposal_invalid(
-    changes: dict[str, JsonValue], purpose: str, text: str | None, expect: str, parents: str
+    changes: dict[str, JsonValue],
+    purpose: str,
+    text: str | None,
+    expect: str,
+    parents: str,
 ) -> None:
     (draft,) = parse(json.dumps(items(1, **changes)), 1)
     assert digests([draft]) == SINGLE[:1] and draft.hypothesis is not None
     assert (draft.hypothesis.purpose, draft.hypothesis.expect) == (purpose, expect)
-    assert draft.hypothesis.text == ("The fusion does nothing." if text is None else text)
+    assert draft.hypothesis.text == (
+        "The fusion does nothing." if text is None else text
+    )
     assert draft.parents == ((parents,) if parents else ())
 
 

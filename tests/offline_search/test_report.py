@@ -40,7 +40,8 @@ async def test_the_report_has_the_result_and_what_decided(ledger: Path) -> None:
     best = [value for _, value in report.curve()]
     assert best == sorted(best) and best[-1] == report.ranked[0].result.score
 
-    text, gain = report.document().render_markdown(), winner.test.gain
+    text = report.document().render_markdown()
+    gain = winner.test.gain
     digits = gain.count_decimals()
     figures = [f"{value:+.{digits}f}" for value in (gain.value, gain.low, gain.high)]
     assert f"Candidate {winner.winner} won" in text and 0 < report.duration < 600
@@ -48,9 +49,13 @@ async def test_the_report_has_the_result_and_what_decided(ledger: Path) -> None:
     assert f"| {report.ranked[0].name} | {best[-1]:+.4f} |" in text
     assert f"| gain, paired | {figures[0]} ({figures[1]} to {figures[2]}) |" in text
     written = sum(reply.text is not None for reply in report.replies)
-    assert f"{100 * written:,} prompt and {50 * written:,} completion tokens, at a price" in text
+    assert (
+        f"{100 * written:,} prompt and {50 * written:,} completion tokens, at a price"
+        in text
+    )
     (row,) = (row for row in report.trials if row.name == winner.winner)
-    validation, test = winner.confirmed[winner.winner].objective, winner.test.objective
+    validation = winner.confirmed[winner.winner].objective
+    test = winner.test.objective
     assert (
         f"| {winner.winner} (winner) | {row.result.score:+.4f} | {validation.value:+.4f} "
         f"({validation.low:+.4f} to {validation.high:+.4f}) | "
@@ -60,7 +65,9 @@ async def test_the_report_has_the_result_and_what_decided(ledger: Path) -> None:
     assert f"| base policy | {report.base_objective:+.4f} |" in text
     # The words are a reader's.
     assert "## How sure the search is" in text and "Not known to be worse:" in text
-    assert " stopped early" in text and " with the same tokens as an earlier one" in text
+    assert (
+        " stopped early" in text and " with the same tokens as an earlier one" in text
+    )
     assert not re.search(r"dropped|\btpe\b|★|->", text.partition("## Candidates")[0])
     page = report.document().render_html()
     assert page.startswith("<!doctype html>") and "<script" not in page
@@ -70,7 +77,8 @@ async def test_the_report_has_the_result_and_what_decided(ledger: Path) -> None:
 async def test_a_search_that_runs_or_gave_up_can_be_reported(
     ledger: Path, search: Searches, tmp_path: Path
 ) -> None:
-    part, lines = tmp_path / "part.jsonl", ledger.read_bytes().splitlines(keepends=True)
+    part = tmp_path / "part.jsonl"
+    lines = ledger.read_bytes().splitlines(keepends=True)
     for end in (1, 5, len(lines) // 2, len(lines) - 1):
         part.write_bytes(b"".join(lines[:end]) + b'{"kind": "pro')
         report = read_report(read_ledger(part))
@@ -92,7 +100,10 @@ def test_progress_shows_share_best_and_remaining_time() -> None:
     progress = ProgressLog(lines.append, lambda: next(now))
     history = History(trial("0.0", [-0.2] * 2))
     progress.on_start(history, 24)
-    history.trials += [trial("1.0", [-0.1]), trial("1.1", status="invalid", reason="no such atom")]
+    history.trials += [
+        trial("1.0", [-0.1]),
+        trial("1.1", status="invalid", reason="no such atom"),
+    ]
     progress.on_round(history.trials, history, 0.25, Cost(prompt_tokens=9))
     assert lines[0] == "base policy -0.2000 on 24 examples (10 s)"
     leader = "1.0 by llm leads on the search split, -0.1000"
@@ -100,5 +111,7 @@ def test_progress_shows_share_best_and_remaining_time() -> None:
     assert "3 min left" in lines[1] and "no such atom" in lines[2]
     history.trials[0] = trial("1.0", [-0.3])
     progress.on_round(history.trials, history, 0.25, Cost())
-    behind = "the base policy leads on the search split, -0.2000; 1.0 by llm has -0.3000"
+    behind = (
+        "the base policy leads on the search split, -0.2000; 1.0 by llm has -0.3000"
+    )
     assert f"{behind}, 3 min left" in lines[3]

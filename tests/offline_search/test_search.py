@@ -62,9 +62,12 @@ async def test_every_step_of_the_algorithm_is_a_record(search: Searches) -> None
 
     # The winner has the best lower bound on both splits together; only it is tested.
     assert winner.winner == max(winner.gains, key=lambda name: winner.gains[name].low)
-    gain, notes = winner.test.gain, state.provenance.notes
+    gain = winner.test.gain
+    notes = state.provenance.notes
     assert f"{gain.value:+.3f} ({gain.low:+.3f} to {gain.high:+.3f}) on test." in notes
-    results = {record.name: record.objective or 0 for record in search.records(TrialRecord)}
+    results = {
+        record.name: record.objective or 0 for record in search.records(TrialRecord)
+    }
     assert 1 <= len(winner.confirmed) <= 5
     for name, validation in winner.confirmed.items():
         mean = (results[name] + validation.objective.value) / 2
@@ -73,14 +76,22 @@ async def test_every_step_of_the_algorithm_is_a_record(search: Searches) -> None
     assert tested == {winner.digest, BASE.digest, "full"}
 
 
-async def test_duplicate_states_are_measured_once_at_every_budget(search: Searches) -> None:
+async def test_duplicate_states_are_measured_once_at_every_budget(
+    search: Searches,
+) -> None:
     await search([PAPER, json.dumps(json.loads(PAPER), indent=3)], budgets=(8, "1/4"))
     trials = search.records(TrialRecord)
     assert [trial.status for trial in trials].count("evaluated") == 1
     assert {trial.same_as for trial in trials if trial.status == "same"} == {"1.0"}
     assert trials[0].examples == 2 * SIZE
-    jobs = [(digest_of(job), job.budget) for job in search.evaluator.jobs if job.split == "search"]
-    assert len(jobs) == len(set(jobs)) == 1 + 2 * 2, "all tokens, base policy, the one candidate"
+    jobs = [
+        (digest_of(job), job.budget)
+        for job in search.evaluator.jobs
+        if job.split == "search"
+    ]
+    assert len(jobs) == len(set(jobs)) == 1 + 2 * 2, (
+        "all tokens, base policy, the one candidate"
+    )
 
 
 @pytest.mark.parametrize("probes", [True, False])
@@ -91,9 +102,14 @@ async def test_probes_detect_states_that_keep_the_same_tokens(
     idle = json.loads(json.dumps(compact_json(BASE)))
     idle["scoring"]["signals"] = [{"atom": "local_detail_energy", "weight": 2.0}]
     replies = ScriptedProposer([json.dumps(idle), PAPER], in_order=True)
-    await search(replies, SyntheticEvaluator(search.data, probes), rounds=1, per_round=2)
+    await search(
+        replies, SyntheticEvaluator(search.data, probes), rounds=1, per_round=2
+    )
     idle_trial, paper_trial = search.records(TrialRecord)
-    assert idle_trial.same_as == ("base" if probes else "") and paper_trial.status == "evaluated"
+    assert (
+        idle_trial.same_as == ("base" if probes else "")
+        and paper_trial.status == "evaluated"
+    )
 
 
 async def test_a_spending_limit_stops_requests(search: Searches) -> None:
@@ -105,7 +121,9 @@ async def test_a_spending_limit_stops_requests(search: Searches) -> None:
     assert len(replies) - len(spent) <= 6
 
 
-async def test_a_search_for_mmes_total_finds_what_log_probability_hides(search: Searches) -> None:
+async def test_a_search_for_mmes_total_finds_what_log_probability_hides(
+    search: Searches,
+) -> None:
     def answer(job: EvaluationJob, answers: Answers) -> Answers:
         """An exchange of few tokens answers more questions, at lower probabilities."""
         count = len(answers)
@@ -115,11 +133,19 @@ async def test_a_search_for_mmes_total_finds_what_log_probability_hides(search: 
         right = tuple(bool(few or number % 2) for number in range(count))
         return Answers((-2.0 if few else -1.0,) * count, right)
 
-    for objective, total, values in (("mme", 400, {0.0, -0.3}), ("quality", 100, {-1.0, -2.0})):
+    for objective, total, values in (
+        ("mme", 400, {0.0, -0.3}),
+        ("quality", 100, {-1.0, -2.0}),
+    ):
         winner = await search(
-            evaluator=SyntheticEvaluator(search.data, False, answer), ledger=objective,
-            objective=objective, strategy="random", rounds=4, per_round=5, proposer="",
-        )  # fmt: skip
+            evaluator=SyntheticEvaluator(search.data, False, answer),
+            ledger=objective,
+            objective=objective,
+            strategy="random",
+            rounds=4,
+            per_round=5,
+            proposer="",
+        )
         assert {trial.objective for trial in search.records(TrialRecord)} == values
         assert winner.test.mme_total == total
         assert ("thousand points" in str(winner.state)) == (objective == "mme")
@@ -131,8 +157,11 @@ async def test_a_search_for_mmes_total_finds_what_log_probability_hides(search: 
 async def test_each_round_has_fresh_questions_which_leaders_are_asked_too(
     search: Searches,
 ) -> None:
-    winner = await search(strategy="random", proposer="", rounds=4, per_round=3, block=8)
-    pool, jobs = search.evaluator.dataset.splits["search"], search.evaluator.jobs
+    winner = await search(
+        strategy="random", proposer="", rounds=4, per_round=3, block=8
+    )
+    pool = search.evaluator.dataset.splits["search"]
+    jobs = search.evaluator.jobs
     for start in range(0, len(pool), 8):
         block = [example.category for example in pool[start : start + 8]]
         assert block.count("digit") == block.count("colour") == 4
@@ -144,16 +173,24 @@ async def test_each_round_has_fresh_questions_which_leaders_are_asked_too(
             places |= {*range(job.start, job.stop)}
     assert asked["full"] == asked[BASE.digest] == {*range(len(pool))}
     names = {each.digest: each.name for each in search.records(ProposalRecord)}
-    counts = {name: len(asked[digest]) for digest, name in names.items() if digest in asked}
-    standings = [each.standing for each in search.records(SummaryRecord) if each.standing]
+    counts = {
+        name: len(asked[digest]) for digest, name in names.items() if digest in asked
+    }
+    standings = [
+        each.standing for each in search.records(SummaryRecord) if each.standing
+    ]
     assert max(counts.values()) > 8, "leaders are asked again in the next round"
     assert counts["4.0"] == 8 and len(standings) == 4
     again = sum(counts.values()) - 8 * len(counts)
     assert standings[-1].answers == sum(counts.values()) and again > 0
-    assert winner.gains[winner.winner].low == max(gain.low for gain in winner.gains.values())
+    assert winner.gains[winner.winner].low == max(
+        gain.low for gain in winner.gains.values()
+    )
 
 
-async def test_gains_do_not_depend_on_how_often_a_finalist_was_asked(search: Searches) -> None:
+async def test_gains_do_not_depend_on_how_often_a_finalist_was_asked(
+    search: Searches,
+) -> None:
     """The validation questions are harder, and a larger share of what a late candidate answers."""
 
     def loss(digest: str) -> float:
@@ -164,7 +201,9 @@ async def test_gains_do_not_depend_on_how_often_a_finalist_was_asked(search: Sea
         level += 9.0 * (job.split == "validation" and job.candidate is not None)
         return Answers((-level,) * len(answers), answers.right)
 
-    winner = await search(strategy="random", proposer="", rounds=4, block=8, change=answer)
+    winner = await search(
+        strategy="random", proposer="", rounds=4, block=8, change=answer
+    )
     digests = {each.name: each.digest for each in search.records(ProposalRecord)}
     losses = {name: loss(digests[name]) for name in winner.gains}
     for name, gain in winner.gains.items():
@@ -176,21 +215,33 @@ async def test_a_search_whose_leaders_are_tied_goes_elsewhere_and_then_stops(
     search: Searches,
 ) -> None:
     def no_difference(job: EvaluationJob, answers: Answers) -> Answers:
-        low = 0.3 * (digest_of(job) == BASE.digest) + 0.001 * (int(digest_of(job)[0], 16) % 2)
+        low = 0.3 * (digest_of(job) == BASE.digest) + 0.001 * (
+            int(digest_of(job)[0], 16) % 2
+        )
         return Answers((-low,) * len(answers), answers.right)
 
     await search(
-        strategy="autoprune+", proposer="", rounds=12, block=8, resolution=0.01,
+        strategy="autoprune+",
+        proposer="",
+        rounds=12,
+        block=8,
+        resolution=0.01,
         change=no_difference,
-    )  # fmt: skip
-    standings = [each.standing for each in search.records(SummaryRecord) if each.standing]
+    )
+    standings = [
+        each.standing for each in search.records(SummaryRecord) if each.standing
+    ]
     assert [each.plateaus for each in standings][-1] == 2 and len(standings) >= 5
     changed = next(n for n, each in enumerate(standings, 1) if each.plateaus)
-    later = {each.origin for each in search.records(ProposalRecord) if each.round > changed}
+    later = {
+        each.origin for each in search.records(ProposalRecord) if each.round > changed
+    }
     assert later <= {"random", "tpe", "warm start"}, "no variants of what is tied"
     stops = [line for line in search.lines if line.startswith("plateau")]
     assert "goes on with other structures" in stops[0] and "stops, with" in stops[-1]
-    assert standings[-1].answers < 12 * 3 * 8 * 0.8, "the rest of the budget is given back"
+    assert standings[-1].answers < 12 * 3 * 8 * 0.8, (
+        "the rest of the budget is given back"
+    )
 
 
 async def test_a_search_whose_leader_stays_ahead_stops(search: Searches) -> None:
@@ -201,12 +252,21 @@ async def test_a_search_whose_leader_stays_ahead_stops(search: Searches) -> None
         digest = digest_of(job)
         if digest not in ("full", BASE.digest, *leader) and not leader:
             leader.append(digest)
-        return Answers((-float(digest not in ("full", *leader)),) * len(answers), answers.right)
+        return Answers(
+            (-float(digest not in ("full", *leader)),) * len(answers), answers.right
+        )
 
     winner = await search(
-        strategy="autoprune+", proposer="", rounds=12, block=8, resolution=0.01, change=answer
+        strategy="autoprune+",
+        proposer="",
+        rounds=12,
+        block=8,
+        resolution=0.01,
+        change=answer,
     )
-    standings = [each.standing for each in search.records(SummaryRecord) if each.standing]
+    standings = [
+        each.standing for each in search.records(SummaryRecord) if each.standing
+    ]
     assert [*dict.fromkeys(each.plateaus for each in standings)] == [0, 2]
     assert winner.digest == leader[0]
     assert 0.5 <= standings[-1].answers / (12 * 3 * 8) < 0.7, "the rest is given back"
@@ -218,7 +278,11 @@ async def test_a_search_whose_leader_stays_ahead_stops(search: Searches) -> None
 RESUMED: dict[str, dict[str, Any]] = {
     **{name: {"strategy": name} for name in REPLIES_OF},
     "lists": {"proposals_per_reply": 3, "per_round": 4},
-    "autoprune+ lists": {"strategy": "autoprune+", "proposals_per_reply": 3, "per_round": 4},
+    "autoprune+ lists": {
+        "strategy": "autoprune+",
+        "proposals_per_reply": 3,
+        "per_round": 4,
+    },
     "tpe core": {"strategy": "tpe", "core": True},
     "autoprune+ core": {"strategy": "autoprune+", "core": True, "rank_at": True},
     "fresh questions": {"strategy": "autoprune+", "block": 8, "proposals_per_reply": 3},
@@ -232,22 +296,37 @@ async def test_a_search_resumes_from_any_prefix_repeats_no_step_and_replays(
     changes = {"rounds": 2, **RESUMED[case]}
     replies = REPLIES_OF[changes.get("strategy", "autoprune")]
     if "proposals_per_reply" in changes:
-        replies = [*(list_reply(n, 3) for n in range(5)), list_reply(9, 2), HOSTILE["prose"], None]
+        replies = [
+            *(list_reply(n, 3) for n in range(5)),
+            list_reply(9, 2),
+            HOSTILE["prose"],
+            None,
+        ]
     winner = await search(replies, ledger="complete", **changes)
-    complete, digest = search.path, search.digest()
+    complete = search.path
+    digest = search.digest()
     lines = complete.read_bytes().splitlines(keepends=True)
     for end in (*range(0, len(lines), max(1, len(lines) // 3)), len(lines)):
         cut = lines[end][: len(lines[end]) // 2] if end < len(lines) else b""
         (tmp_path / f"part-{end}").write_bytes(b"".join(lines[:end]) + cut)
         # A complete ledger needs no reply.
-        await search(replies if end < len(lines) else ["no"], ledger=f"part-{end}", **changes)
+        await search(
+            replies if end < len(lines) else ["no"], ledger=f"part-{end}", **changes
+        )
         assert search.digest() == digest
         records = [json.loads(line) for line in lines[:end]]
-        known = {(r["digest"], r["split"], r["start"]) for r in records
-                 if r["kind"] == "evaluation"}  # fmt: skip
-        again = {(digest_of(job), job.split, job.start) for job in search.evaluator.jobs}
+        known = {
+            (r["digest"], r["split"], r["start"])
+            for r in records
+            if r["kind"] == "evaluation"
+        }
+        again = {
+            (digest_of(job), job.split, job.start) for job in search.evaluator.jobs
+        }
         assert not known & again, "measured again"
-    replayed, before, after = await replay(complete, tmp_path / "again", search.data.folder)
+    replayed, before, after = await replay(
+        complete, tmp_path / "again", search.data.folder
+    )
     assert before == after == digest
     assert replayed.digest == winner.digest and replayed.test == winner.test
     if changes.get("core"):
@@ -265,10 +344,13 @@ async def test_a_recorded_search_replays_and_would_send_the_same_prompts_today(
     _, before, after = await replay(recording, tmp_path / "again", search.data.folder)
     assert before == after and after.startswith(digest)
     records = read_ledger(recording)
-    replies, requests = [each for each in records if isinstance(each, ReplyRecord)], list[str]()
+    replies = [each for each in records if isinstance(each, ReplyRecord)]
+    requests = list[str]()
 
     class Checked(RecordedProposer):
-        async def reply(self, messages: Messages, schema: JsonObject | None, seed: int) -> Reply:
+        async def reply(
+            self, messages: Messages, schema: JsonObject | None, seed: int
+        ) -> Reply:
             requests.append(hashlib.sha256(json.dumps(messages).encode()).hexdigest())
             return await super().reply(messages, schema, seed)
 
@@ -286,13 +368,16 @@ async def test_a_recording_is_only_read_and_what_is_missing_in_it_is_an_error(
     search: Searches, tmp_path: Path
 ) -> None:
     await search()
-    recording, target = search.path, tmp_path / "replayed"
+    recording = search.path
+    target = tmp_path / "replayed"
     text = f'{recording.read_text()}{{"kind": "pro'  # cut off by a kill
     recording.write_text(text)
     with Ledger(recording) as ledger:  # no replay waits for its lock
         recording.write_text(text)
         _, before, after = await replay(recording, target, search.data.folder)
-        assert before == after == digest_records(ledger) and recording.read_text() == text
+        assert (
+            before == after == digest_records(ledger) and recording.read_text() == text
+        )
     lines = text.splitlines(keepends=True)
     for content, message in (
         ("", "contains no search"),
@@ -309,7 +394,10 @@ async def test_a_recording_is_only_read_and_what_is_missing_in_it_is_an_error(
 
 @pytest.mark.parametrize(
     ("reply", "count", "reason"),
-    [(None, 9, "the endpoint is down"), ("no \ud83d", 28, "no JSON object")],  # a round after 25
+    [
+        (None, 9, "the endpoint is down"),
+        ("no \ud83d", 28, "no JSON object"),
+    ],  # a round after 25
 )
 async def test_a_model_that_writes_nothing_valid_ends_the_search(
     reply: str | None, count: int, reason: str, search: Searches
@@ -320,7 +408,9 @@ async def test_a_model_that_writes_nothing_valid_ends_the_search(
     trials = search.records(TrialRecord)
     assert len(trials) == count and {trial.status for trial in trials} == {"invalid"}
     assert all(reason in trial.reason for trial in trials)
-    gives_up = search.lines[-1] == "gives up: the last 25 candidates were invalid or unsafe"
+    gives_up = (
+        search.lines[-1] == "gives up: the last 25 candidates were invalid or unsafe"
+    )
     assert gives_up == (count > 25)
     written = {record.text for record in search.records(ReplyRecord)}
     assert written == ({"no ?"} if reply else {None}), "half a character is recorded"
@@ -329,7 +419,9 @@ async def test_a_model_that_writes_nothing_valid_ends_the_search(
 
 
 @pytest.mark.parametrize("reason", ["cannot identify", "not finite"])
-async def test_a_failed_evaluation_is_not_scored_as_wrong(reason: str, search: Searches) -> None:
+async def test_a_failed_evaluation_is_not_scored_as_wrong(
+    reason: str, search: Searches
+) -> None:
     best = (await search(ledger="free")).digest
 
     def undefined(job: EvaluationJob, answers: Answers) -> Answers:
@@ -338,8 +430,12 @@ async def test_a_failed_evaluation_is_not_scored_as_wrong(reason: str, search: S
 
     change = undefined if reason == "not finite" else failing(best)
     assert (await search(change=change)).digest != best
-    trials = [each for each in search.records(TrialRecord) if each.status == "unevaluated"]
-    assert trials and all(each.objective is None and reason in each.reason for each in trials)
+    trials = [
+        each for each in search.records(TrialRecord) if each.status == "unevaluated"
+    ]
+    assert trials and all(
+        each.objective is None and reason in each.reason for each in trials
+    )
 
 
 @pytest.mark.parametrize("per_round", [1, 2])
@@ -349,15 +445,24 @@ async def test_duplicates_of_a_failed_candidate_are_evaluated_later(
     body = json.loads(PAPER)
     body["scoring"]["signals"].append({"atom": "local_detail_energy", "weight": 0.0})
     duplicate = json.dumps(body)
-    in_round: list[tuple[str, str, str]] = [(duplicate, "same", "1.0")] * (per_round - 1)
+    in_round: list[tuple[str, str, str]] = [(duplicate, "same", "1.0")] * (
+        per_round - 1
+    )
     expected = [
-        (PAPER, "unevaluated", ""), *in_round, (duplicate, "evaluated", ""), (PAPER, "same", "2.0"),
-    ]  # fmt: skip
+        (PAPER, "unevaluated", ""),
+        *in_round,
+        (duplicate, "evaluated", ""),
+        (PAPER, "same", "2.0"),
+    ]
     proposer = ScriptedProposer([text for text, *_ in expected], in_order=True)
     change = failing(paper_state(settings_of()).digest)
-    await search(proposer, change=change, rounds=len(expected) // per_round, per_round=per_round)
+    await search(
+        proposer, change=change, rounds=len(expected) // per_round, per_round=per_round
+    )
     trials = search.records(TrialRecord)
-    assert [(trial.status, trial.same_as) for trial in trials] == [row[1:] for row in expected]
+    assert [(trial.status, trial.same_as) for trial in trials] == [
+        row[1:] for row in expected
+    ]
 
 
 @pytest.mark.parametrize("split", ["search", "validation", "test"])
@@ -378,4 +483,6 @@ async def test_a_winner_that_cannot_be_measured_on_the_test_split_is_replaced(
     free = await search(ledger="free")
     winner = await search(change=failing(free.digest, ["test"]))
     assert winner.estimates == free.estimates
-    assert winner.winner == sorted(free.gains, key=lambda name: -free.gains[name].low)[1]
+    assert (
+        winner.winner == sorted(free.gains, key=lambda name: -free.gains[name].low)[1]
+    )

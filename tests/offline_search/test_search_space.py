@@ -31,7 +31,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bases": {"other_bases": ("dart", "divprune")},
     "paper": {"library": "paper"},
     "share": {"budgets": ("1/8",)},
-    "everything": {"core": True, "rank_at": True, "other_bases": ("dart",), "budgets": (23,)},
+    "everything": {
+        "core": True,
+        "rank_at": True,
+        "other_bases": ("dart",),
+        "budgets": (23,),
+    },
     **{space: {"space": space, "core": True} for space in SPACES},
 }
 
@@ -55,13 +60,19 @@ def test_the_choices_of_a_state_reproduce_it(name: str) -> None:
     settings = settings_of(name)
     for seed in range(30):
         state = assemble_state(draw(settings, seed), settings)
-        origins = {ATOMS[name].origin for name in set(structure(state)) & set(ATOMS.names())}
+        origins = {
+            ATOMS[name].origin for name in set(structure(state)) & set(ATOMS.names())
+        }
         assert name != "paper" or "extension" not in origins
-        again = sample_proposal(ClippedChoices(choices_of_state(state, settings)), settings)
+        again = sample_proposal(
+            ClippedChoices(choices_of_state(state, settings)), settings
+        )
         assert assemble_state(again, settings).digest == state.digest
     if settings.space == "all":  # other states are approximated
         for state in (*_warm_start_states(settings), base_state(settings)):
-            near = sample_proposal(ClippedChoices(choices_of_state(state, settings)), settings)
+            near = sample_proposal(
+                ClippedChoices(choices_of_state(state, settings)), settings
+            )
             assert features(assemble_state(near, settings)) == features(state)
 
 
@@ -69,7 +80,12 @@ def test_every_searched_atom_is_sampled() -> None:
     drawn: set[str] = set()
     for seed in range(600):
         drawn |= features(assemble_state(draw(PLAIN, seed), PLAIN))
-    for group in ("scoring", "score_fusion", "similarity_kernel", "selection_constraints"):
+    for group in (
+        "scoring",
+        "score_fusion",
+        "similarity_kernel",
+        "selection_constraints",
+    ):
         assert {name for name in ATOMS.names(group) if not ATOMS[name].clips} <= drawn
     assert not any(ATOMS[name].clips for name in drawn & set(ATOMS.names()))
     assert set(ATOMS.names("reassembly")) <= drawn
@@ -87,28 +103,43 @@ def test_every_searched_atom_is_sampled() -> None:
 def test_optional_components_leave_the_other_choices_as_they_are(
     name: str, field: str, values: set[str | None]
 ) -> None:
-    settings, drawn = settings_of(name), set()
+    settings = settings_of(name)
+    drawn = set()
     for seed in range(200):
         proposal = draw(settings, seed)
-        assert {key: part for key, part in proposal.items() if key != field} == draw(PLAIN, seed)
+        assert {key: part for key, part in proposal.items() if key != field} == draw(
+            PLAIN, seed
+        )
         plain = assemble_state(proposal, PLAIN)
-        assert (plain.core, plain.rank_at) == (None, "merger_out"), "they are not searched"
+        assert (plain.core, plain.rank_at) == (None, "merger_out"), (
+            "they are not searched"
+        )
         state = assemble_state(proposal, settings)
-        places = {"core": state.core and state.core.policy.name, "rank_at": state.rank_at,
-                  "base_policy": state.base_policy.name}  # fmt: skip
+        places = {
+            "core": state.core and state.core.policy.name,
+            "rank_at": state.rank_at,
+            "base_policy": state.base_policy.name,
+        }
         drawn.add(places[field])
     assert drawn == values
 
 
 @pytest.mark.parametrize(
     "more",
-    [{}, {"budgets": (2,)}, {"space": "numbers"}, {"space": "without-fusion"}, {"core": True},
-     {"rank_at": True}],
+    [
+        {},
+        {"budgets": (2,)},
+        {"space": "numbers"},
+        {"space": "without-fusion"},
+        {"core": True},
+        {"rank_at": True},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_warm_starts_differ_are_safe_and_use_the_settings(more: dict[str, Any]) -> None:
     settings = Settings(**{"base_policy": "divprune", "budgets": (BUDGET,), **more})
-    states, budget = _warm_start_states(settings), settings.source_budget
+    states = _warm_start_states(settings)
+    budget = settings.source_budget
     for state in (base_state(settings), *states):
         assert state.base_policy.name == "divprune"
         assert safety_check(materialize(state, budget)).valid
@@ -122,8 +153,12 @@ def test_warm_starts_differ_are_safe_and_use_the_settings(more: dict[str, Any]) 
         alone = [state for state in states if len(state.scoring.signals) == 1]
         signals = [name for name in ATOMS.names("scoring") if not ATOMS[name].clips]
         assert [state.scoring.signals[0].atom for state in alone] == signals
-        assert {state.constraints.selector.bounds(BUDGET)[0] for state in alone} == {BUDGET}
-        assert len({structure(state)[1:] for state in alone}) == 1, "only their signal differs"
+        assert {state.constraints.selector.bounds(BUDGET)[0] for state in alone} == {
+            BUDGET
+        }
+        assert len({structure(state)[1:] for state in alone}) == 1, (
+            "only their signal differs"
+        )
 
 
 @pytest.mark.parametrize("budget", [640, 720, 2880])
@@ -141,33 +176,48 @@ def test_quotas_are_within_the_language_at_large_budgets(budget: int) -> None:
 ABLATED = {"strength": (0.0005, 0.0005), "q_e": (2, 2), "keep_weight": (0, 0.6)}
 INSIDE: dict[Space, tuple[dict[str, tuple[float, float]], set[int]]] = {
     "numbers": ({"q_e": (0, 3), "lam": (0.04, 0.22), "power": (0.7, 1.5)}, {5}),
-    "released": ({"q_e": (0, 3), "strength": (0, 0.006), "bias": (0.35, 0.95)}, {1, 2, 3, 4, 5}),
+    "released": (
+        {"q_e": (0, 3), "strength": (0, 0.006), "bias": (0.35, 0.95)},
+        {1, 2, 3, 4, 5},
+    ),
     "without-diversity": (ABLATED | {"lam": (0, 0)}, {1, 2, 3, 4, 5}),
     "without-fusion": (ABLATED | {"lam": (0.05, 0.5), "power": (0.5, 1.8)}, {1}),
     "without-anchoring": (
-        ABLATED | {"q_e": (MAX_QUOTA, MAX_QUOTA), "keep_weight": (0, 0)}, {1, 2, 3, 4, 5}
+        ABLATED | {"q_e": (MAX_QUOTA, MAX_QUOTA), "keep_weight": (0, 0)},
+        {1, 2, 3, 4, 5},
     ),
-}  # fmt: skip
+}
 """Bounds of numbers by docs/search.md, and how many of the released signals a state has."""
 RELEASED = {call.atom for call in load_state("autoprune").scoring.signals}
 
 
 def is_inside(state: PruningState, space: Space) -> bool:
-    signals, (ranges, counts) = state.scoring.signals, INSIDE[space]
+    signals = state.scoring.signals
+    (ranges, counts) = INSIDE[space]
     values = dict(state.constraints.selector) | dict(state.reassembly)
     for call in signals:
         values |= {"bias": dict(call)["bias"]} if "bias" in dict(call) else {}
-    within = all(low <= values[name] <= high
-                 for name, (low, high) in ranges.items() if name in values)  # fmt: skip
+    within = all(
+        low <= values[name] <= high
+        for name, (low, high) in ranges.items()
+        if name in values
+    )
     small = values["q_e"] < 2 or values["strength"] <= 0.003
-    return (within and small and len(signals) in counts and values["r_min"] is None
-            and {call.atom for call in signals} <= RELEASED)  # fmt: skip
+    return (
+        within
+        and small
+        and len(signals) in counts
+        and values["r_min"] is None
+        and {call.atom for call in signals} <= RELEASED
+    )
 
 
 @pytest.mark.parametrize("space", SPACES)
 def test_every_proposal_is_put_into_its_space_and_its_own_stay(space: Space) -> None:
     settings = Settings(budgets=(BUDGET,), space=space)
-    states = [assemble_state(draw(settings, seed), PLAIN) for seed in range(100)]  # as drawn
+    states = [
+        assemble_state(draw(settings, seed), PLAIN) for seed in range(100)
+    ]  # as drawn
     for seed, state in enumerate(states):
         assert is_inside(state, space), seed
         assert assemble_state(components_json(state), settings).digest == state.digest

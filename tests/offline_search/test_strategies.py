@@ -39,20 +39,28 @@ from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.tpdsl.state import PruningState
 
 
-async def search_blindly(search: Searches, strategy: str, seed: int = 0, **changes: Any) -> float:
+async def search_blindly(
+    search: Searches, strategy: str, seed: int = 0, **changes: Any
+) -> float:
     """Test objective of a search without probes, whose evaluations are as many for all seeds."""
     fields = {"per_round": 5, "equal_evaluations": True, **changes}
     winner = await search(
-        VALID_REPLIES, SyntheticEvaluator(search.data, probes=False), f"{strategy}-{seed}",
-        strategy=strategy, seed=seed, **fields,
-    )  # fmt: skip
+        VALID_REPLIES,
+        SyntheticEvaluator(search.data, probes=False),
+        f"{strategy}-{seed}",
+        strategy=strategy,
+        seed=seed,
+        **fields,
+    )
     return winner.test.objective.value
 
 
 @pytest.mark.slow
 async def test_learning_strategies_beat_random_search(search: Searches) -> None:
     values = {
-        strategy: [await search_blindly(search, strategy, seed, rounds=6) for seed in range(3)]
+        strategy: [
+            await search_blindly(search, strategy, seed, rounds=6) for seed in range(3)
+        ]
         for strategy in ("random", "tpe", "autoprune+")
     }
     means = {strategy: statistics.mean(scores) for strategy, scores in values.items()}
@@ -60,15 +68,20 @@ async def test_learning_strategies_beat_random_search(search: Searches) -> None:
     assert min(values["autoprune+"]) > means["random"]
 
 
-async def test_autoprune_plus_races_candidates_of_every_origin(search: Searches) -> None:
+async def test_autoprune_plus_races_candidates_of_every_origin(
+    search: Searches,
+) -> None:
     await search_blindly(search, "autoprune+", rounds=4)
-    proposed, trials = search.records(ProposalRecord), search.records(TrialRecord)
+    proposed = search.records(ProposalRecord)
+    trials = search.records(TrialRecord)
     starts = len(_warm_start_states(settings_of(strategy="autoprune+")))
     origins = [record.origin for record in proposed if record.round == 1]
     assert origins == ["warm start"] * starts + ["random"] * (15 - starts)
     later = [record.origin for record in proposed if record.round > 1]
     assert {"llm", "tpe", "mutation", "crossover"} <= {*later}
-    assert 0 < later.count("llm") <= 0.3 * len(later), "a model has three slots in ten at most"
+    assert 0 < later.count("llm") <= 0.3 * len(later), (
+        "a model has three slots in ten at most"
+    )
     assert later.count("tpe") >= later.count("llm")
     names = {record.name for record in proposed}
     assert all(set(record.parents) <= names for record in proposed)
@@ -84,16 +97,26 @@ async def test_base_policies_are_searched_where_several_are_offered(
 ) -> None:
     def best_on_dart(job: EvaluationJob, answers: Answers) -> Answers:
         """Another base policy is worth more than anything else."""
-        if isinstance(job.candidate, PruningState) and job.candidate.base_policy.name != "dart":
+        if (
+            isinstance(job.candidate, PruningState)
+            and job.candidate.base_policy.name != "dart"
+        ):
             return Answers(tuple(value - 2 for value in answers.logprob), answers.right)
         return answers
 
     for offered in ((), ("divprune", "dart")):
         winner = await search(
-            evaluator=SyntheticEvaluator(search.data, False, best_on_dart), strategy=strategy,
-            ledger=str(len(offered)), rounds=4, per_round=4, proposer="", other_bases=offered,
-        )  # fmt: skip
-        states = [load_state(each.state or {}) for each in search.records(ProposalRecord)]
+            evaluator=SyntheticEvaluator(search.data, False, best_on_dart),
+            strategy=strategy,
+            ledger=str(len(offered)),
+            rounds=4,
+            per_round=4,
+            proposer="",
+            other_bases=offered,
+        )
+        states = [
+            load_state(each.state or {}) for each in search.records(ProposalRecord)
+        ]
         assert {state.base_policy.name for state in states} == {"cdpruner", *offered}
         best = load_state(winner.state or {}).base_policy.name
         assert best == ("dart" if offered else "cdpruner")
@@ -107,7 +130,9 @@ async def test_base_policies_are_searched_where_several_are_offered(
 LISTS: dict[str, Any] = {"per_round": 5, "proposals_per_reply": 5}
 
 
-async def test_one_request_of_a_round_brings_all_its_candidates(search: Searches) -> None:
+async def test_one_request_of_a_round_brings_all_its_candidates(
+    search: Searches,
+) -> None:
     await search([list_reply(n, 5) for n in range(7)], **LISTS)
     requests = search.proposer.requests
     assert len(requests) == len(search.records(ReplyRecord)) == 3
@@ -120,7 +145,9 @@ async def test_one_request_of_a_round_brings_all_its_candidates(search: Searches
     assert len([line for line in prompts[1].splitlines() if ": List " in line]) == 5
 
 
-async def test_invalid_proposals_of_a_list_are_repaired_together(search: Searches) -> None:
+async def test_invalid_proposals_of_a_list_are_repaired_together(
+    search: Searches,
+) -> None:
     broken = json.loads(list_reply(0, 5))[PROPOSALS]
     broken[1]["scoring"] = {}
     del broken[4]
@@ -130,9 +157,13 @@ async def test_invalid_proposals_of_a_list_are_repaired_together(search: Searche
     assert '"minItems": 2, "maxItems": 2' in json.dumps(search.proposer.schemas[1])
     correction = repair[-1]["content"]
     assert "- proposal 2: " in correction and "- proposal 5: " in correction
-    assert "- proposal 1" not in correction and "list of these 2 proposals" in correction
+    assert (
+        "- proposal 1" not in correction and "list of these 2 proposals" in correction
+    )
     proposed = search.records(ProposalRecord)
-    texts = [record.hypothesis.text for record in proposed if record.hypothesis is not None]
+    texts = [
+        record.hypothesis.text for record in proposed if record.hypothesis is not None
+    ]
     assert texts == ["List 0.", "List 20.", "List 0.", "List 0.", "List 20."]
     assert not any(record.problems for record in proposed)
 
@@ -143,7 +174,9 @@ async def test_a_model_that_writes_lists_proposes_in_the_first_round_of_autoprun
 ) -> None:
     changes = {"strategy": "autoprune+", "rounds": 1, "proposals_per_reply": length}
     await search([list_reply(n, 4) for n in range(7)], **LISTS | changes)
-    origins = [each.origin for each in search.records(ProposalRecord) if each.round == 1]
+    origins = [
+        each.origin for each in search.records(ProposalRecord) if each.round == 1
+    ]
     assert len(origins) == 15 and origins.count("llm") == count
     assert origins.count("warm start") > 4
 
@@ -158,15 +191,23 @@ async def test_states_are_evolved_by_diffs(search: Searches) -> None:
     initial, *children = proposed = search.records(ProposalRecord)
     assert len(proposed) == 9 and initial.origin == "initial" and initial.state
     names = {record.name for record in proposed}
-    assert all(child.origin == "openevolve" and {*child.parents} <= names for child in children)
+    assert all(
+        child.origin == "openevolve" and {*child.parents} <= names for child in children
+    )
     evolved = [child.state for child in children if child.state is not None]
     assert evolved and all(child.problems for child in children if child.state is None)
-    signals = [json.loads(text)["scoring"]["signals"][0]["atom"] for text in VALID_REPLIES[:6]]
+    signals = [
+        json.loads(text)["scoring"]["signals"][0]["atom"] for text in VALID_REPLIES[:6]
+    ]
     for state in map(load_state, evolved):
         assert state.scoring.signals[0].atom in signals, "changed by the reply"
-        assert state.reassembly == load_state(initial.state).reassembly, "and by nothing else"
-    system, user = ("\n".join(m[place]["content"] for m in search.proposer.requests)
-                    for place in (0, 1))  # fmt: skip
+        assert state.reassembly == load_state(initial.state).reassembly, (
+            "and by nothing else"
+        )
+    system, user = (
+        "\n".join(m[place]["content"] for m in search.proposer.requests)
+        for place in (0, 1)
+    )
     assert '"scoring": {' in user and "combined_score" in user
     assert "quality_topk_selector" in system
 
@@ -186,11 +227,19 @@ def test_parents_do_not_depend_on_hash_seeds(search: Searches, tmp_path: Path) -
     for seed in ("1", "2"):
         (tmp_path / seed).mkdir()
         process = subprocess.run(
-            [sys.executable, "-m", "tests.offline_search.test_strategies",
-             str(search.data.folder), str(tmp_path / seed)],
-            capture_output=True, text=True, timeout=120, cwd=Path(__file__).resolve().parents[2],
+            [
+                sys.executable,
+                "-m",
+                "tests.offline_search.test_strategies",
+                str(search.data.folder),
+                str(tmp_path / seed),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            cwd=Path(__file__).resolve().parents[2],
             env={**os.environ, "PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+        )
         assert process.returncode == 0, process.stderr[-2000:]
         digests.add(process.stdout)
     assert len(digests) == 1

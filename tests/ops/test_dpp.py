@@ -39,11 +39,17 @@ def kernel(seed: int, batch: int, size: int, rank: int = 24) -> tuple[Tensor, Te
     source = torch.Generator().manual_seed(seed)
     rows = torch.randn(batch, size, rank, generator=source)
     unit = rows / rows.norm(dim=-1, keepdim=True)
-    return unit @ unit.transpose(1, 2), 0.2 + 0.8 * torch.rand(batch, size, generator=source)
+    return unit @ unit.transpose(1, 2), 0.2 + 0.8 * torch.rand(
+        batch, size, generator=source
+    )
 
 
 def by_determinant(
-    similarity: Tensor, quality: Tensor, count: int, start: list[int], allowed: list[int]
+    similarity: Tensor,
+    quality: Tensor,
+    count: int,
+    start: list[int],
+    allowed: list[int],
 ) -> list[int]:
     """Greedy MAP from the definition: every determinant is computed, in float64.
 
@@ -56,7 +62,9 @@ def by_determinant(
         rest = [j for j in allowed if j not in picks]
         gains = [float(torch.det(matrix[[*picks, j]][:, [*picks, j]])) for j in rest]
         bound = min(max(gains), max(gains) * (1 - TIE))
-        picks.append(next(j for j, gain in zip(rest, gains, strict=True) if gain >= bound))
+        picks.append(
+            next(j for j, gain in zip(rest, gains, strict=True) if gain >= bound)
+        )
     return picks
 
 
@@ -84,24 +92,39 @@ def test_picks_have_the_largest_determinant_given_the_anchors_among_the_eligible
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_the_first_pick_does_not_depend_on_how_the_diagonal_is_rounded(dtype: torch.dtype) -> None:
+def test_the_first_pick_does_not_depend_on_how_the_diagonal_is_rounded(
+    dtype: torch.dtype,
+) -> None:
     source = torch.Generator().manual_seed(8)
     rows = torch.randn(4, 96, 512, generator=source).exp().to(dtype)
-    similarity, quality = cosines(rows, rows.norm(dim=-1, keepdim=True)), torch.ones(4, 96)
+    similarity = cosines(rows, rows.norm(dim=-1, keepdim=True))
+    quality = torch.ones(4, 96)
     assert not bool((similarity.diagonal(dim1=1, dim2=2).argmax(dim=1) == 0).all())
     every = torch.ones(4, 96, dtype=torch.bool)
     capped = capped_greedy_map(
-        *(similarity, quality, 2), anchors=NONE.expand(4, 0), eligible=every, cells=every.long(),
+        similarity,
+        quality,
+        2,
+        anchors=NONE.expand(4, 0),
+        eligible=every,
+        cells=every.long(),
         cap=96,
-    )  # fmt: skip
-    assert capped[:, 0].tolist() == greedy_map(similarity, quality, 2)[:, 0].tolist() == [0] * 4
+    )
+    assert (
+        capped[:, 0].tolist()
+        == greedy_map(similarity, quality, 2)[:, 0].tolist()
+        == [0] * 4
+    )
     eligible = every.index_fill(1, torch.tensor([0, 1, 2]), False)
-    assert greedy_map(similarity, quality, 2, eligible=eligible)[:, 0].tolist() == [3] * 4
+    assert (
+        greedy_map(similarity, quality, 2, eligible=eligible)[:, 0].tolist() == [3] * 4
+    )
 
 
 def test_an_exhausted_kernel_is_filled_up_by_quality_among_the_eligible() -> None:
     quality = torch.tensor([[0.1, 0.5, 0.9, 0.5, 0.3]])
-    eligible, flat = torch.tensor([[True, True, True, True, False]]), torch.ones(1, 5, 5)
+    eligible = torch.tensor([[True, True, True, True, False]])
+    flat = torch.ones(1, 5, 5)
     assert greedy_map(flat, quality, 4, eligible=eligible).tolist() == [[2, 1, 3, 0]]
     conditioned = Conditioned.on(flat, torch.tensor([[2, 0]]))
     assert greedy_map(flat, quality, 3, conditioned=conditioned).tolist() == [[1, 3, 4]]
@@ -112,9 +135,12 @@ def test_conditioning_on_tokens_gives_the_picks_that_follow_them_as_anchors(
     seed: int, data: st.DataObject
 ) -> None:
     similarity, quality = kernel(seed, 3, 40)
-    forced, count = data.draw(st.integers(1, 18)), data.draw(st.integers(1, 6))
+    forced = data.draw(st.integers(1, 18))
+    count = data.draw(st.integers(1, 6))
     order = data.draw(st.permutations(range(40)))
-    anchors = torch.tensor([order[:forced], order[1 : forced + 1], order[2 : forced + 2]])
+    anchors = torch.tensor(
+        [order[:forced], order[1 : forced + 1], order[2 : forced + 2]]
+    )
     anchored = greedy_map(similarity, quality, forced + count, anchors=anchors)
     conditioned = Conditioned.on(similarity, anchors)
     picks = greedy_map(similarity, quality, count, conditioned=conditioned)
@@ -124,35 +150,59 @@ def test_conditioning_on_tokens_gives_the_picks_that_follow_them_as_anchors(
     assert torch.equal(conditioned.residual[2:], alone.residual)
     # Tokens that are not valid do not condition.
     valid = torch.arange(forced + 1).expand(3, -1) < forced
-    more = Conditioned.on(similarity, torch.cat([anchors, anchors[:, :1]], dim=1), valid)
+    more = Conditioned.on(
+        similarity, torch.cat([anchors, anchors[:, :1]], dim=1), valid
+    )
     assert torch.equal(more.residual, conditioned.residual)
 
 
 @given(seed=st.integers(0, 10_000), cap=st.integers(1, 5), forced=st.integers(0, 4))
-def test_no_cell_gets_more_than_the_cap_and_a_core_counts(seed: int, cap: int, forced: int) -> None:
+def test_no_cell_gets_more_than_the_cap_and_a_core_counts(
+    seed: int, cap: int, forced: int
+) -> None:
     source = torch.Generator().manual_seed(seed)
-    (similarity, quality), cells = kernel(seed, 2, 20), torch.randint(5, (2, 20), generator=source)
+    (similarity, quality) = kernel(seed, 2, 20)
+    cells = torch.randint(5, (2, 20), generator=source)
     order = torch.rand(2, 20, generator=source).argsort(dim=1)
-    core, anchors = order[:, :6], order[:, 6 : 6 + forced]
-    eligible = (torch.rand(2, 20, generator=source) < 0.8).scatter(1, order[:, 6:16], True)
+    core = order[:, :6]
+    anchors = order[:, 6 : 6 + forced]
+    eligible = (torch.rand(2, 20, generator=source) < 0.8).scatter(
+        1, order[:, 6:16], True
+    )
     eligible = eligible.scatter(1, core, False)
     anchored = capped_greedy_map(
-        *(similarity, quality, 14), anchors=torch.cat([core, anchors], dim=1), eligible=eligible,
-        cells=cells, cap=cap,
-    )  # fmt: skip
+        similarity,
+        quality,
+        14,
+        anchors=torch.cat([core, anchors], dim=1),
+        eligible=eligible,
+        cells=cells,
+        cap=cap,
+    )
     conditioned = capped_greedy_map(
-        *(similarity, quality, 8), anchors=anchors, eligible=eligible, cells=cells, cap=cap,
+        similarity,
+        quality,
+        8,
+        anchors=anchors,
+        eligible=eligible,
+        cells=cells,
+        cap=cap,
         conditioned=Conditioned.on(similarity, core),
-    )  # fmt: skip
+    )
     assert torch.equal(conditioned, anchored[:, 6:])
     for image in range(2):
         members = [eligible[image] & (cells[image] == cell) for cell in range(5)]
         room = sum(min(cap, int(member.sum())) for member in members)
         row = slice(image, image + 1)
         picks = capped_greedy_map(
-            *(similarity[row], quality[row], room), anchors=NONE, eligible=eligible[row],
-            cells=cells[row], cap=cap,
-        )[0]  # fmt: skip
+            similarity[row],
+            quality[row],
+            room,
+            anchors=NONE,
+            eligible=eligible[row],
+            cells=cells[row],
+            cap=cap,
+        )[0]
         assert len(set(picks.tolist())) == room and bool(eligible[image][picks].all())
         assert int(cells[image][picks].bincount().max()) <= cap
 
@@ -168,15 +218,23 @@ class Inputs:
     eligible: Tensor | None = None
     core: Tensor | None = None
 
-    def picks(self, implementation: Callable[..., Tensor], device: str = "cpu") -> list[list[int]]:
+    def picks(
+        self, implementation: Callable[..., Tensor], device: str = "cpu"
+    ) -> list[list[int]]:
         def moved(part: Tensor | None) -> Tensor | None:
             return None if part is None else part.to(device)
 
         similarity = self.similarity.to(device)
-        known = None if self.core is None else Conditioned.on(similarity, self.core.to(device))
+        known = (
+            None
+            if self.core is None
+            else Conditioned.on(similarity, self.core.to(device))
+        )
         optional = (moved(self.anchors), moved(self.eligible), known)
         quality = self.quality.to(device)
-        picks: list[list[int]] = implementation(similarity, quality, self.count, *optional).tolist()
+        picks: list[list[int]] = implementation(
+            similarity, quality, self.count, *optional
+        ).tolist()
         return picks
 
 
@@ -193,7 +251,10 @@ def cases() -> Iterator[tuple[str, Inputs]]:
     eligible = torch.rand(3, 40, generator=source) > 0.4
     yield "both", Inputs(plain.similarity, plain.quality, 12, anchors, eligible)
     apart = eligible.scatter(1, anchors, False)
-    yield "conditioned, some", Inputs(plain.similarity, plain.quality, 9, None, apart, anchors)
+    yield (
+        "conditioned, some",
+        Inputs(plain.similarity, plain.quality, 9, None, apart, anchors),
+    )
 
     for dtype in (torch.float32, torch.bfloat16):
         rows = torch.randn(3, 40, 512, generator=source).to(dtype)
@@ -214,7 +275,10 @@ def cases() -> Iterator[tuple[str, Inputs]]:
     yield "quality not finite", Inputs(plain.similarity, bad, 40)
     broken = plain.similarity.clone()
     broken[0, 3], broken[0, :, 3], broken[2] = torch.nan, torch.nan, torch.nan
-    yield "similarity NaN, anchors", Inputs(broken, plain.quality, 12, anchors, eligible)
+    yield (
+        "similarity NaN, anchors",
+        Inputs(broken, plain.quality, 12, anchors, eligible),
+    )
 
 
 CASES = dict(cases())
@@ -238,7 +302,9 @@ def _compile(gpu: int) -> dict[str, int]:
         fixed = {"block": block, "rows": rows}
         signature = {n: types.get(n, "constexpr") for n in _greedy_map.arg_names}
         built = triton.compile(
-            ASTSource(fn=_greedy_map, signature=signature, constexprs=fixed, attrs=aligned),
+            ASTSource(
+                fn=_greedy_map, signature=signature, constexprs=fixed, attrs=aligned
+            ),
             target=GPUTarget("cuda", gpu, 32),
             options={"num_warps": warps},
         )
@@ -256,7 +322,9 @@ class _Recorder:
         from triton.runtime.jit import create_function_from_signature
 
         backend = make_backend(GPUTarget("cuda", 90, 32))
-        self._bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+        self._bind = create_function_from_signature(
+            kernel.signature, kernel.params, backend
+        )
         self.variants: set[str] = set()
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
@@ -274,7 +342,9 @@ class _CudaOnHost(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> object:
         kwargs = kwargs or {}
-        return func(*args, **{**kwargs, **({"device": "cpu"} if "device" in kwargs else {})})
+        return func(
+            *args, **{**kwargs, **({"device": "cpu"} if "device" in kwargs else {})}
+        )
 
 
 def _count_variants() -> dict[str, int]:
@@ -294,13 +364,19 @@ def _count_variants() -> dict[str, int]:
         tokens = int(4096 ** float(torch.rand(1, generator=source)))
         count = int(torch.randint(1, tokens + 1, (1,), generator=source))
         skipped = number % 2
-        similarity = torch.empty(tokens * tokens + skipped)[skipped:].view(1, tokens, tokens)
+        similarity = torch.empty(tokens * tokens + skipped)[skipped:].view(
+            1, tokens, tokens
+        )
         quality = torch.empty(tokens + skipped)[skipped:].view(1, tokens)
         anchors = torch.zeros(1, number % 18, dtype=torch.int64) if number % 3 else None
         eligible = torch.empty_like(quality, dtype=torch.bool) if number % 5 else None
         conditioned = Conditioned(torch.empty(1, number % 19, tokens), quality)
         dpp_triton.greedy_map_triton(
-            *(similarity, quality, min(count, 64), anchors, eligible),
+            similarity,
+            quality,
+            min(count, 64),
+            anchors,
+            eligible,
             conditioned if number % 7 else None,
         )
     return {"compiled": len(compiled), "missing": len(recorder.variants - compiled)}
@@ -335,7 +411,8 @@ def test_picks_of_triton_equal_those_of_torch(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "gpu", [90, *(pytest.param(gpu, marks=pytest.mark.exhaustive) for gpu in (80, 100, 120))]
+    "gpu",
+    [90, *(pytest.param(gpu, marks=pytest.mark.exhaustive) for gpu in (80, 100, 120))],
 )  # an H100; an A100, a B200 and an RTX 5090
 def test_the_kernel_compiles_for_a_gpu(gpu: int, tmp_path: Path) -> None:
     built = ran(f"compile-{gpu}", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
@@ -343,7 +420,9 @@ def test_the_kernel_compiles_for_a_gpu(gpu: int, tmp_path: Path) -> None:
     assert min(built.values()) >= 4, "rows of factors are read one number at a time"
 
 
-def test_no_image_compiles_the_kernel_once_that_is_done_for_the_largest(tmp_path: Path) -> None:
+def test_no_image_compiles_the_kernel_once_that_is_done_for_the_largest(
+    tmp_path: Path,
+) -> None:
     """In blocks of 128 to 4,096 tokens; by values and alignments these would be 254 variants."""
     counts = ran("count", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
     assert counts == {"compiled": 6, "missing": 0}
@@ -377,5 +456,13 @@ if __name__ == "__main__":
         print(json.dumps(_count_variants()))
     else:
         in_larger_block = partial(greedy_map_triton, smallest_block=1024)
-        ways: list[Callable[..., Tensor]] = [greedy_map_torch, greedy_map_triton, in_larger_block]
-        print(json.dumps({name: [*map(inputs.picks, ways)] for name, inputs in CASES.items()}))
+        ways: list[Callable[..., Tensor]] = [
+            greedy_map_torch,
+            greedy_map_triton,
+            in_larger_block,
+        ]
+        print(
+            json.dumps(
+                {name: [*map(inputs.picks, ways)] for name, inputs in CASES.items()}
+            )
+        )

@@ -27,7 +27,8 @@ INF = torch.inf
 
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
 def test_values_within_the_tolerance_of_the_maximum_are_a_tie(size: float) -> None:
-    rounded, apart = 1 - TIE / 4, 1 - 4 * TIE
+    rounded = 1 - TIE / 4
+    apart = 1 - 4 * TIE
     values = torch.tensor([[0.0, rounded, 1.0, rounded], [apart, 0.5, 0.5, 1.0]])
     assert argmax_within(values)[0].tolist() == [1, 3]
     assert argmax_within(values * size, relative=True)[0].tolist() == [1, 3]
@@ -36,7 +37,9 @@ def test_values_within_the_tolerance_of_the_maximum_are_a_tie(size: float) -> No
 
 
 @given(tokens=st.integers(1, 3000), data=st.data())
-def test_an_even_spread_has_equal_gaps_and_equal_margins(tokens: int, data: st.DataObject) -> None:
+def test_an_even_spread_has_equal_gaps_and_equal_margins(
+    tokens: int, data: st.DataObject
+) -> None:
     count = data.draw(st.integers(1, tokens))
     places = _evenly_spaced(2, tokens, count, torch.device("cpu"))
     assert places.shape == (2, count) and torch.equal(places[0], places[1])
@@ -52,7 +55,8 @@ def test_outliers_use_the_quartiles_of_numpy_percentile(count: int) -> None:
     score = torch.rand(20, count, generator=torch.Generator().manual_seed(count)) ** 6
     actual = find_outliers(score)
     for row, mine in zip(score.numpy(), actual, strict=True):
-        low, high = np.percentile(row, 25), np.percentile(row, 75)
+        low = np.percentile(row, 25)
+        high = np.percentile(row, 75)
         assert mine.tolist() == (row > high + 1.5 * (high - low)).tolist()
 
     flat = torch.ones(1, 9)
@@ -87,20 +91,25 @@ def test_cosines_are_products_of_directions_rounded_in_their_own_dtype(
 @pytest.mark.parametrize("dtype", HALF)
 def test_cosines_with_other_vectors(dtype: torch.dtype) -> None:
     # Wider than what fits the cache, so that there are several strips.
-    tokens, width = 70, 4096
-    features, others = rows(3, 2, tokens, width, dtype), rows(4, 2, 3, width, torch.float32)
+    tokens = 70
+    width = 4096
+    features = rows(3, 2, tokens, width, dtype)
+    others = rows(4, 2, 3, width, torch.float32)
     features[0, 5], others[1, 2] = 0, 0
     actual = cosines_with(features, others)
-    wide, far = features.double(), others.double()
-    wanted = torch.nn.functional.normalize(wide, dim=-1) @ torch.nn.functional.normalize(
-        far, dim=-1
-    ).transpose(1, 2)
+    wide = features.double()
+    far = others.double()
+    wanted = torch.nn.functional.normalize(
+        wide, dim=-1
+    ) @ torch.nn.functional.normalize(far, dim=-1).transpose(1, 2)
     assert actual.dtype == torch.float32
     assert torch.allclose(actual.double(), wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize(("tokens", "width"), [(9, 16), (64, 100), (144, 64), (300, 48), (576, 96)])
+@pytest.mark.parametrize(
+    ("tokens", "width"), [(9, 16), (64, 100), (144, 64), (300, 48), (576, 96)]
+)
 def test_an_image_alone_has_the_same_bits_as_in_a_batch(
     tokens: int, width: int, threads: int
 ) -> None:
@@ -115,7 +124,9 @@ def test_an_image_alone_has_the_same_bits_as_in_a_batch(
         for image in range(5):
             row = slice(image, image + 1)
             alone = selection(features[row].clone(), text[row].clone())
-            assert all(torch.equal(a[row], b) for a, b in zip(together, alone, strict=True))
+            assert all(
+                torch.equal(a[row], b) for a, b in zip(together, alone, strict=True)
+            )
     finally:
         torch.set_num_threads(before)
 
@@ -128,7 +139,9 @@ def selection(features: Tensor, text: Tensor) -> tuple[Tensor, ...]:
     count = features.shape[1] // 3
     picks = greedy_map(similarity, quality, count)
     nothing = torch.zeros_like(quality, dtype=torch.bool)
-    far = farthest_points(1 - similarity, count, nearest=1 - similarity[:, 0], taken=nothing)
+    far = farthest_points(
+        1 - similarity, count, nearest=1 - similarity[:, 0], taken=nothing
+    )
     return similarity, relevance, picks, far
 
 
@@ -139,7 +152,13 @@ def selection(features: Tensor, text: Tensor) -> tuple[Tensor, ...]:
         (0, True, "amx_bf16", "", "bfloat16"),
         (0, True, "", "", "float32"),  # AVX-512 without BF16
         (0, False, "avx512_bf16", "", "float32"),
-        (0, True, "avx512_bf16", "AVX512_CORE", "float32"),  # a limit that oneDNN emulates below
+        (
+            0,
+            True,
+            "avx512_bf16",
+            "AVX512_CORE",
+            "float32",
+        ),  # a limit that oneDNN emulates below
         (1, False, "", "", "bfloat16"),
     ],
 )
@@ -155,4 +174,6 @@ def test_bfloat16_needs_a_gpu_or_the_instructions(
     assert choose_dtype() == expected
     assert choose_dtype(exact=True) == ("bfloat16" if gpus else "float32")
     assert command("model", 1)[-2:] == ["--dtype", expected]
-    assert command("model", 1, ("--dtype", "half"))[-1] == "half", "flags win, being last"
+    assert command("model", 1, ("--dtype", "half"))[-1] == "half", (
+        "flags win, being last"
+    )

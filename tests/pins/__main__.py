@@ -18,7 +18,9 @@ def main(verb: str = "", *names: str) -> int:
     from tests.pins.table import DATA, TABLES, differences, render
 
     if verb not in ("write", "check") or not {*names} <= TABLES.keys():
-        print(f"python -m tests.pins write|check [{'|'.join(TABLES)}]...", file=sys.stderr)
+        print(
+            f"python -m tests.pins write|check [{'|'.join(TABLES)}]...", file=sys.stderr
+        )
         return 2
     lines: list[str] = []
     for name in names or TABLES:

@@ -44,8 +44,13 @@ def run(*arguments: str) -> str:
 def commands() -> Table:
     """Flags of each command, and the keys of what it prints with ``--json``."""
     usages = {name: run(name, "--help").partition("\n\n")[0] for name in SUMMARIES}
-    flags = {name: re.findall(r"--[a-z][a-z-]*", usage) for name, usage in usages.items()}
-    keys = {f"{name} --json": sorted(key_paths(json.loads(text))) for name, text in printed()}
+    flags = {
+        name: re.findall(r"--[a-z][a-z-]*", usage) for name, usage in usages.items()
+    }
+    keys = {
+        f"{name} --json": sorted(key_paths(json.loads(text)))
+        for name, text in printed()
+    }
     return {**flags, **keys}
 
 
@@ -60,7 +65,11 @@ def printed() -> Iterator[tuple[str, str]]:
         lines = []
         for colour, answer in itertools.product(("red", "blue"), ("yes", "no")):
             Image.new("RGB", (8, 8), colour).save(f"{colour}.png")
-            about = {"image": f"{colour}.png", "question": f"{answer}?", "category": colour}
+            about = {
+                "image": f"{colour}.png",
+                "question": f"{answer}?",
+                "category": colour,
+            }
             lines.append(json.dumps({**about, "answer": answer}))
         Path("questions.jsonl").write_text("\n".join(lines))
         with endpoint(answering) as server:
@@ -68,7 +77,12 @@ def printed() -> Iterator[tuple[str, str]]:
             yield "eval", run(*evaluate.split())
         with endpoint(answer_search) as server:
             search = f"search --data {dataset(Path(name)).folder} --ledger ledger.jsonl {SEARCH}"
-            search += f" --server-url {server.url} --proposer-url {server.url}/v1 --json"
+            search += (
+                f" --server-url {server.url} --proposer-url {server.url}/v1 --json"
+            )
             yield "search --dry-run", run(*search.split(), "--dry-run")
             yield "search", run(*search.split())
-        yield "search report", run("search", "report", "--ledger", "ledger.jsonl", "--json")
+        yield (
+            "search report",
+            run("search", "report", "--ledger", "ledger.jsonl", "--json"),
+        )

@@ -22,7 +22,8 @@ from vllm_autoprune.tpdsl.loading import shipped_states
 from vllm_autoprune.tpdsl.registry import ATOMS
 from vllm_autoprune.tpdsl.safety import synthetic_probes
 
-K, PROBE = 16, 63
+K = 16
+PROBE = 63
 """Tokens that are kept, and the K that probes are made for: they have N = 64."""
 
 
@@ -47,7 +48,11 @@ def kept(policy: PruningPolicy) -> Table:
         outcome = refine(policy, tokens)
         rows = outcome.features.flatten().double()
         total = (rows * torch.arange(len(rows)).cos()).sum().item()
-        row[name] = [outcome.indices.shape[1], digest(outcome.indices.tolist()), round(total, 1)]
+        row[name] = [
+            outcome.indices.shape[1],
+            digest(outcome.indices.tolist()),
+            round(total, 1),
+        ]
     return {**row, "meta": [*refine(policy, probe("meta")).features.shape]}
 
 

@@ -41,7 +41,11 @@ def sender(level: Any) -> Sender:
     """The model's processor, on a server that lets requests set so much."""
     folder()
     rules = RequestRules(
-        level, 2, 256, explicit=True, detail=_DetailBudgets.model_validate({"low": 4, "high": 16})
+        level,
+        2,
+        256,
+        explicit=True,
+        detail=_DetailBudgets.model_validate({"low": 4, "high": 16}),
     )
     return Sender("tiny", budget=8, rules=rules).with_blocks(16)
 
@@ -55,14 +59,20 @@ def served_requests() -> Iterator[Request]:
     """Requests that are served: budgets, states, questions, controls, recalls, headers."""
     budgets = (None, 8, [8, 16], {"shared": 20})
     questions = (["what", "what"], ["colour is the cat", "what"])
-    for state, budget, question in product((None, "divprune", "shared-core"), budgets, questions):
+    for state, budget, question in product(
+        (None, "divprune", "shared-core"), budgets, questions
+    ):
         yield {"entry": {"state": state, "budget": budget, "instructions": question}}
     for keep, budget in product(("reference", "random", "resized"), (8, 16)):
         yield {"entry": {"keep": keep, "budget": budget}}
-    for state, recall, text in product((None, "shared-core"), (4, 200), ("is the cat", "")):
+    for state, recall, text in product(
+        (None, "shared-core"), (4, 200), ("is the cat", "")
+    ):
         turns = [{"images": 1, "text": text}, {"images": 2, "text": "what"}]
         yield {"entry": {"state": state, "recall": recall, "recall_turns": turns}}
-    for details, budget in product((["low", "high"], ["high", None], ["low"]), (None, 8)):
+    for details, budget in product(
+        (["low", "high"], ["high", None], ["low"]), (None, 8)
+    ):
         yield {"entry": {"details": details, "budget": budget}, "level": "budget"}
     for salt, images in product(
         ("", "tenant"), (["small"], ["large", "large"], ["small", "other"])
@@ -96,7 +106,10 @@ def refusals() -> Table:
 def server() -> Table:
     """Flags of ``vllm serve``, fields of a request, keys of ``GET /v1/autoprune``."""
     schema = PruningRequest.model_json_schema()
-    models = {"": schema, **{f"{name}.": part for name, part in schema["$defs"].items()}}
+    models = {
+        "": schema,
+        **{f"{name}.": part for name, part in schema["$defs"].items()},
+    }
     fields = {
         f"field {model}{name}": field
         for model, part in models.items()
@@ -111,7 +124,11 @@ def flags() -> Table:
 
     plugin.register()
     return {
-        f"flag {action.option_strings[0]}": [action.default, action.metavar, action.help]
+        f"flag {action.option_strings[0]}": [
+            action.default,
+            action.metavar,
+            action.help,
+        ]
         for action in EngineArgs.add_cli_args(FlexibleArgumentParser())._actions
         if action.dest.startswith("autoprune")
     }
@@ -121,9 +138,14 @@ def endpoint() -> Table:
     from fastapi import FastAPI
     from fastapi.testclient import TestClient
 
-    app, route = FastAPI(), AutopruneEndpoint()
+    app = FastAPI()
+    route = AutopruneEndpoint()
     config = SimpleNamespace(autoprune=served({"/core": {"share": 0.5}}))
     engine: Any = SimpleNamespace(model_config=config)
     asyncio.run(route.init_state(engine, None, None))  # type: ignore[arg-type]
     route.attach_router(app)
-    return {"GET /v1/autoprune": sorted(key_paths(TestClient(app).get("/v1/autoprune").json()))}
+    return {
+        "GET /v1/autoprune": sorted(
+            key_paths(TestClient(app).get("/v1/autoprune").json())
+        )
+    }

@@ -33,9 +33,13 @@ def digest(value: object) -> str:
 def key_paths(value: object, path: str = "") -> set[str]:
     """Paths of all keys in a JSON value but those of states and scores; items of a list are one."""
     if isinstance(value, list):
-        return {below for item in value or [""] for below in key_paths(item, f"{path}[]")}
+        return {
+            below for item in value or [""] for below in key_paths(item, f"{path}[]")
+        }
     if isinstance(value, dict) and value and not path.endswith((".state", ".scores")):
-        return {below for key in value for below in key_paths(value[key], f"{path}.{key}")}
+        return {
+            below for key in value for below in key_paths(value[key], f"{path}.{key}")
+        }
     return {path}
 
 
@@ -47,7 +51,10 @@ def read(name: str) -> Table:
 
 def render(name: str) -> str:
     """The file of a table as it would be written now."""
-    rows = [f"{json.dumps(key)}: {json.dumps(row)}" for key, row in sorted(TABLES[name]().items())]
+    rows = [
+        f"{json.dumps(key)}: {json.dumps(row)}"
+        for key, row in sorted(TABLES[name]().items())
+    ]
     return "{\n" + ",\n".join(rows) + "\n}\n"
 
 

@@ -17,7 +17,11 @@ from vllm_autoprune.cli.main import main
 from vllm_autoprune.selftest import device as device_checks
 from vllm_autoprune.selftest.backbones import TINY_MODELS
 from vllm_autoprune.selftest.checks import CHECKS, runners_agree
-from vllm_autoprune.selftest.device import _SelectionResult, check_kernel, check_selections
+from vllm_autoprune.selftest.device import (
+    _SelectionResult,
+    check_kernel,
+    check_selections,
+)
 from vllm_autoprune.selftest.run import (
     RUNNERS,
     SPLIT_QUESTION,
@@ -25,7 +29,11 @@ from vllm_autoprune.selftest.run import (
     Report,
     SelftestError,
 )
-from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, PolicyParams, ReferenceSelection
+from vllm_autoprune.tpdsl.base_policy import (
+    BASE_POLICIES,
+    PolicyParams,
+    ReferenceSelection,
+)
 from vllm_autoprune.tpdsl.loading import shipped_states
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
@@ -33,9 +41,12 @@ CPU = torch.device("cpu")
 
 # ---- checks pass on a correct report, and fail on reports with one change ----
 
-IMAGE, N = 9, 12
-KEPT, OTHERS = [1, 2, 5, 7, 11], [0, 2, 5, 7, 11]
-PARTS, RECALLED = [[0, 1, 2, 4, 6, 8, 9, 10, 11], [3, 5]], [[7]]
+IMAGE = 9
+N = 12
+KEPT = [1, 2, 5, 7, 11]
+OTHERS = [0, 2, 5, 7, 11]
+PARTS = [[0, 1, 2, 4, 6, 8, 9, 10, 11], [3, 5]]
+RECALLED = [[7]]
 """Kept rows of a core, of the delta behind it, and of a later turn: the last one of the image."""
 
 GRID = [(2, 2 + y, 2 + x) for y in range(3) for x in range(4)]
@@ -59,14 +70,17 @@ def completion(rows: list[int]) -> Completion:
 
 def good() -> Report:
     """A report that passes every check."""
-    stock, pruned = completion([*range(N)]), completion(KEPT)
+    stock = completion([*range(N)])
+    pruned = completion(KEPT)
     start = completion([row for part in PARTS for row in part])
     second = start.model_copy(update={"ids": [7, 8], "cached": 32})
     decoded = [
         [*axis[:-1], full[2 + RECALLED[0][0]], 90]
         for axis, full in zip(start.positions, FULL, strict=True)
     ]
-    third = start.model_copy(update={"prompt": [*start.prompt, IMAGE, 61], "positions": decoded})
+    third = start.model_copy(
+        update={"prompt": [*start.prompt, IMAGE, 61], "positions": decoded}
+    )
     settings = {
         "stock": stock,
         "whole": stock,
@@ -84,9 +98,15 @@ def good() -> Report:
     return Report(
         runner="v1",
         completions={
-            **{setting: {SPLIT_QUESTION: completion} for setting, completion in settings.items()},
+            **{
+                setting: {SPLIT_QUESTION: completion}
+                for setting, completion in settings.items()
+            },
             "split": split,
-            "cells": {"stock": stock, **dict.fromkeys(("left", "chunked left"), pruned)},
+            "cells": {
+                "stock": stock,
+                **dict.fromkeys(("left", "chunked left"), pruned),
+            },
             "clips": dict.fromkeys(("few", "alone few"), pruned),
             "stock others": {"video": stock},
             "others": {"video": stock},
@@ -143,13 +163,17 @@ def in_tiles(pruned: list[int]) -> Change:
 def with_text(places: list[int]) -> Change:
     """The same tiles, where the plugin embeds the text, behind these numbers of rows."""
     change = in_tiles([1, *[IMAGE] * 3, 2, *[IMAGE] * 2])
-    return lambda report: change(report).model_copy(update={"texts": {SPLIT_QUESTION: [places]}})
+    return lambda report: change(report).model_copy(
+        update={"texts": {SPLIT_QUESTION: [places]}}
+    )
 
 
 BROKEN: Mapping[str, Change] = {
     "answers_are_numbers": answer("chunked", logprob=math.nan),
     "whole_is_stock": answer("whole", logprob=-3.0000001),
-    "prompts_shrink_as_predicted": answer("pruned", prompt=[1, *[IMAGE] * 5, *range(20, 60)]),
+    "prompts_shrink_as_predicted": answer(
+        "pruned", prompt=[1, *[IMAGE] * 5, *range(20, 60)]
+    ),
     "kept_rows_are_the_model_s_own": fields(kept={SPLIT_QUESTION: [[1, -1, 5, 7, 11]]}),
     "kept_rows_stand_in_their_tiles": in_tiles([1, *[IMAGE] * 3, 2, *[IMAGE] * 2]),
     "text_stands_between_the_tokens_that_it_did": with_text([0, 3]),
@@ -162,7 +186,9 @@ BROKEN: Mapping[str, Change] = {
     "positions_are_a_gather": fields(kept={SPLIT_QUESTION: [OTHERS]}),
     "questions_share_the_core": answer("split", "second", cached=0),
     "later_turns_recall_other_tokens": fields(recalled=[[8]]),
-    "recalled_tokens_stand_in_their_image": answer("split", "alone third", positions=WRONG),
+    "recalled_tokens_stand_in_their_image": answer(
+        "split", "alone third", positions=WRONG
+    ),
     "parts_give_the_same_completions": answer("split", "alone second", logprob=-4.0),
     "parts_stand_on_one_grid": answer("split", "first", positions=FULL),
     "cells_are_left_out": fields(cells=OTHERS),
@@ -174,7 +200,9 @@ BROKEN: Mapping[str, Change] = {
 
 
 def test_each_check_passes_a_correct_report_and_reports_what_is_wrong() -> None:
-    assert {name: check(good()) for name, check in CHECKS.items()} == dict.fromkeys(CHECKS, "")
+    assert {name: check(good()) for name, check in CHECKS.items()} == dict.fromkeys(
+        CHECKS, ""
+    )
     in_order = in_tiles([1, IMAGE, IMAGE, 2, IMAGE, IMAGE, IMAGE])
     assert CHECKS["kept_rows_stand_in_their_tiles"](in_order(good())) == ""
     for places in ([0, 2], [2], [0, 2, 5]):
@@ -196,7 +224,9 @@ def test_runners_agree_up_to_rounding() -> None:
         answer("pruned", logprob=math.nan),
     ):
         assert runners_agree(good(), change(good())) != ""
-    linear = fields(hybrid=True)  # attention in bfloat16: few tokens may be others, all may not
+    linear = fields(
+        hybrid=True
+    )  # attention in bfloat16: few tokens may be others, all may not
     assert runners_agree(linear(good()), fields(kept={})(good())) == ""
     assert runners_agree(linear(good()), answer("whole", ids=[3, 5])(good())) != ""
 
@@ -228,8 +258,12 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     ) -> tuple[int, str, list[tuple[str, str]]]:
         calls = []
 
-        def run_backbone(name: str, environment: Mapping[str, str], timeout: float) -> Report:
-            (runner,) = (name for name, variables in RUNNERS.items() if variables == environment)
+        def run_backbone(
+            name: str, environment: Mapping[str, str], timeout: float
+        ) -> Report:
+            (runner,) = (
+                name for name, variables in RUNNERS.items() if variables == environment
+            )
             calls.append((name, runner))
             changes = (broken or {}).get((name, runner), {})
             if changes is None:
@@ -241,11 +275,15 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
             "available_runners": lambda: available,
             "find_gpu": lambda: CPU if gpu else None,
             "check_kernel": lambda device: "",
-            "check_selections": lambda device: [_SelectionResult("trim", 0.5, 0.002, wrong)],
+            "check_selections": lambda device: [
+                _SelectionResult("trim", 0.5, 0.002, wrong)
+            ],
         }.items():
             monkeypatch.setattr(selftest, name, replacement)
         monkeypatch.setattr(
-            importlib.util, "find_spec", lambda name: None if name == absent else find(name)
+            importlib.util,
+            "find_spec",
+            lambda name: None if name == absent else find(name),
         )
         status = main(["selftest", *arguments.split()])
         printed = capsys.readouterr()
@@ -257,11 +295,15 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 def test_both_runners_are_run_where_there_are_two(run: Run) -> None:
     status, output, calls = run("qwen2_vl gemma3")
     assert (status, "All checks passed." in output) == (0, True)
-    assert calls == [(name, runner) for name in ("qwen2_vl", "gemma3") for runner in ("v1", "v2")]
+    assert calls == [
+        (name, runner) for name in ("qwen2_vl", "gemma3") for runner in ("v1", "v2")
+    ]
     status, output, calls = run("gemma3", available=("v1",))
     assert (status, calls) == (0, [("gemma3", "v1")])
     assert "no Triton" in output
-    status, output, _ = run("gemma3 --runner v2", broken={("gemma3", "v2"): {"runner": "v1"}})
+    status, output, _ = run(
+        "gemma3 --runner v2", broken={("gemma3", "v2"): {"runner": "v1"}}
+    )
     assert status == 1 and "vLLM used v1 instead" in output
 
 
@@ -279,15 +321,23 @@ def test_a_failed_check_is_reported_with_its_runner(run: Run) -> None:
     unserved = {("gemma3", "v2"): {"vision_runs": 3}, ("qwen2_vl", "v1"): None}
     status, output, _ = run("qwen2_vl gemma3", broken=unserved)
     assert status == 1
-    assert "FAIL qwen2_vl, v1: 0 of 1 checks hold: served: qwen2_vl ended with 1" in output
+    assert (
+        "FAIL qwen2_vl, v1: 0 of 1 checks hold: served: qwen2_vl ended with 1" in output
+    )
     assert "checks hold: images_are_seen_once: it ran 3 times more" in output
     other_rows = {("gemma3", "v1"): {"kept": {SPLIT_QUESTION: [OTHERS]}}}
     status, output, _ = run("gemma3 --json", broken=other_rows)
     report = json.loads(output)
     assert (status, report["holds"], report["runners"]) == (1, False, ["v1", "v2"])
     verdicts = report["found"]["gemma3"]
-    broken = {by: [check for check, wrong in verdicts[by].items() if wrong] for by in verdicts}
-    assert broken == {"v1": ["positions_are_a_gather"], "v2": [], "both": ["runners_agree"]}
+    broken = {
+        by: [check for check, wrong in verdicts[by].items() if wrong] for by in verdicts
+    }
+    assert broken == {
+        "v1": ["positions_are_a_gather"],
+        "v2": [],
+        "both": ["runners_agree"],
+    }
 
 
 def test_a_backbone_without_its_package_is_left_out_unless_named(run: Run) -> None:
@@ -295,7 +345,9 @@ def test_a_backbone_without_its_package_is_left_out_unless_named(run: Run) -> No
     machine["broken"] = {("smolvlm", "v1"): None}
     status, output, calls = run("--json", **machine)
     assert status == 0 and list(json.loads(output)["left_out"]) == ["smolvlm"]
-    assert [name for name, _ in calls] == [name for name in TINY_MODELS if name != "smolvlm"]
+    assert [name for name, _ in calls] == [
+        name for name in TINY_MODELS if name != "smolvlm"
+    ]
     assert run("smolvlm", **machine)[0] == 1
 
 
@@ -305,7 +357,11 @@ def test_a_backbone_without_its_package_is_left_out_unless_named(run: Run) -> No
 def test_selections_and_two_backbones_on_a_gpu(run: Run) -> None:
     status, output, calls = run("--gpu")
     assert (status, calls) == (0, [(name, "v2") for name in selftest.GPU_BACKBONES])
-    assert "trim" in output and "2.00" in output and "All checks that were run passed." in output
+    assert (
+        "trim" in output
+        and "2.00" in output
+        and "All checks that were run passed." in output
+    )
     status, output, _ = run("--gpu --json", wrong="unique: the same index twice")
     report = json.loads(output)
     assert (status, report["holds"]) == (1, False)
@@ -326,11 +382,17 @@ def test_every_base_policy_and_shipped_state_is_selected_on_a_device(
     assert all(r.wrong == "" and r.share == 1 and r.seconds > 0 for r in results)
     calls = iter(range(10_000))
 
-    def different(params: PolicyParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+    def different(
+        params: PolicyParams, tokens: VisualTokens, budget: int
+    ) -> ReferenceSelection:
         start = 0 if next(calls) == 0 else tokens.count - budget
-        return ReferenceSelection(torch.arange(start, start + budget).expand(tokens.batch, -1))
+        return ReferenceSelection(
+            torch.arange(start, start + budget).expand(tokens.batch, -1)
+        )
 
-    def failing(params: PolicyParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+    def failing(
+        params: PolicyParams, tokens: VisualTokens, budget: int
+    ) -> ReferenceSelection:
         raise RuntimeError("called a synchronizing CUDA operation")
 
     for name, function in {"cdpruner": different, "divprune": failing}.items():

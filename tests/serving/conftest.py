@@ -12,7 +12,11 @@ from tests.serving.runners import Runner, begin_tests, end_processes
 from vllm_autoprune.serving.api.endpoint import NAME
 
 COMMON = (
-    *("--enforce-eager", "--max-model-len", "2048", "--block-size", "32"),
+    "--enforce-eager",
+    "--max-model-len",
+    "2048",
+    "--block-size",
+    "32",
     "--enable-prompt-tokens-details",
 )
 PRUNED = ("--autoprune-state", "autoprune", "--autoprune-text-tower", str(CLIP))
@@ -25,7 +29,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """
     if "runner" not in metafunc.fixturenames:
         return
-    runners: tuple[object, ...] = ("v1", pytest.param("v2", marks=pytest.mark.exhaustive))
+    runners: tuple[object, ...] = (
+        "v1",
+        pytest.param("v2", marks=pytest.mark.exhaustive),
+    )
     if any(metafunc.definition.iter_markers("both")):
         runners = ("v1", "v2")
     for mark in metafunc.definition.iter_markers("only"):
@@ -40,13 +47,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in ends:
         name = item.callspec.id if isinstance(item, pytest.Function) else ""
         items.remove(item)
-        of_runner = [i for i, other in enumerate(items) if name in other.nodeid.partition("[")[2]]
+        of_runner = [
+            i for i, other in enumerate(items) if name in other.nodeid.partition("[")[2]
+        ]
         items.insert(max(of_runner, default=len(items) - 1) + 1, item)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start the tests that run in an engine's process, V1 and V2 in parallel."""
-    if not session.config.option.collectonly and not hasattr(session.config, "workerinput"):
+    if not session.config.option.collectonly and not hasattr(
+        session.config, "workerinput"
+    ):
         begin_tests(session.items)
 
 

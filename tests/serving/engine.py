@@ -32,11 +32,16 @@ from vllm_autoprune.serving.worker.batch import _RegionBatch
 from vllm_autoprune.tpdsl.loading import load_state
 
 ROOT = Path(os.environ.get("MINILLAVA", CHECKPOINTS["minillava"]))
-LLAVA, CLIP = ROOT / "llava", ROOT / "clip"
+LLAVA = ROOT / "llava"
+CLIP = ROOT / "clip"
 TOKENS = 144
 """Visual tokens of one image of mini-LLaVA, N."""
 
-STATE: Mapping[str, object] = {"state": "autoprune", "budget": 32, "text_tower": str(CLIP)}
+STATE: Mapping[str, object] = {
+    "state": "autoprune",
+    "budget": 32,
+    "text_tower": str(CLIP),
+}
 
 Answer = dict[str, Any]
 """A completion as JSON: its ``text``, ``logprob``, ``prompt_tokens``, and ``cached`` ones."""
@@ -48,8 +53,13 @@ Prompt = dict[str, Any]
 
 def alone(base: str, budget: int = 16) -> dict[str, object]:
     """A state of one base policy without exchange."""
-    changes = {"/base_policy": {"name": base, "params": {}}, "/constraints/selector/q_e": 0}
-    return edited(sample(), {**changes, "/budget/atom": f"fixed_budget@{budget}", "/name": base})
+    changes = {
+        "/base_policy": {"name": base, "params": {}},
+        "/constraints/selector/q_e": 0,
+    }
+    return edited(
+        sample(), {**changes, "/budget/atom": f"fixed_budget@{budget}", "/name": base}
+    )
 
 
 def state_with_core(name: str = "cdpruner", **core: object) -> dict[str, object]:
@@ -92,7 +102,9 @@ _FOLDER = TemporaryDirectory(prefix="tiny-models-")
 def turn(text: str, *images: Tensor | Image.Image) -> dict[str, Any]:
     """A user turn: images first, then the text."""
     pictures = [i if isinstance(i, Image.Image) else as_picture(i) for i in images]
-    parts: list[dict[str, object]] = [{"type": "image_pil", "image_pil": i} for i in pictures]
+    parts: list[dict[str, object]] = [
+        {"type": "image_pil", "image_pil": i} for i in pictures
+    ]
     return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
 
 
@@ -112,7 +124,9 @@ def raw_prompt(text: str, image: object, **entry: object) -> Prompt:
 
 def prompt(example: Example, **entry: object) -> Prompt:
     """An example as a raw prompt, under a pruning entry."""
-    return raw_prompt(format_prompt(example.question), as_picture(example.image), **entry)
+    return raw_prompt(
+        format_prompt(example.question), as_picture(example.image), **entry
+    )
 
 
 def choose(budget: int, policy: str | None) -> dict[str, object]:
@@ -121,7 +135,10 @@ def choose(budget: int, policy: str | None) -> dict[str, object]:
         return {"enabled": False}
     if policy in ("random", "resized"):
         return {"budget": budget, "keep": policy}
-    return {"budget": budget, **({"state": CORES.get(policy, policy)} if policy else {})}
+    return {
+        "budget": budget,
+        **({"state": CORES.get(policy, policy)} if policy else {}),
+    }
 
 
 Request = tuple[int, int, str | None, int, int]
@@ -133,10 +150,15 @@ def render_prompt(
 ) -> Prompt:
     """The raw prompt of a :data:`Request`: a conversation about an example's image."""
     questions = examples(6)
-    turns = [questions[(number + at + 1) % len(questions)].question for at in range(later)]
+    turns = [
+        questions[(number + at + 1) % len(questions)].question for at in range(later)
+    ]
     text = format_prompt(questions[number].question)
     text += "".join(f" red</s>USER: <image>\n{turn} ASSISTANT:" for turn in turns)
-    recalled = {"recall": recall, "recall_turns": [{"images": 1, "text": turn} for turn in turns]}
+    recalled = {
+        "recall": recall,
+        "recall_turns": [{"images": 1, "text": turn} for turn in turns],
+    }
     image = as_picture(questions[number].image)
     return raw_prompt(text, image, **choose(budget, policy), **recalled)
 
@@ -162,7 +184,11 @@ class Engine(serve.Engine):
     def counter(self, name: str) -> float:
         """Sum of one of vLLM's counters over its labels."""
         metrics = self.llm.get_metrics()
-        return float(sum(getattr(metric, "value", 0) for metric in metrics if metric.name == name))
+        return float(
+            sum(
+                getattr(metric, "value", 0) for metric in metrics if metric.name == name
+            )
+        )
 
     def chat(
         self,
@@ -173,7 +199,9 @@ class Engine(serve.Engine):
         """Answers to chat conversations, all submitted at once, under one pruning entry."""
         kwargs = None if entry is None else {"autoprune": dict(entry)}
         sampling = greedy(tokens, logprobs=0)
-        outputs = self.llm.chat(list(talks), sampling, use_tqdm=False, mm_processor_kwargs=kwargs)
+        outputs = self.llm.chat(
+            list(talks), sampling, use_tqdm=False, mm_processor_kwargs=kwargs
+        )
         return [_read_answer(output) for output in outputs]
 
     def ask(self, example: Example) -> Answer:
@@ -182,20 +210,26 @@ class Engine(serve.Engine):
 
     def generate(self, prompts: Sequence[Prompt], tokens: int = 4) -> list[Answer]:
         """Answers to raw prompts, all submitted at once."""
-        outputs = self.llm.generate(list(prompts), greedy(tokens, logprobs=0), use_tqdm=False)
+        outputs = self.llm.generate(
+            list(prompts), greedy(tokens, logprobs=0), use_tqdm=False
+        )
         return [_read_answer(output) for output in outputs]
 
     def generate_each(self, prompts: Sequence[Prompt], tokens: int = 4) -> list[Answer]:
         """Answers to raw prompts, one after another."""
         return [self.generate([prompt], tokens)[0] for prompt in prompts]
 
-    def complete(self, prompts: Sequence[Prompt], tokens: int = 12, **more: Any) -> list[list[int]]:
+    def complete(
+        self, prompts: Sequence[Prompt], tokens: int = 12, **more: Any
+    ) -> list[list[int]]:
         """Token ids of greedy answers of exactly so many tokens, all submitted at once."""
         sampling = greedy(tokens, ignore_eos=True)
         outputs = self.llm.generate(list(prompts), sampling, use_tqdm=False, **more)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
-    def complete_alone(self, prompts: Sequence[Prompt], tokens: int = 12) -> list[list[int]]:
+    def complete_alone(
+        self, prompts: Sequence[Prompt], tokens: int = 12
+    ) -> list[list[int]]:
         """The same, each with empty caches."""
         answers = []
         for prompt in prompts:
@@ -237,7 +271,10 @@ def assert_same(
 ) -> None:
     """Equal answers to prompts of equal length, their log-probabilities up to rounding."""
     for answer, known in zip(answers, expected, strict=True):
-        assert (answer["text"], answer["prompt_tokens"]) == (known["text"], known["prompt_tokens"])
+        assert (answer["text"], answer["prompt_tokens"]) == (
+            known["text"],
+            known["prompt_tokens"],
+        )
         assert answer["logprob"] == pytest.approx(known["logprob"], abs=tolerance)
 
 
@@ -255,19 +292,23 @@ class Watch:
 
     def take(self) -> dict[ItemPlan, list[int]]:
         """Kept tokens by plan, which are then forgotten."""
-        taken, self.kept = self.kept, {}
+        taken = self.kept
+        self.kept = {}
         return taken
 
 
 def watch() -> Watch:
     """Start recording, until the function of the test ends (:mod:`tests.serving.runners`)."""
     record = Watch()
-    prune, select = batch.prune_images, _RegionBatch.select
+    prune = batch.prune_images
+    select = _RegionBatch.select
     broadcast = selection._broadcast_selection
 
     within: list[_RegionBatch] = []
 
-    def record_budgets(context: Any, plans: Sequence[ItemPlan], images: Any) -> list[Tensor]:
+    def record_budgets(
+        context: Any, plans: Sequence[ItemPlan], images: Any
+    ) -> list[Tensor]:
         record.budgets.append([plan.budget for plan in plans])
         return prune(context, plans, images)
 

@@ -47,7 +47,9 @@ def samples(server: Server) -> dict[str, float]:
     """All metrics of the plugin, by name and labels without ``autoprune_`` and ``_total``."""
     return {
         sample.name.removeprefix("autoprune_").removesuffix("_total")
-        + "".join(f" {key}={sample.labels[key]}" for key in sorted(sample.labels)): sample.value
+        + "".join(
+            f" {key}={sample.labels[key]}" for key in sorted(sample.labels)
+        ): sample.value
         for family in text_string_to_metric_families(server.get("/metrics"))
         for sample in family.samples
         if sample.name.startswith("autoprune_")
@@ -60,6 +62,8 @@ def assert_grows(
     """By how much each of :func:`samples` grows; fails where not as expected."""
     before = samples(server)
     send_requests()
-    grown = {name: value - before.get(name, 0.0) for name, value in samples(server).items()}
+    grown = {
+        name: value - before.get(name, 0.0) for name, value in samples(server).items()
+    }
     assert {name: grown[name] for name in expected} == dict(expected)
     return grown

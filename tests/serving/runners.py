@@ -46,14 +46,17 @@ ENVIRONMENTS: Mapping[str, Mapping[str, str]] = {
         **_ONE_CORE,
         **RUNNERS["v2"],
         "TRITON_INTERPRET": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, [_INTERPRETER, os.getenv("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [_INTERPRETER, os.getenv("PYTHONPATH")])
+        ),
     },
 }
 """Environment variables that select one of vLLM's two model runners."""
 
 # Tests of several ranks send functions to their workers.
 _ENGINE = {**ENGINE_ENVIRONMENT, "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-_RESULT, _FAILURE = "engine-result:", "engine-failure:"
+_RESULT = "engine-result:"
+_FAILURE = "engine-failure:"
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,9 @@ class Runner:
             _PROCESSES[variables] = _EngineProcess(dict(variables))
         return _PROCESSES[variables].begin(call)
 
-    def run(self, function: Callable[..., Result], *process: Any, **parameters: Any) -> Result:
+    def run(
+        self, function: Callable[..., Result], *process: Any, **parameters: Any
+    ) -> Result:
         """What :meth:`begin` has queued returns; its failure is that of every test that asks."""
         return self.begin(function, *process, **parameters).result()
 
@@ -95,10 +100,16 @@ def in_engine(function: Callable[..., Result]) -> Callable[..., None]:
         runner.run(function, None, **parameters)
 
     signature = inspect.signature(function)
-    runner_parameter = inspect.Parameter("runner", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    signature = signature.replace(parameters=[runner_parameter, *signature.parameters.values()])
+    runner_parameter = inspect.Parameter(
+        "runner", inspect.Parameter.POSITIONAL_OR_KEYWORD
+    )
+    signature = signature.replace(
+        parameters=[runner_parameter, *signature.parameters.values()]
+    )
     test.__name__, test.__doc__, test.__module__ = (
-        *(function.__name__, function.__doc__, function.__module__),
+        function.__name__,
+        function.__doc__,
+        function.__module__,
     )
     vars(test).update(__signature__=signature, in_engine=function)
     return test
@@ -114,10 +125,14 @@ def begin_tests(items: list[pytest.Item]) -> None:
             continue
         parameters = dict(item.callspec.params)
         functions = [vars(item.obj).get("in_engine")]
-        functions += [function for mark in item.iter_markers("reads") for function in mark.args]
+        functions += [
+            function for mark in item.iter_markers("reads") for function in mark.args
+        ]
         for function in filter(None, functions):
             taken = inspect.signature(function).parameters
-            chosen = {name: value for name, value in parameters.items() if name in taken}
+            chosen = {
+                name: value for name, value in parameters.items() if name in taken
+            }
             Runner(str(parameters["runner"])).begin(function, None, **chosen)
 
 
@@ -161,7 +176,8 @@ class _EngineProcess:
                     text=True,
                     start_new_session=True,
                 )
-        process, failure = self._process, ""
+        process = self._process
+        failure = ""
         limit = threading.Timer(_PATIENCE, self._kill)
         limit.start()
         try:
@@ -192,7 +208,8 @@ class _EngineProcess:
 
     def _close(self) -> int | None:
         """Close the pipes of an ended process; returns its exit status."""
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is None:
             return None
         with contextlib.suppress(BrokenPipeError), process:
@@ -214,7 +231,7 @@ def _serve_calls() -> None:
             function = getattr(importlib.import_module(module), name)
             result = vars(function).get("in_engine", function)(**parameters)
             print(_RESULT + json.dumps(result), flush=True)
-        except (Exception, pytest.fail.Exception, pytest.skip.Exception):
+        except (Exception, pytest.fail.Exception, pytest.skip.Exception):  # noqa: BLE001
             print(_FAILURE + json.dumps(traceback.format_exc()), flush=True)
         finally:
             patch.stopall()

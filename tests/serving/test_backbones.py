@@ -37,8 +37,15 @@ pytestmark = pytest.mark.engine
 
 
 LIKE_ANOTHER = (
-    *("qwen3_vl_moe", "qwen3_5_moe", "cohere_compass", "glm4v", "glm4v_moe", "smolvlm"),
-    *("interns1", "qianfan_ocr", "skywork_chat"),
+    "qwen3_vl_moe",
+    "qwen3_5_moe",
+    "cohere_compass",
+    "glm4v",
+    "glm4v_moe",
+    "smolvlm",
+    "interns1",
+    "qianfan_ocr",
+    "skywork_chat",
 )
 """Share the code that prunes with another backbone: left to `make test-all`."""
 ON_BOTH_RUNNERS = ("llava", "llava_onevision", "qwen2_5_vl", "qwen3_vl")
@@ -46,8 +53,17 @@ ON_BOTH_RUNNERS = ("llava", "llava_onevision", "qwen2_5_vl", "qwen3_vl")
 serves the other backbones by V1."""
 
 WITHOUT_VIDEO = (
-    *("llava", "llava_next", "cohere_compass", "idefics3", "smolvlm", "mistral3", "gemma3"),
-    *("qianfan_ocr", "skywork_chat", "paddleocr_vl", "lightonocr"),
+    "llava",
+    "llava_next",
+    "cohere_compass",
+    "idefics3",
+    "smolvlm",
+    "mistral3",
+    "gemma3",
+    "qianfan_ocr",
+    "skywork_chat",
+    "paddleocr_vl",
+    "lightonocr",
 )
 """Their models, or vLLM's classes for them, take no videos."""
 
@@ -70,9 +86,13 @@ def examine(name: str) -> Result:
 
 def assert_checks_pass(name: str, runner: Runner) -> Report:
     report = Report.model_validate(runner.run(examine, name=name))
-    assert {check: CHECKS[check](report) for check in CHECKS} == dict.fromkeys(CHECKS, "")
+    assert {check: CHECKS[check](report) for check in CHECKS} == dict.fromkeys(
+        CHECKS, ""
+    )
     assert report.runner == runner.name
-    backbone = next(backbone for backbone in BACKBONES.values() if backbone.name == name)
+    backbone = next(
+        backbone for backbone in BACKBONES.values() if backbone.name == name
+    )
     axes = {len(completion.positions) for completion in report["stock"].values()}
     assert axes == {3 if backbone.mrope else 1}
     assert ("video" in report["stock others"]) == (name not in WITHOUT_VIDEO)
@@ -85,7 +105,9 @@ def assert_checks_pass(name: str, runner: Runner) -> Report:
 @pytest.mark.parametrize("name", names({*NAMES} - {*LIKE_ANOTHER}))
 def test_selftest_checks_pass(runner: Runner, name: str) -> None:
     if name.startswith("qwen3_5") and os.getenv("ONEDNN_MAX_CPU_ISA"):
-        pytest.skip("vLLM's linear attention asks the CPU itself, and oneDNN then refuses")
+        pytest.skip(
+            "vLLM's linear attention asks the CPU itself, and oneDNN then refuses"
+        )
     assert_checks_pass(name, runner)
 
 
@@ -100,17 +122,22 @@ def test_selftest_checks_pass_on_both_model_runners(runner: Runner, name: str) -
 
 @pytest.mark.parametrize("backbone", ["qwen2_5_vl", "qwen3_vl"])
 @in_engine
-def test_a_resized_image_is_answered_as_one_that_the_client_has_shrunk(backbone: str) -> None:
+def test_a_resized_image_is_answered_as_one_that_the_client_has_shrunk(
+    backbone: str,
+) -> None:
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-    noise = numpy.random.default_rng(0).integers(0, 255, (224, 168, 3), dtype=numpy.uint8)
+    noise = numpy.random.default_rng(0).integers(
+        0, 255, (224, 168, 3), dtype=numpy.uint8
+    )
     image = Image.fromarray(noise)
     settings = {"state": "divprune", "budget": 8, "requests": "states"}
     engine = start(settings, model=built(backbone), dtype="float32", max_model_len=1024)
     vision = engine.llm.llm_engine.model_config.hf_config.vision_config
     unit = vision.patch_size * vision.spatial_merge_size
     text = "user <|vision_start|><|image_pad|><|vision_end|> what"
-    resized, shrunk = [], []
+    resized = []
+    shrunk = []
     for k in (9, 20, 30):
         limits = {"min_pixels": unit**2, "max_pixels": k * unit**2}
         height, width = smart_resize(image.height, image.width, factor=unit, **limits)
@@ -127,15 +154,20 @@ def test_a_resized_image_is_answered_as_one_that_the_client_has_shrunk(backbone:
 def test_free_shares_follow_the_tile_that_shows_something(backbone: str) -> None:
     """Of four tiles and the whole image, which comes first; equal shares keep K / T of each."""
     engine = start(
-        {"state": "divprune", "budget": 10, "requests": "states"}, built(backbone), dtype="float32"
+        {"state": "divprune", "budget": 10, "requests": "states"},
+        built(backbone),
+        dtype="float32",
     )
-    record, side = watch(), TINY_MODELS[backbone]["pixels"]["size"]["longest_edge"]
+    record = watch()
+    side = TINY_MODELS[backbone]["pixels"]["size"]["longest_edge"]
     for number in range(4):
-        pixels, half = numpy.full((side, side, 3), 128, dtype=numpy.uint8), side // 2
+        pixels = numpy.full((side, side, 3), 128, dtype=numpy.uint8)
+        half = side // 2
         row, column = divmod(number, 2)
         noise = numpy.random.default_rng(number).integers(0, 255, (half, half, 3))
         pixels[row * half :, column * half :][:half, :half] = noise
-        talk, lengths = [turn("what colour is the cat", Image.fromarray(pixels))], []
+        talk = [turn("what colour is the cat", Image.fromarray(pixels))]
+        lengths = []
         for shares in ("equal", "free"):
             state = {**alone("divprune"), "shares": shares}
             (answer,) = engine.chat(talk, entry={"state": state, "budget": 10})
@@ -172,7 +204,9 @@ def test_audio_beside_a_pruned_image_is_untouched() -> None:
     answers = []
     for entry in ({"enabled": False}, {"budget": 132}, {"budget": 8}):
         engine.empty_caches()
-        asked = raw_prompt(f"user {audio} {image} what is blue you", picture(330, 300, 4), **entry)
+        asked = raw_prompt(
+            f"user {audio} {image} what is blue you", picture(330, 300, 4), **entry
+        )
         asked["multi_modal_data"]["audio"] = (noise, 16000)
         answers += engine.generate([asked])
     unpruned, kept_all, pruned = answers

@@ -35,11 +35,17 @@ GRIDS = ([1, 16, 12], [1, 2, 30], [1, 18, 22], [1, 2, 2])
 def attending_to(tower: Any, kept: Tensor) -> Iterator[None]:
     """Let a tower over whole images attend to kept patches alone."""
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, *lengths: Any, **named: Any) -> Tensor:
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, *lengths: Any, **named: Any
+    ) -> Tensor:
         edges = lengths[0] if lengths else named["cu_seqlens"]
-        sequence = torch.searchsorted(edges, torch.arange(len(kept), dtype=edges.dtype), right=True)
+        sequence = torch.searchsorted(
+            edges, torch.arange(len(kept), dtype=edges.dtype), right=True
+        )
         seen = (sequence[:, None] == sequence) & kept
-        q, k, v = (p.reshape(-1, *p.shape[-2:]).transpose(0, 1) for p in (query, key, value))
+        q, k, v = (
+            p.reshape(-1, *p.shape[-2:]).transpose(0, 1) for p in (query, key, value)
+        )
         rows = scaled_dot_product_attention(q, k, v, attn_mask=seen)
         # NaN where nothing of a sequence is kept.
         return rows.nan_to_num().transpose(0, 1).reshape(query.shape)
@@ -50,25 +56,35 @@ def attending_to(tower: Any, kept: Tensor) -> Iterator[None]:
         yield
 
 
-def start_tiny(backbone: str = "qwen3_vl", dtype: str = "float32", **more: Any) -> Engine:
+def start_tiny(
+    backbone: str = "qwen3_vl", dtype: str = "float32", **more: Any
+) -> Engine:
     settings = {"state": "divprune", "budget": 6, "requests": "states"}
     limits = {"image": 2, "video": 0}
-    return start(settings, built(backbone), dtype=dtype, limit_mm_per_prompt=limits, **more)
+    return start(
+        settings, built(backbone), dtype=dtype, limit_mm_per_prompt=limits, **more
+    )
 
 
 @pytest.mark.only("v1")
 @pytest.mark.parametrize("backbone", TOWERS)
 @in_engine
-def test_kept_cells_are_encoded_as_by_a_tower_that_sees_no_others(backbone: str) -> None:
+def test_kept_cells_are_encoded_as_by_a_tower_that_sees_no_others(
+    backbone: str,
+) -> None:
     """All cells: vLLM's own rows to the bit. Some: those of masked attention; batched as alone."""
     # bfloat16 is all that vLLM's linear attention takes; its packed weights are of no other type.
-    dtype, tolerance = ("bfloat16", 5e-2) if backbone == "qwen3_5" else ("float32", 1e-4)
+    dtype, tolerance = (
+        ("bfloat16", 5e-2) if backbone == "qwen3_5" else ("float32", 1e-4)
+    )
     tower = (engine := start_tiny(backbone, dtype)).model.visual
     source = torch.Generator().manual_seed(0)
     vision = engine.llm.llm_engine.model_config.hf_config.vision_config
     width = 3 * 2 * vision.patch_size**2
     pixels = [
-        torch.randint(0, 255, (grid[1] * grid[2], width), generator=source, dtype=torch.uint8)
+        torch.randint(
+            0, 255, (grid[1] * grid[2], width), generator=source, dtype=torch.uint8
+        )
         for grid in GRIDS
     ]
     sizes = [len(rows) // 4 for rows in pixels]
@@ -86,7 +102,9 @@ def test_kept_cells_are_encoded_as_by_a_tower_that_sees_no_others(backbone: str)
     with torch.inference_mode():
         every = range(len(GRIDS))
         stock = tower(torch.cat(pixels), [*GRIDS])
-        assert torch.equal(encode([torch.ones_like(mask) for mask in some], every), stock)
+        assert torch.equal(
+            encode([torch.ones_like(mask) for mask in some], every), stock
+        )
         found = encode(some, every)
         singly = torch.cat([encode(some, [i]) for i in every])
         torch.testing.assert_close(found, singly, rtol=tolerance, atol=tolerance)
@@ -111,10 +129,13 @@ def ask(engine: Engine, image: Image.Image, **entry: object) -> dict[str, Any]:
 @in_engine
 def test_pages_with_and_without_a_rule_share_nothing() -> None:
     """At equal K; negative control: under one identity the second gets the answer of the first."""
-    engine, image = start_tiny(), page(224, 256, 0)
+    engine = start_tiny()
+    image = page(224, 256, 0)
     plain, flat = (ask(engine, image, cells=rule) for rule in ("none", "flat"))
     assert plain["prompt_tokens"] == flat["prompt_tokens"]
-    assert plain["logprob"] != flat["logprob"] and plain["cached"] == flat["cached"] == 0
+    assert (
+        plain["logprob"] != flat["logprob"] and plain["cached"] == flat["cached"] == 0
+    )
     again = ask(engine, image, cells="flat")
     assert again["cached"] >= BLOCK
     assert_same([again], [flat], tolerance=2e-2)
@@ -135,8 +156,15 @@ def test_pages_with_and_without_a_rule_share_nothing() -> None:
 @in_engine
 def test_selection_chooses_among_the_cells_that_are_left() -> None:
     """For policies that compare tokens, for signals that read their places, and for controls."""
-    engine, record, image = start_tiny(), watch(), page(224, 256, 0)
-    for entry in ({}, {"state": "miniqwen"}, {"keep": "random"}, {"state": "autoprune"}):
+    engine = start_tiny()
+    record = watch()
+    image = page(224, 256, 0)
+    for entry in (
+        {},
+        {"state": "miniqwen"},
+        {"keep": "random"},
+        {"state": "autoprune"},
+    ):
         ask(engine, image, cells="flat", budget=5, **entry)
         ((plan, kept),) = record.take().items()
         assert len(set(kept)) == 5 and max(kept) < plan.tokens < 56
@@ -149,14 +177,19 @@ def test_selection_chooses_among_the_cells_that_are_left() -> None:
 def test_a_compiled_tower_encodes_what_is_left_as_an_eager_one() -> None:
     answers = []
     compiler = {"mode": 3, "compile_mm_encoder": True}
-    modes: list[dict[str, Any]] = [{}, {"enforce_eager": False, "compilation_config": compiler}]
+    modes: list[dict[str, Any]] = [
+        {},
+        {"enforce_eager": False, "compilation_config": compiler},
+    ]
     for more in modes:
         engine = start_tiny(**more)
         # On a CPU stock vLLM cannot compile what gradients are asked of.
         engine.model.visual.requires_grad_(False)
         pages = [page(*size, 1) for size in ((224, 256), (112, 140), (196, 84))]
         rules = ("none", "flat", "predicted")
-        answers.append([ask(engine, image, cells=rule) for image in pages for rule in rules])
+        answers.append(
+            [ask(engine, image, cells=rule) for image in pages for rule in rules]
+        )
         engine.stop()
     assert_same(answers[1], answers[0])
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0

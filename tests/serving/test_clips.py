@@ -23,7 +23,10 @@ pytestmark = pytest.mark.engine
 PER_FRAME = 6
 SINGLE = {"llava_onevision": (4, 1), "internvl": (4, 0), "internvl_chat": (4, 0)}
 """Backbones whose frames are not joined two by two: tokens of one, rows behind the last."""
-OPTIONS: dict[str, Any] = {"dtype": "float32", "limit_mm_per_prompt": {"image": 1, "video": 2}}
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "limit_mm_per_prompt": {"image": 1, "video": 2},
+}
 
 
 def ask(model: Any, text: str, videos: list[int], **entry: Any) -> Prompt:
@@ -54,7 +57,10 @@ def requests(model: Any, **entry: Any) -> list[Prompt]:
 @pytest.mark.parametrize(
     "backbone",
     [
-        *("qwen2_5_vl", "qwen3_vl", "llava_onevision", "internvl"),
+        "qwen2_5_vl",
+        "qwen3_vl",
+        "llava_onevision",
+        "internvl",
         *(
             pytest.param(name, marks=pytest.mark.exhaustive)
             for name in ("qwen2_vl", "glm4v", "internvl_chat")
@@ -64,12 +70,15 @@ def requests(model: Any, **entry: Any) -> list[Prompt]:
 @in_engine
 def test_k_of_all_tokens_is_stock_and_counts_are_exact(backbone: str) -> None:
     """One by one and all at once, in steps that end within clips; another question shares them."""
-    model, groups = built(backbone), (1, 2, 3, 7, 3, 3, 5)
+    model = built(backbone)
+    groups = (1, 2, 3, 7, 3, 3, 5)
     engine = start(None, model, **OPTIONS)
     stock = engine.generate_each(requests(engine.model))
     engine.stop()
     settings = {"state": "vcast", "budget": "100%", "requests": "states"}
-    engine = start(settings, model, max_num_batched_tokens=16, max_num_seqs=2, **OPTIONS)
+    engine = start(
+        settings, model, max_num_batched_tokens=16, max_num_seqs=2, **OPTIONS
+    )
     untouched: list[dict[str, Any]] = [{"video_budget": "100%"}, {"enabled": False}]
     for entry in untouched:
         prompts = requests(engine.model, **entry)
@@ -89,7 +98,8 @@ def test_k_of_all_tokens_is_stock_and_counts_are_exact(backbone: str) -> None:
         expected[0] = 2 * PER_FRAME - 2  # the shortest is enlarged
     assert removed == expected
     assert_same(engine.generate(few), kept)
-    runs, question = engine.runs, "user VIDEO how many dog are there"
+    runs = engine.runs
+    question = "user VIDEO how many dog are there"
     engine.generate_each([ask(engine.model, question, [7], video_budget=20)])
     assert engine.runs == runs, "the tower sees a clip once"
 
@@ -97,7 +107,9 @@ def test_k_of_all_tokens_is_stock_and_counts_are_exact(backbone: str) -> None:
 @in_engine
 def test_evs_keeps_what_stock_vllm_keeps_at_its_rate() -> None:
     """Of one clip: with a second image or clip in the prompt stock ends (vllm#48833)."""
-    model, record, masks = built("qwen2_5_vl"), watch(), list[Tensor]()
+    model = built("qwen2_5_vl")
+    record = watch()
+    masks = list[Tensor]()
     # First, because on a CPU stock asks for positions only where the plugin has served a state.
     engine = start({"state": "evs", "budget": "100%"}, model, **OPTIONS)
     engine.generate_each(requests(engine.model, video_budget="1/2")[:4])
@@ -118,7 +130,8 @@ def test_evs_keeps_what_stock_vllm_keeps_at_its_rate() -> None:
 @in_engine
 def test_clips_in_shared_memory_are_answered_as_without() -> None:
     """Also the second time, when they are there."""
-    model, settings = built("qwen2_5_vl"), {"state": "vcast", "budget": 8, "requests": "budget"}
+    model = built("qwen2_5_vl")
+    settings = {"state": "vcast", "budget": 8, "requests": "budget"}
     answers: dict[str, list[Answer]] = {}
     for kind in ("lru", "shm"):
         engine = start(settings, model, mm_processor_cache_type=kind, **OPTIONS)

@@ -62,7 +62,9 @@ def answer_without_a_state() -> Result:
     """Tokens and exact log-probabilities of a model without a state."""
     engine = start(None)
     talks = [[turn(e.question, e.image)] for e in examples(2)]
-    talks.append([turn("Which shape is red?", examples(2)[0].image, examples(2)[-1].image)])
+    talks.append(
+        [turn("Which shape is red?", examples(2)[0].image, examples(2)[-1].image)]
+    )
     return [engine.chat(talk, tokens=8)[0] for talk in talks]
 
 
@@ -78,14 +80,28 @@ def test_without_a_state_the_plugin_changes_no_bit(runner: Runner) -> None:
 @in_engine
 def test_caches_do_not_change_what_is_kept() -> None:
     """Of prefix cache, multi-modal caches and feature cache; every prompt in one step."""
-    no_caches: dict[str, Any] = {"enable_prefix_caching": False, "mm_processor_cache_gb": 0}
-    record, answers, kept = watch(), [], []
+    no_caches: dict[str, Any] = {
+        "enable_prefix_caching": False,
+        "mm_processor_cache_gb": 0,
+    }
+    record = watch()
+    answers = []
+    kept = []
     questions = examples(3)[:8]
-    pair = turn("What digit is on the red shape?", questions[0].image, questions[-1].image)
-    for settings, options in ((STATE, {}), ({**STATE, "feature_cache_gb": 0}, no_caches)):
+    pair = turn(
+        "What digit is on the red shape?", questions[0].image, questions[-1].image
+    )
+    for settings, options in (
+        (STATE, {}),
+        ({**STATE, "feature_cache_gb": 0}, no_caches),
+    ):
         engine = start(settings, max_num_batched_tokens=4096, **options)
-        answers.append([*(engine.ask(example) for example in questions), *engine.chat([pair])])
-        kept.append({str([plan.instruction, rows]) for plan, rows in record.take().items()})
+        answers.append(
+            [*(engine.ask(example) for example in questions), *engine.chat([pair])]
+        )
+        kept.append(
+            {str([plan.instruction, rows]) for plan, rows in record.take().items()}
+        )
         engine.stop()
     assert kept[0] == kept[1]
     assert_same(answers[0], answers[1], tolerance=2e-2)
@@ -95,7 +111,9 @@ def test_caches_do_not_change_what_is_kept() -> None:
 def test_negative_control_without_the_instruction_in_the_identity() -> None:
     """Shows that answers tell a missing instruction: a trained model then gives wrong ones."""
 
-    def without(image: str, served: str, budget: int, keep: Any, ids: Any, *rest: Any) -> str:
+    def without(
+        image: str, served: str, budget: int, keep: Any, ids: Any, *rest: Any
+    ) -> str:
         return make_cache_identity(image, served, budget, keep, None, *rest)
 
     engine = start({**STATE, "budget": 4})
@@ -104,7 +122,9 @@ def test_negative_control_without_the_instruction_in_the_identity() -> None:
     with patch.object(planner, "make_cache_identity", without):
         wrong = [engine.ask(example) for example in examples(6)]
     answers = zip(right, wrong, examples(6), strict=True)
-    assert any(right["text"] == e.answer != wrong["text"] for right, wrong, e in answers)
+    assert any(
+        right["text"] == e.answer != wrong["text"] for right, wrong, e in answers
+    )
 
 
 @in_engine
@@ -122,7 +142,10 @@ def test_a_state_that_does_not_read_the_instruction_shares_across_questions() ->
 @in_engine
 def test_cache_resets_clear_features() -> None:
     engine = start({**STATE, "budget": 16})
-    resets = (engine.llm.llm_engine.reset_mm_cache, engine.llm.llm_engine.reset_encoder_cache)
+    resets = (
+        engine.llm.llm_engine.reset_mm_cache,
+        engine.llm.llm_engine.reset_encoder_cache,
+    )
     cache = engine.model.autoprune.cache
     # One question each, because vLLM's encoder cache would serve a repeated image.
     for reset, example in zip(resets, examples(2)[-2:], strict=True):
@@ -139,7 +162,8 @@ def test_new_weights_from_disk_answer_as_a_new_engine() -> None:
 
     By states that read the text tower, [CLS] attention, and the language model's layers.
     """
-    record, talk = watch(), [turn(examples(1)[0].question, examples(1)[0].image)]
+    record = watch()
+    talk = [turn(examples(1)[0].question, examples(1)[0].image)]
 
     def answer(engine: Engine) -> list[object]:
         answers: list[object] = []
@@ -156,7 +180,10 @@ def test_new_weights_from_disk_answer_as_a_new_engine() -> None:
         shutil.copytree(LLAVA, other)
         weights = load_file(other / "model.safetensors")
         for name, weight in weights.items():
-            if name.startswith("multi_modal_projector.linear_2") or ".layers.0.self_attn.q" in name:
+            if (
+                name.startswith("multi_modal_projector.linear_2")
+                or ".layers.0.self_attn.q" in name
+            ):
                 weights[name] = weight.flip(0).contiguous()
         (other / "model.safetensors").unlink()
         save_file(weights, other / "model.safetensors", {"format": "pt"})
@@ -171,21 +198,38 @@ def test_new_weights_from_disk_answer_as_a_new_engine() -> None:
             # An operator empties vLLM's caches: the prefix cache goes by token ids, and the
             # scheduler counts on encoder outputs that the worker drops.
             engine.empty_caches()
-            engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model)})
+            engine.llm.collective_rpc(
+                "reload_weights", kwargs={"weights_path": str(model)}
+            )
             answers.append(answer(engine))
     assert answers == [expected[0], expected[1], expected[0]]
-    assert all(kept != new for kept, new in zip(expected[0][1::2], expected[1][1::2], strict=True))
+    assert all(
+        kept != new
+        for kept, new in zip(expected[0][1::2], expected[1][1::2], strict=True)
+    )
 
 
 # ---- many at once ----
 
 POLICIES = (
-    *(None, "visionzip", "fastv", "prumerge_plus", "dart", "divprune", "off", "random", "resized"),
+    None,
+    "visionzip",
+    "fastv",
+    "prumerge_plus",
+    "dart",
+    "divprune",
+    "off",
+    "random",
+    "resized",
     *CORES,
 )
 MIXED_POLICIES = (None, None, "divprune", "cdpruner", "off", "random")
 SIZES = ((56, 56), (100, 48), (48, 100), (120, 110), (200, 112), (96, 208), (330, 300))
-TEXTS = ("what colour is the cat", "how many dog are there", "which shape is on the left")
+TEXTS = (
+    "what colour is the cat",
+    "how many dog are there",
+    "which shape is on the left",
+)
 BATCHED: Mapping[str, Any] = {
     "dtype": "float32",
     "max_model_len": 512,
@@ -203,11 +247,14 @@ def assert_together_as_alone(
     once.
     """
     record = watch()
-    together, kept = engine.complete(prompts, tokens), record.take()
+    together = engine.complete(prompts, tokens)
+    kept = record.take()
     at_once = Watch(budgets=list(record.budgets))
     assert engine.complete_alone(prompts, tokens) == together
     # A plan that no single request had is that of an image whose tensors depend on its neighbours.
-    assert {str(plan) for plan, rows in kept.items() if record.kept.get(plan) != rows} == set()
+    assert {
+        str(plan) for plan, rows in kept.items() if record.kept.get(plan) != rows
+    } == set()
     assert len(kept) > images
     return at_once
 
@@ -222,7 +269,9 @@ def test_mixed_concurrent_requests_equal_single_ones() -> None:
 def mix(count: int) -> None:
     """Ask mini-LLaVA so many requests at once, and one by one."""
     random = Random(0)
-    budgets, later, recalls = (4, 8, 16, 31, 64, TOKENS), (0, 0, 0, 1, 2), (0, 3, 8)
+    budgets = (4, 8, 16, 31, 64, TOKENS)
+    later = (0, 0, 0, 1, 2)
+    recalls = (0, 3, 8)
     prompts = [
         render_prompt(
             random.randrange(len(examples(6))),
@@ -250,7 +299,8 @@ def interleave(backbone: str, count: int) -> float:
     them; at their places where there is room, spread and packed. The server's state has a core and
     ranks before the merger where it can.
     """
-    random, row = Random(0), next(row for row in BACKBONES.values() if row.name == backbone)
+    random = Random(0)
+    row = next(row for row in BACKBONES.values() if row.name == backbone)
     merged = {} if "merger_input" in row.missing else {"rank_at": "merger_in"}
     frames = {"frames": {"budget": "curvature"}} if row.clips else {}
     state = {**state_with_core("autoprune"), **merged, **frames, "positions": "true"}
@@ -265,14 +315,18 @@ def interleave(backbone: str, count: int) -> float:
     mark = tiny.get("image_text", tiny["tokens"][0])
     prompts: list[Prompt] = []
     for _ in range(count):
-        numbers = [random.randrange(len(SIZES)) for _ in range(random.choice((0, 1, 1, 1, 2, 3)))]
+        numbers = [
+            random.randrange(len(SIZES))
+            for _ in range(random.choice((0, 1, 1, 1, 2, 3)))
+        ]
         images = [
             random.choice((picture, page))(*SIZES[number], number)
             if not row.whole_only
             else picture(*SIZES[number], number)
             for number in numbers
         ]
-        text, later = random.choice(TEXTS), random.choice(TEXTS)
+        text = random.choice(TEXTS)
+        later = random.choice(TEXTS)
         asked = f"user {' '.join([mark] * len(images))} {text} you"
         entry = choose(random.choice((4, 7, 16, 48)), random.choice(MIXED_POLICIES))
         if images and not row.unsplittable and random.random() < 0.2:
@@ -280,22 +334,38 @@ def interleave(backbone: str, count: int) -> float:
             turns = [{"images": len(images), "text": later}]
             entry |= {"recall": random.choice((0, 6)), "recall_turns": turns}
         if not row.whole_only and entry.get("enabled", True):
-            entry["cells"] = random.choice(("none", "flat", "flat", "predicted", "flat:2"))
+            entry["cells"] = random.choice(
+                ("none", "flat", "flat", "predicted", "flat:2")
+            )
         if not row.mrope and not row.packed and entry.get("enabled", True):
-            entry |= {"positions": where} if (where := random.choice((None, *POSITIONS))) else {}
+            entry |= (
+                {"positions": where}
+                if (where := random.choice((None, *POSITIONS)))
+                else {}
+            )
         prompt = raw_prompt(asked, images, instructions=[text] * len(images), **entry)
         if "audio_config" in tiny.get("config", {}) and random.random() < 0.3:
             prompt["prompt"] = f"{engine.model.get_placeholder_str('audio', 1)} {asked}"
-            noise = numpy.random.default_rng(len(prompts)).normal(size=8000 * random.choice((1, 3)))
+            noise = numpy.random.default_rng(len(prompts)).normal(
+                size=8000 * random.choice((1, 3))
+            )
             prompt["multi_modal_data"]["audio"] = [(noise, 16000)]
         if row.clips and random.random() < 0.4:
             prompt["prompt"] = f"{engine.model.get_placeholder_str('video', 1)} {asked}"
-            prompt["multi_modal_data"]["video"] = clip(random.choice((2, 6, 14)), len(prompts) % 9)
+            prompt["multi_modal_data"]["video"] = clip(
+                random.choice((2, 6, 14)), len(prompts) % 9
+            )
             if "state" not in entry and entry.get("enabled", True):
-                entry["video_budget"] = random.choice(("1/4", "tokens_per_frame:2", 9, "100%"))
+                entry["video_budget"] = random.choice(
+                    ("1/4", "tokens_per_frame:2", 9, "100%")
+                )
                 prompt["mm_processor_kwargs"] = {"autoprune": entry}
-        prompts.append(prompt if prompt["multi_modal_data"] != {"image": []} else {"prompt": asked})
-    at_once = assert_together_as_alone(engine, prompts, images=min(10, count // 4), tokens=16)
+        prompts.append(
+            prompt if prompt["multi_modal_data"] != {"image": []} else {"prompt": asked}
+        )
+    at_once = assert_together_as_alone(
+        engine, prompts, images=min(10, count // 4), tokens=16
+    )
     assert max(map(len, at_once.budgets)) > 1
     return engine.counter("vllm:num_preemptions")
 
@@ -304,7 +374,13 @@ def interleave(backbone: str, count: int) -> float:
     "backbone",
     [
         pytest.param(name, marks=() if name == "idefics3" else pytest.mark.exhaustive)
-        for name in ("idefics3", "llava_next", "llava_onevision", "internvl", "qwen2_5_vl")
+        for name in (
+            "idefics3",
+            "llava_next",
+            "llava_onevision",
+            "internvl",
+            "qwen2_5_vl",
+        )
     ],
 )
 @in_engine
@@ -317,11 +393,21 @@ def test_a_few_interleaved_requests_equal_single_ones(backbone: str) -> None:
 @pytest.mark.parametrize(
     "backbone",
     [
-        *("lightonocr", "glm_ocr", "qwen2_5_omni", "qianfan_ocr", "skywork_chat", "interns1"),
-        *("qwen2_5_vl", "qwen3_vl", "glm4v", "llava_onevision"),
+        "lightonocr",
+        "glm_ocr",
+        "qwen2_5_omni",
+        "qianfan_ocr",
+        "skywork_chat",
+        "interns1",
+        "qwen2_5_vl",
+        "qwen3_vl",
+        "glm4v",
+        "llava_onevision",
     ],
 )
-def test_500_interleaved_requests_equal_single_ones(runner: Runner, backbone: str) -> None:
+def test_500_interleaved_requests_equal_single_ones(
+    runner: Runner, backbone: str
+) -> None:
     assert runner.run(interleave, backbone=backbone, count=500) > 0
 
 
@@ -339,7 +425,9 @@ BURSTS: Mapping[str, Mapping[str, Any]] = {
 @pytest.mark.both
 @pytest.mark.parametrize("model", BURSTS)
 @in_engine
-def test_bursts_are_encoded_within_bounds_and_keep_what_single_requests_keep(model: str) -> None:
+def test_bursts_are_encoded_within_bounds_and_keep_what_single_requests_keep(
+    model: str,
+) -> None:
     """No encoder call exceeds the largest one of vLLM's profiling run, in tokens or in bytes."""
     minillava = model == "llava"
     engine = start(
@@ -349,7 +437,8 @@ def test_bursts_are_encoded_within_bounds_and_keep_what_single_requests_keep(mod
         max_num_seqs=64,
         **BURSTS[model],
     )
-    served, runner = engine.model, engine.runner
+    served = engine.model
+    runner = engine.runner
     calls: dict[str, list[int]] = {"tokens": [], "bytes": []}
     encode = served.embed_multimodal
 
@@ -375,9 +464,12 @@ def test_bursts_are_encoded_within_bounds_and_keep_what_single_requests_keep(mod
 
     def ask_about(requests: Iterable[int]) -> list[dict[str, Any]]:
         pictures = [picture(*BURST_SIZES[i % len(BURST_SIZES)], i) for i in requests]
-        return engine.chat(*([turn("what colour is the cat", each)] for each in pictures))
+        return engine.chat(
+            *([turn("what colour is the cat", each)] for each in pictures)
+        )
 
-    together, kept = ask_about(range(36)), record.take()
+    together = ask_about(range(36))
+    kept = record.take()
     assert 1 < len(calls["tokens"]) < len(together)
     assert max(calls["tokens"]) <= profiled["tokens"]
     if model != "llava_next":  # padding is removed after its tower
@@ -392,19 +484,28 @@ def test_bursts_are_encoded_within_bounds_and_keep_what_single_requests_keep(mod
 
 # ---- cores and recalls ----
 
-BUDGET, RECALL = 64, 8
-QUESTIONS = ("What colour is the circle?", "How many shapes are there?", "Is there a square?")
+BUDGET = 64
+RECALL = 8
+QUESTIONS = (
+    "What colour is the circle?",
+    "How many shapes are there?",
+    "Is there a square?",
+)
 
 
 def _take_parts(record: Watch) -> list[tuple[str, tuple[int, int], int, list[int]]]:
     """Part, image, K_c and kept tokens of each item since the last call."""
-    return [(plan.part, plan.key, plan.core, rows) for plan, rows in record.take().items()]
+    return [
+        (plan.part, plan.key, plan.core, rows) for plan, rows in record.take().items()
+    ]
 
 
 @pytest.mark.both
 @in_engine
 def test_images_are_split_where_questions_follow_them() -> None:
-    engine = start({**STATE, "state": state_with_core(), "budget": BUDGET, "requests": "states"})
+    engine = start(
+        {**STATE, "state": state_with_core(), "budget": BUDGET, "requests": "states"}
+    )
     record = watch()
     image, other = examples(1)[0].image, examples(3)[-1].image
     questions = [turn(question, image) for question in QUESTIONS]
@@ -413,7 +514,9 @@ def test_images_are_split_where_questions_follow_them() -> None:
 
     # Cores come before all deltas: 48 tokens of the first core and most of the second are shared.
     engine.empty_caches()
-    cached = [engine.chat([turn(text, image, other)])[0]["cached"] for text in QUESTIONS[:2]]
+    cached = [
+        engine.chat([turn(text, image, other)])[0]["cached"] for text in QUESTIONS[:2]
+    ]
     assert cached[0] < cached[1] == 3 * BLOCK
 
     # One question about two images in turn.
@@ -431,7 +534,9 @@ def test_images_are_split_where_questions_follow_them() -> None:
         engine.chat([{"role": "user", "content": task}, said("I look."), shot])
     shots = _take_parts(record)
     assert {part for part, *_ in shots} == {"whole"}
-    assert len({str(rows) for *_, rows in shots}) > 1, "the task chooses a screenshot's tokens"
+    assert len({str(rows) for *_, rows in shots}) > 1, (
+        "the task chooses a screenshot's tokens"
+    )
     text = f"USER: {QUESTIONS[0]} <image>\nASSISTANT:"
     engine.generate([raw_prompt(text, as_picture(image), instructions=[QUESTIONS[0]])])
     assert {part for part, *_ in _take_parts(record)} == {"whole"}
@@ -440,9 +545,15 @@ def test_images_are_split_where_questions_follow_them() -> None:
     # Without a prefix cache too, and it keeps the same tokens.
     (core,) = (part for part in parts if part[0] == "core")
     aligned = state_with_core(share=61 / 64)
-    assert core[2] == 61, "the state below has a core of the size that was aligned to blocks"
-    engine = start({**STATE, "state": aligned, "budget": BUDGET}, enable_prefix_caching=False)
-    assert lengths == [engine.chat([question])[0]["prompt_tokens"] for question in questions]
+    assert core[2] == 61, (
+        "the state below has a core of the size that was aligned to blocks"
+    )
+    engine = start(
+        {**STATE, "state": aligned, "budget": BUDGET}, enable_prefix_caching=False
+    )
+    assert lengths == [
+        engine.chat([question])[0]["prompt_tokens"] for question in questions
+    ]
     kept = [sorted([*core[-1], *rows]) for part, *_, rows in parts if part == "delta"]
     assert len({str(rows) for rows in kept}) > 1 and len(kept) == len(QUESTIONS)
     unsplit = [(part, sorted(rows)) for part, *_, rows in _take_parts(record)]
@@ -453,7 +564,8 @@ def test_images_are_split_where_questions_follow_them() -> None:
 @in_engine
 def test_a_request_says_how_much_of_an_image_later_turns_recall() -> None:
     engine = start({**STATE, "budget": BUDGET, "recall": RECALL, "requests": "states"})
-    record, runs = watch(), engine.runs
+    record = watch()
+    runs = engine.runs
     image, other = examples(1)[0].image, examples(3)[-1].image
     talk = [turn(QUESTIONS[0], image)]
     for question in QUESTIONS[1:]:
@@ -481,10 +593,19 @@ def test_a_request_says_how_much_of_an_image_later_turns_recall() -> None:
     # A turn after two images recalls tokens of both.
     engine.empty_caches()
     record.take()
-    later_turns = (said("yes"), turn("And here?", other), said("no"), turn("Which is larger?"))
+    later_turns = (
+        said("yes"),
+        turn("And here?", other),
+        said("no"),
+        turn("Which is larger?"),
+    )
     engine.chat([*talk[:3], *later_turns])
     parts = _take_parts(record)
     first_key, other_key = (key for part, key, *_ in parts if part == "whole")
-    recalls = sorted((key, len(rows)) for part, key, _, rows in parts if part == "recall")
+    recalls = sorted(
+        (key, len(rows)) for part, key, _, rows in parts if part == "recall"
+    )
     half = RECALL // 2
-    assert recalls == sorted([(first_key, RECALL), (first_key, half), (other_key, half)])
+    assert recalls == sorted(
+        [(first_key, RECALL), (first_key, half), (other_key, half)]
+    )

@@ -25,7 +25,8 @@ from vllm_autoprune.stream import parse_stream
 
 pytestmark = pytest.mark.engine
 
-K, N = 8, 36
+K = 8
+N = 36
 """Tokens that are kept of the picture, and all of them."""
 STATE = ("--autoprune-state", "cen_divprune", "--autoprune-budget", str(K))
 KWARGS = "mm_processor_kwargs"
@@ -33,29 +34,43 @@ ENTRY: dict[str, object] = {"budget": 12}
 RIGHT = {KWARGS: {"autoprune": ENTRY}}
 OFF = {KWARGS: {"autoprune": {"enabled": False}}}
 WRITE = '"mm_processor_kwargs": {"autoprune": {"budget"'
-BUDGET, SHIPPED = "x-autoprune-budget", "x-autoprune-state"
+BUDGET = "x-autoprune-budget"
+SHIPPED = "x-autoprune-state"
 ENABLED = "x-autoprune-enabled"
 GRID = [1, 4, 12]
 UNREAD = "send the picture"
 
-IMAGE, URL = as_picture(examples(1)[0].image), examples(1)[0].png_url
+IMAGE = as_picture(examples(1)[0].image)
+URL = examples(1)[0].png_url
 
 # ---- LLM.generate and LLM.chat ----
 
 Input = Callable[[Engine], Any]
 
-PROMPT = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>What?<|im_end|>\n"
+PROMPT = (
+    "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>What?<|im_end|>\n"
+)
 EMBEDS = {"image_embeds": torch.ones(12, 576), "image_grid_thw": torch.tensor([GRID])}
 PART = {"type": "image_pil", "image_pil": IMAGE}
 
 
-def generate(image: object = IMAGE, data: Mapping[str, object] | None = None, **more: Any) -> Input:
+def generate(
+    image: object = IMAGE, data: Mapping[str, object] | None = None, **more: Any
+) -> Input:
     """``LLM.generate`` with one token about an image; ``more`` is in the prompt's dict."""
-    prompt = {"prompt": PROMPT, "multi_modal_data": {"image": image, **(data or {})}, **more}
-    return lambda engine: engine.llm.generate([_allow(engine, prompt)], greedy(1), use_tqdm=False)
+    prompt = {
+        "prompt": PROMPT,
+        "multi_modal_data": {"image": image, **(data or {})},
+        **more,
+    }
+    return lambda engine: engine.llm.generate(
+        [_allow(engine, prompt)], greedy(1), use_tqdm=False
+    )
 
 
-def chat_offline(part: Mapping[str, object] = PART, message: Any = None, **named: Any) -> Input:
+def chat_offline(
+    part: Mapping[str, object] = PART, message: Any = None, **named: Any
+) -> Input:
     """``LLM.chat`` with one token about an image."""
     content = [dict(part), {"type": "text", "text": "What?"}]
     turn = {"role": "user", "content": content, **(message or {})}
@@ -67,7 +82,9 @@ def chat_offline(part: Mapping[str, object] = PART, message: Any = None, **named
 def _allow(engine: Engine, fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields without an entry where nothing reads one: on a stock engine."""
     stock = served_state(engine.llm.llm_engine.model_config) is None
-    return {name: value for name, value in fields.items() if not (stock and name == KWARGS)}
+    return {
+        name: value for name, value in fields.items() if not (stock and name == KWARGS)
+    }
 
 
 INPUTS: dict[str, tuple[str | None, Input]] = {
@@ -93,7 +110,10 @@ INPUTS: dict[str, tuple[str | None, Input]] = {
 def test_offline_inputs_are_answered_as_by_stock_or_told_what_to_write() -> None:
     """By the prompt's length, a token and its end, or by the exception."""
     replies: list[dict[str, str]] = []
-    for settings in (None, {"state": "cen_divprune", "budget": K, "requests": "budget"}):
+    for settings in (
+        None,
+        {"state": "cen_divprune", "budget": K, "requests": "budget"},
+    ):
         options: dict[str, Any] = {"max_model_len": 512, "enable_mm_embeds": True}
         engine = start(settings, CHECKPOINTS["miniqwen"], **options)
         replies.append({})
@@ -102,9 +122,12 @@ def test_offline_inputs_are_answered_as_by_stock_or_told_what_to_write() -> None
                 continue  # stock's answer is not compared, and its engine may not survive
             try:
                 (output,) = send(engine)
-                end, ids = output.outputs[0].finish_reason, output.outputs[0].token_ids
-                replies[-1][name] = f"{len(output.prompt_token_ids)} tokens, {end}, {ids}"
-            except Exception as error:
+                end = output.outputs[0].finish_reason
+                ids = output.outputs[0].token_ids
+                replies[-1][name] = (
+                    f"{len(output.prompt_token_ids)} tokens, {end}, {ids}"
+                )
+            except Exception as error:  # noqa: BLE001
                 replies[-1][name] = f"{type(error).__name__}: {error}"
         engine.stop()
     stock, pruned = replies
@@ -132,7 +155,10 @@ def noise(*shape: int) -> str:
 PICTURE = {"type": "image_url", "image_url": {"url": URL}}
 UNSENT = {"type": "image_url", "image_url": None, "uuid": "unknown"}
 TEXT = {"type": "text", "text": "What?"}
-ON_GRID = {"image_embeds": noise(12, 576), "image_grid_thw": encoded(torch.tensor(GRID))}
+ON_GRID = {
+    "image_embeds": noise(12, 576),
+    "image_grid_thw": encoded(torch.tensor(GRID)),
+}
 ROWS = {"type": "image_embeds", "image_embeds": ON_GRID}
 ROWS_OF_LLAVA = {"type": "image_embeds", "image_embeds": noise(144, 192)}
 
@@ -149,11 +175,21 @@ def chat(*parts: object, **more: object) -> dict[str, object]:
 def responses(**more: object) -> dict[str, object]:
     image = {"type": "input_image", "detail": "auto", "image_url": URL}
     turn = {"role": "user", "content": [image, {"type": "input_text", "text": "What?"}]}
-    return {"input": [turn], "max_output_tokens": 1, "store": False, "temperature": 0, **more}
+    return {
+        "input": [turn],
+        "max_output_tokens": 1,
+        "store": False,
+        "temperature": 0,
+        **more,
+    }
 
 
 def anthropic(**more: object) -> dict[str, object]:
-    source = {"type": "base64", "media_type": "image/png", "data": URL.partition(",")[2]}
+    source = {
+        "type": "base64",
+        "media_type": "image/png",
+        "data": URL.partition(",")[2],
+    }
     content = [{"type": "image", "source": source}, TEXT]
     return {"messages": [{"role": "user", "content": content}], "max_tokens": 1, **more}
 
@@ -175,8 +211,12 @@ class Case(NamedTuple):
     headers: Mapping[str, str] = {}
 
 
-COMPLETIONS, RESPONSES, MESSAGES = "/v1/completions", "/v1/responses", "/v1/messages"
-EMBED, POOL, COHERE = "/v1/embeddings", "/pooling", "/v2/embed"
+COMPLETIONS = "/v1/completions"
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
+EMBED = "/v1/embeddings"
+POOL = "/pooling"
+COHERE = "/v2/embed"
 TWELVE = {BUDGET: "12"}
 
 CHATS: dict[str, Case] = {
@@ -187,7 +227,9 @@ CHATS: dict[str, Case] = {
     "no picture": Case(CHAT, chat(TEXT)),
     "uuid alone": Case(CHAT, chat(UNSENT)),
     # What only looks like a setting: more of them in `unit/test_request.py`.
-    "unknown fields": Case(CHAT, chat(autotune=True, autorun={"a": 1}, budget=64, extra={"a": 1})),
+    "unknown fields": Case(
+        CHAT, chat(autotune=True, autorun={"a": 1}, budget=64, extra={"a": 1})
+    ),
     # Settings where they are read.
     "entry": Case(CHAT, chat(**RIGHT), 12),
     "entry of responses": Case(RESPONSES, responses(**RIGHT), 12),
@@ -219,7 +261,9 @@ POOLS: dict[str, Case] = {
     "embed": Case(EMBED, pooled()),
     "embed rows": Case(EMBED, pooled(ROWS_OF_LLAVA), UNREAD),
     "pool": Case(POOL, pooled(task="embed")),
-    "embed rows, off": Case(EMBED, pooled(ROWS_OF_LLAVA, **OFF), "keeps all 144 tokens"),
+    "embed rows, off": Case(
+        EMBED, pooled(ROWS_OF_LLAVA, **OFF), "keeps all 144 tokens"
+    ),
     "score a picture": Case("/v1/score", PAIR),
     "classify": Case("/classify", pooled()),
     "cohere": Case(COHERE, IMAGES),
@@ -258,7 +302,9 @@ def pools(runner: Runner) -> Iterator[Servers]:
 
 
 @pytest.mark.parametrize("name", CHATS)
-def test_chats_are_answered_as_by_stock_or_told_what_to_write(chats: Servers, name: str) -> None:
+def test_chats_are_answered_as_by_stock_or_told_what_to_write(
+    chats: Servers, name: str
+) -> None:
     check(chats, CHATS[name])
 
 
@@ -274,7 +320,9 @@ def check(servers: Servers, case: Case) -> None:
     if isinstance(case.expected, str):
         assert status == 400, answer
         assert "trust-request-mm-kwargs" not in str(answer)
-        assert ("error" in answer) and (case.path != MESSAGES or answer["type"] == "error")
+        assert ("error" in answer) and (
+            case.path != MESSAGES or answer["type"] == "error"
+        )
         assert case.expected in str(answer).replace("\\", "")
         return
     bare = {key: value for key, value in body.items() if key != KWARGS}
@@ -288,7 +336,12 @@ def check(servers: Servers, case: Case) -> None:
 def finish(answer: Mapping[str, Any]) -> list[object]:
     """How the samples of an answer ended, by the words of its endpoint."""
     ends = [choice.get("finish_reason") for choice in answer.get("choices", [])]
-    return [*ends, answer.get("status"), answer.get("stop_reason"), len(answer.get("data", []))]
+    return [
+        *ends,
+        answer.get("status"),
+        answer.get("stop_reason"),
+        len(answer.get("data", [])),
+    ]
 
 
 def tokens(answer: Mapping[str, Any]) -> int:
@@ -304,7 +357,9 @@ def test_settings_of_one_request_do_not_reach_another(chats: Servers) -> None:
     """64 requests at once, with headers and without, of three endpoints."""
     kinds = [(CHAT, chat()), (RESPONSES, responses()), (MESSAGES, anthropic())]
     model = {"model": chats.pruned.model}
-    usual = [tokens(chats.pruned.post(path, {**model, **body})[1]) for path, body in kinds]
+    usual = [
+        tokens(chats.pruned.post(path, {**model, **body})[1]) for path, body in kinds
+    ]
 
     def ask(i: int) -> int:
         path, body = kinds[i % 3]
@@ -318,13 +373,17 @@ def test_settings_of_one_request_do_not_reach_another(chats: Servers) -> None:
         assert list(pool.map(ask, range(64))) == [0] * 64
 
 
-def test_a_stream_is_the_whole_answer_with_the_budget_of_its_header(chats: Servers) -> None:
+def test_a_stream_is_the_whole_answer_with_the_budget_of_its_header(
+    chats: Servers,
+) -> None:
     body = {"model": chats.pruned.model, **chat(), "max_tokens": 4}
     _, answer = chats.pruned.post(CHAT, body, TWELVE)
     sent = {**body, "stream_options": {"include_usage": True}, "stream": True}
     stream = httpx.post(chats.pruned.url + CHAT, json=sent, headers=TWELVE, timeout=300)
     streamed = parse_stream([(0.0, stream.content)])
-    assert (streamed.error, streamed.text) == (None, answer["choices"][0]["message"]["content"])  # type: ignore[index]
+    message = answer["choices"][0]["message"]  # type: ignore[index]
+    assert streamed.error is None
+    assert streamed.text == message["content"]
     usual = tokens(chats.pruned.post(CHAT, body)[1])
     assert streamed.prompt_tokens == tokens(answer) == usual + 12 - K
 

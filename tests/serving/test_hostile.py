@@ -47,8 +47,16 @@ pytestmark = pytest.mark.engine
 
 FALLBACKS: Mapping[str, tuple[str, Mapping[str, str], int]] = {
     # NaN and Inf in an image's features: evenly spaced tokens are kept.
-    "uniform": ("autoprune_fallbacks_total", {"fallback": "uniform", "reason": "scores"}, 2),
-    "reference": ("autoprune_fallbacks_total", {"fallback": "reference", "reason": "error"}, 2),
+    "uniform": (
+        "autoprune_fallbacks_total",
+        {"fallback": "uniform", "reason": "scores"},
+        2,
+    ),
+    "reference": (
+        "autoprune_fallbacks_total",
+        {"fallback": "reference", "reason": "error"},
+        2,
+    ),
     "errors": ("autoprune_selection_errors_total", {"error": "RuntimeError"}, 2),
 }
 """Metrics, and by how much the next test makes them grow."""
@@ -56,7 +64,10 @@ FALLBACKS: Mapping[str, tuple[str, Mapping[str, str], int]] = {
 
 def _count_fallbacks() -> dict[str, float]:
     metrics = Metrics(generate_latest().decode())
-    return {key: metrics.total(name, **labels) or 0 for key, (name, labels, _) in FALLBACKS.items()}
+    return {
+        key: metrics.total(name, **labels) or 0
+        for key, (name, labels, _) in FALLBACKS.items()
+    }
 
 
 @pytest.mark.both
@@ -70,8 +81,10 @@ def test_engine_survives_failing_policies_and_invalid_requests() -> None:
 
     failing = partial(patch.object, executor, "run_fusion", raising)
     engine = start({**STATE, "budget": 8, "requests": "states"})
-    example, other = examples(2)[0], examples(2)[-1]
-    sane, before = engine.ask(example), _count_fallbacks()
+    example = examples(2)[0]
+    other = examples(2)[-1]
+    sane = engine.ask(example)
+    before = _count_fallbacks()
     tiny = Image.new("RGB", (1, 1), (255, 0, 0))
     engine.chat([turn("What is it?", tiny)], [turn("", other.image)])
 
@@ -108,7 +121,9 @@ def test_engine_survives_failing_policies_and_invalid_requests() -> None:
     # A request that was refused for a sampling parameter: its image reaches the engine later.
     refused = prompt(other, instructions=["Which one was refused?"])
     with pytest.raises(VLLMValidationError, match="allowed_token_ids"):
-        engine.llm.generate([refused], SamplingParams(allowed_token_ids=[10**9]), use_tqdm=False)
+        engine.llm.generate(
+            [refused], SamplingParams(allowed_token_ids=[10**9]), use_tqdm=False
+        )
     repeated = engine.generate([refused])
     engine.empty_caches()
     assert repeated == engine.generate([refused])
@@ -135,9 +150,12 @@ def send_mutated_requests(
     No server error that stock vLLM does not give, no answer that the engine gives and that does not
     arrive, and a usual question is answered as before.
     """
-    asked, client, judge = examples(2)[0], Client(server), Client(stock)
+    asked = examples(2)[0]
+    client = Client(server)
+    judge = Client(stock)
     bodies = [body(server, example, max_tokens=1) for example in examples(2)]
-    statuses, by_stock = Counter[int](), set[str]()
+    statuses = Counter[int]()
+    by_stock = set[str]()
     failed: list[tuple[str, str]] = []
 
     def count_answers() -> float:
@@ -155,9 +173,16 @@ def send_mutated_requests(
         # What vLLM reads itself, stock vLLM may refuse or fail too.
         read_by_vllm = reply.failed or request.kind in ("body", "conversation")
         judged = request.stock is not None and read_by_vllm
-        return number, request, reply, judge.send(CHAT, request.stock or {}) if judged else None
+        return (
+            number,
+            request,
+            reply,
+            judge.send(CHAT, request.stock or {}) if judged else None,
+        )
 
-    before, finished, answers = text_of(ask(server, asked)), count_answers(), 0
+    before = text_of(ask(server, asked))
+    finished = count_answers()
+    answers = 0
     with ThreadPoolExecutor(4) as pool:
         for number, request, reply, judgement in pool.map(exchange, range(count)):
             statuses[reply.status] += 1
@@ -175,7 +200,9 @@ def send_mutated_requests(
 
 
 @pytest.mark.only("v1")
-def test_mutated_requests_do_not_affect_the_server(stock: Server, pruned: Server) -> None:
+def test_mutated_requests_do_not_affect_the_server(
+    stock: Server, pruned: Server
+) -> None:
     statuses = send_mutated_requests(pruned, stock, 300)
     assert min(statuses[200], statuses[400]) > 20
 
@@ -183,17 +210,32 @@ def test_mutated_requests_do_not_affect_the_server(stock: Server, pruned: Server
 @pytest.mark.exhaustive
 @pytest.mark.only("v1")
 @pytest.mark.timeout(7200)
-def test_thousands_of_mutated_requests_in_every_mode(runner: Runner, tmp_path: Path) -> None:
+def test_thousands_of_mutated_requests_in_every_mode(
+    runner: Runner, tmp_path: Path
+) -> None:
     """Recall, cores, states by request, details, two adapters and two API servers."""
     flags = (*COMMON, "--num-gpu-blocks-override", "1024", *write_adapters(tmp_path))
     pruning = (
-        *("--autoprune-state", "minillava-split", "--autoprune-budget", "64"),
-        *("--autoprune-text-tower", str(CLIP), "--autoprune-recall", "4"),
-        *("--autoprune-requests", "states:1-256", "--autoprune-detail", "low=5%:1-8,high=64"),
-        *("--api-server-count", "2"),
+        "--autoprune-state",
+        "minillava-split",
+        "--autoprune-budget",
+        "64",
+        "--autoprune-text-tower",
+        str(CLIP),
+        "--autoprune-recall",
+        "4",
+        "--autoprune-requests",
+        "states:1-256",
+        "--autoprune-detail",
+        "low=5%:1-8,high=64",
+        "--api-server-count",
+        "2",
     )
     env = runner.environment
-    with serve(LLAVA, *flags, env=env) as stock, serve(LLAVA, *flags, *pruning, env=env) as server:
+    with (
+        serve(LLAVA, *flags, env=env) as stock,
+        serve(LLAVA, *flags, *pruning, env=env) as server,
+    ):
         server.await_api_servers(2)
         statuses = send_mutated_requests(server, stock, 5000, ADAPTERS)
     assert min(statuses[200], statuses[400]) > 500
@@ -230,7 +272,8 @@ def kill_worker(server: Server) -> tuple[set[int], bool]:
 
 def wait_until_idle(pid: int, deadline: float) -> None:
     """Wait for a process to use less than 2 % of a processor for three seconds."""
-    process, used = psutil.Process(pid), -1.0
+    process = psutil.Process(pid)
+    used = -1.0
     while (now := sum(process.cpu_times()[:2])) - used > 0.06:
         assert time.monotonic() < deadline
         used = now
@@ -238,7 +281,9 @@ def wait_until_idle(pid: int, deadline: float) -> None:
 
 
 @pytest.mark.ends_servers
-def test_pruned_server_ends_like_stock_after_a_killed_worker(stock: Server, pruned: Server) -> None:
+def test_pruned_server_ends_like_stock_after_a_killed_worker(
+    stock: Server, pruned: Server
+) -> None:
     """The last test of these servers (``conftest.pytest_collection_modifyitems``)."""
     statuses, ended = kill_worker(stock)
     assert kill_worker(pruned) == (statuses, ended)

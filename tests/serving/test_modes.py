@@ -65,7 +65,11 @@ def mixed_prompts() -> list[Prompt]:
 
 def start_mode(**options: Any) -> Engine:
     """An engine in a mode, whose requests may bring states."""
-    usual: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "disable_log_stats": False}
+    usual: dict[str, Any] = {
+        "dtype": "float32",
+        "max_model_len": 512,
+        "disable_log_stats": False,
+    }
     return start({**STATE, "requests": "states"}, **{**usual, **options})
 
 
@@ -82,7 +86,8 @@ def answer_plainly() -> Ids:
 def assert_as_plain(engine: Engine) -> None:
     """Answers in a mode equal those without one, in one batch and alone with empty caches."""
     prompts = mixed_prompts()
-    together, alone = engine.complete(prompts), engine.complete_alone(prompts)
+    together = engine.complete(prompts)
+    alone = engine.complete_alone(prompts)
     engine.stop()
     assert together == alone == answer_plainly()
 
@@ -97,7 +102,10 @@ def test_processed_images_in_shared_memory() -> None:
 def test_priority_scheduling_with_preemption() -> None:
     """Three at once, in a small KV cache: running requests are preempted."""
     engine = start_mode(
-        scheduling_policy="priority", max_num_seqs=3, num_gpu_blocks_override=14, max_model_len=256
+        scheduling_policy="priority",
+        max_num_seqs=3,
+        num_gpu_blocks_override=14,
+        max_model_len=256,
     )
     prompts = [render_prompt(at, 64) for at in range(6)]
     alone = engine.complete_alone(prompts, tokens=60)
@@ -148,9 +156,13 @@ def test_sampling_structured_output_and_sleep() -> None:
     runs = engine.runs
     samples, again = (sample(n=3, temperature=2.0, seed=5) for _ in range(2))
     assert samples == again and len(samples) == 3 and len(set(samples)) > 1
-    (choice,) = sample(structured_outputs=StructuredOutputsParams(choice=["red", "blue"]))
+    (choice,) = sample(
+        structured_outputs=StructuredOutputsParams(choice=["red", "blue"])
+    )
     assert choice in ("red", "blue")
-    (digits,) = sample(structured_outputs=StructuredOutputsParams(regex="(1|2|3) (4|5|6)"))
+    (digits,) = sample(
+        structured_outputs=StructuredOutputsParams(regex="(1|2|3) (4|5|6)")
+    )
     assert digits[0] in "123" and digits[-1] in "456"
     assert engine.runs - runs == 1, "the vision tower runs once for all of them"
 
@@ -177,7 +189,9 @@ def test_prompt_embeddings_beside_images() -> None:
         table = engine.model.get_language_model().model.embed_tokens
         rows = table(torch.tensor(ids)).float()
     *together, embedded = engine.complete([*mixed_prompts(), {"prompt_embeds": rows}])
-    as_rows, as_text = engine.complete_alone([{"prompt_embeds": rows}, {"prompt_token_ids": ids}])
+    as_rows, as_text = engine.complete_alone(
+        [{"prompt_embeds": rows}, {"prompt_token_ids": ids}]
+    )
     engine.stop()
     assert embedded == as_rows == as_text
     assert together == answer_plainly()
@@ -192,7 +206,9 @@ def allocate_intermediate_tensors(worker: Any) -> int:
     runner = worker.worker.model_runner
     if getattr(runner, "intermediate_tensors", None) is None:
         runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
-            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+            batch_size=runner.max_num_tokens,
+            dtype=runner.model_config.dtype,
+            device=runner.device,
         )
     model = runner.model.get_language_model().model
     return int(model.end_layer - model.start_layer)
@@ -213,9 +229,14 @@ def speculate(method: str) -> Ids:
         if method == "ngram":
             config |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
         else:
-            folder, prefix = Path(name), "language_model."
+            folder = Path(name)
+            prefix = "language_model."
             weights = load_file(LLAVA / "model.safetensors")
-            text = {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
+            text = {
+                k.removeprefix(prefix): v
+                for k, v in weights.items()
+                if k.startswith(prefix)
+            }
             save_file(text, folder / "model.safetensors", {"format": "pt"})
             described = json.loads((LLAVA / "config.json").read_text())
             (folder / "config.json").write_text(json.dumps(described["text_config"]))
@@ -227,7 +248,8 @@ def speculate(method: str) -> Ids:
         answers = engine.complete(prompts)
         assert answers == engine.complete_alone(prompts)
         drafted, accepted = (
-            engine.counter(f"vllm:spec_decode_num_{n}_tokens") for n in ("draft", "accepted")
+            engine.counter(f"vllm:spec_decode_num_{n}_tokens")
+            for n in ("draft", "accepted")
         )
         assert drafted > accepted > 0
         return answers
@@ -247,23 +269,30 @@ def test_adapters_of_the_language_model() -> None:
     """Two adapters and none, on one image and others, at once and alone."""
     from vllm.lora.request import LoRARequest
 
-    adapted = [at for at, (_, _, state, *_) in enumerate(REQUESTS) if not state or "core" in state]
+    adapted = [
+        at
+        for at, (_, _, state, *_) in enumerate(REQUESTS)
+        if not state or "core" in state
+    ]
     asked = [render_prompt(*REQUESTS[at]) for at in adapted]
     with tempfile.TemporaryDirectory() as folder:
         write_adapters(Path(folder))
         loras = [None] + [
-            LoRARequest(name, at, f"{folder}/{name}") for at, name in enumerate(ADAPTERS, 1)
+            LoRARequest(name, at, f"{folder}/{name}")
+            for at, name in enumerate(ADAPTERS, 1)
         ]
         # On a CPU vLLM gives a request without an adapter that of the last slot, so one stays free.
         engine = start_mode(enable_lora=True, max_loras=3, max_lora_rank=8)
         pairs = [(each, lora) for each in asked for lora in loras]
         sent, by = zip(*pairs, strict=True)
-        together, alone = engine.complete(sent, lora_request=list(by)), []
+        together = engine.complete(sent, lora_request=list(by))
+        alone = []
         for each, lora in pairs:
             engine.empty_caches()
             alone += engine.complete([each], lora_request=[lora])
         engine.empty_caches()
-        runs, cached = engine.runs, []
+        runs = engine.runs
+        cached = []
         for lora in (*loras, *loras):
             (output,) = engine.llm.generate(
                 [asked[0]], greedy(1), use_tqdm=False, lora_request=[lora]
@@ -308,7 +337,9 @@ def _start_sharing(folder: str | None) -> Engine:
 
 def _prompt(**entry: object) -> Prompt:
     image = as_picture(examples(1)[0].image)
-    return raw_prompt(format_prompt(TEXT), image, **{"budget": 64, "instructions": [TEXT], **entry})
+    return raw_prompt(
+        format_prompt(TEXT), image, **{"budget": 64, "instructions": [TEXT], **entry}
+    )
 
 
 @in_engine
@@ -330,13 +361,17 @@ def test_a_second_engine_takes_pruned_kv_of_the_first_and_of_no_other_request() 
         assert_same(answers[name], answers["alone"])
     for taken in answers["second"]:
         assert taken["cached"] == (taken["prompt_tokens"] - 1) // BLOCK * BLOCK
-    cached = {name: sum(answer["cached"] for answer in each) for name, each in answers.items()}
+    cached = {
+        name: sum(answer["cached"] for answer in each) for name, each in answers.items()
+    }
     assert hits == cached["second"] - cached["first"] > 0
 
     # The token ids of these prompts are equal; question, state or control differ.
     assert_same(variants["second"], variants["alone"])
     length = answers["first"][0]["prompt_tokens"]
-    assert {(a["cached"], a["prompt_tokens"]) for a in variants["second"]} == {(0, length)}
+    assert {(a["cached"], a["prompt_tokens"]) for a in variants["second"]} == {
+        (0, length)
+    }
 
 
 @pytest.mark.only("v1")
@@ -360,7 +395,9 @@ def test_images_encoded_by_another_engine() -> None:
             state = {"state": alone("divprune"), "budget": 32}
             engine = start(state, dtype="float32", ec_transfer_config=config)
             before = engine.runs
-            asked, tokens = ([[turn("", image)]], 1) if role == "ec_producer" else (talks, 4)
+            asked, tokens = (
+                ([[turn("", image)]], 1) if role == "ec_producer" else (talks, 4)
+            )
             answers[role] = [engine.chat(talk, tokens=tokens)[0] for talk in asked]
             assert engine.runs - before == runs
             engine.stop()

@@ -41,7 +41,9 @@ KV_BYTES = 2 * 6 * 6 * 32 * {"bfloat16": 2, "float32": 4}[choose_dtype()]
 """Keys and values of one token of mini-LLaVA: 2 x 6 layers x 6 heads x 32 x bytes of the dtype."""
 
 
-def test_recalled_tokens_are_prompt_tokens_and_are_counted(two_front_ends: Server) -> None:
+def test_recalled_tokens_are_prompt_tokens_and_are_counted(
+    two_front_ends: Server,
+) -> None:
     conversation = body(two_front_ends, examples(12)[-5])
     conversation["messages"] += [
         {"role": "assistant", "content": "red"},
@@ -69,7 +71,9 @@ def test_requests_are_counted(pruned: Server) -> None:
             ask(pruned, example, **entry(budget=50 + k))
         ask(pruned, questions[0], **entry(enabled=False))
         ask(pruned, questions[0], **entry(state="dart", budget=9))
-        assert pruned.post(CHAT, body(pruned, questions[0], **entry(budget=0)))[0] == 400
+        assert (
+            pruned.post(CHAT, body(pruned, questions[0], **entry(budget=0)))[0] == 400
+        )
 
     kept = 50 + 51 + 52 + 53 + TOKENS + 9
     expected = {
@@ -102,9 +106,13 @@ def test_two_front_ends_answer_alike_and_report_the_same_totals(
     full = prompt_tokens(ask(stock, questions[0]))
     answers = [ask(two_front_ends, questions[0]) for _ in range(24)]
     expected = full - TOKENS + 16, text_of(answers[0])
-    assert {(prompt_tokens(answer), text_of(answer)) for answer in answers} == {expected}
+    assert {(prompt_tokens(answer), text_of(answer)) for answer in answers} == {
+        expected
+    }
     processes = r"\((ApiServer_\d+) pid=\d+\).*Received request"
-    assert len(set(re.findall(processes, two_front_ends.logged()))) == 2, "both have answered"
+    assert len(set(re.findall(processes, two_front_ends.logged()))) == 2, (
+        "both have answered"
+    )
 
     def send_requests() -> None:
         for i in range(20):
@@ -126,9 +134,13 @@ _VLLM = re.compile(r'HTTP/1\.1" \d{3}|Engine \d{3}: |\[loggers\.py')
 
 def test_requests_add_no_lines(pruned: Server) -> None:
     """One request of every kind a round; states and unknown names differ by round."""
-    questions, before = examples(4), 0
+    questions = examples(4)
+    before = 0
     for number in range(12):
-        weight = {"/scoring/signals/0/weight": (number + 1) / 100, "/name": f"own-{number}"}
+        weight = {
+            "/scoring/signals/0/weight": (number + 1) / 100,
+            "/name": f"own-{number}",
+        }
         unknown = {"/name": f"bad-{number}", "/base_policy/name": f"none-{number}"}
         entries: list[dict[str, object]] = [
             {"budget": 8 + number},
@@ -143,7 +155,9 @@ def test_requests_add_no_lines(pruned: Server) -> None:
             {"budget": f"word-{number}"},
         ]
         example = questions[number % len(questions)]
-        sent = [body(pruned, example, max_tokens=1, **entry(**fields)) for fields in entries]
+        sent = [
+            body(pruned, example, max_tokens=1, **entry(**fields)) for fields in entries
+        ]
         assert [pruned.post(CHAT, each)[0] for each in sent] == [200] * 6 + [400] * 4
         # What is said once is said in the first round.
         before = before or len(pruned.logged().splitlines())
@@ -160,9 +174,16 @@ def test_all_problems_of_a_start_are_reported_with_pointers(tmp_path: Path) -> N
     }
     file = tmp_path / "state.json"
     file.write_text(json.dumps(edited(shipped("autoprune"), wrong)))
-    flags = {"state": file, "budget": 0, "text-tower": tmp_path, "feature-cache-gb": "much"}
+    flags = {
+        "state": file,
+        "budget": 0,
+        "text-tower": tmp_path,
+        "feature-cache-gb": "much",
+    }
     pruning = (
-        word for name, value in flags.items() for word in (f"--autoprune-{name}", str(value))
+        word
+        for name, value in flags.items()
+        for word in (f"--autoprune-{name}", str(value))
     )
     done = subprocess.run(
         command(LLAVA, _free_port(), ("--enforce-eager", *pruning)),
@@ -186,19 +207,30 @@ def test_all_problems_of_a_start_are_reported_with_pointers(tmp_path: Path) -> N
 @pytest.mark.exhaustive
 def test_both_engines_answer_alike(runner: Runner) -> None:
     """Requests go to either engine, each with a feature cache of its own."""
-    flags = (*COMMON, *PRUNED, "--data-parallel-size", "2", "--autoprune-requests", "budget:1-64")
+    flags = (
+        *COMMON,
+        *PRUNED,
+        "--data-parallel-size",
+        "2",
+        "--autoprune-requests",
+        "budget:1-64",
+    )
     questions = examples(4)
     with serve(LLAVA, *flags, env=runner.environment) as server:
 
         def answer(at: int) -> tuple[int, str]:
-            reply = ask(server, questions[at % len(questions)], **entry(budget=16 + at % 2))
+            reply = ask(
+                server, questions[at % len(questions)], **entry(budget=16 + at % 2)
+            )
             return prompt_tokens(reply) - at % 2, text_of(reply)
 
         with ThreadPoolExecutor(8) as pool:
             together = list(pool.map(answer, range(4 * len(questions))))
         again = [answer(at) for at in range(2 * len(questions))]
         metrics = Metrics(server.get("/metrics"))
-    finished = [metrics.total("vllm:request_success_total", engine=engine) for engine in "01"]
+    finished = [
+        metrics.total("vllm:request_success_total", engine=engine) for engine in "01"
+    ]
     assert all(finished), "both engines answer"
     assert sum(count or 0 for count in finished) == len(together) + len(again)
     assert metrics.total("autoprune_requests_total") == len(together) + len(again)
@@ -222,7 +254,9 @@ def test_another_state_is_rolled_out_under_traffic(runner: Runner) -> None:
         expected = [answer(old, at) for at in range(CLIENTS)]
         pool = stack.enter_context(ThreadPoolExecutor(CLIENTS))
         running = [pool.submit(answer, old, at) for at in range(CLIENTS)]
-        time.sleep(2)  # for requests on their way, as a hook of Kubernetes before the signal
+        time.sleep(
+            2
+        )  # for requests on their way, as a hook of Kubernetes before the signal
         old.process.send_signal(signal.SIGTERM)
         for example in questions:
             ask(new, example)

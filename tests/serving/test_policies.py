@@ -71,25 +71,38 @@ def test_a_base_policy_keeps_what_it_keeps_in_transformers() -> None:
     """
     questions = examples(2)
     engine = start({**STATE, "requests": "states"}, **SMALL)
-    unpruned = engine.generate_each([prompt(example, enabled=False) for example in questions])
+    unpruned = engine.generate_each(
+        [prompt(example, enabled=False) for example in questions]
+    )
     offline = LlavaVision(LLAVA, CLIP, dtype="float32")
     record = watch()
     for name, base in BASE_POLICIES.items():
         engine.empty_caches()
-        before, state, selections = _count(engine), alone(name), 0
+        before = _count(engine)
+        state = alone(name)
+        selections = 0
         for budget, at in product(BUDGETS, range(len(questions))):
             policy = materialize(load_state(json.dumps(state)), budget)
-            (answer,) = engine.generate([prompt(questions[at], state=state, budget=budget)])
-            assert answer["prompt_tokens"] == unpruned[at]["prompt_tokens"] - TOKENS + budget, name
+            (answer,) = engine.generate(
+                [prompt(questions[at], state=state, budget=budget)]
+            )
+            assert (
+                answer["prompt_tokens"]
+                == unpruned[at]["prompt_tokens"] - TOKENS + budget
+            ), name
             for plan, kept in record.take().items():
                 image = as_picture(questions[at].image)
                 expected = refine(policy, offline.encode(image, questions[at].question))
                 assert kept == expected.indices[0].tolist(), name
-                assert (record.rows[plan] - expected.features[0]).abs().max() < 1e-3, name
+                assert (record.rows[plan] - expected.features[0]).abs().max() < 1e-3, (
+                    name
+                )
                 selections += 1
         reads_instruction = bool(base.needs_of(base.default_params) & INSTRUCTION_NEEDS)
         images = 2
-        assert selections == len(BUDGETS) * (len(questions) if reads_instruction else images), name
+        assert selections == len(BUDGETS) * (
+            len(questions) if reads_instruction else images
+        ), name
         _assert_no_fallback(engine, before, name)
 
 
@@ -108,17 +121,23 @@ def test_answers_are_those_of_transformers_with_the_same_tokens_and_positions() 
         policy = materialize(load_state(json.dumps(state)), budget)
         for example in questions:
             request = prompt(example, state=state, budget=budget)
-            (output,) = engine.llm.generate([request], greedy(4, logprobs=0), use_tqdm=False)
+            (output,) = engine.llm.generate(
+                [request], greedy(4, logprobs=0), use_tqdm=False
+            )
             tokens = offline.encode(as_picture(example.image), example.question)
             kept = refine(policy, tokens)
-            places = {"true": kept.indices[0], "packed": torch.arange(budget)}.get(where)
+            places = {"true": kept.indices[0], "packed": torch.arange(budget)}.get(
+                where
+            )
             if places is None:
                 places = torch.arange(budget) * TOKENS // budget
             answer = output.outputs[0]
             ids = torch.tensor([*output.prompt_token_ids, *answer.token_ids])
             is_image = ids == image_token
             before = int(is_image.nonzero()[0])
-            positions = torch.arange(len(ids)) + (0 if where == "packed" else TOKENS - budget)
+            positions = torch.arange(len(ids)) + (
+                0 if where == "packed" else TOKENS - budget
+            )
             positions[:before] = torch.arange(before)
             positions[is_image] = before + places
             rows = model.get_input_embeddings()(ids)
@@ -156,14 +175,17 @@ def test_a_request_may_name_any_shipped_state() -> None:
             entries[TOKENS // 2] = {"state": name, "budget": TOKENS // 2}
         for kept, entry in entries.items():
             (answer,) = engine.generate([prompt(example, **entry)])
-            assert answer["prompt_tokens"] == full["prompt_tokens"] - TOKENS + kept, name
+            assert answer["prompt_tokens"] == full["prompt_tokens"] - TOKENS + kept, (
+                name
+            )
         _assert_no_fallback(engine, before, name)
 
 
 @in_engine
 def test_a_state_of_a_request_is_served_as_the_state_of_a_server() -> None:
     """Named or whole; to an engine of another state all at once, and one by one, nothing cached."""
-    questions, names = examples(1)[:2], ("autoprune", "visionzip", "fastv")
+    questions = examples(1)[:2]
+    names = ("autoprune", "visionzip", "fastv")
     keys = list(product(names, (8, 24), range(len(questions))))
     native = []
     for name in names:
@@ -173,7 +195,9 @@ def test_a_state_of_a_request_is_served_as_the_state_of_a_server() -> None:
         )
         engine.stop()
     engine = start({**STATE, "state": alone("divprune"), "requests": "states"})
-    documents = [load_state(name).model_dump(mode="json") if i else name for name, _, i in keys]
+    documents = [
+        load_state(name).model_dump(mode="json") if i else name for name, _, i in keys
+    ]
     brought = [
         prompt(questions[i], budget=k, state=state)
         for (_, k, i), state in zip(keys, documents, strict=True)
@@ -185,7 +209,8 @@ def test_a_state_of_a_request_is_served_as_the_state_of_a_server() -> None:
 
     # The prefix cache is not shared between states.
     engine.empty_caches()
-    at, other = keys.index(("visionzip", 24, 0)), keys.index(("autoprune", 24, 0))
+    at = keys.index(("visionzip", 24, 0))
+    other = keys.index(("autoprune", 24, 0))
     answers = engine.generate_each([brought[at], brought[at], brought[other]])
     new, repeated, of_another_state = (answer["cached"] for answer in answers)
     assert new == of_another_state == 0 and repeated >= BLOCK

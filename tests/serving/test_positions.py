@@ -31,7 +31,9 @@ def test_thin_images_are_refused_where_their_positions_pass_the_context() -> Non
 
     def answer(images: int, tokens: int) -> int:
         """Number of tokens that a prompt with so many images is answered by."""
-        text = "user " + "<|vision_start|><|image_pad|><|vision_end|>" * images + " what"
+        text = (
+            "user " + "<|vision_start|><|image_pad|><|vision_end|>" * images + " what"
+        )
         prompt = raw_prompt(text, [picture(*THIN, seed) for seed in range(images)])
         sampling = greedy(tokens, ignore_eos=True)
         (output,) = engine.llm.generate([prompt], sampling, use_tqdm=False)
@@ -48,7 +50,8 @@ def test_thin_images_are_refused_where_their_positions_pass_the_context() -> Non
     assert answer(10, 1) == 1
 
 
-N, K = 144, 8
+N = 144
+K = 8
 """Tokens of an image of mini-LLaVA, and those that are kept."""
 
 SETTINGS = {"state": "cen_divprune", "budget": K, "positions": "true"}

@@ -39,7 +39,10 @@ def complete_preempted(engine: Engine, conversation: list[object]) -> list[int]:
 @in_engine
 def test_an_image_that_the_prefix_cache_no_longer_covers_is_encoded_again() -> None:
     """Stock vLLM's engine ends there under Model Runner V1."""
-    for backbone in ("qwen3_vl", "internvl"):  # with M-RoPE something is left of a covered image
+    for backbone in (
+        "qwen3_vl",
+        "internvl",
+    ):  # with M-RoPE something is left of a covered image
         settings = {"state": "cen_divprune", "budget": 16}
         limits = {"max_model_len": 352, "num_gpu_blocks_override": BLOCKS}
         engine = start(settings, built(backbone), disable_log_stats=False, **limits)

@@ -70,7 +70,9 @@ def take_selections(worker: object) -> list[list[list[int]]]:
 def find_actor(worker: object) -> str:
     """Runs in every worker: the Ray actor that it is, or nothing."""
     ray = sys.modules.get("ray")
-    return str(ray.get_runtime_context().get_actor_id() or "") if ray is not None else ""
+    return (
+        str(ray.get_runtime_context().get_actor_id() or "") if ray is not None else ""
+    )
 
 
 def _watched(engine: Engine, answer: Callable[[], list[Answer]]) -> Ranked:
@@ -78,7 +80,9 @@ def _watched(engine: Engine, answer: Callable[[], list[Answer]]) -> Ranked:
     return {"answers": answer(), "kept": engine.llm.collective_rpc(take_selections)}
 
 
-def answer_on_ranks(ranks: int, policies: Sequence[str] = (), **options: object) -> dict[str, Any]:
+def answer_on_ranks(
+    ranks: int, policies: Sequence[str] = (), **options: object
+) -> dict[str, Any]:
     """``whole`` images, ``parts``, and ``policies`` that read tensors sharded over the ranks.
 
     ``actors``: the Ray actor of each worker, if it is one. vLLM gives each rank whole heads, so
@@ -108,7 +112,9 @@ def answer_on_ranks(ranks: int, policies: Sequence[str] = (), **options: object)
                 for policy in policies
             },
         }
-        of_images = _watched(engine, lambda: [engine.ask(example) for example in examples(4)])
+        of_images = _watched(
+            engine, lambda: [engine.ask(example) for example in examples(4)]
+        )
         return {
             "whole": of_images,
             "actors": engine.llm.collective_rpc(find_actor),
@@ -128,7 +134,9 @@ def answer_on_two_ray_workers() -> Result:
     """Without policies; needs the environment of the test that reads it."""
     import ray  # type: ignore[import-not-found]  # the test that reads it installs it
 
-    ray.init(num_cpus=2, num_gpus=2, include_dashboard=False, object_store_memory=80 << 20)
+    ray.init(
+        num_cpus=2, num_gpus=2, include_dashboard=False, object_store_memory=80 << 20
+    )
     try:
         return answer_on_ranks(2, distributed_executor_backend="ray")
     finally:
@@ -156,7 +164,9 @@ def test_ranks_choose_the_same_tokens_and_answer_like_one(runner: Runner) -> Non
     single = runner.run(answer_on_ranks, ranks=1)
     two = runner.run(answer_on_two_ranks)
     assert_equal_selections(two["whole"])
-    assert count_other_texts(single["whole"], two["whole"]) <= 0.1 * len(two["whole"]["answers"])
+    assert count_other_texts(single["whole"], two["whole"]) <= 0.1 * len(
+        two["whole"]["answers"]
+    )
 
     batches = assert_equal_selections(two["parts"])
     assert {8, 3} <= {len(kept) for batch in batches for kept in batch}, "recalled"
@@ -169,11 +179,20 @@ def test_ranks_choose_the_same_tokens_and_answer_like_one(runner: Runner) -> Non
         assert all(answer["text"] for answer in two[policy]["answers"]), policy
 
 
-def _answer_by_qwen(settings: Mapping[str, object], ranks: int, **options: object) -> Ranked:
+def _answer_by_qwen(
+    settings: Mapping[str, object], ranks: int, **options: object
+) -> Ranked:
     sizes = ((112, 112), (200, 112), (96, 208))
     draw = page if "cells" in settings else picture
-    talks = [[turn("what colour is the cat", draw(*size, at))] for at, size in enumerate(sizes)]
-    options = {"limit_mm_per_prompt": {"image": 2}, "tensor_parallel_size": ranks, **options}
+    talks = [
+        [turn("what colour is the cat", draw(*size, at))]
+        for at, size in enumerate(sizes)
+    ]
+    options = {
+        "limit_mm_per_prompt": {"image": 2},
+        "tensor_parallel_size": ranks,
+        **options,
+    }
     engine = start(settings, built("qwen2_5_vl"), **options)
     report = _watched(engine, lambda: [engine.chat(talk)[0] for talk in talks])
     engine.stop()
@@ -188,7 +207,9 @@ def test_ranks_agree_with_m_rope() -> None:
     With V1 only: ranks agree within the model, which both runners call alike.
     """
     state = {**load_state("autoprune").model_dump(mode="json"), "rank_at": "merger_in"}
-    batches = assert_equal_selections(_answer_by_qwen({"state": state, "budget": 8}, ranks=2))
+    batches = assert_equal_selections(
+        _answer_by_qwen({"state": state, "budget": 8}, ranks=2)
+    )
     assert [len(kept) for batch in batches for kept in batch] == [8, 8, 8]
     assert len({str(batch) for batch in batches}) == 3
 
@@ -210,7 +231,9 @@ def test_ranks_agree_with_a_data_parallel_tower(cells: str) -> None:
 
 
 @pytest.mark.exhaustive
-def test_workers_in_a_ray_cluster_select_as_processes_do(runner: Runner, tmp_path: Path) -> None:
+def test_workers_in_a_ray_cluster_select_as_processes_do(
+    runner: Runner, tmp_path: Path
+) -> None:
     """Ray and a platform plugin, by whose devices it places workers, are on ``PYTHONPATH``."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
     subprocess.run([*pip, tmp_path, "ray==2.60.0"], check=True, timeout=600)

@@ -30,7 +30,9 @@ pytestmark = pytest.mark.engine
 def test_prompt_tokens_fall_by_exactly_n_minus_k(stock: Server, pruned: Server) -> None:
     kept = {k: entry(budget=k) for k in (1, 8, 31, 143)} | {32: {}}
     kept |= {18: entry(budget="1/8"), 48: entry(budget="1/3:8-64")}  # exact: not 47
-    controls = [entry(budget=40, keep=keep) for keep in ("reference", "random", "resized")]
+    controls = [
+        entry(budget=40, keep=keep) for keep in ("reference", "random", "resized")
+    ]
     for example in examples(1)[:3]:
         full = prompt_tokens(ask(stock, example))
         for k, fields in (*kept.items(), *((40, control) for control in controls)):
@@ -73,7 +75,10 @@ def test_endpoint_describes_the_state_on_every_front_end_and_is_off_by_default(
     state = load_state("autoprune")
     for _ in range(8):
         description = json.loads(two_front_ends.get(PATH))
-        assert (description["state"], description["digest"]) == (state.name, state.digest)
+        assert (description["state"], description["digest"]) == (
+            state.name,
+            state.digest,
+        )
         assert description["budget"]["k"] == "1/9:8-64"
         assert (description["core"], description["recall"]) == (None, 5)
         assert description["evidence"] == state.provenance.model_dump(mode="json")
@@ -100,7 +105,12 @@ def test_screenshots_of_an_agent_stay_in_the_prefix_cache(pruned: Server) -> Non
     before = 0
     for number, example in enumerate(images.values()):
         talk += chat_shot(number, example.png_url)
-        request = {"model": pruned.model, "temperature": 0, "messages": talk, "max_tokens": 1}
+        request = {
+            "model": pruned.model,
+            "temperature": 0,
+            "messages": talk,
+            "max_tokens": 1,
+        }
         status, answer = pruned.post(CHAT, request)
         assert status == 200, answer
         usage: Any = answer["usage"]
@@ -114,7 +124,8 @@ def test_screenshots_of_an_agent_stay_in_the_prefix_cache(pruned: Server) -> Non
 
 # ---- requests that are rendered before the engine, by another server, or by a client ----
 
-RENDER, GENERATE = f"{CHAT}/render", "/inference/v1/generate"
+RENDER = f"{CHAT}/render"
+GENERATE = "/inference/v1/generate"
 
 
 @pytest.mark.only("v1")
@@ -134,11 +145,15 @@ def test_renderers_read_an_instruction_once() -> None:
         limit_mm_per_prompt={"image": 128},
         mm_processor_cache_gb=0,
         renderer_num_workers=4,
-        additional_config={"autoprune": {**STATE, "budget": 16, "requests": "budget:1-64"}},
+        additional_config={
+            "autoprune": {**STATE, "budget": 16, "requests": "budget:1-64"}
+        },
     ).create_engine_config()
     renderer = renderer_from_config(config)
-    question, image = examples(1)[0].question, as_picture(examples(1)[0].image)
-    seconds, sizes = [], []
+    question = examples(1)[0].question
+    image = as_picture(examples(1)[0].image)
+    seconds = []
+    sizes = []
     for text in (question, "what is left of the red " * 16_000):
         text_of_images = format_prompt(question).replace("<image>", "<image>" * 100)
         asked = raw_prompt(text_of_images, [image] * 100, instructions=[text] * 100)
@@ -183,7 +198,8 @@ ENTRIES: tuple[dict[str, object], ...] = (
 @pytest.mark.exhaustive
 def test_rendered_elsewhere_is_answered_as_a_whole_request(runner: Runner) -> None:
     """By ``vllm launch render``; the generate server does not guess a budget without the plugin."""
-    render, env = ("launch", "render"), runner.environment
+    render = ("launch", "render")
+    env = runner.environment
     with serve(LLAVA, *FLAGS, *STATES, "--enable-scale-out", env=env) as generator:
         with serve(LLAVA, *FLAGS, *STATES, env=env, subcommand=render) as renderer:
             for number, fields in enumerate(ENTRIES):
@@ -196,7 +212,9 @@ def test_rendered_elsewhere_is_answered_as_a_whole_request(runner: Runner) -> No
                 said = {"model": generator.model, "tokens": ids[0]["token_ids"]}
                 text = str(generator.post("/detokenize", said)[1]["prompt"])
                 assert text.removesuffix("</s>").strip() == text_of(expected), fields
-        with serve(LLAVA, *FLAGS, env={**env, DISABLE: "1"}, subcommand=render) as renderer:
+        with serve(
+            LLAVA, *FLAGS, env={**env, DISABLE: "1"}, subcommand=render
+        ) as renderer:
             request = rendered(renderer)
         status, answer = generator.post(GENERATE, request)
         assert (status, "render" in str(answer)) == (400, True), answer

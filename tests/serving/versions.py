@@ -24,7 +24,7 @@ without annotations, or a class's bases; ``code``, a digest of its lines without
 docstrings, empty for a value."""
 
 
-def look_up(module: str, name: str) -> Symbol:
+def look_up(module: str, name: str) -> Symbol:  # noqa: C901
     """The symbol ``module.name``, dotted where it is an attribute; raises where there is none."""
     value: Any = importlib.import_module(module)
     for part in name.split("."):
@@ -54,12 +54,19 @@ def look_up(module: str, name: str) -> Symbol:
     else:
         return {"kind": "value", "called": "", "code": ""}
     # Digest of the lines of code, equal under every Python version that parses them.
-    lines = dict(enumerate(source.splitlines()[node.lineno - 1 : node.end_lineno], node.lineno))
+    lines = dict(
+        enumerate(source.splitlines()[node.lineno - 1 : node.end_lineno], node.lineno)
+    )
     definitions = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     for inner in ast.walk(node):
-        if isinstance(inner, definitions) and ast.get_docstring(inner, clean=False) is not None:
+        if (
+            isinstance(inner, definitions)
+            and ast.get_docstring(inner, clean=False) is not None
+        ):
             docstring = inner.body[0]
-            for number in range(docstring.lineno, (docstring.end_lineno or docstring.lineno) + 1):
+            for number in range(
+                docstring.lineno, (docstring.end_lineno or docstring.lineno) + 1
+            ):
                 lines.pop(number, None)
     code = [line.strip() for line in lines.values()]
     text = "\n".join(line for line in code if line and not line.startswith("#"))
@@ -74,7 +81,10 @@ def find_imports(node: ast.AST) -> Iterator[tuple[str, str]]:
         if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
             for other in child.orelse:
                 yield from find_imports(other)
-        elif isinstance(child, ast.ImportFrom) and (child.module or "").split(".")[0] == "vllm":
+        elif (
+            isinstance(child, ast.ImportFrom)
+            and (child.module or "").split(".")[0] == "vllm"
+        ):
             yield from ((child.module or "", alias.name) for alias in child.names)
         else:
             yield from find_imports(child)
@@ -104,4 +114,6 @@ if __name__ == "__main__":
     version = vllm_version().base_version
     record = {"version": version, "symbols": dict(sorted(look_up_hooks().items()))}
     file = Path(__file__).with_name(f"vllm-{version}.json")
-    file.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    file.write_text(
+        json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+    )

@@ -72,16 +72,26 @@ def call(name: str, **parameters: object) -> Any:
 
 
 _ACTIVE: Changes = {
-    "strength": 0.5, "margin": 0.0, "q_e": 6, "floor": 0.5, "pool_ratio": 0.75, "cell_cap": 1,
+    "strength": 0.5,
+    "margin": 0.0,
+    "q_e": 6,
+    "floor": 0.5,
+    "pool_ratio": 0.75,
+    "cell_cap": 1,
     "scale_variance": True,
-}  # fmt: skip
+}
 """Parameters of atoms that are idle, or not told from others, at their default."""
 
 
 def active(name: str) -> Json:
     """The atom as JSON, with parameters at which it is not idle."""
-    taken = () if ATOMS[name].group == "budget_control" else ATOMS[name].call.parameters()
-    return {"atom": name, **{key: value for key, value in _ACTIVE.items() if key in taken}}
+    taken = (
+        () if ATOMS[name].group == "budget_control" else ATOMS[name].call.parameters()
+    )
+    return {
+        "atom": name,
+        **{key: value for key, value in _ACTIVE.items() if key in taken},
+    }
 
 
 def state_using(name: str) -> PruningState:
@@ -109,11 +119,17 @@ def images(
     dtype: torch.dtype = torch.float32,
 ) -> VisualTokens:
     """Images of clustered tokens with every input, whose patches have norms of their own."""
-    grid, options = grid or Grid(6, 6), {"clusters": clusters, "noise": noise}
+    grid = grid or Grid(6, 6)
+    options = {"clusters": clusters, "noise": noise}
     tokens = _make_probe(grid, seed, **options, batch=batch, width=width)  # type: ignore[arg-type]
-    norms = torch.rand(batch, grid.tokens, 2, generator=torch.Generator().manual_seed(seed)) + 1
+    norms = (
+        torch.rand(batch, grid.tokens, 2, generator=torch.Generator().manual_seed(seed))
+        + 1
+    )
     tokens = replace(tokens, merger_input=MergerInput(norms))
-    return mapped(tokens, lambda part: part.to(dtype) if part.is_floating_point() else part)
+    return mapped(
+        tokens, lambda part: part.to(dtype) if part.is_floating_point() else part
+    )
 
 
 Part = TypeVar("Part")
@@ -128,7 +144,9 @@ def mapped(part: Part, change: Callable[[Tensor], Tensor]) -> Part:
     if not is_dataclass(part) or isinstance(part, type | Grid):
         return part
     values = {field.name: getattr(part, field.name) for field in fields(part)}
-    return replace(part, **{name: mapped(value, change) for name, value in values.items()})
+    return replace(
+        part, **{name: mapped(value, change) for name, value in values.items()}
+    )
 
 
 def take(tokens: VisualTokens, rows: list[int]) -> VisualTokens:
@@ -148,7 +166,9 @@ def around(degrees: list[float], grid: Grid | None = None) -> VisualTokens:
     return plain(torch.stack([angles.cos(), angles.sin()], dim=1), grid)
 
 
-def with_relevance(tokens: VisualTokens, relevance: Tensor, sign: int = 1) -> VisualTokens:
+def with_relevance(
+    tokens: VisualTokens, relevance: Tensor, sign: int = 1
+) -> VisualTokens:
     """The same images with an instruction whose cosine to each token is the one given."""
     angle = relevance.float().clamp(-1, 1).arccos()
     patches = torch.stack([angle.cos(), angle.sin()], dim=-1)

@@ -16,7 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.tpdsl.samples import Changes, around, call, images, plain, state, with_relevance
+from tests.tpdsl.samples import (
+    Changes,
+    around,
+    call,
+    images,
+    plain,
+    state,
+    with_relevance,
+)
 from vllm_autoprune import BudgetError, Grid, Instruction, VisualTokens, materialize
 from vllm_autoprune.ops.rowwise import mask_from_indices
 from vllm_autoprune.tpdsl.atoms.pools import build_pool
@@ -24,10 +32,15 @@ from vllm_autoprune.tpdsl.atoms.reassembly import PRINTED, RECIPES
 from vllm_autoprune.tpdsl.atoms.scoring import Kernel, run_fusion, run_signal
 from vllm_autoprune.tpdsl.atoms.selectors import SelectorInputs
 from vllm_autoprune.tpdsl.atoms.source import FIXED_BUDGETS, BudgetCall, PriorInputs
-from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, ReferenceSelection, TokenSelection
+from vllm_autoprune.tpdsl.base_policy import (
+    BASE_POLICIES,
+    ReferenceSelection,
+    TokenSelection,
+)
 from vllm_autoprune.tpdsl.registry import ATOMS, run
 
-E1, E2 = [1.0, 0.0], [0.0, 1.0]
+E1 = [1.0, 0.0]
+E2 = [0.0, 1.0]
 HALF = 1 / math.sqrt(2)
 
 
@@ -40,11 +53,14 @@ def asked(sign: int = 1, used: tuple[bool, ...] = (True, True)) -> VisualTokens:
 
 
 def attended(*values: float) -> VisualTokens:
-    return replace(plain(torch.ones(len(values), 2)), cls_attention=torch.tensor([values]))
+    return replace(
+        plain(torch.ones(len(values), 2)), cls_attention=torch.tensor([values])
+    )
 
 
 # Rows at -0.5 and 0.5, columns at -2/3, 0, 2/3; 2 sigma^2 is 0.5 for the default.
-CORNER, MIDDLE = math.exp(-(0.25 + 4 / 9) / 0.5), math.exp(-0.25 / 0.5)
+CORNER = math.exp(-(0.25 + 4 / 9) / 0.5)
+MIDDLE = math.exp(-0.25 / 0.5)
 # The mean token points along (1, 1), so closeness is (x + y) / sqrt 2.
 CLOSE = [math.exp(value / math.sqrt(2)) for value in (2, 1, 3)]
 # Centroids point to 0 and 180 degrees.
@@ -52,53 +68,109 @@ RIM = math.cos(math.radians(10))
 # Cosines: 0 with 1: 1, 0 with 2: 0, 0 with 3: -1, 2 with the others: 0.
 CROSS = plain(torch.tensor([E1, [2.0, 0.0], E2, [-1.0, 0.0]]))
 # Directions add up to (1, 3), whatever the lengths.
-LONG = plain(torch.tensor([[2.0, 0.0], E2, [0.0, 5.0], [0.0, 3.0]]), Grid(1, 2, tiles=2))
+LONG = plain(
+    torch.tensor([[2.0, 0.0], E2, [0.0, 5.0], [0.0, 3.0]]), Grid(1, 2, tiles=2)
+)
 
 SIGNALS: dict[str, tuple[str, VisualTokens, Changes, list[float]]] = {
     "relevance is the mean over segments": (
-        "instruction_guided_visual_relevance", asked(), {}, [0.5, 0.5, 0.7, 0.0]),
+        "instruction_guided_visual_relevance",
+        asked(),
+        {},
+        [0.5, 0.5, 0.7, 0.0],
+    ),
     "or their maximum": (
-        "instruction_guided_visual_relevance", asked(), {"reduce": "max"}, [1.0, 1.0, 0.8, 0.0]),
+        "instruction_guided_visual_relevance",
+        asked(),
+        {"reduce": "max"},
+        [1.0, 1.0, 0.8, 0.0],
+    ),
     "nothing is relevant to no instruction": (
-        "instruction_guided_visual_relevance", asked(1, (False, False)), {}, [0.0] * 4),
+        "instruction_guided_visual_relevance",
+        asked(1, (False, False)),
+        {},
+        [0.0] * 4,
+    ),
     "the sign is the tower's": (
-        "instruction_guided_visual_relevance", asked(-1, (True, False)), {}, [-1.0, 0, -0.6, 0]),
+        "instruction_guided_visual_relevance",
+        asked(-1, (True, False)),
+        {},
+        [-1.0, 0, -0.6, 0],
+    ),
     "unless the state says so": (
-        "instruction_guided_visual_relevance", asked(-1, (True, False)), {"sign": "+"},
-        [1.0, 0, 0.6, 0]),
+        "instruction_guided_visual_relevance",
+        asked(-1, (True, False)),
+        {"sign": "+"},
+        [1.0, 0, 0.6, 0],
+    ),
     "temperature flattens": (
-        "attention_proxy_saliency", attended(0.04, 0.64, 0.36), {"temperature": 2.0},
-        [0.2, 0.8, 0.6]),
+        "attention_proxy_saliency",
+        attended(0.04, 0.64, 0.36),
+        {"temperature": 2.0},
+        [0.2, 0.8, 0.6],
+    ),
     "without attention closeness to the mean token": (
-        "attention_proxy_saliency", plain(torch.tensor([[2.0, 0.0], E2, [1.0, 2.0]])), {},
-        [weight / sum(CLOSE) for weight in CLOSE]),
+        "attention_proxy_saliency",
+        plain(torch.tensor([[2.0, 0.0], E2, [1.0, 2.0]])),
+        {},
+        [weight / sum(CLOSE) for weight in CLOSE],
+    ),
     "the centre counts most": (
-        "spatial_centrality_prior", plain(torch.ones(6, 2), Grid(2, 3)), {},
-        [CORNER, MIDDLE, CORNER] * 2),
+        "spatial_centrality_prior",
+        plain(torch.ones(6, 2), Grid(2, 3)),
+        {},
+        [CORNER, MIDDLE, CORNER] * 2,
+    ),
     "the most similar other": (
-        "redundancy_density_penalty", CROSS, {"m": 1}, [-1.0, -1.0, 0.0, 0.0]),
+        "redundancy_density_penalty",
+        CROSS,
+        {"m": 1},
+        [-1.0, -1.0, 0.0, 0.0],
+    ),
     "length is Euclidean": (
-        "visual_token_norm_saliency", plain(torch.tensor([[3.0, -4.0], [0.0, 2.0]])), {}, [5, 2]),
+        "visual_token_norm_saliency",
+        plain(torch.tensor([[3.0, -4.0], [0.0, 2.0]])),
+        {},
+        [5, 2],
+    ),
     "a cluster's centre is most similar to its centroid": (
-        "cluster_centroid_representativeness", around([-10, 0, 10, 170, 190]), {"clusters": 2},
-        [RIM, 1.0, RIM, RIM, RIM]),
+        "cluster_centroid_representativeness",
+        around([-10, 0, 10, 170, 190]),
+        {"clusters": 2},
+        [RIM, 1.0, RIM, RIM, RIM],
+    ),
     "the mean direction of the image": (
-        "global_mean_representativeness", LONG, {},
-        [1 / math.sqrt(10), *[3 / math.sqrt(10)] * 3]),
+        "global_mean_representativeness",
+        LONG,
+        {},
+        [1 / math.sqrt(10), *[3 / math.sqrt(10)] * 3],
+    ),
     "or of each tile": (
-        "global_mean_representativeness", LONG, {"scope": "tile"}, [HALF, HALF, 1.0, 1.0]),
+        "global_mean_representativeness",
+        LONG,
+        {"scope": "tile"},
+        [HALF, HALF, 1.0, 1.0],
+    ),
     "entropy is largest where channels are alike": (
         "channel_entropy_informativeness",
-        plain(torch.tensor([[1.0, -1.0, 1.0, -1.0], [0, 0, 0, 50], [0, 0, 0, 0]])), {},
-        [1.0, 0.0, 1.0]),
+        plain(torch.tensor([[1.0, -1.0, 1.0, -1.0], [0, 0, 0, 50], [0, 0, 0, 0]])),
+        {},
+        [1.0, 0.0, 1.0],
+    ),
     "confidence decreases with pick order to the floor": (
-        "reference_selection_confidence", plain(torch.eye(5)), {"floor": 0.5},
-        [0.875, 0.625, 0.5, 1.0, 0.75]),
+        "reference_selection_confidence",
+        plain(torch.eye(5)),
+        {"floor": 0.5},
+        [0.875, 0.625, 0.5, 1.0, 0.75],
+    ),
     # Two tokens of one direction and one across: mean cosines of 1/2, 1/2 and 0.
     "dissimilarity to the others": (
-        "mean_dissimilarity_saliency", plain(torch.tensor([E1, [2.0, 0.0], E2])), {},
-        [0.0, 0.0, 1.0]),
-}  # fmt: skip
+        "mean_dissimilarity_saliency",
+        plain(torch.tensor([E1, [2.0, 0.0], E2])),
+        {},
+        [0.0, 0.0, 1.0],
+    ),
+}
 """Fact -> signal, image, parameters; values with the reference selection 3, 0, 4, 1 or 0."""
 
 
@@ -111,18 +183,27 @@ def test_signals(fact: str) -> None:
 
 
 PICKS = torch.tensor([[2, 0]])
-RISING, FALLING = torch.tensor([[0.0, 5.0, 10.0]]), torch.tensor([[8.0, 4.0, 0.0]])
+RISING = torch.tensor([[0.0, 5.0, 10.0]])
+FALLING = torch.tensor([[8.0, 4.0, 0.0]])
 FUSIONS: dict[str, tuple[str, Changes, list[Tensor], list[float], list[float]]] = {
     # Normalised: 0, 0.5, 1 and 1, 0.5, 0.
     "product of powers": (
-        "weighted_product_fusion", {}, [RISING, FALLING], [2.0, 0.5],
-        [0.001**2, 0.5**2 * 0.5**0.5, 0.001**0.5]),
+        "weighted_product_fusion",
+        {},
+        [RISING, FALLING],
+        [2.0, 0.5],
+        [0.001**2, 0.5**2 * 0.5**0.5, 0.001**0.5],
+    ),
     "sum": ("weighted_sum_fusion", {}, [RISING, FALLING], [2.0, 0.5], [0.5, 1.25, 2.0]),
     # Token 2 was picked first: confidence 1; token 0 second of two: 0.5; token 1 not at all.
     "confidence raises the first pick most": (
-        "reference_confidence_weighted_product_fusion", {"beta": 0.5}, [RISING], [1.0],
-        [0.001 * 1.25, 0.5, 1.5]),
-}  # fmt: skip
+        "reference_confidence_weighted_product_fusion",
+        {"beta": 0.5},
+        [RISING],
+        [1.0],
+        [0.001 * 1.25, 0.5, 1.5],
+    ),
+}
 
 
 @pytest.mark.parametrize("fact", FUSIONS)
@@ -137,7 +218,9 @@ COSINES = [[1, 0.6, -1], [0.6, 1, -0.6], [-1, -0.6, 1]]
 # The mean token is (2, 4): less it, two tokens are opposite and one stands across them.
 FOUR = plain(torch.tensor([[1.0, 4.0], [3.0, 4.0], [2.0, 7.0], [2.0, 1.0]]))
 PAIRS = [[1.0, -1, 0, 0], [-1.0, 1, 0, 0], [0.0, 0, 1, -1], [0.0, 0, -1, 1]]
-IN_TILES = plain(torch.tensor([E1, [3.0, 0.0], [0.0, 5.0], [0.0, 9.0]]), Grid(1, 2, tiles=2))
+IN_TILES = plain(
+    torch.tensor([E1, [3.0, 0.0], [0.0, 5.0], [0.0, 9.0]]), Grid(1, 2, tiles=2)
+)
 DOMINATED = plain(torch.tensor([[1e3, 1.0], [1e3, -1.0], [-1e3, 1.0], [-1e3, -1.0]]))
 KERNELS: dict[str, tuple[str, Changes, VisualTokens, list[list[float]], list[float]]] = {
     "opposite tokens may count as unrelated": (
@@ -165,7 +248,9 @@ def test_kernels(fact: str) -> None:
     name, parameters, tokens, similarity, quality = KERNELS[fact]
     g = 0.1 + 0.2 * torch.arange(tokens.count)[None]
     kernel = run(Kernel, call(name, **parameters), tokens, g)
-    assert torch.allclose(kernel.similarity[0], torch.tensor(similarity).float(), atol=1e-4)
+    assert torch.allclose(
+        kernel.similarity[0], torch.tensor(similarity).float(), atol=1e-4
+    )
     assert kernel.quality[0].tolist() == pytest.approx(quality, rel=1e-4, abs=1e-4)
 
 
@@ -180,7 +265,9 @@ def built(
     return build_pool(calls, tokens, torch.tensor([g]), torch.tensor([reference]))  # type: ignore[arg-type]
 
 
-BEST, FAR, COVER = "quality_pool_builder", "diversity_pool_builder", "spatial_coverage_pool_builder"
+BEST = "quality_pool_builder"
+FAR = "diversity_pool_builder"
+COVER = "spatial_coverage_pool_builder"
 SIX = around([0, 5, 90, 95, 180, 185])
 # Token 4 is farthest of all, but a pool of good tokens does not hold it.
 GOOD = plain(torch.tensor([E1] * 3 + [[1.0, 1.0], [-1.0, 0.0], [-1.0, 0.1]]))
@@ -198,26 +285,54 @@ JOINED = call(
     pool_ratio=3.0,
     sources=[{"atom": BEST, "pool_ratio": 8.0}, {"atom": FAR, "pool_ratio": 2.0}],
 )
-FAN, TURNS = around([0, 5, 10, 180, 90, 15]), [0.0, 0.9, 0.8, 0.1, 0.2, 0.7]
-POOLS: dict[str, tuple[list[object], VisualTokens, list[float], list[int], list[int]]] = {
+FAN = around([0, 5, 10, 180, 90, 15])
+TURNS = [0.0, 0.9, 0.8, 0.1, 0.2, 0.7]
+POOLS: dict[
+    str, tuple[list[object], VisualTokens, list[float], list[int], list[int]]
+] = {
     "the best outside the reference": (
-        [call(BEST)], plain(torch.eye(6)), [0.9, 0.8, 0.1, 0.7, 0.6, 0.2], [0, 4], [1, 3]),
+        [call(BEST)],
+        plain(torch.eye(6)),
+        [0.9, 0.8, 0.1, 0.7, 0.6, 0.2],
+        [0, 4],
+        [1, 3],
+    ),
     # 180 degrees is farthest from 0; then 90 and 95 are, by 5 degrees, ahead of 185 and 5.
     "the farthest from the reference and each other": (
-        [call(FAR, pool_ratio=2.0)], SIX, [0.0] * 6, [0], [2, 4]),
+        [call(FAR, pool_ratio=2.0)],
+        SIX,
+        [0.0] * 6,
+        [0],
+        [2, 4],
+    ),
     # Within tiles the twin is nothing to the reference (cosine 0), so it is the farthest of all.
     "tiles are compared within": ([call(FAR)], TWINS, [0.0] * 4, [0], [2]),
     # Token 3 lies opposite its own tile's token 2 once that is picked.
     "and among the pool": ([call(FAR, pool_ratio=2.0)], TWINS, [0.0] * 4, [0], [2, 3]),
     "or across": (
-        [call(FAR)], replace(TWINS, tile_scope="global"), [0.0] * 4, [0], [3]),
+        [call(FAR)],
+        replace(TWINS, tile_scope="global"),
+        [0.0] * 4,
+        [0],
+        [3],
+    ),
     "builders in sequence": (
-        [call(BEST, pool_ratio=3.0), call(FAR)], GOOD, BY_QUALITY, [0], [3]),
+        [call(BEST, pool_ratio=3.0), call(FAR)],
+        GOOD,
+        BY_QUALITY,
+        [0],
+        [3],
+    ),
     # The last cell is all alike: the first of its tokens.
     "the best of each cell without a reference token": (
-        [call(COVER, cells=2)], SQUARE, CELLS, [0], [6, 10, 12]),
+        [call(COVER, cells=2)],
+        SQUARE,
+        CELLS,
+        [0],
+        [6, 10, 12],
+    ),
     "sources take turns": ([JOINED], FAN, TURNS, [0], [1, 2, 3]),
-}  # fmt: skip
+}
 """Fact -> builders, image, g, reference; the pool."""
 
 
@@ -228,9 +343,14 @@ def test_pools(fact: str) -> None:
 
 
 def select(
-    name: str, tokens: VisualTokens, g: list[float], reference: list[int], pool: list[int],
-    q_e: int = 2, **parameters: object,
-) -> list[int]:  # fmt: skip
+    name: str,
+    tokens: VisualTokens,
+    g: list[float],
+    reference: list[int],
+    pool: list[int],
+    q_e: int = 2,
+    **parameters: object,
+) -> list[int]:
     """Tokens that a selector keeps of one image, with quota q_e."""
     inputs = SelectorInputs(
         tokens=tokens,
@@ -244,13 +364,17 @@ def select(
     return positions(run(Tensor, call(name, **parameters), inputs))
 
 
-EXCHANGE, TOP = "reference_residual_exchange_selector", "quality_topk_selector"
+EXCHANGE = "reference_residual_exchange_selector"
+TOP = "quality_topk_selector"
 GATED = "reference_margin_gated_exchange_selector"
 STRICT = "reference_strict_margin_exchange_selector"
-DPP, RUNTIME = "anchor_controlled_pool_dpp_selector", "runtime_reference_anchor_pool_dpp_selector"
-CAPPED, MARGINAL = "constrained_pool_dpp_selector", "maximal_marginal_relevance_pool_selector"
+DPP = "anchor_controlled_pool_dpp_selector"
+RUNTIME = "runtime_reference_anchor_pool_dpp_selector"
+CAPPED = "constrained_pool_dpp_selector"
+MARGINAL = "maximal_marginal_relevance_pool_selector"
 PRESERVING = "reference_strict_preservation_selector"
-FIVE, OPPOSITE = plain(torch.eye(5)), plain(torch.tensor([E1, E2, [2.0, 0.0], [-1.0, 0.0]]))
+FIVE = plain(torch.eye(5))
+OPPOSITE = plain(torch.tensor([E1, E2, [2.0, 0.0], [-1.0, 0.0]]))
 # Gains of the two best pairs: 1 - 0.25 = 0.75 and 0.4375 - 0.5 < 0.
 GAINS = [0.5, 0.25, 1.0, 0.375, 0.4375]
 # 1 for 0.125, then 0.375 for 0.25: exactly half more.
@@ -270,30 +394,109 @@ SELECTIONS: dict[
     str, tuple[str, VisualTokens, list[float], list[int], list[int], Changes, list[int]]
 ] = {
     "equal quality is no reason to swap": (
-        EXCHANGE, plain(torch.eye(6)), [0.5] * 6, [1, 3, 5], [0, 2, 4], {"q_e": 3}, [1, 3, 5]),
+        EXCHANGE,
+        plain(torch.eye(6)),
+        [0.5] * 6,
+        [1, 3, 5],
+        [0, 2, 4],
+        {"q_e": 3},
+        [1, 3, 5],
+    ),
     # The lowest goes for the best, 1 for 2; then 4 is no gain over 0.
     "pairs while quality rises": (EXCHANGE, FIVE, GAINS, [0, 1], [2, 3, 4], {}, [0, 2]),
     # 3 is opposite to 0 and enters for 1; then 2 is worth 0.7 x 0.6 + 0.3 and 0 is 0.65.
     "marginal relevance of what is kept by then": (
-        MARGINAL, OPPOSITE, [0.5, 0.1, 0.6, 0.3], [0, 1], [2, 3], {}, [2, 3]),
-    "a swap needs the margin": (GATED, FIVE, GAINS, [0, 1], [2, 3, 4], {"margin": 0.75}, [0, 2]),
+        MARGINAL,
+        OPPOSITE,
+        [0.5, 0.1, 0.6, 0.3],
+        [0, 1],
+        [2, 3],
+        {},
+        [2, 3],
+    ),
+    "a swap needs the margin": (
+        GATED,
+        FIVE,
+        GAINS,
+        [0, 1],
+        [2, 3, 4],
+        {"margin": 0.75},
+        [0, 2],
+    ),
     "and no less": (GATED, FIVE, GAINS, [0, 1], [2, 3, 4], {"margin": 0.76}, [0, 1]),
     "a strict swap needs a share more": (
-        STRICT, FIVE, SHARES, [0, 1], [2, 3, 4], {"margin": 0.5}, [2, 3]),
+        STRICT,
+        FIVE,
+        SHARES,
+        [0, 1],
+        [2, 3, 4],
+        {"margin": 0.5},
+        [2, 3],
+    ),
     "a strict swap refuses what is like a kept token": (
-        STRICT, TWIN, [0.5, 0.1, 0.9, 0.4], [0, 1], [2, 3], {"q_e": 1}, [0, 3]),
+        STRICT,
+        TWIN,
+        [0.5, 0.1, 0.9, 0.4],
+        [0, 1],
+        [2, 3],
+        {"q_e": 1},
+        [0, 3],
+    ),
     "similarity to removed tokens is ignored": (
-        STRICT, LEAVING, [0.3, 0.1, 0.9, 0.8], [0, 1], [2, 3], {}, [0, 2]),
+        STRICT,
+        LEAVING,
+        [0.3, 0.1, 0.9, 0.8],
+        [0, 1],
+        [2, 3],
+        {},
+        [0, 2],
+    ),
     "preservation keeps the reference": (
-        PRESERVING, FIVE, [0.0, 0.1, 0.9, 0.8, 0.7], [0, 1], [2, 3], {}, [0, 1]),
+        PRESERVING,
+        FIVE,
+        [0.0, 0.1, 0.9, 0.8, 0.7],
+        [0, 1],
+        [2, 3],
+        {},
+        [0, 1],
+    ),
     "the best ignore the reference": (
-        TOP, FIVE, [0.3, 0.1, 0.9, 0.8, 0.2], [0, 1], [4], {}, [2, 3]),
+        TOP,
+        FIVE,
+        [0.3, 0.1, 0.9, 0.8, 0.2],
+        [0, 1],
+        [4],
+        {},
+        [2, 3],
+    ),
     "relevance decides at run time": (
-        RUNTIME, ASKED, [0.5, 0.1, 0.9, 0.0], [0, 1], [2, 3], {"q_e": 1}, [0, 3]),
+        RUNTIME,
+        ASKED,
+        [0.5, 0.1, 0.9, 0.0],
+        [0, 1],
+        [2, 3],
+        {"q_e": 1},
+        [0, 3],
+    ),
     "a part takes one": (
-        CAPPED, TWELVE, [0.0] * 12, [0, 11], [1, 4], {"q_e": 1, "cell_cap": 1}, [0, 4]),
-    "the first picks are the anchors": (DPP, SECOND, [1.0] * 3, [1, 0], [2], {"q_e": 1}, [1, 2]),
-}  # fmt: skip
+        CAPPED,
+        TWELVE,
+        [0.0] * 12,
+        [0, 11],
+        [1, 4],
+        {"q_e": 1, "cell_cap": 1},
+        [0, 4],
+    ),
+    "the first picks are the anchors": (
+        DPP,
+        SECOND,
+        [1.0] * 3,
+        [1, 0],
+        [2],
+        {"q_e": 1},
+        [1, 2],
+    ),
+}
 """Fact -> selector, image, g, reference, pool, parameters; kept tokens."""
 
 
@@ -308,7 +511,8 @@ def test_priors() -> None:
     six = PriorInputs(plain(torch.eye(6)), divprune, 2, torch.tensor([[4, 1]]))
     floor = run(Tensor, call("reference_mask_prior", floor=0.25), six)
     assert floor.tolist() == [[0.25, 1, 0.25, 0.25, 1, 0.25]]
-    tokens, second = images(2, batch=1), BASE_POLICIES["cdpruner"]
+    tokens = images(2, batch=1)
+    second = BASE_POLICIES["cdpruner"]
     known = PriorInputs(tokens, divprune, 5, torch.arange(5)[None])
     prior = run(Tensor, call("external_policy", policy="cdpruner", weight=0.75), known)
     picks = second.select(second.default_params, tokens, 5).picks
@@ -322,7 +526,13 @@ def test_priors() -> None:
 
 BUDGETS: list[tuple[str, Changes, int, int, int]] = [
     *((f"fixed_budget@{k}", {}, 576, 1, k) for k in FIXED_BUDGETS),
-    ("ratio_budget", {"ratio": 0.3}, 100, 1, 30),  # 0.3 x 100 is 29.99... in binary fractions
+    (
+        "ratio_budget",
+        {"ratio": 0.3},
+        100,
+        1,
+        30,
+    ),  # 0.3 x 100 is 29.99... in binary fractions
     ("ratio_budget", {"ratio": 1 / 3}, 144, 1, 48),  # which is no binary fraction
     ("ratio_budget", {"ratio": 0.25}, 2880, 1, 640),  # the ceiling
     ("ratio_budget", {"ratio": 0.01}, 576, 1, 16),  # the floor
@@ -335,7 +545,9 @@ BUDGETS: list[tuple[str, Changes, int, int, int]] = [
 
 
 @pytest.mark.parametrize(("name", "parameters", "tokens", "tiles", "kept"), BUDGETS)
-def test_budgets(name: str, parameters: Changes, tokens: int, tiles: int, kept: int) -> None:
+def test_budgets(
+    name: str, parameters: Changes, tokens: int, tiles: int, kept: int
+) -> None:
     assert call(name, **parameters).tokens_kept(tokens, tiles) == kept
     policy = materialize(state({"/budget": {"atom": name, **parameters}}))
     assert policy.tokens_kept(tokens, tiles) == min(kept, tokens)
@@ -353,19 +565,54 @@ def test_budgets(name: str, parameters: Changes, tokens: int, tiles: int, kept: 
         ("10%:1-65536", "1/10", [1, 14, 6553]),
         ("100%", "1/1", [3, 144, 65536]),
         ("66.6667%", "66.6667%", [2, 96, 43690]),
-        *((refused, None, []) for refused in (
-            *cast("Any", (0, -1, 65537, 10**30, True, 1.5, 0.125, None, [8], {}, b"8")),
-            *("", "0", "many", "65537", "-1", "1.5", "1e3", "9" * 99, "0/8", "9/8", "1/0"),
-            *("1/200", "0.5%", "200%", "nan%", "%", "-5%", "1//8", "1/8:", "1/8:64", "64:1-9"),
-            *("1/8:640-64", "1/8:0-9", "1/8:1-65537", "\u00bd", "\u0661/8", "1\u20448", "1/8\n2"),
-        )),
+        *(
+            (refused, None, [])
+            for refused in (
+                *cast(
+                    "Any", (0, -1, 65537, 10**30, True, 1.5, 0.125, None, [8], {}, b"8")
+                ),
+                "",
+                "0",
+                "many",
+                "65537",
+                "-1",
+                "1.5",
+                "1e3",
+                "9" * 99,
+                "0/8",
+                "9/8",
+                "1/0",
+                "1/200",
+                "0.5%",
+                "200%",
+                "nan%",
+                "%",
+                "-5%",
+                "1//8",
+                "1/8:",
+                "1/8:64",
+                "64:1-9",
+                "1/8:640-64",
+                "1/8:0-9",
+                "1/8:1-65537",
+                "\u00bd",
+                "\u0661/8",
+                "1\u20448",
+                "1/8\n2",
+            )
+        ),
     ],
-)  # fmt: skip
-def test_a_budget_is_read_as_people_say_it(said: object, rule: object, kept: list[int]) -> None:
+)
+def test_a_budget_is_read_as_people_say_it(
+    said: object, rule: object, kept: list[int]
+) -> None:
     """K of images of 3, 144 and 65,536 tokens."""
     if rule is not None:
         budget = BudgetCall.parse(said)
-        assert (budget.rule(), [budget.tokens_kept(n) for n in (3, 144, 65536)]) == (rule, kept)
+        assert (budget.rule(), [budget.tokens_kept(n) for n in (3, 144, 65536)]) == (
+            rule,
+            kept,
+        )
         return
     with pytest.raises(BudgetError) as caught:
         BudgetCall.parse(said, "--here")
@@ -373,14 +620,21 @@ def test_a_budget_is_read_as_people_say_it(said: object, rule: object, kept: lis
     assert problem.where == "--here" and problem.fix and len(str(problem)) < 300
 
 
-@given(st.integers(1, 99_999), st.floats(0.01, 1), st.integers(1, 65_535), st.integers(1, 65_536))
+@given(
+    st.integers(1, 99_999),
+    st.floats(0.01, 1),
+    st.integers(1, 65_535),
+    st.integers(1, 65_536),
+)
 def test_a_share_is_exact_and_its_rule_says_it_again(
     many: int, ratio: float, floor: int, tokens: int
 ) -> None:
     few = math.ceil(ratio * many)
     budget = BudgetCall.parse(f"{few}/{many}:{floor}-65536")
     assert budget.tokens_kept(tokens) == max(floor, few * tokens // many)
-    assert BudgetCall.parse(budget.rule()) == budget == pickle.loads(pickle.dumps(budget))
+    assert (
+        BudgetCall.parse(budget.rule()) == budget == pickle.loads(pickle.dumps(budget))
+    )
 
 
 # Reassembly: rows of each composition, which scalar loops gave, and their orders.
@@ -389,7 +643,13 @@ FEATURES = [[4.0, -3], [3, 3], [-2, 3], [1, 4], [-3, -1], [5, -1], [3, 1], [0, 2
 RELEVANCE = torch.tensor([[0.4, 0.2, 0.6, 0.9, 0.5, 0.8, 0.1, 1.0]])
 TOKENS = with_relevance(plain(torch.tensor(FEATURES), Grid(2, 2, tiles=2)), RELEVANCE)
 KEPT = torch.tensor([[0, 2, 7]])
-PARAMETERS = {"strength": 0.5, "margin": 0.02, "tau": 0.5, "radius": 1, "gate_quantile": 0.3}
+PARAMETERS = {
+    "strength": 0.5,
+    "margin": 0.02,
+    "tau": 0.5,
+    "radius": 1,
+    "gate_quantile": 0.3,
+}
 
 # To 0: token 5; to 2: token 4; to 7: tokens 1, 3 and 6. Nearby, to 2: tokens 1 and 3; to 7: 5, 6.
 ROWS = {
@@ -432,9 +692,14 @@ def test_rows_of_every_composition_in_their_order(name: str) -> None:
     levels, _, order = RECIPES[name].cell.rpartition(".")
     assert name == PRINTED.get(f"{levels}.{order}", f"reassemble/{levels}.{order}")
     quality = torch.tensor([[0.3, 0, 0.5, 0, 0, 0, 0, 0.3]])
-    picks, sound = torch.tensor([[7, 5, 0]]), torch.zeros(1, dtype=torch.uint8)
+    picks = torch.tensor([[7, 5, 0]])
+    sound = torch.zeros(1, dtype=torch.uint8)
     chosen = TokenSelection(KEPT, ReferenceSelection(picks), sound, quality)
-    taken = {key: PARAMETERS[key] for key in ATOMS[name].call.parameters() if key in PARAMETERS}
+    taken = {
+        key: PARAMETERS[key]
+        for key in ATOMS[name].call.parameters()
+        if key in PARAMETERS
+    }
     rows, placed = RECIPES[name](call(name, **taken), TOKENS, chosen)
     assert placed[0].tolist() == ORDERS[order]
     expected = dict(zip([0, 2, 7], torch.tensor(ROWS[levels]).view(3, 2), strict=True))
@@ -442,12 +707,21 @@ def test_rows_of_every_composition_in_their_order(name: str) -> None:
     torch.testing.assert_close(rows[0], wanted, atol=1e-3, rtol=0)
 
 
-def test_eight_names_are_the_papers_and_rows_merged_by_the_base_policy_are_the_anchors() -> None:
+def test_eight_names_are_the_papers_and_rows_merged_by_the_base_policy_are_the_anchors() -> (
+    None
+):
     cells = [recipe.cell for recipe in RECIPES.values()]
     assert len(PRINTED) == 8 and set(PRINTED) <= set(cells) and len(set(cells)) == 81
     # Token 2 is like 0, token 3 is between, token 4 is like 1; 0 and 1 are kept.
-    tokens = plain(torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 1.0], [1.0, 1.0], [1.0, 3.0]]))
-    kept, merged = torch.tensor([[0, 1]]), torch.tensor([[[9.0, 0.0], [0.0, 9.0]]])
-    chosen = TokenSelection(kept, ReferenceSelection(kept, merged), torch.zeros(1).byte())
-    rows, _ = RECIPES["mean_residual"](call("mean_residual", strength=0.5), tokens, chosen)
+    tokens = plain(
+        torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 1.0], [1.0, 1.0], [1.0, 3.0]])
+    )
+    kept = torch.tensor([[0, 1]])
+    merged = torch.tensor([[[9.0, 0.0], [0.0, 9.0]]])
+    chosen = TokenSelection(
+        kept, ReferenceSelection(kept, merged), torch.zeros(1).byte()
+    )
+    rows, _ = RECIPES["mean_residual"](
+        call("mean_residual", strength=0.5), tokens, chosen
+    )
     assert rows[0].tolist() == [[(9 + 1.5) / 2, 0.5], [0.5, 6.0]]

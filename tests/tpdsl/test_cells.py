@@ -32,12 +32,18 @@ def scan(cells: NDArray[numpy.uint8], rule: Cells) -> list[int]:
         y, x = divmod(at, width)
         predicted = at
         if y and x:
-            beside, above, corner = anchors[at - 1], anchors[at - width], anchors[at - width - 1]
-            predicted = above if alike(beside, corner) and not alike(above, corner) else beside
+            beside = anchors[at - 1]
+            above = anchors[at - width]
+            corner = anchors[at - width - 1]
+            predicted = (
+                above if alike(beside, corner) and not alike(above, corner) else beside
+            )
         elif at:
             predicted = anchors[at - 1] if x else anchors[at - width]
         spread = numpy.ptp(pixels[at], axis=(0, 2)).max()
-        dropped = (rule.rule == "predicted" or spread <= rule.tolerance) and alike(at, predicted)
+        dropped = (rule.rule == "predicted" or spread <= rule.tolerance) and alike(
+            at, predicted
+        )
         anchors.append(predicted if dropped else at)
     return anchors
 
@@ -49,7 +55,10 @@ def scan(cells: NDArray[numpy.uint8], rule: Cells) -> list[int]:
     st.sampled_from((0, 1, 3)),
 )
 def test_cells_are_those_that_a_scan_one_by_one_drops(
-    seed: int, shape: tuple[int, int], rule: Literal["flat", "predicted"], tolerance: int
+    seed: int,
+    shape: tuple[int, int],
+    rule: Literal["flat", "predicted"],
+    tolerance: int,
 ) -> None:
     """Of cells of few kinds, so that every case of the prediction occurs, and of near ones."""
     source = numpy.random.default_rng(seed)
@@ -67,13 +76,22 @@ def test_cells_are_those_that_a_scan_one_by_one_drops(
 @pytest.mark.parametrize("rule", ["flat", "predicted"])
 @pytest.mark.parametrize(
     ("blank", "most", "kept"),
-    [(100, 0.9, 1), (12, 0.9, 89), (11, 0.9, 90), (10, 0.9, None), (10, 1, 91), (0, 0.9, None)],
+    [
+        (100, 0.9, 1),
+        (12, 0.9, 89),
+        (11, 0.9, 90),
+        (10, 0.9, None),
+        (10, 1, 91),
+        (0, 0.9, None),
+    ],
 )
 def test_a_blank_page_keeps_one_cell_and_where_little_is_blank_all_are_encoded(
     rule: Literal["flat", "predicted"], blank: int, most: float, kept: int | None
 ) -> None:
     """Of 100 cells; those that are not blank are noise, as all are in a photograph."""
-    cells = numpy.random.default_rng(0).integers(0, 255, (10, 10, 4, 3, 16), dtype=numpy.uint8)
+    cells = numpy.random.default_rng(0).integers(
+        0, 255, (10, 10, 4, 3, 16), dtype=numpy.uint8
+    )
     cells.reshape(100, -1)[:blank] = 7
     anchors = Cells(rule=rule, most=most).find_anchors(cells)
     assert (None if anchors is None else len(kept_cells(anchors))) == kept
@@ -96,7 +114,9 @@ def test_a_slow_gradient_is_not_followed() -> None:
         ("none", None),
     ],
 )
-def test_a_rule_is_said_in_one_word_or_as_an_object(value: object, rule: Cells | None) -> None:
+def test_a_rule_is_said_in_one_word_or_as_an_object(
+    value: object, rule: Cells | None
+) -> None:
     assert Cells.parse(value, "/cells") == rule
     if rule is not None and isinstance(value, str):
         assert str(rule) == value
@@ -128,7 +148,8 @@ def test_what_is_no_rule_is_refused(value: object) -> None:
 # ---- a grid without some of its cells ----
 
 ANCHORS = numpy.array([0, 0, 2, 3, 0, 5, 2, 3, 8, 9, 2, 11], numpy.int32)
-DENSE, SPARSE = Grid(3, 4), Grid(3, 4, anchors=ANCHORS.tobytes())
+DENSE = Grid(3, 4)
+SPARSE = Grid(3, 4, anchors=ANCHORS.tobytes())
 KEPT = [0, 2, 3, 5, 8, 9, 11]
 
 
@@ -136,7 +157,9 @@ KEPT = [0, 2, 3, 5, 8, 9, 11]
     "name",
     ["spatial_centrality_prior", "local_contrast_saliency", "local_detail_energy"],
 )
-def test_signals_that_read_a_grid_see_anchors_in_the_place_of_dropped_cells(name: str) -> None:
+def test_signals_that_read_a_grid_see_anchors_in_the_place_of_dropped_cells(
+    name: str,
+) -> None:
     """As of the whole grid in which a dropped cell is equal to its anchor."""
     features = images(grid=Grid(1, len(KEPT))).features
     at_places = features[:, [KEPT.index(anchor) for anchor in ANCHORS]]
@@ -147,5 +170,7 @@ def test_signals_that_read_a_grid_see_anchors_in_the_place_of_dropped_cells(name
 
 
 def test_parts_of_a_grid_have_the_tokens_of_their_cells() -> None:
-    parts, found = (_grid_cells(grid, 2, torch.device("cpu"))[0] for grid in (DENSE, SPARSE))
+    parts, found = (
+        _grid_cells(grid, 2, torch.device("cpu"))[0] for grid in (DENSE, SPARSE)
+    )
     assert found.tolist() == parts[KEPT].tolist()

@@ -14,9 +14,25 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.stand_in_device import forbid_waiting
-from tests.tpdsl.samples import UNCHANGED, Changes, call, images, mapped, plain, state, take
+from tests.tpdsl.samples import (
+    UNCHANGED,
+    Changes,
+    call,
+    images,
+    mapped,
+    plain,
+    state,
+    take,
+)
 from tests.tpdsl.test_properties import assert_sound, same
-from vllm_autoprune import BudgetError, Grid, PruningPolicy, StateError, VisualTokens, refine
+from vllm_autoprune import (
+    BudgetError,
+    Grid,
+    PruningPolicy,
+    StateError,
+    VisualTokens,
+    refine,
+)
 from vllm_autoprune.ops.clips import split_exactly
 from vllm_autoprune.ops.rowwise import mask_from_indices
 from vllm_autoprune.tpdsl.atoms.scoring import run_signal
@@ -29,17 +45,21 @@ from vllm_autoprune.tpdsl.refine import keep_reference
 CLIP = Grid(3, 3, tiles=4, clip=True)
 RULES = [
     {"budget": budget, "first": first, "low": low}
-    for budget, first in product(*(get_args(Frames.model_fields[f].annotation)
-                                   for f in ("budget", "first")))
+    for budget, first in product(
+        *(get_args(Frames.model_fields[f].annotation) for f in ("budget", "first"))
+    )
     for low in (0, 2)
-]  # fmt: skip
+]
 
 
 def policy_of(
     base: str, count: int, changes: Changes | None = None, **frames: object
 ) -> PruningPolicy:
     """A base policy on clips, alone if no other changes are given."""
-    chosen = {"/base_policy": {"name": base}, **(UNCHANGED if changes is None else changes)}
+    chosen = {
+        "/base_policy": {"name": base},
+        **(UNCHANGED if changes is None else changes),
+    }
     return materialize_clip(state({**chosen, "/frames": frames}), count)
 
 
@@ -55,16 +75,23 @@ def split_by_hand(weights: list[int], total: int, low: int, most: int) -> list[i
         free = [frame for frame, share in enumerate(shares) if share < most]
         every = sum(weights[frame] for frame in free)
         quotas = {frame: Fraction(weights[frame], every) * rest for frame in free}
-        added = {frame: min(int(quota), most - shares[frame]) for frame, quota in quotas.items()}
+        added = {
+            frame: min(int(quota), most - shares[frame])
+            for frame, quota in quotas.items()
+        }
         if not any(added.values()):
-            largest = sorted(free, key=lambda frame: (-(quotas[frame] % 1), frame))[:rest]
+            largest = sorted(free, key=lambda frame: (-(quotas[frame] % 1), frame))[
+                :rest
+            ]
             added = dict.fromkeys(largest, 1)
         for frame, count in added.items():
             shares[frame] += count
     return shares
 
 
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=12), st.integers(1, 40), st.data())
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=12), st.integers(1, 40), st.data()
+)
 def test_shares_are_exact_largest_remainders(
     weights: list[int], most: int, data: st.DataObject
 ) -> None:
@@ -72,7 +99,9 @@ def test_shares_are_exact_largest_remainders(
     total = data.draw(st.integers(low * len(weights), most * len(weights)))
     both = torch.tensor([weights, weights[::-1]], dtype=torch.float64)
     shares = split_exactly(both, total, low, most).tolist()
-    assert shares == [split_by_hand(row, total, low, most) for row in (weights, weights[::-1])]
+    assert shares == [
+        split_by_hand(row, total, low, most) for row in (weights, weights[::-1])
+    ]
 
 
 def test_shares_without_a_weight_or_with_many_frames_still_sum_to_k() -> None:
@@ -84,12 +113,16 @@ def test_shares_without_a_weight_or_with_many_frames_still_sum_to_k() -> None:
         count = weights.shape[1]
         for total in (count, 3 * count + 1, 7 * count - 1):
             shares = split_exactly(weights, total, 1, 7)
-            assert int(shares.sum()) == total and 1 <= int(shares.min()) <= int(shares.max()) <= 7
+            assert (
+                int(shares.sum()) == total
+                and 1 <= int(shares.min()) <= int(shares.max()) <= 7
+            )
 
 
 @pytest.mark.parametrize("base", BASE_POLICIES)
 def test_k_tokens_of_a_clip_whatever_the_rule_and_the_same_alone(base: str) -> None:
-    clips, budgets = images(5, batch=2, grid=CLIP, noise=1.0), (1, 8, 17, 35)
+    clips = images(5, batch=2, grid=CLIP, noise=1.0)
+    budgets = (1, 8, 17, 35)
     for rule, budget in zip(RULES, budgets * 6, strict=True):
         policy = policy_of(base, budget, **rule)
         refined = refine(policy, clips)
@@ -103,14 +136,20 @@ def test_k_tokens_of_a_clip_whatever_the_rule_and_the_same_alone(base: str) -> N
             if rule["low"] and rule["budget"] != "uniqueness" and budget >= enough:
                 assert min(counts) >= 2
             if (rule["budget"], rule["first"]) == ("uniform", "as_others"):
-                assert counts == [budget // 4 + (frame < budget % 4) for frame in range(4)]
+                assert counts == [
+                    budget // 4 + (frame < budget % 4) for frame in range(4)
+                ]
     assert same(refine(policy_of(base, 36), clips), refine(policy_of(base, 900), clips))
     alone = images(6, grid=Grid(4, 4, clip=True))
     for rule in RULES[::5]:
-        assert_sound(policy_of(base, 7, **rule), alone, refine(policy_of(base, 7, **rule), alone))
+        assert_sound(
+            policy_of(base, 7, **rule), alone, refine(policy_of(base, 7, **rule), alone)
+        )
 
 
-@pytest.mark.parametrize("base", ["vcast", "echoprune", "evs", "vidcom2", "cdpruner", "visionzip"])
+@pytest.mark.parametrize(
+    "base", ["vcast", "echoprune", "evs", "vidcom2", "cdpruner", "visionzip"]
+)
 def test_a_clip_does_not_wait_for_the_device_and_falls_back_where_it_is_not_finite(
     base: str,
 ) -> None:
@@ -134,9 +173,14 @@ def test_core_and_delta_of_a_clip(base: str) -> None:
     """Distinct tokens, a core that no question changes, and frames that count what it has."""
     clips = images(9, grid=CLIP, noise=1.0)
     opposite = -clips.require_instruction().text
-    asked = replace(clips, instruction=replace(clips.require_instruction(), text=opposite))
+    asked = replace(
+        clips, instruction=replace(clips.require_instruction(), text=opposite)
+    )
     for rule in RULES[::3]:
-        changes: Changes = {"/core": {"share": 0.5, "policy": {"name": "vcast"}}, **UNCHANGED}
+        changes: Changes = {
+            "/core": {"share": 0.5, "policy": {"name": "vcast"}},
+            **UNCHANGED,
+        }
         policy = policy_of(base, 17, changes, **rule)
         refined = refine(policy, clips)
         assert_sound(policy, clips, refined)
@@ -145,7 +189,9 @@ def test_core_and_delta_of_a_clip(base: str) -> None:
             assert torch.equal(other.indices[:, :8], refined.indices[:, :8])
         if (rule["budget"], rule["first"]) == ("uniform", "as_others"):
             assert per_frame(refined.indices) == [[5, 4, 4, 4]] * 2
-    fewer = policy_of(base, 17, changes, **RULES[-3], tokens={"atom": "per_frame_budget", "k": 4})
+    fewer = policy_of(
+        base, 17, changes, **RULES[-3], tokens={"atom": "per_frame_budget", "k": 4}
+    )
     bare = state(changes)
     assert fewer.state.core_digest == policy.state.core_digest != bare.core_digest
     covered = {"share": 0.6, "cover": 0.8, "strength": 0.2}
@@ -157,9 +203,14 @@ def test_a_state_without_frames_and_an_image_are_as_before() -> None:
     still = Grid(3, 3, tiles=4)
     policy = policy_of("divprune", 23, budget="global", first="whole")
     alone = replace(policy, state=policy.state.model_copy(update={"frames": None}))
-    for tokens, other in ((images(3, grid=still), policy), (images(3, grid=CLIP), alone)):
+    for tokens, other in (
+        (images(3, grid=still), policy),
+        (images(3, grid=CLIP), alone),
+    ):
         assert same(refine(other, tokens), refine(alone, replace(tokens, grid=still)))
-    reference, refined = (keep(policy, images(3, grid=CLIP)) for keep in (keep_reference, refine))
+    reference, refined = (
+        keep(policy, images(3, grid=CLIP)) for keep in (keep_reference, refine)
+    )
     assert torch.equal(reference.indices, refined.indices)
     with pytest.raises(BudgetError, match='leaves videos whole -> add "frames"'):
         materialize_clip(alone.state)
@@ -175,8 +226,14 @@ def test_k_of_a_clip_follows_from_its_size() -> None:
     assert kept(144, 12, "tokens_per_frame:20") == 144 and kept(300, 3, "1/8") == 37
     assert kept(300, 3, 64) == 64 and kept(900, 3, 64, first="whole") == 300
     assert kept(900, 3, "1/2", first="whole") == 450
-    assert BudgetCall.parse("tokens_per_frame:16", clip=True).rule() == "tokens_per_frame:16"
-    assert materialize_clip(state({"/frames": {"first": "whole"}}), 9).tokens_kept(900, 3) == 9
+    assert (
+        BudgetCall.parse("tokens_per_frame:16", clip=True).rule()
+        == "tokens_per_frame:16"
+    )
+    assert (
+        materialize_clip(state({"/frames": {"first": "whole"}}), 9).tokens_kept(900, 3)
+        == 9
+    )
     for said in ("tokens_per_frame:0", "tokens_per_frame:16%", "per frame"):
         with pytest.raises(BudgetError, match="or tokens_per_frame:16"):
             BudgetCall.parse(said, clip=True)
@@ -187,7 +244,9 @@ def test_k_of_a_clip_follows_from_its_size() -> None:
 
 
 def signal(name: str, tokens: VisualTokens, **params: object) -> Tensor:
-    values: Tensor = run_signal(call(name, **params), tokens, torch.zeros(1, 1, dtype=torch.int64))
+    values: Tensor = run_signal(
+        call(name, **params), tokens, torch.zeros(1, 1, dtype=torch.int64)
+    )
     return values.view(tokens.batch, tokens.grid.tiles, -1)
 
 
@@ -201,12 +260,16 @@ def test_signals_over_time() -> None:
         assert values[0].tolist() == [values.max().item()] * 6, name
         assert values[2].tolist() == pytest.approx([values[2, 0].item()] * 6), name
         assert values[3, 5] > values[3, :5].max() + 0.1, name
-        assert len(signal(name, plain(rows, replace(grid, clip=False))).unique()) == 1, name
+        assert (
+            len(signal(name, plain(rows, replace(grid, clip=False))).unique()) == 1
+        ), name
     novelty = signal("temporal_novelty", plain(rows, grid))[0]
     assert novelty[1:].flatten().tolist() == [0.0] * 17 + [2.0]
     rows[-1] = rows[0]  # it comes from the other end
     for scope, echo in (("local", 0.0), ("frame", -1.0)):
-        values = signal("temporal_echo_penalty", plain(rows, grid), scope=scope, tau=0.01)
+        values = signal(
+            "temporal_echo_penalty", plain(rows, grid), scope=scope, tau=0.01
+        )
         assert values[0, 3, 5].item() == pytest.approx(echo)
     outlier = signal("frame_outlier", plain(rows, grid))[0]
     assert outlier[3].argmin() in (0, 5) and torch.equal(outlier[1], outlier[2])
@@ -216,11 +279,16 @@ def test_surprise_is_the_error_of_a_prediction_over_its_running_mean() -> None:
     grid = Grid(2, 3, tiles=5, clip=True)
     clip = images(4, batch=1, grid=grid).features.view(5, 6, -1).double()
     planes = torch.tensor([[1.0, y, x] for y in range(2) for x in range(3)]).double()
-    values = signal("prediction_surprise", plain(clip.flatten(0, 1).float(), grid), decay=0.8)[0]
-    mean, motion = None, torch.zeros_like(clip[0])
+    values = signal(
+        "prediction_surprise", plain(clip.flatten(0, 1).float(), grid), decay=0.8
+    )[0]
+    mean = None
+    motion = torch.zeros_like(clip[0])
     for frame in range(1, 5):
         error = (clip[frame] - clip[frame - 1] - motion).square().sum(dim=1)
         mean = error if mean is None else 0.8 * mean + 0.2 * error
-        torch.testing.assert_close(values[frame], (error / mean).float(), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            values[frame], (error / mean).float(), rtol=1e-4, atol=1e-4
+        )
         change = clip[frame] - clip[frame - 1]
         motion = change - planes @ torch.linalg.lstsq(planes, change).solution

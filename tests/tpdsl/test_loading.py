@@ -20,7 +20,13 @@ from tests.tpdsl.samples import DELETE, Changes, edited, sample, shipped, state
 from vllm_autoprune import PruningState, StateError, load_state
 from vllm_autoprune.errors import Problem
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-from vllm_autoprune.tpdsl.loading import MAX_BYTES, MAX_DEPTH, MAX_PROBLEMS, MAX_VALUES, RULES
+from vllm_autoprune.tpdsl.loading import (
+    MAX_BYTES,
+    MAX_DEPTH,
+    MAX_PROBLEMS,
+    MAX_VALUES,
+    RULES,
+)
 
 ACCEPTS = jsonschema.Draft202012Validator(PruningState.model_json_schema()).is_valid
 
@@ -77,7 +83,13 @@ def test_a_file_a_text_a_name_and_a_mapping_are_the_same_state(
 
 @pytest.mark.parametrize(
     ("field", "written"),
-    [("q_e", "2.0"), ("q_e", "2e0"), ("q_e", "0.2e1"), ("q_e", "200E-2"), ("strength", "-0.0")],
+    [
+        ("q_e", "2.0"),
+        ("q_e", "2e0"),
+        ("q_e", "0.2e1"),
+        ("q_e", "200E-2"),
+        ("strength", "-0.0"),
+    ],
 )
 def test_a_number_is_one_however_it_is_written(field: str, written: str) -> None:
     text = re.sub(rf'"{field}": [0-9.]+', f'"{field}": {written}', json.dumps(sample()))
@@ -163,13 +175,29 @@ TEXTS: list[tuple[str | bytes, str]] = [
     ('{"a": [' + "0," * 500_000 + "0]}", "about 500003 values"),
     (changed({}).ljust(MAX_BYTES + 1), "larger than 1048576 bytes"),
     # A text is measured in bytes.
-    (changed({"/provenance": {"notes": "@"}}).replace("@", "\U0001f999" * (MAX_BYTES // 4)),
-     "larger than 1048576 bytes"),
-    (changed({}).encode().replace(b"sample", b"s\xfcmple", 1), "not UTF-8 text (invalid"),
+    (
+        changed({"/provenance": {"notes": "@"}}).replace(
+            "@", "\U0001f999" * (MAX_BYTES // 4)
+        ),
+        "larger than 1048576 bytes",
+    ),
+    (
+        changed({}).encode().replace(b"sample", b"s\xfcmple", 1),
+        "not UTF-8 text (invalid",
+    ),
     (changed({}).encode("utf-8-sig"), "begins with a byte order mark"),
-    *((changed({}).encode(name), WIDE) for name in (
-        "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be")),
-]  # fmt: skip
+    *(
+        (changed({}).encode(name), WIDE)
+        for name in (
+            "utf-16",
+            "utf-16-le",
+            "utf-16-be",
+            "utf-32",
+            "utf-32-le",
+            "utf-32-be",
+        )
+    ),
+]
 
 
 @pytest.mark.parametrize(("content", "what"), TEXTS, ids=map(str, range(len(TEXTS))))
@@ -201,7 +229,10 @@ def test_texts_that_are_not_one_json_object(
         ("x" * 5000, "cannot be read (File name too long)"),
         # Text that is not a JSON object is treated as a name.
         (json.dumps([0] * 3000), "cannot be read (File name too long)"),
-        *((device, "is no regular file") for device in ("/dev/zero", "/dev/null", "/dev/random")),
+        *(
+            (device, "is no regular file")
+            for device in ("/dev/zero", "/dev/null", "/dev/random")
+        ),
     ],
     ids=lambda value: str(value)[:20].encode("unicode_escape").decode(),
 )
@@ -211,7 +242,11 @@ def test_names_of_nothing_and_of_devices_are_not_opened(
     def opened(*_: object, **__: object) -> NoReturn:
         pytest.fail("something was opened")
 
-    for module, name in ((os, "open"), (socket, "socket"), (socket, "create_connection")):
+    for module, name in (
+        (os, "open"),
+        (socket, "socket"),
+        (socket, "create_connection"),
+    ):
         monkeypatch.setattr(module, name, opened)
     assert refused(source) == [("", what)]
 
@@ -219,7 +254,8 @@ def test_names_of_nothing_and_of_devices_are_not_opened(
 def test_files_that_are_none_that_change_or_that_may_not_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pipe, link = tmp_path / "pipe.json", tmp_path / "link.json"
+    pipe = tmp_path / "pipe.json"
+    link = tmp_path / "link.json"
     os.mkfifo(pipe)
     link.symlink_to(link.name)
     assert refused(tmp_path) == [("", "is a folder")]
@@ -230,7 +266,8 @@ def test_files_that_are_none_that_change_or_that_may_not_be_read(
     assert where == "" and what.startswith("not JSON")
     (nearest,) = problems("autoprun")
     assert nearest.what == ABSENT and nearest.fix == "did you mean 'autoprune'?"
-    file, opened = tmp_path / "s.json", os.open
+    file = tmp_path / "s.json"
+    opened = os.open
     file.write_text("{}")
 
     def denied(*_: object, **__: object) -> NoReturn:
@@ -249,8 +286,13 @@ def test_files_that_are_none_that_change_or_that_may_not_be_read(
 
 def test_another_schema_version_is_refused_for_that_alone() -> None:
     # Other fields are not validated, because they may be valid in another version.
-    for version, status in ((DELETE, "missing"), ("autoprune/2", '"autoprune/2" is not known')):
-        ((where, what),) = refused(changed({"/schema": version, "/budget": 7, "/zzz": 1}))
+    for version, status in (
+        (DELETE, "missing"),
+        ("autoprune/2", '"autoprune/2" is not known'),
+    ):
+        ((where, what),) = refused(
+            changed({"/schema": version, "/budget": 7, "/zzz": 1})
+        )
         assert where == "/schema" and what.startswith(
             f"schema version {status}; this version reads"
         )
@@ -290,7 +332,8 @@ def test_omitted_problems_are_counted_and_an_empty_state_lacks_its_version() -> 
 
 def test_limits_are_inclusive_and_brackets_in_strings_are_not_counted() -> None:
     deep = json.loads("[" * (MAX_DEPTH - 3) + "]" * (MAX_DEPTH - 3))
-    many, odd = [0] * (MAX_VALUES - 200), '[{,\\"' * 20_000
+    many = [0] * (MAX_VALUES - 200)
+    odd = '[{,\\"' * 20_000
     provenance = {"notes": odd, "scores": {odd: "\\", "deep": deep, "many": many}}
     loaded = load_state(changed({"/provenance": provenance})).provenance
     assert loaded.scores["deep"] == deep and loaded.notes == odd
@@ -324,17 +367,22 @@ def test_a_mapping_is_refused_as_its_text_is(value: object, kind: str) -> None:
 
 HOSTILE = {
     "unknown fields": '{"schema":"autoprune-state/1",'
-    + ",".join(f'"a{i}":0' for i in range(MAX_VALUES - 9)) + "}",
-    "unknown signals": changed({"/scoring/signals": [{"atom": f"{i}_proxy"} for i in range(3000)]}),
+    + ",".join(f'"a{i}":0' for i in range(MAX_VALUES - 9))
+    + "}",
+    "unknown signals": changed(
+        {"/scoring/signals": [{"atom": f"{i}_proxy"} for i in range(3000)]}
+    ),
     "keys that occur twice": "{" + '"a":0,' * (MAX_VALUES - 9) + '"b":1}',
     "a long name": changed({"/reassembly/atom": "mean_residual" * 80_000}),
     "a long key": changed({"/reassembly/" + "strength" * 100_000: 1}),
     "a long number": changed({}).replace('"q_e": 2', '"q_e": ' + "7" * 1_000_000),
     "pairs of brackets": '{"a": [' + "[]," * 340_000 + "[]]}",
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize("text", [pytest.param(t, id=name) for name, t in HOSTILE.items()])
+@pytest.mark.parametrize(
+    "text", [pytest.param(t, id=name) for name, t in HOSTILE.items()]
+)
 def test_it_costs_less_than_a_second_and_little_memory(text: str) -> None:
     def seconds() -> float:
         """Processor time of this thread to refuse the text, without garbage collection."""
@@ -381,8 +429,14 @@ def test_every_rule_is_documented_and_alone_refuses_what_the_schema_accepts(
     (tmp_path / "marked.json").write_text(changed({}), encoding="utf-8-sig")
     kinds = [problems(path)[0].kind for path in (tmp_path / "marked.json", tmp_path)]
     assert kinds == ["encoding", "file"] and set(RULES) == {*BREACHES, *kinds}
-    page = (Path(__file__).resolve().parents[2] / "docs/states.md").read_text(encoding="utf-8")
+    page = (Path(__file__).resolve().parents[2] / "docs/states.md").read_text(
+        encoding="utf-8"
+    )
     rules = page.partition("<!-- rules -->")[2].partition("<!-- /rules -->")[0]
     assert tuple(re.findall(r"^\| `(.+)` \|", rules, flags=re.MULTILINE)) == RULES
-    limits = (f"{MAX_BYTES} bytes", f"nested at most {MAX_DEPTH} deep", f"{MAX_VALUES} values")
+    limits = (
+        f"{MAX_BYTES} bytes",
+        f"nested at most {MAX_DEPTH} deep",
+        f"{MAX_VALUES} values",
+    )
     assert all(limit in page for limit in limits)

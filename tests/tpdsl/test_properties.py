@@ -100,23 +100,50 @@ OTHERS: dict[str, Changes] = {
     "blended": {"/reassembly/strength": 0.5},
     "conditional": {"/constraints/selector": DPP, "/scoring/kernel": CONDITIONAL},
     "anything goes": {"/constraints/selector/q_e": 640},
-    "r_min": {"/constraints/selector": {**sample()["constraints"]["selector"], "r_min": 1}},
+    "r_min": {
+        "/constraints/selector": {**sample()["constraints"]["selector"], "r_min": 1}
+    },
     "core": {"/core": {"share": 0.5}},
     "global core": {"/core": {"share": 0.5, "policy": GLOBAL}},
     "merging core": {"/core": {"share": 0.5, "policy": {"name": "visionzip"}}, **BLEND},
-    "core of extra rows": {"/core": {"share": 0.5, "policy": {"name": "prumerge_plus"}}, **BLEND},
+    "core of extra rows": {
+        "/core": {"share": 0.5, "policy": {"name": "prumerge_plus"}},
+        **BLEND,
+    },
     "covering core": {"/core": {"share": 0.5, "cover": 0.5, "strength": 0.25}, **BLEND},
-    "almost all core": {"/core": {"share": 0.9, "cover": 0.9, "strength": 0.5}, **BLEND},
-    "capped core": {"/core": {"share": 0.5, "cover": 0.3}, "/constraints/selector": CAPPED},
-    "core before the merger": {"/core": {"share": 0.5, "cover": 0.3, "strength": 0.25}, **IN},
-    **{f"core and {name}": {"/core": {"share": 0.5}, "/scoring/kernel": CONDITIONAL,
-       "/constraints/selector": active(name)}
-       for name in ATOMS.names("selection_constraints")},
-    **{f"core and {name}": {"/core": {"share": 0.5, "cover": 0.5, "strength": 0.25}, **BLEND,
-       "/base_policy": {"name": name}} for name in BASE_POLICIES},
-    **{f"{name} before the merger": {"/base_policy": {"name": name}, **IN}
-       for name in BASE_POLICIES},
-}  # fmt: skip
+    "almost all core": {
+        "/core": {"share": 0.9, "cover": 0.9, "strength": 0.5},
+        **BLEND,
+    },
+    "capped core": {
+        "/core": {"share": 0.5, "cover": 0.3},
+        "/constraints/selector": CAPPED,
+    },
+    "core before the merger": {
+        "/core": {"share": 0.5, "cover": 0.3, "strength": 0.25},
+        **IN,
+    },
+    **{
+        f"core and {name}": {
+            "/core": {"share": 0.5},
+            "/scoring/kernel": CONDITIONAL,
+            "/constraints/selector": active(name),
+        }
+        for name in ATOMS.names("selection_constraints")
+    },
+    **{
+        f"core and {name}": {
+            "/core": {"share": 0.5, "cover": 0.5, "strength": 0.25},
+            **BLEND,
+            "/base_policy": {"name": name},
+        }
+        for name in BASE_POLICIES
+    },
+    **{
+        f"{name} before the merger": {"/base_policy": {"name": name}, **IN}
+        for name in BASE_POLICIES
+    },
+}
 
 STATES: dict[str, PruningState] = {
     **{name: state_using(name) for name in ATOMS.names()},
@@ -133,28 +160,42 @@ EVERY = slice(None)
 
 
 def same(
-    outcome: RefinedTokens, other: RefinedTokens, row: int | slice = EVERY, at: int | slice = EVERY
+    outcome: RefinedTokens,
+    other: RefinedTokens,
+    row: int | slice = EVERY,
+    at: int | slice = EVERY,
 ) -> bool:
     """Whether rows of two results are bit-identical."""
     for field in fields(RefinedTokens):
-        a, b = getattr(outcome, field.name), getattr(other, field.name)
-        if (a is None) != (b is None) or (a is not None and not torch.equal(a[row], b[at])):
+        a = getattr(outcome, field.name)
+        b = getattr(other, field.name)
+        if (a is None) != (b is None) or (
+            a is not None and not torch.equal(a[row], b[at])
+        ):
             return False
     return True
 
 
-def assert_sound(policy: PruningPolicy, tokens: VisualTokens, outcome: RefinedTokens) -> None:
+def assert_sound(
+    policy: PruningPolicy, tokens: VisualTokens, outcome: RefinedTokens
+) -> None:
     """K finite rows, unique tokens in range, and the bounds of the exchange."""
-    k, extra = policy.budget, outcome.extra
+    k = policy.budget
+    extra = outcome.extra
     assert outcome.features.shape == (tokens.batch, k, tokens.features.shape[2])
     assert outcome.features.dtype == tokens.features.dtype
     assert bool(outcome.features.isfinite().all())
     assert outcome.indices.shape == outcome.reference.shape == (tokens.batch, k - extra)
     assert int(outcome.indices.min()) >= 0 and int(outcome.indices.max()) < tokens.count
     kept, picks = (
-        mask_from_indices(part, tokens.count) for part in (outcome.indices, outcome.reference)
+        mask_from_indices(part, tokens.count)
+        for part in (outcome.indices, outcome.reference)
     )
-    assert kept.sum(dim=1).tolist() == picks.sum(dim=1).tolist() == [k - extra] * tokens.batch
+    assert (
+        kept.sum(dim=1).tolist()
+        == picks.sum(dim=1).tolist()
+        == [k - extra] * tokens.batch
+    )
     stays = (kept & picks).sum(dim=1)
     assert torch.equal(outcome.exchanged, k - extra - stays)
     assert int(stays.min()) + extra >= policy.r_min
@@ -164,7 +205,8 @@ def assert_sound(policy: PruningPolicy, tokens: VisualTokens, outcome: RefinedTo
 @pytest.mark.parametrize("name", STATES)
 @pytest.mark.parametrize("grid", GRIDS)
 def test_k_sound_rows_and_the_same_bits_again_and_alone(name: str, grid: Grid) -> None:
-    policy, tokens = policy_of(name), images(5, batch=3, grid=grid)
+    policy = policy_of(name)
+    tokens = images(5, batch=3, grid=grid)
     refined = refine(policy, tokens)
     assert_sound(policy, tokens, refined)
     assert refined.fallback.tolist() == [0, 0, 0]
@@ -176,7 +218,11 @@ def test_k_sound_rows_and_the_same_bits_again_and_alone(name: str, grid: Grid) -
 @pytest.mark.parametrize("name", STATES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_the_smallest_and_the_largest_budgets(name: str, dtype: torch.dtype) -> None:
-    for grid, clusters, noise in ((GRIDS[0], 6, 0.5), (ODD_GRIDS[0], 3, 0.5), (ODD_GRIDS[1], 1, 0)):
+    for grid, clusters, noise in (
+        (GRIDS[0], 6, 0.5),
+        (ODD_GRIDS[0], 3, 0.5),
+        (ODD_GRIDS[1], 1, 0),
+    ):
         tokens = images(7, grid=grid, dtype=dtype, clusters=clusters, noise=noise)
         for budget in (1, 5, grid.tokens - 1):
             policy = policy_of(name, budget)
@@ -189,13 +235,17 @@ def test_the_smallest_and_the_largest_budgets(name: str, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 def test_what_is_not_finite_affects_only_its_image(name: str, poison: float) -> None:
     """In some places, and in all of them: the other image keeps its bits, this one has K rows."""
-    policy, clean = policy_of(name), images(3)
+    policy = policy_of(name)
+    clean = images(3)
     expected = refine(policy, clean)
 
     def spoil(share: float, tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return tensor
-        hit = torch.rand(tensor[0].shape, generator=torch.Generator().manual_seed(4)) < share
+        hit = (
+            torch.rand(tensor[0].shape, generator=torch.Generator().manual_seed(4))
+            < share
+        )
         return torch.cat([tensor[:1].masked_fill(hit, poison), tensor[1:]])
 
     for share in (0.05, 1.0):
@@ -208,7 +258,8 @@ def test_what_is_not_finite_affects_only_its_image(name: str, poison: float) -> 
 
 @pytest.mark.parametrize("name", STATES)
 def test_inputs_are_only_read_and_only_where_they_are_declared(name: str) -> None:
-    policy, tokens = policy_of(name), images(9)
+    policy = policy_of(name)
+    tokens = images(9)
     cosine = tokens.cosine.clone()
     tokens = replace(tokens, known_cosine=lambda: record(cosine))
     inputs: list[tuple[Tensor, Tensor]] = []
@@ -224,13 +275,17 @@ def test_inputs_are_only_read_and_only_where_they_are_declared(name: str) -> Non
     for field in fields(VisualTokens) if name in ATOMS or name in BASE_POLICIES else ():
         if field.name in policy.needs:
             other = {field.name: vars(images(10))[field.name]}
-            assert not same(refine(policy, replace(tokens, **other)), refined), field.name
+            assert not same(refine(policy, replace(tokens, **other)), refined), (
+                field.name
+            )
 
 
 @pytest.mark.parametrize("name", STATES)
 @pytest.mark.parametrize("grid", GRIDS)
 def test_no_selection_waits_for_the_device(name: str, grid: Grid) -> None:
-    tokens = mapped(images(8, grid=grid, dtype=torch.bfloat16), lambda tensor: tensor.to("meta"))
+    tokens = mapped(
+        images(8, grid=grid, dtype=torch.bfloat16), lambda tensor: tensor.to("meta")
+    )
     with forbid_waiting():
         refined = refine(policy_of(name), tokens)
     assert refined.features.shape == (2, 8, 16) and refined.features.is_meta
@@ -239,19 +294,26 @@ def test_no_selection_waits_for_the_device(name: str, grid: Grid) -> None:
 
 @pytest.mark.parametrize("name", [name for name in STATES if "core" in name.split()])
 def test_no_question_changes_a_core(name: str) -> None:
-    policy, tokens = policy_of(name), images(10)
+    policy = policy_of(name)
+    tokens = images(10)
     if policy.core == 0:
         return
-    instruction, core = tokens.require_instruction(), slice(policy.core)
+    instruction = tokens.require_instruction()
+    core = slice(policy.core)
     opposite = replace(tokens, instruction=replace(instruction, text=-instruction.text))
     unasked = replace(tokens, instruction=None, language=None, words=None)
-    refined, alone = refine(policy, tokens), PruningPolicy.of_core(policy.state, policy.core)
+    refined = refine(policy, tokens)
+    alone = PruningPolicy.of_core(policy.state, policy.core)
     for other in (refine(alone, unasked), refine(policy, opposite)):
         assert torch.equal(refined.indices[:, core], other.indices[:, core])
         assert torch.equal(refined.features[:, core], other.features[:, core])
-    reference = keep_reference(alone, tokens)  # single tokens, even of a policy that merges
+    reference = keep_reference(
+        alone, tokens
+    )  # single tokens, even of a policy that merges
     assert reference.extra == 0
-    assert torch.equal(reference.features, gather_rows(tokens.features, reference.indices))
+    assert torch.equal(
+        reference.features, gather_rows(tokens.features, reference.indices)
+    )
 
 
 # The registries themselves.
@@ -285,10 +347,13 @@ EXTENSIONS = {
 
 def test_131_atoms_in_nine_groups_and_marked_extensions_each_documented() -> None:
     entries = [ATOMS[name] for name in ATOMS.names()]
-    assert {entry.name for entry in entries if entry.origin == "extension"} == EXTENSIONS
+    assert {
+        entry.name for entry in entries if entry.origin == "extension"
+    } == EXTENSIONS
     assert {group: len({*ATOMS.names(group)} - EXTENSIONS) for group in ROLES} == SIZES
     assert (
-        len(entries) == 131 + len(EXTENSIONS) and sum(e.origin == "printed" for e in entries) == 50
+        len(entries) == 131 + len(EXTENSIONS)
+        and sum(e.origin == "printed" for e in entries) == 50
     )
     schema = str(PruningState.model_json_schema())
     for entry in entries:
@@ -296,7 +361,10 @@ def test_131_atoms_in_nine_groups_and_marked_extensions_each_documented() -> Non
         assert entry.doc.endswith(".") and "\n" not in entry.doc
         for parameter in entry.call.parameters():
             field = entry.call.model_fields[parameter]
-            assert field.description and not field.is_required(), (entry.name, parameter)
+            assert field.description and not field.is_required(), (
+                entry.name,
+                parameter,
+            )
 
     def quality_pool_builder() -> None:
         """Another of that name."""
@@ -308,21 +376,31 @@ def test_131_atoms_in_nine_groups_and_marked_extensions_each_documented() -> Non
 @pytest.mark.parametrize("name", ATOMS.names())
 def test_a_policy_needs_what_its_atom_declares(name: str) -> None:
     entry = ATOMS[name]
-    assert policy_of(name).needs == entry.needs_of(entry.call.model_validate(active(name)))
+    assert policy_of(name).needs == entry.needs_of(
+        entry.call.model_validate(active(name))
+    )
 
 
 @pytest.mark.parametrize("name", BASE_POLICIES)
 def test_an_input_that_a_base_policy_lacks_is_named_in_the_error(name: str) -> None:
-    policy, tokens = policy_of(name), images(8)
-    for need in BASE_POLICIES[name].needs_of(policy.state.base_policy.params) - {"next_layer"}:
-        with pytest.raises(SelectionError, match=rf"VisualTokens\.{need} is None.*fill it"):
+    policy = policy_of(name)
+    tokens = images(8)
+    for need in BASE_POLICIES[name].needs_of(policy.state.base_policy.params) - {
+        "next_layer"
+    }:
+        with pytest.raises(
+            SelectionError, match=rf"VisualTokens\.{need} is None.*fill it"
+        ):
             refine(policy, replace(tokens, **{need: None}))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_an_idle_reassembly_changes_no_row_and_reads_for_its_order_alone(name: str) -> None:
+def test_an_idle_reassembly_changes_no_row_and_reads_for_its_order_alone(
+    name: str,
+) -> None:
     changes: Changes = {**SILENT, "/reassembly": {"atom": name}}
-    tokens, idle = images(9), materialize(state(changes), 8)
+    tokens = images(9)
+    idle = materialize(state(changes), 8)
     assert idle.needs == frozenset()
     refined = refine(idle, VisualTokens(tokens.features, tokens.grid))
     assert torch.equal(refined.features, gather_rows(tokens.features, refined.indices))

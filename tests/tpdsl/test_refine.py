@@ -16,7 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.tpdsl.samples import BLEND, IN, UNCHANGED, Changes, call, images, plain, state
+from tests.tpdsl.samples import (
+    BLEND,
+    IN,
+    UNCHANGED,
+    Changes,
+    call,
+    images,
+    plain,
+    state,
+)
 from tests.tpdsl.test_properties import GRIDS, ODD_GRIDS, same
 from vllm_autoprune import (
     BudgetError,
@@ -54,7 +63,9 @@ EVENLY: list[int] = _evenly_spaced(1, 36, 8, torch.device("cpu"))[0].tolist()
 
 @pytest.mark.parametrize("shape", [(4, 8), (1, 5, 8)])
 def test_features_must_fit_the_grid(shape: tuple[int, ...]) -> None:
-    with pytest.raises(SelectionError, match="N = 4 of the grid 2 x 2 x 1 tiles, got shape"):
+    with pytest.raises(
+        SelectionError, match="N = 4 of the grid 2 x 2 x 1 tiles, got shape"
+    ):
         VisualTokens(torch.zeros(shape), Grid(2, 2))
 
 
@@ -77,10 +88,15 @@ def test_free_shares_follow_the_tile_that_shows_something(
     if core:
         changes["/core"] = {"share": core}
     kept = {
-        shares: refine(materialize(state({**changes, "/shares": shares}), 10), tokens).indices[0]
+        shares: refine(
+            materialize(state({**changes, "/shares": shares}), 10), tokens
+        ).indices[0]
         for shares in ("equal", "free")
     }
-    counts = {shares: (indices // 16).bincount(minlength=5) for shares, indices in kept.items()}
+    counts = {
+        shares: (indices // 16).bincount(minlength=5)
+        for shares, indices in kept.items()
+    }
     assert counts["equal"].tolist() == [2] * 5
     assert counts["free"][informative] >= 8
     if base == "divprune" and not core:
@@ -90,7 +106,8 @@ def test_free_shares_follow_the_tile_that_shows_something(
 
 
 def test_cosines_that_are_known_are_not_computed() -> None:
-    policy, three = materialize(load_state("autoprune"), 8), images(batch=3)
+    policy = materialize(load_state("autoprune"), 8)
+    three = images(batch=3)
     cosine = three.cosine.clone()
     known = replace(three, known_cosine=lambda: cosine)
     assert known.cosine is cosine
@@ -98,7 +115,8 @@ def test_cosines_that_are_known_are_not_computed() -> None:
 
 
 def test_nested_picks_interleave_by_rank_and_the_last_tiles_drop_their_last() -> None:
-    picks, image = torch.tensor([[5, 0], [4, 1], [3, 2]]), plain(torch.eye(18), Grid(2, 3, 3))
+    picks = torch.tensor([[5, 0], [4, 1], [3, 2]])
+    image = plain(torch.eye(18), Grid(2, 3, 3))
     assert image.join_tiles(picks, (2, 1, 1)).tolist() == [[5, 10, 15, 0]]
 
 
@@ -116,10 +134,15 @@ def test_nested_picks_interleave_by_rank_and_the_last_tiles_drop_their_last() ->
 def test_the_quota_is_what_r_min_leaves(
     parameters: Changes, budget: int, bounds: tuple[int, int]
 ) -> None:
-    assert call("reference_residual_exchange_selector", **parameters).bounds(budget) == bounds
+    assert (
+        call("reference_residual_exchange_selector", **parameters).bounds(budget)
+        == bounds
+    )
 
 
-RATIO: Changes = {"/budget": {"atom": "ratio_budget", "ratio": 0.25, "floor": 4, "ceiling": 64}}
+RATIO: Changes = {
+    "/budget": {"atom": "ratio_budget", "ratio": 0.25, "floor": 4, "ceiling": 64}
+}
 
 
 def test_a_budget_that_follows_the_image_is_resolved_for_its_size() -> None:
@@ -128,7 +151,11 @@ def test_a_budget_that_follows_the_image_is_resolved_for_its_size() -> None:
     assert policy.at(100) == materialize(state(RATIO), 25)
     assert [policy.tokens_kept(n) for n in (3, 8, 100, 5000)] == [3, 4, 25, 64]
     fixed = materialize(state(RATIO), 10)
-    assert fixed.by_size is None and fixed.at(576) is fixed and fixed.tokens_kept(576) == 10
+    assert (
+        fixed.by_size is None
+        and fixed.at(576) is fixed
+        and fixed.tokens_kept(576) == 10
+    )
     chosen = state({"/budget/limit": 64, "/constraints/selector/r_min": 16})
     assert [materialize(chosen, k).budget for k in (16, 64)] == [16, 64]
     assert materialize(state(), MAX_BUDGET).budget == MAX_BUDGET
@@ -137,33 +164,57 @@ def test_a_budget_that_follows_the_image_is_resolved_for_its_size() -> None:
 @pytest.mark.parametrize(
     ("changes", "budget", "where", "fix"),
     [
-        *(({}, budget, "/budget", "give a whole number from 1 to 65536")
-          for budget in (0, -1, True, 1.5, "32", MAX_BUDGET + 1)),
-        ({"/budget/limit": 64}, 65, "/budget/limit", "use K = 64 or less, or a larger limit"),
-        ({"/constraints/selector/r_min": 20}, 19, "/constraints/selector/r_min",
-         "set it to null, which means K - q_e, or use a larger K"),
+        *(
+            ({}, budget, "/budget", "give a whole number from 1 to 65536")
+            for budget in (0, -1, True, 1.5, "32", MAX_BUDGET + 1)
+        ),
+        (
+            {"/budget/limit": 64},
+            65,
+            "/budget/limit",
+            "use K = 64 or less, or a larger limit",
+        ),
+        (
+            {"/constraints/selector/r_min": 20},
+            19,
+            "/constraints/selector/r_min",
+            "set it to null, which means K - q_e, or use a larger K",
+        ),
     ],
-)  # fmt: skip
-def test_a_budget_that_is_refused(changes: Changes, budget: Any, where: str, fix: str) -> None:
+)
+def test_a_budget_that_is_refused(
+    changes: Changes, budget: Any, where: str, fix: str
+) -> None:
     with pytest.raises(BudgetError, match="'sample'") as raised:
         materialize(state(changes), budget)
     (problem,) = raised.value.problems
     assert (problem.where, problem.fix) == (where, fix) and repr(budget) in problem.what
 
 
-SILENT: Changes = {**DIVPRUNE, **{f"/scoring/signals/{i}/weight": 0.0 for i in range(5)}}
+SILENT: Changes = {
+    **DIVPRUNE,
+    **{f"/scoring/signals/{i}/weight": 0.0 for i in range(5)},
+}
 
 
 def prior(weight: float) -> Changes:
-    return {"/source": {"priors": [
-        {"atom": "external_policy", "policy": "cdpruner", "weight": weight}]}}  # fmt: skip
+    return {
+        "/source": {
+            "priors": [
+                {"atom": "external_policy", "policy": "cdpruner", "weight": weight}
+            ]
+        }
+    }
 
 
 @pytest.mark.parametrize(
     ("changes", "needs"),
     [
         ({}, {"instruction", "cls_attention"}),
-        (UNCHANGED, {"instruction"}),  # without exchange only the base policy reads anything
+        (
+            UNCHANGED,
+            {"instruction"},
+        ),  # without exchange only the base policy reads anything
         ({**DIVPRUNE, "/scoring/signals/0/weight": 0.0}, {"cls_attention"}),
         (SILENT, set()),
         ({**SILENT, **prior(0.0)}, set()),
@@ -175,7 +226,9 @@ def prior(weight: float) -> Changes:
 )
 def test_a_policy_needs_what_it_reads(changes: Changes, needs: set[str]) -> None:
     policy = materialize(state(changes))
-    assert policy.needs == needs and policy.reads_instruction == ("instruction" in needs)
+    assert policy.needs == needs and policy.reads_instruction == (
+        "instruction" in needs
+    )
 
 
 # Images that are kept whole, or have too little to select by.
@@ -188,19 +241,28 @@ def test_k_of_n_or_more_keeps_every_token_as_it_is(budget: int) -> None:
     policies = [materialize(state(changes), budget) for changes in ({}, BLEND, IN)]
     refined = [refine(policy, tokens) for policy in policies]
     for kept in (*refined, keep_reference(policies[0], tokens)):
-        assert kept.features is tokens.features and kept.indices.tolist() == [[*range(36)]] * 2
+        assert (
+            kept.features is tokens.features
+            and kept.indices.tolist() == [[*range(36)]] * 2
+        )
         assert kept.exchanged.tolist() == kept.fallback.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("changes", [{}, DIVPRUNE])
-def test_an_image_without_instruction_is_pruned_like_any_other(changes: Changes) -> None:
-    tokens, policy = images(2), materialize(state(changes), 8)
+def test_an_image_without_instruction_is_pruned_like_any_other(
+    changes: Changes,
+) -> None:
+    tokens = images(2)
+    policy = materialize(state(changes), 8)
     instruction = tokens.require_instruction()
-    used, unread = instruction.segments.clone(), instruction.text.clone()
+    used = instruction.segments.clone()
+    unread = instruction.text.clone()
     used[0], unread[0] = False, torch.nan
     silent = replace(tokens, instruction=replace(instruction, segments=used))
     refined = refine(policy, silent)
-    assert refined.fallback.tolist() == [0, 0] and refined.indices[0].unique().numel() == 8
+    assert (
+        refined.fallback.tolist() == [0, 0] and refined.indices[0].unique().numel() == 8
+    )
     assert same(refined, refine(policy, tokens), 1, 1)
     # What its text rows hold does not matter, as none of them is a segment.
     other = replace(instruction, segments=used, text=unread)
@@ -210,16 +272,24 @@ def test_an_image_without_instruction_is_pruned_like_any_other(changes: Changes)
 
 
 def test_last_resorts() -> None:
-    tokens, policy = images(5), materialize(state({"/reassembly/strength": 0.5}), 8)
+    tokens = images(5)
+    policy = materialize(state({"/reassembly/strength": 0.5}), 8)
     reference = keep_reference(policy, tokens)
     assert torch.equal(reference.reference, refine(policy, tokens).reference)
     assert torch.equal(reference.indices, reference.reference.sort(dim=1).values)
-    assert torch.equal(reference.features, gather_rows(tokens.features, reference.indices))
-    assert reference.fallback.tolist() == [1, 1] and reference.exchanged.tolist() == [0, 0]
+    assert torch.equal(
+        reference.features, gather_rows(tokens.features, reference.indices)
+    )
+    assert reference.fallback.tolist() == [1, 1] and reference.exchanged.tolist() == [
+        0,
+        0,
+    ]
     # An even spread needs no inputs.
     unreadable = plain(torch.full((2, 36, 4), torch.nan))
     spread = keep_unmerged(unreadable, select_evenly(8, unreadable))
-    assert spread.indices.tolist() == [EVENLY, EVENLY] and bool((spread.features == 0).all())
+    assert spread.indices.tolist() == [EVENLY, EVENLY] and bool(
+        (spread.features == 0).all()
+    )
     assert spread.fallback.tolist() == [2, 2] and spread.exchanged.tolist() == [0, 0]
     named = keep_indices(tokens, torch.tensor([[9, 2, 30], [0, 35, 1]]))
     assert named.indices.tolist() == [[2, 9, 30], [0, 1, 35]]
@@ -247,8 +317,11 @@ TOWER: Changes = {
     [
         ({}, "attention", 1),
         (DIVPRUNE, "attention", 1),
-        *((changes, name, 2) for changes in ({}, UNCHANGED) for name in (
-            "patches", "text", "features")),
+        *(
+            (changes, name, 2)
+            for changes in ({}, UNCHANGED)
+            for name in ("patches", "text", "features")
+        ),
         *((DIVPRUNE, name, 1) for name in ("patches", "text")),
         (TOWER, "tower", 1),
         (IN, "encoder", 2),
@@ -257,14 +330,17 @@ TOWER: Changes = {
         (UNCHANGED, "attention", 0),
         ({**DIVPRUNE, **UNCHANGED}, "text", 0),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_what_is_kept_of_an_image_with_an_input_that_is_not_finite(
     changes: Changes, name: str, code: int, value: float
 ) -> None:
-    policy, tokens, clean = materialize(state(changes), 8), images(1), images(1)
+    policy = materialize(state(changes), 8)
+    tokens = images(1)
+    clean = images(1)
     INPUTS[name](tokens)[1, 0] = value
-    refined, expected = refine(policy, tokens), refine(policy, clean)
+    refined = refine(policy, tokens)
+    expected = refine(policy, clean)
     assert refined.fallback.tolist() == [0, code] and same(refined, expected, 0, 0)
     kept = {0: expected.indices, 1: expected.reference.sort(dim=1).values}.get(code)
     assert refined.indices[1].tolist() == (EVENLY if kept is None else kept[1].tolist())
@@ -281,10 +357,17 @@ def test_what_is_kept_of_an_image_with_an_input_that_is_not_finite(
         ([3.0, 6, 9], Grid(1, 3), 2, [4.0, 8]),
         ([0.0] * 4 + [1] * 4 + [2] * 4, Grid(2, 2, tiles=3), 4, [0.0, 0, 1, 2]),
         # About as high as wide: bands of 3, 3 and 2 cells.
-        ([float(i // 12 // 4) for i in range(144)], Grid(12, 12), 8, [0.0] * 3 + [1] * 3 + [2] * 2),
+        (
+            [float(i // 12 // 4) for i in range(144)],
+            Grid(12, 12),
+            8,
+            [0.0] * 3 + [1] * 3 + [2] * 2,
+        ),
     ],
 )
-def test_cells_by_hand(values: list[float], grid: Grid, budget: int, means: list[float]) -> None:
+def test_cells_by_hand(
+    values: list[float], grid: Grid, budget: int, means: list[float]
+) -> None:
     pooled = pool_tokens(budget, plain(torch.tensor(values)[:, None], grid))
     assert pooled.features.flatten().tolist() == pytest.approx(means)
 
@@ -300,14 +383,19 @@ def test_cells_weigh_one_in_all_and_their_centres_are_unique(
     assert (pooled.indices.diff(dim=1) > 0).all()
     assert ((pooled.indices >= 0) & (pooled.indices < grid.tokens)).all()
     shares = split_over_tiles(budget, tiles)
-    assert len(shares) == tiles and sum(shares) == budget and shares[0] - shares[-1] in (0, 1)
+    assert (
+        len(shares) == tiles
+        and sum(shares) == budget
+        and shares[0] - shares[-1] in (0, 1)
+    )
 
 
 # A core, and the delta given it.
 
 
 @pytest.mark.parametrize(
-    ("share", "budget", "core"), [(0.07, 100, 7), (0.5, 1, 0), (1.0, 8, 8), (0.75, 32, 24)]
+    ("share", "budget", "core"),
+    [(0.07, 100, 7), (0.5, 1, 0), (1.0, 8, 8), (0.75, 32, 24)],
 )
 def test_core_tokens_of_a_budget(share: float, budget: int, core: int) -> None:
     split = state({"/core": {"share": share}})
@@ -337,7 +425,12 @@ def test_no_token_is_merged_twice(
         rows, rows[:, :, :8], lambda rows: rows, next_layer=replace(layer, keys=rows)
     )
     tokens = replace(tokens, features=rows, tower=tower)
-    chosen: Changes = {"share": 0.5, "cover": cover, "strength": 0.5, "policy": {"name": core}}
+    chosen: Changes = {
+        "share": 0.5,
+        "cover": cover,
+        "strength": 0.5,
+        "policy": {"name": core},
+    }
     split = state({**BLEND, "/base_policy": {"name": "visionzip"}, "/core": chosen})
     policy = materialize(split, budget)
     refined = refine(policy, tokens)
@@ -357,7 +450,9 @@ def test_the_delta_of_cdpruner_is_greedy_map_with_the_core_as_anchors() -> None:
     policy = materialize(state({**UNCHANGED, "/core": {"share": 0.5}}), 12)
     refined = refine(policy, tokens)
     relevance = min_max_normalise(tokens.require_instruction().relevance(), 1e-6)
-    expected = greedy_map(tokens.cosine, relevance, 12, anchors=refined.indices[:, :6])[:, 6:]
+    expected = greedy_map(tokens.cosine, relevance, 12, anchors=refined.indices[:, :6])[
+        :, 6:
+    ]
     assert refined.reference[:, 6:].tolist() == expected.tolist()
     assert refined.indices[:, 6:].tolist() == expected.sort(dim=1).values.tolist()
 
@@ -367,25 +462,30 @@ def test_the_delta_of_cdpruner_is_greedy_map_with_the_core_as_anchors() -> None:
 
 def ranked(tokens: VisualTokens) -> VisualTokens:
     """Images that have nothing but the tokens before the merger."""
-    return replace(tokens, features=tokens.require_encoder(), encoder=None, merger_input=None)
+    return replace(
+        tokens, features=tokens.require_encoder(), encoder=None, merger_input=None
+    )
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        *({**UNCHANGED, "/base_policy": {"name": name}}
-          for name in ("divprune", "cen_divprune", "cdpruner", "cen_cdpruner")),
+        *(
+            {**UNCHANGED, "/base_policy": {"name": name}}
+            for name in ("divprune", "cen_divprune", "cdpruner", "cen_cdpruner")
+        ),
         {},
         {"/scoring/kernel": {"atom": "centred_cosine_kernel"}},
         {"/core": {"share": 0.5, "cover": 0.3, "strength": 0.25}},
     ],
-)  # fmt: skip
+)
 def test_policies_signals_kernels_and_cores_compare_the_tokens_before_the_merger(
     changes: Changes,
 ) -> None:
     tokens = images(grid=Grid(3, 4, tiles=3))
     before, after = (materialize(state({**changes, **place}), 12) for place in (IN, {}))
-    kept, alone = refine(before, tokens), refine(after, ranked(tokens))
+    kept = refine(before, tokens)
+    alone = refine(after, ranked(tokens))
     assert torch.equal(kept.indices, alone.indices)
     assert kept.exchanged.tolist() == alone.exchanged.tolist()
     assert not torch.equal(kept.indices, refine(after, tokens).indices)
@@ -398,8 +498,11 @@ def test_policies_signals_kernels_and_cores_compare_the_tokens_before_the_merger
     assert after.core or torch.equal(reference.indices, unchanged.indices)
 
 
-def test_words_are_compared_with_tokens_after_the_merger_and_norms_are_those_of_patches() -> None:
-    tokens, wanted = images(), [3, 8, 20, 31]
+def test_words_are_compared_with_tokens_after_the_merger_and_norms_are_those_of_patches() -> (
+    None
+):
+    tokens = images()
+    wanted = [3, 8, 20, 31]
     # Every word is one token's own row, so that covering words means keeping these tokens.
     words = Words(tokens.features[:, wanted], torch.ones(2, 4, dtype=torch.bool))
     mmtok = {"name": "mmtok", "params": {"alpha": 0.0, "tau_text": 0.005}}
@@ -409,12 +512,20 @@ def test_words_are_compared_with_tokens_after_the_merger_and_norms_are_those_of_
         signals = [{"atom": "visual_token_norm_saliency", "p": p}]
         top = {"atom": "quality_topk_selector"}
         changes = {"/scoring/signals": signals, "/constraints/selector": top, **IN}
-        best = tokens.require_merger_input().norms[:, :, p - 1].topk(9).indices.sort(dim=1).values
+        best = (
+            tokens.require_merger_input()
+            .norms[:, :, p - 1]
+            .topk(9)
+            .indices.sort(dim=1)
+            .values
+        )
         assert torch.equal(refine(materialize(state(changes), 9), tokens).indices, best)
 
 
 def test_a_backbone_without_a_merger_is_refused() -> None:
     without = replace(images(), merger_input=None)
     for tokens in (without, replace(without, encoder=None)):
-        with pytest.raises(SelectionError, match=r"rank_at: merger_in.*without a merger"):
+        with pytest.raises(
+            SelectionError, match=r"rank_at: merger_in.*without a merger"
+        ):
             refine(materialize(state(IN), 9), tokens)

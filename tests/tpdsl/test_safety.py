@@ -44,7 +44,9 @@ def details(record: SafetyRecord) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("budget", [1, 16, 80, 640])
-def test_the_probes_hold_more_tokens_than_are_kept_and_one_equal_tokens(budget: int) -> None:
+def test_the_probes_hold_more_tokens_than_are_kept_and_one_equal_tokens(
+    budget: int,
+) -> None:
     probes = synthetic_probes(budget)
     assert all(probe.count > budget for probe in probes)
     assert any(bool((probe.cosine > 0.999).all()) for probe in probes)
@@ -54,13 +56,19 @@ def test_large_budget_is_checked_at_a_smaller_one_with_a_note() -> None:
     policy = materialize(state(), 641)
     record = safety_check(policy)
     assert failed(record) == []
-    assert details(record)["exact_count"].endswith(", K = 640, checked in place of K = 641")
+    assert details(record)["exact_count"].endswith(
+        ", K = 640, checked in place of K = 641"
+    )
 
 
 def swap_three(outcome: RefinedTokens) -> Changes:
     reference = outcome.reference[0].tolist()
     others = [i for i in range(outcome.indices.max() + 9) if i not in reference][:3]
-    return {"indices": torch.tensor([sorted([*others, *reference[: len(reference) - 3]])] * 2)}
+    return {
+        "indices": torch.tensor(
+            [sorted([*others, *reference[: len(reference) - 3]])] * 2
+        )
+    }
 
 
 def rows_of(*row: int) -> Callable[[RefinedTokens], Changes]:
@@ -74,18 +82,30 @@ OUTCOMES: dict[str, tuple[Callable[[RefinedTokens], Changes], set[str]]] = {
     "negative": (rows_of(-1, 0, 1, 2), {"valid_indices"}),
     "out of range": (rows_of(0, 1, 2, 10**6), {"valid_indices"}),
     "more exchanges than the quota": (swap_three, {"valid_indices"}),
-    "rows not finite": (lambda outcome: {"features": outcome.features / 0}, {"finite_scores"}),
+    "rows not finite": (
+        lambda outcome: {"features": outcome.features / 0},
+        {"finite_scores"},
+    ),
     "a fallback": (
-        lambda outcome: {"fallback": torch.ones_like(outcome.fallback)}, {"finite_scores"}),
-    "another dtype": (lambda outcome: {"features": outcome.features.half()}, {"shapes"}),
+        lambda outcome: {"fallback": torch.ones_like(outcome.fallback)},
+        {"finite_scores"},
+    ),
+    "another dtype": (
+        lambda outcome: {"features": outcome.features.half()},
+        {"shapes"},
+    ),
     "other bits each time": (
-        lambda outcome: {"features": outcome.features + 1e-3 * next(RUNS)}, {"determinism"}),
-}  # fmt: skip
+        lambda outcome: {"features": outcome.features + 1e-3 * next(RUNS)},
+        {"determinism"},
+    ),
+}
 """What is wrong with every outcome of the executor at K = 4, and the verdicts that say so."""
 
 
 @pytest.mark.parametrize("fault", OUTCOMES)
-def test_each_verdict_fails_for_its_own_reason(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+def test_each_verdict_fails_for_its_own_reason(
+    monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
     change, verdicts = OUTCOMES[fault]
 
     def broken(policy: PruningPolicy, tokens: VisualTokens) -> RefinedTokens:
@@ -98,10 +118,14 @@ def test_each_verdict_fails_for_its_own_reason(monkeypatch: pytest.MonkeyPatch, 
         assert set(failed(safety_check(materialize(state(changes), 4)))) == verdicts
 
 
-def test_determinism_uses_the_repeats_of_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_determinism_uses_the_repeats_of_the_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     runs: list[int] = []
 
-    def third_time_differs(policy: PruningPolicy, tokens: VisualTokens) -> RefinedTokens:
+    def third_time_differs(
+        policy: PruningPolicy, tokens: VisualTokens
+    ) -> RefinedTokens:
         runs.append(1)
         refined = refine(policy, tokens)
         return replace(refined, features=refined.features + (len(runs) == 3))
@@ -116,7 +140,9 @@ def test_determinism_uses_the_repeats_of_the_state(monkeypatch: pytest.MonkeyPat
 def test_a_base_policy_that_repeats_a_token_or_raises_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def repeats(params: object, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+    def repeats(
+        params: object, tokens: VisualTokens, budget: int
+    ) -> ReferenceSelection:
         return ReferenceSelection(torch.tensor([[0, 1, 2, 2]] * 2))
 
     def raises(params: object, tokens: VisualTokens, budget: int) -> ReferenceSelection:
@@ -135,20 +161,35 @@ def test_a_base_policy_that_repeats_a_token_or_raises_fails(
 # What a selection costs.
 
 
-def test_every_atom_that_runs_has_a_cost_and_shipped_states_are_far_below_the_bound() -> None:
+def test_every_atom_that_runs_has_a_cost_and_shipped_states_are_far_below_the_bound() -> (
+    None
+):
     ends: dict[str, tuple[str, ...]] = {
         "token_source_base_policy": ("prior", "policy"),
         "candidate_pool": ("_builder",),
         **dict.fromkeys(("scoring", "selection_constraints"), ("",)),
     }
-    costs = [atom.cost for name, atom in ATOMS.items() if name.endswith(ends.get(atom.group, ()))]
-    assert len(costs) > 25 and min(*costs, *(policy.cost for policy in BASE_POLICIES.values())) > 0
+    costs = [
+        atom.cost
+        for name, atom in ATOMS.items()
+        if name.endswith(ends.get(atom.group, ()))
+    ]
+    assert (
+        len(costs) > 25
+        and min(*costs, *(policy.cost for policy in BASE_POLICIES.values())) > 0
+    )
     for name in shipped_states():
         assert 0 < 2 * state_cost(load_state(name)) < DEFAULT_COST, name
 
 
-PRIORS = [{"atom": "external_policy", "policy": "fsr"}, {"atom": "native_teacher_mask_prior"}]
-SOURCES = {"atom": "multi_source_pool_builder", "sources": [{"atom": "diversity_pool_builder"}] * 2}
+PRIORS = [
+    {"atom": "external_policy", "policy": "fsr"},
+    {"atom": "native_teacher_mask_prior"},
+]
+SOURCES = {
+    "atom": "multi_source_pool_builder",
+    "sources": [{"atom": "diversity_pool_builder"}] * 2,
+}
 
 
 @pytest.mark.parametrize(
@@ -166,7 +207,9 @@ SOURCES = {"atom": "multi_source_pool_builder", "sources": [{"atom": "diversity_
         ({"/core": {"share": 1.0, "cover": 0.5}}, 28.8 + 8.7 + 18.5),
     ],
 )  # fmt: skip
-def test_a_cost_is_the_sum_over_the_atoms_that_run(changes: Changes, milliseconds: float) -> None:
+def test_a_cost_is_the_sum_over_the_atoms_that_run(
+    changes: Changes, milliseconds: float
+) -> None:
     assert state_cost(state(changes)) == pytest.approx(milliseconds)
 
 

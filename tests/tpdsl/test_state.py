@@ -9,7 +9,16 @@ from collections import Counter
 import jsonschema  # type: ignore[import-untyped]
 import pytest
 
-from tests.tpdsl.samples import DELETE, IN, UNCHANGED, Changes, Json, edited, sample, state
+from tests.tpdsl.samples import (
+    DELETE,
+    IN,
+    UNCHANGED,
+    Changes,
+    Json,
+    edited,
+    sample,
+    state,
+)
 from vllm_autoprune import PruningState, load_state, materialize
 from vllm_autoprune.tpdsl.atoms.reassembly import RECIPES
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
@@ -52,7 +61,12 @@ DIFFERENT: list[Changes] = [
     {"/budget/limit": 640},
     {"/scoring/signals/0/weight": 0.77},
     {"/scoring/signals/4": DELETE},
-    {"/scoring/kernel": {"atom": "runtime_conditional_similarity_kernel", "theta": 0.5}},
+    {
+        "/scoring/kernel": {
+            "atom": "runtime_conditional_similarity_kernel",
+            "theta": 0.5,
+        }
+    },
     {"/constraints/pool/0/pool_ratio": 0.75},
     {"/constraints/partition/cells": 7},
     {"/constraints/selector/r_min": 7},
@@ -71,7 +85,9 @@ def test_a_digest_is_that_of_behaviour() -> None:
     # Those of the states that ship are pinned.
     mine = "2233f0520a54703f1c5f07895539f52e9ab2bfdbe4fd2bf8dcc548516794c9a8"
     for changes in SAME:
-        assert load_state(edited(WRITTEN, changes)).digest == state(changes).digest == mine, changes
+        assert (
+            load_state(edited(WRITTEN, changes)).digest == state(changes).digest == mine
+        ), changes
     others = [load_state(edited(WRITTEN, changes)).digest for changes in DIFFERENT]
     assert len({mine, *others}) == 1 + len(others)
 
@@ -90,10 +106,15 @@ def test_states_share_a_core_whatever_its_share_and_what_the_rest_of_them_is() -
         return state({**(changes or {}), "/core": core}).core_digest
 
     half = core_digest({"share": 0.5})
-    assert half == core_digest({"share": 0.75}) == core_digest({"share": 0.5}, UNCHANGED)
+    assert (
+        half == core_digest({"share": 0.75}) == core_digest({"share": 0.5}, UNCHANGED)
+    )
     before = core_digest({"share": 0.5}, IN)
     assert before == core_digest({"share": 0.5}, {**IN, **UNCHANGED})
-    free = [core_digest({"share": 0.5}, {**ranked, "/shares": "free"}) for ranked in ({}, IN)]
+    free = [
+        core_digest({"share": 0.5}, {**ranked, "/shares": "free"})
+        for ranked in ({}, IN)
+    ]
     assert len({half, before, *free, core_digest({"share": 0.5, "cover": 0.5})}) == 5
     assert (state().core_digest, state(IN).core_digest) == ("", "")
     assert '"core"' not in state().dumps() and '"rank_at"' not in state().dumps()
@@ -105,18 +126,30 @@ ACCEPTED: list[Changes] = [
     {"/constraints/selector/q_e": 640.0},
     {"/safety": ["deterministic"]},
     {"/core": {"share": 0.5, "cover": 0.5, "strength": 0.25}, **IN},
-    {"/provenance": {"seed": -(2**63), "scores": {"": 10**300, "by": [1, {"k": None}]}}},
+    {
+        "/provenance": {
+            "seed": -(2**63),
+            "scores": {"": 10**300, "by": [1, {"k": None}]},
+        }
+    },
     {"/provenance": {"evaluated_on": "400 questions — naïve split"}},
 ]
 
 
 @pytest.mark.parametrize(
     "data",
-    [*(edited(sample(), changes) for changes in ACCEPTED),
-     *(json.loads(path.read_text(encoding="utf-8")) for path in shipped_states().values())],
+    [
+        *(edited(sample(), changes) for changes in ACCEPTED),
+        *(
+            json.loads(path.read_text(encoding="utf-8"))
+            for path in shipped_states().values()
+        ),
+    ],
     ids=[*map(str, ACCEPTED), *shipped_states()],
-)  # fmt: skip
-def test_the_schema_accepts_what_the_loader_accepts_which_comes_back_equal(data: Json) -> None:
+)
+def test_the_schema_accepts_what_the_loader_accepts_which_comes_back_equal(
+    data: Json,
+) -> None:
     CHECKED.validate(data)
     loaded = load_state(data)
     CHECKED.validate(json.loads(loaded.dumps()))
@@ -127,19 +160,26 @@ def test_the_schema_accepts_what_the_loader_accepts_which_comes_back_equal(data:
 
 def test_the_reference_names_every_atom_and_parameter_once() -> None:
     prompt = render_language()
-    assert Counter(name for place in PLACES for name in place.names) == Counter(ATOMS.names())
+    assert Counter(name for place in PLACES for name in place.names) == Counter(
+        ATOMS.names()
+    )
     names = set(BASE_POLICIES) | {name for name in ATOMS.names() if name not in RECIPES}
     assert all(f"- {name}: " in prompt for name in names)
     assert all(place.pointer in prompt for place in PLACES)
     schema = json.dumps(SCHEMA)
     for name in ATOMS.names():
         for p in _list_parameters(ATOMS[name].call):
-            assert f"{p.name} = {p.default} ({p.values}: {p.description})" in prompt, name
+            assert f"{p.name} = {p.default} ({p.values}: {p.description})" in prompt, (
+                name
+            )
             assert json.dumps(p.description) in schema
     # The names of the 81 reassemblies are explained by their axes.
     for name, recipe in RECIPES.items():
         assert all(f"{level}: " in prompt for level in recipe.cell.split("."))
-        assert name == f"reassemble/{recipe.cell}" or f"- {name} is {recipe.cell}\n" in prompt
+        assert (
+            name == f"reassemble/{recipe.cell}"
+            or f"- {name} is {recipe.cell}\n" in prompt
+        )
     # The core is an extension, which a prompt may leave out.
     for name, field in Core.model_fields.items():
         assert f"- {name} = " in prompt.partition("core (/core), an extension")[2]

@@ -45,12 +45,16 @@ def test_the_record_applied_to_the_old_state_gives_the_new_one_which_holds_k(
     policy = materialize(load_state(new.dumps()))
     assert (policy.budget, policy.quota) == (budget or 32, min(2, budget or 2))
     if budget in FIXED_BUDGETS:
-        assert data["budget"] == {**sample()["budget"], "atom": f"fixed_budget@{budget}"}
+        assert data["budget"] == {
+            **sample()["budget"],
+            "atom": f"fixed_budget@{budget}",
+        }
     assert transfer(state(), 32) == (state(), ()) == transfer(state())
 
 
 RATIO = {"atom": "ratio_budget", "ratio": 0.1, "floor": 8, "ceiling": 64, "limit": 100}
-R_MIN, SIGN = "/constraints/selector/r_min", "/scoring/signals/0/sign"
+R_MIN = "/constraints/selector/r_min"
+SIGN = "/scoring/signals/0/sign"
 TOWER = {"tokens": {"atom": "vision_tokens@vision_tower"}}
 SAME = ...
 
@@ -73,30 +77,44 @@ SAME = ...
     ],
 )  # fmt: skip
 def test_what_depends_on_budget_or_backbone_follows_it(
-    changes: Changes, budget: int | None, backbone: BackboneShape, where: str, value: object
+    changes: Changes,
+    budget: int | None,
+    backbone: BackboneShape,
+    where: str,
+    value: object,
 ) -> None:
     _, record = transfer(state(changes), budget, backbone)
     assert {change.where: change.after for change in record}.get(where, SAME) == value
 
 
-def test_the_limit_applies_scores_are_not_transferred_and_the_backbone_is_checked() -> None:
+def test_the_limit_applies_scores_are_not_transferred_and_the_backbone_is_checked() -> (
+    None
+):
     with pytest.raises(BudgetError, match="/budget/limit"):
         transfer(state({"/budget": RATIO}), 128)
-    provenance = {"found_by": "a search", "evaluated_on": "mini-LLaVA",
-                  "scores": {"accuracy": 0.9}, "notes": "first of many"}  # fmt: skip
+    provenance = {
+        "found_by": "a search",
+        "evaluated_on": "mini-LLaVA",
+        "scores": {"accuracy": 0.9},
+        "notes": "first of many",
+    }
     old = state({"/provenance": provenance})
     new = transfer(old, 64, LLAVA_NEXT_7B)[0].provenance
     assert (new.found_by, new.evaluated_on, new.scores) == ("a search", "", {})
     assert new.notes.startswith("first of many Re-materialized from sample")
     assert old.digest[:12] in new.notes
-    cls = state({"/base_policy": {"name": "visionzip", "params": {"patch_only": False}}})
+    cls = state(
+        {"/base_policy": {"name": "visionzip", "params": {"patch_only": False}}}
+    )
     policy = materialize(transfer(cls, 64)[0])
     assert check_transfer(policy, LLAVA_NEXT_7B).valid
     failed = check_transfer(policy, QWEN_7B)  # whose tower has no [CLS]
     assert "use VisionZip with patch_only" in failed.failures()[0].detail
 
 
-X, Y, Z = {"atom": "x", "weight": 1}, {"atom": "y", "weight": 2}, {"atom": "z"}
+X = {"atom": "x", "weight": 1}
+Y = {"atom": "y", "weight": 2}
+Z = {"atom": "z"}
 
 
 @pytest.mark.parametrize(
@@ -125,7 +143,10 @@ def test_no_variant_reads_the_instruction(policy: str) -> None:
     variant, _ = instruction_free(state({"/base_policy": {"name": policy}}))
     assert not materialize(variant, 8).reads_instruction
     readers = {name for name, policy in BASE_POLICIES.items() if policy.core is None}
-    assert set(NEAREST) == readers and not {other for other, _ in NEAREST.values()} & readers
+    assert (
+        set(NEAREST) == readers
+        and not {other for other, _ in NEAREST.values()} & readers
+    )
 
 
 @pytest.mark.parametrize(
@@ -134,7 +155,11 @@ def test_no_variant_reads_the_instruction(policy: str) -> None:
         ("cen_cdpruner", {"scale_variance": True}, {"relevance": False}),
         ("mmtok", {"alpha": 0.25}, {"words": False}),
         ("fsr", {"rho": 0.5}, {"alpha": 0.0}),
-        ("idpruner", {"importance": "relevance", "balance": 0}, {"importance": "attention"}),
+        (
+            "idpruner",
+            {"importance": "relevance", "balance": 0},
+            {"importance": "attention"},
+        ),
     ],
 )
 def test_a_policy_with_a_form_that_reads_no_question_keeps_its_other_parameters(
@@ -147,9 +172,12 @@ def test_a_policy_with_a_form_that_reads_no_question_keeps_its_other_parameters(
 
 
 def test_only_instruction_dependent_parts_change_and_are_recorded() -> None:
-    before, tokens = state(), images(3)
+    before = state()
+    tokens = images(3)
     variant, changes = instruction_free(before)
-    assert [change.where for change in changes if not change.where.startswith("/provenance")] == [
+    assert [
+        change.where for change in changes if not change.where.startswith("/provenance")
+    ] == [
         "/name",
         "/base_policy/name",
         "/base_policy/params/theta",
@@ -157,19 +185,29 @@ def test_only_instruction_dependent_parts_change_and_are_recorded() -> None:
         "/scoring/signals/0",
     ]
     assert all(change.why for change in changes) and variant.provenance.scores == {}
-    alone = state({"/scoring/signals": [{"atom": "instruction_guided_visual_relevance"}]})
+    alone = state(
+        {"/scoring/signals": [{"atom": "instruction_guided_visual_relevance"}]}
+    )
     (signal,) = instruction_free(alone)[0].scoring.signals
     assert signal.atom == "attention_proxy_saliency"
-    gated = state({"/reassembly": {"atom": "semantic_gated_residual_merge", "strength": 0.2}})
+    gated = state(
+        {"/reassembly": {"atom": "semantic_gated_residual_merge", "strength": 0.2}}
+    )
     with pytest.raises(StateError) as caught:
         instruction_free(gated)
     assert [problem.where for problem in caught.value.problems] == ["/reassembly"]
     # A core is dropped with the reason, unless the state is all core.
     variant, changes = instruction_free(state({"/core": {"share": 0.5}}))
-    assert variant.core is None and variant.digest == instruction_free(state())[0].digest
+    assert (
+        variant.core is None and variant.digest == instruction_free(state())[0].digest
+    )
     (why,) = (change.why for change in changes if change.where == "/core")
     assert why == "without the instruction, questions share all KV blocks anyway"
     split = state({"/core": {"share": 1.0, "cover": 0.5, "strength": 0.25}})
     variant, _ = instruction_free(split)
-    actual, expected = (refine(materialize(chosen, 8), tokens) for chosen in (variant, split))
-    assert variant.core == split.core and torch.equal(actual.features, expected.features)
+    actual, expected = (
+        refine(materialize(chosen, 8), tokens) for chosen in (variant, split)
+    )
+    assert variant.core == split.core and torch.equal(
+        actual.features, expected.features
+    )

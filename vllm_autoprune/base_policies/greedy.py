@@ -64,10 +64,19 @@ def _greedy_policy(
     """Decorator: register a greedy policy by its picks ``(B, K)`` given tokens that are kept."""
 
     def register(function: _Pick[P]) -> _Pick[P]:
-        @base_policy(params, cost=cost, needs=needs, continuation=function, reads=reads, core=core)
+        @base_policy(
+            params,
+            cost=cost,
+            needs=needs,
+            continuation=function,
+            reads=reads,
+            core=core,
+        )
         @wraps(function)
         def select(params: P, tokens: VisualTokens, budget: int) -> ReferenceSelection:
-            return ReferenceSelection(function(params, tokens, budget, Given.none(tokens)))
+            return ReferenceSelection(
+                function(params, tokens, budget, Given.none(tokens))
+            )
 
         return function
 
@@ -86,7 +95,9 @@ class _Sets:
     @property
     def shares(self) -> tuple[int, ...]:
         """Tokens that are picked of each set of an image, the largest number first."""
-        return split_over_tiles(self.budget, 1 if self.across else self.tokens.grid.tiles)
+        return split_over_tiles(
+            self.budget, 1 if self.across else self.tokens.grid.tiles
+        )
 
     def of(self, values: Tensor) -> Tensor:
         """Values ``(B, N, ...)`` by set, ``(R, n, ...)``."""
@@ -106,15 +117,20 @@ class _Sets:
         """Picks ``(R, shares[0])`` within the sets as picks ``(B, K)`` within images."""
         if self.across:
             return picks
-        return self.tokens.join_tiles(picks, self.shares, self.start.next_tile(self.tokens))
+        return self.tokens.join_tiles(
+            picks, self.shares, self.start.next_tile(self.tokens)
+        )
 
     def pick_by_map(self, similarity: Tensor, quality: Tensor) -> Tensor:
         """Greedy MAP from the given tokens: quality scales the kernel conditioned on them."""
         eligible = conditioned = None
         if self.start.most:
-            eligible, fixed, valid = ~self.closed, self.start.indices, None
+            eligible = ~self.closed
+            fixed = self.start.indices
+            valid = None
             if not self.across and self.tokens.grid.tiles > 1:
-                size, tiles = self.tokens.grid.per_tile, self.tokens.grid.tiles
+                size = self.tokens.grid.per_tile
+                tiles = self.tokens.grid.tiles
                 tile = torch.arange(tiles, device=fixed.device)[None, :, None]
                 # A token of another tile stands at a place of its own and conditions nothing.
                 valid = (fixed // size)[:, None] == tile
@@ -122,7 +138,9 @@ class _Sets:
                 valid = valid.flatten(0, 1)
             conditioned = Conditioned.on(similarity, fixed, valid)
         count = self.shares[0]
-        picks = greedy_map(similarity, quality, count, eligible=eligible, conditioned=conditioned)
+        picks = greedy_map(
+            similarity, quality, count, eligible=eligible, conditioned=conditioned
+        )
         return self.join(picks)
 
 
@@ -143,7 +161,9 @@ class _DivPruneParams(PolicyParams):
 
 
 @_greedy_policy(_DivPruneParams, cost=28.8)
-def _divprune(params: _DivPruneParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
+def _divprune(
+    params: _DivPruneParams, tokens: VisualTokens, budget: int, start: Given
+) -> Tensor:
     """Max-min cosine distance, starting at the token farthest from its nearest neighbour.
 
     Source: Alvar et al., "DivPrune" (CVPR 2025), and its published code. Distances are in the dtype
@@ -151,16 +171,23 @@ def _divprune(params: _DivPruneParams, tokens: VisualTokens, budget: int, start:
     """
     sets = _Sets(tokens, budget, start, params.tile_scope == "global")
     cosine = tokens.cosine if sets.across else tokens.tile_cosine
-    distance, count = 1 - cosine.to(tokens.features.dtype), sets.shares[0]
+    distance = 1 - cosine.to(tokens.features.dtype)
+    count = sets.shares[0]
     if start.indices.shape[1]:
         nearest = _distance_to_kept(distance, sets.kept)
-        return sets.join(farthest_points(distance, count, nearest=nearest, taken=sets.closed))
+        return sets.join(
+            farthest_points(distance, count, nearest=nearest, taken=sets.closed)
+        )
     # The smallest distance of a token is to itself, so the second smallest is to its nearest
     # neighbour; like the published code, this does not mask the diagonal.
-    second = distance.topk(min(2, distance.shape[1]), dim=1, largest=False).values[:, -1]
+    second = distance.topk(min(2, distance.shape[1]), dim=1, largest=False).values[
+        :, -1
+    ]
     # Relative: where every token has a duplicate, what is left is rounding, as published.
     seed = argmax_within(second, relative=True)[0][:, None]
-    nearest = distance.gather(1, seed[:, :, None].expand(-1, -1, distance.shape[1]))[:, 0]
+    nearest = distance.gather(1, seed[:, :, None].expand(-1, -1, distance.shape[1]))[
+        :, 0
+    ]
     taken = sets.closed.scatter(1, seed, True)
     others = farthest_points(distance, count - 1, nearest=nearest, taken=taken)
     return sets.join(torch.cat([seed, others], dim=1))
@@ -173,7 +200,9 @@ class _NormParams(PolicyParams):
 
 
 @_greedy_policy(_NormParams, cost=3.0)
-def _norm(params: _NormParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
+def _norm(
+    params: _NormParams, tokens: VisualTokens, budget: int, start: Given
+) -> Tensor:
     """The tokens of largest norm: a control, not a published method."""
     sets = _Sets(tokens, budget, start, params.tile_scope == "global")
     norm = sets.of(tokens.norm[:, :, 0].float()).masked_fill(sets.closed, -1.0)
@@ -192,7 +221,9 @@ class _CDPrunerParams(PolicyParams):
 
 
 @_greedy_policy(_CDPrunerParams, needs=frozenset({"instruction"}), cost=8.5)
-def _cdpruner(params: _CDPrunerParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
+def _cdpruner(
+    params: _CDPrunerParams, tokens: VisualTokens, budget: int, start: Given
+) -> Tensor:
     """Greedy MAP on L = diag(r) S diag(r) per tile, with relevance r normalised over all tiles.
 
     Source: Zhang et al., "CDPruner" (NeurIPS 2025), and its published code, which is followed where
@@ -200,7 +231,9 @@ def _cdpruner(params: _CDPrunerParams, tokens: VisualTokens, budget: int, start:
     """
     relevance = min_max_normalise(tokens.require_instruction().relevance(), offset=1e-6)
     sets = _Sets(tokens, budget, start)
-    return sets.pick_by_map(tokens.tile_cosine, sets.of(sharpen(relevance, params.theta)))
+    return sets.pick_by_map(
+        tokens.tile_cosine, sets.of(sharpen(relevance, params.theta))
+    )
 
 
 class _CentredParams(PolicyParams):
@@ -216,7 +249,9 @@ class _CentredParams(PolicyParams):
         description="weight of a token by its mean dissimilarity to the others; sigmoid: as "
         "published for Qwen2.5-VL; none: all alike",
     )
-    centre: bool = Field(True, description="subtract the mean token before tokens are compared")
+    centre: bool = Field(
+        True, description="subtract the mean token before tokens are compared"
+    )
     tile_scope: TileScope = Field("per_tile", description=_SCOPE)
 
     def compare(self, sets: _Sets) -> tuple[Tensor, Tensor]:
@@ -275,7 +310,8 @@ def _cen_divprune(
     similarity, weight = params.compare(sets)
     distance = 1 - similarity
     # At a weighted distance of at most the floor the other tokens come by weight.
-    nearest, taken = _distance_to_kept(distance, sets.kept), sets.closed
+    nearest = _distance_to_kept(distance, sets.kept)
+    taken = sets.closed
     return sets.join(
         weighted_farthest_points(
             distance, weight, sets.shares[0], nearest=nearest, taken=taken, floor=1e-6
@@ -287,12 +323,17 @@ class _ScopeParams(PolicyParams):
     """Parameters of SCOPE."""
 
     alpha: float = Field(
-        1.0, ge=0.0, le=4.0, description="exponent of the attention that weighs a token's gain"
+        1.0,
+        ge=0.0,
+        le=4.0,
+        description="exponent of the attention that weighs a token's gain",
     )
 
 
 @_greedy_policy(_ScopeParams, needs=frozenset({"cls_attention", "encoder"}), cost=25.3)
-def _scope(params: _ScopeParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
+def _scope(
+    params: _ScopeParams, tokens: VisualTokens, budget: int, start: Given
+) -> Tensor:
     """Greedy coverage of the encoder's tokens, each gain times the attention of [CLS].
 
     Source: SCOPE (NeurIPS 2025, arXiv 2510.24214) and its published code.
@@ -315,7 +356,10 @@ class _MMTokParams(PolicyParams):
     """Parameters of MMTok."""
 
     alpha: float = Field(
-        0.5, ge=0.0, le=4.0, description="weight of covering the image beside covering the words"
+        0.5,
+        ge=0.0,
+        le=4.0,
+        description="weight of covering the image beside covering the words",
     )
     tau_text: float = Field(
         0.02,
@@ -338,11 +382,15 @@ class _MMTokCoreParams(_MMTokParams):
 @_greedy_policy(
     _MMTokParams,
     needs=frozenset({"encoder", "words"}),
-    reads=lambda params: frozenset({"encoder", "words"} if params.words else {"encoder"}),
+    reads=lambda params: frozenset(
+        {"encoder", "words"} if params.words else {"encoder"}
+    ),
     core=_MMTokCoreParams,
     cost=26.6,
 )
-def _mmtok(params: _MMTokParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
+def _mmtok(
+    params: _MMTokParams, tokens: VisualTokens, budget: int, start: Given
+) -> Tensor:
     """Greedy coverage of the question's words and of the image's own tokens.
 
     Source: MMTok (ICLR 2026, arXiv 2508.18264) and its published code.
@@ -350,11 +398,18 @@ def _mmtok(params: _MMTokParams, tokens: VisualTokens, budget: int, start: Given
     # How well each token covers each token of its tile (B * T, n, n), and each word; 0 for padding.
     sets = _Sets(tokens, budget, start)
     rows = sets.of(tokens.require_encoder())
-    covers = cosines(rows, rows.norm(dim=-1, keepdim=True)).div_(params.tau_vision).softmax(dim=2)
+    covers = (
+        cosines(rows, rows.norm(dim=-1, keepdim=True))
+        .div_(params.tau_vision)
+        .softmax(dim=2)
+    )
     degrees = covers.transpose(1, 2) * (params.alpha / rows.shape[1])
     if params.words:
-        words, tiles = tokens.require_words(), tokens.grid.tiles
-        embeddings = words.embeddings.to(tokens.output.dtype).repeat_interleave(tiles, dim=0)
+        words = tokens.require_words()
+        tiles = tokens.grid.tiles
+        embeddings = words.embeddings.to(tokens.output.dtype).repeat_interleave(
+            tiles, dim=0
+        )
         cosine = cosines_between(sets.of(tokens.output), embeddings)
         used = words.used.repeat_interleave(tiles, dim=0)[:, None, :]
         share = (cosine / params.tau_text).softmax(dim=1)
@@ -376,7 +431,10 @@ class _IDPrunerParams(PolicyParams):
     """Parameters of IDPruner."""
 
     balance: float = Field(
-        0.5, ge=0.0, le=1.0, description="share of importance; the rest is dissimilarity (lambda)"
+        0.5,
+        ge=0.0,
+        le=1.0,
+        description="share of importance; the rest is dissimilarity (lambda)",
     )
     importance: Literal["attention", "relevance"] = Field(
         "attention", description="attention of [CLS], or relevance to the question"
@@ -386,7 +444,9 @@ class _IDPrunerParams(PolicyParams):
 class _IDPrunerCoreParams(_IDPrunerParams):
     """Parameters of IDPruner without the question."""
 
-    importance: Literal["attention"] = Field("attention", description="a core reads no question")
+    importance: Literal["attention"] = Field(
+        "attention", description="a core reads no question"
+    )
 
 
 @_greedy_policy(
@@ -398,7 +458,9 @@ class _IDPrunerCoreParams(_IDPrunerParams):
     core=_IDPrunerCoreParams,
     cost=29.5,
 )
-def _idpruner(params: _IDPrunerParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
+def _idpruner(
+    params: _IDPrunerParams, tokens: VisualTokens, budget: int, start: Given
+) -> Tensor:
     """Marginal relevance: the most important tokens that are unlike those picked before.
 
     Source: IDPruner (arXiv 2602.13315) and its published code in AngelSlim, whose importance is a
@@ -413,9 +475,13 @@ def _idpruner(params: _IDPrunerParams, tokens: VisualTokens, budget: int, start:
         score = tokens.require_instruction().relevance()
     # Importance (B * T, n) in [0, 1], normalised within each tile, with the published 1e-6.
     score = sets.of(score)
-    low, high = score.amin(dim=1, keepdim=True), score.amax(dim=1, keepdim=True)
-    importance, balance = (score - low) / (high - low + 1e-6), params.balance
-    similarity, kept, free = tokens.precise_tile_cosine, sets.kept, ~sets.closed
+    low = score.amin(dim=1, keepdim=True)
+    high = score.amax(dim=1, keepdim=True)
+    importance = (score - low) / (high - low + 1e-6)
+    balance = params.balance
+    similarity = tokens.precise_tile_cosine
+    kept = sets.kept
+    free = ~sets.closed
 
     rows, size = importance.shape
     offset = torch.arange(0, rows * size, size, device=importance.device)
@@ -429,7 +495,9 @@ def _idpruner(params: _IDPrunerParams, tokens: VisualTokens, budget: int, start:
         score = torch.where(begins, importance, score)
         score = score.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
         # NaN counts less than any number, but more than a token that is taken.
-        score = torch.where(free, score.clamp_min(torch.finfo(score.dtype).min), -torch.inf)
+        score = torch.where(
+            free, score.clamp_min(torch.finfo(score.dtype).min), -torch.inf
+        )
         pick, _ = argmax_within(score)
         picks.append(pick[:, None])
         free = free.scatter(1, pick[:, None], False)

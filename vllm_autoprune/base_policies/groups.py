@@ -43,7 +43,9 @@ class _HoloVParams(PolicyParams):
 
 
 @base_policy(_HoloVParams, needs=frozenset({"cls_attention"}), cost=8.8)
-def _holov(params: _HoloVParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+def _holov(
+    params: _HoloVParams, tokens: VisualTokens, budget: int
+) -> ReferenceSelection:
     """The most attended tokens of every band of rows, with quotas by the band's attention.
 
     Source: HoloV (NeurIPS 2025, arXiv 2510.02912) and its published code. The code also adds the
@@ -51,11 +53,14 @@ def _holov(params: _HoloVParams, tokens: VisualTokens, budget: int) -> Reference
     its attention: quotas are those of attention alone, so features are not read [ours].
     """
     attention = tokens.require_cls_attention().float()
-    groups, picks = TileGroup.split(tokens, budget), []
+    groups = TileGroup.split(tokens, budget)
+    picks = []
     for group in groups:
         scores = group.of(attention, tokens)
         bands = params.count(scores.shape[1], group.share)
-        picks.append(group.within_image(_select_by_band(scores, group.share, bands), tokens))
+        picks.append(
+            group.within_image(_select_by_band(scores, group.share, bands), tokens)
+        )
     return ReferenceSelection(TileGroup.join(picks, groups, tokens))
 
 
@@ -68,7 +73,8 @@ def _select_by_band(attention: Tensor, count: int, bands: int) -> Tensor:
     """
     rows, size = attention.shape
     place = torch.arange(size, device=attention.device)
-    long, short = size % bands, size // bands
+    long = size % bands
+    short = size // bands
     edge = long * (short + 1)
     after = long + (place - edge) // max(short, 1)
     band = torch.where(place < edge, place // (short + 1), after)
@@ -82,10 +88,14 @@ def _select_by_band(attention: Tensor, count: int, bands: int) -> Tensor:
     weight = _BAND_SCALE * total / sizes.clamp_min(1)
     fair = count * weight / weight.sum(dim=1, keepdim=True)
     take = (
-        (count * weight / (weight.sum(dim=1, keepdim=True) + _BAND_OFFSET)).floor().to(torch.int64)
+        (count * weight / (weight.sum(dim=1, keepdim=True) + _BAND_OFFSET))
+        .floor()
+        .to(torch.int64)
     )
     remainder = count - take.sum(dim=1, keepdim=True)
-    by_weight = torch.zeros_like(take).scatter_(1, rank_descending(weight), turn.expand(rows, -1))
+    by_weight = torch.zeros_like(take).scatter_(
+        1, rank_descending(weight), turn.expand(rows, -1)
+    )
     take = torch.minimum(take + (by_weight < remainder), sizes)
     for _ in range(count):
         missing = count - take.sum(dim=1, keepdim=True)
@@ -117,7 +127,10 @@ class _PruneSIDParams(PolicyParams):
     """Parameters of PruneSID."""
 
     groups: int | None = Field(
-        None, ge=1, le=256, description="groups per tile; null: a quarter of its tokens, K / 4"
+        None,
+        ge=1,
+        le=256,
+        description="groups per tile; null: a quarter of its tokens, K / 4",
     )
     threshold: float | None = Field(
         None,
@@ -139,7 +152,9 @@ class _PruneSIDParams(PolicyParams):
     reads=lambda params: frozenset(_MODE_NEEDS[params.mode]),
     cost=83.6,
 )
-def _prunesid(params: _PruneSIDParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+def _prunesid(
+    params: _PruneSIDParams, tokens: VisualTokens, budget: int
+) -> ReferenceSelection:
     """The most attended tokens of every principal direction that repeat no better one.
 
     Source: PruneSID (ICLR 2026, arXiv 2603.09480) and its published code, whose decomposition is
@@ -171,10 +186,13 @@ def _pick_by_group(
     With one row of [CLS], ``count`` is one less than the tiles' share, which the rules count by.
     Earlier picks mean higher confidence, as consumers of a reference selection expect.
     """
-    qwen, budget = params.mode == "qwen", tiles.share
+    qwen = params.mode == "qwen"
+    budget = tiles.share
     rows = tiles.of(tokens.features if qwen else tokens.require_encoder(), tokens)
     size = rows.shape[1]
-    wanted = max(budget // 4, 4 if qwen else 1) if params.groups is None else params.groups
+    wanted = (
+        max(budget // 4, 4 if qwen else 1) if params.groups is None else params.groups
+    )
     # Absolute top left singular vectors (R, n, q) of sigmoid(rows), each row less its mean. Exact,
     # in float64: groups are decided by small differences. Rows that are not finite count as 0,
     # because a decomposition of them raises.
@@ -189,20 +207,29 @@ def _pick_by_group(
         score = tiles.of(tokens.require_cls_attention().float(), tokens)
     similarity = cosines(rows, rows.norm(dim=-1, keepdim=True))
     # Similarity, as a multiple of the mean of all pairs, from which on a token repeats another.
-    total = torch.stack([matrix.sum() - matrix.diagonal().sum() for matrix in similarity])
-    threshold, mean = params.threshold, total[:, None] / max(1, size * (size - 1))
+    total = torch.stack(
+        [matrix.sum() - matrix.diagonal().sum() for matrix in similarity]
+    )
+    threshold = params.threshold
+    mean = total[:, None] / max(1, size * (size - 1))
     if threshold is None:
         threshold = max(18 * budget / size, 1.0) if qwen else budget / 32
     if qwen:  # the published mean is a sum over pairs and the diagonal, by n squared
-        diagonals = torch.stack([matrix.diagonal().sum() for matrix in similarity])[:, None]
+        diagonals = torch.stack([matrix.diagonal().sum() for matrix in similarity])[
+            :, None
+        ]
         mean = (mean * (size * (size - 1)) / 2 + diagonals) / size**2
     bound = threshold * mean
     best = rank_descending(score)
     distinct = _find_distinct(similarity, best, group, bound)
     sizes = _count_members(group, loadings.shape[2])
-    take = _group_quotas(sizes, _count_members(group, loadings.shape[2], distinct), budget, count)
+    take = _group_quotas(
+        sizes, _count_members(group, loadings.shape[2], distinct), budget, count
+    )
 
-    order = best.gather(1, (~distinct).gather(1, best).to(torch.uint8).argsort(dim=1, stable=True))
+    order = best.gather(
+        1, (~distinct).gather(1, best).to(torch.uint8).argsort(dim=1, stable=True)
+    )
     order = order.gather(1, group.gather(1, order).argsort(dim=1, stable=True))
     begins = (sizes.cumsum(dim=1) - sizes).gather(1, group.gather(1, order))
     places = torch.arange(size, device=order.device) - begins
@@ -212,7 +239,9 @@ def _pick_by_group(
     return best.gather(1, turn.argsort(dim=1, stable=True)[:, :count])
 
 
-def _find_distinct(similarity: Tensor, order: Tensor, group: Tensor, bound: Tensor) -> Tensor:
+def _find_distinct(
+    similarity: Tensor, order: Tensor, group: Tensor, bound: Tensor
+) -> Tensor:
     """Tokens ``(R, n)`` bool that are at most ``bound`` similar to every better one of their group.
 
     Non-maximum suppression: similarity ``(R, n, n)``, order ``(R, n)`` token indices from best to
@@ -253,7 +282,9 @@ def _group_quotas(members: Tensor, distinct: Tensor, budget: int, total: int) ->
     extra = total - least.sum(dim=1, keepdim=True)
     share = distinct.float() / distinct.sum(dim=1, keepdim=True).float()
     ends = (share.cumsum(dim=1) * extra).round().to(torch.int64)
-    take = torch.minimum(ends.diff(dim=1, prepend=torch.zeros_like(ends[:, :1])) + least, most)
+    take = torch.minimum(
+        ends.diff(dim=1, prepend=torch.zeros_like(ends[:, :1])) + least, most
+    )
     # What a group has no room for goes to the groups with most distinct members.
     largest = rank_descending(distinct)
     room = (most - take).gather(1, largest)

@@ -41,7 +41,9 @@ class _FastVParams(PolicyParams):
     ranking_layers=lambda params, layers: params.layer - 1,
     cost=0.6,
 )
-def _fastv(params: _FastVParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+def _fastv(
+    params: _FastVParams, tokens: VisualTokens, budget: int
+) -> ReferenceSelection:
     """The tokens with most attention from the last instruction token, averaged over heads.
 
     Source: Chen et al., "An Image is Worth 1/2 Tokens After Layer 2" (ECCV 2024), and its published
@@ -70,7 +72,9 @@ class _PyramidDropParams(PolicyParams):
     _PyramidDropParams,
     needs=frozenset({"language"}),
     # Attention of a layer needs the layers before it.
-    ranking_layers=lambda params, layers: layers // 4 if params.layer is None else params.layer,
+    ranking_layers=lambda params, layers: (
+        layers // 4 if params.layer is None else params.layer
+    ),
     cost=0.6,
 )
 def _pyramiddrop(
@@ -115,7 +119,9 @@ class _DartParams(PolicyParams):
     _DartParams,
     needs=frozenset({"language"}),
     # States of a layer need that layer as well.
-    ranking_layers=lambda params, layers: params.layer if params.space == "layer" else 0,
+    ranking_layers=lambda params, layers: (
+        params.layer if params.space == "layer" else 0
+    ),
     cost=3.4,
 )
 def _dart(params: _DartParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
@@ -126,7 +132,8 @@ def _dart(params: _DartParams, tokens: VisualTokens, budget: int) -> ReferenceSe
     the port in LightCompress. Here tokens are selected before prefill [ours], by the states of an
     early layer or by the input embeddings alone.
     """
-    language, count = tokens.require_language(), tokens.count
+    language = tokens.require_language()
+    count = tokens.count
     # L1 norms (B, L), over all heads together, rank pivots; states (B, L, D) are compared.
     if params.space == "embeddings":
         states = language.embeddings().float()
@@ -150,10 +157,13 @@ def _dart(params: _DartParams, tokens: VisualTokens, budget: int) -> ReferenceSe
     each, remainder = divmod(budget - visual.shape[1], turns.shape[1])
     image = states.narrow(1, language.start, count)
     dissimilarity = -cosines_with(gather_rows(states, turns), image)
-    taken, picks = mask_from_indices(visual, count), [visual]
+    taken = mask_from_indices(visual, count)
+    picks = [visual]
     for turn in range(turns.shape[1]):
         # NaN ranks last among the remaining tokens, but before those already taken.
-        score = dissimilarity[:, turn].nan_to_num(nan=-2.0).masked_fill(taken, -torch.inf)
+        score = (
+            dissimilarity[:, turn].nan_to_num(nan=-2.0).masked_fill(taken, -torch.inf)
+        )
         chosen = rank_descending(score)[:, : each + (turn < remainder)]
         taken.scatter_(1, chosen, True)
         picks.append(chosen)
@@ -182,7 +192,9 @@ class _SparseVLMParams(PolicyParams):
     ranking_layers=lambda params, layers: params.layer + params.recycle,
     cost=0.6,
 )
-def _sparsevlm(params: _SparseVLMParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+def _sparsevlm(
+    params: _SparseVLMParams, tokens: VisualTokens, budget: int
+) -> ReferenceSelection:
     """The tokens with most attention from visually relevant text tokens, averaged over heads.
 
     Source: Zhang et al., "SparseVLM" (ICML 2025), and its published code, first version. It prunes
@@ -200,7 +212,9 @@ def _sparsevlm(params: _SparseVLMParams, tokens: VisualTokens, budget: int) -> R
         return ReferenceSelection(picks)
     # As published, clusters are computed from the layer's states; their means are of the rows that
     # enter the language model, because the mean becomes one of those rows.
-    sources = order[:, picks.shape[1] :][:, : _recycled_count(tokens.count - picks.shape[1])]
+    sources = order[:, picks.shape[1] :][
+        :, : _recycled_count(tokens.count - picks.shape[1])
+    ]
     states = language.visual(language.states(params.layer), tokens.count, dim=1)
     members = _density_peak_clusters(gather_rows(states, sources), extra)
     merged = _cluster_means(members, gather_rows(tokens.output, sources))
@@ -214,15 +228,20 @@ def _rater_attention(language: LanguagePrefix, layer: int, count: int) -> Tensor
     tokens of dot products of input embeddings, averaged over visual tokens. If none is above the
     mean, as with a single token, all are raters [ours].
     """
-    entering, text = language.embeddings().float(), language.text
+    entering = language.embeddings().float()
+    text = language.text
     words = language.textual(entering, count, dim=1)
     dots = matmul_each(language.visual(entering, count, dim=1), words.transpose(1, 2))
-    similarity = dots.masked_fill(~text[:, None, :], -torch.inf).softmax(dim=2).mean(dim=1)
+    similarity = (
+        dots.masked_fill(~text[:, None, :], -torch.inf).softmax(dim=2).mean(dim=1)
+    )
     mean = similarity.sum(dim=1, keepdim=True) / text.sum(dim=1, keepdim=True)
     above = (similarity > mean) & text
     rate = torch.where(above.any(dim=1, keepdim=True), above, text).float()
     attention = language.visual(language.attention(layer).float().mean(dim=1), count)
-    return matmul_each(rate[:, None, :], attention)[:, 0] / rate.sum(dim=1, keepdim=True)
+    return matmul_each(rate[:, None, :], attention)[:, 0] / rate.sum(
+        dim=1, keepdim=True
+    )
 
 
 def _cluster_means(members: Tensor, rows: Tensor) -> Tensor:
@@ -236,7 +255,9 @@ def _recycled_count(pruned: int) -> int:
     return min(pruned, int(0.3 * pruned) + 1)
 
 
-def _density_peak_clusters(states: Tensor, count: int, *, break_ties: bool = True) -> Tensor:
+def _density_peak_clusters(
+    states: Tensor, count: int, *, break_ties: bool = True
+) -> Tensor:
     """Density-peak clustering (Du et al. 2016, DPC-KNN) of states ``(B, n, D)``.
 
     Returns one-hot membership ``(B, n, count)`` float32.
@@ -247,13 +268,18 @@ def _density_peak_clusters(states: Tensor, count: int, *, break_ties: bool = Tru
     unbroken, as in the golden cases, which were recorded without noise.
     """
     states = states.float()
-    distance = torch.stack([torch.cdist(image, image) for image in states]) / states.shape[2] ** 0.5
+    distance = (
+        torch.stack([torch.cdist(image, image) for image in states])
+        / states.shape[2] ** 0.5
+    )
     near = distance.topk(min(count, distance.shape[2]), dim=2, largest=False).values
     density = (-near.square().mean(dim=2)).exp()
     denser = density[:, None, :] > density[:, :, None]
     if break_ties:
         place = torch.arange(states.shape[1], device=states.device)
-        denser |= (density[:, None, :] == density[:, :, None]) & (place < place[:, None])
+        denser |= (density[:, None, :] == density[:, :, None]) & (
+            place < place[:, None]
+        )
     farthest = distance.flatten(1).amax(dim=1)[:, None, None]
     apart = torch.where(denser, distance, farthest).amin(dim=2)
     chosen = (apart * density).argsort(dim=1, descending=True, stable=True)[:, :count]

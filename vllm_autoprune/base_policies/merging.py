@@ -56,14 +56,18 @@ def merge_by_tile(
     ``run`` gets tiles of equal share and returns P + E = share rows for each tile.
     """
     groups = TileGroup.split(tokens, budget)
-    picks, rows, extra = [], [], []
+    picks = []
+    rows = []
+    extra = []
     for group in groups:
         result = run(group)
         low = torch.cat([result.merged, result.extra], dim=1).to(
             tokens.require_tower().patches.dtype
         )
         high = tokens.require_tower().projected(low).to(tokens.output.dtype)
-        merged, added = high.split([result.merged.shape[1], result.extra.shape[1]], dim=1)
+        merged, added = high.split(
+            [result.merged.shape[1], result.extra.shape[1]], dim=1
+        )
         plain = result.picks[:, : result.picks.shape[1] - merged.shape[1]]
         untouched = gather_rows(group.of(tokens.output, tokens), plain)
         picks.append(group.within_image(result.picks, tokens))
@@ -87,18 +91,23 @@ class _VisionZipParams(PolicyParams):
         description="rows per tile that others are merged into; null: 10 of 64, at least one",
     )
     patch_only: bool = Field(
-        True, description="keep one more patch instead of the [CLS] row of the published code"
+        True,
+        description="keep one more patch instead of the [CLS] row of the published code",
     )
 
     def split(self, budget: int) -> tuple[int, int]:
         """Number of dominant (at least one) and contextual rows of a tile with this budget."""
-        wanted = max(1, 10 * budget // 64) if self.contextual is None else self.contextual
+        wanted = (
+            max(1, 10 * budget // 64) if self.contextual is None else self.contextual
+        )
         contextual = min(wanted, budget - 1)
         return budget - contextual, contextual
 
 
 @base_policy(_VisionZipParams, needs=frozenset({"cls_attention", "tower"}), cost=8.9)
-def _visionzip(params: _VisionZipParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+def _visionzip(
+    params: _VisionZipParams, tokens: VisualTokens, budget: int
+) -> ReferenceSelection:
     """Patches with most attention from [CLS], then evenly spaced ones with the rest merged in.
 
     Source: Yang et al., "VisionZip" (CVPR 2025), and its published code, which adds the mean of the
@@ -114,17 +123,23 @@ def _visionzip(params: _VisionZipParams, tokens: VisualTokens, budget: int) -> R
         dominant -= by_cls
         patches = group.of(tower.patches, tokens)
         extra = group.cls_rows(tokens) if by_cls else patches[:, :0]
-        top = rank_descending(group.of(tokens.require_cls_attention(), tokens))[:, :dominant]
+        top = rank_descending(group.of(tokens.require_cls_attention(), tokens))[
+            :, :dominant
+        ]
         if contextual == 0:
             return TileRows(top, patches[:, :0], extra)
-        size, remaining = patches.shape[1], patches.shape[1] - dominant
-        kept, step = mask_from_indices(top, size), max(1, remaining // contextual)
+        size = patches.shape[1]
+        remaining = patches.shape[1] - dominant
+        kept = mask_from_indices(top, size)
+        step = max(1, remaining // contextual)
         targets = indices_from_mask(~kept, remaining)[:, : contextual * step : step]
         kept = kept | mask_from_indices(targets, size)
         sources = indices_from_mask(~kept, remaining - contextual)
 
         keys = group.of(tower.keys, tokens)
-        unit = keys / keys.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(keys.dtype).tiny)
+        unit = keys / keys.norm(dim=-1, keepdim=True).clamp_min(
+            torch.finfo(keys.dtype).tiny
+        )
         towards = gather_rows(unit, targets).transpose(1, 2)
         nearest = matmul_each(gather_rows(unit, sources), towards).argmax(dim=2)
         members = patches.new_zeros(*nearest.shape, contextual)
@@ -178,7 +193,8 @@ class _PruMergePlusParams(PolicyParams):
     """Parameters of PruMerge+."""
 
     plus: bool = Field(
-        True, description="false: PruMerge, which keeps tokens by attention alone, without samples"
+        True,
+        description="false: PruMerge, which keeps tokens by attention alone, without samples",
     )
     drop_extra: bool = Field(
         False, description="keep one more token instead of the sum of the dropped ones"
@@ -203,7 +219,11 @@ def _prumerge_plus(
         # With a single row, keep a token: there has to be one to merge into.
         alone = params.drop_extra or group.share == 1
         count = group.share if alone else group.share - 1
-        picks = _spread(attention, count) if params.plus else rank_descending(attention)[:, :count]
+        picks = (
+            _spread(attention, count)
+            if params.plus
+            else rank_descending(attention)[:, :count]
+        )
         patches = group.of(tokens.require_tower().patches, tokens)
         merged, extra = _merge_neighbours(
             attention, group.of(following.keys, tokens), patches, picks
@@ -226,8 +246,11 @@ def _spread(attention: Tensor, count: int) -> Tensor:
     outlying = torch.zeros_like(order, dtype=torch.bool)
     outlying.scatter_(1, order, (positions < above).expand_as(order))
     others = torch.sort(outlying.to(torch.uint8), dim=1, stable=True).indices
-    remaining, samples = size - above, count - above
-    step = ((turn - above).clamp_min(0) * 2 + 1) * remaining // (2 * samples.clamp_min(1))
+    remaining = size - above
+    samples = count - above
+    step = (
+        ((turn - above).clamp_min(0) * 2 + 1) * remaining // (2 * samples.clamp_min(1))
+    )
     sampled = others.gather(1, step.clamp_max(size - 1))
     return torch.where(turn < above, order[:, :count], sampled)
 
@@ -260,10 +283,16 @@ class _FSRParams(PolicyParams):
     """Parameters of FSR."""
 
     alpha: float = Field(
-        3.0, ge=0.0, le=8.0, description="exponent of relevance in a token's priority; 0: none"
+        3.0,
+        ge=0.0,
+        le=8.0,
+        description="exponent of relevance in a token's priority; 0: none",
     )
     beta: float = Field(
-        1.0, ge=0.0, le=8.0, description="exponent of the attention of [CLS] in the priority"
+        1.0,
+        ge=0.0,
+        le=8.0,
+        description="exponent of the attention of [CLS] in the priority",
     )
     rho: float = Field(
         0.9, ge=0.0, le=1.0, description="share of all priority that the focus reaches"
@@ -282,9 +311,13 @@ class _FSRCoreParams(_FSRParams):
     alpha: float = Field(0.0, ge=0.0, le=0.0, description="a core reads no question")
 
 
-def _continue_fsr(params: _FSRParams, tokens: VisualTokens, budget: int, start: Given) -> Tensor:
+def _continue_fsr(
+    params: _FSRParams, tokens: VisualTokens, budget: int, start: Given
+) -> Tensor:
     """Tokens of highest priority: the scan has no part in a continuation [ours]."""
-    order = tokens.by_tile(_fsr_priority(params, tokens).masked_fill(start.closed, -torch.inf))
+    order = tokens.by_tile(
+        _fsr_priority(params, tokens).masked_fill(start.closed, -torch.inf)
+    )
     shares = split_over_tiles(budget, tokens.grid.tiles)
     picks = rank_descending(order)[:, : shares[0]]
     return tokens.join_tiles(picks, shares, start.next_tile(tokens))
@@ -307,7 +340,10 @@ def _fsr(params: _FSRParams, tokens: VisualTokens, budget: int) -> ReferenceSele
     """
     groups = TileGroup.split(tokens, budget)
     parts = [_focus_and_scan(params, tokens, group) for group in groups]
-    picks = [group.within_image(part[0], tokens) for group, part in zip(groups, parts, strict=True)]
+    picks = [
+        group.within_image(part[0], tokens)
+        for group, part in zip(groups, parts, strict=True)
+    ]
     merged = [part[1] for part in parts]
     return ReferenceSelection(
         TileGroup.join(picks, groups, tokens),
@@ -317,11 +353,16 @@ def _fsr(params: _FSRParams, tokens: VisualTokens, budget: int) -> ReferenceSele
 
 def _fsr_priority(params: _FSRParams, tokens: VisualTokens) -> Tensor:
     """phi = relevance^alpha * attention^beta ``(B, N)``, attention normalised in each tile."""
-    attention = min_max_normalise(tokens.by_tile(tokens.require_cls_attention().float()))
+    attention = min_max_normalise(
+        tokens.by_tile(tokens.require_cls_attention().float())
+    )
     phi = tokens.by_image(attention**params.beta)
     if params.alpha == 0:
         return phi
-    return phi * min_max_normalise(tokens.require_instruction().relevance()) ** params.alpha
+    return (
+        phi
+        * min_max_normalise(tokens.require_instruction().relevance()) ** params.alpha
+    )
 
 
 def _focus_and_scan(
@@ -336,7 +377,9 @@ def _focus_and_scan(
     count = group.share
     similarity = group.of(tokens.by_image(tokens.precise_tile_cosine), tokens)
     # The least number of tokens whose priority reaches the share rho of all; none of nothing.
-    reached = phi.sort(dim=1, descending=True, stable=True).values.double().cumsum(dim=1)
+    reached = (
+        phi.sort(dim=1, descending=True, stable=True).values.double().cumsum(dim=1)
+    )
     wanted = params.rho * reached[:, -1:]
     focus = torch.where(wanted > 0, (reached < wanted).sum(dim=1, keepdim=True) + 1, 0)
     focus = focus.clamp_max(count)
@@ -355,7 +398,8 @@ def _focus_and_scan(
     if params.kappa == 0:
         return picks, tokens.output[:, :0]
 
-    rows, size = group.of(tokens.output, tokens).float(), phi.shape[1]
+    rows = group.of(tokens.output, tokens).float()
+    size = phi.shape[1]
     in_scan = torch.arange(count, device=picks.device) >= focus
     towards = similarity.gather(2, picks[:, None, :].expand(-1, size, -1))
     nearness, owner = towards.masked_fill(~in_scan[:, None, :], -torch.inf).max(dim=2)
@@ -367,7 +411,8 @@ def _focus_and_scan(
     share = torch.where(merges, phi, 0.0)
     weights = rows.new_zeros(len(picks), size, count)
     weights.scatter_(2, owner[:, :, None], share[:, :, None])
-    priority, plain = phi.gather(1, picks), gather_rows(rows, picks)
+    priority = phi.gather(1, picks)
+    plain = gather_rows(rows, picks)
     total = priority + weights.sum(dim=1)
     mixed = priority[:, :, None] * plain + matmul_each(weights.transpose(1, 2), rows)
     changed = in_scan & (total > 0) & (weights.sum(dim=1) > 0)

@@ -21,7 +21,12 @@ from vllm_autoprune.ops.clips import (
 )
 from vllm_autoprune.ops.rowwise import rank_descending
 from vllm_autoprune.ops.similarity import cosines_with
-from vllm_autoprune.tpdsl.base_policy import P, PolicyParams, ReferenceSelection, base_policy
+from vllm_autoprune.tpdsl.base_policy import (
+    P,
+    PolicyParams,
+    ReferenceSelection,
+    base_policy,
+)
 from vllm_autoprune.tpdsl.tokens import Need, VisualTokens, split_over_tiles
 
 _Score = Callable[[P, VisualTokens], Tensor]
@@ -38,7 +43,9 @@ def _scored_policy(
     """Decorator: register a policy by its score ``(B, N)``; of an image the best of each tile."""
 
     def register(function: _Score[P]) -> _Score[P]:
-        @base_policy(params, cost=cost, needs=needs, reads=reads, core=core, score=function)
+        @base_policy(
+            params, cost=cost, needs=needs, reads=reads, core=core, score=function
+        )
         @wraps(function)
         def select(params: P, tokens: VisualTokens, budget: int) -> ReferenceSelection:
             order = rank_descending(tokens.by_tile(function(params, tokens)))
@@ -83,7 +90,8 @@ def _vcast(params: PolicyParams, tokens: VisualTokens) -> Tensor:
 
     def score(clip: Tensor) -> Tensor:
         norm: Tensor = clip.norm(dim=-1)
-        low, high = norm.amin(dim=1, keepdim=True), norm.amax(dim=1, keepdim=True)
+        low = norm.amin(dim=1, keepdim=True)
+        high = norm.amax(dim=1, keepdim=True)
         return distance_from_mean(clip) + (norm - low) / (high - low + 1e-6)
 
     return tokens.map_clips(score)
@@ -93,12 +101,18 @@ class _EchoPruneParams(PolicyParams):
     """Parameters of EchoPrune."""
 
     tau: float = Field(
-        0.5, ge=0.01, le=4.0, description="temperature of similarity to the frame before"
+        0.5,
+        ge=0.01,
+        le=4.0,
+        description="temperature of similarity to the frame before",
     )
     scope: Literal["frame", "local"] = Field(
-        "frame", description="tokens of the frame before: all, or the 3 x 3 around the place"
+        "frame",
+        description="tokens of the frame before: all, or the 3 x 3 around the place",
     )
-    words: bool = Field(True, description="false: what is new alone, without the question")
+    words: bool = Field(
+        True, description="false: what is new alone, without the question"
+    )
 
 
 class _EchoPruneCoreParams(_EchoPruneParams):
@@ -122,7 +136,9 @@ def _echoprune(params: _EchoPruneParams, tokens: VisualTokens) -> Tensor:
     width = tokens.grid.width if params.scope == "local" else 0
 
     def repeated(clip: Tensor) -> Tensor:
-        return cosine_to_previous(clip, 0.0) + echo_of_previous(clip, params.tau, 0.0, width)
+        return cosine_to_previous(clip, 0.0) + echo_of_previous(
+            clip, params.tau, 0.0, width
+        )
 
     score: Tensor = -tokens.map_clips(repeated)
     words = tokens.require_words() if params.words else None

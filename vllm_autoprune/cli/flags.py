@@ -42,7 +42,9 @@ def argument(*flags: str, **keywords: Any) -> _AddsArgument:
     return lambda parser: parser.add_argument(*flags, **keywords)
 
 
-def command(name: str, *arguments: _AddsArgument, epilog: str = "") -> Callable[[_Run], _Run]:
+def command(
+    name: str, *arguments: _AddsArgument, epilog: str = ""
+) -> Callable[[_Run], _Run]:
     """Make a function a sub-command."""
 
     def register(run: _Run) -> _Run:
@@ -75,7 +77,9 @@ def add_flags(
     for name in fields or model.model_fields:
         field = model.model_fields[name]
         keywords: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS}
-        text, default, shape = field.description or "", field.default, get_origin(field.annotation)
+        text = field.description or ""
+        default = field.default
+        shape = get_origin(field.annotation)
         if field.annotation is bool:
             keywords["action"] = "store_true"
         else:
@@ -109,7 +113,9 @@ def read_connection(options: argparse.Namespace) -> Connection:
 
 def read_flags(model: type[_M], options: argparse.Namespace) -> _M:
     """The model with the values of the flags that were given; raises pydantic's error."""
-    return model.model_validate({n: v for n, v in vars(options).items() if n in model.model_fields})
+    return model.model_validate(
+        {n: v for n, v in vars(options).items() if n in model.model_fields}
+    )
 
 
 def flag_problems(error: ValidationError, names: _Names) -> list[Problem]:
@@ -120,16 +126,24 @@ def flag_problems(error: ValidationError, names: _Names) -> list[Problem]:
     """
     details = error.errors(include_url=False)
     # A refused item of a tuple makes the tuple too short as well.
-    details = [row for row in details if row["type"] != "too_short" or len(details) == 1]
+    details = [
+        row for row in details if row["type"] != "too_short" or len(details) == 1
+    ]
     problems = []
     for detail in details:
-        fields = detail.get("ctx", {}).get("fields") or [str(name) for name in detail["loc"][:1]]
+        fields = detail.get("ctx", {}).get("fields") or [
+            str(name) for name in detail["loc"][:1]
+        ]
         where = ", ".join(_flag(name, names) for name in fields)
-        demand = detail["msg"].partition(", unable to")[0].removeprefix("Input should be ")
+        demand = (
+            detail["msg"].partition(", unable to")[0].removeprefix("Input should be ")
+        )
         if detail["type"] == "missing":
-            what, fix = "is not known", "give it"
+            what = "is not known"
+            fix = "give it"
         elif detail["msg"].startswith("Input should be "):
-            what, fix = f"{detail['input']!r} is refused", f"give a value that is {demand}"
+            what = f"{detail['input']!r} is refused"
+            fix = f"give a value that is {demand}"
         else:
             what, _, fix = demand.removeprefix("Value error, ").partition(": ")
         problems.append(Problem(where, what, fix))

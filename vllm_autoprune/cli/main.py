@@ -26,7 +26,7 @@ from vllm_autoprune.cli.output import CommandParser, error_as_json
 from vllm_autoprune.tpdsl.loading import suggest_name
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:  # noqa: C901
     """Run one command; exit status 0 on success, 1 on failure, 2 for wrong arguments."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = argparse.Namespace()
@@ -35,7 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     try:
         if words and not words[0].startswith("-") and words[0] not in SUMMARIES:
-            parser().error(f"no command {words[0]!r}: {suggest_name(words[0], list(SUMMARIES))}")
+            parser().error(
+                f"no command {words[0]!r}: {suggest_name(words[0], list(SUMMARIES))}"
+            )
         options = parser().parse_args(words)
         return int(options.run(options))
     except SystemExit as ended:
@@ -51,8 +53,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader has closed the pipe; without this, Python reports the error again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except KeyboardInterrupt as interrupt:  # its text: what is kept, where --resume goes on
-        print(f"vllm-autoprune {words[0]}: {str(interrupt) or 'stopped'}", file=sys.stderr)
+    except (
+        KeyboardInterrupt
+    ) as interrupt:  # its text: what is kept, where --resume goes on
+        print(
+            f"vllm-autoprune {words[0]}: {str(interrupt) or 'stopped'}", file=sys.stderr
+        )
         if str(interrupt):
             print(_resuming_command(words, options), file=sys.stderr)
         return 130  # as in shells: 128 + SIGINT
@@ -61,7 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _resuming_command(words: Sequence[str], options: argparse.Namespace) -> str:
     """The command that goes on with what was interrupted; dots stand for keys and headers."""
     fields = vars(options)
-    secrets = [fields.get("api_key"), *fields.get("header", ()), *fields.get("proposer_header", ())]
+    secrets = [
+        fields.get("api_key"),
+        *fields.get("header", ()),
+        *fields.get("proposer_header", ()),
+    ]
     hidden = []
     for word in words:
         name, equals, value = word.partition("=")
@@ -83,6 +93,8 @@ def parser() -> argparse.ArgumentParser:
         )
         for add in command.arguments:
             add(entry)
-        entry.add_argument("--json", action="store_true", help="print machine-readable output")
+        entry.add_argument(
+            "--json", action="store_true", help="print machine-readable output"
+        )
         entry.set_defaults(run=command.run)
     return top

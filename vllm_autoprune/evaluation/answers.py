@@ -12,7 +12,9 @@ as VQAv2's scorer does with ten answers, by its first word, or by the letter or 
 """
 
 _NUMBERS = "zero one two three four five six seven eight nine ten"
-_DIGITS = {"none": "0"} | {name: str(digit) for digit, name in enumerate(_NUMBERS.split())}
+_DIGITS = {"none": "0"} | {
+    name: str(digit) for digit, name in enumerate(_NUMBERS.split())
+}
 _CONTRACTIONS = (
     " aint arent cant couldve couldnt couldntve didnt doesnt dont hadnt hadntve hasnt havent hed "
     "hedve hes howd howll hows isnt itd itdve itll maam mightnt mightntve mightve mustnt mustve "
@@ -63,5 +65,7 @@ def _normalise_vqa(text: str) -> str:
     words = []
     for word in re.sub(r"\.(?!\d)", "", cleaned).lower().split():
         plain = word.replace("'", "")
-        words.append(plain if f" {plain} " in _CONTRACTIONS else _DIGITS.get(word, word))
+        words.append(
+            plain if f" {plain} " in _CONTRACTIONS else _DIGITS.get(word, word)
+        )
     return " ".join(word for word in words if word not in ("a", "an", "the"))

@@ -21,12 +21,23 @@ from string import ascii_uppercase
 from typing import Annotated, Any
 
 from PIL import Image
-from pydantic import AliasChoices, BeforeValidator, Field, StringConstraints, ValidationError
+from pydantic import (
+    AliasChoices,
+    BeforeValidator,
+    Field,
+    StringConstraints,
+    ValidationError,
+)
 from pydantic_core import from_json
 
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.evaluation.answers import Rule, score_text
-from vllm_autoprune.evaluation.pictures import VIDEOS, Picture, PictureSource, find_picture
+from vllm_autoprune.evaluation.pictures import (
+    VIDEOS,
+    Picture,
+    PictureSource,
+    find_picture,
+)
 from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.stream import one_line
 
@@ -98,14 +109,19 @@ def render(turns: _Turns, show: Callable[[Any], object]) -> list[dict[str, objec
 
 def ask(question: str, *pictures: Picture | PictureSource) -> _Turns:
     """The turn of a question about pictures."""
-    return [{"role": "user", "content": [*pictures, {"type": "text", "text": question}]}]
+    return [
+        {"role": "user", "content": [*pictures, {"type": "text", "text": question}]}
+    ]
 
 
 # ---- lines, JSON, tables ----
 
 _NOT_TEXT = {
     rb"\x1f\x8b": ("gzip", "gunzip {}"),
-    rb"PK\x03\x04|PAR1": ("an archive, a spreadsheet or Parquet", "export it as CSV or JSON"),
+    rb"PK\x03\x04|PAR1": (
+        "an archive, a spreadsheet or Parquet",
+        "export it as CSV or JSON",
+    ),
     rb"version https://git-lfs": ("a Git LFS pointer", "git lfs pull"),
 }
 """Other kinds of files by their beginning, and what makes text of them."""
@@ -117,18 +133,23 @@ def _read_lines(path: Path, fix: str) -> Iterator[tuple[int, str]]:
 
     Raises :class:`ConfigError` with one problem; ``fix`` is for a file that cannot be opened.
     """
-    where, line = str(path), b""
+    where = str(path)
+    line = b""
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 where = f"{path}:{number}"
-                for pattern, (kind, command) in _NOT_TEXT.items() if number == 1 else ():
+                for pattern, (kind, command) in (
+                    _NOT_TEXT.items() if number == 1 else ()
+                ):
                     if re.match(pattern, line):
                         advice = command.format(shlex.quote(str(path)))
                         problem = Problem(str(path), f"is {kind}, not text", advice)
                         raise ConfigError("data", [problem])
                 if (place := line.find(b"\0")) >= 0:
-                    raise UnicodeDecodeError("utf-8", line, place, place + 1, "a NUL byte")
+                    raise UnicodeDecodeError(
+                        "utf-8", line, place, place + 1, "a NUL byte"
+                    )
                 # Editors on Windows put a byte order mark before the first line.
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
@@ -138,7 +159,9 @@ def _read_lines(path: Path, fix: str) -> Iterator[tuple[int, str]]:
         raise ConfigError("data", [Problem(where, what, advice)]) from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError("data", [Problem(str(path), f"cannot be read ({reason})", fix)]) from None
+        raise ConfigError(
+            "data", [Problem(str(path), f"cannot be read ({reason})", fix)]
+        ) from None
 
 
 def _parse(text: str) -> Any:
@@ -150,18 +173,23 @@ def _parse(text: str) -> Any:
         return error
 
 
-def _read_records(path: Path, fix: str) -> Iterator[tuple[str, Any]]:
+def _read_records(path: Path, fix: str) -> Iterator[tuple[str, Any]]:  # noqa: C901
     """The records of a file, each with its place; in place of one that is no JSON, its error."""
     numbered = _read_lines(path, fix)
-    beginning = next(((number, line) for number, line in numbered if line.strip()), (0, ""))
-    lines, line = chain([beginning], numbered), beginning[1].strip()
+    beginning = next(
+        ((number, line) for number, line in numbered if line.strip()), (0, "")
+    )
+    lines = chain([beginning], numbered)
+    line = beginning[1].strip()
     if re.match(r'("?\w[^\t,]*[\t,])*"?(image|question)"?([\t,]|$)', line):
         csv.field_size_limit(1 << 31)
         texts = (line for _, line in lines)
         rows = csv.DictReader(texts, delimiter="\t" if "\t" in line else ",")
         try:
             for row in rows:
-                record: dict[str, Any] = {name: cell for name, cell in row.items() if cell}
+                record: dict[str, Any] = {
+                    name: cell for name, cell in row.items() if cell
+                }
                 for name in {"image", "image_path", "answer"} & record.keys():
                     if record[name].startswith("["):
                         errors = (ValueError, SyntaxError, MemoryError, RecursionError)
@@ -175,7 +203,8 @@ def _read_records(path: Path, fix: str) -> Iterator[tuple[str, Any]]:
     if isinstance(document, ValueError) and re.match(r"\[|\{([^\]}]*[\[{,])?$", line):
         document = _parse("".join(line for _, line in lines))
     elif not isinstance(document, list) and not (
-        isinstance(document, dict) and {"questions", "annotations", "data"} & document.keys()
+        isinstance(document, dict)
+        and {"questions", "annotations", "data"} & document.keys()
     ):
         records = ((number, line) for number, line in lines if line.strip())
         yield from ((f"{path}:{number}", _parse(line)) for number, line in records)
@@ -183,19 +212,27 @@ def _read_records(path: Path, fix: str) -> Iterator[tuple[str, Any]]:
     if isinstance(document, dict):
         if isinstance(questions := document.get("questions"), list):
             # VQAv2 has the answers in a file of annotations beside that of the questions.
-            subtype, known = str(document.get("data_subtype", "")), dict[str, dict[str, object]]()
+            subtype = str(document.get("data_subtype", ""))
+            known = dict[str, dict[str, object]]()
             files = sorted(path.parent.glob("*annotations*.json"))
             for file in [file for file in files if subtype in file.name] or files:
-                joined = _parse("".join(line for _, line in _read_lines(file, "make it readable")))
+                joined = _parse(
+                    "".join(line for _, line in _read_lines(file, "make it readable"))
+                )
                 listed = joined.get("annotations") if isinstance(joined, dict) else None
                 for row in listed if isinstance(listed, list) else ():
                     if isinstance(row, dict):
                         known[str(row.get("question_id"))] = row
             document = [
-                {"subtype": subtype, **question, **known.get(str(question.get("question_id")), {})}
-                if isinstance(question, dict) else question
+                {
+                    "subtype": subtype,
+                    **question,
+                    **known.get(str(question.get("question_id")), {}),
+                }
+                if isinstance(question, dict)
+                else question
                 for question in questions
-            ]  # fmt: skip
+            ]
         elif "annotations" in document:
             fix = "name the file of their questions, with this one beside it"
             what = "has the answers to questions of another file"
@@ -203,7 +240,10 @@ def _read_records(path: Path, fix: str) -> Iterator[tuple[str, Any]]:
         else:
             document = document.get("data", [document])
     documents = document if isinstance(document, list) else [document]
-    yield from ((f"{path}: record {number}", record) for number, record in enumerate(documents, 1))
+    yield from (
+        (f"{path}: record {number}", record)
+        for number, record in enumerate(documents, 1)
+    )
 
 
 # ---- questions ----
@@ -223,10 +263,13 @@ class _Line(FrozenModel):
     """One question of a file in this project's form."""
 
     image: _Texts = Field(
-        validation_alias=AliasChoices("image", "images", "video", "videos"), min_length=1
+        validation_alias=AliasChoices("image", "images", "video", "videos"),
+        min_length=1,
     )
     question: Text
-    answer: _Texts = Field(default=(), validation_alias=AliasChoices("answer", "answers"))
+    answer: _Texts = Field(
+        default=(), validation_alias=AliasChoices("answer", "answers")
+    )
     category: Text = "all"
     pair: int | None = None
 
@@ -251,8 +294,11 @@ class QuestionReader:
     """Reader of one file or folder; pictures are searched in ``folders``."""
 
     def __init__(self, path: Path, images: Path | None, fix: str) -> None:
-        self.path, self._fix = path, fix
-        self._folders = [path if path.is_dir() else path.parent] if images is None else [images]
+        self.path = path
+        self._fix = fix
+        self._folders = (
+            [path if path.is_dir() else path.parent] if images is None else [images]
+        )
         self._sources: dict[str, PictureSource | None] = {}
         self._rows: dict[str, list[PictureSource]] = {}
         """Pictures of VLMEvalKit's rows by index, which later rows may give in their place."""
@@ -273,9 +319,15 @@ class QuestionReader:
                 except ValidationError as error:
                     meanings = dict[str, str]()
                     for detail in error.errors(include_url=False):
-                        name = "".join(f"{str(field)[:40]!r} " for field in detail["loc"][:1])
-                        meanings.setdefault(name, _MEANINGS.get(detail["type"], detail["msg"]))
-                    what = "; ".join(f"{name}{meaning}" for name, meaning in meanings.items())
+                        name = "".join(
+                            f"{str(field)[:40]!r} " for field in detail["loc"][:1]
+                        )
+                        meanings.setdefault(
+                            name, _MEANINGS.get(detail["type"], detail["msg"])
+                        )
+                    what = "; ".join(
+                        f"{name}{meaning}" for name, meaning in meanings.items()
+                    )
                     problems.append(Problem(where, what, _FORM))
                 else:
                     if question is not None:
@@ -301,7 +353,9 @@ class QuestionReader:
     def _read_record(self, where: str, record: Any) -> AskedQuestion | None:
         """The question of a record; None for a chat request without a picture."""
         if isinstance(record, ValueError):
-            what = f"is not JSON ({record})".replace(" at line 1 column ", " at column ")
+            what = f"is not JSON ({record})".replace(
+                " at line 1 column ", " at column "
+            )
             raise ConfigError("data", [Problem(where, what, _FORM)])
         if isinstance(record, dict):
             body = record
@@ -330,45 +384,78 @@ class QuestionReader:
 
         One that is not known is a line in this project's form.
         """
-        fields, answers = record if isinstance(record, dict) else {}, tuple[str, ...]()
+        fields = record if isinstance(record, dict) else {}
+        answers = tuple[str, ...]()
         get, category = fields.get, fields.get("category")
         if {"doc_id", "target"} <= fields.keys():  # samples of lmms-eval
             arguments = get("arguments")
-            prompts = [get("input"), *(arguments if isinstance(arguments, list) else ())]
+            prompts = [
+                get("input"),
+                *(arguments if isinstance(arguments, list) else ()),
+            ]
             text = next((prompt for prompt in prompts if isinstance(prompt, str)), None)
-            image, answer = get("input_media"), fields["target"]
+            image = get("input_media")
+            answer = fields["target"]
             if not image:
                 what = "has no picture: lmms-eval keeps only those that have a path or an address"
                 fix = "give the data of the task itself, such as VLMEvalKit's TSV of it"
                 raise ConfigError("data", [Problem(where, what, fix)])
-        elif "text" in fields and "question" not in fields:  # POPE, and questions of LLaVA
-            text, answer, image = fields["text"], get("label"), get("image", get("video"))
+        elif (
+            "text" in fields and "question" not in fields
+        ):  # POPE, and questions of LLaVA
+            text = fields["text"]
+            answer = get("label")
+            image = get("image", get("video"))
         elif "index" in fields:  # a row of VLMEvalKit
             options = {name: fields[name] for name in ascii_uppercase if name in fields}
-            text, answer = get("question", ""), get("answer")
+            text = get("question", "")
+            answer = get("answer")
             image = get("image", get("image_path", get("video")))
             if options:
                 hint = f"Hint: {fields['hint']}\n" if "hint" in fields else ""
-                choices = "".join(f"{name}. {option}\n" for name, option in options.items())
+                choices = "".join(
+                    f"{name}. {option}\n" for name, option in options.items()
+                )
                 text = f"{hint}Question: {text}\nOptions:\n{choices}"
                 text += "Please select the correct answer from the options above. \n"
                 answers = (answer, options[answer]) if answer in [*options] else ()
             elif isinstance(answer, list):
                 text = f"{text}{_SHORT}"
-        elif {"image_id", "answer_type"} & fields.keys():  # VQAv2, OK-VQA, TextVQA, VizWiz
-            text, answer = f"{get('question', '')}{_SHORT}", get("answers")
-            category, number, folder = get("answer_type"), str(get("image_id", "")), get("subtype")
+        elif {
+            "image_id",
+            "answer_type",
+        } & fields.keys():  # VQAv2, OK-VQA, TextVQA, VizWiz
+            text = f"{get('question', '')}{_SHORT}"
+            answer = get("answers")
+            category = get("answer_type")
+            number = str(get("image_id", ""))
+            folder = get("subtype")
             coco = f"COCO_{folder or ''}_{number:0>12}"
-            names = [coco, f"{folder}/{coco}", f"train_images/{number}", f"{number:0>12}", number]
+            names = [
+                coco,
+                f"{folder}/{coco}",
+                f"train_images/{number}",
+                f"{number:0>12}",
+                number,
+            ]
             names = [fields["image"]] if "image" in fields else names
             files = [f"{name}.jpg" for name in names]
             image = next(
-                (name for name in files if any((each / name).exists() for each in self._folders)),
+                (
+                    name
+                    for name in files
+                    if any((each / name).exists() for each in self._folders)
+                ),
                 files[0] if folder else names[-1],
             )
         else:
             return record, "text", ()
-        line = {"image": image, "question": text, "answer": answer, "category": category}
+        line = {
+            "image": image,
+            "question": text,
+            "answer": answer,
+            "category": category,
+        }
         line = {name: value for name, value in line.items() if value is not None}
         is_word = str(answer).strip().lower() in ("yes", "no")
         return line, "choice" if answers else "yes_no" if is_word else "text", answers
@@ -385,22 +472,28 @@ class QuestionReader:
             fix = "give chat messages of OpenAI's form, with text and image_url"
             return ConfigError("data", [Problem(where, what, fix)])
 
-        turns, sources, names = list[dict[str, Any]](), 0, iter(_list_texts(images))
+        turns = list[dict[str, Any]]()
+        sources = 0
+        names = iter(_list_texts(images))
         for message in messages:
             match message:
                 case {"from": str(role), "value": str(text)}:
-                    pieces = [piece for piece in re.split("(<image>)", text) if piece.strip()]
+                    pieces = [
+                        piece for piece in re.split("(<image>)", text) if piece.strip()
+                    ]
                     message = {
                         "role": {"human": "user", "gpt": "assistant"}.get(role, role),
                         "content": [
-                            {"image_url": next(names, piece)} if piece == "<image>"
+                            {"image_url": next(names, piece)}
+                            if piece == "<image>"
                             else piece.strip()
                             for piece in pieces
                         ],
-                    }  # fmt: skip
+                    }
             if not (isinstance(message, dict) and isinstance(message.get("role"), str)):
                 raise refuse("has a message without a role")
-            content, parts = message.get("content"), list[object]()
+            content = message.get("content")
+            parts = list[object]()
             for part in content if isinstance(content, list) else ():
                 match part:
                     case str(text) | {"type": "text" | "input_text", "text": str(text)}:
@@ -414,31 +507,49 @@ class QuestionReader:
                         kind = part.get("type") if isinstance(part, dict) else part
                         raise refuse(f"has a part of type {one_line(kind, 40)!r}")
             turns.append({**message, "content": parts or content})
-        answer = turns.pop()["content"] if turns and turns[-1]["role"] == "assistant" else None
+        answer = (
+            turns.pop()["content"]
+            if turns and turns[-1]["role"] == "assistant"
+            else None
+        )
         if not (sources and turns):
             return None
         if isinstance(answer, list):
-            answer = "".join(part.get("text", "") for part in answer if isinstance(part, dict))
-        return AskedQuestion(where, turns, (answer,) if answer and str(answer).strip() else ())
+            answer = "".join(
+                part.get("text", "") for part in answer if isinstance(part, dict)
+            )
+        return AskedQuestion(
+            where, turns, (answer,) if answer and str(answer).strip() else ()
+        )
 
-    def _read_folder(self, problems: list[Problem]) -> Iterator[AskedQuestion]:
+    def _read_folder(self, problems: list[Problem]) -> Iterator[AskedQuestion]:  # noqa: C901
         """Questions of text files: of a picture's name about it, else ``questions.txt`` about all.
 
         A line is a question, or a question, a tab and its answer. Sub-folders, as MME has them, are
         categories; a yes and a no about one picture are a pair there.
         """
-        shared, pairs, silent, read = self.path / "questions.txt", count(), 0, 0
-        for folder in (self.path, *sorted(path for path in self.path.iterdir() if path.is_dir())):
-            texts, images = folder / "questions_answers_YN", folder / "images"
+        shared = self.path / "questions.txt"
+        pairs = count()
+        silent = 0
+        read = 0
+        for folder in (
+            self.path,
+            *sorted(path for path in self.path.iterdir() if path.is_dir()),
+        ):
+            texts = folder / "questions_answers_YN"
+            images = folder / "images"
             texts, images = (texts, images) if texts.is_dir() else (folder, folder)
             named = {
-                path.stem: path for path in sorted(texts.glob("*.txt")) if path.name != shared.name
+                path.stem: path
+                for path in sorted(texts.glob("*.txt"))
+                if path.name != shared.name
             }
             pictures = [
-                path for path in sorted(images.iterdir() if images.is_dir() else ())
+                path
+                for path in sorted(images.iterdir() if images.is_dir() else ())
                 if path.suffix.lower() in {*Image.registered_extensions(), *VIDEOS}
                 and path.name[0] != "."
-            ]  # fmt: skip
+            ]
             for stem in named.keys() - {path.stem for path in pictures}:
                 what = f"has questions about no picture: {images} has none of its name"
                 fix = f"rename it {shared.name} if they are about every picture, or remove it"
@@ -455,22 +566,35 @@ class QuestionReader:
                 category = "all" if folder == self.path else one_line(folder.name, 80)
                 asked = []
                 for number, line in _read_lines(text, self._fix):
-                    question, _, answer = (part.strip() for part in line.strip().partition("\t"))
+                    question, _, answer = (
+                        part.strip() for part in line.strip().partition("\t")
+                    )
                     if question:
-                        rule: Rule = "yes_no" if answer.lower() in ("yes", "no") else "text"
+                        rule: Rule = (
+                            "yes_no" if answer.lower() in ("yes", "no") else "text"
+                        )
                         answers = (answer,) if answer else ()
-                        where, turns = f"{text}:{number}", ask(question, source)
-                        asked.append(AskedQuestion(where, turns, answers, rule, category))
-                is_pair = picture.stem in named and [each.rule for each in asked] == ["yes_no"] * 2
+                        where = f"{text}:{number}"
+                        turns = ask(question, source)
+                        asked.append(
+                            AskedQuestion(where, turns, answers, rule, category)
+                        )
+                is_pair = (
+                    picture.stem in named
+                    and [each.rule for each in asked] == ["yes_no"] * 2
+                )
                 pair = next(pairs) if is_pair else None
                 yield from (replace(each, pair=pair) for each in asked)
         if silent or not read:
-            what, fix = "has no picture", "name a folder with PNG or JPEG files"
+            what = "has no picture"
+            fix = "name a folder with PNG or JPEG files"
             if silent:
                 what = f"has pictures without a question ({silent})"
                 fix = f"write {shared}, one question a line: each is asked about every picture"
             kinds = (".jsonl", ".json", ".tsv", ".csv")
-            for file in sorted(path for path in self.path.iterdir() if path.suffix in kinds):
+            for file in sorted(
+                path for path in self.path.iterdir() if path.suffix in kinds
+            ):
                 if "annotations" not in file.name:
                     fix = f"name its file of questions, {file}"
             problems.append(Problem(str(self.path), what, fix))

@@ -25,7 +25,8 @@ MME = "MME"
 PAIRS = "yes/no pairs"
 """Pairs of other data, scored as MME's but in per cent."""
 
-RESIZED, FEWER_FRAMES = "resize control", "fewer frames"
+RESIZED = "resize control"
+FEWER_FRAMES = "fewer frames"
 """Names in tables of what an operator has without a plugin: of images, and of videos."""
 
 EVENLY = "opencv"
@@ -67,15 +68,23 @@ class Case(FrozenModel):
     name: str
     arm: Arm
     label: str = Field(description="its name in tables")
-    budget: int | str = Field(default=0, description="K as it was said; 0 means all tokens")
-    base: str = Field(default="", description="the case it is compared with, besides full")
+    budget: int | str = Field(
+        default=0, description="K as it was said; 0 means all tokens"
+    )
+    base: str = Field(
+        default="", description="the case it is compared with, besides full"
+    )
     digest: str = Field(default="", description="digest of the served state")
     pruning: dict[str, JsonValue] = Field(
         default_factory=dict, description="the plugin's field in every request"
     )
     frames: int = Field(default=0, description="sampled of a video; 0 of pictures")
-    refused: str = Field(default="", description="why the case cannot be served, if it cannot")
-    served: bool = Field(default=False, description="whether its state is the server's own")
+    refused: str = Field(
+        default="", description="why the case cannot be served, if it cannot"
+    )
+    served: bool = Field(
+        default=False, description="whether its state is the server's own"
+    )
 
     @property
     def budget_order(self) -> tuple[int, str]:
@@ -87,7 +96,9 @@ class Case(FrozenModel):
     @property
     def fields(self) -> dict[str, JsonValue]:
         """What it adds to a chat request."""
-        fields: dict[str, JsonValue] = {"mm_processor_kwargs": {"autoprune": self.pruning}}
+        fields: dict[str, JsonValue] = {
+            "mm_processor_kwargs": {"autoprune": self.pruning}
+        }
         if self.frames:
             sampling: JsonValue = {"num_frames": self.frames, "video_backend": EVENLY}
             fields["media_io_kwargs"] = {"video": sampling}
@@ -125,15 +136,31 @@ class Answer(FrozenModel):
     kind: Literal["answer"] = "answer"
     case: str
     question: str
-    score: float | None = Field(default=None, description="0 to 1, if answers are scored singly")
-    logprob: float | None = Field(default=None, description="ln p of the reference answer")
-    tokens: int | None = Field(default=None, description="tokens of the unpruned model's answer")
-    same: int | None = Field(default=None, description="those before the first that differs")
-    matching: int | None = Field(default=None, description="those that fit the ones before them")
-    agrees: bool | None = Field(default=None, description="none differs, nor where it ends")
+    score: float | None = Field(
+        default=None, description="0 to 1, if answers are scored singly"
+    )
+    logprob: float | None = Field(
+        default=None, description="ln p of the reference answer"
+    )
+    tokens: int | None = Field(
+        default=None, description="tokens of the unpruned model's answer"
+    )
+    same: int | None = Field(
+        default=None, description="those before the first that differs"
+    )
+    matching: int | None = Field(
+        default=None, description="those that fit the ones before them"
+    )
+    agrees: bool | None = Field(
+        default=None, description="none differs, nor where it ends"
+    )
     prompt_tokens: int | None = None
-    text: str | None = Field(default=None, description="the greedy answer, where it was asked for")
-    cut: bool = Field(default=False, description="whether the text was ended by its length")
+    text: str | None = Field(
+        default=None, description="the greedy answer, where it was asked for"
+    )
+    cut: bool = Field(
+        default=False, description="whether the text was ended by its length"
+    )
     failure: str | None = None
 
     @property
@@ -157,7 +184,9 @@ class Total(FrozenModel):
     count: int = Field(description="number of answers scored")
 
 
-Record = Annotated[Setup | Case | Question | Answer | Total, Field(discriminator="kind")]
+Record = Annotated[
+    Setup | Case | Question | Answer | Total, Field(discriminator="kind")
+]
 
 
 class Contents:
@@ -207,11 +236,17 @@ class Contents:
             if case.refused:
                 continue
             answers = self.answers.get(name, {})
-            failures = [answer.failure for answer in answers.values() if answer.failure is not None]
+            failures = [
+                answer.failure
+                for answer in answers.values()
+                if answer.failure is not None
+            ]
             if failures:
                 yield f"{name}: {len(failures)} of {total:,} requests failed: {failures[0]}"
             if len(answers) < total:
-                missing = [q.benchmark for id, q in self.questions.items() if id not in answers]
+                missing = [
+                    q.benchmark for id, q in self.questions.items() if id not in answers
+                ]
                 where = ", ".join(dict.fromkeys(missing))
                 yield f"{name}: {len(answers):,} of {total:,} answers; {where} is incomplete"
             lengths = [
@@ -219,7 +254,11 @@ class Contents:
                 for id, answer in answers.items()
                 if case.budget and id in full
             ]
-            known = [(pruned, unpruned) for pruned, unpruned in lengths if pruned and unpruned]
+            known = [
+                (pruned, unpruned)
+                for pruned, unpruned in lengths
+                if pruned and unpruned
+            ]
             if known and all(pruned >= unpruned for pruned, unpruned in known):
                 yield f"{name}: no prompt is shorter than unpruned: K keeps every token"
 
@@ -227,7 +266,8 @@ class Contents:
 class Journal(RecordFile[Record]):
     """A file of records to which one process at a time can append."""
 
-    adapter, error_type = TypeAdapter(Record), EvaluationError
+    adapter = TypeAdapter(Record)
+    error_type = EvaluationError
 
     def __init__(self, path: Path) -> None:
         """Open or create the file; an incomplete last line is removed.
@@ -250,11 +290,15 @@ class Journal(RecordFile[Record]):
             siblings, name = self.contents.siblings(record)
             earlier = siblings.get(name)
             if earlier is not None and not isinstance(record, Answer | Total):
-                differ = sorted(key for key, value in record if dict(earlier)[key] != value)
+                differ = sorted(
+                    key for key, value in record if dict(earlier)[key] != value
+                )
                 if not {"refused", "served"}.issuperset(differ):
                     what = f"contains another evaluation ({record.kind} {name}: "
                     what += f"{', '.join(differ)} differ)"
-                    raise EvaluationError(f"{self.path}: {what} -> name another folder with --out")
+                    raise EvaluationError(
+                        f"{self.path}: {what} -> name another folder with --out"
+                    )
             if earlier != record:
                 new.append(record)
         super().append(new)

@@ -41,7 +41,8 @@ PINNED = "0.7.3"
 """The version of lmms-eval whose tasks, metrics and output files are supported."""
 
 _PLUGIN = Path(__file__).with_name("lmms_plugin")
-_IMAGES, _LOG = "images.jsonl", "lmms-eval.log"
+_IMAGES = "images.jsonl"
+_LOG = "lmms-eval.log"
 """Files of a run: the image of each question, written by our plugin, and what lmms-eval prints."""
 
 
@@ -59,7 +60,9 @@ class _Benchmark:
     (tasks/mmbench/mmbench_evals.py, tasks/hallusion_bench/utils.py). None: it asks no judge."""
 
 
-_EXACT, _GPT, _CHAT = ("exact_match",), ("gpt_eval_score",), "/chat/completions"
+_EXACT = ("exact_match",)
+_GPT = ("gpt_eval_score",)
+_CHAT = "/chat/completions"
 
 # The test splits of VQAv2 and VizWiz are scored by submission only; TextVQA has no OCR tokens in
 # its prompt; OCRBench always divides by 1,000.
@@ -85,7 +88,8 @@ _BOXES = "ACC@0.5"
 
 # Of 0.7.3, of which refcoco_bbox_val and the like are captions. The box is asked for as fractions
 # of the sides of the image, after one expression; or as JSON in pixels or thousandths, after all.
-_REC, _JSON = ("refcoco_" + _BOXES,), ("refcoco_grounding_" + _BOXES,)
+_REC = ("refcoco_" + _BOXES,)
+_JSON = ("refcoco_grounding_" + _BOXES,)
 _GROUNDING = tuple(
     _Benchmark(f"{task}_{split}", f"{task}_{split}", metrics)
     for task, splits, metrics in (
@@ -107,7 +111,9 @@ COLUMN_SETS = {
 """Sets of columns: all of them, and those of the paper's tables on LLaVA and on Qwen."""
 
 
-def select_benchmarks(names: str, *, cognition: bool, with_tasks: bool) -> list[_Benchmark]:
+def select_benchmarks(
+    names: str, *, cognition: bool, with_tasks: bool
+) -> list[_Benchmark]:
     """Benchmarks by column, task or set, separated by commas, in the order of the paper.
 
     ``cognition``: it is part of MME, as on Qwen. ``with_tasks``: any other name is a task of the
@@ -116,10 +122,16 @@ def select_benchmarks(names: str, *, cognition: bool, with_tasks: bool) -> list[
     rows = (*BENCHMARKS, *_GROUNDING)
     columns = {key.lower(): row.name for row in rows for key in (row.name, row.task)}
     words = [word for word in names.split(",") if word]
-    chosen = [c for word in words for c in COLUMN_SETS.get(word, [columns.get(word.lower(), word)])]
+    chosen = [
+        c
+        for word in words
+        for c in COLUMN_SETS.get(word, [columns.get(word.lower(), word)])
+    ]
     unknown = [name for name in dict.fromkeys(chosen) if name not in columns.values()]
     if not chosen or (unknown and not with_tasks):
-        what = f"does not know {', '.join(unknown)}" if unknown else "names no benchmark"
+        what = (
+            f"does not know {', '.join(unknown)}" if unknown else "names no benchmark"
+        )
         known = ", ".join([*COLUMN_SETS, *(row.task for row in rows)])
         fix = f"use: {known}; a task of your own needs --include-path"
         raise ConfigError("eval", [Problem(f"--suite lmms:{names}", what, fix)])
@@ -151,14 +163,16 @@ class LmmsSuite:
         self.setup = Setup(
             suite="lmms",
             model=self.server.model or "",
-            data=", ".join(f"{each.name} ({each.task})" for each in self.benchmarks) + limit,
+            data=", ".join(f"{each.name} ({each.task})" for each in self.benchmarks)
+            + limit,
             scorer=f"lmms-eval {PINNED}",
             mme_divisor=self.mme_divisor,
         )
 
     def plan(self) -> str:
         """The number of runs of lmms-eval."""
-        cases, tasks = len(self.cases), len(self.benchmarks)
+        cases = len(self.cases)
+        tasks = len(self.benchmarks)
         return f"{cases} cases x {tasks} tasks: {cases * tasks:,} runs of lmms-eval"
 
     def measure(self, journal: Journal) -> None:
@@ -166,12 +180,16 @@ class LmmsSuite:
         runs = [
             (case, benchmark)
             for case, benchmark in itertools.product(self.cases, self.benchmarks)
-            if not case.refused and benchmark.name not in journal.contents.totals.get(case.name, {})
+            if not case.refused
+            and benchmark.name not in journal.contents.totals.get(case.name, {})
         ]
         if not runs:
             return
         name, *more = shlex.split(self.program) or [""]
-        program = [os.path.abspath(path) if (path := shutil.which(name)) else name, *more]
+        program = [
+            os.path.abspath(path) if (path := shutil.which(name)) else name,
+            *more,
+        ]
         # Before the first task, which may take hours.
         what = "cannot be run"
         with contextlib.suppress(OSError):
@@ -179,10 +197,14 @@ class LmmsSuite:
                 [*program, "version"], capture_output=True, text=True, check=False
             )
             version = (process.stdout.split("\n")[0].split() or ["nothing"])[-1]
-            what = f"is version {version}; only the output files of {PINNED} are supported"
+            what = (
+                f"is version {version}; only the output files of {PINNED} are supported"
+            )
         if f"version {PINNED};" not in what:
             fix = f"pip install lmms-eval=={PINNED} into an environment of its own, and name it"
-            raise ConfigError("eval", [Problem(f"--lmms-eval {self.program}", what, fix)])
+            raise ConfigError(
+                "eval", [Problem(f"--lmms-eval {self.program}", what, fix)]
+            )
         _, names = self.server.check(self.cases, journal)
         runs = [run for run in runs if run[0].name in names]
         progress = tqdm(runs, unit="task")
@@ -199,7 +221,9 @@ class LmmsSuite:
             self._run(program, case, benchmark, folder)
             journal.append(_read_output(folder, benchmark, case.name))
 
-    def _run(self, program: Sequence[str], case: Case, benchmark: _Benchmark, folder: Path) -> None:
+    def _run(
+        self, program: Sequence[str], case: Case, benchmark: _Benchmark, folder: Path
+    ) -> None:
         """Run one task, with its own decoding and prompts; raises :class:`EvaluationError`."""
         url, connection, model, max_in_flight = self.server
         arguments = {
@@ -213,10 +237,22 @@ class LmmsSuite:
         }
         model_args = ",".join(f"{name}={value}" for name, value in arguments.items())
         command = [
-            *program, "--model", "openai", "--model_args", model_args, "--tasks", benchmark.task,
-            "--batch_size", "1", "--output_path", str(folder), "--log_samples",
-        ]  # fmt: skip
-        command += ["--include_path", str(self.include.absolute())] if self.include else []
+            *program,
+            "--model",
+            "openai",
+            "--model_args",
+            model_args,
+            "--tasks",
+            benchmark.task,
+            "--batch_size",
+            "1",
+            "--output_path",
+            str(folder),
+            "--log_samples",
+        ]
+        command += (
+            ["--include_path", str(self.include.absolute())] if self.include else []
+        )
         command += ["--limit", str(self.limit)] if self.limit is not None else []
         run = {
             "pruning": case.pruning,
@@ -240,10 +276,15 @@ class LmmsSuite:
             variables["OPENAI_API_URL"] = api_address(judge) + benchmark.judge
         with (folder / _LOG).open("wb") as log:
             process = subprocess.run(
-                command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
                 # In any other folder it would take a subfolder of the task's name for the task.
-                check=False, cwd=folder, env=variables,
-            )  # fmt: skip
+                check=False,
+                cwd=folder,
+                env=variables,
+            )
         # It exits with 0 even after an exception.
         if process.returncode or not any(folder.rglob("*_samples_*.jsonl")):
             raise EvaluationError(
@@ -268,10 +309,14 @@ same, and most of it is nowhere else."""
 
 def _compute_iou(box: Sequence[float], other: Sequence[float]) -> float:
     """Intersection over union of two boxes ``(left, top, right, bottom)``."""
-    (left_a, top_a, right_a, bottom_a), (left_b, top_b, right_b, bottom_b) = box, other
+    (left_a, top_a, right_a, bottom_a) = box
+    (left_b, top_b, right_b, bottom_b) = other
     width = max(0.0, min(right_a, right_b) - max(left_a, left_b))
     height = max(0.0, min(bottom_a, bottom_b) - max(top_a, top_b))
-    areas = (right_a - left_a) * (bottom_a - top_a), (right_b - left_b) * (bottom_b - top_b)
+    areas = (
+        (right_a - left_a) * (bottom_a - top_a),
+        (right_b - left_b) * (bottom_b - top_b),
+    )
     union = sum(areas) - width * height
     return width * height / union if union > 0 else 0.0
 
@@ -280,10 +325,12 @@ def _check_total(scores: Sequence[float], total: float, metric: str) -> None:
     """Raise ValueError where boxes are not scored as lmms-eval scores them."""
     mean = sum(scores) / len(scores)
     if abs(mean - total) > 1e-6:
-        raise ValueError(f"{metric} is {total:.4f}, but {mean:.4f} of the boxes are right")
+        raise ValueError(
+            f"{metric} is {total:.4f}, but {mean:.4f} of the boxes are right"
+        )
 
 
-def _read_output(
+def _read_output(  # noqa: PLR0915
     folder: Path, benchmark: _Benchmark, case: str
 ) -> Sequence[Question | Answer | Total]:
     """The files of one run: questions, answers, and last the total, unless a request failed.
@@ -301,19 +348,31 @@ def _read_output(
             for file in (path, folder / _IMAGES)
         )
         images = {line["doc_id"]: line["image"] for line in recorded}
-        metrics = benchmark.metrics or (summary["configs"][task]["metric_list"][0]["metric"],)
+        metrics = benchmark.metrics or (
+            summary["configs"][task]["metric_list"][0]["metric"],
+        )
         # Keys of the results have the form ``metric,filter``.
-        scores = {key.partition(",")[0]: score for key, score in summary["results"][task].items()}
+        scores = {
+            key.partition(",")[0]: score
+            for key, score in summary["results"][task].items()
+        }
         points = sum(float(scores[metric]) for metric in metrics)
         expected = summary["n-samples"][task]["effective"]
         if len({sample["doc_id"] for sample in samples}) != expected:
-            raise ValueError(f"{len(samples)} samples, but lmms-eval reports {expected}")
-        records, answers = list[Question | Answer | Total](), list[Answer]()
+            raise ValueError(
+                f"{len(samples)} samples, but lmms-eval reports {expected}"
+            )
+        records = list[Question | Answer | Total]()
+        answers = list[Answer]()
         for sample in samples:
             name = next((name for name in metrics if name in sample), None)
             if name is None:  # MME's other half
                 continue
-            judgement = sample[name] if isinstance(sample[name], dict) else {"score": sample[name]}
+            judgement = (
+                sample[name]
+                if isinstance(sample[name], dict)
+                else {"score": sample[name]}
+            )
             category = str(judgement["category"]) if benchmark.name == MME else ""
             number = sample["doc_id"]
             question = Question(
@@ -325,38 +384,71 @@ def _read_output(
             )
             records.append(question)
             # A task's filters may have changed the logged response, also of a failed request.
-            failed = _FAILED.search(json.dumps([sample["filtered_resps"], sample.get("resps")]))
-            tokens = ((sample.get("token_counts") or [None])[0] or {}).get("input_tokens")
-            failure = failed[0] if failed else "no prompt tokens were counted: the request failed"
+            failed = _FAILED.search(
+                json.dumps([sample["filtered_resps"], sample.get("resps")])
+            )
+            tokens = ((sample.get("token_counts") or [None])[0] or {}).get(
+                "input_tokens"
+            )
+            failure = (
+                failed[0]
+                if failed
+                else "no prompt tokens were counted: the request failed"
+            )
             result: dict[str, object] = {"failure": failure}
             if tokens and not failed:
                 score = judgement.get("score")
                 if name.endswith(_BOXES):
                     score = _compute_iou(judgement["bbox"], judgement["pred"]) >= 0.5
-                result = {"prompt_tokens": tokens, "text": str(sample["filtered_resps"])}
-                result["score"] = float(score) if isinstance(score, bool | int | float) else None
+                result = {
+                    "prompt_tokens": tokens,
+                    "text": str(sample["filtered_resps"]),
+                }
+                result["score"] = (
+                    float(score) if isinstance(score, bool | int | float) else None
+                )
             result |= {"case": case, "question": question.id}
             answers.append(Answer.model_validate(result))
         scored = [answer.score for answer in answers if answer.score is not None]
         if metrics[0].endswith(_BOXES) and len(scored) == len(answers):
             _check_total(scored, points, metrics[0])
-        log = "" if benchmark.judge is None else (folder / _LOG).read_text(errors="replace")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        log = (
+            ""
+            if benchmark.judge is None
+            else (folder / _LOG).read_text(errors="replace")
+        )
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+    ) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         what = f"{benchmark.task}: its output is incomplete ({reason})"
-        raise EvaluationError(f"{what} -> see {folder / _LOG}, fix that and add --resume") from None
+        raise EvaluationError(
+            f"{what} -> see {folder / _LOG}, fix that and add --resume"
+        ) from None
     if unjudged := len(_UNJUDGED.findall(log)):
         failure = (
             f"{benchmark.name}: the judge gave no usable answer ({unjudged} times), and lmms-eval "
             "scored that as wrong or at random -> give a judge that answers (--judge-url, its key "
             "as OPENAI_API_KEY), and add --resume"
         )
-        answers = [Answer(case=case, question=a.question, failure=failure) for a in answers]
+        answers = [
+            Answer(case=case, question=a.question, failure=failure) for a in answers
+        ]
     records += answers
     if all(answer.failure is None for answer in answers):
-        metric, value = " + ".join(metrics), round(benchmark.scale * points, 4)
+        metric = " + ".join(metrics)
+        value = round(benchmark.scale * points, 4)
         total = Total(
-            case=case, benchmark=benchmark.name, metric=metric, value=value, count=len(answers)
+            case=case,
+            benchmark=benchmark.name,
+            metric=metric,
+            value=value,
+            count=len(answers),
         )
         records.append(total)
     return records

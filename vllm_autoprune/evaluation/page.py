@@ -64,9 +64,13 @@ _AGREEMENT_NOTE = (
 )
 
 
-def build_page(report: Report, picture: Callable[[str], str] | None = None) -> Document:
+def build_page(report: Report, picture: Callable[[str], str] | None = None) -> Document:  # noqa: C901, PLR0915
     """The page of a report; ``picture``: a data URL by the id of a question, empty without one."""
-    setup, sections, agrees = report.setup, list[Section](), report.setup.score == "agrees"
+    setup, sections, agrees = (
+        report.setup,
+        list[Section](),
+        report.setup.score == "agrees",
+    )
     if verdicts := list(_describe_verdicts(report)):
         full = next((row for row in report.rows if row.case.arm == "full"), None)
         if full is not None and full.accuracy is not None:
@@ -75,7 +79,9 @@ def build_page(report: Report, picture: Callable[[str], str] | None = None) -> D
         if full is not None and full.agreement is not None:
             # Less than 100 by rounding, or by a template that changes the answer.
             again = f"{full.agreement.value:.1f} % of its own answers again"
-            verdicts.append(f"Scored in the same way, the unpruned model gives {again}.")
+            verdicts.append(
+                f"Scored in the same way, the unpruned model gives {again}."
+            )
         if report.rank_correlations:
             titles = {name: title for name, title, _ in _FIGURES}
             said = "; ".join(
@@ -90,26 +96,46 @@ def build_page(report: Report, picture: Callable[[str], str] | None = None) -> D
         rows = list[list[Cell | str]]()
         for example in report.examples:
             image = Cell(example.image, image=picture(example.id) if picture else "")
-            before, after = example.unpruned, example.pruned
+            before = example.unpruned
+            after = example.pruned
             parting = _NONE
             if after is not None and after != before:  # the last words in common
                 words = commonprefix([before.split(), after.split()])  # noqa: RUF071 -- of lists
-                parting = f"{'... ' * (len(words) > 5)}{' '.join(words[-5:])}" or "the start"
+                parting = (
+                    f"{'... ' * (len(words) > 5)}{' '.join(words[-5:])}" or "the start"
+                )
             per_token = f"{example.per_token:+.2f}"
-            rows.append([image, example.question, before, after or _NONE, parting, per_token])
-        head = ["image", "question", "all tokens", case.label, "same until", "ln p a token"]
-        caption = "The largest falls of ln p a token, one an image: no sample of the others"
+            rows.append(
+                [image, example.question, before, after or _NONE, parting, per_token]
+            )
+        head = [
+            "image",
+            "question",
+            "all tokens",
+            case.label,
+            "same until",
+            "ln p a token",
+        ]
+        caption = (
+            "The largest falls of ln p a token, one an image: no sample of the others"
+        )
         title = f"What changed most: {case.label}, K = {case.budget}"
         sections.append(Section(title, tables=[Table(caption, head, rows, "lllllr")]))
     if report.rows:
         has_mme = MME in report.rows[0].benchmarks
         mme = f", with MME divided by {setup.mme_divisor:g} first" if has_mme else ""
         notes = [_ACC_NOTE.format(mme=mme)] * _has_aggregates(report)
-        rival = _FRAMES_NOTE.format(frames=report.frames) if report.frames else _RESIZED_NOTE
+        rival = (
+            _FRAMES_NOTE.format(frames=report.frames)
+            if report.frames
+            else _RESIZED_NOTE
+        )
         notes.append(_NOTE.format(images=report.images, rival=rival))
         notes += [_REFERENCE_NOTE.format(tokens=report.tokens)] if report.tokens else []
         tables = list(_tables(report))
-        if refused := [[case.title, str(case.budget), case.refused] for case in report.refused]:
+        if refused := [
+            [case.title, str(case.budget), case.refused] for case in report.refused
+        ]:
             tables.append(Table("Not measured", ["method", "K", "why"], refused, "lll"))
         sections.append(Section("Tables", notes, tables=tables))
     facts = [
@@ -119,7 +145,9 @@ def build_page(report: Report, picture: Callable[[str], str] | None = None) -> D
         f"{report.questions:,} questions about {report.images:,} images",
     ]
     if report.left_out:
-        facts.append(f"{report.left_out:,} left out: their answer has no token to be scored")
+        facts.append(
+            f"{report.left_out:,} left out: their answer has no token to be scored"
+        )
     if report.cut:
         facts.append(f"{report.cut:,} answers of the unpruned model were cut there")
     title = f"{'Agreement with the unpruned model' if agrees else 'Accuracy'}: {setup.suite}"
@@ -145,12 +173,16 @@ def _answer(report: Report) -> str:
         if row.to_base is not None and (gain := row.to_base.accuracy) is not None:
             answer += f"; {_format(gain)} against {case.base.partition('@')[0]} alone"
     elif row.agreement is not None and row.token_agreement is not None:
-        answer += f" gives {row.agreement.value:.1f} % of the unpruned model's answers and "
+        answer += (
+            f" gives {row.agreement.value:.1f} % of the unpruned model's answers and "
+        )
         answer += f"{row.token_agreement.value:.1f} % of their tokens"
     if report.overall is not None:
         answer += f"; {_describe_difference(report, report.overall)}"
     if report.images < _TRIAL_IMAGES:
-        images = f"{report.images} images, no measurement (at least {_TRIAL_IMAGES} images)"
+        images = (
+            f"{report.images} images, no measurement (at least {_TRIAL_IMAGES} images)"
+        )
         return f"A trial run on {images}: {answer}."
     return f"{answer}."
 
@@ -203,14 +235,23 @@ def _tables(report: Report) -> Iterator[Table]:
 
     The gain of a residual, and of each q_e, is its difference to its base policy.
     """
-    columns = [c for c in _FIGURES if any(dict(row)[c[0]] is not None for row in report.rows)]
+    columns = [
+        c for c in _FIGURES if any(dict(row)[c[0]] is not None for row in report.rows)
+    ]
     has_aggregates = _has_aggregates(report)
     # There is no difference of Acc. if a benchmark does not score single answers.
-    has_acc = has_aggregates and any(row.to_full and row.to_full.acc for row in report.rows)
-    unpaired = {"same", "accuracy" if has_acc else "", "logprob" if report.tokens else ""}
+    has_acc = has_aggregates and any(
+        row.to_full and row.to_full.acc for row in report.rows
+    )
+    unpaired = {
+        "same",
+        "accuracy" if has_acc else "",
+        "logprob" if report.tokens else "",
+    }
     metrics = [("acc", "Acc.", 1)] if has_acc else []
     metrics += [column for column in columns if column[0] not in unpaired]
-    benchmarks, others = list(report.rows[0].benchmarks), ["full", "base"]
+    benchmarks = list(report.rows[0].benchmarks)
+    others = ["full", "base"]
     others.append("fewer frames" if report.frames else "resized")
     if report.case and any(row.to_case for row in report.rows):
         others.append(report.case.label)
@@ -218,18 +259,26 @@ def _tables(report: Report) -> Iterator[Table]:
     if has_aggregates:
         head += [*benchmarks, "Acc.", "Rel., ratio of means", "Rel., mean of ratios"]
     head += [f"{title} less {other}" for _, title, _ in metrics for other in others]
-    cases = sorted((row.case for row in report.rows), key=lambda case: case.budget_order)
+    cases = sorted(
+        (row.case for row in report.rows), key=lambda case: case.budget_order
+    )
     for budget in dict.fromkeys(case.budget for case in reversed(cases) if case.budget):
         rows = []
         for row in report.rows:
             if row.case.budget not in (0, budget):
                 continue
             means = [(dict(row)[name], digits) for name, _, digits in columns]
-            cells = [f"{mean.value:.{digits}f}" if mean else _NONE for mean, digits in means]
+            cells = [
+                f"{mean.value:.{digits}f}" if mean else _NONE for mean, digits in means
+            ]
             if has_aggregates:
-                scores: list[float | None] = [row.benchmarks[name] for name in benchmarks]
+                scores: list[float | None] = [
+                    row.benchmarks[name] for name in benchmarks
+                ]
                 scores += [row.all.acc, row.all.ratio_of_means, row.all.mean_of_ratios]
-                cells += [_NONE if score is None else f"{score:.1f}" for score in scores]
+                cells += [
+                    _NONE if score is None else f"{score:.1f}" for score in scores
+                ]
             for metric, _, digits in metrics:
                 compared = (row.to_full, row.to_base, row.to_resized, row.to_case)
                 for differences in compared[: len(others)]:
@@ -247,7 +296,9 @@ def _format(estimate: Estimate | None, digits: int = 1) -> str:
     if estimate is None:
         return _NONE
     value, low, high = (
-        f"{rounded:+.{digits}f}" if (rounded := round(figure, digits)) else f"{0:.{digits}f}"
+        f"{rounded:+.{digits}f}"
+        if (rounded := round(figure, digits))
+        else f"{0:.{digits}f}"
         for figure in (estimate.value, estimate.low, estimate.high)
     )
     return f"{value} ({low} to {high})"

@@ -67,12 +67,16 @@ class Picture(NamedTuple):
         Of a folder it has at most so many frames, 0 for 32; of a video file the server samples
         them.
         """
-        part, contents = "video_url" if self.is_clip else "image_url", list[bytes]()
+        part = "video_url" if self.is_clip else "image_url"
+        contents = list[bytes]()
         if self.path.is_dir():
             with contextlib.suppress(OSError):
                 files = _sample(_list_frames(self.path), frames or _FRAMES)
                 contents = [file.read_bytes() for file in files]
-        return {"type": part, part: {"url": _encode(self.kind, contents or [self.read()])}}
+        return {
+            "type": part,
+            part: {"url": _encode(self.kind, contents or [self.read()])},
+        }
 
     def image(self) -> Image.Image:
         """What a model sees of it, in RGB: of a video the first frame."""
@@ -101,7 +105,8 @@ VIDEOS = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm")
 
 def _sample(frames: Sequence[Any], count: int) -> list[Any]:
     """At most so many of all frames, evenly spaced from the first on, as vLLM samples a video."""
-    count, last = min(count, len(frames)), len(frames) - 1
+    count = min(count, len(frames))
+    last = len(frames) - 1
     return [frames[i * last // max(count - 1, 1)] for i in range(count)]
 
 
@@ -116,7 +121,7 @@ def _encode(kind: str, contents: Sequence[bytes]) -> str:
     return f"data:{kind};base64,{','.join(base64.b64encode(each).decode() for each in contents)}"
 
 
-def read_clip(path: Path, processor: str | None = None) -> Clip | None:
+def read_clip(path: Path, processor: str | None = None) -> Clip | None:  # noqa: C901
     """The clip of a video file, or of a folder of frames in the order of their names.
 
     ``processor`` is the class of a model's video processor, by which vLLM samples frames of a file:
@@ -129,18 +134,24 @@ def read_clip(path: Path, processor: str | None = None) -> Clip | None:
     from vllm.multimodal.video import get_video_loader_backend_for_processor
 
     loader = get_video_loader_backend_for_processor(processor) or EVENLY
-    kind, files, note = "video/mp4", [path], ""
+    kind = "video/mp4"
+    files = [path]
+    note = ""
     try:
         if path.is_dir():
-            kind, every = _FRAME_FILES, _list_frames(path)
+            kind = _FRAME_FILES
+            every = _list_frames(path)
             if len(every) < 2:
-                fix = "name a folder with one picture a frame, or a single picture itself"
+                fix = (
+                    "name a folder with one picture a frame, or a single picture itself"
+                )
                 raise _refuse(str(path), "has fewer than 2 frames", fix)
             files = _sample(every, _FRAMES)
             if len(every) > _FRAMES:
                 note = f"{_FRAMES} of {len(every)} frames are read, evenly spaced"
             sizes = {
-                read_picture(PictureSource(str(f), f.name, str(f))).image().size for f in files
+                read_picture(PictureSource(str(f), f.name, str(f))).image().size
+                for f in files
             }
             for file in every:
                 with Image.open(file) as frame:  # its header alone
@@ -160,9 +171,11 @@ def read_clip(path: Path, processor: str | None = None) -> Clip | None:
         raise _refuse(
             str(path), what, "give the path of a video, or of a folder of frames"
         ) from None
-    except Exception as error:  # decoders raise anything for a broken file
+    except Exception as error:  # decoders raise anything for a broken file  # noqa: BLE001
         what = f"cannot be decoded as a video ({_reason(error)})"
-        raise _refuse(str(path), what, "convert it to MP4, or give a folder of frames") from None
+        raise _refuse(
+            str(path), what, "convert it to MP4, or give a folder of frames"
+        ) from None
     total = len(every) if path.is_dir() else int(metadata["total_num_frames"])
     if not path.is_dir() and len(frames) < total:
         note = f"{len(frames)} of {total} frames are read, as vLLM samples"
@@ -173,7 +186,8 @@ _temporary_folder = cache(partial(tempfile.TemporaryDirectory, prefix="autoprune
 """For the pictures that are in no file, until the process ends."""
 _NOT_DECODED = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}
 """Formats that vLLM does not open, because they need other programs (vllm/multimodal/image.py)."""
-_MAX_BYTES, _MAX_SECONDS = 64 << 20, 60
+_MAX_BYTES = 64 << 20
+_MAX_SECONDS = 60
 """Of a download."""
 _ENDINGS = ("", ".jpg", ".jpeg", ".png", ".webp")
 """Tried after a name; annotations of data sets leave them out."""
@@ -193,16 +207,25 @@ def find_picture(where: str, text: str, *folders: Path) -> PictureSource:
     Raises :class:`ConfigError` with one problem, which is at ``where``.
     """
     if text[:8].lower().startswith(("http://", "https://")):
-        return PictureSource(where, text.partition("?")[0], text)  # a query may hold a key
+        return PictureSource(
+            where, text.partition("?")[0], text
+        )  # a query may hold a key
     encoded = text.partition(",")[2] if text[:5].lower() == "data:" else ""
     if text[:16].lower() == f"data:{_FRAME_FILES};":
-        raise _refuse(where, "is frames in a data URL", "write them to a folder, and name that")
-    reason, name = "not a file", text.removeprefix("file://")
-    for path in (Path(f"{folder / name}{end}") for folder in folders for end in _ENDINGS):
+        raise _refuse(
+            where, "is frames in a data URL", "write them to a folder, and name that"
+        )
+    reason = "not a file"
+    name = text.removeprefix("file://")
+    for path in (
+        Path(f"{folder / name}{end}") for folder in folders for end in _ENDINGS
+    ):
         try:
             if encoded:
                 break
-            if path.is_dir() or stat.S_ISREG(path.stat().st_mode):  # a pipe might never end
+            if path.is_dir() or stat.S_ISREG(
+                path.stat().st_mode
+            ):  # a pipe might never end
                 return PictureSource(where, text, str(path))
             break
         except (OSError, ValueError) as error:  # ValueError: a NUL in the path
@@ -212,20 +235,27 @@ def find_picture(where: str, text: str, *folders: Path) -> PictureSource:
     if not encoded:
         fix = "give the path of a PNG or JPEG file"
         if folders != (Path(),):
-            fix += f", relative to {folders[0]}, or to another folder with eval --images"
+            fix += (
+                f", relative to {folders[0]}, or to another folder with eval --images"
+            )
         raise _refuse(where, f"cannot be read ({reason})", fix)
     encoded = "".join(encoded.split())
     try:
-        content = base64.b64decode(encoded + "=" * (-len(encoded) % 4), b"-_", validate=True)
+        content = base64.b64decode(
+            encoded + "=" * (-len(encoded) % 4), b"-_", validate=True
+        )
     except ValueError:
         fix = "give the path of a PNG or JPEG file, or its content in base64"
         raise _refuse(where, "is neither a file nor base64", fix) from None
-    digest, is_video = hashlib.sha256(content).hexdigest(), text[:11].lower() == "data:video/"
+    digest = hashlib.sha256(content).hexdigest()
+    is_video = text[:11].lower() == "data:video/"
     address = _write_temporary(where, content, ".mp4" if is_video else "")
     return PictureSource(where, f"sha256:{digest[:16]}", address)
 
 
-def read_picture(source: PictureSource, connection: Connection | None = None) -> Picture:
+def read_picture(
+    source: PictureSource, connection: Connection | None = None
+) -> Picture:
     """Check a picture by decoding it; one at a URL is downloaded, without keys and headers.
 
     Raises :class:`ConfigError` with one problem.
@@ -247,7 +277,9 @@ def read_picture(source: PictureSource, connection: Connection | None = None) ->
     digest = hashlib.sha256(b"".join(contents)).hexdigest()
     try:
         if (clip := read_clip(path)) is not None:
-            return Picture(name, path, digest, clip.url[5:].partition(";")[0], clip.total)
+            return Picture(
+                name, path, digest, clip.url[5:].partition(";")[0], clip.total
+            )
         kind, _ = _decode(contents[0])
     except ConfigError as error:  # of the clip, or of one of its frames
         problem = error.problems[0]
@@ -260,7 +292,7 @@ def read_picture(source: PictureSource, connection: Connection | None = None) ->
         what = "is not a picture that vLLM reads"
         fix = "convert it to PNG or JPEG, or download it whole; a video's name ends in .mp4"
         raise _refuse(where, what, fix) from None
-    except Exception as error:  # decoders raise anything for a broken file
+    except Exception as error:  # decoders raise anything for a broken file  # noqa: BLE001
         what = f"cannot be decoded ({_reason(error)})"
         raise _refuse(where, what, "export it again, or make it smaller") from None
     return Picture(name, path, digest, Image.MIME.get(kind, "image/png"))
@@ -272,12 +304,16 @@ def _refuse(where: str, what: str, fix: str) -> ConfigError:
 
 def _write_temporary(where: str, content: bytes, ending: str) -> str:
     """A file with this content until the process ends."""
-    path = Path(_temporary_folder().name, f"{hashlib.sha256(content).hexdigest()}{ending}")
+    path = Path(
+        _temporary_folder().name, f"{hashlib.sha256(content).hexdigest()}{ending}"
+    )
     try:
         path.write_bytes(content)
     except OSError as error:
         fix = "make room, or name a folder that has some in TMPDIR"
-        raise _refuse(where, f"cannot be written to {path} ({_reason(error)})", fix) from None
+        raise _refuse(
+            where, f"cannot be written to {path} ({_reason(error)})", fix
+        ) from None
     return str(path)
 
 
@@ -285,7 +321,8 @@ def _download(url: str, connection: Connection) -> bytes:
     """The content of a URL, within limits of size and time."""
     anonymous = connection.model_copy(update={"api_key": SecretStr(""), "header": []})
     settings: dict[str, Any] = {"follow_redirects": True, "timeout": 10.0}
-    content, start = bytearray(), time.monotonic()
+    content = bytearray()
+    start = time.monotonic()
     with (
         make_client(httpx.Client, url, anonymous, **settings) as client,
         client.stream("GET", url) as response,
@@ -307,7 +344,8 @@ def _decode(content: bytes) -> tuple[str, Image.Image]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of many pixels, and of odd metadata
         image: Image.Image = Image.open(
-            io.BytesIO(content), formats=[name for name in Image.ID if name not in _NOT_DECODED]
+            io.BytesIO(content),
+            formats=[name for name in Image.ID if name not in _NOT_DECODED],
         )
         kind = image.format or ""
         image.load()  # whole: `verify` looks at no pixel
@@ -325,5 +363,7 @@ def _decode(content: bytes) -> tuple[str, Image.Image]:
 
 def _reason(error: Exception) -> str:
     """An exception's message in one short line."""
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    reason = (
+        error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    )
     return " ".join(reason.split())[:160] or type(error).__name__

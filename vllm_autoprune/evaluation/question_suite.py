@@ -15,7 +15,13 @@ from tqdm import tqdm
 
 from vllm_autoprune import __version__
 from vllm_autoprune.errors import ConfigError, EvaluationFailed, Problem
-from vllm_autoprune.evaluation.journal import Answer, Case, EvaluationError, Journal, Setup
+from vllm_autoprune.evaluation.journal import (
+    Answer,
+    Case,
+    EvaluationError,
+    Journal,
+    Setup,
+)
 from vllm_autoprune.evaluation.questions import PreparedQuestion
 from vllm_autoprune.evaluation.report import NOTHING_RIGHT, choose_examples
 from vllm_autoprune.evaluation.run import FULL, Server
@@ -34,7 +40,9 @@ _WRITE_EVERY = 64
 _CHECKED = 50
 """Questions that the unpruned model is asked first: of none of them is it right by chance in one of
 200 evaluations where it is right in a tenth."""
-_SERVE_TEMPLATE = "serve it with a chat template that ends with the answer that it is given"
+_SERVE_TEMPLATE = (
+    "serve it with a chat template that ends with the answer that it is given"
+)
 _THUMBNAIL = 160
 """Pixels of a picture's longer side in a page."""
 
@@ -63,7 +71,9 @@ class QuestionSuite:
     @property
     def _decodes(self) -> bool:
         """Whether answers are decoded: else one that is known is scored in the prompt."""
-        return self.unpruned or not all(question.is_exact for question in self.questions)
+        return self.unpruned or not all(
+            question.is_exact for question in self.questions
+        )
 
     @property
     def setup(self) -> Setup:
@@ -71,10 +81,15 @@ class QuestionSuite:
         digest = hashlib.sha256()
         for question in self.questions:
             digest.update(f"{question.digest}\n{question.answers}\n".encode())
-        count, scorer = len(self.questions), "greedy decoding gives the reference answer"
+        count = len(self.questions)
+        scorer = "greedy decoding gives the reference answer"
         if self._decodes:
             scorer = f"greedy decoding of at most {MAX_TOKENS} tokens gives "
-            scorer += "an answer of the data" if self._has_labels else "the unpruned model's answer"
+            scorer += (
+                "an answer of the data"
+                if self._has_labels
+                else "the unpruned model's answer"
+            )
         return Setup(
             suite="data",
             model=self.server.model or "the first model of the server",
@@ -85,7 +100,8 @@ class QuestionSuite:
 
     def plan(self) -> str:
         """The number of requests."""
-        cases, questions = sum(not case.refused for case in self.cases), len(self.questions)
+        cases = sum(not case.refused for case in self.cases)
+        questions = len(self.questions)
         more = ", and more that decode answers" if self._decodes else ""
         return f"{cases} cases x {questions} questions: {cases * questions:,} requests{more}"
 
@@ -97,13 +113,17 @@ class QuestionSuite:
             image = pictures[0].image()
             image.thumbnail((_THUMBNAIL, _THUMBNAIL))
             image.save(buffer, "JPEG")
-            return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+            return (
+                f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+            )
         return ""
 
     def measure(self, journal: Journal) -> None:
         """Score the unanswered questions."""
         contents = journal.contents
-        journal.append([q.record.model_copy(update={"text": q.text}) for q in self.questions])
+        journal.append(
+            [q.record.model_copy(update={"text": q.text}) for q in self.questions]
+        )
         pairs = [
             (case, question)
             for question in self.questions
@@ -116,7 +136,10 @@ class QuestionSuite:
             asyncio.run(self._ask(model, pairs, journal))
 
     async def _ask(
-        self, model: str, pairs: Sequence[tuple[Case, PreparedQuestion]], journal: Journal
+        self,
+        model: str,
+        pairs: Sequence[tuple[Case, PreparedQuestion]],
+        journal: Journal,
     ) -> None:
         """Score all pairs: of a new evaluation first some of the unpruned model, which are checked.
 
@@ -132,23 +155,37 @@ class QuestionSuite:
                 checked = checked[:: max(1, len(checked) // _CHECKED)][:_CHECKED]
                 await self._score_all(server, model, checked, journal, progress)
                 # Where none of these answers has a score, no other would have one.
-                answers, what = journal.contents.answers[FULL.name].values(), ""
-                failures = [answer.failure for answer in answers if answer.failure is not None]
+                answers = journal.contents.answers[FULL.name].values()
+                what = ""
+                failures = [
+                    answer.failure for answer in answers if answer.failure is not None
+                ]
                 where = server.url
                 if len(failures) == len(answers):
                     what, _, fix = failures[0].partition(" -> ")
                     fix = fix or _SERVE_TEMPLATE
                 elif not any(answer.score is not None for answer in answers):
-                    text = next(answer.text for answer in answers if answer.failure is None)
-                    what = f"gives no answer whose tokens can be scored, such as {text!r}"
-                    fix = f"ask what it answers in {MAX_TOKENS} tokens, without thoughts"
+                    text = next(
+                        answer.text for answer in answers if answer.failure is None
+                    )
+                    what = (
+                        f"gives no answer whose tokens can be scored, such as {text!r}"
+                    )
+                    fix = (
+                        f"ask what it answers in {MAX_TOKENS} tokens, without thoughts"
+                    )
                 elif self._has_labels and not any(answer.score for answer in answers):
-                    where, (what, _, fix) = self.name, NOTHING_RIGHT.partition(" -> ")
+                    where = self.name
+                    (what, _, fix) = NOTHING_RIGHT.partition(" -> ")
                     what += f", of the {len(answers)} asked first"
                 if what:
                     raise ConfigError("eval", [Problem(where, what, fix)])
                 known = {question.record.id for _, question in checked}
-                pairs = [p for p in pairs if p[0].name != FULL.name or p[1].record.id not in known]
+                pairs = [
+                    p
+                    for p in pairs
+                    if p[0].name != FULL.name or p[1].record.id not in known
+                ]
             await self._score_all(server, model, pairs, journal, progress)
             # Without labels only a page reads what a pruned model says instead.
             questions = {question.record.id: question for question in self.questions}
@@ -156,15 +193,21 @@ class QuestionSuite:
             for _, answer in choose_examples(journal.contents):
                 if answer.text is None:
                     case = cases[answer.case]
-                    with contextlib.suppress(EvaluationError, EvaluationFailed, ServerLost):
+                    with contextlib.suppress(
+                        EvaluationError, EvaluationFailed, ServerLost
+                    ):
                         messages = questions[answer.question].messages(case.frames)
-                        text, cut = await generate_answer([server], model, messages, case.fields)
-                        journal.append([answer.model_copy(update={"text": text, "cut": cut})])
+                        text, cut = await generate_answer(
+                            [server], model, messages, case.fields
+                        )
+                        journal.append(
+                            [answer.model_copy(update={"text": text, "cut": cut})]
+                        )
         finally:
             progress.close()
             await server.close()
 
-    async def _score_all(
+    async def _score_all(  # noqa: C901
         self,
         server: AsyncServerClient,
         model: str,
@@ -174,12 +217,15 @@ class QuestionSuite:
     ) -> None:
         """Score pairs concurrently, started in order; answers are written even after an error."""
         # One queue for all workers, so that requests about one image stay close to each other.
-        queue, answers = iter(pairs), list[Answer]()
+        queue = iter(pairs)
+        answers = list[Answer]()
         # The unpruned model comes first of a question's cases; the others wait for its answer.
         unpruned = dict[str, asyncio.Future[Answer]]()
         for case, question in pairs:
             if case.name == FULL.name:
-                unpruned[question.record.id] = asyncio.get_running_loop().create_future()
+                unpruned[question.record.id] = (
+                    asyncio.get_running_loop().create_future()
+                )
         known = journal.contents.answers.get(FULL.name, {})
 
         async def work() -> None:
@@ -224,15 +270,21 @@ class QuestionSuite:
 
         Raises :class:`EvaluationFailed`, and :class:`ServerLost`.
         """
-        messages, fields = question.messages(case.frames), case.fields
-        answer, agrees = Answer(case=case.name, question=question.record.id), False
+        messages = question.messages(case.frames)
+        fields = case.fields
+        answer = Answer(case=case.name, question=question.record.id)
+        agrees = False
         update: dict[str, object] = {}
         if not self._decodes:
-            scored = await score_answer([server], model, messages, question.answers[0], fields)
+            scored = await score_answer(
+                [server], model, messages, question.answers[0], fields
+            )
             # Greedy decoding gives the answer, and then stops or starts another word.
             update["score"] = float(scored.right and not scored.following[:1].isalnum())
             update["logprob"] = round(scored.logprob, _DIGITS)
-            return answer.model_copy(update={**update, "prompt_tokens": scored.prompt_tokens})
+            return answer.model_copy(
+                update={**update, "prompt_tokens": scored.prompt_tokens}
+            )
         if reference is None:
             text, cut = await generate_answer([server], model, messages, fields)
             reference = answer = answer.model_copy(update={"text": text, "cut": cut})
@@ -240,9 +292,13 @@ class QuestionSuite:
             raise EvaluationFailed(f"the unpruned model: {reference.failure}")
         if reference.text:
             with contextlib.suppress(AnswerChanged):
-                scored = await score_answer([server], model, messages, reference.text, fields)
+                scored = await score_answer(
+                    [server], model, messages, reference.text, fields
+                )
                 # The end of an answer is part of it, unless its length ended it.
-                agrees = scored.right and (reference.cut or not scored.following.strip())
+                agrees = scored.right and (
+                    reference.cut or not scored.following.strip()
+                )
                 update = {
                     "agrees": agrees,
                     "score": float(agrees),

@@ -13,7 +13,12 @@ from tqdm import tqdm
 
 from vllm_autoprune.connection import Connection
 from vllm_autoprune.errors import ConfigError, Problem
-from vllm_autoprune.evaluation.formats import AskedQuestion, QuestionReader, Text, render
+from vllm_autoprune.evaluation.formats import (
+    AskedQuestion,
+    QuestionReader,
+    Text,
+    render,
+)
 from vllm_autoprune.evaluation.journal import MME, PAIRS, Question
 from vllm_autoprune.evaluation.pictures import Picture, PictureSource, read_picture
 from vllm_autoprune.record_file import FrozenModel
@@ -48,15 +53,20 @@ def read_examples(
     Of several answers the most frequent counts. Problems are added to ``problems``; ``fix`` is for
     a file that cannot be read.
     """
-    examples, pictures = list[Example](), dict[str, Picture]()
+    examples = list[Example]()
+    pictures = dict[str, Picture]()
     for question in read_asked(path, problems, fix):
         what = ""
         if not question.answers:
-            what, fix = "has no answer", "give one: a search compares states by its probability"
+            what = "has no answer"
+            fix = "give one: a search compares states by its probability"
         elif (
-            len(question.pictures) != 1 or len(question.turns) != 1 or question.pictures[0].is_clip
+            len(question.pictures) != 1
+            or len(question.turns) != 1
+            or question.pictures[0].is_clip
         ):
-            what, fix = "is not one turn about one image", "leave it out of a search"
+            what = "is not one turn about one image"
+            fix = "leave it out of a search"
         if what:
             problems.append(Problem(question.where, what, fix))
             continue
@@ -103,15 +113,19 @@ def read_questions(
     without = [question.where for question in asked if not question.answers]
     if without and not unlabelled:
         what = f"{len(without)} of {len(asked)} questions have no answer"
-        fix = "add --reference unpruned, which compares with the unpruned model's answers"
+        fix = (
+            "add --reference unpruned, which compares with the unpruned model's answers"
+        )
         problems.append(Problem(without[0], what, fix))
     for question in asked:
         videos = [picture for picture in question.pictures if picture.is_clip]
         # vLLM samples a file again of which all frames are read.
         few = min((v.frames - (not v.path.is_dir()) for v in videos), default=frames)
-        what, fix = "asks about a video", "add --frames 32, or leave it out"
+        what = "asks about a video"
+        fix = "add --frames 32, or leave it out"
         if frames and not videos:
-            what, fix = "asks about no video", "leave out the question, or --frames"
+            what = "asks about no video"
+            fix = "leave out the question, or --frames"
         elif frames:
             what = f"asks about a video of which {few} frames can be sampled"
             fix = f"give --frames {few} or fewer, or leave it out"
@@ -122,10 +136,13 @@ def read_questions(
     names = [question.pictures[0].name for question in asked]
     order = {name: place for place, name in enumerate(dict.fromkeys(names))}
     numbered = sorted(enumerate(asked), key=lambda pair: order[names[pair[0]]])
-    sizes = Counter((name, question.pair) for name, question in zip(names, asked, strict=True))
+    sizes = Counter(
+        (name, question.pair) for name, question in zip(names, asked, strict=True)
+    )
     questions = []
     for number, question in numbered:
-        paired, category = question.pair is not None, question.category
+        paired = question.pair is not None
+        category = question.category
         if paired and sizes[names[number], question.pair] < 2:
             continue
         # Names of what is scored in pairs.
@@ -150,8 +167,10 @@ def read_asked(
     connection: Connection | None = None,
 ) -> list[AskedQuestion]:
     """The questions of a file or folder in order, with pictures of one name for each content."""
-    earlier, reader = len(problems), QuestionReader(path, images, fix)
-    read, by_content = dict[str, Picture | None](), dict[str, Picture]()
+    earlier = len(problems)
+    reader = QuestionReader(path, images, fix)
+    read = dict[str, Picture | None]()
+    by_content = dict[str, Picture]()
 
     def read_once(source: PictureSource) -> Picture:
         if source.address not in read:
@@ -171,16 +190,22 @@ def read_asked(
         except ConfigError as error:
             problems += error.problems
     if reader.without_picture:
-        print(f"{path}: left out {reader.without_picture} without a picture", file=sys.stderr)
+        print(
+            f"{path}: left out {reader.without_picture} without a picture",
+            file=sys.stderr,
+        )
     if not asked and len(problems) == earlier:
-        what, fix = "contains no question about a picture", "give it at least one"
+        what = "contains no question about a picture"
+        fix = "give it at least one"
         problems.append(Problem(str(path), what, fix))
     if len(problems) == earlier:
         problems += _find_contradictions(asked, cut=len(asked) == limit)
     return asked
 
 
-def _find_contradictions(asked: Sequence[AskedQuestion], *, cut: bool) -> Iterator[Problem]:
+def _find_contradictions(
+    asked: Sequence[AskedQuestion], *, cut: bool
+) -> Iterator[Problem]:
     """Questions about one image with two answers; else pairs that are not one yes and one no.
 
     ``cut``: whether a limit may have left half of a pair.
@@ -190,14 +215,22 @@ def _find_contradictions(asked: Sequence[AskedQuestion], *, cut: bool) -> Iterat
     contradicts = False
     for question in asked:
         earlier = answers.setdefault(question.digest, question)
-        if len(question.answers) == 1 and not any(map(question.score_text, earlier.answers)):
+        if len(question.answers) == 1 and not any(
+            map(question.score_text, earlier.answers)
+        ):
             contradicts = True
             what = f"has another answer than {earlier.where} to the same question about one image"
-            yield Problem(question.where, what, "keep one of them: only one can be exact")
+            yield Problem(
+                question.where, what, "keep one of them: only one can be exact"
+            )
         if question.pair is not None:
-            pairs.setdefault((question.pictures[0].name, question.pair), []).append(question)
+            pairs.setdefault((question.pictures[0].name, question.pair), []).append(
+                question
+            )
     for (image, pair), members in () if contradicts else pairs.items():
-        words = sorted(answer.strip().lower() for each in members for answer in each.answers)
+        words = sorted(
+            answer.strip().lower() for each in members for answer in each.answers
+        )
         if words != ["no", "yes"] and not (cut and len(members) == 1):
             lines = ", ".join(each.where.rpartition(":")[2].strip() for each in members)
             about = f'"pair": {str(pair)[:40]} about {image!r}'

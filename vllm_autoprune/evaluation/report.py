@@ -22,7 +22,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from vllm_autoprune.evaluation.journal import Answer, Arm, Case, Contents, Question, Setup
+from vllm_autoprune.evaluation.journal import (
+    Answer,
+    Arm,
+    Case,
+    Contents,
+    Question,
+    Setup,
+)
 from vllm_autoprune.evaluation.scoring import Aggregates, Figures, Scoring
 from vllm_autoprune.record_file import FrozenModel
 from vllm_autoprune.statistics import Estimate, Floats, correlate_ranks
@@ -142,7 +149,9 @@ class Report(FrozenModel):
     def overall(self) -> Comparison | None:
         """That and resizing, on questions of every kind."""
         name = self.case and self.case.name
-        return next((c for c in self.resizing if c.case == name and c.kind is None), None)
+        return next(
+            (c for c in self.resizing if c.case == name and c.kind is None), None
+        )
 
     @property
     def frames(self) -> int:
@@ -160,7 +169,9 @@ class Report(FrozenModel):
         (setup,) = contents.setups.values()
         full = contents.answers.get("full", {})
         unscored = {
-            id for id, answer in full.items() if answer.score is None and answer.failure is None
+            id
+            for id, answer in full.items()
+            if answer.score is None and answer.failure is None
         }
         left_out = unscored if setup.score == "agrees" else set()
         questions = [q for q in contents.questions.values() if q.id not in left_out]
@@ -175,7 +186,9 @@ class Report(FrozenModel):
         reasons = [*contents.find_reasons(), *more]
         if left_out and not questions:
             reasons.insert(0, "full: no answer of the unpruned model can be scored")
-        rows = list(_build_rows(contents, questions, figures)) if "full" in figures else []
+        rows = (
+            list(_build_rows(contents, questions, figures)) if "full" in figures else []
+        )
         right = figures["full"].metrics.get("accuracy") if rows else None
         if right is not None and right[0] == 0:  # whatever prunes can then be no worse
             reasons.insert(0, f"full: {NOTHING_RIGHT}")
@@ -196,7 +209,9 @@ class Report(FrozenModel):
                 if case.refused and (case.budget or case.digest not in measured)
             ),
             resizing=tuple(_compare_with_resizing(contents, questions, figures)),
-            rank_correlations=_correlate_with_accuracy([row.case for row in rows], figures),
+            rank_correlations=_correlate_with_accuracy(
+                [row.case for row in rows], figures
+            ),
             examples=tuple(
                 _Example(
                     id=answer.question,
@@ -242,15 +257,20 @@ def _correlate_with_accuracy(
 
     Over the states at the K that the report is about, at least :data:`_MIN_RANKED`.
     """
-    about, correlations = _choose_case(cases), dict[str, Estimate]()
-    ranked = [case for case in _choose_states(cases) if about and case.budget == about.budget]
+    about = _choose_case(cases)
+    correlations = dict[str, Estimate]()
+    ranked = [
+        case for case in _choose_states(cases) if about and case.budget == about.budget
+    ]
     metrics = [figures[case.name].metrics for case in ranked]
     for name in ("token_agreement", "agreement", "per_token"):
         if len(ranked) >= _MIN_RANKED and all(
             {name, "accuracy"} <= each.keys() for each in metrics
         ):
             pairs = ([each[key] for each in metrics] for key in (name, "accuracy"))
-            correlations[name] = Estimate.of(correlate_ranks(*map(np.array, pairs))).rounded(3)
+            correlations[name] = Estimate.of(
+                correlate_ranks(*map(np.array, pairs))
+            ).rounded(3)
     return correlations
 
 
@@ -279,16 +299,21 @@ def _build_rows(
     contents: Contents, questions: Sequence[Question], figures: Mapping[str, Figures]
 ) -> Iterator[_Row]:
     cases = [contents.cases[name] for name in figures]
-    about, states = _choose_case(cases), _choose_states(cases)
-    benchmarks, divisor = {q.benchmark for q in questions}, contents.setups[""].mme_divisor
+    about = _choose_case(cases)
+    states = _choose_states(cases)
+    benchmarks = {q.benchmark for q in questions}
+    divisor = contents.setups[""].mme_divisor
     # The total of a benchmark's own scorer, or else what is computed from answers.
     scores = {}
     for name in figures:
-        computed = {key: float(score[0]) for key, score in figures[name].benchmarks.items()}
+        computed = {
+            key: float(score[0]) for key, score in figures[name].benchmarks.items()
+        }
         totals = contents.totals.get(name, {})
         scores[name] = computed | {key: total.value for key, total in totals.items()}
     for case in cases:
-        points, metrics = scores[case.name], figures[case.name].metrics
+        points = scores[case.name]
+        metrics = figures[case.name].metrics
         if not benchmarks <= points.keys():
             continue
         # Paired: all figures are of the same resamples.
@@ -297,16 +322,23 @@ def _build_rows(
             ("to_full", "full"),
             ("to_base", case.base),
             ("to_resized", f"resized@{case.budget}"),
-            ("to_case", f"{about.label}@{case.budget}" if about and case in states else ""),
+            (
+                "to_case",
+                f"{about.label}@{case.budget}" if about and case in states else "",
+            ),
         ):
             if other in figures and other != case.name:
                 less = figures[other].metrics
                 names = metrics.keys() & less.keys() & _Differences.model_fields.keys()
-                estimates = {name: _estimate(metrics[name] - less[name]) for name in names}
+                estimates = {
+                    name: _estimate(metrics[name] - less[name]) for name in names
+                }
                 fields[field] = _Differences(**estimates)
         estimated = metrics.keys() & {*_Estimates.model_fields, "same"}
         fields |= {name: _estimate(metrics[name]) for name in estimated}
-        plus = _estimate(metrics["accuracy_plus"]) if "accuracy_plus" in metrics else None
+        plus = (
+            _estimate(metrics["accuracy_plus"]) if "accuracy_plus" in metrics else None
+        )
         answers = contents.answers[case.name].values()
         lengths = [answer.prompt_tokens for answer in answers if answer.prompt_tokens]
         yield _Row(
@@ -336,7 +368,9 @@ def _compare_with_resizing(
         for kind, decisive in figures[name].topics.items():
             if kind not in control.topics or (kind is not None and len(kinds) == 1):
                 continue
-            asked = [question for question in questions if kind in (None, question.topic)]
+            asked = [
+                question for question in questions if kind in (None, question.topic)
+            ]
             images = len({question.image for question in asked})
             difference = Estimate.of(decisive - control.topics[kind]).rounded(_DIGITS)
             winner: Winner = "not decided"

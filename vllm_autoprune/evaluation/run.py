@@ -63,14 +63,18 @@ def evaluate(
     """
     path = folder / JOURNAL
     if not resume and path.exists() and path.stat().st_size:
-        what, fix = "already contains an evaluation", "add --resume, or name another folder"
+        what = "already contains an evaluation"
+        fix = "add --resume, or name another folder"
         raise ConfigError("eval", [Problem(f"--out {folder}", what, fix)])
     with Journal(path) as journal:
-        contents, interruptions = journal.contents, list[str]()
+        contents = journal.contents
+        interruptions = list[str]()
         is_new = not (contents.answers or contents.totals)
         # A server that need not be asked again was asked whose state is its own.
         marks = {name: case.served for name, case in contents.cases.items()}
-        cases = [c.model_copy(update={"served": marks.get(c.name, False)}) for c in cases]
+        cases = [
+            c.model_copy(update={"served": marks.get(c.name, False)}) for c in cases
+        ]
         journal.append([setup, *cases])
         try:
             measure(journal)
@@ -103,15 +107,23 @@ _SOURCE = "autoprune"
 
 
 def _prune_case(
-    frames: int, arm: Arm, label: str, state: PruningState, budget: int | str, base: str = ""
+    frames: int,
+    arm: Arm,
+    label: str,
+    state: PruningState,
+    budget: int | str,
+    base: str = "",
 ) -> Case:
     """A case that sends a state in every request; refused if the state cannot have the budget.
 
     Of a video, a state without rules for frames keeps as many tokens of each.
     """
-    refused, resolve, field = "", materialize, "budget"
+    refused = ""
+    resolve = materialize
+    field = "budget"
     if frames:
-        resolve, field = materialize_clip, "video_budget"
+        resolve = materialize_clip
+        field = "video_budget"
         state = state.model_copy(update={"frames": state.frames or Frames()})
     try:
         resolve(state, BudgetCall.parse(budget, clip=frames > 0))
@@ -136,20 +148,30 @@ def _build_controls(norm: Case, rule: int | str) -> Iterator[Case]:
     That is the image resized to K tokens; of a video, if K is a share, all tokens of that share of
     its frames.
     """
-    budget, frames = norm.budget, norm.frames
+    budget = norm.budget
+    frames = norm.frames
     pruning: dict[str, JsonValue] = {"keep": "random", "budget": budget}
     if frames:  # a server prunes videos only by a state with frames
         pruning = {**norm.pruning, "keep": "random"}
     yield norm.model_copy(
-        update={"name": f"random@{budget}", "arm": "random", "label": "random keep", "digest": "",
-                "pruning": pruning, "refused": ""}
-    )  # fmt: skip
-    label, pruning = RESIZED, {"keep": "resized", "budget": budget}
+        update={
+            "name": f"random@{budget}",
+            "arm": "random",
+            "label": "random keep",
+            "digest": "",
+            "pruning": pruning,
+            "refused": "",
+        }
+    )
+    label = RESIZED
+    pruning = {"keep": "resized", "budget": budget}
     if frames:
         if not isinstance(rule, str) or ":" in rule:
             return
         share = Fraction(rule.removesuffix("%")) / (100 if rule.endswith("%") else 1)
-        label, pruning, frames = FEWER_FRAMES, {"enabled": False}, max(1, round(frames * share))
+        label = FEWER_FRAMES
+        pruning = {"enabled": False}
+        frames = max(1, round(frames * share))
     yield Case(
         name=f"resized@{budget}",
         arm="resized",
@@ -166,9 +188,16 @@ def _residual_on(policy: str, clips: bool) -> PruningState:
     if policy == source.base_policy.name:
         return source
     data = source.model_dump(mode="json")
-    data |= {"name": f"{_SOURCE}-on-{policy}", "base_policy": {"name": policy, "params": {}}}
+    data |= {
+        "name": f"{_SOURCE}-on-{policy}",
+        "base_policy": {"name": policy, "params": {}},
+    }
     state = load_state(data | {"provenance": {}})
-    return state.model_copy(update={"frames": load_state(policy).frames}) if clips else state
+    return (
+        state.model_copy(update={"frames": load_state(policy).frames})
+        if clips
+        else state
+    )
 
 
 def build_cases(
@@ -186,12 +215,22 @@ def build_cases(
     """
     # A share stays as it was said; a number is one.
     rules = {
-        budget: BudgetCall.parse(budget, "--budgets", clip=frames > 0).rule() for budget in said
+        budget: BudgetCall.parse(budget, "--budgets", clip=frames > 0).rule()
+        for budget in said
     }
-    budgets = [rule if isinstance(rule, int) else budget for budget, rule in rules.items()]
-    every = [_residual_on(policy, frames > 0) for policy in BASE_POLICIES] if "all" in names else []
-    states = [s for name in names for s in (every if name == "all" else [load_state(name)])]
-    cases, prune = [FULL.model_copy(update={"frames": frames})], partial(_prune_case, frames)
+    budgets = [
+        rule if isinstance(rule, int) else budget for budget, rule in rules.items()
+    ]
+    every = (
+        [_residual_on(policy, frames > 0) for policy in BASE_POLICIES]
+        if "all" in names
+        else []
+    )
+    states = [
+        s for name in names for s in (every if name == "all" else [load_state(name)])
+    ]
+    cases = [FULL.model_copy(update={"frames": frames})]
+    prune = partial(_prune_case, frames)
     labels = {(arm, ""): arm for arm in ("random", "resized")}
     norm = load_state("norm")
 
@@ -201,9 +240,13 @@ def build_cases(
         return labels.setdefault((state.name, state.digest), name)
 
     # The names of states come before those of their base policies, which may be the same.
-    state_labels = [label_of(state, f"{state.name}-{state.digest[:12]}") for state in states]
+    state_labels = [
+        label_of(state, f"{state.name}-{state.digest[:12]}") for state in states
+    ]
     for budget, budget_rule in zip(budgets, rules.values(), strict=True):
-        by_norm = prune("norm", label_of(norm, f"norm-{norm.digest[:12]}"), norm, budget)
+        by_norm = prune(
+            "norm", label_of(norm, f"norm-{norm.digest[:12]}"), norm, budget
+        )
         cases += [*_build_controls(by_norm, budget_rule), by_norm]
         for state, label in zip(states, state_labels, strict=True):
             # The base policy of the state with the same parameters, and no exchange.
@@ -220,12 +263,14 @@ def build_cases(
                 cases.append(prune(arm, label, state, budget, f"{base}@{budget}"))
     selections = [case for case in cases if case.digest]
     for rule in filter(None, (Cells.parse(rule, "--cells") for rule in cells)):
-        label, state = f"all but {rule} cells", norm.model_copy(update={"cells": rule})
+        label = f"all but {rule} cells"
+        state = norm.model_copy(update={"cells": rule})
         sent = pruning_options(state, "100%")
         cases.append(Case(name=label, arm="full", label=label, pruning=sent))
         for case in selections:
             state = PruningState.model_validate(case.pruning["state"])
-            state, about = state.model_copy(update={"cells": rule}), f"{case.label} of {label}"
+            state = state.model_copy(update={"cells": rule})
+            about = f"{case.label} of {label}"
             cases.append(prune(case.arm, about, state, case.budget, case.name))
     return list({case.name: case for case in cases}.values())
 
@@ -248,7 +293,9 @@ class Server(NamedTuple):
     """None: the first that it serves."""
     max_in_flight: int
 
-    def check(self, cases: Sequence[Case], journal: Journal) -> tuple[str, Collection[str]]:
+    def check(  # noqa: C901, PLR0915
+        self, cases: Sequence[Case], journal: Journal
+    ) -> tuple[str, Collection[str]]:
         """Its model, and the names of the cases that it serves.
 
         What requests may choose is asked first, where the server says it, then a small request for
@@ -265,14 +312,19 @@ class Server(NamedTuple):
         part["image_url"] = {"url": f"data:image/png;base64,{image}"}
         if clips := any(case.frames for case in cases):
             part = {"type": "video_url"}
-            part["video_url"] = {"url": f"data:video/jpeg;base64,{','.join([image] * 4)}"}
+            part["video_url"] = {
+                "url": f"data:video/jpeg;base64,{','.join([image] * 4)}"
+            }
         content = [part, {"type": "text", "text": "?"}]
         checked = {case.name: case for case in cases}
         with ServerClient(self.url, self.connection) as client:
             with client.reporting_failures():
-                models, served = client.list_models(), _Served()
+                models = client.list_models()
+                served = _Served()
             model = client.choose_model(models, self.model)
-            with contextlib.suppress(*FAILURES, RequestRefused):  # another page has that address
+            with contextlib.suppress(
+                *FAILURES, RequestRefused
+            ):  # another page has that address
                 served = _Served.model_validate(client.read_served())
             if served.state is None:
                 raise _refuse(client.url, "serves no state")
@@ -292,32 +344,40 @@ class Server(NamedTuple):
                 try:
                     client.chat(body)
                 except RequestRefused as error:
-                    said = any(name in str(error) for name in ("_kwargs", _REQUESTS_FLAG))
+                    said = any(
+                        name in str(error) for name in ("_kwargs", _REQUESTS_FLAG)
+                    )
                     if case.name == FULL.name and case.frames and not said:
-                        problem = Problem(client.url, f"takes no video ({error})", _SERVE_CLIPS)
+                        problem = Problem(
+                            client.url, f"takes no video ({error})", _SERVE_CLIPS
+                        )
                         raise ConfigError("eval", [problem]) from None
                     if case.name == FULL.name:
                         what = f"lets requests choose nothing ({error})"
                         raise _refuse(client.url, what) from None
                     checked[case.name] = case.model_copy(update={"refused": str(error)})
-                except FAILURES:  # the server fails in the evaluation as well, which tells how
+                except (
+                    FAILURES
+                ):  # the server fails in the evaluation as well, which tells how
                     pass
         states = [c.name for c in cases if c.arm in PRUNING_ARMS and not c.refused]
         reasons = [checked[name].refused for name in states]
         if reasons and all(reasons):
             if _REQUESTS_FLAG in reasons[0]:
                 raise _refuse(client.url, f"refuses every state ({reasons[0]})")
-            fix, reason = (
-                "name states that its model serves, such as --state cen_divprune",
-                reasons[0],
-            )
+            fix = "name states that its model serves, such as --state cen_divprune"
+            reason = reasons[0]
             if "served whole" in reason:
-                fix, reason = _SERVE_CLIPS, reason.partition(" -> ")[0]
+                fix = _SERVE_CLIPS
+                reason = reason.partition(" -> ")[0]
             what = f"refuses every state: {reason}"
             raise ConfigError("eval", [Problem(client.url, what, fix)])
         if not served.state:
             fix = "start it with VLLM_PLUGINS=autoprune,autoprune_endpoint"
-            print(f"{client.url}: no row is marked as its own state -> {fix}", file=sys.stderr)
+            print(
+                f"{client.url}: no row is marked as its own state -> {fix}",
+                file=sys.stderr,
+            )
         # To a state for pictures, rules for frames were added: its name tells.
         elif served.digest not in {case.digest for case in cases} and not (
             clips and served.state in {case.label for case in cases}

@@ -33,7 +33,9 @@ class Aggregates(FrozenModel):
     mean_of_ratios: float | None
 
     @classmethod
-    def of(cls, scores: Scores, full: Scores, mme_divisor: float, digits: int) -> Aggregates:
+    def of(
+        cls, scores: Scores, full: Scores, mme_divisor: float, digits: int
+    ) -> Aggregates:
         """Rounded figures of scores beside those of the full model on the same benchmarks.
 
         The divisor of MME cancels out in ratios of scores.
@@ -45,7 +47,9 @@ class Aggregates(FrozenModel):
         )
         ratios = [score / full[name] for name, score in scores.items() if full[name]]
         mean = (
-            round(100 * sum(ratios) / len(ratios), digits) if len(ratios) == len(scores) else None
+            round(100 * sum(ratios) / len(ratios), digits)
+            if len(ratios) == len(scores)
+            else None
         )
         ratio = round(100 * acc / full_acc, digits) if full_acc else None
         return cls(acc=round(acc, digits), ratio_of_means=ratio, mean_of_ratios=mean)
@@ -73,7 +77,8 @@ class Scoring:
     """Scoring of the answers to one set of questions, with the same resamples for every case."""
 
     def __init__(self, questions: Sequence[Question], setup: Setup) -> None:
-        self._questions, self._divisor = questions, setup.mme_divisor
+        self._questions = questions
+        self._divisor = setup.mme_divisor
         self._has_labels = setup.score == "right"
         self._bootstrap = ClusterBootstrap([question.image for question in questions])
         pairs: dict[str, list[int]] = {}
@@ -82,7 +87,7 @@ class Scoring:
                 pairs.setdefault(question.pair, []).append(place)
         self._pairs = [places for places in pairs.values() if len(places) == 2]
 
-    def figures(self, answers: Mapping[str, Answer]) -> Figures:
+    def figures(self, answers: Mapping[str, Answer]) -> Figures:  # noqa: C901
         """Figures of one case; ``answers`` has one answer to every question."""
         ordered = [answers[question.id] for question in self._questions]
 
@@ -92,8 +97,11 @@ class Scoring:
             return np.asarray([value or 0.0 for value in values]), known
 
         scores, scored = fill([answer.score for answer in ordered])
-        matching, has_tokens = fill([answer.by_token(answer.matching) for answer in ordered])
-        both, paired = np.zeros(len(scores)), np.zeros(len(scores))
+        matching, has_tokens = fill(
+            [answer.by_token(answer.matching) for answer in ordered]
+        )
+        both = np.zeros(len(scores))
+        paired = np.zeros(len(scores))
         for question, other in self._pairs:
             both[question] = float(min(scores[question], scores[other]) == 1.0)
             paired[question] = scored[question] and scored[other]
@@ -105,31 +113,48 @@ class Scoring:
             """Share of the pairs within ``members`` with both answers right."""
             return 100 * self._bootstrap.mean(both, paired * members)
 
-        deciding, decided = (scores, scored) if self._has_labels else (matching, has_tokens)
+        deciding, decided = (
+            (scores, scored) if self._has_labels else (matching, has_tokens)
+        )
         everything = np.ones(len(scores), dtype=bool)
-        by_topic = [(None, everything), *self._split([q.topic for q in self._questions])]
+        by_topic = [
+            (None, everything),
+            *self._split([q.topic for q in self._questions]),
+        ]
         topics = {
             name: 100 * self._bootstrap.mean(deciding, part.astype(np.float64))
             for name, part in by_topic
             if decided[part].all()
         }
-        benchmarks, metrics = dict[str, Floats](), dict[str, Floats]()
+        benchmarks = dict[str, Floats]()
+        metrics = dict[str, Floats]()
         categories = self._split([question.category for question in self._questions])
-        for name, members in self._split([question.benchmark for question in self._questions]):
+        for name, members in self._split(
+            [question.benchmark for question in self._questions]
+        ):
             if not scored[members].all():
                 continue
             if name in (MME, PAIRS):  # accuracy and accuracy+ of each category
-                parts = [part for _, mask in categories if (part := mask & members).any()]
-                benchmarks[name] = np.sum([mean(part) + plus(part) for part in parts], axis=0)
+                parts = [
+                    part for _, mask in categories if (part := mask & members).any()
+                ]
+                benchmarks[name] = np.sum(
+                    [mean(part) + plus(part) for part in parts], axis=0
+                )
                 if name == MME:
                     metrics["mme"] = benchmarks[name]
                 else:
                     benchmarks[name] = benchmarks[name] / (2 * len(parts))
             else:
                 benchmarks[name] = mean(members)
-        if self._has_labels and benchmarks.keys() == {q.benchmark for q in self._questions}:
+        if self._has_labels and benchmarks.keys() == {
+            q.benchmark for q in self._questions
+        }:
             divisors = [self._divisor if name == MME else 1.0 for name in benchmarks]
-            scaled = [points / by for points, by in zip(benchmarks.values(), divisors, strict=True)]
+            scaled = [
+                points / by
+                for points, by in zip(benchmarks.values(), divisors, strict=True)
+            ]
             metrics["acc"] = np.mean(scaled, axis=0)
         if self._has_labels and scored.any():
             metrics["accuracy"] = mean(scored)
@@ -143,7 +168,9 @@ class Scoring:
             ("same", 100, fill([answer.by_token(answer.same) for answer in ordered])),
         ):
             if known.any():
-                metrics[name] = unit * self._bootstrap.mean(values, known.astype(np.float64))
+                metrics[name] = unit * self._bootstrap.mean(
+                    values, known.astype(np.float64)
+                )
         return Figures(benchmarks, topics, metrics)
 
     def _split(self, names: Sequence[str]) -> list[tuple[str, _Mask]]:

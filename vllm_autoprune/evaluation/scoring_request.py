@@ -37,7 +37,10 @@ def pruning_options(
     """A request's options for the plugin: a state with K in a field of it, or no pruning."""
     if state is None:
         return {"enabled": False}
-    return {"state": state.model_dump(mode="json", exclude={"provenance"}), field: budget}
+    return {
+        "state": state.model_dump(mode="json", exclude={"provenance"}),
+        field: budget,
+    }
 
 
 def scoring_request(
@@ -108,8 +111,11 @@ async def score_answer(
     except (ValueError, KeyError, TypeError, IndexError, AttributeError):
         received = json.dumps(content)[:120]
         raise EvaluationFailed(f"answers without {what}: {received}") from None
-    same = next((place for place, (_, rank) in enumerate(scores) if rank != 1), len(scores))
-    logprob, right = sum(logprob for logprob, _ in scores), same == len(scores)
+    same = next(
+        (place for place, (_, rank) in enumerate(scores) if rank != 1), len(scores)
+    )
+    logprob = sum(logprob for logprob, _ in scores)
+    right = same == len(scores)
     matching = sum(rank == 1 for _, rank in scores)
     return _ScoredAnswer(logprob, right, following, tokens, len(scores), same, matching)
 
@@ -121,13 +127,16 @@ async def generate_answer(
     fields: Mapping[str, object],
 ) -> tuple[str, bool]:
     """The greedy answer, and whether :data:`MAX_TOKENS` cut it; raises as :func:`score_answer`."""
-    content = await chat_with_retries(servers, {
-        "model": model,
-        "messages": messages,
-        "max_tokens": MAX_TOKENS,
-        **_GREEDY,
-        **fields,
-    })  # fmt: skip
+    content = await chat_with_retries(
+        servers,
+        {
+            "model": model,
+            "messages": messages,
+            "max_tokens": MAX_TOKENS,
+            **_GREEDY,
+            **fields,
+        },
+    )
     try:
         choice = content["choices"][0]
         text, _ = read_message(choice["message"])
@@ -146,7 +155,9 @@ def read_reference_answer(
     is decoded alone may lose white space, which is left out. Raises :class:`AnswerChanged` for
     another end, :class:`ServerLost` for impossible values.
     """
-    scores, text, wanted = list[tuple[float, int]](), "", "".join(answer.split())
+    scores = list[tuple[float, int]]()
+    text = ""
+    wanted = "".join(answer.split())
     for position in reversed(prompt):
         if not position or len(text) > len(wanted):
             break
@@ -157,7 +168,8 @@ def read_reference_answer(
         if text == wanted and part:
             break
         text = "".join(part.split()) + text
-        logprob, rank = float(token["logprob"]), int(token["rank"])
+        logprob = float(token["logprob"])
+        rank = int(token["rank"])
         # No token has more than 1 / rank of the probability.
         if not logprob <= _ROUNDING - math.log(max(rank, 1)):
             what = f"log-probability {logprob:g} and rank {rank} contradict each other"
@@ -165,4 +177,6 @@ def read_reference_answer(
         scores.append((logprob, rank))
     if text == wanted:
         return scores[::-1]
-    raise AnswerChanged(f"the prompt ends in {text!r}, not in the reference answer {answer!r}")
+    raise AnswerChanged(
+        f"the prompt ends in {text!r}, not in the reference answer {answer!r}"
+    )

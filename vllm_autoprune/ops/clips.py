@@ -32,14 +32,18 @@ def cosine_to_previous(clip: Tensor, initial: float) -> Tensor:
     return torch.cat([torch.full_like(unit[:1, :, 0], initial), cosine])
 
 
-def echo_of_previous(clip: Tensor, tau: float, initial: float, width: int = 0) -> Tensor:
+def echo_of_previous(
+    clip: Tensor, tau: float, initial: float, width: int = 0
+) -> Tensor:
     """Mean cosine ``(T, n)`` with all tokens of the frame before, by softmax(cosine / tau).
 
     With the width of its grid, those of the 3 x 3 places around. At first ``initial``.
     """
-    unit, echoes = _directions(clip), [torch.full_like(clip[0, :, 0], initial)]
+    unit = _directions(clip)
+    echoes = [torch.full_like(clip[0, :, 0], initial)]
     place = torch.arange(clip.shape[1], device=clip.device)
-    y, x = place // max(width, 1), place % max(width, 1)
+    y = place // max(width, 1)
+    x = place % max(width, 1)
     far = torch.maximum((y[:, None] - y).abs(), (x[:, None] - x).abs()) > 1
     for before, frame in pairwise(unit):
         cosine = frame @ before.T
@@ -61,12 +65,16 @@ def surprise_of_motion(clip: Tensor, height: int, width: int, decay: float) -> T
     columns that fits the changes of all tokens best. Source: SURGE (ICLR 2026), by a port of it.
     """
     # Coordinates around 0, so that the three planes are orthogonal.
-    y, x = (torch.arange(side, device=clip.device) - (side - 1) / 2 for side in (height, width))
+    y, x = (
+        torch.arange(side, device=clip.device) - (side - 1) / 2
+        for side in (height, width)
+    )
     ones = torch.ones(height * width, device=clip.device)
     planes = torch.stack([ones, y.repeat_interleave(width), x.repeat(height)])
     basis = functional.normalize(planes, dim=-1)
     surprises = [torch.full_like(clip[0, :, 0], 1 / (1 - decay))]
-    motion, mean = torch.zeros_like(clip[0]), None
+    motion = torch.zeros_like(clip[0])
+    mean = None
     for change in clip.diff(dim=0):
         error = (change - motion).square().sum(dim=-1)
         mean = error if mean is None else decay * mean + (1 - decay) * error
@@ -126,6 +134,8 @@ def split_exactly(weights: Tensor, total: int, low: int, most: int) -> Tensor:
     for each in (1, most):
         room = (most - shares).clamp_max(each).gather(1, order)
         missing = total - shares.sum(dim=1, keepdim=True)
-        added = torch.minimum((missing - (room.cumsum(dim=1) - room)).clamp_min(0), room)
+        added = torch.minimum(
+            (missing - (room.cumsum(dim=1) - room)).clamp_min(0), room
+        )
         shares = shares.scatter_add(1, order, added)
     return shares

@@ -20,7 +20,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_autoprune.ops.greedy import DIVISOR, EXHAUSTED, HUGE, UNIT, Conditioned, greedy_map_torch
+from vllm_autoprune.ops.greedy import (
+    DIVISOR,
+    EXHAUSTED,
+    HUGE,
+    UNIT,
+    Conditioned,
+    greedy_map_torch,
+)
 from vllm_autoprune.ops.rowwise import ALIGNED, TIE
 
 logger = logging.getLogger("vllm.autoprune")
@@ -40,9 +47,15 @@ _ALIGNED = tl.constexpr(ALIGNED)
 # aligned, as a row of a batch may not be.
 @triton.jit(  # type: ignore[untyped-decorator]  # Triton has no types
     do_not_specialize=("tokens", "count", "forced", "fixed"),
-    do_not_specialize_on_alignment=("similarity", "quality", "eligible", "anchors", "residuals"),
+    do_not_specialize_on_alignment=(
+        "similarity",
+        "quality",
+        "eligible",
+        "anchors",
+        "residuals",
+    ),
 )
-def _greedy_map(
+def _greedy_map(  # noqa: PLR0913
     similarity: tl.tensor,
     quality: tl.tensor,
     eligible: tl.tensor,
@@ -101,7 +114,9 @@ def _greedy_map(
         update = tl.load(similarity + pick * tokens + token, mask=inside, other=0.0)
         for start in range(0, fixed + step, rows):
             t = start + tl.arange(0, rows)
-            pick_factors = tl.load(factors + t * width + pick, mask=t < fixed + step, other=0.0)
+            pick_factors = tl.load(
+                factors + t * width + pick, mask=t < fixed + step, other=0.0
+            )
             written = tl.load(
                 factors + t[:, None] * width + token[None, :],
                 mask=(t < fixed + step)[:, None] & stored[None, :],
@@ -194,9 +209,11 @@ def _block_works(block: int) -> bool:
     try:
         picks = greedy_map_triton(similarity, quality, 2, smallest_block=block)
         same = picks.equal(greedy_map_torch(similarity, quality, 2))
-    except Exception as error:  # whatever Triton raises, the torch implementation works
+    except Exception as error:  # whatever Triton raises, the torch implementation works  # noqa: BLE001
         logger.warning(
-            "Of up to %d tokens, selection runs in torch, not in Triton: %s", block, error
+            "Of up to %d tokens, selection runs in torch, not in Triton: %s",
+            block,
+            error,
         )
         return False
     return same

@@ -30,7 +30,8 @@ def _fill_by_weight(
     come first, in their order; equal weights go to the lower index. ``count`` must not exceed the
     number of eligible tokens.
     """
-    count, tokens = picks.shape[1], weight.shape[1]
+    count = picks.shape[1]
+    tokens = weight.shape[1]
     key = weight.float().nan_to_num(nan=HUGE, posinf=HUGE, neginf=-HUGE)
     if eligible is not None:
         key = key.masked_fill(~eligible, -torch.inf)
@@ -41,7 +42,9 @@ def _fill_by_weight(
     return key[:, :tokens].argsort(dim=1, descending=True, stable=True)[:, :count]
 
 
-def farthest_points(distance: Tensor, count: int, *, nearest: Tensor, taken: Tensor) -> Tensor:
+def farthest_points(
+    distance: Tensor, count: int, *, nearest: Tensor, taken: Tensor
+) -> Tensor:
     """Pick ``count`` tokens, each the farthest from all tokens chosen before, in pick order.
 
     distance ``(B, N, N)``; nearest ``(B, N)`` is each token's distance to the tokens already
@@ -53,7 +56,9 @@ def farthest_points(distance: Tensor, count: int, *, nearest: Tensor, taken: Ten
     batch, tokens = nearest.shape
     offset = torch.arange(0, batch * tokens, max(tokens, 1), device=nearest.device)
     rows = distance.reshape(batch * tokens, tokens)
-    nearest = nearest.nan_to_num(nan=torch.inf, posinf=torch.inf).masked_fill(taken, -torch.inf)
+    nearest = nearest.nan_to_num(nan=torch.inf, posinf=torch.inf).masked_fill(
+        taken, -torch.inf
+    )
     # A token at minus infinity stays there: fmin returns the smaller number and ignores NaN.
     flat = nearest.view(-1)
     picks = []
@@ -68,7 +73,7 @@ def farthest_points(distance: Tensor, count: int, *, nearest: Tensor, taken: Ten
     return torch.stack(picks, dim=1)
 
 
-def weighted_farthest_points(
+def weighted_farthest_points(  # noqa: PLR0913
     distance: Tensor,
     weight: Tensor,
     count: int,
@@ -90,8 +95,10 @@ def weighted_farthest_points(
     batch, tokens = nearest.shape
     offset = torch.arange(0, batch * tokens, max(tokens, 1), device=nearest.device)
     rows = distance.reshape(batch * tokens, tokens)
-    free, begins = ~taken, nearest.isinf().all(dim=1)
-    picks, gains = [], []
+    free = ~taken
+    begins = nearest.isinf().all(dim=1)
+    picks = []
+    gains = []
     for step in range(count):
         score = weight * nearest
         if step == 0:
@@ -113,7 +120,9 @@ def weighted_farthest_points(
     if not picks:
         return torch.empty(batch, 0, dtype=torch.int64, device=nearest.device)
     fill = weight if fill is None else fill
-    return _fill_by_weight(torch.stack(picks, 1), torch.cat(gains, 1), fill, free, floor)
+    return _fill_by_weight(
+        torch.stack(picks, 1), torch.cat(gains, 1), fill, free, floor
+    )
 
 
 def greedy_coverage(
@@ -137,21 +146,28 @@ def greedy_coverage(
     batch = degrees.shape[0]
     if count == 0:
         return torch.empty(batch, 0, dtype=torch.int64, device=degrees.device)
-    picks, gains = [], []
+    picks = []
+    gains = []
     # One image at a time, whose picks and gains (count,) follow each other.
-    for by_row, scales, reached, closed in zip(degrees, weight, covered, taken, strict=True):
-        excluded, added = closed.clone(), torch.empty_like(by_row)
+    for by_row, scales, reached, closed in zip(
+        degrees, weight, covered, taken, strict=True
+    ):
+        excluded = closed.clone()
+        added = torch.empty_like(by_row)
         for _ in range(count):
             torch.sub(by_row, reached, out=added)
             total = added.clamp_min_(0).sum(dim=1)
             if scale:
                 total = total * scales
-            pick, gain = argmax_within(total.masked_fill(excluded, -torch.inf)[None], relative=True)
+            pick, gain = argmax_within(
+                total.masked_fill(excluded, -torch.inf)[None], relative=True
+            )
             picks.append(pick)
             gains.append(gain)
             excluded.index_fill_(0, pick, True)
             reached = torch.maximum(reached, by_row.index_select(0, pick)[0])
-    order, gained = torch.cat(picks).view(batch, count), torch.cat(gains).view(batch, count)
+    order = torch.cat(picks).view(batch, count)
+    gained = torch.cat(gains).view(batch, count)
     return _fill_by_weight(order, gained, weight, ~taken, floor)
 
 
@@ -187,17 +203,25 @@ class Conditioned:
     residual: Tensor
 
     @classmethod
-    def on(cls, similarity: Tensor, fixed: Tensor, valid: Tensor | None = None) -> Conditioned:
+    def on(
+        cls, similarity: Tensor, fixed: Tensor, valid: Tensor | None = None
+    ) -> Conditioned:
         """Condition similarity ``(B, N, N)`` float32 on the tokens at fixed ``(B, A)``, each once.
 
         valid ``(B, A)`` bool leaves some of them out, where images have different numbers of them.
         """
         batch, tokens, _ = similarity.shape
         count = fixed.shape[1]
-        residual = similarity.diagonal(dim1=1, dim2=2).clone(memory_format=torch.contiguous_format)
+        residual = similarity.diagonal(dim1=1, dim2=2).clone(
+            memory_format=torch.contiguous_format
+        )
         factors = similarity.new_zeros(batch, tokens, -(-count // ALIGNED) * ALIGNED)
-        flat, columns = residual.view(-1), factors.unbind(dim=2)
-        places = fixed + torch.arange(0, batch * tokens, tokens, device=fixed.device)[:, None]
+        flat = residual.view(-1)
+        columns = factors.unbind(dim=2)
+        places = (
+            fixed
+            + torch.arange(0, batch * tokens, tokens, device=fixed.device)[:, None]
+        )
         for step, at in enumerate(places.unbind(dim=1)):
             row = _conditioned_rows(similarity, factors, step, at)
             pivot = flat.index_select(0, at)[:, None]
@@ -208,12 +232,16 @@ class Conditioned:
             columns[step].copy_(row)
             residual -= row * row
         ones = torch.ones_like(fixed) if valid is None else valid.to(fixed.dtype)
-        taken = torch.zeros_like(residual, dtype=fixed.dtype).scatter_add_(1, fixed, ones)
+        taken = torch.zeros_like(residual, dtype=fixed.dtype).scatter_add_(
+            1, fixed, ones
+        )
         residual = residual.masked_fill(taken > 0, -1.0)
         return cls(factors[:, :, :count].transpose(1, 2), residual)
 
 
-def _conditioned_rows(similarity: Tensor, factors: Tensor, known: int, at: Tensor) -> Tensor:
+def _conditioned_rows(
+    similarity: Tensor, factors: Tensor, known: int, at: Tensor
+) -> Tensor:
     """Rows ``(B, N)`` of one token of each image, less their projection on ``known`` factors.
 
     similarity ``(B, N, N)``; factors ``(B, N, F)``, those that are not known zero; at ``(B,)``
@@ -225,7 +253,9 @@ def _conditioned_rows(similarity: Tensor, factors: Tensor, known: int, at: Tenso
     written = factors.narrow(2, 0, -(-known // ALIGNED) * ALIGNED)
     own_factors = written.flatten(0, 1).index_select(0, at).unbind()
     # One image at a time: a sum over a batch may be rounded in another way.
-    for image, factor, row in zip(written.unbind(), own_factors, rows.unbind(), strict=True):
+    for image, factor, row in zip(
+        written.unbind(), own_factors, rows.unbind(), strict=True
+    ):
         torch.addmv(row, image, factor, alpha=-1, out=row)
     return rows
 
@@ -262,12 +292,15 @@ def greedy_map_torch(
     flat = residual.view(-1)
     columns = factors.unbind(dim=2)
     known = factors.narrow(2, 0, -(-fixed // ALIGNED) * ALIGNED)
-    flat_factors, image_factors = known.flatten(0, 1), known.unbind()
-    picks, gains = [], []
+    flat_factors = known.flatten(0, 1)
+    image_factors = known.unbind()
+    picks = []
+    gains = []
 
     for step in range(count):
         if anchors is not None and step < forced:
-            pick, gain = anchors[:, step], torch.ones_like(quality[:, :1])
+            pick = anchors[:, step]
+            gain = torch.ones_like(quality[:, :1])
         else:
             if step == forced and eligible is not None:
                 residual.masked_fill_(~eligible, -1.0)
@@ -282,10 +315,13 @@ def greedy_map_torch(
         column = fixed + step
         if column % ALIGNED == 0:  # columns not yet written are zero
             known = factors.narrow(2, 0, column + ALIGNED)
-            flat_factors, image_factors = known.flatten(0, 1), known.unbind()
+            flat_factors = known.flatten(0, 1)
+            image_factors = known.unbind()
         if column:
             own_factors = flat_factors.index_select(0, at).unbind()
-            for image, factor, new in zip(image_factors, own_factors, update.unbind(), strict=True):
+            for image, factor, new in zip(
+                image_factors, own_factors, update.unbind(), strict=True
+            ):
                 torch.addmv(new, image, factor, alpha=-1, out=new)
         pivot = flat.index_select(0, at)
         if step < forced:
@@ -293,12 +329,16 @@ def greedy_map_torch(
         update *= pivot.rsqrt_().unsqueeze(1)
         columns[column].copy_(update)
         residual.addcmul_(update, update, value=-1)
-        flat.index_fill_(0, at, -1.0)  # stays negative, so the token is not picked again
+        flat.index_fill_(
+            0, at, -1.0
+        )  # stays negative, so the token is not picked again
     # Gains never increase and NaN persists, so the picks that count come first.
-    return _fill_by_weight(torch.stack(picks, 1), torch.cat(gains, 1), quality, eligible, EXHAUSTED)
+    return _fill_by_weight(
+        torch.stack(picks, 1), torch.cat(gains, 1), quality, eligible, EXHAUSTED
+    )
 
 
-def capped_greedy_map(
+def capped_greedy_map(  # noqa: PLR0913
     similarity: Tensor,
     quality: Tensor,
     count: int,
@@ -345,7 +385,9 @@ def capped_greedy_map(
             gains = (weight * exact).masked_fill(~room, -torch.inf)
             best, gain = argmax_within(gains, relative=True)
             sound = sound & (gain[:, 0] > EXHAUSTED) & (gain[:, 0] < torch.inf)
-            pick = torch.where(sound, best, spare.masked_fill(~room, -torch.inf).argmax(dim=1))
+            pick = torch.where(
+                sound, best, spare.masked_fill(~room, -torch.inf).argmax(dim=1)
+            )
         picks.append(pick)
         open_.scatter_(1, pick[:, None], False)
         cell = cells.gather(1, pick[:, None])

@@ -59,7 +59,9 @@ def indices_from_mask(mask: Tensor, count: int) -> Tensor:
 
     Every row must have exactly ``count`` true positions.
     """
-    order = torch.sort(mask.to(torch.uint8), dim=1, descending=True, stable=True).indices
+    order = torch.sort(
+        mask.to(torch.uint8), dim=1, descending=True, stable=True
+    ).indices
     return order[:, :count]
 
 
@@ -92,7 +94,8 @@ def find_outliers(score: Tensor) -> Tensor:
     published code calls. NaN is not an outlier.
     """
     ordered = score.float().sort(dim=1).values
-    low, high = _quantile(ordered, 0.25), _quantile(ordered, 0.75)
+    low = _quantile(ordered, 0.25)
+    high = _quantile(ordered, 0.75)
     return score.float() > (high + 1.5 * (high - low))[:, None]
 
 
@@ -101,7 +104,8 @@ def _quantile(ordered: Tensor, share: float) -> Tensor:
     place = share * (ordered.shape[1] - 1)
     below = int(place)
     part = place - below
-    a, b = ordered[:, below], ordered[:, min(below + 1, ordered.shape[1] - 1)]
+    a = ordered[:, below]
+    b = ordered[:, min(below + 1, ordered.shape[1] - 1)]
     # Interpolate from the nearer end, where the result is exact.
     return a + (b - a) * part if part < 0.5 else b - (b - a) * (1 - part)
 

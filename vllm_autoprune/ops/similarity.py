@@ -61,8 +61,12 @@ def cosines_with(rows: Tensor, vectors: Tensor) -> Tensor:
     Computed in float32 for any dtype; the cosine with a zero vector is 0.
     """
     batch, tokens, _ = rows.shape
-    out = torch.empty(batch, tokens, vectors.shape[1], dtype=torch.float32, device=rows.device)
-    directions = functional.normalize(vectors.float(), dim=-1, eps=_NONZERO).transpose(1, 2)
+    out = torch.empty(
+        batch, tokens, vectors.shape[1], dtype=torch.float32, device=rows.device
+    )
+    directions = functional.normalize(vectors.float(), dim=-1, eps=_NONZERO).transpose(
+        1, 2
+    )
     step = strip_size(rows)
     for images in _groups(batch, tokens, step):
         for low in range(0, tokens, step):
@@ -70,7 +74,9 @@ def cosines_with(rows: Tensor, vectors: Tensor) -> Tensor:
             part = rows[images, strip].float()
             length = part.norm(dim=-1, keepdim=True).clamp_min_(_NONZERO)
             block = out[images, strip]
-            for row, direction, cosine in zip(part, directions[images], block, strict=True):
+            for row, direction, cosine in zip(
+                part, directions[images], block, strict=True
+            ):
                 torch.mm(row, direction, out=cosine)
             block /= length
     return out
@@ -81,8 +87,12 @@ def cosines_between(rows: Tensor, columns: Tensor) -> Tensor:
 
     Rounded as in :func:`cosines`.
     """
-    out = torch.empty(*rows.shape[:2], columns.shape[1], dtype=torch.float32, device=rows.device)
-    for row, column, cosine in zip(_directions(rows), _directions(columns), out, strict=True):
+    out = torch.empty(
+        *rows.shape[:2], columns.shape[1], dtype=torch.float32, device=rows.device
+    )
+    for row, column, cosine in zip(
+        _directions(rows), _directions(columns), out, strict=True
+    ):
         torch.mm(row, column.T, out=cosine)
     return out
 
@@ -103,9 +113,13 @@ def cosines(features: Tensor, norm: Tensor) -> Tensor:
     """
     batch, tokens, width = features.shape
     length = norm.clamp_min(torch.finfo(features.dtype).tiny)
-    out = torch.empty(batch, tokens, tokens, dtype=torch.float32, device=features.device)
+    out = torch.empty(
+        batch, tokens, tokens, dtype=torch.float32, device=features.device
+    )
     together = min(batch, max(1, _ROWS // tokens))
-    units = torch.empty(together, tokens, width, dtype=torch.float32, device=features.device)
+    units = torch.empty(
+        together, tokens, width, dtype=torch.float32, device=features.device
+    )
     # On a GPU the whole product is faster than strips.
     strips = min(_STRIPS, tokens // _THIN) if features.device.type == "cpu" else 1
     for images in _groups(batch, tokens, _ROWS):
@@ -155,13 +169,17 @@ def distance_to_neighbours(similarity: Tensor, height: int, width: int) -> Tenso
     size = near.shape[2]
     to_mean = similarity.gather(2, near).mean(dim=-1)
     flat = (near[:, :, :, None] * count + near[:, :, None, :]).reshape(batch, -1)
-    within = similarity.reshape(batch, -1).gather(1, flat).view(batch, count, size * size)
+    within = (
+        similarity.reshape(batch, -1).gather(1, flat).view(batch, count, size * size)
+    )
     squared = similarity.diagonal(dim1=1, dim2=2) - 2 * to_mean + within.mean(dim=-1)
     # Of equal tokens only rounding is left, whose root would be a thousand times larger.
     return squared.where(squared > _ROUNDING, 0.0).sqrt()
 
 
-def mean_of_neighbours(similarity: Tensor, height: int, width: int, radius: int) -> Tensor:
+def mean_of_neighbours(
+    similarity: Tensor, height: int, width: int, radius: int
+) -> Tensor:
     """Mean similarity of each token to the others within ``radius`` on its grid, ``(B, n)``.
 
     similarity ``(B, n, n)`` between the ``n = height * width`` tokens of one grid in raster order;
@@ -170,11 +188,13 @@ def mean_of_neighbours(similarity: Tensor, height: int, width: int, radius: int)
     window = torch.arange(-radius, radius + 1, device=similarity.device)
     to_y = torch.arange(height, device=similarity.device)[:, None] + window
     to_x = torch.arange(width, device=similarity.device)[:, None] + window
-    in_y, in_x = (to_y >= 0) & (to_y < height), (to_x >= 0) & (to_x < width)
+    in_y = (to_y >= 0) & (to_y < height)
+    in_x = (to_x >= 0) & (to_x < width)
     # Shape (height, width, rows of the window, columns of the window), later one row per token.
     inside = in_y[:, None, :, None] & in_x[:, None, :]
     inside[:, :, radius, radius] = False
-    down, right = to_y.clamp(0, height - 1) * width, to_x.clamp(0, width - 1)
+    down = to_y.clamp(0, height - 1) * width
+    right = to_x.clamp(0, width - 1)
     place = (down[:, None, :, None] + right[:, None, :]).view(1, height * width, -1)
     inside = inside.view(height * width, -1)
     near = similarity.gather(2, place.expand(similarity.shape[0], -1, -1))
@@ -217,7 +237,8 @@ def mean_dissimilarity(rows: Tensor) -> Tensor:
 
 def map_weight(score: Tensor, kind: WeightMap) -> Tensor:
     """Weight ``(R, n)`` float32 in [0, 1] of a score; all ones where the score is constant."""
-    low, high = score.amin(dim=1, keepdim=True), score.amax(dim=1, keepdim=True)
+    low = score.amin(dim=1, keepdim=True)
+    high = score.amax(dim=1, keepdim=True)
     spread = high - low
     ones = torch.ones_like(score)
     if kind == "none":
@@ -231,7 +252,9 @@ def map_weight(score: Tensor, kind: WeightMap) -> Tensor:
     return torch.where(spread < FLAT, ones, mapped).float()
 
 
-def spherical_kmeans(cosine: Tensor, clusters: int, iters: int) -> tuple[Tensor, Tensor]:
+def spherical_kmeans(
+    cosine: Tensor, clusters: int, iters: int
+) -> tuple[Tensor, Tensor]:
     """Spherical k-means on cosines ``(B, N, N)``: labels, and cosines ``(B, N, C)`` to centroids.
 
     Features are not needed: a centroid is the sum of its members' directions, so its cosines are
@@ -244,11 +267,15 @@ def spherical_kmeans(cosine: Tensor, clusters: int, iters: int) -> tuple[Tensor,
     seed = cosine.sum(dim=2).argmin(dim=1, keepdim=True)
     nearest = distance.gather(1, seed[:, :, None].expand(-1, -1, tokens))[:, 0]
     taken = torch.zeros(batch, tokens, dtype=torch.bool, device=cosine.device)
-    rest = farthest_points(distance, count - 1, nearest=nearest, taken=taken.scatter(1, seed, True))
+    rest = farthest_points(
+        distance, count - 1, nearest=nearest, taken=taken.scatter(1, seed, True)
+    )
     seeds = torch.cat([seed, rest], dim=1)
     near = cosine.gather(2, seeds[:, None, :].expand(-1, tokens, -1))
     for _ in range(iters):
-        member = torch.zeros_like(near).scatter_(2, near.argmax(dim=2, keepdim=True), 1.0)
+        member = torch.zeros_like(near).scatter_(
+            2, near.argmax(dim=2, keepdim=True), 1.0
+        )
         along = matmul_each(cosine, member)
         squared = (along * member).sum(dim=1, keepdim=True)
         known = squared > SETTLED

@@ -22,8 +22,30 @@ NEEDED_PACKAGES = {"smolvlm": "num2words"}
 """Backbone -> package that its processor needs and that vLLM does not install."""
 
 _WORDS = (
-    *("what", "which", "colour", "shape", "is", "the", "a", "of", "in", "on", "left", "right"),
-    *("red", "green", "blue", "cat", "dog", "sky", "how", "many", "are", "there", "user", "you"),
+    "what",
+    "which",
+    "colour",
+    "shape",
+    "is",
+    "the",
+    "a",
+    "of",
+    "in",
+    "on",
+    "left",
+    "right",
+    "red",
+    "green",
+    "blue",
+    "cat",
+    "dog",
+    "sky",
+    "how",
+    "many",
+    "are",
+    "there",
+    "user",
+    "you",
 )
 _CHAT = (
     "{% for m in messages %}{{ m['role'] }} "
@@ -62,7 +84,9 @@ def _merge(row: _Row, changes: _Row) -> _Row:
 
 
 def _read_rows() -> dict[str, _Row]:
-    rows = tomllib.loads(Path(__file__).with_name("tiny_models.toml").read_text(encoding="utf-8"))
+    rows = tomllib.loads(
+        Path(__file__).with_name("tiny_models.toml").read_text(encoding="utf-8")
+    )
     for name, row in rows.items():
         if like := row.pop("like", None):
             rows[name] = _merge(rows[like], row)
@@ -73,7 +97,9 @@ TINY_MODELS: Mapping[str, _Row] = _read_rows()
 """What is written of each backbone, by its name."""
 
 
-def build(name: str, folder: Path, changes: Mapping[str, Any] = MappingProxyType({})) -> Path:
+def build(  # noqa: C901
+    name: str, folder: Path, changes: Mapping[str, Any] = MappingProxyType({})
+) -> Path:
     """Write the tiny model of one backbone to ``folder``; returns the folder.
 
     ``changes``: other values of its row.
@@ -107,12 +133,19 @@ def build(name: str, folder: Path, changes: Mapping[str, Any] = MappingProxyType
         unk_token="<unk>",
         pad_token="<pad>",
         extra_special_tokens=row.get("attributes", {}),
-        chat_template=_CHAT.replace("IMAGE", mark).replace("VIDEO", mark.replace("image", "video")),
+        chat_template=_CHAT.replace("IMAGE", mark).replace(
+            "VIDEO", mark.replace("image", "video")
+        ),
     )
 
     # A configuration, and random weights whose spread makes tokens and layers differ.
-    ids = {field: tokenizer.convert_tokens_to_ids(token) for field, token in row["ids"].items()}
-    assert tokenizer.unk_token_id not in ids.values(), f"one of {row['ids']} is no token"
+    ids = {
+        field: tokenizer.convert_tokens_to_ids(token)
+        for field, token in row["ids"].items()
+    }
+    assert tokenizer.unk_token_id not in ids.values(), (
+        f"one of {row['ids']} is no token"
+    )
     config = transformers.AutoConfig.for_model(
         row.get("model_type", name),
         vision_config=row["vision"],
@@ -123,7 +156,11 @@ def build(name: str, folder: Path, changes: Mapping[str, Any] = MappingProxyType
         torch.manual_seed(0)
         model = transformers.AutoModelForImageTextToText.from_config(config).eval()
         for weight_name, weight in model.named_parameters():
-            if weight.dim() > 1 or "newline" in weight_name or "class_embedding" in weight_name:
+            if (
+                weight.dim() > 1
+                or "newline" in weight_name
+                or "class_embedding" in weight_name
+            ):
                 torch.nn.init.normal_(weight, std=0.15)
     model.to(torch.bfloat16).save_pretrained(folder)
 
@@ -132,10 +169,15 @@ def build(name: str, folder: Path, changes: Mapping[str, Any] = MappingProxyType
         return getattr(transformers, settings.pop("class"))(**settings)
 
     parts = {"image_processor": make("pixels", **tiles), "tokenizer": tokenizer}
-    for part, keyword in (("videos", "video_processor"), ("audio", "feature_extractor")):
+    for part, keyword in (
+        ("videos", "video_processor"),
+        ("audio", "feature_extractor"),
+    ):
         if part in row:
             parts[keyword] = make(part)
-    make("processor", **parts, chat_template=tokenizer.chat_template).save_pretrained(folder)
+    make("processor", **parts, chat_template=tokenizer.chat_template).save_pretrained(
+        folder
+    )
 
     # What published checkpoints have in another form.
     if "published" in row:
@@ -145,11 +187,20 @@ def build(name: str, folder: Path, changes: Mapping[str, Any] = MappingProxyType
             config = transformers.AutoConfig.for_model(outer, thinker_config=thinker)
             config.save_pretrained(folder)
         file = folder / "config.json"
-        file.write_text(json.dumps(_merge(json.loads(file.read_text()), row["published"])))
+        file.write_text(
+            json.dumps(_merge(json.loads(file.read_text()), row["published"]))
+        )
     weights = load_file(folder / "model.safetensors")
-    for weight_name in [n for n in weights if "joined" in row and f"{row['joined']}q_proj" in n]:
-        names = [weight_name.replace("q_proj", part) for part in ("q_proj", "k_proj", "v_proj")]
-        weights[weight_name.replace("q_proj", "qkv")] = torch.cat([weights.pop(n) for n in names])
+    for weight_name in [
+        n for n in weights if "joined" in row and f"{row['joined']}q_proj" in n
+    ]:
+        names = [
+            weight_name.replace("q_proj", part)
+            for part in ("q_proj", "k_proj", "v_proj")
+        ]
+        weights[weight_name.replace("q_proj", "qkv")] = torch.cat(
+            [weights.pop(n) for n in names]
+        )
     for weight_name in [*weights]:
         weight = weights.pop(weight_name)
         if "transposed" in row and row["transposed"] in weight_name:

@@ -47,14 +47,19 @@ def _count_between(prompt: list[int], image: int) -> list[int]:
 
 
 def _difference(
-    completion: Completion, expected: Completion, tolerance: float, positions: bool = False
+    completion: Completion,
+    expected: Completion,
+    tolerance: float,
+    positions: bool = False,
 ) -> str:
     """What differs first between two completions, or the empty string."""
     if completion.prompt != expected.prompt:
         return "another prompt"
     if completion.ids != expected.ids:
         return f"another answer, {completion.ids} and {expected.ids}"
-    if not abs(completion.logprob - expected.logprob) <= tolerance:  # NaN is not equal either
+    if (
+        not abs(completion.logprob - expected.logprob) <= tolerance
+    ):  # NaN is not equal either
         return f"log-probabilities {completion.logprob} and {expected.logprob}"
     if positions and completion.positions != expected.positions:
         return f"positions {completion.positions}"
@@ -65,7 +70,9 @@ def _tolerance(report: Report) -> float:
     return _HYBRID_TOLERANCE if report.hybrid else _TOLERANCE
 
 
-def _compare(setting: str, expected: str, report: Report, positions: bool = False) -> str:
+def _compare(
+    setting: str, expected: str, report: Report, positions: bool = False
+) -> str:
     """The first completion of a setting that differs from that of its question under another."""
     for name, completion in report[setting].items():
         known = report[expected][name]
@@ -91,7 +98,8 @@ def _gather(
             at += 1
             continue
         rows, size = next(images)
-        tokens, text = list[int](), list[int]()
+        tokens = list[int]()
+        text = list[int]()
         while len(tokens) < size:
             (tokens if stock.prompt[at] == image else text).append(at)
             at += 1
@@ -143,7 +151,9 @@ def _answers_are_numbers(report: Report) -> str:
 def _whole_is_stock(report: Report) -> str:
     """K >= N: token ids, log-probabilities, positions and cache hits equal stock vLLM's exactly."""
     completions = report["whole"].items()
-    changed = (name for name, completion in completions if completion != report["stock"][name])
+    changed = (
+        name for name, completion in completions if completion != report["stock"][name]
+    )
     return next((f"{name}: differs from stock vLLM" for name in changed), "")
 
 
@@ -177,13 +187,19 @@ def _kept_rows_are_the_model_s_own(report: Report) -> str:
 def _kept_rows_stand_in_their_tiles(report: Report) -> str:
     """Where vLLM embeds text between tiles, each has placeholders for the rows kept of it."""
     for name, images in report.kept.items():
-        stock, pruned = report["stock"][name].prompt, report["pruned"][name].prompt
+        stock = report["stock"][name].prompt
+        pruned = report["pruned"][name].prompt
         (image,) = Counter(stock) - Counter(pruned)
         if any(report.texts[name]):
             continue
         sizes = report.predicted[name]
-        rows = [sum(sizes[:i]) + row for i, kept_rows in enumerate(images) for row in kept_rows]
-        tiles, placeholders = _count_between(stock, image), _count_between(pruned, image)
+        rows = [
+            sum(sizes[:i]) + row
+            for i, kept_rows in enumerate(images)
+            for row in kept_rows
+        ]
+        tiles = _count_between(stock, image)
+        placeholders = _count_between(pruned, image)
         start = 0
         for size, count in zip(tiles, placeholders, strict=True):
             inside = sum(start <= row < start + size for row in rows)
@@ -197,7 +213,8 @@ def _kept_rows_stand_in_their_tiles(report: Report) -> str:
 def _text_stands_between_the_tokens_that_it_did(report: Report) -> str:
     """Text that the plugin embeds stands behind the kept tokens that it follows unpruned."""
     for name, texts in report.texts.items():
-        stock, pruned = report["stock"][name].prompt, report["pruned"][name].prompt
+        stock = report["stock"][name].prompt
+        pruned = report["pruned"][name].prompt
         (image,) = Counter(stock) - Counter(pruned)
         # Tokens before each other id of the stock prompt; those within an image are known to be
         # its text.
@@ -207,9 +224,14 @@ def _text_stands_between_the_tokens_that_it_did(report: Report) -> str:
             report.predicted[name], report.kept[name], texts, strict=True
         ):
             inside = [at - start for at in before if start < at < start + size]
-            expected = [sum(row < at for row in rows) for at in inside] if places else []
+            expected = (
+                [sum(row < at for row in rows) for at in inside] if places else []
+            )
             around = len(places) - len(expected)
-            ways = ([0] * i + expected + [len(rows)] * (around - i) for i in range(around + 1))
+            ways = (
+                [0] * i + expected + [len(rows)] * (around - i)
+                for i in range(around + 1)
+            )
             if places not in ways:
                 return f"{name}: text after {places} tokens, not {expected}"
             start += size
@@ -265,7 +287,8 @@ def _positions_are_a_gather(report: Report) -> str:
     They stand one after the other where a model cannot have them so.
     """
     for name, pruned in report["pruned"].items():
-        stock, kept = report["stock"][name], report.kept[name]
+        stock = report["stock"][name]
+        kept = report.kept[name]
         expected = _find_positions(pruned)
         if report.placed:
             expected = _gather(stock, pruned, kept, report.predicted[name])
@@ -282,7 +305,9 @@ def _questions_share_the_core(report: Report) -> str:
     blocks of sliding windows at the end of a core once two prompts have parted there.
     """
     rows = set(_rows(report.split_kept))
-    if len(report.split_kept) != 1 + report.splittable or len(rows) != _split_budget(report):
+    if len(report.split_kept) != 1 + report.splittable or len(rows) != _split_budget(
+        report
+    ):
         return f"parts {report.split_kept}"
     cached = [report["split"][name].cached for name in ("first", "second", "further")]
     shared = [False, report.splittable and not report.mixed, report.splittable]
@@ -301,7 +326,10 @@ def _later_turns_recall_other_tokens(report: Report) -> str:
         return "recall was not refused"
     (size,) = report.predicted[SPLIT_QUESTION]
     unused = size - _split_budget(report)
-    wanted = [min(RECALL, unused), min(RECALL, max(0, unused - RECALL))] * report.splittable
+    wanted = [
+        min(RECALL, unused),
+        min(RECALL, max(0, unused - RECALL)),
+    ] * report.splittable
     if [len(rows) for rows in report.recalled] != [count for count in wanted if count]:
         return f"recalled {report.recalled}, not {wanted}"
     rows = _rows([*report.split_kept, *report.recalled])
@@ -314,7 +342,8 @@ def _later_turns_recall_other_tokens(report: Report) -> str:
 @_check
 def _recalled_tokens_stand_in_their_image(report: Report) -> str:
     """Tokens that later turns recall have the positions they have in the image."""
-    stock, third = report["stock"][SPLIT_QUESTION], report["split"]["alone third"]
+    stock = report["stock"][SPLIT_QUESTION]
+    third = report["split"]["alone third"]
     if not report.placed or not report.recalled:
         return ""
     (image,) = Counter(stock.prompt) - Counter(report["split"]["first"].prompt)
@@ -340,7 +369,8 @@ def _parts_give_the_same_completions(report: Report) -> str:
 @_check
 def _parts_stand_on_one_grid(report: Report) -> str:
     """Tokens of both parts have the positions they have in the unpruned prompt."""
-    stock, split = report["stock"][SPLIT_QUESTION], report["split"]["first"]
+    stock = report["stock"][SPLIT_QUESTION]
+    split = report["split"]["first"]
     if not report.placed:
         return ""
     rows = [_rows(report.split_kept)]
@@ -358,9 +388,13 @@ def _cells_are_left_out(report: Report) -> str:
     cells = report["cells"]
     if report.cells is None:
         return "" if [*cells] == ["stock"] else f"{[*cells]} of a refused request"
-    stock, fewer = cells["stock"], cells["left"]
+    stock = cells["stock"]
+    fewer = cells["left"]
     removed = Counter(stock.prompt) - Counter(fewer.prompt)
-    if len(removed) != 1 or removed.total() != len(stock.prompt) - len(fewer.prompt) < 1:
+    if (
+        len(removed) != 1
+        or removed.total() != len(stock.prompt) - len(fewer.prompt) < 1
+    ):
         return f"{dict(removed)} were removed"
     (count,) = (stock.prompt.count(token) for token in removed)
     if fewer.positions != _gather(stock, fewer, [report.cells], [count]):
@@ -378,11 +412,14 @@ def _clips_keep_some_tokens(report: Report) -> str:
 
     Also with empty caches and in small steps; refused where videos are served whole.
     """
-    clips, stock = report["clips"], report["stock others"].get("video")
+    clips = report["clips"]
+    stock = report["stock others"].get("video")
     if not clips or stock is None:
         return "" if not clips else f"{[*clips]} of a model without videos"
-    few, rows = clips["few"], report.clip[0]
-    removed, count = len(stock.prompt) - len(few.prompt), len(rows)
+    few = clips["few"]
+    rows = report.clip[0]
+    removed = len(stock.prompt) - len(few.prompt)
+    count = len(rows)
     runs = range(len(few.prompt) - count + 1)
     # The clip is the only run of one token of that length.
     start = next((at for at in runs if len({*few.prompt[at : at + count]}) == 1), 0)
@@ -421,7 +458,8 @@ def _videos_are_untouched(report: Report) -> str:
 
     Also in small steps, but for linear attention, which rounds them in another way.
     """
-    stock, pruned = report["stock others"], report["others"]
+    stock = report["stock others"]
+    pruned = report["others"]
     if stock.keys() != pruned.keys():
         return f"{[*pruned]} taken, by stock vLLM {[*stock]}"
     for name, completion in pruned.items():
@@ -447,6 +485,8 @@ def runners_agree(report: Report, other: Report) -> str:
             continue
         for name, completion in completions.items():
             known = other[setting][name]
-            if wrong := _difference(completion, known, _RUNNER_TOLERANCE, positions=True):
+            if wrong := _difference(
+                completion, known, _RUNNER_TOLERANCE, positions=True
+            ):
                 return f"{setting}, {name}: {wrong}"
     return ""

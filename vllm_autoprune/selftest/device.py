@@ -65,10 +65,15 @@ def check_selections(device: torch.device) -> Iterator[_SelectionResult]:
     """The result of every base policy under the shipped state, then of every shipped state."""
     shipped = load_state("autoprune").model_dump(mode="json")
     states = {
-        base: PruningState.model_validate({**shipped, "base_policy": {"name": base, "params": {}}})
+        base: PruningState.model_validate(
+            {**shipped, "base_policy": {"name": base, "params": {}}}
+        )
         for base in sorted(BASE_POLICIES)
     }
-    states |= {name: load_state(name) for name in sorted(shipped_states().keys() - states.keys())}
+    states |= {
+        name: load_state(name)
+        for name in sorted(shipped_states().keys() - states.keys())
+    }
     synchronize: Callable[[], None] = lambda: None  # noqa: E731
     if device.type == "cuda":
         synchronize = torch.cuda.synchronize
@@ -80,7 +85,9 @@ def check_selections(device: torch.device) -> Iterator[_SelectionResult]:
             # The first probe alone has tokens of different rank everywhere.
             expected = refine(policy, synthetic_probes(BUDGET)[0]).indices
             kept = refine(policy, probes[0]).indices.cpu()
-            share = float((expected[:, :, None] == kept[:, None, :]).any(dim=2).float().mean())
+            share = float(
+                (expected[:, :, None] == kept[:, None, :]).any(dim=2).float().mean()
+            )
             seconds = []
             for _ in range(ROUNDS):
                 synchronize()
@@ -89,8 +96,10 @@ def check_selections(device: torch.device) -> Iterator[_SelectionResult]:
                     refine(policy, probes[0])
                 synchronize()
                 seconds.append(time.perf_counter() - start)
-            wrong = [f"{v.name}: {v.detail}" for v in safety_check(policy, probes).failures()]
-        except Exception as error:  # whatever a device raises is a result of this check
+            wrong = [
+                f"{v.name}: {v.detail}" for v in safety_check(policy, probes).failures()
+            ]
+        except Exception as error:  # whatever a device raises is a result of this check  # noqa: BLE001
             yield _SelectionResult(name, 0.0, 0.0, f"{type(error).__name__}: {error}")
             continue
         if share < LEAST_SHARE:

@@ -52,13 +52,19 @@ def picture(width: int, height: int, seed: int) -> Image.Image:
     return Image.fromarray(blocks).resize((width, height))
 
 
-_WIDE, _TALL, _LARGE = picture(200, 112, 1), picture(96, 208, 2), picture(330, 300, 4)
-_COLOUR, _COUNT, _PLACE = "what colour is the cat", "how many are there", "which dog is on the left"
+_WIDE = picture(200, 112, 1)
+_TALL = picture(96, 208, 2)
+_LARGE = picture(330, 300, 4)
+_COLOUR = "what colour is the cat"
+_COUNT = "how many are there"
+_PLACE = "which dog is on the left"
 
 
 def clip(count: int, seed: int = 0) -> tuple[Any, dict[str, object]]:
     """Frames ``(count, 84, 56, 3)`` of a video, and what vLLM says of one that it has sampled."""
-    frames = numpy.stack([numpy.asarray(picture(56, 84, seed + at)) for at in range(count)])
+    frames = numpy.stack(
+        [numpy.asarray(picture(56, 84, seed + at)) for at in range(count)]
+    )
     video = {"fps": 2.0, "duration": count / 2, "total_num_frames": count}
     sampled = {"frames_indices": [*range(count)], "do_sample_frames": False}
     return frames, {**video, **sampled, "video_backend": "opencv"}
@@ -108,7 +114,9 @@ def _settings(budget: int, **more: object) -> dict[str, Any]:
     state = {
         **load_state("autoprune").model_dump(mode="json"),
         "scoring": {
-            "signals": [{"atom": atom, "weight": weight} for atom, weight in weights.items()],
+            "signals": [
+                {"atom": atom, "weight": weight} for atom, weight in weights.items()
+            ],
             "kernel": {"atom": "pairwise_cosine_kernel"},
             "fusion": {"atom": "weighted_product_fusion"},
         },
@@ -132,7 +140,9 @@ def _settings(budget: int, **more: object) -> dict[str, Any]:
 class Engine:
     """A ``vllm.LLM`` of a model, whose worker is in this process where it has one rank."""
 
-    def __init__(self, folder: Path, settings: Mapping[str, object] | None, **options: Any) -> None:
+    def __init__(
+        self, folder: Path, settings: Mapping[str, object] | None, **options: Any
+    ) -> None:
         """Start it, with a state unless ``settings`` is None."""
         from vllm import LLM
 
@@ -190,11 +200,15 @@ class _TinyEngine(Engine):
             **options,
         )
         self.config = self.llm.llm_engine.vllm_config
-        self.processor: Any = MULTIMODAL_REGISTRY.create_processor(self.config.model_config)
+        self.processor: Any = MULTIMODAL_REGISTRY.create_processor(
+            self.config.model_config
+        )
         self.features: list[ImageFeatures] = []
         self._positions: list[Tensor] = []
 
-        def record(layer: nn.Module, inputs: Sequence[Tensor], named: Mapping[str, Tensor]) -> None:
+        def record(
+            layer: nn.Module, inputs: Sequence[Tensor], named: Mapping[str, Tensor]
+        ) -> None:
             positions = named["positions"] if "positions" in named else inputs[0]
             self._positions.append(positions.clone())
 
@@ -207,7 +221,8 @@ class _TinyEngine(Engine):
     def preempting(self, interval: int = _STEPS_BETWEEN_PREEMPTIONS) -> Iterator[None]:
         """Preempt running requests every ``interval`` steps, during prefill and during decoding."""
         engine = self.llm.llm_engine
-        step, steps = engine.step, itertools.count(1)
+        step = engine.step
+        steps = itertools.count(1)
 
         def step_with_preemption() -> Any:
             if next(steps) % interval == 0:
@@ -218,7 +233,9 @@ class _TinyEngine(Engine):
             yield
 
     @contextmanager
-    def recording_rows(self, texts: list[list[int]] | None = None) -> Iterator[list[list[int]]]:
+    def recording_rows(
+        self, texts: list[list[int]] | None = None
+    ) -> Iterator[list[list[int]]]:
         """Record the features of images; yields which of its unpruned rows each row of one is.
 
         Rows of text count among those of a clip, and are left out of those of an image. ``texts``
@@ -227,14 +244,18 @@ class _TinyEngine(Engine):
         kept: list[list[int]] = []
 
         def prune_and_record(
-            context: SelectionContext, plans: Sequence[ItemPlan], images: Sequence[ImageFeatures]
+            context: SelectionContext,
+            plans: Sequence[ItemPlan],
+            images: Sequence[ImageFeatures],
         ) -> list[Tensor]:
             selected = prune_images(context, plans, images)
             for plan, image, rows in zip(plans, images, selected, strict=True):
                 unpruned = image.rows()
                 rows = rows[:, : unpruned.shape[1]]  # without the positions of one axis
                 columns = torch.ones(rows.shape[1], dtype=torch.bool)
-                if context.parts.set_times is not None:  # written where text stands between tokens
+                if (
+                    context.parts.set_times is not None
+                ):  # written where text stands between tokens
                     columns[-count_channels(context.parts.axes) :] = False
                 unpruned = unpruned[:, columns]
                 equal = (rows[:, None, columns] == unpruned).all(dim=2).to(torch.int8)
@@ -284,7 +305,10 @@ class _TinyEngine(Engine):
         self, questions: Mapping[str, _Question], *more: Any, **fields: Any
     ) -> dict[str, Completion]:
         """:meth:`ask` for questions by their names."""
-        return {name: self.ask(question, *more, **fields) for name, question in questions.items()}
+        return {
+            name: self.ask(question, *more, **fields)
+            for name, question in questions.items()
+        }
 
     def converse(self, recall: bool = True, preempted: bool = False) -> Completion:
         """The completion of a third turn; the second and the third recall tokens if they may."""
@@ -301,7 +325,10 @@ class _TinyEngine(Engine):
             return {}
         placeholder = type(self.model).get_placeholder_str("video", 0)
         text = f"user {placeholder} what is on the left you"
-        prompt: dict[str, Any] = {"prompt": text, "multi_modal_data": {"video": clip(4)}}
+        prompt: dict[str, Any] = {
+            "prompt": text,
+            "multi_modal_data": {"video": clip(4)},
+        }
         if fields:
             prompt["mm_processor_kwargs"] = {"autoprune": fields}
         return {name: self._complete(self.llm.generate, prompt)}
@@ -316,11 +343,14 @@ class _TinyEngine(Engine):
         """Positions are those of the tokens computed first, or last where it was preempted."""
         from vllm import SamplingParams
 
-        sampling = SamplingParams(temperature=0, max_tokens=4, logprobs=0, ignore_eos=True)
+        sampling = SamplingParams(
+            temperature=0, max_tokens=4, logprobs=0, ignore_eos=True
+        )
         (output,) = submit([prompt], sampling, use_tqdm=False, **options)
         generated = output.outputs[0]
         cached = 0 if preempted else output.num_cached_tokens or 0
-        tokens, ids = list(output.prompt_token_ids), list(generated.token_ids)
+        tokens = list(output.prompt_token_ids)
+        ids = list(generated.token_ids)
         computed = len(tokens) + len(ids) - 1 - cached
         axes = torch.cat(self._positions, dim=-1)
         axes = axes.reshape(-1, axes.shape[-1])
@@ -330,14 +360,16 @@ class _TinyEngine(Engine):
             ids=ids,
             logprob=float(generated.cumulative_logprob),
             cached=cached,
-            positions=(axes[:, -computed:] if preempted else axes[:, :computed]).tolist(),
+            positions=(
+                axes[:, -computed:] if preempted else axes[:, :computed]
+            ).tolist(),
         )
 
 
 # ---- the report ----
 
 
-def serve(folder: Path) -> Report:
+def serve(folder: Path) -> Report:  # noqa: PLR0915
     """The report of a model in a folder."""
     from vllm.multimodal.parse import ImageSize
 
@@ -358,9 +390,13 @@ def serve(folder: Path) -> Report:
 
     engine = _TinyEngine(folder, _settings(_LARGE_BUDGET))
     results["placed"] = engine.model.autoprune_axes > 0
-    placeholders, info = engine.processor._placeholders, engine.processor.info
+    placeholders = engine.processor._placeholders
+    info = engine.processor.info
     results["predicted"] = predicted = {
-        name: [placeholders.count(info, ImageSize(*image.size), {}).tokens for image in images]
+        name: [
+            placeholders.count(info, ImageSize(*image.size), {}).tokens
+            for image in images
+        ]
         for name, (_, images) in _QUESTIONS.items()
     }
     completions["whole"] = engine.ask_each(_QUESTIONS)
@@ -382,7 +418,9 @@ def serve(folder: Path) -> Report:
     with suppress(RequestError), engine.recording_rows():
         cells["left"] = engine.ask(_PAGE_QUESTION, cells="flat")
         kept = engine.features[-1].regions[0].grid
-        results["cells"] = kept.at_tokens(torch.arange(kept.height * kept.width)).tolist()
+        results["cells"] = kept.at_tokens(
+            torch.arange(kept.height * kept.width)
+        ).tolist()
         cells["few"] = engine.ask(_PAGE_QUESTION, SMALL_BUDGET, cells="flat")
         engine.empty_caches()
         cells["alone few"] = engine.ask(_PAGE_QUESTION, SMALL_BUDGET, cells="flat")
@@ -392,7 +430,9 @@ def serve(folder: Path) -> Report:
         engine.empty_caches()
         completions["clips"] |= engine.ask_video("alone few", video_budget=_CLIP_BUDGET)
     reporter = engine.model.autoprune_reporter
-    results["fallbacks"] = sum(n for (kind, _), n in reporter.counts().items() if kind != "none")
+    results["fallbacks"] = sum(
+        n for (kind, _), n in reporter.counts().items() if kind != "none"
+    )
     results["errors"] = dict(reporter.errors)
     engine.stop()
 
@@ -401,12 +441,16 @@ def serve(folder: Path) -> Report:
     completions["chunked"] = engine.ask_each(_QUESTIONS)
     completions["others"] |= engine.ask_video("chunked video")
     if completions["clips"]:
-        completions["clips"] |= engine.ask_video("chunked few", video_budget=_CLIP_BUDGET)
+        completions["clips"] |= engine.ask_video(
+            "chunked few", video_budget=_CLIP_BUDGET
+        )
     if results["cells"] is not None:
         cells["chunked few"] = engine.ask(_PAGE_QUESTION, cells="flat")
         cells["chunked left"] = engine.ask(_PAGE_QUESTION, _LARGE_BUDGET, cells="flat")
     engine.llm.reset_prefix_cache()
-    longest = max(len(completion.prompt) for completion in completions["chunked"].values())
+    longest = max(
+        len(completion.prompt) for completion in completions["chunked"].values()
+    )
     with engine.preempting(max(_STEPS_BETWEEN_PREEMPTIONS, longest // 8 + 3)):
         completions["preempted"] = engine.ask_each(
             {name: _QUESTIONS[name] for name in ("high", "two")}, preempted=True
@@ -446,7 +490,10 @@ def serve(folder: Path) -> Report:
     engine.stop()
 
     engine = _TinyEngine(folder, settings, max_num_batched_tokens=16, max_num_seqs=2)
-    split["chunked first"], split["chunked second"] = engine.ask(colour), engine.ask(place)
+    split["chunked first"], split["chunked second"] = (
+        engine.ask(colour),
+        engine.ask(place),
+    )
     engine.llm.reset_prefix_cache()
     split["chunked third"] = engine.converse(recall)
     engine.llm.reset_prefix_cache()
@@ -472,7 +519,9 @@ def _measure_merger_error(
 
     Of the features that an engine made of the image, against transformers in float32.
     """
-    ranked = [[region.signals[name] for region in features.regions] for name in _MERGER_INPUT]
+    ranked = [
+        [region.signals[name] for region in features.regions] for name in _MERGER_INPUT
+    ]
     orders = [region.order for region in features.regions if region.order is not None]
     errors = []
     read = _read_merger_input(folder, image, merger, features.regions[0].grid)
@@ -496,19 +545,29 @@ def _read_merger_input(
 
     folder = folder / ORIGINAL if (folder / ORIGINAL).exists() else folder
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-    inputs = AutoProcessor.from_pretrained(folder).image_processor([image], return_tensors="pt")
+    inputs = AutoProcessor.from_pretrained(folder).image_processor(
+        [image], return_tensors="pt"
+    )
     entering: dict[str, Tensor] = {}
     for part in merger.keys() & {"module", "scored"}:
 
         def record(
-            _: nn.Module, args: Sequence[Tensor], named: Mapping[str, Tensor], part: str = part
+            _: nn.Module,
+            args: Sequence[Tensor],
+            named: Mapping[str, Tensor],
+            part: str = part,
         ) -> None:
             entering[part] = [*args, *named.values()][0].flatten(0, -2)
 
-        attrgetter(merger[part])(model).register_forward_pre_hook(record, with_kwargs=True)
-    model.get_image_features(**{name: inputs[name] for name in _TOWER_INPUTS if name in inputs})
+        attrgetter(merger[part])(model).register_forward_pre_hook(
+            record, with_kwargs=True
+        )
+    model.get_image_features(
+        **{name: inputs[name] for name in _TOWER_INPUTS if name in inputs}
+    )
 
-    vision, order = model.config.vision_config, merger.get("order", "cells")
+    vision = model.config.vision_config
+    order = merger.get("order", "cells")
 
     def split(patches: Tensor) -> Tensor:
         """``(N, patches, C)``."""
@@ -519,7 +578,9 @@ def _read_merger_input(
             cells = patches.unflatten(1, (vision.hidden_size, -1)).transpose(1, 2)
         elif order == "raster":
             side = merger.get("side", 2)
-            cells = patches[: grid.tokens * side**2].unflatten(0, (grid.height, side, -1, side))
+            cells = patches[: grid.tokens * side**2].unflatten(
+                0, (grid.height, side, -1, side)
+            )
             cells = cells.transpose(1, 2).flatten(0, 1).flatten(1, 2)
         else:
             cells = patches.unflatten(0, (-1, 4))
@@ -527,7 +588,9 @@ def _read_merger_input(
             from transformers.vision_utils import get_vision_window_index
 
             unit = vision.spatial_merge_size, vision.window_size, vision.patch_size
-            cells = cells[get_vision_window_index(inputs["image_grid_thw"], *unit)[0].argsort()]
+            cells = cells[
+                get_vision_window_index(inputs["image_grid_thw"], *unit)[0].argsort()
+            ]
         return cells
 
     scored = entering.get("scored", entering["module"])

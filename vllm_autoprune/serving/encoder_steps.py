@@ -69,7 +69,9 @@ class EncoderSteps:
 
     def __init__(self) -> None:
         self._loads: LRUCache[tuple[str, int], _EncoderLoad] = LRUCache(_MAX_LOADS)
-        self._cached: LRUCache[Hashable, int] = LRUCache(_CACHED_TOKENS, getsizeof=lambda n: n)
+        self._cached: LRUCache[Hashable, int] = LRUCache(
+            _CACHED_TOKENS, getsizeof=lambda n: n
+        )
         self._budget: int | None = None
         self._scheduled: dict[Hashable, int] = {}
         self._tokens: dict[Hashable, int] = {}
@@ -122,5 +124,7 @@ class EncoderSteps:
         return load
 
     def _count_tokens(self, load: _EncoderLoad) -> int:
-        is_encoded = load.image in self._tokens or self._cached.get(load.image) is not None
+        is_encoded = (
+            load.image in self._tokens or self._cached.get(load.image) is not None
+        )
         return 0 if is_encoded else load.tokens

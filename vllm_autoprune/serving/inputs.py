@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from vllm_autoprune.errors import RequestError
-from vllm_autoprune.serving.plan import MAX_CLIP_TOKENS, RENDERED, ItemPlan, plan_error, refuse
+from vllm_autoprune.serving.plan import (
+    MAX_CLIP_TOKENS,
+    RENDERED,
+    ItemPlan,
+    plan_error,
+    refuse,
+)
 
 CELLS_FIELD = "autoprune_cells"
 """Name of the field with an image's anchors ``(N,)`` (:mod:`vllm_autoprune.tpdsl.cells`), of which
@@ -54,8 +60,12 @@ _MAX_SIDE = 1 << 16
 
 _WHOLE_NUMBERS = (torch.int32, torch.int64)
 _NUMBERS = (
-    *(torch.bool, torch.uint8, *_WHOLE_NUMBERS),
-    *(torch.float16, torch.bfloat16, torch.float32),
+    torch.bool,
+    torch.uint8,
+    *_WHOLE_NUMBERS,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
 )
 _MOST_DIMENSIONS = 5
 
@@ -92,24 +102,32 @@ def _is_numeric(value: object) -> bool:
     if isinstance(value, Tensor):
         on_host = value.device.type == "cpu" and value.layout == torch.strided
         return on_host and value.dtype in _NUMBERS and value.dim() <= _MOST_DIMENSIONS
-    return isinstance(value, list) and all(isinstance(entry, int | float) for entry in value)
+    return isinstance(value, list) and all(
+        isinstance(entry, int | float) for entry in value
+    )
 
 
 def _find_pixels(modality: str, fields: Fields) -> Tensor:
     """The pixels of an item, of which there is one tensor of its modality."""
     names = [name for name in fields if name.startswith("pixel_values")]
     if len(names) != 1 or (names[0] in CLIP_FIELDS) != (modality == "video"):
-        raise plan_error(f"is of {modality!r} with the pixels {', '.join(names) or 'of nothing'}")
+        raise plan_error(
+            f"is of {modality!r} with the pixels {', '.join(names) or 'of nothing'}"
+        )
     pixels = fields[names[0]]
     if not isinstance(pixels, Tensor) or pixels.dim() < 2 or pixels.numel() == 0:
         raise _input_error(names[0], "has no rows of pixels")
     if not pixels.is_floating_point() and pixels.dtype != torch.uint8:
         raise _input_error(names[0], f"has pixels of {pixels.dtype}")
-    if not bool(pixels.isfinite().all()):  # rows of an image that is kept whole would not be, too
+    if not bool(
+        pixels.isfinite().all()
+    ):  # rows of an image that is kept whole would not be, too
         raise _input_error(names[0], "has pixels that are not finite")
     for name, other in fields.items():
         of_pixels = name.startswith(PIXELS) and name != names[0]
-        if of_pixels and not (isinstance(other, Tensor) and other.shape[:1] == pixels.shape[:1]):
+        if of_pixels and not (
+            isinstance(other, Tensor) and other.shape[:1] == pixels.shape[:1]
+        ):
             raise _input_error(name, f"does not fit the {len(pixels)} rows of pixels")
     return pixels
 
@@ -128,7 +146,11 @@ def _count_clip(
         return None
     grid = fields.get(_GRIDS["video"])
     if frame is None:
-        frames = int(grid[0]) if isinstance(grid, Tensor) and grid.dim() == 1 and len(grid) else 0
+        frames = (
+            int(grid[0])
+            if isinstance(grid, Tensor) and grid.dim() == 1 and len(grid)
+            else 0
+        )
     else:
         frames = len(pixels) if pixels.dim() == 4 else 0
     if frames != plan.frames:
@@ -158,7 +180,9 @@ def _count_grid(modality: str, fields: Fields, pixels: Tensor) -> int | None:
     assert isinstance(anchors, Tensor)
     patches = count_patches(anchors, grid)
     if patches != len(pixels):
-        raise _input_error(name, f"is of {patches} patches, and there are {len(pixels)}")
+        raise _input_error(
+            name, f"is of {patches} patches, and there are {len(pixels)}"
+        )
     return patches // CELL**2
 
 
@@ -167,7 +191,9 @@ def _check_text(plan: ItemPlan, frame: tuple[int, int] | None) -> None:
     if not plan.text:
         return
     if plan.part != "whole" or plan.keeps_all:
-        raise plan_error(f"has text as {plan.part}, K = {plan.budget} of N = {plan.tokens}")
+        raise plan_error(
+            f"has text as {plan.part}, K = {plan.budget} of N = {plan.tokens}"
+        )
     places = {before for before, _ in plan.text}
     if max(places) > plan.tokens:
         raise plan_error(f"has text behind token {max(places)} of N = {plan.tokens}")
@@ -183,19 +209,28 @@ def _check_text(plan: ItemPlan, frame: tuple[int, int] | None) -> None:
 
 
 def _are_sides(value: object, rows: int) -> bool:
-    if not isinstance(value, Tensor) or value.dtype not in _WHOLE_NUMBERS or value.shape != (2,):
+    if (
+        not isinstance(value, Tensor)
+        or value.dtype not in _WHOLE_NUMBERS
+        or value.shape != (2,)
+    ):
         return False
     return bool(((value > 0) & (value <= _MAX_SIDE)).all())
 
 
 def _are_places(value: object, rows: int) -> bool:
     """Whether patches fill a rectangle, each place once."""
-    if not isinstance(value, Tensor) or value.dtype != torch.int64 or value.shape != (rows, 2):
+    if (
+        not isinstance(value, Tensor)
+        or value.dtype != torch.int64
+        or value.shape != (rows, 2)
+    ):
         return False
     columns, lines = value[(value != -1).any(dim=1)].unbind(dim=1)
     if len(columns) == 0 or int(value.min()) < -1 or int(value.max()) >= _MAX_SIDE:
         return False
-    width, height = int(columns.max()) + 1, int(lines.max()) + 1
+    width = int(columns.max()) + 1
+    height = int(lines.max()) + 1
     places = columns + lines * width
     return min(int(columns.min()), int(lines.min())) >= 0 and bool(
         len(places) == width * height == len(places.unique())
@@ -209,7 +244,11 @@ def _is_count(value: object, rows: int) -> bool:
 
 
 def _is_interval(value: object, rows: int) -> bool:
-    if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
+    if (
+        not isinstance(value, Tensor)
+        or value.numel() != 1
+        or not value.is_floating_point()
+    ):
         return False
     seconds = value.item()
     return math.isfinite(seconds) and 0 <= seconds <= _MOST_SECONDS
@@ -235,17 +274,26 @@ def _input_error(name: str, what: str) -> RequestError:
 def count_patches(anchors: Tensor, grid: Tensor) -> int:
     """Rows of pixels of an image with a grid of patches and these anchors ``(N,)``, or none."""
     patches = int(grid.prod())
-    return patches // len(anchors) * int(_find_kept(anchors).sum()) if len(anchors) else patches
+    return (
+        patches // len(anchors) * int(_find_kept(anchors).sum())
+        if len(anchors)
+        else patches
+    )
 
 
 def _are_anchors(anchors: object, tokens: int) -> bool:
     """Whether anchors are none, or of so many tokens, each one that is kept."""
-    if not isinstance(anchors, Tensor) or (anchors.dtype, anchors.dim()) != (torch.int32, 1):
+    if not isinstance(anchors, Tensor) or (anchors.dtype, anchors.dim()) != (
+        torch.int32,
+        1,
+    ):
         return False
     if len(anchors) == 0:
         return True
     places = torch.arange(len(anchors))
-    in_range = len(anchors) == tokens and bool(((anchors >= 0) & (anchors <= places)).all())
+    in_range = len(anchors) == tokens and bool(
+        ((anchors >= 0) & (anchors <= places)).all()
+    )
     return in_range and bool(_find_kept(anchors)[anchors.long()].all())
 
 

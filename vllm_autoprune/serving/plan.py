@@ -24,7 +24,8 @@ from vllm_autoprune.tpdsl.tokens import Positions, split_over_tiles
 FIELD = "autoprune_plan"
 """Name of the multi-modal field that carries a plan to the worker."""
 
-KWARGS, REQUEST_FIELD = "mm_processor_kwargs", "autoprune"
+KWARGS = "mm_processor_kwargs"
+REQUEST_FIELD = "autoprune"
 """Field of a request, and the key in it of the plugin's entry."""
 
 ENTRY = f"{KWARGS}/{REQUEST_FIELD}"
@@ -79,7 +80,8 @@ MAX_TEXT_IDS = 1 << 14
 MAX_SPAN = 1 << 16
 """Positions of an item whose tokens do not stand one after the other."""
 
-LINE, MROPE = 2, 3
+LINE = 2
+MROPE = 3
 """Rows of the positions that runners keep of a prompt. Of a model with one axis: where each token
 stands, and where the rows of its image begin; under M-RoPE: time, height and width."""
 
@@ -146,7 +148,15 @@ class ItemPlan:
     def group(self) -> tuple[object, ...]:
         """Grouping key: images with the same group are selected by one policy."""
         before = tuple(choice.budget for choice in self.earlier)
-        return self.budget, self.keep, self.state, self.part, self.core, before, self.frames
+        return (
+            self.budget,
+            self.keep,
+            self.state,
+            self.part,
+            self.core,
+            before,
+            self.frames,
+        )
 
     @property
     def keeps_all(self) -> bool:
@@ -183,7 +193,9 @@ class ItemPlan:
     def split(self, core: int) -> tuple[ItemPlan, ItemPlan]:
         """Core of K_c tokens and delta of an image that is one item."""
         # A core is chosen alike whatever else is kept, so its plan tells nothing else.
-        alone = ItemPlan(core, self.key, profile=self.profile, state=self.state, part="core")
+        alone = ItemPlan(
+            core, self.key, profile=self.profile, state=self.state, part="core"
+        )
         delta = replace(self, budget=self.budget - core, part="delta", core=core)
         alone = replace(alone, tokens=self.tokens, core=core, positions=self.positions)
         return alone, delta
@@ -200,7 +212,8 @@ class ItemPlan:
 
     def write_text(self, tokens: Sequence[int]) -> list[int]:
         """All tokens ``(N,)`` of the item, unpruned, with the text between them."""
-        written, done = list[int](), 0
+        written = list[int]()
+        done = 0
         for before, token in self.text:
             written += [*tokens[done:before], token]
             done = max(done, before)
@@ -299,10 +312,16 @@ def encode_state(state: PruningState) -> bytes:
     Raises :class:`StateError` for a state larger than MAX_STATE_BYTES.
     """
     bare = {"name": state.digest[:12], "provenance": Provenance(), "schema_uri": ""}
-    text = state.model_copy(update=bare).model_dump_json(exclude={"provenance"}).encode()
+    text = (
+        state.model_copy(update=bare).model_dump_json(exclude={"provenance"}).encode()
+    )
     if len(text) > MAX_STATE_BYTES:
-        what = f"{len(text)} bytes of behaviour, and a request may bring {MAX_STATE_BYTES}"
-        raise StateError("state", [Problem("", what, "use fewer signals or pools", "size")])
+        what = (
+            f"{len(text)} bytes of behaviour, and a request may bring {MAX_STATE_BYTES}"
+        )
+        raise StateError(
+            "state", [Problem("", what, "use fewer signals or pools", "size")]
+        )
     return text
 
 
@@ -323,7 +342,9 @@ def make_feature_key(content: str, salt: str = "", seed: str = "") -> Key:
     """
     texts = (seed or content, repr((content, salt)))
     digests = (hashlib.sha256(text.encode()).digest() for text in texts)
-    high, low = (int.from_bytes(digest[:8], "little", signed=True) for digest in digests)
+    high, low = (
+        int.from_bytes(digest[:8], "little", signed=True) for digest in digests
+    )
     return high, low
 
 
@@ -357,14 +378,17 @@ def make_cache_identity(
 # Split of an image's budget over its parts, the same in the API server and in the worker.
 
 
-def split_over_parts(budget: int, sizes: Sequence[int], tiles: Sequence[int]) -> tuple[int, ...]:
+def split_over_parts(
+    budget: int, sizes: Sequence[int], tiles: Sequence[int]
+) -> tuple[int, ...]:
     """Split K over parts of ``sizes`` tokens: K / T for each of their ``tiles``.
 
     What does not divide goes to the first parts, and surplus to the next part with room. If K is at
     least the number of tokens, every part keeps all of its tokens.
     """
     shares = split_over_tiles(budget, sum(tiles))
-    budgets, done = [0] * len(sizes), 0
+    budgets = [0] * len(sizes)
+    done = 0
     for part, size in enumerate(sizes):
         budgets[part] = min(sum(shares[done : done + tiles[part]]), size)
         done += tiles[part]

@@ -40,7 +40,11 @@ def register() -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     from vllm_autoprune.serving.compat import attach, get_attachment, patch
-    from vllm_autoprune.serving.settings import SETTINGS_KEY, WAITING_SETTINGS, add_flags
+    from vllm_autoprune.serving.settings import (
+        SETTINGS_KEY,
+        WAITING_SETTINGS,
+        add_flags,
+    )
 
     @patch(EngineArgs, "add_cli_args")
     def add_cli_args(
@@ -50,9 +54,13 @@ def register() -> None:
 
     @patch(EngineArgs, "create_model_config")
     def create_model_config(
-        stock: Callable[..., ModelConfig], self: EngineArgs, *args: object, **named: object
+        stock: Callable[..., ModelConfig],
+        self: EngineArgs,
+        *args: object,
+        **named: object,
     ) -> ModelConfig:
-        model_config, additional = stock(self, *args, **named), self.additional_config
+        model_config = stock(self, *args, **named)
+        additional = self.additional_config
         # ``vllm launch render`` makes a config of the model alone, without ``additional_config``.
         if isinstance(additional, Mapping) and SETTINGS_KEY in additional:
             attach(model_config, WAITING_SETTINGS, dict(additional))
@@ -60,7 +68,8 @@ def register() -> None:
 
     @patch(VllmConfig, "try_verify_and_update_config")
     def verify(stock: Callable[[VllmConfig], None], vllm_config: VllmConfig) -> None:
-        additional, model_config = vllm_config.additional_config, vllm_config.model_config
+        additional = vllm_config.additional_config
+        model_config = vllm_config.model_config
         in_config = isinstance(additional, Mapping) and SETTINGS_KEY in additional
         # Importing it registers counters: a server without settings has none in its /metrics.
         if in_config or get_attachment(model_config, WAITING_SETTINGS) is not None:

@@ -27,10 +27,20 @@ from vllm_autoprune.serving.plan import (
     plan_error,
     refuse,
 )
-from vllm_autoprune.serving.settings import DEFAULT_RULES, REQUESTS_FLAG, RequestRules, TextTower
+from vllm_autoprune.serving.settings import (
+    DEFAULT_RULES,
+    REQUESTS_FLAG,
+    RequestRules,
+    TextTower,
+)
 from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET, BudgetCall
 from vllm_autoprune.tpdsl.cells import Cells
-from vllm_autoprune.tpdsl.cost import DEFAULT_COST, item_bound, item_cost, require_affordable
+from vllm_autoprune.tpdsl.cost import (
+    DEFAULT_COST,
+    item_bound,
+    item_cost,
+    require_affordable,
+)
 from vllm_autoprune.tpdsl.loading import (
     escape_unprintable,
     load_state,
@@ -94,20 +104,29 @@ class ServedState:
     axes: int = 0
     packed_only: str = ""
 
-    def positions_of(self, state: PruningState, asked: Positions | None = None) -> Positions:
+    def positions_of(
+        self, state: PruningState, asked: Positions | None = None
+    ) -> Positions:
         """Where tokens stand that a state chooses, or that a request asks for.
 
         Raises :class:`RequestError` where this server cannot do what is asked.
         """
         only: Positions | None = "true" if self.axes == MROPE else None
-        why = "has positions in height and width, in which kept tokens keep their places"
+        why = (
+            "has positions in height and width, in which kept tokens keep their places"
+        )
         if self.axes == 0:
-            only, why = "packed", self.packed_only
+            only = "packed"
+            why = self.packed_only
         if asked is not None and only not in (None, asked):
-            raise refuse(f"{ENTRY}/positions", f"{asked!r}: this model {why}", "leave it out")
+            raise refuse(
+                f"{ENTRY}/positions", f"{asked!r}: this model {why}", "leave it out"
+            )
         return only or asked or self.positions or state.positions
 
-    def policy(self, budget: int | None = None, keep: Chooser = "state") -> PruningPolicy:
+    def policy(
+        self, budget: int | None = None, keep: Chooser = "state"
+    ) -> PruningPolicy:
         """The policy at the server's budget, or at a request's; raises BudgetError."""
         return make_policy(self.state, self.budget if budget is None else budget, keep)
 
@@ -151,7 +170,9 @@ class ServedState:
         policy = self.policy_for_plan(plan)
         if missing := policy.needs - self.needs:
             reasons = dict(self.unavailable)
-            inputs = "; ".join(f"{n!r} ({reasons.get(n, 'not set up')})" for n in sorted(missing))
+            inputs = "; ".join(
+                f"{n!r} ({reasons.get(n, 'not set up')})" for n in sorted(missing)
+            )
             readers = f"its base policy {policy.base.name!r} or its atoms"
             what = f"{readers} read what is not made here: {inputs}"
             raise refuse(f"{ENTRY}/state", what, "bring a state that does not read it")
@@ -180,7 +201,10 @@ class ServedState:
 
         The core is that before it is moved to the edge of a KV block. No local path is told.
         """
-        policy, state, rules, tower = self.policy(), self.state, self.rules, self.tower
+        policy = self.policy()
+        state = self.state
+        rules = self.rules
+        tower = self.tower
         core = policy.state.core
         # Embedding space of relevance, with its reason.
         relevance = None
@@ -190,7 +214,9 @@ class ServedState:
         elif policy.reads_instruction and tower is not None:
             local = Path(tower.path).exists() or Path(tower.path).is_absolute()
             name = "from a local folder" if local else tower.path
-            relevance = f"CLIP text tower {name}, sign {tower.sign:+d}, because {tower.reason}"
+            relevance = (
+                f"CLIP text tower {name}, sign {tower.sign:+d}, because {tower.reason}"
+            )
         # What requests may set, with the flag that lets them.
         if not rules.explicit:
             trusted = "with --trust-request-mm-kwargs: their budget"
@@ -228,7 +254,8 @@ class ServedState:
                 "tokens": [rules.minimum, rules.maximum],
             },
             "detail": {
-                str(level): budget.rule() for level, budget in rules.detail.as_dict().items()
+                str(level): budget.rule()
+                for level, budget in rules.detail.as_dict().items()
             }
             or None,
             "recall": rules.recall,
@@ -287,7 +314,8 @@ def replace_unsafe_state(state: PruningState, budget: int) -> PruningState:
     A failing state is replaced where it lists ``fallback_to_selection``, with a warning in the
     log; otherwise :class:`StateError` is raised.
     """
-    probed, selector = state, state.constraints.selector
+    probed = state
+    selector = state.constraints.selector
     if (selector.insists_on or 0) > budget:
         # Of a request, checked at fewer tokens than it would keep unchanged: these then follow from
         # q_e, as without r_min, since the check takes seconds at hundreds of tokens.
@@ -301,13 +329,18 @@ def replace_unsafe_state(state: PruningState, budget: int) -> PruningState:
     failures = "; ".join(f"{v.name}: {v.detail}" for v in record.failures())
     if not policy.falls_back:
         fix = 'fix the state, or list "fallback_to_selection" under safety'
-        problem = Problem("/safety", f"the safety check fails ({failures})", fix, "safety")
+        problem = Problem(
+            "/safety", f"the safety check fails ({failures})", fix, "safety"
+        )
         raise StateError(f"state {state.name!r}", [problem])
     if (number := next(_warnings)) <= _MAX_WARNINGS:
         _logger.warning(
             "State %r fails its safety check (%s): serving its base policy.%s",
-            *(state.name, failures),
-            " Further states that fail are not logged." if number == _MAX_WARNINGS else "",
+            state.name,
+            failures,
+            " Further states that fail are not logged."
+            if number == _MAX_WARNINGS
+            else "",
         )
     return state.without_exchange()
 
@@ -343,10 +376,14 @@ def load_request_state(
         try:
             source = json.dumps(state_field)
         except (TypeError, ValueError, RecursionError) as error:
-            raise refuse(where, f"no JSON: {str(error)[:200]}", "send a state as JSON") from None
+            raise refuse(
+                where, f"no JSON: {str(error)[:200]}", "send a state as JSON"
+            ) from None
         if len(source) > _MAX_STATE_CHARACTERS:
             what = f"{len(source)} characters, and a request may bring {_MAX_STATE_CHARACTERS}"
-            raise refuse(where, what, "a state is a few kilobytes: shorten its provenance")
+            raise refuse(
+                where, what, "a state is a few kilobytes: shorten its provenance"
+            )
     try:
         state = _load(source)
         text = encode_state(state)
@@ -356,7 +393,9 @@ def load_request_state(
             raise verdict
         return verdict
     except StateError as error:
-        problems = [Problem(f"{where}{p.where}", p.what, p.fix) for p in error.problems[:16]]
+        problems = [
+            Problem(f"{where}{p.where}", p.what, p.fix) for p in error.problems[:16]
+        ]
         raise RequestError("request", problems) from None
 
 
@@ -365,7 +404,9 @@ def _check(text: bytes) -> PruningState | StateError:
     """The state to serve, or the error where there is none; computed once a digest."""
     state = decode_state(text)
     try:
-        return replace_unsafe_state(state, min(materialize(state).budget, _CHECKED_REQUEST_BUDGET))
+        return replace_unsafe_state(
+            state, min(materialize(state).budget, _CHECKED_REQUEST_BUDGET)
+        )
     except StateError as error:
         return error
 
@@ -402,30 +443,42 @@ class PlanRules:
         by_operator = (self.served.budget, *rules.detail.as_dict().values())
         most = max(by_request, *(budget.range()[1] for budget in by_operator))
         if plan.frames:
-            most, state = by_request * plan.frames, self.served.state
+            most = by_request * plan.frames
+            state = self.served.state
             if state.frames is not None:
                 policy = make_policy(state, self.served.video_budget, clip=True)
-                most = max(most, self.served.clip_budget(policy, plan.tokens, plan.frames))
+                most = max(
+                    most, self.served.clip_budget(policy, plan.tokens, plan.frames)
+                )
         budget, *recalls = [*(choice.budget for choice in plan.earlier), plan.budget]
         if plan.part == "delta":
             budget = plan.image_budget
         if budget > most:
             raise plan_error(f"keeps K = {budget} tokens, and requests may keep {most}")
-        if (recall := max(recalls, default=0)) > (most := max(rules.recall, by_request)):
+        if (recall := max(recalls, default=0)) > (
+            most := max(rules.recall, by_request)
+        ):
             raise plan_error(f"recalls {recall} tokens, and requests may recall {most}")
         self.check_choice(plan)
 
-    def check_choice(self, plan: ItemPlan) -> None:
+    def check_choice(self, plan: ItemPlan) -> None:  # noqa: C901
         """Raise for what a worker cannot look up, or requests may not set: ids, chooser, state."""
         served = self.served
         # Looking up an id beyond its vocabulary would crash the worker.
         size = self.vocabulary if served.tower is None else served.tower.vocabulary
-        reads = [plan.read, *((choice.instruction, choice.language) for choice in plan.earlier)]
+        reads = [
+            plan.read,
+            *((choice.instruction, choice.language) for choice in plan.earlier),
+        ]
         for instruction, language in reads:
             if max(instruction, default=0) >= size:
-                raise plan_error(f"has a token id for relevance beyond the vocabulary of {size}")
+                raise plan_error(
+                    f"has a token id for relevance beyond the vocabulary of {size}"
+                )
             if max(language, default=0) >= self.vocabulary:
-                raise plan_error(f"has a token id beyond the vocabulary of {self.vocabulary}")
+                raise plan_error(
+                    f"has a token id beyond the vocabulary of {self.vocabulary}"
+                )
         if max((token for _, token in plan.text), default=0) >= self.vocabulary:
             raise plan_error(f"has text beyond the vocabulary of {self.vocabulary}")
         if plan.keep != "state" and not served.rules.allows("budget"):
@@ -440,8 +493,12 @@ class PlanRules:
                 raise plan_error(f"has positions {plan.positions!r} ({REQUESTS_FLAG})")
         if problem := find_cost_problem(plan, served.rules.cost):
             raise plan_error(f"carries a state whose {problem}")
-        if plan.frames and (plan.part != "whole" or served.state_for_plan(plan).frames is None):
-            raise plan_error(f"is of a clip, as {plan.part}, and its state prunes none so")
+        if plan.frames and (
+            plan.part != "whole" or served.state_for_plan(plan).frames is None
+        ):
+            raise plan_error(
+                f"is of a clip, as {plan.part}, and its state prunes none so"
+            )
         if plan.part != "whole" and plan.keep == "resized":
             raise plan_error("is a part of an image that is resized")
         if plan.core and plan.keep == "random":
@@ -452,7 +509,9 @@ class PlanRules:
                     served.policy_for_plan(item)
             except BudgetError as error:
                 raise plan_error(f"is a part of an image: {error}") from None
-        if plan.state and (missing := served.policy_for_plan(plan).needs - served.needs):
+        if plan.state and (
+            missing := served.policy_for_plan(plan).needs - served.needs
+        ):
             raise plan_error(f"carries a state that reads {', '.join(sorted(missing))}")
 
 
@@ -478,7 +537,9 @@ def _state_problem(served: ServedState, text: bytes) -> str:
     if not rules.allows("shipped-states"):
         return f"requests may not bring: they may set {rules} ({REQUESTS_FLAG})"
     if not rules.allows("states") and text not in _shipped():
-        return f"does not ship, and requests may only name those that do ({REQUESTS_FLAG})"
+        return (
+            f"does not ship, and requests may only name those that do ({REQUESTS_FLAG})"
+        )
     try:
         state = decode_state(text)
         if encode_state(state) != text:
@@ -493,4 +554,6 @@ def _state_problem(served: ServedState, text: bytes) -> str:
 def _shipped() -> frozenset[bytes]:
     """The states that requests may name, as plans carry them; each alone and without exchange."""
     states = [load_state(file) for file in _shipped_files().values()]
-    return frozenset(encode_state(s) for state in states for s in (state, state.without_exchange()))
+    return frozenset(
+        encode_state(s) for state in states for s in (state, state.without_exchange())
+    )

@@ -17,7 +17,10 @@ from packaging.version import Version
 from prometheus_client import REGISTRY
 from prometheus_client.multiprocess import MultiProcessCollector
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
-from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype, set_default_torch_num_threads
+from vllm.utils.torch_utils import (
+    kv_cache_dtype_str_to_dtype,
+    set_default_torch_num_threads,
+)
 from vllm.v1.kv_cache_interface import KVQuantMode, get_kv_quant_mode
 
 from vllm_autoprune.errors import AutopruneError, ConfigError, Problem, StateError
@@ -83,7 +86,9 @@ def _activate(architecture: str) -> None:
     engine_requests.watch_requests()
     request.check_requests()
     engine_requests.cache_without_plans()
-    compat.register_renderer("hf", "vllm_autoprune.serving.api.renderer", "AutopruneHfRenderer")
+    compat.register_renderer(
+        "hf", "vllm_autoprune.serving.api.renderer", "AutopruneHfRenderer"
+    )
     worker.bound_encoder_steps(EncoderSteps)
     worker.resend_features()
     worker.refuse_sleep(_sleep_problem)
@@ -129,7 +134,8 @@ def apply_settings(vllm_config: VllmConfig) -> None:
     Raises :class:`ConfigError` before any weight is loaded. Where the settings came from the
     command line the process ends with that message alone instead of a traceback.
     """
-    model_config, additional = vllm_config.model_config, vllm_config.additional_config
+    model_config = vllm_config.model_config
+    additional = vllm_config.additional_config
     if model_config is None:
         return
     waiting = get_attachment(model_config, WAITING_SETTINGS)
@@ -137,7 +143,9 @@ def apply_settings(vllm_config: VllmConfig) -> None:
         attach(model_config, WAITING_SETTINGS, None)
     if isinstance(additional, Mapping) and SETTINGS_KEY in additional:
         # Out of additional_config before vLLM hashes it: the compiled graphs do not depend on it.
-        vllm_config.additional_config = {k: v for k, v in additional.items() if k != SETTINGS_KEY}
+        vllm_config.additional_config = {
+            k: v for k, v in additional.items() if k != SETTINGS_KEY
+        }
         waiting = additional
     if not isinstance(waiting, Mapping):
         return
@@ -207,14 +215,16 @@ def _open_metrics_folder() -> str:
     return folder.name
 
 
-def _resolve_settings(raw: object, vllm_config: VllmConfig) -> ServedState:
+def _resolve_settings(raw: object, vllm_config: VllmConfig) -> ServedState:  # noqa: C901, PLR0915
     """Check all settings against the state and the model; raises ConfigError with all problems."""
     settings, problems = read_settings(raw)
     model = vllm_config.model_config
     architecture = str(model.architecture)
     if uses_rust_frontend():
         fix = "unset VLLM_USE_RUST_FRONTEND"
-        problems.append(Problem("VLLM_USE_RUST_FRONTEND", "bypasses Python processors", fix))
+        problems.append(
+            Problem("VLLM_USE_RUST_FRONTEND", "bypasses Python processors", fix)
+        )
     if reuses_memory_plan():
         # Filed under vLLM's hash of its configuration, of which our settings are no part.
         what = "would reuse the memory plan of a server without a state, or with another one"
@@ -225,18 +235,28 @@ def _resolve_settings(raw: object, vllm_config: VllmConfig) -> ServedState:
     whole_only = "" if backbone is None else backbone.whole_only
     encodes_only = bool(getattr(model.multimodal_config, "mm_encoder_only", False))
     if not getattr(model.multimodal_config, "mm_device_do_normalize", False):
-        whole_only = whole_only or "gets pixels that are normalised before, and cannot be compared"
+        whole_only = (
+            whole_only
+            or "gets pixels that are normalised before, and cannot be compared"
+        )
     # Where the model has no language model, that cannot embed the time of each frame.
-    clips = backbone is not None and backbone.clips and not (backbone.embeds_text and encodes_only)
+    clips = (
+        backbone is not None
+        and backbone.clips
+        and not (backbone.embeds_text and encodes_only)
+    )
     if backbone is not None:
         # Modes in which no state serves the model.
         if model.trust_remote_code and not backbone.remote_processor:
             problems += _processor_problems(model.model, model.revision)
-        lora, connector = vllm_config.lora_config, vllm_config.kv_transfer_config
+        lora = vllm_config.lora_config
+        connector = vllm_config.kv_transfer_config
         if lora is not None and lora.enable_tower_connector_lora:
             # Features are kept by image alone, and LoRA layers bypass the hook on attention.
             what = "the vision tower would differ between requests"
-            problems.append(Problem("--enable-tower-connector-lora", what, "serve without it"))
+            problems.append(
+                Problem("--enable-tower-connector-lora", what, "serve without it")
+            )
         if vars(vllm_config.compilation_config).get("cudagraph_mm_encoder"):
             flag = "--compilation-config cudagraph_mm_encoder"
             what = "encoder graphs would hand on all tokens of an image"
@@ -253,16 +273,22 @@ def _resolve_settings(raw: object, vllm_config: VllmConfig) -> ServedState:
             problems.append(Problem("--video-pruning-rate", what, fix))
         if backbone.mrope and vllm_config.parallel_config.pipeline_parallel_size > 1:
             # vLLM asks for the positions of kept tokens where it encodes images: on rank 0.
-            what = "later ranks would not know the positions of the tokens that are kept"
+            what = (
+                "later ranks would not know the positions of the tokens that are kept"
+            )
             fix = "serve without it, for example with --tensor-parallel-size"
             problems.append(Problem("--pipeline-parallel-size", what, fix))
     if settings is not None and backbone is not None:
         if settings.recall and backbone.unsplittable:
-            what = f"later turns cannot recall tokens: this model {backbone.unsplittable}"
+            what = (
+                f"later turns cannot recall tokens: this model {backbone.unsplittable}"
+            )
             problems.append(Problem("--autoprune-recall", what, "leave it out"))
         if settings.cells is not None and whole_only:
             what = f"no cell can be dropped: this model {whole_only}"
-            problems.append(Problem(CELLS_FLAG, what, "give none, or leave it and /cells out"))
+            problems.append(
+                Problem(CELLS_FLAG, what, "give none, or leave it and /cells out")
+            )
         if settings.video_budget is not None and not clips:
             what = "no token of a video can be chosen: this server's are left whole"
             problems.append(Problem(VIDEO_BUDGET_FLAG, what, "leave it out"))
@@ -312,7 +338,9 @@ def _find_packed_reason(backbone: Backbone, vllm_config: VllmConfig) -> str:
     if backbone.mrope:
         return "" if model.uses_mrope else "is served without the axes of its M-RoPE"
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
-        return "is served on pipeline ranks, of which the later do not know which are kept"
+        return (
+            "is served on pipeline ranks, of which the later do not know which are kept"
+        )
     drafts = vllm_config.speculative_config
     if drafts is not None and drafts.uses_draft_kv_cache():
         return "has a draft model, whose keys and values vLLM places by the positions of tokens"
@@ -323,11 +351,15 @@ def _position_problems(
     positions: Positions, backbone: Backbone, vllm_config: VllmConfig
 ) -> Iterator[Problem]:
     """Refuse positions that this model cannot have."""
-    reason, only = _find_packed_reason(backbone, vllm_config), "packed"
+    reason = _find_packed_reason(backbone, vllm_config)
+    only = "packed"
     if not reason and backbone.mrope:
-        reason, only = "has M-RoPE, under which kept tokens keep their places", "true"
+        reason = "has M-RoPE, under which kept tokens keep their places"
+        only = "true"
     if reason and positions != only:
-        yield Problem(f"{POSITIONS_FLAG} {positions}", f"this model {reason}", "leave it out")
+        yield Problem(
+            f"{POSITIONS_FLAG} {positions}", f"this model {reason}", "leave it out"
+        )
 
 
 def _processor_problems(model: str, revision: str | None) -> Iterator[Problem]:
@@ -373,13 +405,22 @@ def _input_problems(
         modes.append((_INSIDE_THE_TOWER, "--mm-encoder-tp-mode data", why))
     if vars(vllm_config.compilation_config).get("compile_mm_encoder"):
         why = "the state reads the inside of the vision tower, where hooks would not be called"
-        modes.append((_INSIDE_THE_TOWER, "--compilation-config compile_mm_encoder", why))
+        modes.append(
+            (_INSIDE_THE_TOWER, "--compilation-config compile_mm_encoder", why)
+        )
     if vllm_config.ec_transfer_config is not None:
         why = "images are encoded without their question, which the state reads"
         modes.append((_QUESTION, "--ec-transfer-config", why))
     fix = "serve without it, or a state that does not read this"
-    hidden = [Problem(flag, why, fix) for hides, flag, why in modes if not hides.isdisjoint(needs)]
-    return [*backbone.input_problems(vllm_config.model_config.hf_config, needs), *hidden]
+    hidden = [
+        Problem(flag, why, fix)
+        for hides, flag, why in modes
+        if not hides.isdisjoint(needs)
+    ]
+    return [
+        *backbone.input_problems(vllm_config.model_config.hf_config, needs),
+        *hidden,
+    ]
 
 
 _LMCACHE = Version("0.5.5")
@@ -400,7 +441,8 @@ def _connector_problems(name: str, extra: object) -> Iterator[Problem]:
             yield from _connector_problems(str(part.get("kv_connector")), inner_extra)
     if not name.startswith("LMCache"):
         return
-    where, what = f"--kv-transfer-config {name}", "keeps 16 bits of an image's identity"
+    where = f"--kv-transfer-config {name}"
+    what = "keeps 16 bits of an image's identity"
     if extra.get("use_native"):
         yield Problem(where, f"use_native {what}", "leave use_native out")
         return
@@ -409,4 +451,6 @@ def _connector_problems(name: str, extra: object) -> Iterator[Problem]:
     except importlib.metadata.PackageNotFoundError:
         return  # vLLM says so itself
     if version < _LMCACHE:
-        yield Problem(where, f"LMCache {version} {what}", f"install lmcache>={_LMCACHE}")
+        yield Problem(
+            where, f"LMCache {version} {what}", f"install lmcache>={_LMCACHE}"
+        )

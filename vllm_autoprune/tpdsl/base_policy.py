@@ -77,7 +77,9 @@ class Given:
         """No given tokens: a selection from the beginning."""
         device = tokens.features.device
         indices = torch.empty(tokens.batch, 0, dtype=torch.int64, device=device)
-        closed = torch.zeros(tokens.batch, tokens.count, dtype=torch.bool, device=device)
+        closed = torch.zeros(
+            tokens.batch, tokens.count, dtype=torch.bool, device=device
+        )
         return cls(indices, closed, closed, 0)
 
     @classmethod
@@ -126,7 +128,11 @@ class BasePolicy:
         assert self.core is not None
         model = type(self.core.model_validate({"name": self.name}).params)
         fields = type(params).model_fields
-        fixed = {name for name in fields if repr(fields[name]) != repr(model.model_fields[name])}
+        fixed = {
+            name
+            for name in fields
+            if repr(fields[name]) != repr(model.model_fields[name])
+        }
         return model.model_validate(params.model_dump(exclude=fixed))
 
     def needs_of(self, params: PolicyParams) -> frozenset[Need]:
@@ -137,7 +143,9 @@ class BasePolicy:
         """Layers of the language model that run over all N tokens before the selection."""
         return 0 if self.ranking_layers is None else self.ranking_layers(params, layers)
 
-    def select(self, params: PolicyParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+    def select(
+        self, params: PolicyParams, tokens: VisualTokens, budget: int
+    ) -> ReferenceSelection:
         """Reference selection T_P of exactly K rows; needs K <= N."""
         return self.function(params, tokens, budget)
 
@@ -153,7 +161,8 @@ class BasePolicy:
             picks: Tensor = self.continuation(params, tokens, budget, start)
         else:
             # At least that many picks, or one less if that is all tokens.
-            wanted, most = budget + start.most, tokens.count - 1
+            wanted = budget + start.most
+            most = tokens.count - 1
             selected = self.function(params, tokens, min(wanted, most))
             if selected.extra is not None:
                 wanted += selected.extra.shape[1]
@@ -163,7 +172,9 @@ class BasePolicy:
         places = positions_in_order(picks, ~start.closed) + start.closed.to(torch.int64)
         return places.argsort(dim=1, stable=True)[:, :budget]
 
-    def select_picks(self, params: PolicyParams, tokens: VisualTokens, budget: int) -> Tensor:
+    def select_picks(
+        self, params: PolicyParams, tokens: VisualTokens, budget: int
+    ) -> Tensor:
         """K picks ``(B, K)`` of single tokens: what the policy merges is left out; needs K < N."""
         alone = replace(self, continuation=None)
         return alone.select_given(params, tokens, budget, Given.none(tokens))
@@ -179,7 +190,7 @@ _Select = Callable[[P, VisualTokens, int], ReferenceSelection]
 _Continue = Callable[[P, VisualTokens, int, Given], Tensor]
 
 
-def base_policy(
+def base_policy(  # noqa: PLR0913
     params: type[P],
     *,
     cost: float,
@@ -224,9 +235,18 @@ def base_policy(
         elif core is not None:
             alone = call_of(f"{name.capitalize()}CorePolicy", core)
         BASE_POLICIES[name] = BasePolicy(
-            name, call, needs, doc, cost, function, continuation, reads, alone, ranking_layers,
+            name,
+            call,
+            needs,
+            doc,
+            cost,
+            function,
+            continuation,
+            reads,
+            alone,
+            ranking_layers,
             score,
-        )  # fmt: skip
+        )
         return function
 
     return register
@@ -299,7 +319,9 @@ class RefinedTokens:
         device = tokens.features.device
         indices = torch.arange(tokens.count, device=device).expand(tokens.batch, -1)
         none = torch.zeros(tokens.batch, dtype=torch.int64, device=device)
-        return cls(tokens.features, indices, indices, none, none.to(torch.uint8), quality=None)
+        return cls(
+            tokens.features, indices, indices, none, none.to(torch.uint8), quality=None
+        )
 
     def joined(self, delta: RefinedTokens) -> RefinedTokens:
         """This core and its delta as one result, the core's rows first."""
@@ -333,7 +355,8 @@ class RefinedTokens:
         dropped = indices_from_mask(~mask_from_indices(self.indices, count), remaining)
         turn = torch.arange(self.extra, device=dropped.device)
         return torch.cat(
-            [self.indices, dropped[:, (2 * turn + 1) * remaining // (2 * self.extra)]], dim=1
+            [self.indices, dropped[:, (2 * turn + 1) * remaining // (2 * self.extra)]],
+            dim=1,
         )
 
     @property

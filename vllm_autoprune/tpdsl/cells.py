@@ -76,7 +76,7 @@ class Cells(StatePart):
     def __str__(self) -> str:
         return f"{self.rule}:{self.tolerance}" if self.tolerance else self.rule
 
-    def find_anchors(self, cells: NDArray[numpy.uint8]) -> Anchors | None:
+    def find_anchors(self, cells: NDArray[numpy.uint8]) -> Anchors | None:  # noqa: C901
         """Anchors of the cells ``(H, W, patches, channels, pixels)`` of a picture.
 
         None where it is to be encoded whole. The first cell is always kept. A cell within the
@@ -84,13 +84,19 @@ class Cells(StatePart):
         """
         height, width = cells.shape[:2]
         count = height * width
-        rows, cells = cells.reshape(count, -1), cells.reshape(count, *cells.shape[2:])
-        droppable, equal = numpy.ones(count, dtype=bool), numpy.arange(count)
+        rows = cells.reshape(count, -1)
+        cells = cells.reshape(count, *cells.shape[2:])
+        droppable = numpy.ones(count, dtype=bool)
+        equal = numpy.arange(count)
         if self.tolerance == 0:
             # Hashing all bytes takes longest: none of a cell whose sample no other has, or which is
             # that of an equal one.
-            samples = [each.tobytes() for each in numpy.ascontiguousarray(cells[..., ::_SAMPLE])]
-            common, number = Counter(samples), dict[bytes, int]()
+            samples = [
+                each.tobytes()
+                for each in numpy.ascontiguousarray(cells[..., ::_SAMPLE])
+            ]
+            common = Counter(samples)
+            number = dict[bytes, int]()
             heads = dict[bytes, bytes]()
             for cell, key in enumerate(samples):
                 if common[key] > 1:
@@ -100,7 +106,9 @@ class Cells(StatePart):
             if len(number) > self.most * count:
                 return None
         if self.rule == "flat":
-            _, different, often = numpy.unique(equal, return_index=True, return_counts=True)
+            _, different, often = numpy.unique(
+                equal, return_index=True, return_counts=True
+            )
             some = different if self.tolerance else different[often > 1]
             flat = numpy.zeros(count, dtype=bool)
             flat[some] = self._find_flat(cells, some)
@@ -108,7 +116,9 @@ class Cells(StatePart):
         if count - droppable.sum() > self.most * count:
             return None
 
-        def alike(some: NDArray[numpy.int32], others: NDArray[numpy.int32]) -> NDArray[numpy.bool]:
+        def alike(
+            some: NDArray[numpy.int32], others: NDArray[numpy.int32]
+        ) -> NDArray[numpy.bool]:
             same: NDArray[numpy.bool] = equal[some] == equal[others]
             if self.tolerance:
                 apart = rows[some].astype(numpy.int16) - rows[others]
@@ -122,10 +132,17 @@ class Cells(StatePart):
         for ready in (diagonal == step for step in steps) if steps else (diagonal > 0,):
             at = numpy.flatnonzero(ready & droppable).astype(numpy.int32)
             y, x = numpy.divmod(at, width)
-            beside, above, corner = anchors[at - 1], anchors[at - width], anchors[at - width - 1]
-            beside, above = numpy.where(x == 0, above, beside), numpy.where(y == 0, beside, above)
+            beside = anchors[at - 1]
+            above = anchors[at - width]
+            corner = anchors[at - width - 1]
+            beside, above = (
+                numpy.where(x == 0, above, beside),
+                numpy.where(y == 0, beside, above),
+            )
             corner = numpy.where((x == 0) | (y == 0), beside, corner)
-            predicted = numpy.where(alike(beside, corner) & ~alike(above, corner), above, beside)
+            predicted = numpy.where(
+                alike(beside, corner) & ~alike(above, corner), above, beside
+            )
             dropped = alike(at, predicted)
             anchors[at[dropped]] = predicted[dropped]
         while (anchors[anchors] != anchors).any():

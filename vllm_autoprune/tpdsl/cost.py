@@ -28,18 +28,23 @@ FLAG = "--autoprune-request-cost"
 DEFAULT_COST = 200.0
 """Milliseconds that a state of a request may cost; those that ship cost 2 to 85."""
 
-_COSINES, _ROWS, _MERGING, _COVER = 18.5, 1.0, 12.8, 8.7
+_COSINES = 18.5
+_ROWS = 1.0
+_MERGING = 12.8
+_COVER = 8.7
 """Milliseconds of the cosines between all tokens, of copying the kept rows, of a reassembly that
 merges, and of what a core covers."""
 
 
-def _atom_costs(state: PruningState) -> Iterator[tuple[str, float]]:
+def _atom_costs(state: PruningState) -> Iterator[tuple[str, float]]:  # noqa: C901
     """Each atom of a state with its milliseconds of one core; one that is listed twice comes twice.
 
     K is that of the declared costs, whatever the state's own: requests may ask for another.
     """
-    core, scoring = state.core, state.scoring
-    base, exchanges = state.base_policy.name, state.constraints.selector.bounds(MAX_BUDGET)[0] > 0
+    core = state.core
+    scoring = state.scoring
+    base = state.base_policy.name
+    exchanges = state.constraints.selector.bounds(MAX_BUDGET)[0] > 0
     cosines = False
     if core is not None:
         yield core.policy.name, BASE_POLICIES[core.policy.name].cost
@@ -55,7 +60,11 @@ def _atom_costs(state: PruningState) -> Iterator[tuple[str, float]]:
             calls += [signal for signal in scoring.signals if signal.weight > 0]
             calls += [prior for prior in state.source.priors if not prior.idle]
         if exchanges:
-            calls += [*state.constraints.pool, state.constraints.selector, scoring.kernel]
+            calls += [
+                *state.constraints.pool,
+                state.constraints.selector,
+                scoring.kernel,
+            ]
         for call in calls:
             milliseconds = ATOMS[call.atom].cost
             if call.atom == "external_policy":
@@ -112,7 +121,9 @@ def require_affordable(state: PruningState, bound: float) -> None:
     if total <= bound:
         return
     dearest = sorted(costs.items(), key=lambda item: -sum(item[1]))[:3]
-    named = ", ".join(f"{len(each)} x {atom} ({sum(each):.0f} ms)" for atom, each in dearest)
+    named = ", ".join(
+        f"{len(each)} x {atom} ({sum(each):.0f} ms)" for atom, each in dearest
+    )
     what = (
         f"one selection is predicted to take {total:.0f} ms of one CPU core, and a request's state "
         f"may take {bound:.0f}; the dearest atoms: {named}"

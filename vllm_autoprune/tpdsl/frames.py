@@ -56,7 +56,9 @@ class Frames(StatePart):
 
     def __str__(self) -> str:
         others = self.model_dump(exclude={"tokens"}, exclude_defaults=True)
-        return ", ".join([f"{self.tokens.rule()}", *(f"{k} {v}" for k, v in others.items())])
+        return ", ".join(
+            [f"{self.tokens.rule()}", *(f"{k} {v}" for k, v in others.items())]
+        )
 
     def shares(self, tokens: VisualTokens, total: int) -> Tensor:
         """Tokens ``(B, T)`` int64 that each frame keeps at first.
@@ -64,15 +66,18 @@ class Frames(StatePart):
         They are fewer than ``total`` with a global budget, and may be more with one by uniqueness:
         score then decides.
         """
-        count, size = tokens.grid.tiles, tokens.grid.per_tile
+        count = tokens.grid.tiles
+        size = tokens.grid.per_tile
         ahead = 0
         if self.first != "as_others":
             ahead = size if self.first == "whole" else max(1, total // count)
             ahead = max(min(size, total, ahead), total - (count - 1) * size)
         begin = min(ahead, 1)
-        rest, others = total - ahead, count - begin
+        rest = total - ahead
+        others = count - begin
         low = min(self.low, size) if self.low * others <= rest else 0
-        shape, device = (tokens.batch, others), tokens.features.device
+        shape = (tokens.batch, others)
+        device = tokens.features.device
         if self.budget == "global" or others == 0:
             shares = torch.full(shape, low, device=device)
         elif self.budget == "uniform":
@@ -82,13 +87,23 @@ class Frames(StatePart):
             tau = _TAU[self.budget] if self.tau is None else self.tau
             clips = tokens.features.reshape(tokens.batch, count, size, -1)
             if self.budget == "curvature":
-                weights = torch.stack([curvature(clip.float()) for clip in clips])[:, begin:]
+                weights = torch.stack([curvature(clip.float()) for clip in clips])[
+                    :, begin:
+                ]
                 shares = split_exactly((weights / tau).softmax(dim=1), rest, low, size)
             else:
-                common = torch.stack([typicality(clip.float())[0].mean(dim=1) for clip in clips])
+                common = torch.stack(
+                    [typicality(clip.float())[0].mean(dim=1) for clip in clips]
+                )
                 unique = (-common[:, begin:].double() / tau).softmax(dim=1)
-                ratio = rest / (others * size) * (1 + unique - unique.mean(dim=1, keepdim=True))
-                shares = (size * ratio.nan_to_num().clamp_max(1)).round().to(torch.int64)
+                ratio = (
+                    rest
+                    / (others * size)
+                    * (1 + unique - unique.mean(dim=1, keepdim=True))
+                )
+                shares = (
+                    (size * ratio.nan_to_num().clamp_max(1)).round().to(torch.int64)
+                )
                 shares = shares.clamp(low, size)
         return torch.cat([shares.new_full((tokens.batch, begin), ahead), shares], dim=1)
 
@@ -106,21 +121,30 @@ def pick_from_frames(
     Within the share of its frame a token comes before all that are not.
     """
     score = _score(policy, params, tokens, start).masked_fill(start.closed, -torch.inf)
-    count, size = tokens.grid.tiles, tokens.grid.per_tile
+    count = tokens.grid.tiles
+    size = tokens.grid.per_tile
     order = rank_descending(score.view(-1, count, size))
     turn = torch.arange(size, device=order.device).expand_as(order)
     place = torch.zeros_like(order).scatter_(2, order, turn)
-    kept = mask_from_indices(start.indices, tokens.count).view(-1, count, size).sum(dim=2)
+    kept = (
+        mask_from_indices(start.indices, tokens.count).view(-1, count, size).sum(dim=2)
+    )
     shares = frames.shares(tokens, budget + start.indices.shape[1]) - kept
     later = (place >= shares[:, :, None]).to(torch.int64)
-    if frames.first == "quota":  # more of the first frame only where the others have no more
+    if (
+        frames.first == "quota"
+    ):  # more of the first frame only where the others have no more
         later = torch.cat([2 * later[:, :1], later[:, 1:]], dim=1)
     later = later.view(tokens.batch, -1).masked_fill(start.closed, 3)
     order = rank_descending(score)
-    return order.gather(1, later.gather(1, order).argsort(dim=1, stable=True))[:, :budget]
+    return order.gather(1, later.gather(1, order).argsort(dim=1, stable=True))[
+        :, :budget
+    ]
 
 
-def _score(policy: BasePolicy, params: PolicyParams, tokens: VisualTokens, start: Given) -> Tensor:
+def _score(
+    policy: BasePolicy, params: PolicyParams, tokens: VisualTokens, start: Given
+) -> Tensor:
     """Score ``(B, N)`` float32 by which a base policy ranks tokens, those before it given."""
     if policy.score is not None:
         score: Tensor = policy.score(params, tokens)

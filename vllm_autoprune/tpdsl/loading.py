@@ -41,8 +41,17 @@ MAX_PROBLEMS = 64
 """Problems that are listed for one state; further ones are counted."""
 
 RULES = (
-    *("file", "size", "encoding", "syntax", "duplicate_key", "surrogate", "number", "depth"),
-    *("values", "limit_below_budget", "r_min_above_budget"),
+    "file",
+    "size",
+    "encoding",
+    "syntax",
+    "duplicate_key",
+    "surrogate",
+    "number",
+    "depth",
+    "values",
+    "limit_below_budget",
+    "r_min_above_budget",
 )
 """Kinds of problems that a JSON Schema cannot express; ``docs/states.md`` says what each asks."""
 
@@ -71,9 +80,15 @@ def load_state(source: str | Path | Mapping[str, object]) -> PruningState:
         except RecursionError:
             _refuse_depth(subject, f"more than {MAX_DEPTH}")
         except (TypeError, ValueError) as error:
-            _refuse(subject, "syntax", str(error), "use a dictionary such as json.load returns")
+            _refuse(
+                subject,
+                "syntax",
+                str(error),
+                "use a dictionary such as json.load returns",
+            )
     elif isinstance(source, str) and source.lstrip("\ufeff \t\r\n").startswith("{"):
-        text, subject = source, "state text"
+        text = source
+        subject = "state text"
     else:
         subject = f"state {escape_unprintable(str(source), 200)}"
         text = _read_text(source, subject)
@@ -89,7 +104,9 @@ def _refuse_depth(subject: str, depth: str) -> NoReturn:
     _refuse(subject, "depth", what, "a state is five levels deep: reduce the nesting")
 
 
-def _refuse_size(subject: str, when: str = "", fix: str = "a state is a few kilobytes") -> NoReturn:
+def _refuse_size(
+    subject: str, when: str = "", fix: str = "a state is a few kilobytes"
+) -> NoReturn:
     _refuse(subject, "size", f"larger than {MAX_BYTES} bytes{when}", fix)
 
 
@@ -102,7 +119,8 @@ def _read_text(source: str | Path, subject: str) -> str:
     The bound applies while reading, so it also holds for files that grow or report a wrong size.
     Pipes and devices, which could block, are never opened.
     """
-    path, shipped = Path(source), shipped_states()
+    path = Path(source)
+    shipped = shipped_states()
     try:
         try:
             mode = path.stat().st_mode
@@ -119,8 +137,11 @@ def _read_text(source: str | Path, subject: str) -> str:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             _require_regular(os.fstat(handle).st_mode, subject)
-            content, most = b"", MAX_BYTES + 1
-            while len(content) < most and (more := os.read(handle, most - len(content))):
+            content = b""
+            most = MAX_BYTES + 1
+            while len(content) < most and (
+                more := os.read(handle, most - len(content))
+            ):
                 content += more
         finally:
             os.close(handle)
@@ -191,7 +212,9 @@ def parse_json(text: str, subject: str) -> JsonValue:
         return value
 
     def constant(text: str) -> NoReturn:
-        _refuse(subject, "syntax", f"{text} is not a JSON number", "write a finite number")
+        _refuse(
+            subject, "syntax", f"{text} is not a JSON number", "write a finite number"
+        )
 
     def number(text: str) -> float:
         # int() is slow for, or refuses, very long texts.
@@ -215,7 +238,9 @@ def parse_json(text: str, subject: str) -> JsonValue:
     except json.JSONDecodeError as error:
         what = f"not JSON: {error.msg} at line {error.lineno} col {error.colno}"
         _refuse(subject, "syntax", what, _ONE_OBJECT)
-    except UnicodeEncodeError as error:  # in the text or escaped in it; UTF-8 cannot encode it
+    except (
+        UnicodeEncodeError
+    ) as error:  # in the text or escaped in it; UTF-8 cannot encode it
         near = _format_value(error.object[max(0, error.start - 20) : error.end])
         what = f"half of a surrogate pair at the end of {near}"
         _refuse(subject, "surrogate", what, "write the whole character")
@@ -256,7 +281,9 @@ def _validate(data: JsonValue, subject: str) -> PruningState:
     version = data.get("schema")
     if version != SCHEMA:
         # Fields of another version may have another meaning, so they are not checked.
-        status = "missing" if version is None else f"{_format_value(version)} is not known"
+        status = (
+            "missing" if version is None else f"{_format_value(version)} is not known"
+        )
         what = f"schema version {status}; this version reads {SCHEMA!r}"
         fix = f'write "schema": "{SCHEMA}", or use the release that wrote the state'
         _refuse(subject, "version", what, fix, "/schema")
@@ -266,7 +293,9 @@ def _validate(data: JsonValue, subject: str) -> PruningState:
         details = error.errors(include_url=False, include_input=False)
         outer = {d["loc"][:size] for d in details for size in range(len(d["loc"]))}
         # A list whose items are all invalid is also reported as too short, in consequence.
-        details = [d for d in details if not (d["type"] == "too_short" and d["loc"] in outer)]
+        details = [
+            d for d in details if not (d["type"] == "too_short" and d["loc"] in outer)
+        ]
         problems = [_problem(detail, data) for detail in details[:MAX_PROBLEMS]]
         if omitted := len(details[MAX_PROBLEMS:]):
             fix = "fix the ones above first"
@@ -278,7 +307,9 @@ def _validate(data: JsonValue, subject: str) -> PruningState:
     if problems:
         raise StateError(subject, problems)
     if len(state.dumps().encode()) > MAX_BYTES:
-        _refuse_size(subject, " when written out with its defaults", "shorten its provenance")
+        _refuse_size(
+            subject, " when written out with its defaults", "shorten its provenance"
+        )
     return state
 
 
@@ -292,34 +323,44 @@ _MESSAGES = {
 
 
 def _problem(detail: ErrorDetails, data: JsonValue) -> Problem:
-    kind, context = detail["type"], detail.get("ctx", {})
+    kind = detail["type"]
+    context = detail.get("ctx", {})
     where, value, parent = _place(detail["loc"], data)
     if kind == "missing":
         return Problem(where, "required but missing", "add it", "missing")
     if kind == "extra_forbidden":
         name = str(detail["loc"][-1])
         atom = parent.get("atom") if isinstance(parent, dict) else None
-        fields, of = _all_fields(), ""
+        fields = _all_fields()
+        of = ""
         if isinstance(atom, str) and atom in ATOMS:
-            fields, of = ATOMS[atom].call.parameters(), f" of {atom!r}"
+            fields = ATOMS[atom].call.parameters()
+            of = f" of {atom!r}"
         near = None if name in _all_fields() else _near(name, fields)
         fix = f"did you mean {near!r}?" if near else "remove it or correct its name"
         return Problem(where, f"not a known field{of}", fix, "unknown_field")
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         field = str(context["discriminator"]).strip("'")
         if kind == "union_tag_not_found":
-            return Problem(where, f"has no {field!r}", f'add "{field}": "..."', "missing")
+            return Problem(
+                where, f"has no {field!r}", f'add "{field}": "..."', "missing"
+            )
         if isinstance(value, dict):
-            where, value = child_pointer(where, field), value[field]
+            where = child_pointer(where, field)
+            value = value[field]
         # Otherwise the value is a bare name that stands for an atom.
-        allowed = [tag.strip().strip("'") for tag in str(context["expected_tags"]).split(",")]
+        allowed = [
+            tag.strip().strip("'") for tag in str(context["expected_tags"]).split(",")
+        ]
         return _unknown(field, value, allowed, where)
     message = _MESSAGES.get(kind, detail["msg"])
     what = f"{_format_value(value)} is refused"
     return Problem(where, what, message[:1].lower() + message[1:], "value")
 
 
-def _unknown(field: str, name: JsonValue, allowed: Sequence[str], where: str) -> Problem:
+def _unknown(
+    field: str, name: JsonValue, allowed: Sequence[str], where: str
+) -> Problem:
     what = f"unknown {field} {_format_value(name)}"
     if not isinstance(name, str):
         fix = "name it in a string"
@@ -338,19 +379,29 @@ def _all_fields() -> tuple[str, ...]:
     """Names of all fields of a state and its parts."""
     schema = PruningState.model_json_schema()
     parts = [schema, *schema["$defs"].values()]
-    return tuple(dict.fromkeys(name for part in parts for name in part.get("properties", ())))
+    return tuple(
+        dict.fromkeys(name for part in parts for name in part.get("properties", ()))
+    )
 
 
-def _place(location: Sequence[int | str], data: JsonValue) -> tuple[str, JsonValue, JsonValue]:
+def _place(
+    location: Sequence[int | str], data: JsonValue
+) -> tuple[str, JsonValue, JsonValue]:
     """JSON pointer, value and parent of a pydantic location, whose union tags are not in the JSON.
 
     The value is None where there is none.
     """
-    where, value, parent = "", data, None
+    where = ""
+    value = data
+    parent = None
     for step in location:
         if isinstance(value, dict):
             # The top level is not a union, so there a missing field may have the name of a tag.
-            if where and step not in value and step in (value.get("atom"), value.get("name")):
+            if (
+                where
+                and step not in value
+                and step in (value.get("atom"), value.get("name"))
+            ):
                 continue
             below = value.get(str(step))
         elif isinstance(value, list) and isinstance(step, int):
@@ -365,7 +416,11 @@ def suggest_name(name: str, allowed: Sequence[str]) -> str:
     """Fix for an unknown name: the most similar allowed one, or the list of allowed names."""
     near = _near(name, allowed)
     listed = ", ".join(allowed[:24]) + (", ..." if len(allowed) > 24 else "")
-    return f"did you mean {near!r}?" if near else f"use one of: {listed or 'none installed'}"
+    return (
+        f"did you mean {near!r}?"
+        if near
+        else f"use one of: {listed or 'none installed'}"
+    )
 
 
 def _near(name: str, allowed: Sequence[str]) -> str | None:

@@ -9,7 +9,11 @@ from pydantic import JsonValue
 
 from vllm_autoprune.errors import BudgetError, Problem
 from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET, BudgetCall
-from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, INSTRUCTION_NEEDS, BasePolicy
+from vllm_autoprune.tpdsl.base_policy import (
+    BASE_POLICIES,
+    INSTRUCTION_NEEDS,
+    BasePolicy,
+)
 from vllm_autoprune.tpdsl.frames import Frames
 from vllm_autoprune.tpdsl.state import SCHEMA, Core, PruningState
 from vllm_autoprune.tpdsl.tokens import Need, RankAt, Shares
@@ -134,7 +138,8 @@ def materialize_clip(
     state without ``frames``, which leaves videos whole.
     """
     if state.frames is None:
-        what, fix = f"state {state.name!r} leaves videos whole", 'add "frames": {} to it'
+        what = f"state {state.name!r} leaves videos whole"
+        fix = 'add "frames": {} to it'
         raise BudgetError("budget of a clip", [Problem("/frames", what, fix)])
     return _materialize(
         state, state.frames.tokens if budget is None else budget, core, state.frames
@@ -142,15 +147,24 @@ def materialize_clip(
 
 
 def _materialize(
-    state: PruningState, rule: int | BudgetCall, core: int | None, frames: Frames | None = None
+    state: PruningState,
+    rule: int | BudgetCall,
+    core: int | None,
+    frames: Frames | None = None,
 ) -> PruningPolicy:
     """The policy for images, or for clips by the rules of frames."""
     clip = frames is not None
     least, most = rule.range() if isinstance(rule, BudgetCall) else (rule, rule)
-    if isinstance(most, bool) or not isinstance(most, int) or not 1 <= most <= MAX_BUDGET:
+    if (
+        isinstance(most, bool)
+        or not isinstance(most, int)
+        or not 1 <= most <= MAX_BUDGET
+    ):
         what = f"K = {most!r} is not a number of tokens"
         fix = f"give a whole number from 1 to {MAX_BUDGET}"
-        raise BudgetError(f"budget of state {state.name!r}", [Problem("/budget", what, fix)])
+        raise BudgetError(
+            f"budget of state {state.name!r}", [Problem("/budget", what, fix)]
+        )
     if problems := state.budget_problems(least, most, clip=clip):
         raise BudgetError(f"budget of state {state.name!r}", problems)
     if isinstance(rule, BudgetCall) and frames is not None and frames.first == "whole":
@@ -164,13 +178,19 @@ def _materialize(
     core = state.core.tokens(most) if core is None else core
     if not 0 <= core <= most:
         fix = f"use 0 to {most}"
-        raise BudgetError("core", [Problem("/core", f"{core} core tokens of K = {most}", fix)])
-    return PruningPolicy(state, most, min(quota, most - core), r_min, by_size, core, clip=clip)
+        raise BudgetError(
+            "core", [Problem("/core", f"{core} core tokens of K = {most}", fix)]
+        )
+    return PruningPolicy(
+        state, most, min(quota, most - core), r_min, by_size, core, clip=clip
+    )
 
 
 def _no_core(state: PruningState) -> BudgetError:
     fix = "leave it out, or use a state with a core"
-    return BudgetError("core", [Problem("/core", f"state {state.name!r} has none", fix)])
+    return BudgetError(
+        "core", [Problem("/core", f"state {state.name!r} has none", fix)]
+    )
 
 
 _CORE_ALONE: dict[str, JsonValue] = {
@@ -192,7 +212,9 @@ _CORE_ALONE: dict[str, JsonValue] = {
 
 
 @lru_cache(maxsize=128)
-def _core_state(core: Core, rank_at: RankAt, shares: Shares, frames: Frames | None) -> PruningState:
+def _core_state(
+    core: Core, rank_at: RankAt, shares: Shares, frames: Frames | None
+) -> PruningState:
     fields: dict[str, JsonValue] = {"rank_at": rank_at, "shares": shares}
     if frames is not None:
         fields["frames"] = frames.model_dump(mode="json")

@@ -67,7 +67,9 @@ class LanguagePrefix(ABC):
         """Attention of the last text token to the N, averaged over heads, ``(B, N)`` float32."""
         rows = self.attention(layer).float()
         positions = torch.arange(self.text.shape[1], device=rows.device)
-        last = torch.where(self.text, positions, 0).amax(dim=1)  # padding is on the right
+        last = torch.where(self.text, positions, 0).amax(
+            dim=1
+        )  # padding is on the right
         where = last[:, None, None, None].expand(-1, rows.shape[1], 1, rows.shape[3])
         return self.visual(rows.gather(2, where)[:, :, 0].mean(dim=1), count)
 
@@ -103,7 +105,9 @@ class RecordedPrefix(LanguagePrefix):
     def read(self, output: PrefixOutput, layer: int) -> Tensor:
         """The tensor recorded under this name."""
         if output not in self.recorded:
-            raise SelectionError(f"the recorded language prefix has no {output}: record them")
+            raise SelectionError(
+                f"the recorded language prefix has no {output}: record them"
+            )
         return self.recorded[output]
 
 
@@ -113,7 +117,8 @@ def attention_rows(queries: Tensor, keys: Tensor) -> Tensor:
     queries ``(..., H, Q, d)`` and keys ``(..., Hk, L, d)``, both after RoPE; with Hk < H,
     neighbouring query heads share a key head (grouped-query attention).
     """
-    rows, length = queries.shape[-2], keys.shape[-2]
+    rows = queries.shape[-2]
+    length = keys.shape[-2]
     group = queries.shape[-3] // keys.shape[-3]
     repeated = keys.float().repeat_interleave(group, dim=-3)
     scores = queries.float() @ repeated.transpose(-1, -2) * queries.shape[-1] ** -0.5
@@ -154,9 +159,11 @@ class DecoderPrefix(LanguagePrefix):
         start: int,
         words: int,
     ) -> None:
-        self.layers, self.start = len(layers), start
+        self.layers = len(layers)
+        self.start = start
         self.text = torch.ones(1, words, dtype=torch.bool, device=sequence.device)
-        self._decoder, self._norm = layers, norm
+        self._decoder = layers
+        self._norm = norm
         self._inputs = [sequence]
         self._heads: list[tuple[Tensor, Tensor, Tensor]] = []
 
@@ -175,12 +182,16 @@ class DecoderPrefix(LanguagePrefix):
     def _input_of(self, layer: int) -> Tensor:
         """``(L, D)``: input of ``layer``; runs the layers before it if needed."""
         while len(self._inputs) <= layer:
-            block, rows = self._decoder[len(self._inputs) - 1], self._inputs[-1]
+            block = self._decoder[len(self._inputs) - 1]
+            rows = self._inputs[-1]
             query, key, value = self._heads_of(len(self._inputs) - 1)
             mixed = functional.scaled_dot_product_attention(
-                query[None], key[None], value[None], is_causal=True,
+                query[None],
+                key[None],
+                value[None],
+                is_causal=True,
                 enable_gqa=len(query) != len(key),
-            )  # fmt: skip
+            )
             rows = rows + block.output(mixed[0].transpose(0, 1).flatten(1))
             self._inputs.append(rows + block.feed_forward(block.post_norm(rows)))
         return self._inputs[layer]

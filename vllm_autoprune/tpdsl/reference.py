@@ -25,7 +25,9 @@ from vllm_autoprune.tpdsl.tokens import RankAt
 
 _JSON: TypeAdapter[object] = TypeAdapter(object)
 
-CORE_POLICIES = tuple(name for name, policy in BASE_POLICIES.items() if policy.core is not None)
+CORE_POLICIES = tuple(
+    name for name, policy in BASE_POLICIES.items() if policy.core is not None
+)
 """Base policies that may choose the core: those with a form that does not read the question."""
 
 
@@ -83,7 +85,9 @@ def _list_parameters(model: type[BaseModel]) -> list[_Parameter]:
             default = _JSON.dump_json(value, exclude_defaults=True).decode()
         # A policy is any of a union, whose schemas would say no more than its name.
         policy = name == "policy" and model is Core
-        values = ", ".join(CORE_POLICIES) if policy else _values(schema["properties"][name])
+        values = (
+            ", ".join(CORE_POLICIES) if policy else _values(schema["properties"][name])
+        )
         rows.append(_Parameter(name, values, default, str(field.description)))
     return rows
 
@@ -93,11 +97,14 @@ def _values(field: dict[str, JsonValue]) -> str:
         choices = cast(list[dict[str, JsonValue]], field["anyOf"])
         return " or ".join(_values(choice) for choice in choices)
     if "enum" in field:
-        return ", ".join(json.dumps(value) for value in cast(list[JsonValue], field["enum"]))
+        return ", ".join(
+            json.dumps(value) for value in cast(list[JsonValue], field["enum"])
+        )
     kind = str(field["type"])
     if "minimum" not in field:
         return {"boolean": "true, false", "array": "a list of atoms"}.get(kind, kind)
-    least, most = field["minimum"], field["maximum"]
+    least = field["minimum"]
+    most = field["maximum"]
     return f"{kind} {least:g}" if least == most else f"{kind} {least:g} to {most:g}"
 
 
@@ -109,7 +116,9 @@ _RANK_PLACES: dict[RankAt, str] = {
 """Values of a state's ``rank_at``, and what they mean."""
 
 
-def render_language(components: Collection[str] = (), left_out: Collection[str] = ()) -> str:
+def render_language(
+    components: Collection[str] = (), left_out: Collection[str] = ()
+) -> str:
     """Base policies, fields of a state, their atoms and parameters, in Markdown.
 
     ``components``, such as ``("scoring",)``, limits it to the fields of a state below them. It has
@@ -132,7 +141,8 @@ def render_language(components: Collection[str] = (), left_out: Collection[str] 
         for name in place.names:
             if name in left_out:
                 continue
-            atom, parameters = ATOMS[name], _list_parameters(ATOMS[name].call)
+            atom = ATOMS[name]
+            parameters = _list_parameters(ATOMS[name].call)
             new = _describe(p for p in parameters if p not in described)
             repeated = ", ".join(p.name for p in parameters if p in described)
             described.update(parameters)
@@ -140,19 +150,32 @@ def render_language(components: Collection[str] = (), left_out: Collection[str] 
             reads = f" Reads {', '.join(sorted(atom.needs))}." if atom.needs else ""
             lines.append(f"- {name}: {atom.doc}{reads}{f' {new}' if new else ''}{also}")
     if not components or "core" in components:
-        lines += ["", "core (/core), an extension, optional: part of the tokens is chosen without"]
-        lines += ["the question, and shared by all questions about an image; the rest of the"]
+        lines += [
+            "",
+            "core (/core), an extension, optional: part of the tokens is chosen without",
+        ]
+        lines += [
+            "the question, and shared by all questions about an image; the rest of the"
+        ]
         lines += ["policy then chooses the others given it:", ""]
         lines += [f"- {_describe([p])}" for p in _list_parameters(Core)]
     if not components or "rank_at" in components:
-        lines += ["", "rank_at (/rank_at), an extension, optional: where tokens are scored and"]
-        lines += ["compared; the tokens that are kept are those after the merger either way:", ""]
+        lines += [
+            "",
+            "rank_at (/rank_at), an extension, optional: where tokens are scored and",
+        ]
+        lines += [
+            "compared; the tokens that are kept are those after the merger either way:",
+            "",
+        ]
         lines += [f"- {value}: {effect}" for value, effect in _RANK_PLACES.items()]
     return "\n".join(lines) + "\n"
 
 
 def _describe(parameters: Iterable[_Parameter]) -> str:
-    return "; ".join(f"{p.name} = {p.default} ({p.values}: {p.description})" for p in parameters)
+    return "; ".join(
+        f"{p.name} = {p.default} ({p.values}: {p.description})" for p in parameters
+    )
 
 
 def _describe_reassembly() -> Iterator[str]:
@@ -169,5 +192,7 @@ def _describe_reassembly() -> Iterator[str]:
                 yield f"    {level.name} takes {_describe(_list_parameters(level.call))}"
     for cell, name in PRINTED.items():
         yield f"- {name} is {cell}"
-        if nearest := [p for p in _list_parameters(ATOMS[name].call) if p.name == "nearest"]:
+        if nearest := [
+            p for p in _list_parameters(ATOMS[name].call) if p.name == "nearest"
+        ]:
             yield f"    {name} also takes {_describe(nearest)}"

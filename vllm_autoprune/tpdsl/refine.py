@@ -59,7 +59,9 @@ def refine(policy: PruningPolicy, tokens: VisualTokens) -> RefinedTokens:
         return core
     start = give_core(policy, tokens, core.indices)
     delta = policy.delta
-    return core.joined(assemble_rows(delta, tokens, select_tokens(delta, tokens, start)))
+    return core.joined(
+        assemble_rows(delta, tokens, select_tokens(delta, tokens, start))
+    )
 
 
 def give_core(policy: PruningPolicy, tokens: VisualTokens, core: Tensor) -> Given:
@@ -70,7 +72,8 @@ def give_core(policy: PruningPolicy, tokens: VisualTokens, core: Tensor) -> Give
     """
     assert policy.state.core is not None
     tokens = policy.state.ranked(tokens)
-    tiles, per_tile = tokens.grid.tiles, tokens.grid.per_tile
+    tiles = tokens.grid.tiles
+    per_tile = tokens.grid.per_tile
     count = int(policy.state.core.cover * per_tile)
     covered = _most_similar(tokens, core, count)
     delta = policy.budget - policy.core
@@ -82,14 +85,18 @@ def give_core(policy: PruningPolicy, tokens: VisualTokens, core: Tensor) -> Give
 
 
 @torch.no_grad()
-def select_tokens(
+def select_tokens(  # noqa: C901
     policy: PruningPolicy, tokens: VisualTokens, start: Given | None = None
 ) -> TokenSelection:
     """Select the tokens to keep of every image, without gradients, beside the given ones.
 
     Needs K < N, and at least K tokens that ``start`` does not close.
     """
-    state, scoring, constraints = policy.state, policy.state.scoring, policy.state.constraints
+    state, scoring, constraints = (
+        policy.state,
+        policy.state.scoring,
+        policy.state.constraints,
+    )
     if "instruction" in policy.needs:
         tokens.require_instruction()
     tokens = state.ranked(tokens)
@@ -104,14 +111,17 @@ def select_tokens(
         plain = gather_rows(tokens.output, picks).to(merged.dtype)
         merged = torch.where(readable[:, None, None], merged, plain)
     reference = replace(reference, picks=picks, merged=merged)
-    kept, scored, g = mask_from_indices(picks, tokens.count), torch.ones_like(readable), None
+    kept = mask_from_indices(picks, tokens.count)
+    scored = torch.ones_like(readable)
+    g = None
     if "instruction" in policy.needs and tokens.instruction is not None:
         scored = tokens.instruction.relevance().isfinite().all(dim=1)
 
     if policy.reads_quality:
         # Scores: quality g, constant if no signal has a positive weight. Given tokens are picks.
         view = run(VisualTokens, state.source.tokens, tokens)
-        picked, budget = picks, policy.budget
+        picked = picks
+        budget = policy.budget
         if start is not None:
             picked = torch.cat([start.indices, picks], dim=1)
             budget += start.indices.shape[1]
@@ -119,7 +129,9 @@ def select_tokens(
         g = tokens.features.new_ones(tokens.batch, tokens.count, dtype=torch.float32)
         if calls:
             signals = [run_signal(call, view, picked) for call in calls]
-            g = run_fusion(scoring.fusion, signals, [call.weight for call in calls], picked)
+            g = run_fusion(
+                scoring.fusion, signals, [call.weight for call in calls], picked
+            )
         known = PriorInputs(state.shared(tokens), state.base_policy, budget, picked)
         for prior in state.source.priors:
             if not prior.idle:
@@ -189,10 +201,13 @@ def _reference(
     policy: PruningPolicy, tokens: VisualTokens, start: Given | None
 ) -> ReferenceSelection:
     """The base policy's selection. Core and delta are single tokens: their policies merge none."""
-    params, frames = policy.state.base_policy.params, policy.state.frames
+    params = policy.state.base_policy.params
+    frames = policy.state.frames
     if frames is not None and tokens.grid.clip:
         start = Given.none(tokens) if start is None else start
-        picks = pick_from_frames(frames, policy.base, params, tokens, policy.budget, start)
+        picks = pick_from_frames(
+            frames, policy.base, params, tokens, policy.budget, start
+        )
         return ReferenceSelection(picks)
     tokens = policy.state.shared(tokens)
     if start is not None:
@@ -213,9 +228,13 @@ def _most_similar(tokens: VisualTokens, kept: Tensor, count: int) -> Tensor:
     if count == 0:
         return member
     inside = tokens.by_tile(member)
-    nearest = tokens.tile_cosine.masked_fill(~inside[:, :, None], -torch.inf).amax(dim=1)
+    nearest = tokens.tile_cosine.masked_fill(~inside[:, :, None], -torch.inf).amax(
+        dim=1
+    )
     order = rank_descending(nearest.masked_fill(inside, torch.inf))
-    return tokens.by_image(mask_from_indices(order[:, :count], inside.shape[1]) | inside)
+    return tokens.by_image(
+        mask_from_indices(order[:, :count], inside.shape[1]) | inside
+    )
 
 
 def assemble_rows(
@@ -250,7 +269,9 @@ def select_reference(
     return _fall_back(_reference(policy, policy.state.ranked(tokens), start), tokens, 1)
 
 
-def select_evenly(budget: int, tokens: VisualTokens, start: Given | None = None) -> TokenSelection:
+def select_evenly(
+    budget: int, tokens: VisualTokens, start: Given | None = None
+) -> TokenSelection:
     """K evenly spaced tokens, without reading any input: the last fallback; needs K < N."""
     return _fall_back(ReferenceSelection(_spread(budget, tokens, start)), tokens, 2)
 
@@ -261,7 +282,9 @@ def _spread(budget: int, tokens: VisualTokens, start: Given | None) -> Tensor:
     if start is None:
         return _evenly_spaced(tokens.batch, tokens.count, budget, device)
     remaining = tokens.count - start.indices.shape[1]
-    others = indices_from_mask(~mask_from_indices(start.indices, tokens.count), remaining)
+    others = indices_from_mask(
+        ~mask_from_indices(start.indices, tokens.count), remaining
+    )
     return others.gather(1, _evenly_spaced(tokens.batch, remaining, budget, device))
 
 
@@ -278,7 +301,9 @@ def keep_indices(tokens: VisualTokens, picks: Tensor) -> RefinedTokens:
 
 def keep_unmerged(tokens: VisualTokens, chosen: TokenSelection) -> RefinedTokens:
     """Keep a selection without reassembly: what its base policy merged stays merged."""
-    return _refined(tokens, chosen, gather_rows(chosen.reference.rows(tokens), chosen.indices))
+    return _refined(
+        tokens, chosen, gather_rows(chosen.reference.rows(tokens), chosen.indices)
+    )
 
 
 def _fall_back(
@@ -290,11 +315,16 @@ def _fall_back(
     return TokenSelection(indices, reference, code)
 
 
-def _refined(tokens: VisualTokens, chosen: TokenSelection, rows: Tensor) -> RefinedTokens:
-    extra, picks = chosen.reference.extra, chosen.reference.picks
+def _refined(
+    tokens: VisualTokens, chosen: TokenSelection, rows: Tensor
+) -> RefinedTokens:
+    extra = chosen.reference.extra
+    picks = chosen.reference.picks
     if extra is not None:
         rows = torch.cat([rows, extra.to(rows.dtype)], dim=1)
-    remaining = mask_from_indices(chosen.indices, tokens.count).gather(1, picks).sum(dim=1)
+    remaining = (
+        mask_from_indices(chosen.indices, tokens.count).gather(1, picks).sum(dim=1)
+    )
     return RefinedTokens(
         features=rows.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0),
         indices=chosen.indices,
@@ -327,10 +357,13 @@ def pool_tokens(budget: int, tokens: VisualTokens) -> RefinedTokens:
 @lru_cache(maxsize=64)
 def _cells(budget: int, grid: Grid) -> tuple[Tensor, Tensor]:
     """Weights ``(K, N)`` of all tokens in each cell, and the token at its centre ``(K,)``."""
-    weights, centres = [], []
+    weights = []
+    centres = []
     for tile, share in enumerate(split_over_tiles(budget, grid.tiles)):
         # Horizontal bands of cells, which are about as high as wide.
-        bands = min(round((share * grid.height / grid.width) ** 0.5), grid.height, share)
+        bands = min(
+            round((share * grid.height / grid.width) ** 0.5), grid.height, share
+        )
         bands = max(-(-share // grid.width), bands)
         vertical = _overlaps(bands, grid.height)
         for band, cells in enumerate(split_over_tiles(share, bands) if share else ()):

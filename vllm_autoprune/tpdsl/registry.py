@@ -57,7 +57,9 @@ ROLES: dict[Group, _Role] = {
 class StatePart(BaseModel):
     """A part of a state: frozen, without unknown fields, and nothing in it is converted."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, strict=True
+    )
 
 
 class AtomCall(StatePart):
@@ -159,7 +161,7 @@ def run(kind: type[T], call: AtomCall, *inputs: object) -> T:
 F = TypeVar("F", bound=Callable[..., object])
 
 
-def atom(
+def atom(  # noqa: PLR0913
     group: Group,
     call: type[AtomCall] | tuple[type[AtomCall], ...] = AtomCall,
     *,
@@ -188,7 +190,9 @@ def atom(
             __doc__=text,
             atom=(Literal[known], ...),  # type: ignore[arg-type]  # not static
         )
-        ATOMS[known] = Atom(known, group, bound, needs, origin, text, function, reads, cost, clips)
+        ATOMS[known] = Atom(
+            known, group, bound, needs, origin, text, function, reads, cost, clips
+        )
         return function
 
     return register

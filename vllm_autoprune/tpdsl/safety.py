@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 
 from vllm_autoprune.ops.rowwise import mask_from_indices
-from vllm_autoprune.tpdsl.atoms.safety import VERDICTS, DeterminismCall, SafetyRecord, Verdict
+from vllm_autoprune.tpdsl.atoms.safety import (
+    VERDICTS,
+    DeterminismCall,
+    SafetyRecord,
+    Verdict,
+)
 from vllm_autoprune.tpdsl.base_policy import RefinedTokens, TokenSelection
 from vllm_autoprune.tpdsl.materialize import PruningPolicy, materialize
 from vllm_autoprune.tpdsl.prefix import RecordedPrefix
@@ -25,9 +30,11 @@ from vllm_autoprune.tpdsl.tokens import (
     Words,
 )
 
-_TOWER_WIDTH, _RELEVANCE_WIDTH = 24, 16
+_TOWER_WIDTH = 24
+_RELEVANCE_WIDTH = 16
 _TEXT = 6
-_HEADS, _HEAD_WIDTH = 2, 8
+_HEADS = 2
+_HEAD_WIDTH = 8
 
 _HOST = torch.device("cpu")
 
@@ -66,7 +73,8 @@ def _make_probe(
     def clustered(width: int) -> Tensor:
         return normal(clusters, width)[owner] + noise * normal(*owner.shape, width)
 
-    features, patches = clustered(width), clustered(_RELEVANCE_WIDTH)
+    features = clustered(width)
+    patches = clustered(_RELEVANCE_WIDTH)
     used = torch.ones(batch, 1, dtype=torch.bool, device=device)
     instruction = Instruction(patches, normal(batch, 1, _RELEVANCE_WIDTH), used, sign=1)
     attention = normal(batch, grid.tokens).softmax(dim=1)
@@ -83,7 +91,9 @@ def _make_probe(
     )
     # One token before the image and six text tokens, the last two padding in every other image.
     text = torch.arange(_TEXT) < _TEXT - 2 * (torch.arange(batch)[:, None] % 2)
-    entering = torch.cat([normal(batch, 1, width), features, normal(batch, _TEXT, width)], dim=1)
+    entering = torch.cat(
+        [normal(batch, 1, width), features, normal(batch, _TEXT, width)], dim=1
+    )
     by_text = normal(batch, _HEADS, _TEXT, entering.shape[1])
     language = RecordedPrefix(
         start=1,
@@ -105,7 +115,9 @@ def _make_probe(
         language=language,
         encoder=rows,
         words=Words(entering[:, -_TEXT:], language.text),
-        merger_input=MergerInput(torch.stack([rows.abs().sum(dim=2), rows.norm(dim=2)], dim=2)),
+        merger_input=MergerInput(
+            torch.stack([rows.abs().sum(dim=2), rows.norm(dim=2)], dim=2)
+        ),
     )
 
 
@@ -134,8 +146,12 @@ def safety_check(
     for tokens in probes or synthetic_probes(policy.budget):
         try:
             runs = [refine(policy, tokens) for _ in range(repeats)]
-            judged = _judge_runs(policy.at(tokens.count, tokens.grid.tiles), tokens, runs)
-        except Exception as error:  # any failure of the policy is a result of this check
+            judged = _judge_runs(
+                policy.at(tokens.count, tokens.grid.tiles), tokens, runs
+            )
+        except (
+            Exception  # noqa: BLE001
+        ) as error:  # any failure of the policy is a result of this check
             reason = f"{type(error).__name__}: {error}"
             judged = tuple(Verdict(name, False, reason) for name in VERDICTS)
         for verdict in judged:
@@ -148,7 +164,9 @@ def safety_check(
     return SafetyRecord(tuple(verdicts[name] for name in VERDICTS))
 
 
-def find_unsafe(policy: PruningPolicy, tokens: VisualTokens, chosen: TokenSelection) -> Tensor:
+def find_unsafe(
+    policy: PruningPolicy, tokens: VisualTokens, chosen: TokenSelection
+) -> Tensor:
     """Images ``(B,)`` bool whose tokens repeat, or are too few of the base policy's.
 
     The exchange may replace q_e of them, and has to leave r_min. Never waits for the device.
@@ -156,7 +174,9 @@ def find_unsafe(policy: PruningPolicy, tokens: VisualTokens, chosen: TokenSelect
     policy = policy.at(tokens.count, tokens.grid.tiles)
     exchanges = min(policy.quota, max(0, policy.budget - policy.r_min))
     picks = chosen.reference.picks
-    remaining = mask_from_indices(chosen.indices, tokens.count).gather(1, picks).sum(dim=1)
+    remaining = (
+        mask_from_indices(chosen.indices, tokens.count).gather(1, picks).sum(dim=1)
+    )
     repeat = (chosen.indices.sort(dim=1).values.diff(dim=1) == 0).any(dim=1)
     return repeat | (picks.shape[1] - remaining > exchanges)
 
@@ -165,11 +185,15 @@ def _judge_runs(
     policy: PruningPolicy, tokens: VisualTokens, runs: list[RefinedTokens]
 ) -> tuple[Verdict, ...]:
     """The five verdicts on runs of a policy for images of this size."""
-    run, budget = runs[0], min(policy.budget, tokens.count)
+    run = runs[0]
+    budget = min(policy.budget, tokens.count)
     images, picked = run.indices.shape
     counted = (images, picked + run.extra) == (tokens.batch, budget) and picked > 0
-    count = f"{images} images of {picked} tokens and {run.extra} extra rows, K = {budget}"
-    valid, detail = False, "not checked: the count is wrong"
+    count = (
+        f"{images} images of {picked} tokens and {run.extra} extra rows, K = {budget}"
+    )
+    valid = False
+    detail = "not checked: the count is wrong"
     if counted:
         inside = bool(((run.indices >= 0) & (run.indices < tokens.count)).all())
         unique = bool((run.indices.sort(dim=1).values.diff(dim=1) > 0).all())
@@ -177,12 +201,14 @@ def _judge_runs(
         detail = f"in range: {inside}, unique: {unique}, reference unique: {distinct}"
         valid = inside and unique and distinct
     if valid:
-        member, r_min = mask_from_indices(run.indices, tokens.count), min(policy.r_min, budget)
+        member = mask_from_indices(run.indices, tokens.count)
+        r_min = min(policy.r_min, budget)
         kept = int(member.gather(1, run.reference).sum(dim=1).min()) + run.extra
         detail += f", reference tokens kept: {kept} of at least {r_min}"
         valid = kept >= r_min and budget - kept <= policy.quota
 
-    rows, fallbacks = bool(run.features.isfinite().all()), int((run.fallback != 0).sum())
+    rows = bool(run.features.isfinite().all())
+    fallbacks = int((run.fallback != 0).sum())
     shape = (tokens.batch, budget, tokens.features.shape[2])
     shaped = (
         tuple(run.features.shape) == shape
@@ -190,7 +216,8 @@ def _judge_runs(
         and run.features.device == tokens.features.device
     )
     same = all(
-        torch.equal(run.indices, other.indices) and torch.equal(run.features, other.features)
+        torch.equal(run.indices, other.indices)
+        and torch.equal(run.features, other.features)
         for other in runs[1:]
     )
     finite = f"finite rows: {rows}, fell back: {fallbacks}"
@@ -198,6 +225,8 @@ def _judge_runs(
         Verdict("exact_count", counted, count),
         Verdict("valid_indices", valid, detail),
         Verdict("finite_scores", rows and not fallbacks, finite),
-        Verdict("shapes", shaped, f"features {tuple(run.features.shape)}, expected {shape}"),
+        Verdict(
+            "shapes", shaped, f"features {tuple(run.features.shape)}, expected {shape}"
+        ),
         Verdict("determinism", same, f"{len(runs)} runs, all equal: {same}"),
     )

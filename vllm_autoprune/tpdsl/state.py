@@ -74,19 +74,25 @@ def _each_once_in_schema(schema: dict[str, JsonValue]) -> None:
 class Scoring(StatePart):
     """S: the signals, their fusion into token quality g, and the similarity kernel."""
 
-    signals: Annotated[tuple[Signal, ...], Field(min_length=1, max_length=32, strict=False)] = (
-        Field(description="quality signals of a token; a signal listed twice counts twice")
+    signals: Annotated[
+        tuple[Signal, ...], Field(min_length=1, max_length=32, strict=False)
+    ] = Field(
+        description="quality signals of a token; a signal listed twice counts twice"
     )
-    kernel: SimilarityKernel = Field(description="how redundant two tokens are to each other")
-    fusion: Fusion = Field(description="how the signals are combined into one quality per token")
+    kernel: SimilarityKernel = Field(
+        description="how redundant two tokens are to each other"
+    )
+    fusion: Fusion = Field(
+        description="how the signals are combined into one quality per token"
+    )
 
 
 class Constraints(StatePart):
     """C: the candidate pool, and the selector that exchanges tokens for its candidates."""
 
-    pool: Annotated[tuple[Pool, ...], Field(min_length=1, max_length=8, strict=False)] = Field(
-        description="builders of the candidate pool, applied in sequence"
-    )
+    pool: Annotated[
+        tuple[Pool, ...], Field(min_length=1, max_length=8, strict=False)
+    ] = Field(description="builders of the candidate pool, applied in sequence")
     partition: Partition = Field(
         default_factory=lambda: default_call(PartitionCall, "spatial_grid_partition"),
         description="parts of the image, for selectors that cap them; default: a 4 x 4 grid",
@@ -104,10 +110,14 @@ class Core(StatePart):
     """
 
     share: float = Field(
-        ge=0.01, le=1.0, description="part of K that is core; 1: the state reads no question"
+        ge=0.01,
+        le=1.0,
+        description="part of K that is core; 1: the state reads no question",
     )
     policy: QuestionFreePolicy = Field(
-        default_factory=lambda: BASE_POLICIES["divprune"].call.model_validate({"name": "divprune"}),
+        default_factory=lambda: BASE_POLICIES["divprune"].call.model_validate(
+            {"name": "divprune"}
+        ),
         description="policy that chooses the core; it must not read the question",
     )
     cover: float = Field(
@@ -139,8 +149,12 @@ class Core(StatePart):
 class Provenance(StatePart):
     """Origin of a state and its evaluation scores; not part of the digest."""
 
-    found_by: str = Field(default="", description="author or search that created the state")
-    evaluated_on: str = Field(default="", description="data, model and hardware of the scores")
+    found_by: str = Field(
+        default="", description="author or search that created the state"
+    )
+    evaluated_on: str = Field(
+        default="", description="data, model and hardware of the scores"
+    )
     scores: dict[str, JsonValue] = Field(
         default_factory=dict, description="evaluation results by metric name"
     )
@@ -172,12 +186,15 @@ class PruningState(StatePart):
     schema_version: Literal["autoprune-state/1"] = Field(
         alias="schema", description="version of the language"
     )
-    name: str = Field(min_length=1, max_length=128, description="name in logs and tables")
+    name: str = Field(
+        min_length=1, max_length=128, description="name in logs and tables"
+    )
     base_policy: AnyBasePolicy = Field(
         description="pi_P, the human-designed policy whose selection is refined"
     )
     source: Source = Field(
-        default_factory=Source, description="features that are scored, and priors on quality"
+        default_factory=Source,
+        description="features that are scored, and priors on quality",
     )
     rank_at: RankAt = Field(
         default="merger_out",
@@ -222,7 +239,12 @@ class PruningState(StatePart):
     )
     safety: Annotated[
         tuple[SafetyCall, ...],
-        Field(min_length=1, max_length=8, strict=False, json_schema_extra=_each_once_in_schema),
+        Field(
+            min_length=1,
+            max_length=8,
+            strict=False,
+            json_schema_extra=_each_once_in_schema,
+        ),
         AfterValidator(_each_once),
     ] = Field(description="guarantees that are checked before the state is served")
     provenance: Provenance = Provenance()
@@ -241,8 +263,12 @@ class PruningState(StatePart):
 
         Defaults are included, so writing one out does not change the digest.
         """
-        body = self.model_dump(mode="json", exclude={"schema_uri", "name", "provenance"})
-        canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        body = self.model_dump(
+            mode="json", exclude={"schema_uri", "name", "provenance"}
+        )
+        canonical = json.dumps(
+            body, sort_keys=True, separators=(",", ":"), ensure_ascii=True
+        )
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     @cached_property
@@ -252,7 +278,9 @@ class PruningState(StatePart):
             return ""
         if (self.rank_at, self.shares, self.frames) == ("merger_out", "equal", None):
             return self.core.digest
-        place = self.rank_at if self.shares == "equal" else f"{self.rank_at} {self.shares}"
+        place = (
+            self.rank_at if self.shares == "equal" else f"{self.rank_at} {self.shares}"
+        )
         if self.frames is not None:
             place += f" {self.frames.model_dump_json(exclude={'tokens'})}"
         return hashlib.sha256(f"{place} {self.core.digest}".encode()).hexdigest()
@@ -281,14 +309,25 @@ class PruningState(StatePart):
 
     def needs(self, *, exchange: bool) -> frozenset[Need]:
         """Optional inputs that the state reads, with or without its exchange."""
-        policies = [self.base_policy] if self.core is None else [self.base_policy, self.core.policy]
-        needs = {need for p in policies for need in BASE_POLICIES[p.name].needs_of(p.params)}
+        policies = (
+            [self.base_policy]
+            if self.core is None
+            else [self.base_policy, self.core.policy]
+        )
+        needs = {
+            need for p in policies for need in BASE_POLICIES[p.name].needs_of(p.params)
+        }
         if self.rank_at == "merger_in":
             needs |= {"encoder", "merger_input"}
         calls: list[AtomCall] = [self.reassembly]
         if exchange or self.orders_by_quality:
             signals = [call for call in self.scoring.signals if call.weight > 0]
-            calls += [self.source.tokens, *signals, self.scoring.fusion, *self.source.priors]
+            calls += [
+                self.source.tokens,
+                *signals,
+                self.scoring.fusion,
+                *self.source.priors,
+            ]
         if exchange:
             constraints = self.constraints
             calls += [self.scoring.kernel, *constraints.pool, constraints.selector]
@@ -296,12 +335,17 @@ class PruningState(StatePart):
             needs |= ATOMS.of(call).needs_of(call)
         return frozenset(needs)
 
-    def budget_problems(self, least: int, most: int, *, clip: bool = False) -> list[Problem]:
+    def budget_problems(
+        self, least: int, most: int, *, clip: bool = False
+    ) -> list[Problem]:
         """Rules of the state that K from ``least`` to ``most``, of an image or a clip, breaks."""
-        place, rule = "/budget", self.budget
+        place = "/budget"
+        rule = self.budget
         if clip and self.frames is not None:
-            place, rule = "/frames/tokens", self.frames.tokens
-        limit, r_min = rule.limit, self.constraints.selector.insists_on
+            place = "/frames/tokens"
+            rule = self.frames.tokens
+        limit = rule.limit
+        r_min = self.constraints.selector.insists_on
         problems = []
         if limit is not None and most > limit:
             what = f"K = {most} is above the limit of the state, {limit}"
@@ -319,7 +363,9 @@ class PruningState(StatePart):
         selector = default_call(SelectorCall, "reference_strict_preservation_selector")
         constraints = self.constraints.model_copy(update={"selector": selector})
         reassembly = default_call(AtomCall, "mean_residual")
-        return self.model_copy(update={"constraints": constraints, "reassembly": reassembly})
+        return self.model_copy(
+            update={"constraints": constraints, "reassembly": reassembly}
+        )
 
     def document(self) -> dict[str, JsonValue]:
         """The state as a JSON object, with defaults."""

@@ -43,7 +43,9 @@ class Instruction:
         """
         return cosines_with(self.patches, self.text)
 
-    def relevance(self, reduce: Literal["mean", "max"] = "mean", sign: int | None = None) -> Tensor:
+    def relevance(
+        self, reduce: Literal["mean", "max"] = "mean", sign: int | None = None
+    ) -> Tensor:
         """Cosine of each token with the instruction, reduced over segments, times ``sign``.
 
         By default that of the space. Returns ``(B, N)`` float32; zeros for an image whose
@@ -173,7 +175,11 @@ class Grid:
     @property
     def per_tile(self) -> int:
         """Tokens per tile, n."""
-        return len(_read_anchors(self.anchors)[0]) if self.anchors else self.height * self.width
+        return (
+            len(_read_anchors(self.anchors)[0])
+            if self.anchors
+            else self.height * self.width
+        )
 
     @property
     def tokens(self) -> int:
@@ -184,13 +190,17 @@ class Grid:
         """Values ``(..., height * width)`` of all places as those of the tokens ``(..., n)``."""
         if not self.anchors:
             return values
-        return values.index_select(-1, upload(_read_anchors(self.anchors)[0], values.device))
+        return values.index_select(
+            -1, upload(_read_anchors(self.anchors)[0], values.device)
+        )
 
     def at_places(self, values: Tensor, dim: int = -1) -> Tensor:
         """The inverse for one dimension: a place without a token has the values of its anchor."""
         if not self.anchors:
             return values
-        return values.index_select(dim, upload(_read_anchors(self.anchors)[1], values.device))
+        return values.index_select(
+            dim, upload(_read_anchors(self.anchors)[1], values.device)
+        )
 
     def centre_distance(self, device: torch.device) -> Tensor:
         """Distance ``(N,)`` of each token from the centre of its tile, with corners (+-1, +-1).
@@ -203,7 +213,9 @@ class Grid:
             else torch.zeros(1, device=device)
             for side in (self.height, self.width)
         )
-        return self.at_tokens(torch.hypot(y[:, None], x[None, :]).flatten()).repeat(self.tiles)
+        return self.at_tokens(torch.hypot(y[:, None], x[None, :]).flatten()).repeat(
+            self.tiles
+        )
 
 
 @lru_cache(maxsize=256)
@@ -320,7 +332,9 @@ class VisualTokens:
 
     def by_tile(self, values: Tensor) -> Tensor:
         """Reshape ``(B, N, ...)`` to ``(B * T, n, ...)``."""
-        return values.reshape(self.batch * self.grid.tiles, self.grid.per_tile, *values.shape[2:])
+        return values.reshape(
+            self.batch * self.grid.tiles, self.grid.per_tile, *values.shape[2:]
+        )
 
     def by_image(self, values: Tensor) -> Tensor:
         """Reshape ``(B * T, n, ...)`` to ``(B, N, ...)``, the inverse of :meth:`by_tile`."""
@@ -332,10 +346,16 @@ class VisualTokens:
         A tile of an image that is no clip is a clip of one frame.
         """
         frames = self.grid.tiles if self.grid.clip else 1
-        clips = self.features.reshape(-1, frames, self.grid.per_tile, self.features.shape[2])
-        return torch.stack([measure(clip.float()) for clip in clips]).reshape(self.batch, -1)
+        clips = self.features.reshape(
+            -1, frames, self.grid.per_tile, self.features.shape[2]
+        )
+        return torch.stack([measure(clip.float()) for clip in clips]).reshape(
+            self.batch, -1
+        )
 
-    def join_tiles(self, picks: Tensor, shares: Sequence[int], first_tile: int = 0) -> Tensor:
+    def join_tiles(
+        self, picks: Tensor, shares: Sequence[int], first_tile: int = 0
+    ) -> Tensor:
         """Picks ``(B * T, max share)`` within tiles as picks ``(B, K)`` within images.
 
         For nested selections, whose first k picks do not depend on how many follow: a tile with a
@@ -343,7 +363,8 @@ class VisualTokens:
         earlier picks still mean higher confidence. The larger shares are those from ``first_tile``
         on.
         """
-        tiles, size = self.grid.tiles, self.grid.per_tile
+        tiles = self.grid.tiles
+        size = self.grid.per_tile
         if tiles == 1:
             return picks
         offset = torch.arange(tiles, device=picks.device)[:, None] * size
@@ -426,7 +447,8 @@ class TileGroup:
         each share (there are at most two) has to be computed separately.
         """
         shares = split_over_tiles(budget, tokens.grid.tiles)
-        groups, start = [], 0
+        groups = []
+        start = 0
         for share in sorted(set(shares), reverse=True):
             count = shares.count(share)
             if share:
@@ -435,7 +457,9 @@ class TileGroup:
         return tuple(groups)
 
     @staticmethod
-    def join(parts: Sequence[Tensor], groups: Sequence[TileGroup], tokens: VisualTokens) -> Tensor:
+    def join(
+        parts: Sequence[Tensor], groups: Sequence[TileGroup], tokens: VisualTokens
+    ) -> Tensor:
         """Join parts ``(B * tiles, p, ...)``, one per group, as ``(B, sum, ...)`` by rank.
 
         The first group has as many rows per tile as the second, or one more.
@@ -452,7 +476,12 @@ class TileGroup:
 
     def of(self, values: Tensor, tokens: VisualTokens) -> Tensor:
         """Values ``(B, N, ...)`` of the group's tokens, as ``(B * tiles, n, ...)``."""
-        shape = (tokens.batch, tokens.grid.tiles, tokens.grid.per_tile, *values.shape[2:])
+        shape = (
+            tokens.batch,
+            tokens.grid.tiles,
+            tokens.grid.per_tile,
+            *values.shape[2:],
+        )
         return values.reshape(shape).narrow(1, self.start, self.tiles).flatten(0, 1)
 
     def within_image(self, picks: Tensor, tokens: VisualTokens) -> Tensor:

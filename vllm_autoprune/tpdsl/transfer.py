@@ -26,7 +26,11 @@ from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, INSTRUCTION_NEEDS
 from vllm_autoprune.tpdsl.loading import child_pointer
 from vllm_autoprune.tpdsl.materialize import PruningPolicy, materialize
 from vllm_autoprune.tpdsl.registry import ATOMS, default_call
-from vllm_autoprune.tpdsl.safety import MAX_PROBED_BUDGET, safety_check, synthetic_probes
+from vllm_autoprune.tpdsl.safety import (
+    MAX_PROBED_BUDGET,
+    safety_check,
+    synthetic_probes,
+)
 from vllm_autoprune.tpdsl.state import PruningState
 
 Kind = Literal["changed", "added", "removed", "reordered"]
@@ -47,7 +51,9 @@ class Change:
     why: str = ""
 
 
-def list_changes(before: JsonValue, after: JsonValue, where: str = "") -> tuple[Change, ...]:
+def list_changes(
+    before: JsonValue, after: JsonValue, where: str = ""
+) -> tuple[Change, ...]:
     """All differences between two documents, in the order of the first.
 
     Items of lists with the same name are compared with each other, whatever their positions.
@@ -56,7 +62,8 @@ def list_changes(before: JsonValue, after: JsonValue, where: str = "") -> tuple[
         old: dict[Any, Any] = {key: key for key in before}
         new: dict[Any, Any] = {key: key for key in after}
     elif isinstance(before, list) and isinstance(after, list):
-        old, new = _index_by_name(before), _index_by_name(after)
+        old = _index_by_name(before)
+        new = _index_by_name(after)
     elif type(before) is type(after) and before == after:
         return ()
     else:
@@ -96,10 +103,22 @@ def _index_by_name(items: Sequence[JsonValue]) -> dict[tuple[str, int], int]:
 NEAREST = {
     "cdpruner": ("divprune", "diversity without conditioning on relevance"),
     "dart": ("divprune", "both keep tokens that are dissimilar to each other"),
-    "trim": ("visionzip", "saliency in the vision tower in place of relevance to the text"),
-    "fastv": ("visionzip", "attention of the vision tower in place of the language model's"),
-    "pyramiddrop": ("visionzip", "attention of the vision tower in place of the language model's"),
-    "sparsevlm": ("visionzip", "attention of the vision tower in place of the language model's"),
+    "trim": (
+        "visionzip",
+        "saliency in the vision tower in place of relevance to the text",
+    ),
+    "fastv": (
+        "visionzip",
+        "attention of the vision tower in place of the language model's",
+    ),
+    "pyramiddrop": (
+        "visionzip",
+        "attention of the vision tower in place of the language model's",
+    ),
+    "sparsevlm": (
+        "visionzip",
+        "attention of the vision tower in place of the language model's",
+    ),
 }
 """Base policy that always reads the instruction -> the most similar one that does not, and why."""
 
@@ -127,7 +146,9 @@ def instruction_free(
             nearest, why["/base_policy"] = NEAREST[call.name]
             after["base_policy"] = {"name": nearest, "params": {}}
         else:
-            params: JsonValue = policy.question_free_params(call.params).model_dump(mode="json")
+            params: JsonValue = policy.question_free_params(call.params).model_dump(
+                mode="json"
+            )
             after["base_policy"] = {"name": call.name, "params": params}
             why["/base_policy"] = "the same policy in its form that reads no question"
     scoring = after["scoring"]
@@ -153,12 +174,20 @@ def instruction_free(
             "/reassembly": variant.reassembly,
         }
         readers = [
-            Problem(where, f"{part.atom!r} reads the instruction", "choose an atom that does not")
+            Problem(
+                where,
+                f"{part.atom!r} reads the instruction",
+                "choose an atom that does not",
+            )
             for where, part in parts.items()
             if ATOMS.of(part).needs_of(part) & INSTRUCTION_NEEDS
         ]
-        unnamed = Problem("", "a part of the state reads the instruction", "remove that part")
-        raise StateError(f"instruction-free variant of state {state.name}", readers or [unnamed])
+        unnamed = Problem(
+            "", "a part of the state reads the instruction", "remove that part"
+        )
+        raise StateError(
+            f"instruction-free variant of state {state.name}", readers or [unnamed]
+        )
     return variant, _explain(state, variant, why)
 
 
@@ -168,15 +197,20 @@ def _explain(
     """Every difference, with the reason of the first pointer that it begins with."""
     changes = []
     for change in list_changes(before.document(), after.document()):
-        reasons = (reason for start, reason in why.items() if change.where.startswith(start))
+        reasons = (
+            reason for start, reason in why.items() if change.where.startswith(start)
+        )
         changes.append(replace(change, why=next(reasons, "")))
     return tuple(changes)
 
 
-_SPACES = {"clip": "CLIP's joint space", "language": "the language model's embedding space"}
+_SPACES = {
+    "clip": "CLIP's joint space",
+    "language": "the language model's embedding space",
+}
 
 
-def transfer(
+def transfer(  # noqa: C901
     state: PruningState,
     budget: int | BudgetCall | None = None,
     backbone: BackboneShape | None = None,
@@ -188,7 +222,8 @@ def transfer(
     """
     document: dict[str, Any] = state.document()
     why: dict[str, str] = {}
-    call, selector = state.budget, state.constraints.selector
+    call = state.budget
+    selector = state.constraints.selector
     new = call if budget is None else BudgetCall.parse(budget)
     least, most = new.range()
     if new.rule() != call.rule():
@@ -197,7 +232,9 @@ def transfer(
         if most in FIXED_BUDGETS and least == most:
             document["budget"] = {"limit": call.limit, "atom": f"fixed_budget@{most}"}
         elif least == most:
-            why["/budget"] += ", which has no atom: a ratio budget with equal floor and ceiling"
+            why["/budget"] += (
+                ", which has no atom: a ratio budget with equal floor and ceiling"
+            )
         if selector.insists_on is not None:
             _, r_min = selector.model_copy(update={"r_min": None}).bounds(most)
             why["/constraints/selector/r_min"] = f"r_min = K - q_e = {r_min}"
@@ -205,17 +242,24 @@ def transfer(
             fixed = least == most and r_min <= 640
             document["constraints"]["selector"]["r_min"] = r_min if fixed else None
     if backbone is not None:
-        if state.source.tokens.atom == "vision_tokens@vision_tower" and not backbone.tower_rows:
+        if (
+            state.source.tokens.atom == "vision_tokens@vision_tower"
+            and not backbone.tower_rows
+        ):
             view = default_call(ViewCall, "vision_tokens@post_projector")
             document["source"]["tokens"] = view.model_dump(mode="json")
             what = f"the vision tower of {backbone.name} does not have one row per visual token"
             why["/source/tokens"] = what
         if state.rank_at == "merger_in" and not backbone.merger:
             document["rank_at"] = "merger_out"
-            why["/rank_at"] = f"{backbone.name} has no patch merger to rank tokens before"
+            why["/rank_at"] = (
+                f"{backbone.name} has no patch merger to rank tokens before"
+            )
         if state.cells is not None and not backbone.merger:
             document["cells"] = None
-            why["/cells"] = f"{backbone.name} has no patch merger, and encodes whole images"
+            why["/cells"] = (
+                f"{backbone.name} has no patch merger, and encodes whole images"
+            )
         why["/scoring"] = f"relevance on {backbone.name} is measured in "
         why["/scoring"] += _SPACES[backbone.relevance]
         for index, signal in enumerate(state.scoring.signals):
@@ -223,21 +267,34 @@ def transfer(
                 document["scoring"]["signals"][index]["sign"] = backbone.sign
     if why or name is not None:
         target = f"K = {new.rule()}" + (f" on {backbone.name}" if backbone else "")
-        if name is None:  # autoprune-k32 -> autoprune-llava-next-7b-k160, within 128 characters
+        if (
+            name is None
+        ):  # autoprune-k32 -> autoprune-llava-next-7b-k160, within 128 characters
             suffix = (f"-{backbone.name}" if backbone else "") + f"-k{new.rule()}"
-            suffix = re.sub("[/:]", "-", suffix.replace(" ", ""))  # no path: k1-8, k1-8-64-640
-            name = re.sub(r"(?<=.)-k\d[\d-]*$", "", state.name)[: 128 - len(suffix)] + suffix
+            suffix = re.sub(
+                "[/:]", "-", suffix.replace(" ", "")
+            )  # no path: k1-8, k1-8-64-640
+            name = (
+                re.sub(r"(?<=.)-k\d[\d-]*$", "", state.name)[: 128 - len(suffix)]
+                + suffix
+            )
         document["name"], why["/name"] = name, "distinguishes the two states"
-        origin = f"Re-materialized from {state.name} ({state.digest[:12]}) for {target}."
+        origin = (
+            f"Re-materialized from {state.name} ({state.digest[:12]}) for {target}."
+        )
         notes = f"{state.provenance.notes} {origin}".strip()
         document["provenance"] |= {"evaluated_on": "", "scores": {}, "notes": notes}
-        why["/provenance"] = f"what was measured before the transfer does not hold for {target}"
+        why["/provenance"] = (
+            f"what was measured before the transfer does not hold for {target}"
+        )
     transferred = PruningState.model_validate(document)
     materialize(transferred)  # raises BudgetError
     return transferred, _explain(state, transferred, why)
 
 
-def check_transfer(policy: PruningPolicy, backbone: BackboneShape | None = None) -> SafetyRecord:
+def check_transfer(
+    policy: PruningPolicy, backbone: BackboneShape | None = None
+) -> SafetyRecord:
     """Safety check of a transferred policy, on images with the inputs of the backbone."""
     if backbone is None or backbone.has_cls or policy.budget > MAX_PROBED_BUDGET:
         return safety_check(policy)

@@ -29,7 +29,9 @@ def reply(
     token = {"decoded_token": str(body["messages"][-1]["content"])}
     score = {"logprob": -0.1, "rank": 1} if right else {"logprob": -3.0, "rank": 2}
     usage = {"prompt_tokens": 20 + (kept(body) if tokens is None else tokens)}
-    return completion(following, usage=usage, prompt_logprobs=[None, {"7": {**token, **score}}])
+    return completion(
+        following, usage=usage, prompt_logprobs=[None, {"7": {**token, **score}}]
+    )
 
 
 def answering(body: Body, number: int) -> Answer:

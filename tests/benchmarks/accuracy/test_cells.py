@@ -12,7 +12,10 @@ RECORDED = Path(__file__).parents[3] / "docs/data/cells-lost.csv"
 
 def test_what_rules_lose_is_what_the_page_says() -> None:
     names = ("cells", "kept", "marks", "dropped", "dropped_of_one_colour")
-    losses = {(kind, rule): dict(zip(names, n, strict=True)) for kind, rule, *n in count_losses()}
+    losses = {
+        (kind, rule): dict(zip(names, n, strict=True))
+        for kind, rule, *n in count_losses()
+    }
 
     def lost(rule: str) -> set[str | int]:
         return {kind for (kind, of), n in losses.items() if of == rule and n["dropped"]}
@@ -27,7 +30,10 @@ def test_what_rules_lose_is_what_the_page_says() -> None:
     # What a tolerance takes is faint, not small; without one, noise of one level keeps everything.
     assert lost("flat:2") == lost("flat")
     assert lost("flat:8") == {*lost("flat"), "watermark of 6 levels"}
-    noise = [losses["noise of one level", rule]["kept"] for rule in ("flat", "predicted", "flat:2")]
+    noise = [
+        losses["noise of one level", rule]["kept"]
+        for rule in ("flat", "predicted", "flat:2")
+    ]
     assert noise == [750, 750, losses["text", "flat"]["kept"]]
     # Glyphs and JPEG are a library's; the promises above are kept by every version.
     rows = list(csv.DictReader(RECORDED.read_text().splitlines()))
@@ -35,4 +41,7 @@ def test_what_rules_lose_is_what_the_page_says() -> None:
     for row in rows:
         if row["kind"].startswith(("check boxes", "dot leaders", "lone", "bars")):
             counts = losses[row["kind"], row["rule"]]
-            assert (int(row["marks"]), int(row["dropped"])) == (counts["marks"], counts["dropped"])
+            assert (int(row["marks"]), int(row["dropped"])) == (
+                counts["marks"],
+                counts["dropped"],
+            )

@@ -30,11 +30,16 @@ def test_methods_are_beside_fewer_and_smaller_frames_and_more_frames_beside_eigh
     def answer(body: Body, number: int) -> Answer:
         if len(body["messages"]) == 1:  # asks what is refused
             return reply(body, tokens=0)
-        (frames, side), name = shown(body), arm(body)
+        (frames, side) = shown(body)
+        name = arm(body)
         seen = side >= 84 or "digit" in str(body["messages"])
         right = frames >= 8 and seen and name != "random"
         budget = body["mm_processor_kwargs"]["autoprune"].get("video_budget")
-        right &= (name, budget) != ("evs", "1/8") and (name, frames, budget) != ("vcast", 8, 144)
+        right &= (name, budget) != ("evs", "1/8") and (name, frames, budget) != (
+            "vcast",
+            8,
+            144,
+        )
         return reply(body, right=right, tokens=side)
 
     words = ["clips", "--clips", "1", "--out", str(tmp_path)]
@@ -51,9 +56,13 @@ def test_methods_are_beside_fewer_and_smaller_frames_and_more_frames_beside_eigh
         sizes = {shown(body) for body in asked(server.requests)}
         printed = capsys.readouterr().out
         assert clips.main() == 0
-        assert count == len(asked(server.requests)), "what was answered is not asked again"
+        assert count == len(asked(server.requests)), (
+            "what was answered is not asked again"
+        )
         assert printed == capsys.readouterr().out
-    assert sizes == {(n, 168) for n in (1, 2, 4, 8, 16, 32, 64)} | {(8, s) for s in (112, 84, 56)}
+    assert sizes == {(n, 168) for n in (1, 2, 4, 8, 16, 32, 64)} | {
+        (8, s) for s in (112, 84, 56)
+    }
     rows = {
         (row["what"], row["setting"]): float(row["value"])
         for row in csv.DictReader(printed.splitlines())
@@ -78,4 +87,6 @@ def test_methods_are_beside_fewer_and_smaller_frames_and_more_frames_beside_eigh
         assert rows["right", f"{where}; vcast of 8 frames; all"] == 100 - better
         assert rows[more, f"{where}; vidcom2 of 64 frames; all"] == better
         assert (more, f"{where}; vcast of 8 frames; all") not in rows
-    assert rows["right", "clips of 64 frames, all tokens; full of 32 frames; all"] == 100
+    assert (
+        rows["right", "clips of 64 frames, all tokens; full of 32 frames; all"] == 100
+    )

@@ -19,7 +19,13 @@ from benchmarks.accuracy import positions
 from benchmarks.common.fake_server import Answer, Body, FakeServer
 from tests.benchmarks.accuracy.test_tables import PUBLISHED
 from tests.evaluation.test_lmms import write_output
-from tests.offline_search.synthetic import MODELS, completion, endpoint, error, model_list
+from tests.offline_search.synthetic import (
+    MODELS,
+    completion,
+    endpoint,
+    error,
+    model_list,
+)
 from vllm_autoprune.evaluation.lmms import PINNED, select_benchmarks
 
 Json = dict[str, Any]
@@ -60,7 +66,8 @@ def run_task(command: list[str], **options: Any) -> SimpleNamespace:
     if command[-1] == "version":
         return SimpleNamespace(stdout=f"lmms-eval {PINNED}\n")
     words = dict(zip(command[1::2], command[2::2], strict=False))
-    run, task = json.loads(options["env"]["AUTOPRUNE_RUN"]), words["--tasks"]
+    run = json.loads(options["env"]["AUTOPRUNE_RUN"])
+    task = words["--tasks"]
     settings = dict(pair.split("=", 1) for pair in words["--model_args"].split(","))
     samples = []
     with httpx.Client(verify=False, base_url=settings["base_url"]) as client:
@@ -102,7 +109,11 @@ def call(
 
 def asked(server: FakeServer) -> Counter[str]:
     """How often every case was asked a question."""
-    bodies = [body for body in server.requests if isinstance(body["messages"][-1]["content"], str)]
+    bodies = [
+        body
+        for body in server.requests
+        if isinstance(body["messages"][-1]["content"], str)
+    ]
     return Counter(map(case_of, bodies))
 
 
@@ -113,14 +124,21 @@ def test_both_models_are_asked_for_the_same_tokens_at_two_positions(
     status, printed = call(*words)
     assert status == 0 and asked(server) == dict.fromkeys(RIGHT, 2 * 3 * QUESTIONS)
     llava, internvl = json.loads(printed)["results"]
-    tasks = [{row["benchmark"] for row in result["rows"]} for result in (llava, internvl)]
+    tasks = [
+        {row["benchmark"] for row in result["rows"]} for result in (llava, internvl)
+    ]
     assert tasks[0] - tasks[1] == {"refcoco_bbox_rec_val"}
     assert tasks[1] - tasks[0] == {"refcoco_grounding_testA"}
-    for result, budgets in ((llava, {64: 64, 32: 32}), (internvl, {"1/9": 64, "1/18": 32})):
+    for result, budgets in (
+        (llava, {64: 64, 32: 32}),
+        (internvl, {"1/9": 64, "1/18": 32}),
+    ):
         assert len(result["rows"]) == 3 * 5
         for row in result["rows"]:
             place, _, said = row["case"].partition("@")
-            (tokens,) = [n for budget, n in budgets.items() if str(budget) == said] or [576]
+            (tokens,) = [n for budget, n in budgets.items() if str(budget) == said] or [
+                576
+            ]
             right = 12.5 * RIGHT[f"{place}@{tokens}" if said else "full"]
             packed = 12.5 * RIGHT.get(f"packed@{tokens}", 0)
             less = {"full": right - 100, f"packed@{said}": right - packed}
@@ -143,9 +161,12 @@ def test_spread_is_a_third_case_and_tables_have_what_was_published(
     )
     assert status == 0 and len(asked(server)) == 7
     assert re.search(
-        r"\| refcocog_bbox_rec_val \| packed@64 \| 25.0 \(.*\| -75.0 \(.* \|  \| 8 \|", printed
+        r"\| refcocog_bbox_rec_val \| packed@64 \| 25.0 \(.*\| -75.0 \(.* \|  \| 8 \|",
+        printed,
     )
-    assert re.search(r"\| GQA \| spread@64 \| 62.5 \(.*\| -37.5 \(.*\| 37.5 \(", printed)
+    assert re.search(
+        r"\| GQA \| spread@64 \| 62.5 \(.*\| -37.5 \(.*\| 37.5 \(", printed
+    )
     assert "arXiv 2506.21873" in printed
     (table,) = (each for each in PUBLISHED if each["table"] == "supplement, LLaVA-1.5")
     for figure in csv.DictReader(positions._PUBLISHED.read_text().splitlines()):
@@ -156,7 +177,10 @@ def test_spread_is_a_third_case_and_tables_have_what_was_published(
                 for row in table["rows"]
                 if row["method"] in ("full", "DivPrune")
             }
-            assert (figure["all tokens"], figure["packed"]) == (scores["576"], scores[figure["K"]])
+            assert (figure["all tokens"], figure["packed"]) == (
+                scores["576"],
+                scores[figure["K"]],
+            )
 
 
 def test_a_resumed_run_asks_what_is_missing_and_mixes_nothing(
@@ -177,7 +201,11 @@ def test_a_resumed_run_asks_what_is_missing_and_mixes_nothing(
     status, printed = call(*words)
     assert status == 0 and asked(server) == {"true@32": 3 * QUESTIONS}
     assert "| GQA | true@32 | 75.0 (" in printed
-    for more in (("--state", "norm"), ("--limit", "4"), ("--grounding", "refcocog_bbox_rec_val")):
+    for more in (
+        ("--state", "norm"),
+        ("--limit", "4"),
+        ("--grounding", "refcocog_bbox_rec_val"),
+    ):
         status, printed = call(*words, *more)
         assert status == 1 and "contains another evaluation (" in printed
     with endpoint(answer) as other:
@@ -189,8 +217,14 @@ def test_a_resumed_run_asks_what_is_missing_and_mixes_nothing(
 @pytest.mark.parametrize(
     ("ignored", "message"),
     [
-        ("positions", "true@64: every answer is the packed one: this server moves no tokens"),
-        ("budget", "true@64: prompts are not as long as packed ones: K is not the same"),
+        (
+            "positions",
+            "true@64: every answer is the packed one: this server moves no tokens",
+        ),
+        (
+            "budget",
+            "true@64: prompts are not as long as packed ones: K is not the same",
+        ),
         ("refused", "true@64: status 400: positions is unknown"),
     ],
 )

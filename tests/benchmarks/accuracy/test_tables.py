@@ -26,14 +26,19 @@ from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
 Json = dict[str, Any]
 
-PUBLISHED: list[Json] = json.loads(Path(__file__).with_name("published.json").read_text())["tables"]
+PUBLISHED: list[Json] = json.loads(
+    Path(__file__).with_name("published.json").read_text()
+)["tables"]
 """Rows as printed; ``rel_follows`` says which definition of Rel. gives the printed value."""
 
 
 class SampleYardstick(Yardstick):
     """Has no model: digits are right but in cases ``wrong``, texts with all tokens only."""
 
-    name, key, search_result, usual_tokens = "sample", "minillava", "instruction-free", 16
+    name = "sample"
+    key = "minillava"
+    search_result = "instruction-free"
+    usual_tokens = 16
     budgets = (Budget("K = 2", Fraction(1, 8)),)
     available = frozenset(("cls_attention",))
     network = tokenizer = None
@@ -58,27 +63,57 @@ def test_a_yardstick_has_the_cases_whose_inputs_its_server_provides() -> None:
         for model in (MiniLlava(), MiniQwen())
     )
     controls = {"full", "resized", "random", "oracle"}
-    left_out = {"pyramiddrop", "echoprune", "evs", "vcast", "vidcom2"}  # FastV here; for videos
+    left_out = {
+        "pyramiddrop",
+        "echoprune",
+        "evs",
+        "vcast",
+        "vidcom2",
+    }  # FastV here; for videos
     assert {*controls, *BASE_POLICIES, "minillava"} - llava.keys() == left_out
     assert not [name for name in llava if name.endswith("@merger_in")]
     assert llava.keys() >= {"divprune@packed", "autoprune@true"}
     assert not [name for name in qwen if name.endswith(("@packed", "@true"))], "M-RoPE"
-    assert {*controls, "cdpruner", "divprune", "mmtok", "autoprune@merger_in"} <= qwen.keys()
-    assert not {"visionzip", "trim", "fastv", "holov@merger_in", "mmtok@merger_in"} & qwen.keys()
+    assert {
+        *controls,
+        "cdpruner",
+        "divprune",
+        "mmtok",
+        "autoprune@merger_in",
+    } <= qwen.keys()
+    assert (
+        not {"visionzip", "trim", "fastv", "holov@merger_in", "mmtok@merger_in"}
+        & qwen.keys()
+    )
     # Rounded down, and at least one.
-    assert [MiniQwen.budgets[2].tokens(count) for count in (36, 54, 108, 4)] == [4, 6, 13, 1]
+    assert [MiniQwen.budgets[2].tokens(count) for count in (36, 54, 108, 4)] == [
+        4,
+        6,
+        13,
+        1,
+    ]
     before = qwen["divprune@merger_in"]
     assert before.state is not None and before.state.rank_at == "merger_in"
-    assert before.base == "divprune", "the paired interval is that of before against after"
+    assert before.base == "divprune", (
+        "the paired interval is that of before against after"
+    )
     cases = yardsticks._build_cases(MiniLlava(), ("cdpruner", "ablation-quota-8"))
-    assert [case.name for case in cases[:4]] == ["full", "resized", "cdpruner", "ablation-quota-8"]
+    assert [case.name for case in cases[:4]] == [
+        "full",
+        "resized",
+        "cdpruner",
+        "ablation-quota-8",
+    ]
     with pytest.raises(StateError, match="did you mean 'divprune'"):
         yardsticks._build_cases(MiniLlava(), ("divprun",))
 
 
-@pytest.mark.parametrize(("wrong", "gain"), [("resized", 100), ("instruction-free", -100), ("", 0)])
+@pytest.mark.parametrize(
+    ("wrong", "gain"), [("resized", 100), ("instruction-free", -100), ("", 0)]
+)
 def test_differences_are_paired_by_question(wrong: str, gain: int) -> None:
-    yardstick, image = SampleYardstick(wrong), torch.zeros(3, 2, 2)
+    yardstick = SampleYardstick(wrong)
+    image = torch.zeros(3, 2, 2)
     cases = yardsticks._build_cases(yardstick, ("divprune", "instruction-free"))
     examples = [
         Example(number, image, f"{kind} {number}?", "yes", kind, None, ())
@@ -87,34 +122,59 @@ def test_differences_are_paired_by_question(wrong: str, gain: int) -> None:
     ]
     rows = list(yardsticks._measure(yardstick, cases, examples))
     by_part = {(row.name, row.category): row for row in rows if row.kind is None}
-    state, base = by_part["instruction-free", None], by_part["divprune", None]
-    half, less_base = gain / 2, min(gain / 2, 0.0)
+    state = by_part["instruction-free", None]
+    base = by_part["divprune", None]
+    half = gain / 2
+    less_base = min(gain / 2, 0.0)
     assert state.less_resized == Estimate(half, half, half) and state.tokens == 2
     kind = by_part["instruction-free", "attributes"]
     assert kind.less_resized == Estimate(gain, gain, gain)
     assert state.less_base == Estimate(less_base, less_base, less_base)
     assert base.less_search_result == Estimate(-less_base, -less_base, -less_base)
-    unpaired = (by_part["full", None].less_resized, base.less_base, state.less_search_result)
+    unpaired = (
+        by_part["full", None].less_resized,
+        base.less_base,
+        state.less_search_result,
+    )
     assert unpaired == (None, None, None)
     page = yardsticks._as_markdown(yardstick, rows).splitlines()
     accuracy = state.accuracy.value
-    assert f"| **instruction-free** | not read | {accuracy:.1f} {half:+.1f}±0.0 |" in page
+    assert (
+        f"| **instruction-free** | not read | {accuracy:.1f} {half:+.1f}±0.0 |" in page
+    )
     records = list(csv.DictReader(yardsticks._as_csv(rows).splitlines()))
-    assert len(records) == len(rows) == 4 * 5, "all questions, two categories, two kinds"
-    (record,) = (r for r in records if (r["name"], r["category"]) == ("instruction-free", ""))
-    assert float(record["less_resized_low"]) == half and record["reads_question"] == "False"
+    assert len(records) == len(rows) == 4 * 5, (
+        "all questions, two categories, two kinds"
+    )
+    (record,) = (
+        r for r in records if (r["name"], r["category"]) == ("instruction-free", "")
+    )
+    assert (
+        float(record["less_resized_low"]) == half
+        and record["reads_question"] == "False"
+    )
 
 
-def test_positions_are_compared_by_kind_of_question(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_positions_are_compared_by_kind_of_question(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(yardsticks, "_BY_KIND", (0, ("divprune",)))
     monkeypatch.setattr(SampleYardstick, "has_one_axis", True)
-    yardstick, image = SampleYardstick("divprune@packed"), torch.zeros(3, 2, 2)
+    yardstick = SampleYardstick("divprune@packed")
+    image = torch.zeros(3, 2, 2)
     cases = yardsticks._build_cases(yardstick, ("divprune", "divprune@packed"))
     kinds = ("digit", "digit", "digit", "text")
-    examples = [Example(n, image, f"{n}?", "yes", kind, None, ()) for n, kind in enumerate(kinds)]
+    examples = [
+        Example(n, image, f"{n}?", "yes", kind, None, ())
+        for n, kind in enumerate(kinds)
+    ]
     rows = list(yardsticks._measure(yardstick, cases, examples))
     table = yardsticks._tabulate_positions(yardstick, rows).splitlines()[2:]
-    assert table == ["| all | 0.0→75.0 |", "| digit | 0.0→100.0 |", "| text | 0.0→0.0 |"]
+    assert table == [
+        "| all | 0.0→75.0 |",
+        "| digit | 0.0→100.0 |",
+        "| text | 0.0→0.0 |",
+    ]
     assert "@packed" not in yardsticks._as_markdown(yardstick, rows)
 
 
@@ -124,10 +184,13 @@ MMBENCH = ("MMB-EN", "MMB-CN")
 def recompute(table: Json, row: Json, without: Collection[str] = ()) -> Aggregates:
     """The figures of a row, by its printed scores and those of the full model, the first row."""
     scores, full = (
-        {name: score for name, score in zip(table["benchmarks"], printed["scores"], strict=True)
-         if name not in without}
+        {
+            name: score
+            for name, score in zip(table["benchmarks"], printed["scores"], strict=True)
+            if name not in without
+        }
         for printed in (row, table["rows"][0])
-    )  # fmt: skip
+    )
     return Aggregates.of(scores, full, table["mme_divisor"], digits=9)
 
 
@@ -142,11 +205,15 @@ def definition(table: Json, row: Json) -> str:
     The ratio of means is tried with unrounded figures, with printed ones, and with an unrounded one
     over the printed one of the full model, as a table may have been computed in any of these ways.
     """
-    figures, full = recompute(table, row), table["rows"][0]["acc"]
+    figures = recompute(table, row)
+    full = table["rows"][0]["acc"]
     ratios = (figures.ratio_of_means, 100 * row["acc"] / full, 100 * figures.acc / full)
     tried = {"ratio of means": ratios, "mean of ratios": (figures.mean_of_ratios,)}
-    fitting = [name for name, values in tried.items()
-               if any(rounds_to(value, row["rel"], 1) for value in values)]  # fmt: skip
+    fitting = [
+        name
+        for name, values in tried.items()
+        if any(rounds_to(value, row["rel"], 1) for value in values)
+    ]
     return "both" if len(fitting) == 2 else fitting[0]
 
 
@@ -172,11 +239,15 @@ def test_published_figures_follow_their_formulas() -> None:
 
 def test_without_mmbench_autoprune_is_below_cdpruner_in_three_of_six_settings() -> None:
     acc = {
-        (table["table"], row["method"], row["tokens"]): recompute(table, row, MMBENCH).acc
+        (table["table"], row["method"], row["tokens"]): recompute(
+            table, row, MMBENCH
+        ).acc
         for table in PUBLISHED
         if table["table"].startswith("supplement")
         for row in table["rows"]
     }
     places = [(table, tokens) for table, method, tokens in acc if method == "AutoPrune"]
-    below = [p for p in places if acc[p[0], "AutoPrune", p[1]] < acc[p[0], "CDPruner", p[1]]]
+    below = [
+        p for p in places if acc[p[0], "AutoPrune", p[1]] < acc[p[0], "CDPruner", p[1]]
+    ]
     assert (len(places), len(below)) == (6, 3)

@@ -41,7 +41,10 @@ def test_stamps_are_in_order_and_usage_is_read() -> None:
     assert (record.prompt_tokens, record.completion_tokens) == (600, 10)
     assert record.tpot == pytest.approx((record.deltas[-1] - record.deltas[0]) / 9)
     without_usage = send(Reply(usage=None, ttft=0.01, gaps=(0.001,)))
-    assert without_usage.ok and without_usage.completion_tokens is without_usage.tpot is None
+    assert (
+        without_usage.ok
+        and without_usage.completion_tokens is without_usage.tpot is None
+    )
 
 
 def test_latency_counts_from_when_a_request_was_due() -> None:
@@ -59,7 +62,9 @@ def test_latency_counts_from_when_a_request_was_due() -> None:
         (Reply(drop=True), MODEL, "no answer: "),
     ],
 )
-def test_every_failure_is_recorded_in_one_line(reply: Reply, model: str, message: str) -> None:
+def test_every_failure_is_recorded_in_one_line(
+    reply: Reply, model: str, message: str
+) -> None:
     record = send(reply, model)
     assert not record.ok and re.search(message, str(record.error))
 
@@ -69,17 +74,28 @@ def test_every_failure_is_recorded_in_one_line(reply: Reply, model: str, message
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_shape("llava-1.5-7b", tmp_path_factory.mktemp("shape") / "llava", layers=3)
+    return write_shape(
+        "llava-1.5-7b", tmp_path_factory.mktemp("shape") / "llava", layers=3
+    )
 
 
 def test_widths_are_those_of_llava_7b_without_weights(folder: Path) -> None:
     config = AutoConfig.from_pretrained(folder)
-    text, vision = config.text_config, config.vision_config
-    assert (text.hidden_size, text.intermediate_size, text.num_attention_heads) == (4096, 11008, 32)
+    text = config.text_config
+    vision = config.vision_config
+    assert (text.hidden_size, text.intermediate_size, text.num_attention_heads) == (
+        4096,
+        11008,
+        32,
+    )
     assert (text.num_hidden_layers, text.vocab_size) == (3, 32064)
     tower = (vision.hidden_size, vision.num_hidden_layers, vision.num_attention_heads)
     assert tower == (1024, 24, 16)
-    assert (vision.image_size // vision.patch_size) ** 2 == TOKENS == count_visual_tokens(folder)
+    assert (
+        (vision.image_size // vision.patch_size) ** 2
+        == TOKENS
+        == count_visual_tokens(folder)
+    )
     assert config.image_token_index == 32000
     # A key and a value of 32 heads x 128 numbers in each of three layers, two bytes each.
     assert count_kv_bytes(folder, "bfloat16") == 2 * 3 * 4096 * 2
@@ -106,7 +122,11 @@ def test_the_scaled_tower_has_its_share_of_the_cost() -> None:
     sizes = {"vision_config": shape["vision"], "text_config": shape["text"]}
     config = AutoConfig.for_model("qwen3_vl", **sizes)
     tower = count_tower_flops(config, 962)
-    prefill = BackboneShape.of_checkpoint("scaled", config).estimate_cost(962 // 8, text=24).flops
+    prefill = (
+        BackboneShape.of_checkpoint("scaled", config)
+        .estimate_cost(962 // 8, text=24)
+        .flops
+    )
     attention = 2 * 2 * (4 * 962) ** 2 * config.vision_config.hidden_size * 4
     assert tower / (tower + prefill) == pytest.approx(0.85, abs=0.01)
     assert attention / tower == pytest.approx(0.68, abs=0.02)
@@ -115,7 +135,10 @@ def test_the_scaled_tower_has_its_share_of_the_cost() -> None:
 @pytest.mark.parametrize(
     ("log", "cause"),
     [
-        ("INFO x\n\nvllm-autoprune: cannot serve:\n  - bad -> fix", "cannot serve: - bad -> fix"),
+        (
+            "INFO x\n\nvllm-autoprune: cannot serve:\n  - bad -> fix",
+            "cannot serve: - bad -> fix",
+        ),
         (
             "INFO loading\n(Worker pid=7) ERROR 11-21 [a.py:9] Traceback (most recent call last):\n"
             "(Worker pid=7) ERROR 11-21 [a.py:9] NameError: name 'x'\nRuntimeError: failed.\n",

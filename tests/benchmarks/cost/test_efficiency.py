@@ -41,7 +41,9 @@ def test_the_published_efficiency_table_is_recomputed(
      ("sparsevlm", 6.1), ("dart", 6.1)],
 )  # fmt: skip
 def test_layers_that_rank_all_tokens_are_counted(arm: str, times_fewer: float) -> None:
-    model = efficiency._Model("llava-next-7b", Path(), BACKBONE_SHAPES["llava-next-7b"], ())
+    model = efficiency._Model(
+        "llava-next-7b", Path(), BACKBONE_SHAPES["llava-next-7b"], ()
+    )
     cost, full = (model.compute_cost(name, 320, None) for name in (arm, "full"))
     assert round(full.flops / cost.flops, 1) == times_fewer
     assert (full.tokens, cost.tokens) == (2880, 320)
@@ -54,11 +56,16 @@ def test_every_arm_is_served_and_has_a_row(
 
     @contextlib.contextmanager
     def serve(model: Path, *flags: str, log: Path, **_: object) -> Iterator[FakeServer]:
-        state = flags[flags.index("--autoprune-state") + 1] if "--autoprune-state" in flags else ""
+        state = (
+            flags[flags.index("--autoprune-state") + 1]
+            if "--autoprune-state" in flags
+            else ""
+        )
         log.write_text("ValueError: no attention\n")
         if state == "fastv":
             raise ServerDied(log)
-        seconds, sent = (0.1 if state else 0.5), list[Body]()
+        seconds = 0.1 if state else 0.5
+        sent = list[Body]()
 
         def metrics() -> str:
             count = len(sent)
@@ -66,7 +73,9 @@ def test_every_arm_is_served_and_has_a_row(
             lines.append(f"vllm:request_decode_time_seconds_sum {0.15 * count}")
             if state:
                 lines.append(f"autoprune_images_total {count}")
-                lines.append(f'autoprune_visual_tokens_total{{stage="after"}} {16 * count}')
+                lines.append(
+                    f'autoprune_visual_tokens_total{{stage="after"}} {16 * count}'
+                )
             return "\n".join(lines) + "\n"
 
         def reply(body: Body) -> Reply:
@@ -82,9 +91,15 @@ def test_every_arm_is_served_and_has_a_row(
     assert main([*command, "--out", str(tmp_path)]) == 1  # an arm was not served
     text = capsys.readouterr().out
     assert "mini-llava, 6 language layers served, K = 16; 2 requests a row" in text
-    rows = [line.strip("| ").split(" | ") for line in text.split("\n") if line[:2] == "| "][2:]
+    rows = [
+        line.strip("| ").split(" | ") for line in text.split("\n") if line[:2] == "| "
+    ][2:]
     assert [row[0] for row in rows] == ["full", "fastv", "divprune", "AutoPrune"]
-    assert rows[0][1] == "144" and rows[0][3] == "500.0 (1.00x faster)" and rows[0][5] == "10.00"
+    assert (
+        rows[0][1] == "144"
+        and rows[0][3] == "500.0 (1.00x faster)"
+        and rows[0][5] == "10.00"
+    )
     assert rows[1][1] == "not served: ValueError: no attention"
     assert rows[2][1] == "16" and rows[2][3] == "100.0 (5.00x faster)"
     assert text.strip() == (tmp_path / "mini-llava.md").read_text().strip()

@@ -6,16 +6,25 @@ import pytest
 import torch
 
 from benchmarks.cost.__main__ import main
-from benchmarks.cost.selection import _format_table, _Measurement, _select_as_published, _Size
+from benchmarks.cost.selection import (
+    _format_table,
+    _Measurement,
+    _select_as_published,
+    _Size,
+)
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
-SMALL, LARGE = _Size(36, 1, 2, 6), _Size(576, 1, 1, 64)
+SMALL = _Size(36, 1, 2, 6)
+LARGE = _Size(576, 1, 1, 64)
 
 
-@pytest.mark.parametrize("size", [_Size(64, 1, 3, 16), _Size(36, 5, 2, 30), _Size(144, 1, 1, 24)])
+@pytest.mark.parametrize(
+    "size", [_Size(64, 1, 3, 16), _Size(36, 5, 2, 30), _Size(144, 1, 1, 24)]
+)
 def test_our_selection_equals_the_published_one(size: _Size) -> None:
     """Ours equals golden cases of the published code, and so does what it is compared with."""
-    tokens, base = size.draw_tokens(dtype=torch.float32), BASE_POLICIES["cdpruner"]
+    tokens = size.draw_tokens(dtype=torch.float32)
+    base = BASE_POLICIES["cdpruner"]
     ours = base.select(base.default_params, tokens, size.kept).picks.sort(dim=1).values
     assert ours.tolist() == _select_as_published(tokens, size.kept).tolist()
 
@@ -33,17 +42,25 @@ def test_the_worst_size_decides(
 ) -> None:
     rows = [_Measurement(size, [1.6] * 9, [ours] * 9) for size, ours in seconds.items()]
     text = _format_table(device, rows)
-    assert f" at {worst}: {verdict}" in text and text.count("| 100.0 | 9 |") == len(rows)
+    assert f" at {worst}: {verdict}" in text and text.count("| 100.0 | 9 |") == len(
+        rows
+    )
 
 
 def test_a_size_is_measured_and_its_picks_compared() -> None:
     measured = _Measurement.of(SMALL, "cpu")
-    assert len(measured.ours) == len(measured.published) == 31 and min(measured.ours) > 0
+    assert (
+        len(measured.ours) == len(measured.published) == 31 and min(measured.ours) > 0
+    )
     assert measured.alike > 0.8
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_the_command_ends_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_the_command_ends_with_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["selection", "--gpu"]) == 1
     captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.count("\n") == 1 and "CUDA" in captured.err
+    assert (
+        captured.out == "" and captured.err.count("\n") == 1 and "CUDA" in captured.err
+    )

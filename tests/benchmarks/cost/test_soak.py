@@ -25,22 +25,30 @@ MIB = 1 << 20
         ("failed", "does not hold: 1 of "),
         ("forgotten", "autoprune_images_total state: "),
         ("fallen", "autoprune_fallbacks_total: 1 by the server, 0 by its client"),
-        ("another's", "autoprune_requests_total mine: 1 by the server, 0 by its client"),
+        (
+            "another's",
+            "autoprune_requests_total mine: 1 by the server, 0 by its client",
+        ),
     ],
 )
 def test_a_soak_is_passed_but_for_a_fault(
     fault: str, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server counts what the client expects, but for its tenth request."""
-    counts, wanted, requests = Counter[str](), dict[str, soak._Request](), list[Body]()
-    draw, lock = soak._Request.draw, threading.Lock()
+    counts = Counter[str]()
+    wanted = dict[str, soak._Request]()
+    requests = list[Body]()
+    draw = soak._Request.draw
+    lock = threading.Lock()
     draw(Random(0), 5)  # draws the repeated pictures
 
     def draw_numbered(*values: Any, **options: Any) -> soak._Request:
         request = draw(*values, **options)
         with lock:
             number = f"n{len(wanted)}"
-            body = request.body.replace(b'"temperature": 0', f'"user": "{number}"'.encode())
+            body = request.body.replace(
+                b'"temperature": 0', f'"user": "{number}"'.encode()
+            )
             wanted[number] = request._replace(body=body)
         return wanted[number]
 
@@ -54,7 +62,9 @@ def test_a_soak_is_passed_but_for_a_fault(
             counts["autoprune_requests_total mine"] += due == "another's"
         if due == "failed":
             return Reply(status=500)
-        return Reply(ttft=0.01, gaps=(0.001,), status=400 if request.kind == "bad" else 200)
+        return Reply(
+            ttft=0.01, gaps=(0.001,), status=400 if request.kind == "bad" else 200
+        )
 
     def metrics() -> str:
         named = [name.partition(" ") for name in counts]
@@ -67,7 +77,9 @@ def test_a_soak_is_passed_but_for_a_fault(
     monkeypatch.setattr(soak, "_KINDS", soak._KINDS | {"bad": 0 if fault else 5})
     monkeypatch.setattr(soak._Request, "draw", staticmethod(draw_numbered))
     with fake_server(reply, model=None, pages={"/metrics": metrics}) as server:
-        tally, samples = soak._keep_busy(server.url, os.getpid(), 5, users=4, seconds=2.5)
+        tally, samples = soak._keep_busy(
+            server.url, os.getpid(), 5, users=4, seconds=2.5
+        )
         gained = soak._read_counters(httpx.get(f"{server.url}/metrics").text)
     assert len(requests) > 10 and any(str(os.getpid()) in name for name in samples[-1])
     text, passed = tally.format_report(0.025, tally.compare(gained), [{}] * 9)
@@ -81,9 +93,18 @@ def test_a_soak_is_passed_but_for_a_fault(
         (lambda i: (3000 if i == 50 else 1000) * MIB, ""),  # a spike
         (lambda i: (1000 + 19 * (i >= 60)) * MIB, ""),
         (lambda i: (1000 + 21 * (i >= 60)) * MIB, "memory of 7 worker: it grew"),
-        (lambda i: 10 * MIB + i * soak._SLACK // 100, ""),  # more than 2 %, and next to nothing
-        (lambda i: None if i < 30 else MIB, "memory of 7 worker: it did not exist all the time"),
-        (lambda i: None if i >= 90 else MIB, "memory of 7 worker: it did not exist all the time"),
+        (
+            lambda i: 10 * MIB + i * soak._SLACK // 100,
+            "",
+        ),  # more than 2 %, and next to nothing
+        (
+            lambda i: None if i < 30 else MIB,
+            "memory of 7 worker: it did not exist all the time",
+        ),
+        (
+            lambda i: None if i >= 90 else MIB,
+            "memory of 7 worker: it did not exist all the time",
+        ),
     ],
     ids=["warm-up", "spike", "1.9 %", "2.1 %", "slack", "started", "ended"],
 )

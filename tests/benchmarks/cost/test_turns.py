@@ -22,8 +22,14 @@ ARMS = ({"enabled": False}, {"budget": "1/8"})
 @pytest.fixture
 def process() -> Iterator[subprocess.Popen[bytes]]:
     """Works for a while, as a server does."""
-    command = [sys.executable, "-c", "for _ in range(10**6): pass\nprint(flush=True)\ninput()"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+    command = [
+        sys.executable,
+        "-c",
+        "for _ in range(10**6): pass\nprint(flush=True)\ninput()",
+    ]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
         assert child.stdout is not None
         child.stdout.readline()
         yield child
@@ -36,21 +42,29 @@ def test_arms_take_turns(
     got: list[tuple[object, str]] = []
 
     def reply(body: Body) -> Reply:
-        entry, text = body["mm_processor_kwargs"]["autoprune"], body["messages"][0]["content"]
+        entry = body["mm_processor_kwargs"]["autoprune"]
+        text = body["messages"][0]["content"]
         got.append((entry, text[0]["text"]))
         return Reply(ttft=0.01 if "budget" in entry else 0.05, gaps=(0.001,))
 
     turns = Turns("pages")
     with fake_server(reply, model=None) as fake:
         server = Server(fake.url, "served", process, Path("log"))
-        arms = dict(zip(("whole", "half"), ((server, as_fields(a)) for a in ARMS), strict=True))
+        arms = dict(
+            zip(("whole", "half"), ((server, as_fields(a)) for a in ARMS), strict=True)
+        )
         for each, rounds in ((turns, 2), (Turns("later"), 0)):
-            each.take(arms, 1, rounds, lambda seed: [{"type": "text", "text": str(seed)}])
+            each.take(
+                arms, 1, rounds, lambda seed: [{"type": "text", "text": str(seed)}]
+            )
     # One that warms up and three times two; the order turns round each time.
     order = [ARMS.index(entry) for entry, _ in got[:-2]]
     assert order == [1, 0, *[0, 1, 1, 0] * 3]
     assert len({text for _, text in got}) == len(got)
-    assert {name: len(taken) for name, taken in turns.seconds.items()} == {"whole": 6, "half": 6}
+    assert {name: len(taken) for name, taken in turns.seconds.items()} == {
+        "whole": 6,
+        "half": 6,
+    }
     assert min(turns.ttft["whole"]) >= 0.05 > min(turns.ttft["half"]) >= 0.01
     assert all(0 <= work < 1 for work in turns.work["whole"])
 
@@ -60,7 +74,8 @@ def test_arms_take_turns(
     turns.write(Table(), {("whole", "half"): 1.5, ("whole", "absent"): None})
     rows = list(csv.DictReader(capsys.readouterr().out.splitlines()))
     found = {row["what"]: row for row in rows if row["setting"] == "pages"}
-    gain, work = found["throughput, half over whole"], found["processor time, half over whole"]
+    gain = found["throughput, half over whole"]
+    work = found["processor time, half over whole"]
     assert (gain["value"], gain["verdict"]) == ("2", "at least 1.5: holds")
     assert (work["value"], work["verdict"]) == ("1.1", "at most 0.667: does not hold")
     assert len(found) == 2 and len(rows) == 8
@@ -74,7 +89,11 @@ def test_a_request_that_fails_ends_it(process: subprocess.Popen[bytes]) -> None:
 
 
 def test_every_picture_and_clip_is_new() -> None:
-    drawn = [cells._draw(kind, seed, 0.25).tobytes() for kind in cells._SIZES for seed in (0, 1)]
+    drawn = [
+        cells._draw(kind, seed, 0.25).tobytes()
+        for kind in cells._SIZES
+        for seed in (0, 1)
+    ]
     drawn += [str(clips._draw(seed)).encode() for seed in (0, 1)]
     assert len({*drawn}) == len(drawn) == 8
     ((video, _),) = [clips._draw(0)]

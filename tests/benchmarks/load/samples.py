@@ -13,7 +13,7 @@ from benchmarks.load.settings import Load, RunOptions, SendingOptions, Workload
 SLO = SendingOptions(slo_ttft=500)
 
 
-def record(
+def record(  # noqa: PLR0913
     index: int,
     *,
     scheduled: float = 0.0,
@@ -43,8 +43,11 @@ def record(
 
 def result(records: Sequence[Record], load: Load, **changes: object) -> Result:
     """A run of these records by a calm client, with other fields as given."""
-    rate, users = load.rate or 0.0, load.users
-    options = RunOptions(host="http://x", workload=Path(), rate=rate, users=users, slo_ttft=500)
+    rate = load.rate or 0.0
+    users = load.users
+    options = RunOptions(
+        host="http://x", workload=Path(), rate=rate, users=users, slo_ttft=500
+    )
     good = Result(
         workload=Workload(model="mock", requests=len(records) or 1, output_tokens=4),
         options=options,
@@ -58,9 +61,14 @@ def result(records: Sequence[Record], load: Load, **changes: object) -> Result:
 
 
 def point(
-    arm: str, load: Load, passes: Sequence[Sequence[float]], *, every: float = 0.1,
-    valid: bool = True, thoughts: int = 0,
-) -> Point:  # fmt: skip
+    arm: str,
+    load: Load,
+    passes: Sequence[Sequence[float]],
+    *,
+    every: float = 0.1,
+    valid: bool = True,
+    thoughts: int = 0,
+) -> Point:
     """An arm whose passes have these times to the first token, one request ``every`` seconds."""
     reasons = () if valid else ("the client was the bottleneck",)
     runs = []
@@ -70,5 +78,7 @@ def point(
             for i, ttft in enumerate(times)
         ]
         folder = f"runs/{number}-{arm}/{load.label}"
-        runs.append(Run(arm, number, folder, result(records, load, reasons=reasons), records))
+        runs.append(
+            Run(arm, number, folder, result(records, load, reasons=reasons), records)
+        )
     return Point(arm, load, tuple(runs))

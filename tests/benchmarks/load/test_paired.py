@@ -51,12 +51,17 @@ MISTAKES = {
 
 @pytest.mark.parametrize("flags", MISTAKES)
 def test_a_mistake_is_answered_in_one_line_before_anything_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    flags: str,
 ) -> None:
     monkeypatch.setattr(Arm, "serve", None)  # cannot be called
     users = [] if not flags or "--users" in flags else ["--users", "1"]
     try:
-        status: object = main(["paired", *users, "--out", str(tmp_path / "o"), *shlex.split(flags)])
+        status: object = main(
+            ["paired", *users, "--out", str(tmp_path / "o"), *shlex.split(flags)]
+        )
     except SystemExit as stop:
         status = stop.code
     error = capsys.readouterr().err
@@ -65,12 +70,26 @@ def test_a_mistake_is_answered_in_one_line_before_anything_starts(
 
 
 def test_the_three_arms_differ_only_in_their_state() -> None:
-    stock, base, pruned = Arm.choose(PairedOptions(state="autoprune", budget="1/9", cache="off"))
-    assert [arm.name for arm in (stock, base, pruned)] == ["stock", "base policy", "AutoPrune"]
-    assert base.flags[: len(stock.flags)] == pruned.flags[: len(stock.flags)] == stock.flags
+    stock, base, pruned = Arm.choose(
+        PairedOptions(state="autoprune", budget="1/9", cache="off")
+    )
+    assert [arm.name for arm in (stock, base, pruned)] == [
+        "stock",
+        "base policy",
+        "AutoPrune",
+    ]
+    assert (
+        base.flags[: len(stock.flags)]
+        == pruned.flags[: len(stock.flags)]
+        == stock.flags
+    )
     extra = base.flags[len(stock.flags) :]
     assert extra[:4] == ("--autoprune-state", "cdpruner", "--autoprune-budget", "1/9")
-    assert pruned.flags[len(stock.flags) :] == ("--autoprune-state", "autoprune", *extra[2:])
+    assert pruned.flags[len(stock.flags) :] == (
+        "--autoprune-state",
+        "autoprune",
+        *extra[2:],
+    )
     assert (stock.digest, pruned.digest) == (None, load_state("autoprune").digest)
     arms = Arm.choose(PairedOptions())  # its own base policy
     assert [arm.name for arm in arms] == ["stock", "AutoPrune"]
@@ -83,7 +102,9 @@ def documented() -> list[str]:
     """Commands in the page's blocks of shell, without their continuation lines."""
     blocks = re.findall(r"```sh\n(.*?)```", PAGE.read_text(), re.DOTALL)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    return [line for line in lines if re.match(r"python -m benchmarks\.(load|cost) ", line)]
+    return [
+        line for line in lines if re.match(r"python -m benchmarks\.(load|cost) ", line)
+    ]
 
 
 @pytest.mark.parametrize("command", documented())
@@ -125,7 +146,9 @@ def send(
     return module._run(RunOptions.model_validate({**places, **sending}))
 
 
-def test_an_open_loop_sends_everything_by_its_schedule(workload: Path, tmp_path: Path) -> None:
+def test_an_open_loop_sends_everything_by_its_schedule(
+    workload: Path, tmp_path: Path
+) -> None:
     def count() -> str:
         engines = (len(server.requests), 7)
         name = 'vllm:request_success_total{engine="%d"} %d\n'
@@ -143,15 +166,21 @@ def test_an_open_loop_sends_everything_by_its_schedule(workload: Path, tmp_path:
     # Coordinated omission: requests behind an answer, here of 0.22 s, go out when due all the same.
     assert all(record.started >= record.scheduled for record in records)
     assert median(record.delay for record in records) < 0.5
-    assert result.summary.requests == 38 and result.summary.failed == 0  # without the ramp
+    assert (
+        result.summary.requests == 38 and result.summary.failed == 0
+    )  # without the ramp
     assert result.options.load == LOAD and result.workload == WORKLOAD
     assert result.counters == {"finished": 40}
-    assert all(reason.startswith("the client was the bottleneck") for reason in result.reasons)
+    assert all(
+        reason.startswith("the client was the bottleneck") for reason in result.reasons
+    )
     # Gaps are right within 3 ms in the quietest quarter of the answers: a busy machine delays
     # some, a wrong clock all.
     gaps = [b - a for a, b in pairwise(REPLY.times(6))]
     errors = [
-        median(abs(measured - gap) for measured, gap in zip(record.gaps, gaps, strict=True))
+        median(
+            abs(measured - gap) for measured, gap in zip(record.gaps, gaps, strict=True)
+        )
         for record in records
     ]
     assert len(errors) == 40 and sorted(errors)[10] < 0.003
@@ -171,7 +200,9 @@ def test_a_server_that_dies_ends_the_run_and_keeps_its_records(
     assert f"only {len(records)} of 40 requests were recorded" in result.reasons
 
 
-def test_too_many_requests_in_flight_end_the_run(workload: Path, tmp_path: Path) -> None:
+def test_too_many_requests_in_flight_end_the_run(
+    workload: Path, tmp_path: Path
+) -> None:
     with fake_server(Reply(ttft=0.5)) as server:
         result, records = send(server.url, workload, tmp_path, most=3)
     assert result.reasons[0] == "over-saturated: 3 requests were in flight at once"
@@ -181,7 +212,9 @@ def test_too_many_requests_in_flight_end_the_run(workload: Path, tmp_path: Path)
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's")
 def test_a_full_disk_leaves_no_result(workload: Path, tmp_path: Path) -> None:
     (tmp_path / RECORDS).symlink_to("/dev/full")
-    lost = pytest.raises(BenchmarkError, match=r"locust ended with 1 .*No space left on device")
+    lost = pytest.raises(
+        BenchmarkError, match=r"locust ended with 1 .*No space left on device"
+    )
     with fake_server(Reply(ttft=0.01, gaps=(0.002,))) as server, lost:
         send(server.url, workload, tmp_path, Load(users=8))
 
@@ -190,12 +223,17 @@ def test_a_full_disk_leaves_no_result(workload: Path, tmp_path: Path) -> None:
 def test_real_time_scheduling_is_used_where_it_is_allowed() -> None:
     def python(code: str, before: Callable[[], None] | None = None) -> str:
         return subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, preexec_fn=before
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            preexec_fn=before,
         ).stdout.strip()
 
     tell = "import os; print(os.sched_getscheduler(0))"
     attempt = "import os; os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1)); "
-    assert python(tell, module._raise_priority) == (python(attempt + tell) or python(tell))
+    assert python(tell, module._raise_priority) == (
+        python(attempt + tell) or python(tell)
+    )
 
 
 # ---- experiments ----
@@ -221,9 +259,17 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[RunOptions]:
 
 def measured(out: Path, *arms: str, **options: object) -> tuple[str, int, str]:
     """The experiment on small requests; an arm's name is its server's."""
-    small = {"requests": 8, "warm_up": 2, "output_tokens": 4, "sides": "64", "slo_ttft": 500}
+    small = {
+        "requests": 8,
+        "warm_up": 2,
+        "output_tokens": 4,
+        "sides": "64",
+        "slo_ttft": 500,
+    }
     served = [Arm(name=name, url=f"http://{name}") for name in arms or "ab"]
-    return measure(PairedOptions.model_validate({**small, "out": out, **options}), served)
+    return measure(
+        PairedOptions.model_validate({**small, "out": out, **options}), served
+    )
 
 
 def test_arms_alternate_and_loads_share_no_images(
@@ -235,7 +281,9 @@ def test_arms_alternate_and_loads_share_no_images(
     loads = ["users-1", "users-2", "rate-1"]
     assert order == [(arm, label) for arm in "abba" for label in loads]
     prepared = {options.load.label: Prepared.read(options.workload) for options in seen}
-    bodies = [body for load in prepared.values() for body in (*load.measured, *load.warm_up)]
+    bodies = [
+        body for load in prepared.values() for body in (*load.measured, *load.warm_up)
+    ]
     urls = {re.findall(rb'"url": "([^"]+)"', body)[0] for body in bodies}
     assert len(bodies) == len(urls) == 30
     lines = [line.partition("] ")[2] for line in capsys.readouterr().err.splitlines()]
@@ -252,7 +300,9 @@ def test_rates_are_chosen_once_and_raised_until_saturation(
     steps = [step / module._STEPS[0] * first_rate for step in module._STEPS]
     assert first_rate == pytest.approx(0.3 * 2.0, rel=0.05)
     for arm in "ab":
-        rates = [opts.load.rate for opts in seen if opts.host[-1] == arm and opts.load.rate]
+        rates = [
+            opts.load.rate for opts in seen if opts.host[-1] == arm and opts.load.rate
+        ]
         # At the first rate above 2 all requests miss the objective, and no higher one is tried.
         assert rates == pytest.approx(steps[: len(rates)], rel=0.01)
         assert rates[-1] > 2.0 and all(rate <= 2.0 for rate in rates[:-1])

@@ -16,7 +16,8 @@ from benchmarks.load.settings import Load, SendingOptions, Workload
 from tests.benchmarks.load.samples import SLO, point, record, result
 from vllm_autoprune.report import Section
 
-OPEN, CLOSED = Load(rate=10.0), Load(users=2)
+OPEN = Load(rate=10.0)
+CLOSED = Load(users=2)
 ANSWERED = [record(n, scheduled=0.1 * n) for n in range(200)]
 
 
@@ -48,16 +49,21 @@ def test_paired_ratios_recover_a_common_factor_exactly() -> None:
     times = list(np.random.default_rng(1).exponential(1.0, 60))
     base = [record(n, ttft=ttft) for n, ttft in enumerate(times)]
     half = [
-        record(n, ttft=0.5 * ttft, error="cut" if n == 7 else None) for n, ttft in enumerate(times)
+        record(n, ttft=0.5 * ttft, error="cut" if n == 7 else None)
+        for n, ttft in enumerate(times)
     ]
-    ratio = estimate_ratio([half], [base], "TTFT", 99)  # of the requests that both answered
+    ratio = estimate_ratio(
+        [half], [base], "TTFT", 99
+    )  # of the requests that both answered
     assert ratio is not None
     assert (ratio.value, ratio.low, ratio.high) == pytest.approx((0.5, 0.5, 0.5))
     assert estimate_ratio([base[:1]], [base[1:]], "TTFT", 50) is None
 
 
 @pytest.mark.parametrize("passes", [1, 2])
-def test_rates_are_means_over_the_whole_time_and_latencies_are_of_answers(passes: int) -> None:
+def test_rates_are_means_over_the_whole_time_and_latencies_are_of_answers(
+    passes: int,
+) -> None:
     records = [record(n, scheduled=0.5 * n, ttft=0.2, gap=0.1) for n in range(10)]
     records.append(record(10, scheduled=5.0, error="cut short"))
     summary = Summary.of([records] * passes, SendingOptions())
@@ -65,7 +71,14 @@ def test_rates_are_means_over_the_whole_time_and_latencies_are_of_answers(passes
     # From 0 to the end of the failed request at 5 + 0.2 + 3 x 0.05.
     assert summary.request_rate == pytest.approx(10 / 5.35)
     assert summary.offered_rate == pytest.approx(10 / 5.0)
-    wanted = {"TTFT": 0.2, "TTFAT": 0.2, "ITL": 0.1, "TPOT": 0.1, "E2E": 0.5, "delay": 0.0}
+    wanted = {
+        "TTFT": 0.2,
+        "TTFAT": 0.2,
+        "ITL": 0.1,
+        "TPOT": 0.1,
+        "E2E": 0.5,
+        "delay": 0.0,
+    }
     medians = {name: figures[50].value for name, figures in summary.latencies.items()}
     assert medians == pytest.approx(wanted)
 
@@ -97,26 +110,59 @@ def cache(state: str, **counters: float) -> dict[str, Any]:
 VERDICTS: dict[str, tuple[Any, Load, dict[str, Any], tuple[str, ...]]] = {
     "a good run": (ANSWERED, OPEN, {"lag": 0.011}, ()),
     "a good closed loop": (LATE, CLOSED, {}, ()),
-    "a late client": (LATE, OPEN, {},
-        ("schedule delay is 11.0 ms at p99, above 5 % of the median TTFT (10.0 ms)",)),
+    "a late client": (
+        LATE,
+        OPEN,
+        {},
+        ("schedule delay is 11.0 ms at p99, above 5 % of the median TTFT (10.0 ms)",),
+    ),
     "a lagging client": (ANSWERED, CLOSED, {"lag": 0.011}, ("lag is 11.0 ms",)),
     "a busy client": (ANSWERED, OPEN, {"cpu": 0.97}, ("it used 97 % of a core",)),
-    "failures": ([*ANSWERED[3:], *FAILED], OPEN, {},
-        ("3 of 200 requests failed; 3 with: status 500: gone",)),
+    "failures": (
+        [*ANSWERED[3:], *FAILED],
+        OPEN,
+        {},
+        ("3 of 200 requests failed; 3 with: status 500: gone",),
+    ),
     "one per cent of failures": ([*ANSWERED[2:], *FAILED[:2]], OPEN, {}, ()),
     "no usage": (SILENT, OPEN, {}, ("200 answers came without usage",)),
     "other lengths": (SHORT, OPEN, {}, ("200 answers are not of 4 tokens (one: 3)",)),
-    "hits of unique images": (ANSWERED, OPEN, cache("unique", image_hits=3),
-        ("cache state is 'unique', but 3 images came from a cache; start the servers again, or",)),
-    "hits without caches": (ANSWERED, OPEN, cache("off", image_hits=3, prefix_hits=32),
-        ("cache state is 'off', but 3 images", "32 prompt tokens came from the prefix cache")),
-    "hits of repeated requests": (ANSWERED, OPEN,
-        cache("repeat", image_hits=30, prefix_hits=3000, finished=202.0), ()),
-    "other clients": (ANSWERED, OPEN, cache("unique", finished=203.0),
-        ("the server also answered 3 requests of other clients",)),
-    "all at once": (LATE[:100], OPEN, {**cache("unique"), "broken": "stopped before its end"},
-        ("stopped before its end", "only 100 of 200", "schedule delay")),
-}  # fmt: skip
+    "hits of unique images": (
+        ANSWERED,
+        OPEN,
+        cache("unique", image_hits=3),
+        (
+            "cache state is 'unique', but 3 images came from a cache; start the servers again, or",
+        ),
+    ),
+    "hits without caches": (
+        ANSWERED,
+        OPEN,
+        cache("off", image_hits=3, prefix_hits=32),
+        (
+            "cache state is 'off', but 3 images",
+            "32 prompt tokens came from the prefix cache",
+        ),
+    ),
+    "hits of repeated requests": (
+        ANSWERED,
+        OPEN,
+        cache("repeat", image_hits=30, prefix_hits=3000, finished=202.0),
+        (),
+    ),
+    "other clients": (
+        ANSWERED,
+        OPEN,
+        cache("unique", finished=203.0),
+        ("the server also answered 3 requests of other clients",),
+    ),
+    "all at once": (
+        LATE[:100],
+        OPEN,
+        {**cache("unique"), "broken": "stopped before its end"},
+        ("stopped before its end", "only 100 of 200", "schedule delay"),
+    ),
+}
 """Records, load, changes to a good run, and what each reason against it contains."""
 
 
@@ -129,9 +175,12 @@ def test_a_run_is_valid_or_has_every_reason_against_it(case: str) -> None:
     assert len(reasons) == len(wanted)
     assert all(part in reason for part, reason in zip(wanted, reasons, strict=True))
     accepted = tuple(run.list_interference(records))
-    assert bool(accepted) == (case in ("a late client", "a lagging client", "other clients",
-                                       "all at once"))  # fmt: skip
-    shared = run.model_copy(update={"options": run.options.model_copy(update={"shared": True})})
+    assert bool(accepted) == (
+        case in ("a late client", "a lagging client", "other clients", "all at once")
+    )
+    shared = run.model_copy(
+        update={"options": run.options.model_copy(update={"shared": True})}
+    )
     assert [*shared.list_reasons(records)] == [r for r in reasons if r not in accepted]
     verdict = run.model_copy(update={"accepted": accepted}).verdict
     assert verdict.startswith("valid, but " + accepted[0] if accepted else "valid")
@@ -139,9 +188,13 @@ def test_a_run_is_valid_or_has_every_reason_against_it(case: str) -> None:
 
 def test_a_run_is_told_in_a_few_lines() -> None:
     records = [record(n, scheduled=0.5 * n, ttft=0.5, gap=0.0) for n in range(11)]
-    busy = result(records, Load(rate=2.0), environment={"load average": "2.10", "cores": "2"})
+    busy = result(
+        records, Load(rate=2.0), environment={"load average": "2.10", "cores": "2"}
+    )
     verdict, warning, rates, *_ = busy.format()
-    assert verdict.endswith("valid, but 11 requests are too few for a verdict (20 needed)")
+    assert verdict.endswith(
+        "valid, but 11 requests are too few for a verdict (20 needed)"
+    )
     assert warning.startswith("  warning: load average 2.10 on 2 cores")
     assert rates.endswith("2.00 offered, 2.00 achieved requests/s")
     unread = result(ANSWERED, CLOSED, counters=None).verdict
@@ -182,9 +235,13 @@ def test_the_answer_is_one_sentence_at_the_highest_valid_load(
 
 def test_disturbed_runs_limit_the_answer() -> None:
     (run,) = point("stock", CLOSED, [ENOUGH]).runs
-    disturbed = run._replace(result=run.result.model_copy(update={"accepted": ("late",)}))
+    disturbed = run._replace(
+        result=run.result.model_copy(update={"accepted": ("late",)})
+    )
     (warning,) = Experiment([run, disturbed], SLO).list_limits()
-    assert warning.startswith("Other work disturbed 1 of 2 runs, which --shared accepts.")
+    assert warning.startswith(
+        "Other work disturbed 1 of 2 runs, which --shared accepts."
+    )
 
 
 def write_page(folder: Path, points: list[Point], broken: str = "") -> str:
@@ -205,7 +262,9 @@ def test_thoughts_have_columns_of_their_own(tmp_path: Path) -> None:
         assert ("  TTFAT ms: p50 209.0" in printed) == bool(thoughts)
 
 
-def test_the_page_has_the_answer_ratios_verdicts_rates_and_settings(tmp_path: Path) -> None:
+def test_the_page_has_the_answer_ratios_verdicts_rates_and_settings(
+    tmp_path: Path,
+) -> None:
     times = [0.1 + 0.001 * n for n in range(60)]
     points = []
     for arm, share in (("stock", 1.0), ("AutoPrune", 0.5)):
@@ -219,7 +278,9 @@ def test_the_page_has_the_answer_ratios_verdicts_rates_and_settings(tmp_path: Pa
     answer = re.search(r'<p class="answer (\w+)">(.*?)</p>', page)
     assert answer is not None and page.index(answer[2]) < page.index("<table")
     # 60 requests in each of two passes, but only one pass at the highest rate.
-    assert answer[1] == "open" and answer[2].startswith("60 requests at a load are too few for p99")
+    assert answer[1] == "open" and answer[2].startswith(
+        "60 requests at a load are too few for p99"
+    )
     body = re.sub(r"<svg.*?</svg>", "", page[page.index("<body>") :], flags=re.S)
     text = " ".join(html.unescape(re.sub(r"<[^>]+>", " ", body)).split())
     for wanted in (
@@ -233,7 +294,9 @@ def test_the_page_has_the_answer_ratios_verdicts_rates_and_settings(tmp_path: Pa
         "every image is new",
     ):
         assert wanted in text
-    row = re.search(r"4 requests/s stock 60 600.0 .*? (\d\.\d\d) (\d\.\d\d) 100\.0", text)
+    row = re.search(
+        r"4 requests/s stock 60 600.0 .*? (\d\.\d\d) (\d\.\d\d) 100\.0", text
+    )
     assert row is not None and row[1] == "4.00"
     assert float(row[2]) == pytest.approx(60 / (59 / 4 + 0.159 + 0.15), abs=0.01)
     links = re.findall(r' href="([^"]+)"', page)

@@ -12,7 +12,13 @@ import pytest
 
 from benchmarks import BenchmarkError
 from benchmarks.load.settings import Load, Workload
-from benchmarks.load.workload import Prepared, _draw_requests, _Picture, _Request, prepare
+from benchmarks.load.workload import (
+    Prepared,
+    _draw_requests,
+    _Picture,
+    _Request,
+    prepare,
+)
 
 
 def test_arrivals_are_poisson_and_come_at_exactly_the_rate() -> None:
@@ -49,17 +55,28 @@ def pictures_of(requests: Sequence[_Request]) -> list[_Picture]:
 
 @pytest.mark.parametrize(
     ("cache", "images", "questions"),
-    [("unique", 205, 205), ("repeat", 15, 15), ("off", 15, 15), ("same-image", 15, 205)],
+    [
+        ("unique", 205, 205),
+        ("repeat", 15, 15),
+        ("off", 15, 15),
+        ("same-image", 15, 205),
+    ],
 )
 def test_what_repeats_is_the_declared_state_of_the_caches(
     cache: str, images: int, questions: int
 ) -> None:
     measured, warm_up = draw(cache, pool=10)
     every = [*measured, *warm_up]
-    assert len(set(pictures_of(every))) == len({p.seed for p in pictures_of(every)}) == images
+    assert (
+        len(set(pictures_of(every)))
+        == len({p.seed for p in pictures_of(every)})
+        == images
+    )
     assert len({request.question for request in every}) == questions
     # The warm-up shares no image.
-    assert len(warm_up) == 5 and not set(pictures_of(measured)) & set(pictures_of(warm_up))
+    assert len(warm_up) == 5 and not set(pictures_of(measured)) & set(
+        pictures_of(warm_up)
+    )
 
 
 def test_draws_follow_their_mixes_and_zipfs_law() -> None:
@@ -67,7 +84,9 @@ def test_draws_follow_their_mixes_and_zipfs_law() -> None:
     pictures = pictures_of(measured)
     large = sum(max(picture.width, picture.height) == 800 for picture in pictures)
     assert large / len(pictures) == pytest.approx(0.75, abs=0.06)
-    assert {(800, 600), (600, 800), (800, 800), (800, 450)} <= {p[1:3] for p in pictures}
+    assert {(800, 600), (600, 800), (800, 800), (800, 450)} <= {
+        p[1:3] for p in pictures
+    }
     assert {len(request.pictures) for request in measured} == {1, 3}
     # The number of the question is one word more.
     assert {len(request.question.split()) for request in measured} == {9, 17, 33}
@@ -91,12 +110,16 @@ def test_bodies_are_streamed_chat_requests(tmp_path: Path) -> None:
     assert body["stream"] and body["stream_options"] == {"include_usage": True}
     assert body["ignore_eos"] is True
     plain = prepare(SMALL.model_copy(update={"dialect": "openai"}), tmp_path)
-    assert not {"ignore_eos", "skip_special_tokens"} & json.loads(plain.measured[0]).keys()
+    assert (
+        not {"ignore_eos", "skip_special_tokens"} & json.loads(plain.measured[0]).keys()
+    )
 
 
 def test_equal_settings_give_equal_bytes(tmp_path: Path) -> None:
     # Of a published row of docs/data/load.csv; another digest would be another measurement.
-    published = Workload(model="m", requests=6, sides={336: 1}, output_tokens=4, warm_up=2)
+    published = Workload(
+        model="m", requests=6, sides={336: 1}, output_tokens=4, warm_up=2
+    )
     assert prepare(published, tmp_path / "a").digest == "0a90decdeb62e593"
     numbered = published.model_copy(update={"vocabulary": "numbered"})  # as many words
     questions = [request.question.split() for request in _draw_requests(numbered)]

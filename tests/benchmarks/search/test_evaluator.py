@@ -33,12 +33,17 @@ def evaluator() -> YardstickEvaluator:
 
 
 async def measure(
-    evaluator: YardstickEvaluator, candidate: PruningState | None, budget: int = 8, start: int = 0,
+    evaluator: YardstickEvaluator,
+    candidate: PruningState | None,
+    budget: int = 8,
+    start: int = 0,
     stop: int | None = None,
-) -> Answers:  # fmt: skip
+) -> Answers:
     """Answers to the questions of the search split, by default to all of them."""
     stop = len(evaluator.dataset.splits["search"]) if stop is None else stop
-    return await evaluator.evaluate(EvaluationJob(candidate, budget, "search", start, stop))
+    return await evaluator.evaluate(
+        EvaluationJob(candidate, budget, "search", start, stop)
+    )
 
 
 async def test_partial_jobs_add_up_to_the_whole(evaluator: YardstickEvaluator) -> None:
@@ -53,7 +58,8 @@ async def test_partial_jobs_add_up_to_the_whole(evaluator: YardstickEvaluator) -
 
 
 async def test_a_budget_is_a_share_where_images_differ_in_size() -> None:
-    evaluator, state = open_evaluator("miniqwen", 3, each=4), load_state("divprune")
+    evaluator = open_evaluator("miniqwen", 3, each=4)
+    state = load_state("divprune")
     assert len({tokens.count for tokens in evaluator.probes()}) > 1
     # 72 of 72 tokens are all tokens of an image of any size; 9 of 72 are an eighth.
     full = await measure(evaluator, None)
@@ -67,9 +73,11 @@ def test_the_data_folder_can_be_read_and_sampled_questions_keep_pairs_together(
 ) -> None:
     write_data(tmp_path / "all", FEW)
     write_data(tmp_path / "few", FEW, each=5)
-    dataset, sampled = read_dataset(tmp_path / "all"), read_dataset(tmp_path / "few")
+    dataset = read_dataset(tmp_path / "all")
+    sampled = read_dataset(tmp_path / "few")
     for split in SPLITS:
-        questions, read = draw_examples(split, FEW[split]), dataset.splits[split]
+        questions = draw_examples(split, FEW[split])
+        read = dataset.splits[split]
         assert sorted(e.question for e in read) == sorted(e.question for e in questions)
         assert len({example.image for example in read}) == FEW[split]
         for image in {example.image for example in sampled.splits[split]}:
@@ -77,9 +85,9 @@ def test_the_data_folder_can_be_read_and_sampled_questions_keep_pairs_together(
             assert 4 <= len(about) <= 5, "a pair that does not fit leaves one place"
             pairs = [example.pair for example in about if example.pair is not None]
             assert all(pairs.count(pair) == 2 for pair in pairs)
-    assert len({picture.digest for picture in dataset.images.values()}) == sum(FEW.values()), (
-        "splits share no scene"
-    )
+    assert len({picture.digest for picture in dataset.images.values()}) == sum(
+        FEW.values()
+    ), "splits share no scene"
     write_data(tmp_path / "pages", FEW, model="miniqwen", clean=True)
     pictures = read_dataset(tmp_path / "pages").images
     clean = draw_examples("test", FEW["test"], "miniqwen", clean=True)[-1]
@@ -87,8 +95,12 @@ def test_the_data_folder_can_be_read_and_sampled_questions_keep_pairs_together(
     write_data(tmp_path / "clips", FEW, model="clips")
     asked = read_questions(tmp_path / "clips/test.jsonl", frames=8)
     drawn = draw_examples("test", FEW["test"], "clips")
-    assert [(q.text, *q.answers) for q in asked] == [(e.question, e.answer) for e in drawn]
+    assert [(q.text, *q.answers) for q in asked] == [
+        (e.question, e.answer) for e in drawn
+    ]
     assert len({picture.digest for q in asked for picture in q.pictures}) == FEW["test"]
     write_data(tmp_path / "long", FEW, model="clips", brief_frames=32)
     asked = read_questions(tmp_path / "long/test.jsonl", frames=32)
-    assert {len(list(picture.path.iterdir())) for q in asked for picture in q.pictures} == {32}
+    assert {
+        len(list(picture.path.iterdir())) for q in asked for picture in q.pictures
+    } == {32}

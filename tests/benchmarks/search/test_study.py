@@ -23,7 +23,13 @@ from benchmarks.search.results import (
     read_confirmed,
     read_results,
 )
-from benchmarks.search.study import ARMS, WITHOUT_PROPOSER, _confirm, _run_comparison, asks_model
+from benchmarks.search.study import (
+    ARMS,
+    WITHOUT_PROPOSER,
+    _confirm,
+    _run_comparison,
+    asks_model,
+)
 from offline_search.candidates import base_state
 from offline_search.dataset import Dataset
 from offline_search.ledger import ReplyRecord, TrialRecord, WinnerRecord, read_ledger
@@ -50,11 +56,9 @@ def data(tmp_path: Path) -> Dataset:
 def test_a_comparison_resumes_and_each_winner_is_confirmed_once(
     data: Dataset, tmp_path: Path
 ) -> None:
-    arms, evaluator, confirming = (
-        ("tpe", "random"),
-        SyntheticEvaluator(data),
-        SyntheticEvaluator(data),
-    )
+    arms = ("tpe", "random")
+    evaluator = SyntheticEvaluator(data)
+    confirming = SyntheticEvaluator(data)
     _run_comparison(tmp_path, arms, [0], SMALL, evaluator)
     asked = len(evaluator.jobs)
     _run_comparison(tmp_path, arms, [0], SMALL, evaluator)
@@ -65,7 +69,8 @@ def test_a_comparison_resumes_and_each_winner_is_confirmed_once(
     with pytest.raises(SearchError, match="tpe-0 has other settings"):
         _run_comparison(tmp_path, arms, [0], Settings(rounds=3), evaluator)
 
-    records, result = read_ledger(tmp_path / "random-0.jsonl"), results["random-0"]
+    records = read_ledger(tmp_path / "random-0.jsonl")
+    result = results["random-0"]
     trials = [record for record in records if isinstance(record, TrialRecord)]
     assert result.candidates == len(trials) and result.invalid == result.replies == 0
     assert result.answers == sum(trial.examples for trial in trials)
@@ -74,27 +79,40 @@ def test_a_comparison_resumes_and_each_winner_is_confirmed_once(
     assert load_state(result.winner.state).digest == records[-1].digest
 
     _confirm(tmp_path, confirming, {}, 8)
-    confirmed, jobs = read_confirmed(tmp_path), len(confirming.jobs)
+    confirmed = read_confirmed(tmp_path)
+    jobs = len(confirming.jobs)
     assert confirmed.keys() == results.keys()
     _confirm(tmp_path, confirming, {}, 8)
-    assert len(confirming.jobs) == jobs and {job.split for job in confirming.jobs} == {"test"}
+    assert len(confirming.jobs) == jobs and {job.split for job in confirming.jobs} == {
+        "test"
+    }
     text = format_tables(tmp_path, arms, range(3))
-    gaps = [confirmed[f"random-{n}"].objective - confirmed[f"tpe-{n}"].objective for n in (0, 1)]
+    gaps = [
+        confirmed[f"random-{n}"].objective - confirmed[f"tpe-{n}"].objective
+        for n in (0, 1)
+    ]
     assert f"{statistics.mean(gaps):.2f} ±" in text and "24 questions" in text
     assert text.count("| tpe | 2 |") == 2 and "gap" not in text
 
 
 def test_leaders_are_measured_on_new_questions(data: Dataset, tmp_path: Path) -> None:
     """Of a search that has ended, without asking a search question again."""
-    evaluator, seeds = SyntheticEvaluator(data), (0, 1)
+    evaluator = SyntheticEvaluator(data)
+    seeds = (0, 1)
     _run_comparison(tmp_path, ["tpe"], seeds, SMALL, evaluator)
     asked = len(evaluator.jobs)
     _run_comparison(tmp_path, ["tpe"], seeds, SMALL, evaluator, leaders=2)
     assert len(evaluator.jobs) == asked
     _confirm(tmp_path, evaluator, {BASE: base_state(SMALL)}, 8)
-    confirmed, gaps, ranks = read_confirmed(tmp_path), [], []
+    confirmed = read_confirmed(tmp_path)
+    gaps = []
+    ranks = []
     for name, result in read_results(tmp_path).items():
-        trials = [r for r in read_ledger(tmp_path / f"{name}.jsonl") if isinstance(r, TrialRecord)]
+        trials = [
+            r
+            for r in read_ledger(tmp_path / f"{name}.jsonl")
+            if isinstance(r, TrialRecord)
+        ]
         searched = {r.name: r.score for r in trials if r.score is not None}
         best = sorted(searched, key=lambda trial: -searched[trial])[:5]
         assert [leader.name for leader in result.leaders] == best
@@ -103,15 +121,23 @@ def test_leaders_are_measured_on_new_questions(data: Dataset, tmp_path: Path) ->
         ranks.append(statistics.correlation(range(5), places))
         assert result.winner is not None and result.base_objective is not None
         base = confirmed[BASE].objective
-        winner = next(each.name for each in result.leaders if each.digest == result.winner.digest)
-        gap = searched[winner] - result.base_objective - (confirmed[name].objective - base)
+        winner = next(
+            each.name for each in result.leaders if each.digest == result.winner.digest
+        )
+        gap = (
+            searched[winner]
+            - result.base_objective
+            - (confirmed[name].objective - base)
+        )
         gaps.append(gap)
     row = f"| tpe | 2 | {_format_mean(gaps, 2)} | {_format_mean(ranks, 2)} |"
     assert row in format_tables(tmp_path, ["tpe"], seeds)
 
 
 @pytest.mark.slow
-def test_searches_with_a_capable_proposer_replay(capsys: pytest.CaptureFixture[str]) -> None:
+def test_searches_with_a_capable_proposer_replay(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert command.main(["replay"]) == 0
     llava, qwen = capsys.readouterr().out.splitlines()
     assert llava.startswith("minillava: candidate 10.1, search objective -1.39; ")
@@ -121,13 +147,17 @@ def test_searches_with_a_capable_proposer_replay(capsys: pytest.CaptureFixture[s
 def test_a_replay_that_differs_is_an_error(
     data: Dataset, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(study, "open_yardstick", lambda name: SimpleNamespace(name=name))
+    monkeypatch.setattr(
+        study, "open_yardstick", lambda name: SimpleNamespace(name=name)
+    )
     synthetic = SyntheticEvaluator(data, probes=False)
     monkeypatch.setattr(study, "YardstickEvaluator", lambda *_, **options: synthetic)
     recording = RECORDED / "lists.jsonl"
     assert study.replay_study(recording).startswith("lists: candidate ")
     changed = tmp_path / "lists.jsonl"
-    changed.write_text(recording.read_text().replace('"status":"evaluated"', '"status":"dropped"'))
+    changed.write_text(
+        recording.read_text().replace('"status":"evaluated"', '"status":"dropped"')
+    )
     with pytest.raises(SearchError, match="its replay differs"):
         study.replay_study(changed)
 
@@ -137,12 +167,18 @@ def connecting(replies: Sequence[str]) -> study.Connect:
     return lambda: nullcontext(model)
 
 
-def test_a_language_model_is_asked_by_the_arms_that_name_it(data: Dataset, tmp_path: Path) -> None:
+def test_a_language_model_is_asked_by_the_arms_that_name_it(
+    data: Dataset, tmp_path: Path
+) -> None:
     """One that writes nothing valid does not stop the others."""
     settings = Settings(rounds=6, per_round=5, budgets=(8,), proposer="m")
-    for folder, replies in ((tmp_path / "a", VALID_REPLIES[:8]), (tmp_path / "b", ["no"])):
+    for folder, replies in (
+        (tmp_path / "a", VALID_REPLIES[:8]),
+        (tmp_path / "b", ["no"]),
+    ):
         connect = connecting(replies)
-        arms, evaluator = ("autoprune", "autoprune+@none"), SyntheticEvaluator(data)
+        arms = ("autoprune", "autoprune+@none")
+        evaluator = SyntheticEvaluator(data)
         _run_comparison(folder, arms, [0], settings, evaluator, connect, at_once=2)
         for arm in arms:
             records = read_ledger(folder / f"{arm}-0.jsonl")
@@ -152,10 +188,15 @@ def test_a_language_model_is_asked_by_the_arms_that_name_it(data: Dataset, tmp_p
     assert results["autoprune-0"].winner is None and results["autoprune+@none-0"].winner
     assert results["autoprune-0"].invalid == results["autoprune-0"].candidates == 25
     text = format_tables(tmp_path / "b", arms, [0])
-    assert "| autoprune | 0 |  |  |  |  | 100 |" in text and "| autoprune+@none | 1 |" in text
+    assert (
+        "| autoprune | 0 |  |  |  |  | 100 |" in text
+        and "| autoprune+@none | 1 |" in text
+    )
 
 
-@pytest.mark.parametrize(("count", "quantile"), [(5, 2.776), (10, 2.262), (11, 2.228), (24, 2.069)])
+@pytest.mark.parametrize(
+    ("count", "quantile"), [(5, 2.776), (10, 2.262), (11, 2.228), (24, 2.069)]
+)
 def test_a_mean_has_a_student_t_interval(count: int, quantile: float) -> None:
     values = [float(value) for value in range(count)]
     mean, width = _format_mean(values, 2).split(" ± ")
@@ -169,7 +210,12 @@ def test_intervals_of_differences_are_over_seeds_and_questions() -> None:
     def score(*blocks: float) -> Confirmed:
         mean = statistics.mean(blocks)
         return Confirmed(
-            questions=2, evaluator="e", digest="d", objective=mean, accuracy=0.0, blocks=blocks
+            questions=2,
+            evaluator="e",
+            digest="d",
+            objective=mean,
+            accuracy=0.0,
+            blocks=blocks,
         )
 
     base = score(0.0, 0.0)
@@ -184,21 +230,33 @@ def test_commands_run_studies_and_ablations_and_print_them_again(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(command, "open_yardstick", lambda name: SimpleNamespace(name="stand-in"))
     monkeypatch.setattr(
-        study, "YardstickEvaluator", lambda *_, **options: SyntheticEvaluator(data, probes=False)
+        command, "open_yardstick", lambda name: SimpleNamespace(name="stand-in")
+    )
+    monkeypatch.setattr(
+        study,
+        "YardstickEvaluator",
+        lambda *_, **options: SyntheticEvaluator(data, probes=False),
     )
     monkeypatch.setitem(study.RELEASED, "minillava", ("divprune", 8))
     out = ["--out", str(tmp_path), "--seeds", "2", "--rounds", "1"]
     for message, options in (
-        ("some ask a language model -> give --proposer-url", ["--strategies", "tpe", "autoprune"]),
+        (
+            "some ask a language model -> give --proposer-url",
+            ["--strategies", "tpe", "autoprune"],
+        ),
         ("belong together -> give both", ["--proposer-url", "http://localhost:1/v1"]),
     ):
         assert command.main(["study", *out, *options]) == 1
         assert message in capsys.readouterr().err
-    assert command.main(["study", *out, "--yardsticks", "minillava", "--budgets", "8"]) == 0
+    assert (
+        command.main(["study", *out, "--yardsticks", "minillava", "--budgets", "8"])
+        == 0
+    )
     text = capsys.readouterr().out.partition("## stand-in, K = 8\n\n")[2].rstrip()
-    assert all(f"less {arm}, paired by seed" in text for arm in ("tpe", "autoprune+@none"))
+    assert all(
+        f"less {arm}, paired by seed" in text for arm in ("tpe", "autoprune+@none")
+    )
     folder = tmp_path / "minillava-k8"
     for ledger in folder.glob("*-[01].jsonl"):
         ledger.unlink()
@@ -210,13 +268,20 @@ def test_commands_run_studies_and_ablations_and_print_them_again(
     text = capsys.readouterr().out
     for arm in study.ABLATIONS:
         settings = read_results(tmp_path / "spaces/minillava-k8")[f"{arm}-1"].settings
-        assert arm == f"autoprune+@none@{settings.space}" and settings.base_policy == "divprune"
+        assert (
+            arm == f"autoprune+@none@{settings.space}"
+            and settings.base_policy == "divprune"
+        )
         assert f"| {arm} | 2 |" in text
     assert "less autoprune+@none@released" in text and "less base policy" in text
-    assert [f"| q_e = {quota} |" in text for quota in (0, 1, 2, 4, 8, 16)] == [True] * 5 + [False]
+    assert [f"| q_e = {quota} |" in text for quota in (0, 1, 2, 4, 8, 16)] == [
+        True
+    ] * 5 + [False]
 
 
-def test_every_strategy_is_an_arm_and_the_model_is_left_out_where_an_arm_says_so() -> None:
+def test_every_strategy_is_an_arm_and_the_model_is_left_out_where_an_arm_says_so() -> (
+    None
+):
     assert {arm.removesuffix("@none") for arm in ARMS} == set(STRATEGIES)
     asking = SMALL.model_copy(update={"proposer": "m"})
     assert {arm for arm in ARMS if not asks_model(arm, asking)} == set(WITHOUT_PROPOSER)

@@ -54,7 +54,11 @@ def page() -> list[Example]:
 
 def test_weights_are_those_of_published_figures() -> None:
     digests = {name: weights_digest(folder) for name, folder in CHECKPOINTS.items()}
-    expected = {"minillava": "88389577245b", "miniqwen": "99d8b3ecb648", "clips": "986c9ae11c58"}
+    expected = {
+        "minillava": "88389577245b",
+        "miniqwen": "99d8b3ecb648",
+        "clips": "986c9ae11c58",
+    }
     assert digests == expected
 
 
@@ -62,7 +66,9 @@ def test_processors_and_chat_templates_make_the_prompts_of_training() -> None:
     example = draw_examples("test", 1)[0]
     content = [{"type": "image"}, {"type": "text", "text": example.question}]
     chat = [{"role": "user", "content": content}]
-    processor, qwen = (AutoProcessor.from_pretrained(f) for f in (LLAVA, CHECKPOINTS["miniqwen"]))
+    processor, qwen = (
+        AutoProcessor.from_pretrained(f) for f in (LLAVA, CHECKPOINTS["miniqwen"])
+    )
     text = processor.apply_chat_template(chat, add_generation_prompt=True)
     inputs = processor(images=example.image, text=text, return_tensors="pt")
     assert text == format_prompt(example.question)
@@ -79,12 +85,17 @@ def test_processors_and_chat_templates_make_the_prompts_of_training() -> None:
         assert ids[-2:] == qwen.tokenizer(" 13", add_special_tokens=False).input_ids
 
 
-def test_all_tokens_answer_right_and_fewer_do_not(llava: MiniLlava, qwen: MiniQwen) -> None:
+def test_all_tokens_answer_right_and_fewer_do_not(
+    llava: MiniLlava, qwen: MiniQwen
+) -> None:
     def accuracy(yardstick: Yardstick, examples: list[Example], case: Case) -> float:
-        scores = [yardstick.encode(batch).score(case) for batch in yardstick.batches(examples)]
+        scores = [
+            yardstick.encode(batch).score(case) for batch in yardstick.batches(examples)
+        ]
         return float(torch.cat([score.right for score in scores]).float().mean())
 
-    full, (half, _, eighth, _) = Case("full", ALL_TOKENS), MiniQwen.budgets
+    full = Case("full", ALL_TOKENS)
+    (half, _, eighth, _) = MiniQwen.budgets
     assert accuracy(llava, draw_examples("validation", 3), full) >= 0.9
     examples = draw_examples("test", 16, "miniqwen")
     cases = {
@@ -107,8 +118,11 @@ def score_answer(model: Any, answer: list[int], **inputs: Tensor) -> float:
 
 
 @torch.no_grad()
-def test_answers_score_as_in_the_whole_llava(llava: MiniLlava, scenes: list[Example]) -> None:
-    model, tokenizer = llava.network, llava.tokenizer
+def test_answers_score_as_in_the_whole_llava(
+    llava: MiniLlava, scenes: list[Example]
+) -> None:
+    model = llava.network
+    tokenizer = llava.tokenizer
     scores = llava.encode(scenes[:4]).score(Case("full", ALL_TOKENS))
     for example, logprob in zip(scenes, scores.logprob.tolist(), strict=False):
         prompt = format_prompt(example.question).replace("<image>", "<image>" * PATCHES)
@@ -122,7 +136,8 @@ def test_answers_score_as_in_the_whole_llava(llava: MiniLlava, scenes: list[Exam
 @torch.no_grad()
 @pytest.mark.parametrize("divisor", [1, 4])
 def test_answers_score_as_in_the_whole_qwen(page: list[Example], divisor: int) -> None:
-    qwen, image = MiniQwen(), page[0].image
+    qwen = MiniQwen()
+    image = page[0].image
     qwen.network.float()
     budget = image.shape[1] * image.shape[2] // TOKEN**2 // divisor
     scores = qwen.score_image(page, qwen.encode_image(image, budget))
@@ -136,7 +151,9 @@ def test_answers_score_as_in_the_whole_qwen(page: list[Example], divisor: int) -
             images_kwargs={"size": limits},
             return_tensors="pt",
         )
-        expected = score_answer(qwen.network, qwen.tokenizer(answer).input_ids, **inputs)
+        expected = score_answer(
+            qwen.network, qwen.tokenizer(answer).input_ids, **inputs
+        )
         assert logprob == pytest.approx(expected, abs=0.01)
 
 
@@ -149,16 +166,26 @@ def test_the_prefix_is_what_the_language_model_computes(
     model = MiniLlava().network.model.language_model.float()
     prefix = _LlamaPrefix(model, embeds, served.start, served.text)
     output = model(
-        inputs_embeds=embeds, output_hidden_states=True, output_attentions=True, use_cache=False
+        inputs_embeds=embeds,
+        output_hidden_states=True,
+        output_attentions=True,
+        use_cache=False,
     )
-    last, rows = prefix.layers - 1, prefix.text.shape[1]
-    states, normed = prefix.read("states", 0), prefix.read("normed", last)
+    last = prefix.layers - 1
+    rows = prefix.text.shape[1]
+    states = prefix.read("states", 0)
+    normed = prefix.read("normed", last)
     torch.testing.assert_close(states, output.hidden_states[1], atol=1e-3, rtol=1e-3)
     torch.testing.assert_close(normed, output.last_hidden_state, atol=1e-2, rtol=1e-3)
     for layer in (0, last):
-        attention, expected = prefix.read("attention", layer), output.attentions[layer]
-        torch.testing.assert_close(attention, expected[:, :, -rows:], atol=1e-3, rtol=1e-3)
-    assert torch.equal(embeds[:, prefix.start : prefix.start + PATCHES], tokens.features.float())
+        attention = prefix.read("attention", layer)
+        expected = output.attentions[layer]
+        torch.testing.assert_close(
+            attention, expected[:, :, -rows:], atol=1e-3, rtol=1e-3
+        )
+    assert torch.equal(
+        embeds[:, prefix.start : prefix.start + PATCHES], tokens.features.float()
+    )
     assert prefix.read("keys", 1).shape[2] == embeds.shape[1]
 
 
@@ -177,7 +204,9 @@ def test_an_image_is_what_its_patches_are(
     monkeypatch.setattr(modeling_qwen3_vl, "eager_attention_forward", record)
     tower = qwen.network.model.visual
     early = tower.config.deepstack_visual_indexes[0]
-    with record_outputs(tower, [f"blocks.{early}", f"blocks.{len(tower.blocks) - 1}"]) as outputs:
+    with record_outputs(
+        tower, [f"blocks.{early}", f"blocks.{len(tower.blocks) - 1}"]
+    ) as outputs:
         image = qwen.encode_image(page[0].image)
     middle, last = (output.float().unflatten(0, (-1, 4)) for output in outputs.values())
     expected = probabilities[-1][0].float().mean((0, 1)).view(-1, 4).mean(1)
@@ -187,7 +216,9 @@ def test_an_image_is_what_its_patches_are(
     assert torch.allclose(image.merger_norms, norms, rtol=1e-4)
 
 
-def test_each_question_has_relevance_of_its_own(qwen: MiniQwen, page: list[Example]) -> None:
+def test_each_question_has_relevance_of_its_own(
+    qwen: MiniQwen, page: list[Example]
+) -> None:
     tokens = qwen.encode(page).tokens
     assert tokens.instruction is not None
     ids = qwen.tokenizer(page[2].question, add_special_tokens=False).input_ids
@@ -205,11 +236,17 @@ def test_a_server_writes_the_prompts_that_clips_are_trained_on_and_answers() -> 
         for example in draw_examples("test", 4, "clips"):
             pictures = [encode_picture(as_picture(frame)) for frame in example.image]
             data = ",".join(picture.partition(",")[2] for picture in pictures)
-            clip = {"type": "video_url", "video_url": {"url": f"data:video/jpeg;base64,{data}"}}
+            clip = {
+                "type": "video_url",
+                "video_url": {"url": f"data:video/jpeg;base64,{data}"},
+            }
             content = [*build_content(example.question), clip]
             fields = {"return_token_ids": True}
-            body = build_body(server.model, content, tokens=4, stream=False, fields=fields)
-            url, kind = f"{server.url}/v1/chat/completions", {"Content-Type": "application/json"}
+            body = build_body(
+                server.model, content, tokens=4, stream=False, fields=fields
+            )
+            url = f"{server.url}/v1/chat/completions"
+            kind = {"Content-Type": "application/json"}
             reply = httpx.post(url, content=body, headers=kind, timeout=300).json()
             ids = [image if id == video else id for id in reply["prompt_token_ids"]]
             before, _, _ = lay_out(tokenizer, len(example.image))

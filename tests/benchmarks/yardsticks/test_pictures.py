@@ -35,7 +35,11 @@ def test_the_splits_are_those_of_published_figures(
     model: Model, images: int, digest: str, moments: tuple[float, float, float]
 ) -> None:
     """The last bit of few pixels depends on the processor and the number of threads."""
-    drawn = [example for name in get_args(Split) for example in draw_examples(name, images, model)]
+    drawn = [
+        example
+        for name in get_args(Split)
+        for example in draw_examples(name, images, model)
+    ]
     parts = [(e.question, e.answer, e.kind, e.pair, e.evidence) for e in drawn]
     assert hashlib.sha256(repr(parts).encode()).hexdigest()[:16] == digest
     pixels = torch.cat([example.image.flatten() for example in drawn]).double()
@@ -47,7 +51,9 @@ def test_the_splits_are_those_of_published_figures(
 
 @pytest.mark.parametrize("model", ["minillava", "miniqwen"])
 def test_clean_pictures_are_the_same_without_grain(model: Model) -> None:
-    grained, clean = (draw_examples("test", 4, model, clean=clean) for clean in (False, True))
+    grained, clean = (
+        draw_examples("test", 4, model, clean=clean) for clean in (False, True)
+    )
     assert [e.question for e in grained] == [e.question for e in clean]
     for example, other in zip(grained, clean, strict=True):
         grain = example.image.double() - other.image
@@ -65,22 +71,32 @@ def test_clutter_is_not_what_questions_are_about() -> None:
     for seed in range(40):
         rng = random.Random(seed)
         size = rng.choice(pages.SIZES)
-        scene, page = size.draw_scene(rng), Page.draw(rng, "list", size)
+        scene = size.draw_scene(rng)
+        page = Page.draw(rng, "list", size)
         things = [*scene.things, *scene.marks]
         assert len({(thing.row, thing.column) for thing in things}) == len(things) > 4
         (image,), (rendered,) = size.render_scenes([scene], seed, clean=True)
-        (bare,), (other,) = size.render_scenes([replace(scene, marks=())], seed, clean=True)
+        (bare,), (other,) = size.render_scenes(
+            [replace(scene, marks=())], seed, clean=True
+        )
         assert rendered.patches == other.patches and not image.equal(bare)
-        parts: list[Word | Number | Nonsense] = [*page.words, *page.numbers, *page.nonsense]
+        parts: list[Word | Number | Nonsense] = [
+            *page.words,
+            *page.numbers,
+            *page.nonsense,
+        ]
         assert len({(part.row, part.column) for part in parts}) == len(parts)
         assert not {part.text for part in page.nonsense} & {*WORDS}
         contents: dict[str, tuple[Scene | Page, Scene | Page]] = {
-            "scenes": (rendered, other), "pages": (page, replace(page, nonsense=())),
-        }  # fmt: skip
+            "scenes": (rendered, other),
+            "pages": (page, replace(page, nonsense=())),
+        }
         for shown, both in contents.items():
             for kind in CATEGORIES["miniqwen"][shown]:
                 asked, expected = (
-                    Questions(random.Random(1), content, size.cells, SEEN).generate(kind)
+                    Questions(random.Random(1), content, size.cells, SEEN).generate(
+                        kind
+                    )
                     for content in both
                 )
                 assert asked == expected
@@ -90,7 +106,8 @@ def test_splits_are_disjoint_and_fewer_images_are_the_first_ones() -> None:
     for seeds, others in combinations(SEEDS.values(), 2):
         assert max(seeds.start, others.start) >= min(seeds.stop, others.stop)
         assert max(seeds.stop, others.stop) <= 2**32
-    drawn, few = draw_examples("test", 3), draw_examples("test", 1)
+    drawn = draw_examples("test", 3)
+    few = draw_examples("test", 1)
     assert [e.question for e in few] == [e.question for e in drawn if e.image_id == 0]
     image = np.asarray(Image.open(io.BytesIO(drawn[0].png)))
     assert torch.equal(torch.from_numpy(image.copy()).permute(2, 0, 1), few[0].image)
@@ -104,7 +121,11 @@ def test_answers_must_start_with_all_words_of_the_reference() -> None:
         ("YES, it", "yes"),
     ):
         assert replace(example, answer=reference).is_right(answer)
-    for answer, reference in ((" 482", "4821"), (" upper right", "upper left"), ("", "3")):
+    for answer, reference in (
+        (" 482", "4821"),
+        (" upper right", "upper left"),
+        ("", "3"),
+    ):
         assert not replace(example, answer=reference).is_right(answer)
 
 
@@ -118,9 +139,14 @@ def test_resizing_and_patches_are_those_of_the_processor(divisor: int) -> None:
         images, _ = pages.render_pages([Page.draw(random.Random(3), "table", size)], 3)
         # Without what goes beyond black and white, which torchvision clamps after rows and columns.
         images = (60 + images * (130 / 255)).round().to(torch.uint8)
-        limits = {"shortest_edge": TOKEN * TOKEN, "longest_edge": budget * TOKEN * TOKEN}
+        limits = {
+            "shortest_edge": TOKEN * TOKEN,
+            "longest_edge": budget * TOKEN * TOKEN,
+        }
         inputs = processor(images[0], size=limits, return_tensors="pt")
-        assert inputs["image_grid_thw"].tolist() == [[1, seen.rows * MERGE, seen.columns * MERGE]]
+        assert inputs["image_grid_thw"].tolist() == [
+            [1, seen.rows * MERGE, seen.columns * MERGE]
+        ]
         frames = inputs["pixel_values"].unflatten(1, (3, 2, -1))
         patches = seen.split_patches(images)[0].flatten(0, 1)
         difference = (patches[:, None] - frames.transpose(1, 2).flatten(2)).abs()
@@ -134,23 +160,38 @@ def test_what_happens_in_a_clip_is_what_is_asked_and_all_else_stands_still(
 ) -> None:
     for seed in range(8):
         rng = random.Random(seed)
-        images, clip = clips.Clip.draw(rng, drawn).sample(frames).render(seed, clean=True)
+        images, clip = (
+            clips.Clip.draw(rng, drawn).sample(frames).render(seed, clean=True)
+        )
         assert len(images) == len(clip.frames) == frames
         places = [
-            {thing.name: (thing.row, thing.column) for thing in s.things} for s in clip.frames
+            {thing.name: (thing.row, thing.column) for thing in s.things}
+            for s in clip.frames
         ]
         every = [*dict.fromkeys(name for place in places for name in place)]
-        (mover,) = [name for name in every if len({p[name] for p in places if name in p}) > 1]
+        (mover,) = [
+            name for name in every if len({p[name] for p in places if name in p}) > 1
+        ]
         guests = [name for name in every if not all(name in place for place in places)]
-        (rows, columns), (to_row, to_column) = places[0][mover], places[-1][mover]
+        (rows, columns) = places[0][mover]
+        (to_row, to_column) = places[-1][mover]
         moved = (to_row - rows, to_column - columns)
         board = clip.board.name
-        digits = [thing.digit for s in clip.frames for thing in s.things if thing.name == board]
+        digits = [
+            thing.digit
+            for s in clip.frames
+            for thing in s.things
+            if thing.name == board
+        ]
         answers = {
-            "moves": {mover}, "passes": {str(len(guests))}, "appears": {guests[0], guests[-1]},
-            "where": {{(0, 3): "right", (3, 0): "down", (0, -3): "left", (-3, 0): "up"}[moved]},
+            "moves": {mover},
+            "passes": {str(len(guests))},
+            "appears": {guests[0], guests[-1]},
+            "where": {
+                {(0, 3): "right", (3, 0): "down", (0, -3): "left", (-3, 0): "up"}[moved]
+            },
             "shows": {str(digits[0]), str(digits[-1])},
-        }  # fmt: skip
+        }
         for kind, expected in answers.items():
             said = {clip.ask(kind, rng)[1] for _ in range(20)}
             assert said == expected
@@ -164,7 +205,9 @@ def test_what_happens_in_a_clip_is_what_is_asked_and_all_else_stands_still(
                 token
                 for scene, other in ((at, at - 1), (at - 1, at))
                 for thing in {*clip.frames[scene].things} - {*clip.frames[other].things}
-                for token in clip.frames[scene].patches[thing][: None if thing.name != board else 1]
+                for token in clip.frames[scene].patches[thing][
+                    : None if thing.name != board else 1
+                ]
             }
             pixels = (images[at] != images[at - 1]).any(0)
             differs = pixels.view(6, TOKEN, 6, TOKEN).any(3).any(1).flatten()

@@ -15,14 +15,27 @@ from benchmarks.yardsticks.clips import SIZE, Clip
 from benchmarks.yardsticks.pages import MERGE, Page
 from benchmarks.yardsticks.questions import Model
 
-PROGRAMS = {"minillava": train_minillava, "miniqwen": train_miniqwen, "clips": train_clips}
+PROGRAMS = {
+    "minillava": train_minillava,
+    "miniqwen": train_miniqwen,
+    "clips": train_clips,
+}
 STEPS: dict[Model, dict[str, float]] = {
-    "minillava": {"reading": 3.170, "towers": 27.419, "phrases": 6.596, "questions": 4.854},
+    "minillava": {
+        "reading": 3.170,
+        "towers": 27.419,
+        "phrases": 6.596,
+        "questions": 4.854,
+    },
     "miniqwen": {
-        "reading": 27.243, "tower": 28.957, "naming": 7.507, "phrases": 9.976, "questions": 9.111,
+        "reading": 27.243,
+        "tower": 28.957,
+        "naming": 7.507,
+        "phrases": 9.976,
+        "questions": 9.111,
     },
     "clips": {"phrases": 9.781, "questions": 9.280, "thinned": 9.267},
-}  # fmt: skip
+}
 """Loss of the first step of every stage, as with the optimiser that trained what is committed."""
 
 
@@ -43,26 +56,39 @@ def test_one_seed_gives_one_checkpoint(
     for out in (tmp_path / "out", tmp_path / "again"):
         PROGRAMS[name].train(training.Training(recipe, out))
         # Any change of what is drawn, labelled or asked shows in these figures.
-        log = re.findall(r"^\[(\w+)\] 1/1 loss=(\S+)", capsys.readouterr().out, re.MULTILINE)
-        assert {stage: float(loss) for stage, loss in log} == pytest.approx(STEPS[name], rel=0.02)
+        log = re.findall(
+            r"^\[(\w+)\] 1/1 loss=(\S+)", capsys.readouterr().out, re.MULTILINE
+        )
+        assert {stage: float(loss) for stage, loss in log} == pytest.approx(
+            STEPS[name], rel=0.02
+        )
         files = sorted(out.rglob("*.safetensors"))
-        digests.append([hashlib.sha256(path.read_bytes()).hexdigest() for path in files])
-        assert files and list(out.rglob("tokenizer.json")), "transformers and vLLM load the folder"
+        digests.append(
+            [hashlib.sha256(path.read_bytes()).hexdigest() for path in files]
+        )
+        assert files and list(out.rglob("tokenizer.json")), (
+            "transformers and vLLM load the folder"
+        )
     PROGRAMS[name].train(training.Training(recipe, tmp_path / "out"))
     assert "loss=" not in capsys.readouterr().out, "all stages were trained"
     again = [hashlib.sha256(path.read_bytes()).hexdigest() for path in files]
     assert digests[0] == digests[1] == again
 
 
-def test_clutter_has_letters_where_it_is_and_words_are_half_of_what_shows_them() -> None:
+def test_clutter_has_letters_where_it_is_and_words_are_half_of_what_shows_them() -> (
+    None
+):
     drawn = train_miniqwen._draw_pictures(4, [1.0, 0, 0, 0, 0], 3, 3)
-    kind, letter = (drawn.labels[[*train_miniqwen._FIELDS].index(f)] for f in ("kind", "letter"))
+    kind, letter = (
+        drawn.labels[[*train_miniqwen._FIELDS].index(f)] for f in ("kind", "letter")
+    )
     for content, kinds, letters in zip(drawn.contents, kind, letter, strict=True):
         named = letters.view(-1, MERGE * MERGE).amax(1)
         assert set(kinds[letters >= 0].tolist()) == {4}
         if isinstance(content, Page):
             expected = {
-                part.row * drawn.size.columns + part.column: ord(part.text[0]) - ord("a")
+                part.row * drawn.size.columns + part.column: ord(part.text[0])
+                - ord("a")
                 for part in content.nonsense
             }
             assert {t: n for t, n in enumerate(named.tolist()) if n >= 0} == expected
@@ -70,29 +96,42 @@ def test_clutter_has_letters_where_it_is_and_words_are_half_of_what_shows_them()
             assert sorted(letters[letters >= 0].tolist()) == sorted(
                 mark.letter for mark in content.marks if mark.letter is not None
             )
-    basis, words = train_miniqwen._image_basis(), torch.randn(8, 192)
+    basis = train_miniqwen._image_basis()
+    words = torch.randn(8, 192)
     assert torch.allclose(basis @ basis.T, torch.eye(192), atol=1e-5)
     cosine = torch.nn.functional.cosine_similarity(words, words @ basis.T)
     assert torch.allclose(cosine, torch.tensor(0.5), atol=1e-4)
 
 
-def test_a_token_of_a_clip_is_labelled_by_what_its_shape_did_since_the_first_frame() -> None:
+def test_a_token_of_a_clip_is_labelled_by_what_its_shape_did_since_the_first_frame() -> (
+    None
+):
     for seed in range(6):
         _, clip = Clip.draw(random.Random(seed), 8).render(seed)
         labels = train_clips._label_tokens(clip).view(3, 8, -1)
-        starts = {thing.name: (thing.row, thing.column) for thing in clip.frames[0].things}
+        starts = {
+            thing.name: (thing.row, thing.column) for thing in clip.frames[0].things
+        }
         guests = list[str]()
         for frame, scene in enumerate(clip.frames):
             expected = torch.full((3, SIZE.tokens), -1)
             for thing in scene.things:
-                place, start = (thing.row, thing.column), starts.get(thing.name)
+                place = (thing.row, thing.column)
+                start = starts.get(thing.name)
                 event = [-1, -1, -1]
                 if start is None:
                     guests += [thing.name] * (thing.name not in guests)
                     event = [2, -1, guests.index(thing.name)]
                 elif place != start:
-                    moved = (place[0] > start[0]) - (place[0] < start[0]), place[1] > start[1]
-                    event = [1, {(0, True): 0, (1, False): 1, (0, False): 2}.get(moved, 3), -1]
+                    moved = (
+                        (place[0] > start[0]) - (place[0] < start[0]),
+                        place[1] > start[1],
+                    )
+                    event = [
+                        1,
+                        {(0, True): 0, (1, False): 1, (0, False): 2}.get(moved, 3),
+                        -1,
+                    ]
                 elif frame and thing.name != clip.mover.name:
                     event = [0, -1, -1]
                 expected[:, list(scene.patches[thing])] = torch.tensor(event)[:, None]
@@ -100,7 +139,8 @@ def test_a_token_of_a_clip_is_labelled_by_what_its_shape_did_since_the_first_fra
 
 
 def test_of_a_thinned_clip_stays_what_its_questions_are_about() -> None:
-    recipe, thinned = training.Recipe.read("clips"), 0
+    recipe = training.Recipe.read("clips")
+    thinned = 0
     for seed in range(0, 40, 2):
         both = [train_clips._Batch.draw(recipe, 2, seed + part) for part in range(2)]
         assert len({batch.kept.shape for batch in both}) == 1
@@ -118,13 +158,16 @@ def test_a_stopped_training_goes_on_as_if_it_had_not_been_stopped(
 ) -> None:
     monkeypatch.setattr(training, "_LOG_EVERY", 2)
     small = {"steps": 5, "warmup": 2, "fall": 0.5}
-    stages = tuple(s.model_copy(update=small) for s in training.Recipe.read("miniqwen").stages[:2])
+    stages = tuple(
+        s.model_copy(update=small) for s in training.Recipe.read("miniqwen").stages[:2]
+    )
     recipe = training.Recipe(stages=stages, questions={}, phrases={})
 
     def train(out: Path, stop: int) -> dict[str, torch.Tensor]:
         """What both stages leave of a layer whose first stage ends before a step."""
         torch.manual_seed(0)
-        layer, run = torch.nn.Linear(3, 2), training.Training(recipe, out)
+        layer = torch.nn.Linear(3, 2)
+        run = training.Training(recipe, out)
 
         def loss(seed: int, step: int) -> torch.Tensor:
             if step == stop:

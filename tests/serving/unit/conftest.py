@@ -19,7 +19,9 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Architectures that are registered with vLLM: recorded, for other tests need stock vLLM."""
     architectures: list[str] = []
     monkeypatch.setattr(startup, "_active", set())
-    monkeypatch.setattr(compat, "register_model", lambda name, where: architectures.append(name))
+    monkeypatch.setattr(
+        compat, "register_model", lambda name, where: architectures.append(name)
+    )
     for owner, name in (
         (compat, "register_renderer"),
         (request, "check_requests"),

@@ -30,10 +30,19 @@ from vllm_autoprune.serving.api.request import (
 from vllm_autoprune.serving.compat import attach
 from vllm_autoprune.serving.models import BACKBONES, find_packed_reason
 from vllm_autoprune.serving.plan import FIELD, LINE, MROPE, REQUEST_FIELD, Ids, ItemPlan
-from vllm_autoprune.serving.served_state import ATTRIBUTE, KV_CACHE, PlanRules, ServedState
+from vllm_autoprune.serving.served_state import (
+    ATTRIBUTE,
+    KV_CACHE,
+    PlanRules,
+    ServedState,
+)
 from vllm_autoprune.serving.settings import DEFAULT_RULES, RequestRules, TextTower
 from vllm_autoprune.serving.startup import _resolve_settings
-from vllm_autoprune.serving.worker.batch import ModelParts, SelectionContext, prune_images
+from vllm_autoprune.serving.worker.batch import (
+    ModelParts,
+    SelectionContext,
+    prune_images,
+)
 from vllm_autoprune.serving.worker.features import ImageFeatures, IndexCache, Region
 from vllm_autoprune.serving.worker.selection import FallbackReporter
 from vllm_autoprune.tpdsl.atoms.source import BudgetCall
@@ -50,14 +59,25 @@ def vllm_config(
     **changes: object,
 ) -> Any:
     """The part of a VllmConfig that settings are checked against; ``changes`` of the HF config."""
-    vision = {"hidden_size": 160, "num_hidden_layers": 4, "image_size": 336, "patch_size": 14}
-    merged = {"spatial_merge_size": 2, "fullatt_block_indexes": [3], "qk_normalization": False}
+    vision = {
+        "hidden_size": 160,
+        "num_hidden_layers": 4,
+        "image_size": 336,
+        "patch_size": 14,
+    }
+    merged = {
+        "spatial_merge_size": 2,
+        "fullatt_block_indexes": [3],
+        "qk_normalization": False,
+    }
     text = {"model_type": "llama", "bos_token_id": 1, "max_position_embeddings": 4096}
     thinker = SimpleNamespace(vision_config=SimpleNamespace(**merged))
     fields: dict[str, object] = {
         "model_type": "llava",
         "thinker_config": thinker,
-        "vision_config": SimpleNamespace(model_type="clip_vision_model", **vision, **merged),
+        "vision_config": SimpleNamespace(
+            model_type="clip_vision_model", **vision, **merged
+        ),
         "text_config": SimpleNamespace(**text),
         "vision_feature_select_strategy": "default",
         "vision_feature_layer": -2,
@@ -68,7 +88,9 @@ def vllm_config(
         architecture=architecture,
         trust_remote_code=False,
         hf_config=SimpleNamespace(
-            get_text_config=lambda: SimpleNamespace(rope_parameters={"rope_theta": 1e4}),
+            get_text_config=lambda: SimpleNamespace(
+                rope_parameters={"rope_theta": 1e4}
+            ),
             **{**fields, **changes},
         ),
         uses_mrope=architecture in BACKBONES and BACKBONES[architecture].mrope,
@@ -100,7 +122,9 @@ def served(
     cache_bytes: int = 0,
 ) -> ServedState:
     """The shipped state with some fields changed, as a ServedState."""
-    return ServedState(LLAVA, state(changes), BudgetCall.parse(budget), tower, cache_bytes)
+    return ServedState(
+        LLAVA, state(changes), BudgetCall.parse(budget), tower, cache_bytes
+    )
 
 
 def clip_state(policy: str, **frames: object) -> dict[str, Any]:
@@ -163,7 +187,10 @@ class Space:
         return None
 
     def instructions(self, ids: Sequence[Ids]) -> tuple[Tensor, Tensor]:
-        rows = [torch.randn(16, generator=torch.Generator().manual_seed(sum(i))) for i in ids]
+        rows = [
+            torch.randn(16, generator=torch.Generator().manual_seed(sum(i)))
+            for i in ids
+        ]
         return torch.stack(rows)[:, None], torch.ones(len(ids), 1, dtype=torch.bool)
 
 
@@ -191,7 +218,9 @@ def fields_of(row: Tensor) -> dict[str, Any]:
 
 def parts() -> ModelParts:
     """Model parts with an identity projector."""
-    return ModelParts(lambda rows: rows, lambda ids: ids[:, None].expand(-1, 16), Space())
+    return ModelParts(
+        lambda rows: rows, lambda ids: ids[:, None].expand(-1, 16), Space()
+    )
 
 
 def images(count: int) -> list[ImageFeatures]:
@@ -219,16 +248,22 @@ def prune(
     context = SelectionContext(state or served(), parts(), reporter, memory)
     rows = prune_images(context, plans, image_list)
     assert reporter.errors == errors
-    assert not any(count for (_, why), count in reporter.counts().items() if why == "unsafe")
+    assert not any(
+        count for (_, why), count in reporter.counts().items() if why == "unsafe"
+    )
     return rows
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:
-    noise = numpy.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=numpy.uint8)
+    noise = numpy.random.default_rng(seed).integers(
+        0, 255, (height, width, 3), dtype=numpy.uint8
+    )
     return Image.fromarray(noise)
 
 
-SMALL, LARGE, OTHER = picture(56, 56), picture(224, 224, 1), picture(224, 224, 2)
+SMALL = picture(56, 56)
+LARGE = picture(224, 224, 1)
+OTHER = picture(224, 224, 2)
 
 
 @dataclass(frozen=True)
@@ -278,10 +313,15 @@ class Sender:
             mm_processor_kwargs=dict(options),
         )
         edits = {f"/{field}": value for field, value in changes.items()}
-        backbone, state = BACKBONES[config.architecture], served(edits, budget)
+        backbone = BACKBONES[config.architecture]
+        state = served(edits, budget)
         frame = backbone.frame(config.hf_config) if backbone.frame else None
         state = replace(
-            state, whole_only=backbone.whole_only, clips=backbone.clips, frame=frame, rules=rules
+            state,
+            whole_only=backbone.whole_only,
+            clips=backbone.clips,
+            frame=frame,
+            rules=rules,
         )
         packed_only = find_packed_reason(backbone, config.hf_config)
         axes = 0 if packed_only else MROPE if backbone.mrope else LINE
@@ -310,12 +350,17 @@ class Sender:
 
         multimodal = self._config.get_multimodal_config()
         if kind == "shm":  # of which all bytes are reserved at once
-            multimodal.mm_processor_cache_type, multimodal.mm_processor_cache_gb = "shm", 1 / 64
+            multimodal.mm_processor_cache_type = "shm"
+            multimodal.mm_processor_cache_gb = 1 / 64
             multimodal.mm_shm_cache_max_object_size_mb = 1
         parallel = SimpleNamespace(
-            _api_process_count=2 if kind == "several" else 1, data_parallel_size=1, world_size=1
+            _api_process_count=2 if kind == "several" else 1,
+            data_parallel_size=1,
+            world_size=1,
         )
-        config: Any = SimpleNamespace(model_config=self._config, parallel_config=parallel)
+        config: Any = SimpleNamespace(
+            model_config=self._config, parallel_config=parallel
+        )
         self.cache = processor_cache_from_config(config)
         return self
 
@@ -352,7 +397,10 @@ class Sender:
             prompt,
             info.parse_mm_data(data),
             None if uuids is None else {modality: list(uuids)},
-            hf_processor_mm_kwargs={**kwargs, **({SALT: CacheSalt(salt)} if salt else {})},
+            hf_processor_mm_kwargs={
+                **kwargs,
+                **({SALT: CacheSalt(salt)} if salt else {}),
+            },
             cache=self.cache,
         )
         return self._processor.apply(inputs, TimingContext(enabled=False))
@@ -373,7 +421,10 @@ class Sender:
             kind: [
                 MultiModalFeatureSpec(item, kind, identity, place, identity)
                 for identity, item, place in zip(
-                    identities, made["mm_kwargs"][kind], made["mm_placeholders"][kind], strict=True
+                    identities,
+                    made["mm_kwargs"][kind],
+                    made["mm_placeholders"][kind],
+                    strict=True,
                 )
             ]
             for kind, identities in made["mm_hashes"].items()
@@ -389,13 +440,18 @@ class Sender:
             [
                 MultiModalHasher.hash_kwargs("sha256", **tensors) if tensors else None
                 for feature in features[modality]
-                for tensors in [{k: v.data for k, v in (feature.data or {}).items() if k != FIELD}]
+                for tensors in [
+                    {k: v.data for k, v in (feature.data or {}).items() if k != FIELD}
+                ]
             ],
             made["mm_hashes"].surplus,
         )
         if self.cache is None:  # else tensors are missing
             _check_features(
-                self._rules, every, named.get("salt", ""), self._config.get_multimodal_config()
+                self._rules,
+                every,
+                named.get("salt", ""),
+                self._config.get_multimodal_config(),
             )
         return processed
 
@@ -415,9 +471,15 @@ def answer_by(receiver: Sender, request: Mapping[str, Any]) -> list[str] | str:
     if "brings" in request:
         entry = {**entry, "state": json.loads(load_state(request["brings"]).dumps())}
     kwargs = request.get("kwargs", {"autoprune": entry})
-    body = {"model": "m", "messages": [{"role": "user", "content": "?"}], **request.get("body", {})}
+    body = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "?"}],
+        **request.get("body", {}),
+    }
     try:
-        sent = ChatCompletionRequest.model_validate({**body, "mm_processor_kwargs": kwargs})
+        sent = ChatCompletionRequest.model_validate(
+            {**body, "mm_processor_kwargs": kwargs}
+        )
         with _handling([*request.get("headers", {}).items()]):
             _check_request(receiver._config, sent, trusted=False)
         images = [IMAGES[name] for name in request.get("images", ("large", "other"))]

@@ -20,7 +20,12 @@ from vllm.model_executor.models.registry import (
 from tests.serving.unit.samples import refusal, vllm_config
 from vllm_autoprune.backbones import _find_language_config, read_config
 from vllm_autoprune.errors import ConfigError
-from vllm_autoprune.serving.models import BACKBONES, CHECKPOINTS, REFUSALS, require_served
+from vllm_autoprune.serving.models import (
+    BACKBONES,
+    CHECKPOINTS,
+    REFUSALS,
+    require_served,
+)
 from vllm_autoprune.serving.startup import _resolve_settings
 
 MODELS = Path(vllm.__file__).parent / "model_executor/models"
@@ -51,16 +56,25 @@ def test_every_architecture_that_takes_images_is_served_or_refused_once() -> Non
     assert CHECKPOINTS.keys() == BACKBONES.keys()
     known = [*CHECKPOINTS, *(name for row in REFUSALS for name in row.models)]
     assert len(known) == len(set(known))
-    assert set(known) <= _MULTIMODAL_MODELS.keys() | _TRANSFORMERS_SUPPORTED_MODELS.keys()
+    assert (
+        set(known) <= _MULTIMODAL_MODELS.keys() | _TRANSFORMERS_SUPPORTED_MODELS.keys()
+    )
     takes_images = {
-        name for name, (module, _) in _MULTIMODAL_MODELS.items() if '"image"' in read_source(module)
+        name
+        for name, (module, _) in _MULTIMODAL_MODELS.items()
+        if '"image"' in read_source(module)
     }
     assert takes_images <= set(known)
 
 
 @pytest.mark.parametrize(
     ("architecture", "shown"),
-    [(name, texts[1]) for row in REFUSALS for name, texts in row.models.items() if texts[1:]],
+    [
+        (name, texts[1])
+        for row in REFUSALS
+        for name, texts in row.models.items()
+        if texts[1:]
+    ],
 )
 def test_a_reason_is_in_the_code_that_it_names(architecture: str, shown: str) -> None:
     where, _, part = shown.partition(": ")
@@ -79,14 +93,19 @@ REMOTE = {
 
 def write(folder: Path, config: object) -> str:
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "config.py").write_text("raise SystemExit('code of the checkpoint is run')")
+    (folder / "config.py").write_text(
+        "raise SystemExit('code of the checkpoint is run')"
+    )
     return str(folder)
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        {"model_type": "qwen2_5_vl", **{k: v for k, v in TEXT.items() if k != "model_type"}},
+        {
+            "model_type": "qwen2_5_vl",
+            **{k: v for k, v in TEXT.items() if k != "model_type"},
+        },
         {"model_type": "qwen2_5_omni", "thinker_config": {"text_config": TEXT}},
         {**REMOTE, "llm_config": TEXT},
         {**REMOTE, "language_config": {"text_config": TEXT}},
@@ -111,11 +130,19 @@ def test_a_config_that_cannot_be_read_is_one_problem(text: str, tmp_path: Path) 
 
 def qwen(**vision: object) -> dict[str, object]:
     name = "Qwen2_5_VLForConditionalGeneration"
-    return {"model_type": "qwen2_5_vl", "architectures": [name], "vision_config": vision}
+    return {
+        "model_type": "qwen2_5_vl",
+        "architectures": [name],
+        "vision_config": vision,
+    }
 
 
 def llava(**fields: object) -> dict[str, object]:
-    return {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"], **fields}
+    return {
+        "model_type": "llava",
+        "architectures": ["LlavaForConditionalGeneration"],
+        **fields,
+    }
 
 
 @pytest.mark.parametrize(
@@ -123,13 +150,31 @@ def llava(**fields: object) -> dict[str, object]:
     [
         (qwen(), ""),
         (llava(), ""),
-        (qwen(spatial_merge_size=3), "vision_config.spatial_merge_size 3; only 2 is known"),
-        (qwen(fullatt_block_indexes=[]), "vision_config.fullatt_block_indexes []; only a list"),
-        (llava(vision_config={"model_type": "pixtral"}), "vision_config.model_type 'pixtral'"),
-        (llava(vision_feature_layer=[-2, -5]), "vision_feature_layer [-2, -5]; only one layer"),
-        (llava(vision_feature_select_strategy="full"), "vision_feature_select_strategy 'full'"),
+        (
+            qwen(spatial_merge_size=3),
+            "vision_config.spatial_merge_size 3; only 2 is known",
+        ),
+        (
+            qwen(fullatt_block_indexes=[]),
+            "vision_config.fullatt_block_indexes []; only a list",
+        ),
+        (
+            llava(vision_config={"model_type": "pixtral"}),
+            "vision_config.model_type 'pixtral'",
+        ),
+        (
+            llava(vision_feature_layer=[-2, -5]),
+            "vision_feature_layer [-2, -5]; only one layer",
+        ),
+        (
+            llava(vision_feature_select_strategy="full"),
+            "vision_feature_select_strategy 'full'",
+        ),
         (REMOTE, "'MiniCPMV' has no pruned form: a resampler makes its tokens"),
-        ({"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}, "vLLM takes no images"),
+        (
+            {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
+            "vLLM takes no images",
+        ),
         ({"model_type": "qwen2"}, "of 'qwen2'"),
     ],
 )
@@ -149,10 +194,16 @@ def test_an_image_processor_that_is_code_of_the_checkpoint_is_refused(
     name: str, tmp_path: Path
 ) -> None:
     config = vllm_config()
-    vars(config.model_config).update(model=str(tmp_path), revision=None, trust_remote_code=True)
+    vars(config.model_config).update(
+        model=str(tmp_path), revision=None, trust_remote_code=True
+    )
     settings = {"state": "divprune"}
-    (tmp_path / name).write_text('{"auto_map": {"AutoImageProcessor": "code.Processor"}}')
+    (tmp_path / name).write_text(
+        '{"auto_map": {"AutoImageProcessor": "code.Processor"}}'
+    )
     (problem,) = refusal(settings, config)
     assert f"{name} has auto_map.AutoImageProcessor 'code.Processor'" in problem.what
-    config.model_config.trust_remote_code = False  # transformers' own class is used then
+    config.model_config.trust_remote_code = (
+        False  # transformers' own class is used then
+    )
     _resolve_settings(settings, config)

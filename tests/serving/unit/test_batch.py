@@ -36,7 +36,12 @@ from vllm_autoprune import Grid, PruningPolicy, VisualTokens, materialize
 from vllm_autoprune.serving.plan import Chooser, split_over_parts
 from vllm_autoprune.serving.worker import batch, selection
 from vllm_autoprune.serving.worker.batch import SelectionContext
-from vllm_autoprune.serving.worker.features import ImageFeatures, IndexCache, Region, TensorCache
+from vllm_autoprune.serving.worker.features import (
+    ImageFeatures,
+    IndexCache,
+    Region,
+    TensorCache,
+)
 from vllm_autoprune.serving.worker.metrics import SELECTION, Stopwatch, WorkerMetrics
 from vllm_autoprune.serving.worker.question import InputEmbeddings
 from vllm_autoprune.serving.worker.selection import (
@@ -59,7 +64,9 @@ def selections(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Budget and batch size of every selection that is run."""
     sizes: list[tuple[int, int]] = []
 
-    def select(policy: PruningPolicy, tokens: VisualTokens, *more: Any) -> RefinedTokens:
+    def select(
+        policy: PruningPolicy, tokens: VisualTokens, *more: Any
+    ) -> RefinedTokens:
         sizes.append((policy.budget, tokens.batch))
         return select_with_fallback(policy, tokens, *more)
 
@@ -71,7 +78,14 @@ def test_rows_come_in_the_order_of_the_images_one_selection_a_budget(
     selections: list[tuple[int, int]],
 ) -> None:
     image_list = images(6)
-    plans = [plan(8), plan(4, ids=(1,)), plan(8, ids=(2,)), plan(12), plan(4), plan(8, ids=(3,))]
+    plans = [
+        plan(8),
+        plan(4, ids=(1,)),
+        plan(8, ids=(2,)),
+        plan(12),
+        plan(4),
+        plan(8, ids=(3,)),
+    ]
     together = prune(plans, image_list)
     assert sorted(selections) == [(4, 2), (8, 3), (12, 1)]
     for picture, rows, item in zip(image_list, together, plans, strict=True):
@@ -80,7 +94,9 @@ def test_rows_come_in_the_order_of_the_images_one_selection_a_budget(
         assert torch.equal(rows, prune([item], [picture])[0])
 
 
-def test_profiling_gets_n_rows_and_pays_for_a_selection(selections: list[tuple[int, int]]) -> None:
+def test_profiling_gets_n_rows_and_pays_for_a_selection(
+    selections: list[tuple[int, int]],
+) -> None:
     image_list = images(3)
     rows = prune([plan(8, profile=True)] * 3, image_list)
     assert all(torch.equal(r, i.rows()) for r, i in zip(rows, image_list, strict=True))
@@ -103,14 +119,22 @@ def test_a_random_keep_depends_on_the_image_s_key_alone() -> None:
     rows = prune(plans, pictures)
     draws = [rows_of(*pair) for pair in zip(pictures, rows, strict=True)]
     assert draws[0] == draws[2] == sorted(set(draws[0])) != draws[1]
-    assert rows_of(image(0), prune([plan(8, 5, keep="random")], [image(0)])[0]) == draws[0]
+    assert (
+        rows_of(image(0), prune([plan(8, 5, keep="random")], [image(0)])[0]) == draws[0]
+    )
 
 
 def test_a_resized_image_of_a_fixed_grid_is_pooled_whatever_the_question() -> None:
     plans = [plan(9, ids=ids, keep="resized") for ids in ((7,), (7,), (9,))]
     pooled, other, asked = prune(plans, [image(0), image(1), image(0)])
     # 6 x 6 tokens in 3 x 3 cells.
-    square = image(0).regions[0].projected.view(3, 2, 3, 2, -1).mean(dim=(1, 3)).flatten(0, 1)
+    square = (
+        image(0)
+        .regions[0]
+        .projected.view(3, 2, 3, 2, -1)
+        .mean(dim=(1, 3))
+        .flatten(0, 1)
+    )
     torch.testing.assert_close(pooled, square)
     assert torch.equal(pooled, asked) and not torch.equal(pooled, other)
 
@@ -130,10 +154,15 @@ def test_embeddings_are_looked_up_before_anything_that_may_raise(
             raise RuntimeError("broken")
         return torch.stack([*tensors])
 
-    model = batch.ModelParts(lambda rows: rows, embed, InputEmbeddings(embed, torch.device("cpu")))
-    state, reporter = served({"/base_policy": {"name": "mmtok"}}), FallbackReporter()
+    model = batch.ModelParts(
+        lambda rows: rows, embed, InputEmbeddings(embed, torch.device("cpu"))
+    )
+    state = served({"/base_policy": {"name": "mmtok"}})
+    reporter = FallbackReporter()
     bare = region(0, SIX)
-    picture = ImageFeatures((replace(bare, signals={"encoder": bare.projected, **bare.signals}),))
+    picture = ImageFeatures(
+        (replace(bare, signals={"encoder": bare.projected, **bare.signals}),)
+    )
     for errors in ({}, {"RuntimeError": 1}):
         context = batch.SelectionContext(state, model, reporter)
         batch.prune_images(context, [plan(8, language=(3, 4, 5))], [picture])
@@ -151,8 +180,12 @@ def test_wrong_number_of_rows_is_fitted_to_the_placeholders(
 ) -> None:
     """vLLM silently drops surplus rows, and its engine crashes on missing ones."""
 
-    def wrong(policy: PruningPolicy, tokens: VisualTokens, reporter: Any, *_: object) -> Any:
-        return select_with_fallback(served().policy(policy.budget + off), tokens, reporter)
+    def wrong(
+        policy: PruningPolicy, tokens: VisualTokens, reporter: Any, *_: object
+    ) -> Any:
+        return select_with_fallback(
+            served().policy(policy.budget + off), tokens, reporter
+        )
 
     monkeypatch.setattr(batch, "select_with_fallback", wrong)
     (rows,) = prune([plan(8)], images(1), errors={"SelectionError": 1})
@@ -168,7 +201,10 @@ def test_a_delta_of_any_forged_core_has_its_number_of_rows(
 ) -> None:
     """A client may forge both numbers; without rows the engine would end."""
     tiled = ImageFeatures(tuple(region(seed, SIX) for seed in range(tiles)))
-    plans = [plan(budget, key=5, part="delta", core=core), plan(8, key=6, part="core", core=8)]
+    plans = [
+        plan(budget, key=5, part="delta", core=core),
+        plan(8, key=6, part="core", core=8),
+    ]
     forged = core >= N * tiles
     errors = {"RequestError": 1} if forged else {}
     if budget > N * tiles - (0 if forged else core):
@@ -179,7 +215,9 @@ def test_a_delta_of_any_forged_core_has_its_number_of_rows(
 
 
 @pytest.mark.parametrize("budget", [N - 1, N, N + 1, N + 4, N + 5])
-def test_a_delta_beyond_all_tokens_ends_in_the_fillers_of_its_image(budget: int) -> None:
+def test_a_delta_beyond_all_tokens_ends_in_the_fillers_of_its_image(
+    budget: int,
+) -> None:
     """LLaVA-NeXT has newlines between rows of tokens; K may lie between its tokens and N."""
     order = torch.arange(N) // 6 * 7 + torch.arange(N) % 6
     spaced = replace(image(0).regions[0], order=order)
@@ -188,13 +226,17 @@ def test_a_delta_beyond_all_tokens_ends_in_the_fillers_of_its_image(budget: int)
     core, delta = prune(plans, [picture] * 2, SPLIT)
     tokens = min(budget, N) - 8
     assert len(delta) == budget - 8
-    assert len({*rows_of(image(0), core), *rows_of(image(0), delta[:tokens])}) == 8 + tokens
+    assert (
+        len({*rows_of(image(0), core), *rows_of(image(0), delta[:tokens])})
+        == 8 + tokens
+    )
     assert torch.equal(delta[tokens:], torch.ones(budget - 8 - tokens, 16))
 
 
 def test_rows_without_a_token_are_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     """They have the channels of tokens in the middle of the two halves of those not kept."""
-    extra, channels = torch.full((1, 2, 16), 7.0), torch.arange(float(N))[:, None]
+    extra = torch.full((1, 2, 16), 7.0)
+    channels = torch.arange(float(N))[:, None]
 
     def two_more(_: object, tokens: VisualTokens, budget: int) -> ReferenceSelection:
         return ReferenceSelection(torch.arange(budget - 2)[None], extra=extra)
@@ -224,7 +266,10 @@ def test_patches_are_compared_where_the_images_have_them() -> None:
     assert torch.equal(plain, same) and not torch.equal(plain, mirrored)
 
 
-BEFORE: dict[str, object] = {"/rank_at": "merger_in", "/base_policy": {"name": "divprune"}}
+BEFORE: dict[str, object] = {
+    "/rank_at": "merger_in",
+    "/base_policy": {"name": "divprune"},
+}
 AFTER: dict[str, object] = {"/base_policy": {"name": "divprune"}}
 
 
@@ -236,15 +281,20 @@ def merged(seed: int) -> Region:
 
 
 def test_a_state_that_ranks_before_the_merger_keeps_rows_after_it() -> None:
-    regions, plans = [merged(1), merged(2)], [plan(8, 1), plan(8, 2)]
+    regions = [merged(1), merged(2)]
+    plans = [plan(8, 1), plan(8, 2)]
     rows = prune(plans, [ImageFeatures((part,)) for part in regions], served(BEFORE))
     # Images that have nothing but the tokens that enter the merger.
     entering = [
-        with_signals(Region(SIX, part.signals["encoder"], part.signals), relevance=part.projected)
+        with_signals(
+            Region(SIX, part.signals["encoder"], part.signals), relevance=part.projected
+        )
         for part in regions
     ]
     expected = prune(plans, entering, served(AFTER))
-    for part, entered, ours, theirs in zip(regions, entering, rows, expected, strict=True):
+    for part, entered, ours, theirs in zip(
+        regions, entering, rows, expected, strict=True
+    ):
         assert rows_of(ImageFeatures((part,)), ours) == rows_of(entered, theirs)
     after = prune(plans, [ImageFeatures((part,)) for part in regions], served(AFTER))
     assert not torch.equal(torch.stack(after), torch.stack(rows))
@@ -252,7 +302,9 @@ def test_a_state_that_ranks_before_the_merger_keeps_rows_after_it() -> None:
 
 def test_states_that_rank_elsewhere_share_no_core() -> None:
     """One image, one core policy, one cache: each delta stands beside its own state's core."""
-    picture, indices, deltas = ImageFeatures((merged(1),)), IndexCache(), []
+    picture = ImageFeatures((merged(1),))
+    indices = IndexCache()
+    deltas = []
     for changes in (AFTER, BEFORE):
         state = served({**changes, "/core": {"share": 0.5}})
         item = [plan(4, 1, part="delta", core=8)]
@@ -300,7 +352,8 @@ def test_text_stands_behind_the_tokens_that_it_follows_in_the_whole_image(
     text = ((0, 3), (0, 4), (7, 5), (N, 3), (2 * N + 1, 6), (3 * N, 3))
     item = plan(budget, key=3, text=text, profile=profile)
     (rows,) = prune([item], [image], served({**changes}))
-    bare, all_rows = prune([replace(item, text=())], [image], served({**changes}))[0], image.rows()
+    bare = prune([replace(item, text=())], [image], served({**changes}))[0]
+    all_rows = image.rows()
     assert len(rows) == len(bare) + len(text)
     is_text = (rows == rows[:, :1]).all(dim=1)
     assert rows[is_text, 0].tolist() == [token for _, token in text]
@@ -314,7 +367,9 @@ def test_text_stands_behind_the_tokens_that_it_follows_in_the_whole_image(
 
 @pytest.mark.parametrize("budget", [1, 2, 3, 8, 16, 32])
 @pytest.mark.parametrize("r_min", [None, 0, 1])
-def test_a_sound_state_is_safe_on_images_of_several_regions(budget: int, r_min: int | None) -> None:
+def test_a_sound_state_is_safe_on_images_of_several_regions(
+    budget: int, r_min: int | None
+) -> None:
     """A region exchanges some of the image's q_e, so it keeps fewer reference tokens than r_min."""
     several = ImageFeatures(tuple(region(seed, SIX) for seed in range(3)))
     state = served({"/constraints/selector/r_min": r_min})
@@ -329,14 +384,19 @@ def test_a_sound_state_is_safe_on_images_of_several_regions(budget: int, r_min: 
 def test_shares_of_a_budget_add_up_within_the_room_of_each_part(
     budget: int, parts: Sequence[tuple[int, int]]
 ) -> None:
-    sizes, weights = [size for size, _ in parts], [weight for _, weight in parts]
+    sizes = [size for size, _ in parts]
+    weights = [weight for _, weight in parts]
     shares = split_over_parts(budget, sizes, weights)
     assert sum(shares) == min(budget, sum(sizes))
     assert all(0 <= share <= size for share, size in zip(shares, sizes, strict=True))
 
 
 def test_every_tile_counts_the_same_and_the_first_part_takes_the_rest() -> None:
-    assert [split_over_parts(k, [16, 48], [1, 4]) for k in (10, 11, 1)] == [(2, 8), (3, 8), (1, 0)]
+    assert [split_over_parts(k, [16, 48], [1, 4]) for k in (10, 11, 1)] == [
+        (2, 8),
+        (3, 8),
+        (1, 0),
+    ]
 
 
 # ---- selection with its fallbacks, caches, metrics ----
@@ -355,7 +415,8 @@ def fail(*_: object) -> Any:
 def test_an_exception_falls_back_to_the_reference_and_then_to_evenly_spaced_tokens(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reporter, tokens = FallbackReporter(), visual_tokens()
+    reporter = FallbackReporter()
+    tokens = visual_tokens()
     expected = keep_reference(POLICY, tokens).indices
     monkeypatch.setattr(selection, "select_tokens", fail)
     if kind == "uniform":
@@ -385,13 +446,18 @@ def test_fallbacks_and_errors_add_up_and_each_kind_is_logged_once(
     for error in (ValueError("a"), ValueError("b"), KeyError("c")):
         reporter.report_error(error)
     assert reporter.errors == {"ValueError": 2, "KeyError": 1}
-    assert [r.exc_info[0] for r in logged.records if r.exc_info] == [ValueError, KeyError]
+    assert [r.exc_info[0] for r in logged.records if r.exc_info] == [
+        ValueError,
+        KeyError,
+    ]
 
 
 # ---- the bounds of a state ----
 
 
-def break_bounds(monkeypatch: pytest.MonkeyPatch, number: int, broken: Sequence[int]) -> None:
+def break_bounds(
+    monkeypatch: pytest.MonkeyPatch, number: int, broken: Sequence[int]
+) -> None:
     """Have one image of each batch keep these tokens, whatever its policy selects."""
 
     def select(*inputs: Any) -> TokenSelection:
@@ -406,14 +472,17 @@ def break_bounds(monkeypatch: pytest.MonkeyPatch, number: int, broken: Sequence[
 def test_a_selection_that_breaks_its_bounds_is_replaced_for_its_image_alone(
     broken: str, monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
 ) -> None:
-    tokens, reporter = visual_tokens(batch=3), FallbackReporter()
-    sound, reference = (
-        select_with_fallback(POLICY, tokens, reporter),
-        keep_reference(POLICY, tokens),
-    )
+    tokens = visual_tokens(batch=3)
+    reporter = FallbackReporter()
+    sound = select_with_fallback(POLICY, tokens, reporter)
+    reference = keep_reference(POLICY, tokens)
     picks = reference.indices[1].tolist()
     others = [token for token in range(tokens.count) if token not in picks]
-    unsafe = [*picks[:7], picks[0]] if broken == "a token twice" else [*picks[:3], *others[:5]]
+    unsafe = (
+        [*picks[:7], picks[0]]
+        if broken == "a token twice"
+        else [*picks[:3], *others[:5]]
+    )
     break_bounds(monkeypatch, 1, unsafe)
     refined = select_with_fallback(POLICY, tokens, reporter)
     assert torch.equal(refined.indices[1], reference.indices[1])
@@ -429,7 +498,8 @@ def test_a_selection_may_exchange_as_many_tokens_as_its_state_allows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Four of eight, at other tokens than those that the policy would choose."""
-    tokens, reporter = visual_tokens(), FallbackReporter()
+    tokens = visual_tokens()
+    reporter = FallbackReporter()
     picks = keep_reference(POLICY, tokens).indices[1].tolist()
     others = [token for token in range(tokens.count) if token not in picks]
     allowed = sorted([*picks[:4], *others[:4]])
@@ -463,7 +533,9 @@ def test_a_rank_that_raises_takes_part_in_the_same_broadcasts(
         sent.append(packed)
         return sent[0]  # rank 0's
 
-    def first_tokens(_: object, tokens: VisualTokens, budget: int) -> ReferenceSelection:
+    def first_tokens(
+        _: object, tokens: VisualTokens, budget: int
+    ) -> ReferenceSelection:
         picks = torch.arange(budget - extra).expand(tokens.batch, -1)
         return ReferenceSelection(picks, extra=torch.ones(tokens.batch, extra, 16))
 
@@ -472,7 +544,8 @@ def test_a_rank_that_raises_takes_part_in_the_same_broadcasts(
     for module in (selection, batch):
         monkeypatch.setattr(module, "world_size", lambda: 2)
     monkeypatch.setattr(selection, "broadcast_rank_zero", broadcast)
-    plans, pictures = [plan(8, 1), plan(8, 2)], images(2)
+    plans = [plan(8, 1), plan(8, 2)]
+    pictures = images(2)
     sound = prune(plans, pictures, blind())
     owner, names = broken
     for name in names:
@@ -495,15 +568,24 @@ def sized(units: int) -> ImageFeatures:
     return ImageFeatures((region,))
 
 
-@given(st.integers(0, 10), st.lists(st.tuples(st.integers(0, 8), st.integers(1, 12)), max_size=60))
+@given(
+    st.integers(0, 10),
+    st.lists(st.tuples(st.integers(0, 8), st.integers(1, 12)), max_size=60),
+)
 def test_cache_never_exceeds_its_bound(limit: int, puts: list[tuple[int, int]]) -> None:
-    cache, counted = (TensorCache[ImageFeatures](16 * limit, least) for least in (0, 32))
+    cache, counted = (
+        TensorCache[ImageFeatures](16 * limit, least) for least in (0, 32)
+    )
     for key, units in puts:
         cache.put(key, sized(units))
         counted.put(key, sized(units))
         assert len(counted) * 32 <= counted.limit
         inside = [features for k in range(9) if (features := cache.get(k)) is not None]
-        assert cache.used_bytes == sum(features.nbytes for features in inside) <= cache.limit
+        assert (
+            cache.used_bytes
+            == sum(features.nbytes for features in inside)
+            <= cache.limit
+        )
         assert len(cache) == len(inside)
 
 
@@ -517,7 +599,9 @@ def test_profiling_reserves_the_bound_where_memory_is_measured() -> None:
 # ---- metrics of workers, shown by API servers ----
 
 
-def test_seconds_fall_into_buckets_of_a_file_that_api_servers_read(tmp_path: Path) -> None:
+def test_seconds_fall_into_buckets_of_a_file_that_api_servers_read(
+    tmp_path: Path,
+) -> None:
     with closing(WorkerMetrics(str(tmp_path))) as worker:
         for seconds in ((0.0005, 0.001, 0.3), (99.0,)):
             watch: Any = SimpleNamespace(collect=lambda seconds=seconds: seconds)
@@ -528,7 +612,9 @@ def test_seconds_fall_into_buckets_of_a_file_that_api_servers_read(tmp_path: Pat
     pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     metrics = {name: float(value) for name, value in pairs}
     buckets = {"0.001": 2, "0.25": 2, "0.5": 3, "2.5": 3, "+Inf": 4}
-    assert {edge: metrics[f'{SELECTION}_bucket{{le="{edge}"}}'] for edge in buckets} == buckets
+    assert {
+        edge: metrics[f'{SELECTION}_bucket{{le="{edge}"}}'] for edge in buckets
+    } == buckets
     assert metrics[f"{SELECTION}_sum"] == pytest.approx(99.3015)
 
 

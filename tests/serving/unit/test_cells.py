@@ -44,10 +44,14 @@ def sender(request: pytest.FixtureRequest, folder: Any) -> Sender:
     return made.with_cache() if request.param else made
 
 
-def test_what_is_left_of_an_image_is_its_tokens_and_its_placeholders(sender: Sender) -> None:
+def test_what_is_left_of_an_image_is_its_tokens_and_its_placeholders(
+    sender: Sender,
+) -> None:
     """As often as it is sent, whether vLLM has it or not; K is of the whole image's tokens."""
     find = Cells.find_anchors
-    with patch.object(Cells, "find_anchors", autospec=True, side_effect=find) as counted:
+    with patch.object(
+        Cells, "find_anchors", autospec=True, side_effect=find
+    ) as counted:
         sent, again = (sender.send([page()], cells="flat") for _ in range(2))
     assert (sent.lengths, sent.plans[0].tokens, sent.plans[0].budget) == ([6], 6, 6)
     assert (again.lengths, again.identities) == (sent.lengths, sent.identities)
@@ -71,24 +75,30 @@ def test_equal_rows_in_other_places_are_another_image(sender: Sender) -> None:
 
 
 def test_a_photograph_is_sent_as_without_a_rule(sender: Sender) -> None:
-    plain, asked = (sender.send([OTHER, page()], cells=rule) for rule in ("none", "flat"))
-    assert plain.identities[0] == asked.identities[0] and plain.plans[0] == asked.plans[0]
+    plain, asked = (
+        sender.send([OTHER, page()], cells=rule) for rule in ("none", "flat")
+    )
+    assert (
+        plain.identities[0] == asked.identities[0] and plain.plans[0] == asked.plans[0]
+    )
     assert plain.identities[1] != asked.identities[1]
 
 
 @pytest.mark.parametrize(
     ("pixels", "frames"),
-    [(torch.ones(48, 588), 1), (torch.ones(48, 588).byte(), 2), (torch.ones(48, 196).byte(), 1)],
+    [
+        (torch.ones(48, 588), 1),
+        (torch.ones(48, 588).byte(), 2),
+        (torch.ones(48, 196).byte(), 1),
+    ],
     ids=["normalised before", "frames", "grey"],
 )
 def test_pixels_that_cannot_be_compared_are_sent_whole_and_counted(
     pixels: torch.Tensor, frames: int
 ) -> None:
     grid = torch.tensor([[frames, 8, 6]])
-    data, before = (
-        BatchFeature({"pixel_values": pixels, "image_grid_thw": grid}),
-        _UNCOMPARED._value.get(),
-    )
+    data = BatchFeature({"pixel_values": pixels, "image_grid_thw": grid})
+    before = _UNCOMPARED._value.get()
     assert _drop_cells(data, Cells()) is data
     assert _UNCOMPARED._value.get() == before + 1
 
@@ -102,7 +112,9 @@ def test_an_image_that_comes_by_its_name_keeps_its_cells(folder: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["internvl", "glm_ocr"])
-def test_models_that_encode_whole_images_refuse_rules(name: str, tmp_path: Path) -> None:
+def test_models_that_encode_whole_images_refuse_rules(
+    name: str, tmp_path: Path
+) -> None:
     """At start: ``test_startup.py``."""
     sender = Sender(build(name, tmp_path), budget=1, placeholder="")
     with pytest.raises(RequestError, match="no cell can be dropped: this model"):
@@ -131,7 +143,11 @@ ROWS = torch.zeros(16, 12, dtype=torch.uint8)
         (ANCHORS, torch.tensor([1, 2**33, 3 * 2**34]), ROWS),
         (ANCHORS.masked_fill(ANCHORS == 2, -1), GRID, ROWS[4:]),
         (ANCHORS.masked_fill(ANCHORS == 2, 6), GRID, ROWS[4:]),
-        (ANCHORS.masked_fill(ANCHORS == 2, 1), GRID, ROWS[4:]),  # an anchor that is dropped itself
+        (
+            ANCHORS.masked_fill(ANCHORS == 2, 1),
+            GRID,
+            ROWS[4:],
+        ),  # an anchor that is dropped itself
         (ANCHORS, GRID, ROWS[4:]),
         (ANCHORS, GRID, ROWS.repeat(2, 1)),
     ],
@@ -142,7 +158,9 @@ def test_forged_cells_are_refused(anchors: Any, grid: Any, rows: Any) -> None:
         present = {name: value for name, value in fields.items() if value is not None}
         check_inputs(ItemPlan(2, NO_KEY, tokens=4, **others), "image", present, None)
 
-    with pytest.raises(RequestError, match=r"autoprune_cells: |image_grid_thw: |pixels of nothing"):
+    with pytest.raises(
+        RequestError, match=r"autoprune_cells: |image_grid_thw: |pixels of nothing"
+    ):
         check(anchors, grid, rows)
     check(ANCHORS, GRID, ROWS)
     with pytest.raises(RequestError, match="dropped of an image that is resized"):
@@ -163,7 +181,10 @@ def test_cells_in_a_request_from_elsewhere_are_checked(
 ) -> None:
     item = feature(replace(PLAN, tokens=4).encode())
     item.data[CELLS_FIELD] = element(ANCHORS, keep_on_cpu=on_cpu)
-    item.data |= {"image_grid_thw": element(GRID, keep_on_cpu=True), "pixel_values": element(rows)}
+    item.data |= {
+        "image_grid_thw": element(GRID, keep_on_cpu=True),
+        "pixel_values": element(rows),
+    }
     rules = PlanRules(replace(served(), whole_only=whole_only), 100)
     with pytest.raises(RequestError, match=problem) if problem else nullcontext():
         _check_features(rules, [item], "", MultiModalConfig())
@@ -173,7 +194,10 @@ def test_what_plans_from_elsewhere_keep_together_is_bounded() -> None:
     def items() -> list[Any]:
         return [feature(PLAN.encode()) for _ in range(2)]
 
-    for total, problem in ((2 * PLAN.budget, ""), (2 * PLAN.budget - 1, "which may keep")):
+    for total, problem in (
+        (2 * PLAN.budget, ""),
+        (2 * PLAN.budget - 1, "which may keep"),
+    ):
         rules = PlanRules(replace(served(), rules=RequestRules(total=total)), 100)
         with pytest.raises(RequestError, match=problem) if problem else nullcontext():
             _check_features(rules, items(), "", MultiModalConfig())

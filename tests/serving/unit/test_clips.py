@@ -41,12 +41,15 @@ from vllm_autoprune.tpdsl.tokens import Grid
 
 pytestmark = pytest.mark.compat
 
-FRAMES, PER_FRAME = 8, 6
+FRAMES = 8
+PER_FRAME = 6
 GROUPS = FRAMES // 2
 """Temporal groups T of a clip, which the tower makes of two frames each."""
 TOKENS = GROUPS * PER_FRAME
 
-CLIP, OTHER, SHORT = clip(FRAMES), clip(FRAMES, 1), clip(FRAMES - 2)
+CLIP = clip(FRAMES)
+OTHER = clip(FRAMES, 1)
+SHORT = clip(FRAMES - 2)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +82,9 @@ def test_k_is_of_all_frames_and_a_clip_is_sent_once(sender: Sender) -> None:
     ):
         sent = sender.send([CLIP, OTHER], modality="video", video_budget=asked)
         assert sent.lengths == [kept, kept] == [plan.budget for plan in sent.plans]
-        assert [(plan.frames, plan.tokens) for plan in sent.plans] == [(GROUPS, TOKENS)] * 2
+        assert [(plan.frames, plan.tokens) for plan in sent.plans] == [
+            (GROUPS, TOKENS)
+        ] * 2
         assert sent.sent == [sender.cache is None or asked is None] * 2
 
 
@@ -88,9 +93,15 @@ def test_all_images_and_clips_of_a_request_have_a_bound(tiny: Path) -> None:
     rules = RequestRules("budget", total=14)
     sender = Sender(tiny, budget=8, rules=rules, **state("vcast"))
     send = partial(sender.send, modality="video")
-    assert send([CLIP]).lengths == [2 * GROUPS] and send([CLIP] * 3).lengths == [5, 5, 4]
+    assert send([CLIP]).lengths == [2 * GROUPS] and send([CLIP] * 3).lengths == [
+        5,
+        5,
+        4,
+    ]
     assert send([CLIP], beside=[picture(168, 112)]).lengths == [7]
-    assert send([CLIP] * 2, beside=[picture(56, 56)]).lengths == [5, 5], "the image has 4"
+    assert send([CLIP] * 2, beside=[picture(56, 56)]).lengths == [5, 5], (
+        "the image has 4"
+    )
     assert alone(sender, CLIP, video_budget=14)[1] == 14
     for asked in ({"video_budget": "tokens_per_frame:4"}, {"enabled": False}):
         with pytest.raises(RequestError, match="a request has 14 for them"):
@@ -102,19 +113,27 @@ def test_min_does_not_bound_a_clip_that_stays_whole_and_max_does(tiny: Path) -> 
     for least, most in ((7, 64), (1, 5)):
         rules = RequestRules("budget", least, most)
         sender = Sender(tiny, budget=8, rules=rules, **state("vcast"))
-        with nullcontext() if least > 1 else pytest.raises(RequestError, match="1 to 5 of each"):
+        with (
+            nullcontext()
+            if least > 1
+            else pytest.raises(RequestError, match="1 to 5 of each")
+        ):
             assert alone(sender, CLIP, enabled=False)[1] == TOKENS
 
 
 def test_a_row_behind_the_last_frame_counts_as_a_token(tmp_path: Path) -> None:
     """LLaVA-OneVision's newline, which is kept where all tokens are, and only if K has room."""
-    folder, frames, tokens = build("llava_onevision", tmp_path), 8, 4 * 8
+    folder = build("llava_onevision", tmp_path)
+    frames = 8
+    tokens = 4 * 8
 
     def keep(asked: Any, total: int | None = None) -> int:
         """K of a clip, as the engine's checks have it too."""
         rules = RequestRules("budget", total=total)
         sender = Sender(folder, budget=8, rules=rules, **state("vcast"))
-        (kept,) = sender.send([clip(frames)], modality="video", video_budget=asked).lengths
+        (kept,) = sender.send(
+            [clip(frames)], modality="video", video_budget=asked
+        ).lengths
         return kept
 
     assert keep("100%") == keep("tokens_per_frame:4") == keep(tokens + 1) == tokens + 1
@@ -122,10 +141,15 @@ def test_a_row_behind_the_last_frame_counts_as_a_token(tmp_path: Path) -> None:
     assert [keep(tokens, total) for total in (tokens, tokens + 1)] == [tokens] * 2
     every = state("vcast", tokens={"atom": "per_frame_budget", "k": 4})
     server = Sender(folder, 8, RequestRules("budget", total=2 * tokens), **every)
-    assert server.send([clip(frames), clip(frames, 1)], modality="video").lengths == [tokens] * 2
+    assert (
+        server.send([clip(frames), clip(frames, 1)], modality="video").lengths
+        == [tokens] * 2
+    )
 
 
-def test_identities_hold_all_that_chooses_tokens_and_nothing_else(sender: Sender) -> None:
+def test_identities_hold_all_that_chooses_tokens_and_nothing_else(
+    sender: Sender,
+) -> None:
     requests: list[tuple[Any, dict[str, Any]]] = [
         (CLIP, {}),
         (OTHER, {}),
@@ -138,7 +162,9 @@ def test_identities_hold_all_that_chooses_tokens_and_nothing_else(sender: Sender
         (CLIP, {"salt": "tenant"}),
         (CLIP, {"state": "vcast", "video_budget": 8}),
     ]
-    identities, again = ([alone(sender, c, **e)[0] for c, e in requests] for _ in range(2))
+    identities, again = (
+        [alone(sender, c, **e)[0] for c, e in requests] for _ in range(2)
+    )
     assert identities == again
     assert len({*identities}) == len(identities)
     same: list[dict[str, Any]] = [
@@ -149,7 +175,10 @@ def test_identities_hold_all_that_chooses_tokens_and_nothing_else(sender: Sender
     assert {alone(sender, CLIP, **entry)[0] for entry in same} == {identities[0]}
     unread: dict[str, Any] = {"state": "vcast", "video_budget": 8}
     for text in ("cat", "dog"):
-        assert alone(sender, CLIP, video_instructions=[text], **unread)[0] == identities[-1]
+        assert (
+            alone(sender, CLIP, video_instructions=[text], **unread)[0]
+            == identities[-1]
+        )
 
 
 def test_a_name_is_no_identity_and_finds_its_clip_again(tiny: Path) -> None:
@@ -163,14 +192,21 @@ def test_a_name_is_no_identity_and_finds_its_clip_again(tiny: Path) -> None:
     assert alone(sender, CLIP, "y") == (*named[:2], None)
 
 
-def test_a_random_draw_depends_on_the_pixels_of_a_clip_alone(tiny: Path, tmp_path: Path) -> None:
+def test_a_random_draw_depends_on_the_pixels_of_a_clip_alone(
+    tiny: Path, tmp_path: Path
+) -> None:
     """Not on its name or salt, nor on the server or the model."""
     servers = [
         Sender(tiny, budget=8, **state("vcast")).with_cache(),
         Sender(tiny, budget=4, **state("evs")),
         Sender(build("qwen2_vl", tmp_path), budget=8, **state("vcast")),
     ]
-    settings: list[dict[str, Any]] = [{}, {"uuids": ["x"]}, {"salt": "a"}, {"video_budget": 5}]
+    settings: list[dict[str, Any]] = [
+        {},
+        {"uuids": ["x"]},
+        {"salt": "a"},
+        {"video_budget": 5},
+    ]
 
     def draw(server: Sender, video: Any, **asked: Any) -> int:
         (plan,) = server.send([video], modality="video", keep="random", **asked).plans
@@ -178,15 +214,21 @@ def test_a_random_draw_depends_on_the_pixels_of_a_clip_alone(tiny: Path, tmp_pat
 
     seeds = {draw(server, CLIP, **asked) for server in servers for asked in settings}
     assert len(seeds) == 1 and draw(servers[0], OTHER) not in seeds
-    with pytest.raises(RequestError, match="drawn from pixels, and this video comes by its name"):
+    with pytest.raises(
+        RequestError, match="drawn from pixels, and this video comes by its name"
+    ):
         draw(servers[0], None, uuids=["x"])
     draw(servers[0], None, uuids=["x"], video_budget="100%")  # where nothing is drawn
 
 
 @pytest.mark.parametrize("kind", ["lru", "shm", "several"])
-def test_a_clip_has_its_plan_under_every_cache_of_processed_items(tiny: Path, kind: str) -> None:
+def test_a_clip_has_its_plan_under_every_cache_of_processed_items(
+    tiny: Path, kind: str
+) -> None:
     """Also one that is cached, or named, whose tensors most caches do not give again."""
-    uncached = Sender(tiny, budget=8, **state("vcast")).send([CLIP, SHORT], modality="video")
+    uncached = Sender(tiny, budget=8, **state("vcast")).send(
+        [CLIP, SHORT], modality="video"
+    )
     sender = Sender(tiny, budget=8, **state("vcast")).with_cache(kind)
     try:
         for clips in ([CLIP, SHORT], [CLIP, SHORT], [None, None]):
@@ -233,11 +275,19 @@ FRAMES_OF_FOUR = torch.zeros(4, 3, 2, 2)
     ("fields", "frame", "tokens"),
     [
         (
-            {"video_grid_thw": torch.tensor([4, 4, 6]), "pixel_values_videos": torch.ones(96, 2)},
-            *(None, 24),
+            {
+                "video_grid_thw": torch.tensor([4, 4, 6]),
+                "pixel_values_videos": torch.ones(96, 2),
+            },
+            None,
+            24,
         ),
         ({"pixel_values_videos": FRAMES_OF_FOUR}, (6, 1), 25),
-        ({"pixel_values_flat_video": FRAMES_OF_FOUR, CLIP_FRAMES: torch.tensor(4)}, (6, 0), 24),
+        (
+            {"pixel_values_flat_video": FRAMES_OF_FOUR, CLIP_FRAMES: torch.tensor(4)},
+            (6, 0),
+            24,
+        ),
     ],
     ids=["grid", "pooled", "tiles"],
 )
@@ -252,10 +302,17 @@ def test_a_plan_of_another_clip_is_refused(
         (replace(good, tokens=tokens + 1), "video", fields, f"N = {tokens + 1}"),
         (good, "image", fields, "is of 'image' with the pixels"),
         (good, "video", {}, "pixels of nothing"),
-        (good, "video", {"pixel_values": torch.ones(96, 2)}, "is of 'video' with the pixels"),
+        (
+            good,
+            "video",
+            {"pixel_values": torch.ones(96, 2)},
+            "is of 'video' with the pixels",
+        ),
     ]
     if CLIP_FRAMES in fields:
-        others.append((good, "video", {**fields, CLIP_FRAMES: torch.tensor(3)}, CLIP_FRAMES))
+        others.append(
+            (good, "video", {**fields, CLIP_FRAMES: torch.tensor(3)}, CLIP_FRAMES)
+        )
     for plan, modality, item, problem in others:
         with pytest.raises(RequestError, match=problem):
             check_inputs(plan, modality, item, frame)
@@ -263,8 +320,11 @@ def test_a_plan_of_another_clip_is_refused(
 
 def test_tokens_of_a_clip_are_placed_once_however_often_they_are() -> None:
     """As when a request is preempted; also those as late as they are low and far to the right."""
-    token, width, base = 9, 3, 100
-    times, rows = [0, 2, 4, 6], position_channels(4, 3, torch.device("cpu"), [0, 2, 4, 6])
+    token = 9
+    width = 3
+    base = 100
+    times = [0, 2, 4, 6]
+    rows = position_channels(4, 3, torch.device("cpu"), [0, 2, 4, 6])
     ids = torch.tensor([5, *[token] * len(rows), 6])
     positions = torch.full((3, len(ids)), base)
     positions[2, 1:-1] += width
@@ -272,7 +332,9 @@ def test_tokens_of_a_clip_are_placed_once_however_often_they_are() -> None:
         *(torch.tensor(axis) for axis in (times, [*range(4)], [0, 1, 2]))
     )
     for _ in range(2):
-        positions = _place_image_tokens(ids, positions, [rows.bfloat16()], [8, token], 0)
+        positions = _place_image_tokens(
+            ids, positions, [rows.bfloat16()], [8, token], 0
+        )
         assert torch.equal(positions[:, 1:-1].T - base, offsets)
     half = _place_image_tokens(ids, positions, [rows[20:].bfloat16()], [8, token], 21)
     assert torch.equal(half, positions)
@@ -285,16 +347,23 @@ def test_frames_and_their_times_stand_where_they_do_in_the_whole_clip(
 ) -> None:
     """The worker embeds the text of a pruned clip, all of whose tokens are placeholders."""
     sender = Sender(build(backbone, tmp_path), budget=8, **state("vcast"))
-    stock_clip, few = (sender.send([CLIP], modality="video", video_budget=k) for k in ("100%", 9))
-    (plan,), kept = few.plans, torch.tensor([0, 5, 6, 7, 14, 18, 20, 21, 23])
-    count, row = 9 + len(plan.text), next(r for r in BACKBONES.values() if r.name == backbone)
+    stock_clip, few = (
+        sender.send([CLIP], modality="video", video_budget=k) for k in ("100%", 9)
+    )
+    (plan,) = few.plans
+    kept = torch.tensor([0, 5, 6, 7, 14, 18, 20, 21, 23])
+    count = 9 + len(plan.text)
+    row = next(r for r in BACKBONES.values() if r.name == backbone)
     same = zip(stock_clip.prompt, few.prompt, strict=False)
     start = next(at for at, (before, after) in enumerate(same) if before != after)
     token = few.prompt[start]
     assert few.prompt[start : start + count] == [token] * count
     unpruned = plan.write_text([token] * TOKENS)
     length = len(unpruned)
-    assert stock_clip.prompt[start : start + length] == unpruned and not stock_clip.plans[0].text
+    assert (
+        stock_clip.prompt[start : start + length] == unpruned
+        and not stock_clip.plans[0].text
+    )
     assert few.lengths == [count] and stock_clip.lengths == [TOKENS]
 
     module, _, name = row.model.partition(":")
@@ -308,14 +377,21 @@ def test_frames_and_their_times_stand_where_they_do_in_the_whole_clip(
         return [MultiModalFeatureSpec({"video_grid_thw": grid}, "video", "", place)]
 
     is_token = torch.tensor(unpruned) == token
-    stock, delta = model.get_mrope_input_positions(stock_clip.prompt, feature(length, is_token))
-    place, clips = model.get_mrope_input_positions, feature(count, None)
+    stock, delta = model.get_mrope_input_positions(
+        stock_clip.prompt, feature(length, is_token)
+    )
+    place = model.get_mrope_input_positions
+    clips = feature(count, None)
     positions, pruned_delta = _compute_input_positions(
         place, few.prompt, clips, {0: unpruned}, {}, {0: 2}
     )
     channels = position_channels(3, 2, torch.device("cpu"), [0] * GROUPS)
-    features = ImageFeatures((Region(Grid(3, 2, tiles=GROUPS, clip=True), channels, {}),))
-    parts = ModelParts(torch.zeros_like, lambda ids: ids[:, None].float(), set_times=set_times)
+    features = ImageFeatures(
+        (Region(Grid(3, 2, tiles=GROUPS, clip=True), channels, {}),)
+    )
+    parts = ModelParts(
+        torch.zeros_like, lambda ids: ids[:, None].float(), set_times=set_times
+    )
     item = _Kept(channels[kept].bfloat16(), kept, kept)
     _insert_text(parts, [plan], [features], [item])
     rows = item.rows
@@ -326,7 +402,9 @@ def test_frames_and_their_times_stand_where_they_do_in_the_whole_clip(
     expected += range(behind, len(stock_clip.prompt))
     for _ in range(2):
         ids = torch.tensor(few.prompt)
-        positions = _place_image_tokens(ids, positions, [rows[:, -6:]], [token], 0, moves_all=True)
+        positions = _place_image_tokens(
+            ids, positions, [rows[:, -6:]], [token], 0, moves_all=True
+        )
         assert torch.equal(positions, stock[:, expected])
     assert pruned_delta - delta == length - count
 
@@ -373,7 +451,9 @@ def test_a_state_of_a_request_is_priced_at_the_size_of_its_clips(
 ) -> None:
     """Scope has no score, so that it picks nearly all tokens of every frame."""
     frames = {"tokens": {"atom": "per_frame_budget", "k": 2}}
-    dear = load_state(json.dumps({**json.loads(load_state("scope").dumps()), "frames": frames}))
+    dear = load_state(
+        json.dumps({**json.loads(load_state("scope").dumps()), "frames": frames})
+    )
     sender = Sender(tiny, budget=8, rules=RequestRules("states"), **state("vcast"))
     planner = sender._processor._planner
     names = [str(number) for number, _ in enumerate(sizes)]
@@ -386,7 +466,9 @@ def test_a_state_of_a_request_is_priced_at_the_size_of_its_clips(
 def test_a_plan_with_a_state_is_held_to_the_price_of_its_clip() -> None:
     """As plans that a client sends may carry one."""
     frames = {"tokens": {"atom": "per_frame_budget", "k": 2}}
-    dear = load_state(json.dumps({**json.loads(load_state("cdpruner").dumps()), "frames": frames}))
+    dear = load_state(
+        json.dumps({**json.loads(load_state("cdpruner").dumps()), "frames": frames})
+    )
     server = replace(served(), rules=RequestRules("states"), clips=True)
     plan = ItemPlan(8, NO_KEY, state=encode_state(dear), tokens=4096, frames=16)
     PlanRules(server, 100).check_choice(plan)

@@ -28,7 +28,9 @@ BUDGET = 1000
 def patched(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("can_allocate", "allocate", "get_freed_mm_hashes"):
         stock = getattr(EncoderCacheManager, name)
-        monkeypatch.setattr(EncoderCacheManager, name, getattr(stock, "__wrapped__", stock))
+        monkeypatch.setattr(
+            EncoderCacheManager, name, getattr(stock, "__wrapped__", stock)
+        )
     bound_encoder_steps(EncoderSteps)
 
 
@@ -84,15 +86,16 @@ def test_one_image_is_encoded_once_whatever_is_asked_about_it() -> None:
     burst = [make_request(f"r{i}", image(1)) for i in range(20)]
     assert run_step(manager, *burst) == [[0]] * 20
     later = [make_request(f"s{i}", image(1)) for i in range(20)]
-    assert run_step(manager, make_request("t", image(2)), *later, make_request("u", image(3))) == (
-        [[0]] * 22
-    )
+    assert run_step(
+        manager, make_request("t", image(2)), *later, make_request("u", image(3))
+    ) == ([[0]] * 22)
 
 
 def test_an_image_that_was_not_scheduled_is_not_taken_for_cached() -> None:
     """As where there was room for it, and no KV blocks for its request."""
     manager = EncoderCacheManager(4096)
-    waiting, second = make_request("a", image(1, 600)), make_request("b", image(2, 600))
+    waiting = make_request("a", image(1, 600))
+    second = make_request("b", image(2, 600))
     assert manager.can_allocate(waiting, 0, BUDGET, 0)
     manager.get_freed_mm_hashes()
     assert run_step(manager, waiting, second) == [[0], []]
@@ -128,7 +131,9 @@ def test_selections_by_states_of_requests_are_spread_over_steps() -> None:
     dear = load_state("prunesid")
     cost = item_cost(dear, 100)
     plans = [image(i, 100, state=encode_state(dear)) for i in range(7)]
-    taken, _ = run_step(manager, make_request("dear", *plans), make_request("own", image(9, 100)))
+    taken, _ = run_step(
+        manager, make_request("dear", *plans), make_request("own", image(9, 100))
+    )
     assert len(taken) == int(2 * DEFAULT_COST // cost) < 7
     drawn = make_request("drawn", *[replace(plan, keep="random") for plan in plans])
     assert len(run_step(EncoderCacheManager(4096), drawn)[0]) == 7, "no policy is run"
@@ -137,12 +142,15 @@ def test_selections_by_states_of_requests_are_spread_over_steps() -> None:
 def make_clip_state(name: str) -> PruningState:
     """A shipped state that prunes clips too."""
     frames = {"tokens": {"atom": "per_frame_budget", "k": 2}}
-    return load_state(json.dumps({**json.loads(load_state(name).dumps()), "frames": frames}))
+    return load_state(
+        json.dumps({**json.loads(load_state(name).dumps()), "frames": frames})
+    )
 
 
 def test_a_selection_is_priced_at_the_size_of_its_item() -> None:
     """Seconds of one core, measured in torch on one frame of 4,096 tokens: 42 and 0.008."""
-    scope, vcast = make_clip_state("scope"), load_state("vcast")
+    scope = make_clip_state("scope")
+    vcast = load_state("vcast")
     assert item_cost(scope, 576) == item_cost(scope, 64) == state_cost(scope)
     assert item_cost(scope, 4096, 1) == pytest.approx(42_000, rel=0.1)
     assert item_cost(scope, 4096, 16) < 500

@@ -49,7 +49,12 @@ from vllm_autoprune.serving.settings import DEFAULT_RULES, RequestRules
 pytestmark = pytest.mark.compat
 
 TURN = {"images": 1, "text": "and now?"}
-FIELDS = {"instructions": ["what?"], "details": ["low"], "turns": [0], "recall_turns": [TURN]}
+FIELDS = {
+    "instructions": ["what?"],
+    "details": ["low"],
+    "turns": [0],
+    "recall_turns": [TURN],
+}
 
 
 @pytest.mark.parametrize(
@@ -81,7 +86,9 @@ def test_fields_of_messages_and_the_salt_reach_the_processor(
 @pytest.mark.parametrize("name", FIELDS)
 def test_a_chat_may_not_write_what_is_read_of_its_messages(name: str) -> None:
     prompt = {_MESSAGE_FIELDS: FIELDS, KWARGS: {"autoprune": {name: FIELDS[name]}}}
-    with pytest.raises(RequestError, match=f"autoprune/{name}: is read of the messages") as caught:
+    with pytest.raises(
+        RequestError, match=f"autoprune/{name}: is read of the messages"
+    ) as caught:
         _pass_fields(prompt)
     assert ("beside the picture" in str(caught.value)) == (name == "details")
 
@@ -128,7 +135,7 @@ def refused() -> Callable[[], float]:
     return lambda: REFUSED._value.get() - before
 
 
-def processed(
+def processed(  # noqa: PLR0913
     prompt: object,
     features: list[Any],
     *,
@@ -150,16 +157,23 @@ def processed(
         get_multimodal_config=lambda: MultiModalConfig(enable_mm_embeds=embeds),
     )
     made = SimpleNamespace(
-        mm_features=features, cache_salt=salt, prompt_token_ids=[0] * 20, sampling_params=params
+        mm_features=features,
+        cache_salt=salt,
+        prompt_token_ids=[0] * 20,
+        sampling_params=params,
     )
     processor = SimpleNamespace(measure=lambda data, rows: ItemSize(span))
     renderer = SimpleNamespace(get_mm_processor=lambda: processor)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(InputProcessor, "process_inputs", lambda self, request_id, prompt: made)
+        patch.setattr(
+            InputProcessor, "process_inputs", lambda self, request_id, prompt: made
+        )
         patch.setattr(OutputProcessor, "add_request", OutputProcessor.add_request)
         watch_requests()
         process: Any = InputProcessor.process_inputs
-        return process(SimpleNamespace(model_config=config, renderer=renderer), "mine", prompt)
+        return process(
+            SimpleNamespace(model_config=config, renderer=renderer), "mine", prompt
+        )
 
 
 def hand_over(request: Any, *, fails: bool = False) -> None:
@@ -220,7 +234,9 @@ def test_parts_of_an_image_from_elsewhere_share_its_positions() -> None:
     core, delta = ItemPlan(8, (1, 2), tokens=64).split(5)
     plans = [core, delta, delta.recall(4), ItemPlan(8, (3, 4), tokens=64)]
     items = [feature(plan.encode(), plan.budget) for plan in plans]
-    assert _sum_surplus(lambda data, rows: ItemSize(span=30), items) == 2 * 30 - (5 + 3 + 4 + 8)
+    assert _sum_surplus(lambda data, rows: ItemSize(span=30), items) == 2 * 30 - (
+        5 + 3 + 4 + 8
+    )
     packed = [replace(plan, positions="packed") for plan in plans]
     items = [feature(plan.encode(), plan.budget) for plan in packed]
     assert _sum_surplus(lambda data, rows: ItemSize(span=30), items) == 0
@@ -229,7 +245,11 @@ def test_parts_of_an_image_from_elsewhere_share_its_positions() -> None:
 def test_parts_without_their_image_have_no_positions_to_share() -> None:
     """No server makes them: they would lower the positions that are counted of other images."""
     core, delta = ItemPlan(8, (1, 2), tokens=64).split(5)
-    for plans in ([delta, core], [delta.recall(4)], [replace(core, positions="packed"), delta]):
+    for plans in (
+        [delta, core],
+        [delta.recall(4)],
+        [replace(core, positions="packed"), delta],
+    ):
         items = [feature(plan.encode(), plan.budget) for plan in plans]
         for at, item in enumerate(items):
             item.mm_position.offset = 10 * at
@@ -243,10 +263,15 @@ def test_an_image_that_keeps_all_tokens_takes_as_many_positions() -> None:
     assert _sum_surplus(lambda data, rows: ItemSize(span=rows), [item]) == 0
 
 
-def test_items_are_cached_under_the_key_of_their_image_when_they_are_handed_over() -> None:
+def test_items_are_cached_under_the_key_of_their_image_when_they_are_handed_over() -> (
+    None
+):
     """Their identity, of which prefixes are made, stays theirs."""
-    core, delta = feature(PLAN.encode()), feature(PLAN.encode(), name="b")
-    prompt = rendered(keys={"a": "x", "b": "x"})  # held by vLLM until the request is handed over
+    core = feature(PLAN.encode())
+    delta = feature(PLAN.encode(), name="b")
+    prompt = rendered(
+        keys={"a": "x", "b": "x"}
+    )  # held by vLLM until the request is handed over
     request = processed(prompt, [core, delta])
     assert (core.mm_hash, delta.mm_hash) == ("a", "b")
     for _ in range(2):
@@ -284,13 +309,17 @@ def test_a_plan_from_another_process_is_checked(
         processed(ELSEWHERE, [item], rules=RequestRules("budget", explicit=True))
 
 
-def test_embeddings_from_another_process_are_kept_whole_within_what_requests_may_keep() -> None:
+def test_embeddings_from_another_process_are_kept_whole_within_what_requests_may_keep() -> (
+    None
+):
     """On a server that takes embeddings, and lets requests say ``"enabled": false``."""
     rules = RequestRules("budget", 16, 64, explicit=True, total=100)
     of_image = partial(feature, None, pixels="image_embeds")
 
     def send(*tokens: int, rules: RequestRules = rules, embeds: bool = True) -> None:
-        processed(ELSEWHERE, [of_image(count) for count in tokens], rules=rules, embeds=embeds)
+        processed(
+            ELSEWHERE, [of_image(count) for count in tokens], rules=rules, embeds=embeds
+        )
 
     send(4, 64, 32)
     for refused, problem in (
@@ -304,7 +333,9 @@ def test_embeddings_from_another_process_are_kept_whole_within_what_requests_may
             refused()
 
 
-def test_features_of_a_plan_from_elsewhere_are_kept_under_the_key_of_its_pixels() -> None:
+def test_features_of_a_plan_from_elsewhere_are_kept_under_the_key_of_its_pixels() -> (
+    None
+):
     """Under a key of the client's choice they would answer for another image."""
     keys = []
     for key, salt in (((1, 2), None), ((3, 4), None), ((1, 2), "s")):
@@ -353,10 +384,14 @@ class Server:
             for key, known in zip(keys, cached, strict=True)
         ]
         if not by_name:
-            rendering.process_again = lambda: {key: RenderedItem(process(key), []) for key in keys}
+            rendering.process_again = lambda: {
+                key: RenderedItem(process(key), []) for key in keys
+            }
         features = [
             SimpleNamespace(
-                mm_hash=key, identifier="i", data={**(item or {}), FIELD: plan_element(4)}
+                mm_hash=key,
+                identifier="i",
+                data={**(item or {}), FIELD: plan_element(4)},
             )
             for key, item in zip(keys, items, strict=True)
         ]
@@ -384,9 +419,13 @@ def test_an_image_that_came_by_name_and_was_dropped_fails_its_request_alone() ->
 
 @pytest.mark.parametrize("seed", range(20))
 def test_caches_agree_whatever_is_refused_and_overtaken(seed: int) -> None:
-    source, server, waiting = random.Random(seed), Server(images=4), list[Any]()
+    source = random.Random(seed)
+    server = Server(images=4)
+    waiting = list[Any]()
     for _ in range(300):
-        waiting.append(server.render(*source.choices("abcdefgh", k=source.randint(1, 5))))
+        waiting.append(
+            server.render(*source.choices("abcdefgh", k=source.randint(1, 5)))
+        )
         if source.random() < 0.3:
             waiting.pop(source.randrange(len(waiting)))
         while len(waiting) > source.randint(0, 4):

@@ -28,9 +28,13 @@ SIDE = 3
 @pytest.fixture
 def vision(monkeypatch: pytest.MonkeyPatch) -> _Gemma4Vision:
     """The vision side over transformers' own tower, under a state that reads all of it."""
-    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda *_: (1 << 30, 1 << 30))
+    monkeypatch.setattr(
+        torch.accelerator, "get_memory_info", lambda *_: (1 << 30, 1 << 30)
+    )
     torch.manual_seed(0)
-    config = Gemma4VisionConfig(**TINY_MODELS["gemma4"]["vision"], attn_implementation="eager")
+    config = Gemma4VisionConfig(
+        **TINY_MODELS["gemma4"]["vision"], attn_implementation="eager"
+    )
     model: Any = SimpleNamespace(
         vision_tower=Gemma4VisionModel(config).eval(),
         config=SimpleNamespace(vision_config=config),
@@ -39,14 +43,18 @@ def vision(monkeypatch: pytest.MonkeyPatch) -> _Gemma4Vision:
         _enable_mm_lora=False,
         _encoder_chunk=lambda *_: 2,
     )
-    model._parse_and_validate_image_input = partial(Stock._parse_and_validate_image_input, model)
+    model._parse_and_validate_image_input = partial(
+        Stock._parse_and_validate_image_input, model
+    )
     model._process_image_input = partial(Stock._process_image_input, model)
     return _Gemma4Vision(model, served({"/rank_at": "merger_in"}))
 
 
 def make_image(height: int, width: int, padded: int) -> dict[str, torch.Tensor]:
     """Patches of an image of so many tokens, padded as the processor pads them."""
-    rows, columns = torch.meshgrid(*map(torch.arange, (height * SIDE, width * SIDE)), indexing="ij")
+    rows, columns = torch.meshgrid(
+        *map(torch.arange, (height * SIDE, width * SIDE)), indexing="ij"
+    )
     places = torch.stack([columns, rows], dim=2).flatten(0, 1)
     pixels = torch.rand(len(places), 48, generator=torch.Generator().manual_seed(width))
     missing = padded * SIDE**2 - len(places)
@@ -58,19 +66,35 @@ def make_image(height: int, width: int, padded: int) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def test_what_policies_read_is_what_transformers_computes(vision: _Gemma4Vision) -> None:
+def test_what_policies_read_is_what_transformers_computes(
+    vision: _Gemma4Vision,
+) -> None:
     """Of images of any aspect and of several numbers of patches, whatever is beside them."""
     sizes = [(5, 7, 40), (2, 3, 20), (7, 4, 40), (1, 40, 40)]
     inputs = [make_image(*size) for size in sizes]
-    images = vision.images({name: [image[name] for image in inputs] for name in inputs[0]})
-    assert [image.tokens for image in images] == [height * width for height, width, _ in sizes]
-    tower, side = vision._model.vision_tower, SIDE
+    images = vision.images(
+        {name: [image[name] for image in inputs] for name in inputs[0]}
+    )
+    assert [image.tokens for image in images] == [
+        height * width for height, width, _ in sizes
+    ]
+    tower = vision._model.vision_tower
+    side = SIDE
     together = vision.encode([image.inputs for image in images])
-    for (height, width, _), image, features in zip(sizes, images, together, strict=True):
-        (region,), (alone,) = features.regions, vision.encode([image.inputs])[0].regions
-        assert (region.grid.height, region.grid.width, region.grid.tiles) == (height, width, 1)
+    for (height, width, _), image, features in zip(
+        sizes, images, together, strict=True
+    ):
+        (region,) = features.regions
+        (alone,) = vision.encode([image.inputs])[0].regions
+        assert (region.grid.height, region.grid.width, region.grid.tiles) == (
+            height,
+            width,
+            1,
+        )
         count = height * side * width * side
-        pixels, places = (part[None] for name, part in image.inputs.items() if name != "grid")
+        pixels, places = (
+            part[None] for name, part in image.inputs.items() if name != "grid"
+        )
         entering: dict[str, torch.Tensor] = {}
         handle = tower.pooler.register_forward_pre_hook(
             lambda _, args, named, seen=entering: seen.update(named), with_kwargs=True
@@ -81,7 +105,9 @@ def test_what_policies_read_is_what_transformers_computes(vision: _Gemma4Vision)
         cells = cells.transpose(1, 2).reshape(height * width, side**2, -1)
         attention = output.attentions[-1][0, :, :count, :count].mean(dim=(0, 1))
         attention = attention.view(height, side, width, side).mean(dim=(1, 3)).flatten()
-        norms = torch.stack([cells.abs().sum(dim=2), cells.norm(dim=2)], dim=2).mean(dim=1)
+        norms = torch.stack([cells.abs().sum(dim=2), cells.norm(dim=2)], dim=2).mean(
+            dim=1
+        )
         for expected, part in (
             (output.last_hidden_state, region.projected),
             (cells.mean(dim=1), region.signals["encoder"]),
@@ -106,17 +132,26 @@ def test_a_request_may_encode_more_tokens_and_keep_as_many(tmp_path: Path) -> No
     sender = Sender(build("gemma4", tmp_path), 40, placeholder="")
     seen = set()
     for most, expected in N.items():
-        for kwargs in ({"max_soft_tokens": most}, {"images_kwargs": {"max_soft_tokens": most}}):
+        for kwargs in (
+            {"max_soft_tokens": most},
+            {"images_kwargs": {"max_soft_tokens": most}},
+        ):
             inputs = ProcessorInputs(
                 sender.info.get_tokenizer().encode("user <image_soft_token> what"),
                 sender.info.parse_mm_data({"image": [picture(330, 300)]}),
-                hf_processor_mm_kwargs={**kwargs, REQUEST_FIELD: {"instructions": ["what"]}},
+                hf_processor_mm_kwargs={
+                    **kwargs,
+                    REQUEST_FIELD: {"instructions": ["what"]},
+                },
             )
             made = sender._processor.apply(inputs, TimingContext(enabled=False))
-            (place,), (item,) = made["mm_placeholders"]["image"], made["mm_kwargs"]["image"]
+            (place,) = made["mm_placeholders"]["image"]
+            (item,) = made["mm_kwargs"]["image"]
             plan = ItemPlan.decode(item[FIELD].data)
             assert (plan.tokens, plan.budget, place.length) == (expected, 40, 42)
-            assert place.extract_embeds_range() == [(place.offset + 1, place.offset + 40)]
+            assert place.extract_embeds_range() == [
+                (place.offset + 1, place.offset + 40)
+            ]
             assert len(item["pixel_values"].data) == most * SIDE**2
             seen.add(made["mm_hashes"]["image"][0])
     assert len(seen) == 2 * len(N)

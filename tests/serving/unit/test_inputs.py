@@ -13,7 +13,10 @@ from vllm_autoprune.serving.inputs import CLIP_FRAMES, check_inputs
 from vllm_autoprune.serving.plan import NO_KEY, ItemPlan
 
 IMAGE_PLAN = ItemPlan(8, NO_KEY, tokens=49)
-GRID = {"image_grid_thw": torch.tensor([1, 14, 14]), "pixel_values": torch.zeros(196, 12)}
+GRID = {
+    "image_grid_thw": torch.tensor([1, 14, 14]),
+    "pixel_values": torch.zeros(196, 12),
+}
 
 FRAMES = [(0, 5), (6, 5), (12, 5), (18, 5), (24, 5)]
 CLIP_PLAN = ItemPlan(8, NO_KEY, tokens=24, frames=4, text=tuple(FRAMES))
@@ -27,7 +30,10 @@ TILES = {"num_patches": torch.tensor(5), "pixel_values": torch.zeros(5, 3, 8, 8)
 TILES["pixel_attention_mask"] = torch.ones(5, 8, 8, dtype=torch.int64)
 TILES_PLAN = ItemPlan(8, NO_KEY, tokens=45, text=((0, 5), (9, 5), (45, 5)))
 
-SIZED = {"image_sizes": torch.tensor([224, 168]), "pixel_values": torch.zeros(5, 3, 56, 56)}
+SIZED = {
+    "image_sizes": torch.tensor([224, 168]),
+    "pixel_values": torch.zeros(5, 3, 56, 56),
+}
 
 PLACES = {
     "pixel_position_ids": torch.tensor([[0, 0], [1, 0], [0, 1], [1, 1], [-1, -1]]),
@@ -57,7 +63,9 @@ def text(*at: int) -> tuple[tuple[int, int], ...]:
         (IMAGE_PLAN, "image", PLACES),
     ],
 )
-def test_what_fits_is_accepted(plan: ItemPlan, modality: str, fields: dict[str, Any]) -> None:
+def test_what_fits_is_accepted(
+    plan: ItemPlan, modality: str, fields: dict[str, Any]
+) -> None:
     check_inputs(plan, modality, fields, None)
 
 
@@ -67,21 +75,54 @@ def test_what_fits_is_accepted(plan: ItemPlan, modality: str, fields: dict[str, 
         *(
             (IMAGE_PLAN, GRID, grid(*sides), "image_grid_thw")
             for sides in (
-                *((1, 1, 196), (1, 28, 7), (1, 14, 12), (0, 14, 14), (1, -14, -14), (4, 7, 7)),
-                *((4, 14, 14), (1, 14), (1, 2**32, 2**32), (2**62, 2, 2)),
+                (1, 1, 196),
+                (1, 28, 7),
+                (1, 14, 12),
+                (0, 14, 14),
+                (1, -14, -14),
+                (4, 7, 7),
+                (4, 14, 14),
+                (1, 14),
+                (1, 2**32, 2**32),
+                (2**62, 2, 2),
             )
         ),
-        (IMAGE_PLAN, GRID, {"image_grid_thw": torch.tensor([1.0, 14.0, 14.0])}, "image_grid_thw"),
+        (
+            IMAGE_PLAN,
+            GRID,
+            {"image_grid_thw": torch.tensor([1.0, 14.0, 14.0])},
+            "image_grid_thw",
+        ),
         (IMAGE_PLAN, GRID, {"image_grid_thw": [1, 14, 14]}, "image_grid_thw"),
         (IMAGE_PLAN, GRID, {"image_grid_thw": "14"}, "no tensor of numbers"),
-        (IMAGE_PLAN, GRID, {"more": torch.zeros(2, device="meta")}, "no tensor of numbers"),
-        (IMAGE_PLAN, GRID, {"more": torch.zeros(2, dtype=torch.complex64)}, "no tensor of numbers"),
+        (
+            IMAGE_PLAN,
+            GRID,
+            {"more": torch.zeros(2, device="meta")},
+            "no tensor of numbers",
+        ),
+        (
+            IMAGE_PLAN,
+            GRID,
+            {"more": torch.zeros(2, dtype=torch.complex64)},
+            "no tensor of numbers",
+        ),
         (IMAGE_PLAN, GRID, {"pixel_values": None}, "no tensor of numbers"),
         (IMAGE_PLAN, GRID, {"pixel_values": [1.0]}, "no rows of pixels"),
         (IMAGE_PLAN, GRID, {"pixel_values": torch.zeros(0, 12)}, "no rows of pixels"),
         (IMAGE_PLAN, GRID, {"pixel_values": torch.zeros(196)}, "no rows of pixels"),
-        (IMAGE_PLAN, GRID, {"pixel_values": torch.zeros(196, 12).long()}, "pixels of torch.int64"),
-        (IMAGE_PLAN, GRID, {"pixel_values": torch.full((196, 12), torch.inf)}, "not finite"),
+        (
+            IMAGE_PLAN,
+            GRID,
+            {"pixel_values": torch.zeros(196, 12).long()},
+            "pixels of torch.int64",
+        ),
+        (
+            IMAGE_PLAN,
+            GRID,
+            {"pixel_values": torch.full((196, 12), torch.inf)},
+            "not finite",
+        ),
         (IMAGE_PLAN, GRID, {"pixel_values": torch.zeros(192, 12)}, "196 patches"),
         (replace(IMAGE_PLAN, tokens=48), GRID, {}, "N = 48, and its item has 49"),
         (
@@ -92,17 +133,47 @@ def test_what_fits_is_accepted(plan: ItemPlan, modality: str, fields: dict[str, 
         ),
         (CLIP_PLAN, CLIP, grid(5, 4, 6, modality="video"), "T = 4, and its clip has 5"),
         (CLIP_PLAN, CLIP, grid(4, 3, 8, modality="video"), "video_grid_thw"),
-        (replace(CLIP_PLAN, text=text(0, 10**6)), CLIP, {}, "behind token 1000000 of N = 24"),
-        (replace(CLIP_PLAN, text=text(0, 6, 12)), CLIP, {}, "not between its T = 4 frames"),
-        (replace(CLIP_PLAN, text=text(0, 6, 7, 12, 18)), CLIP, {}, "not between its T = 4 frames"),
-        (replace(CLIP_PLAN, budget=24), CLIP, {}, "has text as whole, K = 24 of N = 24"),
+        (
+            replace(CLIP_PLAN, text=text(0, 10**6)),
+            CLIP,
+            {},
+            "behind token 1000000 of N = 24",
+        ),
+        (
+            replace(CLIP_PLAN, text=text(0, 6, 12)),
+            CLIP,
+            {},
+            "not between its T = 4 frames",
+        ),
+        (
+            replace(CLIP_PLAN, text=text(0, 6, 7, 12, 18)),
+            CLIP,
+            {},
+            "not between its T = 4 frames",
+        ),
+        (
+            replace(CLIP_PLAN, budget=24),
+            CLIP,
+            {},
+            "has text as whole, K = 24 of N = 24",
+        ),
         *(
-            (CLIP_PLAN, CLIP, {"second_per_grid_ts": torch.tensor(seconds)}, "second_per_grid_ts")
+            (
+                CLIP_PLAN,
+                CLIP,
+                {"second_per_grid_ts": torch.tensor(seconds)},
+                "second_per_grid_ts",
+            )
             for seconds in (-1.0, 1e9, float("nan"), float("inf"))
         ),
         (TILES_PLAN, TILES, {"num_patches": torch.tensor(4)}, "num_patches"),
         (TILES_PLAN, TILES, {"num_patches": torch.tensor([5])}, "num_patches"),
-        (TILES_PLAN, TILES, {"pixel_attention_mask": torch.ones(4, 8, 8)}, "pixel_attention_mask"),
+        (
+            TILES_PLAN,
+            TILES,
+            {"pixel_attention_mask": torch.ones(4, 8, 8)},
+            "pixel_attention_mask",
+        ),
         (replace(TILES_PLAN, text=text(46)), TILES, {}, "behind token 46 of N = 45"),
         *(
             (IMAGE_PLAN, SIZED, {"image_sizes": torch.tensor(size)}, "image_sizes")
@@ -129,7 +200,9 @@ def test_what_does_not_fit_is_refused(
 
 
 def test_an_item_has_pixels_of_its_modality_alone() -> None:
-    video = {name: value for name, value in CLIP.items() if name != "pixel_values_videos"}
+    video = {
+        name: value for name, value in CLIP.items() if name != "pixel_values_videos"
+    }
     for plan, modality, fields in (
         (CLIP_PLAN, "video", video),
         (CLIP_PLAN, "video", {**video, **GRID}),

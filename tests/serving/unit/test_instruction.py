@@ -51,19 +51,39 @@ def said(role: str, content: object, **fields: object) -> dict[str, Any]:
         {"image_url": {"url": "http://x/y.png"}},
     ],
 )
-def test_an_image_of_every_form_has_its_text_and_its_detail(image: dict[str, Any]) -> None:
-    for question in ({"type": "input_text", "text": "what?"}, {"text": "what?"}, "what?"):
+def test_an_image_of_every_form_has_its_text_and_its_detail(
+    image: dict[str, Any],
+) -> None:
+    for question in (
+        {"type": "input_text", "text": "what?"},
+        {"text": "what?"},
+        "what?",
+    ):
         assert extract_fields([user(image, question)])["instructions"] == ["what?"]
-    others: list[Any] = [{"type": "audio_url"}, {"type": "text", "text": None}, {}, None, 3]
+    others: list[Any] = [
+        {"type": "audio_url"},
+        {"type": "text", "text": None},
+        {},
+        None,
+        3,
+    ]
     assert extract_fields([user(*others, text("what?"))])["instructions"] == []
-    assert extract_fields([user(*others, image, text("what?"))])["instructions"] == ["what?"]
+    assert extract_fields([user(*others, image, text("what?"))])["instructions"] == [
+        "what?"
+    ]
     level: object
     for level in ("low", "high", "auto", "LOW", 1, {}):
         where: Any = image.get("image_url")
         detail: dict[str, object] = {"detail": level}
-        detailed = {**image, "image_url": {**where, **detail}} if isinstance(where, dict) else None
+        detailed = (
+            {**image, "image_url": {**where, **detail}}
+            if isinstance(where, dict)
+            else None
+        )
         expected = level if level in ("low", "high") else None
-        assert extract_fields([user(detailed or {**image, **detail})])["details"] == [expected]
+        assert extract_fields([user(detailed or {**image, **detail})])["details"] == [
+            expected
+        ]
 
 
 ANSWER = said("assistant", "It is red.")
@@ -75,7 +95,12 @@ ANSWER = said("assistant", "It is red.")
         ([user(text(" look: "), URL, text("what?\n"))], ["look: \nwhat?"], [0]),
         ([user(URL, text("same?"), URL)], ["same?", "same?"], [0, 0]),
         (
-            [user(URL, text("first")), ANSWER, user(text("2nd"), URL), user(text("And now?"))],
+            [
+                user(URL, text("first")),
+                ANSWER,
+                user(text("2nd"), URL),
+                user(text("And now?")),
+            ],
             ["first", "2nd"],
             [0, 2],
         ),
@@ -106,11 +131,20 @@ BILLING = "x-anthropic-billing-header: cch=1"
             [TASK, said("assistant", [text("I click.")]), said("tool", "Done.")],
             "Buy a lamp.\nDone.",
         ),
-        ([TASK, said("assistant", "", reasoning="Hm."), said("tool", "")], "Buy a lamp."),
-        ([TASK, said("assistant", "I click."), said("user", "Red.")], "Buy a lamp.\nRed."),
+        (
+            [TASK, said("assistant", "", reasoning="Hm."), said("tool", "")],
+            "Buy a lamp.",
+        ),
+        (
+            [TASK, said("assistant", "I click."), said("user", "Red.")],
+            "Buy a lamp.\nRed.",
+        ),
         ([said("system", f"{BILLING}\nRead totals.")], "Read totals."),
         ([said("system", BILLING)], ""),
-        ([said("system", "Be brief."), TASK, said("assistant", "I.")], "Buy a lamp.\nI."),
+        (
+            [said("system", "Be brief."), TASK, said("assistant", "I.")],
+            "Buy a lamp.\nI.",
+        ),
         ([], ""),
     ],
     ids=str,
@@ -119,14 +153,19 @@ def test_an_image_without_text_has_the_task_and_what_was_said_last(
     before: list[dict[str, Any]], read: str
 ) -> None:
     for shot, count in ((user(URL, URL), 2), (said("tool", [URL]), 1)):
-        fields = extract_fields([*before, shot, said("assistant", "And?"), user(text("Blue?"))])
+        fields = extract_fields(
+            [*before, shot, said("assistant", "And?"), user(text("Blue?"))]
+        )
         assert fields["instructions"][-count:] == [read] * count
         assert fields["turns"][-count:] == [None] * count
 
 
 def test_neither_a_long_task_nor_a_long_page_hides_the_other() -> None:
-    task, page = LONG + "Buy a lamp.", LONG + "Lamps: 3"
-    (read,) = extract_fields([said("user", task), said("tool", page), user(URL)])["instructions"]
+    task = LONG + "Buy a lamp."
+    page = LONG + "Lamps: 3"
+    (read,) = extract_fields([said("user", task), said("tool", page), user(URL)])[
+        "instructions"
+    ]
     assert "Buy a lamp.\n" in read and read.endswith("Lamps: 3")
     assert len(read) < 4 * 256
 
@@ -144,13 +183,21 @@ def test_neither_a_long_task_nor_a_long_page_hides_the_other() -> None:
         (["USER: what?\n", ""], ["what?"] * 2, None, [None, None]),
         (["USER:", "\nwhat?"], ["what?"] * 2, [0, 0], [0, None]),
         (["USER: one two"], ["one\ntwo"], [0], [None]),  # parts joined by the template
-        (["USER: what? ASSISTANT: a USER:"], ["what?"], [2], [0]),  # asked earlier as well
+        (
+            ["USER: what? ASSISTANT: a USER:"],
+            ["what?"],
+            [2],
+            [0],
+        ),  # asked earlier as well
         (["Say what you see. USER:"], ["what"], [1], [0]),
         (["USER:"], [""], None, [None]),
     ],
 )
 def test_turns_end_where_a_question_does(
-    before: list[str], texts: list[str], turns: list[int | None] | None, expected: list[int | None]
+    before: list[str],
+    texts: list[str],
+    turns: list[int | None] | None,
+    expected: list[int | None],
 ) -> None:
     assert find_question_turns(before, texts, turns) == expected
 
@@ -196,7 +243,9 @@ def test_later_user_turns_without_an_image_are_marked_in_front_of_their_text() -
     ],
     ids=str,
 )
-def test_no_turn_is_marked_where_marks_could_be_mistaken(other: dict[str, object]) -> None:
+def test_no_turn_is_marked_where_marks_could_be_mistaken(
+    other: dict[str, object],
+) -> None:
     messages = [user(URL, text("What is it?")), other, said("user", "Sure?")]
     assert mark_recall_turns(messages, "<image>", "") == (messages, [])
 
@@ -204,7 +253,14 @@ def test_no_turn_is_marked_where_marks_could_be_mistaken(other: dict[str, object
 # ---- prompts without messages ----
 
 TOKEN = 9
-WORDS = {1: "USER:", 2: "ASSISTANT:", 3: "what?", 4: "where?", 5: "<image>\n", TOKEN: "<image>"}
+WORDS = {
+    1: "USER:",
+    2: "ASSISTANT:",
+    3: "what?",
+    4: "where?",
+    5: "<image>\n",
+    TOKEN: "<image>",
+}
 
 
 def decode(ids: Sequence[int]) -> str:
@@ -221,13 +277,18 @@ def decode(ids: Sequence[int]) -> str:
         ([1, 3, 2], " ASSISTANT:", "USER: what?"),
     ],
 )
-def test_the_instruction_of_a_prompt(ids: list[int], suffix: str, expected: str) -> None:
+def test_the_instruction_of_a_prompt(
+    ids: list[int], suffix: str, expected: str
+) -> None:
     assert extract_prompt_instruction(ids, TOKEN, decode, suffix) == expected
 
 
 def test_the_instruction_of_a_prompt_whose_images_are_no_tokens() -> None:
     ids = [1, 5, 3, 5, 4, 2]
-    assert extract_prompt_instruction(ids, TOKEN, decode, " ASSISTANT:", "<image>") == "where?"
+    assert (
+        extract_prompt_instruction(ids, TOKEN, decode, " ASSISTANT:", "<image>")
+        == "where?"
+    )
 
 
 # ---- tokens of an instruction ----
@@ -248,7 +309,12 @@ IMAGE_ID = 4
         ("", ("words",), "", ""),
         ("ab " * 300, ("words",), "", "ab" * (LANGUAGE_IDS // 2)),
         # Only the end of a long text is read.
-        (LONG, ("instruction", "language"), LONG[-RELEVANCE_IDS:], LONG[-LANGUAGE_IDS:]),
+        (
+            LONG,
+            ("instruction", "language"),
+            LONG[-RELEVANCE_IDS:],
+            LONG[-LANGUAGE_IDS:],
+        ),
     ],
     ids=lambda value: str(value)[:20],
 )
@@ -266,17 +332,32 @@ def test_instructions_are_tokenized_for_states_that_read_them(
     assert ids == (tuple(map(ord, relevance)), tuple(map(ord, language)))
 
 
-@pytest.mark.parametrize("tail", ["", "what is on the table?", "x" * 50, " two  spaces "])
+@pytest.mark.parametrize(
+    "tail", ["", "what is on the table?", "x" * 50, " two  spaces "]
+)
 def test_the_end_of_a_text_of_words_has_the_last_ids_of_all_of_it(tail: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(str(LLAVA))
     clip = AutoTokenizer.from_pretrained(str(CLIP))
     source = Random(3)
-    known = ["red", "circle", "what", "is", "left", "of", "the", "three", "?", "Strasse", "\u4f60"]
+    known = [
+        "red",
+        "circle",
+        "what",
+        "is",
+        "left",
+        "of",
+        "the",
+        "three",
+        "?",
+        "Strasse",
+        "\u4f60",
+    ]
     text = " ".join(source.choice(known) for _ in range(20_000)) + tail
     end = truncate_text(text)
     assert text.endswith(end) and len(end) <= MAX_CHARACTERS
     last, every = (
-        tokenizer.encode(part, add_special_tokens=False)[-RELEVANCE_IDS:] for part in (end, text)
+        tokenizer.encode(part, add_special_tokens=False)[-RELEVANCE_IDS:]
+        for part in (end, text)
     )
     assert last == every
     ids = truncate_clip_ids(tuple(clip(end, verbose=False)["input_ids"]))
@@ -294,5 +375,7 @@ def test_the_end_of_a_text_of_words_has_the_last_ids_of_all_of_it(tail: str) -> 
         ("12 x 3", ["12", "x", "3"]),
     ],
 )
-def test_frequent_words_and_endings_of_benchmarks_are_left_out(text: str, words: list[str]) -> None:
+def test_frequent_words_and_endings_of_benchmarks_are_left_out(
+    text: str, words: list[str]
+) -> None:
     assert split_content_words(text) == words

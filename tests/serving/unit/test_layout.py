@@ -27,7 +27,8 @@ from vllm_autoprune.serving.settings import RequestRules
 from vllm_autoprune.tpdsl.cost import DEFAULT_COST, state_cost
 from vllm_autoprune.tpdsl.loading import load_state
 
-TEXT, TOKEN = 1, 9
+TEXT = 1
+TOKEN = 9
 
 
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=12), st.integers(1, 5000))
@@ -39,7 +40,9 @@ def test_shares_sum_to_the_total_and_never_exceed_what_each_has(
     assert all(0 <= budget <= size for budget, size in zip(budgets, sizes, strict=True))
     assert total < len(sizes) or min(budgets) >= 1
     # An image that could take more has at least what any other has, but for the remainder.
-    unfilled = [budget for budget, size in zip(budgets, sizes, strict=True) if budget < size]
+    unfilled = [
+        budget for budget, size in zip(budgets, sizes, strict=True) if budget < size
+    ]
     assert all(max(budgets) - budget <= 1 for budget in unfilled)
 
 
@@ -63,15 +66,23 @@ def test_a_core_ends_on_the_nearest_edge_of_a_block(
 
 def test_deltas_of_a_turn_follow_its_last_image() -> None:
     ids = [TEXT, TOKEN, TEXT, TOKEN, TEXT, TOKEN, TEXT, TOKEN]
-    slots = [Slot(0, 20, core=10, turn=0), Slot(1, 40, core=20, turn=0), Slot(2, 40, core=30)]
+    slots = [
+        Slot(0, 20, core=10, turn=0),
+        Slot(1, 40, core=20, turn=0),
+        Slot(2, 40, core=30),
+    ]
     recalled = Slot(2, 5, "recall", turn=0)
     # The second core begins at 1 + 10 + 1 = 12; the third image at 12 + 20 + 10 + 20 + 1 = 63.
     assert split_slots(ids, TOKEN, [*slots, recalled], 16) == (
         [TEXT, TOKEN, TEXT, *[TOKEN] * 3, TEXT, *[TOKEN] * 2, TEXT, TOKEN],
         [
-            *(Slot(0, 10, "core", 10), Slot(1, 20, "core", 20)),
-            *(Slot(0, 10, "delta", 10), Slot(1, 20, "delta", 20)),
-            *(Slot(2, 33, "core", 33), Slot(2, 7, "delta", 33), recalled),
+            Slot(0, 10, "core", 10),
+            Slot(1, 20, "core", 20),
+            Slot(0, 10, "delta", 10),
+            Slot(1, 20, "delta", 20),
+            Slot(2, 33, "core", 33),
+            Slot(2, 7, "delta", 33),
+            recalled,
         ],
     )
     for image_ids, slot in (
@@ -84,7 +95,9 @@ def test_deltas_of_a_turn_follow_its_last_image() -> None:
 
 @given(
     st.lists(
-        st.tuples(st.integers(1, 80), st.integers(0, 79), st.integers(0, 1), st.integers(0, 5)),
+        st.tuples(
+            st.integers(1, 80), st.integers(0, 79), st.integers(0, 1), st.integers(0, 5)
+        ),
         min_size=1,
         max_size=5,
     ),
@@ -93,11 +106,15 @@ def test_deltas_of_a_turn_follow_its_last_image() -> None:
 def test_every_image_keeps_its_budget_and_the_text_stays(
     drawn: list[tuple[int, int, int, int]], block: int
 ) -> None:
-    images, ids = [], list[int]()
+    images = []
+    ids = list[int]()
     for i, (budget, core, turn, words) in enumerate(drawn):
         images.append(Slot(i, budget, core=min(core, budget - 1), turn=turn))
         ids += [TEXT] * words + [TOKEN]
-    new_ids, slots = split_slots([*ids, TEXT], TOKEN, images, block) or ([*ids, TEXT], images)
+    new_ids, slots = split_slots([*ids, TEXT], TOKEN, images, block) or (
+        [*ids, TEXT],
+        images,
+    )
     assert new_ids.count(TEXT) == ids.count(TEXT) + 1
     assert new_ids.count(TOKEN) == len(slots)
     for image in images:
@@ -106,7 +123,9 @@ def test_every_image_keeps_its_budget_and_the_text_stays(
         assert sum(slot.budget for slot in of_image) == image.budget
         assert all(slot.budget > 0 for slot in of_image)
     # The last core of a turn, which its delta follows, ends on the edge of a block.
-    position, unread, before = 0, iter(slots), Slot(-1, 0)
+    position = 0
+    unread = iter(slots)
+    before = Slot(-1, 0)
     for token in new_ids:
         slot = next(unread) if token == TOKEN else Slot(-1, 1)
         if (before.part, before.image) == ("core", slot.image):
@@ -119,7 +138,9 @@ def test_every_image_keeps_its_budget_and_the_text_stays(
 
 
 def turns(*images: int) -> list[RecallTurn]:
-    return [RecallTurn(images=count, text=f"question {i}") for i, count in enumerate(images)]
+    return [
+        RecallTurn(images=count, text=f"question {i}") for i, count in enumerate(images)
+    ]
 
 
 def plans(*sizes: tuple[int, int]) -> list[ItemPlan]:
@@ -151,7 +172,8 @@ def test_a_turn_splits_its_tokens_over_the_images_before_it(
 
 
 def test_later_turns_do_not_change_what_earlier_ones_recall() -> None:
-    images, places = plans((8, 144), (16, 100), (4, 20)), (1, 2, 2, 3, 3)
+    images = plans((8, 144), (16, 100), (4, 20))
+    places = (1, 2, 2, 3, 3)
     longer = choose_recalls(turns(*places), 7, images, "abc")
     for count in range(5):
         shorter = choose_recalls(turns(*places)[:count], 7, images, "abc")
@@ -188,11 +210,15 @@ def test_marks_become_an_image_token_for_every_item() -> None:
 
 def test_recalls_stay_within_the_range_of_requests(folder: Any) -> None:
     """K = 8 of 64 tokens and a range that ends at 10: two more, whatever is asked for."""
-    asked: Any = {"recall_turns": [{"images": 1, "text": f"turn {i}"} for i in range(3)]}
+    asked: Any = {
+        "recall_turns": [{"images": 1, "text": f"turn {i}"} for i in range(3)]
+    }
     sender = Sender(folder, 8, RequestRules("budget", 1, 10, explicit=True))
     assert sender.send([LARGE], recall=9, **asked).lengths == [8, 2]
     assert sender.send([LARGE], recall=9, budget=10, **asked).lengths == [10]
-    by_operator = Sender(folder, 8, RequestRules("budget", 1, 10, explicit=True, recall=9))
+    by_operator = Sender(
+        folder, 8, RequestRules("budget", 1, 10, explicit=True, recall=9)
+    )
     assert by_operator.send([LARGE], **asked).lengths == [8, 9, 9, 9], "not asked for"
 
 

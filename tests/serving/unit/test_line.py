@@ -39,17 +39,20 @@ class Prompt:
 
     def rows(self, number: int, low: int, high: int) -> Tensor:
         """Rows of an item from ``low`` to ``high``, with the channels of its plan."""
-        plan, stands = self.plans[number], self.kept[number]
+        plan = self.plans[number]
+        stands = self.kept[number]
         bare = torch.zeros(len(stands), WIDTH)
         if plan is None:
             return bare[low:high]
         return _carry_positions(LINE, plan, bare, stands, plan.tokens)[low:high]
 
 
-def write_prompt(seed: int) -> Prompt:
+def write_prompt(seed: int) -> Prompt:  # noqa: PLR0915
     """A random prompt: text, images with marks around them, cores with deltas, packed ones."""
     rng = Random(seed)
-    places, kept, expected = list[PlaceholderRange](), list[Tensor](), list[int]()
+    places = list[PlaceholderRange]()
+    kept = list[Tensor]()
+    expected = list[int]()
     plans = dict[int, ItemPlan | None]()
     at = 0
 
@@ -58,12 +61,17 @@ def write_prompt(seed: int) -> Prompt:
         expected.extend(range(at, at + count))
         at += count
 
-    def write_item(plan: ItemPlan | None, tokens: list[int], marks: int, start: int | None) -> None:
+    def write_item(
+        plan: ItemPlan | None, tokens: list[int], marks: int, start: int | None
+    ) -> None:
         """``start``: where the first token of the image stands, None for one after the other."""
         nonlocal at
-        offset, count = len(expected), len(tokens)
+        offset = len(expected)
+        count = len(tokens)
         is_embed = torch.tensor([False] * marks + [True] * count + [False] * marks)
-        places.append(PlaceholderRange(offset, len(is_embed), is_embed if marks else None))
+        places.append(
+            PlaceholderRange(offset, len(is_embed), is_embed if marks else None)
+        )
         plans[len(plans)] = plan
         write_text(marks)
         if start is None:
@@ -74,7 +82,8 @@ def write_prompt(seed: int) -> Prompt:
 
     for number in range(rng.randint(1, 5)):
         write_text(rng.randint(1, 9))
-        size, marks = rng.randint(6, 40), rng.choice([0, 0, 2])
+        size = rng.randint(6, 40)
+        marks = rng.choice([0, 0, 2])
         budget = rng.randint(2, size - 1)
         tokens = sorted(rng.sample(range(size), budget))
         plan = ItemPlan(budget, (number + 1, 0), tokens=size)
@@ -118,7 +127,8 @@ def prefill(prompt: Prompt, edges: list[int]) -> tuple[Tensor, int]:
     for low, high in zip([0, *edges], [*edges, prompt.length], strict=True):
         embeddings = []
         for number, place in enumerate(prompt.places):
-            start, end = max(low, place.offset), min(high, place.offset + place.length)
+            start = max(low, place.offset)
+            end = min(high, place.offset + place.length)
             if start >= end:
                 continue
             rows_of_step = (start - place.offset, end - place.offset)
@@ -139,7 +149,8 @@ def prefill(prompt: Prompt, edges: list[int]) -> tuple[Tensor, int]:
 @pytest.mark.parametrize("seed", range(60))
 def test_every_token_stands_where_it_does_in_the_whole_prompt(seed: int) -> None:
     """Text, marks, kept tokens and what is decoded; whatever the edges of chunks are."""
-    prompt, rng = write_prompt(seed), Random(seed)
+    prompt = write_prompt(seed)
+    rng = Random(seed)
     edges = sorted(rng.sample(range(1, prompt.length), min(3, prompt.length - 1)))
     for steps in ([], edges):
         positions, delta = prefill(prompt, steps)
@@ -151,8 +162,11 @@ def test_every_token_stands_where_it_does_in_the_whole_prompt(seed: int) -> None
 def test_parts_that_come_as_embeddings_are_text() -> None:
     """vLLM leaves them out of the features of a prompt, and gives their rows with an image's."""
     plan = ItemPlan(2, (1, 0), tokens=10)
-    prompt = Prompt([PlaceholderRange(5, 2)], {0: plan}, [torch.tensor([1, 4])], [], 16, 8)
-    model, (positions, _) = line_model(), lay_on_line(8, prompt.places, prompt.plans)
+    prompt = Prompt(
+        [PlaceholderRange(5, 2)], {0: plan}, [torch.tensor([1, 4])], [], 16, 8
+    )
+    model = line_model()
+    (positions, _) = lay_on_line(8, prompt.places, prompt.plans)
     part: Any = torch.zeros(3, WIDTH)
     part.modality = "prompt_embeds"
     rows = [part, prompt.rows(0, 0, 2)]
@@ -165,7 +179,12 @@ def test_parts_that_come_as_embeddings_are_text() -> None:
 def test_decoding_goes_on_behind_an_image_that_ends_its_prompt() -> None:
     plan = ItemPlan(2, (1, 0), tokens=10)
     prompt = Prompt(
-        [PlaceholderRange(3, 2)], {0: plan}, [torch.tensor([1, 4])], [0, 1, 2, 4, 7], 13, 5
+        [PlaceholderRange(3, 2)],
+        {0: plan},
+        [torch.tensor([1, 4])],
+        [0, 1, 2, 4, 7],
+        13,
+        5,
     )
     positions, delta = prefill(prompt, [4])
     assert (positions[0].tolist(), delta) == (prompt.expected, 8)
@@ -176,9 +195,14 @@ def test_decoding_goes_on_behind_an_image_that_ends_its_prompt() -> None:
     ("where", "expected"),
     [("true", [0, 5, 6, 300]), ("spread", [0, 100, 200, 300]), ("packed", None)],
 )
-def test_rows_carry_where_their_tokens_stand(where: Positions, expected: list[int] | None) -> None:
-    plan, rows = ItemPlan(4, (1, 0), tokens=400, positions=where), torch.zeros(4, WIDTH)
-    made = _carry_positions(LINE, plan, rows.bfloat16(), torch.tensor([0, 5, 6, 300]), 400)
+def test_rows_carry_where_their_tokens_stand(
+    where: Positions, expected: list[int] | None
+) -> None:
+    plan = ItemPlan(4, (1, 0), tokens=400, positions=where)
+    rows = torch.zeros(4, WIDTH)
+    made = _carry_positions(
+        LINE, plan, rows.bfloat16(), torch.tensor([0, 5, 6, 300]), 400
+    )
     offsets, is_set = decode_offsets([made[:, WIDTH:]])
     assert is_set.tolist() == [expected is not None] * 4
     if expected is not None:
@@ -198,7 +222,9 @@ def items(*parts: tuple[int, int, int | None, int]) -> list[PromptItem]:
 
 
 @pytest.mark.compat
-def test_an_image_keeps_its_places_while_it_ends_within_three_quarters_of_the_context() -> None:
+def test_an_image_keeps_its_places_while_it_ends_within_three_quarters_of_the_context() -> (
+    None
+):
     pair = items((5, 10, 100, 0), (20, 10, 100, 1))
     # The second begins 90 positions later than its token, and ends at 210.
     assert pack_items(pair, 280) == (set(), 180)
@@ -221,11 +247,17 @@ def test_parts_of_an_image_are_packed_together() -> None:
 @pytest.mark.compat
 @pytest.mark.parametrize("seed", range(20))
 def test_what_is_packed_depends_on_the_prefix_alone(seed: int) -> None:
-    rng, made, at = Random(seed), list[PromptItem](), 0
+    rng = Random(seed)
+    made = list[PromptItem]()
+    at = 0
     for number in range(30):
         at += rng.randint(0, 30)
         length = rng.randint(1, 20)
-        made.append(PromptItem(at, length, rng.choice([None, length, rng.randint(1, 300)]), number))
+        made.append(
+            PromptItem(
+                at, length, rng.choice([None, length, rng.randint(1, 300)]), number
+            )
+        )
         at += length
     packed, _ = pack_items(made, 1500)
     assert packed and len(packed) < len(made)

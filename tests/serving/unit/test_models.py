@@ -64,7 +64,9 @@ class Tower(nn.Module):
 
     def forward(self, pixels: Tensor) -> Tensor:
         self.encoded.append(pixels[:, 0, 0, 0].tolist())
-        return nn.functional.pad(pixels[:, 0].flatten(1)[..., None], (0, 0, 1, 0), value=-1.0)
+        return nn.functional.pad(
+            pixels[:, 0].flatten(1)[..., None], (0, 0, 1, 0), value=-1.0
+        )
 
 
 class Vision(LlavaVision):
@@ -82,9 +84,14 @@ class Vision(LlavaVision):
         )
         super().__init__(model, served(PLAIN, cache_bytes=cache_bytes))
 
-    def encode_values(self, keys: list[int], *values: float, channels: int = 3) -> list[float]:
+    def encode_values(
+        self, keys: list[int], *values: float, channels: int = 3
+    ) -> list[float]:
         """The first number of each image's features, by key; 0 is none."""
-        images = [{"pixel_values": torch.full((channels, 6, 6), float(value))} for value in values]
+        images = [
+            {"pixel_values": torch.full((channels, 6, 6), float(value))}
+            for value in values
+        ]
         entries = find_entries([(key, key) if key else NO_KEY for key in keys], images)
         features = self.features(entries, images)
         self.keep(entries, features)
@@ -116,14 +123,19 @@ def test_features_of_another_geometry_are_not_used() -> None:
         for grid in ([1, 2, 8], [1, 8, 2])
     )
     assert _describe_geometry(wide) != _describe_geometry(high)
-    on_device = [{name: part.to("meta") for name, part in i.items()} for i in (wide, high)]
+    on_device = [
+        {name: part.to("meta") for name, part in i.items()} for i in (wide, high)
+    ]
     assert _describe_geometry(on_device[0]) == _describe_geometry(on_device[1])
 
 
 def test_cached_rows_do_not_keep_their_batch_alive() -> None:
     pixels = [{"pixel_values": torch.full((3, 6, 6), value)} for value in (1.0, 2.0)]
     for features in Vision().features([1, 2], pixels):
-        assert sum(p.untyped_storage().nbytes() for p in features.tensors()) == features.nbytes
+        assert (
+            sum(p.untyped_storage().nbytes() for p in features.tensors())
+            == features.nbytes
+        )
 
 
 # ---- pruned classes ----
@@ -152,7 +164,8 @@ def test_ranks_are_connected_once_weights_are_loaded(
     """The first broadcast of a group takes seconds, and memory that profiling has to see."""
     sent: list[tuple[torch.device, int]] = []
     group = SimpleNamespace(
-        world_size=ranks, broadcast=lambda tensor, src: sent.append((tensor.device, src))
+        world_size=ranks,
+        broadcast=lambda tensor, src: sent.append((tensor.device, src)),
     )
     monkeypatch.setattr(vllm.distributed, "get_tp_group", lambda: group)
     monkeypatch.setattr(vllm.distributed, "model_parallel_is_initialized", lambda: True)
@@ -161,7 +174,9 @@ def test_ranks_are_connected_once_weights_are_loaded(
 
 
 @pytest.mark.compat
-def test_server_without_images_has_no_vision_side(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_without_images_has_no_vision_side(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """`--limit-mm-per-prompt '{"image": 0}'` leaves the tower out; text is served as ever."""
     from vllm.model_executor.models.utils import StageMissingLayer
 
@@ -171,8 +186,14 @@ def test_server_without_images_has_no_vision_side(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(Stock, "__init__", stock)
     monkeypatch.setattr(Stock, "load_weights", lambda *_: set())
-    two_axes = {"uses_mrope": True, "mrope_num_dims": LINE, "multimodal_config": MultiModalConfig()}
-    config: Any = SimpleNamespace(model_config=SimpleNamespace(autoprune=served(), **two_axes))
+    two_axes = {
+        "uses_mrope": True,
+        "mrope_num_dims": LINE,
+        "multimodal_config": MultiModalConfig(),
+    }
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(autoprune=served(), **two_axes)
+    )
     model = AutopruneLlavaForConditionalGeneration(vllm_config=config)
     assert model.autoprune is None
     positions, delta = model.get_mrope_input_positions([5, 6, 7], [])
@@ -182,7 +203,9 @@ def test_server_without_images_has_no_vision_side(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.compat
-def test_profiling_compiles_what_its_largest_image_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profiling_compiles_what_its_largest_image_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Before it measures memory, and before a request waits for it."""
 
     class Compiled(Exception):
@@ -191,11 +214,15 @@ def test_profiling_compiles_what_its_largest_image_needs(monkeypatch: pytest.Mon
     def compile_for(tokens: int, device: torch.device) -> None:
         raise Compiled(tokens, device)
 
-    monkeypatch.setattr("vllm_autoprune.serving.models.pruned_model.compile_for", compile_for)
+    monkeypatch.setattr(
+        "vllm_autoprune.serving.models.pruned_model.compile_for", compile_for
+    )
     vision = Vision()
     images = [SimpleNamespace(tokens=tokens) for tokens in (9, 36, 4)]
     monkeypatch.setattr(vision, "images", lambda _: images)
-    model: Any = SimpleNamespace(autoprune=vision, autoprune_reporter=None, autoprune_profiled=0)
+    model: Any = SimpleNamespace(
+        autoprune=vision, autoprune_reporter=None, autoprune_profiled=0
+    )
     plans = [ItemPlan(8, NO_KEY, profile=True)] * 3
     with pytest.raises(Compiled) as caught:
         AutopruneLlavaForConditionalGeneration.autoprune_rows(model, plans, {})
@@ -204,7 +231,9 @@ def test_profiling_compiles_what_its_largest_image_needs(monkeypatch: pytest.Mon
 
 # ---- any-resolution images ----
 
-SIDE, SIZE, WIDTH = 4, 16, 8
+SIDE = 4
+SIZE = 16
+WIDTH = 8
 TILES = torch.randn(5, SIZE, WIDTH, generator=torch.Generator().manual_seed(5))
 
 
@@ -227,41 +256,56 @@ class Joined(_JoinedVision):
         raise AssertionError("the state does not read it")
 
     def encode_tiles(self, pixels: Tensor) -> Any:
-        return pixels, {"cls_attention": pixels[:, :, 0].exp(), "tower_cls": pixels[:, :1]}
+        return pixels, {
+            "cls_attention": pixels[:, :, 0].exp(),
+            "tower_cls": pixels[:, :1],
+        }
 
     def merge(self, model: Any, size: Any, tiles: Tensor, newline: Tensor) -> Tensor:
         """LLaVA-NeXT's order: base view, then the stitched map with a newline a row."""
         stitched = tiles[1:5].reshape(2, 2, SIDE, SIDE, -1).permute(0, 2, 1, 3, 4)
-        canvas = stitched.reshape(2 * SIDE, 2 * SIDE, -1)[self.cut : 2 * SIDE - self.cut]
+        canvas = stitched.reshape(2 * SIDE, 2 * SIDE, -1)[
+            self.cut : 2 * SIDE - self.cut
+        ]
         rows = torch.cat([canvas, newline.expand(len(canvas), 1, -1)], dim=1)
         return torch.cat([tiles[0], rows.flatten(0, 1)])
 
 
 @pytest.mark.parametrize("cut", [0, 1])
-def test_joined_tiles_are_the_model_s_rows_and_regions_share_like_tiles(cut: int) -> None:
+def test_joined_tiles_are_the_model_s_rows_and_regions_share_like_tiles(
+    cut: int,
+) -> None:
     """Without padding base view and crops are equal tiles, else the crops are one region.
 
     Beside another image, which is encoded before; blank tiles, as of a larger image of the same
     call, count in neither layout nor shares.
     """
-    vision, size = Joined(cut), torch.tensor([2 * SIDE, 2 * SIDE])
+    vision = Joined(cut)
+    size = torch.tensor([2 * SIDE, 2 * SIDE])
     padded = nn.functional.pad(TILES, (0, 0, 0, 0, 0, 4))
     (image,) = vision.images({"pixel_values": padded[None], "image_sizes": size[None]})
     other = {"pixel_values": torch.zeros(5, SIZE, WIDTH), "image_sizes": size}
-    features, height = vision.encode([other, image.inputs])[1], 2 * SIDE - 2 * cut
-    assert torch.equal(features.rows(), vision.merge(None, None, TILES, vision.model.image_newline))
+    features = vision.encode([other, image.inputs])[1]
+    height = 2 * SIDE - 2 * cut
+    assert torch.equal(
+        features.rows(), vision.merge(None, None, TILES, vision.model.image_newline)
+    )
     assert image.tokens == features.tokens == SIZE + height * (2 * SIDE + 1)
     assert (features.candidates, features.gaps) == (image.tokens - height, height)
     expected = [(Grid(SIDE, SIDE), 1), (Grid(height, 2 * SIDE), 4)]
     expected = expected if cut else [(Grid(SIDE, SIDE, 5), 5)]
     assert [(region.grid, region.share) for region in features.regions] == expected
     for region in features.regions:
-        assert torch.equal(region.signals["cls_attention"], region.projected[:, 0].exp())
+        assert torch.equal(
+            region.signals["cls_attention"], region.projected[:, 0].exp()
+        )
     cls = [region.signals["tower_cls"] for region in features.regions]
     if cut:  # crops that form one grid share one [CLS]
         torch.testing.assert_close(torch.cat(cls)[1], TILES[1:, 0].mean(dim=0))
     else:
-        assert torch.equal(features.regions[0].projected, TILES.flatten(0, 1)), "tile after tile"
+        assert torch.equal(features.regions[0].projected, TILES.flatten(0, 1)), (
+            "tile after tile"
+        )
     assert torch.equal(cls[0][0], TILES[0, 0])
 
 
@@ -275,13 +319,15 @@ def test_a_square_has_most_tokens(kind: str, tmp_path: Path) -> None:
     assert sender._processor._placeholders.count_largest(sender.info).tokens == 9 * 5
 
 
-IMAGE, OTHER = 7, 1
+IMAGE = 7
+OTHER = 1
 PLACEHOLDERS = Placeholders(Mock(), Mock(), Mock())
 
 
 @pytest.mark.parametrize("embeds_text", [False, True])
 @pytest.mark.parametrize(
-    ("budget", "runs"), [(5, [2, 2, 1]), (1, [1, 0, 0]), (9, [3, 3, 3]), (10, [3, 3, 3])]
+    ("budget", "runs"),
+    [(5, [2, 2, 1]), (1, [1, 0, 0]), (9, [3, 3, 3]), (10, [3, 3, 3])],
 )
 @pytest.mark.parametrize("profile", [False, True])
 def test_each_tile_keeps_its_share(
@@ -293,7 +339,9 @@ def test_each_tile_keeps_its_share(
     placeholders = replace(PLACEHOLDERS, embeds_text=embeds_text)
     plan = ItemPlan(budget, NO_KEY, profile=profile)
     shortened, planned = placeholders.lay_out(content, plan)
-    assert _count_between(shortened.full, IMAGE)[1:-1] == ([3, 3, 3] if profile else runs)
+    assert _count_between(shortened.full, IMAGE)[1:-1] == (
+        [3, 3, 3] if profile else runs
+    )
     unpruned = profile or budget >= 9
     with_text = embeds_text and not (unpruned and not profile)
     assert (shortened is content) == (unpruned and not with_text)
@@ -336,8 +384,14 @@ CORES: list[tuple[Part, int]] = [("core", 1), ("core", 2), ("core", 1), ("whole"
         # A recall in the last place of its image.
         (
             [
-                *(("core", 1), ("delta", 1), ("whole", 2), ("recall", 1)),
-                *(("recall", 2), ("whole", 1), ("recall", 1), ("recall", 3)),
+                ("core", 1),
+                ("delta", 1),
+                ("whole", 2),
+                ("recall", 1),
+                ("recall", 2),
+                ("whole", 1),
+                ("recall", 1),
+                ("recall", 3),
             ],
             {1: 0, 3: 0, 4: 2, 6: 5},
         ),
@@ -353,13 +407,17 @@ def test_deltas_and_recalls_stand_where_their_image_does(
 
 @pytest.mark.compat
 @pytest.mark.parametrize("stock", [Omni, Omni3])
-def test_audio_and_videos_stand_where_they_do_behind_the_whole_image(stock: Any) -> None:
+def test_audio_and_videos_stand_where_they_do_behind_the_whole_image(
+    stock: Any,
+) -> None:
     """Also the audio of a video, whose item lies over that of the video."""
     vision = SimpleNamespace(spatial_merge_size=2, tokens_per_second=25)
     model = stock.__new__(stock)
     numbers = {"seconds_per_chunk": 2, "position_id_per_seconds": 25}
     vars(model)["config"] = SimpleNamespace(vision_config=vision, **numbers)
-    image, clip, sound = torch.tensor([1, 4, 6]), torch.tensor([2, 4, 4]), torch.tensor(100)
+    image = torch.tensor([1, 4, 6])
+    clip = torch.tensor([2, 4, 4])
+    sound = torch.tensor(100)
     video = {"video_grid_thw": clip, "use_audio_in_video": torch.tensor(True)}
     heard = model._compute_audio_token_count(100)
 
@@ -373,7 +431,9 @@ def test_audio_and_videos_stand_where_they_do_behind_the_whole_image(stock: Any)
         features = [
             MultiModalFeatureSpec(
                 {field: SimpleNamespace(data=value) for field, value in data.items()},
-                *(modality, modality, PlaceholderRange(offset, length)),
+                modality,
+                modality,
+                PlaceholderRange(offset, length),
             )
             for modality, offset, length, data in items
         ]
@@ -382,7 +442,13 @@ def test_audio_and_videos_stand_where_they_do_behind_the_whole_image(stock: Any)
     length, features = lay_out(6)
     stock, delta = model.get_mrope_input_positions([OTHER] * length, features)
     shorter, features = lay_out(2)
-    call: Any = (model.get_mrope_input_positions, [OTHER] * shorter, features, {0: [OTHER] * 6}, {})
+    call: Any = (
+        model.get_mrope_input_positions,
+        [OTHER] * shorter,
+        features,
+        {0: [OTHER] * 6},
+        {},
+    )
     positions, pruned_delta = _compute_input_positions(*call)
     assert torch.equal(positions[:, :3], stock[:, :3])
     assert torch.equal(positions[:, 5:], stock[:, 9:])

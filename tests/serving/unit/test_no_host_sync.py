@@ -31,17 +31,32 @@ from vllm_autoprune import Grid
 from vllm_autoprune.serving.models.mrope import position_channels
 from vllm_autoprune.serving.plan import Choice, ItemPlan
 from vllm_autoprune.serving.settings import read_text_tower
-from vllm_autoprune.serving.worker.batch import ModelParts, SelectionContext, prune_images
-from vllm_autoprune.serving.worker.features import ImageFeatures, IndexCache, Region, Signals
-from vllm_autoprune.serving.worker.question import ClipTower, InputEmbeddings, LlamaPrefix
+from vllm_autoprune.serving.worker.batch import (
+    ModelParts,
+    SelectionContext,
+    prune_images,
+)
+from vllm_autoprune.serving.worker.features import (
+    ImageFeatures,
+    IndexCache,
+    Region,
+    Signals,
+)
+from vllm_autoprune.serving.worker.question import (
+    ClipTower,
+    InputEmbeddings,
+    LlamaPrefix,
+)
 from vllm_autoprune.serving.worker.selection import FallbackReporter
 from vllm_autoprune.serving.worker.tower_hooks import QueriesAndKeys
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, ReferenceSelection
 
 __all__ = ["llama"]
 
-WIDTH, TOWER_WIDTH = 24, 20
-ONE, TILES = Grid(6, 6), Grid(3, 3, tiles=4)
+WIDTH = 24
+TOWER_WIDTH = 20
+ONE = Grid(6, 6)
+TILES = Grid(3, 3, tiles=4)
 
 
 @contextmanager
@@ -89,7 +104,8 @@ def image_of_two_regions() -> ImageFeatures:
 @pytest.fixture(scope="module")
 def parts(llama: Any) -> ModelParts:
     """Parts of a model whose language model is a small Llama on the device."""
-    layers, embedding = served_model(llama.to(DEVICE)), llama.embed_tokens
+    layers = served_model(llama.to(DEVICE))
+    embedding = llama.embed_tokens
     projector = empty(TOWER_WIDTH, WIDTH)
     return ModelParts(
         lambda rows: rows @ projector,
@@ -100,10 +116,16 @@ def parts(llama: Any) -> ModelParts:
 
 
 def count_rows(
-    parts: ModelParts, base: str, plans: list[ItemPlan], image: ImageFeatures, **core: object
+    parts: ModelParts,
+    base: str,
+    plans: list[ItemPlan],
+    image: ImageFeatures,
+    **core: object,
 ) -> list[int]:
     """The number of rows of each image; fails where a policy raised and something else was kept."""
-    state = served({"/base_policy": {"name": base}, **({"/core": core} if core else {})})
+    state = served(
+        {"/base_policy": {"name": base}, **({"/core": core} if core else {})}
+    )
     reporter = FallbackReporter()
     context = SelectionContext(state, parts, reporter, indices=IndexCache())
     with worker_step():
@@ -112,7 +134,9 @@ def count_rows(
     return [len(part) for part in rows]
 
 
-def asked(budget: int, key: int, ids: tuple[int, ...] = (7, 8), **fields: Any) -> ItemPlan:
+def asked(
+    budget: int, key: int, ids: tuple[int, ...] = (7, 8), **fields: Any
+) -> ItemPlan:
     return ItemPlan(budget, (key, key), ids, language=ids, **fields)
 
 
@@ -137,18 +161,32 @@ def test_batches_of_mixed_plans(
         asked(total, 8),
         asked(9, 9, profile=True),
     ]
-    assert count_rows(parts, base, plans, image()) == [9, 9, 5, 9, 9, 9, 4, total, total]
+    assert count_rows(parts, base, plans, image()) == [
+        9,
+        9,
+        5,
+        9,
+        9,
+        9,
+        4,
+        total,
+        total,
+    ]
 
 
 @pytest.mark.parametrize("base", BASE_POLICIES)
 def test_core_and_delta(base: str, parts: ModelParts) -> None:
-    core, delta = asked(8, 1, ids=(), part="core", core=8), asked(4, 1, part="delta", core=8)
-    items, image = [core, delta, replace(delta, instruction=(5,))], whole_image(TILES)
+    core = asked(8, 1, ids=(), part="core", core=8)
+    delta = asked(4, 1, part="delta", core=8)
+    items = [core, delta, replace(delta, instruction=(5,))]
+    image = whole_image(TILES)
     assert count_rows(parts, base, items, image, share=0.5) == [8, 4, 4]
     assert count_rows(parts, base, items[2:], image, share=0.5) == [4]
 
 
-def test_fallbacks_are_counted(parts: ModelParts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fallbacks_are_counted(
+    parts: ModelParts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def failing(*arguments: object) -> ReferenceSelection:
         raise ValueError("no selection")
 
@@ -182,7 +220,9 @@ def test_attention_of_towers_with_and_without_cls() -> None:
             with hook.recording():
                 module(rows, rows, rows)
             taken = hook.take()
-            assert [len(part) for part in taken.received(counts)] == (counts or [10, 10])
+            assert [len(part) for part in taken.received(counts)] == (
+                counts or [10, 10]
+            )
             assert taken.cls_attention().shape == (len(rows), rows.shape[1] - 1)
             assert taken.mean_keys().shape == (len(rows), rows.shape[1] - 1, 4)
 
@@ -196,11 +236,15 @@ def test_positions_of_kept_tokens(share_token: bool) -> None:
     from vllm_autoprune.serving.models.mrope import PrunedMRope
 
     vision: Any = GridVision.__new__(GridVision)
-    vision._width, vision.videos_share_token = WIDTH, share_token
+    vision._width = WIDTH
+    vision.videos_share_token = share_token
     config = SimpleNamespace(image_token_id=9)
     model: Any = PrunedMRope.__new__(PrunedMRope)
-    vars(model).update(autoprune=vision, config=config, autoprune_table=8192, autoprune_axes=3)
-    ids, positions = empty(40, dtype=torch.int64), empty(3, 40, dtype=torch.int64)
+    vars(model).update(
+        autoprune=vision, config=config, autoprune_table=8192, autoprune_axes=3
+    )
+    ids = empty(40, dtype=torch.int64)
+    positions = empty(3, 40, dtype=torch.int64)
     with worker_step():
         places = position_channels(4, 3, DEVICE).to(torch.bfloat16)
         rows = torch.cat([empty(12, WIDTH), places], dim=1)
@@ -213,7 +257,8 @@ def test_positions_of_kept_tokens(share_token: bool) -> None:
     assert delta == UNCHANGED_DELTA
 
 
-DEVICE_ROWS, HOST_ROWS = torch.zeros(3, 3, device=DEVICE), torch.zeros(3, 3)
+DEVICE_ROWS = torch.zeros(3, 3, device=DEVICE)
+HOST_ROWS = torch.zeros(3, 3)
 
 WAITING: dict[str, Callable[[], object]] = {
     "a new tensor of host data": lambda: torch.tensor([1, 2], device=DEVICE),
@@ -227,7 +272,12 @@ WAITING: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("call", WAITING.values(), ids=WAITING)
-def test_the_stand_in_for_a_gpu_refuses_what_a_gpu_waits_for(call: Callable[[], object]) -> None:
+def test_the_stand_in_for_a_gpu_refuses_what_a_gpu_waits_for(
+    call: Callable[[], object],
+) -> None:
     # PyTorch itself refuses to read values of a tensor without data.
-    with forbid_waiting(), pytest.raises((WaitsForDevice, RuntimeError, NotImplementedError)):
+    with (
+        forbid_waiting(),
+        pytest.raises((WaitsForDevice, RuntimeError, NotImplementedError)),
+    ):
         call()

@@ -9,14 +9,24 @@ from typing import Any
 import pytest
 import torch
 
-from tests.serving.unit.samples import SIX, N, images, plan, prune, region, rows_of, served
+from tests.serving.unit.samples import (
+    SIX,
+    N,
+    images,
+    plan,
+    prune,
+    region,
+    rows_of,
+    served,
+)
 from vllm_autoprune.serving.plan import NO_KEY, Choice, Chooser, ItemPlan
 from vllm_autoprune.serving.served_state import ServedState
 from vllm_autoprune.serving.worker import selection
 from vllm_autoprune.serving.worker.features import ImageFeatures, IndexCache
 from vllm_autoprune.tpdsl.tokens import Grid
 
-K, CORE = 12, 8
+K = 12
+CORE = 8
 FIRST, OTHER = images(2)
 
 
@@ -46,7 +56,10 @@ def test_regions_share_core_and_delta_like_their_budget() -> None:
         for rows in prune([core_plan(), delta_plan()], [picture] * 2, with_core())
     )
     assert len({*core, *delta}) == K
-    assert [sum(row < N for row in item) for item in (core, delta)] == [CORE // 2, (K - CORE) // 2]
+    assert [sum(row < N for row in item) for item in (core, delta)] == [
+        CORE // 2,
+        (K - CORE) // 2,
+    ]
 
 
 # ---- recalls ----
@@ -61,12 +74,15 @@ def recall_plan(word: int = 9, core: int = 0, **fields: Any) -> ItemPlan:
 @pytest.mark.parametrize("base", ["cdpruner", "divprune"])
 @pytest.mark.parametrize("core", [0, CORE])
 @pytest.mark.parametrize("keep", ["state", "reference"])
-def test_a_recall_keeps_new_tokens_as_they_are(base: str, core: int, keep: Chooser) -> None:
-    asked, state = recall_plan(core=core, keep=keep), with_core(base)
+def test_a_recall_keeps_new_tokens_as_they_are(
+    base: str, core: int, keep: Chooser
+) -> None:
+    asked = recall_plan(core=core, keep=keep)
+    state = with_core(base)
     items = [*asked.items_before(), asked]
-    assert items[-2] == replace(asked, budget=4, instruction=(8,), earlier=asked.earlier[:1]), (
-        "the second turn's"
-    )
+    assert items[-2] == replace(
+        asked, budget=4, instruction=(8,), earlier=asked.earlier[:1]
+    ), "the second turn's"
     together = prune(items, [FIRST] * len(items), state)
     before, recalled = (set(rows_of(FIRST, rows)) for rows in together[-2:])
     assert (len(recalled), recalled & before) == (5, set())
@@ -87,7 +103,9 @@ def test_what_a_recall_keeps_depends_on_every_question_before_it() -> None:
 
 def test_a_random_control_recalls_the_next_tokens_of_its_draw() -> None:
     asked = recall_plan(keep="random")
-    drawn = [rows_of(FIRST, r) for r in prune([*asked.items_before(), asked], [FIRST] * 3)]
+    drawn = [
+        rows_of(FIRST, r) for r in prune([*asked.items_before(), asked], [FIRST] * 3)
+    ]
     (longer,) = prune([plan(K + 9, key=1, keep="random")], [FIRST])
     assert sorted(chain(*drawn)) == sorted(rows_of(FIRST, longer))
 
@@ -113,7 +131,10 @@ def test_the_indices_of_a_core_outlive_a_change_of_the_features() -> None:
     ("state", "fields"),
     [
         (served(), {}),
-        (served({"/reassembly": {"atom": "reassemble/nearest.mean.residual.score"}}), {}),
+        (
+            served({"/reassembly": {"atom": "reassemble/nearest.mean.residual.score"}}),
+            {},
+        ),
         (with_core(), {"part": "delta", "core": CORE}),
     ],
     ids=["state", "by score", "delta"],
@@ -138,8 +159,11 @@ def test_an_image_that_is_encoded_again_keeps_the_tokens_that_it_was_given_first
         rows = prune(plans, pictures, state, indices)
         return [rows_of(*pair) for pair in zip(pictures, rows, strict=True)]
 
-    before, again, indices = encode(), encode(), IndexCache()
-    anew, chosen = choose(again, IndexCache()), choose(before, indices)
+    before = encode()
+    again = encode()
+    indices = IndexCache()
+    anew = choose(again, IndexCache())
+    chosen = choose(before, indices)
     assert chosen != anew
     assert choose(again, indices) == chosen
     (alone,) = prune(plans[3:4], again[3:4], state, indices)
@@ -159,7 +183,9 @@ def test_tokens_of_profiling_and_after_an_exception_are_not_remembered(
 
     with monkeypatch.context() as patch:
         patch.setattr(selection, "select_tokens", broken)
-        (fallen,) = prune([plan(K)], [FIRST], indices=indices, errors={"MemoryError": 1})
+        (fallen,) = prune(
+            [plan(K)], [FIRST], indices=indices, errors={"MemoryError": 1}
+        )
     (expected,) = prune([plan(K)], [FIRST])
     assert not torch.equal(fallen, expected)
     assert torch.equal(prune([plan(K)], [FIRST], indices=indices)[0], expected)

@@ -39,7 +39,12 @@ from vllm_autoprune.serving.plan import (
     make_identity,
 )
 from vllm_autoprune.serving.served_state import PlanRules
-from vllm_autoprune.serving.settings import LEVELS, RequestRules, TextTower, _DetailBudgets
+from vllm_autoprune.serving.settings import (
+    LEVELS,
+    RequestRules,
+    TextTower,
+    _DetailBudgets,
+)
 from vllm_autoprune.serving.worker.batch import SelectionContext, prune_images
 from vllm_autoprune.serving.worker.selection import FallbackReporter, PlanReader
 from vllm_autoprune.tpdsl.loading import shipped_states
@@ -57,7 +62,9 @@ def plan(**fields: Any) -> ItemPlan:
 
 
 def recall(budget: int = 8, before: int = 8, **fields: Any) -> ItemPlan:
-    return plan(budget=budget, part="recall", earlier=(Choice(before), Choice(4)), **fields)
+    return plan(
+        budget=budget, part="recall", earlier=(Choice(before), Choice(4)), **fields
+    )
 
 
 # ---- encoding ----
@@ -74,7 +81,9 @@ def recall(budget: int = 8, before: int = 8, **fields: Any) -> ItemPlan:
         profile=st.booleans(),
         state=st.binary(max_size=40),
         tokens=st.integers(0, 65536),
-        text=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 99))).map(sorted).map(tuple),
+        text=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 99)))
+        .map(sorted)
+        .map(tuple),
     ),
     st.lists(st.tuples(st.integers(1, 1000), IDS, IDS), max_size=5),
     st.integers(0, 999),
@@ -118,7 +127,10 @@ forged = partial(with_fields, SOUND)
         (torch.zeros(1 << 20, dtype=torch.uint8), "has 1048576 bytes"),
         (torch.cat([SOUND, SOUND]), "trailing"),
         (SOUND.index_fill(0, torch.tensor([0]), 5), "format version 5"),
-        *((forged(budget=budget), "budget") for budget in (0, -1, 2**40, 8.0, "8", None)),
+        *(
+            (forged(budget=budget), "budget")
+            for budget in (0, -1, 2**40, 8.0, "8", None)
+        ),
         *((forged(keep=keep), "keep") for keep in (4, "all")),
         (forged(part="half"), "part"),
         (forged(profile=2), "profile"),
@@ -181,7 +193,10 @@ def test_plans_stay_on_the_cpu_wherever_the_pixels_go(lengths: tuple[int, ...]) 
 
     plans = [ItemPlan(8, (i, -i), tuple(range(n))) for i, n in enumerate(lengths)]
     items = MultiModalKwargsItems.from_hf_inputs(
-        {"pixel_values": torch.zeros(2, 3, 4, 4), FIELD: [item.encode() for item in plans]},
+        {
+            "pixel_values": torch.zeros(2, 3, 4, 4),
+            FIELD: [item.encode() for item in plans],
+        },
         {
             "pixel_values": MultiModalFieldConfig.batched("image"),
             FIELD: MultiModalFieldConfig.batched("image", keep_on_cpu=True),
@@ -195,12 +210,18 @@ def test_plans_stay_on_the_cpu_wherever_the_pixels_go(lengths: tuple[int, ...]) 
     assert [ItemPlan.decode(row) for row in batch[FIELD]] == plans
 
 
-def test_a_state_is_encoded_without_name_and_provenance(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_is_encoded_without_name_and_provenance(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in shipped_states():
         loaded = load_state(name)
         assert decode_state(encode_state(loaded)).digest == loaded.digest
     other = edited(sample(), {"/name": "other", "/provenance": {"notes": "n" * 50_000}})
-    assert encode_state(PruningState.model_validate(other)) == encode_state(state()) != UNSHIPPED
+    assert (
+        encode_state(PruningState.model_validate(other))
+        == encode_state(state())
+        != UNSHIPPED
+    )
     encode_state.cache_clear()  # other tests may have encoded this state
     monkeypatch.setattr("vllm_autoprune.serving.plan.MAX_STATE_BYTES", 100)
     with pytest.raises(StateError, match="may bring 100"):
@@ -213,9 +234,21 @@ def test_a_state_is_encoded_without_name_and_provenance(monkeypatch: pytest.Monk
 def test_each_part_of_a_decision_is_part_of_an_identity_of_64_digits() -> None:
     """KV connectors read it as a hexadecimal number, of which some keep 16 bits."""
     image: tuple[Any, ...] = ("img", "digest", 8, "state", ((1, 2), ()), 0)
-    others: list[tuple[int, object]] = [(0, "other"), (1, "other"), (2, 9), (3, "random")]
+    others: list[tuple[int, object]] = [
+        (0, "other"),
+        (1, "other"),
+        (2, 9),
+        (3, "random"),
+    ]
     others += [(3, "reference"), (4, None), (5, 1)]
-    reads = [((1, 3), ()), ((2, 1), ()), ((12,), ()), ((), (1, 2)), ((1,), (2,)), ((1, 2), (3,))]
+    reads = [
+        ((1, 3), ()),
+        ((2, 1), ()),
+        ((12,), ()),
+        ((), (1, 2)),
+        ((1,), (2,)),
+        ((1, 2), (3,)),
+    ]
     others += [(4, read) for read in reads]
     changed = [(*image[:at], other, *image[at + 1 :]) for at, other in others]
     identities = [make_cache_identity(*parts) for parts in (image, *changed)]
@@ -233,7 +266,11 @@ def test_a_feature_key_is_two_int64_of_which_the_first_knows_no_salt(
 ) -> None:
     key = make_feature_key(content, salt)
     assert torch.tensor(key).tolist() == list(key) != list(NO_KEY)
-    assert key[0] == make_feature_key(content, salt + "x")[0] != make_feature_key(content + "x")[0]
+    assert (
+        key[0]
+        == make_feature_key(content, salt + "x")[0]
+        != make_feature_key(content + "x")[0]
+    )
     assert key[1] != make_feature_key(content, salt + "x")[1]
     assert make_feature_key("ab", "c") != make_feature_key("a", "bc")
 
@@ -246,7 +283,9 @@ def rules(level: Any = "states", most: int = 64, **fields: Any) -> PlanRules:
     return PlanRules(replace(served(), rules=allowed), VOCABULARY)
 
 
-LACKING = PlanRules(replace(rules().served, unavailable=(("language", "not here"),)), VOCABULARY)
+LACKING = PlanRules(
+    replace(rules().served, unavailable=(("language", "not here"),)), VOCABULARY
+)
 TOWER = TextTower("some/clip", 1, "because", 77, 768, 1024, vocabulary=10)
 WITH_TOWER = PlanRules(replace(rules().served, tower=TOWER), VOCABULARY)
 DETAIL = _DetailBudgets.model_validate({"low": 4, "high": 10})
@@ -255,7 +294,11 @@ DETAIL = _DetailBudgets.model_validate({"low": 4, "high": 10})
 @pytest.mark.parametrize(
     ("item", "by", "problem"),
     [
-        *((plan(budget=b), rules(at, 10, detail=DETAIL), "") for at in LEVELS for b in (4, 8, 10)),
+        *(
+            (plan(budget=b), rules(at, 10, detail=DETAIL), "")
+            for at in LEVELS
+            for b in (4, 8, 10)
+        ),
         (plan(budget=64, keep="random"), rules("budget"), ""),
         (plan(state=SHIPPED), rules("shipped-states"), ""),
         (plan(state=UNSHIPPED), rules(), ""),
@@ -266,8 +309,15 @@ DETAIL = _DetailBudgets.model_validate({"low": 4, "high": 10})
         (plan(budget=65), rules(), "K = 65"),
         (plan(budget=9), rules("none"), "K = 9"),
         (plan(budget=11), rules("none", 10, detail=DETAIL), "K = 11"),
-        *((plan(keep=keep), rules("none"), f"keep = '{keep}'") for keep in ("random", "resized")),
-        (plan(keep="resized", part="core", core=8), rules("budget"), "an image that is resized"),
+        *(
+            (plan(keep=keep), rules("none"), f"keep = '{keep}'")
+            for keep in ("random", "resized")
+        ),
+        (
+            plan(keep="resized", part="core", core=8),
+            rules("budget"),
+            "an image that is resized",
+        ),
         (plan(keep="random", part="core", core=8), rules("budget"), "drawn at random"),
         (plan(instruction=(VOCABULARY,)), rules("none"), "vocabulary of 100"),
         (plan(instruction=(10,)), WITH_TOWER, "vocabulary of 10"),
@@ -279,7 +329,11 @@ DETAIL = _DetailBudgets.model_validate({"low": 4, "high": 10})
         (plan(state=encode_state(load_state("fastv"))), LACKING, "reads language"),
         (recall(65), rules(), "recalls 65"),
         (recall(before=65), rules(), "keeps K = 65"),
-        (recall(9), rules("none", recall=8), "recalls 9 tokens, and requests may recall 8"),
+        (
+            recall(9),
+            rules("none", recall=8),
+            "recalls 9 tokens, and requests may recall 8",
+        ),
         (recall(core=4), rules(), "core"),
     ],
 )
@@ -303,14 +357,23 @@ BY_BASE = ItemPlan(8, NO_KEY, keep="reference", positions="packed")
     ("row", "by", "made"),
     [
         (plan(state=UNSHIPPED).encode(), rules("budget"), BARE),
-        (plan(instruction=(VOCABULARY,), language=(VOCABULARY,)).encode(), rules(), BARE),
+        (
+            plan(instruction=(VOCABULARY,), language=(VOCABULARY,)).encode(),
+            rules(),
+            BARE,
+        ),
         (plan(keep="random").encode(), rules("none"), BARE),
         (
-            *(plan(text=((1, VOCABULARY), (2, 3))).encode(), rules()),
+            plan(text=((1, VOCABULARY), (2, 3))).encode(),
+            rules(),
             replace(BARE, text=((1, 0), (2, 0))),
         ),
         *(
-            (replace(RECALL, earlier=(Choice(8), Choice(4, *ids))).encode(), rules(), RECALL)
+            (
+                replace(RECALL, earlier=(Choice(8), Choice(4, *ids))).encode(),
+                rules(),
+                RECALL,
+            )
             for ids in (((VOCABULARY,),), ((), (VOCABULARY,)))
         ),
         *((row, rules(), BY_BASE) for row in (None, torch.zeros(3), "no plan", [1, 2])),
@@ -318,7 +381,9 @@ BY_BASE = ItemPlan(8, NO_KEY, keep="reference", positions="packed")
     ],
     ids=range(11),
 )
-def test_a_worker_takes_out_what_is_not_allowed(row: object, by: PlanRules, made: ItemPlan) -> None:
+def test_a_worker_takes_out_what_is_not_allowed(
+    row: object, by: PlanRules, made: ItemPlan
+) -> None:
     reporter = FallbackReporter()
     assert PlanReader(by, reporter, torch.device("cpu")).read([row]) == [made]
     assert reporter.errors == {"RequestError": 1}
@@ -327,14 +392,18 @@ def test_a_worker_takes_out_what_is_not_allowed(row: object, by: PlanRules, made
 
 def test_what_replaces_an_unreadable_plan_fits_into_a_prompt() -> None:
     by = PlanRules(served(budget="1/8"), VOCABULARY)
-    (plan,) = PlanReader(by, FallbackReporter(), torch.device("cpu"), 512).read(["no plan"])
+    (plan,) = PlanReader(by, FallbackReporter(), torch.device("cpu"), 512).read(
+        ["no plan"]
+    )
     assert plan.budget == 512
 
 
 def read(state: Any, *rows: object) -> list[ItemPlan]:
     """Plans as a worker reads them."""
     rules_of_state = PlanRules(state, VOCABULARY)
-    return PlanReader(rules_of_state, FallbackReporter(), torch.device("cpu")).read(rows)
+    return PlanReader(rules_of_state, FallbackReporter(), torch.device("cpu")).read(
+        rows
+    )
 
 
 def test_a_budget_that_the_state_does_not_allow_keeps_its_number_of_rows() -> None:
@@ -346,8 +415,12 @@ def test_a_budget_that_the_state_does_not_allow_keeps_its_number_of_rows() -> No
         assert (result.budget, result.keep) == (budget, keep)
 
 
-def test_whatever_bytes_a_client_sends_a_worker_returns_as_many_rows_as_the_plan_keeps() -> None:
-    sound = plan(state=UNSHIPPED, language=(4, 5), tokens=36, text=((1, 2), (4, 3))).encode()
+def test_whatever_bytes_a_client_sends_a_worker_returns_as_many_rows_as_the_plan_keeps() -> (
+    None
+):
+    sound = plan(
+        state=UNSHIPPED, language=(4, 5), tokens=36, text=((1, 2), (4, 3))
+    ).encode()
     numbers = (-(2**63), -1, 0, 1, 7, 35, 36, 2**31, 2**63 - 1)
     values: list[object] = [*numbers, "core", [], [[1, 2]], True, b""]
     strict = replace(blind(), rules=RequestRules("states"))

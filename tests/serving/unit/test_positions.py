@@ -26,7 +26,8 @@ pytestmark = [
 MROPE = {row.name: row for row in BACKBONES.values() if row.mrope}
 CLIPS = [name for name, row in MROPE.items() if row.clips]
 PRUNED_CLIPS = clip_state("vcast")
-THIN, TALL = picture(28 * 40, 28), picture(28, 28 * 30, 3)
+THIN = picture(28 * 40, 28)
+TALL = picture(28, 28 * 30, 3)
 
 
 Items = dict[str, list[Any]]
@@ -35,7 +36,11 @@ Items = dict[str, list[Any]]
 
 def process(sender: Sender, items: Items, **entry: object) -> Any:
     """What a prompt with these items is made into, images first."""
-    texts = [sender._model.get_placeholder_str(kind, 1) for kind in items for _ in items[kind]]
+    texts = [
+        sender._model.get_placeholder_str(kind, 1)
+        for kind in items
+        for _ in items[kind]
+    ]
     if None in texts:
         texts = [sender._placeholder for _ in texts]
     inputs = ProcessorInputs(
@@ -67,7 +72,9 @@ def find_end(sender: Sender, backbone: str, items: Items) -> int:
     return len(ids) + int(delta)
 
 
-def assert_same_end(sender: Sender, backbone: str, items: Items, **entry: object) -> None:
+def assert_same_end(
+    sender: Sender, backbone: str, items: Items, **entry: object
+) -> None:
     """The pruned prompt ends at the position at which the whole one does."""
     end = find_end(sender, backbone, items)
     for _ in range(2):  # the second time by what vLLM's cache knows of the items
@@ -81,16 +88,22 @@ def test_images_take_the_positions_of_whole_ones(
     backbone: str, budget: int | str, tmp_path: Path
 ) -> None:
     sender = Sender(build(backbone, tmp_path), budget=8, placeholder="").with_cache()
-    assert_same_end(sender, backbone, {"image": [THIN, LARGE, TALL, LARGE]}, budget=budget)
+    assert_same_end(
+        sender, backbone, {"image": [THIN, LARGE, TALL, LARGE]}, budget=budget
+    )
 
 
 @pytest.mark.parametrize("backbone", CLIPS)
-@pytest.mark.parametrize(("state", "budget"), [(PRUNED_CLIPS, 9), (PRUNED_CLIPS, "100%"), ({}, 0)])
+@pytest.mark.parametrize(
+    ("state", "budget"), [(PRUNED_CLIPS, 9), (PRUNED_CLIPS, "100%"), ({}, 0)]
+)
 def test_clips_take_the_positions_of_whole_ones(
     backbone: str, state: dict[str, Any], budget: int | str, tmp_path: Path
 ) -> None:
     """Pruned, kept whole, and left whole by a state that prunes none; beside an image."""
-    sender = Sender(build(backbone, tmp_path), budget=8, placeholder="", **state).with_cache()
+    sender = Sender(
+        build(backbone, tmp_path), budget=8, placeholder="", **state
+    ).with_cache()
     entry = {"video_budget": budget} if state else {}
     assert_same_end(sender, backbone, {"image": [THIN], "video": [clip(12)]}, **entry)
 
@@ -105,12 +118,16 @@ def test_parts_of_an_image_share_its_positions(tmp_path: Path) -> None:
 
 
 LINE_ROWS = {
-    row.name: row for row in BACKBONES.values() if not row.mrope and row.name in TINY_MODELS
+    row.name: row
+    for row in BACKBONES.values()
+    if not row.mrope and row.name in TINY_MODELS
 }
 
 
 @pytest.mark.parametrize("backbone", LINE_ROWS)
-def test_a_pruned_prompt_ends_where_the_whole_one_does(backbone: str, tmp_path: Path) -> None:
+def test_a_pruned_prompt_ends_where_the_whole_one_does(
+    backbone: str, tmp_path: Path
+) -> None:
     """On one axis, whatever text stands in and around an image; packed it is as long as it is."""
     sender = Sender(build(backbone, tmp_path), budget=8, placeholder="").with_cache()
     sender._config.max_model_len = 1 << 14
@@ -125,13 +142,21 @@ def test_a_pruned_prompt_ends_where_the_whole_one_does(backbone: str, tmp_path: 
             made = process(sender, request, positions=positions)
             removed = length - len(made["prompt_token_ids"])
             assert removed > 0
-            assert made["mm_hashes"].surplus == (0 if positions == "packed" else removed)
+            assert made["mm_hashes"].surplus == (
+                0 if positions == "packed" else removed
+            )
 
 
-@pytest.mark.parametrize("backbone", [name for name, row in LINE_ROWS.items() if row.clips])
-def test_a_pruned_clip_ends_where_the_whole_one_does(backbone: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "backbone", [name for name, row in LINE_ROWS.items() if row.clips]
+)
+def test_a_pruned_clip_ends_where_the_whole_one_does(
+    backbone: str, tmp_path: Path
+) -> None:
     state: dict[str, Any] = {**PRUNED_CLIPS, "positions": "true"}
-    sender = Sender(build(backbone, tmp_path), budget=8, placeholder="", **state).with_cache()
+    sender = Sender(
+        build(backbone, tmp_path), budget=8, placeholder="", **state
+    ).with_cache()
     request: Items = {"image": [LARGE], "video": [clip(12)]}
     length = len(process(sender, request, enabled=False)["prompt_token_ids"])
     for _ in range(2):
@@ -153,14 +178,23 @@ def test_images_without_room_are_packed_and_are_other_items(tmp_path: Path) -> N
     sent = sender.send(pictures)
     kept = [plan.positions == "true" for plan in sent.plans]
     assert any(kept) and not all(kept) and kept[0]
-    at_places = {plan.key for plan, keeps in zip(sent.plans, kept, strict=True) if keeps}
+    at_places = {
+        plan.key for plan, keeps in zip(sent.plans, kept, strict=True) if keeps
+    }
     assert sent.surplus == sum(
-        size - 32 for plan in sent.plans if plan.part == "core" and plan.positions == "true"
+        size - 32
+        for plan in sent.plans
+        if plan.part == "core" and plan.positions == "true"
     )
-    for identity, before, keeps in zip(sent.identities, in_full.identities, kept, strict=True):
+    for identity, before, keeps in zip(
+        sent.identities, in_full.identities, kept, strict=True
+    ):
         assert (identity == before) == keeps
     assert len({*sent.identities}) == len(sent.identities) and len(at_places) == 2
     for count in range(1, 4):
         fewer = sender.send(pictures[:count])
         cores = [plan.positions for plan in fewer.plans if plan.part != "delta"]
-        assert cores == [plan.positions for plan in sent.plans if plan.part != "delta"][:count]
+        assert (
+            cores
+            == [plan.positions for plan in sent.plans if plan.part != "delta"][:count]
+        )

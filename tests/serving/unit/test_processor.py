@@ -35,7 +35,9 @@ from vllm_autoprune.serving.settings import RequestRules
 pytestmark = pytest.mark.compat
 
 
-def identify(sender: Sender, modality: str, data: Any, name: str | None, **kwargs: object) -> str:
+def identify(
+    sender: Sender, modality: str, data: Any, name: str | None, **kwargs: object
+) -> str:
     """Identity of one input that is sent under a name."""
     inputs = ProcessorInputs(
         sender.info.get_tokenizer().encode(f"user <|{modality}_pad|> what"),
@@ -59,13 +61,22 @@ def stock_identity(sender: Sender, image: Any) -> str:
 
 @pytest.mark.parametrize(
     ("server", "asked"),
-    [(8, "1/4"), (8, "25%"), (8, ["16", "1/4"]), (8, "16/64:1-16"), ("1/4", None), ("25.0%", None)],
+    [
+        (8, "1/4"),
+        (8, "25%"),
+        (8, ["16", "1/4"]),
+        (8, "16/64:1-16"),
+        ("1/4", None),
+        ("25.0%", None),
+    ],
 )
 def test_a_budget_is_k_of_each_image_however_it_is_said(
     folder: Any, server: int | str, asked: object
 ) -> None:
     """Equal K are one identity and plan, other K are others, of N = 64 and 4 in one cache."""
-    by_number = Sender(folder, budget=8).with_cache().send([LARGE, SMALL], budget=[16, 1])
+    by_number = (
+        Sender(folder, budget=8).with_cache().send([LARGE, SMALL], budget=[16, 1])
+    )
     sender = Sender(folder, budget=server).with_cache()
     other = sender.send([LARGE, SMALL], budget="1/2")
     said = sender.send([LARGE, SMALL], budget=asked)
@@ -82,7 +93,10 @@ def test_no_uuid_is_the_identity_of_an_image(folder: Any, modality: str) -> None
     """
     sender = Sender(folder, budget=8, rules=RequestRules("budget", explicit=True))
     public = [*sender.send([LARGE]).identities, stock_identity(sender, LARGE)]
-    video = numpy.zeros((4, 56, 56, 3), numpy.uint8), {"fps": 2.0, "total_num_frames": 4}
+    video = (
+        numpy.zeros((4, 56, 56, 3), numpy.uint8),
+        {"fps": 2.0, "total_num_frames": 4},
+    )
     for name in (*public, stock_identity(sender, OTHER)):
         data = OTHER if modality == "image" else video
         identity = identify(sender, modality, data, name, autoprune={"enabled": False})
@@ -99,29 +113,44 @@ def test_a_uuid_without_an_image_means_the_image_last_sent_with_it(
         with pytest.raises(ValueError, match="data is not provided"):
             sender.send([None], [uuid], salt)
     second = sender.send([OTHER], ["x"])
-    assert sender.send([None], ["x"]).identities == second.identities != before.identities
+    assert (
+        sender.send([None], ["x"]).identities == second.identities != before.identities
+    )
     # The least recently used are forgotten first.
     monkeypatch.setattr(planner, "_MAX_NAMES", 2)
     forgetful = Sender(folder, budget=8).with_cache()
-    for image, name in ((LARGE, "x"), (OTHER, "y"), (None, "x"), (SMALL, "z"), (None, "x")):
+    for image, name in (
+        (LARGE, "x"),
+        (OTHER, "y"),
+        (None, "x"),
+        (SMALL, "z"),
+        (None, "x"),
+    ):
         forgetful.send([image], [name])
     with pytest.raises(ValueError, match="data is not provided"):
         forgetful.send([None], ["y"])
 
 
-def test_embeddings_are_stock_where_pruning_is_off_and_refused_elsewhere(folder: Any) -> None:
+def test_embeddings_are_stock_where_pruning_is_off_and_refused_elsewhere(
+    folder: Any,
+) -> None:
     """Within what requests may keep of an image, which has no least number here."""
-    rows, grid = torch.ones(12, 64), torch.tensor([[1, 4, 12]])
+    rows = torch.ones(12, 64)
+    grid = torch.tensor([[1, 4, 12]])
 
     def send(rules: RequestRules, **entry: object) -> Any:
         sender = Sender(folder, budget=8, rules=rules)
         sender._config.get_multimodal_config().enable_mm_embeds = True
-        data = sender.info.parse_mm_data({"image": {"image_embeds": rows, "image_grid_thw": grid}})
+        data = sender.info.parse_mm_data(
+            {"image": {"image_embeds": rows, "image_grid_thw": grid}}
+        )
         ids = sender.info.get_tokenizer().encode("user <|image_pad|> what")
         inputs = ProcessorInputs(ids, data, hf_processor_mm_kwargs={"autoprune": entry})
         return sender._processor.apply(inputs, TimingContext(enabled=False))
 
-    (item,) = (made := send(RequestRules("budget", 16), enabled=False))["mm_kwargs"]["image"]
+    (item,) = (made := send(RequestRules("budget", 16), enabled=False))["mm_kwargs"][
+        "image"
+    ]
     assert set(item) == {"image_embeds", "image_grid_thw"} and torch.equal(
         item["image_embeds"].data, rows
     )
@@ -148,13 +177,17 @@ OPTIONS: list[tuple[str, dict[str, object]]] = [
 """Backbones and processor options of servers, where those make other tiles of an image."""
 
 
-@pytest.mark.filterwarnings("ignore:__array__ implementation")  # of GLM's image processor
+@pytest.mark.filterwarnings(
+    "ignore:__array__ implementation"
+)  # of GLM's image processor
 @pytest.mark.parametrize(("name", "options"), OPTIONS)
 def test_what_is_made_of_an_image_does_not_depend_on_those_beside_it(
     name: str, options: dict[str, object], tmp_path: Path
 ) -> None:
     """Processors pad a call to its largest image; with and without caches of processed images."""
-    small, large, folder = picture(100, 48), picture(330, 300, 1), build(name, tmp_path)
+    small = picture(100, 48)
+    large = picture(330, 300, 1)
+    folder = build(name, tmp_path)
 
     def send(gigabytes: int, *calls: Sequence[Any]) -> dict[int, set[str]]:
         """By image, everything that one processor sends of it in these calls."""
@@ -171,7 +204,10 @@ def test_what_is_made_of_an_image_does_not_depend_on_those_beside_it(
     orders = ([small, large], [large, small], [small, large, small])
     for gigabytes in (0, 4):
         alone = send(gigabytes, [small]) | send(gigabytes, [large])
-        for calls in (*((order,) for order in orders), ([small, large], [small], [large])):
+        for calls in (
+            *((order,) for order in orders),
+            ([small, large], [small], [large]),
+        ):
             assert send(gigabytes, *calls) == alone
 
 
@@ -184,7 +220,9 @@ def test_another_question_or_k_sends_a_plan_alone(sender: Sender) -> None:
     assert (again.lengths, fewer.lengths) == ([8], [4])
 
 
-def test_a_request_that_is_only_rendered_keeps_nothing_of_its_images(sender: Sender) -> None:
+def test_a_request_that_is_only_rendered_keeps_nothing_of_its_images(
+    sender: Sender,
+) -> None:
     gc.disable()  # at once, not at some later collection
     try:
         sender.send([LARGE, SMALL], hands_over=False)
@@ -200,7 +238,9 @@ UNIT = 28
 
 def test_what_cannot_be_resized_or_drawn_is_refused(folder: Any) -> None:
     sender: Any = Sender(folder, budget=8, options={"min_pixels": 4 * UNIT**2})
-    with pytest.raises(RequestError, match="makes at least 4 tokens -> ask for 4 or more"):
+    with pytest.raises(
+        RequestError, match="makes at least 4 tokens -> ask for 4 or more"
+    ):
         sender.send([LARGE], keep="resized", budget=3)
     with pytest.raises(RequestError, match="send it as a picture"):
         sender.send([numpy.zeros((3, 224, 224), numpy.uint8)], keep="resized", budget=8)
@@ -226,7 +266,9 @@ def test_a_resized_image_has_at_most_k_tokens_and_stays_as_it_is(
     if max(width, height) > 200 * min(width, height):
         return
     vision = SimpleNamespace(patch_size=14, spatial_merge_size=2, temporal_patch_size=2)
-    info: Any = SimpleNamespace(get_hf_config=lambda: SimpleNamespace(vision_config=vision))
+    info: Any = SimpleNamespace(
+        get_hf_config=lambda: SimpleNamespace(vision_config=vision)
+    )
     for kind in (_Qwen2Vision, _GlmVision):
         smaller = kind.shrink_to_budget(info, ImageSize(width, height), budget)
         sides = smaller.height, smaller.width
@@ -234,4 +276,7 @@ def test_a_resized_image_has_at_most_k_tokens_and_stays_as_it_is(
         assert 1 <= sides[0] * sides[1] // UNIT**2 <= budget
         if max(sides) <= 200 * min(sides):
             most = 2 * 10**9
-            assert smart_resize(2, *sides, factor=UNIT, min_pixels=1, max_pixels=most) == sides
+            assert (
+                smart_resize(2, *sides, factor=UNIT, min_pixels=1, max_pixels=most)
+                == sides
+            )

@@ -34,7 +34,9 @@ from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 
 def test_many_problems_are_only_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """What an answer repeats of keys and values: the attack ``control_characters``."""
-    monkeypatch.setattr(request_module, "escape_unprintable", lambda *_: pytest.fail("a message"))
+    monkeypatch.setattr(
+        request_module, "escape_unprintable", lambda *_: pytest.fail("a message")
+    )
     fields = {f"x{i}": 1 for i in range(257)}
     for asked in (fields, {"details": ["x"] * 257}, {"recall_turns": [fields]}):
         with pytest.raises(RequestError, match=r"has 25\d problems"):
@@ -59,13 +61,34 @@ PART = {"type": "image_url", "image_url": {"url": "x"}, "autoprune": 8}
         ({"metadata": {"autoprune": ENTRY}}, "metadata/autoprune"),
         ({"metadata": {"x-autoprune": {"enabled": False}}}, "metadata/x-autoprune"),
         ({"metadata": {KWARGS: ENTRY}}, f"metadata/{KWARGS}/budget"),
-        ({"messages": [{"metadata": {"autoprune": ENTRY}}]}, "messages/0/metadata/autoprune"),
+        (
+            {"messages": [{"metadata": {"autoprune": ENTRY}}]},
+            "messages/0/metadata/autoprune",
+        ),
         # Notes of the client's own, which OpenAI's API has as texts.
         ({"metadata": {"autoprune": "on"}, "prompt": [0, 1, 2]}, None),
-        ({"metadata": {"autoprune_budget": "16", "budget": "2026", "state": "CA"}}, None),
+        (
+            {"metadata": {"autoprune_budget": "16", "budget": "2026", "state": "CA"}},
+            None,
+        ),
         ({"metadata": {"autoprune": {"version": 1}, "enabled": True}}, None),
-        ({"messages": [{"content": "autoprune"}, {"content": [{"text": "autoprune: 64"}]}]}, None),
-        ({"messages": [{"tool_calls": [{"function": {"arguments": '{"autoprune": 1}'}}]}]}, None),
+        (
+            {
+                "messages": [
+                    {"content": "autoprune"},
+                    {"content": [{"text": "autoprune: 64"}]},
+                ]
+            },
+            None,
+        ),
+        (
+            {
+                "messages": [
+                    {"tool_calls": [{"function": {"arguments": '{"autoprune": 1}'}}]}
+                ]
+            },
+            None,
+        ),
     ],
 )
 def test_a_field_is_refused_at_any_depth_where_nothing_reads_it(
@@ -84,8 +107,10 @@ def test_a_field_is_refused_at_any_depth_where_nothing_reads_it(
 
 # ---- headers ----
 
-BUDGET, STATE = "x-autoprune-budget", "x-autoprune-state"
-ENABLED, VIDEO = "x-autoprune-enabled", "x-autoprune-video-budget"
+BUDGET = "x-autoprune-budget"
+STATE = "x-autoprune-state"
+ENABLED = "x-autoprune-enabled"
+VIDEO = "x-autoprune-video-budget"
 
 
 @pytest.mark.parametrize(
@@ -97,10 +122,17 @@ ENABLED, VIDEO = "x-autoprune-enabled", "x-autoprune-video-budget"
         ('{"shared": 96}', {"shared": 96}),
     ],
 )
-def test_a_header_says_what_the_entry_says_and_agrees_with_it(text: str, budget: object) -> None:
+def test_a_header_says_what_the_entry_says_and_agrees_with_it(
+    text: str, budget: object
+) -> None:
     fields: dict[str, object] = {"budget": budget, "state": "visionzip"}
     headers = [(BUDGET, text), (STATE, "visionzip")]
-    for agreeing in (None, {"budget": None}, {"budget": budget}, {"state": "visionzip"}):
+    for agreeing in (
+        None,
+        {"budget": None},
+        {"budget": budget},
+        {"state": "visionzip"},
+    ):
         assert _join_headers(agreeing, headers) == fields
     assert _join_headers({"keep": "state"}, headers) == {"keep": "state", **fields}
     assert _join_headers({"budget": "50%"}, [(BUDGET, "1/2")]) == {"budget": "1/2"}
@@ -125,13 +157,22 @@ def test_headers_turn_pruning_off_and_set_the_budget_of_videos() -> None:
         ({}, ENABLED, "False", 'is \'False\' -> give "true" or "false"'),
         ({}, ENABLED, "0", 'give "true"'),
         ({}, VIDEO, "[16]", "tokens_per_frame:16"),
-        ({}, "x-autoprune-video_budget", "16", f"is not a known header -> send {BUDGET} or "),
+        (
+            {},
+            "x-autoprune-video_budget",
+            "16",
+            f"is not a known header -> send {BUDGET} or ",
+        ),
     ):
         with pytest.raises(RequestError) as caught:
             _join_headers(entry, [(header, text)])
-        assert f"header {header}: " in str(caught.value) and problem in str(caught.value)
+        assert f"header {header}: " in str(caught.value) and problem in str(
+            caught.value
+        )
     request = PruningRequest.parse(_join_headers({"budget": 8}, [(ENABLED, "false")]))
-    with pytest.raises(RequestError, match="keeps every token, but 'budget' is given as well"):
+    with pytest.raises(
+        RequestError, match="keeps every token, but 'budget' is given as well"
+    ):
         check_fields(server(), request)
 
 
@@ -159,7 +200,9 @@ async def test_a_header_that_is_nearly_ours_is_answered_and_not_ignored(
     await KeepHeaders(app)({"type": "http", "headers": [(name.encode(), b"?")]})
     assert [header for header, _ in seen] == [name] * is_ours
     if is_ours and name not in HEADERS:
-        with pytest.raises(RequestError, match=f"header {name}: is not a known header -> send x-"):
+        with pytest.raises(
+            RequestError, match=f"header {name}: is not a known header -> send x-"
+        ):
             _join_headers(None, seen)
 
 
@@ -169,17 +212,26 @@ N = 144
 DETAIL = _DetailBudgets.model_validate({"low": 4, "high": 32})
 
 
-def server(level: Any = "states", least: int = 1, most: int = 65536, **fields: Any) -> ServedState:
-    detail, total = fields.pop("detail", _DetailBudgets()), fields.pop("total", None)
+def server(
+    level: Any = "states", least: int = 1, most: int = 65536, **fields: Any
+) -> ServedState:
+    detail = fields.pop("detail", _DetailBudgets())
+    total = fields.pop("total", None)
     rules = RequestRules(level, least, most, detail=detail, total=total)
     return replace(served(), rules=rules, **fields)
 
 
-def resolve(asked: object, *sizes: int, on: ServedState | None = None) -> list[ItemPlan]:
-    return resolve_images(asked, [TokenCount(size) for size in sizes or (N,)], on or server())
+def resolve(
+    asked: object, *sizes: int, on: ServedState | None = None
+) -> list[ItemPlan]:
+    return resolve_images(
+        asked, [TokenCount(size) for size in sizes or (N,)], on or server()
+    )
 
 
-def resolve_images(asked: object, images: list[TokenCount], on: ServedState) -> list[ItemPlan]:
+def resolve_images(
+    asked: object, images: list[TokenCount], on: ServedState
+) -> list[ItemPlan]:
     request = PruningRequest.parse(asked)
     return resolve_plans(on, request, check_fields(on, request), images, on.rules.total)
 
@@ -200,7 +252,12 @@ VISIONZIP = load_state("visionzip").budget.range()[1]
         (server(), {"budget": [16, 4]}, (N, N), [16, 4]),
         (server(), {"budget": {"shared": 33}}, (10, N), [10, 23]),
         (server(), {"enabled": False}, (N, 5), [N, 5]),
-        (BOUNDED, {"enabled": False}, (64, 5), [64, 5]),  # 8 is the least that is kept of more
+        (
+            BOUNDED,
+            {"enabled": False},
+            (64, 5),
+            [64, 5],
+        ),  # 8 is the least that is kept of more
         (BOUNDED, {"budget": [8, 64]}, (N, N), [8, 64]),
         # Shares, of which MIN and MAX bound what an image gets.
         (BOUNDED, {"budget": "1/8"}, (N, 64, 512), [18, 8, 64]),
@@ -215,24 +272,42 @@ VISIONZIP = load_state("visionzip").budget.range()[1]
         (server(total=33), {"budget": [16, 17]}, (N, N), [16, 17]),
         # Neither the server's own budget nor what is recalled has a least one.
         (server(least=16, most=64), None, (N,), [8]),
-        *((server("budget", 16, 64), {"recall": tokens}, (N,), [8]) for tokens in (0, 1, 64)),
+        *(
+            (server("budget", 16, 64), {"recall": tokens}, (N,), [8])
+            for tokens in (0, 1, 64)
+        ),
         # What keeps everything reads nothing.
         (POOR, {"state": "fastv", "budget": N}, (N,), [N]),
         # Details count at every level, where the operator gave them and the request sets nothing.
-        *((on, {"details": ["low", None, "high"]}, (N, N, 20), [4, 8, 20]) for on in BY_DETAIL),
-        (server(detail=_DetailBudgets.model_validate({"low": 4})), LOW_HIGH, (N, N), [4, 8]),
+        *(
+            (on, {"details": ["low", None, "high"]}, (N, N, 20), [4, 8, 20])
+            for on in BY_DETAIL
+        ),
+        (
+            server(detail=_DetailBudgets.model_validate({"low": 4})),
+            LOW_HIGH,
+            (N, N),
+            [4, 8],
+        ),
         (DETAILED, {**LOW_HIGH, "budget": {"shared": 9}}, (N, N), [5, 4]),
-        (DETAILED, {"state": "visionzip", "details": ["low", None]}, (N, N), [4, VISIONZIP]),
+        (
+            DETAILED,
+            {"state": "visionzip", "details": ["low", None]},
+            (N, N),
+            [4, VISIONZIP],
+        ),
         (DETAILED, {"details": ["low"]}, (N, N), [8, 8]),
         # The operator gave range and details; start-up has checked their end.
         (server(least=16, most=64, detail=DETAIL), {"details": ["low"]}, (N,), [4]),
     ],
-)  # fmt: skip
+)
 def test_each_image_keeps_k_of_its_tokens(
     on: ServedState, asked: object, sizes: tuple[int, ...], budgets: list[int]
 ) -> None:
     plans = resolve(asked, *sizes, on=on)
-    expected = [(budget, size, NO_KEY) for budget, size in zip(budgets, sizes, strict=True)]
+    expected = [
+        (budget, size, NO_KEY) for budget, size in zip(budgets, sizes, strict=True)
+    ]
     assert [(plan.budget, plan.tokens, plan.key) for plan in plans] == expected
 
 
@@ -245,7 +320,9 @@ def test_each_image_keeps_k_of_its_tokens(
         (None, "messages"),
     ],
 )
-def test_what_a_request_asks_for_beyond_the_bound_is_refused(asked: object, where: str) -> None:
+def test_what_a_request_asks_for_beyond_the_bound_is_refused(
+    asked: object, where: str
+) -> None:
     images = 41 if where == "messages" else 3
     with pytest.raises(RequestError, match="a request has 40 for them") as caught:
         resolve(asked, *[N] * images, on=server(total=40))
@@ -265,13 +342,19 @@ LARGE = edited(sample(), {"/budget": {"atom": "fixed_budget@192"}})
 
 
 def test_a_plan_carries_the_state_of_its_request_and_reads_what_that_reads() -> None:
-    (served_plan,), (brought,) = resolve(None), resolve({"state": "visionzip", "budget": 7})
+    (served_plan,) = resolve(None)
+    (brought,) = resolve({"state": "visionzip", "budget": 7})
     assert (served_plan.state, served_plan.keep) == (b"", "state")
     assert decode_state(brought.state).digest == load_state("visionzip").digest
     assert "instruction" in server().find_needs(served_plan)
     assert "instruction" not in server().find_needs(brought)
     assert "language" in server().find_needs(*resolve({"state": "fastv", "budget": 8}))
-    for asked in ({"keep": "random"}, {"keep": "resized"}, {"budget": N}, {"enabled": False}):
+    for asked in (
+        {"keep": "random"},
+        {"keep": "resized"},
+        {"budget": N},
+        {"enabled": False},
+    ):
         assert server().find_needs(*resolve(asked)) == frozenset()
 
 
@@ -280,7 +363,9 @@ def test_a_server_makes_what_any_request_may_read() -> None:
     assert server("shipped-states").needs == set(NEEDS)
     assert POOR.needs == set(NEEDS) - {"language"}
     # r_min = K leaves nothing to exchange at the default budget, but at a larger one.
-    fixed = served({"/base_policy": {"name": "divprune"}, "/constraints/selector/r_min": 8})
+    fixed = served(
+        {"/base_policy": {"name": "divprune"}, "/constraints/selector/r_min": 8}
+    )
     assert fixed.policy().needs == frozenset()
     assert fixed.needs == fixed.policy(16).needs == {"cls_attention", "instruction"}
 
@@ -306,33 +391,63 @@ def test_a_shipped_name_or_a_whole_state_is_loaded_and_a_name_is_never_a_path(
     file = tmp_path / "mine.json"
     file.write_text(json.dumps(sample()))
     monkeypatch.chdir(tmp_path)
-    for name in (str(file), "mine.json", "mine", "../policies/autoprune.json", "/etc/passwd", "~"):
+    for name in (
+        str(file),
+        "mine.json",
+        "mine",
+        "../policies/autoprune.json",
+        "/etc/passwd",
+        "~",
+    ):
         assert "ships with this server" in refused(name)
 
 
 def test_a_state_with_mistakes_is_pointed_at_and_no_value_is_too_odd() -> None:
     mistakes = {"/scoring/fusion/atom": "no", "/constraints/selector/q_e": -1}
-    assert all(f"state{pointer}" in refused(edited(sample(), mistakes)) for pointer in mistakes)
+    assert all(
+        f"state{pointer}" in refused(edited(sample(), mistakes)) for pointer in mistakes
+    )
     deep: Any = {}
     for _ in range(100_000):
         deep = {"a": deep}
-    for junk in ({}, {"a": 1}, deep, {"schema": float("nan")}, {"x": object()}, {1: {2: 3}}):
+    for junk in (
+        {},
+        {"a": 1},
+        deep,
+        {"schema": float("nan")},
+        {"x": object()},
+        {1: {2: 3}},
+    ):
         refused(junk)
 
 
 def test_a_large_or_costly_state_is_refused_before_it_is_parsed_or_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(served_state, "safety_check", lambda policy: pytest.fail("it was run"))
-    signal = {"atom": "cluster_centroid_representativeness", "clusters": 64, "weight": 0.5}
+    monkeypatch.setattr(
+        served_state, "safety_check", lambda policy: pytest.fail("it was run")
+    )
+    signal = {
+        "atom": "cluster_centroid_representativeness",
+        "clusters": 64,
+        "weight": 0.5,
+    }
     source = {"atom": "diversity_pool_builder", "pool_ratio": 8.0}
-    pool = {"atom": "multi_source_pool_builder", "pool_ratio": 8.0, "sources": [source] * 8}
+    pool = {
+        "atom": "multi_source_pool_builder",
+        "pool_ratio": 8.0,
+        "sources": [source] * 8,
+    }
     dear = {"/scoring/signals": [signal] * 32, "/constraints/pool": [pool] * 8}
     said = refused(edited(sample(), dear))
     assert "ms of one CPU core" in said and "may take 200" in said
     assert "32 x cluster_centroid_repre" in said and "--autoprune-request-cost" in said
-    assert "may take 20" in refused(edited(sample(), {"/constraints/selector/q_e": 5}), cost=20.0)
-    monkeypatch.setattr(served_state, "_load", lambda text: pytest.fail("it was parsed"))
+    assert "may take 20" in refused(
+        edited(sample(), {"/constraints/selector/q_e": 5}), cost=20.0
+    )
+    monkeypatch.setattr(
+        served_state, "_load", lambda text: pytest.fail("it was parsed")
+    )
     huge = edited(sample(), {"/provenance": {"notes": "n" * 10_000_000}})
     assert "a request may bring 65536" in refused(huge)
 
@@ -387,13 +502,20 @@ def test_a_state_is_checked_at_its_own_budget_up_to_the_largest_quota(
     _resolve_settings({"state": edited(sample(), large), "budget": 4096}, vllm_config())
     assert [policy.budget for policy in checked] == [16, 320, 640, 640]
     # A request's at 64, where 512 tokens that stay would make it wait for seconds.
-    assert load_request_state(edited(sample(), large)).constraints.selector.insists_on is None
+    assert (
+        load_request_state(edited(sample(), large)).constraints.selector.insists_on
+        is None
+    )
     strict = edited(sample(), {**large, "/safety": ["preserve_budget"]})
     assert "made to fail" in refused(strict)
     assert [policy.budget for policy in checked[4:]] == [64, 64]
 
 
-def test_a_state_of_a_request_keeps_its_r_min_when_it_is_checked_at_fewer_tokens() -> None:
+def test_a_state_of_a_request_keeps_its_r_min_when_it_is_checked_at_fewer_tokens() -> (
+    None
+):
     large = {"/budget/atom": "fixed_budget@512", "/constraints/selector/r_min": 500}
     document = edited(sample(), large)
-    assert load_request_state(document).digest == load_state(json.dumps(document)).digest
+    assert (
+        load_request_state(document).digest == load_state(json.dumps(document)).digest
+    )

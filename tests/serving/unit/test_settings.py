@@ -43,25 +43,50 @@ def resolve(**settings: object) -> ServedState:
 
 
 def test_each_setting_is_read_from_text_and_numbers() -> None:
-    file, digest = shipped_states()["autoprune"], load_state("autoprune").digest
+    file = shipped_states()["autoprune"]
+    digest = load_state("autoprune").digest
     forms = ("autoprune", file, str(file), file.read_text(), shipped("autoprune"))
     for state in (*forms, load_state("autoprune")):
         assert (server := resolve(state=state)).state.digest == digest
-    assert (server.budget.rule(), server.tower, server.cache_bytes) == (32, None, 1 << 28)
+    assert (server.budget.rule(), server.tower, server.cache_bytes) == (
+        32,
+        None,
+        1 << 28,
+    )
     for budget in (64, "64", " 64 ", "1/8:1-64", "12.5%:8-64"):
         served_by_flag = pickle.loads(pickle.dumps(resolve(budget=budget)))
-        assert served_by_flag.policy().budget == 64 == served_by_flag.policy().at(512).budget
-    for size, count in ((0, 0), ("0", 0), (2, 1 << 31), ("0.5", 1 << 29), (1024, 1 << 40)):
+        assert (
+            served_by_flag.policy().budget
+            == 64
+            == served_by_flag.policy().at(512).budget
+        )
+    for size, count in (
+        (0, 0),
+        ("0", 0),
+        (2, 1 << 31),
+        ("0.5", 1 << 29),
+        (1024, 1 << 40),
+    ):
         assert resolve(feature_cache_gb=size).cache_bytes == count
-    assert (resolve().rules.cost, resolve(request_cost="750").rules.cost) == (DEFAULT_COST, 750.0)
-    assert (resolve().rules.total, resolve(request_budget="2048").rules.total) == (None, 2048)
+    assert (resolve().rules.cost, resolve(request_cost="750").rules.cost) == (
+        DEFAULT_COST,
+        750.0,
+    )
+    assert (resolve().rules.total, resolve(request_budget="2048").rules.total) == (
+        None,
+        2048,
+    )
     for recall in (8, "8"):
         assert resolve(recall=recall, requests="budget:1-8").rules.recall == 8
     for detail in ("low=16,high=64", {"low": 16, "high": "64"}):
         for requests in (None, "none", "budget:32-64"):
             rules = resolve(requests=requests, detail=detail).rules
-            assert rules.detail == _DetailBudgets.model_validate({"low": 16, "high": 64})
-    shares = resolve(detail="low=1/16:1-64,high=25%:1-640", requests="budget:1-640").describe()
+            assert rules.detail == _DetailBudgets.model_validate(
+                {"low": 16, "high": 64}
+            )
+    shares = resolve(
+        detail="low=1/16:1-64,high=25%:1-640", requests="budget:1-640"
+    ).describe()
     assert shares["detail"] == {"low": "1/16:1-64", "high": "1/4:1-640"}
     tower = resolve(text_tower=str(CLIP)).tower
     assert tower is not None
@@ -74,7 +99,9 @@ def test_levels_are_cumulative_and_have_a_range() -> None:
     for at, level in enumerate(LEVELS):
         rules = resolve(requests=level).rules
         assert (rules.level, rules.explicit) == (level, True)
-        assert [other for other in LEVELS if rules.allows(other)] == list(LEVELS[: at + 1])
+        assert [other for other in LEVELS if rules.allows(other)] == list(
+            LEVELS[: at + 1]
+        )
     rules = resolve(requests=" budget:16-256 ").rules
     assert (str(rules), rules.minimum, rules.maximum) == ("budget:16-256", 16, 256)
 
@@ -86,7 +113,9 @@ def nest(depth: int) -> list[object]:
     return inner
 
 
-FIXED = edited(sample(), {"/constraints/selector/q_e": 2, "/constraints/selector/r_min": 32})
+FIXED = edited(
+    sample(), {"/constraints/selector/q_e": 2, "/constraints/selector/r_min": 32}
+)
 LIMITED = edited(sample(), {"/budget": {"atom": "fixed_budget@32", "limit": 48}})
 STATE: Config = {"state": "autoprune"}
 TO_64: Config = {**STATE, "requests": "budget:1-64"}
@@ -94,9 +123,26 @@ INVALID: dict[str, tuple[object, ...]] = {
     "feature_cache_gb": (-1, "nan", float("nan"), "inf", "much", 1025, True),
     "request_cost": ("much", 0, "nan", "inf", 1e9, True),
     "request_budget": ("much", 0, -1, 1.5, 10**10, True),
-    "requests": ("all", "Budget", "budget:16", "budget:-3-8", "budget:9-8", "budget,none", 3),
+    "requests": (
+        "all",
+        "Budget",
+        "budget:16",
+        "budget:-3-8",
+        "budget:9-8",
+        "budget,none",
+        3,
+    ),
     "recall": ("x", -1, 1.5, 65537, True),
-    "detail": ("auto=64", 64, ["low=64"], {1: 64}, {}, {"low": True}, "low=0", "low=9/8"),
+    "detail": (
+        "auto=64",
+        64,
+        ["low=64"],
+        {1: 64},
+        {},
+        {"low": True},
+        "low=0",
+        "low=9/8",
+    ),
 }
 ABOVE = "low = 65 keeps up to 65 tokens, and --autoprune-requests allows 64 at most"
 
@@ -121,8 +167,16 @@ ABOVE = "low = 65 keeps up to 65 tokens, and --autoprune-requests allows 64 at m
             for value in (0, "-1", 65537, "x", 1.5, [8], True, "9/8", "1/8:640-64")
         ),
         ({"state": LIMITED, "budget": 64}, "--autoprune-budget#/budget/limit", ""),
-        ({"state": LIMITED, "budget": "1/8"}, "--autoprune-budget#/budget/limit", "K = 65536"),
-        ({"state": FIXED, "budget": 16}, "--autoprune-budget#/constraints/selector/r_min", "32"),
+        (
+            {"state": LIMITED, "budget": "1/8"},
+            "--autoprune-budget#/budget/limit",
+            "K = 65536",
+        ),
+        (
+            {"state": FIXED, "budget": 16},
+            "--autoprune-budget#/constraints/selector/r_min",
+            "32",
+        ),
         *(
             ({**STATE, name: value}, f"--autoprune-{name.replace('_', '-')}", "")
             for name, values in INVALID.items()
@@ -130,15 +184,29 @@ ABOVE = "low = 65 keeps up to 65 tokens, and --autoprune-requests allows 64 at m
         ),
         ({**TO_64, "recall": 65}, "--autoprune-recall", "allows 64 at most"),
         ({**STATE, "detail": "low=8,low=4"}, "--autoprune-detail", "one budget"),
-        ({**STATE, "detail": "low=8,high=4"}, "--autoprune-detail", "can keep more than"),
-        ({**STATE, "detail": "low=1/4,high=64"}, "--autoprune-detail", "1/4 can keep more than"),
+        (
+            {**STATE, "detail": "low=8,high=4"},
+            "--autoprune-detail",
+            "can keep more than",
+        ),
+        (
+            {**STATE, "detail": "low=1/4,high=64"},
+            "--autoprune-detail",
+            "1/4 can keep more than",
+        ),
         ({**STATE, "detail": "high=99999"}, "--autoprune-detail", "high=99999"),
-        ({**TO_64, "detail": "low=1/8"}, "--autoprune-detail", "up to 65536 tokens, and"),
+        (
+            {**TO_64, "detail": "low=1/8"},
+            "--autoprune-detail",
+            "up to 65536 tokens, and",
+        ),
         ({**TO_64, "detail": "low=65"}, "--autoprune-detail", ABOVE),
         ({"state": FIXED, "detail": "low=16,high=64"}, "--autoprune-detail low#", ""),
     ],
 )
-def test_each_mistake_has_its_place_and_a_fix(settings: object, where: str, what: str) -> None:
+def test_each_mistake_has_its_place_and_a_fix(
+    settings: object, where: str, what: str
+) -> None:
     (problem,) = refusal(settings)
     assert problem.where.startswith(where)
     assert what in problem.what
@@ -184,7 +252,9 @@ CONFIG = json.loads((CLIP / "config.json").read_text())
 
 def describe(folder: Path, changes: Config = STATED, tokenizer: bool = True) -> Path:
     """Describe the CLIP of mini-LLaVA, without weights; None takes a key out of its config."""
-    config = {key: value for key, value in {**CONFIG, **changes}.items() if value is not None}
+    config = {
+        key: value for key, value in {**CONFIG, **changes}.items() if value is not None
+    }
     (folder / "config.json").write_text(json.dumps(config))
     for name in ("tokenizer.json", "tokenizer_config.json") if tokenizer else ():
         shutil.copy(CLIP / name, folder)
@@ -211,7 +281,10 @@ def test_the_sign_comes_with_its_reason(
     [
         *(({SIGN_KEY: sign}, f"{SIGN_KEY} = {sign!r}") for sign in (0, "1", True)),
         *((text, "cannot be read") for text in ("{", "[]", '{"model_type": "nope"}')),
-        *((f'{{"model_type": "{kind}"}}', f"a {kind!r} model") for kind in ("siglip", "llava")),
+        *(
+            (f'{{"model_type": "{kind}"}}', f"a {kind!r} model")
+            for kind in ("siglip", "llava")
+        ),
         (None, "cannot be read"),
         # Transformers makes a tokenizer that has only start and end tokens.
         ("no tokenizer", "has no tokenizer"),
@@ -220,7 +293,9 @@ def test_the_sign_comes_with_its_reason(
         ("nowhere", "cannot be read"),
     ],
 )
-def test_what_is_no_text_tower_is_refused(tmp_path: Path, config: Any, what: str) -> None:
+def test_what_is_no_text_tower_is_refused(
+    tmp_path: Path, config: Any, what: str
+) -> None:
     folder = tmp_path / "nowhere" if config == "nowhere" else tmp_path
     if isinstance(config, dict):
         describe(folder, config)
@@ -254,7 +329,10 @@ def parser() -> Iterator[Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         # What register() puts in place goes away with the patch.
-        steps = ((EngineArgs, "add_cli_args"), (VllmConfig, "try_verify_and_update_config"))
+        steps = (
+            (EngineArgs, "add_cli_args"),
+            (VllmConfig, "try_verify_and_update_config"),
+        )
         for owner, name in steps:
             patch.setattr(owner, name, vars(owner)[name])
         patch.delenv(plugin.DISABLE, raising=False)
@@ -273,7 +351,14 @@ def test_a_server_with_a_state_keeps_headers_once(parser: Any) -> None:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     server = make_arg_parser(FlexibleArgumentParser())
-    flags = ["--autoprune-state", "trim", "--middleware", "a.B", "--autoprune-budget", "8"]
+    flags = [
+        "--autoprune-state",
+        "trim",
+        "--middleware",
+        "a.B",
+        "--autoprune-budget",
+        "8",
+    ]
     assert sorted(server.parse_args(flags).middleware) == ["a.B", MIDDLEWARE]
     config = ["--additional-config", '{"autoprune": {"state": "trim"}}']
     assert server.parse_args(config).middleware == [MIDDLEWARE]
@@ -288,7 +373,10 @@ def from_flags(**settings: object) -> Config:
 THEIRS = ("--additional-config", '{"theirs": {"x": 1}}')
 NAMED = ("--autoprune-state", "autoprune")
 FLAGS = (*NAMED, "--autoprune-budget", "64")
-OURS = ("--additional-config", '{"autoprune": {"budget": 16, "text_tower": "some/clip"}}')
+OURS = (
+    "--additional-config",
+    '{"autoprune": {"budget": 16, "text_tower": "some/clip"}}',
+)
 DOTTED = ("--additional-config.autoprune.budget", "16")
 BOTH = {"theirs": {"x": 1}, **from_flags(state="autoprune", budget="64")}
 
@@ -300,8 +388,14 @@ BOTH = {"theirs": {"x": 1}, **from_flags(state="autoprune", budget="64")}
         ((*THEIRS, *FLAGS), BOTH),
         ((*FLAGS, *THEIRS), BOTH),
         # Of settings in JSON and in flags the later one wins.
-        ((*OURS, *FLAGS), from_flags(state="autoprune", budget="64", text_tower="some/clip")),
-        ((*FLAGS, *OURS), from_flags(state="autoprune", budget=16, text_tower="some/clip")),
+        (
+            (*OURS, *FLAGS),
+            from_flags(state="autoprune", budget="64", text_tower="some/clip"),
+        ),
+        (
+            (*FLAGS, *OURS),
+            from_flags(state="autoprune", budget=16, text_tower="some/clip"),
+        ),
         ((*DOTTED, *NAMED), from_flags(state="autoprune", budget=16)),
         (DOTTED, {SETTINGS_KEY: {"budget": 16}}),
     ],

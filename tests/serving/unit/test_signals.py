@@ -18,7 +18,11 @@ from tests.serving.engine import CLIP
 from vllm_autoprune import ConfigError
 from vllm_autoprune.serving.plan import Ids
 from vllm_autoprune.serving.settings import TextTower, read_text_tower
-from vllm_autoprune.serving.worker.question import ClipTower, InputEmbeddings, LlamaPrefix
+from vllm_autoprune.serving.worker.question import (
+    ClipTower,
+    InputEmbeddings,
+    LlamaPrefix,
+)
 from vllm_autoprune.serving.worker.tower_hooks import (
     NEXT_LAYER_WEIGHTS,
     InputHook,
@@ -28,7 +32,10 @@ from vllm_autoprune.serving.worker.tower_hooks import (
 )
 
 CPU = torch.device("cpu")
-VISION_WIDTH, SEGMENT, BOS, EOS = 160, 40, 476, 477
+VISION_WIDTH = 160
+SEGMENT = 40
+BOS = 476
+EOS = 477
 """Of mini-LLaVA's CLIP, whose norms are trained: defaults would hide a missing one."""
 
 close = torch.testing.assert_close
@@ -56,7 +63,8 @@ class Attention(nn.Module):
 
     def __init__(self, heads: int = 2, scale: float = 0.5) -> None:
         super().__init__()
-        self.num_heads, self.scale = heads, scale
+        self.num_heads = heads
+        self.scale = scale
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return value
@@ -105,16 +113,22 @@ def test_nothing_is_kept_of_calls_that_are_not_recorded() -> None:
 
 
 @pytest.mark.parametrize("joined", [False, True])
-def test_rows_are_the_mean_of_patches_and_norms_the_mean_of_theirs(joined: bool) -> None:
+def test_rows_are_the_mean_of_patches_and_norms_the_mean_of_theirs(
+    joined: bool,
+) -> None:
     """Of five tokens of four patches; joined patches have the norms of the row that they are."""
-    module, patches = nn.Identity(), torch.randn(5, 4, 6)
+    module = nn.Identity()
+    patches = torch.randn(5, 4, 6)
     merger = Merger(module, 4, module, joined)
-    rows, norms = merger.hook_rows(), merger.hook_norms()
+    rows = merger.hook_rows()
+    norms = merger.hook_norms()
     with rows.recording(), norms.recording():
         module(patches.flatten(1) if joined else patches.view(20, 1, 6))
     taken = rows.take()
     close(taken, patches.mean(dim=1))
-    assert taken.untyped_storage().nbytes() == 5 * 6 * 4, "the merger's input is not kept"
+    assert taken.untyped_storage().nbytes() == 5 * 6 * 4, (
+        "the merger's input is not kept"
+    )
     vectors = patches.flatten(1)[:, None] if joined else patches
     expected = torch.stack([vectors.abs().sum(-1), (vectors**2).sum(-1).sqrt()], dim=2)
     close(norms.take(), expected.mean(dim=1))
@@ -138,7 +152,9 @@ def checkpoint(clip: Any, prefix: str = PREFIXES[0]) -> Iterator[tuple[str, Tens
         yield prefix + name, weight
 
 
-def load_layer(clip: Any, weights: Any, like: Tensor = LIKE, layer: Any = None) -> NextTowerLayer:
+def load_layer(
+    clip: Any, weights: Any, like: Tensor = LIKE, layer: Any = None
+) -> NextTowerLayer:
     layer = layer or NextTowerLayer(clip.config.vision_config, NEXT)
     for _ in layer.capture_weights(weights, like):
         pass
@@ -146,11 +162,15 @@ def load_layer(clip: Any, weights: Any, like: Tensor = LIKE, layer: Any = None) 
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
-def test_attention_is_of_one_wide_head_of_the_next_layer(clip: Any, run: Any, prefix: str) -> None:
+def test_attention_is_of_one_wide_head_of_the_next_layer(
+    clip: Any, run: Any, prefix: str
+) -> None:
     """PruMerge's own rule, from transformers' modules: q k^T / sqrt(Dv) over [CLS] and patches."""
-    states, block = run.hidden_states[-2], clip.vision_model.encoder.layers[NEXT]
+    states = run.hidden_states[-2]
+    block = clip.vision_model.encoder.layers[NEXT]
     normed = block.layer_norm1(states)
-    query, key = block.self_attn.q_proj(normed), block.self_attn.k_proj(normed)
+    query = block.self_attn.q_proj(normed)
+    key = block.self_attn.k_proj(normed)
     every_row = (query @ key.transpose(1, 2) * VISION_WIDTH**-0.5).softmax(dim=-1)
     layer = load_layer(clip, checkpoint(clip, prefix))
     layer.require_weights()
@@ -159,7 +179,9 @@ def test_attention_is_of_one_wide_head_of_the_next_layer(clip: Any, run: Any, pr
     close(keys, key[:, 1:])
 
 
-def test_weights_are_copied_in_the_tower_s_dtype_and_replaced_by_new_ones(clip: Any) -> None:
+def test_weights_are_copied_in_the_tower_s_dtype_and_replaced_by_new_ones(
+    clip: Any,
+) -> None:
     """Loaders reuse their buffers; at a reload the model's parameters are on the meta device."""
     weights = {name: weight.clone() for name, weight in checkpoint(clip)}
     layer = load_layer(clip, weights.items(), LIKE.bfloat16())
@@ -231,7 +253,9 @@ def test_later_segments_pool_where_the_published_code_did(tmp_path: Any) -> None
     tower = ClipTower(TextTower(str(tmp_path), -1, "test", 77, 512, 24), CPU)
     for name in names("clip_chunk"):
         expected = load(name).expected
-        pooled_text, _ = tower.instructions([tuple(int(i) for i in expected["token_ids"])])
+        pooled_text, _ = tower.instructions(
+            [tuple(int(i) for i in expected["token_ids"])]
+        )
         with torch.no_grad():
             states = model.text_model(
                 input_ids=torch.from_numpy(expected["segments"]).long(),
@@ -261,7 +285,12 @@ def test_input_embeddings_are_the_mean_of_the_instruction() -> None:
 
 # ---- first layers of the language model ----
 
-START, LAYERS, HIDDEN, HEADS, KEY_HEADS, HEAD = 1, 3, 24, 4, 2, 6
+START = 1
+LAYERS = 3
+HIDDEN = 24
+HEADS = 4
+KEY_HEADS = 2
+HEAD = 6
 
 
 @pytest.fixture(scope="module")
@@ -293,7 +322,10 @@ def served_model(llama: Any) -> Any:
 
     def rotary(positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = llama.rotary_emb(query[None], positions[None])
-        heads = [part.unflatten(-1, (-1, HEAD)).transpose(0, 1)[None] for part in (query, key)]
+        heads = [
+            part.unflatten(-1, (-1, HEAD)).transpose(0, 1)[None]
+            for part in (query, key)
+        ]
         query, key = apply_rotary_pos_emb(*heads, cos, sin)
         return query[0].transpose(0, 1).flatten(1), key[0].transpose(0, 1).flatten(1)
 
@@ -311,17 +343,25 @@ def served_model(llama: Any) -> Any:
         )
         norms = layer.input_layernorm, layer.post_attention_layernorm
         names = "self_attn", "mlp", "input_layernorm", "post_attention_layernorm"
-        return SimpleNamespace(**dict(zip(names, (attention, layer.mlp, *norms), strict=True)))
+        return SimpleNamespace(
+            **dict(zip(names, (attention, layer.mlp, *norms), strict=True))
+        )
 
     layers = [serve(layer) for layer in llama.layers]
-    return SimpleNamespace(embed_tokens=llama.embed_tokens, norm=llama.norm, layers=layers)
+    return SimpleNamespace(
+        embed_tokens=llama.embed_tokens, norm=llama.norm, layers=layers
+    )
 
 
 def test_layers_equal_transformers(llama: Any) -> None:
     """States, normed states, rotated keys and the text's attention rows, in float32."""
-    prefix = LlamaPrefix(served_model(llama), (START,), torch.randn(9, HIDDEN), (5, 6, 7))
+    prefix = LlamaPrefix(
+        served_model(llama), (START,), torch.randn(9, HIDDEN), (5, 6, 7)
+    )
     expected = llama(
-        inputs_embeds=prefix.embeddings(), output_hidden_states=True, output_attentions=True
+        inputs_embeds=prefix.embeddings(),
+        output_hidden_states=True,
+        output_attentions=True,
     )
     for layer in range(LAYERS):
         attention = prefix.attention(layer)
@@ -337,7 +377,9 @@ def test_layers_equal_transformers(llama: Any) -> None:
 
 def test_an_empty_instruction_is_the_start_once_more(llama: Any) -> None:
     empty, start = (
-        LlamaPrefix(served_model(llama), (START,), torch.ones(9, HIDDEN), ids).embeddings()
+        LlamaPrefix(
+            served_model(llama), (START,), torch.ones(9, HIDDEN), ids
+        ).embeddings()
         for ids in ((), (START,))
     )
     assert torch.equal(empty, start) and empty.shape[1] == 11

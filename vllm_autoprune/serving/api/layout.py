@@ -89,7 +89,9 @@ class Placeholders:
         """
         is_embed = find_placeholders(content)
         unpruned = plan.profile or sum(is_embed) <= plan.budget
-        runs = [sum(1 for _ in run) for placeholder, run in groupby(is_embed) if placeholder]
+        runs = [
+            sum(1 for _ in run) for placeholder, run in groupby(is_embed) if placeholder
+        ]
         embeds_text = self.embeds_text and (len(runs) > 1 or plan.frames > 0)
         if unpruned and not (plan.profile and embeds_text):
             return content, plan
@@ -103,14 +105,20 @@ class Placeholders:
         if not embeds_text:
             return replace(content, full=shortened), plan
         text = zip(accumulate(map(int, is_embed)), content.full, is_embed, strict=True)
-        places = tuple((at, token) for at, token, placeholder in text if not placeholder)
+        places = tuple(
+            (at, token) for at, token, placeholder in text if not placeholder
+        )
         if len(places) > MAX_TEXT_IDS:
             what = f"has {len(places)} tokens of text, and {MAX_TEXT_IDS} are allowed"
-            kind, fix = ("video", "fewer frames") if plan.frames else ("image", "a smaller one")
+            kind, fix = (
+                ("video", "fewer frames") if plan.frames else ("image", "a smaller one")
+            )
             raise refuse(kind, what, f"send {fix}")
         if plan.frames:
             shortened = [content.full[is_embed.index(True)]] * len(shortened)
-        return replace(content, full=shortened, is_embed=None), replace(plan, text=places)
+        return replace(content, full=shortened, is_embed=None), replace(
+            plan, text=places
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,15 +177,20 @@ def split_slots(
         return None
     new_ids: list[int] = []
     new_slots: list[Slot] = []
-    position, done = 0, 0  # in the prompt that the model sees; in ids
-    for _, turn in groupby(range(len(slots)), key=lambda i: (slots[i].part, slots[i].turn)):
+    # in the prompt that the model sees; in ids
+    position = 0
+    done = 0
+    for _, turn in groupby(
+        range(len(slots)), key=lambda i: (slots[i].part, slots[i].turn)
+    ):
         deltas: list[Slot] = []
         members = list(turn)
         for i in members:
             position += places[i] - done
             new_ids += ids[done : places[i] + 1]
             done = places[i] + 1
-            slot, core = slots[i], slots[i].core
+            slot = slots[i]
+            core = slots[i].core
             if i == members[-1] and core:
                 core = align_core(position, slot.budget, core, block)
             if core:
@@ -201,7 +214,9 @@ def align_core(start: int, budget: int, core: int, block: int) -> int:
     """
     beyond = -(-(start + 1) // block) * block
     edges = range(beyond, start + budget, block)
-    return min((edge - start for edge in edges), key=lambda size: abs(size - core), default=0)
+    return min(
+        (edge - start for edge in edges), key=lambda size: abs(size - core), default=0
+    )
 
 
 # Recall: a later user turn without an image gets more tokens of the images before it.
@@ -256,7 +271,9 @@ def choose_recalls(
     times = [0] * len(plans)
     for number, turn in enumerate(turns[:_MAX_TURNS]):
         last = {contents[i]: i for i in range(min(turn.images, len(plans)))}
-        images = [i for i in sorted(last.values()) if room[i] and times[i] < MAX_RECALLS]
+        images = [
+            i for i in sorted(last.values()) if room[i] and times[i] < MAX_RECALLS
+        ]
         budgets = split_shared_budget(recall, [room[i] for i in images])
         of_turn = [
             Slot(i, budget, "recall", turn=number)
@@ -290,10 +307,13 @@ def expand_marks(
         images_before = turn.images
     marks += [[slot] for slot in images[images_before:]]
     places = [turn.images for turn in turns]
-    if ids.count(token) != len(marks) or places != sorted(places) or max(places) > len(images):
-        what = (
-            f"{len(turns)} turns and {len(images)} images in a prompt of {ids.count(token)} marks"
-        )
+    if (
+        ids.count(token) != len(marks)
+        or places != sorted(places)
+        or max(places) > len(images)
+    ):
+        found = f"{len(turns)} turns and {len(images)} images"
+        what = f"{found} in a prompt of {ids.count(token)} marks"
         fix = "keep every message in the chat template, or send recall 0"
         raise refuse(f"{ENTRY}/recall_turns", what, fix)
     unread = iter(marks)

@@ -130,7 +130,9 @@ class RequestPlanner:
         self._process = process
         self._seen: LRUCache[tuple[str, Cells], EncodedImage] = LRUCache(_MAX_NAMES)
         """What is encoded of the images seen last, by content and rule."""
-        self._named: LRUCache[bytes, tuple[str, ImageSize | None]] = LRUCache(_MAX_NAMES)
+        self._named: LRUCache[bytes, tuple[str, ImageSize | None]] = LRUCache(
+            _MAX_NAMES
+        )
         """Content and size of the image last sent under a name, by the name and its cache salt."""
         self._lock = Lock()  # several renderer threads may share one processor
         if served.state.core is not None and placeholders.unsplittable:
@@ -155,7 +157,9 @@ class RequestPlanner:
         mark = "\u2402"
         try:
             rendered = self._info.get_tokenizer().apply_chat_template(
-                [{"role": "user", "content": mark}], add_generation_prompt=True, tokenize=False
+                [{"role": "user", "content": mark}],
+                add_generation_prompt=True,
+                tokenize=False,
             )
         except (ValueError, TypeError, AttributeError):
             return ""
@@ -167,29 +171,42 @@ class RequestPlanner:
         images = mm_items.get("image")
         if not isinstance(images, ImageProcessorItems):
             return False
-        return all(image is None or isinstance(image, _PICTURES) for image in images.get_all())
+        return all(
+            image is None or isinstance(image, _PICTURES) for image in images.get_all()
+        )
 
     def plan_profiling(self, inputs: ProcessorInputs) -> RequestPlan:
         """Plans of dummy images: the server's own budget, the longest text that may be read."""
         hashes = self._hash_inputs(inputs)
         policy = self.served.policy()
         instruction, _ = self.tokenizer.tokenize("profile", policy.needs)
-        longest = () if policy.needs.isdisjoint({"language", "words"}) else (0,) * LANGUAGE_IDS
+        longest = (
+            ()
+            if policy.needs.isdisjoint({"language", "words"})
+            else (0,) * LANGUAGE_IDS
+        )
         items = []
         for i, identity in enumerate(hashes.get("image", [])):
             size = inputs.mm_data_items["image"].get_image_size(i)
-            count = self._placeholders.count(self._info, size, inputs.hf_processor_mm_kwargs)
+            count = self._placeholders.count(
+                self._info, size, inputs.hf_processor_mm_kwargs
+            )
             budget = policy.at(count.tokens, count.tiles).budget
-            plan = ItemPlan(budget, NO_KEY, instruction, longest, profile=True, tokens=count.tokens)
+            plan = ItemPlan(
+                budget, NO_KEY, instruction, longest, profile=True, tokens=count.tokens
+            )
             items.append(PlannedItem(i, plan, identity, identity))
         return RequestPlan(tuple(items), hashes)
 
-    def plan_request(self, inputs: ProcessorInputs, fields: object, salt: str) -> RequestPlan:
+    def plan_request(  # noqa: C901, PLR0915
+        self, inputs: ProcessorInputs, fields: object, salt: str
+    ) -> RequestPlan:
         """Plans and cache identities of a request's images; ``fields`` is its pruning entry.
 
         Raises BudgetError or RequestError.
         """
-        served, kwargs = self.served, inputs.hf_processor_mm_kwargs
+        served = self.served
+        kwargs = inputs.hf_processor_mm_kwargs
         request = PruningRequest.parse(fields)
         state = check_fields(served, request)
         # Identities as in stock vLLM, but that a client's ``uuid`` is none: under one name two
@@ -219,12 +236,18 @@ class RequestPlanner:
                 token = self._placeholders.video_token(self._info)
                 texts = [self._read_prompt(inputs, token, "video")] * len(digests)
             videos = inputs.mm_data_items["video"]
-            clips = Clips(videos, digests, salt, texts, request, state, served.rules.total)
+            clips = Clips(
+                videos, digests, salt, texts, request, state, served.rules.total
+            )
         label = request.state_label(served.state.name)
         if not hashes.get("image"):
-            count = partial(count_request, label, request.keep, (), (), (), served.kv_bytes)
+            count = partial(
+                count_request, label, request.keep, (), (), (), served.kv_bytes
+            )
             return RequestPlan((), hashes, clips=clips, count=count if clips else None)
-        are_embeddings = not isinstance(inputs.mm_data_items["image"], ImageProcessorItems)
+        are_embeddings = not isinstance(
+            inputs.mm_data_items["image"], ImageProcessorItems
+        )
         if are_embeddings and request.enabled:
             what = "come without the signals that states read, and are not served beside a state"
             raise refuse("image_embeds", what, "send the picture")
@@ -257,23 +280,33 @@ class RequestPlanner:
                 plans[i], sizes[i] = self._shrink(plan, size, kwargs)
         # The question of each image as token ids, where its policy reads it, and its features' key.
         needs = [served.find_needs(plan) for plan in plans]
-        reads = [not needs_of_plan.isdisjoint(INSTRUCTION_NEEDS) for needs_of_plan in needs]
+        reads = [
+            not needs_of_plan.isdisjoint(INSTRUCTION_NEEDS) for needs_of_plan in needs
+        ]
         texts = request.instructions or []
         if not any(reads):
             texts = [""] * len(plans)
         elif len(texts) != len(plans):
             texts = [self._read_prompt(inputs, self._token)] * len(plans)
-        tokenize = cache(self.tokenizer.tokenize)  # each text once, however often it is read
+        tokenize = cache(
+            self.tokenizer.tokenize
+        )  # each text once, however often it is read
         for i, plan in enumerate(plans):
             plans[i] = plan.ask(*tokenize(texts[i], needs[i]))
-            if not plan.keeps_all:  # features are kept of images whose tokens are chosen
+            if (
+                not plan.keeps_all
+            ):  # features are kept of images whose tokens are chosen
                 picture = inputs.mm_data_items["image"].get(i)
                 seed = hash_pixels(picture, "image") if plan.keep == "random" else ""
-                plans[i] = replace(plans[i], key=make_feature_key(digests[i], salt, seed))
+                plans[i] = replace(
+                    plans[i], key=make_feature_key(digests[i], salt, seed)
+                )
         # Items of the prompt: what later turns recall, then cores and deltas.
         prompt, slots = self._add_recalls(inputs.prompt, request, plans, digests)
         if set(inputs.mm_data_items) == {"image"}:
-            prompt, slots = self._split(prompt, slots, plans, reads, texts, request.turns)
+            prompt, slots = self._split(
+                prompt, slots, plans, reads, texts, request.turns
+            )
         # Plan and identity of each item; those of a recall follow from the item before it.
         items: list[PlannedItem] = []
         latest: dict[int, PlannedItem] = {}
@@ -288,10 +321,14 @@ class RequestPlanner:
                 text = request.recall_turns[slot.turn].text
                 plan = plan.ask(*tokenize(text, served.find_needs(plan)))
                 # All earlier choices, down to the pixels, are part of the identity before it.
-                identity = make_identity("recall", latest[i].identity, slot.budget, plan.read)
+                identity = make_identity(
+                    "recall", latest[i].identity, slot.budget, plan.read
+                )
             elif plans[i].keeps_all and sizes[i] is None:
                 # The image is then what it is in stock vLLM, caches included.
-                plan, identity, tensors_key = plans[i], digests[i], digests[i]
+                plan = plans[i]
+                identity = digests[i]
+                tensors_key = digests[i]
             else:
                 core, delta = plans[i].split(slot.core)
                 plan = {"whole": plans[i], "core": core, "delta": delta}[slot.part]
@@ -328,11 +365,15 @@ class RequestPlanner:
             ),
         )
 
-    def _read_prompt(self, inputs: ProcessorInputs, token: int, modality: str = "image") -> str:
+    def _read_prompt(
+        self, inputs: ProcessorInputs, token: int, modality: str = "image"
+    ) -> str:
         """The question of a prompt without messages, or of messages whose images were not found."""
         decode = self._info.get_tokenizer().decode
         text = self._placeholders.text.replace("image", modality)
-        return extract_prompt_instruction(inputs.prompt, token, decode, self._suffix, text)
+        return extract_prompt_instruction(
+            inputs.prompt, token, decode, self._suffix, text
+        )
 
     def _resolve_names(
         self,
@@ -355,7 +396,9 @@ class RequestPlanner:
             key = sha256(repr((modality, name or "", salt)).encode()).digest()
             with self._lock:
                 if items.get(i) is None:
-                    images.append(self._named.get(key) or (f"unknown {key.hex()}", None))
+                    images.append(
+                        self._named.get(key) or (f"unknown {key.hex()}", None)
+                    )
                     continue
                 is_image = isinstance(items, ImageProcessorItems)
                 images.append((digest, items.get_image_size(i) if is_image else None))
@@ -364,16 +407,24 @@ class RequestPlanner:
         return [digest for digest, _ in images], [size for _, size in images]
 
     def _encoded(
-        self, digest: str, picture: object, kwargs: Mapping[str, object], trimming: Trimming
+        self,
+        digest: str,
+        picture: object,
+        kwargs: Mapping[str, object],
+        trimming: Trimming,
     ) -> EncodedImage:
         """What is encoded of a picture, which is processed for that unless it was seen before."""
         key = digest, trimming.rule
         with self._lock:
             seen = self._seen.get(key)
         if seen is None:
-            if picture is None:  # its cells are forgotten, so its tensors cannot be looked up
+            if (
+                picture is None
+            ):  # its cells are forgotten, so its tensors cannot be looked up
                 return EncodedImage(f"unknown {digest}")
-            seen = trimming.find_encoded(digest, trimming.process(picture, kwargs, self._process))
+            seen = trimming.find_encoded(
+                digest, trimming.process(picture, kwargs, self._process)
+            )
             with self._lock:
                 self._seen[key] = seen
         return seen
@@ -396,7 +447,10 @@ class RequestPlanner:
             fix = f"ask for {tokens} or more, or lower min_pixels in --mm-processor-kwargs"
             raise refuse(f"{ENTRY}/budget", what, fix)
         # All tokens of the smaller image are kept.
-        return replace(plan, budget=tokens, tokens=tokens), (smaller.width, smaller.height)
+        return replace(plan, budget=tokens, tokens=tokens), (
+            smaller.width,
+            smaller.height,
+        )
 
     def _add_recalls(
         self,
@@ -413,14 +467,20 @@ class RequestPlanner:
             what = f"later turns cannot recall tokens: this model {self._placeholders.unsplittable}"
             raise refuse(f"{ENTRY}/recall", what, "leave it out")
         images = [Slot(i, plan.budget) for i, plan in enumerate(plans)]
-        turns, rules, limit = request.recall_turns, self.served.rules, MAX_ITEMS
+        turns = request.recall_turns
+        rules = self.served.rules
+        limit = MAX_ITEMS
         if not turns:
             return prompt, images
         if encoded := next((plan.state for plan in plans if plan.state), b""):
             limit = limit_recalls(decode_state(encoded), rules.cost)
-        recall, most = rules.recall, MAX_BUDGET
-        if request.recall is not None:  # what requests ask for, they get within their range
-            recall, most = request.recall, rules.maximum
+        recall = rules.recall
+        most = MAX_BUDGET
+        if (
+            request.recall is not None
+        ):  # what requests ask for, they get within their range
+            recall = request.recall
+            most = rules.maximum
         recalls = choose_recalls(turns, recall, plans, digests, most, limit)
         return expand_marks(prompt, self._token, images, turns, recalls)
 
@@ -457,7 +517,9 @@ class RequestPlanner:
             if slot.part == "recall":
                 continue
             between = list(prompt[max(start, at - _LOOKBACK) : at])
-            while between and not tokenizer.decode(between[-1:], skip_special_tokens=True):
+            while between and not tokenizer.decode(
+                between[-1:], skip_special_tokens=True
+            ):
                 between.pop()
             before.append(tokenizer.decode(between))
             start = at + 1

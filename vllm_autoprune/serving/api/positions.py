@@ -75,7 +75,8 @@ def with_size(
     """A prompt update whose text has the size of its item, which is measured by its rows."""
     content = update.content
     rows = sum(find_placeholders(content))
-    size, text = measure(rows), len(content.full) - rows
+    size = measure(rows)
+    text = len(content.full) - rows
     if size.span is not None:
         size = replace(size, span=size.span + text)
     return replace(update, content=SizedContent(content.full, content.is_embed, size))
@@ -103,7 +104,9 @@ def pack_items(items: Sequence[PromptItem], context: int) -> tuple[set[int], int
     comes before it alone, so that prompts with a common prefix share its KV. The second number is
     negative where a prompt takes fewer positions.
     """
-    packed, keeps, surplus = set[int](), dict[Hashable, bool](), 0
+    packed = set[int]()
+    keeps = dict[Hashable, bool]()
+    surplus = 0
     for i in sorted(range(len(items)), key=lambda i: items[i].offset):
         item = items[i]
         if item.span is None:
@@ -122,7 +125,9 @@ def pack_items(items: Sequence[PromptItem], context: int) -> tuple[set[int], int
     return packed, surplus
 
 
-def limit_positions(request: EngineCoreRequest, surplus: int, max_model_len: int) -> None:
+def limit_positions(
+    request: EngineCoreRequest, surplus: int, max_model_len: int
+) -> None:
     """Keep all positions of a request below ``max_model_len``, those of generated tokens included.
 
     Shortens what may be generated, as vLLM does where a prompt leaves less room than was asked for.

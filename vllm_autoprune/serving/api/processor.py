@@ -25,7 +25,12 @@ from vllm.multimodal.parse import ImageProcessorItems, MultiModalDataItems
 from vllm.multimodal.processing import ProcessorInputs
 
 from vllm_autoprune.errors import AutopruneError
-from vllm_autoprune.serving.api.cells import TRIMMING, join_images, trim_images, trimmed_fields
+from vllm_autoprune.serving.api.cells import (
+    TRIMMING,
+    join_images,
+    trim_images,
+    trimmed_fields,
+)
 from vllm_autoprune.serving.api.clips import Clips
 from vllm_autoprune.serving.api.engine_requests import (
     RenderedHashes,
@@ -149,7 +154,9 @@ class PrunedProcessor(_Stock):
         served = served_state(self.info.ctx.model_config)
         assert served is not None
         stock = super()._get_mm_hashes
-        return RequestPlanner(self.info, served, self._placeholders, stock, self._process_alone)
+        return RequestPlanner(
+            self.info, served, self._placeholders, stock, self._process_alone
+        )
 
     def measure(self, data: ItemFields, rows: int) -> ItemSize:
         """Size of a processed image or video of so many rows, by its tensors."""
@@ -157,7 +164,9 @@ class PrunedProcessor(_Stock):
         size = ItemSize() if measure is None else measure(self.info, data)
         return replace(size, span=rows) if self._planner.served.axes == LINE else size
 
-    def _process_alone(self, picture: object, hf_kwargs: Mapping[str, object]) -> BatchFeature:
+    def _process_alone(
+        self, picture: object, hf_kwargs: Mapping[str, object]
+    ) -> BatchFeature:
         alone = MultiModalDataItems({"image": ImageProcessorItems([picture])})
         return super()._apply_hf_processor_main(alone, hf_kwargs)
 
@@ -168,7 +177,9 @@ class PrunedProcessor(_Stock):
         inputs = super().get_dummy_inputs(*args, **kwargs)
         return replace(inputs, hf_processor_mm_kwargs={_PROFILE: _PROFILING})
 
-    def apply(self, inputs: ProcessorInputs, timing_ctx: TimingContext) -> MultiModalInput:
+    def apply(
+        self, inputs: ProcessorInputs, timing_ctx: TimingContext
+    ) -> MultiModalInput:
         """As stock, with a plan; raises BudgetError or RequestError, which vLLM answers by 400."""
         kwargs = dict(inputs.hf_processor_mm_kwargs)
         fields = kwargs.pop(REQUEST_FIELD, None)
@@ -189,8 +200,13 @@ class PrunedProcessor(_Stock):
         # ``--limit-mm-per-prompt``.
         planned = {**vars(resized), "plan": plan, "mm_uuid_items": None}
         if plan.prompt is not None:
-            images = [resized.mm_data_items["image"].get(item.image) for item in plan.items]
-            planned |= {"prompt": plan.prompt, "mm_data_items": _with_images(resized, images)}
+            images = [
+                resized.mm_data_items["image"].get(item.image) for item in plan.items
+            ]
+            planned |= {
+                "prompt": plan.prompt,
+                "mm_data_items": _with_images(resized, images),
+            }
         rendering = None
         if isinstance(inputs.cache, LruKeyReplicatedSenderCache):
             planned["cache"] = rendering = Rendering(inputs.cache, self._waiting)
@@ -213,22 +229,30 @@ class PrunedProcessor(_Stock):
         """Pack items that have no room for their places; positions beyond tokens, and all items."""
         planned = {"image": [*inputs.plan.items], "video": [*inputs.clips]}
         numbers = [
-            (modality, i) for modality, spans in inputs.spans.items() for i in range(len(spans))
+            (modality, i)
+            for modality, spans in inputs.spans.items()
+            for i in range(len(spans))
         ]
         items = []
         for modality, i in numbers:
-            of_modality, span = planned[modality], inputs.spans[modality][i]
+            of_modality = planned[modality]
+            span = inputs.spans[modality][i]
             item = of_modality[i] if of_modality else None
             if item is not None and item.plan.positions == "packed":
                 span = None
             place = processed["mm_placeholders"][modality][i]
             image = i if item is None else item.image
-            items.append(PromptItem(place.offset, place.length, span, (modality, image)))
+            items.append(
+                PromptItem(place.offset, place.length, span, (modality, image))
+            )
         packed, surplus = pack_items(items, self.info.ctx.model_config.max_model_len)
         for modality, i in (numbers[at] for at in packed if planned[numbers[at][0]]):
-            item, data = planned[modality][i], processed["mm_kwargs"][modality][i]
+            item = planned[modality][i]
+            data = processed["mm_kwargs"][modality][i]
             plan = replace(ItemPlan.decode(data[FIELD].data), positions="packed")
-            item = replace(item, plan=plan, identity=make_identity("packed", item.identity))
+            item = replace(
+                item, plan=plan, identity=make_identity("packed", item.identity)
+            )
             planned[modality][i] = item
             processed["mm_hashes"][modality][i] = item.identity
             processed["mm_kwargs"][modality][i] = _carry_plan(data, plan)
@@ -239,7 +263,8 @@ class PrunedProcessor(_Stock):
     ) -> MultiModalProcessingResult:
         """Process each image once, and give every item its plan and K of N placeholders."""
         assert isinstance(inputs, _Inputs)
-        plan, cache = inputs.plan, inputs.cache
+        plan = inputs.plan
+        cache = inputs.cache
         at_key = _find_first_items(plan.items)
         keys = {**plan.hashes, "image": [*at_key]} if plan.items else dict(plan.hashes)
         if plan.clips is not None:
@@ -263,7 +288,10 @@ class PrunedProcessor(_Stock):
                     key: RenderedItem(tensors, updates)
                     for modality, keys in data.hashes.items()
                     for key, tensors, updates in zip(
-                        keys, data.kwargs[modality], data.prompt_updates[modality], strict=True
+                        keys,
+                        data.kwargs[modality],
+                        data.prompt_updates[modality],
+                        strict=True,
                     )
                 }
 
@@ -296,14 +324,20 @@ class PrunedProcessor(_Stock):
         for at, item in enumerate(items):
             place = places[item.key]
             image = result.kwargs["image"][place]
-            if at_key[item.key] < at and cache is not None and cache.is_cached_item(item.key):
+            if (
+                at_key[item.key] < at
+                and cache is not None
+                and cache.is_cached_item(item.key)
+            ):
                 # The cache may count how often it is read.
                 image, _ = cache.get_and_update_item(None, item.key)
             updates.append([])
             item_plan = item.plan
             for update in result.prompt_updates["image"][place]:
                 update = self._recompute_cached_prompt_update(update, at)
-                content, item_plan = self._placeholders.lay_out(update.content, item.plan)
+                content, item_plan = self._placeholders.lay_out(
+                    update.content, item.plan
+                )
                 updates[-1].append(replace(update, content=content))
             tensors.append(_carry_plan(image or {}, item_plan))
         return result._replace(
@@ -334,12 +368,19 @@ class PrunedProcessor(_Stock):
         """The result with a plan, an identity and K placeholders for every clip."""
         contents = [update.content for (update,) in result.prompt_updates["video"]]
         sizes = [
-            (sum(find_placeholders(content)), get_size(content).frames) for content in contents
+            (sum(find_placeholders(content)), get_size(content).frames)
+            for content in contents
         ]
-        inputs.clips[:] = clips.plan(self._planner.served, self._planner.tokenizer, sizes)
-        tensors, updates = [], []
+        inputs.clips[:] = clips.plan(
+            self._planner.served, self._planner.tokenizer, sizes
+        )
+        tensors = []
+        updates = []
         for item, data, (update,) in zip(
-            inputs.clips, result.kwargs["video"], result.prompt_updates["video"], strict=True
+            inputs.clips,
+            result.kwargs["video"],
+            result.prompt_updates["video"],
+            strict=True,
         ):
             content, plan = self._placeholders.lay_out(update.content, item.plan)
             updates.append([replace(update, content=content)])
@@ -357,10 +398,15 @@ class PrunedProcessor(_Stock):
         out_mm_kwargs: MultiModalKwargsItems,
     ) -> MultiModalPromptUpdates:
         """As stock, with the size of every item beside its prompt text."""
-        updates = super()._get_mm_prompt_updates(mm_items, hf_processor_mm_kwargs, out_mm_kwargs)
+        updates = super()._get_mm_prompt_updates(
+            mm_items, hf_processor_mm_kwargs, out_mm_kwargs
+        )
         sized = {
             modality: [
-                [with_size(update, partial(self.measure, data)) for update in updates_of_item]
+                [
+                    with_size(update, partial(self.measure, data))
+                    for update in updates_of_item
+                ]
                 for updates_of_item, data in zip(
                     updates[modality], out_mm_kwargs.get(modality, ()), strict=True
                 )
@@ -377,11 +423,15 @@ class PrunedProcessor(_Stock):
         mm_hashes: MultiModalHashes,
     ) -> tuple[Mapping[str, list[bool]], MultiModalDataItems]:
         """As stock, with the pictures themselves, not copies: trimming knows them."""
-        cached, missing = super()._get_cache_missing_items(cache, mm_data_items, mm_hashes)
+        cached, missing = super()._get_cache_missing_items(
+            cache, mm_data_items, mm_hashes
+        )
         if TRIMMING.get() is None or "image" not in missing:
             return cached, missing
         images = zip(mm_data_items["image"].get_all(), cached["image"], strict=True)
-        same = ImageProcessorItems([image for image, is_cached in images if not is_cached])
+        same = ImageProcessorItems(
+            [image for image, is_cached in images if not is_cached]
+        )
         return cached, MultiModalDataItems({**missing, "image": same})
 
     def _apply_hf_processor_main(
@@ -392,14 +442,18 @@ class PrunedProcessor(_Stock):
         Hugging Face processors pad a batch to its largest image, so the tensors of an image would
         depend on those beside it.
         """
-        images, trimming = mm_items.get("image"), TRIMMING.get()
+        images = mm_items.get("image")
+        trimming = TRIMMING.get()
         if images is None or not RequestPlanner.can_prune(mm_items):
             return super()._apply_hf_processor_main(mm_items, hf_kwargs)
         if len(images) < 2 and trimming is None:
             return super()._apply_hf_processor_main(mm_items, hf_kwargs)
-        pictures, process = [images.get(at) for at in range(len(images))], self._process_alone
+        pictures = [images.get(at) for at in range(len(images))]
+        process = self._process_alone
         if trimming is not None:
-            made = [trimming.process(picture, hf_kwargs, process) for picture in pictures]
+            made = [
+                trimming.process(picture, hf_kwargs, process) for picture in pictures
+            ]
         else:
             made = [process(picture, hf_kwargs) for picture in pictures]
         each = []
@@ -410,9 +464,13 @@ class PrunedProcessor(_Stock):
             name: element.field.reduce_data([tensors[name] for tensors in each])
             for name, element in each[0].items()
         }
-        other_items = {name: items for name, items in mm_items.items() if name != "image"}
+        other_items = {
+            name: items for name, items in mm_items.items() if name != "image"
+        }
         if other_items:
-            joined |= super()._apply_hf_processor_main(MultiModalDataItems(other_items), hf_kwargs)
+            joined |= super()._apply_hf_processor_main(
+                MultiModalDataItems(other_items), hf_kwargs
+            )
         return BatchFeature(joined)
 
     def _get_mm_fields_config(
@@ -442,8 +500,12 @@ def _find_first_items(items: Sequence[PlannedItem]) -> dict[str, int]:
     return first_items
 
 
-def _with_images(inputs: ProcessorInputs, images: Sequence[object]) -> MultiModalDataItems:
-    return MultiModalDataItems({**inputs.mm_data_items, "image": ImageProcessorItems(images)})
+def _with_images(
+    inputs: ProcessorInputs, images: Sequence[object]
+) -> MultiModalDataItems:
+    return MultiModalDataItems(
+        {**inputs.mm_data_items, "image": ImageProcessorItems(images)}
+    )
 
 
 def _resize_images(
@@ -456,12 +518,15 @@ def _resize_images(
     if not any(sizes):
         return inputs
     items = inputs.mm_data_items["image"]
-    images = [items.data[i] if size is None else items.get(i) for i, size in enumerate(sizes)]
+    images = [
+        items.data[i] if size is None else items.get(i) for i, size in enumerate(sizes)
+    ]
     for i, (image, size) in enumerate(zip(images, sizes, strict=True)):
         if size is None or image is None:
             continue
         if not isinstance(image, Image.Image):
-            what, fix = "can resize pictures, and this image is an array", "send it as a picture"
+            what = "can resize pictures, and this image is an array"
+            fix = "send it as a picture"
             raise refuse(f"{ENTRY}/keep", what, fix)
         method = Image.Resampling(int(info.get_hf_processor().image_processor.resample))
         images[i] = image.convert("RGB").resize(size, method)

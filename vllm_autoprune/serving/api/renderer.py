@@ -26,7 +26,10 @@ from vllm_autoprune.serving.served_state import served_state
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.inputs import MultiModalInput, TokensInput, TokensPrompt
-    from vllm.renderers.chat_utils import ChatCompletionMessageParam, ConversationMessage
+    from vllm.renderers.chat_utils import (
+        ChatCompletionMessageParam,
+        ConversationMessage,
+    )
     from vllm.renderers.inputs import DictPrompt
     from vllm.renderers.params import ChatParams
     from vllm.tokenizers.hf import HfTokenizer
@@ -89,8 +92,14 @@ class AutopruneHfRenderer(HfRenderer):
         entry = (params.mm_processor_kwargs or {}).get(REQUEST_FIELD)
         # Fields are not checked yet: what is none that counts, the processor refuses.
         fields = entry if isinstance(entry, Mapping) else {}
-        recall = self._served.rules.recall if fields.get("recall") is None else fields["recall"]
-        recalls = isinstance(recall, int) and recall and fields.get("enabled") is not False
+        recall = (
+            self._served.rules.recall
+            if fields.get("recall") is None
+            else fields["recall"]
+        )
+        recalls = (
+            isinstance(recall, int) and recall and fields.get("enabled") is not False
+        )
         if token is None or not recalls:
             return messages, []
         space = self._space_after_image(token, params.chat_template)
@@ -123,7 +132,10 @@ class AutopruneHfRenderer(HfRenderer):
     ) -> DictPrompt:
         if self._served is not None and prompt.get("multi_modal_data"):
             recall_turns = [turn.model_dump() for turn in turns]
-            prompt[_MESSAGE_FIELDS] = {**extract_fields(messages), "recall_turns": recall_turns}
+            prompt[_MESSAGE_FIELDS] = {
+                **extract_fields(messages),
+                "recall_turns": recall_turns,
+            }
         return prompt
 
     def _process_tokens(
@@ -149,7 +161,9 @@ class AutopruneHfRenderer(HfRenderer):
     def _prepare(self, prompt: TokensPrompt) -> TokensPrompt:
         if self._served is None:
             return prompt
-        fields = {key: value for key, value in prompt.items() if key != "prompt_token_ids"}
+        fields = {
+            key: value for key, value in prompt.items() if key != "prompt_token_ids"
+        }
         refuse_misplaced(fields, prompt.get(KWARGS) or {}, OFFLINE_FIX)
         return _pass_fields(prompt) if prompt.get("multi_modal_data") else prompt
 
@@ -160,7 +174,8 @@ def _pass_fields(prompt: Any) -> Any:
     The fields are put into the pruning entry, where a client may not write them; the salt because
     the processor's caches hold what several tenants sent.
     """
-    fields, salt = prompt.pop(_MESSAGE_FIELDS, None), prompt.get("cache_salt")
+    fields = prompt.pop(_MESSAGE_FIELDS, None)
+    salt = prompt.get("cache_salt")
     kwargs = dict(prompt.get(KWARGS) or {})
     entry = kwargs.get(REQUEST_FIELD)
     entry = {} if entry is None else entry

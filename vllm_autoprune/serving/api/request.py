@@ -40,7 +40,9 @@ _MAX_COUNTED = 256
 """Problems above which only their number is told: a message for each takes 50 microseconds, in
 which the whole process waits."""
 
-REFUSED = Counter("autoprune_requests_refused", "Requests whose autoprune entry was refused.")
+REFUSED = Counter(
+    "autoprune_requests_refused", "Requests whose autoprune entry was refused."
+)
 
 
 class CacheSalt(str):
@@ -76,7 +78,8 @@ def split_shared_budget(total: int, sizes: Sequence[int]) -> list[int]:
     ``total``, or to all the tokens there are where that is less.
     """
     total = min(total, sum(sizes))
-    remaining, level = total, 0
+    remaining = total
+    level = 0
     for i, size in enumerate(sorted(sizes)):
         level = remaining // (len(sizes) - i)
         if size > level:
@@ -185,7 +188,9 @@ class PruningRequest(BaseModel):
         try:
             return Cells.parse(value, f"{ENTRY}/cells")
         except StateError as error:
-            raise PydanticCustomError("cells", "{what}", {"what": error.problems[0].what}) from None
+            raise PydanticCustomError(
+                "cells", "{what}", {"what": error.problems[0].what}
+            ) from None
 
     @classmethod
     def parse(cls, entry: object) -> PruningRequest:
@@ -202,14 +207,24 @@ class PruningRequest(BaseModel):
             if (count := error.error_count()) > _MAX_COUNTED:
                 raise refuse(ENTRY, f"has {count} problems", _KNOWN) from None
             problems: dict[str, Problem] = {}
-            for detail in error.errors(include_url=False, include_input=False)[:_MAX_PROBLEMS]:
+            for detail in error.errors(include_url=False, include_input=False)[
+                :_MAX_PROBLEMS
+            ]:
                 place = [str(step) for step in detail["loc"]]
                 where = "/".join([ENTRY, *map(_shorten, place)])
-                what, fix = detail["msg"], _FIX.get(place[0] if place else "", _KNOWN)
+                what = detail["msg"]
+                fix = _FIX.get(place[0] if place else "", _KNOWN)
                 if detail["type"] == "extra_forbidden" and len(place) == 1:
-                    what, name = "is not a known field", place[0]
-                    fix = DETAIL_FIX if name == "detail" else suggest_name(name, list(_FIX))
-                problems.setdefault(where, Problem(where, escape_unprintable(what, 200), fix))
+                    what = "is not a known field"
+                    name = place[0]
+                    fix = (
+                        DETAIL_FIX
+                        if name == "detail"
+                        else suggest_name(name, list(_FIX))
+                    )
+                problems.setdefault(
+                    where, Problem(where, escape_unprintable(what, 200), fix)
+                )
             raise RequestError("request", list(problems.values())) from None
 
     def split_budget(self, sizes: Sequence[int]) -> Sequence[int | None]:
@@ -224,13 +239,21 @@ class PruningRequest(BaseModel):
             total = budget.shared.tokens_kept(sum(sizes))
             if total < len(sizes):
                 what = f"{total} in all, and the number of images is {len(sizes)}"
-                raise refuse(f"{ENTRY}/budget/shared", what, "give at least one token an image")
+                raise refuse(
+                    f"{ENTRY}/budget/shared", what, "give at least one token an image"
+                )
             return split_shared_budget(total, sizes)
         if isinstance(budget, tuple):
             if len(budget) != len(sizes):
-                what = f"a list of {len(budget)}, and the number of images is {len(sizes)}"
-                raise refuse(f"{ENTRY}/budget", what, "give one an image, in their order")
-            return [each.tokens_kept(size) for each, size in zip(budget, sizes, strict=True)]
+                what = (
+                    f"a list of {len(budget)}, and the number of images is {len(sizes)}"
+                )
+                raise refuse(
+                    f"{ENTRY}/budget", what, "give one an image, in their order"
+                )
+            return [
+                each.tokens_kept(size) for each, size in zip(budget, sizes, strict=True)
+            ]
         return [None if budget is None else budget.tokens_kept(size) for size in sizes]
 
     def state_label(self, served: str) -> str:
@@ -246,7 +269,9 @@ def _format_entry(value: object) -> str:
     """JSON of the entry that says what a value in its place, or elsewhere, was probably to say."""
     if isinstance(value, bool):
         return json.dumps({"enabled": value})
-    return json.dumps({"budget": value if isinstance(value, int) and 0 < value < 10**6 else 64})
+    return json.dumps(
+        {"budget": value if isinstance(value, int) and 0 < value < 10**6 else 64}
+    )
 
 
 def _shorten(name: str) -> str:
@@ -299,8 +324,12 @@ class KeepHeaders:
     async def __call__(self, scope: Mapping[str, Any], *channels: object) -> None:
         """Handle one connection (ASGI)."""
         headers: Iterable[tuple[bytes, bytes]] = scope.get("headers", ())
-        pairs = [(name.decode("latin-1"), text.decode("latin-1")) for name, text in headers]
-        with _handling([pair for pair in pairs if _resembles_entry(pair[0][:_MAX_NAME])]):
+        pairs = [
+            (name.decode("latin-1"), text.decode("latin-1")) for name, text in headers
+        ]
+        with _handling(
+            [pair for pair in pairs if _resembles_entry(pair[0][:_MAX_NAME])]
+        ):
             await self._app(scope, *channels)
 
 
@@ -347,9 +376,20 @@ OFFLINE_FIX = "put {entry} into the prompt's dict, or mm_processor_kwargs into L
 
 _NAMED_BY_CLIENTS = frozenset(
     {
-        *("arguments", "function", "function_call", "functions", "guided_json", "input_schema"),
-        *("json_schema", "parameters", "response_format", "schema"),
-        *("structured_outputs", "tool_calls", "tool_choice", "tools"),
+        "arguments",
+        "function",
+        "function_call",
+        "functions",
+        "guided_json",
+        "input_schema",
+        "json_schema",
+        "parameters",
+        "response_format",
+        "schema",
+        "structured_outputs",
+        "tool_calls",
+        "tool_choice",
+        "tools",
     }
 )
 """Fields whose content has names of the client's own: tools, schemas."""
@@ -358,7 +398,9 @@ _NOTES = "metadata"
 """Field of OpenAI's API with notes of the client's own, as texts."""
 
 
-def _check_request(model_config: ModelConfig, request: BaseModel, trusted: bool) -> None:
+def _check_request(
+    model_config: ModelConfig, request: BaseModel, trusted: bool
+) -> None:
     """Raise :class:`RequestError` where a request's pruning fields would have no effect.
 
     What its headers set is written into its ``mm_processor_kwargs``. ``trusted`` is
@@ -375,11 +417,18 @@ def _check_request(model_config: ModelConfig, request: BaseModel, trusted: bool)
             PruningRequest.parse(kwargs[REQUEST_FIELD])
         entry = _join_headers(kwargs.get(REQUEST_FIELD), headers)
         if headers:
-            vars(request)[KWARGS] = {**kwargs, REQUEST_FIELD: entry}  # not all declare it
-        if (headers or REQUEST_FIELD in kwargs) and not (trusted or served.rules.explicit):
+            vars(request)[KWARGS] = {
+                **kwargs,
+                REQUEST_FIELD: entry,
+            }  # not all declare it
+        if (headers or REQUEST_FIELD in kwargs) and not (
+            trusted or served.rules.explicit
+        ):
             where = f"header {headers[0][0]}" if headers else ENTRY
             what = f"this server's requests may set nothing, because no {REQUESTS_FLAG} is given"
-            raise refuse(where, what, f"leave it out, or serve with {REQUESTS_FLAG} budget")
+            raise refuse(
+                where, what, f"leave it out, or serve with {REQUESTS_FLAG} budget"
+            )
     except RequestError:
         REFUSED.inc()
         raise
@@ -389,7 +438,11 @@ _PROBE = "_render_probe_prompt"
 """Method of vLLM 0.32 alone."""
 
 
-@depends_on("vllm.renderers.online_renderer:OnlineRenderer", "preprocess_chat", "preprocess_cmpl")
+@depends_on(
+    "vllm.renderers.online_renderer:OnlineRenderer",
+    "preprocess_chat",
+    "preprocess_cmpl",
+)
 @depends_on("vllm.entrypoints.pooling.base.serving:PoolingBaseServing", "_init_ctx")
 def check_requests() -> None:
     """Check the fields of every chat, completion and pooling request before it is rendered.
@@ -410,14 +463,19 @@ def check_requests() -> None:
         """The step that begins with the check, of the argument at a place."""
 
         def preprocess(
-            stock: Callable[..., object], self: OnlineRenderer, *args: object, **named: object
+            stock: Callable[..., object],
+            self: OnlineRenderer,
+            *args: object,
+            **named: object,
         ) -> object:
             request: Any = named["request"] if "request" in named else args[at]
             try:
                 _check_request(self.model_config, request, self.trust_request_mm_kwargs)
             except RequestError as error:
                 # Of all errors of this step every endpoint answers only vLLM's own by 400.
-                raise VLLMValidationError(str(error), parameter="mm_processor_kwargs") from None
+                raise VLLMValidationError(
+                    str(error), parameter="mm_processor_kwargs"
+                ) from None
             return stock(self, *args, **named)
 
         return preprocess
@@ -435,7 +493,9 @@ def check_requests() -> None:
                 return await stock(*args, **named)
 
 
-def refuse_misplaced(fields: object, kwargs: Mapping[str, object], fix: str = _CLIENT_FIX) -> None:
+def refuse_misplaced(  # noqa: C901
+    fields: object, kwargs: Mapping[str, object], fix: str = _CLIENT_FIX
+) -> None:
     """Raise :class:`RequestError` with the first pruning field that nothing reads.
 
     ``fields`` are those of a request, or of an offline prompt; ``kwargs`` what is read of its
@@ -445,16 +505,22 @@ def refuse_misplaced(fields: object, kwargs: Mapping[str, object], fix: str = _C
     for key in kwargs:
         where = f"{KWARGS}/{_shorten(key)}"
         if key in PruningRequest.model_fields:
-            raise refuse(where, "is not read there", f"put it one level down: {_quote_entry()}")
+            raise refuse(
+                where, "is not read there", f"put it one level down: {_quote_entry()}"
+            )
         if key != REQUEST_FIELD and _resembles_entry(key[:_MAX_NAME]):
-            raise refuse(where, "is not a known entry", f"did you mean {REQUEST_FIELD!r}?")
+            raise refuse(
+                where, "is not a known entry", f"did you mean {REQUEST_FIELD!r}?"
+            )
     waiting: list[tuple[tuple[object, ...], object]] = [((), fields)]
     while waiting:
         place, value = waiting.pop()
         children: Iterable[tuple[object, object]]
         if isinstance(value, Mapping):
             children = value.items()
-        elif isinstance(value, list | tuple) and not isinstance(next(iter(value), 0), int | float):
+        elif isinstance(value, list | tuple) and not isinstance(
+            next(iter(value), 0), int | float
+        ):
             children = enumerate(value)  # token ids have no names
         else:
             continue
@@ -463,9 +529,15 @@ def refuse_misplaced(fields: object, kwargs: Mapping[str, object], fix: str = _C
                 continue
             if isinstance(name, str) and _is_setting(place, name, child):
                 where = "/".join(_shorten(str(step)) for step in (*place, name))
-                what = "is ignored there" if place else "is ignored at the top of a request"
+                what = (
+                    "is ignored there"
+                    if place
+                    else "is ignored at the top of a request"
+                )
                 raise refuse(where[-200:], what, fix.format(entry=_quote_entry(child)))
-            of_tool = name in _NAMED_BY_CLIENTS or (name == "input" and isinstance(child, dict))
+            of_tool = name in _NAMED_BY_CLIENTS or (
+                name == "input" and isinstance(child, dict)
+            )
             if isinstance(child, dict | list | tuple) and not of_tool:
                 waiting.append(((*place, name), child))
 
@@ -497,7 +569,9 @@ def _resembles_entry(name: str) -> bool:
         return False
     word = name.lower().replace("-", "").replace("_", "").removeprefix("x")
     # So near is a word with one letter missing, changed, added or exchanged with the next one.
-    return word.startswith(REQUEST_FIELD) or bool(get_close_matches(word, [REQUEST_FIELD], 1, 0.88))
+    return word.startswith(REQUEST_FIELD) or bool(
+        get_close_matches(word, [REQUEST_FIELD], 1, 0.88)
+    )
 
 
 def _quote_entry(value: object = None) -> str:

@@ -16,14 +16,19 @@ from vllm_autoprune.serving.api.cells import Trimming
 from vllm_autoprune.serving.api.layout import TokenCount
 from vllm_autoprune.serving.api.request import PruningRequest, split_shared_budget
 from vllm_autoprune.serving.plan import ENTRY, NO_KEY, ItemPlan, encode_state, refuse
-from vllm_autoprune.serving.served_state import ServedState, load_request_state, make_policy
+from vllm_autoprune.serving.served_state import (
+    ServedState,
+    load_request_state,
+    make_policy,
+)
 from vllm_autoprune.serving.settings import REQUESTS_FLAG, Level, RequestRules
 from vllm_autoprune.tpdsl.state import PruningState
 
 
 def check_fields(served: ServedState, request: PruningRequest) -> PruningState | None:
     """Refuse the fields that the server does not let requests set; the state that is asked for."""
-    rules, asked_state = served.rules, request.state
+    rules = served.rules
+    asked_state = request.state
     by_name: Level = "shipped-states" if isinstance(asked_state, str) else "states"
     needed: dict[str, tuple[bool, Level]] = {
         "budget": (request.budget is not None, "budget"),
@@ -47,12 +52,14 @@ def check_fields(served: ServedState, request: PruningRequest) -> PruningState |
         others = ("budget", "video_budget", "state", "keep", "cells", "positions")
         if names := [name for name in others if needed[name][0]]:
             what = f"false keeps every token, but {', '.join(map(repr, names))} is given as well"
-            raise refuse(f"{ENTRY}/enabled", what, f"leave out 'enabled' or {names[0]!r}")
+            raise refuse(
+                f"{ENTRY}/enabled", what, f"leave out 'enabled' or {names[0]!r}"
+            )
         return None
     return None if asked_state is None else load_request_state(asked_state, rules.cost)
 
 
-def resolve_plans(
+def resolve_plans(  # noqa: C901
     served: ServedState,
     request: PruningRequest,
     state: PruningState | None,
@@ -73,7 +80,9 @@ def resolve_plans(
             what = f"K = {tokens}, and requests may ask for {limits}"
             fix = "ask for a number in the range"
             if field == "budget":
-                fix += f", or for a share within it: 1/8:{rules.minimum}-{rules.maximum}"
+                fix += (
+                    f", or for a share within it: 1/8:{rules.minimum}-{rules.maximum}"
+                )
             raise refuse(f"{ENTRY}/{field}", what, fix)
 
     if not request.enabled:
@@ -104,7 +113,11 @@ def resolve_plans(
     for image, asked, detail in zip(images, budgets, details, strict=True):
         # Start-up has checked the operator's budgets for details against the range of the rules.
         by_detail = rules.detail.as_dict().get(detail) if detail else None
-        most = by_detail.tokens_kept(image.tokens) if by_detail and asked is None else asked
+        most = (
+            by_detail.tokens_kept(image.tokens)
+            if by_detail and asked is None
+            else asked
+        )
         field = "state" if state is not None and most is None else ""
         plans.append(plan_image(image, most, field if asked is None else "budget"))
         served.find_needs(plans[-1])
@@ -113,7 +126,9 @@ def resolve_plans(
     return plans if shares is None else list(map(plan_image, images, shares))
 
 
-def check_unpruned(rules: RequestRules, sizes: Sequence[int], limit: int | None) -> None:
+def check_unpruned(
+    rules: RequestRules, sizes: Sequence[int], limit: int | None
+) -> None:
     """Refuse images of N tokens that a request keeps whole, where one or all of them are too many.
 
     MIN, the least number of tokens to which an image may be cut, says nothing about them.
@@ -124,7 +139,9 @@ def check_unpruned(rules: RequestRules, sizes: Sequence[int], limit: int | None)
     share_tokens(limit, sizes, "enabled")
 
 
-def share_tokens(limit: int | None, kept: Sequence[int], asked: str = "") -> Sequence[int] | None:
+def share_tokens(
+    limit: int | None, kept: Sequence[int], asked: str = ""
+) -> Sequence[int] | None:
     """K of each item of a request that would keep more than the limit; None where it does not.
 
     Raises :class:`RequestError` where the field of a request asked for so many, or where the items
@@ -150,7 +167,12 @@ def find_trimming(
     rule = request.cells
     if rule is None:
         rule = served.cells if state is None else state.cells
-    if rule is None or rule == "none" or not request.enabled or request.keep == "resized":
+    if (
+        rule is None
+        or rule == "none"
+        or not request.enabled
+        or request.keep == "resized"
+    ):
         return None
     if served.whole_only:
         what = f"no cell can be dropped: this model {served.whole_only}"
@@ -167,7 +189,9 @@ def hash_pixels(item: object, modality: str) -> str:
     if item is None:
         what = f'"random" is drawn from pixels, and this {modality} comes by its name alone'
         raise refuse(f"{ENTRY}/keep", what, f"send the {modality}")
-    frames = item[0] if isinstance(item, tuple) else item  # beside the metadata of a video
+    frames = (
+        item[0] if isinstance(item, tuple) else item
+    )  # beside the metadata of a video
     image = frames.convert("RGB") if isinstance(frames, Image.Image) else frames
     pixels = numpy.ascontiguousarray(image)
     return sha256(repr(pixels.shape).encode() + pixels.tobytes()).hexdigest()

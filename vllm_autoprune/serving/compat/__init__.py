@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-LOWEST, BELOW = Version("0.32"), Version("0.34")
+LOWEST = Version("0.32")
+BELOW = Version("0.34")
 """Names and patches were read in these releases; another one needs a look at each of them."""
 
 
@@ -57,9 +58,17 @@ def require_vllm() -> None:
 _ROOM = "vllm_autoprune.serving"
 
 _USERS = (
-    *("plugin", "compat.worker", "served_state"),
-    *sorted(f"models.{path.stem}" for path in Path(__file__).parents[1].glob("models/[!_]*.py")),
-    *("api.engine_requests", "api.planner", "api.processor", "api.renderer"),
+    "plugin",
+    "compat.worker",
+    "served_state",
+    *sorted(
+        f"models.{path.stem}"
+        for path in Path(__file__).parents[1].glob("models/[!_]*.py")
+    ),
+    "api.engine_requests",
+    "api.planner",
+    "api.processor",
+    "api.renderer",
 )
 """Modules that declare names."""
 
@@ -78,7 +87,7 @@ class _Hook:
         """The names that this vLLM lacks; the module itself where its import fails."""
         try:
             module = importlib.import_module(self.module)
-        except Exception as error:  # a broken installation may raise anything
+        except Exception as error:  # a broken installation may raise anything  # noqa: BLE001
             return (f"{self.module} ({type(error).__name__}: {error})",)
         missing = []
         for name in self.names:
@@ -134,7 +143,7 @@ def collect_hooks() -> tuple[list[_Hook], list[Problem]]:
     for user in _USERS:
         try:
             importlib.import_module(f"{_ROOM}.{user}")
-        except Exception as error:  # a broken installation may raise anything
+        except Exception as error:  # a broken installation may raise anything  # noqa: BLE001
             what = f"cannot be imported ({type(error).__name__}: {error})"
             problems.append(Problem(f"{_ROOM}.{user}", what, _FIX))
     return _declared, problems
@@ -159,9 +168,11 @@ def patch(owner: type | ModuleType, name: str) -> Callable[[F], F]:
     kind: Callable[..., object] | None = None
     stock = present
     if isinstance(present, staticmethod):
-        kind, stock = staticmethod, present.__func__
+        kind = staticmethod
+        stock = present.__func__
     elif isinstance(present, property):
-        kind, stock = property, present.fget
+        kind = property
+        stock = present.fget
 
     def install(replacement: F) -> F:
         @functools.wraps(stock)
@@ -252,9 +263,13 @@ def allow_mm_kwarg(key: str) -> None:
     from vllm.entrypoints.pooling.base import serving as pooling
     from vllm.renderers import online_renderer
 
-    def validate(stock: Callable[..., None], *, mm_processor_kwargs: Any, **named: object) -> None:
+    def validate(
+        stock: Callable[..., None], *, mm_processor_kwargs: Any, **named: object
+    ) -> None:
         if isinstance(mm_processor_kwargs, Mapping):
-            mm_processor_kwargs = {k: v for k, v in mm_processor_kwargs.items() if k != key}
+            mm_processor_kwargs = {
+                k: v for k, v in mm_processor_kwargs.items() if k != key
+            }
         stock(mm_processor_kwargs=mm_processor_kwargs or None, **named)
 
     for module in (online_renderer, pooling):

@@ -85,7 +85,11 @@ def request_positions(config: MultiModalConfig) -> None:
 
     @patch(RopeState, "update_prefill_positions")
     def update(
-        stock: Callable[..., None], self: RopeState, req_idx: int, positions: Tensor, delta: int
+        stock: Callable[..., None],
+        self: RopeState,
+        req_idx: int,
+        positions: Tensor,
+        delta: int,
     ) -> None:
         known = int(self.prefill_delta.np[req_idx])
         stock(self, req_idx, positions, known if delta == UNCHANGED_DELTA else delta)
@@ -139,7 +143,9 @@ def clear_with_worker_caches(clear: Callable[[nn.Module], None]) -> None:
     """
     from vllm.v1.worker.gpu_worker import Worker
 
-    def reset(stock: Callable[..., object], self: Worker, *args: object, **named: object) -> object:
+    def reset(
+        stock: Callable[..., object], self: Worker, *args: object, **named: object
+    ) -> object:
         try:
             return stock(self, *args, **named)
         finally:
@@ -226,7 +232,10 @@ def profile_images(hold: Callable[[nn.Module], AbstractContextManager[bool]]) ->
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
 
     def profile(
-        stock: Callable[..., None], self: RunnerV1 | RunnerV2, *args: bool, **named: bool
+        stock: Callable[..., None],
+        self: RunnerV1 | RunnerV2,
+        *args: bool,
+        **named: bool,
     ) -> None:
         with hold(self.get_model()) as prunes:
             if prunes:
@@ -246,7 +255,9 @@ def _encode_largest_images(runner: RunnerV1 | RunnerV2) -> None:
     config = runner.model_config.multimodal_config
     if config is None or config.skip_mm_profiling:
         return
-    budget = MultiModalBudget(runner.vllm_config, runner.mm_registry, enable_cache=False)
+    budget = MultiModalBudget(
+        runner.vllm_config, runner.mm_registry, enable_cache=False
+    )
     if "image" not in budget.mm_max_toks_per_item:
         return
     if budget.get_modality_with_max_tokens() == "image":
@@ -279,7 +290,9 @@ _STEPS = "_autoprune_steps"
 
 @depends_on(
     "vllm.v1.core.encoder_cache_manager:EncoderCacheManager",
-    *("can_allocate", "allocate", "get_freed_mm_hashes"),
+    "can_allocate",
+    "allocate",
+    "get_freed_mm_hashes",
 )
 def bound_encoder_steps(make_steps: Callable[[], _EncoderSteps]) -> None:
     """Let a step of the scheduler take no more work than vLLM's own encoder budget is meant for.
@@ -310,7 +323,10 @@ def bound_encoder_steps(make_steps: Callable[[], _EncoderSteps]) -> None:
 
     @patch(EncoderCacheManager, "allocate")
     def allocate(
-        stock: Callable[..., None], self: EncoderCacheManager, request: Request, input_id: int
+        stock: Callable[..., None],
+        self: EncoderCacheManager,
+        request: Request,
+        input_id: int,
     ) -> None:
         # Not all that there is room for: KV blocks may lack.
         stock(self, request, input_id)
@@ -357,7 +373,9 @@ def resend_features() -> None:
     ) -> CachedRequestData:
         data = stock(self, running_reqs, resumed_reqs, *args, **named)
         if not self.use_v2_model_runner:
-            features = {request.request_id: request.mm_features for request in resumed_reqs}
+            features = {
+                request.request_id: request.mm_features for request in resumed_reqs
+            }
             setattr(data, _RESENT, features)
         return data
 

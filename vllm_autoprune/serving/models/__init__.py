@@ -35,7 +35,8 @@ _INPUTS: dict[Need, str] = {
 _LAYERS: tuple[Need, ...] = ("tower", "next_layer", "language")
 """Missing in a model with a patch merger, whose input states may read."""
 
-_MODULE, _PREFIX = "vllm_autoprune.serving.models", "Autoprune"
+_MODULE = "vllm_autoprune.serving.models"
+_PREFIX = "Autoprune"
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,9 @@ class Field:
         if self.accepts(value):
             return None
         what = f"config.json has {self.name} {value!r}; only {self.known} is known"
-        return Problem("model", what, "serve a checkpoint that has it, or serve without a state")
+        return Problem(
+            "model", what, "serve a checkpoint that has it, or serve without a state"
+        )
 
 
 def _exactly(name: str, value: object) -> Field:
@@ -73,7 +76,13 @@ class Backbone:
     """Name of the class in vLLM that is served pruned."""
     fields: tuple[Field, ...] = ()
     """Fields of config.json that other checkpoints of the architecture have other values of."""
-    missing: tuple[Need, ...] = ("tower", "next_layer", "language", "encoder", "merger_input")
+    missing: tuple[Need, ...] = (
+        "tower",
+        "next_layer",
+        "language",
+        "encoder",
+        "merger_input",
+    )
     """What states may read and the model cannot give."""
     mrope: bool = False
     """Whether tokens have positions of their own in time, height and width."""
@@ -103,22 +112,30 @@ class Backbone:
         """Import path of the pruned class, as vLLM's registry takes it."""
         return f"{_MODULE}.{self.module}:{_PREFIX}{self.stock}"
 
-    def tower_problems(self, config: PreTrainedConfig, tower: TextTower) -> list[Problem]:
+    def tower_problems(
+        self, config: PreTrainedConfig, tower: TextTower
+    ) -> list[Problem]:
         """Refuse text towers: no CLIP was trained together with this model's vision tower."""
         what = f"the vision tower of {config.model_type!r} has no text tower beside it"
         fix = "leave the flag out: relevance is then measured by the model's own embeddings"
         return [Problem(f"{TOWER_FLAG} {tower.path}", what, fix)]
 
-    def input_problems(self, config: PreTrainedConfig, needs: Collection[Need]) -> list[Problem]:
+    def input_problems(
+        self, config: PreTrainedConfig, needs: Collection[Need]
+    ) -> list[Problem]:
         """What a state reads and this checkpoint cannot give."""
         kind = f"{config.model_type!r}"
         problems = [
-            Problem("model", f"the state reads {what}, which {kind} does not give", _FIX)
+            Problem(
+                "model", f"the state reads {what}, which {kind} does not give", _FIX
+            )
             for need, what in _INPUTS.items()
             if need in self.missing and need in needs
         ]
         if "merger_input" in self.missing and "merger_input" in needs:
-            what = f"rank_at merger_in: {kind} has no patch merger to rank tokens before"
+            what = (
+                f"rank_at merger_in: {kind} has no patch merger to rank tokens before"
+            )
             fix = "set rank_at to merger_out, or serve another checkpoint"
             problems.append(Problem("model", what, fix))
         return problems
@@ -131,11 +148,15 @@ class _ClipBackbone(Backbone):
     fields: tuple[Field, ...] = (
         _exactly("vision_config.model_type", "clip_vision_model"),  # has [CLS] to read
         _exactly("vision_feature_select_strategy", "default"),  # patches without [CLS]
-        Field("vision_feature_layer", "one layer", lambda layer: isinstance(layer, int)),
+        Field(
+            "vision_feature_layer", "one layer", lambda layer: isinstance(layer, int)
+        ),
     )
     missing: tuple[Need, ...] = ("merger_input",)
 
-    def tower_problems(self, config: PreTrainedConfig, tower: TextTower) -> list[Problem]:
+    def tower_problems(
+        self, config: PreTrainedConfig, tower: TextTower
+    ) -> list[Problem]:
         """Refuse a text tower that belongs to another vision tower."""
         width = config.vision_config.hidden_size
         if tower.vision_width == width:
@@ -144,11 +165,17 @@ class _ClipBackbone(Backbone):
         fix = "give the CLIP checkpoint that the model's vision tower comes from"
         return [Problem(f"{TOWER_FLAG} {tower.path}", what, fix)]
 
-    def input_problems(self, config: PreTrainedConfig, needs: Collection[Need]) -> list[Problem]:
+    def input_problems(
+        self, config: PreTrainedConfig, needs: Collection[Need]
+    ) -> list[Problem]:
         """Refuse states that read inputs which this checkpoint cannot provide."""
         problems = super().input_problems(config, needs)
-        vision, text = config.vision_config, config.text_config
-        if "next_layer" in needs and config.vision_feature_layer in (-1, vision.num_hidden_layers):
+        vision = config.vision_config
+        text = config.text_config
+        if "next_layer" in needs and config.vision_feature_layer in (
+            -1,
+            vision.num_hidden_layers,
+        ):
             what = "the model reads the vision tower's last layer, and the state the one after it"
             problems.append(Problem("model", what, _FIX))
         if "language" not in needs:
@@ -160,10 +187,14 @@ class _ClipBackbone(Backbone):
             what = f"bos_token_id {text.bos_token_id!r} is no token to begin a sequence with"
             problems.append(Problem("model", what, _FIX))
         # Tokens of the largest image: one tile, or a base view and the largest grid of crops.
-        tokens, crops = (vision.image_size // vision.patch_size) ** 2, 0
+        tokens = (vision.image_size // vision.patch_size) ** 2
+        crops = 0
         if config.model_type == "llava_next":
             pinpoints: list[list[int]] = config.image_grid_pinpoints
-            crops = max(height * width for height, width in pinpoints) // vision.image_size**2
+            crops = (
+                max(height * width for height, width in pinpoints)
+                // vision.image_size**2
+            )
         longest = 1 + (1 + crops) * tokens + LANGUAGE_IDS
         if text.max_position_embeddings < longest:
             what = f"max_position_embeddings {text.max_position_embeddings} is below {longest}"
@@ -179,12 +210,16 @@ _MERGED = _exactly("vision_config.spatial_merge_size", 2)
 _FULL = Field("vision_config.fullatt_block_indexes", "a list that names a block", bool)
 
 
-def _qwen(name: str, stock: str, *fields: Field, within: str = "", **more: Any) -> Backbone:
+def _qwen(
+    name: str, stock: str, *fields: Field, within: str = "", **more: Any
+) -> Backbone:
     """A model of Qwen-VL's kind, whose merger makes a token of four patches.
 
     Its fields are ``within`` a part of config.json.
     """
-    known = tuple(replace(field, name=within + field.name) for field in (_MERGED, *fields))
+    known = tuple(
+        replace(field, name=within + field.name) for field in (_MERGED, *fields)
+    )
     usual = {"missing": _LAYERS, "mrope": True, "whole_only": ""}
     return Backbone(name, "qwen", stock, fields=known, **{**usual, **more})
 
@@ -192,7 +227,9 @@ def _qwen(name: str, stock: str, *fields: Field, within: str = "", **more: Any) 
 def _tiled(name: str, stock: str, why: str, *fields: Field, **more: Any) -> Backbone:
     """A model whose tiles have a patch merger; its processor writes ``why`` around them."""
     why = f"writes {why}"
-    return Backbone(name, "tiled", stock, fields=fields, missing=_LAYERS, unsplittable=why, **more)
+    return Backbone(
+        name, "tiled", stock, fields=fields, missing=_LAYERS, unsplittable=why, **more
+    )
 
 
 def _ocr(name: str, stock: str, **fields: Any) -> Backbone:
@@ -204,8 +241,10 @@ def _ocr(name: str, stock: str, **fields: Any) -> Backbone:
 def shuffled_frame(config: PreTrainedConfig) -> tuple[int, int]:
     """Tokens of a frame of InternVL, one square tile."""
     vision = config.vision_config
-    size, patch = (side if isinstance(side, int) else side[0]
-                   for side in (vision.image_size, vision.patch_size))  # fmt: skip
+    size, patch = (
+        side if isinstance(side, int) else side[0]
+        for side in (vision.image_size, vision.patch_size)
+    )
     return round(size // patch * config.downsample_ratio) ** 2, 0
 
 
@@ -224,9 +263,15 @@ _INTERNVL_CHAT = (
     _SHUFFLED,
     _exactly("ps_version", "v2"),  # v1 has the tokens of a tile column by column
     # InternViT of any size has it, and no other tower.
-    Field("vision_config.qk_normalization", "true or false", lambda flag: isinstance(flag, bool)),
+    Field(
+        "vision_config.qk_normalization",
+        "true or false",
+        lambda flag: isinstance(flag, bool),
+    ),
 )
-_WINDOWS = "has layers with sliding windows, which reach back by tokens and not by positions"
+_WINDOWS = (
+    "has layers with sliding windows, which reach back by tokens and not by positions"
+)
 _MARKS = "the tokens that begin and end an image around every item"
 _TEXT = "text around the tiles of every item"
 
@@ -246,12 +291,15 @@ BACKBONES: dict[str, Backbone] = {
         _qwen("glm4v_moe", "Glm4vMoeForConditionalGeneration", **_NAMED),
         # Pages lose first.
         _qwen(
-            *("glm_ocr", "GlmOcrForConditionalGeneration"),
+            "glm_ocr",
+            "GlmOcrForConditionalGeneration",
             budget="70%",
             whole_only="places the patches of whole images only",
         ),
         _qwen(
-            *("qwen2_5_omni", "Qwen2_5OmniThinkerForConditionalGeneration", _FULL),
+            "qwen2_5_omni",
+            "Qwen2_5OmniThinkerForConditionalGeneration",
+            _FULL,
             within="thinker_config.",
             architectures=("Qwen2_5OmniModel", "Qwen2_5OmniForConditionalGeneration"),
             whole_only="gets pixels that are normalised before, and cannot be compared",
@@ -259,7 +307,9 @@ BACKBONES: dict[str, Backbone] = {
         _ocr("paddleocr_vl", "PaddleOCRVLForConditionalGeneration", mrope=True),
         _ocr("lightonocr", "LightOnOCRForConditionalGeneration", fields=()),
         Backbone(
-            *("llava_onevision", "llava", "LlavaOnevisionForConditionalGeneration"),
+            "llava_onevision",
+            "llava",
+            "LlavaOnevisionForConditionalGeneration",
             fields=(
                 _exactly("vision_config.model_type", "siglip_vision_model"),
                 _exactly("vision_feature_select_strategy", "full"),  # all patches
@@ -268,30 +318,49 @@ BACKBONES: dict[str, Backbone] = {
             frame=pooled_frame,
         ),
         _tiled(
-            *("internvl", "InternS1ForConditionalGeneration", _MARKS, _SHUFFLED),
+            "internvl",
+            "InternS1ForConditionalGeneration",
+            _MARKS,
+            _SHUFFLED,
             **_NUMBERED,
             # InternVL of transformers is served by vLLM's class of InternS1.
             architectures=("InternVLForConditionalGeneration",),
         ),
-        _tiled("interns1", "InternS1ForConditionalGeneration", _MARKS, _SHUFFLED, **_NUMBERED),
-        _tiled("internvl_chat", "InternVLChatModel", _MARKS, *_INTERNVL_CHAT, **_NUMBERED),
-        _tiled("qianfan_ocr", "QianfanOCRForConditionalGeneration", _MARKS, *_INTERNVL_CHAT),
+        _tiled(
+            "interns1",
+            "InternS1ForConditionalGeneration",
+            _MARKS,
+            _SHUFFLED,
+            **_NUMBERED,
+        ),
+        _tiled(
+            "internvl_chat", "InternVLChatModel", _MARKS, *_INTERNVL_CHAT, **_NUMBERED
+        ),
+        _tiled(
+            "qianfan_ocr", "QianfanOCRForConditionalGeneration", _MARKS, *_INTERNVL_CHAT
+        ),
         _tiled("skywork_chat", "SkyworkR1VChatModel", _MARKS, *_INTERNVL_CHAT),
         _tiled("idefics3", "Idefics3ForConditionalGeneration", _TEXT, embeds_text=True),
         _tiled("smolvlm", "SmolVLMForConditionalGeneration", _TEXT, embeds_text=True),
         Backbone(
-            *("mistral3", "ocr", "Mistral3ForConditionalGeneration"),
+            "mistral3",
+            "ocr",
+            "Mistral3ForConditionalGeneration",
             missing=_LAYERS,
             unsplittable="writes a break behind every row of every item",
             embeds_text=True,
         ),
         Backbone(
-            *("gemma3", "tiled", "Gemma3ForConditionalGeneration"),
+            "gemma3",
+            "tiled",
+            "Gemma3ForConditionalGeneration",
             unsplittable="lets the tokens of an image see those that follow them",
             packed=_WINDOWS,
         ),
         Backbone(
-            *("gemma4", "gemma4", "Gemma4ForConditionalGeneration"),
+            "gemma4",
+            "gemma4",
+            "Gemma4ForConditionalGeneration",
             missing=_LAYERS,
             unsplittable="writes the tokens that begin and end an image around every item",
             packed=_WINDOWS,
@@ -311,7 +380,9 @@ class Refusal:
     """Architecture -> its checkpoints; and what in vLLM's code shows the reason, if it is there."""
 
 
-_TABLE = tomllib.loads(Path(__file__).with_name("architectures.toml").read_text(encoding="utf-8"))
+_TABLE = tomllib.loads(
+    Path(__file__).with_name("architectures.toml").read_text(encoding="utf-8")
+)
 
 CHECKPOINTS: Mapping[str, str] = _TABLE["served"]
 """Architecture with a backbone -> its checkpoints, as ids on the Hugging Face Hub with ``*``."""
@@ -323,11 +394,17 @@ REFUSALS = tuple(Refusal(**row) for row in _TABLE["refused"])
 def find_problems(architecture: str, config: PreTrainedConfig) -> list[Problem]:
     """Why no state can serve a checkpoint: its architecture, or the fields that differ."""
     if backbone := BACKBONES.get(architecture):
-        return [problem for field in backbone.fields if (problem := field.problem(config))]
+        return [
+            problem for field in backbone.fields if (problem := field.problem(config))
+        ]
     reasons = [row.why for row in REFUSALS if architecture in row.models]
     why = reasons[0] if reasons else "vLLM takes no images for it"
     what = f"architecture {architecture!r} has no pruned form: {why}"
-    return [Problem("model", what, "serve a model of docs/support.md#models, or without a state")]
+    return [
+        Problem(
+            "model", what, "serve a model of docs/support.md#models, or without a state"
+        )
+    ]
 
 
 def find_packed_reason(backbone: Backbone, config: PreTrainedConfig) -> str:
@@ -339,7 +416,9 @@ def find_packed_reason(backbone: Backbone, config: PreTrainedConfig) -> str:
         return backbone.packed
     text = getattr(config, "llm_config", None) or config.get_text_config()
     layers = getattr(text, "layer_types", None) or ()
-    slides = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
+    slides = getattr(text, "sliding_window", None) and getattr(
+        text, "use_sliding_window", True
+    )
     if any("sliding" in layer for layer in layers) or (slides and not layers):
         return _WINDOWS
     rotary = getattr(text, "rope_parameters", None) or getattr(text, "rope_theta", None)

@@ -41,7 +41,9 @@ class CellGrid(list[int]):
 
 @depends_on(
     "vllm.model_executor.layers.attention:MMEncoderAttention",
-    *("compute_max_seqlen", "maybe_compute_seq_lens", "maybe_recompute_cu_seqlens"),
+    "compute_max_seqlen",
+    "maybe_compute_seq_lens",
+    "maybe_recompute_cu_seqlens",
 )
 class CellTower:
     """A tower in the place of vLLM's own, called with rows of pixels and grids of kept cells."""
@@ -67,12 +69,15 @@ class CellTower:
 
     def metadata(self, grids: Sequence[CellGrid]) -> Metadata:
         """The tower's own metadata of the whole images, cut to their kept cells."""
-        tower, unit = self._tower, self.spatial_merge_size**2
+        tower = self._tower
+        unit = self.spatial_merge_size**2
         full: Metadata = tower.prepare_encoder_metadata([grid.grid for grid in grids])
         sizes = [prod(grid.grid) // unit for grid in grids]
         starts = accumulate([0, *sizes[:-1]])
         # Kept cells among those of all images, in the order of the tower.
-        cells = torch.cat([grid.kept + start for grid, start in zip(grids, starts, strict=True)])
+        cells = torch.cat(
+            [grid.kept + start for grid, start in zip(grids, starts, strict=True)]
+        )
         counts = [unit * len(grid.kept) for grid in grids]
         if "window_index" in full:
             metadata, cells = self._cut_windows(grids, cells, sum(sizes))
@@ -82,24 +87,35 @@ class CellTower:
         else:  # Qwen2-VL's tower
             edges = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
             longest = tower.compute_attn_mask_seqlen(edges)
-            metadata = {"cu_seqlens": upload(edges, tower.device), "max_seqlen": longest}
-        patches = upload((cells[:, None] * unit + torch.arange(unit)).flatten(), tower.device)
+            metadata = {
+                "cu_seqlens": upload(edges, tower.device),
+                "max_seqlen": longest,
+            }
+        patches = upload(
+            (cells[:, None] * unit + torch.arange(unit)).flatten(), tower.device
+        )
         by_patch = {name: full[name] for name in _BY_PATCH if name in full}
         return metadata | {n: v[patches] for n, v in by_patch.items() if v is not None}
 
     def _sequences(self, counts: Sequence[int], suffix: str = "") -> Metadata:
         """Sequences of so many patches, as the backend of attention wants them."""
-        tower, kind = self._tower, MMEncoderAttention
-        backend, device = tower.attn_backend, tower.device
+        tower = self._tower
+        kind = MMEncoderAttention
+        backend = tower.attn_backend
+        device = tower.device
         edges = numpy.array([0, *accumulate(counts)], dtype=numpy.int32)
         padded = getattr(tower, "fp8_padded_hidden_size", None)  # GLM's tower has none
         sizes = tower.hidden_size, tower.tp_size, device, padded
         name = "cu_window_seqlens" if suffix == "_window" else "cu_seqlens"
-        longest = torch.tensor(kind.compute_max_seqlen(backend, edges), dtype=torch.int32)
+        longest = torch.tensor(
+            kind.compute_max_seqlen(backend, edges), dtype=torch.int32
+        )
         return {
             name: kind.maybe_recompute_cu_seqlens(backend, edges, *sizes),
             f"max_seqlen{suffix}": longest,
-            f"sequence_lengths{suffix}": kind.maybe_compute_seq_lens(backend, edges, device),
+            f"sequence_lengths{suffix}": kind.maybe_compute_seq_lens(
+                backend, edges, device
+            ),
         }
 
     def _cut_windows(
@@ -110,10 +126,13 @@ class CellTower:
         Also the place of each kept cell in the window order of whole images, by which the tower has
         its rotary embeddings.
         """
-        tower, unit = self._tower, self.spatial_merge_size**2
+        tower = self._tower
+        unit = self.spatial_merge_size**2
         kept = torch.zeros(total, dtype=torch.bool)
         kept[cells] = True
-        windows, edges, start = [], [torch.zeros(1, dtype=torch.int64)], 0
+        windows = []
+        edges = [torch.zeros(1, dtype=torch.int64)]
+        start = 0
         for grid in grids:
             _, _, window, ends, _ = tower.get_rope_by_thw(*grid.grid)
             windows.append(window + start)
@@ -132,8 +151,10 @@ class CellTower:
 
 
 for _path in (
-    *("qwen2_vl:Qwen2VisionTransformer", "qwen2_5_vl:Qwen2_5_VisionTransformer"),
-    *("qwen3_vl:Qwen3_VisionTransformer", "glm4_1v:Glm4vVisionTransformer"),
+    "qwen2_vl:Qwen2VisionTransformer",
+    "qwen2_5_vl:Qwen2_5_VisionTransformer",
+    "qwen3_vl:Qwen3_VisionTransformer",
+    "glm4_1v:Glm4vVisionTransformer",
 ):
     _place = f"vllm.model_executor.models.{_path}"
     depends_on(_place, "prepare_encoder_metadata", "forward")(CellTower)

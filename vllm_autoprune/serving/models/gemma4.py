@@ -44,7 +44,9 @@ _FIELDS = ("pixel_values", "pixel_position_ids")
 class _Pooler(Merger):
     """``Gemma4VisionPooler``, which averages squares of an image's patches."""
 
-    def split(self, hidden_states: Tensor, pixel_position_ids: Tensor, **_: object) -> Tensor:
+    def split(
+        self, hidden_states: Tensor, pixel_position_ids: Tensor, **_: object
+    ) -> Tensor:
         """``(n / patches, patches, C)`` of one image's patches ``(1, n, C)``: tokens, then padding.
 
         ``pixel_position_ids`` ``(1, n, 2)`` are column and row of each, -1 of padding.
@@ -82,7 +84,8 @@ class _Gemma4Vision(Vision):
     """The vision side of Gemma 4, whose tower is transformers'."""
 
     _model: Gemma4ForConditionalGeneration
-    layers, attention_name = "vision_tower.encoder.layers", "self_attn"
+    layers = "vision_tower.encoder.layers"
+    attention_name = "self_attn"
 
     @property
     def _side(self) -> int:
@@ -108,15 +111,22 @@ class _Gemma4Vision(Vision):
         last = torch.stack([image.amax(dim=0) for image in places]).tolist()
         images = []
         for i, (column, row) in enumerate(last):
-            height, width = row // self._side + 1, column // self._side + 1
+            height = row // self._side + 1
+            width = column // self._side + 1
             grid = torch.tensor([height, width])
-            fields = {"pixel_values": pixels[i], "pixel_position_ids": places[i], "grid": grid}
+            fields = {
+                "pixel_values": pixels[i],
+                "pixel_position_ids": places[i],
+                "grid": grid,
+            }
             images.append(ModelImage(fields, height * width))
         return images
 
     def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
         """Encode images; those padded to one number of patches go through the tower together."""
-        fields: dict[str, Any] = {name: [image[name] for image in images] for name in _FIELDS}
+        fields: dict[str, Any] = {
+            name: [image[name] for image in images] for name in _FIELDS
+        }
         with self.recording():
             rows = self._model._process_image_input(fields)
         signals: dict[Signal, list[Tensor]] = {
@@ -128,7 +138,8 @@ class _Gemma4Vision(Vision):
         for i, image in enumerate(images):
             grid = Grid(*image["grid"].tolist())
             of_image: dict[Signal, Tensor] = {
-                signal: parts[i][: grid.tokens].clone() for signal, parts in signals.items()
+                signal: parts[i][: grid.tokens].clone()
+                for signal, parts in signals.items()
             }
             features.append(ImageFeatures((Region(grid, rows[i].clone(), of_image),)))
         return features
@@ -140,19 +151,28 @@ class _Gemma4Vision(Vision):
         sizes = [len(image["pixel_values"]) for image in images]
         order = sorted(range(len(images)), key=lambda i: sizes.index(sizes[i]))
         calls = self.attention.take_each()
-        pairs = [pair for call in calls for pair in zip(call.query, call.key, strict=True)]
+        pairs = [
+            pair for call in calls for pair in zip(call.query, call.key, strict=True)
+        ]
         received = dict[int, Tensor]()
         for i, pair in zip(order, pairs, strict=True):
             height, width = (images[i]["grid"] * self._side).tolist()
-            query, key = (part[None, : height * width] for part in pair)  # without padding
+            query, key = (
+                part[None, : height * width] for part in pair
+            )  # without padding
             (patches,) = QueriesAndKeys(query, key, calls[0].scale).received()
             square = patches.view(1, height, width)
             received[i] = functional.avg_pool2d(square, self._side).flatten()
         return [received[i] for i in range(len(images))]
 
 
-@depends_on("vllm.model_executor.models.gemma4_mm:Gemma4ProcessingInfo", "_compute_num_soft_tokens")
-def _count(info: Gemma4ProcessingInfo, size: ImageSize, kwargs: Mapping[str, object]) -> TokenCount:
+@depends_on(
+    "vllm.model_executor.models.gemma4_mm:Gemma4ProcessingInfo",
+    "_compute_num_soft_tokens",
+)
+def _count(
+    info: Gemma4ProcessingInfo, size: ImageSize, kwargs: Mapping[str, object]
+) -> TokenCount:
     """Count tokens as ``Gemma4MultiModalProcessor._get_prompt_updates`` counts placeholders."""
     most, _ = _get_max_soft_tokens(info.ctx.get_merged_mm_kwargs(kwargs))
     known = most if isinstance(most, int) and most in _SUPPORTED_SOFT_TOKENS else None

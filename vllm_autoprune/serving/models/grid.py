@@ -45,7 +45,8 @@ if TYPE_CHECKING:
     from vllm.multimodal.parse import ImageSize
 
 
-_CLIPS, _SECONDS = "pixel_values_videos", "second_per_grid_ts"
+_CLIPS = "pixel_values_videos"
+_SECONDS = "second_per_grid_ts"
 """Fields of clips: their patches, and the time between two of their frames."""
 
 
@@ -62,7 +63,8 @@ class GridVision(GridLayout):
     """
 
     tower_name: ClassVar[str] = "visual"
-    layers, attention_name = "visual.blocks", "attn.attn"
+    layers = "visual.blocks"
+    attention_name = "attn.attn"
     merger_name: ClassVar[str]
     """Dotted name of the module that all patches enter before they are merged."""
     joined: ClassVar[bool] = False
@@ -81,25 +83,37 @@ class GridVision(GridLayout):
     def images(self, inputs: EncoderInputs) -> list[ModelImage]:
         """Split the images, or clips, of one call."""
         if _CLIPS in inputs:
-            clip_grids, pixels = inputs[VIDEO_GRIDS], inputs[_CLIPS]
+            clip_grids = inputs[VIDEO_GRIDS]
+            pixels = inputs[_CLIPS]
             assert isinstance(pixels, Tensor) and isinstance(clip_grids, Tensor)
-            clips = zip(pixels.split(clip_grids.prod(-1).tolist()), clip_grids, strict=True)
+            clips = zip(
+                pixels.split(clip_grids.prod(-1).tolist()), clip_grids, strict=True
+            )
             others = {name: inputs[name] for name in (_SECONDS,) if name in inputs}
             return [
                 ModelImage(
-                    {_CLIPS: part, VIDEO_GRIDS: grid, **{n: o[i] for n, o in others.items()}},
+                    {
+                        _CLIPS: part,
+                        VIDEO_GRIDS: grid,
+                        **{n: o[i] for n, o in others.items()},
+                    },
                     self.count(grid),
                 )
                 for i, (part, grid) in enumerate(clips)
             ]
-        grids, pixels = self.find_grids(inputs), inputs["pixel_values"]
-        anchors = inputs.get(CELLS_FIELD, [torch.zeros(0, dtype=torch.int32)] * len(grids))
+        grids = self.find_grids(inputs)
+        pixels = inputs["pixel_values"]
+        anchors = inputs.get(
+            CELLS_FIELD, [torch.zeros(0, dtype=torch.int32)] * len(grids)
+        )
         patches = [count_patches(*image) for image in zip(anchors, grids, strict=True)]
         if self.joined_images:
             assert isinstance(pixels, Tensor)
             pixels = [*pixels.split(patches)]
         images = []
-        for part, grid, of_image, count in zip(pixels, grids, anchors, patches, strict=True):
+        for part, grid, of_image, count in zip(
+            pixels, grids, anchors, patches, strict=True
+        ):
             fields = {"pixel_values": part, self.grids: grid}
             if len(of_image):
                 fields[CELLS_FIELD] = of_image
@@ -112,7 +126,9 @@ class GridVision(GridLayout):
         assert isinstance(grids, Tensor)
         return grids
 
-    def rows(self, pixels: Tensor | Sequence[Tensor], grids: Tensor) -> Sequence[Tensor]:
+    def rows(
+        self, pixels: Tensor | Sequence[Tensor], grids: Tensor
+    ) -> Sequence[Tensor]:
         """Rows ``(N, D)`` of each image in raster order, as the stock model makes them."""
         inputs = {"pixel_values": pixels, self.grids: grids}
         checked = self._model._parse_and_validate_image_input(**inputs)
@@ -133,13 +149,17 @@ class GridVision(GridLayout):
     def find_merger(self) -> Merger:
         """The patch merger, before which norms are taken too."""
         module = attrgetter(self.merger_name)(self._model)
-        return Merger(module, self.merge**2 if self.merger_cells else 1, module, self.joined)
+        return Merger(
+            module, self.merge**2 if self.merger_cells else 1, module, self.joined
+        )
 
     def merge_patches(self, patches: Tensor, grids: Tensor) -> Tensor:
         """What each token gets of its patches ``(P, ...)``: their mean, ``(N, ...)``."""
         merge = self.merge
         if not self.cells:
-            images = zip(patches.split(grids.prod(-1).tolist()), grids.tolist(), strict=True)
+            images = zip(
+                patches.split(grids.prod(-1).tolist()), grids.tolist(), strict=True
+            )
             cells = [
                 image.unflatten(0, (-1, merge, width // merge, merge)).transpose(1, 2)
                 for image, (*_, width) in images
@@ -147,10 +167,12 @@ class GridVision(GridLayout):
             patches = torch.cat([image.flatten(0, 3) for image in cells])
         return patches.unflatten(0, (-1, merge**2)).mean(dim=1)
 
-    def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
+    def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:  # noqa: C901
         """Encode images or clips; tokens are selected by the first D channels of each row."""
         are_clips = _CLIPS in images[0]
-        grids = torch.stack([image[VIDEO_GRIDS if are_clips else self.grids] for image in images])
+        grids = torch.stack(
+            [image[VIDEO_GRIDS if are_clips else self.grids] for image in images]
+        )
         pixels = [image[_CLIPS if are_clips else "pixel_values"] for image in images]
         anchors = [image.get(CELLS_FIELD) for image in images]
         tower_order = None
@@ -158,9 +180,13 @@ class GridVision(GridLayout):
             if are_clips:
                 rows = self._clip_rows(torch.cat(pixels), grids)
             elif any(of_image is not None for of_image in anchors):
-                rows, tower_order = self._encode_cells(torch.cat(pixels), grids, anchors)
+                rows, tower_order = self._encode_cells(
+                    torch.cat(pixels), grids, anchors
+                )
             else:
-                rows = self.rows(torch.cat(pixels) if self.joined_images else pixels, grids)
+                rows = self.rows(
+                    torch.cat(pixels) if self.joined_images else pixels, grids
+                )
 
         # What the hooks read, the tokens of each image in raster order.
         merge = self.merge
@@ -169,7 +195,9 @@ class GridVision(GridLayout):
         if self.attention is not None:
             frames = [prod(grid[1:]) for grid in grids.tolist() for _ in range(grid[0])]
             lengths = frames if are_clips else patches
-            signals["cls_attention"] = torch.cat(self.attention.take().received(lengths))
+            signals["cls_attention"] = torch.cat(
+                self.attention.take().received(lengths)
+            )
         for signal, part in signals.items():
             if len(part) == sum(patches):
                 signals[signal] = self.merge_patches(part, grids)
@@ -184,17 +212,25 @@ class GridVision(GridLayout):
         for i, (*times, height, width) in enumerate(grids.tolist()):
             of_grid = anchors[i]
             cells = b"" if of_grid is None else of_grid.numpy().tobytes()
-            image_rows, grid = rows[i], Grid(height // merge, width // merge, anchors=cells)
+            image_rows = rows[i]
+            grid = Grid(height // merge, width // merge, anchors=cells)
             if are_clips:
                 grid = replace(grid, tiles=times[0], clip=True)
-            tokens, channels = image_rows[:, : self._width].clone(), [image_rows[:, self._width :]]
+            tokens = image_rows[:, : self._width].clone()
+            channels = [image_rows[:, self._width :]]
             if isinstance(self._model, PrunedMRope) and self._model.autoprune_axes:
                 at = self._frame_times(images[i], times[0]) if are_clips else [0]
                 places = position_channels(grid.height, grid.width, tokens.device, at)
                 channels.append(grid.at_tokens(places.T).T.to(tokens.dtype))
-            of_image: dict[Signal, Tensor] = {s: parts[i].clone() for s, parts in split.items()}
+            of_image: dict[Signal, Tensor] = {
+                s: parts[i].clone() for s, parts in split.items()
+            }
             extra = torch.cat(channels, dim=1)
-            order = torch.arange(grid.tokens, device=tokens.device) if self.ordered else None
+            order = (
+                torch.arange(grid.tokens, device=tokens.device)
+                if self.ordered
+                else None
+            )
             region = Region(grid, tokens, of_image, extra_channels=extra, order=order)
             features.append(ImageFeatures((region,)))
         return features
@@ -222,21 +258,28 @@ class GridVision(GridLayout):
 
         Images that are encoded whole have all of their cells.
         """
-        tower, cells = CellTower(self._model.visual), []
+        tower = CellTower(self._model.visual)
+        cells = []
         for grid, of_image in zip(grids, anchors, strict=True):
             kept = torch.arange(self.count(grid))
             if of_image is not None:
                 kept = kept[of_image == kept]
             cells.append(CellGrid(grid.tolist(), kept, self.merge))
         if self._model.use_data_parallel:
-            rows = run_dp_sharded_mrope_vision_model(tower, pixels, cells, rope_type="rope_3d")
+            rows = run_dp_sharded_mrope_vision_model(
+                tower, pixels, cells, rope_type="rope_3d"
+            )
             return rows, None  # nothing is read inside of such a tower
-        return tower(pixels, cells).split([len(grid.kept) for grid in cells]), tower.order
+        return tower(pixels, cells).split(
+            [len(grid.kept) for grid in cells]
+        ), tower.order
 
     # Arithmetic of the processor, in the API server.
 
     @staticmethod
-    def count_tokens(info: Any, size: ImageSize, kwargs: Mapping[str, object]) -> TokenCount:
+    def count_tokens(
+        info: Any, size: ImageSize, kwargs: Mapping[str, object]
+    ) -> TokenCount:
         """Merged tokens of an image, resized as the processor resizes it."""
         tokens = info.get_num_image_tokens(
             image_width=size.width,
@@ -258,7 +301,9 @@ class GridVision(GridLayout):
         Those of clips that are never pruned are not counted, nor those of an item without a grid.
         """
         vision = info.get_hf_config().vision_config
-        field = item.get(VIDEO_GRIDS if cls.video_token and VIDEO_GRIDS in item else cls.grids)
+        field = item.get(
+            VIDEO_GRIDS if cls.video_token and VIDEO_GRIDS in item else cls.grids
+        )
         grid = None if field is None else field.data
         if not isinstance(grid, Tensor) or grid.shape != (3,):
             return ItemSize()
@@ -282,12 +327,20 @@ class GridVision(GridLayout):
         vision = info.get_hf_config().vision_config
         unit = vision.patch_size * vision.spatial_merge_size
         height, width = smart_resize(
-            size.height, size.width, factor=unit, min_pixels=unit**2, max_pixels=budget * unit**2
+            size.height,
+            size.width,
+            factor=unit,
+            min_pixels=unit**2,
+            max_pixels=budget * unit**2,
         )
-        return type(size)(width=min(width, budget * unit), height=min(height, budget * unit))
+        return type(size)(
+            width=min(width, budget * unit), height=min(height, budget * unit)
+        )
 
 
-def prune_grid(stock: Any, vision: type[GridVision], merger: str = "") -> type[PrunedModel]:
+def prune_grid(
+    stock: Any, vision: type[GridVision], merger: str = ""
+) -> type[PrunedModel]:
     """The pruned form of one of vLLM's classes; ``merger`` is the class of its patch merger."""
     calls: tuple[str, ...] = ("_parse_and_validate_image_input", "_process_image_input")
     # A class has the first where it has M-RoPE, and the second where vLLM can prune its videos.
@@ -304,7 +357,9 @@ def prune_grid(stock: Any, vision: type[GridVision], merger: str = "") -> type[P
         calls += ("_parse_and_validate_video_input", "_process_video_input")
         placeholders = replace(
             placeholders,
-            video_token=lambda info: int(attrgetter(vision.video_token)(info.get_hf_config())),
+            video_token=lambda info: int(
+                attrgetter(vision.video_token)(info.get_hf_config())
+            ),
         )
     mixin = PrunedMRope if positions else PrunedLine
     return prune_class(

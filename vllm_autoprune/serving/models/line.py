@@ -31,7 +31,11 @@ class PrunedLine(PlacedModel):
     autoprune_overrides: ClassVar[tuple[str, ...]] = ("forward",)
 
     def forward(
-        self, input_ids: Tensor | None, positions: Tensor, *args: object, **kwargs: object
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        *args: object,
+        **kwargs: object,
     ) -> Any:
         """As stock, with the positions of the tokens alone."""
         if positions.dim() == 2:
@@ -48,13 +52,18 @@ class PrunedLine(PlacedModel):
 
     def autoprune_consecutive(self, length: int) -> Tensor:
         """Positions ``(2, L)`` of tokens that follow each other."""
-        return torch.stack([torch.arange(length), torch.full((length,), _mark_end(length))])
+        return torch.stack(
+            [torch.arange(length), torch.full((length,), _mark_end(length))]
+        )
 
     def autoprune_positions(
         self, input_tokens: list[int], mm_features: list[MultiModalFeatureSpec]
     ) -> tuple[Tensor, int]:
         """Positions ``(2, L)`` of the prompt with whole images."""
-        plans = {i: self.autoprune_read_plan(feature) for i, feature in enumerate(mm_features)}
+        plans = {
+            i: self.autoprune_read_plan(feature)
+            for i, feature in enumerate(mm_features)
+        }
         places = [feature.mm_position for feature in mm_features]
         return lay_on_line(len(input_tokens), places, plans)
 
@@ -62,9 +71,13 @@ class PrunedLine(PlacedModel):
         self, ids: Tensor, positions: Tensor, channels: Sequence[Tensor], computed: int
     ) -> Tensor:
         """Set the positions of the image tokens of one prefill step in ``(2, L)``."""
-        (offsets,), is_set = decode_offsets([part.to(positions.device) for part in channels])
+        (offsets,), is_set = decode_offsets(
+            [part.to(positions.device) for part in channels]
+        )
         selected, row = match_rows(positions[1] >= 0, computed, len(is_set))
-        placed = torch.where(selected & is_set[row], positions[1] + offsets[row], positions[0])
+        placed = torch.where(
+            selected & is_set[row], positions[1] + offsets[row], positions[0]
+        )
         return torch.stack([placed, positions[1]])
 
     def autoprune_delta(self, positions: Tensor) -> int:
@@ -86,7 +99,9 @@ def _mark_end(end: int) -> int:
 
 
 def lay_on_line(
-    length: int, places: Sequence[PlaceholderRange], plans: Mapping[int, ItemPlan | None]
+    length: int,
+    places: Sequence[PlaceholderRange],
+    plans: Mapping[int, ItemPlan | None],
 ) -> tuple[Tensor, int]:
     """Positions ``(2, L)`` of a prompt of L tokens with whole images, and what decoding adds.
 
@@ -101,7 +116,8 @@ def lay_on_line(
         for number, i in enumerate(order)
         if (plan := plans[i]) is not None and plan.moves
     }
-    firsts, starts = match_items(placed), dict[int, int]()
+    firsts = match_items(placed)
+    starts = dict[int, int]()
     surplus = 0
     for number, i in enumerate(order):
         at = _find_rows(places[i])
@@ -109,9 +125,11 @@ def lay_on_line(
         if plan is None:
             beside[at] = positions[at]
             continue
-        start, span = int(positions[at[0]]), plan.tokens + len(plan.text)
+        start = int(positions[at[0]])
+        span = plan.tokens + len(plan.text)
         if number in firsts:
-            start, span = starts[firsts[number]], 0
+            start = starts[firsts[number]]
+            span = 0
         starts[number] = start
         positions[at] = beside[at] = start
         positions[int(at[-1]) + 1 :] += span - len(at)

@@ -12,10 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape
+from transformers.models.llava_next.modeling_llava_next import (
+    get_anyres_image_grid_shape,
+)
 from vllm.model_executor.models.llava import LlavaForConditionalGeneration
 from vllm.model_executor.models.llava_next import LlavaNextForConditionalGeneration
-from vllm.model_executor.models.llava_onevision import LlavaOnevisionForConditionalGeneration
+from vllm.model_executor.models.llava_onevision import (
+    LlavaOnevisionForConditionalGeneration,
+)
 
 from vllm_autoprune.serving.api.layout import Placeholders, TokenCount
 from vllm_autoprune.serving.api.positions import ItemFields, ItemSize
@@ -31,14 +35,22 @@ from vllm_autoprune.serving.models.pruned_model import (
 )
 from vllm_autoprune.serving.served_state import ServedState
 from vllm_autoprune.serving.worker.batch import ModelParts
-from vllm_autoprune.serving.worker.features import ImageFeatures, Region, Signal, Signals
+from vllm_autoprune.serving.worker.features import (
+    ImageFeatures,
+    Region,
+    Signal,
+    Signals,
+)
 from vllm_autoprune.serving.worker.question import LlamaPrefix
 from vllm_autoprune.serving.worker.tower_hooks import NextTowerLayer
 from vllm_autoprune.tpdsl.tokens import Grid
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.interfaces import MultiModalEmbeddings
-    from vllm.model_executor.models.llava_next import LlavaNextLikeConfig, LlavaNextProcessingInfo
+    from vllm.model_executor.models.llava_next import (
+        LlavaNextLikeConfig,
+        LlavaNextProcessingInfo,
+    )
     from vllm.multimodal.parse import ImageSize
 
 _CLIPS = CLIP_FIELDS[0]
@@ -63,22 +75,29 @@ class _ClipVision(Vision):
     _model: LlavaForConditionalGeneration
     layers = _LAYERS
 
-    def __init__(self, model: LlavaForConditionalGeneration, served: ServedState) -> None:
+    def __init__(
+        self, model: LlavaForConditionalGeneration, served: ServedState
+    ) -> None:
         super().__init__(model, served)
         config = model.config.vision_config
         side = config.image_size // config.patch_size
         self.grid = Grid(side, side)
         layers = len(model.vision_tower.vision_model.encoder.layers)
-        self._next = NextTowerLayer(config, layers) if "next_layer" in self.needs else None
+        self._next = (
+            NextTowerLayer(config, layers) if "next_layer" in self.needs else None
+        )
 
     def _project(self, rows: Tensor) -> Tensor:
         """Rows of the vision tower ``(..., Dv)`` through the model's projector, ``(..., D)``."""
-        projected: Tensor = self._model.multi_modal_projector(rows.to(self.sample_weight.dtype))
+        projected: Tensor = self._model.multi_modal_projector(
+            rows.to(self.sample_weight.dtype)
+        )
         return projected
 
     def model_parts(self) -> ModelParts:
         """Parts of the model that policies read: also projector and the language model's layers."""
-        parts, language = super().model_parts(), None
+        parts = super().model_parts()
+        language = None
         if "language" in self.needs:
             start = (self._model.config.text_config.bos_token_id,)
             language = partial(LlamaPrefix, self._model.language_model.model, start)
@@ -100,7 +119,8 @@ class _ClipVision(Vision):
 
     def encode_tiles(self, pixels: Tensor) -> _Tiles:
         """Encode tiles ``(M, 3, H, W)`` in one pass of the vision tower."""
-        relevance, signals = self.load_relevance(), dict[Signal, Tensor]()
+        relevance = self.load_relevance()
+        signals = dict[Signal, Tensor]()
         with self.recording():
             states = self._model.vision_tower(pixels)
         hidden = states[:, 1:]
@@ -137,7 +157,9 @@ class LlavaVision(_ClipVision):
         features = []
         for i in range(len(images)):
             # Rows are copied: a view would keep the whole batch alive in the cache.
-            of_image: Signals = {signal: part[i].clone() for signal, part in signals.items()}
+            of_image: Signals = {
+                signal: part[i].clone() for signal, part in signals.items()
+            }
             region = Region(self.grid, projected[i].clone(), of_image)
             features.append(ImageFeatures((region,)))
         return features
@@ -182,8 +204,12 @@ class _JoinedVision(Vision):
 
     def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
         """Encode images: all their tiles go through the vision tower in one pass."""
-        projected, signals = self.encode_tiles(torch.cat([i["pixel_values"] for i in images]))
-        newline, features, start = self._model.image_newline, [], 0
+        projected, signals = self.encode_tiles(
+            torch.cat([i["pixel_values"] for i in images])
+        )
+        newline = self._model.image_newline
+        features = []
+        start = 0
         for image in images:
             tiles = slice(start, start + len(image["pixel_values"]))
             start = tiles.stop
@@ -194,17 +220,24 @@ class _JoinedVision(Vision):
                 if signal != "tower_cls":
                     wide = part[tiles] if part.dim() > 2 else part[tiles][:, :, None]
                     ends = wide.new_zeros(wide.shape[2])
-                    joined[signal] = self._join(image, wide, ends).reshape(-1, *part.shape[2:])
+                    joined[signal] = self._join(image, wide, ends).reshape(
+                        -1, *part.shape[2:]
+                    )
             layout, newlines = self._compute_layout(image)
-            regions, tile = [], tiles.start
+            regions = []
+            tile = tiles.start
             for grid, positions, share in layout:
                 order = positions.to(rows.device, non_blocking=True)
-                of_region: dict[Signal, Tensor] = {s: part[order] for s, part in joined.items()}
+                of_region: dict[Signal, Tensor] = {
+                    s: part[order] for s, part in joined.items()
+                }
                 if "tower_cls" in signals:
                     cls = signals["tower_cls"][tile : tile + share, 0]
                     # Crops that form one grid share one [CLS].
                     alone = grid.tiles == share
-                    of_region["tower_cls"] = cls.clone() if alone else cls.mean(0, keepdim=True)
+                    of_region["tower_cls"] = (
+                        cls.clone() if alone else cls.mean(0, keepdim=True)
+                    )
                 tile += share
                 region = Region(grid, rows[order], of_region, order=order, share=share)
                 regions.append(region)
@@ -228,7 +261,8 @@ class _JoinedVision(Vision):
         """
         vision = self._model.config.vision_config
         side = vision.image_size // vision.patch_size
-        square, size = Grid(side, side), side * side
+        square = Grid(side, side)
+        size = side * side
         tiles = _count_tiles(self._model.config, *image["image_sizes"].tolist())
         marks = self._join(image, torch.zeros(tiles, size, 1), -torch.ones(1))[:, 0]
         newlines = int((marks < 0).sum())
@@ -238,7 +272,11 @@ class _JoinedVision(Vision):
         if width < 1:
             return [_RegionLayout(square, base, 1)], newlines
         rows = size + torch.arange(height)[:, None] * (width + 1) + torch.arange(width)
-        if height * width == (tiles - 1) * size and height % side == 0 and width % side == 0:
+        if (
+            height * width == (tiles - 1) * size
+            and height % side == 0
+            and width % side == 0
+        ):
             crops = rows.view(height // side, side, width // side, side).transpose(1, 2)
             order = torch.cat([base, crops.flatten()])
             return [_RegionLayout(Grid(side, side, tiles), order, tiles)], newlines
@@ -278,25 +316,32 @@ class _OnevisionVision(_JoinedVision):
         if _CLIPS not in inputs:
             return super().images(inputs)
         self._model._parse_and_validate_video_input(**inputs)
-        (tokens, ends), clips = pooled_frame(self._model.config), _split_by_image(inputs, _CLIPS)
+        (tokens, ends) = pooled_frame(self._model.config)
+        clips = _split_by_image(inputs, _CLIPS)
         return [ModelImage(clip, len(clip[_CLIPS]) * tokens + ends) for clip in clips]
 
     def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
         """Encode images or clips in one pass of the vision tower."""
         if _CLIPS not in images[0]:
             return super().encode(images)
-        model, frames = self._model, [len(clip[_CLIPS]) for clip in images]
+        model = self._model
+        frames = [len(clip[_CLIPS]) for clip in images]
         with self.recording():
             pixels = torch.cat([clip[_CLIPS] for clip in images])
             pooled = model._video_pixels_to_features(model.vision_tower, pixels)
         signals = dict[Signal, Sequence[Tensor]]()
         if self.attention is not None:
             received = torch.stack(self.attention.take().received())
-            signals["cls_attention"] = model.apply_pooling(received[:, :, None]).split(frames)
-        side, features = isqrt(pooled.shape[1]), []
+            signals["cls_attention"] = model.apply_pooling(received[:, :, None]).split(
+                frames
+            )
+        side = isqrt(pooled.shape[1])
+        features = []
         for i, rows in enumerate(pooled.split(frames)):
             grid = Grid(side, side, frames[i], clip=True)
-            of_clip: Signals = {s: part[i].flatten().clone() for s, part in signals.items()}
+            of_clip: Signals = {
+                s: part[i].flatten().clone() for s, part in signals.items()
+            }
             order = torch.arange(grid.tokens, device=rows.device)
             region = Region(grid, rows.flatten(0, 1).clone(), of_clip, order=order)
             features.append(ImageFeatures((region,), model.image_newline, 1))
@@ -305,7 +350,9 @@ class _OnevisionVision(_JoinedVision):
     def encode_tiles(self, pixels: Tensor) -> _Tiles:
         """Encode tiles ``(M, 3, H, W)`` in one pass of the vision tower."""
         with self.recording():
-            hidden = self._model._image_pixels_to_features(self._model.vision_tower, pixels)
+            hidden = self._model._image_pixels_to_features(
+                self._model.vision_tower, pixels
+            )
         signals = dict[Signal, Tensor]()
         if self.attention is not None:
             signals["cls_attention"] = torch.stack(self.attention.take().received())
@@ -315,7 +362,9 @@ class _OnevisionVision(_JoinedVision):
         """Join the tiles of one image."""
         join = LlavaOnevisionForConditionalGeneration._merge_image_patch_embeddings
         strategy = "spatial_unpad"
-        rows: Tensor = join(model, size, tiles, image_newline=newline, strategy=strategy)
+        rows: Tensor = join(
+            model, size, tiles, image_newline=newline, strategy=strategy
+        )
         return rows
 
 
@@ -336,7 +385,9 @@ def _count_joined_tokens(
 ) -> TokenCount:
     """Count base view, unpadded crops and their newlines; tiles are the base view and the crops."""
     tokens = info.get_num_image_tokens(image_width=size.width, image_height=size.height)
-    return TokenCount(tokens, _count_tiles(info.get_hf_config(), size.height, size.width))
+    return TokenCount(
+        tokens, _count_tiles(info.get_hf_config(), size.height, size.width)
+    )
 
 
 def _measure(info: LlavaNextProcessingInfo, item: ItemFields) -> ItemSize:
@@ -345,17 +396,22 @@ def _measure(info: LlavaNextProcessingInfo, item: ItemFields) -> ItemSize:
 
 
 _PLACEHOLDERS = Placeholders(
-    lambda info, size, kwargs: TokenCount(info.get_max_image_tokens()),  # all are one tile
+    lambda info, size, kwargs: TokenCount(
+        info.get_max_image_tokens()
+    ),  # all are one tile
     lambda info: TokenCount(info.get_max_image_tokens()),
     lambda info: info.get_hf_config().image_token_index,
 )
 _JOINED_PLACEHOLDERS = Placeholders(
     _count_joined_tokens,
-    lambda info: _count_joined_tokens(info, info.get_image_size_with_most_features(), {}),
+    lambda info: _count_joined_tokens(
+        info, info.get_image_size_with_most_features(), {}
+    ),
     lambda info: info.get_hf_config().image_token_index,
 )
 
-_INPUT, _MERGE = "_parse_and_validate_image_input", "_merge_image_patch_embeddings"
+_INPUT = "_parse_and_validate_image_input"
+_MERGE = "_merge_image_patch_embeddings"
 
 AutopruneLlavaForConditionalGeneration = prune_class(
     LlavaForConditionalGeneration, _PLACEHOLDERS, LlavaVision, PrunedLine
@@ -377,7 +433,11 @@ AutopruneLlavaOnevisionForConditionalGeneration = prune_class(
     _OnevisionVision,
     _PrunedOnevision,
     methods=(
-        *(_INPUT, "_image_pixels_to_features", _MERGE, "_parse_and_validate_video_input"),
-        *("_video_pixels_to_features", "apply_pooling"),
+        _INPUT,
+        "_image_pixels_to_features",
+        _MERGE,
+        "_parse_and_validate_video_input",
+        "_video_pixels_to_features",
+        "apply_pooling",
     ),
 )

@@ -48,7 +48,9 @@ def position_channels(
 ) -> Tensor:
     """Positions of the tokens of frames at these times, in raster order, ``(T * n, 6)`` float32."""
     sides = (torch.arange(side, device=device) for side in (height, width))
-    return encode_offsets(torch.cartesian_prod(upload(torch.tensor(times), device), *sides))
+    return encode_offsets(
+        torch.cartesian_prod(upload(torch.tensor(times), device), *sides)
+    )
 
 
 def set_times(rows: Tensor, times: Tensor) -> None:
@@ -93,7 +95,9 @@ def _compute_input_positions(
         if i not in unpruned:
             # Others are never shortened; audio may stand within a video (Qwen-Omni).
             offset = len(full) + place.offset - done
-            moved.append(replace(features[i], mm_position=replace(place, offset=offset)))
+            moved.append(
+                replace(features[i], mm_position=replace(place, offset=offset))
+            )
             continue
         source += range(len(full), len(full) + place.offset - done)
         full += ids[done : place.offset]
@@ -106,7 +110,9 @@ def _compute_input_positions(
         length = len(unpruned[i])
         stretch = replace(place, offset=start, length=length)
         if i in widths:  # text may stand between its tokens
-            stretch = replace(stretch, is_embed=torch.tensor(unpruned[i]) == ids[place.offset])
+            stretch = replace(
+                stretch, is_embed=torch.tensor(unpruned[i]) == ids[place.offset]
+            )
         moved.append(replace(features[i], mm_position=stretch))
         same = length == place.length
         source += range(start, start + length) if same else [start] * place.length
@@ -205,11 +211,15 @@ class PrunedMRope(PlacedModel):
         self, input_tokens: list[int], mm_features: list[MultiModalFeatureSpec]
     ) -> tuple[Tensor, int]:
         """Positions ``(3, L)`` of the prompt with whole images; raises for grids of none."""
-        vision, stock = self._layout, super(PlacedModel, self).get_mrope_input_positions
-        unpruned, plans = dict[int, Sequence[int]](), dict[int, ItemPlan]()
-        widths, packed = dict[int, int](), set[int]()
+        vision = self._layout
+        stock = super(PlacedModel, self).get_mrope_input_positions
+        unpruned = dict[int, Sequence[int]]()
+        plans = dict[int, ItemPlan]()
+        widths = dict[int, int]()
+        packed = set[int]()
         for i, feature in enumerate(mm_features):
-            is_image, plan = feature.modality == "image", self.autoprune_read_plan(feature)
+            is_image = feature.modality == "image"
+            plan = self.autoprune_read_plan(feature)
             if not is_image and (plan is None or plan.keeps_all):
                 continue
             if plan is not None and plan.positions == "packed":

@@ -36,13 +36,18 @@ class _RasterVision(GridVision):
 
     def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
         """Encode images, each in a pass of its own."""
-        return [features for image in images for features in GridVision.encode(self, [image])]
+        return [
+            features
+            for image in images
+            for features in GridVision.encode(self, [image])
+        ]
 
 
 class _PaddleVision(_RasterVision):
     """PaddleOCR-VL, whose tower gets one image at a time in vLLM 0.32 too."""
 
-    layers, attention_name = "visual.vision_model.encoder.layers", "self_attn.attn"
+    layers = "visual.vision_model.encoder.layers"
+    attention_name = "self_attn.attn"
     merger_name = "mlp_AR.pre_norm"
     joined_images = vllm_version() >= Version("0.33")
 
@@ -50,7 +55,8 @@ class _PaddleVision(_RasterVision):
 class _LightOnVision(_RasterVision):
     """LightOnOCR, with a Pixtral tower."""
 
-    tower_name, layers = "vision_tower", "vision_tower.transformer.layers"
+    tower_name = "vision_tower"
+    layers = "vision_tower.transformer.layers"
     attention_name = "attention.attn"
     merger_name = "multi_modal_projector.norm"
     image_token = "image_token_index"
@@ -72,7 +78,9 @@ class _LightOnVision(_RasterVision):
     ) -> TokenCount:
         """Merged tokens of an image, resized as the processor resizes it, without breaks."""
         encoder = info.get_vision_encoder_info(kwargs)
-        tokens = encoder.get_num_image_tokens(image_width=size.width, image_height=size.height)
+        tokens = encoder.get_num_image_tokens(
+            image_width=size.width, image_height=size.height
+        )
         return TokenCount(tokens)
 
 

@@ -22,7 +22,9 @@ from vllm_autoprune.serving.worker.positions import count_channels
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration as _Stock
+    from vllm.model_executor.models.qwen2_5_vl import (
+        Qwen2_5_VLForConditionalGeneration as _Stock,
+    )
     from vllm.multimodal.inputs import MultiModalFeatureSpec
 else:
     _Stock = object
@@ -53,7 +55,9 @@ class PlacedModel(PrunedModel, _Stock):
             self.is_multimodal_pruning_enabled = False
             self.autoprune_context: int = model_config.max_model_len
             buffers = self.get_language_model().named_buffers()
-            tables = [len(table) for name, table in buffers if name.endswith("cos_sin_cache")]
+            tables = [
+                len(table) for name, table in buffers if name.endswith("cos_sin_cache")
+            ]
             self.autoprune_table: int = min(tables, default=_UNBOUNDED)
 
     @property
@@ -103,14 +107,19 @@ class PlacedModel(PrunedModel, _Stock):
             positions, delta = self.autoprune_positions(input_tokens, mm_features)
             # Beyond the table of rotations an index is out of range, which ends the engine. The API
             # server keeps generated tokens within the context, unless it cannot foresee them.
-            start, end = int(positions[0].min()), max(int(positions.max()) + 1, length + delta)
+            start = int(positions[0].min())
+            end = max(int(positions.max()) + 1, length + delta)
             if delta > self.autoprune_context:
                 end += self.autoprune_context - length
             if positions.shape[1] != length or start < 0 or end > self.autoprune_table:
-                raise plan_error(f"gives {tuple(positions.shape)} positions, {start} to {end}")
+                raise plan_error(
+                    f"gives {tuple(positions.shape)} positions, {start} to {end}"
+                )
             return positions, delta
-        except Exception as error:  # the engine must survive any input
-            self.autoprune_reporter.report_error(error, "counting its tokens as positions")
+        except Exception as error:  # the engine must survive any input  # noqa: BLE001
+            self.autoprune_reporter.report_error(
+                error, "counting its tokens as positions"
+            )
             return self.autoprune_consecutive(length), 0
 
     def autoprune_read_plan(self, feature: MultiModalFeatureSpec) -> ItemPlan | None:
@@ -151,14 +160,23 @@ class PlacedModel(PrunedModel, _Stock):
             if embedding.shape[1] == vision.row_width + count:
                 channels.append(embedding[:, -count:])
                 embedding = embedding[:, :-count]
-            elif self.autoprune_counts_all and getattr(embedding, "modality", "") != _EMBEDS:
+            elif (
+                self.autoprune_counts_all
+                and getattr(embedding, "modality", "") != _EMBEDS
+            ):
                 shape = len(embedding), count
                 channels.append(embedding.new_full(shape, -1, dtype=torch.float32))
             rows.append(embedding)
         positions = mrope_positions
         if channels:
-            ids = input_ids if isinstance(input_ids, Tensor) else torch.tensor(input_ids or ())
-            positions = self.autoprune_place(ids, positions, channels, num_computed_tokens)
+            ids = (
+                input_ids
+                if isinstance(input_ids, Tensor)
+                else torch.tensor(input_ids or ())
+            )
+            positions = self.autoprune_place(
+                ids, positions, channels, num_computed_tokens
+            )
             positions = positions.clamp(max=self.autoprune_table - 1)
         if isinstance(input_ids, Tensor):
             return rows, positions, UNCHANGED_DELTA

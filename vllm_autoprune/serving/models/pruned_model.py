@@ -37,7 +37,11 @@ from vllm_autoprune.serving.served_state import (
     ServedState,
     served_state,
 )
-from vllm_autoprune.serving.worker.batch import ModelParts, SelectionContext, prune_images
+from vllm_autoprune.serving.worker.batch import (
+    ModelParts,
+    SelectionContext,
+    prune_images,
+)
 from vllm_autoprune.serving.worker.features import (
     ImageFeatures,
     IndexCache,
@@ -45,7 +49,11 @@ from vllm_autoprune.serving.worker.features import (
     TensorCache,
 )
 from vllm_autoprune.serving.worker.metrics import Stopwatch, WorkerMetrics
-from vllm_autoprune.serving.worker.question import ClipTower, InputEmbeddings, RelevanceSpace
+from vllm_autoprune.serving.worker.question import (
+    ClipTower,
+    InputEmbeddings,
+    RelevanceSpace,
+)
 from vllm_autoprune.serving.worker.selection import FallbackReporter, PlanReader
 from vllm_autoprune.serving.worker.tower_hooks import (
     InputHook,
@@ -157,7 +165,9 @@ class Vision(ABC):
                 self._relevance = InputEmbeddings(self.embed, device)
         return self._relevance
 
-    @depends_on("vllm.model_executor.models.interfaces:SupportsMultiModal", "get_language_model")
+    @depends_on(
+        "vllm.model_executor.models.interfaces:SupportsMultiModal", "get_language_model"
+    )
     def embed(self, ids: Tensor) -> Tensor:
         """Input embeddings ``(T, D)`` of token ids ``(T,)``, without the adapters of any batch.
 
@@ -170,7 +180,11 @@ class Vision(ABC):
         # No protocol declares either; Idefics3's language model has no head around it.
         inner = getattr(language_model, "model", language_model)
         # Its embedding has many names (embed_tokens; InternLM2: tok_embeddings).
-        wrapped = {n: layer for n, layer in inner.named_children() if hasattr(layer, "base_layer")}
+        wrapped = {
+            n: layer
+            for n, layer in inner.named_children()
+            if hasattr(layer, "base_layer")
+        }
         for name, layer in wrapped.items():
             setattr(inner, name, layer.base_layer)
         try:
@@ -184,7 +198,9 @@ class Vision(ABC):
         """Parts of the model that policies read in addition to image features."""
 
         def project(rows: Tensor) -> Tensor:
-            raise NotImplementedError(f"{type(self).__name__} gives policies no rows of its tower")
+            raise NotImplementedError(
+                f"{type(self).__name__} gives policies no rows of its tower"
+            )
 
         axes: int = getattr(self._model, "autoprune_axes", 0)
         return ModelParts(project, self.embed, self.load_relevance(), axes=axes)
@@ -241,7 +257,9 @@ class Vision(ABC):
             known.update(zip(missing, self.encode(list(missing.values())), strict=True))
         return [known[entry] for entry in entries]
 
-    def keep(self, entries: Sequence[Hashable], features: Sequence[ImageFeatures]) -> None:
+    def keep(
+        self, entries: Sequence[Hashable], features: Sequence[ImageFeatures]
+    ) -> None:
         """Cache features once tokens are selected, with the cosines that the selection has read.
 
         Cosines of so many tokens that an image would not fit are left out.
@@ -272,12 +290,14 @@ def _group_by_tokens(
 
     Those of a run are of one kind.
     """
-    start, total = 0, 0
+    start = 0
+    total = 0
     for at, size in enumerate(sizes):
         changes = bool(kinds) and kinds[at] != kinds[at - 1]
         if at > start and (changes or total + size > bound):
             yield slice(start, at)
-            start, total = at, 0
+            start = at
+            total = 0
         total += size
     if start < len(sizes):
         yield slice(start, len(sizes))
@@ -287,7 +307,8 @@ def _describe_fields(item: MultiModalKwargsItem) -> Hashable:
     """What is alike of all items that vLLM batches for a model: types, and most of their shapes."""
     described: list[Hashable] = []
     for name, element in sorted(item.items()):
-        kind, data = type(element.field).__name__, element.data
+        kind = type(element.field).__name__
+        data = element.data
         if not isinstance(data, Tensor):
             described.append((name, kind, type(data).__name__))
             continue
@@ -308,8 +329,14 @@ def _describe_geometry(image: ImageInputs) -> Hashable:
     """
     described: list[Hashable] = []
     for name, part in sorted(image.items()):
-        row = part.dim() <= 1 and part.device.type == "cpu" and not part.is_floating_point()
-        numbers = sha256(part.numpy().tobytes()).digest() if row else None  # may be thousands
+        row = (
+            part.dim() <= 1
+            and part.device.type == "cpu"
+            and not part.is_floating_point()
+        )
+        numbers = (
+            sha256(part.numpy().tobytes()).digest() if row else None
+        )  # may be thousands
         described.append((name, tuple(part.shape), numbers))
     return tuple(described)
 
@@ -341,7 +368,9 @@ class PrunedModel(_Stock):
         served = served_state(vllm_config.model_config)
         self.autoprune: Vision | None = None
         # `--limit-mm-per-prompt '{"image": 0}'` leaves the tower's weights out.
-        if served is None or isinstance(self.autoprune_vision.tower(self), StageMissingLayer):
+        if served is None or isinstance(
+            self.autoprune_vision.tower(self), StageMissingLayer
+        ):
             return
         self.autoprune = self.autoprune_vision(self, served)
         self.autoprune_reporter = FallbackReporter()
@@ -354,13 +383,17 @@ class PrunedModel(_Stock):
         self.autoprune_watch = Stopwatch(device)
         folder = served.metrics_folder
         self.autoprune_metrics = WorkerMetrics(folder) if folder else None
-        self.autoprune_budget: int = vllm_config.scheduler_config.max_num_encoder_input_tokens
+        self.autoprune_budget: int = (
+            vllm_config.scheduler_config.max_num_encoder_input_tokens
+        )
         self.autoprune_profiled = 0
         clear_with_worker_caches(_clear_features)
         bound_encoder_calls()
         profile_images(_hold_feature_cache)
 
-    def autoprune_split(self, items: Sequence[MultiModalKwargsItem | None]) -> list[slice]:
+    def autoprune_split(
+        self, items: Sequence[MultiModalKwargsItem | None]
+    ) -> list[slice]:
         """Runs of neighbouring items whose images have as many tokens, N, as memory profiling saw.
 
         That is vLLM's own encoder budget, rounded down to whole images of the largest size. An
@@ -380,7 +413,7 @@ class PrunedModel(_Stock):
                 try:
                     ((_, inputs),) = group_and_batch_mm_items([item])
                     sizes[i] = vision.images(_tensor_fields(inputs))[0].tokens
-                except Exception:  # reported when it is to be encoded
+                except Exception:  # reported when it is to be encoded  # noqa: BLE001
                     sizes[i] = bound + 1
         return list(_group_by_tokens(sizes, bound, kinds))
 
@@ -412,16 +445,21 @@ class PrunedModel(_Stock):
         count = plan.budget + len(plan.text)
         return self.autoprune.sample_weight.new_zeros(count, self.autoprune.row_width)
 
-    def autoprune_rows(self, plans: list[ItemPlan], inputs: Mapping[str, object]) -> list[Tensor]:
+    def autoprune_rows(
+        self, plans: list[ItemPlan], inputs: Mapping[str, object]
+    ) -> list[Tensor]:
         """Encode the images and select their tokens: rows ``(K_i, D)`` for each image."""
-        vision, reporter = self.autoprune, self.autoprune_reporter
+        vision = self.autoprune
+        reporter = self.autoprune_reporter
         assert vision is not None
         images = vision.images(_tensor_fields(inputs))
         if any(plan.profile for plan in plans):
             tokens = sum(image.tokens for image in images)
             self.autoprune_profiled = max(self.autoprune_profiled, tokens)
             # Of the largest image; vLLM warns of what is compiled once it serves.
-            compile_for(max(image.tokens for image in images), vision.sample_weight.device)
+            compile_for(
+                max(image.tokens for image in images), vision.sample_weight.device
+            )
             # All dummy images are equal; caching them would measure too little memory.
             features = vision.encode([image.inputs for image in images])
             return self._autoprune_select(plans, features)
@@ -438,7 +476,10 @@ class PrunedModel(_Stock):
         if len(rows) < len(images):
             vision.cache.clear()
             pairs = zip(plans, images, strict=True)
-            rows = [self._autoprune_encode_alone(plan, image, metrics) for plan, image in pairs]
+            rows = [
+                self._autoprune_encode_alone(plan, image, metrics)
+                for plan, image in pairs
+            ]
         if metrics is not None:
             metrics.publish(self.autoprune_watch, reporter, vision.cache)
         return rows
@@ -479,7 +520,9 @@ class PrunedModel(_Stock):
         vision = self.autoprune
         assert vision is not None
         parts = vision.model_parts()
-        context = SelectionContext(vision.served, parts, self.autoprune_reporter, vision.indices)
+        context = SelectionContext(
+            vision.served, parts, self.autoprune_reporter, vision.indices
+        )
         return prune_images(context, plans, features)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
@@ -510,11 +553,14 @@ def prune_class(
     """
     declare_model(stock, (*methods, *mixin.autoprune_overrides), merger)
     backbone = next(row for row in BACKBONES.values() if row.stock == stock.__name__)
-    why, embeds_text = backbone.unsplittable, backbone.embeds_text
+    why = backbone.unsplittable
+    embeds_text = backbone.embeds_text
     placeholders = replace(placeholders, unsplittable=why, embeds_text=embeds_text)
     members = {
         "__doc__": f"``{stock.__name__}`` with K of N visual tokens where a state is served.",
-        "_processor_factory": make_pruned_factories(stock._processor_factory, placeholders),
+        "_processor_factory": make_pruned_factories(
+            stock._processor_factory, placeholders
+        ),
         "autoprune_vision": vision,
         "autoprune_placeholders": placeholders,
     }
@@ -538,4 +584,6 @@ def _hold_feature_cache(model: nn.Module) -> Iterator[bool]:
 
 def _tensor_fields(inputs: Mapping[str, object]) -> EncoderInputs:
     """Tensor fields of one call, without the plans; absent ones are None."""
-    return {n: g for n, g in inputs.items() if n != FIELD and isinstance(g, Tensor | list)}
+    return {
+        n: g for n, g in inputs.items() if n != FIELD and isinstance(g, Tensor | list)
+    }

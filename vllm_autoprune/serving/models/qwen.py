@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from transformers.models.glm4v.image_processing_glm4v import smart_resize
-from vllm.model_executor.models.cohere_compass import CohereCompassForConditionalGeneration
+from vllm.model_executor.models.cohere_compass import (
+    CohereCompassForConditionalGeneration,
+)
 from vllm.model_executor.models.glm4_1v import (
     Glm4vForConditionalGeneration,
     Glm4vMoeForConditionalGeneration,
@@ -105,14 +107,19 @@ class _GlmVision(GridVision):
         """Merged tokens of an image, resized as the processor resizes it."""
         processor = info.get_image_processor(**kwargs)
         options: dict[str, Any] = dict(info.ctx.get_merged_mm_kwargs(kwargs))
-        patches = processor.get_number_of_image_patches(size.height, size.width, options)
+        patches = processor.get_number_of_image_patches(
+            size.height, size.width, options
+        )
         return TokenCount(patches // processor.merge_size**2)
 
     @staticmethod
-    def shrink_to_budget(info: Glm4vProcessingInfo, size: ImageSize, budget: int) -> ImageSize:
+    def shrink_to_budget(
+        info: Glm4vProcessingInfo, size: ImageSize, budget: int
+    ) -> ImageSize:
         """As Qwen-VL, but the pixels of as many frames are counted as one token spans."""
         vision = info.get_hf_config().vision_config
-        unit, frames = vision.patch_size * vision.spatial_merge_size, vision.temporal_patch_size
+        unit = vision.patch_size * vision.spatial_merge_size
+        frames = vision.temporal_patch_size
         height, width = smart_resize(
             frames,
             size.height,
@@ -122,7 +129,9 @@ class _GlmVision(GridVision):
             min_pixels=unit**2,
             max_pixels=budget * frames * unit**2,
         )
-        return type(size)(width=min(width, budget * unit), height=min(height, budget * unit))
+        return type(size)(
+            width=min(width, budget * unit), height=min(height, budget * unit)
+        )
 
 
 class _GlmOcrVision(_GlmVision):
@@ -135,7 +144,9 @@ AutopruneQwen2VLForConditionalGeneration = prune_grid(
     Qwen2VLForConditionalGeneration, _Qwen2Vision, merger="Qwen2VisionPatchMerger"
 )
 AutopruneQwen2_5_VLForConditionalGeneration = prune_grid(
-    Qwen2_5_VLForConditionalGeneration, _Qwen2_5Vision, merger="Qwen2_5_VisionPatchMerger"
+    Qwen2_5_VLForConditionalGeneration,
+    _Qwen2_5Vision,
+    merger="Qwen2_5_VisionPatchMerger",
 )
 AutopruneQwen3VLForConditionalGeneration = prune_grid(
     Qwen3VLForConditionalGeneration, _Qwen3Vision, merger="Qwen3_VisionPatchMerger"
@@ -143,15 +154,23 @@ AutopruneQwen3VLForConditionalGeneration = prune_grid(
 AutopruneQwen3VLMoeForConditionalGeneration = prune_grid(
     Qwen3VLMoeForConditionalGeneration, _Qwen3Vision
 )
-AutopruneQwen3_5ForConditionalGeneration = prune_grid(Qwen3_5ForConditionalGeneration, _Qwen3Vision)
+AutopruneQwen3_5ForConditionalGeneration = prune_grid(
+    Qwen3_5ForConditionalGeneration, _Qwen3Vision
+)
 AutopruneQwen3_5MoeForConditionalGeneration = prune_grid(
     Qwen3_5MoeForConditionalGeneration, _Qwen3Vision
 )
 AutopruneCohereCompassForConditionalGeneration = prune_grid(
-    CohereCompassForConditionalGeneration, _CompassVision, merger="Cohere_VisionPatchMerger"
+    CohereCompassForConditionalGeneration,
+    _CompassVision,
+    merger="Cohere_VisionPatchMerger",
 )
-AutopruneGlm4vForConditionalGeneration = prune_grid(Glm4vForConditionalGeneration, _GlmVision)
-AutopruneGlm4vMoeForConditionalGeneration = prune_grid(Glm4vMoeForConditionalGeneration, _GlmVision)
+AutopruneGlm4vForConditionalGeneration = prune_grid(
+    Glm4vForConditionalGeneration, _GlmVision
+)
+AutopruneGlm4vMoeForConditionalGeneration = prune_grid(
+    Glm4vMoeForConditionalGeneration, _GlmVision
+)
 AutopruneGlmOcrForConditionalGeneration = prune_grid(
     GlmOcrForConditionalGeneration, _GlmOcrVision, merger="GlmOcrPatchMerger"
 )

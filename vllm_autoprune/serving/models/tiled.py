@@ -68,7 +68,8 @@ class _TiledVision(Vision):
     def images(self, inputs: EncoderInputs) -> list[ModelImage]:
         """Split the images or clips of one call of ``embed_multimodal``."""
         clips = [name for name in CLIP_FIELDS if name in inputs]
-        counts, names = inputs[CLIP_FRAMES if clips else self.counts], clips or self.fields
+        counts = inputs[CLIP_FRAMES if clips else self.counts]
+        names = clips or self.fields
         assert isinstance(counts, Tensor)
         fields = []
         for name in names:
@@ -76,20 +77,25 @@ class _TiledVision(Vision):
             assert isinstance(tiles, Tensor)
             fields.append(tiles.split(counts.tolist()))
         return [
-            ModelImage(dict(zip(names, parts, strict=True)), len(parts[0]) * self.side**2)
+            ModelImage(
+                dict(zip(names, parts, strict=True)), len(parts[0]) * self.side**2
+            )
             for parts in zip(*fields, strict=True)
         ]
 
     def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
         """Encode images or clips in one pass of the vision tower."""
-        tiles = {name: torch.cat([image[name] for image in images]) for name in images[0]}
+        tiles = {
+            name: torch.cat([image[name] for image in images]) for name in images[0]
+        }
         are_clips = not tiles.keys().isdisjoint(CLIP_FIELDS)
         with self.recording():
             rows = self.rows(tiles)
         side = self.side
         # Signals (M, n, ...) of all tiles.
         signals: dict[Signal, Tensor] = {
-            signal: hook.take().unflatten(0, (-1, side**2)) for signal, hook in self.merger.items()
+            signal: hook.take().unflatten(0, (-1, side**2))
+            for signal, hook in self.merger.items()
         }
         if self.attention is not None:
             # A token gets the mean of what the patches get that it is made of. Some towers have a
@@ -97,20 +103,29 @@ class _TiledVision(Vision):
             patches = torch.stack(self.attention.take().received())
             across = isqrt(patches.shape[1])
             square = patches[:, -across * across :].view(-1, across, across)
-            signals["cls_attention"] = functional.avg_pool2d(square, across // side).flatten(1)
-        features, start = [], 0
+            signals["cls_attention"] = functional.avg_pool2d(
+                square, across // side
+            ).flatten(1)
+        features = []
+        start = 0
         for image in images:
-            count, regions = len(next(iter(image.values()))), []
+            count = len(next(iter(image.values())))
+            regions = []
             order = None
             if self.whole_last and count > 1:
                 order = torch.arange(count * side**2, device=rows.device).roll(side**2)
             for run in [1] * count if self.apart else [count]:
                 part = slice(start, start + run)
                 of_region: dict[Signal, Tensor] = {
-                    signal: tiles[part].roll(int(order is not None), 0).flatten(0, 1).clone()
+                    signal: tiles[part]
+                    .roll(int(order is not None), 0)
+                    .flatten(0, 1)
+                    .clone()
                     for signal, tiles in signals.items()
                 }
-                tokens = rows[part].roll(int(order is not None), 0).flatten(0, 1).clone()
+                tokens = (
+                    rows[part].roll(int(order is not None), 0).flatten(0, 1).clone()
+                )
                 grid = Grid(side, side, run, clip=are_clips)
                 region = Region(grid, tokens, of_region, order=order, share=run)
                 regions.append(region)
@@ -123,14 +138,17 @@ class _Gemma3Vision(_TiledVision):
     """Gemma 3: one pooled square of tokens an image, and one for each crop of pan-and-scan."""
 
     _model: Gemma3ForConditionalGeneration
-    counts, tile_tokens = "num_patches", "config.mm_tokens_per_image"
+    counts = "num_patches"
+    tile_tokens = "config.mm_tokens_per_image"
     layers = "vision_tower.vision_model.encoder.layers"
     apart = True
 
     def rows(self, tiles: ImageInputs) -> Tensor:
         """Projected rows ``(M, n, D)`` of tiles ``(M, 3, H, W)``, as in the stock model."""
         model = self._model
-        features = model._image_pixels_to_features(model.vision_tower, tiles["pixel_values"])
+        features = model._image_pixels_to_features(
+            model.vision_tower, tiles["pixel_values"]
+        )
         rows: Tensor = model.multi_modal_projector(features)
         return rows
 
@@ -138,14 +156,17 @@ class _Gemma3Vision(_TiledVision):
 class _InternVLVision(_TiledVision):
     """InternVL of transformers: crops and a thumbnail, each a pixel-shuffled square of tokens."""
 
-    counts, tile_tokens = "image_num_patches", "num_image_token"
-    layers, attention_name = "vision_tower.encoder.layer", "attention.attn"
+    counts = "image_num_patches"
+    tile_tokens = "num_image_token"
+    layers = "vision_tower.encoder.layer"
+    attention_name = "attention.attn"
     projector: ClassVar[str] = "multi_modal_projector"
 
     def find_merger(self) -> Merger:
         """The projector, which gets the four patches of a token as one row."""
         model: Any = self._model
-        projector, patches = getattr(model, self.projector), model.downsample_ratio**-2
+        projector = getattr(model, self.projector)
+        patches = model.downsample_ratio**-2
         return Merger(projector, round(patches), projector, joined=True)
 
     def rows(self, tiles: ImageInputs) -> Tensor:
@@ -158,10 +179,12 @@ class _InternVLVision(_TiledVision):
 class _InternVLChatVision(_InternVLVision):
     """InternVL as first published: the same tiles behind other names."""
 
-    tower_name, projector = "vision_model", "mlp1"
+    tower_name = "vision_model"
+    projector = "mlp1"
     fields = ("pixel_values_flat",)
     tile_tokens = "vision_model.embeddings.num_patches"
-    layers, attention_name = "vision_model.encoder.layers", "attn.attn"
+    layers = "vision_model.encoder.layers"
+    attention_name = "attn.attn"
 
     @property
     def side(self) -> int:
@@ -169,7 +192,9 @@ class _InternVLChatVision(_InternVLVision):
         return round(super().side * self._model.downsample_ratio)
 
 
-@depends_on("vllm.model_executor.models.idefics3:Idefics3Model", "image_pixels_to_features")
+@depends_on(
+    "vllm.model_executor.models.idefics3:Idefics3Model", "image_pixels_to_features"
+)
 class _Idefics3Vision(_TiledVision):
     """Idefics3 and SmolVLM, which vLLM serves with the same model.
 
@@ -178,7 +203,8 @@ class _Idefics3Vision(_TiledVision):
 
     _model: Idefics3ForConditionalGeneration
     tower_name = "model.vision_model"
-    counts, fields = "num_patches", ("pixel_values", "pixel_attention_mask")
+    counts = "num_patches"
+    fields = ("pixel_values", "pixel_attention_mask")
     tile_tokens = "model.image_seq_len"
     layers = "model.vision_model.encoder.layers"
     whole_last = True
@@ -195,7 +221,8 @@ class _Idefics3Vision(_TiledVision):
         The stock model drops tiles of zeros as padding. A plain grey picture has such tiles, and
         its placeholders count them.
         """
-        model, (pixels, masks) = self._model.model, (tiles[name] for name in self.fields)
+        model = self._model.model
+        (pixels, masks) = (tiles[name] for name in self.fields)
         features = model.image_pixels_to_features(pixels, masks, remove_padding=False)
         rows: Tensor = model.connector(features)
         return rows
@@ -206,12 +233,16 @@ def _measure(info: Any, item: ItemFields) -> ItemSize:
     return ItemSize(frames=int(item[CLIP_FRAMES].data) if CLIP_FRAMES in item else 0)
 
 
-def _prune(
+def _prune(  # noqa: PLR0913
     stock: Any,
     vision: type[_TiledVision],
     tile_tokens: str,
-    image_token: Callable[[Any], int] = lambda info: info.get_hf_processor().image_token_id,
-    largest: Callable[[Any], ImageSize] = lambda info: info.get_image_size_with_most_features(),
+    image_token: Callable[[Any], int] = lambda info: (
+        info.get_hf_processor().image_token_id
+    ),
+    largest: Callable[[Any], ImageSize] = lambda info: (
+        info.get_image_size_with_most_features()
+    ),
     options: bool = True,
     text: str = "",
     video_token: Callable[[Any], int] | None = None,
@@ -295,5 +326,9 @@ _IDEFICS3: dict[str, Any] = {
     "methods": (),
     "merger": "idefics3.Idefics3SimpleMLP",
 }
-AutopruneIdefics3ForConditionalGeneration = _prune(Idefics3ForConditionalGeneration, **_IDEFICS3)
-AutopruneSmolVLMForConditionalGeneration = _prune(SmolVLMForConditionalGeneration, **_IDEFICS3)
+AutopruneIdefics3ForConditionalGeneration = _prune(
+    Idefics3ForConditionalGeneration, **_IDEFICS3
+)
+AutopruneSmolVLMForConditionalGeneration = _prune(
+    SmolVLMForConditionalGeneration, **_IDEFICS3
+)

@@ -89,7 +89,9 @@ class SelectionContext:
 
 
 def prune_images(
-    context: SelectionContext, plans: Sequence[ItemPlan], images: Sequence[ImageFeatures]
+    context: SelectionContext,
+    plans: Sequence[ItemPlan],
+    images: Sequence[ImageFeatures],
 ) -> list[Tensor]:
     """``(K_i, D + E)`` rows of every image, in the order given, with those of its text if any.
 
@@ -101,12 +103,20 @@ def prune_images(
     except Exception as error:  # the engine must survive any plan
         if leaves_ranks_apart(error):
             raise
-        context.reporter.report_error(error, "pruning each image of its batch by itself")
+        context.reporter.report_error(
+            error, "pruning each image of its batch by itself"
+        )
     if len(plans) > 1:
         pairs = zip(plans, images, strict=True)
-        return [rows for plan, image in pairs for rows in prune_images(context, [plan], [image])]
+        return [
+            rows
+            for plan, image in pairs
+            for rows in prune_images(context, [plan], [image])
+        ]
     rows = images[0].rows()
-    codes = torch.full((1,), FALLBACKS.index("uniform"), dtype=torch.uint8, device=rows.device)
+    codes = torch.full(
+        (1,), FALLBACKS.index("uniform"), dtype=torch.uint8, device=rows.device
+    )
     context.reporter.report(codes, "error")
     count = _count_rows(plans[0], images[0]) + len(plans[0].text)
     evenly = spread_offsets(count, len(rows), rows.device)
@@ -115,18 +125,25 @@ def prune_images(
 
 
 def _prune_together(
-    context: SelectionContext, plans: Sequence[ItemPlan], images: Sequence[ImageFeatures]
+    context: SelectionContext,
+    plans: Sequence[ItemPlan],
+    images: Sequence[ImageFeatures],
 ) -> list[Tensor]:
     """Rows of every image, those of one budget and one shape from one selection."""
-    plans, reporter = list(plans), context.reporter
+    plans = list(plans)
+    reporter = context.reporter
     groups: dict[object, list[int]] = {}
     for i, (plan, image) in enumerate(zip(plans, images, strict=True)):
         most = image.tokens if plan.part == "recall" else image.candidates
         if plan.kept_before >= most:
             # Forged: the API server, which checks plans, does not know N for certain.
-            error = plan_error(f"comes after {plan.kept_before} tokens, and its image has {most}")
+            error = plan_error(
+                f"comes after {plan.kept_before} tokens, and its image has {most}"
+            )
             reporter.report_refused_plan(error, image.regions[0].projected.device)
-            plan = replace(plan, keep="random", state=b"", part="whole", core=0, earlier=())
+            plan = replace(
+                plan, keep="random", state=b"", part="whole", core=0, earlier=()
+            )
             plans[i] = plan
         selects = not _keeps_all(plan, image) and plan.runs_policy
         policy = context.served.policy_for_plan(plan) if selects else None
@@ -137,8 +154,12 @@ def _prune_together(
 
     # In the order of their parts: what an item is chosen after is then remembered when its own turn
     # comes.
-    rows, places, stands = dict[int, Tensor](), dict[int, Tensor](), dict[int, Tensor]()
-    for members in sorted(groups.values(), key=lambda members: plans[members[0]].kept_before):
+    rows = dict[int, Tensor]()
+    places = dict[int, Tensor]()
+    stands = dict[int, Tensor]()
+    for members in sorted(
+        groups.values(), key=lambda members: plans[members[0]].kept_before
+    ):
         group = [plans[i] for i in members], [images[i] for i in members]
         if _keeps_all(plans[members[0]], images[members[0]]):
             kept_places = [image.places(group[0][0].budget) for image in group[1]]
@@ -150,17 +171,24 @@ def _prune_together(
             selected = chosen.unbind()
         for i, *of_image in zip(members, selected, at, stood, strict=True):
             rows[i], places[i], stands[i] = of_image
-            if plans[i].profile:  # the unpruned size, after the selection has used its memory
+            if plans[
+                i
+            ].profile:  # the unpruned size, after the selection has used its memory
                 rows[i] = images[i].rows()
-                places[i] = stands[i] = torch.arange(len(rows[i]), device=rows[i].device)
+                places[i] = stands[i] = torch.arange(
+                    len(rows[i]), device=rows[i].device
+                )
 
     # vLLM silently drops surplus rows, and its engine crashes where rows are missing. Neither
     # happens while the API server predicts N correctly.
     for i, (plan, image) in enumerate(zip(plans, images, strict=True)):
-        count, wanted = len(rows[i]), _count_rows(plan, image)
+        count = len(rows[i])
+        wanted = _count_rows(plan, image)
         if count != wanted:
             mismatch = SelectionError(f"{count} rows for a placeholder of {wanted}")
-            reporter.report_error(mismatch, "cutting its rows off, or repeating the last one")
+            reporter.report_error(
+                mismatch, "cutting its rows off, or repeating the last one"
+            )
             repeated = torch.arange(wanted, device=rows[i].device).clamp(max=count - 1)
             for of_item in (rows, places, stands):
                 of_item[i] = of_item[i][repeated]
@@ -168,7 +196,9 @@ def _prune_together(
     _insert_text(context.parts, plans, images, kept)
     axes = context.parts.axes
     return [
-        _carry_positions(axes, plan, item.rows, item.stands, image.tokens + len(plan.text))
+        _carry_positions(
+            axes, plan, item.rows, item.stands, image.tokens + len(plan.text)
+        )
         for plan, item, image in zip(plans, kept, images, strict=True)
     ]
 
@@ -186,7 +216,9 @@ class _Kept:
     stands: Tensor
 
 
-def _carry_positions(axes: int, plan: ItemPlan, rows: Tensor, stands: Tensor, span: int) -> Tensor:
+def _carry_positions(
+    axes: int, plan: ItemPlan, rows: Tensor, stands: Tensor, span: int
+) -> Tensor:
     """Rows ``(L, D + E)`` with the positions of their tokens as their last channels.
 
     ``stands`` ``(L,)`` are those of one axis in the whole item, of ``span`` positions; under M-RoPE
@@ -196,7 +228,9 @@ def _carry_positions(axes: int, plan: ItemPlan, rows: Tensor, stands: Tensor, sp
         if plan.positions == "spread":
             stands = spread_offsets(len(rows), span, rows.device)
         channels = encode_offsets(stands[:, None]).to(rows.dtype)
-        return torch.cat([rows, channels if plan.moves else torch.full_like(channels, -1)], dim=1)
+        return torch.cat(
+            [rows, channels if plan.moves else torch.full_like(channels, -1)], dim=1
+        )
     if axes and plan.positions == "packed":
         rows[:, -count_channels(axes) :] = -1
     return rows
@@ -223,19 +257,27 @@ def _insert_text(
         return
     before, ids = upload(torch.tensor([*zip(*texts, strict=True)]), kept[0].rows.device)
     counts = [len(plan.text) for plan in plans]
-    parts = zip(kept, images, before.split(counts), model.embed(ids).split(counts), strict=True)
+    parts = zip(
+        kept, images, before.split(counts), model.embed(ids).split(counts), strict=True
+    )
     for item, image, before_text, text in parts:
-        before_text = before_text.clamp(max=image.tokens)  # else positions have no bound
+        before_text = before_text.clamp(
+            max=image.tokens
+        )  # else positions have no bound
         texts_before = torch.searchsorted(before_text, item.places, right=True)
         number = torch.arange(len(text), device=item.rows.device)
         # Channels that are not the language model's are 0.
-        text = functional.pad(text.to(item.rows.dtype), (0, item.rows.shape[1] - text.shape[1]))
+        text = functional.pad(
+            text.to(item.rows.dtype), (0, item.rows.shape[1] - text.shape[1])
+        )
         joined = torch.cat([item.rows, text])
         if model.set_times is not None:
             # A text token takes one position, and a frame as many as its longer side.
             grid = image.regions[0].grid
             frames = torch.cat([item.places, before_text]) // (grid.height * grid.width)
-            times = torch.cat([texts_before, number]) + frames * max(grid.height, grid.width)
+            times = torch.cat([texts_before, number]) + frames * max(
+                grid.height, grid.width
+            )
             model.set_times(joined, times)
         order = torch.cat([2 * texts_before, 2 * number + 1]).argsort(stable=True)
         behind = torch.searchsorted(before_text, item.stands, right=True)
@@ -248,17 +290,23 @@ def _keeps_all(plan: ItemPlan, image: ImageFeatures) -> bool:
     return plan.kept_before == 0 and plan.budget >= image.candidates
 
 
-def _select_rows(
-    context: SelectionContext, plans: Sequence[ItemPlan], images: Sequence[ImageFeatures]
+def _select_rows(  # noqa: PLR0915
+    context: SelectionContext,
+    plans: Sequence[ItemPlan],
+    images: Sequence[ImageFeatures],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Select ``(B, K, D + E)`` rows of images of one group and shape, of which not all are kept.
 
     With the place ``(B, K)`` of each among all rows of its image, and where it stands; rows that
     stand for no single token are the last of their region.
     """
-    plan, image = plans[0], images[0]
+    plan = plans[0]
+    image = images[0]
     ordered = image.regions[0].order is not None
-    parts, positions, stands, start = [], list[Tensor](), list[Tensor](), 0
+    parts = []
+    positions = list[Tensor]()
+    stands = list[Tensor]()
+    start = 0
     for number in range(len(image.regions)):
         batch = _RegionBatch(context, plans, images, number)
         start += 0 if number == 0 else image.regions[number - 1].grid.tokens
@@ -266,18 +314,23 @@ def _select_rows(
             continue
         refined = batch.select()
         features = refined.features
-        channels = [r.extra_channels for r in batch.regions if r.extra_channels is not None]
+        channels = [
+            r.extra_channels for r in batch.regions if r.extra_channels is not None
+        ]
         if channels:
             extra = stack(channels)
             sources = refined.places(extra.shape[1])[:, :, None]
             extra = extra.gather(1, sources.expand(-1, -1, extra.shape[2]))
             features = torch.cat([features, extra.to(features.dtype)], dim=2)
         parts.append(features)
-        in_region, of_region = image.regions[number].grid.tokens, refined.indices.shape[1]
-        stood, last_place = refined.places(in_region), start + in_region - 1
+        in_region = image.regions[number].grid.tokens
+        of_region = refined.indices.shape[1]
+        stood = refined.places(in_region)
+        last_place = start + in_region - 1
         if ordered:
             orders = stack([r.order for r in batch.regions if r.order is not None])
-            stood, last_place = orders.gather(1, stood), image.tokens - 1
+            stood = orders.gather(1, stood)
+            last_place = image.tokens - 1
         else:
             stood = start + stood
         extra_places = stood.new_full((len(plans), refined.extra), last_place)
@@ -286,10 +339,15 @@ def _select_rows(
 
     if not parts:  # all tokens are kept already
         parts = [torch.stack([image.rows()[:0] for image in images])]
-        stands = positions = [torch.zeros(len(plans), 0, dtype=torch.int64, device=parts[0].device)]
-    rows, places = torch.cat(parts, dim=1), torch.cat(positions, dim=1)
+        stands = positions = [
+            torch.zeros(len(plans), 0, dtype=torch.int64, device=parts[0].device)
+        ]
+    rows = torch.cat(parts, dim=1)
+    places = torch.cat(positions, dim=1)
     stand = torch.cat(stands, dim=1)
-    by_quality = plan.runs_policy and (context.served.policy_for_plan(plan).state.orders_by_quality)
+    by_quality = plan.runs_policy and (
+        context.served.policy_for_plan(plan).state.orders_by_quality
+    )
     if ordered and not by_quality:
         places, order = places.sort(dim=1, stable=True)
         rows = rows.gather(1, order[:, :, None].expand(-1, -1, rows.shape[2]))
@@ -329,7 +387,9 @@ class _RegionBatch:
     @cached_property
     def rows(self) -> int:
         """Tokens of the region that each of the items keeps (:attr:`ItemPlan.part`)."""
-        return self._share(self.plans[0].image_budget) - self._share(self.plans[0].kept_before)
+        return self._share(self.plans[0].image_budget) - self._share(
+            self.plans[0].kept_before
+        )
 
     def select(self) -> RefinedTokens:
         """Select the region's share of every image's tokens.
@@ -337,13 +397,18 @@ class _RegionBatch:
         An image keeps the tokens that it was given first, as long as they are remembered: features
         differ in their last bits from batch to batch, and KV of those tokens may be left.
         """
-        plan, reporter = self.plans[0], self.context.reporter
-        bare = VisualTokens(stack([r.projected for r in self.regions]), self.regions[0].grid)
+        plan = self.plans[0]
+        reporter = self.context.reporter
+        bare = VisualTokens(
+            stack([r.projected for r in self.regions]), self.regions[0].grid
+        )
         if plan.keep == "resized":
             return pool_tokens(self.rows, bare)
         if plan.keep == "random":
             keys = [plan.key for plan in self.plans]
-            return select_at_random(self.rows, bare, keys, self._share(plan.kept_before))
+            return select_at_random(
+                self.rows, bare, keys, self._share(plan.kept_before)
+            )
         policy, image_core = self._make_policy()
         if plan.part == "whole" and policy.core and self.rows < bare.count:
             # An image that is one item keeps what its core and its delta keep as two.
@@ -351,7 +416,8 @@ class _RegionBatch:
             core, *delta = [part.select() for part in parts if part.rows > 0]
             return core.joined(delta[0]) if delta else core
 
-        before, earlier = list[Tensor](), None
+        before = list[Tensor]()
+        earlier = None
         try:
             items = self._take_items([[*plan.items_before()] for plan in self.plans])
             before += (item._recall() for item in items if item.rows > 0)
@@ -360,7 +426,9 @@ class _RegionBatch:
                 earlier = Given.after(tokens, torch.cat(before, dim=1))
             elif before:
                 earlier = give_core(policy, tokens, before[0])
-        except Exception as error:  # as in select_with_fallback(): the engine has to live
+        except (
+            Exception  # noqa: BLE001
+        ) as error:  # as in select_with_fallback(): the engine has to live
             reporter.report_error(error)
             earlier = Given.after(bare, torch.cat(before, dim=1)) if before else None
             refined = select_evenly_with_ranks(self.rows, bare, reporter, earlier)
@@ -375,7 +443,9 @@ class _RegionBatch:
         # After an exception a later selection may succeed, so its tokens are remembered only where
         # other items are chosen after them. Values that are not finite lead to the same ones each
         # time. Ranks remember alike, whichever of them raised.
-        precedes = plan.part in ("core", "recall") or self.context.served.rules.recall > 0
+        precedes = (
+            plan.part in ("core", "recall") or self.context.served.rules.recall > 0
+        )
         if precedes or reporter.errors == errors or world_size() > 1:
             self._remember(refined.indices)
         return refined
@@ -398,7 +468,9 @@ class _RegionBatch:
         quota = min(self._share(policy.quota), budget - core)
         # The image's r_min is at most K - q_e, which is what these add up to.
         r_min = min(policy.r_min, budget - quota)
-        share = replace(policy, budget=budget, quota=quota, r_min=r_min, by_size=None, core=core)
+        share = replace(
+            policy, budget=budget, quota=quota, r_min=r_min, by_size=None, core=core
+        )
         return share, policy.core
 
     @cached_property
@@ -414,7 +486,10 @@ class _RegionBatch:
             text = repr((plan.group, [_digest(choice) for choice in choices]))
             chooser: Hashable = (state.digest, hashlib.sha256(text.encode()).digest())
             if plan.part == "core" and state.core is not None:
-                chooser = (state.core_digest, plan.core)  # states with the same core share it
+                chooser = (
+                    state.core_digest,
+                    plan.core,
+                )  # states with the same core share it
             key = (plan.key, chooser, self.number, region.grid)
             keys.append(None if plan.key == NO_KEY or plan.profile else key)
         return keys
@@ -429,19 +504,29 @@ class _RegionBatch:
         known = [self.context.indices.get(key) for key in self._keys]
         if any(indices is None for indices in known):
             anew = self.select().indices
-            known = [anew[i] if indices is None else indices for i, indices in enumerate(known)]
+            known = [
+                anew[i] if indices is None else indices
+                for i, indices in enumerate(known)
+            ]
             self._remember(_present(known))
         return torch.stack(_present(known))
 
     def _make_tokens(self, policy: PruningPolicy, bare: VisualTokens) -> VisualTokens:
         """The tokens with every input that the policy reads and the images or the model have."""
-        parts, features = self.context.parts, bare.features
-        instruction, language, words, tower, merger_input = None, None, None, None, None
+        parts = self.context.parts
+        features = bare.features
+        instruction = None
+        language = None
+        words = None
+        tower = None
+        merger_input = None
         # Embeddings first, and in any case: under tensor parallelism a lookup is a collective, and
         # ranks would wait forever for one on which something else raised before.
         question = None
         if "instruction" in policy.needs and parts.relevance is not None:
-            question = parts.relevance.instructions([plan.instruction for plan in self.plans])
+            question = parts.relevance.instructions(
+                [plan.instruction for plan in self.plans]
+            )
         if "language" in policy.needs and parts.language is not None:
             (plan,) = self.plans
             language = parts.language(features[0], plan.language)
@@ -449,7 +534,9 @@ class _RegionBatch:
             (plan,) = self.plans
             ids = upload(torch.tensor(plan.language or (0,)), features.device)
             rows = parts.embed(ids)[None, : len(plan.language)]
-            words = Words(rows, torch.ones(rows.shape[:2], dtype=torch.bool, device=rows.device))
+            words = Words(
+                rows, torch.ones(rows.shape[:2], dtype=torch.bool, device=rows.device)
+            )
         signals = {
             signal: stack([region.signals[signal] for region in self.regions])
             for signal in self.regions[0].signals
@@ -463,9 +550,13 @@ class _RegionBatch:
             if "next_keys" in signals:
                 next_layer = NextLayer(signals["next_attention"], signals["next_keys"])
             states = signals["encoder"], signals["tower_keys"]
-            tower = TowerStates(*states, parts.project, signals.get("tower_cls"), next_layer)
+            tower = TowerStates(
+                *states, parts.project, signals.get("tower_cls"), next_layer
+            )
         if "merger_norms" in signals:
-            merger_input = MergerInput(signals["merger_norms"], lambda: self._cosine("encoder"))
+            merger_input = MergerInput(
+                signals["merger_norms"], lambda: self._cosine("encoder")
+            )
         return replace(
             bare,
             cls_attention=signals.get("cls_attention"),

@@ -82,14 +82,18 @@ class Region:
         yield self.projected
         yield from self.signals.values()
         yield from self.cosines.values()
-        yield from (part for part in (self.extra_channels, self.order) if part is not None)
+        yield from (
+            part for part in (self.extra_channels, self.order) if part is not None
+        )
 
     @property
     def rows(self) -> Tensor:
         """``(N, D + E)``: every token as the model reads it."""
         if self.extra_channels is None:
             return self.projected
-        return torch.cat([self.projected, self.extra_channels.to(self.projected.dtype)], dim=1)
+        return torch.cat(
+            [self.projected, self.extra_channels.to(self.projected.dtype)], dim=1
+        )
 
 
 @dataclass(frozen=True, slots=True)

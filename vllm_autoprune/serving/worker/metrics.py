@@ -50,7 +50,8 @@ class Stopwatch:
         while self._running and self._running[0][1].query():
             start, end = self._running.popleft()
             self._finished.append(start.elapsed_time(end) / 1000)
-        finished, self._finished = self._finished, []
+        finished = self._finished
+        self._finished = []
         return finished
 
 
@@ -59,7 +60,8 @@ logger = logging.getLogger("vllm.autoprune")
 SELECTION = "autoprune_selection_seconds"
 FALLBACKS = "autoprune_fallbacks"
 _ERRORS = "autoprune_selection_errors"
-HITS, MISSES = "autoprune_feature_cache_hits", "autoprune_feature_cache_misses"
+HITS = "autoprune_feature_cache_hits"
+MISSES = "autoprune_feature_cache_misses"
 _CACHE_BYTES = "autoprune_feature_cache_bytes"
 
 HELP: Mapping[str, str] = {
@@ -71,7 +73,9 @@ HELP: Mapping[str, str] = {
     _CACHE_BYTES: "Bytes that the feature caches hold now.",
 }
 
-_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, float("inf"))
+_BUCKETS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, float("inf"),
+)  # fmt: skip
 _EDGES = tuple("+Inf" if edge == float("inf") else repr(edge) for edge in _BUCKETS)
 
 _Labels = tuple[tuple[str, str], ...]
@@ -135,12 +139,15 @@ class WorkerMetrics:
         except OSError as error:
             self._writes = False
             logger.warning(
-                "This worker's metrics cannot be written to %s: %s.", self._folder, error
+                "This worker's metrics cannot be written to %s: %s.",
+                self._folder,
+                error,
             )
 
 
 @cache
 def _key(name: str, suffix: str, labels: _Labels) -> str:
     """Key in prometheus_client's file; cached, because each is written every step."""
-    keys, values = [key for key, _ in labels], [text for _, text in labels]
+    keys = [key for key, _ in labels]
+    values = [text for _, text in labels]
     return mmap_key(name, name + suffix, keys, values, HELP[name])

@@ -50,7 +50,9 @@ class InputEmbeddings:
     def instructions(self, ids: Sequence[Ids]) -> tuple[Tensor, Tensor]:
         """One segment each; an empty instruction has none."""
         # One lookup for the batch: under tensor parallelism every lookup is a collective.
-        flat = upload(torch.tensor([t for row in ids for t in row] or [0]), self._device)
+        flat = upload(
+            torch.tensor([t for row in ids for t in row] or [0]), self._device
+        )
         embedded = self._embed(flat).float()
         lengths = [len(row) for row in ids]
         parts = embedded[: sum(lengths)].split(lengths)
@@ -74,8 +76,12 @@ class ClipTower:
         self._segment = tower.segment
         self._device = device
         clip = CLIPModel.from_pretrained(tower.path, dtype=torch.float32)
-        self._text = nn.ModuleDict({"model": clip.text_model, "projection": clip.text_projection})
-        self._vision = nn.Sequential(clip.vision_model.post_layernorm, clip.visual_projection)
+        self._text = nn.ModuleDict(
+            {"model": clip.text_model, "projection": clip.text_projection}
+        )
+        self._vision = nn.Sequential(
+            clip.vision_model.post_layernorm, clip.visual_projection
+        )
         for part in (self._text, self._vision):
             part.to(device).eval().requires_grad_(False)
 
@@ -93,13 +99,18 @@ class ClipTower:
         # Nothing is kept of a text: its time would tell another tenant that it was asked before.
         size = self._segment
         segments = {
-            row: [row[i : i + size] for i in range(0, max(len(row), 1), size)] for row in ids
+            row: [row[i : i + size] for i in range(0, max(len(row), 1), size)]
+            for row in ids
         }
         rows = [segment for row in segments.values() for segment in row]
         # The tower is causal and pools at the end token, so padding behind changes nothing: neither
         # its length nor a mask, whose values transformers would read from the device.
-        length = max(1, *map(len, rows))  # some tokenizers return no ids for an empty instruction
-        padded = torch.tensor([[*row, *[0] * (length - len(row))] for row in rows]).long()
+        length = max(
+            1, *map(len, rows)
+        )  # some tokenizers return no ids for an empty instruction
+        padded = torch.tensor(
+            [[*row, *[0] * (length - len(row))] for row in rows]
+        ).long()
         output = self._text["model"](input_ids=upload(padded, self._device))
         pooled: Tensor = self._text["projection"](output.pooler_output)
         counts = [len(row) for row in segments.values()]
@@ -121,10 +132,14 @@ class LlamaPrefix(DecoderPrefix):
     make the same calls in the same order; results are bit-identical on all ranks.
     """
 
-    def __init__(self, model: LlamaModel, start: Ids, image: Tensor, instruction: Ids) -> None:
+    def __init__(
+        self, model: LlamaModel, start: Ids, image: Tensor, instruction: Ids
+    ) -> None:
         # An empty instruction is the start token once more: policies ask for at least one word.
         words = instruction or start
-        embedded = model.embed_tokens(upload(torch.tensor([*start, *words]), image.device))
+        embedded = model.embed_tokens(
+            upload(torch.tensor([*start, *words]), image.device)
+        )
         before, after = embedded.split([len(start), len(words)])
         sequence = torch.cat([before, image.to(embedded.dtype), after])
         positions = torch.arange(len(sequence), device=sequence.device)
@@ -134,7 +149,8 @@ class LlamaPrefix(DecoderPrefix):
 
     def read(self, output: PrefixOutput, layer: int) -> Tensor:
         """The output of the one sequence, heads gathered over ranks."""
-        local, shared = super().read(output, layer), world_size()
+        local = super().read(output, layer)
+        shared = world_size()
         if shared == 1 or output not in ("keys", "attention"):
             return local
         from vllm.distributed import tensor_model_parallel_all_gather
@@ -143,7 +159,9 @@ class LlamaPrefix(DecoderPrefix):
         if output == "attention":
             return heads
         # Where there are more ranks than key heads, neighbours hold the same one.
-        copies = max(1, shared // self._model.layers[layer].self_attn.total_num_kv_heads)
+        copies = max(
+            1, shared // self._model.layers[layer].self_attn.total_num_kv_heads
+        )
         return heads[:, ::copies]
 
 
@@ -158,7 +176,8 @@ def _make_layer(block: LlamaDecoderLayer, positions: Tensor) -> DecoderLayer:
         query, key = attention.rotary_emb(positions, query, key)
         width = attention.head_dim
         query, key, value = (
-            part.unflatten(-1, (-1, width)).transpose(0, 1) for part in (query, key, value)
+            part.unflatten(-1, (-1, width)).transpose(0, 1)
+            for part in (query, key, value)
         )
         return query, key, value
 

@@ -15,7 +15,12 @@ from vllm_autoprune.serving.compat.worker import broadcast_rank_zero, world_size
 from vllm_autoprune.serving.plan import NO_KEY, Choice, ItemPlan, Key
 from vllm_autoprune.serving.served_state import PlanRules
 from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET
-from vllm_autoprune.tpdsl.base_policy import FALLBACKS, Given, RefinedTokens, TokenSelection
+from vllm_autoprune.tpdsl.base_policy import (
+    FALLBACKS,
+    Given,
+    RefinedTokens,
+    TokenSelection,
+)
 from vllm_autoprune.tpdsl.materialize import PruningPolicy
 from vllm_autoprune.tpdsl.refine import (
     assemble_rows,
@@ -64,14 +69,18 @@ class FallbackReporter:
             if count and kind != "none" and (kind, why) not in self._logged:
                 self._logged.add((kind, why))
                 logger.warning(
-                    "An image fell back to %s tokens (%s); more are only counted.", kind, why
+                    "An image fell back to %s tokens (%s); more are only counted.",
+                    kind,
+                    why,
                 )
         kinds = torch.arange(len(FALLBACKS), device=codes.device)
         shape = len(_FALLBACK_REASONS), len(FALLBACKS)
         added = torch.zeros(*shape, dtype=torch.int64, device=codes.device)
         is_kind = codes[:, None] == kinds
         if unsafe is not None:
-            added[_FALLBACK_REASONS.index("unsafe")] = (is_kind & unsafe[:, None]).sum(dim=0)
+            added[_FALLBACK_REASONS.index("unsafe")] = (is_kind & unsafe[:, None]).sum(
+                dim=0
+            )
             is_kind &= ~unsafe[:, None]
         added[_FALLBACK_REASONS.index(reason)] = is_kind.sum(dim=0)
         self._counts = added if self._counts is None else self._counts + added
@@ -103,7 +112,9 @@ class FallbackReporter:
         self._count_error(error)
         if not self._has_lost:
             self._has_lost = True
-            logger.error("An image cannot be encoded, its tokens are zeros.", exc_info=error)
+            logger.error(
+                "An image cannot be encoded, its tokens are zeros.", exc_info=error
+            )
         code = FALLBACKS.index("zeros")
         self.report(torch.full((1,), code, dtype=torch.uint8, device=device), "error")
 
@@ -148,22 +159,24 @@ class PlanReader:
     def _read(self, row: object) -> ItemPlan:
         try:
             plan = ItemPlan.decode(row)
-        except Exception as error:  # the client may have sent anything
+        except Exception as error:  # the client may have sent anything  # noqa: BLE001
             self._reporter.report_refused_plan(error, self._device)
             return ItemPlan(self._most, NO_KEY, keep="reference", positions="packed")
         try:
             self._rules.check_choice(plan)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001
             self._reporter.report_refused_plan(error, self._device)
             unread = tuple(Choice(choice.budget) for choice in plan.earlier)
             text = tuple((before, 0) for before, _ in plan.text)
-            plan = replace(plan.ask(), earlier=unread, keep="state", state=b"", text=text)
+            plan = replace(
+                plan.ask(), earlier=unread, keep="state", state=b"", text=text
+            )
         # A control plan where the state does not allow the budget. An image that keeps every token
         # may have such a plan, because nothing is selected then.
         for candidate in (plan, replace(plan, keep="reference")):
             try:
                 self._rules.served.policy_for_plan(candidate)
-            except Exception:  # of a budget, or of what no API server asks
+            except Exception:  # of a budget, or of what no API server asks  # noqa: BLE001
                 continue
             return candidate
         return replace(plan, keep="random", state=b"", part="whole", core=0, earlier=())
@@ -190,19 +203,23 @@ def select_with_fallback(
         reporter.report(refined.fallback)
         return refined
     choice = _choose(policy, tokens, reporter, earlier)
-    chosen, reason = choice.selection, choice.reason
+    chosen = choice.selection
+    reason = choice.reason
     any_known = any(indices is not None for indices in known)
     if any_known:
-        chosen = replace(chosen, indices=_prefer(known, chosen.indices).sort(dim=1).values)
+        chosen = replace(
+            chosen, indices=_prefer(known, chosen.indices).sort(dim=1).values
+        )
     # Outside of any `try`: a rank that raised takes part, or the others would wait for it forever.
     chosen = _broadcast_selection(chosen, policy.budget)
     try:
         refined = assemble_rows(policy, tokens, chosen)
         if any_known:
             refined = refined.in_order(_prefer(known, refined.indices), tokens.count)
-    except Exception as error:  # the engine must survive any failure of a policy
+    except Exception as error:  # the engine must survive any failure of a policy  # noqa: BLE001
         reporter.report_error(error)
-        chosen, reason = _keep_base(chosen), "error"
+        chosen = _keep_base(chosen)
+        reason = "error"
         refined = keep_unmerged(tokens, chosen)
     reporter.report(refined.fallback, reason, choice.unsafe)
     return refined
@@ -247,13 +264,15 @@ def _choose(
         base = _keep_base(chosen)
         indices = torch.where(unsafe[:, None], base.indices, chosen.indices)
         fallback = torch.where(unsafe, base.fallback, chosen.fallback)
-        return _Choice(replace(chosen, indices=indices, fallback=fallback), unsafe=unsafe)
-    except Exception as error:
+        return _Choice(
+            replace(chosen, indices=indices, fallback=fallback), unsafe=unsafe
+        )
+    except Exception as error:  # noqa: BLE001
         reporter.report_error(error)
     # Beyond the handlers, which hold what the policy has allocated.
     try:
         return _Choice(select_reference(policy, tokens, earlier), "error")
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001
         reporter.report_error(error)
     return _Choice(select_evenly(policy.budget, tokens, earlier), "error")
 
@@ -283,7 +302,9 @@ def select_at_random(
     picks = []
     for high, _ in keys:
         generator = torch.Generator().manual_seed(high & 0x7FFF_FFFF_FFFF_FFFF)
-        picks.append(torch.randperm(tokens.count, generator=generator)[before : before + budget])
+        picks.append(
+            torch.randperm(tokens.count, generator=generator)[before : before + budget]
+        )
     return keep_indices(tokens, upload(torch.stack(picks), tokens.features.device))
 
 
@@ -300,5 +321,6 @@ def _broadcast_selection(chosen: TokenSelection, budget: int) -> TokenSelection:
     last = chosen.indices[:, -1:].expand(-1, budget - count)
     codes = chosen.fallback[:, None].to(torch.int64)
     packed = broadcast_rank_zero(torch.cat([codes, chosen.indices, last], dim=1))
-    indices, fallback = packed[:, 1 : count + 1].contiguous(), packed[:, 0].to(torch.uint8)
+    indices = packed[:, 1 : count + 1].contiguous()
+    fallback = packed[:, 0].to(torch.uint8)
     return replace(chosen, indices=indices, fallback=fallback)

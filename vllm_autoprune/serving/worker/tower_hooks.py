@@ -38,7 +38,9 @@ class InputHook(Generic[T]):
     def recording(self) -> Iterator[None]:
         """Read the calls within; other calls cost nothing."""
 
-        def store(module: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
+        def store(
+            module: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor]
+        ) -> None:
             self._values.append(self._read(*inputs, **named))
 
         self._values = []
@@ -55,7 +57,8 @@ class InputHook(Generic[T]):
     def take_each(self) -> list[T]:
         """Return, and drop, what was read at every call."""
         assert self._values, "the vision tower has not run"
-        values, self._values = self._values, []
+        values = self._values
+        self._values = []
         return values
 
 
@@ -79,9 +82,13 @@ class QueriesAndKeys:
     def hook(cls, attention: MMEncoderAttention) -> InputHook[QueriesAndKeys]:
         """Hook on the attention module of one layer."""
 
-        def read(query: Tensor, key: Tensor, *rest: Tensor, **named: Tensor) -> QueriesAndKeys:
+        def read(
+            query: Tensor, key: Tensor, *rest: Tensor, **named: Tensor
+        ) -> QueriesAndKeys:
             query, key = (
-                part if part.dim() == 4 else part.unflatten(-1, (attention.num_heads, -1))
+                part
+                if part.dim() == 4
+                else part.unflatten(-1, (attention.num_heads, -1))
                 for part in (query, key)
             )
             return cls(query, key, attention.scale)
@@ -95,9 +102,12 @@ class QueriesAndKeys:
         sequences that lie one behind another in a batch of one.
         """
         if counts is not None:
-            queries, keys = (part[0].split(list(counts)) for part in (self.query, self.key))
+            queries, keys = (
+                part[0].split(list(counts)) for part in (self.query, self.key)
+            )
         else:
-            queries, keys = self.query.unbind(), self.key.unbind()
+            queries = self.query.unbind()
+            keys = self.key.unbind()
         sequences = []
         for query, key in zip(queries, keys, strict=True):
             transposed = key.float().transpose(0, 1)
@@ -113,7 +123,9 @@ class QueriesAndKeys:
 
         [CLS] itself is left out.
         """
-        scores = torch.einsum("bhd,bnhd->bhn", self.query[:, 0].float(), self.key.float())
+        scores = torch.einsum(
+            "bhd,bnhd->bhn", self.query[:, 0].float(), self.key.float()
+        )
         total = (scores * self.scale).softmax(dim=-1).sum(dim=1)
         return (self._sum(total) / self._heads)[:, 1:]
 
@@ -191,7 +203,9 @@ class Merger(NamedTuple):
 
 
 _PARTS = ("layer_norm1", "self_attn.q_proj", "self_attn.k_proj")
-NEXT_LAYER_WEIGHTS = tuple(f"{part}.{kind}" for part in _PARTS for kind in ("weight", "bias"))
+NEXT_LAYER_WEIGHTS = tuple(
+    f"{part}.{kind}" for part in _PARTS for kind in ("weight", "bias")
+)
 
 
 class NextTowerLayer:
@@ -226,7 +240,9 @@ class NextTowerLayer:
         for name, weight in weights:
             match = pattern.search(name)
             if match is not None:
-                self._weights[match[1]] = weight.detach().to(like.device, like.dtype, copy=True)
+                self._weights[match[1]] = weight.detach().to(
+                    like.device, like.dtype, copy=True
+                )
             yield name, weight
 
     def require_weights(self) -> None:
@@ -241,7 +257,9 @@ class NextTowerLayer:
                 what = f"has shape {tuple(weight.shape)}, not {shape}"
             else:
                 continue
-            fix = "serve a checkpoint with the whole vision tower, or another base policy"
+            fix = (
+                "serve a checkpoint with the whole vision tower, or another base policy"
+            )
             problems.append(Problem(where, what, fix))
         if problems:
             raise ConfigError("next layer of the vision tower", problems)
@@ -261,7 +279,8 @@ class NextTowerLayer:
         A single head as wide as the tower, over [CLS] and patches; the [CLS] row, patches only.
         """
         norm, query, key = (
-            (self._weights[f"{part}.weight"], self._weights[f"{part}.bias"]) for part in _PARTS
+            (self._weights[f"{part}.weight"], self._weights[f"{part}.bias"])
+            for part in _PARTS
         )
         width = hidden.shape[-1]
         normed = functional.layer_norm(hidden, (width,), *norm, self._eps)

@@ -55,7 +55,8 @@ Partition = Annotated[PartitionCall, OneOf("candidate_pool", PartitionCall)]
 
 def _grid_cells(grid: Grid, cells: int, device: torch.device) -> tuple[Tensor, int]:
     """Cell ``(N,)`` of each token, and the number of cells; every tile has its own cells."""
-    rows, columns = min(cells, grid.height), min(cells, grid.width)
+    rows = min(cells, grid.height)
+    columns = min(cells, grid.width)
     y = torch.arange(grid.height, device=device) * rows // grid.height
     x = torch.arange(grid.width, device=device) * columns // grid.width
     of_tile = grid.at_tokens((y[:, None] * columns + x).flatten())
@@ -126,16 +127,26 @@ def _size(ratio: float | None, grid: Grid, picked: int) -> int:
 
 @atom("candidate_pool", _SizedPool, cost=0.1)
 def _quality_pool_builder(
-    call: _SizedPool, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: _Candidates
+    call: _SizedPool,
+    tokens: VisualTokens,
+    g: Tensor,
+    reference: Tensor,
+    allowed: _Candidates,
 ) -> Tensor:
     """Tokens of highest quality g outside the reference selection."""
     order = rank_descending(g.masked_fill(~allowed.mask, -torch.inf))
-    return positions_in_order(order[:, : call.most(tokens.grid, reference.shape[1])], allowed.mask)
+    return positions_in_order(
+        order[:, : call.most(tokens.grid, reference.shape[1])], allowed.mask
+    )
 
 
 @atom("candidate_pool", _CoveragePool, cost=0.2)
 def _spatial_coverage_pool_builder(
-    call: _CoveragePool, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: _Candidates
+    call: _CoveragePool,
+    tokens: VisualTokens,
+    g: Tensor,
+    reference: Tensor,
+    allowed: _Candidates,
 ) -> Tensor:
     """The token of highest quality in each grid cell without a reference token."""
     cells, count = _grid_cells(tokens.grid, call.cells, g.device)
@@ -147,12 +158,18 @@ def _spatial_coverage_pool_builder(
     # For a cell without a candidate, mark position N, which is cut off.
     best = best.where(value > -torch.inf, tokens.count)
     chosen = mask_from_indices(best, tokens.count + 1)[:, : tokens.count]
-    return positions_in_order(rank_descending(scores.masked_fill(~chosen, -torch.inf)), chosen)
+    return positions_in_order(
+        rank_descending(scores.masked_fill(~chosen, -torch.inf)), chosen
+    )
 
 
 @atom("candidate_pool", _SizedPool, origin="listed", cost=2.7)
 def _diversity_pool_builder(
-    call: _SizedPool, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: _Candidates
+    call: _SizedPool,
+    tokens: VisualTokens,
+    g: Tensor,
+    reference: Tensor,
+    allowed: _Candidates,
 ) -> Tensor:
     """Tokens farthest, in cosine distance, from the reference selection and from each other."""
     # The candidates, padded to the upper bound with other tokens, which are masked as taken.
@@ -165,7 +182,9 @@ def _diversity_pool_builder(
     return positions_in_order(candidates.gather(1, order), allowed.mask)
 
 
-def _cosines_of(tokens: VisualTokens, some: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
+def _cosines_of(
+    tokens: VisualTokens, some: Tensor, others: Tensor
+) -> tuple[Tensor, Tensor]:
     """Cosines ``(B, R, R)`` among tokens at ``(B, R)``, ``(B, R, C)`` to those at ``(B, C)``.
 
     If tokens are compared within their tile only, the cosine of tokens of two tiles counts as 0.
@@ -174,7 +193,9 @@ def _cosines_of(tokens: VisualTokens, some: Tensor, others: Tensor) -> tuple[Ten
     if grid.tiles > 1 and tokens.tile_scope == "per_tile":
         # Per-tile cosines are already cached by the base selection or the signals.
         rows = gather_rows(tokens.by_image(tokens.tile_cosine), some)
-        return _within_tiles(rows, some, some, grid), _within_tiles(rows, some, others, grid)
+        return _within_tiles(rows, some, some, grid), _within_tiles(
+            rows, some, others, grid
+        )
     if grid.tiles == 1 or tokens.known_cosine is not None:
         rows = gather_rows(tokens.cosine, some)
         count = some.shape[1]
@@ -201,8 +222,12 @@ Source = Annotated[_SourceCall, OneOf("candidate_pool", _SourceCall)]
 class JoinedPool(PoolCall):
     """Parameters of multi_source_pool_builder."""
 
-    pool_ratio: float = Field(2.0, ge=0.25, le=16.0, description="pool size as a multiple of K")
-    sources: Annotated[tuple[Source, ...], Field(min_length=1, max_length=8, strict=False)] = Field(
+    pool_ratio: float = Field(
+        2.0, ge=0.25, le=16.0, description="pool size as a multiple of K"
+    )
+    sources: Annotated[
+        tuple[Source, ...], Field(min_length=1, max_length=8, strict=False)
+    ] = Field(
         default_factory=lambda: (
             default_call(_SourceCall, "quality_pool_builder"),
             default_call(_SourceCall, "spatial_coverage_pool_builder"),
@@ -217,14 +242,22 @@ class JoinedPool(PoolCall):
 
 @atom("candidate_pool", JoinedPool, cost=0.1)
 def _multi_source_pool_builder(
-    call: JoinedPool, tokens: VisualTokens, g: Tensor, reference: Tensor, allowed: _Candidates
+    call: JoinedPool,
+    tokens: VisualTokens,
+    g: Tensor,
+    reference: Tensor,
+    allowed: _Candidates,
 ) -> Tensor:
     """Union of several pools, filled by taking the best token of each source in turn."""
-    sources = [run(Tensor, source, tokens, g, reference, allowed) for source in call.sources]
+    sources = [
+        run(Tensor, source, tokens, g, reference, allowed) for source in call.sources
+    ]
     # Turn of a token: its smallest position in any source; ties go to the earlier source.
     turns = [place * len(sources) + index for index, place in enumerate(sources)]
     turn = torch.stack(turns).amin(dim=0)
-    order = turn.argsort(dim=1, stable=True)[:, : call.most(tokens.grid, reference.shape[1])]
+    order = turn.argsort(dim=1, stable=True)[
+        :, : call.most(tokens.grid, reference.shape[1])
+    ]
     return positions_in_order(order, turn < tokens.count * len(sources))
 
 
@@ -236,7 +269,9 @@ def build_pool(
 ) -> Tensor:
     """Candidate pool T_S as a mask ``(B, N)``, from g ``(B, N)`` and reference ``(B, P)``."""
     picked = reference.shape[1]
-    allowed = _Candidates(~mask_from_indices(reference, tokens.count), tokens.count - picked)
+    allowed = _Candidates(
+        ~mask_from_indices(reference, tokens.count), tokens.count - picked
+    )
     for call in calls:
         mask = run(Tensor, call, tokens, g, reference, allowed) < tokens.count
         allowed = _Candidates(mask, min(allowed.most, call.most(tokens.grid, picked)))

@@ -40,17 +40,25 @@ from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 class _SoftCall(AtomCall):
     tau: float = Field(
-        0.1, ge=0.01, le=1.0, description="temperature; small values approach the nearest anchor"
+        0.1,
+        ge=0.01,
+        le=1.0,
+        description="temperature; small values approach the nearest anchor",
     )
 
 
 class _LocalCall(AtomCall):
-    radius: int = Field(3, ge=1, le=12, description="largest distance of an anchor, in tokens")
+    radius: int = Field(
+        3, ge=1, le=12, description="largest distance of an anchor, in tokens"
+    )
 
 
 class _GatedCall(AtomCall):
     gate_quantile: float = Field(
-        0.5, ge=0.0, le=0.95, description="share of tokens, the least relevant ones, with weight 0"
+        0.5,
+        ge=0.0,
+        le=0.95,
+        description="share of tokens, the least relevant ones, with weight 0",
     )
 
 
@@ -111,8 +119,14 @@ class _Level:
 
 ASSIGNMENTS = (
     _Level("nearest", "Assign each discarded token to its most similar kept one"),
-    _Level("soft", "Assign each discarded token to all kept ones by softmax", _SoftCall),
-    _Level("local", "Assign each discarded token to the most similar kept one nearby", _LocalCall),
+    _Level(
+        "soft", "Assign each discarded token to all kept ones by softmax", _SoftCall
+    ),
+    _Level(
+        "local",
+        "Assign each discarded token to the most similar kept one nearby",
+        _LocalCall,
+    ),
 )
 AGGREGATIONS = (
     _Level("mean", "equally"),
@@ -122,7 +136,11 @@ AGGREGATIONS = (
 OUTPUTS = (
     _Level("residual", "move the kept row towards their mean", _BlendCall),
     _Level("average", "blend the kept row with the mean of its group", _BlendCall),
-    _Level("exchange", "replace the kept row by the most central one of its group", _ExchangeCall),
+    _Level(
+        "exchange",
+        "replace the kept row by the most central one of its group",
+        _ExchangeCall,
+    ),
 )
 ORDERINGS = (
     _Level("raster", "rows in raster order"),
@@ -168,7 +186,9 @@ class _Recipe:
         levels = (self.assign, self.aggregate, self.form, self.order)
         calls = tuple(level.call for level in levels if level.call)
         if name == "anchor_weighted_residual":
-            calls = tuple(_NearestCall if call is _BlendCall else call for call in calls)
+            calls = tuple(
+                _NearestCall if call is _BlendCall else call for call in calls
+            )
         assign, aggregate, form, order = (level.description for level in levels)
         atom(
             "reassembly",
@@ -185,17 +205,23 @@ class _Recipe:
         indices = chosen.indices
         rows = gather_rows(chosen.reference.rows(tokens), indices)
         if isinstance(call, _NearestCall) and call.nearest and not call.idle:
-            rows = _nearest_residual(call.strength, tokens, indices, rows, chosen.mergeable)
+            rows = _nearest_residual(
+                call.strength, tokens, indices, rows, chosen.mergeable
+            )
         elif not call.idle:
             rows = self._merge(call, tokens, chosen, rows)
         if self.order.name == "raster":
             return rows, indices
         if self.order.name == "score":  # descending quality; ties in raster order
-            assert chosen.quality is not None, "a policy that orders by quality computes it"
+            assert chosen.quality is not None, (
+                "a policy that orders by quality computes it"
+            )
             permutation = rank_descending(chosen.quality.gather(1, indices))
         else:  # pick order of the base policy, then exchanged tokens in raster order
             picks = chosen.reference.picks
-            every = torch.ones(len(picks), tokens.count, dtype=torch.bool, device=picks.device)
+            every = torch.ones(
+                len(picks), tokens.count, dtype=torch.bool, device=picks.device
+            )
             place = positions_in_order(picks, every).gather(1, indices)
             permutation = place.argsort(dim=1, stable=True)
         return gather_rows(rows, permutation), indices.gather(1, permutation)
@@ -205,10 +231,14 @@ class _Recipe:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Weights ``(B, N, P)`` of tokens in groups, of the kept tokens, and each largest share."""
         kept = mask_from_indices(indices, tokens.count)[:, :, None]
-        similarity = tokens.cosine.gather(2, indices[:, None, :].expand(-1, tokens.count, -1))
+        similarity = tokens.cosine.gather(
+            2, indices[:, None, :].expand(-1, tokens.count, -1)
+        )
         if self.assign.name == "soft":  # softmax of cosine / tau over all anchors
             share = (similarity / call.tau).softmax(dim=2)
-        elif self.assign.name == "nearest":  # all of it to the most similar; ties go to the first
+        elif (
+            self.assign.name == "nearest"
+        ):  # all of it to the most similar; ties go to the first
             share = _one_hot(similarity.argmax(dim=2), similarity)
         else:  # the most similar within the radius and the tile, if there is one
             grid = tokens.grid
@@ -216,22 +246,31 @@ class _Recipe:
             tile = token // grid.per_tile
             place = torch.arange(grid.height * grid.width, device=similarity.device)
             place = grid.at_tokens(place).repeat(grid.tiles)
-            y, x = place // grid.width, place % grid.width
+            y = place // grid.width
+            x = place % grid.width
             apart = torch.maximum((y[:, None] - y).abs(), (x[:, None] - x).abs())
-            near = ((tile[:, None] == tile) & (apart <= call.radius))[indices].transpose(1, 2)
+            near = ((tile[:, None] == tile) & (apart <= call.radius))[
+                indices
+            ].transpose(1, 2)
             nearby = similarity.masked_fill(~near, -torch.inf)
             share = _one_hot(nearby.argmax(dim=2), similarity) * near
         largest = torch.zeros_like(share, dtype=torch.bool)
         largest = largest.scatter(2, share.argmax(dim=2, keepdim=True), True)
 
-        weight, anchor_weights = torch.ones_like(share[:, :, :1]), torch.ones_like(share[:, 0])
+        weight = torch.ones_like(share[:, :, :1])
+        anchor_weights = torch.ones_like(share[:, 0])
         if self.aggregate.name == "similarity_weighted":  # negative cosines count as 0
             weight = similarity.clamp_min(0)
-        elif self.aggregate.name == "semantic_gated":  # relevance; 0 below the gate quantile
+        elif (
+            self.aggregate.name == "semantic_gated"
+        ):  # relevance; 0 below the gate quantile
             r = min_max_normalise(tokens.require_instruction().relevance())
-            gate = r.sort(dim=1).values[:, int(call.gate_quantile * (tokens.count - 1)), None]
+            gate = r.sort(dim=1).values[
+                :, int(call.gate_quantile * (tokens.count - 1)), None
+            ]
             relevance = r.masked_fill(r < gate, 0.0)
-            weight, anchor_weights = relevance[:, :, None], relevance.gather(1, indices)
+            weight = relevance[:, :, None]
+            anchor_weights = relevance.gather(1, indices)
         if mergeable is not None:
             kept = kept | ~mergeable[:, :, None]
         return (share * weight).masked_fill(kept, 0.0), anchor_weights, largest
@@ -241,15 +280,20 @@ class _Recipe:
     ) -> Tensor:
         """Rows ``(B, P, D)`` of the anchors with the members of their groups merged in."""
         indices = chosen.indices
-        weights, anchor_weights, largest = self.weigh(call, tokens, indices, chosen.mergeable)
+        weights, anchor_weights, largest = self.weigh(
+            call, tokens, indices, chosen.mergeable
+        )
         if self.form.name == "exchange":
             # Row of the member nearest to the group's mean direction, if nearer than the anchor by
             # the margin. Weights only define that direction: choosing the member of largest weight
             # would never replace an anchor, because no weight exceeds the anchor's own.
-            at, member = indices[:, None, :], largest & (weights > 0)
+            at = indices[:, None, :]
+            member = largest & (weights > 0)
             weights = weights.scatter(1, at, anchor_weights[:, None, :])
             along = matmul_each(tokens.cosine, weights)
-            length = (along * weights).sum(dim=1, keepdim=True).clamp_min(SETTLED).sqrt()
+            length = (
+                (along * weights).sum(dim=1, keepdim=True).clamp_min(SETTLED).sqrt()
+            )
             near = along / length
             best, central = near.masked_fill(~member, -torch.inf).max(dim=1)
             replaced = best - near.gather(1, at)[:, 0] > call.margin + _ROUNDING
@@ -260,7 +304,8 @@ class _Recipe:
         # One image at a time: bit-identical in any batch, with a single float32 copy.
         pairs = zip(weights, tokens.features, strict=True)
         rows = torch.stack([weight.T @ features.float() for weight, features in pairs])
-        total, wide = weights.sum(dim=1)[:, :, None], anchors.float()
+        total = weights.sum(dim=1)[:, :, None]
+        wide = anchors.float()
         if self.form.name == "residual":  # x_a + strength * (mean of the members - x_a)
             mean = rows / total.clamp_min(SETTLED)
             step = torch.where(total > SETTLED, mean - wide, torch.zeros_like(mean))
@@ -291,8 +336,10 @@ def _nearest_residual(
     are exp(0.05 (1 - distance from the centre) - 0.03 likeness to another token of the tile), of
     which the distance is divided by the largest and the likeness is min-max normalised.
     """
-    count, kept = tokens.count, indices.shape[1]
-    per_tile, device = tokens.grid.per_tile, indices.device
+    count = tokens.count
+    kept = indices.shape[1]
+    per_tile = tokens.grid.per_tile
+    device = indices.device
     within = tokens.tile_cosine
     tile = torch.arange(count, device=device) // per_tile
     similarity = tokens.by_image(within).gather(
@@ -323,7 +370,9 @@ def _nearest_residual(
 def _mean_groups(owner: Tensor, weight: Tensor, rows: Tensor, count: int) -> Tensor:
     """Weighted means ``(P, D)`` float32 of the rows ``(N, D)`` of each group; weight ``(N,)``."""
     if rows.is_cuda:  # where index_add adds in any order
-        member = (owner == torch.arange(count, device=rows.device)[:, None]).to(weight.dtype)
+        member = (owner == torch.arange(count, device=rows.device)[:, None]).to(
+            weight.dtype
+        )
         return member @ (weight[:, None] * rows.float()) / (member @ weight[:, None])
     total = weight.new_zeros(count).index_add_(0, owner, weight)
     sums = weight.new_zeros(count, rows.shape[1])
@@ -338,7 +387,8 @@ def _mean_groups(owner: Tensor, weight: Tensor, rows: Tensor, count: int) -> Ten
 RECIPES = {
     recipe.declare(): recipe
     for recipe in (
-        _Recipe(*levels) for levels in product(ASSIGNMENTS, AGGREGATIONS, OUTPUTS, ORDERINGS)
+        _Recipe(*levels)
+        for levels in product(ASSIGNMENTS, AGGREGATIONS, OUTPUTS, ORDERINGS)
     )
 }
 """Atom name -> its four levels."""

@@ -51,7 +51,9 @@ ROUNDS = 5
 class _SignalCall(AtomCall):
     """A scoring atom with its weight in the fusion."""
 
-    weight: float = Field(1.0, ge=0.0, le=4.0, description="exponent or factor in the fusion")
+    weight: float = Field(
+        1.0, ge=0.0, le=4.0, description="exponent or factor in the fusion"
+    )
 
 
 class Relevance(_SignalCall):
@@ -61,7 +63,9 @@ class Relevance(_SignalCall):
         "auto",
         description="sign of the cosine that means relevance; auto: as the backbone defines it",
     )
-    reduce: Literal["mean", "max"] = Field("mean", description="how text segments are combined")
+    reduce: Literal["mean", "max"] = Field(
+        "mean", description="how text segments are combined"
+    )
     measure: Literal["instruction", "words", "negative_mean"] = added(
         "instruction",
         description="instruction: cosine with its text segments; words: cosine of the token with "
@@ -95,12 +99,17 @@ class _Centrality(_SignalCall):
 
 class _Redundancy(_SignalCall):
     m: int | None = Field(
-        8, ge=1, le=64, description="number of most similar tokens in the mean; null: all others"
+        8,
+        ge=1,
+        le=64,
+        description="number of most similar tokens in the mean; null: all others",
     )
 
 
 class _Contrast(_SignalCall):
-    radius: int = Field(1, ge=1, le=3, description="neighbourhood in tokens (Chebyshev distance)")
+    radius: int = Field(
+        1, ge=1, le=3, description="neighbourhood in tokens (Chebyshev distance)"
+    )
     neighbours: Literal["window", "four_wrapped"] = added(
         "window",
         description="four_wrapped: distance from the mean direction of the four neighbours, those "
@@ -111,12 +120,17 @@ class _Contrast(_SignalCall):
 
 class _Norm(_SignalCall):
     p: int = Field(
-        2, ge=1, le=2, description="order of the norm: 1, sum of absolute values; 2, Euclidean"
+        2,
+        ge=1,
+        le=2,
+        description="order of the norm: 1, sum of absolute values; 2, Euclidean",
     )
 
 
 class _ClusterCentroid(_SignalCall):
-    clusters: int = Field(16, ge=2, le=64, description="number of clusters of the image's features")
+    clusters: int = Field(
+        16, ge=2, le=64, description="number of clusters of the image's features"
+    )
 
 
 class _GlobalMean(_SignalCall):
@@ -125,16 +139,23 @@ class _GlobalMean(_SignalCall):
 
 class _ChannelEntropy(_SignalCall):
     temperature: float = Field(
-        1.0, ge=0.25, le=4.0, description="above 1 flattens the distribution over channels"
+        1.0,
+        ge=0.25,
+        le=4.0,
+        description="above 1 flattens the distribution over channels",
     )
 
 
 class _Confidence(_SignalCall):
-    floor: float = Field(0.0, ge=0.0, le=0.5, description="value of tokens that were not picked")
+    floor: float = Field(
+        0.0, ge=0.0, le=0.5, description="value of tokens that were not picked"
+    )
 
 
 class _Detail(_SignalCall):
-    radius: int = Field(1, ge=1, le=3, description="the window has 2 radius + 1 tokens per side")
+    radius: int = Field(
+        1, ge=1, le=3, description="the window has 2 radius + 1 tokens per side"
+    )
 
 
 class _Dissimilarity(_SignalCall):
@@ -142,22 +163,30 @@ class _Dissimilarity(_SignalCall):
         False, description="divide every channel by its deviation in the image first"
     )
     curve: Literal["minmax", "sigmoid"] = Field(
-        "minmax", description="sigmoid: flattens the extremes, as Cen-Prune on Qwen2.5-VL"
+        "minmax",
+        description="sigmoid: flattens the extremes, as Cen-Prune on Qwen2.5-VL",
     )
 
 
 class _Echo(_SignalCall):
     tau: float = Field(
-        0.5, ge=0.01, le=4.0, description="temperature of similarity to the frame before"
+        0.5,
+        ge=0.01,
+        le=4.0,
+        description="temperature of similarity to the frame before",
     )
     scope: Literal["frame", "local"] = Field(
-        "frame", description="tokens of the frame before: all, or the 3 x 3 around the place"
+        "frame",
+        description="tokens of the frame before: all, or the 3 x 3 around the place",
     )
 
 
 class _Surprise(_SignalCall):
     decay: float = Field(
-        0.9, ge=0.0, le=0.99, description="weight of the errors before in their running mean"
+        0.9,
+        ge=0.0,
+        le=0.99,
+        description="weight of the errors before in their running mean",
     )
 
 
@@ -200,10 +229,14 @@ def _instruction_guided_visual_relevance(
     "scoring",
     _Attention,
     needs=frozenset({"cls_attention"}),
-    reads=lambda call: frozenset({"cls_attention"} if call.measure == "attention" else ()),
+    reads=lambda call: frozenset(
+        {"cls_attention"} if call.measure == "attention" else ()
+    ),
     cost=0.1,
 )
-def _attention_proxy_saliency(call: _Attention, tokens: VisualTokens, picks: Tensor) -> Tensor:
+def _attention_proxy_saliency(
+    call: _Attention, tokens: VisualTokens, picks: Tensor
+) -> Tensor:
     """Attention of [CLS] to each token; without [CLS], softmax of its part along the mean token."""
     if call.measure == "norm_and_place":
         central = torch.exp(-tokens.grid.centre_distance(tokens.features.device))
@@ -217,9 +250,12 @@ def _attention_proxy_saliency(call: _Attention, tokens: VisualTokens, picks: Ten
 
 
 @atom("scoring", _Centrality, cost=0.1)
-def _spatial_centrality_prior(call: _Centrality, tokens: VisualTokens, picks: Tensor) -> Tensor:
+def _spatial_centrality_prior(
+    call: _Centrality, tokens: VisualTokens, picks: Tensor
+) -> Tensor:
     """Gaussian of the token's distance from the centre of its tile."""
-    grid, device = tokens.grid, tokens.features.device
+    grid = tokens.grid
+    device = tokens.features.device
     if call.bias is not None:
         prior = torch.exp(-call.bias * grid.centre_distance(device))
         return prior.expand(tokens.batch, tokens.count)
@@ -231,7 +267,9 @@ def _spatial_centrality_prior(call: _Centrality, tokens: VisualTokens, picks: Te
 
 
 @atom("scoring", _Redundancy, cost=1.3)
-def _redundancy_density_penalty(call: _Redundancy, tokens: VisualTokens, picks: Tensor) -> Tensor:
+def _redundancy_density_penalty(
+    call: _Redundancy, tokens: VisualTokens, picks: Tensor
+) -> Tensor:
     """Negative mean cosine to the m most similar other tokens of the tile or image."""
     cosine = tokens.cosine if tokens.tile_scope == "global" else tokens.tile_cosine
     others = cosine.shape[-1] - 1
@@ -239,7 +277,9 @@ def _redundancy_density_penalty(call: _Redundancy, tokens: VisualTokens, picks: 
     if m == 0:
         return torch.zeros(tokens.batch, tokens.count, device=cosine.device)
     if call.m is None:
-        return tokens.by_image(-(cosine.sum(dim=-1) - cosine.diagonal(dim1=1, dim2=2)) / others)
+        return tokens.by_image(
+            -(cosine.sum(dim=-1) - cosine.diagonal(dim1=1, dim2=2)) / others
+        )
     # Of the m + 1 largest entries one is surplus: the diagonal if it is among them, that is if it
     # is at least the smallest of them, and otherwise that smallest one.
     values = cosine.topk(m + 1, dim=-1).values
@@ -248,7 +288,9 @@ def _redundancy_density_penalty(call: _Redundancy, tokens: VisualTokens, picks: 
 
 
 @atom("scoring", _Contrast, cost=1.1)
-def _local_contrast_saliency(call: _Contrast, tokens: VisualTokens, picks: Tensor) -> Tensor:
+def _local_contrast_saliency(
+    call: _Contrast, tokens: VisualTokens, picks: Tensor
+) -> Tensor:
     """One minus the mean cosine to the tokens within the radius on the grid."""
     # The per-tile cosines are cached, so the features are not read again.
     grid = tokens.grid
@@ -261,9 +303,13 @@ def _local_contrast_saliency(call: _Contrast, tokens: VisualTokens, picks: Tenso
 
 
 @atom("scoring", _Norm, cost=2.9)
-def _visual_token_norm_saliency(call: _Norm, tokens: VisualTokens, picks: Tensor) -> Tensor:
+def _visual_token_norm_saliency(
+    call: _Norm, tokens: VisualTokens, picks: Tensor
+) -> Tensor:
     """Norm of the token's feature vector: Euclidean or sum of absolute values."""
-    if tokens.merged is not None:  # before the merger: of a token's patches, not of their mean
+    if (
+        tokens.merged is not None
+    ):  # before the merger: of a token's patches, not of their mean
         return tokens.require_merger_input().norms[:, :, call.p - 1].float()
     if call.p == 2:
         return tokens.norm[:, :, 0].float()
@@ -301,7 +347,9 @@ def _channel_entropy_informativeness(
 def _pick_confidence(picks: Tensor, count: int) -> Tensor:
     """``1 - rank / P`` for picks ``(B, P)`` in pick order, 0 for other tokens, ``(B, count)``."""
     batch, picked = picks.shape
-    falling = 1 - torch.arange(picked, device=picks.device, dtype=torch.float32) / max(1, picked)
+    falling = 1 - torch.arange(picked, device=picks.device, dtype=torch.float32) / max(
+        1, picked
+    )
     none = torch.zeros(batch, count, device=picks.device)
     return none.scatter_(1, picks, falling.expand(batch, -1))
 
@@ -324,7 +372,9 @@ def _local_detail_energy(call: _Detail, tokens: VisualTokens, picks: Tensor) -> 
     for _ in range(2):
         maps = means.reshape(-1, 1, grid.height, grid.width)
         side = 2 * call.radius + 1
-        pooled = functional.avg_pool2d(maps, side, 1, call.radius, count_include_pad=False)
+        pooled = functional.avg_pool2d(
+            maps, side, 1, call.radius, count_include_pad=False
+        )
         means = pooled.reshape(means.shape).transpose(1, 2)
     return tokens.by_image(grid.at_tokens(1 - means.diagonal(dim1=1, dim2=2)))
 
@@ -355,9 +405,13 @@ def _temporal_echo_penalty(call: _Echo, tokens: VisualTokens, picks: Tensor) -> 
 
 
 @atom("scoring", _Surprise, origin="extension", clips=True, cost=14.1)
-def _prediction_surprise(call: _Surprise, tokens: VisualTokens, picks: Tensor) -> Tensor:
+def _prediction_surprise(
+    call: _Surprise, tokens: VisualTokens, picks: Tensor
+) -> Tensor:
     """Error of predicting a token from the two frames before, relative to what it mostly is."""
-    height, width, decay = tokens.grid.height, tokens.grid.width, call.decay
+    height = tokens.grid.height
+    width = tokens.grid.width
+    decay = call.decay
     return tokens.map_clips(lambda clip: surprise_of_motion(clip, height, width, decay))
 
 
@@ -380,7 +434,8 @@ class _ProductFusion(AtomCall):
         description="floor of a signal, so that a single 0 does not make the product 0",
     )
     normalised: bool = added(
-        False, description="divide the weights by their sum, and min-max normalise the product"
+        False,
+        description="divide the weights by their sum, and min-max normalise the product",
     )
 
 
@@ -407,18 +462,28 @@ def _weighted_sum_fusion(
 
 @atom("score_fusion", _ProductFusion)
 def _weighted_product_fusion(
-    call: _ProductFusion, signals: Sequence[Tensor], weights: Sequence[float], picks: Tensor
+    call: _ProductFusion,
+    signals: Sequence[Tensor],
+    weights: Sequence[float],
+    picks: Tensor,
 ) -> Tensor:
     """Product of the signals, each raised to the power of its weight (equation 11)."""
     total = torch.zeros_like(signals[0])
     for signal, weight in zip(signals, weights, strict=True):
         total = total + weight * signal.clamp_min(call.eps).log()
-    return min_max_normalise((total / sum(weights)).exp()) if call.normalised else total.exp()
+    return (
+        min_max_normalise((total / sum(weights)).exp())
+        if call.normalised
+        else total.exp()
+    )
 
 
 @atom("score_fusion", _ConfidenceFusion)
 def _reference_confidence_weighted_product_fusion(
-    call: _ConfidenceFusion, signals: Sequence[Tensor], weights: Sequence[float], picks: Tensor
+    call: _ConfidenceFusion,
+    signals: Sequence[Tensor],
+    weights: Sequence[float],
+    picks: Tensor,
 ) -> Tensor:
     """Weighted product, increased for tokens that the base policy picked early."""
     gain = 1 + call.beta * _pick_confidence(picks, signals[0].shape[1])
@@ -447,7 +512,11 @@ class Kernel:
 
     @classmethod
     def conditional(
-        cls, tokens: VisualTokens, r: Tensor, eps: float = 1e-6, theta: float | None = None
+        cls,
+        tokens: VisualTokens,
+        r: Tensor,
+        eps: float = 1e-6,
+        theta: float | None = None,
     ) -> Kernel:
         """Kernel diag(r) S diag(r) of cosines S, with r ``(B, N)`` min-max normalised."""
         return cls(tokens.cosine, sharpen(min_max_normalise(r, eps), theta))
@@ -479,14 +548,18 @@ class _CentredKernel(AtomCall):
     scale_variance: bool = Field(
         False, description="divide every channel by its deviation in the image first"
     )
-    weighted: bool = Field(False, description="scale by the normalised token quality on both sides")
+    weighted: bool = Field(
+        False, description="scale by the normalised token quality on both sides"
+    )
 
 
 SimilarityKernel = Annotated[AtomCall, OneOf("similarity_kernel")]
 
 
 @atom("similarity_kernel", _CosineKernel)
-def _pairwise_cosine_kernel(call: _CosineKernel, tokens: VisualTokens, g: Tensor) -> Kernel:
+def _pairwise_cosine_kernel(
+    call: _CosineKernel, tokens: VisualTokens, g: Tensor
+) -> Kernel:
     """Cosine of token features, independent of token quality."""
     cosine = tokens.cosine.clamp_min(0) if call.clamp_negative else tokens.cosine
     if call.shifted:
@@ -503,10 +576,14 @@ def _runtime_conditional_similarity_kernel(
 
 
 @atom("similarity_kernel", _CentredKernel, origin="extension", cost=25.1)
-def _centred_cosine_kernel(call: _CentredKernel, tokens: VisualTokens, g: Tensor) -> Kernel:
+def _centred_cosine_kernel(
+    call: _CentredKernel, tokens: VisualTokens, g: Tensor
+) -> Kernel:
     """Cosine of token features less the mean token of their tile (Cen-Prune's similarity)."""
     rows = tokens.by_tile(tokens.features).float()
     if call.scale_variance:
         rows = scale_to_unit_variance(rows)
     similarity = plain_cosines(tokens.by_image(subtract_mean(rows)))
-    return Kernel(similarity, min_max_normalise(g, 1e-6) if call.weighted else torch.ones_like(g))
+    return Kernel(
+        similarity, min_max_normalise(g, 1e-6) if call.weighted else torch.ones_like(g)
+    )

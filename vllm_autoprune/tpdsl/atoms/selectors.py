@@ -55,15 +55,23 @@ class _BoundedSelector(SelectorCall):
     """A selector with an exchange quota q_e and a minimum r_min of reference tokens."""
 
     q_e: int = Field(
-        2, ge=0, le=640, description="exchange quota: largest number of reference tokens replaced"
+        2,
+        ge=0,
+        le=640,
+        description="exchange quota: largest number of reference tokens replaced",
     )
     r_min: int | None = Field(
-        None, ge=0, le=640, description="smallest number of reference tokens kept; null: K - q_e"
+        None,
+        ge=0,
+        le=640,
+        description="smallest number of reference tokens kept; null: K - q_e",
     )
 
     def bounds(self, budget: int) -> tuple[int, int]:
         """q_e is cut to K - r_min."""
-        r_min = max(0, budget - self.q_e) if self.r_min is None else min(self.r_min, budget)
+        r_min = (
+            max(0, budget - self.q_e) if self.r_min is None else min(self.r_min, budget)
+        )
         return min(self.q_e, budget - r_min), r_min
 
     @property
@@ -102,9 +110,14 @@ class _MarginSelector(_BoundedSelector):
 
 class _StrictSelector(_BoundedSelector):
     margin: float = Field(
-        0.1, ge=0.0, le=2.0, description="smallest relative gain in quality of an exchange"
+        0.1,
+        ge=0.0,
+        le=2.0,
+        description="smallest relative gain in quality of an exchange",
     )
-    max_sim: float = Field(0.95, ge=0.5, le=1.0, description="largest cosine to any kept token")
+    max_sim: float = Field(
+        0.95, ge=0.5, le=1.0, description="largest cosine to any kept token"
+    )
 
 
 class _CappedSelector(_BoundedSelector):
@@ -119,7 +132,10 @@ class _CappedSelector(_BoundedSelector):
 
 class _MarginalSelector(_BoundedSelector):
     lam: float = Field(
-        0.7, ge=0.0, le=1.0, description="weight of quality; 1 - lam is the weight of similarity"
+        0.7,
+        ge=0.0,
+        le=1.0,
+        description="weight of quality; 1 - lam is the weight of similarity",
     )
 
 
@@ -162,7 +178,9 @@ class SelectorInputs:
         """The q reference tokens of lowest quality ``(B, q)``, in ascending order of quality."""
         # Finite, so that a reference token without finite quality still ranks below all others.
         quality = self.g.nan_to_num(nan=torch.finfo(self.g.dtype).max)
-        lowest = rank_descending(quality.masked_fill(~self.reference, torch.inf)).flip(1)
+        lowest = rank_descending(quality.masked_fill(~self.reference, torch.inf)).flip(
+            1
+        )
         return lowest[:, : self.quota]
 
     @cached_property
@@ -179,18 +197,26 @@ class SelectorInputs:
         It is conditioned on the first P - q picks as anchors and on given tokens; ``cap`` limits
         the tokens of each part of the partition.
         """
-        count, conditioned = self.picks.shape[1], None
-        anchors, eligible = self.picks[:, : count - self.quota], self.pool | self.reference
+        count = self.picks.shape[1]
+        conditioned = None
+        anchors = self.picks[:, : count - self.quota]
+        eligible = self.pool | self.reference
         if self.start is not None:
             conditioned = Conditioned.on(kernel.similarity, self.start.indices)
         inputs = (kernel.similarity, kernel.quality, count)
         if cap is None:
-            picks = greedy_map(*inputs, anchors=anchors, eligible=eligible, conditioned=conditioned)
+            picks = greedy_map(
+                *inputs, anchors=anchors, eligible=eligible, conditioned=conditioned
+            )
         else:
             picks = capped_greedy_map(
-                *inputs, anchors=anchors, eligible=eligible, conditioned=conditioned,
-                cells=self.labels, cap=cap,
-            )  # fmt: skip
+                *inputs,
+                anchors=anchors,
+                eligible=eligible,
+                conditioned=conditioned,
+                cells=self.labels,
+                cap=cap,
+            )
         return mask_from_indices(picks, self.g.shape[1])
 
 
@@ -198,11 +224,15 @@ def _exchange_pairs(
     revision: SelectorInputs, accepts: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
     """Exchange pair by pair while ``accepts(g of the candidate, g of the reference token)``."""
-    g, pool, kept, outgoing = revision.g, revision.pool, revision.reference, revision.outgoing
+    g = revision.g
+    pool = revision.pool
+    kept = revision.reference
+    outgoing = revision.outgoing
     incoming = rank_descending(g.masked_fill(~pool, -torch.inf))[:, : revision.quota]
     # Both sides are sorted, so pair i is the best one after the pairs before it, and once a pair is
     # refused all later ones are. NaN compares false: no exchange.
-    gain, loss = g.gather(1, incoming), g.gather(1, outgoing)
+    gain = g.gather(1, incoming)
+    loss = g.gather(1, outgoing)
     exchanged = (gain > loss) & accepts(gain, loss) & pool.gather(1, incoming)
     kept = kept.scatter(1, outgoing, kept.gather(1, outgoing) & ~exchanged)
     return kept.scatter(1, incoming, kept.gather(1, incoming) | exchanged)
@@ -225,26 +255,38 @@ def _fill_quota(lam: float, power: float, revision: SelectorInputs) -> Tensor:
     those in its tile where the state compares tokens by tile. A reference token stays where the
     pool is exhausted.
     """
-    tokens, pool, kept = revision.tokens, revision.pool, revision.staying
+    tokens = revision.tokens
+    pool = revision.pool
+    kept = revision.staying
     batch, count = pool.shape
     scoped = tokens
-    if tokens.grid.tiles > 1 and tokens.tile_scope == "per_tile":  # each tile as an image
+    if (
+        tokens.grid.tiles > 1 and tokens.tile_scope == "per_tile"
+    ):  # each tile as an image
         grid = Grid(tokens.grid.height, tokens.grid.width)
         features = tokens.by_tile(tokens.features)
         scoped = VisualTokens(features, grid, known_cosine=lambda: tokens.tile_cosine)
-    kernel = run(Kernel, revision.kernel_call, scoped, revision.g.view(-1, scoped.count)).similarity
+    kernel = run(
+        Kernel, revision.kernel_call, scoped, revision.g.view(-1, scoped.count)
+    ).similarity
     quality = min_max_normalise(revision.g).clamp_min(1e-6) ** power
-    nearest = kernel.masked_fill(~kept.view(-1, scoped.count, 1), -torch.inf).amax(dim=1)
-    nearest, rows = nearest.view(batch, count), kernel.reshape(batch, count, scoped.count)
+    nearest = kernel.masked_fill(~kept.view(-1, scoped.count, 1), -torch.inf).amax(
+        dim=1
+    )
+    nearest = nearest.view(batch, count)
+    rows = kernel.reshape(batch, count, scoped.count)
     tile = torch.arange(count, device=pool.device) // scoped.count
     for step in range(revision.outgoing.shape[1]):
         # Where no token is kept yet, the largest kernel is minus infinity.
         score = quality - lam * nearest.clamp_min(-1)
         entering = argmax_within(score.masked_fill(~pool, -torch.inf))[0][:, None]
         entering = torch.where(
-            pool.any(dim=1, keepdim=True), entering, revision.outgoing[:, step : step + 1]
+            pool.any(dim=1, keepdim=True),
+            entering,
+            revision.outgoing[:, step : step + 1],
         )
-        kept, pool = kept.scatter(1, entering, True), pool.scatter(1, entering, False)
+        kept = kept.scatter(1, entering, True)
+        pool = pool.scatter(1, entering, False)
         row = rows.gather(1, entering[:, :, None].expand(-1, -1, scoped.count))[:, 0]
         row = row.repeat(1, count // scoped.count)
         nearest = nearest.maximum(row.masked_fill(tile != tile[entering], -torch.inf))
@@ -290,8 +332,11 @@ def _exchange_in_sequence(revision: SelectorInputs, admits: _Admits) -> Tensor:
     Exchange i removes reference token i of ``outgoing`` or ends the loop, so the reference tokens
     that remain at step i are known before the loop; only the tokens that entered are not.
     """
-    cosine, kept, pool = revision.tokens.cosine, revision.reference, revision.pool
-    outgoing, count = revision.outgoing, revision.g.shape[1]
+    cosine = revision.tokens.cosine
+    kept = revision.reference
+    pool = revision.pool
+    outgoing = revision.outgoing
+    count = revision.g.shape[1]
     entered = cosine.masked_fill(~revision.staying[:, :, None], -torch.inf).amax(dim=1)
     leaving_rows = cosine.gather(1, outgoing[:, :, None].expand(-1, -1, count))
     active = torch.ones_like(kept[:, :1])
@@ -303,7 +348,9 @@ def _exchange_in_sequence(revision: SelectorInputs, admits: _Admits) -> Tensor:
         open_ = pool & ~score.isnan()
         pick, _ = argmax_within(score.masked_fill(~open_, -torch.inf), relative=True)
         entering = pick[:, None]
-        active = active & (score.gather(1, entering) > threshold) & open_.gather(1, entering)
+        active = (
+            active & (score.gather(1, entering) > threshold) & open_.gather(1, entering)
+        )
         kept = kept.scatter(1, leaving, kept.gather(1, leaving) & ~active)
         kept = kept.scatter(1, entering, kept.gather(1, entering) | active)
         pool = pool.scatter(1, entering, pool.gather(1, entering) & ~active)
@@ -348,7 +395,12 @@ def _anchor_controlled_pool_dpp_selector(
     return revision.select_anchored(revision.kernel)
 
 
-@atom("selection_constraints", _BoundedSelector, needs=frozenset({"instruction"}), cost=7.6)
+@atom(
+    "selection_constraints",
+    _BoundedSelector,
+    needs=frozenset({"instruction"}),
+    cost=7.6,
+)
 def _runtime_reference_anchor_pool_dpp_selector(
     call: _BoundedSelector, revision: SelectorInputs
 ) -> Tensor:
@@ -358,7 +410,9 @@ def _runtime_reference_anchor_pool_dpp_selector(
 
 
 @atom("selection_constraints", _CappedSelector, cost=28.3)  # the dearest partition
-def _constrained_pool_dpp_selector(call: _CappedSelector, revision: SelectorInputs) -> Tensor:
+def _constrained_pool_dpp_selector(
+    call: _CappedSelector, revision: SelectorInputs
+) -> Tensor:
     """Anchored DPP with a cap on the kept tokens of each part of the state's partition."""
     return revision.select_anchored(revision.kernel, call.cell_cap)
 

@@ -73,14 +73,19 @@ class PriorCall(AtomCall):
 class _ReferencePrior(PriorCall):
     """Parameters of reference_mask_prior."""
 
-    floor: float = Field(0.0, ge=0.0, le=0.9, description="factor of tokens outside the selection")
+    floor: float = Field(
+        0.0, ge=0.0, le=0.9, description="factor of tokens outside the selection"
+    )
 
 
 class _WeightedPrior(PriorCall):
     """A prior of 1 for the tokens of a selection and 1 - weight for all others."""
 
     weight: float = Field(
-        0.5, ge=0.0, le=1.0, description="share of quality that tokens outside the selection lose"
+        0.5,
+        ge=0.0,
+        le=1.0,
+        description="share of quality that tokens outside the selection lose",
     )
 
     @property
@@ -120,7 +125,9 @@ def _scoped(call: _ProjectedView | _EmbeddedView, tokens: VisualTokens) -> Visua
     # A copy would lose cached values; with a single tile both scopes are the same.
     if tokens.grid.tiles == 1 or tokens.tile_scope == call.tile_scope:
         return tokens
-    return replace(tokens, tile_scope=call.tile_scope, known_cosine=lambda: tokens.cosine)
+    return replace(
+        tokens, tile_scope=call.tile_scope, known_cosine=lambda: tokens.cosine
+    )
 
 
 atom(
@@ -175,10 +182,14 @@ def _native_teacher_mask_prior(call: _WeightedPrior, known: PriorInputs) -> Tens
 @atom("token_source_base_policy", _ReferencePrior, cost=0.1)
 def _reference_mask_prior(call: _ReferencePrior, known: PriorInputs) -> Tensor:
     """Reduce the quality of every token outside the reference selection."""
-    return torch.where(mask_from_indices(known.picks, known.tokens.count), 1.0, call.floor)
+    return torch.where(
+        mask_from_indices(known.picks, known.tokens.count), 1.0, call.floor
+    )
 
 
-def _prior_of(policy: str, params: PolicyParams, known: PriorInputs, weight: float) -> Tensor:
+def _prior_of(
+    policy: str, params: PolicyParams, known: PriorInputs, weight: float
+) -> Tensor:
     """1 for what a base policy keeps at K, else 1 - weight, ``(B, N)``."""
     picks = BASE_POLICIES[policy].select(params, known.tokens, known.budget).picks
     return torch.where(mask_from_indices(picks, known.tokens.count), 1.0, 1 - weight)
@@ -208,7 +219,8 @@ FIXED_BUDGETS = (16, 32, 64, 128, 160, 192, 256, 320, 512, 640)
 
 
 _SAID = re.compile(
-    r"(\d{1,5})|(?:(\d{1,5}/\d{1,5})|(\d{1,3}(?:\.\d{1,4})?)%)(?::(\d{1,5})-(\d{1,5}))?", re.ASCII
+    r"(\d{1,5})|(?:(\d{1,5}/\d{1,5})|(\d{1,3}(?:\.\d{1,4})?)%)(?::(\d{1,5})-(\d{1,5}))?",
+    re.ASCII,
 )
 
 _SAID_OF_CLIP = re.compile(r"tokens_per_frame:(\d{1,5})", re.ASCII)
@@ -241,7 +253,9 @@ class BudgetCall(AtomCall):
         return most if least == most else f"{least} to {most}"
 
     @classmethod
-    def parse(cls, said: object, where: str = "budget", *, clip: bool = False) -> BudgetCall:
+    def parse(
+        cls, said: object, where: str = "budget", *, clip: bool = False
+    ) -> BudgetCall:
         """Read K as people say it: 64, or a share of N as 1/8 or 12.5%, or 1/8:64-640.
 
         Either is a ratio_budget. Of a clip also tokens_per_frame:16, a per_frame_budget. Raises
@@ -259,11 +273,14 @@ class BudgetCall(AtomCall):
                     return call
         if match := _SAID.fullmatch(text):
             count, fraction, percent, floor, ceiling = match.groups()
-            least, most = int(floor or count or 1), int(ceiling or count or MAX_BUDGET)
+            least = int(floor or count or 1)
+            most = int(ceiling or count or MAX_BUDGET)
             with suppress(ZeroDivisionError, ValidationError):
                 share = Fraction(percent) / 100 if percent else Fraction(fraction or 1)
                 ratio = {"ratio": float(share), "floor": least, "ceiling": most}
-                call = ATOMS["ratio_budget"].call.model_validate({"atom": "ratio_budget", **ratio})
+                call = ATOMS["ratio_budget"].call.model_validate(
+                    {"atom": "ratio_budget", **ratio}
+                )
                 if isinstance(call, BudgetCall) and least <= most:
                     return call
         what = f"{text[:40]!r} is not a budget" if text else "is not a budget"
@@ -295,7 +312,9 @@ class _RatioBudget(BudgetCall):
         if self.floor >= self.ceiling:
             return self.ceiling
         top, bottom = self.share.as_integer_ratio()
-        share = f"{top}/{bottom}" if bottom < 10**5 else f"{float(100 * self.share):.4f}%"
+        share = (
+            f"{top}/{bottom}" if bottom < 10**5 else f"{float(100 * self.share):.4f}%"
+        )
         bounded = (self.floor, self.ceiling) != (1, MAX_BUDGET)
         return f"{share}:{self.floor}-{self.ceiling}" if bounded else share
 
@@ -317,7 +336,11 @@ class _FrameBudget(_TileBudget):
 
     def rule(self) -> int | str:
         """Tokens of a frame, and of how many frames at most."""
-        return f"tokens_per_frame:{self.k}" if self.ceiling == MAX_BUDGET else super().rule()
+        return (
+            f"tokens_per_frame:{self.k}"
+            if self.ceiling == MAX_BUDGET
+            else super().rule()
+        )
 
 
 def _fixed_budget(call: BudgetCall, tokens: int, tiles: int) -> int:

@@ -11,5 +11,7 @@ def never(*arguments: object) -> None:
 
 
 InterpretedBackend = type(
-    "InterpretedBackend", (BaseBackend,), dict.fromkeys(BaseBackend.__abstractmethods__, never)
+    "InterpretedBackend",
+    (BaseBackend,),
+    dict.fromkeys(BaseBackend.__abstractmethods__, never),
 )

@@ -32,10 +32,16 @@ def fix_arithmetic() -> None:
         dtype = lhs.dtype.scalar
         if dtype == tl.bfloat16:
             result = op(widened(lhs.data), widened(rhs.data))
-            handle = TensorHandle(result if result.dtype == numpy.bool_ else rounded(result), dtype)
+            handle = TensorHandle(
+                result if result.dtype == numpy.bool_ else rounded(result), dtype
+            )
         else:
             handle = stock(self, lhs, rhs, op)
-        return TensorHandle(handle.data, tl.int1) if handle.data.dtype == numpy.bool_ else handle
+        return (
+            TensorHandle(handle.data, tl.int1)
+            if handle.data.dtype == numpy.bool_
+            else handle
+        )
 
     setattr(binary_op, _MARK, True)
     InterpreterBuilder.binary_op = binary_op

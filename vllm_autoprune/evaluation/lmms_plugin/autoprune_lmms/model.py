@@ -35,8 +35,14 @@ class OpenAIWithImages(OpenAICompatible):  # type: ignore[misc]  # untyped here
     def __init__(self, *args: object, **settings: object) -> None:
         super().__init__(*args, **settings)
         self._run = json.loads(os.environ["AUTOPRUNE_RUN"])
-        options = {"http_client": DefaultHttpxClient(verify=False)} if self._run["insecure"] else {}
-        self.client: Any = self.client.with_options(default_headers=self._run["headers"], **options)
+        options = (
+            {"http_client": DefaultHttpxClient(verify=False)}
+            if self._run["insecure"]
+            else {}
+        )
+        self.client: Any = self.client.with_options(
+            default_headers=self._run["headers"], **options
+        )
         completions = self.client.chat.completions
         body = {"mm_processor_kwargs": {"autoprune": self._run["pruning"]}}
         completions.create = functools.partial(completions.create, extra_body=body)
@@ -47,7 +53,9 @@ class OpenAIWithImages(OpenAICompatible):  # type: ignore[misc]  # untyped here
         for request in requests:
             context, doc_to_messages, settings, number, *where = request.arguments
 
-            def record(doc: object, number: int = number, build: Any = doc_to_messages) -> Messages:
+            def record(
+                doc: object, number: int = number, build: Any = doc_to_messages
+            ) -> Messages:
                 messages: Messages = build(doc)
                 parts = [part for message in messages for part in message["content"]]
                 media = [part["url"] for part in parts if part["type"] != "text"]
@@ -55,7 +63,9 @@ class OpenAIWithImages(OpenAICompatible):  # type: ignore[misc]  # untyped here
                 digest = hashlib.sha256()
                 for image in media:
                     if isinstance(image, Image.Image):
-                        digest.update(f"{image.mode} {image.size}".encode() + image.tobytes())
+                        digest.update(
+                            f"{image.mode} {image.size}".encode() + image.tobytes()
+                        )
                     else:
                         digest.update(str(image).encode())
                 images[number] = digest.hexdigest()[:16] if media else ""
