@@ -16,9 +16,15 @@ from offline_search.candidates import Draft
 from offline_search.dataset import Dataset, cut_blocks
 from offline_search.evaluator import EvaluationJob, RecordedEvaluator
 from offline_search.history import Answers, History, Trial, compare
-from offline_search.ledger import Ledger, ProposalRecord, Status, TrialRecord, VerdictRecord
+from offline_search.ledger import (
+    Ledger,
+    ProposalRecord,
+    Status,
+    TrialRecord,
+    VerdictRecord,
+)
 from offline_search.settings import Settings
-from vllm_autoprune.errors import AutopruneError, EvaluationFailed, ProblemsError
+from vllm_autoprune.errors import AutopruneError, EvaluationFailed
 from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.statistics import Floats
 from vllm_autoprune.tpdsl.atoms.source import BudgetCall
@@ -43,10 +49,14 @@ def probes_from_checkpoint(
     from vllm_autoprune.checkpoint import LlavaVision
 
     vision = LlavaVision(checkpoint, text_tower)
-    by_image = {example.image: example for example in reversed(dataset.splits["search"])}
+    by_image = {
+        example.image: example for example in reversed(dataset.splits["search"])
+    }
     probes = []
     for example in islice(reversed(by_image.values()), _PROBE_IMAGES):
-        probes.append(vision.encode(dataset.images[example.image].image(), example.question))
+        probes.append(
+            vision.encode(dataset.images[example.image].image(), example.question)
+        )
     return probes
 
 
@@ -101,7 +111,9 @@ class RoundEvaluator:
 
     async def evaluate_baselines(self, base: PruningState) -> History:
         """Measure the unpruned model and the base policy; gives the initial history."""
-        proposal = ProposalRecord(round=0, index=0, origin="base policy", digest=base.digest)
+        proposal = ProposalRecord(
+            round=0, index=0, origin="base policy", digest=base.digest
+        )
         candidate = await self._open_block(1, _Candidate(proposal, base, []))
         self._known |= dict.fromkeys((base.digest, self._fingerprint(base)), "base")
         names_bases = bool(self.settings.proposer and self.settings.bases)
@@ -116,15 +128,21 @@ class RoundEvaluator:
         await self._measure(base, 0, len(self._asked))
         return base
 
-    async def evaluate_round(
-        self, drafts: Sequence[Draft], number: int, history: History, early_stopping: bool
+    async def evaluate_round(  # noqa: C901
+        self,
+        drafts: Sequence[Draft],
+        number: int,
+        history: History,
+        early_stopping: bool,
     ) -> list[Trial]:
         """The trials of one round in the order of its drafts; states are measured concurrently.
 
         Leaders, and parents whose children a hypothesis is about, are asked fresh questions too.
         """
         base = history.base
-        opened = await self._open_block(number, _Candidate(base.proposal, base.state, []))
+        opened = await self._open_block(
+            number, _Candidate(base.proposal, base.state, [])
+        )
         history.add_values(base.name, self._block, self._values(opened).mean(0))
         candidates: list[_Candidate] = []
         for index, draft in enumerate(drafts):
@@ -134,7 +152,9 @@ class RoundEvaluator:
                 index=index,
                 origin=draft.origin,
                 parents=draft.parents,
-                state=state.model_dump(mode="json", exclude={"provenance"}) if state else None,
+                state=state.model_dump(mode="json", exclude={"provenance"})
+                if state
+                else None,
                 digest=state.digest if state else "",
                 problems=tuple(str(problem)[:500] for problem in draft.problems[:8]),
                 hypothesis=draft.hypothesis,
@@ -148,12 +168,15 @@ class RoundEvaluator:
         # Names of whom the round's candidates are compared with, with the candidates.
         children: dict[str, list[_Candidate]] = {name: [] for name in leaders}
         for candidate in candidates:
-            for name in candidate.proposal.parents[:1] if candidate.proposal.hypothesis else ():
+            for name in (
+                candidate.proposal.parents[:1] if candidate.proposal.hypothesis else ()
+            ):
                 if (parent := history.find_measured(name)) is not None:
                     children.setdefault(parent.name, []).append(candidate)
         again: list[_Candidate] = []
         for name in sorted(children):
-            trial, known = history.find(name), history.values_of(name)
+            trial = history.find(name)
+            known = history.values_of(name)
             if trial is None or trial is history.base or known is None:
                 continue
             if not np.isfinite(known[self._block]).any():
@@ -165,7 +188,8 @@ class RoundEvaluator:
             again = [
                 each
                 for each in again
-                if each.proposal.name in leaders or _unfinished(children[each.proposal.name])
+                if each.proposal.name in leaders
+                or _unfinished(children[each.proposal.name])
             ]
             measured = _unfinished(candidates) + again
             outcomes = await asyncio.gather(
@@ -179,18 +203,26 @@ class RoundEvaluator:
                     # Forgotten, so that later duplicates are evaluated.
                     name = candidate.proposal.name
                     known_names = self._known.items()
-                    self._known = {key: value for key, value in known_names if value != name}
-                    candidate.result = self._result(candidate, "unevaluated", reason=str(outcome))
+                    self._known = {
+                        key: value for key, value in known_names if value != name
+                    }
+                    candidate.result = self._result(
+                        candidate, "unevaluated", reason=str(outcome)
+                    )
                 elif isinstance(outcome, BaseException):
                     raise outcome
             for each in again:
-                history.add_values(each.proposal.name, self._block, self._values(each).mean(0))
+                history.add_values(
+                    each.proposal.name, self._block, self._values(each).mean(0)
+                )
                 history.answers += (stop - start) * len(self.settings.budgets)
             if stop < len(self._asked):
                 reference = history.values_of(leader)
                 assert reference is not None, "a leader was measured"
                 part = reference[self._block][:stop]
-                self._drop_losers(candidates, part, history.resolution, _RACING_KEEPS[step])
+                self._drop_losers(
+                    candidates, part, history.resolution, _RACING_KEEPS[step]
+                )
             start = stop
         trials = list(map(self._finish, candidates))
         for trial in trials:
@@ -204,23 +236,29 @@ class RoundEvaluator:
         result = candidate.result or self._result(candidate, "evaluated")
         if not any(candidate.answers):
             return Trial(candidate.proposal, result, candidate.state)
-        values, answered = np.full(len(self.examples), np.nan), self._values(candidate).mean(0)
+        values = np.full(len(self.examples), np.nan)
+        answered = self._values(candidate).mean(0)
         values[self._block.start : self._block.start + len(answered)] = answered
-        verdict = self.ledger.find(VerdictRecord, f"verdict/{candidate.proposal.digest}")
+        verdict = self.ledger.find(
+            VerdictRecord, f"verdict/{candidate.proposal.digest}"
+        )
         exchanges = None if verdict is None else verdict.exchanges
         return Trial(candidate.proposal, result, candidate.state, values, exchanges)
 
     def _values(self, candidate: _Candidate) -> Floats:
         """Values of the answered examples at each budget, less the unpruned model's, ``(B, M)``."""
         objective = self.settings.objective
-        return np.array([
-            answers.relative_to(self._full, self._asked, objective)
-            for answers in candidate.answers
-        ])  # fmt: skip
+        return np.array(
+            [
+                answers.relative_to(self._full, self._asked, objective)
+                for answers in candidate.answers
+            ]
+        )
 
     def _screen(self, candidate: _Candidate) -> TrialRecord | None:
         """The result of a candidate that needs no measurement, or None."""
-        proposal, state = candidate.proposal, candidate.state
+        proposal = candidate.proposal
+        state = candidate.state
         if state is None:
             reason = proposal.problems[0] if proposal.problems else "no state"
             return self._result(candidate, "invalid", reason=reason)
@@ -231,7 +269,11 @@ class RoundEvaluator:
         # Remembered before it is measured, because a later draft of this round may be a duplicate.
         name = self._known.setdefault(self._fingerprint(state), proposal.name)
         self._known[state.digest] = name
-        return None if name == proposal.name else self._result(candidate, "same", same_as=name)
+        return (
+            None
+            if name == proposal.name
+            else self._result(candidate, "same", same_as=name)
+        )
 
     @torch.no_grad()
     def _check(self, state: PruningState) -> VerdictRecord:
@@ -243,27 +285,37 @@ class RoundEvaluator:
         """
         if known := self.ledger.find(VerdictRecord, f"verdict/{state.digest}"):
             return known
-        problems, behaviour, exchanges = list[str](), hashlib.sha256(), list[float]()
+        problems = list[str]()
+        behaviour = hashlib.sha256()
+        exchanges = list[float]()
         for budget in self.settings.budgets:
             try:
                 policy = materialize(state, BudgetCall.parse(budget))
                 failed = [each for each in safety_check(policy).verdicts if not each.ok]
-                problems += [f"{each.name} at K = {budget}: {each.detail}" for each in failed]
-            except ProblemsError as error:
-                problems += map(str, error.problems)
+                problems += [
+                    f"{each.name} at K = {budget}: {each.detail}" for each in failed
+                ]
             except AutopruneError as error:
-                problems.append(str(error))
+                problems += map(str, error.problems or [error])
             for tokens in () if problems else self.probes:
                 refined = refine(policy.at(tokens.count, tokens.grid.tiles), tokens)
                 behaviour.update(refined.indices.contiguous().numpy().tobytes())
                 if budget == self.settings.budgets[0]:
-                    base = materialize(state.without_exchange(), BudgetCall.parse(budget))
-                    kept = refine(base.at(tokens.count, tokens.grid.tiles), tokens).indices
+                    base = materialize(
+                        state.without_exchange(), BudgetCall.parse(budget)
+                    )
+                    kept = refine(
+                        base.at(tokens.count, tokens.grid.tiles), tokens
+                    ).indices
                     pairs = zip(refined.indices.tolist(), kept.tolist(), strict=True)
                     exchanges += [len({*ours} - {*theirs}) for ours, theirs in pairs]
-                behaviour.update(refined.features.float().contiguous().numpy().tobytes())
+                behaviour.update(
+                    refined.features.float().contiguous().numpy().tobytes()
+                )
         if problems:
-            verdict = VerdictRecord(digest=state.digest, valid=False, problems=tuple(problems))
+            verdict = VerdictRecord(
+                digest=state.digest, valid=False, problems=tuple(problems)
+            )
         else:
             policy = materialize(state, BudgetCall.parse(self.settings.budgets[0]))
             verdict = VerdictRecord(
@@ -284,11 +336,15 @@ class RoundEvaluator:
         """Ask a candidate the questions ``start`` to ``stop`` of the round."""
         begin = self._block.start
         jobs = (
-            EvaluationJob(candidate.state, budget, "search", begin + start, begin + stop)
+            EvaluationJob(
+                candidate.state, budget, "search", begin + start, begin + stop
+            )
             for budget in self.settings.budgets
         )
         answers = await asyncio.gather(*map(self.evaluator.evaluate, jobs))
-        candidate.answers = [a + b for a, b in zip(candidate.answers, answers, strict=True)]
+        candidate.answers = [
+            a + b for a, b in zip(candidate.answers, answers, strict=True)
+        ]
 
     def _drop_losers(
         self,
@@ -308,7 +364,9 @@ class RoundEvaluator:
             values = self._values(candidate).mean(0)
             gap = compare(asked, values, reference)
             if gap.verdict(errors=_RACING_ERRORS) == "worse":
-                candidate.result = self._result(candidate, "dropped", reason=f"behind {after}")
+                candidate.result = self._result(
+                    candidate, "dropped", reason=f"behind {after}"
+                )
             elif resolution and gap.is_tie(resolution):
                 reason = f"tied with the best within {resolution:g} {after}"
                 candidate.result = self._result(candidate, "dropped", reason=reason)
@@ -320,7 +378,12 @@ class RoundEvaluator:
             candidate.result = self._result(candidate, "dropped", reason=reason)
 
     def _result(
-        self, candidate: _Candidate, status: Status, *, same_as: str = "", reason: str = ""
+        self,
+        candidate: _Candidate,
+        status: Status,
+        *,
+        same_as: str = "",
+        reason: str = "",
     ) -> TrialRecord:
         """The candidate's record; scores are means over the budgets."""
         record = TrialRecord(

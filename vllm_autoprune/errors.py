@@ -15,67 +15,88 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One validation error: where it is (JSON pointer or flag), what is wrong, and how to fix it.
+    """One error: where it is (JSON pointer, flag, file), what is wrong, and how to fix it.
 
-    ``kind`` is a machine-readable category; for a state it names the rule that is broken.
+    ``where`` is empty for a whole state, the root of its JSON pointers. ``kind`` is a category that
+    programs read, which take nothing from the sentences: for a state it names the broken rule.
     """
 
     where: str
     what: str
-    fix: str
+    fix: str = ""
     kind: str = ""
 
     def __str__(self) -> str:
-        # In one line, whatever a library's message contains.
-        return " ".join(f"{self.where or '/'}: {self.what} -> {self.fix}".splitlines())
+        text = f"{self.where or '/'}: {self.what}"
+        if self.fix:
+            text += f" -> {self.fix}"
+        return " ".join(text.splitlines())  # whatever a library's message contains
 
 
 class AutopruneError(Exception):
-    """Base class of every exception that this project raises."""
+    """Base class of every exception that this project raises; lists all problems.
 
+    The message is one line where there is one problem. ``subject`` is what they are problems of;
+    empty where they say it.
+    """
 
-class ProblemsError(AutopruneError):
-    """An error that lists all problems, not only the first; one line if there is one problem."""
-
-    def __init__(self, subject: str, problems: Sequence[Problem]) -> None:
+    def __init__(self, subject: str, problems: Sequence[Problem] = ()) -> None:
         self.subject = subject
         self.problems = tuple(problems)
-        if len(self.problems) == 1:
-            super().__init__(f"{subject}: {self.problems[0]}")
+        if not self.problems:
+            super().__init__(subject)
             return
-        lines = [f"{subject}: {len(self.problems)} problems"]
+        title = f"{subject}: " if subject else ""
+        if len(self.problems) == 1:
+            super().__init__(f"{title}{self.problems[0]}")
+            return
+        lines = [f"{title}{len(self.problems)} problems"]
         lines += [f"  - {problem}" for problem in self.problems]
         super().__init__("\n".join(lines))
 
-    def __reduce__(self) -> tuple[type[ProblemsError], tuple[str, tuple[Problem, ...]]]:
+    @classmethod
+    def of(
+        cls,
+        where: str,
+        what: str,
+        fix: str = "",
+        *,
+        kind: str = "",
+        subject: str = "",
+    ) -> Self:
+        """The error of one problem."""
+        return cls(subject, [Problem(where, what, fix, kind)])
+
+    def __reduce__(self) -> tuple[type[Self], tuple[str, tuple[Problem, ...]]]:
         # By default only the rendered message would be pickled, as the only argument.
         return type(self), (self.subject, self.problems)
 
 
-class StateError(ProblemsError, ValueError):
+class StateError(AutopruneError, ValueError):
     """A state cannot be read or is not valid."""
 
 
-class BudgetError(ProblemsError, ValueError):
+class BudgetError(AutopruneError, ValueError):
     """A budget K is not allowed by the state, the flag or the request."""
 
 
-class RequestError(ProblemsError, ValueError):
+class RequestError(AutopruneError, ValueError):
     """A request's pruning fields are not valid; the server answers with status 400."""
 
 
-class ConfigError(ProblemsError):
+class ConfigError(AutopruneError):
     """Flags or settings contradict each other or the model.
 
     Not a ValueError, because pydantic would wrap it in a ValidationError of vLLM's configuration.
     """
 
 
-class UnsupportedModelError(ProblemsError):
+class UnsupportedModelError(AutopruneError):
     """The plugin does not support the served architecture."""
 
 

@@ -28,13 +28,15 @@ from tests.serving.unit.samples import refusal
 from tests.serving.unit.test_request import resolve, server
 from tests.test_examples import flags_of, require_valid
 from vllm_autoprune.cli.main import main, parser
-from vllm_autoprune.errors import ProblemsError
+from vllm_autoprune.errors import AutopruneError
 from vllm_autoprune.serving.api.request import refuse_misplaced
 
 COMMANDS = read_commands()
 LONG = [c for c in COMMANDS if c.kind == "long"]
 QUICK = list({c.text: c for c in COMMANDS if c.kind == "quick"}.values())
-EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+    "optional-dependencies"
+]
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +60,14 @@ def validate(command: Command) -> None:
     """Raise an AssertionError where a command that is not typed cannot be right."""
     words = shlex.split(re.sub(r"^(\w+=\S+ )+", "", command.text))
     if "--autoprune-state" in words:
-        require_valid([word.replace("/etc/autoprune/state.json", "cdpruner") for word in words])
+        require_valid(
+            [word.replace("/etc/autoprune/state.json", "cdpruner") for word in words]
+        )
     elif words[0].endswith("pip"):
         extras = re.findall(r"\w+", words[-1].partition("[")[2])
-        assert {*extras} <= EXTRAS.keys() and (words[-1][0] == "." or words[-1] in EXTRAS["lmms"])
+        assert {*extras} <= EXTRAS.keys() and (
+            words[-1][0] == "." or words[-1] in EXTRAS["lmms"]
+        )
     elif words[:3] == ["python", "-m", "benchmarks.load"]:
         parse_arguments(words[3:])
     elif words[:3] == ["python", "-m", "benchmarks.accuracy.positions"]:
@@ -69,16 +75,24 @@ def validate(command: Command) -> None:
     elif words[0] == "make":
         assert f"\n{words[1]}: " in (ROOT / "Makefile").read_text()
     else:  # those of the plugin, and GuideLLM's body, are read in other tests
-        assert words[0] in ("vllm-autoprune", "vllm", "docker", "guidellm") or "venv" in words
+        assert (
+            words[0] in ("vllm-autoprune", "vllm", "docker", "guidellm")
+            or "venv" in words
+        )
 
 
 def test_commands_that_are_not_typed_are_valid() -> None:
     for command in COMMANDS:
         if command.kind == "not typed":
             validate(command)
-    for wrong in ("vllm serve x/y --autoprune-state divprun", "pip install '.[serch]'", "make tset",
-                  "python -m benchmarks.load paired --usr 1", "kubectl apply"):  # fmt: skip
-        with pytest.raises((AssertionError, SystemExit, ProblemsError)):
+    for wrong in (
+        "vllm serve x/y --autoprune-state divprun",
+        "pip install '.[serch]'",
+        "make tset",
+        "python -m benchmarks.load paired --usr 1",
+        "kubectl apply",
+    ):
+        with pytest.raises((AssertionError, SystemExit, AutopruneError)):
             validate(Command("docs/new.md", wrong))
 
 
@@ -102,7 +116,9 @@ def test_long_commands_of_a_page_succeed_in_order(page: str, folder: Path) -> No
 
 # ---- docs/faq.md: each mistake is answered in one line that says what to do ----
 
-SYMPTOMS, _, ANSWERS = (ROOT / "docs/faq.md").read_text(encoding="utf-8").partition("\n## Answers")
+SYMPTOMS, _, ANSWERS = (
+    (ROOT / "docs/faq.md").read_text(encoding="utf-8").partition("\n## Answers")
+)
 PRINTED_BY = (argparse.__file__, chat_utils.__file__)
 MISTAKES = re.findall(r"^\| (`.+?) \| (.+) \|$", ANSWERS, re.MULTILINE)
 
@@ -121,7 +137,7 @@ def answer_to(mistake: str, capsys: pytest.CaptureFixture[str]) -> str:
     if text.startswith("vllm serve "):
         (problem,) = refusal(flags_of(text.split()))
         return str(problem)
-    with pytest.raises(ProblemsError) as caught:
+    with pytest.raises(AutopruneError) as caught:
         send(text, level)
     (problem,) = caught.value.problems
     return str(problem)
@@ -153,9 +169,15 @@ def test_each_mistake_is_answered_in_one_line_that_says_what_to_do(
 def test_messages_among_the_symptoms_are_what_programs_print() -> None:
     files = [*(ROOT / "vllm_autoprune").rglob("*.py"), *map(Path, PRINTED_BY)]
     sources = "".join(path.read_text(encoding="utf-8") for path in files)
-    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", SYMPTOMS, re.MULTILINE)[2:]
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", SYMPTOMS, re.MULTILINE)[
+        2:
+    ]
     assert len(rows) > 20
-    said = [text for seen, _, _ in rows for text in re.findall(r"`([^`/\"]* [^`/\"]*)`", seen)]
+    said = [
+        text
+        for seen, _, _ in rows
+        for text in re.findall(r"`([^`/\"]* [^`/\"]*)`", seen)
+    ]
     assert len(said) > 3
     for message in said:
         assert message.partition(": --")[0] in sources, message
@@ -168,18 +190,24 @@ def test_clients_send_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     bodies = list[dict[str, Any]]()
 
     class ChatOpenAI:  # as LangChain documents it
-        def __init__(self, *, model: str, base_url: str, api_key: str, **named: Any) -> None:
+        def __init__(
+            self, *, model: str, base_url: str, api_key: str, **named: Any
+        ) -> None:
             self.fields = named["extra_body"]
 
         def invoke(self, messages: object) -> None:
             bodies.append({"messages": messages, **self.fields})
 
-    def completion(*, model: str, api_base: str, messages: object, **named: Any) -> None:
+    def completion(
+        *, model: str, api_base: str, messages: object, **named: Any
+    ) -> None:
         assert model.startswith("hosted_vllm/")
         bodies.append({"messages": messages, **named["extra_body"]})
 
     for name, member in (("langchain_openai", ChatOpenAI), ("litellm", completion)):
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**{member.__name__: member}))
+        monkeypatch.setitem(
+            sys.modules, name, SimpleNamespace(**{member.__name__: member})
+        )
     page = (ROOT / "docs/clients.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     curl, load, guidellm = [c.text for c in COMMANDS if c.page == "docs/clients.md"]
@@ -194,7 +222,11 @@ def test_clients_send_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
         add_cli_args(parser)
         words = shlex.split(load.replace("http://localhost:8000", fake.url))[3:]
         model = str(ROOT / "benchmarks/yardsticks/weights/minillava/llava")
-        asyncio.run(main_async(parser.parse_args([*words, "--model", model, "--num-prompts", "2"])))
+        asyncio.run(
+            main_async(
+                parser.parse_args([*words, "--model", model, "--num-prompts", "2"])
+            )
+        )
     extras = json.loads(shlex.split(guidellm)[-1])["extras"]
     bodies += [*fake.requests, extras["body"]]
     assert len(bodies) == 2 + 1 + 2 + 1

@@ -13,9 +13,10 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import NoReturn
 
-from vllm_autoprune.errors import AutopruneError, ConfigError, Problem, ProblemsError
+from vllm_autoprune.errors import AutopruneError, ConfigError, Problem
 
-_PROSE, _NARROW = 100, 24
+_PROSE = 100
+_NARROW = 24
 """Columns of the longest line of prose, and of the narrowest cell that is wrapped."""
 
 
@@ -51,22 +52,29 @@ def write_file(path: Path, content: str | bytes) -> None:
     beside = path.parent / f".{path.name}.{os.getpid()}"
     try:
         try:
-            beside.write_bytes(content.encode() if isinstance(content, str) else content)
+            beside.write_bytes(
+                content.encode() if isinstance(content, str) else content
+            )
             os.replace(beside, path)
         finally:
             beside.unlink(missing_ok=True)
     except OSError as error:
         what = f"cannot be written ({error.strerror or error})"
-        raise ConfigError("output", [Problem(str(path), what, "choose another path")]) from None
+        raise ConfigError(
+            "output", [Problem(str(path), what, "choose another path")]
+        ) from None
 
 
 def check_writable(path: Path) -> None:
     """Raise :class:`ConfigError`, before long work, where :func:`write_file` would at its end."""
-    what, fix = "", "choose another path"
+    what = ""
+    fix = "choose another path"
     if path.is_dir():
-        what, fix = "is a folder", "name a file in it"
+        what = "is a folder"
+        fix = "name a file in it"
     elif not path.parent.is_dir():
-        what, fix = f"cannot be written: there is no folder {path.parent}", "make it"
+        what = f"cannot be written: there is no folder {path.parent}"
+        fix = "make it"
     elif not os.access(path.parent, os.W_OK | os.X_OK):
         what = "cannot be written (Permission denied)"
     if what:
@@ -85,7 +93,10 @@ def _as_json(value: object) -> str:
 
 
 def format_table(
-    head: Sequence[str], rows: Sequence[Sequence[object]], align: str = "", wrap: bool = False
+    head: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    align: str = "",
+    wrap: bool = False,
 ) -> str:
     """A text table; ``align`` has ``<`` or ``>`` for each column, ``<`` by default.
 
@@ -94,8 +105,13 @@ def format_table(
     With ``wrap`` the widest columns are wrapped until the table fits the terminal, or none is wider
     than :data:`_NARROW`.
     """
-    cells = [[{True: "yes", False: "no"}[cell] if isinstance(cell, bool) else str(cell)
-              for cell in row] for row in rows]  # fmt: skip
+    cells = [
+        [
+            {True: "yes", False: "no"}[cell] if isinstance(cell, bool) else str(cell)
+            for cell in row
+        ]
+        for row in rows
+    ]
     widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
     room = _measure_terminal() - 2 * (len(widths) - 1)
     while wrap and sum(widths) > room and max(widths) > _NARROW:
@@ -104,11 +120,15 @@ def format_table(
     lines = []
     for row in (head, ["-" * width for width in widths], *cells):
         # Names contain hyphens, and a broken name cannot be copied.
-        wrapped = [textwrap.wrap(text, width, break_on_hyphens=False)
-                   for text, width in zip(row, widths, strict=True)]  # fmt: skip
+        wrapped = [
+            textwrap.wrap(text, width, break_on_hyphens=False)
+            for text, width in zip(row, widths, strict=True)
+        ]
         for parts in zip_longest(*wrapped, fillvalue=""):
             columns = zip(parts, sides, widths, strict=False)
-            lines.append("  ".join(f"{text:{side}{width}}" for text, side, width in columns))
+            lines.append(
+                "  ".join(f"{text:{side}{width}}" for text, side, width in columns)
+            )
     return "\n".join(map(str.rstrip, lines))
 
 
@@ -116,7 +136,9 @@ def format_paragraphs(texts: Iterable[str], bullet: str = "") -> str:
     """Prose wrapped to the terminal, each text on a line of its own."""
     width = min(_PROSE, _measure_terminal())
     # A flag that is broken at a hyphen cannot be copied.
-    return "\n".join(textwrap.fill(bullet + text, width, break_on_hyphens=False) for text in texts)
+    return "\n".join(
+        textwrap.fill(bullet + text, width, break_on_hyphens=False) for text in texts
+    )
 
 
 def format_definitions(rows: Sequence[tuple[str, str]]) -> str:
@@ -124,14 +146,20 @@ def format_definitions(rows: Sequence[tuple[str, str]]) -> str:
     indent = max(len(term) for term, _ in rows) + 2
     width = max(min(_PROSE, _measure_terminal()), indent + _NARROW)
     return "\n".join(
-        textwrap.fill(text, width, initial_indent=f"{term:{indent}}",
-                      subsequent_indent=" " * indent, break_on_hyphens=False)
+        textwrap.fill(
+            text,
+            width,
+            initial_indent=f"{term:{indent}}",
+            subsequent_indent=" " * indent,
+            break_on_hyphens=False,
+        )
         for term, text in rows
-    )  # fmt: skip
+    )
 
 
 def error_as_json(error: AutopruneError) -> str:
     """The record of an error: its kind, its message, and its problems, if it lists any."""
-    problems = error.problems if isinstance(error, ProblemsError) else ()
-    fixes = [{"where": p.where, "what": p.what, "fix": p.fix} for p in problems]
-    return _as_json({"error": type(error).__name__, "message": str(error), "problems": fixes})
+    fixes = [{"where": p.where, "what": p.what, "fix": p.fix} for p in error.problems]
+    return _as_json(
+        {"error": type(error).__name__, "message": str(error), "problems": fixes}
+    )

@@ -24,7 +24,13 @@ from pydantic import (
     field_validator,
 )
 
-from vllm_autoprune.errors import BudgetError, ConfigError, Problem, ProblemsError, StateError
+from vllm_autoprune.errors import (
+    AutopruneError,
+    BudgetError,
+    ConfigError,
+    Problem,
+    StateError,
+)
 from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET, BudgetCall
 from vllm_autoprune.tpdsl.cells import Cells
 from vllm_autoprune.tpdsl.cost import DEFAULT_COST
@@ -73,7 +79,9 @@ class _DetailBudgets(BaseModel):
 
     def as_dict(self) -> dict[Detail, BudgetCall]:
         """Budget of every level that has one."""
-        return {level: b for level in DETAIL_LEVELS if (b := dict(self)[level]) is not None}
+        return {
+            level: b for level in DETAIL_LEVELS if (b := dict(self)[level]) is not None
+        }
 
 
 Level = Literal["none", "budget", "shipped-states", "states"]
@@ -155,12 +163,15 @@ def read_text_tower(path: str) -> TextTower:
     except (OSError, ValueError) as error:
         raise refuse(f"cannot be read ({str(error).splitlines()[0]})") from None
     if not isinstance(config, CLIPConfig):
-        raise refuse(f"is a {config.model_type!r} model", "give a CLIP model with both towers")
+        raise refuse(
+            f"is a {config.model_type!r} model", "give a CLIP model with both towers"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise refuse(f"has no tokenizer ({str(error).splitlines()[0]})") from None
-    text, ids = config.text_config, set(tokenizer.get_vocab().values())
+    text = config.text_config
+    ids = set(tokenizer.get_vocab().values())
     # If the files are missing, transformers creates a tokenizer without words.
     if ids <= set(tokenizer.all_special_ids):
         raise refuse("has no tokenizer (only start and end tokens were found)")
@@ -168,7 +179,8 @@ def read_text_tower(path: str) -> TextTower:
         known = f"its text tower knows {text.vocab_size} tokens"
         fix = "give the tokenizer that belongs to the checkpoint"
         raise refuse(f"its tokenizer makes token {max(ids)}, but {known}", fix)
-    sign, reason = config.to_dict().get(SIGN_KEY), f"its config states {SIGN_KEY}"
+    sign = config.to_dict().get(SIGN_KEY)
+    reason = f"its config states {SIGN_KEY}"
     if sign is None:
         sign = -1
         reason = "its config states no direction and OpenAI's CLIP is inverted on these patches"
@@ -197,7 +209,7 @@ MIDDLEWARE = "vllm_autoprune.serving.api.request.KeepHeaders"
 """Import path of the middleware that keeps our headers, for vLLM's ``--middleware``."""
 
 
-class _InvalidSetting(ProblemsError, ValueError):
+class _InvalidSetting(AutopruneError, ValueError):
     """A setting is not valid; a ValueError, which pydantic collects with those of the others."""
 
 
@@ -205,7 +217,7 @@ def _refuse(where: str, what: str, fix: str) -> _InvalidSetting:
     return _InvalidSetting("settings", [Problem(where, what, fix)])
 
 
-def _locate(setting: str, error: ProblemsError) -> _InvalidSetting:
+def _locate(setting: str, error: AutopruneError) -> _InvalidSetting:
     """Problems of a state, placed in a setting, with the state's JSON pointer where they have one.
 
     ``setting`` is empty for a state that is given as an object.
@@ -217,14 +229,22 @@ def _locate(setting: str, error: ProblemsError) -> _InvalidSetting:
     return _InvalidSetting("settings", problems)
 
 
-_RULES = re.compile(r"(?P<level>[a-z-]+)(?::(?P<least>\d{1,6})-(?P<most>\d{1,6}))?", re.ASCII)
+_RULES = re.compile(
+    r"(?P<level>[a-z-]+)(?::(?P<least>\d{1,6})-(?P<most>\d{1,6}))?", re.ASCII
+)
 
 
-def _flag(metavar: str, text: str, default: object = None, fix: str = "", **bounds: Any) -> Any:
+def _flag(
+    metavar: str, text: str, default: object = None, fix: str = "", **bounds: Any
+) -> Any:
     """A setting with its flag; ``fix`` is what to do where its value is not of its type."""
     extra: dict[str, JsonValue] = {"metavar": metavar, "fix": fix}
     return Field(
-        default, description=text, json_schema_extra=extra, validate_default=True, **bounds
+        default,
+        description=text,
+        json_schema_extra=extra,
+        validate_default=True,
+        **bounds,
     )
 
 
@@ -329,10 +349,16 @@ class Settings(BaseModel):
             raise _refuse(_STATE_FLAG, what, "give a file or a shipped name")
         if isinstance(value, PruningState):
             return value
-        where = "" if isinstance(value, Mapping) else f"{_STATE_FLAG} {str(value)[:255]}"
+        where = (
+            "" if isinstance(value, Mapping) else f"{_STATE_FLAG} {str(value)[:255]}"
+        )
         try:
             text = json.dumps(value) if isinstance(value, Mapping) else str(value)
-        except (TypeError, ValueError, RecursionError) as error:  # a dictionary holds anything
+        except (
+            TypeError,
+            ValueError,
+            RecursionError,
+        ) as error:  # a dictionary holds anything
             fix = "give a dictionary such as json.load returns"
             raise _refuse(where, f"not JSON: {str(error)[:200]}", fix) from None
         try:
@@ -349,14 +375,22 @@ class Settings(BaseModel):
             try:
                 materialize(info.data["state"], budget)
             except BudgetError as error:
-                raise _locate("state" if budget is None else _BUDGET_FLAG, error) from None
+                raise _locate(
+                    "state" if budget is None else _BUDGET_FLAG, error
+                ) from None
         return budget
 
     @field_validator("video_budget", mode="plain")
     @classmethod
-    def read_video_budget(cls, value: object, info: ValidationInfo) -> BudgetCall | None:
+    def read_video_budget(
+        cls, value: object, info: ValidationInfo
+    ) -> BudgetCall | None:
         """The budget of clips, for a state that prunes them."""
-        budget = None if value is None else BudgetCall.parse(value, VIDEO_BUDGET_FLAG, clip=True)
+        budget = (
+            None
+            if value is None
+            else BudgetCall.parse(value, VIDEO_BUDGET_FLAG, clip=True)
+        )
         if budget is not None and "state" in info.data:
             try:
                 materialize_clip(info.data["state"], budget)
@@ -385,7 +419,8 @@ class Settings(BaseModel):
                 return known
         if word is None:
             return None
-        what, fix = f"{str(value)[:80]!r} is not known", f"give {', '.join(POSITIONS)}"
+        what = f"{str(value)[:80]!r} is not known"
+        fix = f"give {', '.join(POSITIONS)}"
         raise _refuse(POSITIONS_FLAG, what, fix)
 
     @field_validator("text_tower", mode="plain")
@@ -404,12 +439,15 @@ class Settings(BaseModel):
         if value is None:
             return DEFAULT_RULES
         match = _RULES.fullmatch(str(value).strip())
-        level = next((name for name in LEVELS if match and name == match["level"]), None)
+        level = next(
+            (name for name in LEVELS if match and name == match["level"]), None
+        )
         if match is None or level is None:
             near = suggest_name(str(value).partition(":")[0], LEVELS)
             fix = f"{near} (with a range where wanted: budget:16-256)"
             raise _refuse(REQUESTS_FLAG, f"{str(value)[:80]!r} is not known", fix)
-        least, most = int(match["least"] or 1), int(match["most"] or MAX_BUDGET)
+        least = int(match["least"] or 1)
+        most = int(match["most"] or MAX_BUDGET)
         if not 1 <= least <= most <= MAX_BUDGET:
             fix = f"give two numbers from 1 to {MAX_BUDGET}, in order"
             raise _refuse(REQUESTS_FLAG, f"{least}-{most} is no range of tokens", fix)
@@ -417,11 +455,12 @@ class Settings(BaseModel):
 
     @field_validator("detail", mode="plain")
     @classmethod
-    def read_detail(cls, value: object, info: ValidationInfo) -> _DetailBudgets:
+    def read_detail(cls, value: object, info: ValidationInfo) -> _DetailBudgets:  # noqa: C901
         """Budgets by ``"low=64,high=256"``, or a mapping: possible with the state and the rules."""
         if value is None:
             return _DetailBudgets()
-        levels, repeats = value, False
+        levels = value
+        repeats = False
         if isinstance(value, str):
             parts = [entry.partition("=") for entry in value.split(",")]
             levels = {name.strip(): budget for name, _, budget in parts}
@@ -436,7 +475,9 @@ class Settings(BaseModel):
             fix = "give low=64,high=256, or low=1/16,high=1/4, or one of the two"
             raise _refuse(DETAIL_FLAG, what, fix)
         if detail.low and detail.high:
-            low, high = ([b.tokens_kept(2**i) for i in range(17)] for b in budgets.values())
+            low, high = (
+                [b.tokens_kept(2**i) for i in range(17)] for b in budgets.values()
+            )
             if any(few > many for few, many in zip(low, high, strict=True)):
                 what = f"low = {detail.low.rule()} can keep more than high = {detail.high.rule()}"
                 raise _refuse(DETAIL_FLAG, what, "give low the smaller budget")
@@ -446,7 +487,9 @@ class Settings(BaseModel):
                 what = f"{level} = {budget.rule()} keeps up to {largest} tokens, and "
                 what += f"{REQUESTS_FLAG} allows {most} at most"
                 share, *bounds = f"{budget.rule()}".split(":")
-                lower = f"give {share}:1-{most}" if bounds or "/" in share else "lower it"
+                lower = (
+                    f"give {share}:1-{most}" if bounds or "/" in share else "lower it"
+                )
                 fix = f"{lower}, or raise the range"
                 raise _refuse(DETAIL_FLAG, what, fix)
             if "state" in info.data:
@@ -473,7 +516,9 @@ class Settings(BaseModel):
         """Any value but an empty text: ignored, it would serve what the operator did not mean."""
         if isinstance(value, str) and not value.strip():
             what = "is empty, as where a variable is not set"
-            raise _refuse(_flag_name(str(info.field_name)), what, "give a value, or leave it out")
+            raise _refuse(
+                _flag_name(str(info.field_name)), what, "give a value, or leave it out"
+            )
         return value
 
     @property
@@ -494,14 +539,19 @@ def read_settings(settings: object) -> tuple[Settings | None, list[Problem]]:
     if not isinstance(settings, Mapping):
         return None, [Problem(where, "not an object", 'give {"state": ...}')]
     # A setting that is None in JSON or in Python is as if it was not given.
-    items = ((str(name), value) for name, value in settings.items() if value is not None)
+    items = (
+        (str(name), value) for name, value in settings.items() if value is not None
+    )
     try:
-        return Settings.model_validate({n: v for n, v in items if n != "from_flags"}), []
+        return Settings.model_validate(
+            {n: v for n, v in items if n != "from_flags"}
+        ), []
     except ValidationError as error:
         problems: list[Problem] = []
         for detail in error.errors(include_url=False):
-            cause, name = detail.get("ctx", {}).get("error"), str(detail["loc"][0])
-            if isinstance(cause, ProblemsError):
+            cause = detail.get("ctx", {}).get("error")
+            name = str(detail["loc"][0])
+            if isinstance(cause, AutopruneError):
                 problems += cause.problems
             elif name in Settings.model_fields:
                 what = f"{str(detail['input'])[:80]!r} is not a number in its range"
@@ -546,7 +596,11 @@ class _Merge(argparse.Action):
         merged = dict(vars(namespace).get("additional_config") or {})
         for key, value in extra.items():
             before = merged.get(key)
-            if key == SETTINGS_KEY and isinstance(value, Mapping) and isinstance(before, Mapping):
+            if (
+                key == SETTINGS_KEY
+                and isinstance(value, Mapping)
+                and isinstance(before, Mapping)
+            ):
                 value = {**before, **value}
             merged[key] = value
         namespace.additional_config = merged
