@@ -19,8 +19,8 @@ import pytest
 from PIL import Image
 from transformers import AutoConfig
 
-from benchmarks.common.fake_server import Answer, Body, FakeServer, Reply, fake_server
 from benchmarks.yardsticks.examples import LLAVA
+from tests.fake_server import Answer, Body, FakeServer, Reply, fake_server
 from tests.test_explain import write_video
 from vllm_autoprune import positions
 from vllm_autoprune.advise import (

@@ -24,10 +24,10 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from PIL import Image
 
-from benchmarks.common.fake_server import Body, Reply, fake_server
 from benchmarks.load.__main__ import parse_arguments
 from benchmarks.load.settings import PairedOptions
 from benchmarks.yardsticks.examples import as_picture, draw_examples
+from tests.fake_server import Body, Reply, fake_server
 from tests.serving.unit.samples import LLAVA, vllm_config
 from vllm_autoprune.cli.main import main
 from vllm_autoprune.evaluation.questions import read_questions

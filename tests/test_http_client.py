@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from pydantic import SecretStr, ValidationError
 
 from benchmarks.common.client import Client
-from benchmarks.common.fake_server import Answer, Body, FakeServer, fake_server
 from benchmarks.common.report import command_line
 from benchmarks.common.requests import build_body, build_content
 from benchmarks.server import serve
 from benchmarks.yardsticks.examples import CLIP, LLAVA, draw_examples
+from tests.fake_server import Answer, Body, FakeServer, fake_server
 from tests.offline_search.synthetic import (
     MODELS,
     completion,

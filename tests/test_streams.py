@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.common.client import Client
-from benchmarks.common.fake_server import fake_server
 from benchmarks.common.requests import build_body, build_content
 from benchmarks.server import serve
 from benchmarks.yardsticks.examples import LLAVA, draw_examples
+from tests.fake_server import fake_server
 from vllm_autoprune.stream import EMPTY, parse_stream
 
 Figures = tuple[int, int, str, int | None, int | None, str | None]

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.common.fake_server import Body, Reply, fake_server
+from tests.fake_server import Body, Reply, fake_server
 
 
 def main() -> None:

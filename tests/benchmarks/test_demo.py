@@ -20,9 +20,9 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from benchmarks import BenchmarkError, demo
-from benchmarks.common.fake_server import Body, Reply, fake_server
 from benchmarks.server import ServerDied
 from benchmarks.yardsticks.examples import draw_examples
+from tests.fake_server import Body, Reply, fake_server
 
 HERE = Path(__file__).resolve().parent
 README = HERE.parents[1] / "README.md"

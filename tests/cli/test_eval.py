@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import pytest
 from PIL import Image
 
-from benchmarks.common.fake_server import Answer, Body
 from tests.benchmarks.accuracy.minillava_server import answering, arm, asked, reply
+from tests.fake_server import Answer, Body
 from tests.offline_search.synthetic import MODELS, completion, endpoint, error
 from tests.test_explain import write_frames, write_video
 from vllm_autoprune import PruningState, load_state

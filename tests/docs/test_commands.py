@@ -21,9 +21,9 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import vllm_autoprune_command
 from benchmarks.accuracy import positions
-from benchmarks.common.fake_server import Reply, fake_server
 from benchmarks.load.__main__ import parse_arguments
 from tests.docs.commands import ROOT, Command, prepare_folder, read_commands, type_page
+from tests.fake_server import Reply, fake_server
 from tests.serving.unit.samples import refusal
 from tests.serving.unit.test_request import resolve, server
 from tests.test_examples import flags_of, require_valid

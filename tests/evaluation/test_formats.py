@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.common.fake_server import Answer, fake_server
 from tests.evaluation.test_questions import INLINE, assert_told, refuse_questions, save
 from tests.evaluation.test_questions import write as write_file
+from tests.fake_server import Answer, fake_server
 from tests.test_streams import json_values
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.evaluation.answers import Rule, score_text

@@ -18,7 +18,7 @@ import pytest
 from openai import OpenAI
 from PIL import Image
 
-from benchmarks.common.fake_server import FakeServer
+from tests.fake_server import FakeServer
 from tests.offline_search.synthetic import MODELS, completion, endpoint, error
 from vllm_autoprune.cli.main import main
 from vllm_autoprune.errors import ConfigError

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.common.fake_server import Answer
+from tests.fake_server import Answer
 from tests.offline_search.synthetic import completion, endpoint, token
 from vllm_autoprune.errors import AutopruneError
 from vllm_autoprune.evaluation.scoring_request import score_answer

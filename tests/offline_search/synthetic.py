@@ -21,7 +21,6 @@ import numpy as np
 from PIL import Image
 from pydantic import JsonValue
 
-from benchmarks.common.fake_server import Answer, Body, FakeServer, fake_server
 from offline_search.candidates import Expectation, Hypothesis
 from offline_search.components import JsonObject
 from offline_search.dataset import SPLITS, Dataset, read_dataset, write_split
@@ -45,6 +44,7 @@ from offline_search.search import Search
 from offline_search.search_space import RandomSource, sample_proposal
 from offline_search.settings import Settings
 from offline_search.strategies import STRATEGIES
+from tests.fake_server import Answer, Body, FakeServer, fake_server
 from vllm_autoprune.errors import EvaluationFailed
 from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.tpdsl.safety import synthetic_probes

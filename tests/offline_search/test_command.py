@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.common.fake_server import Answer, Body, FakeServer
 from offline_search.dataset import SPLITS, Dataset
 from offline_search.ledger import ReplyRecord, SettingsRecord, read_ledger
 from offline_search.report import ProgressLog
+from tests.fake_server import Answer, Body, FakeServer
 from tests.offline_search.synthetic import (
     IMAGE_TOKENS,
     SIZE,

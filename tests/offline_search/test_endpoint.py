@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.common.fake_server import Answer, Body, FakeServer
 from offline_search.components import JsonObject
 from offline_search.endpoint import EndpointProposer, EndpointSettings
 from offline_search.prompt import Messages
 from offline_search.proposer import Reply
+from tests.fake_server import Answer, Body, FakeServer
 from tests.offline_search.synthetic import completion, endpoint, error
 from vllm_autoprune.errors import ConfigError
 

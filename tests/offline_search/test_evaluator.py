@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.common.fake_server import Answer, Body, FakeServer
 from offline_search.dataset import SPLITS, Dataset, convert_mme, read_dataset
 from offline_search.evaluator import EvaluationJob, ServedEvaluator
+from tests.fake_server import Answer, Body, FakeServer
 from tests.offline_search.synthetic import (
     MODELS,
     PIXEL,

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.common.fake_server import Answer, Body
 from offline_search.dataset import Dataset
 from offline_search.history import Answers, Difference, History, Trial, compare
 from offline_search.ledger import (
@@ -27,6 +26,7 @@ from offline_search.ledger import (
 )
 from offline_search.search import _bootstrap_mean
 from offline_search.settings import Settings
+from tests.fake_server import Answer, Body
 from tests.offline_search.synthetic import answer_search, endpoint, trial
 from vllm_autoprune.errors import SearchError
 from vllm_autoprune.evaluation.questions import Example

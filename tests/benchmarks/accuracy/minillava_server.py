@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks.common.fake_server import Answer, Body
+from tests.fake_server import Answer, Body
 from tests.offline_search.synthetic import completion
 
 

@@ -14,8 +14,8 @@ import pytest
 from PIL import Image
 
 from benchmarks.accuracy import clips
-from benchmarks.common.fake_server import Answer, Body
 from tests.benchmarks.accuracy.minillava_server import arm, asked, reply
+from tests.fake_server import Answer, Body
 from tests.offline_search.synthetic import endpoint
 
 

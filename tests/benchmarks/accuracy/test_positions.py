@@ -16,9 +16,9 @@ import httpx
 import pytest
 
 from benchmarks.accuracy import positions
-from benchmarks.common.fake_server import Answer, Body, FakeServer
 from tests.benchmarks.accuracy.test_tables import PUBLISHED
 from tests.evaluation.test_lmms import write_output
+from tests.fake_server import Answer, Body, FakeServer
 from tests.offline_search.synthetic import (
     MODELS,
     completion,

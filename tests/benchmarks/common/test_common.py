@@ -10,7 +10,6 @@ import pytest
 from transformers import AutoConfig, AutoProcessor
 
 from benchmarks.common.client import Client, Record
-from benchmarks.common.fake_server import MODEL, Reply, fake_server
 from benchmarks.common.shapes import (
     TOKENS,
     _read_shape,
@@ -20,6 +19,7 @@ from benchmarks.common.shapes import (
     write_shape,
 )
 from benchmarks.server import ServerDied
+from tests.fake_server import MODEL, Reply, fake_server
 from vllm_autoprune.backbones import BackboneShape, count_tower_flops
 
 # ---- the streaming client, against a server whose schedule is known beforehand ----

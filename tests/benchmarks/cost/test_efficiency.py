@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.common.fake_server import Body, FakeServer, Reply, fake_server
 from benchmarks.cost import efficiency
 from benchmarks.cost.__main__ import main
 from benchmarks.server import ServerDied
+from tests.fake_server import Body, FakeServer, Reply, fake_server
 from vllm_autoprune.backbones import BACKBONE_SHAPES
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.common.fake_server import Answer, Body, Reply, fake_server
 from benchmarks.cost import soak
+from tests.fake_server import Answer, Body, Reply, fake_server
 
 MIB = 1 << 20
 

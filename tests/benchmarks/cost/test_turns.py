@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import BenchmarkError
-from benchmarks.common.fake_server import Body, Reply, fake_server
 from benchmarks.cost import cells, clips
 from benchmarks.cost.turns import Table, Turns, as_fields
 from benchmarks.server import Server
+from tests.fake_server import Body, Reply, fake_server
 
 ARMS = ({"enabled": False}, {"budget": "1/8"})
 

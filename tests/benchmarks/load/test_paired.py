@@ -20,7 +20,6 @@ import pytest
 
 from benchmarks import BenchmarkError
 from benchmarks.common.client import Record
-from benchmarks.common.fake_server import MODEL, Body, Reply, fake_server
 from benchmarks.cost.__main__ import parse_arguments as parse_cost_arguments
 from benchmarks.load import paired as module
 from benchmarks.load.__main__ import main, parse_arguments
@@ -30,6 +29,7 @@ from benchmarks.load.result import RECORDS, Result
 from benchmarks.load.settings import Load, PairedOptions, RunOptions, Workload
 from benchmarks.load.workload import Prepared, prepare
 from tests.benchmarks.load.samples import record, result
+from tests.fake_server import MODEL, Body, Reply, fake_server
 from vllm_autoprune import load_state
 
 PAGE = Path(__file__).parents[3] / "docs" / "benchmarks.md"
