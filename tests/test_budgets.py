@@ -59,9 +59,9 @@ def test_nothing_is_above_its_budget() -> None:
         "public names per 1,000 lines": names - BUDGETS["public_names_per_1000_lines"],
         "words of documents": words - BUDGETS["words"],
     }
-    for page, most in PAGES.items():
+    for page, maximum in PAGES.items():
         above[f"words of {page}"] = (
-            len((ROOT / page).read_text(encoding="utf-8").split()) - most
+            len((ROOT / page).read_text(encoding="utf-8").split()) - maximum
         )
     assert {what: excess for what, excess in above.items() if excess > 0} == {}
 
@@ -71,7 +71,7 @@ VAGUE = {"one", "own", "first", "given", "whole", "left"}
 
 
 def test_no_local_has_a_name_that_says_nothing() -> None:
-    places = [f"{place}: {name}" for place, name in find_locals() if name in VAGUE]
+    places = [f"{line}: {name}" for line, name in find_locals() if name in VAGUE]
     assert places == []
 
 
@@ -112,7 +112,7 @@ def test_code_is_not_denser_than_its_limits() -> None:
 @cache
 def find_locals() -> list[tuple[str, str]]:
     """Place and name of each argument, and of each assignment to a local variable."""
-    found: dict[tuple[str, int, int], str] = {}
+    names: dict[tuple[str, int, int], str] = {}
     for path in files(".py"):
         for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(
@@ -121,10 +121,10 @@ def find_locals() -> list[tuple[str, str]]:
                 continue
             for node in ast.walk(function):
                 if isinstance(node, ast.arg):
-                    found[str(path), node.lineno, node.col_offset] = node.arg
+                    names[str(path), node.lineno, node.col_offset] = node.arg
                 elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                    found[str(path), node.lineno, node.col_offset] = node.id
-    return [(f"{path}:{line}", name) for (path, line, _), name in found.items()]
+                    names[str(path), node.lineno, node.col_offset] = node.id
+    return [(f"{path}:{line}", name) for (path, line, _), name in names.items()]
 
 
 def is_tuple_assignment(node: ast.AST) -> bool:

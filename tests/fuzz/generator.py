@@ -139,8 +139,10 @@ def _values(schema: Json) -> st.SearchStrategy[Any]:  # noqa: C901
             required = {name: fields.pop(name) for name in schema.get("required", ())}
             objects = st.fixed_dictionaries(required, optional=fields)
             if isinstance(more := schema.get("additionalProperties", False), dict):
-                others = st.dictionaries(st.text(max_size=8), _values(more), max_size=2)
-                return st.builds(operator.or_, others, objects)
+                unknown = st.dictionaries(
+                    st.text(max_size=8), _values(more), max_size=2
+                )
+                return st.builds(operator.or_, unknown, objects)
             return objects
         case {"type": "array"}:
             sizes = {
@@ -198,20 +200,20 @@ def _atoms() -> list[str]:
 
 @cache
 def _field_names() -> list[str]:
-    known = [
+    names = [
         name
         for atom in sorted(ATOMS.names())
         for name in sorted(ATOMS[atom].call.parameters())
     ]
-    return [*known, "atom", "name", "limit", "Weight"]
+    return [*names, "atom", "name", "limit", "Weight"]
 
 
 def _respell(text: str, random: Random) -> str:
     """A text with a mistake, or another one that is odd."""
-    at = random.randrange(len(text) + 1)
+    position = random.randrange(len(text) + 1)
     mistakes = (
-        text[:at] + text[at + 1 :],
-        text[:at] + random.choice("aez_-@ 0") + text[at:],
+        text[:position] + text[position + 1 :],
+        text[:position] + random.choice("aez_-@ 0") + text[position:],
         text.upper(),
         text.replace("_", "-"),
         f" {text}",
@@ -359,7 +361,7 @@ _ENCODINGS = (
 
 def spoil(text: str, random: Random) -> str | bytes:
     """A text that is no longer JSON, or is hardly any; long and deep ones: test_loading.py."""
-    at = random.randrange(len(text) + 1)
+    position = random.randrange(len(text) + 1)
     match random.choice(
         ("number", "key", "cut", "insert", "nothing", "encoded", "bytes")
     ):
@@ -376,10 +378,12 @@ def spoil(text: str, random: Random) -> str | bytes:
             )
             return f"{text[:head]}{random.choice(keys)}: null, {text[head:]}"
         case "cut":
-            after = text[at + 1 + random.randrange(5) :]
-            return random.choice((text[:at], text[at:], text[:at] + after))
+            after = text[position + 1 + random.randrange(5) :]
+            return random.choice(
+                (text[:position], text[position:], text[:position] + after)
+            )
         case "insert":
-            return text[:at] + random.choice(_INSERTED) + text[at:]
+            return text[:position] + random.choice(_INSERTED) + text[position:]
         case "nothing":
             return random.choice(_TEXTS)
         case "encoded":

@@ -125,8 +125,8 @@ def use(state: PruningState, fully: bool) -> None:
             assert 1 <= policy.budget <= MAX_BUDGET and policy.r_min <= policy.budget, (
                 budget
             )
-    least = state.constraints.selector.insists_on or 0
-    k = min(max(SMALL, least), state.budget.limit or MAX_BUDGET)
+    minimum = state.constraints.selector.insists_on or 0
+    k = min(max(SMALL, minimum), state.budget.limit or MAX_BUDGET)
     probe = probes()[int(state.digest[0], 16) % len(probes())]
     record = safety_check(
         shipped if fully else materialize(state, k), None if fully else [probe]

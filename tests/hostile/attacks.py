@@ -109,7 +109,7 @@ def odd_images(site: Site) -> None:
         )
         parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
         turn = {"role": "user", "content": [*parts, {"type": "text", "text": QUESTION}]}
-        reply, expected = (each.ask(messages=[turn]) for each in (site, stock))
+        reply, expected = (server.ask(messages=[turn]) for server in (site, stock))
         assert reply.status == expected.status < 500, (name, reply, expected)
 
 
@@ -417,7 +417,7 @@ def counted_though_not_served(site: Site) -> None:
         (CHAT, {**chat, "max_tokens": 10**6}),
         (CHAT, {**chat, **entry(budget=0)}),
     ):
-        before = [site.metric(counter) for counter in counters]
+        counts = [site.metric(counter) for counter in counters]
         reply = site.send(path, body)
         assert_no_error(reply)
-        assert [site.metric(counter) for counter in counters] == before, (path, reply)
+        assert [site.metric(counter) for counter in counters] == counts, (path, reply)

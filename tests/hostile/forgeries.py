@@ -45,14 +45,14 @@ def _same(plan: Tensor) -> Tensor:
     return plan
 
 
-def changed(**others: object) -> Forge:
+def changed(**values: object) -> Forge:
     """Other values of some of a plan's fields."""
-    return lambda plan: replace(ItemPlan.decode(plan), **others).encode()  # type: ignore[arg-type]
+    return lambda plan: replace(ItemPlan.decode(plan), **values).encode()  # type: ignore[arg-type]
 
 
-def with_any(**others: object) -> Forge:
+def with_any(**values: object) -> Forge:
     """Fields of any name and value, which no plan may have."""
-    return lambda plan: with_fields(plan, **others)
+    return lambda plan: with_fields(plan, **values)
 
 
 def _as_core(plan: Tensor) -> Tensor:
@@ -109,9 +109,9 @@ def forge(request: Mapping[str, Any], *forges: Forge) -> Json:
     features["mm_hashes"]["image"] = [
         f"{next(_identities):064x}" for _ in features["mm_hashes"]["image"]
     ]
-    for at, packed in enumerate(features["kwargs_data"]["image"]):
+    for number, packed in enumerate(features["kwargs_data"]["image"]):
         item = decode_mm_kwargs_item(packed)
-        plan = forges[min(at, len(forges) - 1)](item[FIELD].data)
+        plan = forges[min(number, len(forges) - 1)](item[FIELD].data)
         if plan is None:
             del item[FIELD]
         else:

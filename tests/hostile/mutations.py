@@ -68,11 +68,11 @@ def draw_mutation(requests: Sequence[Request], source: Random) -> Mutation | Non
             request = _resize(request, number, length)
     else:
         name = source.choice([*sorted(feature.data) * 2, "pixel_values", "more"])
-        others = [
+        items = [
             item.data for r in requests for item in r.features if item.data is not None
         ]
         _mutate_tensor(
-            feature.data, name, [item[name] for item in others if name in item], source
+            feature.data, name, [item[name] for item in items if name in item], source
         )
     feature = request.features[number]
     try:
@@ -157,20 +157,28 @@ def _draw_text(plan: ItemPlan, source: Random) -> list[tuple[int, int]]:
     if not text or source.random() < 0.2:
         count = source.randrange(1, 40)
         places = sorted(source.choice((0, 1, plan.tokens, 10**6)) for _ in range(count))
-        return [(place, 3) for place in places]
-    at = source.randrange(len(text))
-    place, token = text[at]
+        return [(position, 3) for position in places]
+    index = source.randrange(len(text))
+    position, token = text[index]
     changes: Sequence[Callable[[], list[tuple[int, int]]]] = (
         list,
-        lambda: text[:at],
-        lambda: text[at:],
-        lambda: [*text[:at], *text[at + 1 :]],
-        lambda: [*text[:at], (place + source.choice((-1, 1)), token), *text[at + 1 :]],
+        lambda: text[:index],
+        lambda: text[index:],
+        lambda: [*text[:index], *text[index + 1 :]],
         lambda: [
-            *text[:at],
-            *[(source.choice((plan.tokens, 10**6)), token)] * (len(text) - at),
+            *text[:index],
+            (position + source.choice((-1, 1)), token),
+            *text[index + 1 :],
         ],
-        lambda: [*text[:at], (place, source.choice(_NUMBERS)), *text[at + 1 :]],
+        lambda: [
+            *text[:index],
+            *[(source.choice((plan.tokens, 10**6)), token)] * (len(text) - index),
+        ],
+        lambda: [
+            *text[:index],
+            (position, source.choice(_NUMBERS)),
+            *text[index + 1 :],
+        ],
         lambda: [*text, *text],
     )
     return source.choice(changes)()
@@ -196,9 +204,9 @@ def _resize(request: Request, number: int, length: int) -> Request:
     moved = [
         replace(
             feature,
-            mm_position=replace(place, offset=place.offset + start + length - end),
+            mm_position=replace(span, offset=span.offset + start + length - end),
         )
-        if (place := feature.mm_position).offset > start
+        if (span := feature.mm_position).offset > start
         else feature
         for feature in request.features
     ]
@@ -210,7 +218,7 @@ def _resize(request: Request, number: int, length: int) -> Request:
 
 
 def _mutate_tensor(
-    item: Any, name: str, others: Sequence[MultiModalFieldElem], source: Random
+    item: Any, name: str, elements: Sequence[MultiModalFieldElem], source: Random
 ) -> None:
     """Another value or another kind of a field, in place."""
     element = item.get(name)
@@ -227,11 +235,11 @@ def _mutate_tensor(
     values: list[Callable[[], object]] = [
         lambda: None,
         lambda: source.choice((3, 0.5, [], [1, 2], [[1.0]])),
-        lambda: source.choice(others).data if others else None,
+        lambda: source.choice(elements).data if elements else None,
     ]
     if isinstance(element.data, Tensor):
         values = [*values[: source.randrange(2)], *(_changes(element.data, source))]
-        values += [lambda: source.choice(others).data if others else None] * 3
+        values += [lambda: source.choice(elements).data if elements else None] * 3
     element.data = source.choice(values)()
 
 
@@ -294,10 +302,10 @@ def _fitting(number: float, tensor: Tensor) -> float:
 
 def _exchange_number(tensor: Tensor, number: float, source: Random) -> Tensor:
     changed = tensor.clone()
-    at = source.randrange(len(tensor))
-    near = int(tensor[at])
+    index = source.randrange(len(tensor))
+    near = int(tensor[index])
     value = source.choice((near + 1, near - 1, near * 2, number))
-    changed[at] = int(_fitting(value, tensor))
+    changed[index] = int(_fitting(value, tensor))
     return changed
 
 

@@ -300,9 +300,9 @@ def run_attack(name: str, profile: Profile, get: Callable[[Profile], Server]) ->
     """Run an attack on a server, which afterwards answers a usual question as before."""
     site = Site(get(profile), get=get, profile=profile)
     question = site.body(Picture(0, 448, 448), text="what colour is the cat")
-    before = site.send(CHAT, question)
-    assert before.status == 200, before
+    reply = site.send(CHAT, question)
+    assert reply.status == 200, reply
     ATTACKS[name].run(site)
     after = site.send(CHAT, question)
     assert after.status == 200, f"{after}\n{site.server.logged()[-3000:]}"
-    assert_same("a usual question afterwards", after, before)
+    assert_same("a usual question afterwards", after, reply)

@@ -66,10 +66,10 @@ def judge(worker: Worker, mutation: Mutation) -> str:
         return outcome
     lengths = [plan.budget + len(plan.text) for plan in plans]
     positions = worker.positions(mutation.request)
-    before, *rows, after = worker.encode(
+    ahead, *rows, behind = worker.encode(
         [worker.neighbour, *features, worker.neighbour]
     )
-    for neighbour in (before, after):
+    for neighbour in (ahead, behind):
         torch.testing.assert_close(neighbour, worker.rows, rtol=1e-3, atol=1e-3)
     assert [len(part) for part in rows] == lengths
     if outcome == "served":

@@ -127,17 +127,17 @@ class Worker:
 
     def _make(self, images: Sequence[Any], **named: Any) -> Request:
         modality = named.get("modality", "image")
-        made = self.sender.process(images, **named)
+        inputs = self.sender.process(images, **named)
         features = [
-            MultiModalFeatureSpec(MultiModalKwargsItem(item), modality, identity, place)
-            for item, identity, place in zip(
-                made["mm_kwargs"][modality],
-                made["mm_hashes"][modality],
-                made["mm_placeholders"][modality],
+            MultiModalFeatureSpec(MultiModalKwargsItem(item), modality, identity, span)
+            for item, identity, span in zip(
+                inputs["mm_kwargs"][modality],
+                inputs["mm_hashes"][modality],
+                inputs["mm_placeholders"][modality],
                 strict=True,
             )
         ]
-        return Request(list(made["prompt_token_ids"]), features)
+        return Request(list(inputs["prompt_token_ids"]), features)
 
     def check(self, request: Request) -> None:
         """The check of an API server; raises what it raises."""
@@ -165,9 +165,9 @@ class Worker:
         rows: list[Tensor] = []
         for run in self.model.autoprune_split([item for _, item in pairs]):
             for _, count, batch in group_and_batch_mm_kwargs(pairs[run]):
-                made = self.model.embed_multimodal(**batch)
-                sanity_check_mm_encoder_outputs(made, count)
-                rows += made
+                outputs = self.model.embed_multimodal(**batch)
+                sanity_check_mm_encoder_outputs(outputs, count)
+                rows += outputs
         return rows
 
     @torch.inference_mode()

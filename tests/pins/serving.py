@@ -30,10 +30,10 @@ Request = dict[str, Any]
 @cache
 def folder() -> tempfile.TemporaryDirectory[str]:
     """The folder of a tiny Qwen2.5-VL; entered, because a model's name is part of identities."""
-    made = tempfile.TemporaryDirectory()
-    os.chdir(made.name)
+    temporary = tempfile.TemporaryDirectory()
+    os.chdir(temporary.name)
     build("qwen2_5_vl", Path("tiny"))
-    return made
+    return temporary
 
 
 @cache

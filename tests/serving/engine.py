@@ -151,7 +151,8 @@ def render_prompt(
     """The raw prompt of a :data:`Request`: a conversation about an example's image."""
     questions = examples(6)
     turns = [
-        questions[(number + at + 1) % len(questions)].question for at in range(later)
+        questions[(number + offset) % len(questions)].question
+        for offset in range(1, later + 1)
     ]
     text = format_prompt(questions[number].question)
     text += "".join(f" red</s>USER: <image>\n{turn} ASSISTANT:" for turn in turns)
@@ -270,12 +271,12 @@ def assert_same(
     answers: Sequence[Answer], expected: Sequence[Answer], tolerance: float = 1e-3
 ) -> None:
     """Equal answers to prompts of equal length, their log-probabilities up to rounding."""
-    for answer, known in zip(answers, expected, strict=True):
+    for answer, other in zip(answers, expected, strict=True):
         assert (answer["text"], answer["prompt_tokens"]) == (
-            known["text"],
-            known["prompt_tokens"],
+            other["text"],
+            other["prompt_tokens"],
         )
-        assert answer["logprob"] == pytest.approx(known["logprob"], abs=tolerance)
+        assert answer["logprob"] == pytest.approx(other["logprob"], abs=tolerance)
 
 
 # ---- what is selected inside an engine ----

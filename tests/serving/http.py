@@ -60,10 +60,10 @@ def assert_grows(
     server: Server, send_requests: Callable[[], object], expected: Mapping[str, float]
 ) -> dict[str, float]:
     """By how much each of :func:`samples` grows; fails where not as expected."""
-    before = samples(server)
+    earlier = samples(server)
     send_requests()
     grown = {
-        name: value - before.get(name, 0.0) for name, value in samples(server).items()
+        name: value - earlier.get(name, 0.0) for name, value in samples(server).items()
     }
     assert {name: grown[name] for name in expected} == dict(expected)
     return grown

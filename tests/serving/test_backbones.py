@@ -171,8 +171,8 @@ def test_free_shares_follow_the_tile_that_shows_something(backbone: str) -> None
         for shares in ("equal", "free"):
             state = {**alone("divprune"), "shares": shares}
             (answer,) = engine.chat(talk, entry={"state": state, "budget": 10})
-            (kept,) = record.take().values()
-            counts = [sum(token // 9 == tile for token in kept) for tile in range(5)]
+            (indices,) = record.take().values()
+            counts = [sum(token // 9 == tile for token in indices) for tile in range(5)]
             assert sum(counts) == 10
             assert counts[1 + number] > 6 if shares == "free" else counts == [2] * 5
             lengths.append(answer["prompt_tokens"])
@@ -204,11 +204,11 @@ def test_audio_beside_a_pruned_image_is_untouched() -> None:
     answers = []
     for entry in ({"enabled": False}, {"budget": 132}, {"budget": 8}):
         engine.empty_caches()
-        asked = raw_prompt(
+        request = raw_prompt(
             f"user {audio} {image} what is blue you", picture(330, 300, 4), **entry
         )
-        asked["multi_modal_data"]["audio"] = (noise, 16000)
-        answers += engine.generate([asked])
+        request["multi_modal_data"]["audio"] = (noise, 16000)
+        answers += engine.generate([request])
     unpruned, kept_all, pruned = answers
     assert kept_all == unpruned
     assert pruned["prompt_tokens"] == unpruned["prompt_tokens"] - 132 + 8

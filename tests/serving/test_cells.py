@@ -32,7 +32,7 @@ GRIDS = ([1, 16, 12], [1, 2, 30], [1, 18, 22], [1, 2, 2])
 
 
 @contextmanager
-def attending_to(tower: Any, kept: Tensor) -> Iterator[None]:
+def attending_to(tower: Any, patches: Tensor) -> Iterator[None]:
     """Let a tower over whole images attend to kept patches alone."""
 
     def attend(
@@ -40,9 +40,9 @@ def attending_to(tower: Any, kept: Tensor) -> Iterator[None]:
     ) -> Tensor:
         edges = lengths[0] if lengths else named["cu_seqlens"]
         sequence = torch.searchsorted(
-            edges, torch.arange(len(kept), dtype=edges.dtype), right=True
+            edges, torch.arange(len(patches), dtype=edges.dtype), right=True
         )
-        seen = (sequence[:, None] == sequence) & kept
+        seen = (sequence[:, None] == sequence) & patches
         q, k, v = (
             p.reshape(-1, *p.shape[-2:]).transpose(0, 1) for p in (query, key, value)
         )
@@ -105,16 +105,18 @@ def test_kept_cells_are_encoded_as_by_a_tower_that_sees_no_others(
         assert torch.equal(
             encode([torch.ones_like(mask) for mask in some], every), stock
         )
-        found = encode(some, every)
+        batched = encode(some, every)
         singly = torch.cat([encode(some, [i]) for i in every])
-        torch.testing.assert_close(found, singly, rtol=tolerance, atol=tolerance)
-        kept = torch.cat(some)
+        torch.testing.assert_close(batched, singly, rtol=tolerance, atol=tolerance)
+        cells = torch.cat(some)
         order = tower.prepare_encoder_metadata([*GRIDS]).get("window_index")
-        in_tower = kept if order is None else kept[order]
+        in_tower = cells if order is None else cells[order]
         with attending_to(tower, in_tower.repeat_interleave(4)):
             masked = tower(torch.cat(pixels), [*GRIDS])
-        torch.testing.assert_close(found, masked[kept], rtol=tolerance, atol=tolerance)
-        assert not torch.allclose(found, stock[kept], rtol=5e-2, atol=5e-2)
+        torch.testing.assert_close(
+            batched, masked[cells], rtol=tolerance, atol=tolerance
+        )
+        assert not torch.allclose(batched, stock[cells], rtol=5e-2, atol=5e-2)
 
 
 LONG = "what colour is the cat" + " and the sky is blue on the right" * 6
@@ -142,8 +144,8 @@ def test_pages_with_and_without_a_rule_share_nothing() -> None:
     engine.empty_caches()
     find = Trimming.find_encoded
 
-    def without(self: Trimming, digest: str, made: Any) -> EncodedImage:
-        return replace(find(self, digest, made), digest=digest)
+    def without(self: Trimming, digest: str, encoded: Any) -> EncodedImage:
+        return replace(find(self, digest, encoded), digest=digest)
 
     with patch.object(Trimming, "find_encoded", without):
         ask(engine, image, cells="none")
@@ -166,8 +168,8 @@ def test_selection_chooses_among_the_cells_that_are_left() -> None:
         {"state": "autoprune"},
     ):
         ask(engine, image, cells="flat", budget=5, **entry)
-        ((plan, kept),) = record.take().items()
-        assert len(set(kept)) == 5 and max(kept) < plan.tokens < 56
+        ((plan, indices),) = record.take().items()
+        assert len(set(indices)) == 5 and max(indices) < plan.tokens < 56
     assert engine.model.autoprune_reporter.errors == {}
 
 

@@ -42,15 +42,15 @@ def ask(model: Any, text: str, videos: list[int], **entry: Any) -> Prompt:
 
 def requests(model: Any, **entry: Any) -> list[Prompt]:
     """Clips of 1, 2, 3 and 7 groups; an image before and behind one; two of them."""
-    asked: list[tuple[str, list[int]]] = [
+    prompts: list[tuple[str, list[int]]] = [
         *(("user VIDEO what is on the left", [groups]) for groups in (1, 2, 3, 7)),
         ("user IMAGE and VIDEO what", [3]),
         ("user VIDEO and IMAGE what", [3]),
         ("user VIDEOVIDEO which", [2, 3]),
     ]
     if "Glm" in type(model).__name__:  # of which vLLM takes one video in a prompt
-        del asked[-1]
-    return [ask(model, *question, **entry) for question in asked]
+        del prompts[-1]
+    return [ask(model, *question, **entry) for question in prompts]
 
 
 @pytest.mark.both
@@ -84,10 +84,10 @@ def test_k_of_all_tokens_is_stock_and_counts_are_exact(backbone: str) -> None:
         prompts = requests(engine.model, **entry)
         assert_same(engine.generate_each(prompts), stock, tolerance=1e-4)
     few = requests(engine.model, video_budget="tokens_per_frame:2")
-    kept = engine.generate_each(few)
+    answers = engine.generate_each(few)
     removed = [
         unpruned["prompt_tokens"] - few["prompt_tokens"]
-        for unpruned, few in zip(stock, kept, strict=True)
+        for unpruned, few in zip(stock, answers, strict=True)
     ]
     tokens, ends = SINGLE.get(backbone, (PER_FRAME, 0))
     frames = 2 if backbone in SINGLE else 1
@@ -97,7 +97,7 @@ def test_k_of_all_tokens_is_stock_and_counts_are_exact(backbone: str) -> None:
     if backbone == "glm4v":
         expected[0] = 2 * PER_FRAME - 2  # the shortest is enlarged
     assert removed == expected
-    assert_same(engine.generate(few), kept)
+    assert_same(engine.generate(few), answers)
     runs = engine.runs
     question = "user VIDEO how many dog are there"
     engine.generate_each([ask(engine.model, question, [7], video_budget=20)])
@@ -122,9 +122,9 @@ def test_evs_keeps_what_stock_vllm_keeps_at_its_rate() -> None:
 
     with patch.object(qwen2_5_vl, "compute_retention_mask", compute):
         engine.generate_each(requests(engine.model)[:4])
-    kept = [mask.nonzero()[:, 0].tolist() for mask in masks]
-    assert kept[0] == [*range(PER_FRAME)]  # of one group all, which nothing selects
-    assert kept[1:] == [*record.kept.values()]
+    indices = [mask.nonzero()[:, 0].tolist() for mask in masks]
+    assert indices[0] == [*range(PER_FRAME)]  # of one group all, which nothing selects
+    assert indices[1:] == [*record.kept.values()]
 
 
 @in_engine

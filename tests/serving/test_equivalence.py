@@ -86,7 +86,7 @@ def test_caches_do_not_change_what_is_kept() -> None:
     }
     record = watch()
     answers = []
-    kept = []
+    selections = []
     questions = examples(3)[:8]
     pair = turn(
         "What digit is on the red shape?", questions[0].image, questions[-1].image
@@ -99,11 +99,11 @@ def test_caches_do_not_change_what_is_kept() -> None:
         answers.append(
             [*(engine.ask(example) for example in questions), *engine.chat([pair])]
         )
-        kept.append(
+        selections.append(
             {str([plan.instruction, rows]) for plan, rows in record.take().items()}
         )
         engine.stop()
-    assert kept[0] == kept[1]
+    assert selections[0] == selections[1]
     assert_same(answers[0], answers[1], tolerance=2e-2)
 
 
@@ -112,9 +112,9 @@ def test_negative_control_without_the_instruction_in_the_identity() -> None:
     """Shows that answers tell a missing instruction: a trained model then gives wrong ones."""
 
     def without(
-        image: str, served: str, budget: int, keep: Any, ids: Any, *rest: Any
+        image: str, served: str, budget: int, keep: Any, ids: Any, *parts: Any
     ) -> str:
-        return make_cache_identity(image, served, budget, keep, None, *rest)
+        return make_cache_identity(image, served, budget, keep, None, *parts)
 
     engine = start({**STATE, "budget": 4})
     right = [engine.ask(example) for example in examples(6)]
@@ -204,8 +204,8 @@ def test_new_weights_from_disk_answer_as_a_new_engine() -> None:
             answers.append(answer(engine))
     assert answers == [expected[0], expected[1], expected[0]]
     assert all(
-        kept != new
-        for kept, new in zip(expected[0][1::2], expected[1][1::2], strict=True)
+        old != new
+        for old, new in zip(expected[0][1::2], expected[1][1::2], strict=True)
     )
 
 
@@ -248,14 +248,14 @@ def assert_together_as_alone(
     """
     record = watch()
     together = engine.complete(prompts, tokens)
-    kept = record.take()
+    selections = record.take()
     at_once = Watch(budgets=list(record.budgets))
     assert engine.complete_alone(prompts, tokens) == together
     # A plan that no single request had is that of an image whose tensors depend on its neighbours.
     assert {
-        str(plan) for plan, rows in kept.items() if record.kept.get(plan) != rows
+        str(plan) for plan, rows in selections.items() if record.kept.get(plan) != rows
     } == set()
-    assert len(kept) > images
+    assert len(selections) > images
     return at_once
 
 
@@ -327,10 +327,10 @@ def interleave(backbone: str, count: int) -> float:
         ]
         text = random.choice(TEXTS)
         later = random.choice(TEXTS)
-        asked = f"user {' '.join([mark] * len(images))} {text} you"
+        question = f"user {' '.join([mark] * len(images))} {text} you"
         entry = choose(random.choice((4, 7, 16, 48)), random.choice(MIXED_POLICIES))
         if images and not row.unsplittable and random.random() < 0.2:
-            asked += f" blue</s>user {tiny['tokens'][0]} {later} you"
+            question += f" blue</s>user {tiny['tokens'][0]} {later} you"
             turns = [{"images": len(images), "text": later}]
             entry |= {"recall": random.choice((0, 6)), "recall_turns": turns}
         if not row.whole_only and entry.get("enabled", True):
@@ -343,15 +343,21 @@ def interleave(backbone: str, count: int) -> float:
                 if (where := random.choice((None, *POSITIONS)))
                 else {}
             )
-        prompt = raw_prompt(asked, images, instructions=[text] * len(images), **entry)
+        prompt = raw_prompt(
+            question, images, instructions=[text] * len(images), **entry
+        )
         if "audio_config" in tiny.get("config", {}) and random.random() < 0.3:
-            prompt["prompt"] = f"{engine.model.get_placeholder_str('audio', 1)} {asked}"
+            prompt["prompt"] = (
+                f"{engine.model.get_placeholder_str('audio', 1)} {question}"
+            )
             noise = numpy.random.default_rng(len(prompts)).normal(
                 size=8000 * random.choice((1, 3))
             )
             prompt["multi_modal_data"]["audio"] = [(noise, 16000)]
         if row.clips and random.random() < 0.4:
-            prompt["prompt"] = f"{engine.model.get_placeholder_str('video', 1)} {asked}"
+            prompt["prompt"] = (
+                f"{engine.model.get_placeholder_str('video', 1)} {question}"
+            )
             prompt["multi_modal_data"]["video"] = clip(
                 random.choice((2, 6, 14)), len(prompts) % 9
             )
@@ -361,7 +367,9 @@ def interleave(backbone: str, count: int) -> float:
                 )
                 prompt["mm_processor_kwargs"] = {"autoprune": entry}
         prompts.append(
-            prompt if prompt["multi_modal_data"] != {"image": []} else {"prompt": asked}
+            prompt
+            if prompt["multi_modal_data"] != {"image": []}
+            else {"prompt": question}
         )
     at_once = assert_together_as_alone(
         engine, prompts, images=min(10, count // 4), tokens=16
@@ -465,21 +473,21 @@ def test_bursts_are_encoded_within_bounds_and_keep_what_single_requests_keep(
     def ask_about(requests: Iterable[int]) -> list[dict[str, Any]]:
         pictures = [picture(*BURST_SIZES[i % len(BURST_SIZES)], i) for i in requests]
         return engine.chat(
-            *([turn("what colour is the cat", each)] for each in pictures)
+            *([turn("what colour is the cat", image)] for image in pictures)
         )
 
     together = ask_about(range(36))
-    kept = record.take()
+    selections = record.take()
     assert 1 < len(calls["tokens"]) < len(together)
     assert max(calls["tokens"]) <= profiled["tokens"]
     if model != "llava_next":  # padding is removed after its tower
         assert max(calls["bytes"]) <= profiled["bytes"]
     engine.empty_caches()
     single = [answer for i in range(36) for answer in ask_about([i])]
-    assert record.take() == kept
-    for answer, known in zip(together, single, strict=True):
-        assert answer["prompt_tokens"] == known["prompt_tokens"]
-        assert answer["logprob"] == pytest.approx(known["logprob"], abs=0.1)
+    assert record.take() == selections
+    for answer, expected in zip(together, single, strict=True):
+        assert answer["prompt_tokens"] == expected["prompt_tokens"]
+        assert answer["logprob"] == pytest.approx(expected["logprob"], abs=0.1)
 
 
 # ---- cores and recalls ----
@@ -554,10 +562,14 @@ def test_images_are_split_where_questions_follow_them() -> None:
     assert lengths == [
         engine.chat([question])[0]["prompt_tokens"] for question in questions
     ]
-    kept = [sorted([*core[-1], *rows]) for part, *_, rows in parts if part == "delta"]
-    assert len({str(rows) for rows in kept}) > 1 and len(kept) == len(QUESTIONS)
+    selections = [
+        sorted([*core[-1], *rows]) for part, *_, rows in parts if part == "delta"
+    ]
+    assert len({str(rows) for rows in selections}) > 1 and len(selections) == len(
+        QUESTIONS
+    )
     unsplit = [(part, sorted(rows)) for part, *_, rows in _take_parts(record)]
-    assert unsplit == [("whole", rows) for rows in kept]
+    assert unsplit == [("whole", rows) for rows in selections]
 
 
 @pytest.mark.both

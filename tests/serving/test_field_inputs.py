@@ -326,8 +326,11 @@ def check(servers: Servers, case: Case) -> None:
         assert case.expected in str(answer).replace("\\", "")
         return
     bare = {key: value for key, value in body.items() if key != KWARGS}
-    expected, known = stock.post(case.path, {**bare, "model": stock.model})
-    assert (status, finish(answer)) == (expected, finish(known)), (answer, known)
+    expected, stock_answer = stock.post(case.path, {**bare, "model": stock.model})
+    assert (status, finish(answer)) == (expected, finish(stock_answer)), (
+        answer,
+        stock_answer,
+    )
     if case.expected:
         _, usual = pruned.post(case.path, bare)
         assert tokens(answer) - tokens(usual) == case.expected - K

@@ -84,7 +84,7 @@ def test_engine_survives_failing_policies_and_invalid_requests() -> None:
     example = examples(2)[0]
     other = examples(2)[-1]
     sane = engine.ask(example)
-    before = _count_fallbacks()
+    fallbacks = _count_fallbacks()
     tiny = Image.new("RGB", (1, 1), (255, 0, 0))
     engine.chat([turn("What is it?", tiny)], [turn("", other.image)])
 
@@ -115,7 +115,7 @@ def test_engine_survives_failing_policies_and_invalid_requests() -> None:
     base = [prompt(question, state=state, budget=8, keep="reference")]
     assert [broken_state] == engine.generate(base)
     after = _count_fallbacks()
-    grown = {key: after[key] - before[key] for key in FALLBACKS}
+    grown = {key: after[key] - fallbacks[key] for key in FALLBACKS}
     assert grown == {key: count for key, (*_, count) in FALLBACKS.items()}
 
     # A request that was refused for a sampling parameter: its image reaches the engine later.
@@ -150,7 +150,7 @@ def send_mutated_requests(
     No server error that stock vLLM does not give, no answer that the engine gives and that does not
     arrive, and a usual question is answered as before.
     """
-    asked = examples(2)[0]
+    example = examples(2)[0]
     client = Client(server)
     judge = Client(stock)
     bodies = [body(server, example, max_tokens=1) for example in examples(2)]
@@ -180,7 +180,7 @@ def send_mutated_requests(
             judge.send(CHAT, request.stock or {}) if judged else None,
         )
 
-    before = text_of(ask(server, asked))
+    answer = text_of(ask(server, example))
     finished = count_answers()
     answers = 0
     with ThreadPoolExecutor(4) as pool:
@@ -195,7 +195,7 @@ def send_mutated_requests(
     # After the last one: what stock answers to a request depends on those before it.
     assert [fault for why, fault in failed if why not in by_stock] == []
     assert count_answers() - finished == answers
-    assert text_of(ask(server, asked)) == before
+    assert text_of(ask(server, example)) == answer
     return statuses
 
 

@@ -107,18 +107,18 @@ def test_priority_scheduling_with_preemption() -> None:
         num_gpu_blocks_override=14,
         max_model_len=256,
     )
-    prompts = [render_prompt(at, 64) for at in range(6)]
+    prompts = [render_prompt(number, 64) for number in range(6)]
     alone = engine.complete_alone(prompts, tokens=60)
     engine.empty_caches()
-    before = engine.counter("vllm:num_preemptions")
+    preemptions = engine.counter("vllm:num_preemptions")
     llm_engine = engine.llm.llm_engine
     finished: dict[int, list[int]] = {}
 
     def add(numbers: range) -> None:
-        for at in numbers:
-            (rendered,) = engine.llm.renderer.render_cmpl([prompts[at]])
+        for number in numbers:
+            (rendered,) = engine.llm.renderer.render_cmpl([prompts[number]])
             sampling = greedy(60, ignore_eos=True)
-            llm_engine.add_request(str(at), rendered, sampling, priority=9 - at)
+            llm_engine.add_request(str(number), rendered, sampling, priority=9 - number)
 
     def step() -> None:
         for output in llm_engine.step():
@@ -132,10 +132,10 @@ def test_priority_scheduling_with_preemption() -> None:
     add(range(3, 6))
     while llm_engine.has_unfinished_requests():
         step()
-    assert [finished[at] for at in range(6)] == alone
-    assert engine.counter("vllm:num_preemptions") - before >= 1
+    assert [finished[number] for number in range(6)] == alone
+    assert engine.counter("vllm:num_preemptions") - preemptions >= 1
     # A small number goes first: 9 ran before 4, 5 and 6 came, and made room for them.
-    order = [9 - at for at in finished]
+    order = [9 - number for number in finished]
     assert order[-1] == 9
     assert [priority for priority in order if priority < 7] == [4, 5, 6]
 
@@ -168,16 +168,16 @@ def test_sampling_structured_output_and_sleep() -> None:
 
     # On a CPU vLLM frees no memory. Level 1 empties vLLM's caches of images, and the features with
     # them; level 2 would lose the text tower.
-    before = engine.complete([question])
+    expected = engine.complete([question])
     for level, expected_runs in ((0, 0), (1, 1)):
         runs = engine.runs
         engine.llm.sleep(level)
         engine.llm.wake_up(["scheduling"] if level == 0 else None)
-        assert engine.complete([question]) == before
+        assert engine.complete([question]) == expected
         assert engine.runs - runs == expected_runs
     with pytest.raises(ValueError, match="--autoprune-text-tower"):
         engine.llm.sleep(2)
-    assert engine.complete([question]) == before
+    assert engine.complete([question]) == expected
 
 
 @in_engine
@@ -270,40 +270,40 @@ def test_adapters_of_the_language_model() -> None:
     from vllm.lora.request import LoRARequest
 
     adapted = [
-        at
-        for at, (_, _, state, *_) in enumerate(REQUESTS)
+        number
+        for number, (_, _, state, *_) in enumerate(REQUESTS)
         if not state or "core" in state
     ]
-    asked = [render_prompt(*REQUESTS[at]) for at in adapted]
+    prompts = [render_prompt(*REQUESTS[number]) for number in adapted]
     with tempfile.TemporaryDirectory() as folder:
         write_adapters(Path(folder))
         loras = [None] + [
-            LoRARequest(name, at, f"{folder}/{name}")
-            for at, name in enumerate(ADAPTERS, 1)
+            LoRARequest(name, number, f"{folder}/{name}")
+            for number, name in enumerate(ADAPTERS, 1)
         ]
         # On a CPU vLLM gives a request without an adapter that of the last slot, so one stays free.
         engine = start_mode(enable_lora=True, max_loras=3, max_lora_rank=8)
-        pairs = [(each, lora) for each in asked for lora in loras]
+        pairs = [(prompt, lora) for prompt in prompts for lora in loras]
         sent, by = zip(*pairs, strict=True)
         together = engine.complete(sent, lora_request=list(by))
         alone = []
-        for each, lora in pairs:
+        for prompt, lora in pairs:
             engine.empty_caches()
-            alone += engine.complete([each], lora_request=[lora])
+            alone += engine.complete([prompt], lora_request=[lora])
         engine.empty_caches()
         runs = engine.runs
         cached = []
         for lora in (*loras, *loras):
             (output,) = engine.llm.generate(
-                [asked[0]], greedy(1), use_tqdm=False, lora_request=[lora]
+                [prompts[0]], greedy(1), use_tqdm=False, lora_request=[lora]
             )
             cached.append(output.num_cached_tokens or 0)
         assert cached == [0, 0, 0, BLOCK, BLOCK, BLOCK], "adapters share no KV"
         assert engine.runs - runs == 1, "but the features of an image"
         engine.stop()
     assert together == alone
-    none, *by_adapter = (together[at::3] for at in range(3))
-    assert none == [answer_plainly()[at] for at in adapted]
+    none, *by_adapter = (together[number::3] for number in range(3))
+    assert none == [answer_plainly()[number] for number in adapted]
     assert none != by_adapter[0] != by_adapter[1] != none
 
 
@@ -362,7 +362,8 @@ def test_a_second_engine_takes_pruned_kv_of_the_first_and_of_no_other_request() 
     for taken in answers["second"]:
         assert taken["cached"] == (taken["prompt_tokens"] - 1) // BLOCK * BLOCK
     cached = {
-        name: sum(answer["cached"] for answer in each) for name, each in answers.items()
+        name: sum(answer["cached"] for answer in of_request)
+        for name, of_request in answers.items()
     }
     assert hits == cached["second"] - cached["first"] > 0
 
@@ -386,7 +387,7 @@ def test_images_encoded_by_another_engine() -> None:
     talks = [[turn(question.question, image)] for question in questions]
     answers: dict[str | None, list[Answer]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for role, runs in (("ec_producer", 1), ("ec_consumer", 0), (None, 1)):
+        for role, expected_runs in (("ec_producer", 1), ("ec_consumer", 0), (None, 1)):
             config = role and ECTransferConfig(
                 ec_connector="ECExampleConnector",
                 ec_role=role,
@@ -394,12 +395,12 @@ def test_images_encoded_by_another_engine() -> None:
             )
             state = {"state": alone("divprune"), "budget": 32}
             engine = start(state, dtype="float32", ec_transfer_config=config)
-            before = engine.runs
-            asked, tokens = (
+            runs = engine.runs
+            turns, tokens = (
                 ([[turn("", image)]], 1) if role == "ec_producer" else (talks, 4)
             )
-            answers[role] = [engine.chat(talk, tokens=tokens)[0] for talk in asked]
-            assert engine.runs - before == runs
+            answers[role] = [engine.chat(talk, tokens=tokens)[0] for talk in turns]
+            assert engine.runs - runs == expected_runs
             engine.stop()
     assert len(questions) > 2
     assert_same(answers["ec_consumer"], answers[None])

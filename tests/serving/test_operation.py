@@ -58,8 +58,8 @@ def test_recalled_tokens_are_prompt_tokens_and_are_counted(
         assert counted["count"] == prompt_tokens(answer)
         assert counted["tokens"].count(IMAGE_TOKEN) == 16 + 5
 
-    kept = {"recalled_tokens": 5, "visual_tokens stage=after": 16 + 5}
-    assert_grows(two_front_ends, send_requests, {**kept, "images chooser=state": 1})
+    gains = {"recalled_tokens": 5, "visual_tokens stage=after": 16 + 5}
+    assert_grows(two_front_ends, send_requests, {**gains, "images chooser=state": 1})
 
 
 def test_requests_are_counted(pruned: Server) -> None:
@@ -75,7 +75,7 @@ def test_requests_are_counted(pruned: Server) -> None:
             pruned.post(CHAT, body(pruned, questions[0], **entry(budget=0)))[0] == 400
         )
 
-    kept = 50 + 51 + 52 + 53 + TOKENS + 9
+    after = 50 + 51 + 52 + 53 + TOKENS + 9
     expected = {
         "requests state=autoprune": 4,
         "requests state=off": 1,
@@ -83,8 +83,8 @@ def test_requests_are_counted(pruned: Server) -> None:
         "requests_refused": 1,
         "images chooser=state": 6,
         "visual_tokens stage=before": 6 * TOKENS,
-        "visual_tokens stage=after": kept,
-        "kv_bytes_saved": (6 * TOKENS - kept) * KV_BYTES,
+        "visual_tokens stage=after": after,
+        "kv_bytes_saved": (6 * TOKENS - after) * KV_BYTES,
         # In the worker: one image per step, without the tower if its features are cached.
         "selection_seconds_count": 6,
         "fallbacks fallback=reference reason=unsafe": 0,
@@ -124,7 +124,7 @@ def test_two_front_ends_answer_alike_and_report_the_same_totals(
     # Every front end reports all totals, including those of the workers.
     scrapes = [samples(two_front_ends) for _ in range(8)]
     for name in ("requests state=autoprune", "selection_seconds_count"):
-        assert len({each[name] for each in scrapes}) == 1
+        assert len({scrape[name] for scrape in scrapes}) == 1
     assert scrapes[0]["selection_seconds_count"] > 0
 
 
@@ -135,7 +135,7 @@ _VLLM = re.compile(r'HTTP/1\.1" \d{3}|Engine \d{3}: |\[loggers\.py')
 def test_requests_add_no_lines(pruned: Server) -> None:
     """One request of every kind a round; states and unknown names differ by round."""
     questions = examples(4)
-    before = 0
+    lines_after_start = 0
     for number in range(12):
         weight = {
             "/scoring/signals/0/weight": (number + 1) / 100,
@@ -158,10 +158,11 @@ def test_requests_add_no_lines(pruned: Server) -> None:
         sent = [
             body(pruned, example, max_tokens=1, **entry(**fields)) for fields in entries
         ]
-        assert [pruned.post(CHAT, each)[0] for each in sent] == [200] * 6 + [400] * 4
+        statuses = [pruned.post(CHAT, request)[0] for request in sent]
+        assert statuses == [200] * 6 + [400] * 4
         # What is said once is said in the first round.
-        before = before or len(pruned.logged().splitlines())
-    added = pruned.logged().splitlines()[before:]
+        lines_after_start = lines_after_start or len(pruned.logged().splitlines())
+    added = pruned.logged().splitlines()[lines_after_start:]
     assert sum('HTTP/1.1" ' in line for line in added) == 11 * len(entries)
     assert [line for line in added if not _VLLM.search(line)] == []
 
@@ -218,15 +219,17 @@ def test_both_engines_answer_alike(runner: Runner) -> None:
     questions = examples(4)
     with serve(LLAVA, *flags, env=runner.environment) as server:
 
-        def answer(at: int) -> tuple[int, str]:
+        def answer(number: int) -> tuple[int, str]:
             reply = ask(
-                server, questions[at % len(questions)], **entry(budget=16 + at % 2)
+                server,
+                questions[number % len(questions)],
+                **entry(budget=16 + number % 2),
             )
-            return prompt_tokens(reply) - at % 2, text_of(reply)
+            return prompt_tokens(reply) - number % 2, text_of(reply)
 
         with ThreadPoolExecutor(8) as pool:
             together = list(pool.map(answer, range(4 * len(questions))))
-        again = [answer(at) for at in range(2 * len(questions))]
+        again = [answer(number) for number in range(2 * len(questions))]
         metrics = Metrics(server.get("/metrics"))
     finished = [
         metrics.total("vllm:request_success_total", engine=engine) for engine in "01"
@@ -245,18 +248,17 @@ def test_another_state_is_rolled_out_under_traffic(runner: Runner) -> None:
     new_state = ("--autoprune-state", "visionzip", "--autoprune-budget", "16")
     questions = examples(4)[:CLIENTS]
 
-    def answer(server: Server, at: int) -> str:
-        return text_of(ask(server, questions[at], max_tokens=200, ignore_eos=True))
+    def answer(server: Server, number: int) -> str:
+        return text_of(ask(server, questions[number], max_tokens=200, ignore_eos=True))
 
     with ExitStack() as stack:
         start = partial(serve, LLAVA, *flags, env=runner.environment)
         old, new = (stack.enter_context(start(*more)) for more in ((), new_state))
-        expected = [answer(old, at) for at in range(CLIENTS)]
+        expected = [answer(old, number) for number in range(CLIENTS)]
         pool = stack.enter_context(ThreadPoolExecutor(CLIENTS))
-        running = [pool.submit(answer, old, at) for at in range(CLIENTS)]
-        time.sleep(
-            2
-        )  # for requests on their way, as a hook of Kubernetes before the signal
+        running = [pool.submit(answer, old, number) for number in range(CLIENTS)]
+        # For requests on their way, as a hook of Kubernetes before the signal.
+        time.sleep(2)
         old.process.send_signal(signal.SIGTERM)
         for example in questions:
             ask(new, example)

@@ -48,8 +48,8 @@ SMALL: Mapping[str, Any] = {
 BUDGETS = (8, 16)
 
 
-def _assert_no_fallback(engine: Engine, before: Counter[str], name: str) -> None:
-    by = _count(engine) - before
+def _assert_no_fallback(engine: Engine, earlier: Counter[str], name: str) -> None:
+    by = _count(engine) - earlier
     assert by["errors"] == by["reference"] == by["uniform"] == 0 < by["none"], name
 
 
@@ -78,22 +78,24 @@ def test_a_base_policy_keeps_what_it_keeps_in_transformers() -> None:
     record = watch()
     for name, base in BASE_POLICIES.items():
         engine.empty_caches()
-        before = _count(engine)
+        earlier = _count(engine)
         state = alone(name)
         selections = 0
-        for budget, at in product(BUDGETS, range(len(questions))):
+        for budget, number in product(BUDGETS, range(len(questions))):
             policy = materialize(load_state(json.dumps(state)), budget)
             (answer,) = engine.generate(
-                [prompt(questions[at], state=state, budget=budget)]
+                [prompt(questions[number], state=state, budget=budget)]
             )
             assert (
                 answer["prompt_tokens"]
-                == unpruned[at]["prompt_tokens"] - TOKENS + budget
+                == unpruned[number]["prompt_tokens"] - TOKENS + budget
             ), name
-            for plan, kept in record.take().items():
-                image = as_picture(questions[at].image)
-                expected = refine(policy, offline.encode(image, questions[at].question))
-                assert kept == expected.indices[0].tolist(), name
+            for plan, indices in record.take().items():
+                image = as_picture(questions[number].image)
+                expected = refine(
+                    policy, offline.encode(image, questions[number].question)
+                )
+                assert indices == expected.indices[0].tolist(), name
                 assert (record.rows[plan] - expected.features[0]).abs().max() < 1e-3, (
                     name
                 )
@@ -103,7 +105,7 @@ def test_a_base_policy_keeps_what_it_keeps_in_transformers() -> None:
         assert selections == len(BUDGETS) * (
             len(questions) if reads_instruction else images
         ), name
-        _assert_no_fallback(engine, before, name)
+        _assert_no_fallback(engine, earlier, name)
 
 
 @pytest.mark.both
@@ -125,8 +127,8 @@ def test_answers_are_those_of_transformers_with_the_same_tokens_and_positions() 
                 [request], greedy(4, logprobs=0), use_tqdm=False
             )
             tokens = offline.encode(as_picture(example.image), example.question)
-            kept = refine(policy, tokens)
-            places = {"true": kept.indices[0], "packed": torch.arange(budget)}.get(
+            selection = refine(policy, tokens)
+            places = {"true": selection.indices[0], "packed": torch.arange(budget)}.get(
                 where
             )
             if places is None:
@@ -134,14 +136,14 @@ def test_answers_are_those_of_transformers_with_the_same_tokens_and_positions() 
             answer = output.outputs[0]
             ids = torch.tensor([*output.prompt_token_ids, *answer.token_ids])
             is_image = ids == image_token
-            before = int(is_image.nonzero()[0])
+            first_row = int(is_image.nonzero()[0])
             positions = torch.arange(len(ids)) + (
                 0 if where == "packed" else TOKENS - budget
             )
-            positions[:before] = torch.arange(before)
-            positions[is_image] = before + places
+            positions[:first_row] = torch.arange(first_row)
+            positions[is_image] = first_row + places
             rows = model.get_input_embeddings()(ids)
-            rows[is_image] = kept.features[0]
+            rows[is_image] = selection.features[0]
             with torch.no_grad():
                 hidden = model.model.language_model(
                     inputs_embeds=rows[None],
@@ -169,16 +171,16 @@ def test_a_request_may_name_any_shipped_state() -> None:
     for name, file in shipped_states().items():
         shipped = materialize(load_state(file)).tokens_kept(TOKENS)
         engine.empty_caches()  # names of one state share their cached rows
-        before = _count(engine)
+        earlier = _count(engine)
         entries: dict[int, dict[str, object]] = {min(shipped, TOKENS): {"state": name}}
         if shipped >= TOKENS:
             entries[TOKENS // 2] = {"state": name, "budget": TOKENS // 2}
-        for kept, entry in entries.items():
+        for budget, entry in entries.items():
             (answer,) = engine.generate([prompt(example, **entry)])
-            assert answer["prompt_tokens"] == full["prompt_tokens"] - TOKENS + kept, (
+            assert answer["prompt_tokens"] == full["prompt_tokens"] - TOKENS + budget, (
                 name
             )
-        _assert_no_fallback(engine, before, name)
+        _assert_no_fallback(engine, earlier, name)
 
 
 @in_engine
@@ -209,8 +211,8 @@ def test_a_state_of_a_request_is_served_as_the_state_of_a_server() -> None:
 
     # The prefix cache is not shared between states.
     engine.empty_caches()
-    at = keys.index(("visionzip", 24, 0))
+    mine = keys.index(("visionzip", 24, 0))
     other = keys.index(("autoprune", 24, 0))
-    answers = engine.generate_each([brought[at], brought[at], brought[other]])
+    answers = engine.generate_each([brought[mine], brought[mine], brought[other]])
     new, repeated, of_another_state = (answer["cached"] for answer in answers)
     assert new == of_another_state == 0 and repeated >= BLOCK

@@ -105,7 +105,7 @@ def answer_on_ranks(
             dtype="float32",
             **options,
         )
-        asked = {
+        prompts_by_name = {
             "parts": [render_prompt(*request) for request in PARTS],
             **{
                 policy: [prompt(e, state=alone(policy), budget=16) for e in examples(2)]
@@ -120,7 +120,7 @@ def answer_on_ranks(
             "actors": engine.llm.collective_rpc(find_actor),
             **{
                 name: _watched(engine, partial(engine.generate_each, prompts))
-                for name, prompts in asked.items()
+                for name, prompts in prompts_by_name.items()
             },
         }
 
@@ -146,16 +146,16 @@ def answer_on_two_ray_workers() -> Result:
 
 def assert_equal_selections(report: Ranked) -> list[list[list[int]]]:
     """Batches of kept tokens of one rank, which the other has chosen too."""
-    kept: list[list[list[int]]]
-    kept, other = report["kept"]
-    assert kept and kept == other
-    return kept
+    selections: list[list[list[int]]]
+    selections, other = report["kept"]
+    assert selections and selections == other
+    return selections
 
 
 def count_other_texts(report: Ranked, other: Ranked) -> int:
     """Answers that differ: sharded sums round differently, so a near tie may flip."""
     pairs = zip(report["answers"], other["answers"], strict=True)
-    return sum(answer["text"] != known["text"] for answer, known in pairs)
+    return sum(answer["text"] != expected["text"] for answer, expected in pairs)
 
 
 @pytest.mark.reads.with_args(answer_on_two_ranks)
@@ -169,13 +169,17 @@ def test_ranks_choose_the_same_tokens_and_answer_like_one(runner: Runner) -> Non
     )
 
     batches = assert_equal_selections(two["parts"])
-    assert {8, 3} <= {len(kept) for batch in batches for kept in batch}, "recalled"
+    assert {8, 3} <= {len(indices) for batch in batches for indices in batch}, (
+        "recalled"
+    )
     assert len(batches) > len(PARTS) + 4, "cores and deltas are selected one by one"
     assert count_other_texts(single["parts"], two["parts"]) <= 1
 
     for policy in POLICIES:
         batches = assert_equal_selections(two[policy])
-        assert all(len(kept) in (15, 16) for batch in batches for kept in batch), policy
+        assert all(
+            len(indices) in (15, 16) for batch in batches for indices in batch
+        ), policy
         assert all(answer["text"] for answer in two[policy]["answers"]), policy
 
 
@@ -185,8 +189,8 @@ def _answer_by_qwen(
     sizes = ((112, 112), (200, 112), (96, 208))
     draw = page if "cells" in settings else picture
     talks = [
-        [turn("what colour is the cat", draw(*size, at))]
-        for at, size in enumerate(sizes)
+        [turn("what colour is the cat", draw(*size, number))]
+        for number, size in enumerate(sizes)
     ]
     options = {
         "limit_mm_per_prompt": {"image": 2},
@@ -210,7 +214,7 @@ def test_ranks_agree_with_m_rope() -> None:
     batches = assert_equal_selections(
         _answer_by_qwen({"state": state, "budget": 8}, ranks=2)
     )
-    assert [len(kept) for batch in batches for kept in batch] == [8, 8, 8]
+    assert [len(indices) for batch in batches for indices in batch] == [8, 8, 8]
     assert len({str(batch) for batch in batches}) == 3
 
 
@@ -237,9 +241,9 @@ def test_workers_in_a_ray_cluster_select_as_processes_do(
     """Ray and a platform plugin, by whose devices it places workers, are on ``PYTHONPATH``."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
     subprocess.run([*pip, tmp_path, "ray==2.60.0"], check=True, timeout=600)
-    before = runner.environment.get("PYTHONPATH", os.environ.get("PYTHONPATH"))
+    inherited = runner.environment.get("PYTHONPATH", os.environ.get("PYTHONPATH"))
     plugin = str(Path(__file__).with_name("ray_on_cpu"))
-    path = os.pathsep.join(filter(None, [before, plugin, str(tmp_path)]))
+    path = os.pathsep.join(filter(None, [inherited, plugin, str(tmp_path)]))
     environment = {"PYTHONPATH": path, "RAY_USAGE_STATS_ENABLED": "0"}
     report = runner.run(answer_on_two_ray_workers, environment)
     assert len(set(report["actors"])) == 2 and all(report["actors"])

@@ -28,14 +28,14 @@ pytestmark = pytest.mark.engine
 
 
 def test_prompt_tokens_fall_by_exactly_n_minus_k(stock: Server, pruned: Server) -> None:
-    kept = {k: entry(budget=k) for k in (1, 8, 31, 143)} | {32: {}}
-    kept |= {18: entry(budget="1/8"), 48: entry(budget="1/3:8-64")}  # exact: not 47
+    entries = {k: entry(budget=k) for k in (1, 8, 31, 143)} | {32: {}}
+    entries |= {18: entry(budget="1/8"), 48: entry(budget="1/3:8-64")}  # exact: not 47
     controls = [
         entry(budget=40, keep=keep) for keep in ("reference", "random", "resized")
     ]
     for example in examples(1)[:3]:
         full = prompt_tokens(ask(stock, example))
-        for k, fields in (*kept.items(), *((40, control) for control in controls)):
+        for k, fields in (*entries.items(), *((40, control) for control in controls)):
             assert prompt_tokens(ask(pruned, example, **fields)) == full - TOKENS + k
 
 
@@ -48,14 +48,14 @@ def test_each_refusal_of_the_table_is_a_bad_request(pruned: Server) -> None:
     sent = 0
     for row, message in read("refusals").items():
         request = json.loads(row)
-        asked = request.get("entry", {})
+        fields = request.get("entry", {})
         if "level" in request or "256" in message or "images" in message:
             continue
-        if isinstance(asked, dict) and written & asked.keys():
+        if isinstance(fields, dict) and written & fields.keys():
             continue
-        kwargs = request.get("kwargs", {"autoprune": asked})
-        fields = {"mm_processor_kwargs": kwargs, **request.get("body", {})}
-        sent_body = body(pruned, examples(1)[0], **fields)
+        kwargs = request.get("kwargs", {"autoprune": fields})
+        extra = {"mm_processor_kwargs": kwargs, **request.get("body", {})}
+        sent_body = body(pruned, examples(1)[0], **extra)
         status, answer = pruned.post(CHAT, sent_body, request.get("headers"))
         assert status == 400, row
         problem = message.splitlines()[-1].strip(" -").partition(" -> ")[0]
@@ -102,7 +102,7 @@ def chat_shot(number: int, url: str) -> list[dict[str, object]]:
 def test_screenshots_of_an_agent_stay_in_the_prefix_cache(pruned: Server) -> None:
     images = {example.image_id: example for example in draw_examples("test", 10)}
     talk: list[object] = [{"role": "user", "content": "How many shapes?"}]
-    before = 0
+    previous = 0
     for number, example in enumerate(images.values()):
         talk += chat_shot(number, example.png_url)
         request = {
@@ -116,10 +116,10 @@ def test_screenshots_of_an_agent_stay_in_the_prefix_cache(pruned: Server) -> Non
         usage: Any = answer["usage"]
         # The last token of a prompt may be another one where the answer follows.
         assert (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0) >= (
-            (before - 1) // BLOCK * BLOCK
+            (previous - 1) // BLOCK * BLOCK
         )
-        assert usage["prompt_tokens"] > before + 32
-        before = usage["prompt_tokens"]
+        assert usage["prompt_tokens"] > previous + 32
+        previous = usage["prompt_tokens"]
 
 
 # ---- requests that are rendered before the engine, by another server, or by a client ----
@@ -156,9 +156,9 @@ def test_renderers_read_an_instruction_once() -> None:
     sizes = []
     for text in (question, "what is left of the red " * 16_000):
         text_of_images = format_prompt(question).replace("<image>", "<image>" * 100)
-        asked = raw_prompt(text_of_images, [image] * 100, instructions=[text] * 100)
+        prompt = raw_prompt(text_of_images, [image] * 100, instructions=[text] * 100)
         begun = time.process_time()
-        (request,) = renderer.render_cmpl([asked])
+        (request,) = renderer.render_cmpl([prompt])
         seconds.append(time.process_time() - begun)
         items = request["mm_kwargs"]["image"]
         sizes.append(sum(item[FIELD].data.nbytes for item in items))
