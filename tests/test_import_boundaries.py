@@ -23,7 +23,7 @@ PACKAGE = Path(vllm_autoprune.__file__).parent
 
 # What a room may import of the rooms beside it: arrows point down only. Of serving, sorted by
 # process: API server and worker are separate processes and never import each other.
-SHARED = {"compat", "settings", "plan", "inputs", "served_state"}
+SHARED = {"compat", "settings", "plan", "inputs", "identities", "served_state"}
 ROOMS: dict[str, set[str]] = {
     "ops": {"errors"},
     "tpdsl": {"errors", "ops", "backbones"},
@@ -32,6 +32,7 @@ ROOMS: dict[str, set[str]] = {
     "serving.settings": {"compat"},
     "serving.plan_codec": set(),
     "serving.plan": {"compat", "plan_codec"},
+    "serving.identities": {"plan"},
     "serving.inputs": {"plan"},
     "serving.served_state": {"compat", "plan", "settings"},
     "serving.encoder_steps": {"plan"},

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,9 @@ class AutopruneError(Exception):
     empty where they say it.
     """
 
+    usual_subject: ClassVar[str] = ""
+    """What errors of the class are about, where :meth:`of` is not told otherwise."""
+
     def __init__(self, subject: str, problems: Sequence[Problem] = ()) -> None:
         self.subject = subject
         self.problems = tuple(problems)
@@ -67,9 +70,10 @@ class AutopruneError(Exception):
         fix: str = "",
         *,
         kind: str = "",
-        subject: str = "",
+        subject: str | None = None,
     ) -> Self:
         """The error of one problem."""
+        subject = cls.usual_subject if subject is None else subject
         return cls(subject, [Problem(where, what, fix, kind)])
 
     def __reduce__(self) -> tuple[type[Self], tuple[str, tuple[Problem, ...]]]:
@@ -87,6 +91,8 @@ class BudgetError(AutopruneError, ValueError):
 
 class RequestError(AutopruneError, ValueError):
     """A request's pruning fields are not valid; the server answers with status 400."""
+
+    usual_subject = "request"
 
 
 class ConfigError(AutopruneError):

@@ -51,8 +51,8 @@ from vllm_autoprune.selftest.backbones import TINY_MODELS
 from vllm_autoprune.selftest.run import BLOCK
 from vllm_autoprune.selftest.serve import clip, picture
 from vllm_autoprune.serving.api import planner
+from vllm_autoprune.serving.identities import make_cache_identity
 from vllm_autoprune.serving.models import BACKBONES
-from vllm_autoprune.serving.plan import make_cache_identity
 from vllm_autoprune.tpdsl.tokens import POSITIONS
 
 pytestmark = pytest.mark.engine

@@ -1,11 +1,10 @@
 """Plan of an item: what the API server decides about an image, and sends to the workers.
 
-With the identities that caches hold its tokens by, and the bytes of a state that a plan carries.
+With the bytes of a state that a plan carries.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -54,7 +53,7 @@ Ids = tuple[Id, ...]
 _Int64 = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 Key = tuple[_Int64, _Int64]
-"""Key of an image in the feature cache (:func:`make_feature_key`)."""
+"""Key of an image in the feature cache (:func:`.identities.make_feature_key`)."""
 
 NO_KEY: Key = (0, 0)
 """The key of an image whose features are not cached."""
@@ -329,50 +328,6 @@ def encode_state(state: PruningState) -> bytes:
 def decode_state(text: bytes) -> PruningState:
     """Inverse of :func:`encode_state`, up to name and provenance."""
     return PruningState.model_validate_json(text)
-
-
-# Digests of what decides the tokens of an item: the keys under which caches hold it.
-
-
-def make_feature_key(content: str, salt: str = "", seed: str = "") -> Key:
-    """Key of an image's features: the digest of its content, then of content and cache salt.
-
-    Images with different salts have different keys. The first half seeds a random keep; ``seed``
-    takes its place then, so that a picture gets the same draw under every salt and on any server.
-    """
-    texts = (seed or content, repr((content, salt)))
-    digests = (hashlib.sha256(text.encode()).digest() for text in texts)
-    high, low = (
-        int.from_bytes(digest[:8], "little", signed=True) for digest in digests
-    )
-    return high, low
-
-
-def make_identity(*parts: object) -> str:
-    """SHA-256 of these parts in lower-case hexadecimal; the first names what is identified.
-
-    KV connectors read identities as hexadecimal numbers and some keep only the last 16 bits, so
-    every part is in every bit.
-    """
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-
-def make_cache_identity(
-    image: str,
-    served: str,
-    budget: int,
-    keep: Chooser,
-    read: tuple[Ids, Ids] | None,
-    core: int = 0,
-    positions: Positions = "true",
-) -> str:
-    """Cache identity of a pruned image.
-
-    ``image`` identifies the pixels, ``served`` the state and text tower; ``read`` is the plan's
-    (instruction, language), None where the policy reads neither. ``core`` is K_c where this is the
-    part that was chosen given a core, ``budget`` then K of the image.
-    """
-    return make_identity(image, served, budget, keep, read, core, positions)
 
 
 # Split of an image's budget over its parts, the same in the API server and in the worker.

@@ -25,6 +25,11 @@ from tests.serving.unit.samples import (
 )
 from tests.tpdsl.samples import edited, sample, state
 from vllm_autoprune import RequestError, StateError, load_state
+from vllm_autoprune.serving.identities import (
+    make_cache_identity,
+    make_feature_key,
+    make_identity,
+)
 from vllm_autoprune.serving.plan import (
     CHOOSERS,
     FIELD,
@@ -34,9 +39,6 @@ from vllm_autoprune.serving.plan import (
     ItemPlan,
     decode_state,
     encode_state,
-    make_cache_identity,
-    make_feature_key,
-    make_identity,
 )
 from vllm_autoprune.serving.served_state import PlanRules
 from vllm_autoprune.serving.settings import (

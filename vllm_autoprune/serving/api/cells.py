@@ -17,8 +17,8 @@ from prometheus_client import Counter
 from transformers import BatchFeature
 from vllm.multimodal.inputs import MultiModalFieldConfig
 
+from vllm_autoprune.serving.identities import make_identity
 from vllm_autoprune.serving.inputs import CELL, CELLS_FIELD, count_patches
-from vllm_autoprune.serving.plan import make_identity
 from vllm_autoprune.tpdsl.cells import VERSION, Cells, kept_cells
 
 _GRIDS = "image_grid_thw"

@@ -12,15 +12,18 @@ from typing import TYPE_CHECKING
 from vllm_autoprune.serving.api.instruction import InstructionTokenizer
 from vllm_autoprune.serving.api.layout import PlannedItem
 from vllm_autoprune.serving.api.request import PruningRequest
-from vllm_autoprune.serving.api.resolve import hash_pixels, share_tokens
+from vllm_autoprune.serving.api.resolve import share_tokens
+from vllm_autoprune.serving.identities import (
+    hash_pixels,
+    make_cache_identity,
+    make_feature_key,
+    make_identity,
+)
 from vllm_autoprune.serving.plan import (
     ENTRY,
     NO_KEY,
     ItemPlan,
     encode_state,
-    make_cache_identity,
-    make_feature_key,
-    make_identity,
     refuse,
 )
 from vllm_autoprune.serving.served_state import (

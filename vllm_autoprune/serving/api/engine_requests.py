@@ -26,13 +26,13 @@ from vllm_autoprune.serving.api.positions import ItemFields, ItemSize, limit_pos
 from vllm_autoprune.serving.api.request import OFFLINE_FIX, REFUSED, refuse_misplaced
 from vllm_autoprune.serving.api.resolve import check_unpruned
 from vllm_autoprune.serving.compat import depends_on, patch
+from vllm_autoprune.serving.identities import make_feature_key
 from vllm_autoprune.serving.inputs import CELLS_FIELD, PIXELS, cells_error, check_inputs
 from vllm_autoprune.serving.plan import (
     FIELD,
     Chooser,
     ItemPlan,
     Key,
-    make_feature_key,
     plan_error,
 )
 from vllm_autoprune.serving.served_state import PlanRules, served_state

@@ -42,19 +42,21 @@ from vllm_autoprune.serving.api.request import PruningRequest
 from vllm_autoprune.serving.api.resolve import (
     check_fields,
     find_trimming,
-    hash_pixels,
     resolve_plans,
 )
 from vllm_autoprune.serving.compat import depends_on, get_attachment
+from vllm_autoprune.serving.identities import (
+    hash_pixels,
+    make_cache_identity,
+    make_feature_key,
+    make_identity,
+)
 from vllm_autoprune.serving.plan import (
     ENTRY,
     LANGUAGE_IDS,
     NO_KEY,
     ItemPlan,
     decode_state,
-    make_cache_identity,
-    make_feature_key,
-    make_identity,
     refuse,
 )
 from vllm_autoprune.serving.served_state import (

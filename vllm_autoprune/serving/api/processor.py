@@ -52,13 +52,13 @@ from vllm_autoprune.serving.api.positions import (
 from vllm_autoprune.serving.api.request import REFUSED, SALT, CacheSalt
 from vllm_autoprune.serving.api.resolve import check_unpruned
 from vllm_autoprune.serving.compat import depends_on
+from vllm_autoprune.serving.identities import make_identity
 from vllm_autoprune.serving.plan import (
     ENTRY,
     FIELD,
     LINE,
     REQUEST_FIELD,
     ItemPlan,
-    make_identity,
     refuse,
 )
 from vllm_autoprune.serving.served_state import served_state

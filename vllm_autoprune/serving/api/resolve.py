@@ -7,10 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from hashlib import sha256
-
-import numpy
-from PIL import Image
 
 from vllm_autoprune.serving.api.cells import Trimming
 from vllm_autoprune.serving.api.layout import TokenCount
@@ -178,20 +174,3 @@ def find_trimming(
         what = f"no cell can be dropped: this model {served.whole_only}"
         raise refuse(f"{ENTRY}/cells", what, "leave it out, also of a state")
     return Trimming(rule)
-
-
-def hash_pixels(item: object, modality: str) -> str:
-    """Digest of an image's or clip's decoded pixels, of which a random keep is drawn.
-
-    Of nothing else, so that the draw is the same under every name and salt, on any server and
-    model. Raises :class:`RequestError` for an item that comes by its name alone.
-    """
-    if item is None:
-        what = f'"random" is drawn from pixels, and this {modality} comes by its name alone'
-        raise refuse(f"{ENTRY}/keep", what, f"send the {modality}")
-    frames = (
-        item[0] if isinstance(item, tuple) else item
-    )  # beside the metadata of a video
-    image = frames.convert("RGB") if isinstance(frames, Image.Image) else frames
-    pixels = numpy.ascontiguousarray(image)
-    return sha256(repr(pixels.shape).encode() + pixels.tobytes()).hexdigest()
