@@ -189,14 +189,10 @@ class MiniQwen(Yardstick):
                 count, before + kept.shape[1] + behind, dtype=torch.bool
             )
             visual[:, before : before + kept.shape[1]] = True
-            # M-RoPE: text, kept tokens at their places in the whole image, text behind the image.
-            places = torch.stack(
-                (torch.zeros_like(kept), kept // size.columns, kept % size.columns)
-            )
             start = before + max(size.rows, size.columns)
             positions = (
                 torch.arange(before).expand(3, count, -1),
-                before + places,
+                before + size.rotary_positions(kept),
                 torch.arange(start, start + behind).expand(3, count, -1),
             )
             levels = [level[kept].flatten(0, 1) for level in image.levels]

@@ -38,7 +38,7 @@ MERGE = 2
 TOKEN = PATCH * MERGE
 """Pixels per side that one visual token covers."""
 
-MOST_SHAPES = 14
+MAX_SHAPES = 14
 """Shapes in the fullest scene."""
 
 _NUMBERS = range(10, 100)
@@ -79,6 +79,12 @@ class Size:
         """Rows and columns of a scene's cells of three patches."""
         return self.rows * MERGE // CELL_PATCHES, self.columns * MERGE // CELL_PATCHES
 
+    def rotary_positions(self, tokens: Tensor) -> Tensor:
+        """M-RoPE positions (3, ...) of raster tokens (...): frame, row and column of an image."""
+        return torch.stack(
+            (torch.zeros_like(tokens), tokens // self.columns, tokens % self.columns)
+        )
+
     def limit(self, budget: int) -> Size:
         """The size that the image processor gives such an image, of at most `budget` tokens."""
         # Here: the load test draws pages in an image without transformers.
@@ -89,7 +95,7 @@ class Size:
         )
         return Size(height // TOKEN, width // TOKEN)
 
-    def draw_scene(self, rng: random.Random, most: int = MOST_SHAPES) -> Scene:
+    def draw_scene(self, rng: random.Random, max_shapes: int = MAX_SHAPES) -> Scene:
         """Draw a scene of few colours and forms, so that most distractors share one of them.
 
         Some shapes are faint, and marks are in some of the cells without one.
@@ -101,7 +107,8 @@ class Size:
         shapes = rng.sample(range(len(SHAPES)), rng.randint(3, 4))
         names = [(colour, shape) for colour in colours for shape in shapes]
         # One name stays unused for the questions whose answer is "no".
-        count = min(most, rng.randint(4, MOST_SHAPES), len(names) - 1, len(cells))
+        count = rng.randint(4, MAX_SHAPES)
+        count = min(max_shapes, count, len(names) - 1, len(cells))
         scene = Scene.place(rng, names, cells, count, RADII)
         things = tuple(
             replace(thing, opacity=rng.uniform(*_FAINT_PAINT))
@@ -234,13 +241,17 @@ class Page:
 
     @classmethod
     def draw(
-        cls, rng: random.Random, style: PageStyle, size: Size, most: int = len(WORDS)
+        cls,
+        rng: random.Random,
+        style: PageStyle,
+        size: Size,
+        max_words: int = len(WORDS),
     ) -> Page:
         """Draw a random page of at most so many words, each of which it shows once, as its numbers.
 
         A page that is full has any word or number in nearly every place, without relations.
         """
-        most = max(4, min(most, len(WORDS) - _RESERVED))
+        max_words = max(4, min(max_words, len(WORDS) - _RESERVED))
         words = list[Word]()
         numbers = list[Number]()
         if style == "full":
@@ -255,7 +266,7 @@ class Page:
             margin = rng.randint(0, size.columns % pitch)
             starts = range(margin, size.columns - 1, pitch)
             places = [(row, column) for row in range(size.rows) for column in starts]
-            count = min(max(3, round(rng.uniform(0.5, 0.95) * len(places))), most)
+            count = min(max(3, round(rng.uniform(0.5, 0.95) * len(places))), max_words)
             names = rng.sample(range(len(WORDS)), count)
             values = rng.sample(_NUMBERS, count)
             for place, name, value in zip(
@@ -266,8 +277,8 @@ class Page:
                     numbers.append(Number(value, place[0], place[1] + 1, words[-1]))
         else:
             # One row of words above the columns and one column of words beside the rows.
-            columns = rng.randint(2, min(6, size.columns - 1, most - 2))
-            rows = rng.randint(2, min(size.rows - 1, most - columns))
+            columns = rng.randint(2, min(6, size.columns - 1, max_words - 2))
+            rows = rng.randint(2, min(size.rows - 1, max_words - columns))
             top = rng.randint(0, size.rows - 1 - rows)
             edge = rng.randint(0, size.columns - 1 - columns)
             names = rng.sample(range(len(WORDS)), rows + columns)

@@ -26,6 +26,9 @@ from benchmarks.yardsticks.scenes import (
     Thing,
 )
 
+_Slots = Mapping[str, str | int]
+"""What fills the slots of a wording."""
+
 Model = Literal["minillava", "miniqwen", "clips"]
 """Whose questions; those about clips are for any model that takes videos."""
 
@@ -101,6 +104,167 @@ class Question:
 
 
 @dataclass(frozen=True)
+class _SceneFacts:
+    """Draws what is asked about a scene of `cells` (rows, columns).
+
+    Trained weights depend on the order of the draws: all of a fact come before its wording's.
+    """
+
+    rng: random.Random
+    scene: Scene
+    cells: tuple[int, int]
+
+    def draw(self, kind: str) -> Sequence[Fact]:
+        """One fact, or a right and a wrong one; none if the scene has nothing of the kind."""
+        match kind:
+            case "digit" | "quarter" | "half":
+                return self._draw_attribute(kind)
+            case "colour" | "shape":
+                return self._draw_carrier(kind)
+            case "text":
+                return self._draw_sign()
+            case "count" | "counting":
+                return self._draw_group(kind)
+            case "relation" | "beside":
+                return self._draw_neighbour(kind)
+            case "existence":
+                return self._draw_existence()
+            case _:
+                return self._draw_claim(kind)
+
+    def _draw_attribute(self, kind: str) -> Sequence[Fact]:
+        """The digit or the place of a shape that is named."""
+        thing = self.rng.choice(self.scene.things)
+        quarter = self._sides(thing)
+        answers = {
+            "digit": str(thing.digit),
+            "quarter": " ".join(quarter),
+            "half": quarter[1],
+        }
+        return [(self._patches(thing), answers[kind], {"name": thing.name})]
+
+    def _draw_carrier(self, kind: str) -> Sequence[Fact]:
+        """The colour or the form of the shape that carries a digit."""
+        digits = [thing.digit for thing in self.scene.things]
+        unique = [t for t in self.scene.things if digits.count(t.digit) == 1]
+        if not unique:
+            return []
+        thing = self.rng.choice(unique)
+        answer = COLOURS[thing.colour] if kind == "colour" else SHAPES[thing.shape]
+        return [(self._patches(thing), answer, {"digit": thing.digit})]
+
+    def _draw_sign(self) -> Sequence[Fact]:
+        """The number on a sign."""
+        if not self.scene.signs:
+            return []
+        sign = self.rng.choice(self.scene.signs)
+        return [(self._patches(sign), sign.text, {"name": sign.name})]
+
+    def _draw_group(self, kind: str) -> Sequence[Fact]:
+        """How many shapes have a colour or a form; sizes that occur are equally likely."""
+        things = self.scene.things
+        groups: list[tuple[list[Thing], str]] = []
+        for index, colour in enumerate(COLOURS):
+            members = [thing for thing in things if thing.colour == index]
+            groups.append((members, f"{colour} shapes"))
+        for index, shape in enumerate(SHAPES):
+            members = [thing for thing in things if thing.shape == index]
+            groups.append(
+                (members, f"{shape}es" if shape.endswith("s") else f"{shape}s")
+            )
+        sizes = {len(group) for group, _ in groups if len(group) <= _MAX_COUNT}
+        size = self.rng.choice(sorted(sizes))
+        group, plural = self.rng.choice([row for row in groups if len(row[0]) == size])
+        if kind == "count":
+            return [(self._patches(*group), str(size), {"plural": plural})]
+        near = [n for n in (size - 1, size + 1) if 0 <= n <= _MAX_COUNT]
+        wrong = self.rng.choice(near)
+        return self._affirm_and_deny(
+            group,
+            {"number": size, "plural": plural},
+            {"number": wrong, "plural": plural},
+        )
+
+    def _draw_neighbour(self, kind: str) -> Sequence[Fact]:
+        """The digit of the shape beside another one."""
+        neighbours = []
+        for anchor in self.scene.things:
+            for relation, step in _NEIGHBOURS.items():
+                target = self.scene.neighbour(anchor, *step)
+                if target is not None:
+                    neighbours.append((anchor, relation, target))
+        if not neighbours:
+            return []
+        anchor, relation, target = self.rng.choice(neighbours)
+        # Beside: the neighbour's name and then its digit, the steps of a relation.
+        name = f"{target.name} " if kind == "beside" else ""
+        slots = {"name": anchor.name, "relation": relation}
+        return [(self._patches(target, anchor), f"{name}{target.digit}", slots)]
+
+    def _draw_existence(self) -> Sequence[Fact]:
+        """A shape, and a name that no shape has; usually its colour and its form both occur."""
+        things = self.scene.things
+        thing = self.rng.choice(things)
+        taken = {(other.colour, other.shape) for other in things}
+        colours = sorted({colour for colour, _ in taken})
+        shapes = sorted({shape for _, shape in taken})
+        names = [pair for pair in product(colours, shapes) if pair not in taken]
+        if not names or self.rng.random() < 0.2:
+            every = product(range(len(COLOURS)), range(len(SHAPES)))
+            names = [pair for pair in every if pair not in taken]
+        colour, shape = self.rng.choice(names)
+        absent = replace(thing, colour=colour, shape=shape)
+        return [
+            (self._patches(thing), "yes", {"a_name": thing.name_with_article}),
+            ((), "no", {"a_name": absent.name_with_article}),
+        ]
+
+    def _draw_claim(self, kind: str) -> Sequence[Fact]:
+        """A right and a wrong digit of a shape, or half of the picture that it is in."""
+        thing = self.rng.choice(self.scene.things)
+        name = thing.name
+        if kind == "position":
+            side = self.rng.choice(self._sides(thing))
+            return self._affirm_and_deny(
+                [thing],
+                {"name": name, "side": side},
+                {"name": name, "side": _OPPOSITE[side]},
+            )
+        digits = list(range(10))
+        if self.rng.random() < 0.5:
+            digits = [other.digit for other in self.scene.things]
+        wrong = [digit for digit in digits if digit != thing.digit]
+        return self._affirm_and_deny(
+            [thing],
+            {"name": name, "digit": thing.digit},
+            {"name": name, "digit": self.rng.choice(wrong or [9 - thing.digit])},
+        )
+
+    def _affirm_and_deny(
+        self, parts: Sequence[Thing], right: _Slots, wrong: _Slots
+    ) -> Sequence[Fact]:
+        evidence = self._patches(*parts)
+        return [(evidence, "yes", right), (evidence, "no", wrong)]
+
+    def _patches(self, *parts: Thing | Sign) -> list[int]:
+        """Patches of all parts: the whole of every sign and the middle of every shape first."""
+        ranked = [
+            (rank > 0 and isinstance(part, Thing), index, rank, patch)
+            for index, part in enumerate(parts)
+            for rank, patch in enumerate(self.scene.patches[part])
+        ]
+        return [patch for *_, patch in sorted(ranked)]
+
+    def _sides(self, thing: Thing) -> tuple[str, str]:
+        """The halves of the picture that a shape is in."""
+        rows, columns = self.cells
+        return (
+            "upper" if thing.row < rows // 2 else "lower",
+            "left" if thing.column < columns // 2 else "right",
+        )
+
+
+@dataclass(frozen=True)
 class Questions:
     """Random questions about a page, or about a scene of `cells` (rows, columns).
 
@@ -133,14 +297,14 @@ class Questions:
 
     def generate(self, kind: str) -> list[Question]:
         """One open question, or a yes/no pair; none if the picture has nothing to ask about."""
-        facts: Iterable[Fact] = ()
+        facts: Iterable[Fact]
         match self.content:
             case Clip():
                 facts = [self.content.ask(kind, self.rng)]
             case Page():
                 facts = self._page_facts(kind)
             case Scene():
-                facts = self._scene_facts(kind)
+                facts = _SceneFacts(self.rng, self.content, self.cells).draw(kind)
         questions = []
         for evidence, answer, slots in facts:
             # A draw from one wording would advance the generator, on which trained weights depend.
@@ -148,134 +312,6 @@ class Questions:
             text = wording.format(**slots)
             questions.append(Question(kind, text, answer, tuple(evidence)))
         return questions
-
-    def _scene_facts(self, kind: str) -> Iterator[Fact]:  # noqa: C901, PLR0915
-        assert isinstance(self.content, Scene)
-        scene = self.content
-        rng = self.rng
-        things = self.content.things
-        digits = [thing.digit for thing in things]
-
-        def patches(*parts: Thing | Sign) -> list[int]:
-            """Patches of all parts: the whole of every sign and the middle of every shape first."""
-            ranked = [
-                (0 if place == 0 or isinstance(part, Sign) else 1, index, place, patch)
-                for index, part in enumerate(parts)
-                for place, patch in enumerate(scene.patches[part])
-            ]
-            return [patch for *_, patch in sorted(ranked)]
-
-        def sides(thing: Thing) -> tuple[str, str]:
-            """The halves of the picture that a shape is in."""
-            rows, columns = self.cells
-            return (
-                "upper" if thing.row < rows // 2 else "lower",
-                "left" if thing.column < columns // 2 else "right",
-            )
-
-        match kind:
-            case "digit" | "quarter" | "half":
-                thing = rng.choice(things)
-                quarter = sides(thing)
-                answers = {"digit": str(thing.digit), "quarter": " ".join(quarter)}
-                yield (
-                    patches(thing),
-                    answers.get(kind, quarter[1]),
-                    {"name": thing.name},
-                )
-            case "colour" | "shape":
-                if unique := [
-                    thing for thing in things if digits.count(thing.digit) == 1
-                ]:
-                    thing = rng.choice(unique)
-                    answer = (
-                        COLOURS[thing.colour]
-                        if kind == "colour"
-                        else SHAPES[thing.shape]
-                    )
-                    yield patches(thing), answer, {"digit": thing.digit}
-            case "text":
-                if scene.signs:
-                    sign = rng.choice(scene.signs)
-                    yield patches(sign), sign.text, {"name": sign.name}
-            case "count":
-                group, plural = self._pick_group(things)
-                yield patches(*group), str(len(group)), {"plural": plural}
-            case "relation" | "beside":
-                neighbours = [
-                    (anchor, relation, target)
-                    for anchor in things
-                    for relation, step in _NEIGHBOURS.items()
-                    if (target := scene.neighbour(anchor, *step)) is not None
-                ]
-                if neighbours:
-                    anchor, relation, target = rng.choice(neighbours)
-                    # Beside: the neighbour's name and then its digit, the steps of a relation.
-                    name = f"{target.name} " if kind == "beside" else ""
-                    slots = {"name": anchor.name, "relation": relation}
-                    yield patches(target, anchor), f"{name}{target.digit}", slots
-            case "existence":
-                thing = rng.choice(things)
-                # A name that no shape has; usually its colour and its form both occur.
-                taken = {(thing.colour, thing.shape) for thing in things}
-                colours, shapes = (
-                    sorted(set(part)) for part in zip(*taken, strict=True)
-                )
-                names = [pair for pair in product(colours, shapes) if pair not in taken]
-                if not names or rng.random() < 0.2:
-                    every = product(range(len(COLOURS)), range(len(SHAPES)))
-                    names = [pair for pair in every if pair not in taken]
-                colour, shape = rng.choice(names)
-                absent = replace(thing, colour=colour, shape=shape)
-                yield patches(thing), "yes", {"a_name": thing.name_with_article}
-                yield (), "no", {"a_name": absent.name_with_article}
-            case "reading":
-                thing = rng.choice(things)
-                likely = digits if rng.random() < 0.5 else list(range(10))
-                others = [digit for digit in likely if digit != thing.digit] or [
-                    9 - thing.digit
-                ]
-                wrong = rng.choice(
-                    others
-                )  # before the draw of a wording, as for the weights
-                yield patches(thing), "yes", {"name": thing.name, "digit": thing.digit}
-                yield patches(thing), "no", {"name": thing.name, "digit": wrong}
-            case "position":
-                thing = rng.choice(things)
-                side = rng.choice(sides(thing))
-                yield patches(thing), "yes", {"name": thing.name, "side": side}
-                yield (
-                    patches(thing),
-                    "no",
-                    {"name": thing.name, "side": _OPPOSITE[side]},
-                )
-            case "counting":
-                group, plural = self._pick_group(things)
-                count = len(group)
-                near = rng.choice(
-                    [n for n in (count - 1, count + 1) if 0 <= n <= _MAX_COUNT]
-                )
-                yield patches(*group), "yes", {"number": count, "plural": plural}
-                yield patches(*group), "no", {"number": near, "plural": plural}
-
-    def _pick_group(self, things: Sequence[Thing]) -> tuple[list[Thing], str]:
-        """All shapes of one colour or form, and their name; sizes that occur are equally likely."""
-        plurals = [
-            f"{shape}es" if shape.endswith("s") else f"{shape}s" for shape in SHAPES
-        ]
-        groups = [
-            *(
-                ([t for t in things if t.colour == n], f"{c} shapes")
-                for n, c in enumerate(COLOURS)
-            ),
-            *(
-                ([t for t in things if t.shape == n], name)
-                for n, name in enumerate(plurals)
-            ),
-        ]
-        sizes = {len(group) for group, _ in groups if len(group) <= _MAX_COUNT}
-        size = self.rng.choice(sorted(sizes))
-        return self.rng.choice([group for group in groups if len(group[0]) == size])
 
     def _page_facts(self, kind: str) -> Iterator[Fact]:
         assert isinstance(self.content, Page)

@@ -77,10 +77,7 @@ def lay_out(tokenizer: Tokenizer, frames: int) -> tuple[Tensor, Tensor, int]:
         ids.extend(new)
         at += len(new)
 
-    place = torch.arange(SIZE.tokens)
-    grid = torch.stack(
-        (torch.zeros_like(place), place // SIZE.columns, place % SIZE.columns)
-    )
+    grid = SIZE.rotary_positions(torch.arange(SIZE.tokens))
     write(_LEAD)
     for frame in range(frames):
         write(f"<{frame}.0 seconds>")

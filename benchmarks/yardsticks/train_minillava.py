@@ -223,59 +223,65 @@ def _draw_texts(
     return torch.tensor(kept), TextBatch.build(words, pictures, start, "</s>", "<pad>")
 
 
-def train(run: training.Training) -> None:  # noqa: PLR0915
-    """Train all stages and write both checkpoints."""
-    clip_words, words = (
-        Tokenizer.from_file(str(folder / "tokenizer.json")) for folder in (CLIP, LLAVA)
-    )
-    torch.manual_seed(run.seed)
-    clip = CLIPModel(CLIPConfig.from_pretrained(CLIP, attn_implementation="eager"))
-    clip.vision_model.config._attn_implementation = training.IN_PLACE
-    width = clip.config.vision_config.hidden_size
-    with torch.no_grad():
-        table = clip.vision_model.embeddings.position_embedding.weight
-        table[1:] = training.position_waves(scenes.GRID, width) * _POSITION_SCALE
-    heads = training.DenseHeads(width, _FIELDS)
-    config = LlavaConfig.from_pretrained(LLAVA)
-    config.text_config._attn_implementation = training.IN_PLACE
-    projector = LlavaMultiModalProjector(config)
-    model = LlamaForCausalLM(config.text_config)
-    before = torch.tensor(words.encode(_BEFORE_IMAGE).ids)
-    reading, towers, phrases, questions = run.recipe.stages
+class _Trainer:
+    """Both untrained models, and the loss of every stage of a recipe.
 
-    def reading_loss(seed: int, step: int) -> Tensor:
+    A loss is of one batch, by its seed and the number of the step.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._clip_words, self._words = (
+            Tokenizer.from_file(str(folder / "tokenizer.json"))
+            for folder in (CLIP, LLAVA)
+        )
+        self.clip = CLIPModel(
+            CLIPConfig.from_pretrained(CLIP, attn_implementation="eager")
+        )
+        vision = self.clip.vision_model
+        vision.config._attn_implementation = training.IN_PLACE
+        width = vision.config.hidden_size
+        with torch.no_grad():
+            table = vision.embeddings.position_embedding.weight
+            table[1:] = training.position_waves(scenes.GRID, width) * _POSITION_SCALE
+        self.heads = training.DenseHeads(width, _FIELDS)
+        config = LlavaConfig.from_pretrained(LLAVA)
+        config.text_config._attn_implementation = training.IN_PLACE
+        self.projector = LlavaMultiModalProjector(config)
+        self.model = LlamaForCausalLM(config.text_config)
+
+    def reading_loss(self, seed: int, step: int) -> Tensor:
         """The digit and the colour of every patch of images of digits."""
-        images, digit, colour = scenes.render_characters(seed, reading.images)
-        labels = torch.full((len(_FIELDS), *digit.shape), UNLABELLED)
-        labels[list(_FIELDS).index("digit")], labels[list(_FIELDS).index("colour")] = (
-            digit,
-            colour,
-        )
-        return heads.loss(
-            _penultimate_states(clip, images)[:, 1:], labels, {"colour": 0.3}
-        )
+        size = self._recipe.stages[0].images
+        images, digit, colour = scenes.render_characters(seed, size)
+        fields = list(_FIELDS)
+        labels = torch.full((len(fields), *digit.shape), UNLABELLED)
+        labels[fields.index("digit")] = digit
+        labels[fields.index("colour")] = colour
+        patches = _penultimate_states(self.clip, images)[:, 1:]
+        return self.heads.loss(patches, labels, {"colour": 0.3})
 
-    def tower_loss(seed: int, step: int) -> Tensor:
+    def tower_loss(self, seed: int, step: int) -> Tensor:
         """Dense classes, pointing from phrases, and image-caption contrast."""
-        images, drawn = _draw_scenes(seed, towers.images)
-        texts, targets = _draw_phrases(seed + 1, drawn)
-        end = clip.config.text_config.eos_token_id
-        ids = [clip_words.encode(t).ids for t in texts]
-        longest = max(map(len, ids))
-        padded = torch.tensor([row + [end] * (longest - len(row)) for row in ids])
+        clip = self.clip
+        vision = clip.vision_model
+        images, drawn = _draw_scenes(seed, self._recipe.stages[1].images)
         hidden = _penultimate_states(clip, images)
-        last = clip.vision_model.encoder.layers[-1](hidden, attention_mask=None)
+        last = vision.encoder.layers[-1](hidden, attention_mask=None)
         patches = hidden[:, 1:]
-        pooled = clip.vision_model.post_layernorm(last[:, 0])
-        dense = heads.loss(patches, _label_patches(drawn), _FIELD_WEIGHTS)
-        text = clip.text_projection(clip.text_model(input_ids=padded).pooler_output)
-        projected = clip.visual_projection(clip.vision_model.post_layernorm(patches))
+        pooled = vision.post_layernorm(last[:, 0])
+        dense = self.heads.loss(patches, _label_patches(drawn), _FIELD_WEIGHTS)
+        texts, targets = _draw_phrases(seed + 1, drawn)
         text, projected, image = (
             F.normalize(part.float(), dim=-1)
-            for part in (text, projected, clip.visual_projection(pooled))
+            for part in (
+                self._encode_texts(texts),
+                clip.visual_projection(vision.post_layernorm(patches)),
+                clip.visual_projection(pooled),
+            )
         )
-        named, captions = text.split([targets.shape[0] * targets.shape[1], len(images)])
-        cosines = named.unflatten(0, targets.shape[:2]) @ projected.transpose(1, 2)
+        phrases, captions = text.split([len(texts) - len(images), len(images)])
+        cosines = phrases.unflatten(0, targets.shape[:2]) @ projected.transpose(1, 2)
         pointing = (
             -(targets * F.log_softmax(cosines * _POINTING_SCALE, -1)).sum(-1).mean()
         )
@@ -286,45 +292,72 @@ def train(run: training.Training) -> None:  # noqa: PLR0915
         contrast = F.cross_entropy(logits, pairs) + F.cross_entropy(logits.T, pairs)
         return dense + 0.5 * pointing + 0.1 * contrast
 
-    def answer_loss(images: Tensor, kept: Tensor, texts: TextBatch) -> Tensor:
-        """Cross entropy on answer tokens behind `before` and the image tokens `kept` (B, K)."""
+    def _encode_texts(self, texts: Sequence[str]) -> Tensor:
+        """Projections (B, Dp) of texts by the text tower."""
+        end = self.clip.config.text_config.eos_token_id
+        ids = [self._clip_words.encode(text).ids for text in texts]
+        longest = max(map(len, ids))
+        padded = torch.tensor([row + [end] * (longest - len(row)) for row in ids])
+        output = self.clip.text_model(input_ids=padded)
+        return self.clip.text_projection(output.pooler_output)
+
+    def phrase_loss(self, seed: int, step: int) -> Tensor:
+        """Answers to phrases; scenes are easy and patches few at first."""
+        # A low rate at first: among many tokens, attention joins the words of a name only slowly.
+        progress = min(1.0, step / _CURRICULUM_STEPS) ** 2
+        shapes = 2 + round((scenes.MAX_SHAPES - 2) * progress)
+        budget = _CURRICULUM_TOKENS + round((PATCHES - _CURRICULUM_TOKENS) * progress)
+        images, drawn = _draw_scenes(seed, self._recipe.stages[2].images, shapes)
+        return self._answer_loss(seed, images, drawn, budget)
+
+    def question_loss(self, seed: int, step: int) -> Tensor:
+        """Answers to questions and phrases, with all patches."""
+        images, drawn = _draw_scenes(seed, self._recipe.stages[3].images)
+        return self._answer_loss(seed, images, drawn)
+
+    def _answer_loss(
+        self,
+        seed: int,
+        images: Tensor,
+        drawn: Sequence[Scene],
+        budget: int | None = None,
+    ) -> Tensor:
+        """Cross entropy on answer tokens behind the lead and the image tokens that are kept."""
+        kept, texts = _draw_texts(seed, self._recipe, self._words, drawn, budget)
+        lead = torch.tensor(self._words.encode(_BEFORE_IMAGE).ids)
         count = len(kept)
-        prefix = len(before) + kept.shape[1]
-        embed = model.get_input_embeddings()
-        patches = _penultimate_states(clip, images)[:, 1:]
-        image = projector(patches[torch.arange(count)[:, None], kept])
-        embeds = (embed(before).expand(count, -1, -1), image, embed(texts.texts))
+        prefix = len(lead) + kept.shape[1]
+        embed = self.model.get_input_embeddings()
+        patches = _penultimate_states(self.clip, images)[:, 1:]
+        image = self.projector(patches[torch.arange(count)[:, None], kept])
+        embeds = (embed(lead).expand(count, -1, -1), image, embed(texts.texts))
         positions = torch.arange(prefix).expand(count, prefix)
-        hidden = model.model(
+        hidden = self.model.model(
             inputs_embeds=torch.cat(embeds, 1),
             attention_mask=texts.mask(prefix),
             position_ids=torch.cat((positions, texts.positions), 1),
             use_cache=False,
         ).last_hidden_state
-        return texts.loss(model.lm_head, hidden[:, prefix:])
+        return texts.loss(self.model.lm_head, hidden[:, prefix:])
 
-    def phrase_loss(seed: int, step: int) -> Tensor:
-        # A low rate at first: among many tokens, attention joins the words of a name only slowly.
-        progress = min(1.0, step / _CURRICULUM_STEPS) ** 2
-        shapes = 2 + round((scenes.MAX_SHAPES - 2) * progress)
-        budget = _CURRICULUM_TOKENS + round((PATCHES - _CURRICULUM_TOKENS) * progress)
-        images, drawn = _draw_scenes(seed, phrases.images, shapes)
-        return answer_loss(images, *_draw_texts(seed, run.recipe, words, drawn, budget))
 
-    def question_loss(seed: int, step: int) -> Tensor:
-        images, drawn = _draw_scenes(seed, questions.images)
-        return answer_loss(images, *_draw_texts(seed, run.recipe, words, drawn))
-
-    run.run_stage(0, {"clip": clip, "heads": heads}, reading_loss)
-    run.run_stage(1, {"clip": clip, "heads": heads}, tower_loss)
+def train(run: training.Training) -> None:
+    """Train all stages and write both checkpoints."""
+    torch.manual_seed(run.seed)
+    trainer = _Trainer(run.recipe)
+    clip = trainer.clip
+    tower = {"clip": clip, "heads": trainer.heads}
+    run.run_stage(0, tower, trainer.reading_loss)
+    run.run_stage(1, tower, trainer.tower_loss)
     clip.requires_grad_(False)
-    run.run_stage(2, {"projector": projector, "model": model}, phrase_loss)
-    run.run_stage(3, {"projector": projector, "model": model}, question_loss)
+    language = {"projector": trainer.projector, "model": trainer.model}
+    run.run_stage(2, language, trainer.phrase_loss)
+    run.run_stage(3, language, trainer.question_loss)
     run.write_checkpoint(CLIP, {"": clip}, "clip")
     parts = {
         "vision_tower.vision_model.": clip.vision_model,
-        "multi_modal_projector.": projector,
-        "language_model.": model,
+        "multi_modal_projector.": trainer.projector,
+        "language_model.": trainer.model,
     }
     run.write_checkpoint(LLAVA, parts, "llava")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from string import ascii_lowercase
@@ -170,72 +170,83 @@ class _Pictures:
         return torch.tensor(kept), asked
 
 
-def _draw_pictures(  # noqa: C901
+def _draw_pictures(
     seed: int,
     views: Sequence[float],
     scene_count: int,
     page_count: int,
     plain: bool = False,
-    most: int | None = None,
+    maximum: int | None = None,
 ) -> _Pictures:
     """Draw scenes and then pages; `plain` pages are full ones.
 
     `views` are shares of pictures seen with all tokens, a half, fourth, eighth and sixteenth.
-    `most` makes them easier: scenes of at most so many shapes, pages of at most so many words.
+    `maximum` makes them easier: scenes of at most so many shapes, pages of at most so many words.
     """
     # All batches of a step have the same sizes.
     rng = random.Random(seed // training.PARTS)
-    size = seen = rng.choice(pages.SIZES)
+    size = rng.choice(pages.SIZES)
     divisor = rng.choices((1, 2, 4, 8, 16), views)[0]
-    if divisor > 1:
-        seen = size.limit(size.tokens // divisor)
+    seen = size if divisor == 1 else size.limit(size.tokens // divisor)
     rng = random.Random(seed)
-    most_shapes = most or pages.MOST_SHAPES
-    scenes = [size.draw_scene(rng, most_shapes) for _ in range(scene_count)]
+    max_shapes = maximum or pages.MAX_SHAPES
+    scenes = [size.draw_scene(rng, max_shapes) for _ in range(scene_count)]
     images, scenes = size.render_scenes(scenes, seed)
     texts = []
     for _ in range(page_count):
         style: pages.PageStyle = "full" if plain else rng.choice(pages.PAGE_STYLES)
-        texts.append(Page.draw(rng, style, size, most or len(WORDS)))
+        texts.append(Page.draw(rng, style, size, maximum or len(WORDS)))
     page_images, centres = pages.render_pages(texts, seed)
-    # Picture, centre in pixels, half extents and labels of every shape, mark and text.
-    items: list[list[float]] = []
-    height, width = size.cells
+    items = list[_Item]()
     for index, scene in enumerate(scenes):
-        for thing in (*scene.things, *scene.marks):
-            x = (thing.column + 0.5) * CELL + thing.shift[0]
-            y = (thing.row + 0.5) * CELL + thing.shift[1]
-            if thing.letter is None:
-                labels = _label(
-                    kind=3,
-                    colour=thing.colour,
-                    shape=thing.shape,
-                    digit=thing.digit,
-                    lower=thing.row >= height // 2,
-                    right=thing.column >= width // 2,
-                )
-            else:
-                labels = _label(kind=4, letter=thing.letter)
-            items.append([index, x, y, *[0.8 * thing.radius] * 2, *labels])
-    for index, (page, places) in enumerate(
-        zip(texts, centres, strict=True), len(scenes)
-    ):
-        named = [_label(kind=1, word=word.word) for word in page.words]
-        for number in page.numbers:
-            of_word = {}
-            if number.label is not None:
-                head = number.head.word if number.head else len(WORDS)
-                of_word = {"word": number.label.word, "head": head}
-            tens, units = divmod(number.value, 10)
-            named.append(_label(kind=2, tens=tens, units=units, **of_word))
-        for part in page.nonsense:
-            named.append(_label(kind=4, letter=ascii_lowercase.index(part.text[0])))
-        for place, labels in zip(places, named, strict=True):
-            items.append([index, *place, TOKEN / 2, PATCH / 2, *labels])
+        items += _list_scene_items(index, scene, size)
+    for index, page in enumerate(texts):
+        items += _list_page_items(len(scenes) + index, page, centres[index])
     contents: list[Scene | Page] = [*scenes, *texts]
-    dense = _label_patches(torch.tensor(items), len(contents), size, seen)
+    labels = _label_patches(torch.tensor(items), len(contents), size, seen)
     patches = seen.split_patches(torch.cat((images, page_images)))
-    return _Pictures(size, seen, patches, dense, contents)
+    return _Pictures(size, seen, patches, labels, contents)
+
+
+_Item = Sequence[float]
+"""A shape, mark or text: index of the picture, centre and half extents in pixels, labels."""
+
+
+def _list_scene_items(index: int, scene: Scene, size: Size) -> Iterator[_Item]:
+    height, width = size.cells
+    for thing in (*scene.things, *scene.marks):
+        if thing.letter is None:
+            labels = _label(
+                kind=3,
+                colour=thing.colour,
+                shape=thing.shape,
+                digit=thing.digit,
+                lower=thing.row >= height // 2,
+                right=thing.column >= width // 2,
+            )
+        else:
+            labels = _label(kind=4, letter=thing.letter)
+        x = (thing.column + 0.5) * CELL + thing.shift[0]
+        y = (thing.row + 0.5) * CELL + thing.shift[1]
+        extent = 0.8 * thing.radius
+        yield [index, x, y, extent, extent, *labels]
+
+
+def _list_page_items(
+    index: int, page: Page, centres: Sequence[tuple[float, float]]
+) -> Iterator[_Item]:
+    labels = [_label(kind=1, word=word.word) for word in page.words]
+    for number in page.numbers:
+        names = {}
+        if number.label is not None:
+            head = number.head.word if number.head else len(WORDS)
+            names = {"word": number.label.word, "head": head}
+        tens, units = divmod(number.value, 10)
+        labels.append(_label(kind=2, tens=tens, units=units, **names))
+    for part in page.nonsense:
+        labels.append(_label(kind=4, letter=ascii_lowercase.index(part.text[0])))
+    for centre, values in zip(centres, labels, strict=True):
+        yield [index, *centre, TOKEN / 2, PATCH / 2, *values]
 
 
 def _label(**fields: int) -> list[int]:
@@ -362,48 +373,84 @@ def _naming_loss(
     return -(shares[shows] * logits.log_softmax(-1)).sum(-1).mean()
 
 
-def train(run: training.Training) -> None:  # noqa: PLR0915
-    """Train all stages and write the checkpoint."""
-    words = Tokenizer.from_file(str(_QWEN / "tokenizer.json"))
-    torch.manual_seed(run.seed)
-    model = _build_model()
-    tower = model.model.visual
-    language = model.model.language_model
-    heads = training.DenseHeads(_VISION_WIDTH, _FIELDS)
-    embed = model.get_input_embeddings()
-    _, _, naming, phrases, questions = run.recipe.stages
+class _Trainer:
+    """The untrained model, and the loss of every stage of a recipe.
 
-    def dense_loss(number: int, seed: int, step: int) -> Tensor:
-        stage = run.recipe.stages[number]
-        plain = number == 0
+    A loss is of one batch, by its seed and the number of the step.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._words = Tokenizer.from_file(str(_QWEN / "tokenizer.json"))
+        self.model = _build_model()
+        self.heads = training.DenseHeads(_VISION_WIDTH, _FIELDS)
+        self._tower = self.model.model.visual
+        self._embed = self.model.get_input_embeddings()
+
+    def dense_loss(self, number: int, seed: int, step: int) -> Tensor:
+        """Cross entropy on the dense labels of patches."""
+        stage = self._recipe.stages[number]
         scenes = stage.images // 3
         pictures = _draw_pictures(
-            seed, stage.views, scenes, stage.images - scenes, plain
+            seed, stage.views, scenes, stage.images - scenes, plain=number == 0
         )
-        return heads.loss(pictures.encode(tower)[0], pictures.labels, _FIELD_WEIGHTS)
+        states, _, _ = pictures.encode(self._tower)
+        return self.heads.loss(states, pictures.labels, _FIELD_WEIGHTS)
 
-    def naming_loss(seed: int, step: int) -> Tensor:
+    def naming_loss(self, seed: int, step: int) -> Tensor:
         """The mergers' rows become those of the words that a picture shows."""
-        pictures = _draw_pictures(seed, naming.views, naming.images, naming.images)
-        return _naming_loss(
-            words, pictures.encode(tower)[1], embed.weight, pictures.labels
+        stage = self._recipe.stages[2]
+        pictures = _draw_pictures(seed, stage.views, stage.images, stage.images)
+        _, rows, _ = pictures.encode(self._tower)
+        return _naming_loss(self._words, rows, self._embed.weight, pictures.labels)
+
+    def phrase_loss(self, seed: int, step: int) -> Tensor:
+        """Answers to phrases; pictures are easy and tokens few at first."""
+        progress = min(1.0, step / _CURRICULUM_STEPS) ** 2
+        pictures = self._draw_halves(
+            3, seed, _FEWEST + round((len(WORDS) - _FEWEST) * progress)
+        )
+        budget = pictures.seen.tokens
+        if pictures.seen == pictures.size:
+            budget = _FEWEST_TOKENS + round((budget - _FEWEST_TOKENS) * progress)
+        return self._answer_loss(seed, pictures, budget, phrases_only=True)
+
+    def question_loss(self, seed: int, step: int) -> Tensor:
+        """Answers to questions and phrases; some steps drop tokens of pictures at full size."""
+        rng = random.Random(seed // training.PARTS)
+        pictures = self._draw_halves(4, seed)
+        budget = pictures.seen.tokens
+        if pictures.seen == pictures.size and rng.random() < _DROPOUT:
+            budget = max(1, int(math.exp(rng.uniform(math.log(2), math.log(budget)))))
+        return self._answer_loss(seed, pictures, budget, phrases_only=False)
+
+    def _draw_halves(
+        self, number: int, seed: int, maximum: int | None = None
+    ) -> _Pictures:
+        """Pictures of a stage, of which half are scenes."""
+        stage = self._recipe.stages[number]
+        scenes = stage.images // 2
+        return _draw_pictures(
+            seed, stage.views, scenes, stage.images - scenes, maximum=maximum
         )
 
-    def answer_loss(
-        seed: int, pictures: _Pictures, budget: int, phrases_only: bool
+    def _answer_loss(
+        self, seed: int, pictures: _Pictures, budget: int, phrases_only: bool
     ) -> Tensor:
         """Cross entropy on answer tokens behind image tokens of a budget, and naming's loss."""
-        seen = pictures.seen
-        kept, asked = pictures.draw_texts(seed, run.recipe, budget, phrases_only)
+        words = self._words
+        embed = self._embed
+        kept, asked = pictures.draw_texts(seed, self._recipe, budget, phrases_only)
         before, after = (
             torch.tensor(words.encode(text).ids) for text in (_LEAD, _BETWEEN)
         )
+        seen = pictures.seen
         behind_image = len(before) + max(seen.rows, seen.columns)
         start = behind_image + len(after)
         texts = training.TextBatch.build(
             words, asked, start, "<|im_end|>", "<|endoftext|>"
         )
-        _, image, levels = pictures.encode(tower)
+        _, image, levels = pictures.encode(self._tower)
         count = len(kept)
         rows = torch.arange(count)[:, None]
         leading, trailing = (
@@ -415,15 +462,13 @@ def train(run: training.Training) -> None:  # noqa: PLR0915
         prefix = embeds.shape[1] - texts.texts.shape[1]
         visual = torch.zeros(embeds.shape[:2], dtype=torch.bool)
         visual[:, len(before) : len(before) + kept.shape[1]] = True
-        # M-RoPE: text, kept tokens at their places in the whole image, text behind the image.
-        places = (torch.zeros_like(kept), kept // seen.columns, kept % seen.columns)
         positions = (
             torch.arange(len(before)).expand(3, count, -1),
-            torch.stack(places) + len(before),
+            seen.rotary_positions(kept) + len(before),
             torch.arange(behind_image, start).expand(3, count, -1),
             texts.positions.expand(3, -1, -1),
         )
-        states = language(
+        hidden = self.model.model.language_model(
             inputs_embeds=embeds,
             attention_mask=texts.mask(prefix),
             position_ids=torch.cat(positions, 2),
@@ -433,49 +478,33 @@ def train(run: training.Training) -> None:  # noqa: PLR0915
             ],
             use_cache=False,
         ).last_hidden_state
-        loss = texts.loss(model.lm_head, states[:, prefix:])
-        return loss + _NAMING_WEIGHT * _naming_loss(
-            words, image, embed.weight, pictures.labels
-        )
+        loss = texts.loss(self.model.lm_head, hidden[:, prefix:])
+        naming = _naming_loss(words, image, embed.weight, pictures.labels)
+        return loss + _NAMING_WEIGHT * naming
 
-    def phrase_loss(seed: int, step: int) -> Tensor:
-        progress = min(1.0, step / _CURRICULUM_STEPS) ** 2
-        most = _FEWEST + round((len(WORDS) - _FEWEST) * progress)
-        scenes = phrases.images // 2
-        pictures = _draw_pictures(
-            seed, phrases.views, scenes, phrases.images - scenes, most=most
-        )
-        budget = pictures.seen.tokens
-        if pictures.seen == pictures.size:
-            budget = _FEWEST_TOKENS + round((budget - _FEWEST_TOKENS) * progress)
-        return answer_loss(seed, pictures, budget, phrases_only=True)
 
-    def question_loss(seed: int, step: int) -> Tensor:
-        scenes = questions.images // 2
-        rng = random.Random(seed // training.PARTS)
-        pictures = _draw_pictures(
-            seed, questions.views, scenes, questions.images - scenes
-        )
-        budget = pictures.seen.tokens
-        if pictures.seen == pictures.size and rng.random() < _DROPOUT:
-            budget = max(1, int(math.exp(rng.uniform(math.log(2), math.log(budget)))))
-        return answer_loss(seed, pictures, budget, phrases_only=False)
-
-    rows = (tower.merger, tower.deepstack_merger_list)
+def train(run: training.Training) -> None:
+    """Train all stages and write the checkpoint."""
+    torch.manual_seed(run.seed)
+    trainer = _Trainer(run.recipe)
+    model = trainer.model
+    tower = model.model.visual
+    language = model.model.language_model
+    mergers = (tower.merger, tower.deepstack_merger_list)
     patches = (tower.patch_embed, tower.pos_embed, tower.blocks)
     stages: Sequence[tuple[Sequence[nn.Module], Callable[[int, int], Tensor]]] = (
-        (patches, partial(dense_loss, 0)),
-        (patches, partial(dense_loss, 1)),
-        ((*rows, language.embed_tokens), naming_loss),
-        ((*rows, language), phrase_loss),
-        ((*rows, language), question_loss),
+        (patches, partial(trainer.dense_loss, 0)),
+        (patches, partial(trainer.dense_loss, 1)),
+        ((*mergers, language.embed_tokens), trainer.naming_loss),
+        ((*mergers, language), trainer.phrase_loss),
+        ((*mergers, language), trainer.question_loss),
     )
     for number, (trained, loss) in enumerate(stages):
         model.requires_grad_(False)
-        heads.requires_grad_(number < 2)
+        trainer.heads.requires_grad_(number < 2)
         for part in trained:
             part.requires_grad_(True)
-        run.run_stage(number, {"model": model, "heads": heads}, loss)
+        run.run_stage(number, {"model": model, "heads": trainer.heads}, loss)
     run.write_checkpoint(_QWEN, {"": model})
 
 

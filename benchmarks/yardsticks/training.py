@@ -51,6 +51,19 @@ class _Stage(FrozenModel):
     fall: float
     views: tuple[float, ...] = ()
 
+    def rate(self, step: int) -> float:
+        """Learning rate of a step: it warms up, stays, and falls to 2 % of its peak at the end.
+
+        It falls late, after the kinds of question that are learnt late have begun to improve.
+        """
+        progress = step / self.steps
+        share = 1.0
+        if step < self.warmup:
+            share = (step + 1) / self.warmup
+        elif progress >= 1 - self.fall:
+            share = 0.02 + 0.98 * (1 - progress) / self.fall
+        return self.peak * share
+
 
 class Recipe(FrozenModel):
     """Stages, and relative frequencies of kinds by what a picture shows."""
@@ -66,6 +79,45 @@ class Recipe(FrozenModel):
         return cls.model_validate(
             tomllib.loads(path.read_text(encoding="utf-8"))[model]
         )
+
+
+class _Optimiser:
+    """Muon for the matrices of modules, AdamW for all else that requires gradients.
+
+    Muon: Jordan et al. 2024, kellerjordan.github.io/posts/muon; its step is scaled as in Liu et
+    al., arXiv 2502.16982, so that both take the same learning rate.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        matrices = list[nn.Parameter]()
+        tables = list[nn.Parameter]()
+        for prefix, module in modules.items():
+            for name, parameter in module.float().named_parameters(prefix):
+                if not parameter.requires_grad:
+                    continue
+                if parameter.dim() != 2 or any(word in name for word in _TABLES):
+                    tables.append(parameter)
+                else:
+                    matrices.append(parameter)
+        self._parameters = [*matrices, *tables]
+        self.optimisers: tuple[torch.optim.Optimizer, ...] = (
+            torch.optim.Muon(
+                matrices, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"
+            ),
+            torch.optim.AdamW(tables, betas=(0.9, 0.98), weight_decay=0.01, fused=True),
+        )
+
+    def step(self, rate: float) -> None:
+        """Update all parameters by their gradients, which are cleared.
+
+        A gradient that is not finite changes nothing.
+        """
+        norm = nn.utils.clip_grad_norm_(self._parameters, 1.0)
+        for optimiser in self.optimisers:
+            if math.isfinite(norm):
+                optimiser.param_groups[0]["lr"] = rate
+                optimiser.step()
+            optimiser.zero_grad()
 
 
 @dataclass(frozen=True)
@@ -92,7 +144,7 @@ class Training:
         torch.set_num_threads(1)
         train(cls(Recipe.read(model), **vars(parser.parse_args())))
 
-    def run_stage(  # noqa: C901
+    def run_stage(
         self,
         number: int,
         modules: Mapping[str, nn.Module],
@@ -100,29 +152,23 @@ class Training:
     ) -> None:
         """Train what requires gradients of the modules in one stage.
 
-        `loss` is of a batch, by its seed and the number of the step. The rate warms up, stays, and
-        falls to 2 % at the end: after the kinds of question that are learnt late have begun to
-        improve. Matrices are updated by Muon, the rest by AdamW. Muon: Jordan et al. 2024,
-        kellerjordan.github.io/posts/muon; its step is scaled as in Liu et al., arXiv 2502.16982, so
-        that both take the same learning rate. In float32, because a step of bfloat16 takes twice as
-        long on a CPU without its arithmetic. One that was stopped goes on from its last log line.
+        `loss` is of a batch, by its seed and the number of the step. In float32, because a step of
+        bfloat16 takes twice as long on a CPU without its arithmetic. A stage that was stopped
+        goes on from its last log line.
         """
         stage = self.recipe.stages[number]
-        matrices = list[nn.Parameter]()
-        tables = list[nn.Parameter]()
-        for prefix, module in modules.items():
-            for name, parameter in module.float().named_parameters(prefix):
-                if parameter.requires_grad:
-                    table = parameter.dim() != 2 or any(
-                        word in name for word in _TABLES
-                    )
-                    (tables if table else matrices).append(parameter)
-        optimisers: tuple[torch.optim.Optimizer, ...] = (
-            torch.optim.Muon(
-                matrices, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"
-            ),
-            torch.optim.AdamW(tables, betas=(0.9, 0.98), weight_decay=0.01, fused=True),
-        )
+        optimiser = _Optimiser(modules)
+        stateful: list[nn.Module | torch.optim.Optimizer] = []
+        stateful += modules.values()
+        stateful += optimiser.optimisers
+        checkpoint = self.out / f"{stage.name}-{self.seed}.pt"
+        done = 0
+        losses = list[float]()
+        if checkpoint.exists():
+            done, losses, states = torch.load(checkpoint)
+            for part, state in zip(stateful, states, strict=True):
+                part.load_state_dict(state)
+            print(f"[{stage.name}] {done}/{stage.steps} from {checkpoint}", flush=True)
 
         def add_gradients(step: int, part: int) -> float:
             # Always within the range of seeds that the held-out splits leave to the training.
@@ -131,51 +177,23 @@ class Training:
             (value / PARTS).backward()
             return float(value.detach())
 
-        parts: list[nn.Module | torch.optim.Optimizer] = [
-            *modules.values(),
-            *optimisers,
-        ]
-        saved = self.out / f"{stage.name}-{self.seed}.pt"
-        done = 0
         workers = ThreadPoolExecutor(PARTS)
-        losses = list[float]()
-        if saved.exists():
-            done, losses, states = torch.load(saved)
-            for part, state in zip(parts, states, strict=True):
-                part.load_state_dict(state)
-            print(f"[{stage.name}] {done}/{stage.steps} from {saved}", flush=True)
         for step in range(done, stage.steps):
             # A sum of two gradients does not depend on which of them comes first.
-            losses.append(
-                fmean(workers.map(partial(add_gradients, step), range(PARTS)))
-            )
-            progress = step / stage.steps
-            share = (
-                1.0
-                if progress < 1 - stage.fall
-                else 0.02 + 0.98 * (1 - progress) / stage.fall
-            )
-            if step < stage.warmup:
-                share = (step + 1) / stage.warmup
-            norm = nn.utils.clip_grad_norm_([*matrices, *tables], 1.0)
-            # A gradient that is not finite changes nothing.
-            for optimiser in optimisers if math.isfinite(norm) else ():
-                optimiser.param_groups[0]["lr"] = stage.peak * share
-                optimiser.step()
-            for optimiser in optimisers:
-                optimiser.zero_grad()
-            if (step + 1) % _LOG_EVERY == 0 or step + 1 == stage.steps:
+            parts = workers.map(partial(add_gradients, step), range(PARTS))
+            losses.append(fmean(parts))
+            optimiser.step(stage.rate(step))
+            done = step + 1
+            if done % _LOG_EVERY == 0 or done == stage.steps:
                 mean = fmean(losses[-_LOG_EVERY:])
                 print(
-                    f"[{stage.name}] {step + 1}/{stage.steps} loss={mean:.3f}",
-                    flush=True,
+                    f"[{stage.name}] {done}/{stage.steps} loss={mean:.3f}", flush=True
                 )
                 self.out.mkdir(parents=True, exist_ok=True)
-                beside = saved.with_suffix(".part")
-                torch.save(
-                    (step + 1, losses, [part.state_dict() for part in parts]), beside
-                )
-                beside.replace(saved)
+                beside = checkpoint.with_suffix(".part")
+                states = [part.state_dict() for part in stateful]
+                torch.save((done, losses, states), beside)
+                beside.replace(checkpoint)
 
     def write_checkpoint(
         self, committed: Path, modules: Mapping[str, nn.Module], part: str = ""
