@@ -11,7 +11,9 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from benchmarks import BenchmarkError
@@ -54,6 +56,11 @@ class Arm(FrozenModel):
     digest: str | None = None
     """Of the state; None for stock."""
 
+    @property
+    def label(self) -> str:
+        """The name, fit for a file name."""
+        return self.name.replace(" ", "-")
+
     @classmethod
     def choose(cls, options: PairedOptions) -> tuple[Arm, ...]:
         """The running servers; else stock, the state's base policy alone, and the state.
@@ -74,8 +81,8 @@ class Arm(FrozenModel):
         shape, _, layers = options.model.partition(":")
         if shape == SHAPE:
             if not (layers.isascii() and layers.isdecimal()) or int(layers) < 1:
-                raise BenchmarkError(
-                    f"--model {options.model}: {layers!r} is not a whole number"
+                raise BenchmarkError.of(
+                    f"--model {options.model}", f"{layers!r} is not a whole number"
                 )
             model = write_shape(
                 "llava-1.5-7b", Path("out/load") / f"llava-{layers}", int(layers)
@@ -84,15 +91,14 @@ class Arm(FrozenModel):
         elif model == LLAVA:
             tower = tower or CLIP
         elif not model.exists() and len(model.parts) != 2:
-            raise BenchmarkError(
-                f"--model {model}: no such folder -> name a checkpoint, ORGANISATION/NAME on the "
-                f"Hub, or {SHAPE}:LAYERS"
+            raise BenchmarkError.of(
+                f"--model {model}",
+                "no such folder",
+                f"name a checkpoint, ORGANISATION/NAME on the Hub, or {SHAPE}:LAYERS",
             )
-        pruning = (
-            []
-            if options.budget is None
-            else ["--autoprune-budget", str(options.budget)]
-        )
+        pruning = []
+        if options.budget is not None:
+            pruning += ["--autoprune-budget", str(options.budget)]
         if tower is not None:
             pruning += ["--autoprune-text-tower", str(tower)]
         if options.cache == "off":
@@ -102,8 +108,8 @@ class Arm(FrozenModel):
         base = load_state(options.state).base_policy.name
         states = (("base policy", base), ("AutoPrune", options.state))
         # A state that is its own base policy is served once.
-        named = {load_state(state).digest: (name, state) for name, state in states}
-        for digest, (name, state) in named.items():
+        by_digest = {load_state(state).digest: (name, state) for name, state in states}
+        for digest, (name, state) in by_digest.items():
             served = (*flags, "--autoprune-state", state, *pruning)
             arms.append(cls(name=name, model=str(model), flags=served, digest=digest))
         return tuple(arms)
@@ -121,87 +127,128 @@ class Arm(FrozenModel):
             yield server.url
 
 
-def measure(options: PairedOptions, arms: Sequence[Arm]) -> tuple[str, int, str]:  # noqa: C901, PLR0915
+@dataclass
+class _Session:
+    """The runs of an experiment so far, and what the next ones are made with."""
+
+    options: PairedOptions
+    arm_count: int
+    runs: list[Run] = field(default_factory=list)
+    rates: tuple[float, ...] = ()
+    """Of open loops; empty until they are chosen by the capacity."""
+    folders: dict[Load, Path] = field(default_factory=dict)
+    """Prepared workloads."""
+
+    def __post_init__(self) -> None:
+        if self.options.rates != "find":
+            self.rates = tuple(sorted(self.options.rates))
+
+    @property
+    def finds_rates(self) -> bool:
+        """Whether rates are chosen by the capacity, and raised until an arm is saturated."""
+        return self.options.rates == "find"
+
+    def measure_arm(self, arm: Arm, number: int) -> None:
+        """Send every load to a server of an arm, in a pass of this number."""
+        options = self.options
+        log = options.out / "servers" / f"{number}-{arm.label}.log"
+        with arm.serve(log, options.kv_cache_gb) as url:
+            send = partial(self._send, arm, number, url)
+            closed = [send(Load(users=users)) for users in options.users]
+            if self.finds_rates and not self.rates:
+                self.rates = _choose_rates(closed or [send(_PROBE)])
+            for rate in self.rates:
+                load = Load(rate=rate, seed=options.seed)
+                run = send(load)
+                if self.finds_rates and Point(arm.name, load, (run,)).past_saturation:
+                    break
+
+    def _send(self, arm: Arm, number: int, url: str, load: Load) -> Run:
+        """Send one load to an arm, and record the run."""
+        options = self.options
+        total = self.arm_count * options.passes * self._count_loads()
+        at_most = "at most " if self.finds_rates else ""
+        title = f"{arm.name}, {load.title}"
+        log_progress(f"run {len(self.runs) + 1} of {at_most}{total}: {title}")
+        if load not in self.folders:
+            self.folders[load] = self._prepare(load)
+        folder = f"runs/{number}-{arm.label}/{load.label}"
+        fields = options.model_dump(include=set(SendingOptions.model_fields))
+        fields |= {"host": url, "workload": self.folders[load]}
+        fields |= {"out": options.out / folder, "seed": load.seed}
+        fields |= {"rate": load.rate or 0.0, "users": load.users}
+        result, records = _run(RunOptions.model_validate(fields))
+        run = Run(arm.name, number, folder, result, records)
+        self.runs.append(run)
+        median = result.summary.percentile("TTFT", 50)
+        latency = f"TTFT p50 {1000 * median.value:.0f} ms" if median else "no answer"
+        log_progress(f"  {latency}, {result.verdict}")
+        return run
+
+    def _count_loads(self) -> int:
+        open_loops = len(_STEPS) + 1 if self.finds_rates else len(self.rates)
+        return len(self.options.users) + open_loops
+
+    def _prepare(self, load: Load) -> Path:
+        """The folder of a load's workload, whose images are those of no other load."""
+        options = self.options
+        workload = Workload.of(options, options.served_name)
+        seed = load.users or 10_000 + round(1000 * (load.rate or 0))
+        changes: dict[str, object] = {"seed": workload.seed + seed}
+        if options.model.startswith(f"{SHAPE}:"):
+            changes["vocabulary"] = "numbered"
+        folder = options.out / "workloads" / load.label
+        prepare(workload.model_copy(update=changes), folder)
+        return folder
+
+
+def _choose_rates(closed: Sequence[Run]) -> tuple[float, ...]:
+    """Rates around the capacity, which is the highest throughput of a closed loop."""
+    capacity = max(run.result.summary.request_rate for run in closed)
+    if not capacity:
+        raise BenchmarkError.of(
+            "--rates find", "no request was answered, so no rate can be chosen"
+        )
+    return tuple(float(f"{capacity * step:.3g}") for step in _STEPS)
+
+
+def measure(options: PairedOptions, arms: Sequence[Arm]) -> tuple[str, int, str]:
     """Serve every arm in turn, send it every load, and write the page.
 
     Returns the answer in a sentence, how many runs are not valid, and why the experiment ended
     early: runs before a failure are kept. Raises :class:`BenchmarkError` where there is none.
     """
     if not (options.users or options.rates):
-        raise BenchmarkError("nothing to measure -> give --users or --rates")
-    out = options.out
-    finds = options.rates == "find"
-    rates = () if options.rates == "find" else tuple(sorted(options.rates))
-    loads = len(options.users) + (len(_STEPS) + 1 if finds else len(rates))
-    workload = Workload.of(options, options.served_name)
-    if options.model.startswith(f"{SHAPE}:"):
-        workload = workload.model_copy(update={"vocabulary": "numbered"})
-    total = options.passes * len(arms) * loads
-    at_most = "at most " if finds else ""
-    sending = {
-        name: value for name, value in options if name in SendingOptions.model_fields
-    }
-    folders: dict[Load, Path] = {}
-    runs = list[Run]()
-    broken = ""
-
-    def send(load: Load, arm: Arm, number: int, url: str) -> Run:
-        """Send one load to an arm, each load with images of its own."""
-        log_progress(
-            f"run {len(runs) + 1} of {at_most}{total}: {arm.name}, {load.title}"
+        raise BenchmarkError.of(
+            "paired", "nothing to measure", "give --users or --rates"
         )
-        if load not in folders:
-            seed = load.users or 10_000 + round(1000 * (load.rate or 0))
-            folders[load] = out / "workloads" / load.label
-            prepare(
-                workload.model_copy(update={"seed": workload.seed + seed}),
-                folders[load],
-            )
-        folder = f"runs/{number}-{arm.name.replace(' ', '-')}/{load.label}"
-        places = {"host": url, "workload": folders[load], "out": out / folder}
-        sent = {"rate": load.rate or 0.0, "users": load.users, "seed": load.seed}
-        result, records = _run(RunOptions.model_validate(sending | places | sent))
-        run = Run(arm.name, number, folder, result, records)
-        runs.append(run)
-        median = run.result.summary.percentile("TTFT", 50)
-        latency = f"TTFT p50 {1000 * median.value:.0f} ms" if median else "no answer"
-        log_progress(f"  {latency}, {run.result.verdict}")
-        return run
-
+    session = _Session(options, len(arms))
+    broken = ""
     try:
-        # ABBA order (ABCCBA), so that drift affects all arms alike.
-        order = [
-            (n, arm)
-            for n in range(options.passes)
-            for arm in arms[:: -1 if n % 2 else 1]
-        ]
-        for number, arm in order:
-            log = out / "servers" / f"{number}-{arm.name.replace(' ', '-')}.log"
-            with arm.serve(log, options.kv_cache_gb) as url:
-                served = (arm, number, url)
-                closed = [send(Load(users=users), *served) for users in options.users]
-                if finds and not rates:
-                    # Around the capacity: the highest throughput of a closed loop.
-                    closed = closed or [send(_PROBE, *served)]
-                    capacity = max(r.result.summary.request_rate for r in closed)
-                    if not capacity:
-                        raise BenchmarkError(
-                            "no request was answered, so no rate can be chosen"
-                        )
-                    rates = tuple(float(f"{capacity * step:.3g}") for step in _STEPS)
-                for rate in rates:
-                    load = Load(rate=rate, seed=options.seed)
-                    latest = send(load, *served)
-                    # Each arm is measured until it is saturated.
-                    if finds and Point(arm.name, load, (latest,)).past_saturation:
-                        break
+        for number in range(options.passes):
+            # ABBA order (ABCCBA), so that drift affects all arms alike.
+            for arm in arms[:: -1 if number % 2 else 1]:
+                session.measure_arm(arm, number)
     except AutopruneError as error:
+        if not session.runs:
+            raise
         broken = str(error)
     except KeyboardInterrupt:
         broken = "stopped before its end"
+    runs = session.runs
     if not runs:
-        raise BenchmarkError(broken or "nothing was measured")
-    served_as = [
+        raise BenchmarkError.of("paired", broken or "nothing was measured")
+    experiment = Experiment(runs, options, broken)
+    environment = runs[0].result.environment
+    experiment.write(options.out, _describe_settings(options, arms, environment))
+    return experiment.answer[0], sum(not run.result.valid for run in runs), broken
+
+
+def _describe_settings(
+    options: PairedOptions, arms: Sequence[Arm], environment: Mapping[str, str]
+) -> Section:
+    """How every arm is served, all options, and the client's environment."""
+    served = [
         [
             arm.name,
             (arm.digest or "none")[:16],
@@ -209,20 +256,17 @@ def measure(options: PairedOptions, arms: Sequence[Arm]) -> tuple[str, int, str]
         ]
         for arm in arms
     ]
-    settings = {**options.model_dump(), **runs[0].result.environment}
+    settings = {**options.model_dump(), **environment}
     rows = [[name.replace("_", "-"), str(value)] for name, value in settings.items()]
-    section = Section(
+    return Section(
         "Settings",
         code=shlex.join(command_line()),
         tables=[
-            Table("", ["arm", "digest of the state", "served as"], served_as, "lll"),
+            Table("", ["arm", "digest of the state", "served as"], served, "lll"),
             Table("", ["setting", "value"], rows, "ll"),
         ],
         folded=True,
     )
-    experiment = Experiment(runs, options, broken)
-    experiment.write(out, section)
-    return experiment.answer[0], sum(not run.result.valid for run in runs), broken
 
 
 def _run(options: RunOptions) -> tuple[Result, list[Record]]:
@@ -230,10 +274,9 @@ def _run(options: RunOptions) -> tuple[Result, list[Record]]:
 
     Raises :class:`BenchmarkError` where there is no result at all.
     """
-    # The key is nobody's who lists processes.
-    key = (
-        {"VLLM_API_KEY": options.api_key.get_secret_value()} if options.api_key else {}
-    )
+    variables = {**os.environ, "PYTHONPATH": str(_LOCUSTFILE.parents[1])}
+    if options.api_key:  # no flag, which everybody sees who lists processes
+        variables["VLLM_API_KEY"] = options.api_key.get_secret_value()
     values = options.model_dump(mode="json", exclude_none=True)
     switches = [name for name in ("shared", "insecure") if values.pop(name)]
     command = [
@@ -257,7 +300,7 @@ def _run(options: RunOptions) -> tuple[Result, list[Record]]:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, **key, "PYTHONPATH": str(_LOCUSTFILE.parents[1])},
+                env=variables,
                 start_new_session=True,
                 preexec_fn=_raise_priority,
             )
@@ -266,12 +309,15 @@ def _run(options: RunOptions) -> tuple[Result, list[Record]]:
             finally:
                 end_group(process)
     except OSError as error:
-        raise BenchmarkError(f"{options.out}: cannot be written: {error}") from error
+        raise BenchmarkError.of(
+            str(options.out), f"cannot be written: {error}"
+        ) from error
     if not (options.out / RESULT).is_file():
         lines = (options.out / _LOG).read_text(errors="replace").strip().splitlines()
         causes = [line for line in lines if line.startswith("load: ")] or lines[-5:]
-        raise BenchmarkError(
-            f"{options.out}: locust ended with {status} and no result: {' | '.join(causes)}"
+        raise BenchmarkError.of(
+            str(options.out),
+            f"locust ended with {status} and no result: {' | '.join(causes)}",
         )
     return Result.read(options.out)
 
