@@ -14,7 +14,7 @@ PY := $(VENV)/bin/python
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo check test test-all test-next lint types policies docs format lock clean
+.PHONY: help venv demo check test test-all coverage test-next lint types policies docs format lock clean
 MAKEFLAGS += --no-print-directory
 
 help: ## list the targets
@@ -50,6 +50,12 @@ test: lint types policies docs ## everything that CI runs: lint, types, states, 
 
 test-all: ## make test, and the exhaustive sweeps (two hours)
 	@$(MAKE) test PYTEST=--exhaustive
+
+# What runs in processes of engines is not seen: engines have tests of their own.
+coverage: venv ## lines and branches of the packages that tests without an engine run (ten minutes; not in CI)
+	@echo "coverage: tests without an engine"
+	@$(PY) -m pytest -q -m "not engine and not slow" -n $(CORES) --dist loadfile \
+	    --cov vllm_autoprune --cov offline_search --cov-branch --cov-report term:skip-covered $(PYTEST)
 
 # A newer vLLM that has no CPU wheel yet: the ordinary wheel without its dependencies. Its sources hide
 # the installed vLLM's, its kernels stay unused. vLLM takes the CPU by the name of its version. Remove
