@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
 
-from offline_search.candidates import Draft
+from offline_search.candidates import BASE_PARENT, Draft
 from offline_search.dataset import Dataset, cut_blocks
 from offline_search.evaluator import EvaluationJob, RecordedEvaluator
 from offline_search.history import Answers, History, Trial, compare
@@ -28,7 +30,7 @@ from vllm_autoprune.errors import AutopruneError, EvaluationFailed
 from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.statistics import Floats
 from vllm_autoprune.tpdsl.atoms.source import BudgetCall
-from vllm_autoprune.tpdsl.materialize import materialize
+from vllm_autoprune.tpdsl.materialize import PruningPolicy, materialize
 from vllm_autoprune.tpdsl.refine import refine
 from vllm_autoprune.tpdsl.safety import safety_check
 from vllm_autoprune.tpdsl.state import PruningState
@@ -52,22 +54,16 @@ def probes_from_checkpoint(
     by_image = {
         example.image: example for example in reversed(dataset.splits["search"])
     }
-    probes = []
-    for example in islice(reversed(by_image.values()), _PROBE_IMAGES):
-        probes.append(
-            vision.encode(dataset.images[example.image].image(), example.question)
-        )
-    return probes
+    return [
+        vision.encode(dataset.images[example.image].image(), example.question)
+        for example in islice(reversed(by_image.values()), _PROBE_IMAGES)
+    ]
 
 
-_RACING_SHARES = (0.125, 0.5, 1.0)
-"""Shares of a round's questions after which a race drops candidates."""
+_RACING_STAGES = ((0.125, 3), (0.5, 2), (1.0, 1))
+"""Shares of a round's questions after which a race drops candidates, and of how many one goes on.
 
-_RACING_KEEPS = (3, 2)
-"""Of so many candidates of a round, one goes on after each share but the last: of 15, 5, then 3.
-
-Those that are clearly worse than the best so far are dropped before."""
-
+Of 15, five, then three, without those that are clearly worse than the best so far."""
 
 _RACING_ERRORS = 3.0
 """Standard errors by which a candidate is clearly worse: a race tests each several times."""
@@ -79,8 +75,24 @@ class _Candidate:
 
     proposal: ProposalRecord
     state: PruningState | None
-    answers: list[Answers]
+    answers: list[Answers] = field(default_factory=list)
     result: TrialRecord | None = None
+
+
+@dataclass
+class _Reference(_Candidate):
+    """An earlier trial that candidates are compared with, on the questions of their round.
+
+    A leader, or the parent of ``children`` that have a hypothesis about the difference.
+    """
+
+    is_leader: bool = False
+    children: list[_Candidate] = field(default_factory=list)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether anyone is still compared with it."""
+        return self.is_leader or bool(_unfinished(self.children))
 
 
 @dataclass
@@ -95,7 +107,7 @@ class RoundEvaluator:
     """Visual tokens of a few images, as the served model computes them."""
     _full: Answers = field(default_factory=Answers)
     """Of the unpruned model to the questions of the round."""
-    _known: dict[str, str] = field(default_factory=dict)
+    _name_of: dict[str, str] = field(default_factory=dict)
     """Digest or selection fingerprint -> name of the candidate that was measured for it."""
     _block: slice = field(default_factory=lambda: slice(0))
     """The questions of the round among ``examples``."""
@@ -105,30 +117,33 @@ class RoundEvaluator:
         self.blocks = cut_blocks(images, self.settings.block)
 
     @property
-    def _asked(self) -> Sequence[Example]:
+    def _questions(self) -> Sequence[Example]:
         """The questions of the round."""
         return self.examples[self._block]
 
     async def evaluate_baselines(self, base: PruningState) -> History:
-        """Measure the unpruned model and the base policy; gives the initial history."""
+        """Measure the unpruned model and the base policy; gives the initial history H_0."""
         proposal = ProposalRecord(
             round=0, index=0, origin="base policy", digest=base.digest
         )
-        candidate = await self._open_block(1, _Candidate(proposal, base, []))
-        self._known |= dict.fromkeys((base.digest, self._fingerprint(base)), "base")
+        candidate = await self._open_block(1, proposal, base)
+        for key in (base.digest, self._fingerprint(base)):
+            self._name_of[key] = BASE_PARENT
         names_bases = bool(self.settings.proposer and self.settings.bases)
         return History(self._finish(candidate), [], self.examples, names_bases)
 
-    async def _open_block(self, number: int, base: _Candidate) -> _Candidate:
+    async def _open_block(
+        self, number: int, proposal: ProposalRecord, base: PruningState | None
+    ) -> _Candidate:
         """Ask the unpruned model and the base policy the questions of a round."""
         self._block = self.blocks[(number - 1) % len(self.blocks)]
         job = EvaluationJob(None, 0, "search", self._block.start, self._block.stop)
         self._full = await self.evaluator.evaluate(job)
-        base.answers = [Answers()] * len(self.settings.budgets)
-        await self._measure(base, 0, len(self._asked))
-        return base
+        candidate = _Candidate(proposal, base)
+        await self._measure(candidate, 0, len(self._questions))
+        return candidate
 
-    async def evaluate_round(  # noqa: C901
+    async def evaluate_round(
         self,
         drafts: Sequence[Draft],
         number: int,
@@ -139,118 +154,145 @@ class RoundEvaluator:
 
         Leaders, and parents whose children a hypothesis is about, are asked fresh questions too.
         """
-        base = history.base
-        opened = await self._open_block(
-            number, _Candidate(base.proposal, base.state, [])
-        )
-        history.add_values(base.name, self._block, self._values(opened).mean(0))
-        candidates: list[_Candidate] = []
-        for index, draft in enumerate(drafts):
-            state = draft.state
-            proposal = ProposalRecord(
-                round=number,
-                index=index,
-                origin=draft.origin,
-                parents=draft.parents,
-                state=state.model_dump(mode="json", exclude={"provenance"})
-                if state
-                else None,
-                digest=state.digest if state else "",
-                problems=tuple(str(problem)[:500] for problem in draft.problems[:8]),
-                hypothesis=draft.hypothesis,
-            )
-            answers = [Answers()] * len(self.settings.budgets)
-            candidates.append(_Candidate(self.ledger.put(proposal), state, answers))
+        base = await self._open_block(number, history.base.proposal, history.base.state)
+        history.add_values(BASE_PARENT, self._block, self._values(base))
+        candidates = [
+            self._record_proposal(draft, number, index)
+            for index, draft in enumerate(drafts)
+        ]
         for candidate in candidates:
             candidate.result = self._screen(candidate)
         leader = history.leader().name
-        leaders = {trial.name for trial in history.leaders()} | {leader}
-        # Names of whom the round's candidates are compared with, with the candidates.
-        children: dict[str, list[_Candidate]] = {name: [] for name in leaders}
-        for candidate in candidates:
-            for name in (
-                candidate.proposal.parents[:1] if candidate.proposal.hypothesis else ()
-            ):
-                if (parent := history.find_measured(name)) is not None:
-                    children.setdefault(parent.name, []).append(candidate)
-        again: list[_Candidate] = []
-        for name in sorted(children):
-            trial = history.find(name)
-            known = history.values_of(name)
-            if trial is None or trial is history.base or known is None:
-                continue
-            if not np.isfinite(known[self._block]).any():
-                answers = [Answers()] * len(self.settings.budgets)
-                again.append(_Candidate(trial.proposal, trial.state, answers))
+        references = self._find_references(candidates, history)
         start = 0
-        for step, share in enumerate(_RACING_SHARES if early_stopping else (1.0,)):
-            stop = max(1, round(share * len(self._asked)))
-            again = [
-                each
-                for each in again
-                if each.proposal.name in leaders
-                or _unfinished(children[each.proposal.name])
+        for share, divisor in _RACING_STAGES if early_stopping else _RACING_STAGES[-1:]:
+            stop = max(1, round(share * len(self._questions)))
+            references = [
+                reference
+                for reference in _unfinished(references)
+                if reference.is_needed
             ]
-            measured = _unfinished(candidates) + again
-            outcomes = await asyncio.gather(
-                *(self._measure(candidate, start, stop) for candidate in measured),
-                return_exceptions=True,
+            await self._measure_all(
+                [*_unfinished(candidates), *references], start, stop
             )
-            for candidate, outcome in zip(measured, outcomes, strict=True):
-                if isinstance(outcome, EvaluationFailed) and candidate in again:
-                    again.remove(candidate)
-                elif isinstance(outcome, EvaluationFailed):
-                    # Forgotten, so that later duplicates are evaluated.
-                    name = candidate.proposal.name
-                    known_names = self._known.items()
-                    self._known = {
-                        key: value for key, value in known_names if value != name
-                    }
-                    candidate.result = self._result(
-                        candidate, "unevaluated", reason=str(outcome)
-                    )
-                elif isinstance(outcome, BaseException):
-                    raise outcome
-            for each in again:
-                history.add_values(
-                    each.proposal.name, self._block, self._values(each).mean(0)
-                )
+            for reference in _unfinished(references):
+                name = reference.proposal.name
+                history.add_values(name, self._block, self._values(reference))
                 history.answers += (stop - start) * len(self.settings.budgets)
-            if stop < len(self._asked):
-                reference = history.values_of(leader)
-                assert reference is not None, "a leader was measured"
-                part = reference[self._block][:stop]
-                self._drop_losers(
-                    candidates, part, history.resolution, _RACING_KEEPS[step]
-                )
+            if stop < len(self._questions):
+                values = history.values_of(leader)
+                assert values is not None, "a leader was measured"
+                values = values[self._block][:stop]
+                self._drop_losers(candidates, values, history.resolution, divisor)
             start = stop
-        trials = list(map(self._finish, candidates))
+        self._forget_failures(candidates)
+        trials = [self._finish(candidate) for candidate in candidates]
         for trial in trials:
             self.ledger.put(trial.result)
         history.trials += trials
         history.answers += sum(trial.result.examples for trial in trials)
         return trials
 
+    def _record_proposal(self, draft: Draft, number: int, index: int) -> _Candidate:
+        state = draft.state
+        document = None
+        if state is not None:
+            document = state.model_dump(mode="json", exclude={"provenance"})
+        proposal = ProposalRecord(
+            round=number,
+            index=index,
+            origin=draft.origin,
+            parents=draft.parents,
+            state=document,
+            digest=state.digest if state else "",
+            problems=tuple(str(problem)[:500] for problem in draft.problems[:8]),
+            hypothesis=draft.hypothesis,
+        )
+        return _Candidate(self.ledger.put(proposal), state)
+
+    def _find_references(
+        self, candidates: Sequence[_Candidate], history: History
+    ) -> list[_Reference]:
+        """Leaders and parents of hypotheses that were not asked the questions of this round.
+
+        In the order of their names. The base policy is not among them: it is always asked.
+        """
+        leaders = {trial.name for trial in (*history.leaders(), history.leader())}
+        children: dict[str, list[_Candidate]] = {name: [] for name in leaders}
+        for candidate in candidates:
+            proposal = candidate.proposal
+            if proposal.hypothesis is None or not proposal.parents:
+                continue
+            parent = history.find_measured(proposal.parents[0])
+            if parent is not None:
+                children.setdefault(parent.name, []).append(candidate)
+        references: list[_Reference] = []
+        for name in sorted(children):
+            trial = history.find(name)
+            values = history.values_of(name)
+            if trial is None or trial is history.base or values is None:
+                continue
+            if not np.isfinite(values[self._block]).any():
+                references.append(
+                    _Reference(
+                        trial.proposal,
+                        trial.state,
+                        is_leader=name in leaders,
+                        children=children[name],
+                    )
+                )
+        return references
+
+    async def _measure_all(
+        self, candidates: Sequence[_Candidate], start: int, stop: int
+    ) -> None:
+        """Ask candidates questions of the round, all at once; who fails is finished by that."""
+        outcomes = await asyncio.gather(
+            *(self._measure(candidate, start, stop) for candidate in candidates),
+            return_exceptions=True,
+        )
+        for candidate, outcome in zip(candidates, outcomes, strict=True):
+            if isinstance(outcome, EvaluationFailed):
+                reason = str(outcome)
+                candidate.result = self._result(candidate, "unevaluated", reason=reason)
+            elif isinstance(outcome, BaseException):
+                raise outcome
+
+    def _forget_failures(self, candidates: Sequence[_Candidate]) -> None:
+        """Forget candidates that could not be measured, so that later duplicates are."""
+        failed = {
+            candidate.proposal.name
+            for candidate in candidates
+            if candidate.result and candidate.result.status == "unevaluated"
+        }
+        self._name_of = {
+            key: name for key, name in self._name_of.items() if name not in failed
+        }
+
     def _finish(self, candidate: _Candidate) -> Trial:
         """The candidate as a trial; one that has no result yet was evaluated to the end."""
         result = candidate.result or self._result(candidate, "evaluated")
         if not any(candidate.answers):
             return Trial(candidate.proposal, result, candidate.state)
+        answered = self._values(candidate)
         values = np.full(len(self.examples), np.nan)
-        answered = self._values(candidate).mean(0)
         values[self._block.start : self._block.start + len(answered)] = answered
-        verdict = self.ledger.find(
-            VerdictRecord, f"verdict/{candidate.proposal.digest}"
-        )
+        key = f"verdict/{candidate.proposal.digest}"
+        verdict = self.ledger.find(VerdictRecord, key)
         exchanges = None if verdict is None else verdict.exchanges
         return Trial(candidate.proposal, result, candidate.state, values, exchanges)
 
     def _values(self, candidate: _Candidate) -> Floats:
-        """Values of the answered examples at each budget, less the unpruned model's, ``(B, M)``."""
+        """Answers' values less the unpruned model's, mean over budgets, ``(M,)``."""
+        values: Floats = self._values_by_budget(candidate).mean(0)
+        return values
+
+    def _values_by_budget(self, candidate: _Candidate) -> Floats:
+        """Answers' values less the unpruned model's at each budget, ``(B, M)``."""
         objective = self.settings.objective
         return np.array(
             [
-                answers.relative_to(self._full, self._asked, objective)
+                answers.relative_to(self._full, self._questions, objective)
                 for answers in candidate.answers
             ]
         )
@@ -262,71 +304,80 @@ class RoundEvaluator:
         if state is None:
             reason = proposal.problems[0] if proposal.problems else "no state"
             return self._result(candidate, "invalid", reason=reason)
-        if state.digest in self._known:
-            return self._result(candidate, "same", same_as=self._known[state.digest])
+        if state.digest in self._name_of:
+            return self._result(candidate, "same", same_as=self._name_of[state.digest])
         if problems := self._check(state).problems:
             return self._result(candidate, "unsafe", reason=problems[0])
         # Remembered before it is measured, because a later draft of this round may be a duplicate.
-        name = self._known.setdefault(self._fingerprint(state), proposal.name)
-        self._known[state.digest] = name
-        return (
-            None
-            if name == proposal.name
-            else self._result(candidate, "same", same_as=name)
-        )
+        name = self._name_of.setdefault(self._fingerprint(state), proposal.name)
+        self._name_of[state.digest] = name
+        if name == proposal.name:
+            return None
+        return self._result(candidate, "same", same_as=name)
 
     @torch.no_grad()
     def _check(self, state: PruningState) -> VerdictRecord:
-        """Verdict on a state at every budget of the search; problems are recorded, not raised.
-
-        Its behaviour is the SHA-256 of the token rows selected for every probe: features as well as
-        indices, because two states may keep the same tokens and merge the discarded ones
-        differently.
-        """
-        if known := self.ledger.find(VerdictRecord, f"verdict/{state.digest}"):
-            return known
-        problems = list[str]()
-        behaviour = hashlib.sha256()
-        exchanges = list[float]()
+        """Safety check at every budget of the search; its problems are recorded, not raised."""
+        recorded = self.ledger.find(VerdictRecord, f"verdict/{state.digest}")
+        if recorded is not None:
+            return recorded
+        policies: list[PruningPolicy] = []
+        problems: list[str] = []
         for budget in self.settings.budgets:
             try:
                 policy = materialize(state, BudgetCall.parse(budget))
-                failed = [each for each in safety_check(policy).verdicts if not each.ok]
-                problems += [
-                    f"{each.name} at K = {budget}: {each.detail}" for each in failed
-                ]
             except AutopruneError as error:
                 problems += map(str, error.problems or [error])
-            for tokens in () if problems else self.probes:
-                refined = refine(policy.at(tokens.count, tokens.grid.tiles), tokens)
-                behaviour.update(refined.indices.contiguous().numpy().tobytes())
-                if budget == self.settings.budgets[0]:
-                    base = materialize(
-                        state.without_exchange(), BudgetCall.parse(budget)
-                    )
-                    kept = refine(
-                        base.at(tokens.count, tokens.grid.tiles), tokens
-                    ).indices
-                    pairs = zip(refined.indices.tolist(), kept.tolist(), strict=True)
-                    exchanges += [len({*ours} - {*theirs}) for ours, theirs in pairs]
-                behaviour.update(
-                    refined.features.float().contiguous().numpy().tobytes()
-                )
+                continue
+            policies.append(policy)
+            for verdict in safety_check(policy).verdicts:
+                if not verdict.ok:
+                    problems.append(f"{verdict.name} at K = {budget}: {verdict.detail}")
         if problems:
-            verdict = VerdictRecord(
-                digest=state.digest, valid=False, problems=tuple(problems)
+            return self.ledger.put(
+                VerdictRecord(
+                    digest=state.digest, valid=False, problems=tuple(problems)
+                )
             )
-        else:
-            policy = materialize(state, BudgetCall.parse(self.settings.budgets[0]))
-            verdict = VerdictRecord(
+        behaviour, exchanges = self._probe(state, policies)
+        return self.ledger.put(
+            VerdictRecord(
                 digest=state.digest,
                 valid=True,
-                quota=policy.quota,
-                r_min=policy.r_min,
-                behaviour=behaviour.hexdigest() if self.probes else "",
-                exchanges=round(float(np.mean(exchanges)), 2) if exchanges else None,
+                quota=policies[0].quota,
+                r_min=policies[0].r_min,
+                behaviour=behaviour,
+                exchanges=exchanges,
             )
-        return self.ledger.put(verdict)
+        )
+
+    def _probe(
+        self, state: PruningState, policies: Sequence[PruningPolicy]
+    ) -> tuple[str, float | None]:
+        """SHA-256 of the token rows selected for every probe, and the mean number of exchanges.
+
+        Of features as well as indices, because two states may keep the same tokens and merge the
+        discarded ones differently. Exchanges are those of the first policy: tokens that the base
+        policy does not select. Without probes an empty string, and None.
+        """
+        if not self.probes:
+            return "", None
+        budget = BudgetCall.parse(self.settings.budgets[0])
+        base = materialize(state.without_exchange(), budget)
+        behaviour = hashlib.sha256()
+        exchanges: list[int] = []
+        for policy in policies:
+            for tokens in self.probes:
+                size = (tokens.count, tokens.grid.tiles)
+                refined = refine(policy.at(*size), tokens)
+                behaviour.update(refined.indices.contiguous().numpy().tobytes())
+                features = refined.features.float().contiguous()
+                behaviour.update(features.numpy().tobytes())
+                if policy is policies[0]:
+                    reference = refine(base.at(*size), tokens).indices.tolist()
+                    rows = zip(refined.indices.tolist(), reference, strict=True)
+                    exchanges += [len({*row} - {*base_row}) for row, base_row in rows]
+        return behaviour.hexdigest(), round(float(np.mean(exchanges)), 2)
 
     def _fingerprint(self, state: PruningState) -> str:
         """What is equal for states that keep the same tokens of the probes."""
@@ -342,9 +393,8 @@ class RoundEvaluator:
             for budget in self.settings.budgets
         )
         answers = await asyncio.gather(*map(self.evaluator.evaluate, jobs))
-        candidate.answers = [
-            a + b for a, b in zip(candidate.answers, answers, strict=True)
-        ]
+        earlier = candidate.answers or [Answers()] * len(answers)
+        candidate.answers = [a + b for a, b in zip(earlier, answers, strict=True)]
 
     def _drop_losers(
         self,
@@ -357,23 +407,23 @@ class RoundEvaluator:
 
         Of the others one in ``divisor`` goes on.
         """
-        asked = self._asked[: len(reference)]
-        after = f"after {len(asked)} of {len(self._asked)} examples"
-        means = []
+        questions = self._questions[: len(reference)]
+        after = f"after {len(questions)} of {len(self._questions)} examples"
+        undecided: list[tuple[float, _Candidate]] = []
         for candidate in _unfinished(candidates):
-            values = self._values(candidate).mean(0)
-            gap = compare(asked, values, reference)
+            values = self._values(candidate)
+            gap = compare(questions, values, reference)
+            reason = ""
             if gap.verdict(errors=_RACING_ERRORS) == "worse":
-                candidate.result = self._result(
-                    candidate, "dropped", reason=f"behind {after}"
-                )
+                reason = f"behind {after}"
             elif resolution and gap.is_tie(resolution):
                 reason = f"tied with the best within {resolution:g} {after}"
+            if reason:
                 candidate.result = self._result(candidate, "dropped", reason=reason)
             else:
-                means.append((-float(values.mean()), candidate))
-        means.sort(key=lambda entry: entry[0])
-        for _, candidate in means[-(-len(means) // divisor) :]:
+                undecided.append((float(values.mean()), candidate))
+        undecided.sort(key=lambda entry: -entry[0])
+        for _, candidate in undecided[math.ceil(len(undecided) / divisor) :]:
             reason = f"not among the best {after}"
             candidate.result = self._result(candidate, "dropped", reason=reason)
 
@@ -394,15 +444,19 @@ class RoundEvaluator:
             reason=reason[:500],
             examples=sum(map(len, candidate.answers)),
         )
-        if status == "unevaluated" or not any(candidate.answers):
+        if status == "unevaluated" or not record.examples:
             return record
-        columns = {
-            "objective": self._values(candidate).mean(1).tolist(),
-            "accuracy": [each.accuracy for each in candidate.answers],
+        objectives = self._values_by_budget(candidate).mean(1).tolist()
+        accuracies = [answers.accuracy for answers in candidate.answers]
+        update = {
+            "objective": round(sum(objectives) / len(objectives), 6),
+            "accuracy": round(sum(accuracies) / len(accuracies), 6),
         }
-        figures = {name: round(sum(c) / len(c), 6) for name, c in columns.items()}
-        return record.model_copy(update=figures)
+        return record.model_copy(update=update)
 
 
-def _unfinished(candidates: Sequence[_Candidate]) -> list[_Candidate]:
+_C = TypeVar("_C", bound=_Candidate)
+
+
+def _unfinished(candidates: Iterable[_C]) -> list[_C]:
     return [candidate for candidate in candidates if candidate.result is None]
