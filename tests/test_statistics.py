@@ -33,6 +33,22 @@ def test_rounds_of_a_ratio_are_drawn_together() -> None:
     assert Estimate.ratio_of_medians(over, under) == ratio
 
 
+def test_the_interval_of_a_repetition_is_of_differences_between_resamples() -> None:
+    # Resamples less those two further on: -4, -8, 4, 8.
+    figure = np.array([10.0, 0.0, 0.0, 4.0, 8.0])
+    repetition = Estimate.of_repetition(figure)
+    # 0.5 % of the way through four values is 0.015 of the first step.
+    assert (repetition.value, repetition.low, repetition.high) == pytest.approx(
+        (10.0, 2.0 + 0.015 * 4.0, 18.0 - 0.015 * 4.0)
+    )
+
+
+def test_resamples_without_a_figure_are_left_out_of_the_interval() -> None:
+    figure = np.array([1.0, np.nan, 2.0, np.inf, 4.0])
+    assert Estimate.of(figure) == Estimate(1.0, 2.05, 3.95)
+    assert Estimate.of(figure[:2]) == Estimate(1.0, 1.0, 1.0)
+
+
 def test_questions_about_one_image_are_drawn_together() -> None:
     """All right on half of the images: the error is that of 40 images, not of 200 questions."""
     bootstrap = ClusterBootstrap(SCENES)

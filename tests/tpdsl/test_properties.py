@@ -389,7 +389,7 @@ def test_an_input_that_a_base_policy_lacks_is_named_in_the_error(name: str) -> N
         "next_layer"
     }:
         with pytest.raises(
-            SelectionError, match=rf"VisualTokens\.{need} is None.*fill it"
+            SelectionError, match=rf"VisualTokens\.{need}: is None.*fill it"
         ):
             refine(policy, replace(tokens, **{need: None}))  # type: ignore[arg-type]
 

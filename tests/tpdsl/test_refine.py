@@ -64,7 +64,7 @@ EVENLY: list[int] = _evenly_spaced(1, 36, 8, torch.device("cpu"))[0].tolist()
 @pytest.mark.parametrize("shape", [(4, 8), (1, 5, 8)])
 def test_features_must_fit_the_grid(shape: tuple[int, ...]) -> None:
     with pytest.raises(
-        SelectionError, match="N = 4 of the grid 2 x 2 x 1 tiles, got shape"
+        SelectionError, match=r"has shape .* N = 4 of the grid 2 x 2 x 1 tiles"
     ):
         VisualTokens(torch.zeros(shape), Grid(2, 2))
 

@@ -83,9 +83,11 @@ class LanguagePrefix(ABC):
 
     def _existing(self, layer: int) -> int:
         if not 0 <= layer < self.layers:
-            raise SelectionError(
+            raise SelectionError.of(
+                "/base_policy/params/layer",
                 f"the base policy reads layer {layer}, but this language model has layers 0 to "
-                f"{self.layers - 1}: set the policy's parameter 'layer' to a smaller one"
+                f"{self.layers - 1}",
+                "set the policy's parameter 'layer' to a smaller one",
             )
         return layer
 
@@ -105,8 +107,8 @@ class RecordedPrefix(LanguagePrefix):
     def read(self, output: PrefixOutput, layer: int) -> Tensor:
         """The tensor recorded under this name."""
         if output not in self.recorded:
-            raise SelectionError(
-                f"the recorded language prefix has no {output}: record them"
+            raise SelectionError.of(
+                "RecordedPrefix.recorded", f"has no {output}", "record them"
             )
         return self.recorded[output]
 

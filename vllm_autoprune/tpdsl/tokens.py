@@ -256,10 +256,11 @@ class VisualTokens:
 
     def __post_init__(self) -> None:
         if self.features.dim() != 3 or self.features.shape[1] != self.grid.tokens:
-            raise SelectionError(
-                f"features must be (B, N, D) with N = {self.grid.tokens} of the grid "
-                f"{self.grid.height} x {self.grid.width} x {self.grid.tiles} tiles, got shape "
-                f"{tuple(self.features.shape)}"
+            grid = f"{self.grid.height} x {self.grid.width} x {self.grid.tiles} tiles"
+            raise SelectionError.of(
+                "VisualTokens.features",
+                f"has shape {tuple(self.features.shape)}",
+                f"give (B, N, D) with N = {self.grid.tokens} of the grid {grid}",
             )
 
     @property
@@ -388,10 +389,10 @@ class VisualTokens:
     def require_merger_input(self) -> MergerInput:
         """What enters the patch merger; :class:`SelectionError` where the backbone has none."""
         if self.merger_input is None:
-            raise SelectionError(
-                "this state ranks tokens before the patch merger (rank_at: merger_in), and "
-                "VisualTokens.merger_input is None: fill it, or set rank_at to merger_out for a "
-                "backbone without a merger"
+            raise SelectionError.of(
+                "VisualTokens.merger_input",
+                "is None, and this state ranks tokens before the patch merger (rank_at: merger_in)",
+                "fill it, or set rank_at to merger_out for a backbone without a merger",
             )
         return self.merger_input
 
@@ -418,9 +419,10 @@ T = TypeVar("T")
 
 def _present(value: T | None, what: str, field: str) -> T:
     if value is None:
-        raise SelectionError(
-            f"this policy reads {what}, but VisualTokens.{field} is None: fill it "
-            "(policy.needs lists what a policy reads)"
+        raise SelectionError.of(
+            f"VisualTokens.{field}",
+            f"is None, and this policy reads {what}",
+            "fill it (policy.needs lists what a policy reads)",
         )
     return value
 
@@ -493,8 +495,9 @@ class TileGroup:
         """[CLS] row of each tile ``(R, 1, Dv)``; :class:`SelectionError` if there is none."""
         cls = tokens.require_tower().cls
         if cls is None:
-            raise SelectionError(
-                "this vision tower has no [CLS] token: use VisionZip with patch_only, or PruneSID "
-                "in mode 'patch'"
+            raise SelectionError.of(
+                "VisualTokens.tower.cls",
+                "is None: this vision tower has no [CLS] token",
+                "use VisionZip with patch_only, or PruneSID in mode 'patch'",
             )
         return cls.narrow(1, self.start, self.tiles).flatten(0, 1)[:, None]
