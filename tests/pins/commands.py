@@ -58,7 +58,7 @@ def printed() -> Iterator[tuple[str, str]]:
     """What commands print with ``--json``; servers are fakes, the selftest serves nothing."""
     yield "validate", run("validate", "autoprune", "--json")
     yield "advise", run(*ADVISE.split(), "--json")
-    fails = SelftestError("not served here")
+    fails = SelftestError.of("llava_next", "is not served here")
     with patch.object(selftest, "run_backbone", side_effect=fails):
         yield "selftest", run("selftest", "llava_next", "--runner", "v1", "--json")
     with tempfile.TemporaryDirectory() as name, contextlib.chdir(name):

@@ -267,7 +267,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
             calls.append((name, runner))
             changes = (broken or {}).get((name, runner), {})
             if changes is None:
-                raise SelftestError(f"{name} ended with 1")
+                raise SelftestError.of(name, "ended with 1")
             return good().model_copy(update={"runner": runner, **changes})
 
         for name, replacement in {

@@ -126,7 +126,7 @@ ENGINE_ENVIRONMENT: Mapping[str, str] = {
 
 
 class SelftestError(AutopruneError):
-    """A tiny model could not be served; the message has the last output of its process."""
+    """A tiny model could not be served; its problem has the last output of its process."""
 
 
 def available_runners() -> tuple[str, ...]:
@@ -159,9 +159,9 @@ def run_backbone(
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise SelftestError(f"{name}: no report after {timeout:.0f} s") from None
+        raise SelftestError.of(name, f"gave no report in {timeout:.0f} s") from None
     for line in reversed(process.stdout.splitlines()):
         if line.startswith(REPORT_PREFIX):
             return Report.model_validate_json(line.removeprefix(REPORT_PREFIX))
     tail = "\n".join((process.stdout + process.stderr).splitlines()[-30:])
-    raise SelftestError(f"{name} ended with {process.returncode}:\n{tail}")
+    raise SelftestError.of(name, f"ended with {process.returncode}:\n{tail}")

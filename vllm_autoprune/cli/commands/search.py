@@ -38,11 +38,12 @@ from vllm_autoprune.cli.output import (
     write_file,
 )
 from vllm_autoprune.connection import Connection
-from vllm_autoprune.errors import ConfigError, Problem, SearchError
+from vllm_autoprune.errors import ConfigError, SearchError
 from vllm_autoprune.tpdsl.tokens import Positions
 
 if TYPE_CHECKING:
     from offline_search.dataset import Dataset
+    from offline_search.endpoint import EndpointSettings
     from offline_search.evaluator import ServedEvaluator
     from offline_search.ledger import WinnerRecord
     from vllm_autoprune.tpdsl.state import PruningState
@@ -103,139 +104,170 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_arguments,
     epilog="Guide and format of the data folder: docs/search.md.",
 )
-def _run_search(options: argparse.Namespace) -> int:  # noqa: C901, PLR0915
+def _run_search(options: argparse.Namespace) -> int:
     """Find a state offline, with a language model, on a served model."""
-    from offline_search.ledger import read_ledger
-    from offline_search.report import read_report
-
     if options.output is not None:
         check_writable(options.output)
     if options.action == "report":
-        report = read_report(read_ledger(options.ledger))
-        if options.output is not None:
-            write_file(options.output, report.document().render_html())
-        chosen = (
-            None if report.winner is None else report.winner.model_dump(mode="json")
-        )
-        record = {
-            "chosen": chosen,
-            "statuses": report.statuses,
-            "causes": report.causes,
-        }
-        print_result(options, record, report.document().render_markdown().rstrip())
-        return 0
+        return _print_report(options)
     try:
         flags = read_flags(_Flags, options)
     except ValidationError as error:
         raise ConfigError("search", flag_problems(error, _NAMES)) from None
     if flags.data is None:
-        raise _refusal("--data", "is missing", _DATA)
-    from offline_search.dataset import convert_mme, read_dataset
-
+        raise ConfigError.of("--data", "is missing", _DATA, subject="search")
     if options.action == "mme":
-        if options.mme is None:
-            fix = "name the folder that has a folder for each category of MME"
-            raise _refusal("--mme", "is missing", fix)
-        counts = convert_mme(options.mme, flags.data, flags.seed)
-        print_result(
-            options,
-            counts,
-            ", ".join(f"{n} questions in {s}" for s, n in counts.items()),
-        )
-        return 0
+        return _convert_mme(options, flags, flags.data)
     if options.replay is not None:
-        from offline_search.search import replay
+        return _print_winner(options, _replay(options, flags, flags.data))
+    return _start_search(options, flags, flags.data)
 
-        if options.ledger.exists() and options.ledger.stat().st_size:
-            what = "is where the replay would be written"
-            raise _refusal(str(options.ledger), what, "name a new file with --ledger")
-        winner, before, after = asyncio.run(
-            replay(options.replay, options.ledger, flags.data, flags.images)
+
+def _start_search(options: argparse.Namespace, flags: _Flags, data: Path) -> int:
+    """Begin or resume a search on a served model, or estimate its cost."""
+    from offline_search.dataset import read_dataset
+
+    settings = _build_settings(flags)
+    dataset = read_dataset(data, settings.seed, flags.images)
+    if dataset.note:
+        print(dataset.note, file=sys.stderr)
+    dataset = dataset.in_blocks(settings.block, settings.seed)
+    if options.dry_run:
+        return _print_estimate(options, flags, settings, dataset)
+    if _holds_search(options.ledger) and not options.resume:
+        raise ConfigError.of(
+            str(options.ledger),
+            "holds a search already",
+            "add --resume, or name another ledger",
+            subject="search",
         )
-        print(f"recording {before}\nreplay    {after}", file=sys.stderr)
-        if before != after:
-            raise SearchError(
-                f"{options.replay}: its replay differs -> it holds records that its own search "
-                "would not make; begin a new ledger"
-            )
-    else:
-        settings = _build_settings(flags)
-        dataset = read_dataset(flags.data, settings.seed, flags.images)
-        if dataset.note:
-            print(dataset.note, file=sys.stderr)
-        dataset = dataset.in_blocks(settings.block, settings.seed)
-        if options.dry_run:
-            from offline_search.search import estimate_cost
+    if not flags.server_url:
+        raise ConfigError.of("--server-url", "is missing", _SERVER, subject="search")
+    try:
+        winner = asyncio.run(_search(options.ledger, flags, settings, dataset))
+    except KeyboardInterrupt:
+        text = f"stopped; {options.ledger} keeps what was measured, --resume goes on from it"
+        raise KeyboardInterrupt(text) from None
+    return _print_winner(options, winner)
 
-            messages, calls, cost, answers = estimate_cost(
-                settings, dataset, flags.price
-            )
-            seconds = None
-            if flags.server_url:
-                unpruned, pruned = asyncio.run(_time_answers(flags, settings, dataset))
-                count = sum(
-                    map(len, dataset.splits.values())
-                )  # of the unpruned model, each once
-                others = sum(answers.values()) - count
-                seconds = round(count * unpruned + others * pruned, 1)
-            length = settings.proposals_per_reply
-            reply = "one proposal" if length == 1 else f"up to {length} proposals"
-            listed = ", ".join(
-                f"{count} of {split}" for split, count in answers.items()
-            )
-            about = (
-                f"At most {calls} requests to the proposer, each for {reply}: about "
-                f"{cost.prompt_tokens} prompt tokens and {cost.completion_tokens} completion "
-                f"tokens, money {cost.money:.4f}; repairs are extra. Answers of the served model: "
-                f"{listed}."
-            )
-            if seconds is not None:
-                minutes = (
-                    f"{seconds / 60:.0f} min" if seconds >= 100 else f"{seconds:.0f} s"
-                )
-                about += (
-                    f" The search takes about {minutes}, as the first questions took now; the "
-                    "proposer's time comes to that."
-                )
-            prompts = [
-                f"--- {message['role']}\n{message['content']}" for message in messages
-            ]
-            estimate = {
-                "messages": messages,
-                "calls": calls,
-                **dict(cost),
-                "answers": answers,
-            }
-            estimate["seconds"] = seconds
-            print_result(options, estimate, *prompts, format_paragraphs([about]))
-            return 0
-        if (
-            options.ledger.exists()
-            and options.ledger.stat().st_size
-            and not options.resume
-        ):
-            fix = "add --resume, or name another ledger"
-            raise _refusal(str(options.ledger), "holds a search already", fix)
-        if not flags.server_url:
-            raise _refusal("--server-url", "is missing", _SERVER)
-        try:
-            winner = asyncio.run(_search(options.ledger, flags, settings, dataset))
-        except KeyboardInterrupt:
-            text = f"stopped; {options.ledger} keeps what was measured, --resume goes on from it"
-            raise KeyboardInterrupt(text) from None
+
+def _print_report(options: argparse.Namespace) -> int:
+    """Report on a ledger; writes it as HTML too where there is an ``--output``."""
+    from offline_search.ledger import read_ledger
+    from offline_search.report import read_report
+
+    report = read_report(read_ledger(options.ledger))
+    document = report.document()
     if options.output is not None:
-        from vllm_autoprune.tpdsl.loading import load_state
-
-        write_file(options.output, load_state(winner.state).dumps())
-    text = read_report(read_ledger(options.ledger)).document().render_markdown()
-    print_result(
-        options, winner.model_dump(mode="json", exclude={"clock"}), text.rstrip()
-    )
+        write_file(options.output, document.render_html())
+    winner = report.winner
+    record = {
+        "chosen": None if winner is None else winner.model_dump(mode="json"),
+        "statuses": report.statuses,
+        "causes": report.causes,
+    }
+    print_result(options, record, document.render_markdown().rstrip())
     return 0
 
 
-def _refusal(where: str, what: str, fix: str) -> ConfigError:
-    return ConfigError("search", [Problem(where, what, fix)])
+def _convert_mme(options: argparse.Namespace, flags: _Flags, data: Path) -> int:
+    """Write the questions of MME as files of a search to ``data``."""
+    from offline_search.dataset import convert_mme
+
+    if options.mme is None:
+        fix = "name the folder that has a folder for each category of MME"
+        raise ConfigError.of("--mme", "is missing", fix, subject="search")
+    counts = convert_mme(options.mme, data, flags.seed)
+    text = ", ".join(f"{count} questions in {split}" for split, count in counts.items())
+    print_result(options, counts, text)
+    return 0
+
+
+def _holds_search(ledger: Path) -> bool:
+    """Whether a ledger is a file with records."""
+    return ledger.exists() and ledger.stat().st_size > 0
+
+
+def _replay(options: argparse.Namespace, flags: _Flags, data: Path) -> WinnerRecord:
+    """Replay a recorded search into the ledger; raises where the two ledgers differ."""
+    from offline_search.search import replay
+
+    if _holds_search(options.ledger):
+        raise ConfigError.of(
+            str(options.ledger),
+            "is where the replay would be written",
+            "name a new file with --ledger",
+            subject="search",
+        )
+    winner, recorded, replayed = asyncio.run(
+        replay(options.replay, options.ledger, data, flags.images)
+    )
+    print(f"recording {recorded}\nreplay    {replayed}", file=sys.stderr)
+    if recorded != replayed:
+        raise SearchError.of(
+            str(options.replay),
+            "its replay differs",
+            "it holds records that its own search would not make; begin a new ledger",
+        )
+    return winner
+
+
+def _print_winner(options: argparse.Namespace, winner: WinnerRecord) -> int:
+    """Write the state that a search chose, and print the search's report."""
+    from offline_search.ledger import read_ledger
+    from offline_search.report import read_report
+    from vllm_autoprune.tpdsl.loading import load_state
+
+    if options.output is not None:
+        write_file(options.output, load_state(winner.state).dumps())
+    text = read_report(read_ledger(options.ledger)).document().render_markdown()
+    record = winner.model_dump(mode="json", exclude={"clock"})
+    print_result(options, record, text.rstrip())
+    return 0
+
+
+def _print_estimate(
+    options: argparse.Namespace, flags: _Flags, settings: Settings, dataset: Dataset
+) -> int:
+    """Print what a search would ask for and what that costs."""
+    from offline_search.search import estimate_cost
+
+    messages, calls, cost, answers = estimate_cost(settings, dataset, flags.price)
+    reply = "one proposal"
+    if settings.proposals_per_reply > 1:
+        reply = f"up to {settings.proposals_per_reply} proposals"
+    counts = ", ".join(f"{count} of {split}" for split, count in answers.items())
+    text = (
+        f"At most {calls} requests to the proposer, each for {reply}: about "
+        f"{cost.prompt_tokens} prompt tokens and {cost.completion_tokens} completion "
+        f"tokens, money {cost.money:.4f}; repairs are extra. Answers of the served model: "
+        f"{counts}."
+    )
+    seconds = None
+    if flags.server_url:
+        unpruned_seconds, pruned_seconds = asyncio.run(
+            _time_answers(flags, settings, dataset)
+        )
+        unpruned = sum(map(len, dataset.splits.values()))  # each question once
+        pruned = sum(answers.values()) - unpruned
+        seconds = round(unpruned * unpruned_seconds + pruned * pruned_seconds, 1)
+        duration = f"{seconds:.0f} s"
+        if seconds >= 100:
+            duration = f"{seconds / 60:.0f} min"
+        text += (
+            f" The search takes about {duration}, as the first questions took now; the "
+            "proposer's time comes to that."
+        )
+    record = {
+        "messages": messages,
+        "calls": calls,
+        **dict(cost),
+        "answers": answers,
+        "seconds": seconds,
+    }
+    prompts = [f"--- {message['role']}\n{message['content']}" for message in messages]
+    print_result(options, record, *prompts, format_paragraphs([text]))
+    return 0
 
 
 def _build_settings(flags: _Flags) -> Settings:
@@ -246,26 +278,33 @@ def _build_settings(flags: _Flags) -> Settings:
     if bool(name) != (flags.proposer_url is not None):
         what = "has no endpoint" if name else "is missing"
         fix = "give --proposer-url and a model there, or neither"
-        raise _refusal("--proposer-model", what, fix)
+        raise ConfigError.of("--proposer-model", what, fix, subject="search")
     uses_proposer = STRATEGIES[flags.strategy](Settings(proposer=name)).uses_proposer
     if uses_proposer and not name:
         fix = "give --proposer-url, or one of autoprune+, tpe and random"
-        raise _refusal("--strategy", f"{flags.strategy} needs a language model", fix)
-    lists = uses_proposer and flags.strategy in STRATEGIES_WITH_LISTS
-    options = flags.proposer_options if uses_proposer else None
+        raise ConfigError.of(
+            "--strategy",
+            f"{flags.strategy} needs a language model",
+            fix,
+            subject="search",
+        )
+    default_length = 1
+    if uses_proposer and flags.strategy in STRATEGIES_WITH_LISTS:
+        default_length = DEFAULT_LIST
+    proposer_options = ""
+    if uses_proposer and flags.proposer_options:
+        proposer_options = json.dumps(flags.proposer_options, sort_keys=True)
+    choices = {
+        field: value for field, value in flags if field in SearchChoices.model_fields
+    }
     try:
         return Settings(
-            **{
-                field: value
-                for field, value in flags
-                if field in SearchChoices.model_fields
-            },
+            **choices,
             proposer=name if uses_proposer else "",
-            proposals_per_reply=flags.proposals_per_reply
-            or (DEFAULT_LIST if lists else 1),
+            proposals_per_reply=flags.proposals_per_reply or default_length,
             temperature=flags.temperature,
             reply_tokens=flags.reply_tokens,
-            proposer_options=json.dumps(options, sort_keys=True) if options else "",
+            proposer_options=proposer_options,
         )
     except ValidationError as error:
         raise ConfigError("search", flag_problems(error, _NAMES)) from None
@@ -321,7 +360,8 @@ async def _time_answers(
 async def _search(
     path: Path, flags: _Flags, settings: Settings, dataset: Dataset
 ) -> WinnerRecord:
-    from offline_search.endpoint import EndpointProposer, EndpointSettings
+    """The winner of a search, whose servers are asked first whether they take its requests."""
+    from offline_search.endpoint import EndpointProposer
     from offline_search.ledger import Ledger
     from offline_search.report import ProgressLog
     from offline_search.rounds import probes_from_checkpoint
@@ -330,13 +370,9 @@ async def _search(
     def write(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    checkpoint = flags.checkpoint
-    tower = flags.text_tower
-    probes = (
-        probes_from_checkpoint(checkpoint, tower, dataset)
-        if checkpoint is not None
-        else ()
-    )
+    probes: Sequence[VisualTokens] = ()
+    if flags.checkpoint is not None:
+        probes = probes_from_checkpoint(flags.checkpoint, flags.text_tower, dataset)
     async with contextlib.AsyncExitStack() as stack:
         ledger = stack.enter_context(Ledger(path))
         evaluator = await stack.enter_async_context(
@@ -345,31 +381,41 @@ async def _search(
         if not ledger.records:
             for budget in settings.budgets:
                 await evaluator.check_budget(budget)
-        settings = settings.model_copy(update={"evaluator": evaluator.name})
+        changes: dict[str, object] = {"evaluator": evaluator.name}
         proposer: EndpointProposer | None = None
         if settings.proposer and flags.proposer_url is not None:
-            endpoint = EndpointSettings(
-                flags.proposer_url,
-                settings.proposer,
-                Connection(
-                    api_key=SecretStr(os.environ.get(flags.proposer_key_env, "")),
-                    header=flags.proposer_header,
-                    ca_file=flags.ca_file,
-                    insecure=flags.insecure,
-                ),
-                settings.temperature,
-                settings.reply_tokens * settings.proposals_per_reply,
-                flags.price,
-                unsent=frozenset({"seed"} if flags.no_seeds else ()),
-                options=flags.proposer_options or {},
-            )
+            endpoint = _read_endpoint(flags, flags.proposer_url, settings)
             proposer = await stack.enter_async_context(EndpointProposer(endpoint))
             await proposer.prepare()
-            settings = settings.model_copy(
-                update={"unsent": tuple(sorted(proposer.unsent))}
-            )
-        progress = ProgressLog(write)
-        money = flags.most_money
-        return await Search(
-            settings, ledger, evaluator, proposer, money, progress
-        ).run()
+            changes["unsent"] = tuple(sorted(proposer.unsent))
+        search = Search(
+            settings.model_copy(update=changes),
+            ledger,
+            evaluator,
+            proposer,
+            flags.most_money,
+            ProgressLog(write),
+        )
+        return await search.run()
+
+
+def _read_endpoint(flags: _Flags, url: str, settings: Settings) -> EndpointSettings:
+    """The proposer's endpoint; its key is in the environment, not among the flags."""
+    from offline_search.endpoint import EndpointSettings
+
+    connection = Connection(
+        api_key=SecretStr(os.environ.get(flags.proposer_key_env, "")),
+        header=flags.proposer_header,
+        ca_file=flags.ca_file,
+        insecure=flags.insecure,
+    )
+    return EndpointSettings(
+        url,
+        settings.proposer,
+        connection,
+        settings.temperature,
+        settings.reply_tokens * settings.proposals_per_reply,
+        flags.price,
+        unsent=frozenset({"seed"} if flags.no_seeds else ()),
+        options=flags.proposer_options or {},
+    )

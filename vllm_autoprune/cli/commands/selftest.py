@@ -7,14 +7,14 @@ import importlib.util
 import math
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 
 import torch
 
 from vllm_autoprune.cli.flags import argument, command
 from vllm_autoprune.cli.output import print_result
-from vllm_autoprune.errors import ConfigError, Problem
+from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.selftest.backbones import NEEDED_PACKAGES, TINY_MODELS
 from vllm_autoprune.selftest.checks import CHECKS, runners_agree
 from vllm_autoprune.selftest.device import (
@@ -40,10 +40,41 @@ GPU_BACKBONES = ("llava_next", "qwen3_vl")
 GPU_SECONDS = 420
 """Seconds that ``--gpu`` may take: machines with a GPU are often lent for minutes."""
 
-_LEAST_SECONDS = 60.0
+_MINIMUM_SECONDS = 60.0
 """Seconds within which no backbone is started any more."""
 
 _NO_V2 = "V2 needs Triton, and vLLM finds no Triton that it can use"
+
+_Verdicts = Mapping[str, str]
+"""What is wrong by the name of a check; empty where it passes."""
+
+
+@dataclass
+class _Summary:
+    """Lines of text about the checks that were run, and whether all passed."""
+
+    lines: list[str] = field(default_factory=list)
+    holds: bool = True
+
+    def add(self, text: str, wrong: str) -> None:
+        """Add a line, which says what is wrong if anything is."""
+        self.holds &= not wrong
+        self.lines.append(f"FAIL {text}: {wrong}" if wrong else f"ok   {text}")
+
+    def conclude(self, is_complete: bool) -> None:
+        """Add the line that says whether all checks passed."""
+        verdict = "Some checks failed: see above."
+        if self.holds:
+            which = "All checks" if is_complete else "All checks that were run"
+            verdict = f"{which} passed."
+        self.lines.append(verdict)
+
+    def add_checks(self, title: str, checks: _Verdicts) -> None:
+        """Add a line about several checks together."""
+        failed = [f"{name}: {wrong}" for name, wrong in checks.items() if wrong]
+        passed = len(checks) - len(failed)
+        text = f"{title}: {passed} of {len(checks)} checks hold"
+        self.add(text, "; ".join(failed))
 
 
 @command(
@@ -66,119 +97,135 @@ _NO_V2 = "V2 needs Triton, and vLLM finds no Triton that it can use"
         f"{' and '.join(GPU_BACKBONES)} on one runner, as far as {GPU_SECONDS // 60} minutes allow",
     ),
 )
-def _run_selftest(options: argparse.Namespace) -> int:  # noqa: C901, PLR0915
+def _run_selftest(options: argparse.Namespace) -> int:
     """Serve tiny models of all backbones but LLaVA-1.5 here, and check the results."""
-    names: Sequence[str] = options.backbones or (
-        GPU_BACKBONES if options.gpu else [*TINY_MODELS]
-    )
-    if unknown := [name for name in names if name not in TINY_MODELS]:
-        raise _refusal(
-            ", ".join(unknown), "no such backbone", f"use: {', '.join(TINY_MODELS)}"
-        )
+    names = _read_names(options)
     device = find_gpu() if options.gpu else None
-    deadline = math.inf
     if options.gpu and device is None:
-        raise _refusal("--gpu", "no CUDA device here", "run the selftest without it")
-    left_out: dict[str, str] = {}
-    runners = available = tuple[str, ...]()
+        fix = "run the selftest without it"
+        raise ConfigError.of("--gpu", "no CUDA device here", fix, subject="selftest")
+    available: Sequence[str] = ()
+    runners: Sequence[str] = ()
     if options.gpu and importlib.util.find_spec("vllm") is None:
         left_out = dict.fromkeys(names, "vLLM is not installed")
     else:
         available = available_runners()
-        runners = available[-1:] if options.gpu else available
-        if options.runner is not None:
-            runners = tuple(RUNNERS) if options.runner == _BOTH else (options.runner,)
-    if absent := [runner for runner in runners if runner not in available]:
-        raise _refusal("--runner", f"no model runner {', '.join(absent)} here", _NO_V2)
-    for name, package in NEEDED_PACKAGES.items():
-        if (
-            not options.backbones
-            and name in names
-            and importlib.util.find_spec(package) is None
-        ):
-            left_out[name] = (
-                f"its processor needs the package {package}: pip install {package}"
-            )
+        runners = _choose_runners(options, available)
+        left_out = {} if options.backbones else _find_unservable(names)
 
-    # Selections on the GPU, then the backbones in what is left of the time.
+    # Selections on the GPU, then the backbones in what remains of the time.
+    summary = _Summary()
     record: dict[str, object] = {}
-    lines = list[str]()
-    problems = list[str]()
+    deadline = math.inf
     if device is not None:
         deadline = time.monotonic() + GPU_SECONDS
-        kernel = check_kernel(device)
-        selections = list(check_selections(device))
-        gpu = (
-            torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        )
-        record = {
-            "device": f"{gpu}, torch {torch.__version__}",
-            "kernel": kernel,
-            "selections": [asdict(selection) for selection in selections],
-        }
-        lines += [str(record["device"]), _format_line(KERNEL, kernel)]
-        for each in selections:
-            text = f"{each.name}: {each.share:.0%} as on the host, {1000 * each.seconds:.2f} ms"
-            lines.append(_format_line(text, each.wrong))
-        problems += [kernel, *(each.wrong for each in selections)]
-    verdicts: dict[str, dict[str, dict[str, str]]] = {}
+        record = _check_gpu(device, summary)
+    verdicts: dict[str, dict[str, _Verdicts]] = {}
     for name in names:
         seconds = deadline - time.monotonic()
-        if name not in left_out and seconds < _LEAST_SECONDS * len(runners):
+        if name not in left_out and seconds < _MINIMUM_SECONDS * len(runners):
             left_out[name] = "no time left"
         if name in left_out:
-            lines.append(f"     {name}: not served, {left_out[name]}")
+            summary.lines.append(f"     {name}: not served, {left_out[name]}")
             continue
         timeout = min(TIMEOUT, seconds / len(runners))
-        # What is wrong by check, under each runner and between the two.
-        verdicts[name], reports = {}, list[Report]()
-        for runner in runners:
-            start = time.monotonic()
-            try:
-                report = run_backbone(name, RUNNERS[runner], timeout)
-            except SelftestError as error:
-                verdicts[name][runner] = {"served": str(error)}
-            else:
-                other = (
-                    ""
-                    if report.runner == runner
-                    else f"vLLM used {report.runner} instead"
-                )
-                checks = {check: holds(report) for check, holds in CHECKS.items()}
-                verdicts[name][runner] = {"served": other, **checks}
-                reports.append(report)
-            if not options.json:
-                print(
-                    f"{name}, {runner}: {time.monotonic() - start:.0f} s",
-                    file=sys.stderr,
-                )
-        if len(reports) == len(RUNNERS):
-            verdicts[name][_BOTH] = {runners_agree.__name__: runners_agree(*reports)}
+        verdicts[name] = _check_backbone(name, runners, timeout, quiet=options.json)
         for runner, checks in verdicts[name].items():
-            broken = {check: wrong for check, wrong in checks.items() if wrong}
-            text = f"{name}, {runner}: {len(checks) - len(broken)} of {len(checks)} checks hold"
-            lines.append(
-                _format_line(text, "; ".join(f"{c}: {w}" for c, w in broken.items()))
-            )
-            problems += broken.values()
+            summary.add_checks(f"{name}, {runner}", checks)
 
-    holds = not any(problems)
     if verdicts and device is None and "v2" not in available:
-        lines.append(_NO_V2)
-    passed = (
-        "All checks that were run passed."
-        if record or left_out
-        else "All checks passed."
-    )
-    lines.append(passed if holds else "Some checks failed: see above.")
-    served = {"runners": runners, "found": verdicts, "left_out": left_out}
-    print_result(options, {"holds": holds, **record, **served}, "\n".join(lines))
-    return 0 if holds else 1
+        summary.lines.append(_NO_V2)
+    summary.conclude(is_complete=not (record or left_out))
+    record |= {"runners": runners, "found": verdicts, "left_out": left_out}
+    print_result(options, {"holds": summary.holds, **record}, "\n".join(summary.lines))
+    return 0 if summary.holds else 1
 
 
-def _format_line(text: str, wrong: str) -> str:
-    return f"FAIL {text}: {wrong}" if wrong else f"ok   {text}"
+def _read_names(options: argparse.Namespace) -> Sequence[str]:
+    """The backbones to serve; raises :class:`ConfigError` for unknown ones."""
+    unknown = [name for name in options.backbones if name not in TINY_MODELS]
+    if unknown:
+        raise ConfigError.of(
+            ", ".join(unknown),
+            "no such backbone",
+            f"use: {', '.join(TINY_MODELS)}",
+            subject="selftest",
+        )
+    if options.backbones:
+        return [*options.backbones]
+    return GPU_BACKBONES if options.gpu else [*TINY_MODELS]
 
 
-def _refusal(where: str, what: str, fix: str) -> ConfigError:
-    return ConfigError("selftest", [Problem(where, what, fix)])
+def _choose_runners(
+    options: argparse.Namespace, available: Sequence[str]
+) -> Sequence[str]:
+    """The model runners to use; raises :class:`ConfigError` for one that vLLM lacks here."""
+    if options.runner is None:
+        return available[-1:] if options.gpu else available
+    runners = [*RUNNERS] if options.runner == _BOTH else [options.runner]
+    absent = [runner for runner in runners if runner not in available]
+    if absent:
+        what = f"no model runner {', '.join(absent)} here"
+        raise ConfigError.of("--runner", what, _NO_V2, subject="selftest")
+    return runners
+
+
+def _find_unservable(names: Sequence[str]) -> dict[str, str]:
+    """Backbones whose processor needs a package that is not installed, and which."""
+    return {
+        name: f"its processor needs the package {package}: pip install {package}"
+        for name, package in NEEDED_PACKAGES.items()
+        if name in names and importlib.util.find_spec(package) is None
+    }
+
+
+def _check_gpu(device: torch.device, summary: _Summary) -> dict[str, object]:
+    """The record of selections on a device, which are added to the summary."""
+    kernel = check_kernel(device)
+    selections = list(check_selections(device))
+    name = device.type
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    title = f"{name}, torch {torch.__version__}"
+    summary.lines.append(title)
+    summary.add(KERNEL, kernel)
+    for result in selections:
+        milliseconds = 1000 * result.seconds
+        text = (
+            f"{result.name}: {result.share:.0%} as on the host, {milliseconds:.2f} ms"
+        )
+        summary.add(text, result.wrong)
+    return {
+        "device": title,
+        "kernel": kernel,
+        "selections": [asdict(result) for result in selections],
+    }
+
+
+def _check_backbone(
+    name: str, runners: Sequence[str], timeout: float, quiet: bool
+) -> dict[str, _Verdicts]:
+    """Verdicts under each model runner, and on the two together where there are two."""
+    verdicts: dict[str, _Verdicts] = {}
+    reports = list[Report]()
+    for runner in runners:
+        start = time.monotonic()
+        try:
+            report = run_backbone(name, RUNNERS[runner], timeout)
+        except SelftestError as error:
+            (problem,) = error.problems
+            # Not the message, which would join the lines of the process's output.
+            verdicts[runner] = {"served": f"{problem.where} {problem.what}"}
+        else:
+            served = ""
+            if report.runner != runner:
+                served = f"vLLM used {report.runner} instead"
+            checks = {title: check(report) for title, check in CHECKS.items()}
+            verdicts[runner] = {"served": served, **checks}
+            reports.append(report)
+        if not quiet:
+            seconds = time.monotonic() - start
+            print(f"{name}, {runner}: {seconds:.0f} s", file=sys.stderr)
+    if len(reports) == len(RUNNERS):
+        verdicts[_BOTH] = {runners_agree.__name__: runners_agree(*reports)}
+    return verdicts
