@@ -49,7 +49,6 @@ from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.serving.worker.features import ImageFeatures
 from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 from vllm_autoprune.tpdsl.loading import load_state
-from vllm_autoprune.tpdsl.materialize import materialize_clip
 from vllm_autoprune.tpdsl.prefix import RecordedPrefix
 from vllm_autoprune.tpdsl.tokens import MergerInput, VisualTokens
 
@@ -372,8 +371,10 @@ def test_clips_are_sampled_as_vllm_samples_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize("frames", [5, 40])
 def test_a_filmstrip_shows_what_each_frame_keeps(frames: int) -> None:
     grid = Grid(3, 4, tiles=frames, clip=True)
-    policy = materialize_clip(
-        load_state("vcast"), BudgetCall.parse("tokens_per_frame:5", clip=True)
+    policy = materialize(
+        load_state("vcast"),
+        BudgetCall.parse("tokens_per_frame:5", clip=True),
+        video=True,
     )
     tokens = images(grid=grid, batch=1)
     trace = Trace.of(policy, tokens, refine(policy.at(tokens.count, frames), tokens))
@@ -411,8 +412,10 @@ def test_a_clip_is_sent_as_a_server_gets_it_and_its_groups_are_shown(
     asked = list[Any]()
     grid = Grid(2, 2, tiles=3, clip=True)
     tokens = images(grid=grid, batch=1)
-    policy = materialize_clip(
-        load_state("vcast"), BudgetCall.parse("tokens_per_frame:2", clip=True)
+    policy = materialize(
+        load_state("vcast"),
+        BudgetCall.parse("tokens_per_frame:2", clip=True),
+        video=True,
     )
 
     class Engine:

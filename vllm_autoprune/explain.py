@@ -223,10 +223,10 @@ def explain_image(  # noqa: C901, PLR0915
     }  # all of the picture
     rule = policy.by_size or BudgetCall.parse(policy.budget)
     of_state = policy.state.budget
-    if policy.clip and policy.state.frames is not None:
+    if policy.video and policy.state.frames is not None:
         of_state = policy.state.frames.tokens
     if rule != of_state:
-        settings["video_budget" if policy.clip else "budget"] = rule.rule()
+        settings["video_budget" if policy.video else "budget"] = rule.rule()
     if text_tower is not None:
         settings["text_tower"] = str(text_tower)
     config = AutoConfig.from_pretrained(checkpoint).get_text_config()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import policies
-from vllm_autoprune import PruningPolicy, load_state, materialize
+from vllm_autoprune import load_state, materialize
 from vllm_autoprune.tpdsl.loading import shipped_states
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "shipped-states.md"
@@ -38,7 +38,7 @@ def test_building_again_changes_no_file(tmp_path: Path) -> None:
 def test_half_of_a_shared_core_reads_no_question(name: str) -> None:
     policy = materialize(load_state(name), 16)
     assert policy.core == 8 and policy.reads_instruction
-    assert PruningPolicy.of_core(policy.state, 8).needs.isdisjoint(
+    assert materialize(policy.state, 8, part="core").needs.isdisjoint(
         {"instruction", "language"}
     )
     assert not materialize(load_state("instruction-free")).reads_instruction

@@ -24,7 +24,6 @@ from vllm_autoprune.base_policies.language import (
 from vllm_autoprune.base_policies.merging import _merge_neighbours
 from vllm_autoprune.ops.rowwise import gather_rows, mask_from_indices
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, Given
-from vllm_autoprune.tpdsl.materialize import materialize_clip
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 POLICIES = Path(__file__).parents[2] / "policies"
@@ -115,7 +114,9 @@ def replay(case: Case) -> Outputs:  # noqa: C901, PLR0915
             document["frames"]["tau"] = recipe["tau"]
         elif recipe.get("first") == "global":
             document["frames"]["first"] = "as_others"
-        refined = refine(materialize_clip(load_state(document), recipe["K"]), tokens)
+        refined = refine(
+            materialize(load_state(document), recipe["K"], video=True), tokens
+        )
         yield "keep", refined.indices, recorded("keep")[None], None
         return
     if method in ORDERED:

@@ -31,6 +31,7 @@ from vllm_autoprune import (
     PruningPolicy,
     StateError,
     VisualTokens,
+    materialize,
     refine,
 )
 from vllm_autoprune.ops.clips import split_exactly
@@ -39,7 +40,6 @@ from vllm_autoprune.tpdsl.atoms.scoring import run_signal
 from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.frames import Frames
-from vllm_autoprune.tpdsl.materialize import materialize_clip
 from vllm_autoprune.tpdsl.refine import keep_reference
 
 CLIP = Grid(3, 3, tiles=4, clip=True)
@@ -60,7 +60,7 @@ def policy_of(
         "/base_policy": {"name": base},
         **(UNCHANGED if changes is None else changes),
     }
-    return materialize_clip(state({**chosen, "/frames": frames}), count)
+    return materialize(state({**chosen, "/frames": frames}), count, video=True)
 
 
 def per_frame(indices: Tensor, grid: Grid = CLIP) -> list[list[int]]:
@@ -184,7 +184,7 @@ def test_core_and_delta_of_a_clip(base: str) -> None:
         policy = policy_of(base, 17, changes, **rule)
         refined = refine(policy, clips)
         assert_sound(policy, clips, refined)
-        core = PruningPolicy.of_core(policy.state, 8)
+        core = materialize(policy.state, 8, part="core")
         for other in (refine(core, replace(clips, words=None)), refine(policy, asked)):
             assert torch.equal(other.indices[:, :8], refined.indices[:, :8])
         if (rule["budget"], rule["first"]) == ("uniform", "as_others"):
@@ -213,14 +213,14 @@ def test_a_state_without_frames_and_an_image_are_as_before() -> None:
     )
     assert torch.equal(reference.indices, refined.indices)
     with pytest.raises(BudgetError, match='leaves videos whole -> add "frames"'):
-        materialize_clip(alone.state)
+        materialize(alone.state, video=True)
 
 
 def test_k_of_a_clip_follows_from_its_size() -> None:
     def kept(tokens: int, frames: int, budget: object = None, **rules: object) -> int:
         rule = None if budget is None else BudgetCall.parse(budget, clip=True)
         changes: Changes = {"/frames": rules}
-        return materialize_clip(state(changes), rule).tokens_kept(tokens, frames)
+        return materialize(state(changes), rule, video=True).tokens_kept(tokens, frames)
 
     assert [kept(256 * t, t) for t in (1, 7, 64)] == [16, 112, 1024]
     assert kept(144, 12, "tokens_per_frame:20") == 144 and kept(300, 3, "1/8") == 37
@@ -231,7 +231,9 @@ def test_k_of_a_clip_follows_from_its_size() -> None:
         == "tokens_per_frame:16"
     )
     assert (
-        materialize_clip(state({"/frames": {"first": "whole"}}), 9).tokens_kept(900, 3)
+        materialize(state({"/frames": {"first": "whole"}}), 9, video=True).tokens_kept(
+            900, 3
+        )
         == 9
     )
     for said in ("tokens_per_frame:0", "tokens_per_frame:16%", "per frame"):

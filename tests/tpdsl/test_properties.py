@@ -303,7 +303,7 @@ def test_no_question_changes_a_core(name: str) -> None:
     opposite = replace(tokens, instruction=replace(instruction, text=-instruction.text))
     unasked = replace(tokens, instruction=None, language=None, words=None)
     refined = refine(policy, tokens)
-    alone = PruningPolicy.of_core(policy.state, policy.core)
+    alone = materialize(policy.state, policy.core, part="core")
     for other in (refine(alone, unasked), refine(policy, opposite)):
         assert torch.equal(refined.indices[:, core], other.indices[:, core])
         assert torch.equal(refined.features[:, core], other.features[:, core])

@@ -43,7 +43,6 @@ from vllm_autoprune.ops.rowwise import (
     min_max_normalise,
 )
 from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET
-from vllm_autoprune.tpdsl.materialize import PruningPolicy
 from vllm_autoprune.tpdsl.refine import (
     _evenly_spaced,
     give_core,
@@ -490,11 +489,11 @@ def test_policies_signals_kernels_and_cores_compare_the_tokens_before_the_merger
     assert kept.exchanged.tolist() == alone.exchanged.tolist()
     assert not torch.equal(kept.indices, refine(after, tokens).indices)
     if after.core:
-        core = refine(PruningPolicy.of_core(before.state, 6), tokens)
+        core = refine(materialize(before.state, 6, part="core"), tokens)
         assert torch.equal(kept.indices[:, :6], core.indices)
     # The reference selection too.
     reference = keep_reference(before, tokens)
-    unchanged = refine(materialize(before.state.without_exchange(), 12), tokens)
+    unchanged = refine(materialize(before.state, 12, exchange=False), tokens)
     assert after.core or torch.equal(reference.indices, unchanged.indices)
 
 

@@ -40,7 +40,7 @@ from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.cells import Cells
 from vllm_autoprune.tpdsl.frames import Frames
 from vllm_autoprune.tpdsl.loading import load_state
-from vllm_autoprune.tpdsl.materialize import materialize, materialize_clip
+from vllm_autoprune.tpdsl.materialize import materialize
 from vllm_autoprune.tpdsl.state import PruningState
 
 _REQUESTS_FLAG = "--autoprune-requests"
@@ -119,14 +119,13 @@ def _prune_case(
     Of a video, a state without rules for frames keeps as many tokens of each.
     """
     refused = ""
-    resolve = materialize
     field = "budget"
     if frames:
-        resolve = materialize_clip
         field = "video_budget"
         state = state.model_copy(update={"frames": state.frames or Frames()})
     try:
-        resolve(state, BudgetCall.parse(budget, clip=frames > 0))
+        call = BudgetCall.parse(budget, clip=frames > 0)
+        materialize(state, call, video=frames > 0)
     except AutopruneError as error:
         refused = str(error)
     return Case(

@@ -20,7 +20,6 @@ from vllm_autoprune.serving.plan import (
     ENTRY,
     MAX_CACHED_STATES,
     MROPE,
-    Chooser,
     ItemPlan,
     decode_state,
     encode_state,
@@ -47,11 +46,7 @@ from vllm_autoprune.tpdsl.loading import (
     shipped_states,
     suggest_name,
 )
-from vllm_autoprune.tpdsl.materialize import (
-    PruningPolicy,
-    materialize,
-    materialize_clip,
-)
+from vllm_autoprune.tpdsl.materialize import PruningPolicy, materialize
 from vllm_autoprune.tpdsl.safety import MAX_PROBED_BUDGET, safety_check
 from vllm_autoprune.tpdsl.state import PruningState
 from vllm_autoprune.tpdsl.tokens import Need, Positions
@@ -124,17 +119,13 @@ class ServedState:
             )
         return only or asked or self.positions or state.positions
 
-    def policy(
-        self, budget: int | None = None, keep: Chooser = "state"
-    ) -> PruningPolicy:
-        """The policy at the server's budget, or at a request's; raises BudgetError."""
-        return make_policy(self.state, self.budget if budget is None else budget, keep)
-
-    def clip_budget(self, policy: PruningPolicy, tokens: int, frames: int) -> int:
-        """K of a clip of N tokens in T frames, N where a policy keeps all tokens of its frames.
+    def count_video_tokens(
+        self, policy: PruningPolicy, tokens: int, frames: int
+    ) -> int:
+        """K of a video of N tokens in T frames, N where a policy keeps all tokens of its frames.
 
         Rows behind the last frame are among N, and never more are kept than the policy's largest K:
-        a number, or the end of a rule, is what a request has for its clip.
+        a number, or the end of a rule, is what a request has for its video.
         """
         candidates = tokens - (self.frame[1] if self.frame else 0)
         budget = policy.at(candidates, frames).budget
@@ -151,14 +142,16 @@ class ServedState:
         recall the one that chooses its tokens. Raises BudgetError.
         """
         state = self.state_for_plan(plan)
+        exchange = plan.keep == "state"
         if plan.part == "recall":
-            chosen = state if plan.keep == "state" else state.without_exchange()
-            return PruningPolicy.of_recall(chosen, plan.budget)
-        if plan.part == "whole":
-            return make_policy(state, plan.budget, plan.keep, clip=plan.frames > 0)
+            return materialize(state, plan.budget, part="recall", exchange=exchange)
         if plan.part == "core":
-            return PruningPolicy.of_core(state, plan.core)
-        return make_policy(state, plan.image_budget, plan.keep, plan.core)
+            return materialize(state, plan.core, part="core")
+        core = plan.core if plan.part == "delta" else None
+        video = plan.frames > 0
+        return materialize(
+            state, plan.image_budget, core, video=video, exchange=exchange
+        )
 
     def find_needs(self, plan: ItemPlan) -> frozenset[Need]:
         """Optional inputs that the policy of a plan reads, none where no policy is run.
@@ -201,7 +194,7 @@ class ServedState:
 
         The core is that before it is moved to the edge of a KV block. No local path is told.
         """
-        policy = self.policy()
+        policy = materialize(self.state, self.budget)
         state = self.state
         rules = self.rules
         tower = self.tower
@@ -269,19 +262,6 @@ class ServedState:
 
     def __setstate__(self, fields: Mapping[str, Any]) -> None:
         vars(self).update(fields, state=load_state(fields["state"]))
-
-
-@lru_cache(maxsize=512)
-def make_policy(
-    state: PruningState,
-    budget: int | BudgetCall | None,
-    keep: Chooser = "state",
-    core: int | None = None,
-    clip: bool = False,
-) -> PruningPolicy:
-    """Policy of a state at a budget; without exchange if the plan keeps the reference."""
-    resolve = materialize_clip if clip else materialize
-    return resolve(state if keep == "state" else state.without_exchange(), budget, core)
 
 
 def served_state(model_config: ModelConfig) -> ServedState | None:
@@ -446,9 +426,10 @@ class PlanRules:
             most = by_request * plan.frames
             state = self.served.state
             if state.frames is not None:
-                policy = make_policy(state, self.served.video_budget, clip=True)
+                policy = materialize(state, self.served.video_budget, video=True)
                 most = max(
-                    most, self.served.clip_budget(policy, plan.tokens, plan.frames)
+                    most,
+                    self.served.count_video_tokens(policy, plan.tokens, plan.frames),
                 )
         budget, *recalls = [*(choice.budget for choice in plan.earlier), plan.budget]
         if plan.part == "delta":

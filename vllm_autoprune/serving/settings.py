@@ -35,7 +35,7 @@ from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET, BudgetCall
 from vllm_autoprune.tpdsl.cells import Cells
 from vllm_autoprune.tpdsl.cost import DEFAULT_COST
 from vllm_autoprune.tpdsl.loading import load_state, suggest_name
-from vllm_autoprune.tpdsl.materialize import materialize, materialize_clip
+from vllm_autoprune.tpdsl.materialize import materialize
 from vllm_autoprune.tpdsl.state import PruningState
 from vllm_autoprune.tpdsl.tokens import POSITIONS, Positions
 
@@ -393,7 +393,7 @@ class Settings(BaseModel):
         )
         if budget is not None and "state" in info.data:
             try:
-                materialize_clip(info.data["state"], budget)
+                materialize(info.data["state"], budget, video=True)
             except BudgetError as error:
                 raise _locate(VIDEO_BUDGET_FLAG, error) from None
         return budget

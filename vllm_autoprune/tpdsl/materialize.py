@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Literal
 
 from pydantic import JsonValue
 
-from vllm_autoprune.errors import BudgetError, Problem
+from vllm_autoprune.errors import BudgetError
 from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET, BudgetCall
 from vllm_autoprune.tpdsl.base_policy import (
     BASE_POLICIES,
@@ -26,7 +27,7 @@ class PruningPolicy:
     ``by_size`` gives K where it depends on the size of an image: ``budget`` is then the largest K
     of any image, and :meth:`at` gives the policy for one size. The first ``core`` tokens of K are
     chosen without the question, the others given them; ``cover`` is the part of all tokens that may
-    be merged into the kept ones, the most similar ones. ``clip``: K is of clips, by the rules of
+    be merged into the kept ones, the most similar ones. ``video``: K is of videos, by the rules of
     the state's frames.
     """
 
@@ -37,25 +38,7 @@ class PruningPolicy:
     by_size: BudgetCall | None = None
     core: int = 0
     cover: float = 1.0
-    clip: bool = False
-
-    @classmethod
-    def of_core(cls, state: PruningState, core: int) -> PruningPolicy:
-        """The policy that keeps the core alone, K_c tokens: it reads no question, exchanges none.
-
-        Raises :class:`BudgetError` for a state that has no core.
-        """
-        if state.core is None:
-            raise _no_core(state)
-        alone = _core_state(state.core, state.rank_at, state.shares, state.frames)
-        return cls(alone, core, 0, core, cover=state.core.cover)
-
-    @classmethod
-    def of_recall(cls, state: PruningState, budget: int) -> PruningPolicy:
-        """The policy that keeps K more tokens of an image, given all that are kept already."""
-        quota, _ = state.constraints.selector.bounds(budget)
-        quota = min(quota, budget)
-        return cls(state, budget, quota, budget - quota)
+    video: bool = False
 
     @property
     def delta(self) -> PruningPolicy:
@@ -87,7 +70,7 @@ class PruningPolicy:
     def needs(self) -> frozenset[Need]:
         """Optional inputs that this policy reads."""
         if self.core == self.budget:
-            return PruningPolicy.of_core(self.state, self.core).needs
+            return _keep_core(self.state, self.core).needs
         return self.state.needs(exchange=self.refines)
 
     @property
@@ -101,7 +84,7 @@ class PruningPolicy:
         return any(call.atom == "fallback_to_selection" for call in self.state.safety)
 
     def tokens_kept(self, tokens: int, tiles: int = 1) -> int:
-        """Tokens kept of an image of N tokens in T tiles, or a clip of T frames, min(K, N)."""
+        """Tokens kept of an image of N tokens in T tiles, or a video of T frames, min(K, N)."""
         return min(self.at(tokens, tiles).budget, tokens)
 
     def at(self, tokens: int, tiles: int = 1) -> PruningPolicy:
@@ -109,87 +92,114 @@ class PruningPolicy:
         if self.by_size is None:
             return self
         count = self.by_size.tokens_kept(tokens, tiles)
-        if not self.clip or self.state.frames is None:
-            return materialize(self.state, count)
-        least = tokens // tiles if self.state.frames.first == "whole" else 1
-        return materialize_clip(self.state, max(count, least))
+        frames = self.state.frames
+        if self.video and frames is not None:
+            minimum = tokens // tiles if frames.first == "whole" else 1
+            count = max(count, minimum)
+        return materialize(self.state, count, video=self.video)
+
+
+PolicyPart = Literal["whole", "core", "recall"]
+"""What the K tokens of a policy are: all that an image keeps; its core alone, chosen by a policy
+that reads no question and exchanges nothing; or more of them, given all that it keeps already."""
 
 
 def materialize(
-    state: PruningState, budget: int | BudgetCall | None = None, core: int | None = None
+    state: PruningState,
+    budget: int | BudgetCall | None = None,
+    core: int | None = None,
+    *,
+    part: PolicyPart = "whole",
+    video: bool = False,
+    exchange: bool = True,
 ) -> PruningPolicy:
     """Policy of a state at its own budget or at another one, K or a rule for it.
 
     Only budget-dependent fields are resolved: K, r_min = K - q_e if the state's r_min is null, and
     the number of core tokens, if the state has a core. ``core`` is another number of them, which a
-    server sets so that the core fills whole KV blocks. Raises :class:`BudgetError` if the state
-    does not allow the budget.
+    server sets so that the core fills whole KV blocks.
+
+    With ``video`` K is that of videos, by the state's ``frames``: a number is kept exactly, of a
+    rule at least what the first frame takes where that stays whole. Without ``exchange`` the base
+    policy's tokens are kept as they are. Raises :class:`BudgetError` if the state does not allow
+    the budget, has no core, or leaves videos whole.
     """
-    return _materialize(state, state.budget if budget is None else budget, core)
-
-
-def materialize_clip(
-    state: PruningState, budget: int | BudgetCall | None = None, core: int | None = None
-) -> PruningPolicy:
-    """Policy of a state for clips, as :func:`materialize`, by its ``frames`` or at another budget.
-
-    :meth:`PruningPolicy.tokens_kept` gives K of a clip. A number K is kept exactly; of a rule it is
-    at least what the first frame takes, where that stays whole. Raises :class:`BudgetError` for a
-    state without ``frames``, which leaves videos whole.
-    """
-    if state.frames is None:
+    frames = state.frames if video else None
+    if video and frames is None:
         what = f"state {state.name!r} leaves videos whole"
         fix = 'add "frames": {} to it'
-        raise BudgetError("budget of a clip", [Problem("/frames", what, fix)])
-    return _materialize(
-        state, state.frames.tokens if budget is None else budget, core, state.frames
-    )
-
-
-def _materialize(
-    state: PruningState,
-    rule: int | BudgetCall,
-    core: int | None,
-    frames: Frames | None = None,
-) -> PruningPolicy:
-    """The policy for images, or for clips by the rules of frames."""
-    clip = frames is not None
-    least, most = rule.range() if isinstance(rule, BudgetCall) else (rule, rule)
-    if (
-        isinstance(most, bool)
-        or not isinstance(most, int)
-        or not 1 <= most <= MAX_BUDGET
-    ):
-        what = f"K = {most!r} is not a number of tokens"
-        fix = f"give a whole number from 1 to {MAX_BUDGET}"
-        raise BudgetError(
-            f"budget of state {state.name!r}", [Problem("/budget", what, fix)]
-        )
-    if problems := state.budget_problems(least, most, clip=clip):
+        raise BudgetError.of("/frames", what, fix, subject="budget of a clip")
+    if not exchange:
+        state = _leave_out_exchange(state)
+    if budget is None:
+        budget = state.budget if frames is None else frames.tokens
+    minimum, maximum = _find_range(state, budget)
+    if part == "core":
+        return _keep_core(state, maximum)
+    selector = state.constraints.selector
+    if part == "recall":
+        quota, _ = selector.bounds(maximum)
+        return PruningPolicy(state, maximum, quota, maximum - quota)
+    if problems := state.budget_problems(minimum, maximum, clip=video):
         raise BudgetError(f"budget of state {state.name!r}", problems)
-    if isinstance(rule, BudgetCall) and frames is not None and frames.first == "whole":
-        most = MAX_BUDGET
-    quota, r_min = state.constraints.selector.bounds(most)
-    by_size = rule if isinstance(rule, BudgetCall) and least != most else None
-    if state.core is None and core:
-        raise _no_core(state)
+    by_size = None
+    if isinstance(budget, BudgetCall):
+        if frames is not None and frames.first == "whole":
+            maximum = (
+                MAX_BUDGET  # the first frame alone may have more than the rule keeps
+            )
+        by_size = budget if minimum != maximum else None
+    core = _count_core(state, core, maximum)
+    quota, r_min = selector.bounds(maximum)
+    quota = min(quota, maximum - core)
+    return PruningPolicy(state, maximum, quota, r_min, by_size, core, video=video)
+
+
+_leave_out_exchange = lru_cache(maxsize=512)(PruningState.without_exchange)
+"""The digest of a copy is computed once, and not for each of the policies made of it."""
+
+
+def _find_range(state: PruningState, budget: int | BudgetCall) -> tuple[int, int]:
+    """Smallest and largest K of any image; raises where these are no numbers of tokens."""
+    if isinstance(budget, BudgetCall):
+        minimum, maximum = budget.range()
+    else:
+        minimum = maximum = budget
+    is_count = isinstance(maximum, int) and not isinstance(maximum, bool)
+    if not is_count or not 1 <= maximum <= MAX_BUDGET:
+        what = f"K = {maximum!r} is not a number of tokens"
+        fix = f"give a whole number from 1 to {MAX_BUDGET}"
+        subject = f"budget of state {state.name!r}"
+        raise BudgetError.of("/budget", what, fix, subject=subject)
+    return minimum, maximum
+
+
+def _count_core(state: PruningState, core: int | None, budget: int) -> int:
+    """Tokens of the core at K = ``budget``: as many as are given, or the state's own share."""
     if state.core is None:
-        return PruningPolicy(state, most, quota, r_min, by_size, clip=clip)
-    core = state.core.tokens(most) if core is None else core
-    if not 0 <= core <= most:
-        fix = f"use 0 to {most}"
-        raise BudgetError(
-            "core", [Problem("/core", f"{core} core tokens of K = {most}", fix)]
-        )
-    return PruningPolicy(
-        state, most, min(quota, most - core), r_min, by_size, core, clip=clip
-    )
+        if core:
+            raise _no_core(state)
+        return 0
+    if core is None:
+        return state.core.tokens(budget)
+    if not 0 <= core <= budget:
+        what = f"{core} core tokens of K = {budget}"
+        raise BudgetError.of("/core", what, f"use 0 to {budget}", subject="core")
+    return core
+
+
+def _keep_core(state: PruningState, core: int) -> PruningPolicy:
+    """The policy that keeps K_c tokens of the core alone."""
+    if state.core is None:
+        raise _no_core(state)
+    alone = _core_state(state.core, state.rank_at, state.shares, state.frames)
+    return PruningPolicy(alone, core, 0, core, cover=state.core.cover)
 
 
 def _no_core(state: PruningState) -> BudgetError:
     fix = "leave it out, or use a state with a core"
-    return BudgetError(
-        "core", [Problem("/core", f"state {state.name!r} has none", fix)]
+    return BudgetError.of(
+        "/core", f"state {state.name!r} has none", fix, subject="core"
     )
 
 

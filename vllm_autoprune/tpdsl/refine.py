@@ -37,7 +37,7 @@ from vllm_autoprune.tpdsl.base_policy import (
     TokenSelection,
 )
 from vllm_autoprune.tpdsl.frames import pick_from_frames
-from vllm_autoprune.tpdsl.materialize import PruningPolicy
+from vllm_autoprune.tpdsl.materialize import PruningPolicy, materialize
 from vllm_autoprune.tpdsl.registry import run
 from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens, split_over_tiles
 
@@ -54,7 +54,7 @@ def refine(policy: PruningPolicy, tokens: VisualTokens) -> RefinedTokens:
         return RefinedTokens.keep_all(tokens)
     if policy.core == 0:
         return assemble_rows(policy, tokens, select_tokens(policy, tokens))
-    core = refine(PruningPolicy.of_core(policy.state, policy.core), tokens)
+    core = refine(materialize(policy.state, policy.core, part="core"), tokens)
     if policy.core == policy.budget:
         return core
     start = give_core(policy, tokens, core.indices)

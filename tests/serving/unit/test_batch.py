@@ -184,7 +184,7 @@ def test_wrong_number_of_rows_is_fitted_to_the_placeholders(
         policy: PruningPolicy, tokens: VisualTokens, reporter: Any, *_: object
     ) -> Any:
         return select_with_fallback(
-            served().policy(policy.budget + off), tokens, reporter
+            materialize(served().state, policy.budget + off), tokens, reporter
         )
 
     monkeypatch.setattr(batch, "select_with_fallback", wrong)

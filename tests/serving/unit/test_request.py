@@ -12,7 +12,13 @@ import pytest
 
 from tests.serving.unit.samples import refusal, served, vllm_config
 from tests.tpdsl.samples import edited, sample, state
-from vllm_autoprune import PruningPolicy, RequestError, SafetyRecord, load_state
+from vllm_autoprune import (
+    PruningPolicy,
+    RequestError,
+    SafetyRecord,
+    load_state,
+    materialize,
+)
 from vllm_autoprune.serving import served_state
 from vllm_autoprune.serving.api import request as request_module
 from vllm_autoprune.serving.api.layout import TokenCount
@@ -366,8 +372,9 @@ def test_a_server_makes_what_any_request_may_read() -> None:
     fixed = served(
         {"/base_policy": {"name": "divprune"}, "/constraints/selector/r_min": 8}
     )
-    assert fixed.policy().needs == frozenset()
-    assert fixed.needs == fixed.policy(16).needs == {"cls_attention", "instruction"}
+    assert materialize(fixed.state, fixed.budget).needs == frozenset()
+    assert fixed.needs == materialize(fixed.state, 16).needs
+    assert fixed.needs == {"cls_attention", "instruction"}
 
 
 # ---- states in requests ----
@@ -481,7 +488,8 @@ def test_a_state_that_violates_the_guarantees(
         assert "made to fail" in refused(strict)
     assert len(checked) == 2
     at_start = _resolve_settings({"state": falling}, vllm_config())
-    assert (at_start.state.digest, at_start.policy().refines) == (expected, False)
+    assert at_start.state.digest == expected
+    assert not materialize(at_start.state, at_start.budget).refines
     assert all(record.levelname == "WARNING" for record in logged.records)
     assert "made to fail" in logged.messages[-1]
     (problem,) = refusal({"state": strict})

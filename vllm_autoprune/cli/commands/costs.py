@@ -52,7 +52,7 @@ from vllm_autoprune.serving.models import require_served
 from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 from vllm_autoprune.tpdsl.cells import Cells, kept_cells
 from vllm_autoprune.tpdsl.loading import load_state
-from vllm_autoprune.tpdsl.materialize import materialize_clip
+from vllm_autoprune.tpdsl.materialize import materialize
 
 _NAMES = {"block": "--block-size", "prefill": "--prefill-ms-per-token"} | {
     name: f"--{name.replace('_', '-')}-ms"
@@ -371,7 +371,7 @@ def _advise_clip(options: argparse.Namespace) -> int:  # noqa: PLR0915
     per_frame = height * width // 4
     tokens = frames * per_frame
     state = load_state(options.state or "vcast")
-    policy = materialize_clip(state, vars(options).get("budget"))
+    policy = materialize(state, vars(options).get("budget"), video=True)
     kept = min(policy.at(tokens, frames).budget, tokens) if prunes else tokens
 
     # In TFLOPs, and in seconds by the rate that prefill is measured at.

@@ -15,7 +15,7 @@ from vllm_autoprune.cli.output import print_result, write_file
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 from vllm_autoprune.tpdsl.loading import load_state
-from vllm_autoprune.tpdsl.materialize import materialize, materialize_clip
+from vllm_autoprune.tpdsl.materialize import materialize
 
 
 @command(
@@ -82,7 +82,7 @@ def _explain_image(options: argparse.Namespace) -> int:  # noqa: C901, PLR0915
     state = load_state(options.state or ("autoprune" if clip is None else "vcast"))
     budget: BudgetCall | None = options.budget
     if clip is not None:
-        policy = materialize_clip(state, budget)
+        policy = materialize(state, budget, video=True)
         if clip.note:
             print(f"{options.image}: {clip.note}", file=sys.stderr)
     elif budget is not None and budget.atom == "per_frame_budget":

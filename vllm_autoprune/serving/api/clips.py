@@ -29,10 +29,10 @@ from vllm_autoprune.serving.plan import (
 from vllm_autoprune.serving.served_state import (
     ServedState,
     find_cost_problem,
-    make_policy,
 )
 from vllm_autoprune.tpdsl.base_policy import INSTRUCTION_NEEDS
 from vllm_autoprune.tpdsl.cost import FLAG
+from vllm_autoprune.tpdsl.materialize import materialize
 from vllm_autoprune.tpdsl.state import PruningState
 
 if TYPE_CHECKING:
@@ -135,8 +135,10 @@ class Clips:
         if request.enabled:
             chosen = self.state or served.state
             budget = share or request.video_budget or served.video_budget
-            policy = make_policy(chosen, budget, request.keep, clip=True)
-            k = served.clip_budget(policy, tokens, frames)
+            policy = materialize(
+                chosen, budget, video=True, exchange=request.keep == "state"
+            )
+            k = served.count_video_tokens(policy, tokens, frames)
             compares = request.keep in ("state", "reference") and (
                 policy.refines or policy.base.score is None
             )

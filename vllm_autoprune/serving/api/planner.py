@@ -66,6 +66,7 @@ from vllm_autoprune.serving.served_state import (
 from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET
 from vllm_autoprune.tpdsl.base_policy import INSTRUCTION_NEEDS
 from vllm_autoprune.tpdsl.cells import Cells
+from vllm_autoprune.tpdsl.materialize import materialize
 
 if TYPE_CHECKING:
     from vllm.inputs import MultiModalHashes
@@ -180,7 +181,7 @@ class RequestPlanner:
     def plan_profiling(self, inputs: ProcessorInputs) -> RequestPlan:
         """Plans of dummy images: the server's own budget, the longest text that may be read."""
         hashes = self._hash_inputs(inputs)
-        policy = self.served.policy()
+        policy = materialize(self.served.state, self.served.budget)
         instruction, _ = self.tokenizer.tokenize("profile", policy.needs)
         longest = (
             ()

@@ -15,9 +15,10 @@ from vllm_autoprune.serving.plan import ENTRY, NO_KEY, ItemPlan, encode_state, r
 from vllm_autoprune.serving.served_state import (
     ServedState,
     load_request_state,
-    make_policy,
 )
 from vllm_autoprune.serving.settings import REQUESTS_FLAG, Level, RequestRules
+from vllm_autoprune.tpdsl.atoms.source import BudgetCall
+from vllm_autoprune.tpdsl.materialize import materialize
 from vllm_autoprune.tpdsl.state import PruningState
 
 
@@ -93,10 +94,11 @@ def resolve_plans(  # noqa: C901
         details = [None] * len(images)
 
     def plan_image(image: TokenCount, most: int | None, field: str = "") -> ItemPlan:
-        if state is None:
-            policy = served.policy(most, request.keep)
-        else:
-            policy = make_policy(state, most, request.keep)
+        budget: int | BudgetCall | None = most
+        if state is None and most is None:
+            budget = served.budget
+        selected_by = state or served.state
+        policy = materialize(selected_by, budget, exchange=request.keep == "state")
         k = policy.at(image.tokens, image.tiles).budget
         if field:
             require_in_range(k, field)
