@@ -589,6 +589,12 @@ def test_cache_never_exceeds_its_bound(limit: int, puts: list[tuple[int, int]]) 
         assert len(cache) == len(inside)
 
 
+def test_an_entry_that_counts_for_more_than_the_bound_is_not_kept() -> None:
+    cache = TensorCache[ImageFeatures](limit=16, least=32)
+    cache.put(0, sized(1))
+    assert len(cache) == cache.used_bytes == 0
+
+
 def test_profiling_reserves_the_bound_where_memory_is_measured() -> None:
     cache = TensorCache[ImageFeatures](64)
     assert cache.reserve(torch.device("cpu")) is None

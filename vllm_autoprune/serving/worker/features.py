@@ -210,7 +210,7 @@ class TensorCache(Generic[T]):
     def put(self, key: Hashable, entry: T) -> None:
         """Keep an entry, dropping the least recently used ones beyond the bound."""
         entry = self._entries.pop(key, entry)
-        if entry.nbytes <= self.limit:
+        if self._entries.getsizeof(entry) <= self.limit:
             self._entries[key] = entry
 
     def clear(self) -> None:
