@@ -116,7 +116,7 @@ class YardstickEvaluator:
                 try:
                     scores = self._encode(job.split, number).score(case)
                 except AutopruneError as error:
-                    raise EvaluationFailed(str(error)) from None
+                    raise EvaluationFailed(error.subject, error.problems) from None
                 logprob += scores.logprob[selected].tolist()
                 right += map(bool, scores.right[selected].tolist())
         self._answers[job] = Answers(tuple(logprob), tuple(right))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -87,47 +88,83 @@ def asks_model(arm: str, settings: Settings) -> bool:
     return "none" not in options and STRATEGIES[strategy](settings).uses_proposer
 
 
-def _run_comparison(  # noqa: PLR0913
-    folder: Path,
-    arms: Sequence[str],
-    seeds: Sequence[int],
-    common: Settings,
-    evaluator: Evaluator,
-    connect: Connect | None = None,
-    at_once: int = 1,
-    leaders: int = 0,
-) -> None:
-    """Run all searches that have not finished, seed by seed.
+@dataclass(frozen=True)
+class Study:
+    """Searches of one folder: each arm with each seed, and otherwise the same settings.
 
     ``at_once`` searches run together, because a small model answers 25 prompts in little more time
-    than 5. Searches are independent, so this changes no record except its clock.
+    than 5. Searches are independent, so this changes no record except its clock. So many
+    ``leaders`` of each are measured on new questions too.
     """
-    slots = asyncio.Semaphore(at_once)
 
-    async def run_search(arm: str, seed: int, proposer: Proposer | None) -> None:
+    folder: Path
+    arms: Sequence[str]
+    seeds: Sequence[int]
+    settings: Settings
+    connect: Connect | None = None
+    at_once: int = 1
+    leaders: int = 0
+
+    def run(
+        self,
+        yardstick: Yardstick,
+        quotas: Sequence[int] = (),
+        pool: int = _IMAGES["search"],
+    ) -> str:
+        """Run what the folder lacks of one yardstick; returns its tables.
+
+        ``pool``: questions of the search split, from which rounds have fresh ones where they are
+        more than the settings' block. The base policy is confirmed too; with ``quotas`` the
+        released policy with each of these q_e.
+        """
+        settings = self.settings
+        self.folder.mkdir(parents=True, exist_ok=True)
+        images: dict[Split, int] = {**_IMAGES, "search": pool}
+        block = settings.block
+        self.search(YardstickEvaluator(yardstick, images, each=1, block=block))
+        states = {BASE: base_state(settings)}
+        states |= {f"q_e = {quota}": paper_state(settings, quota) for quota in quotas}
+        self.confirm(YardstickEvaluator(yardstick, _CONFIRMING_IMAGES, each=1), states)
+        tables = format_tables(self.folder, self.arms, self.seeds)
+        return f"## {yardstick.name}, K = {settings.source_budget}\n\n{tables}"
+
+    def search(self, evaluator: Evaluator) -> None:
+        """Run all searches that have not finished, seed by seed."""
+
+        async def run_all() -> None:
+            slots = asyncio.Semaphore(self.at_once)
+            async with self.connect() if self.connect else nullcontext() as proposer:
+                searches = (
+                    self._search(arm, seed, evaluator, proposer, slots)
+                    for seed in self.seeds
+                    for arm in self.arms
+                )
+                await asyncio.gather(*searches)
+
+        asyncio.run(run_all())
+
+    async def _search(
+        self,
+        arm: str,
+        seed: int,
+        evaluator: Evaluator,
+        proposer: Proposer | None,
+        slots: asyncio.Semaphore,
+    ) -> None:
+        """Run one search and add its result, unless that is there."""
         name = f"{arm}-{seed}"
-        strategy = arm.partition("@")[0]
-        asks = asks_model(arm, common)
-        writes_lists = asks and strategy in STRATEGIES_WITH_LISTS
-        # Without the settings of a language model that the strategy ignores.
-        update = {
-            "strategy": strategy,
-            "space": read_space(arm),
-            "seed": seed,
-            "evaluator": evaluator.name,
-            "equal_evaluations": True,
-            "proposer": common.proposer if asks else "",
-            "proposals_per_reply": common.proposals_per_reply if writes_lists else 1,
-        }
-        settings = common.model_copy(update=update)
-        if (known := read_results(folder).get(name)) is not None:
-            if known.settings != settings:
-                fix = "give the same settings again, or another folder"
-                raise SearchError(f"{folder}: {name} has other settings -> {fix}")
+        settings = self._choose_settings(arm, seed, evaluator.name)
+        if (previous := read_results(self.folder).get(name)) is not None:
+            if previous.settings != settings:
+                raise SearchError.of(
+                    str(self.folder),
+                    f"{name} has other settings",
+                    "give the same settings again, or another folder",
+                )
             # One whose leaders are not known is run again, from its ledger.
-            if known.leaders or not leaders:
+            if previous.leaders or not self.leaders:
                 return
-        path = folder / f"{name}.jsonl"
+        path = self.folder / f"{name}.jsonl"
         backend = proposer if settings.proposer else None
         observer = ProgressLog(lambda line: print(f"{arm} {seed}: {line}", flush=True))
         async with slots:
@@ -139,94 +176,71 @@ def _run_comparison(  # noqa: PLR0913
                     # The other arms go on: that a model writes nothing valid is a result as well.
                     print(f"{arm} {seed}: {error}", flush=True)
         assert search.history is not None, "a search measures its base policy or raises"
-        result = SearchResult.read(name, path, search.history, leaders)
-        results = {**read_results(folder), name: result}
+        result = SearchResult.read(name, path, search.history, self.leaders)
+        results = {**read_results(self.folder), name: result}
         lines = (f"{results[key].model_dump_json()}\n" for key in sorted(results))
-        write_file(folder / "results.jsonl", "".join(lines))
+        write_file(self.folder / "results.jsonl", "".join(lines))
 
-    async def run_all() -> None:
-        async with connect() if connect else nullcontext() as proposer:
-            searches = (
-                run_search(arm, seed, proposer) for seed in seeds for arm in arms
-            )
-            await asyncio.gather(*searches)
-
-    asyncio.run(run_all())
-
-
-def _confirm(
-    folder: Path, evaluator: Evaluator, states: Mapping[str, PruningState], budget: int
-) -> None:
-    """Measure what was not measured yet: winners, leaders and other ``states``, K = ``budget``.
-
-    The file is written after each.
-    """
-    confirmed = read_confirmed(folder)
-    count = len(evaluator.dataset.splits["test"])
-
-    def answer(state: PruningState | None) -> Answers:
-        return asyncio.run(
-            evaluator.evaluate(EvaluationJob(state, budget, "test", 0, count))
-        )
-
-    results = read_results(folder)
-    found = {
-        name: load_state(r.winner.state) for name, r in results.items() if r.winner
-    }
-    for result in results.values():
-        found |= {
-            f"{result.name} {each.name}": load_state(each.state)
-            for each in result.leaders
+    def _choose_settings(self, arm: str, seed: int, evaluator: str) -> Settings:
+        """Those of one search, without those of a language model that its arm ignores."""
+        strategy = arm.partition("@")[0]
+        changes = {
+            "strategy": strategy,
+            "space": read_space(arm),
+            "seed": seed,
+            "evaluator": evaluator,
+            "equal_evaluations": True,
         }
-    for name, state in {**states, **found}.items():
-        known = confirmed.get(name)
-        if known and (known.digest, known.evaluator) == (state.digest, evaluator.name):
-            continue
-        answers = answer(state)
-        objective = answers.relative_to(answer(None), ())
-        blocks = np.array_split(objective, min(_BLOCKS, count))
-        confirmed[name] = Confirmed(
-            questions=count,
-            evaluator=evaluator.name,
-            digest=state.digest,
-            objective=round(float(objective.mean()), 6),
-            accuracy=round(answers.accuracy, 6),
-            blocks=tuple(round(float(block.mean()), 4) for block in blocks),
-        )
-        log_progress(f"{name}: {confirmed[name].objective:+.4f}")
-        write_file(
-            folder / "confirmation.json", CONFIRMED.dump_json(confirmed, indent=1)
-        )
+        asks = asks_model(arm, self.settings)
+        if not asks:
+            changes["proposer"] = ""
+        if not asks or strategy not in STRATEGIES_WITH_LISTS:
+            changes["proposals_per_reply"] = 1
+        return self.settings.model_copy(update=changes)
 
+    def confirm(self, evaluator: Evaluator, states: Mapping[str, PruningState]) -> None:
+        """Measure what was not measured yet: winners, leaders and other ``states``.
 
-def run_study(  # noqa: PLR0913
-    folder: Path,
-    yardstick: Yardstick,
-    arms: Sequence[str],
-    seeds: Sequence[int],
-    settings: Settings,
-    connect: Connect | None = None,
-    at_once: int = 1,
-    quotas: Sequence[int] = (),
-    pool: int = _IMAGES["search"],
-    leaders: int = 0,
-) -> str:
-    """Run what a folder lacks of one yardstick; returns its tables.
+        The file is written after each.
+        """
+        confirmed = read_confirmed(self.folder)
+        count = len(evaluator.dataset.splits["test"])
 
-    ``pool``: questions of the search split, from which rounds have fresh ones where they are more
-    than the settings' block. The base policy is confirmed too, and so many ``leaders`` of each
-    search; with ``quotas`` the released policy with each of these q_e.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    images: dict[Split, int] = {**_IMAGES, "search": pool}
-    evaluator = YardstickEvaluator(yardstick, images, each=1, block=settings.block)
-    _run_comparison(folder, arms, seeds, settings, evaluator, connect, at_once, leaders)
-    confirming = YardstickEvaluator(yardstick, _CONFIRMING_IMAGES, each=1)
-    states = {BASE: base_state(settings)}
-    states |= {f"q_e = {quota}": paper_state(settings, quota) for quota in quotas}
-    _confirm(folder, confirming, states, settings.source_budget)
-    title = f"## {yardstick.name}, K = {settings.source_budget}"
-    return f"{title}\n\n{format_tables(folder, arms, seeds)}"
+        def answer(state: PruningState | None) -> Answers:
+            budget = self.settings.source_budget
+            job = EvaluationJob(state, budget, "test", 0, count)
+            return asyncio.run(evaluator.evaluate(job))
+
+        candidates = dict(states)
+        results = read_results(self.folder).values()
+        for result in results:
+            if result.winner is not None:
+                candidates[result.name] = load_state(result.winner.state)
+        for result in results:
+            for leader in result.leaders:
+                candidates[f"{result.name} {leader.name}"] = load_state(leader.state)
+        for name, state in candidates.items():
+            previous = confirmed.get(name)
+            if (
+                previous
+                and previous.digest == state.digest
+                and previous.evaluator == evaluator.name
+            ):
+                continue
+            answers = answer(state)
+            objective = answers.relative_to(answer(None), ())
+            blocks = np.array_split(objective, min(_BLOCKS, count))
+            confirmed[name] = Confirmed(
+                questions=count,
+                evaluator=evaluator.name,
+                digest=state.digest,
+                objective=round(float(objective.mean()), 6),
+                accuracy=round(answers.accuracy, 6),
+                blocks=tuple(round(float(block.mean()), 4) for block in blocks),
+            )
+            log_progress(f"{name}: {confirmed[name].objective:+.4f}")
+            content = CONFIRMED.dump_json(confirmed, indent=1)
+            write_file(self.folder / "confirmation.json", content)
 
 
 def read_questions(recording: Path, settings: Settings) -> Dataset:
@@ -243,15 +257,15 @@ def replay_study(recording: Path) -> str:
     read = partial(read_questions, recording)
     with TemporaryDirectory() as folder:
         again = Path(folder) / recording.name
-        winner, before, after = asyncio.run(replay_on(read, recording, again))
+        winner, recorded, replayed = asyncio.run(replay_on(read, recording, again))
         best = read_report(read_ledger(again)).curve()[-1][1]
-    if before != after:
-        raise SearchError(
-            f"{recording}: its replay differs -> use the version that wrote it"
+    if recorded != replayed:
+        raise SearchError.of(
+            str(recording), "its replay differs", "use the version that wrote it"
         )
     gain = winner.test.gain
     return (
         f"{recording.stem}: candidate {winner.winner}, search objective {best:+.2f}; on 128 test "
         f"questions {gain.value:+.2f} ({gain.low:+.2f} to {gain.high:+.2f}) over the base policy; "
-        f"records {after[:12]}, equal to the replay's"
+        f"records {replayed[:12]}, equal to the replay's"
     )

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks.search import __main__ as command
-from benchmarks.search import study
+from benchmarks.search import study as module
 from benchmarks.search.results import (
     _CURVE_SHARES,
     BASE,
@@ -26,8 +26,7 @@ from benchmarks.search.results import (
 from benchmarks.search.study import (
     ARMS,
     WITHOUT_PROPOSER,
-    _confirm,
-    _run_comparison,
+    Study,
     asks_model,
 )
 from offline_search.candidates import base_state
@@ -59,15 +58,16 @@ def test_a_comparison_resumes_and_each_winner_is_confirmed_once(
     arms = ("tpe", "random")
     evaluator = SyntheticEvaluator(data)
     confirming = SyntheticEvaluator(data)
-    _run_comparison(tmp_path, arms, [0], SMALL, evaluator)
+    Study(tmp_path, arms, [0], SMALL).search(evaluator)
     asked = len(evaluator.jobs)
-    _run_comparison(tmp_path, arms, [0], SMALL, evaluator)
+    Study(tmp_path, arms, [0], SMALL).search(evaluator)
     assert len(evaluator.jobs) == asked, "nothing is measured again"
-    _run_comparison(tmp_path, arms, [0, 1], SMALL, evaluator)
+    study = Study(tmp_path, arms, [0, 1], SMALL)
+    study.search(evaluator)
     results = read_results(tmp_path)
     assert list(results) == ["random-0", "random-1", "tpe-0", "tpe-1"]
     with pytest.raises(SearchError, match="tpe-0 has other settings"):
-        _run_comparison(tmp_path, arms, [0], Settings(rounds=3), evaluator)
+        Study(tmp_path, arms, [0], Settings(rounds=3)).search(evaluator)
 
     records = read_ledger(tmp_path / "random-0.jsonl")
     result = results["random-0"]
@@ -78,11 +78,11 @@ def test_a_comparison_resumes_and_each_winner_is_confirmed_once(
     assert isinstance(records[-1], WinnerRecord) and result.winner is not None
     assert load_state(result.winner.state).digest == records[-1].digest
 
-    _confirm(tmp_path, confirming, {}, 8)
+    study.confirm(confirming, {})
     confirmed = read_confirmed(tmp_path)
     jobs = len(confirming.jobs)
     assert confirmed.keys() == results.keys()
-    _confirm(tmp_path, confirming, {}, 8)
+    study.confirm(confirming, {})
     assert len(confirming.jobs) == jobs and {job.split for job in confirming.jobs} == {
         "test"
     }
@@ -99,11 +99,12 @@ def test_leaders_are_measured_on_new_questions(data: Dataset, tmp_path: Path) ->
     """Of a search that has ended, without asking a search question again."""
     evaluator = SyntheticEvaluator(data)
     seeds = (0, 1)
-    _run_comparison(tmp_path, ["tpe"], seeds, SMALL, evaluator)
+    Study(tmp_path, ["tpe"], seeds, SMALL).search(evaluator)
     asked = len(evaluator.jobs)
-    _run_comparison(tmp_path, ["tpe"], seeds, SMALL, evaluator, leaders=2)
+    study = Study(tmp_path, ["tpe"], seeds, SMALL, leaders=2)
+    study.search(evaluator)
     assert len(evaluator.jobs) == asked
-    _confirm(tmp_path, evaluator, {BASE: base_state(SMALL)}, 8)
+    study.confirm(evaluator, {BASE: base_state(SMALL)})
     confirmed = read_confirmed(tmp_path)
     gaps = []
     ranks = []
@@ -148,21 +149,21 @@ def test_a_replay_that_differs_is_an_error(
     data: Dataset, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(
-        study, "open_yardstick", lambda name: SimpleNamespace(name=name)
+        module, "open_yardstick", lambda name: SimpleNamespace(name=name)
     )
     synthetic = SyntheticEvaluator(data, probes=False)
-    monkeypatch.setattr(study, "YardstickEvaluator", lambda *_, **options: synthetic)
+    monkeypatch.setattr(module, "YardstickEvaluator", lambda *_, **options: synthetic)
     recording = RECORDED / "lists.jsonl"
-    assert study.replay_study(recording).startswith("lists: candidate ")
+    assert module.replay_study(recording).startswith("lists: candidate ")
     changed = tmp_path / "lists.jsonl"
     changed.write_text(
         recording.read_text().replace('"status":"evaluated"', '"status":"dropped"')
     )
     with pytest.raises(SearchError, match="its replay differs"):
-        study.replay_study(changed)
+        module.replay_study(changed)
 
 
-def connecting(replies: Sequence[str]) -> study.Connect:
+def connecting(replies: Sequence[str]) -> module.Connect:
     model = ScriptedProposer(replies)
     return lambda: nullcontext(model)
 
@@ -179,7 +180,7 @@ def test_a_language_model_is_asked_by_the_arms_that_name_it(
         connect = connecting(replies)
         arms = ("autoprune", "autoprune+@none")
         evaluator = SyntheticEvaluator(data)
-        _run_comparison(folder, arms, [0], settings, evaluator, connect, at_once=2)
+        Study(folder, arms, [0], settings, connect, at_once=2).search(evaluator)
         for arm in arms:
             records = read_ledger(folder / f"{arm}-0.jsonl")
             asked = any(isinstance(record, ReplyRecord) for record in records)
@@ -234,11 +235,11 @@ def test_commands_run_studies_and_ablations_and_print_them_again(
         command, "open_yardstick", lambda name: SimpleNamespace(name="stand-in")
     )
     monkeypatch.setattr(
-        study,
+        module,
         "YardstickEvaluator",
         lambda *_, **options: SyntheticEvaluator(data, probes=False),
     )
-    monkeypatch.setitem(study.RELEASED, "minillava", ("divprune", 8))
+    monkeypatch.setitem(module.RELEASED, "minillava", ("divprune", 8))
     out = ["--out", str(tmp_path), "--seeds", "2", "--rounds", "1"]
     for message, options in (
         (
@@ -266,7 +267,7 @@ def test_commands_run_studies_and_ablations_and_print_them_again(
     out[1] = str(tmp_path / "spaces")
     assert command.main(["ablations", "--yardstick", "minillava", *out]) == 0
     text = capsys.readouterr().out
-    for arm in study.ABLATIONS:
+    for arm in module.ABLATIONS:
         settings = read_results(tmp_path / "spaces/minillava-k8")[f"{arm}-1"].settings
         assert (
             arm == f"autoprune+@none@{settings.space}"
