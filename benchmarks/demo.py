@@ -19,13 +19,11 @@ import sys
 import time
 import timeit
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from benchmarks import BenchmarkError
 from benchmarks.common.client import Client, Record
 from benchmarks.common.report import environment, log_progress
 from benchmarks.common.requests import (
@@ -41,7 +39,7 @@ from benchmarks.common.shapes import (
     draw_words,
     write_shape,
 )
-from benchmarks.server import end_servers_on_sigterm, serve
+from benchmarks.server import run_command, serve
 from benchmarks.yardsticks.examples import (
     CLIP,
     LLAVA,
@@ -49,7 +47,6 @@ from benchmarks.yardsticks.examples import (
     Example,
     draw_examples,
 )
-from vllm_autoprune.errors import AutopruneError
 from vllm_autoprune.ops.dtype import choose_dtype
 from vllm_autoprune.report import Table
 from vllm_autoprune.statistics import Spread
@@ -72,15 +69,7 @@ _SERVED = "llava"
 _USERS = 8
 _SCENES = 20
 """Name of the served model, requests at once, scenes that mini-LLaVA is asked about."""
-_FLAGS = (
-    "--served-model-name",
-    _SERVED,
-    "--max-model-len",
-    "1024",
-    "--block-size",
-    "32",
-    "--enforce-eager",
-)
+_FLAGS = f"--served-model-name {_SERVED} --max-model-len 1024 --block-size 32 --enforce-eager"
 _WIDTH = 2048
 _LAYERS = 4
 _TOWER_LAYERS = 2
@@ -107,28 +96,6 @@ _CHOICES: Mapping[str, Mapping[str, str]] = {
 _DECIMALS = {"MB": 1, "requests/s": 2}
 """Of figures in the tables, by their unit."""
 _Z = 1.96
-
-
-def _ask(
-    url: str, bodies: Sequence[bytes], at_once: int = _USERS, *, empty: bool = False
-) -> list[Record]:
-    """Send all requests, so many at a time; their answers in the same order.
-
-    Raises :class:`BenchmarkError` where one is not answered; ``empty``: no text is an answer too.
-    """
-    client = Client(url)
-    pool = ThreadPoolExecutor(at_once)
-    records = list[Record]()
-    try:
-        for future in [pool.submit(client.send, body) for body in bodies]:
-            record = future.result()
-            if record.error not in (None, EMPTY if empty else None):
-                raise BenchmarkError(f"a question was not answered: {record.error}")
-            records.append(record)
-    finally:
-        # Requests that are still running fail when the server ends, which must not wait for them.
-        pool.shutdown(wait=False, cancel_futures=True)
-    return records
 
 
 class _Figure(NamedTuple):
@@ -160,17 +127,12 @@ def _measure_answers(examples: Sequence[Example], out: Path) -> list[_Figure]:
     # Float32 on every CPU, so that its answers are the same on all. An arm would profit from the
     # one before it by hits in caches.
     dtype = choose_dtype(exact=True)
-    common = (*_FLAGS, "--no-enable-prefix-caching", "--dtype", dtype)
+    common = f"{_FLAGS} --no-enable-prefix-caching --dtype {dtype}".split()
     pruning = (
-        "--autoprune-state",
-        _STATE,
-        "--autoprune-text-tower",
-        str(CLIP),
-        "--autoprune-feature-cache-gb",
-        "0",
-        "--autoprune-requests",
-        "shipped-states",
-    )
+        f"--autoprune-state {_STATE} --autoprune-requests shipped-states "
+        "--autoprune-feature-cache-gb 0"
+    ).split()
+    pruning += ["--autoprune-text-tower", str(CLIP)]
     model = f"mini-LLaVA, {dtype}, {len(examples)} held-out questions"
     figures = []
     for server, flags, arms in (
@@ -189,7 +151,8 @@ def _measure_answers(examples: Sequence[Example], out: Path) -> list[_Figure]:
                     )
                     for content in contents
                 ]
-                answers = _ask(serving.url, bodies, empty=True)
+                # An answer without a text is wrong, but an answer.
+                answers = Client(serving.url).send_all(bodies, _USERS, accepted=EMPTY)
                 rights = [
                     (example.image_id, example.is_right(answer.text))
                     for example, answer in zip(examples, answers, strict=True)
@@ -241,15 +204,18 @@ def _time_requests(url: str, arm: str, start: int, kv_bytes: int) -> Iterator[_F
         median, low, high = (round(x, 2) for x in (ttft.median, ttft.low, ttft.high))
         return _Figure(f"first token, {what}", model, arm, median, low, high, "ms")
 
-    _ask(url, [build(number, number) for number in range(2)], 1)
-    alone = _ask(url, [build(number, number) for number in range(10, 10 + _ALONE)], 1)
+    client = Client(url)
+    client.send_all([build(number, number) for number in range(2)])
+    alone = client.send_all(
+        [build(number, number) for number in range(10, 10 + _ALONE)]
+    )
     bodies = [build(number, number) for number in range(100, 100 + _TOGETHER)]
     begin = time.perf_counter()
-    together = _ask(url, bodies)
+    together = client.send_all(bodies, _USERS)
     seconds = time.perf_counter() - begin
     # Image by image, so that the second question finds what the first one left.
     second = [
-        _ask(url, [build(image + 100 * question, image) for question in range(2)], 1)[1]
+        client.send_all([build(image, image), build(image + 100, image)])[1]
         for image in range(300, 300 + _IMAGES)
     ]
     tokens = alone[0].prompt_tokens or 0
@@ -270,15 +236,11 @@ def _time_requests(url: str, arm: str, start: int, kv_bytes: int) -> Iterator[_F
 
 def _measure_times(folder: Path, out: Path) -> list[_Figure]:
     """Costs of the large model, served stock, then pruned, also for resized images."""
-    flags = (*_FLAGS, "--load-format", "dummy", "--max-num-seqs", "16")
+    flags = f"{_FLAGS} --load-format dummy --max-num-seqs 16".split()
     pruning = (
-        "--autoprune-state",
-        _STATE,
-        "--autoprune-budget",
-        str(_BUDGET),
-        "--autoprune-requests",
-        "budget",
-    )
+        f"--autoprune-state {_STATE} --autoprune-budget {_BUDGET} "
+        "--autoprune-requests budget"
+    ).split()
     figures = list[_Figure]()
     kv_bytes = count_kv_bytes(folder)
     for server, arguments, arms in (
@@ -329,7 +291,7 @@ def _format_tables(figures: Sequence[_Figure]) -> str:
     return f"{large.markdown()}\n\n{small.markdown()}\n\n{lists}\n"
 
 
-def _run_demo(out: Path) -> None:
+def _run_demo(out: Path) -> int:
     """Say how long it takes, measure, and print the tables; they and their rows are in ``out``."""
     # By the time that a product of the large model takes now.
     dtype = choose_dtype()
@@ -367,6 +329,7 @@ def _run_demo(out: Path) -> None:
     tables = _format_tables(figures)
     (out / "tables.md").write_text(tables)
     print(tables, end="")
+    return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -380,16 +343,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--out", type=Path, default=Path("out/demo"), help="folder of tables, logs"
     )
     options = parser.parse_args(arguments)
-    end_servers_on_sigterm()
-    try:
-        _run_demo(options.out)
-    except KeyboardInterrupt:
-        print("demo: stopped, no server is left running", file=sys.stderr)
-        return 130
-    except AutopruneError as error:
-        print(f"demo: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
-    return 0
+    return run_command("demo", lambda: _run_demo(options.out))
 
 
 if __name__ == "__main__":

@@ -228,8 +228,10 @@ def _init(environment: Environment, **_: object) -> None:
     assert runner is not None and parsed is not None
     try:
         if not isinstance(runner, LocalRunner):
-            raise BenchmarkError(
-                "several processes share no schedule -> send from one process"
+            raise BenchmarkError.of(
+                "locust",
+                "several processes share no schedule",
+                "send from one process",
             )
         flags = {
             name: value for name, value in vars(parsed).items() if name in LOCUST_FIELDS

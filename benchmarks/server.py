@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -22,6 +22,7 @@ import httpx
 
 from benchmarks import BenchmarkError
 from vllm_autoprune.connection import Connection, make_client
+from vllm_autoprune.errors import AutopruneError
 from vllm_autoprune.ops.dtype import choose_dtype
 
 CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
@@ -40,22 +41,26 @@ def _connect() -> httpx.Client:
 
 
 class ServerDied(BenchmarkError):
-    """A server ended before it was ready, or was not ready in time.
+    """A server ended before it was ready, or was not ready in time."""
 
-    ``cause`` is one line: of the log the plugin's refusal, else its first error, since processes
-    pass errors on, else its last line. The end of the log is a note.
-    """
+    @classmethod
+    def diagnose(cls, log: Path, cause: str = "") -> ServerDied:
+        """The error of a server with this log, whose end is a note.
 
-    def __init__(self, log: Path, cause: str = "") -> None:
+        Unless a cause is given it is what the log says: the plugin's refusal, else the first error,
+        since processes pass errors on, else the last line.
+        """
         text = log.read_text(errors="replace") if log.is_file() else ""
-        _, refused, refusal = text.partition("\nvllm-autoprune: ")
-        error = re.search(r"(?:^|\] )(\w*(?:Error|Exception): .*)$", text, re.MULTILINE)
-        if not cause and refused:
-            cause = " ".join(refusal.split())
-        last = (text.strip() or "no output").rpartition("\n")[2]
-        self.cause = cause or (error[1] if error else last)
-        super().__init__(f"the server did not start: {self.cause} (log: {log})")
-        self.add_note("\n".join(text.splitlines()[-40:]))
+        _, _, refusal = text.partition("\nvllm-autoprune: ")
+        errors = re.findall(
+            r"(?:^|\] )(\w*(?:Error|Exception): .*)$", text, re.MULTILINE
+        )
+        last_line = text.strip().rpartition("\n")[2]
+        causes = [cause, " ".join(refusal.split()), *errors[:1], last_line, "no output"]
+        what = next(filter(None, causes))
+        error = cls.of(str(log), what, subject="the server did not start")
+        error.add_note("\n".join(text.splitlines()[-40:]))
+        return error
 
 
 @dataclass(frozen=True)
@@ -78,17 +83,23 @@ class Server:
         headers: Mapping[str, str] | None = None,
     ) -> tuple[int, dict[str, object]]:
         """Status and JSON body of a POST request, on a connection of its own."""
-        sent = {"Content-Type": "application/json", **(headers or {})}
+        # Not httpx's own encoder, which refuses some of what attacks send.
+        content_type = {"Content-Type": "application/json", **(headers or {})}
         answer = _connect().post(
-            self.url + path, content=json.dumps(body), headers=sent, timeout=300.0
+            self.url + path,
+            content=json.dumps(body),
+            headers=content_type,
+            timeout=300.0,
         )
-        try:
-            content = answer.json() if answer.content else {}
-        except ValueError:
-            content = answer.text
-        return answer.status_code, content if isinstance(content, dict) else {
-            "error": content
-        }
+        content: object = {}
+        if answer.content:
+            try:
+                content = answer.json()
+            except ValueError:
+                content = answer.text
+        if not isinstance(content, dict):
+            content = {"error": content}
+        return answer.status_code, content
 
     def await_api_servers(self, count: int, patience: float = 60.0) -> None:
         """Wait until so many API servers are up: the first one alone answers the health check.
@@ -98,7 +109,7 @@ class Server:
         deadline = time.monotonic() + patience
         while self.logged().count("Application startup complete") < count:
             if time.monotonic() > deadline:
-                raise ServerDied(
+                raise ServerDied.diagnose(
                     self.log, f"{count} API servers not ready in {patience:.0f} s"
                 )
             time.sleep(0.2)
@@ -178,9 +189,9 @@ def serve(
         try:
             while not ready:
                 if process.poll() is not None:
-                    raise ServerDied(log)
+                    raise ServerDied.diagnose(log)
                 if time.monotonic() > deadline:
-                    raise ServerDied(log, f"not ready in {patience:.0f} s")
+                    raise ServerDied.diagnose(log, f"not ready in {patience:.0f} s")
                 with contextlib.suppress(httpx.HTTPError):
                     server.get("/health")
                     ready = True
@@ -192,9 +203,20 @@ def serve(
         yield server
 
 
-def end_servers_on_sigterm() -> None:
-    """Answer SIGTERM like Ctrl-C, so that a command ends the servers that it has started."""
+def run_command(name: str, run: Callable[[], int]) -> int:
+    """Exit status of a command, which ends the servers that it has started.
+
+    An error is answered in one line, with status 1; Ctrl-C and SIGTERM with 130.
+    """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return run()
+    except KeyboardInterrupt:
+        print(f"{name}: stopped, no server is left running", file=sys.stderr)
+        return 130
+    except (AutopruneError, OSError) as error:
+        print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
 
 
 def end_group(process: subprocess.Popen[bytes], grace: float = 20.0) -> None:

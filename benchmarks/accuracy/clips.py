@@ -8,7 +8,6 @@ methods; and clips of 64 frames, in which what comes is there for one, with as m
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,13 +19,12 @@ from benchmarks import BenchmarkError
 from benchmarks.common.report import log_progress
 from benchmarks.cost.turns import Table
 from benchmarks.search.evaluator import write_data
-from benchmarks.server import end_servers_on_sigterm, serve
+from benchmarks.server import run_command, serve
 from benchmarks.yardsticks.examples import CHECKPOINTS, Split, weights_digest
 from benchmarks.yardsticks.pages import TOKEN
 from benchmarks.yardsticks.questions import CATEGORIES
 from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.connection import Connection
-from vllm_autoprune.errors import AutopruneError
 from vllm_autoprune.evaluation.journal import FEWER_FRAMES, Case, Journal
 from vllm_autoprune.evaluation.pictures import _decode
 from vllm_autoprune.evaluation.question_suite import QuestionSuite
@@ -83,10 +81,11 @@ class _Answers:
             answers = [by_id[q.record.id] for q in questions if q.record.id in by_id]
             scores = [answer.score for answer in answers if answer.score is not None]
             if len(scores) < len(questions):
-                why = (
-                    written.contents.cases[case.name].refused or "some requests failed"
+                refused = written.contents.cases[case.name].refused
+                why = refused or "some requests failed"
+                raise BenchmarkError.of(
+                    str(journal), f"{case.name}: {why}", "start again"
                 )
-                raise BenchmarkError(f"{journal}: {case.name}: {why} -> start again")
             self.rights[name] = np.array(scores)
             self.prompts[name] = np.array(
                 [answer.prompt_tokens for answer in answers], float
@@ -155,16 +154,10 @@ def main() -> int:
         "--out", type=Path, default=Path("out/accuracy-clips"), help=text
     )
     options = parser.parse_args()
-    end_servers_on_sigterm()
-    try:
-        _measure(options.out, options.clips)
-    except AutopruneError as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
+    return run_command("clips", lambda: _measure(options.out, options.clips))
 
 
-def _measure(out: Path, clips: int) -> None:
+def _measure(out: Path, clips: int) -> int:
     scenes: dict[Split, int] = {"search": 1, "validation": 1, "test": clips}
     write_data(out / "clips", scenes, model="clips")
     write_data(out / "long", scenes, model="clips", brief_frames=_FRAMES[-1])
@@ -197,6 +190,7 @@ def _measure(out: Path, clips: int) -> None:
     table = Table()
     equal.write(table)
     longer.write(table)
+    return 0
 
 
 if __name__ == "__main__":

@@ -7,13 +7,15 @@ so that a thousand requests wait in one thread.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import httpx
 
+from benchmarks import BenchmarkError
 from vllm_autoprune.connection import Connection, make_client, server_address
 from vllm_autoprune.http_client import CHAT, describe_rejection
 from vllm_autoprune.stream import StreamedAnswer, parse_stream
@@ -139,3 +141,30 @@ class Client:
             **labels,
             **(answer | {"error": failure or answer["error"]}),
         )
+
+    def send_all(
+        self,
+        bodies: Sequence[bytes],
+        at_once: int = 1,
+        *,
+        subject: str = "",
+        accepted: str = "",
+    ) -> list[Record]:
+        """The records of all requests in their order; ``at_once`` are in flight.
+
+        Raises :class:`BenchmarkError` of ``subject`` where one has another error than ``accepted``.
+        """
+        pool = ThreadPoolExecutor(at_once)
+        records = list[Record]()
+        try:
+            for future in [pool.submit(self.send, body) for body in bodies]:
+                record = future.result()
+                if record.error not in (None, accepted):
+                    raise BenchmarkError.of(
+                        self.url, f"not answered: {record.error}", subject=subject
+                    )
+                records.append(record)
+        finally:
+            # Those still running fail when the server ends, which must not wait for them.
+            pool.shutdown(wait=False, cancel_futures=True)
+        return records

@@ -43,7 +43,7 @@ def write_shape(
     """
     import transformers
 
-    shape = _read_shape("qwen" if name.startswith("qwen") else "llava", layers)
+    shape = read_shape("qwen" if name.startswith("qwen") else "llava", layers)
     text = shape["config"]["text_config"]
     pixels = shape["image_processor"]
     for size in (
@@ -105,9 +105,9 @@ def write_clip(folder: Path) -> Path:
 
     if (folder / "model.safetensors").is_file():
         return folder
-    shape = _read_shape("clip")
-    text = _read_shape("clip")["text_config"]
-    vision = {**_read_shape("llava")["config"]["vision_config"], "num_hidden_layers": 1}
+    shape = read_shape("clip")
+    text = read_shape("clip")["text_config"]
+    vision = {**read_shape("llava")["config"]["vision_config"], "num_hidden_layers": 1}
     torch.manual_seed(0)
     config = CLIPConfig(
         text_config=text, vision_config=vision, projection_dim=text["projection_dim"]
@@ -121,7 +121,7 @@ def write_clip(folder: Path) -> Path:
     return folder
 
 
-def _read_shape(name: str, layers: int | None = None) -> dict[str, Any]:
+def read_shape(name: str, layers: int | None = None) -> dict[str, Any]:
     """A table of ``shapes.toml``, with the depth of the language model."""
     shape = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())[name]
     if layers is not None:

@@ -10,8 +10,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from benchmarks.server import end_servers_on_sigterm
-from vllm_autoprune.errors import AutopruneError
+from benchmarks.server import run_command
 
 _COMMANDS = {
     "cells": "requests/s and time to first token with blank cells dropped before the tower",
@@ -46,15 +45,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status of the command; 1 with one line where it fails, 130 where it is stopped."""
     options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
-    end_servers_on_sigterm()
-    try:
-        return int(options.run(options))
-    except KeyboardInterrupt:
-        print(f"{options.command}: stopped, no server is left running", file=sys.stderr)
-        return 130
-    except AutopruneError as error:
-        print(f"{options.command}: {error}", file=sys.stderr)
-        return 1
+    return run_command(options.command, lambda: int(options.run(options)))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import time
-import tomllib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -19,11 +18,11 @@ from random import Random
 
 from PIL import Image, ImageDraw, ImageFont
 
-from benchmarks.common import shapes
 from benchmarks.common.requests import build_content, draw_picture, encode_picture
-from benchmarks.cost.turns import SERVED, USERS, Table, Turns, as_fields
+from benchmarks.common.shapes import draw_words
+from benchmarks.cost import turns
+from benchmarks.cost.turns import SERVED, USERS, Table, Turns, as_fields, build_model
 from benchmarks.server import serve
-from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.statistics import Spread
 from vllm_autoprune.tpdsl.cells import Cells, kept_cells
 
@@ -71,18 +70,13 @@ def _draw(kind: str, seed: int, scale: float) -> Image.Image:
                 / (0.52 * size)
                 * (random.uniform(0.2, 0.9) if last else 0.98)
             )
-            words = shapes.draw_words(60, random.randrange(10**6))[: int(length)]
+            words = draw_words(60, random.randrange(10**6))[: int(length)]
             pen.text((start, y), words, (30, 30, 30), ImageFont.load_default(size))
             y += int(1.4 * size) * (1 + last)
     return image
 
 
-OPTIONS = {
-    "--rounds": {
-        "type": int,
-        "default": 5,
-        "help": "turns at 8 users; three times as many at 1",
-    },
+OPTIONS = turns.OPTIONS | {
     "--arms": {
         "nargs": "+",
         "choices": [*_ARMS],
@@ -103,8 +97,7 @@ def run(options: argparse.Namespace) -> int:
     """Print rows of ``docs/data``."""
     from transformers import AutoImageProcessor
 
-    sizes = tomllib.loads(Path(shapes.__file__).with_suffix(".toml").read_text())
-    folder = build("qwen3_vl", options.out / "model", sizes["scaled-qwen3-vl"])
+    folder = build_model(options.out)
     table = Table()
     processor = AutoImageProcessor.from_pretrained(folder)
     for kind, rule in product(options.kinds, (Cells(), Cells(rule="predicted"))):
@@ -137,8 +130,8 @@ def run(options: argparse.Namespace) -> int:
     with serve(folder, *_FLAGS.split(), log=options.out / "server.log") as server:
         arms = {name: (server, as_fields(_ARMS[name])) for name in options.arms}
         for kind, users in product(options.kinds, USERS):
-            turns = Turns(f"{kind}, {users} at once")
-            turns.take(arms, users, options.rounds, partial(draw, kind))
+            taken = Turns(f"{kind}, {users} at once")
+            taken.take(arms, users, options.rounds, partial(draw, kind))
             compared = {("stock", "cells"): None, ("stock", "both"): None}
-            turns.write(table, {**compared, ("selection", "both"): _LEAST.get(kind)})
+            taken.write(table, {**compared, ("selection", "both"): _LEAST.get(kind)})
     return 0

@@ -7,16 +7,14 @@ state `evs`, which keeps what `--video-pruning-rate` keeps: with that, stock vLL
 from __future__ import annotations
 
 import argparse
-import tomllib
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
-from benchmarks.common import shapes
 from benchmarks.common.requests import draw_picture, encode_picture
-from benchmarks.cost.turns import SERVED, USERS, Table, Turns, as_fields
+from benchmarks.cost import turns
+from benchmarks.cost.turns import SERVED, USERS, Table, Turns, as_fields, build_model
 from benchmarks.server import serve
-from vllm_autoprune.selftest.backbones import build
 
 _FRAMES = 32
 _WIDTH = 320
@@ -24,12 +22,7 @@ _HEIGHT = 180
 _SHARES = ("1/4", "1/8")
 _STATES = ("vcast", "evs")
 
-OPTIONS = {
-    "--rounds": {
-        "type": int,
-        "default": 5,
-        "help": "turns at 8 users; three times as many at 1",
-    },
+OPTIONS = turns.OPTIONS | {
     "--out": {"type": Path, "default": Path("out/clips"), "help": "folder of files"},
 }
 
@@ -47,21 +40,20 @@ def _draw(seed: int) -> Sequence[Mapping[str, object]]:
 
 def run(options: argparse.Namespace) -> int:
     """Print rows of ``docs/data``."""
-    sizes = tomllib.loads(Path(shapes.__file__).with_suffix(".toml").read_text())
-    folder = build("qwen3_vl", options.out / "model", sizes["scaled-qwen3-vl"])
+    folder = build_model(options.out)
     flags = f"{SERVED} --autoprune-state vcast --autoprune-requests states".split()
     arms = {"stock": as_fields({"enabled": False})}
+    pairs = list[tuple[str, str]]()
     for state, share in product(_STATES, _SHARES):
-        arms[f"{state} {share}"] = as_fields({"state": state, "video_budget": share})
-    pairs = [
-        ("stock", f"{state} {share}") for state, share in product(_STATES, _SHARES)
-    ]
+        name = f"{state} {share}"
+        arms[name] = as_fields({"state": state, "video_budget": share})
+        pairs.append(("stock", name))
     pairs += [(f"evs {share}", f"vcast {share}") for share in _SHARES]
     table = Table()
     with serve(folder, *flags, log=options.out / "server.log") as server:
         for users in USERS:
-            turns = Turns(f"{_FRAMES} frames, {users} at once")
+            taken = Turns(f"{_FRAMES} frames, {users} at once")
             served = {name: (server, fields) for name, fields in arms.items()}
-            turns.take(served, users, options.rounds, _draw)
-            turns.write(table, dict.fromkeys(pairs))
+            taken.take(served, users, options.rounds, _draw)
+            taken.write(table, dict.fromkeys(pairs))
     return 0

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import BenchmarkError
 from benchmarks.common.client import Client
 from benchmarks.common.report import (
     command_line,
@@ -58,6 +57,9 @@ _POLICIES = (
 _MINI = "mini-llava"
 _FULL = "full"
 _SERVED = "served"
+_FLAGS = (
+    f"--served-model-name {_SERVED} --block-size 32 --enforce-eager --max-num-seqs 8"
+)
 _WARM_UP = 2
 _ANSWER_TOKENS = 16
 _SHAPES = {"llava-1.5-7b": 336, "llava-next-7b": 672, "qwen2.5-vl-7b": 1008}
@@ -89,7 +91,7 @@ class _Model:
     name: str
     folder: Path
     shape: BackboneShape
-    flags: tuple[str, ...]
+    flags: str
 
     @property
     def published(self) -> BackboneShape:
@@ -105,11 +107,9 @@ class _Model:
     def open(cls, name: str, layers: int, out: Path) -> _Model:
         """The model of that name; the folder of a shape is written below ``out``."""
         if name == _MINI:
-            return cls(
-                _MINI, LLAVA, find_backbone(str(LLAVA)), ("--max-model-len", "1024")
-            )
+            return cls(_MINI, LLAVA, find_backbone(str(LLAVA)), "--max-model-len 1024")
         folder = write_shape(name, out / f"{name}-{layers}-layers", layers)
-        flags = ("--load-format", "dummy", "--max-model-len", "4096")
+        flags = "--load-format dummy --max-model-len 4096"
         return cls(name, folder, replace(BACKBONE_SHAPES[name], layers=layers), flags)
 
     def draw_requests(self, count: int) -> list[bytes]:
@@ -204,14 +204,10 @@ class _Measurement(FrozenModel):
     def of(cls, server: Server, requests: Sequence[bytes]) -> _Measurement:
         """Send all requests to a server, one at a time, after the warm-up."""
         client = Client(server.url, timeout=900)
-        for body in requests[:_WARM_UP]:
-            client.send(body)
-        before = Metrics(server.get("/metrics"))
-        records = [client.send(body) for body in requests[_WARM_UP:]]
-        failed = [record.error for record in records if record.error]
-        if failed:
-            raise BenchmarkError(f"{len(failed)} requests failed: {failed[0]}")
-        gained = Metrics(server.get("/metrics")).since(before)
+        client.send_all(requests[:_WARM_UP])
+        warm = Metrics(server.get("/metrics"))
+        records = client.send_all(requests[_WARM_UP:])
+        gained = Metrics(server.get("/metrics")).since(warm)
         prefill, decode = (
             (gained.total(f"vllm:request_{stage}_time_seconds_sum") or 0.0)
             / len(records)
@@ -258,16 +254,15 @@ def run(options: argparse.Namespace) -> int:
     model = _Model.open(options.model, options.layers, options.out)
     budget = options.budget or model.shape.tokens // 9
     pruning = ["--autoprune-budget", str(budget)]
-    if (
-        model.shape.relevance == "clip"
-    ):  # for shapes, one with random weights is written once
+    if model.shape.relevance == "clip":
+        # For shapes, one with random weights is written once.
         tower = CLIP if model.name == _MINI else write_clip(options.out / "clip")
         pruning += ["--autoprune-text-tower", str(tower)]
     states: dict[str, str | None] = {_FULL: None}
     states |= {name: name for name in options.policies.split(",") if name}
     states["AutoPrune"] = "autoprune"
-    for known in filter(None, states.values()):
-        load_state(known)  # a wrong name is refused before any server starts
+    for policy in filter(None, states.values()):
+        load_state(policy)  # a wrong name is refused before any server starts
     requests = model.draw_requests(_WARM_UP + options.requests)
     layers = model.shape.layers
     label = model.name + (
@@ -276,17 +271,9 @@ def run(options: argparse.Namespace) -> int:
     (options.out / "servers").mkdir(parents=True, exist_ok=True)
     arms: dict[str, _Measurement | str] = {}
     for name, state in states.items():
-        flags = (
-            "--served-model-name",
-            _SERVED,
-            *model.flags,
-            "--block-size",
-            "32",
-            "--enforce-eager",
-            "--max-num-seqs",
-            "8",
-            *(("--autoprune-state", state, *pruning) if state else ()),
-        )
+        flags = [*_FLAGS.split(), *model.flags.split()]
+        if state:
+            flags += ["--autoprune-state", state, *pruning]
         kv = {"VLLM_CPU_KVCACHE_SPACE": str(options.kv_cache_gb)}
         log = options.out / "servers" / f"{label}-{name}.log"
         try:
@@ -296,7 +283,7 @@ def run(options: argparse.Namespace) -> int:
         except ServerDied as error:
             if name == _FULL:  # which the others are compared with
                 raise
-            arms[name] = error.cause[:300]
+            arms[name] = error.problems[0].what[:300]
             log_progress(f"{name}: {error}")
     text = model.format_table(budget, arms)
     text += f"\n\n{format_environment()}\n\nCommand: `{shlex.join(command_line())}`\n"

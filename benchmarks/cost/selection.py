@@ -237,12 +237,12 @@ def run(options: argparse.Namespace) -> int:
     name = ""
     if options.gpu:
         if not torch.cuda.is_available():
-            raise BenchmarkError("no CUDA device here -> leave out --gpu")
+            raise BenchmarkError.of("--gpu", "no CUDA device here", "leave it out")
         from vllm_autoprune.ops import dpp_triton
 
         if not dpp_triton.works():
-            raise BenchmarkError(
-                "Triton does not work on this machine; the log says why"
+            raise BenchmarkError.of(
+                "--gpu", "Triton does not work on this machine; the log says why"
             )
         device = "cuda"
         name = f" on {torch.cuda.get_device_name()}"

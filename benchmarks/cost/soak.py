@@ -365,34 +365,16 @@ def run(options: argparse.Namespace) -> int:
     # A server may not yet know which clients have hung up.
     at_once = 2 * options.users
     seconds = 60 * options.minutes
-    flags: tuple[str, ...] = (
-        "--enforce-eager",
-        "--max-model-len",
-        "1024",
-        # 16 blocks for each request that runs, the most that one needs.
-        "--block-size",
-        str(_BLOCK),
-        "--num-gpu-blocks-override",
-        str(16 * at_once),
-        "--max-num-seqs",
-        str(at_once),
-        "--mm-processor-cache-gb",
-        "0.02",
-        "--autoprune-state",
-        _STATE,
-        "--autoprune-budget",
-        str(_BUDGET),
-        "--autoprune-text-tower",
-        str(CLIP),
-        "--autoprune-requests",
-        "states",
-        "--autoprune-feature-cache-gb",
-        "0.005",
-        "--autoprune-recall",
-        str(_RECALL),
-        "--api-server-count",
-        str(_API_SERVERS),
-    )
+    # 16 blocks for each request that runs, the most that one needs.
+    flags = (
+        f"--enforce-eager --max-model-len 1024 --block-size {_BLOCK} "
+        f"--num-gpu-blocks-override {16 * at_once} --max-num-seqs {at_once} "
+        f"--api-server-count {_API_SERVERS} --mm-processor-cache-gb 0.02 "
+        f"--autoprune-state {_STATE} --autoprune-budget {_BUDGET} "
+        f"--autoprune-recall {_RECALL} --autoprune-requests states "
+        "--autoprune-feature-cache-gb 0.005"
+    ).split()
+    flags += ["--autoprune-text-tower", str(CLIP)]
     log = options.out / "server.log"
     with tempfile.TemporaryDirectory(prefix="adapters-") as adapters:
         flags += write_adapters(Path(adapters))
@@ -409,7 +391,7 @@ def run(options: argparse.Namespace) -> int:
             status, reply = server.post("/tokenize", asked)
             tokens = reply.get("tokens")
             if status != 200 or not isinstance(tokens, list):
-                raise BenchmarkError(f"/tokenize is answered {status}: {reply}")
+                raise BenchmarkError.of("/tokenize", f"is answered {status}: {reply}")
             start = tokens.index(IMAGE_TOKEN)
             before = _read_counters(server.get("/metrics"))
             tally, samples = _keep_busy(

@@ -12,17 +12,20 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass, field
+from functools import partial
 from itertools import count
+from pathlib import Path
+from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
-from benchmarks import BenchmarkError
 from benchmarks.common.client import Client
 from benchmarks.common.report import command_line, log_progress
 from benchmarks.common.requests import build_body
+from benchmarks.common.shapes import read_shape
 from benchmarks.server import Server
+from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.statistics import Estimate, Spread
 
 SERVED = (
@@ -37,8 +40,22 @@ _SEEDS = count(1000)  # of one process, so that no server sees anything twice
 _TOKENS = 4
 _FIELDS = {"ignore_eos": True, "allowed_token_ids": [4]}
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--rounds": {
+        "type": int,
+        "default": 5,
+        "help": "turns at 8 users; three times as many at 1",
+    },
+}
+"""Of every command whose arms take turns."""
+
 Arm = tuple[Server, Mapping[str, object]]
 """A server, and its arm's fields of a request."""
+
+
+def build_model(folder: Path) -> Path:
+    """A folder of Qwen3-VL-8B, scaled, with random weights."""
+    return build("qwen3_vl", folder / "model", read_shape("scaled-qwen3-vl"))
 
 
 def as_fields(entry: Mapping[str, object]) -> Mapping[str, object]:
@@ -69,20 +86,17 @@ class Table:
         sys.stdout.flush()
 
 
+_ByArm = defaultdict[str, list[float]]
+
+
 @dataclass
 class Turns:
     """What arms took in each turn, by arm; seconds a request."""
 
     setting: str
-    seconds: defaultdict[str, list[float]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
-    ttft: defaultdict[str, list[float]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
-    work: defaultdict[str, list[float]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
+    seconds: _ByArm = field(default_factory=partial(defaultdict, list))
+    ttft: _ByArm = field(default_factory=partial(defaultdict, list))
+    work: _ByArm = field(default_factory=partial(defaultdict, list))
     """Processor time of all processes of a server."""
 
     def take(
@@ -97,32 +111,28 @@ class Turns:
         ``draw`` gives a message's content of a seed. Raises :class:`BenchmarkError` where a
         request fails.
         """
-        with ThreadPoolExecutor(users) as pool:
-            for turn in range(-1, rounds * (3 if users == 1 else 1)):
-                for name in list(arms)[:: -1 if turn % 2 else 1]:
-                    server, fields = arms[name]
-                    contents = [draw(next(_SEEDS)) for _ in range(users)]
-                    bodies = [
-                        build_body(
-                            "served",
-                            content,
-                            tokens=_TOKENS,
-                            fields=_FIELDS | {**fields},
-                        )
-                        for content in contents
-                    ]
-                    worked = _processor_seconds(server)
-                    begin = time.perf_counter()
-                    records = list(pool.map(Client(server.url).send, bodies))
-                    end = time.perf_counter()
-                    if errors := [record.error for record in records if record.error]:
-                        raise BenchmarkError(f"{self.setting}, {name}: {errors[0]}")
-                    if turn >= 0:
-                        self.seconds[name].append((end - begin) / users)
-                        self.ttft[name] += [record.ttft for record in records]
-                        self.work[name].append(
-                            (_processor_seconds(server) - worked) / users
-                        )
+        for turn in range(-1, rounds * (3 if users == 1 else 1)):
+            for name in list(arms)[:: -1 if turn % 2 else 1]:
+                server, fields = arms[name]
+                client = Client(server.url)
+                bodies = []
+                for _ in range(users):
+                    content = draw(next(_SEEDS))
+                    more = {**_FIELDS, **fields}
+                    bodies.append(
+                        build_body("served", content, tokens=_TOKENS, fields=more)
+                    )
+                worked = _processor_seconds(server)
+                begin = time.perf_counter()
+                records = client.send_all(
+                    bodies, users, subject=f"{self.setting}, {name}"
+                )
+                end = time.perf_counter()
+                if turn >= 0:
+                    self.seconds[name].append((end - begin) / users)
+                    self.ttft[name] += [record.ttft for record in records]
+                    work = _processor_seconds(server) - worked
+                    self.work[name].append(work / users)
         log_progress(self.setting)
 
     def write(
@@ -158,5 +168,5 @@ class Turns:
 def _processor_seconds(server: Server) -> float:
     """Of all processes of a server until now."""
     root = psutil.Process(server.process.pid)
-    times = [each.cpu_times() for each in (root, *root.children(recursive=True))]
-    return sum(float(each.user + each.system) for each in times)
+    times = [part.cpu_times() for part in (root, *root.children(recursive=True))]
+    return sum(float(part.user + part.system) for part in times)

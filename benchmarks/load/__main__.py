@@ -12,10 +12,10 @@ from benchmarks.load.paired import Arm, measure
 from benchmarks.load.report import REPORT
 from benchmarks.load.settings import PairedOptions, RequestOptions, Workload
 from benchmarks.load.workload import prepare
-from benchmarks.server import end_servers_on_sigterm
+from benchmarks.server import run_command
 from vllm_autoprune.cli.flags import add_flags, flag_problems, read_flags
 from vllm_autoprune.cli.output import CommandParser
-from vllm_autoprune.errors import AutopruneError, ConfigError
+from vllm_autoprune.errors import ConfigError
 
 
 class _PrepareOptions(RequestOptions):
@@ -52,26 +52,20 @@ def parse_arguments(argv: Sequence[str]) -> RequestOptions:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0: all valid; 1: invalid or failed; 2: wrong arguments; 130: interrupted."""
     options = parse_arguments(sys.argv[1:] if argv is None else argv)
-    end_servers_on_sigterm()
-    try:
-        if isinstance(options, _PrepareOptions):
-            workload = prepare(Workload.of(options, options.model), options.out)
-            print(
-                f"{options.out}: {len(workload.measured)} requests, {workload.digest}"
-            )
-            return 0
-        assert isinstance(options, PairedOptions)
-        answer, invalid, broken = measure(options, Arm.choose(options))
-        print(f"{answer}\n{options.out / REPORT}: {invalid} runs are not valid")
-        if broken:
-            print(f"load: ended early: {broken}", file=sys.stderr)
-        return 1 if broken or invalid else 0
-    except (AutopruneError, OSError) as error:
-        print(f"load: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("load: stopped, no server is left running", file=sys.stderr)
-        return 130
+    return run_command("load", lambda: _run(options))
+
+
+def _run(options: RequestOptions) -> int:
+    if isinstance(options, _PrepareOptions):
+        workload = prepare(Workload.of(options, options.model), options.out)
+        print(f"{options.out}: {len(workload.measured)} requests, {workload.digest}")
+        return 0
+    assert isinstance(options, PairedOptions)
+    answer, invalid, broken = measure(options, Arm.choose(options))
+    print(f"{answer}\n{options.out / REPORT}: {invalid} runs are not valid")
+    if broken:
+        print(f"load: ended early: {broken}", file=sys.stderr)
+    return 1 if broken or invalid else 0
 
 
 if __name__ == "__main__":

@@ -79,9 +79,10 @@ class Prepared(NamedTuple):
             content = (folder / _BODIES).read_bytes()
         except (OSError, ValidationError) as error:
             reason = str(error).splitlines()[0]
-            raise BenchmarkError(
-                f"workload {folder}: {reason} -> create one: "
-                "python -m benchmarks.load prepare --out DIR"
+            raise BenchmarkError.of(
+                f"workload {folder}",
+                reason,
+                "create one: python -m benchmarks.load prepare --out DIR",
             ) from error
         bodies = content.splitlines()
         count = workload.requests
@@ -114,7 +115,7 @@ def prepare(workload: Workload, folder: Path) -> Prepared:
         # Written last: where it exists, the folder is complete.
         (folder / _WORKLOAD).write_text(workload.model_dump_json(indent=1) + "\n")
     except OSError as error:
-        raise BenchmarkError(f"workload {folder}: {error}") from error
+        raise BenchmarkError.of(f"workload {folder}", str(error)) from error
     return Prepared.read(folder)
 
 

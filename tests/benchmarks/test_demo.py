@@ -20,9 +20,11 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from benchmarks import BenchmarkError, demo
+from benchmarks.common.client import Client
 from benchmarks.server import ServerDied
 from benchmarks.yardsticks.examples import draw_examples
 from tests.fake_server import Body, Reply, fake_server
+from vllm_autoprune.stream import EMPTY
 
 HERE = Path(__file__).resolve().parent
 README = HERE.parents[1] / "README.md"
@@ -178,12 +180,13 @@ def test_correlated_scenes_widen_the_interval(
 )
 def test_a_failed_question_ends_the_demo(reply: Reply, message: str) -> None:
     with fake_server(reply, model=None) as server:
+        client = Client(server.url)
+        bodies = [b'{"stream": true}'] * 3
         with pytest.raises(BenchmarkError, match=message):
-            demo._ask(server.url, [b'{"stream": true}'] * 3)
+            client.send_all(bodies)
         if reply.status == 200:
-            assert (
-                demo._ask(server.url, [b'{"stream": true}'], empty=True)[0].text == ""
-            )
+            records = client.send_all(bodies, accepted=EMPTY)
+            assert [record.text for record in records] == [""] * 3
 
 
 def test_a_server_that_does_not_start_is_one_line_with_its_log(
@@ -191,14 +194,15 @@ def test_a_server_that_does_not_start_is_one_line_with_its_log(
 ) -> None:
     def serve(model: Path, *flags: str, log: Path) -> None:
         log.write_text("INFO x\n\nvllm-autoprune: cannot serve:\n  - bad -> fix")
-        raise ServerDied(log)
+        raise ServerDied.diagnose(log)
 
     monkeypatch.setattr(demo, "serve", serve)
     with handlers_restored():
         assert demo.main(["--out", str(tmp_path)]) == 1
     line = capsys.readouterr().err.splitlines()[-1]
     assert re.fullmatch(
-        r"demo: .*cannot serve: - bad -> fix \(log: .*stock\.log\)", line
+        r"demo: the server did not start: .*stock\.log: cannot serve: - bad -> fix",
+        line,
     )
 
 

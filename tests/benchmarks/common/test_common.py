@@ -12,10 +12,10 @@ from transformers import AutoConfig, AutoProcessor
 from benchmarks.common.client import Client, Record
 from benchmarks.common.shapes import (
     TOKENS,
-    _read_shape,
     count_kv_bytes,
     count_visual_tokens,
     draw_words,
+    read_shape,
     write_shape,
 )
 from benchmarks.server import ServerDied
@@ -118,7 +118,7 @@ def test_an_image_is_n_tokens_and_a_word_is_one(folder: Path) -> None:
 
 def test_the_scaled_tower_has_its_share_of_the_cost() -> None:
     """Of tower and prefill of an eighth, with 24 words, 85 % as Qwen3-VL-8B's."""
-    shape = _read_shape("scaled-qwen3-vl")
+    shape = read_shape("scaled-qwen3-vl")
     sizes = {"vision_config": shape["vision"], "text_config": shape["text"]}
     config = AutoConfig.for_model("qwen3_vl", **sizes)
     tower = count_tower_flops(config, 962)
@@ -152,4 +152,5 @@ def test_the_root_cause_is_the_plugin_s_refusal_or_the_first_error(
     log: str, cause: str, tmp_path: Path
 ) -> None:
     (tmp_path / "log").write_text(log)
-    assert ServerDied(tmp_path / "log").cause == cause
+    error = ServerDied.diagnose(tmp_path / "log")
+    assert error.problems[0].what == cause

@@ -42,7 +42,7 @@ def test_the_published_efficiency_table_is_recomputed(
 )  # fmt: skip
 def test_layers_that_rank_all_tokens_are_counted(arm: str, times_fewer: float) -> None:
     model = efficiency._Model(
-        "llava-next-7b", Path(), BACKBONE_SHAPES["llava-next-7b"], ()
+        "llava-next-7b", Path(), BACKBONE_SHAPES["llava-next-7b"], ""
     )
     cost, full = (model.compute_cost(name, 320, None) for name in (arm, "full"))
     assert round(full.flops / cost.flops, 1) == times_fewer
@@ -63,7 +63,7 @@ def test_every_arm_is_served_and_has_a_row(
         )
         log.write_text("ValueError: no attention\n")
         if state == "fastv":
-            raise ServerDied(log)
+            raise ServerDied.diagnose(log)
         seconds = 0.1 if state else 0.5
         sent = list[Body]()
 
