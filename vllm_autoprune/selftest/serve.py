@@ -38,7 +38,7 @@ from vllm_autoprune.serving.models import BACKBONES, pruned_model
 from vllm_autoprune.serving.plan import ItemPlan
 from vllm_autoprune.serving.worker.batch import SelectionContext, prune_images
 from vllm_autoprune.serving.worker.features import ImageFeatures, Signal
-from vllm_autoprune.serving.worker.positions import count_channels
+from vllm_autoprune.serving.worker.rows import count_channels
 from vllm_autoprune.tpdsl.loading import load_state
 from vllm_autoprune.tpdsl.tokens import Grid
 

@@ -44,6 +44,7 @@ from vllm_autoprune.serving.worker.features import (
 )
 from vllm_autoprune.serving.worker.metrics import SELECTION, Stopwatch, WorkerMetrics
 from vllm_autoprune.serving.worker.question import InputEmbeddings
+from vllm_autoprune.serving.worker.rows import KeptRows
 from vllm_autoprune.serving.worker.selection import (
     FallbackReporter,
     select_with_fallback,
@@ -231,6 +232,28 @@ def test_a_delta_beyond_all_tokens_ends_in_the_fillers_of_its_image(
         == 8 + tokens
     )
     assert torch.equal(delta[tokens:], torch.ones(budget - 8 - tokens, 16))
+
+
+@pytest.mark.parametrize("filled", [False, True])
+@pytest.mark.parametrize("channels", [False, True])
+def test_rows_of_an_image_that_keeps_all_are_a_copy_of_its_cached_ones(
+    filled: bool, channels: bool
+) -> None:
+    order = torch.arange(N) // 6 * 7 + torch.arange(N) % 6
+    part = replace(
+        image(0).regions[0],
+        order=order if filled else None,
+        extra_channels=torch.ones(N, 4) if channels else None,
+    )
+    picture = ImageFeatures((part,))
+    if filled:
+        picture = ImageFeatures((part,), torch.zeros(part.rows.shape[1]), gaps=6)
+    count = picture.tokens
+    item = KeptRows.keep_all(picture, count)
+    assert item.positions.tolist() == list(range(count))
+    assert torch.equal(item.rows, picture.rows())
+    storages = {tensor.untyped_storage().data_ptr() for tensor in picture.tensors()}
+    assert item.rows.untyped_storage().data_ptr() not in storages
 
 
 def test_rows_without_a_token_are_returned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -574,7 +597,7 @@ def sized(units: int) -> ImageFeatures:
 )
 def test_cache_never_exceeds_its_bound(limit: int, puts: list[tuple[int, int]]) -> None:
     cache, counted = (
-        TensorCache[ImageFeatures](16 * limit, least) for least in (0, 32)
+        TensorCache[ImageFeatures](16 * limit, minimum) for minimum in (0, 32)
     )
     for key, units in puts:
         cache.put(key, sized(units))
@@ -590,7 +613,7 @@ def test_cache_never_exceeds_its_bound(limit: int, puts: list[tuple[int, int]]) 
 
 
 def test_an_entry_that_counts_for_more_than_the_bound_is_not_kept() -> None:
-    cache = TensorCache[ImageFeatures](limit=16, least=32)
+    cache = TensorCache[ImageFeatures](limit=16, minimum=32)
     cache.put(0, sized(1))
     assert len(cache) == cache.used_bytes == 0
 

@@ -34,8 +34,8 @@ from vllm_autoprune.serving.models.mrope import (
 from vllm_autoprune.serving.plan import NO_KEY, ItemPlan, encode_state
 from vllm_autoprune.serving.served_state import PlanRules
 from vllm_autoprune.serving.settings import VIDEO_BUDGET_FLAG, RequestRules
-from vllm_autoprune.serving.worker.batch import ModelParts, _insert_text, _Kept
 from vllm_autoprune.serving.worker.features import ImageFeatures, Region
+from vllm_autoprune.serving.worker.rows import KeptRows, insert_text
 from vllm_autoprune.serving.worker.selection import FallbackReporter, PlanReader
 from vllm_autoprune.tpdsl.tokens import Grid
 
@@ -389,12 +389,11 @@ def test_frames_and_their_times_stand_where_they_do_in_the_whole_clip(
     features = ImageFeatures(
         (Region(Grid(3, 2, tiles=GROUPS, clip=True), channels, {}),)
     )
-    parts = ModelParts(
-        torch.zeros_like, lambda ids: ids[:, None].float(), set_times=set_times
+    item = KeptRows(channels[kept].bfloat16(), kept, kept)
+    (with_text,) = insert_text(
+        [item], [plan], [features], lambda ids: ids[:, None].float(), set_times
     )
-    item = _Kept(channels[kept].bfloat16(), kept, kept)
-    _insert_text(parts, [plan], [features], [item])
-    rows = item.rows
+    rows = with_text.rows
     in_clip = plan.write_text([-1 - at for at in range(TOKENS)])
     is_kept = [at >= 0 or -1 - at in kept for at in in_clip]
     behind = start + length

@@ -14,8 +14,8 @@ from vllm.multimodal.inputs import PlaceholderRange
 from vllm_autoprune.serving.api.positions import PromptItem, pack_items
 from vllm_autoprune.serving.models.line import PrunedLine, lay_on_line
 from vllm_autoprune.serving.plan import LINE, MAX_SPAN, MROPE, ItemPlan
-from vllm_autoprune.serving.worker.batch import _carry_positions
-from vllm_autoprune.serving.worker.positions import (
+from vllm_autoprune.serving.worker.rows import (
+    KeptRows,
     count_channels,
     decode_offsets,
     encode_offsets,
@@ -44,7 +44,8 @@ class Prompt:
         bare = torch.zeros(len(stands), WIDTH)
         if plan is None:
             return bare[low:high]
-        return _carry_positions(LINE, plan, bare, stands, plan.tokens)[low:high]
+        kept_rows = KeptRows(bare, stands, stands)
+        return kept_rows.with_channels(LINE, plan, plan.tokens)[low:high]
 
 
 def write_prompt(seed: int) -> Prompt:  # noqa: PLR0915
@@ -200,10 +201,10 @@ def test_rows_carry_where_their_tokens_stand(
 ) -> None:
     plan = ItemPlan(4, (1, 0), tokens=400, positions=where)
     rows = torch.zeros(4, WIDTH)
-    made = _carry_positions(
-        LINE, plan, rows.bfloat16(), torch.tensor([0, 5, 6, 300]), 400
-    )
-    offsets, is_set = decode_offsets([made[:, WIDTH:]])
+    positions = torch.tensor([0, 5, 6, 300])
+    kept_rows = KeptRows(rows.bfloat16(), positions, positions)
+    with_channels = kept_rows.with_channels(LINE, plan, 400)
+    offsets, is_set = decode_offsets([with_channels[:, WIDTH:]])
     assert is_set.tolist() == [expected is not None] * 4
     if expected is not None:
         assert offsets.tolist() == [expected]

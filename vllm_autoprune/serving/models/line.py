@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vllm_autoprune.serving.models.placed_model import PlacedModel, match_items
 from vllm_autoprune.serving.plan import ItemPlan
-from vllm_autoprune.serving.worker.positions import decode_offsets, match_rows
+from vllm_autoprune.serving.worker.rows import decode_offsets, match_rows
 
 if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange

@@ -22,7 +22,7 @@ from vllm_autoprune.ops.rowwise import upload
 from vllm_autoprune.serving.models.placed_model import PlacedModel, match_items
 from vllm_autoprune.serving.models.pruned_model import Vision
 from vllm_autoprune.serving.plan import MAX_CLIP_TOKENS, MROPE, ItemPlan, plan_error
-from vllm_autoprune.serving.worker.positions import (
+from vllm_autoprune.serving.worker.rows import (
     count_channels,
     decode_offsets,
     encode_offsets,

@@ -18,7 +18,7 @@ from vllm_autoprune.serving.compat.worker import UNCHANGED_DELTA, request_positi
 from vllm_autoprune.serving.models.pruned_model import PrunedModel
 from vllm_autoprune.serving.plan import FIELD, ItemPlan, Key, plan_error
 from vllm_autoprune.serving.served_state import served_state
-from vllm_autoprune.serving.worker.positions import count_channels
+from vllm_autoprune.serving.worker.rows import count_channels
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

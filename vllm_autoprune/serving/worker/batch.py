@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
-from typing import TypeVar
+from functools import cached_property, lru_cache, partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from vllm_autoprune.errors import SelectionError
 from vllm_autoprune.ops.rowwise import upload
 from vllm_autoprune.serving.compat.worker import leaves_ranks_apart, world_size
-from vllm_autoprune.serving.plan import LINE, NO_KEY, Choice, Ids, ItemPlan, plan_error
+from vllm_autoprune.serving.plan import NO_KEY, Choice, Ids, ItemPlan, plan_error
 from vllm_autoprune.serving.served_state import ServedState
 from vllm_autoprune.serving.worker.features import (
     Compared,
     ImageFeatures,
     IndexCache,
     Region,
+    Signals,
     stack,
 )
-from vllm_autoprune.serving.worker.positions import (
-    count_channels,
-    encode_offsets,
-    spread_offsets,
-)
 from vllm_autoprune.serving.worker.question import RelevanceSpace
+from vllm_autoprune.serving.worker.rows import KeptRows, insert_text, spread_offsets
 from vllm_autoprune.serving.worker.selection import (
     FallbackReporter,
+    replace_by_draw,
     select_at_random,
     select_evenly_with_ranks,
     select_with_fallback,
@@ -50,42 +46,41 @@ from vllm_autoprune.tpdsl.tokens import (
     Words,
 )
 
-T = TypeVar("T")
-
 _VARIABLE_LENGTH: frozenset[Need] = frozenset({"language", "words"})
 """Inputs whose length depends on the instruction: images that need them are selected one by one."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelParts:
-    """Parts of the model that a policy's inputs are made with, beside the image features.
-
-    project maps rows of the vision tower ``(..., Dv)`` to ``(..., D)``; embed maps token ids
-    ``(W,)`` to the language model's input embeddings ``(W, D)``; language reads the language
-    model's first layers over one image ``(N, D)`` and its instruction. None where the served state
-    needs none. axes are those of the positions that rows carry, 0 for none; set_times sets those in
-    time, where text may stand between the tokens of a clip.
-    """
+    """Parts of the model that a policy's inputs are made with, beside the image features."""
 
     project: Callable[[Tensor], Tensor]
+    """The projector, from rows of the vision tower ``(..., Dv)`` to ``(..., D)``."""
     embed: Callable[[Tensor], Tensor]
+    """The language model's input embeddings ``(W, D)`` of token ids ``(W,)``."""
     relevance: RelevanceSpace | None = None
+    """Where relevance is measured; None where the served state does not read it."""
     language: Callable[[Tensor, Ids], LanguagePrefix] | None = None
+    """The language model's first layers over one image ``(N, D)`` and its instruction, where the
+    served state reads them."""
     axes: int = 0
+    """Axes of the positions that rows carry, 0 for none."""
     set_times: Callable[[Tensor, Tensor], None] | None = None
+    """Sets the positions in time of rows, where text may stand between the tokens of a clip."""
 
 
 @dataclass(frozen=True, slots=True)
 class SelectionContext:
-    """State, model parts and reporter for the selection of one batch.
-
-    ``indices`` are those of the tokens that items keep.
-    """
+    """What the selections of one batch share."""
 
     served: ServedState
+    """The state, by which each plan has its policy."""
     parts: ModelParts
+    """The model, as far as policies read it."""
     reporter: FallbackReporter
+    """Where fallbacks and exceptions are counted."""
     indices: IndexCache = field(default_factory=IndexCache)
+    """Indices of the tokens that items keep, for the items that are chosen after them."""
 
 
 def prune_images(
@@ -120,8 +115,9 @@ def prune_images(
     context.reporter.report(codes, "error")
     count = _count_rows(plans[0], images[0]) + len(plans[0].text)
     evenly = spread_offsets(count, len(rows), rows.device)
-    kept = rows[evenly].nan_to_num(0.0, 0.0, 0.0)
-    return [_carry_positions(context.parts.axes, plans[0], kept, evenly, len(rows))]
+    finite = rows[evenly].nan_to_num(0.0, 0.0, 0.0)
+    kept_rows = KeptRows(finite, evenly, evenly)
+    return [kept_rows.with_channels(context.parts.axes, plans[0], len(rows))]
 
 
 def _prune_together(
@@ -130,110 +126,40 @@ def _prune_together(
     images: Sequence[ImageFeatures],
 ) -> list[Tensor]:
     """Rows of every image, those of one budget and one shape from one selection."""
-    plans = list(plans)
-    reporter = context.reporter
-    groups: dict[object, list[int]] = {}
-    for i, (plan, image) in enumerate(zip(plans, images, strict=True)):
-        most = image.tokens if plan.part == "recall" else image.candidates
-        if plan.kept_before >= most:
-            # Forged: the API server, which checks plans, does not know N for certain.
-            error = plan_error(
-                f"comes after {plan.kept_before} tokens, and its image has {most}"
-            )
-            reporter.report_refused_plan(error, image.regions[0].projected.device)
-            plan = replace(
-                plan, keep="random", state=b"", part="whole", core=0, earlier=()
-            )
-            plans[i] = plan
-        selects = not _keeps_all(plan, image) and plan.runs_policy
-        policy = context.served.policy_for_plan(plan) if selects else None
-        # Instructions differ in length, and neither padding nor a batch may change a selection.
-        alone = policy is not None and not _VARIABLE_LENGTH.isdisjoint(policy.needs)
-        shape = (image.gaps, *((region.grid, region.share) for region in image.regions))
-        groups.setdefault((plan.group, shape, i if alone else None), []).append(i)
+    plans = [
+        _replace_forged(context.reporter, *pair)
+        for pair in zip(plans, images, strict=True)
+    ]
+    by_number = dict[int, KeptRows]()
+    for numbers in _group_items(context.served, plans, images):
+        group = _Group(
+            context, [plans[i] for i in numbers], [images[i] for i in numbers]
+        )
+        by_number.update(zip(numbers, group.select(), strict=True))
 
-    # In the order of their parts: what an item is chosen after is then remembered when its own turn
-    # comes.
-    rows = dict[int, Tensor]()
-    places = dict[int, Tensor]()
-    stands = dict[int, Tensor]()
-    for members in sorted(
-        groups.values(), key=lambda members: plans[members[0]].kept_before
-    ):
-        group = [plans[i] for i in members], [images[i] for i in members]
-        if _keeps_all(plans[members[0]], images[members[0]]):
-            kept_places = [image.places(group[0][0].budget) for image in group[1]]
-            pairs = zip(group[1], kept_places, strict=True)
-            selected: Sequence[Tensor] = [image.rows()[at] for image, at in pairs]
-            at = stood = torch.stack(kept_places)
-        else:
-            chosen, at, stood = _select_rows(context, *group)
-            selected = chosen.unbind()
-        for i, *of_image in zip(members, selected, at, stood, strict=True):
-            rows[i], places[i], stands[i] = of_image
-            if plans[
-                i
-            ].profile:  # the unpruned size, after the selection has used its memory
-                rows[i] = images[i].rows()
-                places[i] = stands[i] = torch.arange(
-                    len(rows[i]), device=rows[i].device
-                )
-
-    # vLLM silently drops surplus rows, and its engine crashes where rows are missing. Neither
-    # happens while the API server predicts N correctly.
+    items = []
     for i, (plan, image) in enumerate(zip(plans, images, strict=True)):
-        count = len(rows[i])
-        wanted = _count_rows(plan, image)
-        if count != wanted:
-            mismatch = SelectionError(f"{count} rows for a placeholder of {wanted}")
-            reporter.report_error(
+        item = by_number[i]
+        if plan.profile:  # the unpruned size, after the selection has used its memory
+            item = KeptRows.keep_all(image, image.tokens)
+        # vLLM silently drops surplus rows, and its engine crashes where rows are missing. Neither
+        # happens while the API server predicts N correctly.
+        count = len(item.rows)
+        expected = _count_rows(plan, image)
+        if count != expected:
+            mismatch = SelectionError(f"{count} rows for a placeholder of {expected}")
+            context.reporter.report_error(
                 mismatch, "cutting its rows off, or repeating the last one"
             )
-            repeated = torch.arange(wanted, device=rows[i].device).clamp(max=count - 1)
-            for of_item in (rows, places, stands):
-                of_item[i] = of_item[i][repeated]
-    kept = [_Kept(rows[i], places[i], stands[i]) for i in range(len(plans))]
-    _insert_text(context.parts, plans, images, kept)
-    axes = context.parts.axes
+            repeated = torch.arange(expected, device=item.rows.device)
+            item = item.take(repeated.clamp(max=count - 1))
+        items.append(item)
+    parts = context.parts
+    items = insert_text(items, plans, images, parts.embed, parts.set_times)
     return [
-        _carry_positions(
-            axes, plan, item.rows, item.stands, image.tokens + len(plan.text)
-        )
-        for plan, item, image in zip(plans, kept, images, strict=True)
+        item.with_channels(parts.axes, plan, image.tokens + len(plan.text))
+        for item, plan, image in zip(items, plans, images, strict=True)
     ]
-
-
-@dataclass(slots=True)
-class _Kept:
-    """Rows ``(K, D + E)`` of an item, and two places ``(K,)`` of each among the image's tokens.
-
-    ``places`` order them; ``stands`` are where they stand for the language model. They differ for
-    rows that stand for no single token.
-    """
-
-    rows: Tensor
-    places: Tensor
-    stands: Tensor
-
-
-def _carry_positions(
-    axes: int, plan: ItemPlan, rows: Tensor, stands: Tensor, span: int
-) -> Tensor:
-    """Rows ``(L, D + E)`` with the positions of their tokens as their last channels.
-
-    ``stands`` ``(L,)`` are those of one axis in the whole item, of ``span`` positions; under M-RoPE
-    rows carry theirs already.
-    """
-    if axes == LINE:
-        if plan.positions == "spread":
-            stands = spread_offsets(len(rows), span, rows.device)
-        channels = encode_offsets(stands[:, None]).to(rows.dtype)
-        return torch.cat(
-            [rows, channels if plan.moves else torch.full_like(channels, -1)], dim=1
-        )
-    if axes and plan.positions == "packed":
-        rows[:, -count_channels(axes) :] = -1
-    return rows
 
 
 def _count_rows(plan: ItemPlan, image: ImageFeatures) -> int:
@@ -241,133 +167,91 @@ def _count_rows(plan: ItemPlan, image: ImageFeatures) -> int:
     return image.tokens if plan.profile else plan.budget
 
 
-def _insert_text(
-    model: ModelParts,
-    plans: Sequence[ItemPlan],
-    images: Sequence[ImageFeatures],
-    kept: Sequence[_Kept],
-) -> None:
-    """Insert rows of each image's text behind the tokens that stand before it, in place.
+def _replace_forged(
+    reporter: FallbackReporter, plan: ItemPlan, image: ImageFeatures
+) -> ItemPlan:
+    """A random draw in place of a plan that comes after more tokens than its image has.
 
-    Rows between the same two texts stay in their order. Positions are then those of the item with
-    its text.
+    Such a plan is forged: the API server, which checks plans, does not know N for certain.
     """
-    texts = [place for plan in plans for place in plan.text]
-    if not texts:
-        return
-    before, ids = upload(torch.tensor([*zip(*texts, strict=True)]), kept[0].rows.device)
-    counts = [len(plan.text) for plan in plans]
-    parts = zip(
-        kept, images, before.split(counts), model.embed(ids).split(counts), strict=True
-    )
-    for item, image, before_text, text in parts:
-        before_text = before_text.clamp(
-            max=image.tokens
-        )  # else positions have no bound
-        texts_before = torch.searchsorted(before_text, item.places, right=True)
-        number = torch.arange(len(text), device=item.rows.device)
-        # Channels that are not the language model's are 0.
-        text = functional.pad(
-            text.to(item.rows.dtype), (0, item.rows.shape[1] - text.shape[1])
-        )
-        joined = torch.cat([item.rows, text])
-        if model.set_times is not None:
-            # A text token takes one position, and a frame as many as its longer side.
-            grid = image.regions[0].grid
-            frames = torch.cat([item.places, before_text]) // (grid.height * grid.width)
-            times = torch.cat([texts_before, number]) + frames * max(
-                grid.height, grid.width
-            )
-            model.set_times(joined, times)
-        order = torch.cat([2 * texts_before, 2 * number + 1]).argsort(stable=True)
-        behind = torch.searchsorted(before_text, item.stands, right=True)
-        item.rows = joined[order]
-        item.places = torch.cat([item.places, before_text])[order]
-        item.stands = torch.cat([item.stands + behind, before_text + number])[order]
+    count = image.tokens if plan.part == "recall" else image.candidates
+    if plan.kept_before < count:
+        return plan
+    what = f"comes after {plan.kept_before} tokens, and its image has {count}"
+    reporter.report_refused_plan(plan_error(what), image.device)
+    return replace_by_draw(plan)
+
+
+def _group_items(
+    served: ServedState, plans: Sequence[ItemPlan], images: Sequence[ImageFeatures]
+) -> list[list[int]]:
+    """Numbers of the items that one selection serves.
+
+    In the order of their parts: what an item is chosen after is then remembered when its own turn
+    comes.
+    """
+    groups: dict[Hashable, list[int]] = {}
+    for i, (plan, image) in enumerate(zip(plans, images, strict=True)):
+        selects = plan.runs_policy and not _keeps_all(plan, image)
+        policy = served.policy_for_plan(plan) if selects else None
+        # Instructions differ in length, and neither padding nor a batch may change a selection.
+        alone = policy is not None and not _VARIABLE_LENGTH.isdisjoint(policy.needs)
+        shape = (image.gaps, *((region.grid, region.share) for region in image.regions))
+        groups.setdefault((plan.group, shape, i if alone else None), []).append(i)
+    return sorted(groups.values(), key=lambda numbers: plans[numbers[0]].kept_before)
 
 
 def _keeps_all(plan: ItemPlan, image: ImageFeatures) -> bool:
     return plan.kept_before == 0 and plan.budget >= image.candidates
 
 
-def _select_rows(  # noqa: PLR0915
-    context: SelectionContext,
-    plans: Sequence[ItemPlan],
-    images: Sequence[ImageFeatures],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Select ``(B, K, D + E)`` rows of images of one group and shape, of which not all are kept.
+@dataclass(frozen=True)
+class _Group:
+    """Images of one shape whose plans are of one group (:attr:`ItemPlan.group`)."""
 
-    With the place ``(B, K)`` of each among all rows of its image, and where it stands; rows that
-    stand for no single token are the last of their region.
-    """
-    plan = plans[0]
-    image = images[0]
-    ordered = image.regions[0].order is not None
-    parts = []
-    positions = list[Tensor]()
-    stands = list[Tensor]()
-    start = 0
-    for number in range(len(image.regions)):
-        batch = _RegionBatch(context, plans, images, number)
-        start += 0 if number == 0 else image.regions[number - 1].grid.tokens
-        if batch.rows == 0:
-            continue
-        refined = batch.select()
-        features = refined.features
-        channels = [
-            r.extra_channels for r in batch.regions if r.extra_channels is not None
-        ]
-        if channels:
-            extra = stack(channels)
-            sources = refined.places(extra.shape[1])[:, :, None]
-            extra = extra.gather(1, sources.expand(-1, -1, extra.shape[2]))
-            features = torch.cat([features, extra.to(features.dtype)], dim=2)
-        parts.append(features)
-        in_region = image.regions[number].grid.tokens
-        of_region = refined.indices.shape[1]
-        stood = refined.places(in_region)
-        last_place = start + in_region - 1
-        if ordered:
-            orders = stack([r.order for r in batch.regions if r.order is not None])
-            stood = orders.gather(1, stood)
-            last_place = image.tokens - 1
-        else:
-            stood = start + stood
-        extra_places = stood.new_full((len(plans), refined.extra), last_place)
-        positions.append(torch.cat([stood[:, :of_region], extra_places], dim=1))
-        stands.append(stood)
+    context: SelectionContext
+    plans: Sequence[ItemPlan]
+    images: Sequence[ImageFeatures]
 
-    if not parts:  # all tokens are kept already
-        parts = [torch.stack([image.rows()[:0] for image in images])]
-        stands = positions = [
-            torch.zeros(len(plans), 0, dtype=torch.int64, device=parts[0].device)
-        ]
-    rows = torch.cat(parts, dim=1)
-    places = torch.cat(positions, dim=1)
-    stand = torch.cat(stands, dim=1)
-    by_quality = plan.runs_policy and (
-        context.served.policy_for_plan(plan).state.orders_by_quality
-    )
-    if ordered and not by_quality:
-        places, order = places.sort(dim=1, stable=True)
-        rows = rows.gather(1, order[:, :, None].expand(-1, -1, rows.shape[2]))
-        stand = stand.gather(1, order)
+    def select(self) -> list[KeptRows]:
+        """The rows that each image keeps, those without a token the last of their region."""
+        plan = self.plans[0]
+        image = self.images[0]
+        if _keeps_all(plan, image):
+            return [KeptRows.keep_all(image, plan.budget) for image in self.images]
+        parts = []
+        start = 0
+        for number, region in enumerate(image.regions):
+            batch = _RegionBatch(self.context, self.plans, self.images, number)
+            if batch.rows > 0:
+                parts.append(batch.select_rows(start))
+            start += region.grid.tokens
+        if not parts:  # all tokens are kept already
+            rows = torch.stack([image.rows()[:0] for image in self.images])
+            no_index = rows.new_zeros(rows.shape[:2], dtype=torch.int64)
+            parts.append(KeptRows(rows, no_index, no_index))
+        selected = KeptRows.join(parts)
+        by_quality = plan.runs_policy and (
+            self.context.served.policy_for_plan(plan).state.orders_by_quality
+        )
+        if image.regions[0].order is not None and not by_quality:
+            selected = selected.take(selected.sort_keys.argsort(dim=1, stable=True))
 
-    # Fillers, where all tokens are kept and the plan asks for more.
-    missing = min(plan.image_budget - image.candidates, image.gaps)
-    missing -= max(0, plan.kept_before - image.candidates)
-    fillers = [image.filler for image in images if image.filler is not None]
-    if missing <= 0 or len(fillers) < len(images):
-        return rows, places, stand
-    added = torch.stack(fillers)[:, None].expand(-1, missing, -1)
-    at_end = places.new_full((len(plans), missing), image.tokens - 1)
-    rows = torch.cat([rows, added.to(rows.dtype)], dim=1)
-    return rows, torch.cat([places, at_end], dim=1), torch.cat([stand, at_end], dim=1)
+        # Fillers, where all tokens are kept and the plan asks for more.
+        missing = min(plan.image_budget - image.candidates, image.gaps)
+        missing -= max(0, plan.kept_before - image.candidates)
+        fillers = [image.filler for image in self.images if image.filler is not None]
+        if missing > 0 and len(fillers) == len(self.images):
+            rows = torch.stack(fillers)[:, None].expand(-1, missing, -1)
+            end = selected.positions.new_full(rows.shape[:2], image.tokens - 1)
+            added = KeptRows(rows.to(selected.rows.dtype), end, end)
+            selected = KeptRows.join([selected, added])
+        return selected.unbind()
 
 
 @dataclass(frozen=True)
 class _RegionBatch:
-    """One region of images, number ``number``, whose plans are of one group.
+    """One region of the images of a group.
 
     An image may be several items of its prompt: the core before the delta, both before what later
     turns recall. Each is chosen given those before it, whose indices are remembered, or chosen
@@ -378,6 +262,7 @@ class _RegionBatch:
     plans: Sequence[ItemPlan]
     images: Sequence[ImageFeatures]
     number: int
+    """Of the region, the same in all images."""
 
     @cached_property
     def regions(self) -> list[Region]:
@@ -387,21 +272,41 @@ class _RegionBatch:
     @cached_property
     def rows(self) -> int:
         """Tokens of the region that each of the items keeps (:attr:`ItemPlan.part`)."""
-        return self._share(self.plans[0].image_budget) - self._share(
-            self.plans[0].kept_before
-        )
+        plan = self.plans[0]
+        return self._share(plan.image_budget) - self._share(plan.kept_before)
+
+    def select_rows(self, start: int) -> KeptRows:
+        """Rows of the region, whose first token has the index ``start`` in its image."""
+        refined = self.select()
+        features = refined.features
+        count = self.regions[0].grid.tokens
+        indices = refined.places(count)
+        channels = [
+            region.extra_channels
+            for region in self.regions
+            if region.extra_channels is not None
+        ]
+        if channels:
+            extra = stack(channels)
+            wide = indices[:, :, None].expand(-1, -1, extra.shape[2])
+            extra = extra.gather(1, wide).to(features.dtype)
+            features = torch.cat([features, extra], dim=2)
+        orders = [region.order for region in self.regions if region.order is not None]
+        if orders:
+            positions = stack(orders).gather(1, indices)
+            end = self.images[0].tokens - 1
+        else:
+            positions = start + indices
+            end = start + count - 1
+        tokens = positions[:, : refined.indices.shape[1]]
+        at_end = positions.new_full((len(positions), refined.extra), end)
+        return KeptRows(features, torch.cat([tokens, at_end], dim=1), positions)
 
     def select(self) -> RefinedTokens:
-        """Select the region's share of every image's tokens.
-
-        An image keeps the tokens that it was given first, as long as they are remembered: features
-        differ in their last bits from batch to batch, and KV of those tokens may be left.
-        """
+        """Select the region's share of every image's tokens."""
         plan = self.plans[0]
-        reporter = self.context.reporter
-        bare = VisualTokens(
-            stack([r.projected for r in self.regions]), self.regions[0].grid
-        )
+        projected = stack([region.projected for region in self.regions])
+        bare = VisualTokens(projected, self.regions[0].grid)
         if plan.keep == "resized":
             return pool_tokens(self.rows, bare)
         if plan.keep == "random":
@@ -415,31 +320,44 @@ class _RegionBatch:
             parts = self._take_items([plan.split(image_core) for plan in self.plans])
             core, *delta = [part.select() for part in parts if part.rows > 0]
             return core.joined(delta[0]) if delta else core
+        return self._select_by_policy(policy, bare)
 
-        before = list[Tensor]()
+    def _select_by_policy(
+        self, policy: PruningPolicy, bare: VisualTokens
+    ) -> RefinedTokens:
+        """Select by a policy, given the tokens of the items before.
+
+        An image keeps the tokens that it was given first, as long as they are remembered: features
+        differ in their last bits from batch to batch, and KV of those tokens may be left.
+        """
+        plan = self.plans[0]
+        reporter = self.context.reporter
+        given_indices = list[Tensor]()
         earlier = None
         try:
             items = self._take_items([[*plan.items_before()] for plan in self.plans])
-            before += (item._recall() for item in items if item.rows > 0)
+            for item in items:
+                if item.rows > 0:
+                    given_indices.append(item._recall())
             tokens = self._make_tokens(policy, bare)
-            if before and plan.part == "recall":
-                earlier = Given.after(tokens, torch.cat(before, dim=1))
-            elif before:
-                earlier = give_core(policy, tokens, before[0])
-        except (
-            Exception  # noqa: BLE001
-        ) as error:  # as in select_with_fallback(): the engine has to live
+            if given_indices and plan.part == "recall":
+                earlier = Given.after(tokens, torch.cat(given_indices, dim=1))
+            elif given_indices:
+                earlier = give_core(policy, tokens, given_indices[0])
+        # As in select_with_fallback(): what a policy reads may raise, and the engine has to live.
+        except Exception as error:  # noqa: BLE001
             reporter.report_error(error)
-            earlier = Given.after(bare, torch.cat(before, dim=1)) if before else None
+            if given_indices:
+                earlier = Given.after(bare, torch.cat(given_indices, dim=1))
             refined = select_evenly_with_ranks(self.rows, bare, reporter, earlier)
             if world_size() > 1:
                 self._remember(refined.indices)
             return refined
         if earlier is not None and plan.part == "delta":
             policy = policy.delta
-        known = [self.context.indices.get(key) for key in self._keys]
+        remembered = [self.context.indices.get(key) for key in self._keys]
         errors = dict(reporter.errors)
-        refined = select_with_fallback(policy, tokens, reporter, earlier, known)
+        refined = select_with_fallback(policy, tokens, reporter, earlier, remembered)
         # After an exception a later selection may succeed, so its tokens are remembered only where
         # other items are chosen after them. Values that are not finite lead to the same ones each
         # time. Ranks remember alike, whichever of them raised.
@@ -454,9 +372,12 @@ class _RegionBatch:
         """The region's part of so many tokens of an image."""
         return self.images[0].split(count)[self.number]
 
-    def _take_items(self, plans: Sequence[Sequence[ItemPlan]]) -> list[_RegionBatch]:
+    def _take_items(
+        self, plans: Sequence[Sequence[ItemPlan]]
+    ) -> Iterator[_RegionBatch]:
         """The same region for other items of the images, given by image."""
-        return [replace(self, plans=items) for items in zip(*plans, strict=True)]
+        for items in zip(*plans, strict=True):
+            yield replace(self, plans=items)
 
     def _make_policy(self) -> tuple[PruningPolicy, int]:
         """The policy with the region's share of K, core and exchange quota; the image's core."""
@@ -486,10 +407,8 @@ class _RegionBatch:
             text = repr((plan.group, [_digest(choice) for choice in choices]))
             chooser: Hashable = (state.digest, hashlib.sha256(text.encode()).digest())
             if plan.part == "core" and state.core is not None:
-                chooser = (
-                    state.core_digest,
-                    plan.core,
-                )  # states with the same core share it
+                # States with the same core share it.
+                chooser = (state.core_digest, plan.core)
             key = (plan.key, chooser, self.number, region.grid)
             keys.append(None if plan.key == NO_KEY or plan.profile else key)
         return keys
@@ -501,73 +420,75 @@ class _RegionBatch:
 
     def _recall(self) -> Tensor:
         """Indices ``(B, K)`` as they were chosen when the items were computed, or chosen anew."""
-        known = [self.context.indices.get(key) for key in self._keys]
-        if any(indices is None for indices in known):
-            anew = self.select().indices
-            known = [
-                anew[i] if indices is None else indices
-                for i, indices in enumerate(known)
+        remembered = [self.context.indices.get(key) for key in self._keys]
+        indices = [row for row in remembered if row is not None]
+        if len(indices) < len(remembered):
+            selected = self.select().indices
+            indices = [
+                selected[i] if row is None else row for i, row in enumerate(remembered)
             ]
-            self._remember(_present(known))
-        return torch.stack(_present(known))
+            self._remember(indices)
+        return torch.stack(indices)
 
     def _make_tokens(self, policy: PruningPolicy, bare: VisualTokens) -> VisualTokens:
         """The tokens with every input that the policy reads and the images or the model have."""
-        parts = self.context.parts
-        features = bare.features
-        instruction = None
-        language = None
-        words = None
-        tower = None
-        merger_input = None
         # Embeddings first, and in any case: under tensor parallelism a lookup is a collective, and
         # ranks would wait forever for one on which something else raised before.
-        question = None
-        if "instruction" in policy.needs and parts.relevance is not None:
-            question = parts.relevance.instructions(
-                [plan.instruction for plan in self.plans]
-            )
-        if "language" in policy.needs and parts.language is not None:
-            (plan,) = self.plans
-            language = parts.language(features[0], plan.language)
-        if "words" in policy.needs:
-            (plan,) = self.plans
-            ids = upload(torch.tensor(plan.language or (0,)), features.device)
-            rows = parts.embed(ids)[None, : len(plan.language)]
-            words = Words(
-                rows, torch.ones(rows.shape[:2], dtype=torch.bool, device=rows.device)
-            )
-        signals = {
+        tokens = self._read_instructions(policy.needs, bare)
+        signals: Signals = {
             signal: stack([region.signals[signal] for region in self.regions])
             for signal in self.regions[0].signals
             if all(signal in region.signals for region in self.regions)
         }
-        if question is not None and parts.relevance is not None:
-            patches = signals.get("relevance", features)
-            instruction = Instruction(patches, *question, parts.relevance.sign)
+        if tokens.instruction is not None and "relevance" in signals:
+            instruction = replace(tokens.instruction, patches=signals["relevance"])
+            tokens = replace(tokens, instruction=instruction)
         if "tower_keys" in signals:
-            next_layer = None
-            if "next_keys" in signals:
-                next_layer = NextLayer(signals["next_attention"], signals["next_keys"])
-            states = signals["encoder"], signals["tower_keys"]
             tower = TowerStates(
-                *states, parts.project, signals.get("tower_cls"), next_layer
+                signals["encoder"],
+                signals["tower_keys"],
+                self.context.parts.project,
+                signals.get("tower_cls"),
             )
+            if "next_keys" in signals:
+                layer = NextLayer(signals["next_attention"], signals["next_keys"])
+                tower = replace(tower, next_layer=layer)
+            tokens = replace(tokens, tower=tower)
         if "merger_norms" in signals:
-            merger_input = MergerInput(
-                signals["merger_norms"], lambda: self._cosine("encoder")
-            )
+            cosine = partial(self._cosine, "encoder")
+            entering = MergerInput(signals["merger_norms"], cosine)
+            tokens = replace(tokens, merger_input=entering)
         return replace(
-            bare,
+            tokens,
             cls_attention=signals.get("cls_attention"),
-            instruction=instruction,
-            known_cosine=lambda: self._cosine("projected"),
-            tower=tower,
-            language=language,
             encoder=signals.get("encoder"),
-            words=words,
-            merger_input=merger_input,
+            known_cosine=partial(self._cosine, "projected"),
         )
+
+    def _read_instructions(
+        self, needs: frozenset[Need], tokens: VisualTokens
+    ) -> VisualTokens:
+        """The tokens with what the policy reads of the instructions."""
+        parts = self.context.parts
+        if "instruction" in needs and parts.relevance is not None:
+            text, segments = parts.relevance.instructions(
+                [plan.instruction for plan in self.plans]
+            )
+            instruction = Instruction(
+                tokens.features, text, segments, parts.relevance.sign
+            )
+            tokens = replace(tokens, instruction=instruction)
+        if "language" in needs and parts.language is not None:
+            (plan,) = self.plans
+            language = parts.language(tokens.features[0], plan.language)
+            tokens = replace(tokens, language=language)
+        if "words" in needs:
+            (plan,) = self.plans
+            ids = upload(torch.tensor(plan.language or (0,)), tokens.features.device)
+            rows = parts.embed(ids)[None, : len(plan.language)]
+            used = torch.ones(rows.shape[:2], dtype=torch.bool, device=rows.device)
+            tokens = replace(tokens, words=Words(rows, used))
+        return tokens
 
     def _cosine(self, compared: Compared) -> Tensor:
         """Cosines ``(B, N, N)`` between the tokens of each image."""
@@ -578,7 +499,3 @@ class _RegionBatch:
 def _digest(choice: Choice) -> bytes:
     """Digest of one question: the plan of every later recall of an image repeats it."""
     return hashlib.sha256(repr(choice).encode()).digest()
-
-
-def _present(parts: Sequence[T | None]) -> list[T]:
-    return [part for part in parts if part is not None]

@@ -135,20 +135,25 @@ class ImageFeatures:
         rows[self._order] = tokens
         return rows
 
-    def places(self, count: int) -> Tensor:
-        """Places among N rows that are kept where all candidates are: of fillers the first ones."""
-        device = self.regions[0].projected.device
+    def find_kept(self, count: int) -> Tensor:
+        """Indices ``(K,)`` among N rows where all candidates are kept, and the first fillers."""
         if self.filler is None or count >= self.tokens:
-            return torch.arange(self.tokens, device=device)
-        spare = torch.ones(self.tokens, dtype=torch.bool, device=device)
-        spare[self._order] = False
-        late = spare & (spare.cumsum(0) > count - self.candidates)
-        return late.to(torch.uint8).argsort(stable=True)[:count]
+            return torch.arange(self.tokens, device=self.device)
+        is_filler = torch.ones(self.tokens, dtype=torch.bool, device=self.device)
+        is_filler[self._order] = False
+        surplus = is_filler & (is_filler.cumsum(0) > count - self.candidates)
+        return surplus.to(torch.uint8).argsort(stable=True)[:count]
 
     @property
     def _order(self) -> Tensor:
-        """The place of each candidate among N rows."""
-        return torch.cat([r.order for r in self.regions if r.order is not None])
+        """The index of each candidate among N rows."""
+        orders = [region.order for region in self.regions if region.order is not None]
+        return torch.cat(orders)
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are."""
+        return self.regions[0].projected.device
 
     def tensors(self) -> Iterator[Tensor]:
         """All tensors of the image, but not the filler, which is a weight of the model."""
@@ -179,15 +184,15 @@ class TensorCache(Generic[T]):
 
     Of image features, which let further questions skip the tower, and of what is chosen of them.
     The entry that is put first under a key stays; it may have grown when it is put again. Each
-    counts as ``least`` bytes or more.
+    counts as ``minimum`` bytes or more.
     """
 
-    def __init__(self, limit: int, least: int = 0) -> None:
+    def __init__(self, limit: int, minimum: int = 0) -> None:
         self.limit = limit
         self.hits = 0
         self.misses = 0
         self._entries = LRUCache[Hashable, T](
-            limit, getsizeof=lambda entry: max(least, entry.nbytes)
+            limit, getsizeof=lambda entry: max(minimum, entry.nbytes)
         )
 
     def __len__(self) -> int:
@@ -246,4 +251,4 @@ class IndexCache(TensorCache[Tensor]):
     """Indices ``(K,)`` of items in the order of their rows."""
 
     def __init__(self) -> None:
-        super().__init__(_MAX_INDEX_BYTES, least=_MAX_INDEX_BYTES // _MAX_ITEMS)
+        super().__init__(_MAX_INDEX_BYTES, minimum=_MAX_INDEX_BYTES // _MAX_ITEMS)

@@ -179,7 +179,12 @@ class PlanReader:
             except Exception:  # of a budget, or of what no API server asks  # noqa: BLE001
                 continue
             return candidate
-        return replace(plan, keep="random", state=b"", part="whole", core=0, earlier=())
+        return replace_by_draw(plan)
+
+
+def replace_by_draw(plan: ItemPlan) -> ItemPlan:
+    """The plan of a random draw of as many tokens, which comes after no other item."""
+    return replace(plan, keep="random", state=b"", part="whole", core=0, earlier=())
 
 
 @torch.no_grad()
