@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import ClassVar, Self
 
 
@@ -36,6 +37,20 @@ class Problem:
         if self.fix:
             text += f" -> {self.fix}"
         return " ".join(text.splitlines())  # whatever a library's message contains
+
+
+class Refusal(StrEnum):
+    """Kinds of problems for which a server refuses requests, as clients read them.
+
+    They are part of the API (docs/clients.md).
+    """
+
+    NOT_ALLOWED = "not_allowed"
+    OUT_OF_RANGE = "out_of_range"
+    UNKNOWN_STATE = "unknown_state"
+    UNSUPPORTED = "unsupported"
+    WHOLE_VIDEO = "whole_video"
+    TOO_LONG = "too_long"
 
 
 class AutopruneError(Exception):

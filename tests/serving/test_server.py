@@ -66,6 +66,27 @@ def test_each_refusal_of_the_table_is_a_bad_request(pruned: Server) -> None:
     ask(pruned, examples(1)[0], **entry(budget=None))  # null means no budget
 
 
+@pytest.mark.parametrize(
+    ("fields", "headers", "param"),
+    [
+        (entry(budget=0), {}, "mm_processor_kwargs/autoprune/budget"),
+        (entry(state="nosuch"), {}, "mm_processor_kwargs/autoprune/state#unknown_state"),
+        (entry(state={}), {}, "mm_processor_kwargs/autoprune/state/schema#version"),
+        ({"autoprune": {}}, {}, "autoprune"),
+        ({}, {"x-autoprune-budge": "8"}, "header x-autoprune-budge"),
+    ],
+)  # fmt: skip
+def test_a_refusal_has_its_place_and_kind_in_a_field(
+    pruned: Server, fields: dict[str, Any], headers: dict[str, str], param: str
+) -> None:
+    sent = body(pruned, examples(1)[0], **fields)
+    status, answer = pruned.post(CHAT, sent, headers)
+    error: Any = answer["error"]
+    assert (status, error["type"], error["param"]) == (400, "BadRequestError", param)
+    assert param.partition("#")[0] in error["message"]
+    assert "parameter=" not in error["message"], "as without the field"
+
+
 # ---- endpoints ----
 
 

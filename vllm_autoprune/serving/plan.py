@@ -285,9 +285,9 @@ RENDERED = "send images, or inputs that a server with the same settings has rend
 """How a request is corrected whose plans or tensors no such server makes."""
 
 
-def refuse(where: str, what: str, fix: str) -> RequestError:
-    """The error of a request, answered by 400, with its place and how to correct it."""
-    return RequestError("request", [Problem(where, what, fix)])
+def refuse(where: str, what: str, fix: str, kind: str = "") -> RequestError:
+    """The error of a request, answered by 400: its place, how to correct it, and its kind."""
+    return RequestError("request", [Problem(where, what, fix, kind)])
 
 
 def plan_error(what: str) -> RequestError:

@@ -6,7 +6,7 @@ import itertools
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any, get_args
 from pydantic import JsonValue, ValidationError
 
 from vllm_autoprune import __version__
-from vllm_autoprune.errors import BudgetError, Problem, RequestError, StateError
+from vllm_autoprune.errors import (
+    BudgetError,
+    Problem,
+    Refusal,
+    RequestError,
+    StateError,
+)
 from vllm_autoprune.serving.compat import get_attachment
 from vllm_autoprune.serving.plan import (
     ENTRY,
@@ -114,9 +120,9 @@ class ServedState:
             only = "packed"
             why = self.packed_only
         if asked is not None and only not in (None, asked):
-            raise refuse(
-                f"{ENTRY}/positions", f"{asked!r}: this model {why}", "leave it out"
-            )
+            where = f"{ENTRY}/positions"
+            what = f"{asked!r}: this model {why}"
+            raise refuse(where, what, "leave it out", Refusal.UNSUPPORTED)
         return only or asked or self.positions or state.positions
 
     def count_video_tokens(
@@ -168,7 +174,8 @@ class ServedState:
             )
             readers = f"its base policy {policy.base.name!r} or its atoms"
             what = f"{readers} read what is not made here: {inputs}"
-            raise refuse(f"{ENTRY}/state", what, "bring a state that does not read it")
+            fix = "bring a state that does not read it"
+            raise refuse(f"{ENTRY}/state", what, fix, Refusal.UNSUPPORTED)
         return policy.needs
 
     def selection_identity(self, state: PruningState) -> str:
@@ -350,7 +357,8 @@ def load_request_state(
         if state_field not in files:
             name = escape_unprintable(state_field[:80], 80)
             what = f"no state of the name {name!r} ships with this server"
-            raise refuse(where, what, suggest_name(state_field[:80], list(files)))
+            fix = suggest_name(state_field[:80], list(files))
+            raise refuse(where, what, fix, Refusal.UNKNOWN_STATE)
         source = files[state_field]
     else:
         try:
@@ -374,7 +382,8 @@ def load_request_state(
         return verdict
     except StateError as error:
         problems = [
-            Problem(f"{where}{p.where}", p.what, p.fix) for p in error.problems[:16]
+            replace(problem, where=f"{where}{problem.where}")
+            for problem in error.problems[:16]
         ]
         raise RequestError("request", problems) from None
 

@@ -41,8 +41,9 @@ from vllm_autoprune.serving.api.engine_requests import (
     watch_requests,
 )
 from vllm_autoprune.serving.api.positions import ItemSize
+from vllm_autoprune.serving.api.refusal import REFUSED
 from vllm_autoprune.serving.api.renderer import _MESSAGE_FIELDS, _pass_fields
-from vllm_autoprune.serving.api.request import REFUSED, SALT, CacheSalt
+from vllm_autoprune.serving.api.request import SALT, CacheSalt
 from vllm_autoprune.serving.plan import FIELD, KWARGS, ItemPlan
 from vllm_autoprune.serving.settings import DEFAULT_RULES, RequestRules
 

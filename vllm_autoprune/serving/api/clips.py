@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from vllm_autoprune.errors import Refusal
 from vllm_autoprune.serving.api.instruction import InstructionTokenizer
 from vllm_autoprune.serving.api.layout import PlannedItem
 from vllm_autoprune.serving.api.request import PruningRequest
@@ -159,7 +160,8 @@ class Clips:
             what = (
                 f"K = {k} of {frames} frames, and requests may ask for {limits} of each"
             )
-            raise refuse(f"{ENTRY}/{field}", what, "ask for a number in the range")
+            fix = "ask for a number in the range"
+            raise refuse(f"{ENTRY}/{field}", what, fix, Refusal.OUT_OF_RANGE)
         plan = ItemPlan(tokens, NO_KEY, keep=request.keep, tokens=tokens, frames=frames)
         if k < tokens:
             state = b"" if self.state is None else encode_state(self.state)
@@ -180,12 +182,10 @@ def prunes_clips(
     chosen = served.state if state is None else state
     if request.video_budget is not None and not served.clips:
         what = "no token of a video can be chosen: this model's are served whole"
-        raise refuse(f"{ENTRY}/video_budget", what, "leave it out")
+        where = f"{ENTRY}/video_budget"
+        raise refuse(where, what, "leave it out", Refusal.WHOLE_VIDEO)
     if request.video_budget is not None and chosen.frames is None:
         what = f"state {chosen.name!r} leaves videos whole"
-        raise refuse(
-            f"{ENTRY}/video_budget",
-            what,
-            "leave it out, or ask for a state with frames",
-        )
+        fix = "leave it out, or ask for a state with frames"
+        raise refuse(f"{ENTRY}/video_budget", what, fix, Refusal.WHOLE_VIDEO)
     return served.clips and chosen.frames is not None

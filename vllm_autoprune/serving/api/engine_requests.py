@@ -21,9 +21,9 @@ from vllm.multimodal.cache import LruKeyReplicatedSenderCache
 from vllm.multimodal.cache.base import BaseMultiModalProcessorCache
 from vllm.multimodal.inputs import MultiModalKwargsItem
 
-from vllm_autoprune.errors import AutopruneError
 from vllm_autoprune.serving.api.positions import ItemFields, ItemSize, limit_positions
-from vllm_autoprune.serving.api.request import OFFLINE_FIX, REFUSED, refuse_misplaced
+from vllm_autoprune.serving.api.refusal import refusing_requests
+from vllm_autoprune.serving.api.request import OFFLINE_FIX, refuse_misplaced
 from vllm_autoprune.serving.api.resolve import check_unpruned
 from vllm_autoprune.serving.compat import depends_on, patch
 from vllm_autoprune.serving.identities import make_feature_key
@@ -327,7 +327,6 @@ A request that is refused or has ended takes its entry with it.
 @depends_on("vllm.v1.engine.output_processor:OutputProcessor", "add_request")
 def watch_requests() -> None:
     """Install the hooks on every request that API servers, or `LLM`, hand to the engine."""
-    from vllm.exceptions import VLLMValidationError
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.engine.output_processor import OutputProcessor
 
@@ -356,7 +355,7 @@ def watch_requests() -> None:
             limit_positions(request, hashes.surplus, self.model_config.max_model_len)
             hashes.await_hand_over(request.mm_features)
             return request
-        try:
+        with refusing_requests():
             if not served.rules.explicit:
                 # Without the flag a plan sets nothing: it does not pass vLLM's own check of
                 # ``mm_processor_kwargs``, which protects such a server.
@@ -368,10 +367,6 @@ def watch_requests() -> None:
             )
             processor: Any = self.renderer.get_mm_processor()
             surplus = _sum_surplus(processor.measure, request.mm_features)
-        except AutopruneError as error:
-            REFUSED.inc()
-            # Of all errors of this step vLLM answers only its own by 400.
-            raise VLLMValidationError(str(error), parameter=FIELD) from None
         limit_positions(request, surplus, self.model_config.max_model_len)
         return request
 

@@ -20,6 +20,7 @@ from cachetools import LRUCache
 from PIL import Image
 from vllm.multimodal.parse import ImageProcessorItems, VideoProcessorItems
 
+from vllm_autoprune.errors import Refusal
 from vllm_autoprune.serving.api.cells import EncodedImage, Process, Trimming
 from vllm_autoprune.serving.api.clips import Clips, prunes_clips
 from vllm_autoprune.serving.api.engine_requests import count_request
@@ -448,7 +449,7 @@ class RequestPlanner:
         if tokens > plan.budget:
             what = f"K = {plan.budget}, and the image processor makes at least {tokens} tokens"
             fix = f"ask for {tokens} or more, or lower min_pixels in --mm-processor-kwargs"
-            raise refuse(f"{ENTRY}/budget", what, fix)
+            raise refuse(f"{ENTRY}/budget", what, fix, Refusal.OUT_OF_RANGE)
         # All tokens of the smaller image are kept.
         return replace(plan, budget=tokens, tokens=tokens), (
             smaller.width,
@@ -468,7 +469,8 @@ class RequestPlanner:
         """
         if request.enabled and request.recall and self._placeholders.unsplittable:
             what = f"later turns cannot recall tokens: this model {self._placeholders.unsplittable}"
-            raise refuse(f"{ENTRY}/recall", what, "leave it out")
+            where = f"{ENTRY}/recall"
+            raise refuse(where, what, "leave it out", Refusal.UNSUPPORTED)
         images = [Slot(i, plan.budget) for i, plan in enumerate(plans)]
         turns = request.recall_turns
         rules = self.served.rules

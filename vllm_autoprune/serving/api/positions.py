@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from vllm.multimodal.processing.processor import PromptUpdateDetails
 
+from vllm_autoprune.errors import Refusal
 from vllm_autoprune.serving.plan import MAX_SPAN
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ def limit_positions(
             f"The decoder prompt has {tokens} tokens at {tokens + surplus} positions, for which "
             f"the maximum model length of {max_model_len} has no room. A pruned image or video "
             "takes as many positions as the whole one: send fewer, or shorter ones.",
-            parameter="messages",
+            parameter=f"messages#{Refusal.TOO_LONG}",
             value=tokens + surplus,
         )
     if sampling is None:

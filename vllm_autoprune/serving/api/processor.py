@@ -24,7 +24,6 @@ from vllm.multimodal.inputs import (
 from vllm.multimodal.parse import ImageProcessorItems, MultiModalDataItems
 from vllm.multimodal.processing import ProcessorInputs
 
-from vllm_autoprune.errors import AutopruneError
 from vllm_autoprune.serving.api.cells import (
     TRIMMING,
     join_images,
@@ -49,7 +48,8 @@ from vllm_autoprune.serving.api.positions import (
     pack_items,
     with_size,
 )
-from vllm_autoprune.serving.api.request import REFUSED, SALT, CacheSalt
+from vllm_autoprune.serving.api.refusal import refusing_requests
+from vllm_autoprune.serving.api.request import SALT, CacheSalt
 from vllm_autoprune.serving.api.resolve import check_unpruned
 from vllm_autoprune.serving.compat import depends_on
 from vllm_autoprune.serving.identities import make_identity
@@ -180,22 +180,19 @@ class PrunedProcessor(_Stock):
     def apply(
         self, inputs: ProcessorInputs, timing_ctx: TimingContext
     ) -> MultiModalInput:
-        """As stock, with a plan; raises BudgetError or RequestError, which vLLM answers by 400."""
+        """As stock, with a plan; raises RefusedRequest, which vLLM answers by 400."""
         kwargs = dict(inputs.hf_processor_mm_kwargs)
         fields = kwargs.pop(REQUEST_FIELD, None)
         profile = kwargs.pop(_PROFILE, None) is _PROFILING
         salt = kwargs.pop(SALT, None)
         plain = replace(inputs, hf_processor_mm_kwargs=kwargs)
-        try:
+        with refusing_requests():
             if profile:
                 plan = self._planner.plan_profiling(plain)
             else:
                 salt = salt if isinstance(salt, CacheSalt) else ""
                 plan = self._planner.plan_request(plain, fields, salt)
             resized = _resize_images(self.info, plain, plan.sizes)
-        except AutopruneError:
-            REFUSED.inc()
-            raise
         # An item for every part of an image, now that vLLM has counted the images against
         # ``--limit-mm-per-prompt``.
         planned = {**vars(resized), "plan": plan, "mm_uuid_items": None}
@@ -210,11 +207,9 @@ class PrunedProcessor(_Stock):
         rendering = None
         if isinstance(inputs.cache, LruKeyReplicatedSenderCache):
             planned["cache"] = rendering = Rendering(inputs.cache, self._waiting)
-        try:
-            processed = super().apply(planned_inputs := _Inputs(**planned), timing_ctx)
-        except AutopruneError:  # of a clip or embeddings, whose size is known now
-            REFUSED.inc()
-            raise
+        planned_inputs = _Inputs(**planned)
+        with refusing_requests():  # a clip or embeddings, whose size is known now
+            processed = super().apply(planned_inputs, timing_ctx)
         clips = planned_inputs.clips
         count = plan.count and partial(plan.count, [clip.plan for clip in clips])
         surplus, items = self._pack(processed, planned_inputs)

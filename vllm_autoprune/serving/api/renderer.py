@@ -11,6 +11,7 @@ from vllm.renderers.hf import HfRenderer, safe_apply_chat_template
 from vllm_autoprune.serving.api.engine_requests import RenderedHashes
 from vllm_autoprune.serving.api.instruction import extract_fields, mark_recall_turns
 from vllm_autoprune.serving.api.processor import PrunedProcessor
+from vllm_autoprune.serving.api.refusal import refusing_requests
 from vllm_autoprune.serving.api.request import (
     DETAIL_FIX,
     OFFLINE_FIX,
@@ -164,8 +165,9 @@ class AutopruneHfRenderer(HfRenderer):
         fields = {
             key: value for key, value in prompt.items() if key != "prompt_token_ids"
         }
-        refuse_misplaced(fields, prompt.get(KWARGS) or {}, OFFLINE_FIX)
-        return _pass_fields(prompt) if prompt.get("multi_modal_data") else prompt
+        with refusing_requests():
+            refuse_misplaced(fields, prompt.get(KWARGS) or {}, OFFLINE_FIX)
+            return _pass_fields(prompt) if prompt.get("multi_modal_data") else prompt
 
 
 def _pass_fields(prompt: Any) -> Any:

@@ -10,11 +10,17 @@ from difflib import get_close_matches
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from prometheus_client import Counter
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
-from vllm_autoprune.errors import BudgetError, Problem, RequestError, StateError
+from vllm_autoprune.errors import (
+    BudgetError,
+    Problem,
+    Refusal,
+    RequestError,
+    StateError,
+)
+from vllm_autoprune.serving.api.refusal import refusing_requests
 from vllm_autoprune.serving.compat import depends_on, patch
 from vllm_autoprune.serving.plan import ENTRY, KWARGS, REQUEST_FIELD, Chooser, refuse
 from vllm_autoprune.serving.served_state import served_state
@@ -39,10 +45,6 @@ _MAX_PROBLEMS = 16
 _MAX_COUNTED = 256
 """Problems above which only their number is told: a message for each takes 50 microseconds, in
 which the whole process waits."""
-
-REFUSED = Counter(
-    "autoprune_requests_refused", "Requests whose autoprune entry was refused."
-)
 
 
 class CacheSalt(str):
@@ -401,7 +403,7 @@ _NOTES = "metadata"
 def _check_request(
     model_config: ModelConfig, request: BaseModel, trusted: bool
 ) -> None:
-    """Raise :class:`RequestError` where a request's pruning fields would have no effect.
+    """Raise :class:`RefusedRequest` where a request's pruning fields would have no effect.
 
     What its headers set is written into its ``mm_processor_kwargs``. ``trusted`` is
     ``--trust-request-mm-kwargs``.
@@ -411,7 +413,7 @@ def _check_request(
     if served is None or not isinstance(kwargs, Mapping):
         return  # completions do not declare it: refused by vLLM
     headers = _current.get()
-    try:
+    with refusing_requests():
         refuse_misplaced({**vars(request), **(request.model_extra or {})}, kwargs)
         if REQUEST_FIELD in kwargs:
             PruningRequest.parse(kwargs[REQUEST_FIELD])
@@ -426,12 +428,8 @@ def _check_request(
         ):
             where = f"header {headers[0][0]}" if headers else ENTRY
             what = f"this server's requests may set nothing, because no {REQUESTS_FLAG} is given"
-            raise refuse(
-                where, what, f"leave it out, or serve with {REQUESTS_FLAG} budget"
-            )
-    except RequestError:
-        REFUSED.inc()
-        raise
+            fix = f"leave it out, or serve with {REQUESTS_FLAG} budget"
+            raise refuse(where, what, fix, Refusal.NOT_ALLOWED)
 
 
 _PROBE = "_render_probe_prompt"
@@ -456,7 +454,6 @@ def check_requests() -> None:
     """
     from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
     from vllm.entrypoints.pooling.base.serving import PoolingBaseServing
-    from vllm.exceptions import VLLMValidationError
     from vllm.renderers.online_renderer import OnlineRenderer
 
     def check_first(at: int) -> Callable[..., object]:
@@ -469,13 +466,7 @@ def check_requests() -> None:
             **named: object,
         ) -> object:
             request: Any = named["request"] if "request" in named else args[at]
-            try:
-                _check_request(self.model_config, request, self.trust_request_mm_kwargs)
-            except RequestError as error:
-                # Of all errors of this step every endpoint answers only vLLM's own by 400.
-                raise VLLMValidationError(
-                    str(error), parameter="mm_processor_kwargs"
-                ) from None
+            _check_request(self.model_config, request, self.trust_request_mm_kwargs)
             return stock(self, *args, **named)
 
         return preprocess

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from vllm_autoprune.errors import Refusal
 from vllm_autoprune.serving.api.cells import Trimming
 from vllm_autoprune.serving.api.layout import TokenCount
 from vllm_autoprune.serving.api.request import PruningRequest, split_shared_budget
@@ -41,10 +42,11 @@ def check_fields(served: ServedState, request: PruningRequest) -> PruningState |
         if is_set and not rules.allows(level):
             what = f"this server's requests may set: {rules} ({REQUESTS_FLAG})"
             fix = f"leave it out, or serve with {REQUESTS_FLAG} {level}"
-            raise refuse(f"{ENTRY}/{field}", what, fix)
+            raise refuse(f"{ENTRY}/{field}", what, fix, Refusal.NOT_ALLOWED)
     if (recall := request.recall or 0) > rules.maximum:
         what = f"K_r = {recall}, and requests may recall {rules.maximum} tokens at most"
-        raise refuse(f"{ENTRY}/recall", what, f"ask for 0 to {rules.maximum}")
+        fix = f"ask for 0 to {rules.maximum}"
+        raise refuse(f"{ENTRY}/recall", what, fix, Refusal.OUT_OF_RANGE)
     if not request.enabled:
         others = ("budget", "video_budget", "state", "keep", "cells", "positions")
         if names := [name for name in others if needed[name][0]]:
@@ -80,7 +82,7 @@ def resolve_plans(  # noqa: C901
                 fix += (
                     f", or for a share within it: 1/8:{rules.minimum}-{rules.maximum}"
                 )
-            raise refuse(f"{ENTRY}/{field}", what, fix)
+            raise refuse(f"{ENTRY}/{field}", what, fix, Refusal.OUT_OF_RANGE)
 
     if not request.enabled:
         check_unpruned(rules, sizes, limit)
@@ -132,8 +134,10 @@ def check_unpruned(
     MIN, the least number of tokens to which an image may be cut, says nothing about them.
     """
     if (largest := max(sizes, default=0)) > rules.maximum:
-        what = f"false keeps all {largest} tokens of an image, and requests may keep"
-        raise refuse(f"{ENTRY}/enabled", f"{what} {rules.maximum}", "ask for a budget")
+        what = f"false keeps all {largest} tokens of an image, and requests may keep "
+        what += str(rules.maximum)
+        fix = "ask for a budget"
+        raise refuse(f"{ENTRY}/enabled", what, fix, Refusal.OUT_OF_RANGE)
     share_tokens(limit, sizes, "enabled")
 
 
@@ -149,9 +153,11 @@ def share_tokens(
         return None
     what = f"{sum(kept)} tokens of {len(kept)}, and a request has {limit} for them"
     if asked:
-        raise refuse(f"{ENTRY}/{asked}", what, "ask for fewer, or leave it out")
+        fix = "ask for fewer, or leave it out"
+        raise refuse(f"{ENTRY}/{asked}", what, fix, Refusal.OUT_OF_RANGE)
     if limit < len(kept):
-        raise refuse("messages", what, "send fewer images or videos")
+        fix = "send fewer images or videos"
+        raise refuse("messages", what, fix, Refusal.OUT_OF_RANGE)
     return split_shared_budget(limit, kept)
 
 
@@ -174,5 +180,6 @@ def find_trimming(
         return None
     if served.whole_only:
         what = f"no cell can be dropped: this model {served.whole_only}"
-        raise refuse(f"{ENTRY}/cells", what, "leave it out, also of a state")
+        fix = "leave it out, also of a state"
+        raise refuse(f"{ENTRY}/cells", what, fix, Refusal.UNSUPPORTED)
     return Trimming(rule)

@@ -1,0 +1,66 @@
+"""Refused requests: what programs read of them, beside the message."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+from vllm.exceptions import VLLMValidationError
+
+from tests.serving.unit.samples import LARGE, Sender
+from vllm_autoprune.errors import Problem, Refusal, RequestError, StateError
+from vllm_autoprune.serving.api.refusal import (
+    REFUSED,
+    RefusedRequest,
+    refusing_requests,
+)
+from vllm_autoprune.serving.settings import RequestRules
+
+
+def test_an_error_of_ours_is_one_of_vllms_with_the_same_message() -> None:
+    problems = [Problem("/a", "is b", "write c", "value"), Problem("/d", "is e")]
+    before = REFUSED._value.get()
+    with pytest.raises(VLLMValidationError) as caught, refusing_requests():
+        raise StateError("state", problems)
+    error = caught.value
+    assert isinstance(error, RefusedRequest) and isinstance(error, RequestError)
+    assert error.problems == tuple(problems)
+    assert str(error) == str(StateError("state", problems))
+    assert error.parameter == "/a#value"
+    assert REFUSED._value.get() == before + 1
+
+
+def test_a_place_without_a_kind_is_a_place_and_other_errors_pass() -> None:
+    error = RefusedRequest("request", [Problem("/a", "is b")])
+    assert error.parameter == "/a"
+    copy = pickle.loads(pickle.dumps(error))
+    assert (str(copy), copy.parameter) == (str(error), "/a")
+    with pytest.raises(TypeError, match="ours"), refusing_requests():
+        raise TypeError("ours")
+
+
+@pytest.mark.parametrize(
+    ("level", "fields", "kind"),
+    [
+        ("none", {"budget": 4}, Refusal.NOT_ALLOWED),
+        ("shipped-states", {"state": {"name": "mine"}}, Refusal.NOT_ALLOWED),
+        ("states", {"state": "nosuch"}, Refusal.UNKNOWN_STATE),
+        ("states", {"state": {}}, "version"),
+        ("states", {"budget": 300}, Refusal.OUT_OF_RANGE),
+        ("states", {"recall": 300}, Refusal.OUT_OF_RANGE),
+        ("states", {"positions": "packed"}, Refusal.UNSUPPORTED),
+        ("states", {"budget": "x"}, ""),
+    ],
+)
+def test_a_refused_request_says_its_kind(
+    sender: Sender, level: str, fields: dict[str, Any], kind: str
+) -> None:
+    folder = sender._config.model
+    rules = RequestRules(level, 2, 256, explicit=True)  # type: ignore[arg-type]
+    with pytest.raises(RefusedRequest) as caught:
+        Sender(folder, budget=8, rules=rules).send([LARGE], **fields)
+    (name,) = fields
+    where, _, said = caught.value.parameter.partition("#")
+    assert where.startswith(f"mm_processor_kwargs/autoprune/{name}")
+    assert said == kind

@@ -1,0 +1,47 @@
+"""Refusals of requests, as vLLM answers them: status 400, with the place and kind for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from prometheus_client import Counter
+from vllm.exceptions import VLLMValidationError
+
+from vllm_autoprune.errors import AutopruneError, Problem, RequestError
+
+REFUSED = Counter(
+    "autoprune_requests_refused", "Requests whose autoprune entry was refused."
+)
+
+
+class RefusedRequest(RequestError, VLLMValidationError):
+    """The error of a request, which every endpoint of vLLM answers by 400.
+
+    ``parameter`` is the ``param`` of OpenAI's error object: WHERE#KIND of the first problem, or
+    WHERE alone (docs/clients.md).
+    """
+
+    def __init__(self, subject: str, problems: Sequence[Problem]) -> None:
+        super().__init__(subject, problems)
+        problem = self.problems[0]
+        self.parameter = problem.where
+        if problem.kind:
+            self.parameter += f"#{problem.kind}"
+        self.value = None
+
+    # vLLM's adds the parameter to the message, which begins with the place already.
+    __str__ = Exception.__str__
+
+
+@contextmanager
+def refusing_requests() -> Iterator[None]:
+    """Count a request that is refused, and raise the error of its problems for vLLM.
+
+    Of some steps vLLM answers no error by 400 but its own.
+    """
+    try:
+        yield
+    except AutopruneError as error:
+        REFUSED.inc()
+        raise RefusedRequest(error.subject, error.problems) from None
