@@ -99,47 +99,45 @@ class RecordedEvaluator:
         """
         if job.start == job.stop:
             return Answers()
-        digest = ALL_TOKENS if job.candidate is None else job.candidate.digest
         record = EvaluationRecord(
             split=job.split,
-            digest=digest,
+            digest=ALL_TOKENS if job.candidate is None else job.candidate.digest,
             budget=0 if job.candidate is None else job.budget,
             start=job.start,
             stop=job.stop,
         )
-        known = self._ledger.find(EvaluationRecord, record.key)
-        if known is None:
-            start = time.monotonic()
-            started_at = time.time()
-            logprob = tuple[float, ...]()
-            right = ""
-            failure = ""
-            try:
-                answers = await self._evaluator.evaluate(job)
-                if not all(map(math.isfinite, answers.logprob)):
-                    raise EvaluationFailed(
-                        "a log-probability of a reference answer is not finite"
-                    )
-                logprob = tuple(round(value, _DECIMALS) for value in answers.logprob)
-                right = "".join("01"[correct] for correct in answers.right)
-            except EvaluationFailed as error:
-                if baseline := self._baselines.get(digest):
-                    raise SearchError(
-                        f"{baseline} cannot be measured on the {job.split} split: {error} -> mend "
-                        "the server and resume, or mend the questions and begin a new ledger"
-                    ) from None
-                failure = str(error)
-            clock = Clock(at=started_at, seconds=round(time.monotonic() - start, 3))
-            result = {
-                "logprob": logprob,
-                "right": right,
-                "failure": failure,
-                "clock": clock,
-            }
-            known = self._ledger.put(record.model_copy(update=result))
-        if known.failure:
-            raise EvaluationFailed(known.failure)
-        return Answers(known.logprob, tuple(digit == "1" for digit in known.right))
+        recorded = self._ledger.find(EvaluationRecord, record.key)
+        if recorded is None:
+            result = await self._measure(job, record.digest)
+            recorded = self._ledger.put(record.model_copy(update=result))
+        if recorded.failure:
+            raise EvaluationFailed(recorded.failure)
+        correct = tuple(digit == "1" for digit in recorded.right)
+        return Answers(recorded.logprob, correct)
+
+    async def _measure(self, job: EvaluationJob, digest: str) -> dict[str, object]:
+        """Fields of the record of a measurement: the answers, or the candidate's failure."""
+        result: dict[str, object] = {}
+        started_at = time.time()
+        start = time.monotonic()
+        try:
+            answers = await self._evaluator.evaluate(job)
+            if not all(map(math.isfinite, answers.logprob)):
+                what = "a log-probability of a reference answer is not finite"
+                raise EvaluationFailed(what)
+            rounded = tuple(round(value, _DECIMALS) for value in answers.logprob)
+            result["logprob"] = rounded
+            result["right"] = "".join("01"[correct] for correct in answers.right)
+        except EvaluationFailed as error:
+            if baseline := self._baselines.get(digest):
+                raise SearchError.of(
+                    f"{baseline} cannot be measured on the {job.split} split",
+                    str(error),
+                    "mend the server and resume, or mend the questions and begin a new ledger",
+                ) from None
+            result["failure"] = str(error)
+        seconds = round(time.monotonic() - start, 3)
+        return result | {"clock": Clock(at=started_at, seconds=seconds)}
 
 
 class ServedEvaluator:

@@ -17,7 +17,7 @@ import numpy as np
 
 from offline_search.candidates import BASE_PARENT
 from offline_search.components import structure
-from offline_search.ledger import ProposalRecord, TrialRecord
+from offline_search.ledger import ProposalRecord, Standing, TrialRecord
 from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.statistics import Estimate, Floats
 from vllm_autoprune.tpdsl.state import PruningState
@@ -164,6 +164,11 @@ def fit_difficulty(values: Floats) -> Floats:
     with np.errstate(invalid="ignore"):
         difficulty: Floats = (known - asked * effects[:, None]).sum(axis=0) / counts
     return difficulty
+
+
+def rounded_mean(values: Sequence[float]) -> float:
+    """Mean with the six decimals that records have."""
+    return round(sum(values) / len(values), 6)
 
 
 FAILURES_TO_GIVE_UP = 25
@@ -439,6 +444,21 @@ class History:
                 Difference(-math.inf, 0) if best is None else self.compare(best, before)
             )
         return leads
+
+    def standing(self, plateaus: int) -> Standing:
+        """Who leads, and who is tied with it; ``plateaus`` is the level of the search's."""
+        leader = self.leader()
+        gain = self.compare(leader, self.base)
+        return Standing(
+            best=leader.name,
+            objective=self.estimate(leader) or 0.0,
+            gain=round(gain.value, 6),
+            error=round(gain.error, 6) if math.isfinite(gain.error) else 0.0,
+            tied=tuple(trial.name for trial in self.tied()),
+            resolution=self.resolution,
+            answers=self.answers,
+            plateaus=plateaus,
+        )
 
     def best_values(self) -> Floats:
         """Values of the leader."""

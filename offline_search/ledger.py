@@ -331,9 +331,10 @@ class Ledger(RecordFile[Record]):
             self.append([record])
             self._by_key[record.key] = record
         elif _dump_without_clock(known) != _dump_without_clock(record):
-            raise SearchError(
-                f"ledger {self.path}: {record.key} does not follow from what is recorded -> "
-                "resume with the version and the data that began it, or begin a new ledger"
+            raise SearchError.of(
+                f"ledger {self.path}",
+                f"{record.key} does not follow from what is recorded",
+                "resume with the version and the data that began it, or begin a new ledger",
             )
         return record
 

@@ -176,34 +176,34 @@ A difference of less than two standard errors leaves a hypothesis undecided."""
     )
 
 
-def proposal_prompt(  # noqa: PLR0913
-    settings: Settings,
-    summary: str,
-    example: PruningState,
-    begin: int,
-    total: int,
-    purposes: Sequence[str] = (),
-    facts: str = "",
-    place: str = "",
-) -> Messages:
-    """Prompt for candidate ``begin`` of a round's ``total``, or a list from there on.
+def describe_request(begin: int, total: int, purposes: Sequence[str] = ()) -> str:
+    """What a prompt asks for: candidate ``begin`` of a round's ``total``, or a list from there on.
 
-    A list has a candidate for each of ``purposes``. The summary is H_(t-1); ``facts`` are of the
-    images, ``place`` is that of the round in the search.
+    A list has a candidate for each of ``purposes``.
     """
-    request = f"Propose candidate {begin + 1} of {total}, with a higher score."
-    if count := len(purposes):
-        which = f"candidates {begin + 1} to {begin + count}"
-        request = (
-            f"Propose {which if count > 1 else f'candidate {begin + 1}'} of {total}, each "
-            "different from all others, in search of a higher score. Purposes that are proposed "
-            f"for them, in order: {', '.join(purposes)}."
-        )
+    count = len(purposes)
+    if not count:
+        return f"Propose candidate {begin + 1} of {total}, with a higher score."
+    candidates = f"candidate {begin + 1}"
+    if count > 1:
+        candidates = f"candidates {begin + 1} to {begin + count}"
+    return (
+        f"Propose {candidates} of {total}, each different from all others, in search of a higher "
+        f"score. Purposes that are proposed for them, in order: {', '.join(purposes)}."
+    )
+
+
+def proposal_prompt(
+    settings: Settings, context: str, example: PruningState, request: str
+) -> Messages:
+    """Prompt for candidates: what is known, a valid one, and what :func:`describe_request` says.
+
+    The context is facts of the images and the summary H_(t-1).
+    """
     text = _dump_compactly(example, bool(settings.bases))
-    request = f"{place} {request}".strip()
     return _ask(
         settings,
-        f"{facts}{summary}\n\nA valid candidate looks like this:\n{text}\n\n{request}",
+        f"{context}\n\nA valid candidate looks like this:\n{text}\n\n{request}",
     )
 
 

@@ -157,8 +157,11 @@ class ProposalClient:
         if known is not None:
             return known
         if self.proposer is None:
-            fix = "resume the recorded search to its end"
-            raise SearchError(f"the recording has no reply to this request -> {fix}")
+            raise SearchError.of(
+                "recording",
+                "has no reply to this request",
+                "resume the recorded search to its end",
+            )
         start = time.monotonic()
         started_at = time.time()
         if self.most_money is not None and self.total_cost().money >= self.most_money:

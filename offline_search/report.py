@@ -346,9 +346,8 @@ def read_report(records: Iterable[Record]) -> _SearchReport:
     known = list(records)
     opened = _of_type(known, SettingsRecord)
     if not opened:
-        raise SearchError(
-            "the ledger is empty -> give the ledger of a search that has begun"
-        )
+        fix = "give the ledger of a search that has begun"
+        raise SearchError.of("ledger", "is empty", fix)
     results = {record.name: record for record in _of_type(known, TrialRecord)}
     proposals = _of_type(known, ProposalRecord)
     clocks = [record.clock for record in known if record.clock.at]

@@ -17,7 +17,7 @@ import torch
 from offline_search.candidates import BASE_PARENT, Draft
 from offline_search.dataset import Dataset, cut_blocks
 from offline_search.evaluator import EvaluationJob, RecordedEvaluator
-from offline_search.history import Answers, History, Trial, compare
+from offline_search.history import Answers, History, Trial, compare, rounded_mean
 from offline_search.ledger import (
     Ledger,
     ProposalRecord,
@@ -449,8 +449,8 @@ class RoundEvaluator:
         objectives = self._values_by_budget(candidate).mean(1).tolist()
         accuracies = [answers.accuracy for answers in candidate.answers]
         update = {
-            "objective": round(sum(objectives) / len(objectives), 6),
-            "accuracy": round(sum(accuracies) / len(accuracies), 6),
+            "objective": rounded_mean(objectives),
+            "accuracy": rounded_mean(accuracies),
         }
         return record.model_copy(update=update)
 

@@ -9,17 +9,12 @@ completed steps from the ledger.
 
 Where the search split is longer than a block, each round has fresh questions of it, which leaders
 are asked as well: who was lucky once falls back. Where leaders are tied the search goes elsewhere,
-and where nothing better is found it ends.
-
-The winner has the best lower bound of its paired gain over the base policy on search and validation
-examples together: the search split alone overestimates candidates that were lucky on it, and the
-validation split alone is a smaller sample. Of those that are tied it is the simplest. It is
-reported on the test split, beside the base policy on the same examples.
+and where nothing better is found it ends (:mod:`offline_search.schedule`). The winner is chosen on
+search and validation questions together (:mod:`offline_search.winner`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -27,35 +22,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-import numpy as np
-
 from offline_search.candidates import base_state, list_purposes, minimal_state
 from offline_search.components import structure
 from offline_search.dataset import SPLITS, Dataset, Split, read_dataset
 from offline_search.evaluator import EvaluationJob, Evaluator, RecordedEvaluator
-from offline_search.history import Answers, History, compare, fit_difficulty, gave_up
+from offline_search.history import Answers, History, gave_up
 from offline_search.ledger import (
-    Comparison,
     Cost,
     Ledger,
     SettingsRecord,
-    Standing,
     SummaryRecord,
     WinnerRecord,
     digest_records,
     read_ledger,
 )
-from offline_search.prompt import Messages, describe_images, proposal_prompt, summarize
+from offline_search.prompt import (
+    Messages,
+    describe_images,
+    describe_request,
+    proposal_prompt,
+    summarize,
+)
 from offline_search.proposer import ProposalClient, Proposer
 from offline_search.report import ProgressLog
 from offline_search.rounds import RoundEvaluator
-from offline_search.settings import RACED_PER_PLACE, Settings
+from offline_search.schedule import EvaluationBudget, Plateau
+from offline_search.settings import Settings
 from offline_search.strategies import STRATEGIES
 from offline_search.strategies.language_model import Round
-from vllm_autoprune.errors import EvaluationFailed, SearchError
-from vllm_autoprune.evaluation.questions import Example
-from vllm_autoprune.statistics import ClusterBootstrap, Estimate, Floats
-from vllm_autoprune.tpdsl.state import PruningState
+from offline_search.winner import HeldOutEvaluator
+from vllm_autoprune.errors import SearchError
 from vllm_autoprune.tpdsl.tokens import VisualTokens
 
 
@@ -64,12 +60,6 @@ class NothingMeasured(SearchError):
 
 
 _SILENT = ProgressLog(lambda line: None)
-
-_LEAST_SHARE = 0.5
-"""Share of its budget before which no plateau ends a search."""
-
-_IDLE_ROUNDS = 4
-"""Rounds in a row after which a search ends where the best of none is ahead by the resolution."""
 
 
 class Search:
@@ -103,288 +93,104 @@ class Search:
         self._rounds = RoundEvaluator(
             settings, ledger, self._evaluator, examples, probes
         )
+        self._held_out = HeldOutEvaluator(
+            settings, self._evaluator, self._dataset, self._base
+        )
+        self._budget = EvaluationBudget(settings, self._rounds.blocks[0].stop)
 
-    async def run(self) -> WinnerRecord:  # noqa: C901, PLR0915
+    async def run(self) -> WinnerRecord:
         """Run or resume the search; raises :class:`SearchError` if it cannot continue."""
         settings = self._settings
-        ledger = self._ledger
-        known = ledger.find(SettingsRecord, "opened")
-        if known is not None and known.settings != settings:
-            before = dict(known.settings)
-            now = dict(settings)
-            differing = [
-                f"{name} is {now[name]!r}, was {before[name]!r}"
-                for name in before
-                if before[name] != now[name]
-            ]
-            raise SearchError(
-                f"ledger {ledger.path} belongs to another search ({'; '.join(differing)}) -> give "
-                "the same settings again, or another ledger"
-            )
-        ledger.put(SettingsRecord(settings=settings))
+        self._record_settings()
         strategy = STRATEGIES[settings.strategy](settings)
-        history = self.history = await self._rounds.evaluate_baselines(self._base)
-        # The other splits now, because a question that cannot be asked would else end the search.
-        await self._compare(self._base, "validation")
-        await self._compare(self._base, "test")
-        examples = self._rounds.blocks[0].stop
-        self._observer.on_start(history, examples)
-        full = examples * len(settings.budgets)
-        budget = settings.total_candidates * full
-        plateaus = 0
-        since = 0
-        fresh = len(self._rounds.blocks) > 1
-        history.resolution = settings.resolution or 0.0
+        history = self.history = await self._measure_baselines()
+        plateau = Plateau()
         summary = summarize(history)
         for number in range(1, settings.maximum_rounds + 1):
-            spent = history.answers
-            if settings.has_fixed_evaluations and spent >= budget:
+            if self._budget.is_spent(history.answers):
                 break
-            count = settings.per_round
-            if settings.races:
-                # The last round is smaller, so that a race exceeds its budget by little.
-                count = RACED_PER_PLACE * min(count, max(1, (budget - spent) // full))
-            rng = Random(f"{settings.seed} {number}")
-            tied = (
-                {structure(each.require_state()) for each in history.tied()}
-                if plateaus
-                else ()
-            )
-            place = f"Round {number} of {settings.rounds}."
-            last = number == settings.rounds
-            if settings.has_fixed_evaluations:
-                place = f"Round {number}; {spent} of {budget} answers are spent."
-                last = budget - spent <= settings.per_round * full
-            if last and history.best() is not None:
-                place += " It is the last one: only refinements of listed candidates are asked for."
-            current = Round(
-                number,
-                count,
-                history,
-                summary,
-                rng,
-                self._client,
-                frozenset(tied),
-                self._facts,
-                place,
-            )
+            current = self._plan_round(number, history, summary, plateau)
             drafts = await strategy.propose(current)
             trials = await self._rounds.evaluate_round(
                 drafts, number, history, settings.races
             )
-            fixed = settings.has_fixed_evaluations
-            share = min(
-                1.0, history.answers / budget if fixed else number / settings.rounds
-            )
-            if fresh and settings.resolution is None:
-                reach = min(len(history.examples), settings.rounds * examples)
-                history.resolution = history.reach(reach)
-            if history.resolution and number >= since + 2:
-                leads = history.leads(number - 1, number)
-                recent = {gap.verdict(history.resolution) for gap in leads}
-                if "better" in recent:
-                    plateaus = 0
-                elif not plateaus and recent == {"undecided"}:
-                    plateaus = 1
-                    since = number
-            ahead = [
-                gap.value for gap in history.leads(number - _IDLE_ROUNDS + 1, number)
-            ]
-            is_idle = (
-                bool(history.resolution and ahead) and max(ahead) <= history.resolution
-            )
-            if share >= _LEAST_SHARE and is_idle:
-                plateaus = 2
-                since = number
-            standing = self._describe_standing(history, plateaus)
+            self._update_resolution(history)
+            share = self._budget.share(number, history.answers)
+            plateau.update(history, number, share)
             summary = summarize(history)
-            ledger.put(SummaryRecord(round=number, text=summary, standing=standing))
+            standing = history.standing(plateau.level)
+            record = SummaryRecord(round=number, text=summary, standing=standing)
+            self._ledger.put(record)
             self._observer.on_round(trials, history, share, self._client.total_cost())
-            if plateaus and since == number:
-                self._observer.on_plateau(standing, budget)
-            if plateaus > 1 or gave_up([trial.result for trial in history.trials]):
+            if plateau.level and plateau.since == number:
+                self._observer.on_plateau(standing, self._budget.answers)
+            results = [trial.result for trial in history.trials]
+            if plateau.level > 1 or gave_up(results):
                 break
-        winner = ledger.put(await self._choose_winner(history))
+        if history.best() is None:
+            raise NothingMeasured.of(
+                "search",
+                "no candidate was evaluated to the end",
+                "`vllm-autoprune search report` has the reasons; fix them and begin a new ledger",
+            )
+        winner = self._ledger.put(await self._held_out.choose_winner(history))
         self._observer.on_finish(winner)
         return winner
 
-    @staticmethod
-    def _describe_standing(history: History, plateaus: int) -> Standing:
-        leader = history.leader()
-        base = history.base
-        gain = history.compare(leader, base)
-        return Standing(
-            best=leader.name,
-            objective=history.estimate(leader) or 0.0,
-            gain=round(gain.value, 6),
-            error=round(gain.error, 6) if math.isfinite(gain.error) else 0.0,
-            tied=tuple(trial.name for trial in history.tied()),
-            resolution=history.resolution,
-            answers=history.answers,
-            plateaus=plateaus,
-        )
-
-    async def _choose_winner(self, history: History) -> WinnerRecord:
-        """The winner; raises :class:`SearchError` if no candidate was measured to the end."""
-        settings = self._settings
-        candidates = {
-            trial.name: trial for trial in history.ranked()[: settings.confirmed]
-        }
-        if not candidates:
-            raise NothingMeasured(
-                "no candidate was evaluated to the end -> `vllm-autoprune search report` has the "
-                "reasons; fix them and begin a new ledger"
+    def _record_settings(self) -> None:
+        """Begin the ledger; raises :class:`SearchError` for one of a search with other settings."""
+        opened = self._ledger.find(SettingsRecord, "opened")
+        if opened is not None and opened.settings != self._settings:
+            recorded = dict(opened.settings)
+            differences = [
+                f"{name} is {value!r}, was {recorded[name]!r}"
+                for name, value in self._settings
+                if value != recorded[name]
+            ]
+            raise SearchError.of(
+                f"ledger {self._ledger.path}",
+                f"belongs to another search ({'; '.join(differences)})",
+                "give the same settings again, or another ledger",
             )
-        confirmed = dict[str, Comparison]()
-        both = dict[str, Floats]()  # values on the questions of both splits, (M + V,)
-        examples = [*history.examples, *self._dataset.splits["validation"]]
-        for name, trial in {"": history.base, **candidates}.items():
-            with contextlib.suppress(EvaluationFailed):
-                state = trial.require_state()
-                searched = history.values(trial)
-                comparison = await self._compare(state, "validation")
-                values, _ = await self._values(state, "validation")
-                both[name] = values if searched is None else np.append(searched, values)
-                if name:
-                    confirmed[name] = comparison
-        fitted = [*both.values()]
-        unasked = np.full(len(examples) - len(history.examples), np.nan)
-        for trial in history.evaluated():
-            if (
-                trial.name not in both
-                and (searched := history.values(trial)) is not None
-            ):
-                fitted.append(np.append(searched, unasked))
-        # Of both splits together: their shares differ between candidates, and so do their levels.
-        difficulty = fit_difficulty(np.array(fitted))
-        gains = {
-            name: compare(examples, both[name], both[""], difficulty)
-            for name in confirmed
-        }
-        estimates = {}
-        for name, validation in confirmed.items():
-            total = len(history.examples) * (history.estimate(candidates[name]) or 0.0)
-            total += validation.examples * validation.objective.value
-            estimates[name] = round(total / len(examples), 6)
+        self._ledger.put(SettingsRecord(settings=self._settings))
 
-        def rank(name: str) -> tuple[bool, float, float]:
-            """Those within a standard error of the best first (Breiman 1984), by simplicity."""
-            gap = compare(examples, both[name], both[best], difficulty)
-            is_tied = name == best or abs(gap.value) <= min(
-                history.resolution, gap.error
-            )
-            state = candidates[name].require_state()
-            selector = state.constraints.selector
-            complexity = (
-                len(structure(state))
-                + selector.bounds(settings.source_budget)[0] / 1000
-            )
-            return not is_tied, complexity if is_tied else 0.0, -gains[name].low
+    async def _measure_baselines(self) -> History:
+        """The unpruned model and the base policy on all splits: the initial history H_0.
 
-        best = max(gains, key=lambda name: gains[name].low, default="")
-        test = None
-        name = ""
-        for name in sorted(gains, key=rank):
-            with contextlib.suppress(EvaluationFailed):
-                test = await self._compare(candidates[name].require_state(), "test")
-                break
-        if test is None:
-            raise SearchError(
-                "none of the best candidates could be measured on the validation and test splits "
-                "-> look at the server's log and begin a new ledger"
-            )
-        winner = candidates[name]
-        base = await self._compare(self._base, "test")
-        state = winner.require_state()
-        figures = {
-            "validation": confirmed[name],
-            "test": test,
-            "test_base_policy": base,
-        }
-        scores = {
-            key: scores.model_dump(mode="json") for key, scores in figures.items()
-        }
-        provenance = state.provenance.model_copy(
-            update={
-                "found_by": f"vllm-autoprune search, strategy {settings.strategy}, "
-                f"proposer {settings.proposer or 'none'}",
-                "evaluated_on": settings.evaluator,
-                "seed": settings.seed,
-                "scores": {"search_objective": history.estimate(winner), **scores},
-                "notes": f"Candidate {name} by {winner.proposal.origin}. "
-                f"Objective: {settings.objective_text}. Ahead of {settings.base_policy} alone by "
-                f"{_format_gain(confirmed[name])} on validation, {_format_gain(test)} on test.",
-            }
-        )
-        # Name and provenance are outside a state's digest.
-        budget = re.sub(r"\W+", "-", f"{settings.budgets[0]}")
-        title = f"{state.base_policy.name}-searched-k{budget}"
-        state = state.model_copy(update={"name": title, "provenance": provenance})
-        return WinnerRecord(
-            winner=name,
-            digest=state.digest,
-            state=state.model_dump(mode="json"),
-            confirmed=confirmed,
-            estimates=estimates,
-            gains={name: gap.estimate() for name, gap in gains.items()},
-            test=test,
-            base=base,
+        Held-out splits too, because a question that cannot be asked would else end the search.
+        """
+        history = await self._rounds.evaluate_baselines(self._base)
+        await self._held_out.compare(self._base, "validation")
+        await self._held_out.compare(self._base, "test")
+        history.resolution = self._settings.resolution or 0.0
+        self._observer.on_start(history, self._budget.questions)
+        return history
+
+    def _plan_round(
+        self, number: int, history: History, summary: str, plateau: Plateau
+    ) -> Round:
+        """What the strategy proposes candidates from."""
+        tied = history.tied() if plateau.level else []
+        spent = history.answers
+        return Round(
+            number=number,
+            count=self._budget.count_proposals(spent),
+            history=history,
+            context=f"{self._facts}{summary}",
+            rng=Random(f"{self._settings.seed} {number}"),
+            client=self._client,
+            tied=frozenset(structure(trial.require_state()) for trial in tied),
+            position=self._budget.describe_round(number, spent, history),
         )
 
-    async def _compare(self, candidate: PruningState, split: Split) -> Comparison:
-        """Scores of a candidate on a split, and paired differences to the base policy."""
-        examples = self._dataset.splits[split]
-        values, ours = await self._values(candidate, split)
-        base_values, theirs = await self._values(self._base, split)
-        # Share of budgets at which each example is answered correctly, (M,).
-        correct, base_correct = (
-            np.mean([np.asarray(each.right, float) for each in answers], axis=0)
-            for answers in (ours, theirs)
-        )
+    def _update_resolution(self, history: History) -> None:
+        """Set what the budget can tell apart, where the settings have no resolution.
 
-        def mean(scores: Sequence[float]) -> float:
-            return round(sum(scores) / len(scores), 6)
-
-        return Comparison(
-            split=split,
-            examples=len(examples),
-            accuracy=mean([answers.accuracy for answers in ours]),
-            mme_total=mean(
-                [1000 * float(each.mme_shares(examples).mean()) for each in ours]
-            ),
-            objective=_bootstrap_mean(examples, values),
-            gain=_bootstrap_mean(examples, values - base_values),
-            accuracy_gain=_bootstrap_mean(examples, correct - base_correct),
-        )
-
-    async def _values(
-        self, candidate: PruningState, split: Split
-    ) -> tuple[Floats, Sequence[Answers]]:
-        """Values of a candidate on a split ``(M,)``, and its answers at each budget."""
-        settings = self._settings
-        examples = self._dataset.splits[split]
-
-        async def measure(candidate: PruningState | None, budget: int | str) -> Answers:
-            job = EvaluationJob(candidate, budget, split, 0, len(examples))
-            return await self._evaluator.evaluate(job)
-
-        full = await measure(None, 0)
-        answers = [await measure(candidate, budget) for budget in settings.budgets]
-        relative = [
-            each.relative_to(full, examples, settings.objective) for each in answers
-        ]
-        return np.mean(relative, 0), answers
-
-
-def _format_gain(comparison: Comparison) -> str:
-    gain = comparison.gain
-    return f"{gain.value:+.3f} ({gain.low:+.3f} to {gain.high:+.3f})"
-
-
-def _bootstrap_mean(examples: Sequence[Example], values: Floats) -> Estimate:
-    """Mean with its 95 % bootstrap interval, clustered by image, rounded to six decimals."""
-    bootstrap = ClusterBootstrap([example.image for example in examples])
-    return Estimate.of(bootstrap.mean(values)).rounded(6)
+        With fresh questions alone, because others say nothing new of a leader.
+        """
+        if self._settings.resolution is None and len(self._rounds.blocks) > 1:
+            questions = self._settings.rounds * self._budget.questions
+            history.resolution = history.reach(min(len(history.examples), questions))
 
 
 @dataclass(frozen=True)
@@ -398,9 +204,11 @@ class _Recording:
         return ()
 
     async def evaluate(self, job: EvaluationJob) -> Answers:
-        raise SearchError(
-            f"the recording has no evaluation of examples {job.start} to {job.stop} of the "
-            f"{job.split} split at K = {job.budget} -> resume the recorded search to its end first"
+        questions = f"examples {job.start} to {job.stop} of the {job.split} split"
+        raise SearchError.of(
+            "recording",
+            f"has no evaluation of {questions} at K = {job.budget}",
+            "resume the recorded search to its end first",
         )
 
 
@@ -431,17 +239,19 @@ async def replay_on(
         (record for record in recorded if isinstance(record, SettingsRecord)), None
     )
     if head is None:
-        raise SearchError(
-            f"ledger {recording}: contains no search -> give one that has begun"
+        raise SearchError.of(
+            f"ledger {recording}", "contains no search", "give one that has begun"
         )
-    settings, dataset = head.settings, read(head.settings)
+    settings = head.settings
+    dataset = read(settings)
     # Every evaluator of the package and of the benchmarks ends its name so; others are not checked.
     named = re.search(r"data ([0-9a-f]{12})$", settings.evaluator)
     if named is not None and not dataset.digest.startswith(named[1]):
-        raise SearchError(
-            f"ledger {recording}: its search had other questions than {dataset.folder} gives "
-            f"(data {named[1]}, not {dataset.digest[:12]}) -> give the data folder and the "
-            "--images of the recorded search"
+        raise SearchError.of(
+            f"ledger {recording}",
+            f"its search had other questions than {dataset.folder} gives "
+            f"(data {named[1]}, not {dataset.digest[:12]})",
+            "give the data folder and the --images of the recorded search",
         )
     with Ledger(into, recorded) as ledger:
         winner = await Search(
@@ -470,7 +280,8 @@ def estimate_cost(
     listed = settings.proposals_per_reply
     total = settings.per_round
     purposes = list_purposes(0, min(listed, total), measured=True) if listed > 1 else ()
-    messages = proposal_prompt(settings, history, example, 0, total, purposes)
+    request = describe_request(0, total, purposes)
+    messages = proposal_prompt(settings, history, example, request)
     # Proposals that repeat earlier ones cost a call and no evaluation, so there may be more calls.
     rounds = settings.maximum_rounds
     proposals = total if STRATEGIES[settings.strategy](settings).uses_proposer else 0

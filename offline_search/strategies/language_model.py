@@ -11,28 +11,26 @@ from typing import ClassVar
 
 from offline_search.candidates import PURPOSES, Draft, list_purposes, minimal_state
 from offline_search.history import History, Trial
-from offline_search.prompt import crossover_prompt, proposal_prompt
+from offline_search.prompt import crossover_prompt, describe_request, proposal_prompt
 from offline_search.proposer import ProposalClient, ProposalRequest
 from offline_search.settings import Settings
 
 
 @dataclass(frozen=True)
 class Round:
-    """Input of one round: history H_(t-1), its summary, a random generator, and the proposer.
-
-    ``tied``: structures that the optimizer leaves, because leaders of them are tied.
-    """
+    """Input of one round: history H_(t-1), a random generator, and the proposer."""
 
     number: int
     count: int
     history: History
-    summary: str
+    context: str
+    """What prompts say before a request: facts of the images, and the summary of the history."""
     rng: Random
     client: ProposalClient
-    tied: frozenset[tuple[str, ...]] = frozenset()
-    facts: str = ""
-    place: str = ""
-    """Which round this is, for prompts."""
+    tied: frozenset[tuple[str, ...]]
+    """Structures that the optimizer leaves, because leaders of them are tied."""
+    position: str
+    """Which round of the search this is, for prompts."""
 
     async def request(self, requests: Iterable[ProposalRequest]) -> list[Draft]:
         """The drafts in the replies to concurrent requests, in their order."""
@@ -47,8 +45,6 @@ class Round:
         follow those of the lists before it, over all rounds.
         """
         history = self.history
-        number = self.number
-        summary = self.summary
         best = history.best()
         example = (best and best.state) or minimal_state(settings)
         parents = () if best is None else (best.name,)
@@ -66,20 +62,16 @@ class Round:
             if size > 1:
                 length = min(size, count - begin)
                 total = count
-                start = ((number - 1) * count + begin) % len(PURPOSES)
+                start = ((self.number - 1) * count + begin) % len(PURPOSES)
                 purposes = list_purposes(start, length, measured=best is not None)
+            request = describe_request(begin, total, purposes)
             messages = proposal_prompt(
-                settings,
-                summary,
-                example,
-                begin,
-                total,
-                purposes,
-                self.facts,
-                self.place,
+                settings, self.context, example, f"{self.position} {request}"
             )
             requests.append(
-                ProposalRequest(number, begin, messages, "llm", parents, length, names)
+                ProposalRequest(
+                    self.number, begin, messages, "llm", parents, length, names
+                )
             )
         return await self.request(requests)
 
@@ -154,8 +146,9 @@ class _EvoPrompting(Strategy, name="evoprompting"):
                 parents = self.draw_parents(population, _PARENTS, current.rng)
                 messages = crossover_prompt(settings, parents)
             else:
+                request = describe_request(index, count)
                 messages = proposal_prompt(
-                    settings, "", minimal_state(settings), index, count
+                    settings, "", minimal_state(settings), request
                 )
             names = tuple(parent.name for parent in parents)
             requests.append(ProposalRequest(number, index, messages, origin, names))

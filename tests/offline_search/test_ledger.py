@@ -24,12 +24,12 @@ from offline_search.ledger import (
     digest_records,
     read_ledger,
 )
-from offline_search.search import _bootstrap_mean
 from offline_search.settings import Settings
 from tests.fake_server import Answer, Body
 from tests.offline_search.synthetic import answer_search, endpoint, trial
 from vllm_autoprune.errors import SearchError
 from vllm_autoprune.evaluation.questions import Example
+from vllm_autoprune.statistics import ClusterBootstrap, Estimate
 
 
 def summary(number: int, text: str = "so far") -> SummaryRecord:
@@ -173,7 +173,8 @@ def test_intervals_and_errors_are_over_images_not_questions() -> None:
     counts = [1 + image % 5 for image in range(60)]
     rows = [example(image) for image, count in enumerate(counts) for _ in range(count)]
     gaps = np.random.default_rng(3).normal(size=60).repeat(counts) - 1.0
-    interval = _bootstrap_mean(rows, gaps)
+    bootstrap = ClusterBootstrap([row.image for row in rows])
+    interval = Estimate.of(bootstrap.mean(gaps))
     zeros = np.zeros(len(rows))
     width = interval.high - interval.low
     assert compare(rows, gaps, zeros).error == pytest.approx(width / 3.92, rel=0.1)

@@ -18,6 +18,7 @@ from offline_search.candidates import (
 from offline_search.history import History, Trial
 from offline_search.prompt import (
     crossover_prompt,
+    describe_request,
     proposal_prompt,
     repair_prompt,
     summarize,
@@ -72,10 +73,18 @@ def history() -> History:
 def test_prompts_give_no_advice(history: History) -> None:
     """A proposer is told what it may write and what was measured, not what to conclude."""
     prompts = [
-        proposal_prompt(SETTINGS, summarize(history), minimal_state(SETTINGS), 0, 5),
+        proposal_prompt(
+            SETTINGS,
+            summarize(history),
+            minimal_state(SETTINGS),
+            describe_request(0, 5),
+        ),
         crossover_prompt(SETTINGS, history.ranked()[:2]),
         proposal_prompt(
-            LISTS, summarize(history), minimal_state(LISTS), 0, 5, list(PURPOSES)
+            LISTS,
+            summarize(history),
+            minimal_state(LISTS),
+            describe_request(0, 5, list(PURPOSES)),
         ),
     ]
     prompts.append(repair_prompt(prompts[-1], "reply", {2: ["is invalid"]}, 5))
@@ -148,12 +157,12 @@ def test_base_policies_are_named_where_a_model_chooses_them(history: History) ->
     other = history.trials[0].require_state().model_copy(update={"base_policy": dart})
     history.trials.append(trial("3.0", [0.0] * 16, other, parent="1.0"))
     history.names_bases = True
-    messages = proposal_prompt(settings, summarize(history), other, 0, 5)
+    messages = proposal_prompt(settings, summarize(history), other, "")
     for name in settings.bases:
         assert f"- {name}: {BASE_POLICIES[name].doc}" in messages[0]["content"]
     assert "1.0 with base_policy name visionzip -> dart\n" in messages[1]["content"]
     assert '"base_policy":{"name":"dart"}' in messages[1]["content"]
-    plain = proposal_prompt(SETTINGS, "", other, 0, 5)[0]["content"]
+    plain = proposal_prompt(SETTINGS, "", other, "")[0]["content"]
     assert "base_policy" not in plain
     # A selector says what does not act on it.
     (line,) = (

@@ -85,7 +85,7 @@ async def test_a_search_that_runs_or_gave_up_can_be_reported(
         text = report.document().render_markdown()
         assert "has not ended" in text and ("Best on" in text) == bool(report.trials)
     part.write_bytes(b"")
-    with pytest.raises(SearchError, match="the ledger is empty"):
+    with pytest.raises(SearchError, match="ledger: is empty"):
         read_report(read_ledger(part))
     with pytest.raises(NothingMeasured):
         await search(["no"], ledger="none", rounds=20, per_round=5)

@@ -1,0 +1,98 @@
+"""Course of a search: its evaluation budget, what each round may spend, and plateaus."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from offline_search.history import History
+from offline_search.settings import RACED_PER_PLACE, Settings
+
+_PLATEAU_SHARE = 0.5
+"""Share of its budget before which no plateau ends a search."""
+
+_IDLE_ROUNDS = 4
+"""Rounds in a row after which a search ends where the best of none is ahead by the resolution."""
+
+
+@dataclass(frozen=True)
+class EvaluationBudget:
+    """Answers that the candidates of a search may take, of so many questions a round.
+
+    A search with a fixed number of rounds counts those instead.
+    """
+
+    settings: Settings
+    questions: int
+
+    @property
+    def per_candidate(self) -> int:
+        """Answers of a candidate that is asked all questions of a round."""
+        return self.questions * len(self.settings.budgets)
+
+    @property
+    def answers(self) -> int:
+        """Answers of T x m candidates."""
+        return self.settings.total_candidates * self.per_candidate
+
+    def is_spent(self, spent: int) -> bool:
+        """Whether no further round begins after so many answers."""
+        return self.settings.has_fixed_evaluations and spent >= self.answers
+
+    def share(self, number: int, spent: int) -> float:
+        """Share of the search that is done after a round."""
+        if self.settings.has_fixed_evaluations:
+            return min(1.0, spent / self.answers)
+        return min(1.0, number / self.settings.rounds)
+
+    def count_proposals(self, spent: int) -> int:
+        """Candidates that are proposed in the next round."""
+        count = self.settings.per_round
+        if not self.settings.races:
+            return count
+        # The last round is smaller, so that a race exceeds its budget by little.
+        affordable = (self.answers - spent) // self.per_candidate
+        return RACED_PER_PLACE * min(count, max(1, affordable))
+
+    def describe_round(self, number: int, spent: int, history: History) -> str:
+        """Which round this is, and whether it is the last one, for prompts."""
+        rounds = self.settings.rounds
+        text = f"Round {number} of {rounds}."
+        is_last = number == rounds
+        if self.settings.has_fixed_evaluations:
+            text = f"Round {number}; {spent} of {self.answers} answers are spent."
+            remaining = self.answers - spent
+            is_last = remaining <= self.settings.per_round * self.per_candidate
+        if is_last and history.best() is not None:
+            text += " It is the last one: only refinements of listed candidates are asked for."
+        return text
+
+
+@dataclass
+class Plateau:
+    """Detects that rounds find nothing better than what leads by more than the resolution.
+
+    ``level`` 0: they do; 1: leaders are tied, so that other structures are searched; 2: several
+    rounds found nothing, so that the search ends. ``since`` is the round that set it.
+    """
+
+    level: int = 0
+    since: int = 0
+
+    def update(self, history: History, number: int, share: float) -> None:
+        """Take a round into account, with the share of the search that is done after it."""
+        resolution = history.resolution
+        if not resolution:
+            return
+        if number >= self.since + 2:
+            leads = history.leads(number - 1, number)
+            verdicts = {lead.verdict(resolution) for lead in leads}
+            if "better" in verdicts:
+                self.level = 0
+            elif self.level == 0 and verdicts == {"undecided"}:
+                self.level = 1
+                self.since = number
+        leads = history.leads(number - _IDLE_ROUNDS + 1, number)
+        is_idle = bool(leads) and max(lead.value for lead in leads) <= resolution
+        if is_idle and share >= _PLATEAU_SHARE:
+            self.level = 2
+            self.since = number

@@ -1,0 +1,263 @@
+"""Choice of the winner on held-out splits, and its scores there.
+
+The winner has the best lower bound of its paired gain over the base policy on search and validation
+examples together: the search split alone overestimates candidates that were lucky on it, and the
+validation split alone is a smaller sample. Of those that are tied it is the simplest. It is
+reported on the test split, beside the base policy on the same examples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from offline_search.components import structure
+from offline_search.dataset import Dataset, Split
+from offline_search.evaluator import EvaluationJob, RecordedEvaluator
+from offline_search.history import (
+    Answers,
+    Difference,
+    History,
+    Trial,
+    compare,
+    fit_difficulty,
+    rounded_mean,
+)
+from offline_search.ledger import Comparison, WinnerRecord
+from offline_search.settings import Settings
+from vllm_autoprune.errors import EvaluationFailed, SearchError
+from vllm_autoprune.evaluation.questions import Example
+from vllm_autoprune.statistics import ClusterBootstrap, Estimate, Floats
+from vllm_autoprune.tpdsl.state import PruningState
+
+
+@dataclass(frozen=True)
+class _Finalist:
+    """One of the best candidates, with its scores on the validation split.
+
+    ``values`` ``(M + V,)`` are those of the questions of the search split, not a number where one
+    was not asked, and of the validation split.
+    """
+
+    trial: Trial
+    validation: Comparison
+    values: Floats
+
+    def complexity(self, budget: int) -> float:
+        """Number of atoms, and q_e at this K among states of as many."""
+        state = self.trial.require_state()
+        quota, _ = state.constraints.selector.bounds(budget)
+        return len(structure(state)) + quota / 1000
+
+
+@dataclass(frozen=True)
+class _Finals:
+    """Finalists by name on the questions ``(M + V,)`` of the search and validation splits.
+
+    Values are corrected for the difficulty of both splits together: the shares of the splits in
+    what was asked differ between candidates, and so do their levels.
+    """
+
+    examples: Sequence[Example]
+    base: Floats
+    finalists: Mapping[str, _Finalist]
+    difficulty: Floats
+
+    def gains(self) -> dict[str, Difference]:
+        """Paired gains over the base policy."""
+        return {
+            name: self._compare(finalist.values, self.base)
+            for name, finalist in self.finalists.items()
+        }
+
+    def ranked(self, resolution: float, budget: int) -> list[str]:
+        """Names by the one-standard-error rule (Breiman 1984).
+
+        First those within a standard error, and the resolution, of the best lower bound, the
+        simplest first; then the others by their lower bounds.
+        """
+        gains = self.gains()
+        best = max(gains, key=lambda name: gains[name].low, default="")
+
+        def rank(name: str) -> tuple[bool, float, float]:
+            finalist = self.finalists[name]
+            gap = self._compare(finalist.values, self.finalists[best].values)
+            is_tied = name == best or abs(gap.value) <= min(resolution, gap.error)
+            complexity = finalist.complexity(budget) if is_tied else 0.0
+            return not is_tied, complexity, -gains[name].low
+
+        return sorted(gains, key=rank)
+
+    def _compare(self, values: Floats, reference: Floats) -> Difference:
+        return compare(self.examples, values, reference, self.difficulty)
+
+
+@dataclass(frozen=True)
+class HeldOutEvaluator:
+    """Measures states on whole splits, and chooses the winner of a search by them."""
+
+    settings: Settings
+    evaluator: RecordedEvaluator
+    dataset: Dataset
+    base: PruningState
+
+    async def choose_winner(self, history: History) -> WinnerRecord:
+        """The winner of a search; raises :class:`SearchError` if none could be measured."""
+        finals = await self._confirm(history)
+        for name in finals.ranked(history.resolution, self.settings.source_budget):
+            winner = finals.finalists[name].trial
+            try:
+                test = await self.compare(winner.require_state(), "test")
+            except EvaluationFailed:
+                continue
+            base = await self.compare(self.base, "test")
+            state = self._describe_winner(
+                finals.finalists[name], test, base, history.estimate(winner)
+            )
+            return WinnerRecord(
+                winner=name,
+                digest=state.digest,
+                state=state.model_dump(mode="json"),
+                confirmed={
+                    name: finalist.validation
+                    for name, finalist in finals.finalists.items()
+                },
+                estimates={
+                    name: _combined_estimate(finalist, history)
+                    for name, finalist in finals.finalists.items()
+                },
+                gains={name: gap.estimate() for name, gap in finals.gains().items()},
+                test=test,
+                base=base,
+            )
+        raise SearchError.of(
+            "search",
+            "none of the best candidates could be measured on the validation and test splits",
+            "look at the server's log and begin a new ledger",
+        )
+
+    async def _confirm(self, history: History) -> _Finals:
+        """Measure the best candidates of the search split on the validation split."""
+        validation = self.dataset.splits["validation"]
+        finalists: dict[str, _Finalist] = {}
+        for trial in history.ranked()[: self.settings.confirmed]:
+            with contextlib.suppress(EvaluationFailed):
+                comparison = await self.compare(trial.require_state(), "validation")
+                values = await self._append_validation(trial, history)
+                finalists[trial.name] = _Finalist(trial, comparison, values)
+        base = await self._append_validation(history.base, history)
+        rows = [base, *(finalist.values for finalist in finalists.values())]
+        unasked = np.full(len(validation), np.nan)
+        for trial in history.evaluated():
+            searched = history.values(trial)
+            if trial.name not in finalists and searched is not None:
+                rows.append(np.append(searched, unasked))
+        examples = [*history.examples, *validation]
+        return _Finals(examples, base, finalists, fit_difficulty(np.array(rows)))
+
+    async def _append_validation(self, trial: Trial, history: History) -> Floats:
+        """Values ``(M + V,)`` of a trial on the search and validation splits."""
+        values, _ = await self._measure(trial.require_state(), "validation")
+        searched = history.values(trial)
+        assert searched is not None, "a trial that was evaluated has values"
+        return np.append(searched, values)
+
+    def _describe_winner(
+        self,
+        finalist: _Finalist,
+        test: Comparison,
+        base: Comparison,
+        objective: float | None,
+    ) -> PruningState:
+        """The winner's state with its name and provenance, which are outside its digest."""
+        settings = self.settings
+        trial = finalist.trial
+        state = trial.require_state()
+        figures = {
+            "validation": finalist.validation,
+            "test": test,
+            "test_base_policy": base,
+        }
+        scores = {
+            name: scores.model_dump(mode="json") for name, scores in figures.items()
+        }
+        provenance = state.provenance.model_copy(
+            update={
+                "found_by": f"vllm-autoprune search, strategy {settings.strategy}, "
+                f"proposer {settings.proposer or 'none'}",
+                "evaluated_on": settings.evaluator,
+                "seed": settings.seed,
+                "scores": {"search_objective": objective, **scores},
+                "notes": f"Candidate {trial.name} by {trial.proposal.origin}. "
+                f"Objective: {settings.objective_text}. Ahead of {settings.base_policy} alone by "
+                f"{_format_gain(finalist.validation)} on validation, "
+                f"{_format_gain(test)} on test.",
+            }
+        )
+        budget = re.sub(r"\W+", "-", str(settings.budgets[0]))
+        name = f"{state.base_policy.name}-searched-k{budget}"
+        return state.model_copy(update={"name": name, "provenance": provenance})
+
+    async def compare(self, candidate: PruningState, split: Split) -> Comparison:
+        """Scores of a candidate on a split, and paired differences to the base policy."""
+        examples = self.dataset.splits[split]
+        values, answers = await self._measure(candidate, split)
+        base_values, base_answers = await self._measure(self.base, split)
+        accuracy_gains = _correct_shares(answers) - _correct_shares(base_answers)
+        return Comparison(
+            split=split,
+            examples=len(examples),
+            accuracy=rounded_mean([row.accuracy for row in answers]),
+            mme_total=rounded_mean(
+                [1000 * float(row.mme_shares(examples).mean()) for row in answers]
+            ),
+            objective=_bootstrap_mean(examples, values),
+            gain=_bootstrap_mean(examples, values - base_values),
+            accuracy_gain=_bootstrap_mean(examples, accuracy_gains),
+        )
+
+    async def _measure(
+        self, candidate: PruningState, split: Split
+    ) -> tuple[Floats, Sequence[Answers]]:
+        """Values of a candidate on a split ``(M,)``, and its answers at each budget."""
+        examples = self.dataset.splits[split]
+
+        async def ask(state: PruningState | None, budget: int | str) -> Answers:
+            job = EvaluationJob(state, budget, split, 0, len(examples))
+            return await self.evaluator.evaluate(job)
+
+        full = await ask(None, 0)
+        answers = [await ask(candidate, budget) for budget in self.settings.budgets]
+        objective = self.settings.objective
+        values = [row.relative_to(full, examples, objective) for row in answers]
+        return np.mean(values, 0), answers
+
+
+def _combined_estimate(finalist: _Finalist, history: History) -> float:
+    """Objective over the examples of the search and validation splits."""
+    searched = len(history.examples)
+    validation = finalist.validation
+    total = searched * (history.estimate(finalist.trial) or 0.0)
+    total += validation.examples * validation.objective.value
+    return round(total / (searched + validation.examples), 6)
+
+
+def _correct_shares(answers: Sequence[Answers]) -> Floats:
+    """Share of budgets at which each example is answered correctly, ``(M,)``."""
+    shares: Floats = np.mean([row.right for row in answers], axis=0)
+    return shares
+
+
+def _bootstrap_mean(examples: Sequence[Example], values: Floats) -> Estimate:
+    """Mean with its 95 % bootstrap interval, clustered by image, rounded to six decimals."""
+    bootstrap = ClusterBootstrap([example.image for example in examples])
+    return Estimate.of(bootstrap.mean(values)).rounded(6)
+
+
+def _format_gain(comparison: Comparison) -> str:
+    gain = comparison.gain
+    return f"{gain.value:+.3f} ({gain.low:+.3f} to {gain.high:+.3f})"
