@@ -33,7 +33,7 @@ from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 if TYPE_CHECKING:
     from vllm import LLM
 
-    from vllm_autoprune.serving.models.pruned_model import ImageInputs
+    from vllm_autoprune.serving.models.vision import ImageInputs
     from vllm_autoprune.serving.worker.features import ImageFeatures
 
 _LONGEST_PROMPT = 8192

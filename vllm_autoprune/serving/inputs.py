@@ -30,29 +30,33 @@ PIXELS = "pixel_"
 """Beginning of the names of fields that go to the device, with what a tower reads of an item. All
 others stay on the CPU, and say how many pixels there are and where."""
 
-CLIP_FIELDS = ("pixel_values_videos", "pixel_values_flat_video")
-"""Pixels of a clip, by frame where all have the same size; the second is InternVL's."""
+VIDEO_PIXELS = "pixel_values_videos"
+VIDEO_FIELDS = (VIDEO_PIXELS, "pixel_values_flat_video")
+"""Pixels of a video, by frame where all have the same size; the second is InternVL's."""
 
-CLIP_FRAMES = "video_num_patches"
-"""How many frames each of InternVL's clips has ``(B,)``, on the CPU."""
+VIDEO_TILES = "video_num_patches"
+"""How many frames each of InternVL's videos has ``(B,)``, on the CPU."""
 
 CELL = 2
 """Patches on each side of a token, in every model with a grid of patches."""
 
-_GRIDS = {"image": "image_grid_thw", "video": "video_grid_thw"}
-"""Patches of an item ``(3,)`` in time, height and width, by its modality."""
+IMAGE_GRID = "image_grid_thw"
+VIDEO_GRID = "video_grid_thw"
+"""Patches of an item ``(3,)`` in time, height and width."""
 
-_TILE_COUNTS = ("num_patches", "image_num_patches", CLIP_FRAMES)
+_GRIDS = {"image": IMAGE_GRID, "video": VIDEO_GRID}
+
+_TILE_COUNTS = ("num_patches", "image_num_patches", VIDEO_TILES)
 """How many tiles an item has, one in each row of its pixels."""
 
 _SIZE = "image_sizes"
 """Height and width of a picture before it was cut into tiles."""
 
-_PLACES = "pixel_position_ids"
+PATCH_PLACES = "pixel_position_ids"
 """Column and row of each patch, -1 of those that fill up."""
 
-_SECONDS = "second_per_grid_ts"
-"""Seconds between two frames of a clip."""
+FRAME_SECONDS = "second_per_grid_ts"
+"""Seconds between two frames of a video."""
 
 _MOST_SECONDS = 3600.0
 _MAX_SIDE = 1 << 16
@@ -110,7 +114,7 @@ def _is_numeric(value: object) -> bool:
 def _find_pixels(modality: str, fields: Fields) -> Tensor:
     """The pixels of an item, of which there is one tensor of its modality."""
     names = [name for name in fields if name.startswith("pixel_values")]
-    if len(names) != 1 or (names[0] in CLIP_FIELDS) != (modality == "video"):
+    if len(names) != 1 or (names[0] in VIDEO_FIELDS) != (modality == "video"):
         raise plan_error(
             f"is of {modality!r} with the pixels {', '.join(names) or 'of nothing'}"
         )
@@ -144,7 +148,7 @@ def _count_clip(
         raise plan_error(f"has T = {plan.frames}, and its item is {modality!r}")
     if not plan.frames:
         return None
-    grid = fields.get(_GRIDS["video"])
+    grid = fields.get(VIDEO_GRID)
     if frame is None:
         frames = (
             int(grid[0])
@@ -257,8 +261,8 @@ def _is_interval(value: object, rows: int) -> bool:
 _CHECKS: Mapping[str, Callable[[object, int], bool]] = {
     **dict.fromkeys(_TILE_COUNTS, _is_count),
     _SIZE: _are_sides,
-    _PLACES: _are_places,
-    _SECONDS: _is_interval,
+    PATCH_PLACES: _are_places,
+    FRAME_SECONDS: _is_interval,
 }
 """Check of a field's value, by name."""
 

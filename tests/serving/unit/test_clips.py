@@ -23,7 +23,7 @@ from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.selftest.serve import clip
 from vllm_autoprune.serving.api.clips import Clips
 from vllm_autoprune.serving.api.request import PruningRequest
-from vllm_autoprune.serving.inputs import CLIP_FRAMES, check_inputs
+from vllm_autoprune.serving.inputs import VIDEO_TILES, check_inputs
 from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.models.mrope import (
     _compute_input_positions,
@@ -284,7 +284,7 @@ FRAMES_OF_FOUR = torch.zeros(4, 3, 2, 2)
         ),
         ({"pixel_values_videos": FRAMES_OF_FOUR}, (6, 1), 25),
         (
-            {"pixel_values_flat_video": FRAMES_OF_FOUR, CLIP_FRAMES: torch.tensor(4)},
+            {"pixel_values_flat_video": FRAMES_OF_FOUR, VIDEO_TILES: torch.tensor(4)},
             (6, 0),
             24,
         ),
@@ -309,9 +309,9 @@ def test_a_plan_of_another_clip_is_refused(
             "is of 'video' with the pixels",
         ),
     ]
-    if CLIP_FRAMES in fields:
+    if VIDEO_TILES in fields:
         others.append(
-            (good, "video", {**fields, CLIP_FRAMES: torch.tensor(3)}, CLIP_FRAMES)
+            (good, "video", {**fields, VIDEO_TILES: torch.tensor(3)}, VIDEO_TILES)
         )
     for plan, modality, item, problem in others:
         with pytest.raises(RequestError, match=problem):

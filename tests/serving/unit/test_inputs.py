@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vllm_autoprune import RequestError
-from vllm_autoprune.serving.inputs import CLIP_FRAMES, check_inputs
+from vllm_autoprune.serving.inputs import VIDEO_TILES, check_inputs
 from vllm_autoprune.serving.plan import NO_KEY, ItemPlan
 
 IMAGE_PLAN = ItemPlan(8, NO_KEY, tokens=49)
@@ -208,7 +208,7 @@ def test_an_item_has_pixels_of_its_modality_alone() -> None:
         (CLIP_PLAN, "video", {**video, **GRID}),
         (CLIP_PLAN, "video", {**CLIP, **GRID}),
         (IMAGE_PLAN, "image", CLIP),
-        (IMAGE_PLAN, "image", {CLIP_FRAMES: torch.tensor(3)}),
+        (IMAGE_PLAN, "image", {VIDEO_TILES: torch.tensor(3)}),
         (IMAGE_PLAN, "audio", {}),
     ):
         with pytest.raises(RequestError, match=f"is of '{modality}' with the pixels"):

@@ -40,10 +40,7 @@ from vllm_autoprune.serving.models.mrope import (
     position_channels,
 )
 from vllm_autoprune.serving.models.placed_model import match_items
-from vllm_autoprune.serving.models.pruned_model import (
-    _describe_geometry,
-    find_entries,
-)
+from vllm_autoprune.serving.models.vision import _describe_geometry, find_entries
 from vllm_autoprune.serving.plan import LINE, NO_KEY, Choice, ItemPlan, Part
 from vllm_autoprune.tpdsl.tokens import Grid
 

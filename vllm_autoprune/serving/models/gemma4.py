@@ -21,13 +21,14 @@ from vllm.model_executor.models.gemma4_mm import (
 
 from vllm_autoprune.serving.api.layout import Placeholders, TokenCount
 from vllm_autoprune.serving.compat import depends_on
+from vllm_autoprune.serving.inputs import PATCH_PLACES
 from vllm_autoprune.serving.models.line import PrunedLine
-from vllm_autoprune.serving.models.pruned_model import (
+from vllm_autoprune.serving.models.pruned_model import prune_class
+from vllm_autoprune.serving.models.vision import (
     EncoderInputs,
     ImageInputs,
     ModelImage,
     Vision,
-    prune_class,
 )
 from vllm_autoprune.serving.worker.features import ImageFeatures, Region, Signal
 from vllm_autoprune.serving.worker.tower_hooks import InputHook, Merger, QueriesAndKeys
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from vllm.model_executor.models.gemma4_mm import Gemma4ProcessingInfo
     from vllm.multimodal.parse import ImageSize
 
-_FIELDS = ("pixel_values", "pixel_position_ids")
+_FIELDS = ("pixel_values", PATCH_PLACES)
 
 
 class _Pooler(Merger):
@@ -116,7 +117,7 @@ class _Gemma4Vision(Vision):
             grid = torch.tensor([height, width])
             fields = {
                 "pixel_values": pixels[i],
-                "pixel_position_ids": places[i],
+                PATCH_PLACES: places[i],
                 "grid": grid,
             }
             images.append(ModelImage(fields, height * width))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import prod
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,35 +18,35 @@ from vllm.model_executor.models.vision import run_dp_sharded_mrope_vision_model
 
 from vllm_autoprune.serving.api.layout import Placeholders, TokenCount
 from vllm_autoprune.serving.api.positions import ItemFields, ItemSize
-from vllm_autoprune.serving.inputs import CELLS_FIELD, count_patches
+from vllm_autoprune.serving.inputs import (
+    CELLS_FIELD,
+    FRAME_SECONDS,
+    VIDEO_GRID,
+    VIDEO_PIXELS,
+    count_patches,
+)
 from vllm_autoprune.serving.models.cells import CellGrid, CellTower
 from vllm_autoprune.serving.models.line import PrunedLine
 from vllm_autoprune.serving.models.mrope import (
-    VIDEO_GRIDS,
     GridLayout,
     PrunedMRope,
     position_channels,
     set_times,
 )
-from vllm_autoprune.serving.models.pruned_model import (
-    EncoderInputs,
-    ImageInputs,
-    ModelImage,
-    PrunedModel,
-    prune_class,
-)
+from vllm_autoprune.serving.models.pruned_model import PrunedModel, prune_class
+from vllm_autoprune.serving.models.vision import EncoderInputs, ImageInputs, ModelImage
 from vllm_autoprune.serving.worker.batch import ModelParts
-from vllm_autoprune.serving.worker.features import ImageFeatures, Region, Signal
+from vllm_autoprune.serving.worker.features import (
+    ImageFeatures,
+    Region,
+    Signal,
+    Signals,
+)
 from vllm_autoprune.serving.worker.tower_hooks import Merger
 from vllm_autoprune.tpdsl.tokens import Grid
 
 if TYPE_CHECKING:
     from vllm.multimodal.parse import ImageSize
-
-
-_CLIPS = "pixel_values_videos"
-_SECONDS = "second_per_grid_ts"
-"""Fields of clips: their patches, and the time between two of their frames."""
 
 
 def _frame_time(vision_config: Any, seconds: float, frame: int) -> int:
@@ -81,44 +80,36 @@ class GridVision(GridLayout):
     """Whether the processor shrinks images as :meth:`shrink_to_budget`."""
 
     def images(self, inputs: EncoderInputs) -> list[ModelImage]:
-        """Split the images, or clips, of one call."""
-        if _CLIPS in inputs:
-            clip_grids = inputs[VIDEO_GRIDS]
-            pixels = inputs[_CLIPS]
-            assert isinstance(pixels, Tensor) and isinstance(clip_grids, Tensor)
-            clips = zip(
-                pixels.split(clip_grids.prod(-1).tolist()), clip_grids, strict=True
-            )
-            others = {name: inputs[name] for name in (_SECONDS,) if name in inputs}
-            return [
-                ModelImage(
-                    {
-                        _CLIPS: part,
-                        VIDEO_GRIDS: grid,
-                        **{n: o[i] for n, o in others.items()},
-                    },
-                    self.count(grid),
-                )
-                for i, (part, grid) in enumerate(clips)
-            ]
+        """Split the images, or videos, of one call."""
+        if VIDEO_PIXELS in inputs:
+            return self._split_videos(inputs)
         grids = self.find_grids(inputs)
         pixels = inputs["pixel_values"]
-        anchors = inputs.get(
-            CELLS_FIELD, [torch.zeros(0, dtype=torch.int32)] * len(grids)
-        )
+        no_anchors = torch.zeros(0, dtype=torch.int32)
+        anchors = inputs.get(CELLS_FIELD, [no_anchors] * len(grids))
         patches = [count_patches(*image) for image in zip(anchors, grids, strict=True)]
         if self.joined_images:
             assert isinstance(pixels, Tensor)
             pixels = [*pixels.split(patches)]
         images = []
-        for part, grid, of_image, count in zip(
-            pixels, grids, anchors, patches, strict=True
-        ):
-            fields = {"pixel_values": part, self.grids: grid}
-            if len(of_image):
-                fields[CELLS_FIELD] = of_image
+        for i, count in enumerate(patches):
+            fields = {"pixel_values": pixels[i], self.grids: grids[i]}
+            if len(anchors[i]):
+                fields[CELLS_FIELD] = anchors[i]
             images.append(ModelImage(fields, count // self.merge**2))
         return images
+
+    def _split_videos(self, inputs: EncoderInputs) -> list[ModelImage]:
+        pixels = inputs[VIDEO_PIXELS]
+        grids = inputs[VIDEO_GRID]
+        assert isinstance(pixels, Tensor) and isinstance(grids, Tensor)
+        videos = []
+        for i, part in enumerate(pixels.split(grids.prod(-1).tolist())):
+            fields = {VIDEO_PIXELS: part, VIDEO_GRID: grids[i]}
+            if FRAME_SECONDS in inputs:
+                fields[FRAME_SECONDS] = inputs[FRAME_SECONDS][i]
+            videos.append(ModelImage(fields, self.count(grids[i])))
+        return videos
 
     def find_grids(self, inputs: EncoderInputs) -> Tensor:
         """The row of :attr:`grids` of each image."""
@@ -133,13 +124,6 @@ class GridVision(GridLayout):
         inputs = {"pixel_values": pixels, self.grids: grids}
         checked = self._model._parse_and_validate_image_input(**inputs)
         rows: Sequence[Tensor] = self._model._process_image_input(checked)
-        return rows
-
-    def _clip_rows(self, pixels: Tensor, grids: Tensor) -> Sequence[Tensor]:
-        """Rows ``(T n, D)`` of each clip, as the stock model makes them."""
-        inputs = {_CLIPS: pixels, VIDEO_GRIDS: grids}
-        checked = self._model._parse_and_validate_video_input(**inputs)
-        rows: Sequence[Tensor] = self._model._process_video_input(checked)
         return rows
 
     def tower_order(self, grids: Tensor) -> Tensor | None:
@@ -167,87 +151,114 @@ class GridVision(GridLayout):
             patches = torch.cat([image.flatten(0, 3) for image in cells])
         return patches.unflatten(0, (-1, merge**2)).mean(dim=1)
 
-    def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:  # noqa: C901
-        """Encode images or clips; tokens are selected by the first D channels of each row."""
-        are_clips = _CLIPS in images[0]
-        grids = torch.stack(
-            [image[VIDEO_GRIDS if are_clips else self.grids] for image in images]
-        )
-        pixels = [image[_CLIPS if are_clips else "pixel_values"] for image in images]
-        anchors = [image.get(CELLS_FIELD) for image in images]
-        tower_order = None
+    def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
+        """Encode images or videos; tokens are selected by the first D channels of each row."""
+        are_videos = VIDEO_PIXELS in images[0]
+        name = VIDEO_GRID if are_videos else self.grids
+        grids = torch.stack([image[name] for image in images])
         with self.recording():
-            if are_clips:
-                rows = self._clip_rows(torch.cat(pixels), grids)
-            elif any(of_image is not None for of_image in anchors):
-                rows, tower_order = self._encode_cells(
-                    torch.cat(pixels), grids, anchors
-                )
-            else:
-                rows = self.rows(
-                    torch.cat(pixels) if self.joined_images else pixels, grids
-                )
-
-        # What the hooks read, the tokens of each image in raster order.
-        merge = self.merge
-        patches = [len(rows_of_image) * merge**2 for rows_of_image in rows]
-        signals = {signal: hook.take() for signal, hook in self.merger.items()}
-        if self.attention is not None:
-            frames = [prod(grid[1:]) for grid in grids.tolist() for _ in range(grid[0])]
-            lengths = frames if are_clips else patches
-            signals["cls_attention"] = torch.cat(
-                self.attention.take().received(lengths)
-            )
-        for signal, part in signals.items():
-            if len(part) == sum(patches):
-                signals[signal] = self.merge_patches(part, grids)
-        if tower_order is None and signals:
-            tower_order = self.tower_order(grids)
-        if tower_order is not None:
-            signals = {signal: part[tower_order] for signal, part in signals.items()}
-        sizes = [count // merge**2 for count in patches]
-        split = {signal: part.split(sizes) for signal, part in signals.items()}
-
+            rows, order = self._run_tower(images, grids)
+        lengths = [len(part) * self.merge**2 for part in rows]
+        if are_videos:  # each frame is a sequence of its own
+            frames = grids[:, 1:].prod(dim=1).repeat_interleave(grids[:, 0])
+            lengths = frames.tolist()
+        signals = self._take_signals(grids, lengths, order)
+        counts = [len(part) for part in rows]
+        split = {signal: part.split(counts) for signal, part in signals.items()}
         features = []
-        for i, (*times, height, width) in enumerate(grids.tolist()):
-            of_grid = anchors[i]
-            cells = b"" if of_grid is None else of_grid.numpy().tobytes()
-            image_rows = rows[i]
-            grid = Grid(height // merge, width // merge, anchors=cells)
-            if are_clips:
-                grid = replace(grid, tiles=times[0], clip=True)
-            tokens = image_rows[:, : self._width].clone()
-            channels = [image_rows[:, self._width :]]
-            if isinstance(self._model, PrunedMRope) and self._model.autoprune_axes:
-                at = self._frame_times(images[i], times[0]) if are_clips else [0]
-                places = position_channels(grid.height, grid.width, tokens.device, at)
-                channels.append(grid.at_tokens(places.T).T.to(tokens.dtype))
+        for i, (image, grid_of_image) in enumerate(
+            zip(images, grids.tolist(), strict=True)
+        ):
+            # Copies: a view would keep the whole batch alive in the cache.
             of_image: dict[Signal, Tensor] = {
-                s: parts[i].clone() for s, parts in split.items()
+                signal: parts[i].clone() for signal, parts in split.items()
             }
-            extra = torch.cat(channels, dim=1)
-            order = (
-                torch.arange(grid.tokens, device=tokens.device)
-                if self.ordered
-                else None
-            )
-            region = Region(grid, tokens, of_image, extra_channels=extra, order=order)
+            region = self._make_region(image, grid_of_image, rows[i], of_image)
             features.append(ImageFeatures((region,)))
         return features
+
+    def _run_tower(
+        self, images: Sequence[ImageInputs], grids: Tensor
+    ) -> tuple[Sequence[Tensor], Tensor | None]:
+        """Rows ``(N, D)`` of each image or video, and where known the tower's order of tokens."""
+        if VIDEO_PIXELS in images[0]:
+            pixels = torch.cat([image[VIDEO_PIXELS] for image in images])
+            inputs = {VIDEO_PIXELS: pixels, VIDEO_GRID: grids}
+            checked = self._model._parse_and_validate_video_input(**inputs)
+            return self._model._process_video_input(checked), None
+        parts = [image["pixel_values"] for image in images]
+        anchors = [image.get(CELLS_FIELD) for image in images]
+        if any(of_image is not None for of_image in anchors):
+            return self._encode_cells(torch.cat(parts), grids, anchors)
+        return self.rows(torch.cat(parts) if self.joined_images else parts, grids), None
+
+    def _take_signals(
+        self, grids: Tensor, lengths: Sequence[int], order: Tensor | None
+    ) -> dict[Signal, Tensor]:
+        """What the hooks read of all tokens, in raster order.
+
+        ``lengths`` are the patches of each sequence of the tower's attention; ``order`` has the
+        indices of all tokens in the tower, as far as it is known.
+        """
+        signals = {signal: hook.take() for signal, hook in self.merger.items()}
+        if self.attention is not None:
+            received = self.attention.take().received(lengths)
+            signals["cls_attention"] = torch.cat(received)
+        if not signals:
+            return signals
+        for signal, part in signals.items():
+            if len(part) == sum(lengths):
+                signals[signal] = self.merge_patches(part, grids)
+        order = self.tower_order(grids) if order is None else order
+        if order is None:
+            return signals
+        return {signal: part[order] for signal, part in signals.items()}
+
+    def _make_region(
+        self,
+        image: ImageInputs,
+        grid_of_patches: Sequence[int],
+        rows: Tensor,
+        signals: Signals,
+    ) -> Region:
+        """The tokens of one image or video ``(N, D + E)``, with their positions under M-RoPE."""
+        *frames, height, width = grid_of_patches
+        anchors = image.get(CELLS_FIELD)
+        grid = Grid(
+            height // self.merge,
+            width // self.merge,
+            anchors=b"" if anchors is None else anchors.numpy().tobytes(),
+        )
+        if VIDEO_PIXELS in image:
+            grid = replace(grid, tiles=frames[0], clip=True)
+        channels = [rows[:, self._width :]]
+        if isinstance(self._model, PrunedMRope) and self._model.autoprune_axes:
+            times = self._frame_times(image, grid.tiles)
+            places = position_channels(grid.height, grid.width, rows.device, times)
+            channels.append(grid.at_tokens(places.T).T.to(rows.dtype))
+        return Region(
+            grid,
+            rows[:, : self._width].clone(),
+            signals,
+            extra_channels=torch.cat(channels, dim=1),
+            order=torch.arange(grid.tokens, device=rows.device)
+            if self.ordered
+            else None,
+        )
 
     def model_parts(self) -> ModelParts:
         """With the positions of frames, where text stands between them."""
         parts = super().model_parts()
         return replace(parts, set_times=set_times) if self.dates_frames else parts
 
-    def _frame_times(self, clip: ImageInputs, frames: int) -> list[int]:
+    def _frame_times(self, image: ImageInputs, frames: int) -> list[int]:
         """Position in time of each frame, as ``get_mrope_input_positions`` has them.
 
-        Those that follow text are set when it is known.
+        Those that follow text are set when it is known. An image is one frame.
         """
         if self.dates_frames:
             return [0] * frames
-        seconds = clip[_SECONDS].item() if _SECONDS in clip else 1.0
+        seconds = image[FRAME_SECONDS].item() if FRAME_SECONDS in image else 1.0
         vision = self._model.config.vision_config
         return [_frame_time(vision, seconds, frame) for frame in range(frames)]
 
@@ -296,25 +307,25 @@ class GridVision(GridLayout):
 
     @classmethod
     def measure(cls, info: Any, item: ItemFields) -> ItemSize:
-        """Positions that ``get_mrope_input_positions`` gives a whole image or clip, and T.
+        """Positions that ``get_mrope_input_positions`` gives a whole image or video, and T.
 
-        Those of clips that are never pruned are not counted, nor those of an item without a grid.
+        Those of videos that are never pruned are not counted, nor those of an item without a grid.
         """
         vision = info.get_hf_config().vision_config
         field = item.get(
-            VIDEO_GRIDS if cls.video_token and VIDEO_GRIDS in item else cls.grids
+            VIDEO_GRID if cls.video_token and VIDEO_GRID in item else cls.grids
         )
         grid = None if field is None else field.data
         if not isinstance(grid, Tensor) or grid.shape != (3,):
             return ItemSize()
         times, *sides = grid.tolist()
         side = max(sides) // vision.spatial_merge_size
-        frames = times if VIDEO_GRIDS in item else 0
+        frames = times if VIDEO_GRID in item else 0
         if not info.ctx.model_config.uses_mrope:
             return ItemSize(frames=frames)
         if cls.dates_frames:
             return ItemSize(times * side, frames)
-        seconds = float(item[_SECONDS].data) if _SECONDS in item else 1.0
+        seconds = float(item[FRAME_SECONDS].data) if FRAME_SECONDS in item else 1.0
         return ItemSize(max(_frame_time(vision, seconds, times - 1) + 1, side), frames)
 
     @staticmethod

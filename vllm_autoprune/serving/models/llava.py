@@ -23,15 +23,15 @@ from vllm.model_executor.models.llava_onevision import (
 
 from vllm_autoprune.serving.api.layout import Placeholders, TokenCount
 from vllm_autoprune.serving.api.positions import ItemFields, ItemSize
-from vllm_autoprune.serving.inputs import CLIP_FIELDS
+from vllm_autoprune.serving.inputs import VIDEO_PIXELS
 from vllm_autoprune.serving.models import pooled_frame
 from vllm_autoprune.serving.models.line import PrunedLine
-from vllm_autoprune.serving.models.pruned_model import (
+from vllm_autoprune.serving.models.pruned_model import prune_class
+from vllm_autoprune.serving.models.vision import (
     EncoderInputs,
     ImageInputs,
     ModelImage,
     Vision,
-    prune_class,
 )
 from vllm_autoprune.serving.served_state import ServedState
 from vllm_autoprune.serving.worker.batch import ModelParts
@@ -52,8 +52,6 @@ if TYPE_CHECKING:
         LlavaNextProcessingInfo,
     )
     from vllm.multimodal.parse import ImageSize
-
-_CLIPS = CLIP_FIELDS[0]
 
 _Tiles = tuple[Tensor, Signals]
 """M tiles of n tokens each after the projector ``(M, n, D)``, and their signals."""
@@ -305,29 +303,32 @@ class _LlavaNextVision(_ClipVision, _JoinedVision):
 class _OnevisionVision(_JoinedVision):
     """The vision side of LLaVA-OneVision: a SigLIP tower; crops are shrunk where there are many.
 
-    Frames of a clip are pooled, and a newline follows the last.
+    Frames of a video are pooled, and a newline follows the last.
     """
 
     _model: LlavaOnevisionForConditionalGeneration
     layers = _LAYERS
 
     def images(self, inputs: EncoderInputs) -> list[ModelImage]:
-        """Split the images or clips of one call of ``embed_multimodal``."""
-        if _CLIPS not in inputs:
+        """Split the images or videos of one call of ``embed_multimodal``."""
+        if VIDEO_PIXELS not in inputs:
             return super().images(inputs)
         self._model._parse_and_validate_video_input(**inputs)
-        (tokens, ends) = pooled_frame(self._model.config)
-        clips = _split_by_image(inputs, _CLIPS)
-        return [ModelImage(clip, len(clip[_CLIPS]) * tokens + ends) for clip in clips]
+        per_frame, ends = pooled_frame(self._model.config)
+        videos = []
+        for video in _split_by_image(inputs, VIDEO_PIXELS):
+            tokens = len(video[VIDEO_PIXELS]) * per_frame + ends
+            videos.append(ModelImage(video, tokens))
+        return videos
 
     def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
-        """Encode images or clips in one pass of the vision tower."""
-        if _CLIPS not in images[0]:
+        """Encode images or videos in one pass of the vision tower."""
+        if VIDEO_PIXELS not in images[0]:
             return super().encode(images)
         model = self._model
-        frames = [len(clip[_CLIPS]) for clip in images]
+        frames = [len(video[VIDEO_PIXELS]) for video in images]
         with self.recording():
-            pixels = torch.cat([clip[_CLIPS] for clip in images])
+            pixels = torch.cat([video[VIDEO_PIXELS] for video in images])
             pooled = model._video_pixels_to_features(model.vision_tower, pixels)
         signals = dict[Signal, Sequence[Tensor]]()
         if self.attention is not None:
@@ -339,11 +340,11 @@ class _OnevisionVision(_JoinedVision):
         features = []
         for i, rows in enumerate(pooled.split(frames)):
             grid = Grid(side, side, frames[i], clip=True)
-            of_clip: Signals = {
+            of_video: Signals = {
                 s: part[i].flatten().clone() for s, part in signals.items()
             }
             order = torch.arange(grid.tokens, device=rows.device)
-            region = Region(grid, rows.flatten(0, 1).clone(), of_clip, order=order)
+            region = Region(grid, rows.flatten(0, 1).clone(), of_video, order=order)
             features.append(ImageFeatures((region,), model.image_newline, 1))
         return features
 
@@ -369,14 +370,14 @@ class _OnevisionVision(_JoinedVision):
 
 
 class _PrunedOnevision(PrunedLine):
-    """Also serves clips of several lengths at once.
+    """Also serves videos of several lengths at once.
 
     Why: stock gives their rows as ``(1, N, D)`` then, at which vLLM's runner ends the engine.
     Remove when: ``_process_video_pixels`` gives ``(N, D)``.
     """
 
     def embed_multimodal(self, **kwargs: object) -> MultiModalEmbeddings:
-        """Rows ``(K_i, D)`` of every image or clip."""
+        """Rows ``(K_i, D)`` of every image or video."""
         return [rows.flatten(0, -2) for rows in super().embed_multimodal(**kwargs)]
 
 
@@ -391,8 +392,8 @@ def _count_joined_tokens(
 
 
 def _measure(info: LlavaNextProcessingInfo, item: ItemFields) -> ItemSize:
-    """Frames of a processed clip."""
-    return ItemSize(frames=len(item[_CLIPS].data) if _CLIPS in item else 0)
+    """Frames of a processed video."""
+    return ItemSize(frames=len(item[VIDEO_PIXELS].data) if VIDEO_PIXELS in item else 0)
 
 
 _PLACEHOLDERS = Placeholders(

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from vllm_autoprune.ops.rowwise import upload
+from vllm_autoprune.serving.inputs import IMAGE_GRID, VIDEO_GRID
 from vllm_autoprune.serving.models.placed_model import PlacedModel, match_items
-from vllm_autoprune.serving.models.pruned_model import Vision
+from vllm_autoprune.serving.models.vision import Vision
 from vllm_autoprune.serving.plan import MAX_CLIP_TOKENS, MROPE, ItemPlan, plan_error
 from vllm_autoprune.serving.worker.rows import (
     count_channels,
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalFeatureSpec
 
     Stock = Callable[[list[int], list[MultiModalFeatureSpec]], tuple[Tensor, int]]
-
-VIDEO_GRIDS = "video_grid_thw"
-"""Field of the patches of clips, as :attr:`GridLayout.grids`."""
 
 _CHANNELS = count_channels(MROPE)
 
@@ -163,7 +161,7 @@ class GridLayout(Vision):
     """What is said of the grids of a model's images, and of the rows of their tokens."""
 
     _model: Any
-    grids: ClassVar[str] = "image_grid_thw"
+    grids: ClassVar[str] = IMAGE_GRID
     """Field of patches: ``(B, 3)`` in time, height and width, or ``(B, 2)``, on the CPU."""
     image_token: ClassVar[str] = "image_token_id"
     """Field of the configuration with the id of an image's token."""
@@ -226,7 +224,7 @@ class PrunedMRope(PlacedModel):
                 packed.add(i)
                 continue
             data = feature.data or {}
-            grid = data[vision.grids if is_image else VIDEO_GRIDS].data
+            grid = data[vision.grids if is_image else VIDEO_GRID].data
             assert isinstance(grid, Tensor)
             token = input_tokens[feature.mm_position.offset]
             unpruned[i] = [token] * vision.count(grid)

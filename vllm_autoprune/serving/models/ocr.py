@@ -15,7 +15,7 @@ from vllm.model_executor.models.paddleocr_vl import PaddleOCRVLForConditionalGen
 from vllm_autoprune.serving.api.layout import TokenCount
 from vllm_autoprune.serving.compat import vllm_version
 from vllm_autoprune.serving.models.grid import GridVision, prune_grid
-from vllm_autoprune.serving.models.pruned_model import EncoderInputs, ImageInputs
+from vllm_autoprune.serving.models.vision import EncoderInputs, ImageInputs
 from vllm_autoprune.serving.worker.features import ImageFeatures
 from vllm_autoprune.serving.worker.tower_hooks import Merger
 

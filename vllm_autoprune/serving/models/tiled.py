@@ -1,6 +1,6 @@
 """Gemma 3, InternVL, Idefics3 and SmolVLM: an image is a number of equal square tiles.
 
-A frame of InternVL's clips is one tile.
+A frame of InternVL's videos is one tile.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from vllm.model_executor.models.smolvlm import SmolVLMForConditionalGeneration
 from vllm_autoprune.serving.api.layout import Placeholders, TokenCount
 from vllm_autoprune.serving.api.positions import ItemFields, ItemSize
 from vllm_autoprune.serving.compat import depends_on
-from vllm_autoprune.serving.inputs import CLIP_FIELDS, CLIP_FRAMES
+from vllm_autoprune.serving.inputs import VIDEO_FIELDS, VIDEO_TILES
 from vllm_autoprune.serving.models.line import PrunedLine
-from vllm_autoprune.serving.models.pruned_model import (
+from vllm_autoprune.serving.models.pruned_model import prune_class
+from vllm_autoprune.serving.models.vision import (
     EncoderInputs,
     ImageInputs,
     ModelImage,
     Vision,
-    prune_class,
 )
 from vllm_autoprune.serving.worker.features import ImageFeatures, Region, Signal
 from vllm_autoprune.serving.worker.tower_hooks import Merger
@@ -66,10 +66,10 @@ class _TiledVision(Vision):
         return isqrt(attrgetter(self.tile_tokens)(self._model))
 
     def images(self, inputs: EncoderInputs) -> list[ModelImage]:
-        """Split the images or clips of one call of ``embed_multimodal``."""
-        clips = [name for name in CLIP_FIELDS if name in inputs]
-        counts = inputs[CLIP_FRAMES if clips else self.counts]
-        names = clips or self.fields
+        """Split the images or videos of one call of ``embed_multimodal``."""
+        video_names = [name for name in VIDEO_FIELDS if name in inputs]
+        counts = inputs[VIDEO_TILES if video_names else self.counts]
+        names = video_names or self.fields
         assert isinstance(counts, Tensor)
         fields = []
         for name in names:
@@ -84,11 +84,11 @@ class _TiledVision(Vision):
         ]
 
     def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
-        """Encode images or clips in one pass of the vision tower."""
+        """Encode images or videos in one pass of the vision tower."""
         tiles = {
             name: torch.cat([image[name] for image in images]) for name in images[0]
         }
-        are_clips = not tiles.keys().isdisjoint(CLIP_FIELDS)
+        are_videos = not tiles.keys().isdisjoint(VIDEO_FIELDS)
         with self.recording():
             rows = self.rows(tiles)
         side = self.side
@@ -126,7 +126,7 @@ class _TiledVision(Vision):
                 tokens = (
                     rows[part].roll(int(order is not None), 0).flatten(0, 1).clone()
                 )
-                grid = Grid(side, side, run, clip=are_clips)
+                grid = Grid(side, side, run, clip=are_videos)
                 region = Region(grid, tokens, of_region, order=order, share=run)
                 regions.append(region)
                 start += run
@@ -229,8 +229,8 @@ class _Idefics3Vision(_TiledVision):
 
 
 def _measure(info: Any, item: ItemFields) -> ItemSize:
-    """Frames of a processed clip."""
-    return ItemSize(frames=int(item[CLIP_FRAMES].data) if CLIP_FRAMES in item else 0)
+    """Frames of a processed video."""
+    return ItemSize(frames=int(item[VIDEO_TILES].data) if VIDEO_TILES in item else 0)
 
 
 def _prune(  # noqa: PLR0913

@@ -1,0 +1,278 @@
+"""Vision side of a served model: features of its images, and what policies read beside them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from operator import attrgetter
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from vllm.model_executor.models.interfaces import SupportsMultiModal
+
+from vllm_autoprune.serving.compat import depends_on
+from vllm_autoprune.serving.compat.worker import connect_ranks
+from vllm_autoprune.serving.plan import NO_KEY, Key
+from vllm_autoprune.serving.served_state import ServedState
+from vllm_autoprune.serving.worker.batch import ModelParts
+from vllm_autoprune.serving.worker.features import (
+    ImageFeatures,
+    IndexCache,
+    Signal,
+    TensorCache,
+)
+from vllm_autoprune.serving.worker.question import (
+    ClipTower,
+    InputEmbeddings,
+    RelevanceSpace,
+)
+from vllm_autoprune.serving.worker.tower_hooks import (
+    InputHook,
+    Merger,
+    QueriesAndKeys,
+)
+
+EncoderInputs = Mapping[str, Tensor | list[Tensor]]
+"""Arguments of one call of ``embed_multimodal``."""
+
+ImageInputs = Mapping[str, Tensor]
+"""The part of them that belongs to one image."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelImage:
+    """One image as it reaches the model; ``tokens`` is N, its visual tokens before pruning."""
+
+    inputs: ImageInputs
+    tokens: int
+
+
+class Vision(ABC):
+    """The vision side of one served model: cached features of images, and inputs of policies.
+
+    Not a submodule of the model: its text tower and cached features are not in the checkpoint, and
+    vLLM's loader must not look for them.
+    """
+
+    tower_name: ClassVar[str] = "vision_tower"
+    """Dotted name of the vision tower within the model."""
+    layers: ClassVar[str]
+    """Dotted name of the tower's layers up to the last that the model reads."""
+    attention_name: ClassVar[str] = "self_attn.attn"
+    """Dotted name of the attention module within one of them."""
+
+    def __init__(self, model: SupportsMultiModal, served: ServedState) -> None:
+        self.served = served
+        self.needs = served.needs
+        self.cache = TensorCache[ImageFeatures](served.cache_bytes)
+        self.indices = IndexCache()
+        self.runs = 0
+        self._model = model
+        self._relevance: RelevanceSpace | None = None
+        # What reads the tower where the state does, while `recording`.
+        self.attention: InputHook[QueriesAndKeys] | None = None
+        self.merger: dict[Signal, InputHook[Tensor]] = {}
+        if not self.needs.isdisjoint({"cls_attention", "tower", "next_layer"}):
+            self.attention = self.hook_attention()
+        before_merger = not self.needs.isdisjoint({"encoder", "merger_input"})
+        merger = self.find_merger() if before_merger else None
+        if merger is not None:
+            self.merger["encoder"] = merger.hook_rows()
+            if "merger_input" in self.needs:
+                self.merger["merger_norms"] = merger.hook_norms()
+
+    @classmethod
+    def tower(cls, model: SupportsMultiModal) -> nn.Module:
+        """The vision tower; vLLM leaves a ``StageMissingLayer`` where no images are served."""
+        tower: nn.Module = attrgetter(cls.tower_name)(model)
+        return tower
+
+    @abstractmethod
+    def images(self, inputs: EncoderInputs) -> list[ModelImage]:
+        """Split the images of one call of ``embed_multimodal``."""
+
+    @abstractmethod
+    def encode(self, images: Sequence[ImageInputs]) -> list[ImageFeatures]:
+        """Encode images in one pass of the vision tower."""
+
+    def find_attention(self) -> Any:
+        """Attention module of the last layer that the model reads."""
+        return attrgetter(self.attention_name)(attrgetter(self.layers)(self._model)[-1])
+
+    def hook_attention(self) -> InputHook[QueriesAndKeys]:
+        """Hook on the attention of the last layer that the model reads."""
+        return QueriesAndKeys.hook(self.find_attention())
+
+    def find_merger(self) -> Merger | None:
+        """The patch merger; None where the model has none."""
+        return None
+
+    @cached_property
+    def _width(self) -> int:
+        """Width of the language model's embeddings, D."""
+        return int(self._model.get_language_model().config.hidden_size)
+
+    @property
+    def row_width(self) -> int:
+        """Width of a row without positions."""
+        return self._width
+
+    @property
+    def sample_weight(self) -> Tensor:
+        """A parameter of the vision tower: its device and dtype."""
+        return next(self.tower(self._model).parameters())
+
+    def load_relevance(self) -> RelevanceSpace | None:
+        """Embedding space of relevance, loaded at first use.
+
+        That is at the end of weight loading, or while profiling where weights are dummies; both
+        times vLLM counts its memory.
+        """
+        if self._relevance is None and "instruction" in self.needs:
+            device = self.sample_weight.device
+            if self.served.tower is not None:
+                self._relevance = ClipTower(self.served.tower, device)
+            else:
+                self._relevance = InputEmbeddings(self.embed, device)
+        return self._relevance
+
+    @depends_on(
+        "vllm.model_executor.models.interfaces:SupportsMultiModal", "get_language_model"
+    )
+    def embed(self, ids: Tensor) -> Tensor:
+        """Input embeddings ``(T, D)`` of token ids ``(T,)``, without the adapters of any batch.
+
+        Why: ``VocabParallelEmbeddingWithLoRA.forward`` looks up one adapter for each token of the
+        scheduled batch, and adds it to whatever tokens it is given: instructions are other tokens,
+        of other requests.
+        Remove when: LoRA layers can be called without a mapping.
+        """
+        language_model = self._model.get_language_model()
+        # No protocol declares either; Idefics3's language model has no head around it.
+        inner = getattr(language_model, "model", language_model)
+        # Its embedding has many names (embed_tokens; InternLM2: tok_embeddings).
+        wrapped = {
+            n: layer
+            for n, layer in inner.named_children()
+            if hasattr(layer, "base_layer")
+        }
+        for name, layer in wrapped.items():
+            setattr(inner, name, layer.base_layer)
+        try:
+            embedded: Tensor = getattr(language_model, "embed_input_ids")(ids)  # noqa: B009
+        finally:
+            for name, layer in wrapped.items():
+                setattr(inner, name, layer)
+        return embedded
+
+    def model_parts(self) -> ModelParts:
+        """Parts of the model that policies read in addition to image features."""
+
+        def project(rows: Tensor) -> Tensor:
+            raise NotImplementedError(
+                f"{type(self).__name__} gives policies no rows of its tower"
+            )
+
+        axes: int = getattr(self._model, "autoprune_axes", 0)
+        return ModelParts(project, self.embed, self.load_relevance(), axes=axes)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Let the hooks read the calls of the vision tower within."""
+        with ExitStack() as stack:
+            for hook in (self.attention, *self.merger.values()):
+                if hook is not None:
+                    stack.enter_context(hook.recording())
+            yield
+
+    def capture_weights(
+        self, weights: Iterable[tuple[str, Tensor]]
+    ) -> Iterable[tuple[str, Tensor]]:
+        """Pass the checkpoint's weights through, copying those that the stock model leaves out."""
+        return weights
+
+    def finish_loading(self) -> None:
+        """Drop features of old weights after new ones were loaded, and load the relevance space.
+
+        Ranks are connected too: both take memory, which vLLM measures next.
+        Raises :class:`ConfigError` where the checkpoint lacks what the state reads.
+        """
+        self.clear()
+        self.load_relevance()
+        connect_ranks(self.sample_weight.device)
+
+    def clear(self) -> None:
+        """Drop what is kept of images, as when weights are replaced."""
+        self.cache.clear()
+        self.indices.clear()
+
+    def features(
+        self, entries: Sequence[Hashable], images: Sequence[ImageInputs]
+    ) -> list[ImageFeatures]:
+        """Features of every image: cached ones, and one pass for all that are not.
+
+        ``entries`` as :func:`find_entries` gives them.
+        """
+        known: dict[Hashable, ImageFeatures] = {}
+        missing: dict[Hashable, ImageInputs] = {}
+        for entry, image in zip(entries, images, strict=True):
+            if entry in known or entry in missing:
+                continue
+            features = self.cache.get(entry)
+            if features is None:
+                missing[entry] = image
+            else:
+                known[entry] = features
+        if missing:
+            self.runs += 1
+            known.update(zip(missing, self.encode(list(missing.values())), strict=True))
+        return [known[entry] for entry in entries]
+
+    def keep(
+        self, entries: Sequence[Hashable], features: Sequence[ImageFeatures]
+    ) -> None:
+        """Cache features once tokens are selected, with the cosines that the selection has read.
+
+        Cosines of so many tokens that an image would not fit are left out.
+        """
+        for entry, image in zip(entries, features, strict=True):
+            if image.nbytes > self.cache.limit:
+                image.drop_cosines()
+            if not isinstance(entry, int):
+                self.cache.put(entry, image)
+
+
+def find_entries(keys: Sequence[Key], images: Sequence[ImageInputs]) -> list[Hashable]:
+    """What each image is cached as: its key and its geometry.
+
+    Only features of the same geometry are used, whatever the key says: a plan may come from a
+    client. An image without a key is a number, and is not kept.
+    """
+    return [
+        number if key == NO_KEY else (key, _describe_geometry(image))
+        for number, (key, image) in enumerate(zip(keys, images, strict=True))
+    ]
+
+
+def _describe_geometry(image: ImageInputs) -> Hashable:
+    """Shapes of an image's tensors, and the integers that describe its patch or tile grid.
+
+    vLLM keeps these integers on the CPU, so nothing is read from a device. They are one row; masks
+    of pixels, which have more dimensions, are described by their shape alone.
+    """
+    described: list[Hashable] = []
+    for name, part in sorted(image.items()):
+        row = (
+            part.dim() <= 1
+            and part.device.type == "cpu"
+            and not part.is_floating_point()
+        )
+        numbers = (
+            sha256(part.numpy().tobytes()).digest() if row else None
+        )  # may be thousands
+        described.append((name, tuple(part.shape), numbers))
+    return tuple(described)
