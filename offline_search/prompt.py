@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import chain
 from statistics import median
@@ -263,79 +263,108 @@ _MAX_TABU = 12
 _EXAMPLE_QUESTIONS = 2
 
 
-def summarize(history: History) -> str:  # noqa: C901
+def summarize(history: History) -> str:
     """Summary H_t: loss by category, trends, best candidates, the last round, limits, failures."""
     count = _count(history.base_values)
-    lines = [
-        f"Base policy alone: {_score(history.estimate(history.base))} on {count} questions."
-    ]
-    lines += _describe_categories(history)
-    rounds = dict[int, list[float]]()
+    score = _score(history.estimate(history.base))
+    best = history.ranked_structures()[:_MAX_BEST]
+    last = max((trial.proposal.round for trial in history.trials), default=0)
+    latest = [trial for trial in history.trials if trial.proposal.round == last]
+    lines = chain(
+        [f"Base policy alone: {score} on {count} questions."],
+        _describe_categories(history),
+        _describe_trend(history),
+        _describe_best(history, best),
+        _describe_latest(history, latest, {trial.name for trial in best}),
+        _describe_hypotheses(history, latest),
+        _describe_dropped(history, last),
+        _describe_failures(history),
+    )
+    return "\n".join(lines)
+
+
+def _describe_trend(history: History) -> Iterator[str]:
+    """Scores of the last rounds, from the second round on."""
+    rounds: dict[int, list[float]] = {}
     for trial in history.trials:
-        if (score := history.estimate(trial)) is not None:
+        score = history.estimate(trial)
+        if score is not None:
             rounds.setdefault(trial.proposal.round, []).append(score)
     if len(rounds) > 1:
         scores = [
             f"{number}: {_score(max(values))}, {_score(median(values))}"
             for number, values in rounds.items()
         ]
-        lines.append(
-            f"Scores by round, best and median: {'; '.join(scores[-_MAX_ROUNDS:])}."
+        yield f"Scores by round, best and median: {'; '.join(scores[-_MAX_ROUNDS:])}."
+
+
+def _describe_best(history: History, best: Sequence[Trial]) -> Iterator[str]:
+    """The best candidates, and which are tied with the leader."""
+    if not best:
+        return
+    yield (
+        "Best candidates of different structures, as changes of their parents; score, number "
+        "of questions, difference to the first ± its standard error, score by category ± the "
+        "same, questions better and worse than the parent:"
+    )
+    for trial in best:
+        yield _describe(trial, history)
+    tied = history.tied() if history.resolution else []
+    if tied:
+        yield (
+            f"Not known to differ from {history.leader().name} by more than "
+            f"{1000 * history.resolution:.0f}: "
+            f"{', '.join(trial.name for trial in tied[:_MAX_BEST])}. Asked for are other signals "
+            "and selectors than theirs."
         )
-    best = history.ranked_structures()[:_MAX_BEST]
-    if best:
-        lines.append(
-            "Best candidates of different structures, as changes of their parents; score, number "
-            "of questions, difference to the first ± its standard error, score by category ± the "
-            "same, questions better and worse than the parent:"
-        )
-        lines += [_describe(trial, history) for trial in best]
-        if (
-            tied := [trial.name for trial in history.tied()]
-            if history.resolution
-            else []
-        ):
-            lines.append(
-                f"Not known to differ from {history.leader().name} by more than "
-                f"{1000 * history.resolution:.0f}: {', '.join(tied[:_MAX_BEST])}. Asked for are "
-                "other signals and selectors than theirs."
-            )
-    listed = {trial.name for trial in best}
-    last = max((trial.proposal.round for trial in history.trials), default=0)
-    latest = [trial for trial in history.trials if trial.proposal.round == last]
+
+
+def _describe_latest(
+    history: History, latest: Sequence[Trial], listed: Collection[str]
+) -> Iterator[str]:
+    """What became of the last round's candidates that are not ``listed``."""
     for trial in latest:
         status = trial.result.status
-        count = _count(history.values(trial))
         if trial.name in listed or trial.state is None:
             continue
         if status == "evaluated":
-            lines.append(_describe(trial, history))
+            yield _describe(trial, history)
         elif status == "same":
-            lines.append(
-                f"{trial.name} kept the same tokens as {trial.result.same_as}."
-            )
+            yield f"{trial.name} kept the same tokens as {trial.result.same_as}."
         elif status == "dropped":
-            lines.append(
+            count = _count(history.values(trial))
+            score = _score(history.estimate(trial))
+            yield (
                 f"{trial.name} was dropped after {count} questions, from which its score is "
-                f"estimated as {_score(history.estimate(trial))}; {_origin(trial, history)}"
+                f"estimated as {score}; {_origin(trial, history)}"
             )
-    lines += _describe_hypotheses(history, latest)
-    removed = {
-        trial.proposal.digest or trial.name: f"- {_list_atoms(trial.state)}"
+
+
+def _describe_dropped(history: History, last: int) -> Iterator[str]:
+    """States that were dropped before the round ``last``."""
+    dropped = {
+        trial.proposal.digest or trial.name: trial.state
         for trial in history.trials
         if trial.state is not None
         and trial.result.status == "dropped"
-        and trial not in latest
+        and trial.proposal.round != last
     }
-    if removed:
-        lines.append("Dropped in earlier rounds, and never measured again:")
-        lines += [*removed.values()][-_MAX_TABU:]
-    failed = [trial for trial in history.trials if trial.result.failed]
-    reasons = [trial.proposal.problems or (trial.result.reason,) for trial in failed]
-    if failures := Counter(chain.from_iterable(reasons)).most_common(_MAX_FAILURES):
-        lines.append("Proposals that were not valid:")
-        lines += [f"- {reason[:160]} ({count} times)" for reason, count in failures]
-    return "\n".join(lines)
+    if dropped:
+        yield "Dropped in earlier rounds, and never measured again:"
+    for state in [*dropped.values()][-_MAX_TABU:]:
+        yield f"- {_list_atoms(state)}"
+
+
+def _describe_failures(history: History) -> Iterator[str]:
+    """The most frequent reasons for which candidates could not be measured."""
+    reasons = Counter[str]()
+    for trial in history.trials:
+        if trial.result.failed:
+            reasons.update(trial.proposal.problems or [trial.result.reason])
+    if reasons:
+        yield "Proposals that were not valid:"
+    for reason, count in reasons.most_common(_MAX_FAILURES):
+        yield f"- {reason[:160]} ({count} times)"
 
 
 def _describe_categories(history: History) -> Iterator[str]:

@@ -65,14 +65,14 @@ def remove_thoughts(text: str) -> str:
     return "".join([*answer, UNFINISHED if thinking else text[begin:]])
 
 
-def parse_reply(  # noqa: C901
+def parse_reply(
     text: str,
     settings: Settings,
     default: Draft,
     count: int = 0,
     names: Collection[str] = (),
 ) -> list[Draft]:
-    """The only draft in a reply, or with a ``count`` those of its list; the rest is ignored.
+    """The only draft in a reply, or with a ``count`` those of its list; other text is ignored.
 
     Each proposal is read by itself, in whatever text it stands, so that one that is invalid or cut
     off spoils no other. Origin and parents are those of ``default``, unless a proposal of a list
@@ -81,53 +81,19 @@ def parse_reply(  # noqa: C901
     """
     answer = remove_thoughts(text)
     texts = _split_proposals(answer, count or 1)
-    # Without one the reply as a whole has the problem.
-    drafts = list[Draft]()
-    for item_text in texts or [answer]:
-        begin = item_text.find("{")
-        end = item_text.rfind("}")
-        item: JsonObject = {}
-        what = ""
-        if not item_text.strip():
-            what = "the reply is empty"
-        elif len(item_text) > MAX_REPLY_CHARACTERS:
-            what = f"the reply has {len(item_text)} characters"
-        elif begin < 0:
-            what = "the reply holds no JSON object"
-            if item_text.endswith(UNFINISHED):
-                what = "the reply holds thoughts and no answer"
-        elif end < begin:
-            what = "the reply ends within its JSON object"
+    drafts: list[Draft] = []
+    # Without a proposal the reply as a whole has the problem.
+    for proposal in texts or [answer]:
+        body: JsonObject = {}
         try:
-            if what:
-                fix = f"write one JSON object with {', '.join(COMPONENTS)}"
-                raise StateError("proposal", [Problem("", what, fix)])
-            parsed = parse_json(item_text[begin : end + 1], "proposal")
-            assert isinstance(parsed, dict)  # it begins with a brace
-            item = parsed
-            draft = replace(default, state=assemble_state(item, settings))
+            body = _parse_object(proposal)
+            draft = replace(default, state=assemble_state(body, settings))
         except StateError as error:
             draft = replace(default, problems=error.problems)
-        if count and item:
-            # What it says beside the policy; other values count as left out.
-            fields = ("parent", "purpose", "hypothesis", "expect")
-            parent, purpose, reason, expect = (item.get(name) for name in fields)
-            if isinstance(parent, str) and (parent == BASE_PARENT or parent in names):
-                draft = replace(
-                    draft, parents=() if parent == BASE_PARENT else (parent,)
-                )
-            hypothesis = Hypothesis(
-                purpose=purpose
-                if isinstance(purpose, str) and purpose in PURPOSES
-                else "",
-                text=one_line(reason, MAX_HYPOTHESIS)
-                if isinstance(reason, str)
-                else "",
-                expect=next(
-                    (word for word in get_args(Expectation) if word == expect), "higher"
-                ),
-            )
-            draft = replace(draft, hypothesis=hypothesis)
+        if count and body:
+            hypothesis = _read_hypothesis(body)
+            parents = _read_parents(body, names, default.parents)
+            draft = replace(draft, hypothesis=hypothesis, parents=parents)
         drafts.append(draft)
     if not count:
         return drafts
@@ -136,15 +102,67 @@ def parse_reply(  # noqa: C901
     return drafts + [replace(default, problems=(missing,))] * (count - len(drafts))
 
 
+def _parse_object(text: str) -> JsonObject:
+    """The JSON object in a text; raises :class:`StateError` that says why there is none."""
+    begin = text.find("{")
+    end = text.rfind("}")
+    what = ""
+    if not text.strip():
+        what = "the reply is empty"
+    elif len(text) > MAX_REPLY_CHARACTERS:
+        what = f"the reply has {len(text)} characters"
+    elif begin < 0 and text.endswith(UNFINISHED):
+        what = "the reply holds thoughts and no answer"
+    elif begin < 0:
+        what = "the reply holds no JSON object"
+    elif end < begin:
+        what = "the reply ends within its JSON object"
+    if what:
+        fix = f"write one JSON object with {', '.join(COMPONENTS)}"
+        raise StateError.of("", what, fix, subject="proposal")
+    return _object(parse_json(text[begin : end + 1], "proposal"))
+
+
+def _read_hypothesis(proposal: JsonObject) -> Hypothesis:
+    """Purpose, reason and expectation of a proposal; other values count as left out."""
+    purpose = proposal.get("purpose")
+    if not isinstance(purpose, str) or purpose not in PURPOSES:
+        purpose = ""
+    reason = proposal.get("hypothesis")
+    text = one_line(reason, MAX_HYPOTHESIS) if isinstance(reason, str) else ""
+    expect: Expectation = "higher"
+    for word in get_args(Expectation):
+        if word == proposal.get("expect"):
+            expect = word
+    return Hypothesis(purpose=purpose, text=text, expect=expect)
+
+
+def _read_parents(
+    proposal: JsonObject, names: Collection[str], default: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Name of the parent, if it is one of ``names``; none for the base policy alone."""
+    parent = proposal.get("parent")
+    if parent == BASE_PARENT:
+        return ()
+    if isinstance(parent, str) and parent in names:
+        return (parent,)
+    return default
+
+
 @dataclass(slots=True)
 class _Bracket:
-    """An open bracket of a reply: its keys that are looked for, and the objects found inside."""
+    """An open bracket of a reply: its keys that are looked for, and the objects inside."""
 
     mark: str
-    place: int
+    start: int
     keys: set[str] = field(default_factory=set)
-    found: list[tuple[str, bool]] = field(default_factory=list)
+    objects: list[tuple[str, bool]] = field(default_factory=list)
     """Texts, and whether each is a proposal or stands in a list with one."""
+
+    @property
+    def proposals(self) -> list[str]:
+        """Texts of its proposals."""
+        return [text for text, is_proposal in self.objects if is_proposal]
 
 
 _MARKS = re.compile(rf'"({"|".join((*COMPONENTS, PROPOSALS))})"\s*:|\\.|["\n{{}}\[\]]')
@@ -152,66 +170,79 @@ _QUOTED_JSON = re.compile(r'"\s*[\[{](?:\\[nrt]|[\s\[{])*\\"')
 _OPENING = {"}": "{", "]": "["}
 
 
-def _split_proposals(text: str, count: int) -> list[str]:  # noqa: C901
+class _BracketParser:
+    """Finds the objects and lists of a text, closed or not, in one pass.
+
+    The first bracket of ``opened`` stands for the whole text. ``numbers`` counts open brackets by
+    their mark, so that a closing bracket without an opening one is skipped in constant time.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.lists: list[list[str]] = []
+        self.opened = [_Bracket("", 0)]
+        self._text = text
+        self._numbers = Counter[str]()
+        quoted = False
+        for match in _MARKS.finditer(text):
+            mark = match[0]
+            if mark == '"':
+                quoted = not quoted and len(self.opened) > 1
+            elif mark == "\n":
+                # No string has one, so that a quote in prose ends with its line.
+                quoted = False
+            elif quoted or mark[0] == "\\":
+                continue
+            elif match[1]:
+                self.opened[-1].keys.add(match[1])
+            elif mark in "{[":
+                self.opened.append(_Bracket(mark, match.start()))
+                self._numbers[mark] += 1
+            elif self._numbers[_OPENING[mark]]:
+                self._close(_OPENING[mark], match.end())
+        while len(self.opened) > 1:
+            self._drop_unclosed()
+
+    def _close(self, mark: str, end: int) -> None:
+        """Close the last bracket of a mark, and give what is inside to the one around it."""
+        while self.opened[-1].mark != mark:
+            self._numbers[self.opened[-1].mark] -= 1
+            self._drop_unclosed()
+        self._numbers[mark] -= 1
+        bracket = self.opened.pop()
+        objects = bracket.objects
+        is_component = bool(bracket.keys - {PROPOSALS})
+        if mark == "[" and bracket.proposals:
+            objects = [(text, True) for text, _ in objects]
+            self.lists.append([text for text, _ in objects])
+        elif mark == "{" and (is_component or not (bracket.proposals or bracket.keys)):
+            objects = [(self._text[bracket.start : end], is_component)]
+        self.opened[-1].objects += objects
+
+    def _drop_unclosed(self) -> None:
+        """Take the last bracket for prose, or for what a reply was cut off in."""
+        unclosed = self.opened.pop()
+        self.opened[-1].objects += [(text, True) for text in unclosed.proposals]
+
+
+def _split_proposals(text: str, count: int) -> list[str]:
     """Texts of at most ``count`` proposals in a text, complete or not valid JSON.
 
     A proposal is the innermost object with a component, in whatever it is wrapped. Of several lists
     the last that is long enough counts, without one the last objects: earlier ones are drafts.
     Without a proposal, all objects are returned.
     """
-    opened = [_Bracket("", 0)]
-    lists = list[list[str]]()
-    numbers = Counter[str]()
-    quoted = False
-    for match in _MARKS.finditer(text):
-        mark = match[0]
-        bracket = opened[-1]
-        if mark == '"':
-            quoted = not quoted and len(opened) > 1
-        elif mark == "\n":
-            quoted = (
-                False  # no string has one, so that a quote in prose ends with its line
-            )
-        elif quoted or mark[0] == "\\":
-            continue
-        elif match[1]:
-            bracket.keys.add(match[1])
-        elif mark in "{[":
-            opened.append(_Bracket(mark, match.start()))
-            numbers[mark] += 1
-        elif numbers[_OPENING[mark]]:
-            while opened[-1].mark != _OPENING[mark]:
-                numbers[opened[-1].mark] -= 1
-                _drop_unclosed(opened)
-            numbers[_OPENING[mark]] -= 1
-            bracket = opened.pop()
-            found, proposes = bracket.found, any(valid for _, valid in bracket.found)
-            if mark == "]" and proposes:
-                found = [(item, True) for item, _ in found]
-                lists.append([item for item, _ in found])
-            elif mark == "}" and (component := bracket.keys - {PROPOSALS}):
-                found = [(text[bracket.place : match.end()], bool(component))]
-            elif mark == "}" and not proposes and PROPOSALS not in bracket.keys:
-                found = [(text[bracket.place : match.end()], False)]
-            opened[-1].found += found
-    while len(opened) > 1:
-        _drop_unclosed(opened)
-    for items in reversed(lists):
-        if len(items) >= count:
-            return items[:count]
-    proposals = [item for item, valid in opened[0].found if valid]
+    parsed = _BracketParser(text)
+    for texts in reversed(parsed.lists):
+        if len(texts) >= count:
+            return texts[:count]
+    (root,) = parsed.opened
+    proposals = root.proposals
     if not proposals:
         for literal in islice(_QUOTED_JSON.finditer(text), 20):
             with suppress(json.JSONDecodeError):
                 unquoted, _ = json.JSONDecoder().raw_decode(text, literal.start())
                 proposals += _split_proposals(unquoted, count)
-    return proposals[-count:] or [item for item, _ in opened[0].found[:count]]
-
-
-def _drop_unclosed(opened: list[_Bracket]) -> None:
-    """Take the last bracket for prose, or for what a reply was cut off in."""
-    unclosed = opened.pop()
-    opened[-1].found += [(item, valid) for item, valid in unclosed.found if valid]
+    return proposals[-count:] or [item for item, _ in root.objects[:count]]
 
 
 # Limits on list lengths, so that a small model's constrained output comes to an end.
@@ -229,44 +260,49 @@ _UNUSED_KEYWORDS = (
 )
 
 
-@cache
-def _proposal_schema(settings: Settings) -> JsonObject:  # noqa: C901
-    """JSON Schema of a proposal of a search: accepts a subset of what a state accepts.
+class _SchemaReducer:
+    """Reduces the schema of a state to that of a search's proposals.
 
-    Atoms that take the same parameters are one alternative, so that it is about a third as long as
-    the state's: the 81 atoms of reassembly, for example, have twelve forms.
+    Atoms that take the same parameters are one alternative, so that it is about a third as long:
+    the 81 atoms of reassembly, for example, have twelve forms.
     """
-    schema: JsonObject = PruningState.model_json_schema()
-    definitions = _object(schema["$defs"])
-    fields = _object(schema["properties"])
-    excluded = excluded_atoms(settings)
 
-    def reduce(value: JsonValue) -> JsonValue:
+    def __init__(self, definitions: JsonObject, settings: Settings) -> None:
+        self._definitions = definitions
+        self._settings = settings
+        self._excluded = excluded_atoms(settings)
+
+    def _reduce(self, value: JsonValue) -> JsonValue:
         """A part of the schema with what it refers to in place of the reference."""
         if isinstance(value, list):
-            return [reduce(item) for item in value]
+            return [self._reduce(item) for item in value]
         if isinstance(value, float) and value.is_integer():
             return int(value)
         if not isinstance(value, dict):
             return value
         if isinstance(reference := value.get("$ref"), str):
-            return reduce(definitions[reference.rpartition("/")[2]])
-        typed = "enum" in value or "const" in value  # its values have their type
+            return self._reduce(self._definitions[reference.rpartition("/")[2]])
+        unused = {*_UNUSED_KEYWORDS}
+        if "enum" in value or "const" in value:  # its values have their type
+            unused.add("type")
         reduced: JsonObject = {}
         for keyword, item in value.items():
             if keyword in ("anyOf", "oneOf") and isinstance(item, list):
                 # Equivalent here, because branches differ in a constant, and `anyOf` is supported
                 # by every engine for constrained output.
-                reduced["anyOf"] = merge([reduce(alternative) for alternative in item])
+                reduced["anyOf"] = self._merge(
+                    [self._reduce(branch) for branch in item]
+                )
             elif keyword == "properties":
-                reduced[keyword] = reduce_fields(_object(item))
-            elif keyword not in _UNUSED_KEYWORDS and not (typed and keyword == "type"):
-                reduced[keyword] = reduce(item)
+                reduced[keyword] = self.reduce_fields(_object(item))
+            elif keyword not in unused:
+                reduced[keyword] = self._reduce(item)
         return reduced
 
-    def reduce_fields(values: JsonObject) -> JsonObject:
+    def reduce_fields(self, fields: JsonObject) -> JsonObject:
         """Fields with limits on lists and q_e, without r_min where it follows."""
-        reduced = {name: reduce(item) for name, item in values.items()}
+        settings = self._settings
+        reduced = {name: self._reduce(item) for name, item in fields.items()}
         if settings.library != "paper":
             reduced.pop("r_min", None)
         for name, item in reduced.items():
@@ -276,26 +312,37 @@ def _proposal_schema(settings: Settings) -> JsonObject:  # noqa: C901
                 _object(item)["maximum"] = min(settings.source_budget, MAX_QUOTA)
         return reduced
 
-    def merge(alternatives: list[JsonValue]) -> list[JsonValue]:
+    def _merge(self, alternatives: list[JsonValue]) -> list[JsonValue]:
         """One alternative for all offered atoms that take the same parameters."""
         atoms: dict[str, list[JsonValue]] = {}
         for alternative in alternatives:
-            parts = (
-                alternative.get("properties") if isinstance(alternative, dict) else None
-            )
-            called = parts.get("atom") if isinstance(parts, dict) else None
-            atom = called.get("const") if isinstance(called, dict) else None
-            if atom is None:
-                atoms[json.dumps(alternative)] = []
-            elif atom not in excluded:
-                form = json.dumps(alternative).replace(json.dumps(called), "ATOM", 1)
-                atoms.setdefault(form, []).append(atom)
+            constant = _atom_schema(alternative)
+            form = json.dumps(alternative)
+            if not constant:
+                atoms[form] = []
+            elif constant["const"] not in self._excluded:
+                form = form.replace(json.dumps(constant), "ATOM", 1)
+                atoms.setdefault(form, []).append(constant["const"])
         return [
             json.loads(form.replace("ATOM", json.dumps({"enum": names}), 1))
             for form, names in atoms.items()
         ]
 
-    properties = reduce_fields(
+
+def _atom_schema(alternative: JsonValue) -> JsonObject:
+    """Schema of the atom that an alternative calls; empty if it calls none."""
+    fields = alternative.get("properties") if isinstance(alternative, dict) else None
+    atom = fields.get("atom") if isinstance(fields, dict) else None
+    return atom if isinstance(atom, dict) and "const" in atom else {}
+
+
+@cache
+def _proposal_schema(settings: Settings) -> JsonObject:
+    """JSON Schema of a proposal of a search: accepts a subset of what a state accepts."""
+    schema: JsonObject = PruningState.model_json_schema()
+    fields = _object(schema["properties"])
+    reducer = _SchemaReducer(_object(schema["$defs"]), settings)
+    properties = reducer.reduce_fields(
         {name: fields[name] for name in searched_components(settings)}
     )
     required: list[JsonValue] = [*COMPONENTS]
