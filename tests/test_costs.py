@@ -494,7 +494,7 @@ def make_round(draw: Callable[[], float] = lambda: 1.0, metrics: bool = True) ->
 
     short = REQUEST - 0.005 + 20 * TOKEN
     image = short + VISUAL * TOKEN + SELECTION
-    return (
+    return _Round(
         answer(short, 0.005, 20, 0),
         answer(short + 600 * TOKEN, 0.005, 620, 0),
         answer(image + TOWER, 0.005 + DECODE_IMAGE + PROCESSOR, 20 + VISUAL, 1),

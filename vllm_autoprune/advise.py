@@ -289,14 +289,12 @@ class _Verdict:
     lines: tuple[str, ...]
 
 
-def judge(  # noqa: C901
+def judge(
     traffic: Traffic,
     estimates: Mapping[Way, _Estimate],
     repeats: Sequence[Timings] = (),
 ) -> _Verdict:
     """The verdict on the traffic, with its reasons."""
-    questions = traffic.questions
-    stock = estimates["stock"]
     if traffic.budget >= traffic.tokens:
         reason = (
             f"K = {traffic.budget} keeps every token of an image: nothing is pruned."
@@ -304,66 +302,31 @@ def judge(  # noqa: C901
         return _Verdict(False, 1.0, {}, ("Pruning will not help you here.", reason))
     gains = {way: estimate.gain for way, estimate in estimates.items()}
     best = max(_PRUNED, key=lambda way: gains[way])
-    figures = {
-        "gain": [estimate_ways(traffic, timings)[best].gain for timings in repeats]
-    }
-    figures |= {
-        name: [getattr(t, name) for t in repeats] for name in Timings.model_fields
-    }
-    intervals = dict[str, tuple[float, float]]()
-    for name, figure in figures.items() if repeats else ():
-        repetition = Estimate.of_repetition(np.asarray(figure))
-        if repetition.low < repetition.high:
-            intervals[name] = (max(repetition.low, 0.0), repetition.high)
+    intervals = _find_intervals(traffic, best, repeats) if repeats else {}
     low, high = intervals.get("gain", (gains[best], gains[best]))
     helps = None if low < WORTHWHILE <= high else low >= WORTHWHILE
     if helps:
         lines = [
-            f"Pruning helps here: at {questions:g} questions an image, a {best} state takes "
-            f"{1 / gains[best]:.2f} of stock vLLM's time."
+            f"Pruning helps here: at {traffic.questions:g} questions an image, a {best} state "
+            f"takes {1 / gains[best]:.2f} of stock vLLM's time."
+        ]
+    elif helps is None:
+        lines = [
+            f"This probe does not tell whether pruning helps: a gain below {WORTHWHILE} is none. "
+            "Probe again while nothing else runs.",
+            *_describe_stock(estimates["stock"]),
         ]
     else:
-        # Where the time of a mean question goes with stock vLLM, and what would shorten it.
-        mean = stock.mean_question
-        image = mean[_IMAGE]
-        total = sum(mean.values())
-        largest = max(mean, key=lambda part: mean[part])
-        verdict = "Pruning will not help you here."
-        if helps is None:
-            verdict = (
-                f"This probe does not tell whether pruning helps: a gain below {WORTHWHILE} is "
-                "none. Probe again while nothing else runs."
-            )
         lines = [
-            verdict,
-            f"With stock vLLM, {_IMAGE} is {image / total:.0%} of a mean question's time "
-            f"({stock.first.seconds[_IMAGE] / stock.first.ttft:.0%} of the first question's TTFT).",
-            f"Most of the time, {mean[largest] / total:.0%}, is {largest}: {_REMEDIES[largest]}.",
+            "Pruning will not help you here.",
+            *_describe_stock(estimates["stock"]),
         ]
     if "gain" in intervals:
         lines.append(
             f"Gain of {best}: {gains[best]:.2f}x; another probe finds {low:.2f}x to {high:.2f}x."
         )
     if helps:
-        # Whether reading the question is worth its time.
-        readers: tuple[Way, ...] = ("split", "question-reading")
-        reader = max(readers, key=lambda way: gains[way])
-        if gains["question-reading"] * WORTHWHILE >= gains["question-free"]:
-            lines.append(
-                "Reading the question costs next to nothing at this number of questions: choose by "
-                "accuracy at your K (`vllm-autoprune eval`)."
-            )
-        elif gains[reader] >= WORTHWHILE:
-            lines.append(
-                "A question-free state costs least. Read the question where your K needs it "
-                f"(`vllm-autoprune eval`); {reader} then costs "
-                f"{gains['question-free'] / gains[reader]:.2f} times as much."
-            )
-        else:
-            lines.append(
-                "Only a question-free state pays at this number of questions; one that reads the "
-                "question costs more than stock, or as much."
-            )
+        lines.append(_advise_on_reading(gains))
     if gains["resized"] >= max(WORTHWHILE, gains[best]):
         lines.append(
             f"Resizing images to {traffic.budget} tokens, where the model allows it, takes "
@@ -371,3 +334,54 @@ def judge(  # noqa: C901
             "compare its accuracy with that of pruning."
         )
     return _Verdict(helps, gains[best], intervals, tuple(lines))
+
+
+def _find_intervals(
+    traffic: Traffic, way: Way, repeats: Sequence[Timings]
+) -> dict[str, tuple[float, float]]:
+    """Intervals of the gain of a way to serve, and of each time that was measured."""
+    figures = {
+        "gain": [estimate_ways(traffic, timings)[way].gain for timings in repeats]
+    }
+    for name in Timings.model_fields:
+        figures[name] = [getattr(timings, name) for timings in repeats]
+    intervals = {}
+    for name, figure in figures.items():
+        repetition = Estimate.of_repetition(np.asarray(figure))
+        if repetition.low < repetition.high:
+            intervals[name] = (max(repetition.low, 0.0), repetition.high)
+    return intervals
+
+
+def _describe_stock(stock: _Estimate) -> list[str]:
+    """Where the time of a mean question goes with stock vLLM, and what would shorten it."""
+    mean = stock.mean_question
+    total = sum(mean.values())
+    of_ttft = stock.first.seconds[_IMAGE] / stock.first.ttft
+    largest = max(mean, key=lambda part: mean[part])
+    return [
+        f"With stock vLLM, {_IMAGE} is {mean[_IMAGE] / total:.0%} of a mean question's time "
+        f"({of_ttft:.0%} of the first question's TTFT).",
+        f"Most of the time, {mean[largest] / total:.0%}, is {largest}: {_REMEDIES[largest]}.",
+    ]
+
+
+def _advise_on_reading(gains: Mapping[Way, float]) -> str:
+    """Whether reading the question is worth its time."""
+    if gains["question-reading"] * WORTHWHILE >= gains["question-free"]:
+        return (
+            "Reading the question costs next to nothing at this number of questions: choose by "
+            "accuracy at your K (`vllm-autoprune eval`)."
+        )
+    readers: tuple[Way, ...] = ("split", "question-reading")
+    reader = max(readers, key=lambda way: gains[way])
+    if gains[reader] >= WORTHWHILE:
+        return (
+            "A question-free state costs least. Read the question where your K needs it "
+            f"(`vllm-autoprune eval`); {reader} then costs "
+            f"{gains['question-free'] / gains[reader]:.2f} times as much."
+        )
+    return (
+        "Only a question-free state pays at this number of questions; one that reads the question "
+        "costs more than stock, or as much."
+    )

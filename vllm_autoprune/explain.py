@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor
 
 from vllm_autoprune.backbones import read_config
-from vllm_autoprune.errors import ConfigError, Problem
+from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.evaluation.pictures import Clip
 from vllm_autoprune.ops.rowwise import min_max_normalise
 from vllm_autoprune.serving.models import BACKBONES, require_served
@@ -90,56 +90,63 @@ class Trace:
         policy = policy.at(tokens.count, tokens.grid.tiles)
         fallback = FALLBACKS[int(refined.fallback[0])]
         quality = None
+        signals: tuple[_SignalTrace, ...] = ()
         if policy.refines and refined.quality is not None and fallback == "none":
             quality = tuple(refined.quality[0].tolist())
-        signals = []
+            signals = _trace_signals(policy, tokens, refined.reference)
+        reads = _describe_reads(policy, tokens)
         if quality is not None:
-            ranked = policy.state.ranked(tokens)
-            view = run(VisualTokens, policy.state.source.tokens, ranked)
-            for call in policy.state.scoring.signals:
-                if call.weight > 0:
-                    values = min_max_normalise(
-                        run_signal(call, view, refined.reference)
-                    )
-                    signals.append(
-                        _SignalTrace(call.atom, call.weight, tuple(values[0].tolist()))
-                    )
-        # The base policy, and the layers that it reads of both towers.
-        base = policy.base
-        params = policy.state.base_policy.params
-        layers = list[str]()
-        needs = base.needs_of(params)
-        if "tower" in needs:
-            layers.append("the vision tower's layer before the projector")
-        if "next_layer" in needs:
-            layers.append("the layer after it")
-        language = tokens.language
-        if language and (count := base.layers_read(params, language.layers)):
-            layers.append(
-                f"the first {count} of {language.layers} language model layers"
-            )
-        reads = f" (reads {' and '.join(layers)})" if layers else ""
-        merges = not policy.state.reassembly.idle
-        then = "quality g" if quality is not None else "merging" * merges
+            decided_by = f"{policy.base.name}{reads}, then quality g"
+        elif not policy.state.reassembly.idle:
+            decided_by = f"{policy.base.name}{reads}, then merging"
+        else:
+            decided_by = f"{policy.base.name} alone{reads}"
         indices = refined.indices[0].tolist()
         reference = refined.reference[0].tolist()
+        core = indices[: policy.core] if policy.budget < tokens.count else []
         return cls(
             grid=tokens.grid,
             reference=tuple(reference),
             kept=tuple(sorted(indices)),
             left=tuple(sorted(set(reference) - set(indices))),
             entered=tuple(sorted(set(indices) - set(reference))),
-            core=tuple(sorted(indices[: policy.core]))
-            if policy.budget < tokens.count
-            else (),
+            core=tuple(sorted(core)),
             extra=refined.extra,
-            signals=tuple(signals),
+            signals=signals,
             quality=quality,
             fallback=fallback,
-            decided_by=f"{base.name}{reads}, then {then}"
-            if then
-            else f"{base.name} alone{reads}",
+            decided_by=decided_by,
         )
+
+
+def _trace_signals(
+    policy: PruningPolicy, tokens: VisualTokens, reference: Tensor
+) -> tuple[_SignalTrace, ...]:
+    """The signals that quality is fused from."""
+    state = policy.state
+    view = run(VisualTokens, state.source.tokens, state.ranked(tokens))
+    signals = []
+    for call in state.scoring.signals:
+        if call.weight > 0:
+            values = min_max_normalise(run_signal(call, view, reference))[0]
+            signal = _SignalTrace(call.atom, call.weight, tuple(values.tolist()))
+            signals.append(signal)
+    return tuple(signals)
+
+
+def _describe_reads(policy: PruningPolicy, tokens: VisualTokens) -> str:
+    """The layers of both towers that the base policy reads, in brackets; empty where none."""
+    params = policy.state.base_policy.params
+    needs = policy.base.needs_of(params)
+    language = tokens.language
+    layers = []
+    if "tower" in needs:
+        layers.append("the vision tower's layer before the projector")
+    if "next_layer" in needs:
+        layers.append("the layer after it")
+    if language and (count := params.layers_read(language.layers)):
+        layers.append(f"the first {count} of {language.layers} language model layers")
+    return f" (reads {' and '.join(layers)})" if layers else ""
 
 
 @dataclass(frozen=True)
@@ -167,9 +174,9 @@ class Explanation:
         summary += f"{state.name} ({state.digest[:12]}) keeps {len(trace.kept) + trace.extra} of "
         summary += f"{trace.grid.tokens} visual tokens"
         if trace.grid.clip:
-            least = min(trace.kept_by_frame)
-            most = max(trace.kept_by_frame)
-            summary += f" in {trace.grid.tiles} frames, {least} to {most} of each"
+            minimum = min(trace.kept_by_frame)
+            maximum = max(trace.kept_by_frame)
+            summary += f" in {trace.grid.tiles} frames, {minimum} to {maximum} of each"
         if trace.fallback != "none":
             return f"{summary}; its scores were not finite, {trace.fallback} selection instead"
         if trace.core and state.core is not None:
@@ -182,7 +189,7 @@ class Explanation:
         )
 
 
-def explain_image(  # noqa: C901, PLR0915
+def explain_image(
     checkpoint: Path,
     text_tower: Path | None,
     policy: PruningPolicy,
@@ -196,42 +203,82 @@ def explain_image(  # noqa: C901, PLR0915
     architectures that are not served.
     """
     backbone = require_served(read_config(str(checkpoint)))
-    clip = None
+    clip = image if isinstance(image, Clip) else None
+    if clip is not None and not backbone.clips:
+        names = ", ".join(row.name for row in BACKBONES.values() if row.clips)
+        raise ConfigError.of(
+            str(checkpoint),
+            f"is a {backbone.name}, whose videos are served whole",
+            f"give one of {names}",
+            subject="explain",
+        )
+    budget = policy.by_size or BudgetCall.parse(policy.budget)
+    llm = _start_engine(checkpoint, _list_settings(policy, budget, text_tower), clip)
+    with _record(llm) as (selections, tiles):
+        _ask(llm, image, question)
+    if not selections:
+        visual = "image" if clip is None else "clip"
+        raise ConfigError.of(
+            "--budget",
+            f"K = {budget.rule()} keeps every token of this {visual}",
+            "give a smaller K",
+            subject="explain",
+        )
     if isinstance(image, Clip):
-        clip = image
-        image = image.frames[0]
-        if not backbone.clips:
-            names = ", ".join(row.name for row in BACKBONES.values() if row.clips)
-            what = f"is a {backbone.name}, whose videos are served whole"
-            problem = Problem(str(checkpoint), what, f"give one of {names}")
-            raise ConfigError("explain", [problem])
-    # An engine that starts later has its model in this process.
+        policy, tokens, refined = selections[0]
+        trace = Trace.of(policy, tokens, refined)
+        # A temporal group is several frames, of which the first stands for it.
+        size = len(image.frames) / trace.grid.tiles
+        frames = [image.frames[int(group * size)] for group in range(trace.grid.tiles)]
+        picture = image.frames[0]
+        return [Explanation(picture, question, policy, trace, frames=frames)]
+    pictures = _draw_regions(selections, image, tiles, checkpoint)
+    explanations = []
+    for number, (policy, tokens, refined) in enumerate(selections):
+        region = ""
+        if len(selections) > 1:
+            region = f"region {number + 1} of {len(selections)}"
+        trace = Trace.of(policy, tokens, refined)
+        picture = pictures[number]
+        explanations.append(Explanation(picture, question, policy, trace, region))
+    return explanations
+
+
+def _list_settings(
+    policy: PruningPolicy, budget: BudgetCall, text_tower: Path | None
+) -> dict[str, object]:
+    """Settings of an engine that serves the policy's state with this budget, all of the picture."""
+    state = policy.state
+    settings: dict[str, object] = {
+        "state": state.model_dump(mode="json"),
+        "cells": "none",
+    }
+    of_state = state.budget
+    if policy.video and state.frames is not None:
+        of_state = state.frames.tokens
+    if budget != of_state:
+        settings["video_budget" if policy.video else "budget"] = budget.rule()
+    if text_tower is not None:
+        settings["text_tower"] = str(text_tower)
+    return settings
+
+
+def _start_engine(
+    checkpoint: Path, settings: dict[str, object], clip: Clip | None
+) -> LLM:
+    """An engine in this process, which takes one image or one clip in a prompt."""
     for name, value in (
-        ("VLLM_ENABLE_V1_MULTIPROCESSING", "0"),
+        ("VLLM_ENABLE_V1_MULTIPROCESSING", "0"),  # its model is in this process
         ("VLLM_CPU_KVCACHE_SPACE", "1"),
         ("VLLM_LOGGING_LEVEL", "ERROR"),
     ):
         os.environ.setdefault(name, value)
     from transformers import AutoConfig
-    from vllm import LLM, SamplingParams
-    from vllm.exceptions import VLLMValidationError
+    from vllm import LLM
 
-    state = policy.state.model_dump(mode="json")
-    settings: dict[str, object] = {
-        "state": state,
-        "cells": "none",
-    }  # all of the picture
-    rule = policy.by_size or BudgetCall.parse(policy.budget)
-    of_state = policy.state.budget
-    if policy.video and policy.state.frames is not None:
-        of_state = policy.state.frames.tokens
-    if rule != of_state:
-        settings["video_budget" if policy.video else "budget"] = rule.rule()
-    if text_tower is not None:
-        settings["text_tower"] = str(text_tower)
     config = AutoConfig.from_pretrained(checkpoint).get_text_config()
     longest = min(_LONGEST_PROMPT, config.max_position_embeddings)
-    llm = LLM(
+    return LLM(
         str(checkpoint),
         dtype="bfloat16",
         enforce_eager=True,
@@ -246,46 +293,25 @@ def explain_image(  # noqa: C901, PLR0915
         disable_log_stats=True,
         additional_config={"autoprune": settings},
     )
+
+
+def _ask(llm: LLM, image: Image.Image | Clip, question: str) -> None:
+    """Ask the question; raises :class:`ConfigError` where the prompt is too long."""
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    fix = "ask a shorter one"
     visual: dict[str, object] = {"type": "image_pil", "image_pil": image}
-    if clip is not None:
-        visual = {"type": "video_url", "video_url": {"url": clip.url}}
-    message: Any = {
-        "role": "user",
-        "content": [visual, {"type": "text", "text": question}],
-    }
-    with _record(llm) as (selections, tiles):
-        try:
-            llm.chat([message], SamplingParams(max_tokens=1), use_tqdm=False)
-        except (
-            VLLMValidationError,
-            ValueError,
-        ) as error:  # of a prompt, or a clip, too long
-            what = str(error).partition("\n")[0]
-            fix = "ask a shorter one"
-            fix += ", or give fewer or smaller frames" if clip is not None else ""
-            raise ConfigError("explain", [Problem("question", what, fix)]) from None
-    if not selections:
-        what = (
-            f"K = {rule.rule()} keeps every token of this {'clip' if clip else 'image'}"
-        )
-        raise ConfigError("explain", [Problem("--budget", what, "give a smaller K")])
-    if clip is not None:
-        trace = Trace.of(*selections[0])
-        # A temporal group is several frames, of which the first stands for it.
-        of_group = len(clip.frames) / trace.grid.tiles
-        frames = [
-            clip.frames[int(group * of_group)] for group in range(trace.grid.tiles)
-        ]
-        return [Explanation(image, question, selections[0][0], trace, frames=frames)]
-    pictures = _draw_regions(selections, image, tiles, checkpoint)
-    explanations = []
-    for number, (picture, selection) in enumerate(
-        zip(pictures, selections, strict=True), 1
-    ):
-        region = f"region {number} of {len(selections)}" if len(selections) > 1 else ""
-        trace = Trace.of(*selection)
-        explanations.append(Explanation(picture, question, selection[0], trace, region))
-    return explanations
+    if isinstance(image, Clip):
+        fix += ", or give fewer or smaller frames"
+        visual = {"type": "video_url", "video_url": {"url": image.url}}
+    text = {"type": "text", "text": question}
+    message: Any = {"role": "user", "content": [visual, text]}
+    try:
+        llm.chat([message], SamplingParams(max_tokens=1), use_tqdm=False)
+    except (VLLMValidationError, ValueError) as error:
+        what = str(error).partition("\n")[0]
+        raise ConfigError.of("question", what, fix, subject="explain") from None
 
 
 @contextmanager

@@ -24,7 +24,7 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -69,11 +69,30 @@ class _Answer(NamedTuple):
         return max(self.ttft - sum(stages), 0.0)
 
 
-_Round = tuple[_Answer, _Answer, _Answer, _Answer]
-"""A short text, a long text, a question about a new image, and another one about that image."""
+class _Round(NamedTuple):
+    """One answer to each kind of request."""
+
+    short: _Answer
+    long: _Answer
+    question: _Answer
+    """About a new image."""
+    another: _Answer
+    """About that image."""
+
+    @property
+    def image_outside(self) -> tuple[float, float] | None:
+        """What a new image, and one that was processed before, add to the time outside the engine.
+
+        None where that is not known of a request.
+        """
+        outside = [answer.outside for answer in self if answer.outside is not None]
+        if len(outside) < len(self):
+            return None
+        short, _, question, another = outside
+        return question - short, another - short
 
 
-def probe_server(  # noqa: C901
+def probe_server(
     client: ServerClient,
     size: tuple[int, int],
     inputs: Inputs,
@@ -85,48 +104,23 @@ def probe_server(  # noqa: C901
     with client.reporting_failures():
         models = client.list_models()
         name = client.choose_model(models, model)
-        before = client.read_metrics()
-        source = (
-            random.Random()
-        )  # another seed each time, so that no cache knows the images
+        metrics = client.read_metrics()
+        # Another seed at each probe, so that no cache knows the images.
+        source = random.Random()
         report("warm-up")
         _ask_round(client, name, models[name], size, source)
         results = list[_Round]()
         for number in range(rounds):
             report(f"round {number + 1} of {rounds}")
             results.append(_ask_round(client, name, models[name], size, source))
-    answers = [answer for each in results for answer in each]
-    block = None
-    if before is not None:
-        # Tokens of a KV block; 0 without a prefix cache.
-        config = "vllm:cache_config_info"
-        digits = before.label(config, "block_size") or ""
-        block = int(digits) if digits.isdigit() else None
-        if before.label(config, "enable_prefix_caching") == "False":
-            block = 0
-    new, another = (
-        f"{1000 * median(seconds):.1f} ms ({1000 * min(seconds):.1f} to {1000 * max(seconds):.1f})"
-        for seconds in ([each[kind].ttft for each in results] for kind in (2, 3))
-    )
     inputs.fill(
         f"Measured with images of {size[0]} x {size[1]} pixels, medians of {rounds} rounds (all "
-        f"between): first question {new}, another question {another}.",
-        block=block,
+        f"between): first question {_format_ttft([row.question for row in results])}, another "
+        f"question {_format_ttft([row.another for row in results])}.",
+        block=None if metrics is None else _read_block(metrics),
     )
-    if any(answer.thinks for answer in answers):
-        inputs.fill(
-            "The model thinks before it answers: its first token is one of its thoughts."
-        )
-    if before is None:
-        inputs.fill(
-            "The server has no /metrics: front end, selection and tower count as tower."
-        )
-    elif before.total("vllm:num_requests_running") or not all(
-        a.gained for a in answers
-    ):
-        inputs.fill(
-            "The server was busy while it was probed: times contain waiting for others."
-        )
+    answers = list(itertools.chain(*results))
+    inputs.fill(*_list_reservations(metrics, answers))
     times = _solve_rounds(results)
     if times["tokens"] < 1:
         fix = "serve a model that takes images"
@@ -139,15 +133,50 @@ def probe_server(  # noqa: C901
         inputs.fill(
             "The tower takes too little to be seen beside prefill; it counts as 0."
         )
-    # Mean visual tokens of an image before pruning and after it.
-    images = _sum_gained(answers, "autoprune_images_total")
-    unpruned, pruned = (
-        round(
-            _sum_gained(answers, "autoprune_visual_tokens_total", stage=stage)
-            / (images or 1)
-        )
-        for stage in ("before", "after")
-    )
+    _fill_visual_tokens(inputs, answers)
+    # What flags give is the same in every resample.
+    unknown = times.keys() - inputs.values.keys() - {"tokens"}
+    for row in resample(rounds, _DRAWS):
+        drawn = _solve_rounds([results[index] for index in row])
+        inputs.repeats.append({name: drawn.get(name, 0.0) for name in unknown})
+    inputs.fill(**times)
+
+
+def _format_ttft(answers: Sequence[_Answer]) -> str:
+    """Median and range of the times to first token."""
+    times = [1000 * answer.ttft for answer in answers]
+    return f"{median(times):.1f} ms ({min(times):.1f} to {max(times):.1f})"
+
+
+def _read_block(metrics: Metrics) -> int | None:
+    """Tokens of a KV block; 0 without a prefix cache, None where the server does not say."""
+    config = "vllm:cache_config_info"
+    if metrics.label(config, "enable_prefix_caching") == "False":
+        return 0
+    digits = metrics.label(config, "block_size") or ""
+    return int(digits) if digits.isdigit() else None
+
+
+def _list_reservations(
+    metrics: Metrics | None, answers: Sequence[_Answer]
+) -> Iterator[str]:
+    """What makes the times less than exact."""
+    if any(answer.thinks for answer in answers):
+        yield "The model thinks before it answers: its first token is one of its thoughts."
+    if metrics is None:
+        yield "The server has no /metrics: front end, selection and tower count as tower."
+    elif metrics.total("vllm:num_requests_running") or not all(
+        answer.gained for answer in answers
+    ):
+        yield "The server was busy while it was probed: times contain waiting for others."
+
+
+def _fill_visual_tokens(inputs: Inputs, answers: Sequence[_Answer]) -> None:
+    """Fill in the mean visual tokens of an image before pruning and after it, by ``/metrics``."""
+    images = _sum_gained(answers, "autoprune_images_total") or 1
+    total = "autoprune_visual_tokens_total"
+    unpruned = round(_sum_gained(answers, total, stage="before") / images)
+    pruned = round(_sum_gained(answers, total, stage="after") / images)
     if not unpruned and "tokens" not in inputs.values:
         inputs.fill(
             "N is what an image adds to a prompt, a few tokens of its template included."
@@ -156,19 +185,12 @@ def probe_server(  # noqa: C901
     inputs.fill(
         tokens=unpruned or None, budget=pruned if 0 < pruned < unpruned else None
     )
-    # What flags give is the same in every resample.
-    unknown = times.keys() - inputs.values.keys() - {"tokens"}
-    drawn = (
-        _solve_rounds([results[i] for i in row]) for row in resample(rounds, _DRAWS)
-    )
-    inputs.repeats = [{name: each.get(name, 0.0) for name in unknown} for each in drawn]
-    inputs.fill(**times)
 
 
 def _sum_gained(answers: Iterable[_Answer], name: str, **labels: str) -> float:
     """What a metric gained by some requests, of those of which that is known."""
-    known = (answer.gained for answer in answers if answer.gained is not None)
-    return math.fsum(gained.total(name, **labels) or 0.0 for gained in known)
+    gains = (answer.gained for answer in answers if answer.gained is not None)
+    return math.fsum(gained.total(name, **labels) or 0.0 for gained in gains)
 
 
 def _solve_rounds(rounds: Sequence[_Round]) -> dict[str, float]:
@@ -178,42 +200,43 @@ def _solve_rounds(rounds: Sequence[_Round]) -> dict[str, float]:
     than the image itself takes. ``prefill`` of 0 or less: a longer prompt took no longer.
     """
     kinds: list[tuple[_Answer, ...]] = list(zip(*rounds, strict=True))
-    ttft = [median(answer.ttft for answer in answers) for answers in kinds]
-    tokens = [median(answer.prompt_tokens for answer in answers) for answers in kinds]
+    short, long, question, _ = (
+        median(answer.ttft for answer in answers) for answers in kinds
+    )
+    short_tokens, long_tokens, question_tokens, _ = (
+        median(answer.prompt_tokens for answer in answers) for answers in kinds
+    )
     # Prompts without an image: what more tokens take is prefill, the rest every request takes.
-    more = tokens[1] - tokens[0]
-    per_token = (ttft[1] - ttft[0]) / more if more > 0 else 0.0
-    request = max(ttft[0] - per_token * tokens[0], 0.0)
+    prefill = 0.0
+    if long_tokens > short_tokens:
+        prefill = (long - short) / (long_tokens - short_tokens)
+    request = max(short - prefill * short_tokens, 0.0)
     times = {
-        "tokens": round(tokens[2] - tokens[0]),
-        "prefill": per_token,
+        "tokens": round(question_tokens - short_tokens),
+        "prefill": prefill,
         "request": request,
     }
-    # What an image adds outside the engine, a new one and one that was processed before.
-    outside = [
-        [answer.outside for answer in each if answer.outside is not None]
-        for each in rounds
-    ]
     front_end = 0.0
-    if added := [
-        (each[2] - each[0], each[3] - each[0]) for each in outside if len(each) > 3
-    ]:
+    outside = [answers.image_outside for answers in rounds]
+    added = [seconds for seconds in outside if seconds is not None]
+    if added:
         front_end = max(median(new for new, _ in added), 0.0)
         # The server keeps what its processor made of an image, but decodes each image again.
-        decode_image = min(max(median(known for _, known in added), 0.0), front_end)
-        times |= {"decode_image": decode_image, "processor": front_end - decode_image}
+        decode_image = max(median(processed for _, processed in added), 0.0)
+        times["decode_image"] = min(decode_image, front_end)
+        times["processor"] = front_end - times["decode_image"]
+    answers = list(itertools.chain(*rounds))
     selection = 0.0
-    seconds, selections = (
-        _sum_gained(itertools.chain(*rounds), f"autoprune_selection_seconds_{figure}")
-        for figure in ("sum", "count")
-    )
+    selections = _sum_gained(answers, "autoprune_selection_seconds_count")
     if selections:
-        times["selection"] = selection = seconds / selections
-    tower = ttft[2] - front_end - selection - request - per_token * tokens[2]
+        selection = _sum_gained(answers, "autoprune_selection_seconds_sum") / selections
+        times["selection"] = selection
+    tower = question - front_end - selection - request - prefill * question_tokens
     times["tower"] = max(tower, 0.0)
-    if gaps := [
-        gap for each in rounds for answer in (each[0], each[2]) for gap in answer.gaps
-    ]:
+    gaps = list[float]()
+    for answers_of_round in rounds:
+        gaps += answers_of_round.short.gaps + answers_of_round.question.gaps
+    if gaps:
         times["decode"] = median(gaps)
     return times
 
@@ -249,7 +272,7 @@ def _ask_round(
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        before = client.read_metrics()
+        metrics = client.read_metrics()
         reads = list[tuple[float, bytes]]()
         start = time.perf_counter()
         with client.http.stream("POST", client.url + CHAT, json=body) as response:
@@ -271,19 +294,21 @@ def _ask_round(
         # The only token may be the end of the answer, which has no text.
         ttft = stream.deltas[0] if stream.deltas else reads[-1][0]
         after = client.read_metrics()
-        gained = (
-            after.since(before) if after is not None and before is not None else None
-        )
-        # Otherwise another client's request came between.
-        if gained and gained.total("vllm:request_prefill_time_seconds_count") != 1:
-            gained = None
+        gained = None
+        if after is not None and metrics is not None:
+            gained = after.since(metrics)
+            if gained.total("vllm:request_prefill_time_seconds_count") != 1:
+                gained = None  # another client's request came between
         gaps = tuple(late - early for early, late in itertools.pairwise(stream.deltas))
         return _Answer(ttft, gaps, stream.prompt_tokens, gained, stream.thoughts > 0)
 
     # A word may be more than one token.
     many = min(_LONG_WORDS, context // 3) if context else _LONG_WORDS
-    few = _QUESTION_WORDS
-    question = draw(
-        few
-    )  # without the image too, so that it alone makes the difference in tokens
-    return ask(question), ask(draw(many)), ask(question, image), ask(draw(few), image)
+    # Without the image too, so that it alone makes the difference in tokens.
+    question = draw(_QUESTION_WORDS)
+    return _Round(
+        short=ask(question),
+        long=ask(draw(many)),
+        question=ask(question, image),
+        another=ask(draw(_QUESTION_WORDS), image),
+    )

@@ -146,9 +146,7 @@ class _Model:
         shape = self.published
         policy = BASE_POLICIES.get(arm)
         tokens = budget if visual_tokens is None else round(visual_tokens)
-        layers = (
-            policy.layers_read(policy.default_params, shape.layers) if policy else 0
-        )
+        layers = policy.default_params.layers_read(shape.layers) if policy else 0
         return shape.estimate_cost(
             shape.tokens if arm == _FULL else tokens, ranking_layers=layers
         )

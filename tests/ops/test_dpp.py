@@ -27,7 +27,12 @@ from torch.overrides import TorchFunctionMode
 
 from vllm_autoprune.ops import dpp
 from vllm_autoprune.ops.dpp import compile_for, greedy_map
-from vllm_autoprune.ops.greedy import Conditioned, capped_greedy_map, greedy_map_torch
+from vllm_autoprune.ops.greedy import (
+    Cap,
+    Conditioned,
+    capped_greedy_map,
+    greedy_map_torch,
+)
 from vllm_autoprune.ops.rowwise import TIE
 from vllm_autoprune.ops.similarity import cosines
 
@@ -107,8 +112,7 @@ def test_the_first_pick_does_not_depend_on_how_the_diagonal_is_rounded(
         2,
         anchors=NONE.expand(4, 0),
         eligible=every,
-        cells=every.long(),
-        cap=96,
+        cap=Cap(every.long(), 96),
     )
     assert (
         capped[:, 0].tolist()
@@ -176,8 +180,7 @@ def test_no_cell_gets_more_than_the_cap_and_a_core_counts(
         14,
         anchors=torch.cat([core, anchors], dim=1),
         eligible=eligible,
-        cells=cells,
-        cap=cap,
+        cap=Cap(cells, cap),
     )
     conditioned = capped_greedy_map(
         similarity,
@@ -185,8 +188,7 @@ def test_no_cell_gets_more_than_the_cap_and_a_core_counts(
         8,
         anchors=anchors,
         eligible=eligible,
-        cells=cells,
-        cap=cap,
+        cap=Cap(cells, cap),
         conditioned=Conditioned.on(similarity, core),
     )
     assert torch.equal(conditioned, anchored[:, 6:])
@@ -200,8 +202,7 @@ def test_no_cell_gets_more_than_the_cap_and_a_core_counts(
             room,
             anchors=NONE,
             eligible=eligible[row],
-            cells=cells[row],
-            cap=cap,
+            cap=Cap(cells[row], cap),
         )[0]
         assert len(set(picks.tolist())) == room and bool(eligible[image][picks].all())
         assert int(cells[image][picks].bincount().max()) <= cap

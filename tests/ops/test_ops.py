@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.server import command
 from vllm_autoprune.ops.dpp import greedy_map
 from vllm_autoprune.ops.dtype import choose_dtype
-from vllm_autoprune.ops.greedy import farthest_points
+from vllm_autoprune.ops.greedy import Chosen, farthest_points
 from vllm_autoprune.ops.rowwise import TIE, argmax_within, find_outliers
 from vllm_autoprune.ops.similarity import (
     cosines,
@@ -139,9 +139,7 @@ def selection(features: Tensor, text: Tensor) -> tuple[Tensor, ...]:
     count = features.shape[1] // 3
     picks = greedy_map(similarity, quality, count)
     nothing = torch.zeros_like(quality, dtype=torch.bool)
-    far = farthest_points(
-        1 - similarity, count, nearest=1 - similarity[:, 0], taken=nothing
-    )
+    far = farthest_points(1 - similarity, count, Chosen(1 - similarity[:, 0], nothing))
     return similarity, relevance, picks, far
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from vllm_autoprune.ops.dpp import greedy_map
 from vllm_autoprune.ops.greedy import (
+    Chosen,
     Conditioned,
     farthest_points,
     greedy_coverage,
@@ -175,9 +176,7 @@ def _divprune(
     count = sets.shares[0]
     if start.indices.shape[1]:
         nearest = _distance_to_kept(distance, sets.kept)
-        return sets.join(
-            farthest_points(distance, count, nearest=nearest, taken=sets.closed)
-        )
+        return sets.join(farthest_points(distance, count, Chosen(nearest, sets.closed)))
     # The smallest distance of a token is to itself, so the second smallest is to its nearest
     # neighbour; like the published code, this does not mask the diagonal.
     second = distance.topk(min(2, distance.shape[1]), dim=1, largest=False).values[
@@ -189,8 +188,8 @@ def _divprune(
         :, 0
     ]
     taken = sets.closed.scatter(1, seed, True)
-    others = farthest_points(distance, count - 1, nearest=nearest, taken=taken)
-    return sets.join(torch.cat([seed, others], dim=1))
+    more = farthest_points(distance, count - 1, Chosen(nearest, taken))
+    return sets.join(torch.cat([seed, more], dim=1))
 
 
 class _NormParams(PolicyParams):
@@ -310,12 +309,9 @@ def _cen_divprune(
     similarity, weight = params.compare(sets)
     distance = 1 - similarity
     # At a weighted distance of at most the floor the other tokens come by weight.
-    nearest = _distance_to_kept(distance, sets.kept)
-    taken = sets.closed
+    chosen = Chosen(_distance_to_kept(distance, sets.kept), sets.closed)
     return sets.join(
-        weighted_farthest_points(
-            distance, weight, sets.shares[0], nearest=nearest, taken=taken, floor=1e-6
-        )
+        weighted_farthest_points(distance, weight, sets.shares[0], chosen, floor=1e-6)
     )
 
 

@@ -33,14 +33,12 @@ class _FastVParams(PolicyParams):
         description="layer before which FastV prunes, from 0; the layer before it is read",
     )
 
+    def layers_read(self, layers: int) -> int:
+        """Those before the layer whose attention ranks, which needs no more of that layer."""
+        return self.layer - 1
 
-@base_policy(
-    _FastVParams,
-    needs=frozenset({"language"}),
-    # Attention of a layer needs the layers before it.
-    ranking_layers=lambda params, layers: params.layer - 1,
-    cost=0.6,
-)
+
+@base_policy(_FastVParams, needs=frozenset({"language"}), cost=0.6)
 def _fastv(
     params: _FastVParams, tokens: VisualTokens, budget: int
 ) -> ReferenceSelection:
@@ -67,16 +65,12 @@ class _PyramidDropParams(PolicyParams):
         "quarters of the prefill to save the rest of it",
     )
 
+    def layers_read(self, layers: int) -> int:
+        """Those before the layer whose attention ranks; the default depends on their number."""
+        return layers // 4 if self.layer is None else self.layer
 
-@base_policy(
-    _PyramidDropParams,
-    needs=frozenset({"language"}),
-    # Attention of a layer needs the layers before it.
-    ranking_layers=lambda params, layers: (
-        layers // 4 if params.layer is None else params.layer
-    ),
-    cost=0.6,
-)
+
+@base_policy(_PyramidDropParams, needs=frozenset({"language"}), cost=0.6)
 def _pyramiddrop(
     params: _PyramidDropParams, tokens: VisualTokens, budget: int
 ) -> ReferenceSelection:
@@ -88,7 +82,8 @@ def _pyramiddrop(
     tokens.
     """
     language = tokens.require_language()
-    layer = language.layers // 4 if params.layer is None else params.layer
+    # Attention of a layer needs the layers before it, counted from 0.
+    layer = params.layers_read(language.layers)
     score = language.last_token_attention(layer, tokens.count)
     return ReferenceSelection(rank_descending(score)[:, :budget])
 
@@ -114,16 +109,12 @@ class _DartParams(PolicyParams):
         description="layer before which DART prunes, counted from 0; the layer before it is read",
     )
 
+    def layers_read(self, layers: int) -> int:
+        """Those up to the layer whose states are compared; embeddings need none."""
+        return self.layer if self.space == "layer" else 0
 
-@base_policy(
-    _DartParams,
-    needs=frozenset({"language"}),
-    # States of a layer need that layer as well.
-    ranking_layers=lambda params, layers: (
-        params.layer if params.space == "layer" else 0
-    ),
-    cost=3.4,
-)
+
+@base_policy(_DartParams, needs=frozenset({"language"}), cost=3.4)
 def _dart(params: _DartParams, tokens: VisualTokens, budget: int) -> ReferenceSelection:
     """Four visual pivots, then the tokens least similar to each visual and text pivot.
 
@@ -184,14 +175,12 @@ class _SparseVLMParams(PolicyParams):
         description="use up to half of K for cluster means of pruned tokens, as published",
     )
 
+    def layers_read(self, layers: int) -> int:
+        """Those before the layer whose attention ranks; recycling reads that layer's output too."""
+        return self.layer + self.recycle
 
-@base_policy(
-    _SparseVLMParams,
-    needs=frozenset({"language"}),
-    # Attention of a layer needs the layers before it, recycling the layer's own output.
-    ranking_layers=lambda params, layers: params.layer + params.recycle,
-    cost=0.6,
-)
+
+@base_policy(_SparseVLMParams, needs=frozenset({"language"}), cost=0.6)
 def _sparsevlm(
     params: _SparseVLMParams, tokens: VisualTokens, budget: int
 ) -> ReferenceSelection:

@@ -12,7 +12,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_autoprune.ops.greedy import weighted_farthest_points
+from vllm_autoprune.ops.greedy import Chosen, weighted_farthest_points
 from vllm_autoprune.ops.rowwise import (
     find_outliers,
     gather_rows,
@@ -389,8 +389,9 @@ def _focus_and_scan(
         1 - similarity,
         torch.ones_like(phi),
         count,
-        nearest=torch.full_like(phi, torch.inf),
-        taken=torch.zeros_like(phi, dtype=torch.bool),
+        Chosen(
+            torch.full_like(phi, torch.inf), torch.zeros_like(phi, dtype=torch.bool)
+        ),
         floor=_SCAN_FLOOR,
         leading=leading,
         fill=phi,

@@ -42,58 +42,71 @@ def _fill_by_weight(
     return key[:, :tokens].argsort(dim=1, descending=True, stable=True)[:, :count]
 
 
-def farthest_points(
-    distance: Tensor, count: int, *, nearest: Tensor, taken: Tensor
-) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Tokens that are chosen before the first pick of :func:`farthest_points`."""
+
+    nearest: Tensor
+    """``(B, N)``: distance of each token to the chosen ones; infinite where none is chosen."""
+    taken: Tensor
+    """``(B, N)`` bool: tokens that are not picked, the chosen ones among them."""
+
+    @property
+    def offset(self) -> Tensor:
+        """``(B,)``: where the rows of each image begin among those of all images."""
+        batch, tokens = self.nearest.shape
+        device = self.nearest.device
+        return torch.arange(0, batch * tokens, max(tokens, 1), device=device)
+
+
+def farthest_points(distance: Tensor, count: int, chosen: Chosen) -> Tensor:
     """Pick ``count`` tokens, each the farthest from all tokens chosen before, in pick order.
 
-    distance ``(B, N, N)``; nearest ``(B, N)`` is each token's distance to the tokens already
-    chosen; taken ``(B, N)`` bool excludes tokens. Returns ``(B, count)`` int64. Picked tokens are
-    masked, so an index never repeats, even with duplicates or NaN; ties go to the lower index
-    (:func:`argmax_within`).
+    distance ``(B, N, N)``. Returns ``(B, count)`` int64. Picked tokens are masked, so an index
+    never repeats, even with duplicates or NaN; ties go to the lower index (:func:`argmax_within`).
     ``count`` must not exceed the number of tokens not taken.
     """
-    batch, tokens = nearest.shape
-    offset = torch.arange(0, batch * tokens, max(tokens, 1), device=nearest.device)
+    batch, tokens = chosen.nearest.shape
+    offset = chosen.offset
     rows = distance.reshape(batch * tokens, tokens)
-    nearest = nearest.nan_to_num(nan=torch.inf, posinf=torch.inf).masked_fill(
-        taken, -torch.inf
-    )
+    finite = chosen.nearest.nan_to_num(nan=torch.inf, posinf=torch.inf)
+    nearest = finite.masked_fill(chosen.taken, -torch.inf)
     # A token at minus infinity stays there: fmin returns the smaller number and ignores NaN.
     flat = nearest.view(-1)
     picks = []
     for _ in range(count):
         pick, _ = argmax_within(nearest)
         picks.append(pick)
-        at = pick if batch == 1 else offset + pick
-        flat.index_fill_(0, at, -torch.inf)
-        torch.fmin(nearest, rows.index_select(0, at), out=nearest)
+        index = pick if batch == 1 else offset + pick
+        flat.index_fill_(0, index, -torch.inf)
+        torch.fmin(nearest, rows.index_select(0, index), out=nearest)
     if not picks:
         return torch.empty(batch, 0, dtype=torch.int64, device=nearest.device)
     return torch.stack(picks, dim=1)
 
 
-def weighted_farthest_points(  # noqa: PLR0913
+def weighted_farthest_points(
     distance: Tensor,
     weight: Tensor,
     count: int,
+    chosen: Chosen,
     *,
-    nearest: Tensor,
-    taken: Tensor,
     floor: float,
     leading: Tensor | None = None,
     fill: Tensor | None = None,
 ) -> Tensor:
     """Pick ``count`` tokens by weight times distance to the tokens chosen before, in pick order.
 
-    Arguments as of :func:`farthest_points`; weight ``(B, N)``, at least 0. Where nothing is chosen
-    yet (nearest is infinite) the first pick is the token farthest from its nearest neighbour,
-    whatever its weight. leading ``(B, count)`` are forced picks, -1 where a pick is free: they come
-    first in their rows. From the first score of at most ``floor`` on, tokens come by descending
-    fill ``(B, N)``, by default the weight.
+    distance ``(B, N, N)``; weight ``(B, N)``, at least 0. Where nothing is chosen yet the first
+    pick is the token farthest from its nearest neighbour, whatever its weight. leading ``(B,
+    count)`` are forced picks, -1 where a pick is free: they come first in their rows. From the
+    first score of at most ``floor`` on, tokens come by descending fill ``(B, N)``, by default the
+    weight.
     """
+    nearest = chosen.nearest
+    taken = chosen.taken
     batch, tokens = nearest.shape
-    offset = torch.arange(0, batch * tokens, max(tokens, 1), device=nearest.device)
+    offset = chosen.offset
     rows = distance.reshape(batch * tokens, tokens)
     free = ~taken
     begins = nearest.isinf().all(dim=1)
@@ -120,9 +133,8 @@ def weighted_farthest_points(  # noqa: PLR0913
     if not picks:
         return torch.empty(batch, 0, dtype=torch.int64, device=nearest.device)
     fill = weight if fill is None else fill
-    return _fill_by_weight(
-        torch.stack(picks, 1), torch.cat(gains, 1), fill, free, floor
-    )
+    order = torch.stack(picks, dim=1)
+    return _fill_by_weight(order, torch.cat(gains, dim=1), fill, free, floor)
 
 
 def greedy_coverage(
@@ -212,19 +224,16 @@ class Conditioned:
         """
         batch, tokens, _ = similarity.shape
         count = fixed.shape[1]
-        residual = similarity.diagonal(dim1=1, dim2=2).clone(
-            memory_format=torch.contiguous_format
-        )
-        factors = similarity.new_zeros(batch, tokens, -(-count // ALIGNED) * ALIGNED)
+        diagonal = similarity.diagonal(dim1=1, dim2=2)
+        residual = diagonal.clone(memory_format=torch.contiguous_format)
+        factors = similarity.new_zeros(batch, tokens, _round_up(count))
         flat = residual.view(-1)
         columns = factors.unbind(dim=2)
-        places = (
-            fixed
-            + torch.arange(0, batch * tokens, tokens, device=fixed.device)[:, None]
-        )
-        for step, at in enumerate(places.unbind(dim=1)):
-            row = _conditioned_rows(similarity, factors, step, at)
-            pivot = flat.index_select(0, at)[:, None]
+        offset = torch.arange(0, batch * tokens, tokens, device=fixed.device)
+        indices = fixed + offset[:, None]
+        for step, index in enumerate(indices.unbind(dim=1)):
+            row = _conditioned_rows(similarity, factors, step, index)
+            pivot = flat.index_select(0, index)[:, None]
             adds = pivot > _DEPENDENT
             if valid is not None:
                 adds &= valid[:, step : step + 1]
@@ -232,29 +241,33 @@ class Conditioned:
             columns[step].copy_(row)
             residual -= row * row
         ones = torch.ones_like(fixed) if valid is None else valid.to(fixed.dtype)
-        taken = torch.zeros_like(residual, dtype=fixed.dtype).scatter_add_(
-            1, fixed, ones
-        )
+        taken = torch.zeros_like(residual, dtype=fixed.dtype)
+        taken.scatter_add_(1, fixed, ones)
         residual = residual.masked_fill(taken > 0, -1.0)
         return cls(factors[:, :, :count].transpose(1, 2), residual)
 
 
-def _conditioned_rows(
-    similarity: Tensor, factors: Tensor, known: int, at: Tensor
-) -> Tensor:
-    """Rows ``(B, N)`` of one token of each image, less their projection on ``known`` factors.
+def _round_up(count: int) -> int:
+    """The smallest multiple of ``ALIGNED`` that is at least ``count``."""
+    return -(-count // ALIGNED) * ALIGNED
 
-    similarity ``(B, N, N)``; factors ``(B, N, F)``, those that are not known zero; at ``(B,)``
-    counts the tokens of all images.
+
+def _conditioned_rows(
+    similarity: Tensor, factors: Tensor, written: int, index: Tensor
+) -> Tensor:
+    """Rows ``(B, N)`` of one token of each image, less their projection on the written factors.
+
+    similarity ``(B, N, N)``; factors ``(B, N, F)``, zero from ``written`` on; index ``(B,)`` counts
+    the tokens of all images.
     """
-    rows = similarity.flatten(0, 1).index_select(0, at)
-    if known == 0:
+    rows = similarity.flatten(0, 1).index_select(0, index)
+    if written == 0:
         return rows
-    written = factors.narrow(2, 0, -(-known // ALIGNED) * ALIGNED)
-    own_factors = written.flatten(0, 1).index_select(0, at).unbind()
+    factors = factors.narrow(2, 0, _round_up(written))
+    of_token = factors.flatten(0, 1).index_select(0, index).unbind()
     # One image at a time: a sum over a batch may be rounded in another way.
-    for image, factor, row in zip(
-        written.unbind(), own_factors, rows.unbind(), strict=True
+    for row, image, factor in zip(
+        rows.unbind(), factors.unbind(), of_token, strict=True
     ):
         torch.addmv(row, image, factor, alpha=-1, out=row)
     return rows
@@ -283,7 +296,7 @@ def greedy_map_torch(
     offset = torch.arange(0, batch * tokens, tokens, device=quality.device)
     rows = similarity.reshape(batch * tokens, tokens)
     weight = quality * quality
-    factors = quality.new_zeros(batch, tokens, -(-(fixed + count) // ALIGNED) * ALIGNED)
+    factors = quality.new_zeros(batch, tokens, _round_up(fixed + count))
     if conditioned is None:
         residual = similarity.diagonal(dim1=1, dim2=2).contiguous()
     else:
@@ -291,9 +304,9 @@ def greedy_map_torch(
         factors[:, :, :fixed] = conditioned.factors.transpose(1, 2)
     flat = residual.view(-1)
     columns = factors.unbind(dim=2)
-    known = factors.narrow(2, 0, -(-fixed // ALIGNED) * ALIGNED)
-    flat_factors = known.flatten(0, 1)
-    image_factors = known.unbind()
+    written = factors.narrow(2, 0, _round_up(fixed))
+    by_token = written.flatten(0, 1)
+    by_image = written.unbind()
     picks = []
     gains = []
 
@@ -310,68 +323,78 @@ def greedy_map_torch(
         gains.append(gain)
         if step + 1 == count:
             break
-        at = pick if batch == 1 else offset + pick
-        update = rows.index_select(0, at)
+        index = pick if batch == 1 else offset + pick
+        update = rows.index_select(0, index)
         column = fixed + step
         if column % ALIGNED == 0:  # columns not yet written are zero
-            known = factors.narrow(2, 0, column + ALIGNED)
-            flat_factors = known.flatten(0, 1)
-            image_factors = known.unbind()
+            written = factors.narrow(2, 0, column + ALIGNED)
+            by_token = written.flatten(0, 1)
+            by_image = written.unbind()
         if column:
-            own_factors = flat_factors.index_select(0, at).unbind()
-            for image, factor, new in zip(
-                image_factors, own_factors, update.unbind(), strict=True
+            of_pick = by_token.index_select(0, index).unbind()
+            for row, image, factor in zip(
+                update.unbind(), by_image, of_pick, strict=True
             ):
-                torch.addmv(new, image, factor, alpha=-1, out=new)
-        pivot = flat.index_select(0, at)
+                torch.addmv(row, image, factor, alpha=-1, out=row)
+        pivot = flat.index_select(0, index)
         if step < forced:
             pivot.clamp_min_(DIVISOR)
         update *= pivot.rsqrt_().unsqueeze(1)
         columns[column].copy_(update)
         residual.addcmul_(update, update, value=-1)
-        flat.index_fill_(
-            0, at, -1.0
-        )  # stays negative, so the token is not picked again
+        # Stays negative, so the token is not picked again.
+        flat.index_fill_(0, index, -1.0)
     # Gains never increase and NaN persists, so the picks that count come first.
-    return _fill_by_weight(
-        torch.stack(picks, 1), torch.cat(gains, 1), quality, eligible, EXHAUSTED
-    )
+    order = torch.stack(picks, dim=1)
+    return _fill_by_weight(order, torch.cat(gains, dim=1), quality, eligible, EXHAUSTED)
 
 
-def capped_greedy_map(  # noqa: PLR0913
+@dataclass(frozen=True, slots=True)
+class Cap:
+    """A limit on the picks of each cell."""
+
+    cells: Tensor
+    """``(B, N)`` int64 in 0..N-1: the cell of each token."""
+    picks: int
+    """Picks of a cell at most."""
+
+
+def capped_greedy_map(
     similarity: Tensor,
     quality: Tensor,
     count: int,
+    cap: Cap,
     *,
     anchors: Tensor,
     eligible: Tensor,
-    cells: Tensor,
-    cap: int,
     conditioned: Conditioned | None = None,
 ) -> Tensor:
-    """Greedy MAP as in ``dpp.greedy_map``, at most ``cap`` picks per cell.
+    """Greedy MAP as in ``dpp.greedy_map``, with a cap on the picks of each cell.
 
     similarity ``(B, N, N)``, quality ``(B, N)``; anchors ``(B, A)`` are forced first picks, which
     count towards their cells and may exceed the cap, as do the tokens of ``conditioned``; eligible
-    ``(B, N)`` bool; cells ``(B, N)`` int64 in 0..N-1. Returns ``(B, count)`` int64, unique, the
-    same alone and in a batch. If all eligible tokens are in full cells the cap is ignored; once
-    gains are exhausted, the remaining picks are by quality.
+    ``(B, N)`` bool. Returns ``(B, count)`` int64, unique, the same alone and in a batch. If all
+    eligible tokens are in full cells the cap is ignored; once gains are exhausted, the remaining
+    picks are by quality.
     """
     batch, forced = anchors.shape
     tokens = quality.shape[1]
-    known = 0 if conditioned is None else conditioned.factors.shape[1]
-    factors = quality.new_zeros(batch, tokens, -(-(known + count) // ALIGNED) * ALIGNED)
+    cells = cap.cells
+    fixed = 0 if conditioned is None else conditioned.factors.shape[1]
+    factors = quality.new_zeros(batch, tokens, _round_up(fixed + count))
     if conditioned is None:
         residual = similarity.diagonal(dim1=1, dim2=2)
-        fixed = torch.zeros_like(eligible)
+        occupied = torch.zeros_like(eligible)
     else:
-        residual, fixed = conditioned.residual, conditioned.residual <= GIVEN
-        factors[:, :, :known] = conditioned.factors.transpose(1, 2)
+        residual = conditioned.residual
+        occupied = residual <= GIVEN
+        factors[:, :, :fixed] = conditioned.factors.transpose(1, 2)
     weight = quality * quality
     lowest = torch.finfo(quality.dtype).min
     spare = quality.nan_to_num(nan=0.0).clamp_min(lowest)
-    open_ = eligible & ~fixed
-    occupancy = torch.zeros_like(cells).scatter_add_(1, cells, fixed.to(cells.dtype))
+    open_ = eligible & ~occupied
+    occupancy = torch.zeros_like(cells)
+    occupancy.scatter_add_(1, cells, occupied.to(cells.dtype))
     sound = torch.ones(batch, dtype=torch.bool, device=quality.device)
     offset = torch.arange(0, batch * tokens, tokens, device=quality.device)
     picks = []
@@ -379,22 +402,21 @@ def capped_greedy_map(  # noqa: PLR0913
         if step < forced:
             pick = anchors[:, step]
         else:
-            room = open_ & (occupancy.gather(1, cells) < cap)
+            room = open_ & (occupancy.gather(1, cells) < cap.picks)
             room = torch.where(room.any(dim=1, keepdim=True), room, open_)
-            exact = _snap_to_one(residual) if known + step == 0 else residual
+            exact = _snap_to_one(residual) if fixed + step == 0 else residual
             gains = (weight * exact).masked_fill(~room, -torch.inf)
             best, gain = argmax_within(gains, relative=True)
             sound = sound & (gain[:, 0] > EXHAUSTED) & (gain[:, 0] < torch.inf)
-            pick = torch.where(
-                sound, best, spare.masked_fill(~room, -torch.inf).argmax(dim=1)
-            )
+            spared = spare.masked_fill(~room, -torch.inf).argmax(dim=1)
+            pick = torch.where(sound, best, spared)
         picks.append(pick)
         open_.scatter_(1, pick[:, None], False)
         cell = cells.gather(1, pick[:, None])
         occupancy.scatter_add_(1, cell, torch.ones_like(cell))
-        row = _conditioned_rows(similarity, factors, known + step, offset + pick)
+        row = _conditioned_rows(similarity, factors, fixed + step, offset + pick)
         row = row * residual.gather(1, pick[:, None]).clamp_min(DIVISOR).rsqrt()
-        factors[:, :, known + step] = row
+        factors[:, :, fixed + step] = row
         residual = residual - row * row
     if not picks:
         return torch.empty(batch, 0, dtype=torch.int64, device=quality.device)

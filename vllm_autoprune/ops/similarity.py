@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from vllm_autoprune.ops.greedy import farthest_points
+from vllm_autoprune.ops.greedy import Chosen, farthest_points
 from vllm_autoprune.ops.rowwise import FLAT
 
 _STRIPS = 4
@@ -194,10 +194,10 @@ def mean_of_neighbours(
     inside = in_y[:, None, :, None] & in_x[:, None, :]
     inside[:, :, radius, radius] = False
     down = to_y.clamp(0, height - 1) * width
-    right = to_x.clamp(0, width - 1)
-    place = (down[:, None, :, None] + right[:, None, :]).view(1, height * width, -1)
+    across = to_x.clamp(0, width - 1)
+    neighbours = (down[:, None, :, None] + across[:, None, :]).view(height * width, -1)
     inside = inside.view(height * width, -1)
-    near = similarity.gather(2, place.expand(similarity.shape[0], -1, -1))
+    near = similarity.gather(2, neighbours.expand(similarity.shape[0], -1, -1))
     return near.where(inside, 0.0).sum(dim=-1) / inside.sum(dim=-1).clamp_min(1)
 
 
@@ -267,10 +267,9 @@ def spherical_kmeans(
     seed = cosine.sum(dim=2).argmin(dim=1, keepdim=True)
     nearest = distance.gather(1, seed[:, :, None].expand(-1, -1, tokens))[:, 0]
     taken = torch.zeros(batch, tokens, dtype=torch.bool, device=cosine.device)
-    rest = farthest_points(
-        distance, count - 1, nearest=nearest, taken=taken.scatter(1, seed, True)
-    )
-    seeds = torch.cat([seed, rest], dim=1)
+    taken.scatter_(1, seed, True)
+    more = farthest_points(distance, count - 1, Chosen(nearest, taken))
+    seeds = torch.cat([seed, more], dim=1)
     near = cosine.gather(2, seeds[:, None, :].expand(-1, tokens, -1))
     for _ in range(iters):
         member = torch.zeros_like(near).scatter_(
@@ -278,6 +277,6 @@ def spherical_kmeans(
         )
         along = matmul_each(cosine, member)
         squared = (along * member).sum(dim=1, keepdim=True)
-        known = squared > SETTLED
-        near = torch.where(known, along * squared.clamp_min(SETTLED).rsqrt(), near)
+        scale = squared.clamp_min(SETTLED).rsqrt()
+        near = torch.where(squared > SETTLED, along * scale, near)
     return near.argmax(dim=2), near

@@ -28,6 +28,10 @@ from vllm_autoprune.tpdsl.tokens import Need, VisualTokens
 class PolicyParams(StatePart):
     """Parameters of a base policy."""
 
+    def layers_read(self, layers: int) -> int:
+        """Layers of a language model of ``layers`` that run over all N tokens before selection."""
+        return 0
+
 
 class BasePolicyCall(StatePart):
     """A base policy with its parameters, as written in a state."""
@@ -115,7 +119,6 @@ class BasePolicy:
     continuation: Callable[..., Tensor] | None = None
     reads: Callable[..., frozenset[Need]] | None = None
     core: type[BasePolicyCall] | None = None
-    ranking_layers: Callable[..., int] | None = None
     score: Callable[..., Tensor] | None = None
 
     @property
@@ -138,10 +141,6 @@ class BasePolicy:
     def needs_of(self, params: PolicyParams) -> frozenset[Need]:
         """Optional inputs that the policy reads with these parameters."""
         return self.needs if self.reads is None else self.reads(params)
-
-    def layers_read(self, params: PolicyParams, layers: int) -> int:
-        """Layers of the language model that run over all N tokens before the selection."""
-        return 0 if self.ranking_layers is None else self.ranking_layers(params, layers)
 
     def select(
         self, params: PolicyParams, tokens: VisualTokens, budget: int
@@ -190,7 +189,7 @@ _Select = Callable[[P, VisualTokens, int], ReferenceSelection]
 _Continue = Callable[[P, VisualTokens, int, Given], Tensor]
 
 
-def base_policy(  # noqa: PLR0913
+def base_policy(
     params: type[P],
     *,
     cost: float,
@@ -198,7 +197,6 @@ def base_policy(  # noqa: PLR0913
     continuation: _Continue[P] | None = None,
     reads: Callable[[P], frozenset[Need]] | None = None,
     core: type[P] | None = None,
-    ranking_layers: Callable[[P, int], int] | None = None,
     score: Callable[[P, VisualTokens], Tensor] | None = None,
 ) -> Callable[[_Select[P]], _Select[P]]:
     """Decorator: register a function as the base policy of its name, less the underscore.
@@ -206,8 +204,7 @@ def base_policy(  # noqa: PLR0913
     It maps (params, tokens, K) to exactly K rows per image, for K < N. ``continuation`` gives the
     picks ``(B, K)`` of a greedy method that continues from given tokens. ``reads`` says what a call
     reads, where parameters decide that, and ``core`` are the parameters of the form that reads no
-    question, where ``needs`` has one. ``ranking_layers``, of the language model's number of layers,
-    are those that it reads over all tokens.
+    question, where ``needs`` has one.
     """
 
     def register(function: _Select[P]) -> _Select[P]:
@@ -244,7 +241,6 @@ def base_policy(  # noqa: PLR0913
             continuation,
             reads,
             alone,
-            ranking_layers,
             score,
         )
         return function

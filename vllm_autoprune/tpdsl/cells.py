@@ -15,7 +15,7 @@ import numpy
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
-from vllm_autoprune.errors import Problem, StateError
+from vllm_autoprune.errors import StateError
 from vllm_autoprune.tpdsl.registry import StatePart
 
 VERSION = 1
@@ -71,12 +71,12 @@ class Cells(StatePart):
         except ValidationError:
             what = f"{str(value)[:40]!r} is no rule for cells"
             fix = 'give "flat", "predicted", "none", or "flat:2" with a tolerance up to 32'
-            raise StateError("cells", [Problem(where, what, fix)]) from None
+            raise StateError.of(where, what, fix, subject="cells") from None
 
     def __str__(self) -> str:
         return f"{self.rule}:{self.tolerance}" if self.tolerance else self.rule
 
-    def find_anchors(self, cells: NDArray[numpy.uint8]) -> Anchors | None:  # noqa: C901
+    def find_anchors(self, cells: NDArray[numpy.uint8]) -> Anchors | None:
         """Anchors of the cells ``(H, W, patches, channels, pixels)`` of a picture.
 
         None where it is to be encoded whole. The first cell is always kept. A cell within the
@@ -84,70 +84,76 @@ class Cells(StatePart):
         """
         height, width = cells.shape[:2]
         count = height * width
-        rows = cells.reshape(count, -1)
         cells = cells.reshape(count, *cells.shape[2:])
-        droppable = numpy.ones(count, dtype=bool)
-        equal = numpy.arange(count)
+        contents = numpy.arange(count)
         if self.tolerance == 0:
-            # Hashing all bytes takes longest: none of a cell whose sample no other has, or which is
-            # that of an equal one.
-            samples = [
-                each.tobytes()
-                for each in numpy.ascontiguousarray(cells[..., ::_SAMPLE])
-            ]
-            common = Counter(samples)
-            number = dict[bytes, int]()
-            heads = dict[bytes, bytes]()
-            for cell, key in enumerate(samples):
-                if common[key] > 1:
-                    content = rows[cell].tobytes()
-                    key = key if heads.setdefault(key, content) == content else content
-                equal[cell] = number.setdefault(key, len(number))
-            if len(number) > self.most * count:
+            contents = _number_contents(cells)
+            if contents.max() + 1 > self.most * count:
                 return None
+        droppable = numpy.ones(count, dtype=bool)
         if self.rule == "flat":
-            _, different, often = numpy.unique(
-                equal, return_index=True, return_counts=True
-            )
-            some = different if self.tolerance else different[often > 1]
-            flat = numpy.zeros(count, dtype=bool)
-            flat[some] = self._find_flat(cells, some)
-            droppable = flat[different[equal]]
+            droppable = self._find_droppable(cells, contents)
         if count - droppable.sum() > self.most * count:
             return None
+        anchors = self._predict(cells, contents, droppable, (height, width))
+        return None if len(kept_cells(anchors)) > self.most * count else anchors
 
-        def alike(
-            some: NDArray[numpy.int32], others: NDArray[numpy.int32]
-        ) -> NDArray[numpy.bool]:
-            same: NDArray[numpy.bool] = equal[some] == equal[others]
-            if self.tolerance:
-                apart = rows[some].astype(numpy.int16) - rows[others]
-                same = numpy.abs(apart).max(axis=1) <= self.tolerance
-            return same
+    def _find_droppable(
+        self, cells: NDArray[numpy.uint8], contents: NDArray[numpy.intp]
+    ) -> NDArray[numpy.bool]:
+        """Which cells have one colour; without a tolerance, of those that are not unique."""
+        _, examples, counts = numpy.unique(
+            contents, return_index=True, return_counts=True
+        )
+        candidates = numpy.flatnonzero((counts > 1) | (self.tolerance > 0))
+        flat = numpy.zeros(len(examples), dtype=bool)
+        flat[candidates] = self._find_flat(cells, examples[candidates])
+        droppable: NDArray[numpy.bool] = flat[contents]
+        return droppable
 
-        anchors = numpy.arange(count, dtype=numpy.int32)
-        # What is alike by its bytes is so to its anchor too; else a diagonal follows from the last.
-        diagonal = numpy.add.outer(numpy.arange(height), numpy.arange(width)).ravel()
-        steps = range(1, height + width - 1) if self.tolerance else ()
-        for ready in (diagonal == step for step in steps) if steps else (diagonal > 0,):
-            at = numpy.flatnonzero(ready & droppable).astype(numpy.int32)
-            y, x = numpy.divmod(at, width)
-            beside = anchors[at - 1]
-            above = anchors[at - width]
-            corner = anchors[at - width - 1]
-            beside, above = (
-                numpy.where(x == 0, above, beside),
-                numpy.where(y == 0, beside, above),
+    def _predict(
+        self,
+        cells: NDArray[numpy.uint8],
+        contents: NDArray[numpy.intp],
+        droppable: NDArray[numpy.bool],
+        size: tuple[int, int],
+    ) -> Anchors:
+        """Anchors where every droppable cell goes that is like the one that predicts it."""
+        height, width = size
+        rows = cells.reshape(len(cells), -1)
+
+        def alike(some: Anchors, more: Anchors) -> NDArray[numpy.bool]:
+            if not self.tolerance:
+                equal: NDArray[numpy.bool] = contents[some] == contents[more]
+                return equal
+            difference = rows[some].astype(numpy.int16) - rows[more]
+            near: NDArray[numpy.bool] = (
+                numpy.abs(difference).max(axis=1) <= self.tolerance
             )
+            return near
+
+        anchors = numpy.arange(len(cells), dtype=numpy.int32)
+        diagonal = numpy.add.outer(numpy.arange(height), numpy.arange(width)).ravel()
+        steps = [diagonal > 0]
+        if self.tolerance:
+            # What is alike by its bytes is so to its anchor too; else a diagonal follows from the
+            # last one.
+            steps = [diagonal == step for step in range(1, height + width - 1)]
+        for ready in steps:
+            index = numpy.flatnonzero(ready & droppable).astype(numpy.int32)
+            y, x = numpy.divmod(index, width)
+            beside = numpy.where(x == 0, anchors[index - width], anchors[index - 1])
+            above = numpy.where(y == 0, anchors[index - 1], anchors[index - width])
+            corner = anchors[index - width - 1]
             corner = numpy.where((x == 0) | (y == 0), beside, corner)
             predicted = numpy.where(
                 alike(beside, corner) & ~alike(above, corner), above, beside
             )
-            dropped = alike(at, predicted)
-            anchors[at[dropped]] = predicted[dropped]
+            dropped = alike(index, predicted)
+            anchors[index[dropped]] = predicted[dropped]
         while (anchors[anchors] != anchors).any():
             anchors = anchors[anchors]
-        return None if len(kept_cells(anchors)) > self.most * count else anchors
+        return anchors
 
     def _find_flat(
         self, cells: NDArray[numpy.uint8], some: NDArray[numpy.intp]
@@ -159,6 +165,29 @@ class Cells(StatePart):
             spread = pixels.max(axis=(1, 3)) - pixels.min(axis=(1, 3))
             flat[flat] = (spread <= self.tolerance).all(axis=1)
         return flat
+
+
+def _number_contents(cells: NDArray[numpy.uint8]) -> NDArray[numpy.intp]:
+    """A number ``(N,)`` of each cell's content, the same for equal cells, counted from 0.
+
+    Hashing all bytes takes longest: those of a cell whose sample no other cell has are not hashed,
+    nor those that are equal to the first cell of its sample.
+    """
+    samples = [
+        sample.tobytes() for sample in numpy.ascontiguousarray(cells[..., ::_SAMPLE])
+    ]
+    counts = Counter(samples)
+    numbers = dict[bytes, int]()
+    examples = dict[bytes, bytes]()
+    contents = numpy.empty(len(cells), dtype=numpy.intp)
+    for cell, sample in enumerate(samples):
+        key = sample
+        if counts[sample] > 1:
+            content = cells[cell].tobytes()
+            if examples.setdefault(sample, content) != content:
+                key = content
+        contents[cell] = numbers.setdefault(key, len(numbers))
+    return contents
 
 
 def kept_cells(anchors: Anchors) -> NDArray[numpy.intp]:

@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
-from vllm_autoprune.errors import Problem, StateError
+from vllm_autoprune.errors import StateError
 from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
-from vllm_autoprune.tpdsl.registry import ATOMS
+from vllm_autoprune.tpdsl.registry import ATOMS, AtomCall
 from vllm_autoprune.tpdsl.state import PruningState
 
 FLAG = "--autoprune-request-cost"
@@ -36,15 +36,13 @@ _COVER = 8.7
 merges, and of what a core covers."""
 
 
-def _atom_costs(state: PruningState) -> Iterator[tuple[str, float]]:  # noqa: C901
+def _atom_costs(state: PruningState) -> Iterator[tuple[str, float]]:
     """Each atom of a state with its milliseconds of one core; one that is listed twice comes twice.
 
     K is that of the declared costs, whatever the state's own: requests may ask for another.
     """
     core = state.core
-    scoring = state.scoring
     base = state.base_policy.name
-    exchanges = state.constraints.selector.bounds(MAX_BUDGET)[0] > 0
     cosines = False
     if core is not None:
         yield core.policy.name, BASE_POLICIES[core.policy.name].cost
@@ -53,30 +51,39 @@ def _atom_costs(state: PruningState) -> Iterator[tuple[str, float]]:  # noqa: C9
             yield "cover of the core", _COVER
     if core is None or core.share < 1:
         yield base, BASE_POLICIES[base].cost
-        calls: list[Any] = []
-        scores = exchanges or state.orders_by_quality
-        cosines |= scores or base == "cdpruner" or not state.reassembly.idle
-        if scores:
-            calls += [signal for signal in scoring.signals if signal.weight > 0]
-            calls += [prior for prior in state.source.priors if not prior.idle]
-        if exchanges:
-            calls += [
-                *state.constraints.pool,
-                state.constraints.selector,
-                scoring.kernel,
-            ]
+        calls = _scoring_calls(state)
         for call in calls:
-            milliseconds = ATOMS[call.atom].cost
-            if call.atom == "external_policy":
-                milliseconds += BASE_POLICIES[call.policy].cost
-            elif call.atom == "native_teacher_mask_prior":
-                milliseconds += BASE_POLICIES[base].cost
-            elif call.atom == "multi_source_pool_builder":
-                milliseconds += sum(ATOMS[source.atom].cost for source in call.sources)
-            yield call.atom, milliseconds
+            yield call.atom, _call_cost(call, base)
         yield state.reassembly.atom, _ROWS if state.reassembly.idle else _MERGING
+        cosines |= bool(calls) or base == "cdpruner" or not state.reassembly.idle
     if cosines:
         yield "cosines between all tokens", _COSINES
+
+
+def _scoring_calls(state: PruningState) -> list[AtomCall]:
+    """The atoms that run where a state exchanges tokens, or puts them in the order of quality."""
+    exchanges = state.constraints.selector.bounds(MAX_BUDGET)[0] > 0
+    if not exchanges and not state.orders_by_quality:
+        return []
+    scoring = state.scoring
+    calls: list[AtomCall] = [signal for signal in scoring.signals if signal.weight > 0]
+    calls += [prior for prior in state.source.priors if not prior.idle]
+    if exchanges:
+        calls += state.constraints.pool
+        calls += [state.constraints.selector, scoring.kernel]
+    return calls
+
+
+def _call_cost(call: Any, base: str) -> float:
+    """Milliseconds of an atom and of those that it runs."""
+    milliseconds = ATOMS[call.atom].cost
+    if call.atom == "external_policy":
+        milliseconds += BASE_POLICIES[call.policy].cost
+    elif call.atom == "native_teacher_mask_prior":
+        milliseconds += BASE_POLICIES[base].cost
+    elif call.atom == "multi_source_pool_builder":
+        milliseconds += sum(ATOMS[source.atom].cost for source in call.sources)
+    return milliseconds
 
 
 def state_cost(state: PruningState) -> float:
@@ -122,11 +129,11 @@ def require_affordable(state: PruningState, bound: float) -> None:
         return
     dearest = sorted(costs.items(), key=lambda item: -sum(item[1]))[:3]
     named = ", ".join(
-        f"{len(each)} x {atom} ({sum(each):.0f} ms)" for atom, each in dearest
+        f"{len(calls)} x {atom} ({sum(calls):.0f} ms)" for atom, calls in dearest
     )
     what = (
         f"one selection is predicted to take {total:.0f} ms of one CPU core, and a request's state "
         f"may take {bound:.0f}; the dearest atoms: {named}"
     )
     fix = f"use fewer or cheaper atoms, or serve with a higher {FLAG}"
-    raise StateError("state", [Problem("", what, fix, "cost")])
+    raise StateError.of("", what, fix, kind="cost", subject="state")

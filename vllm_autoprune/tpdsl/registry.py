@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, create_model
@@ -161,41 +161,49 @@ def run(kind: type[T], call: AtomCall, *inputs: object) -> T:
 F = TypeVar("F", bound=Callable[..., object])
 
 
-def atom(  # noqa: PLR0913
-    group: Group,
-    call: type[AtomCall] | tuple[type[AtomCall], ...] = AtomCall,
-    *,
-    name: str = "",
-    doc: str = "",
-    cost: float = 0.0,
-    needs: frozenset[Need] = frozenset(),
-    origin: Origin = "printed",
-    reads: Reads | None = None,
-    clips: bool = False,
-) -> Callable[[F], F]:
-    """Decorator: register a function as the atom of its name, less the underscore.
+@dataclass(frozen=True)
+class atom:
+    """Decorator: register a function as an atom; see :class:`Atom` for the fields."""
 
-    The first line of its docstring is the atom's doc line. Given several call models, that of the
-    atom has the parameters of all of them.
-    """
+    group: Group
+    call: type[AtomCall] | tuple[type[AtomCall], ...] = AtomCall
+    """Several models: that of the atom has the parameters of all of them."""
+    _: KW_ONLY
+    name: str = ""
+    """By default that of the function, less the underscore."""
+    doc: str = ""
+    """By default the first line of the function's docstring."""
+    cost: float = 0.0
+    needs: frozenset[Need] = frozenset()
+    origin: Origin = "printed"
+    reads: Reads | None = None
+    clips: bool = False
 
-    def register(function: F) -> F:
-        known = name or function.__name__.removeprefix("_")
-        if known in ATOMS:
-            raise ValueError(f"atom {known!r} is declared twice")
-        text = doc or (function.__doc__ or "").strip().splitlines()[0]
-        bound: type[AtomCall] = create_model(
-            "".join(part.capitalize() for part in re.split(r"[^a-z0-9]+", known)),
-            __base__=call,
-            __doc__=text,
-            atom=(Literal[known], ...),  # type: ignore[arg-type]  # not static
+    def __call__(self, function: F) -> F:
+        """Register the function and return it."""
+        name = self.name or function.__name__.removeprefix("_")
+        if name in ATOMS:
+            raise ValueError(f"atom {name!r} is declared twice")
+        doc = self.doc or (function.__doc__ or "").strip().splitlines()[0]
+        call: type[AtomCall] = create_model(
+            "".join(part.capitalize() for part in re.split(r"[^a-z0-9]+", name)),
+            __base__=self.call,
+            __doc__=doc,
+            atom=(Literal[name], ...),  # type: ignore[arg-type]  # not static
         )
-        ATOMS[known] = Atom(
-            known, group, bound, needs, origin, text, function, reads, cost, clips
+        ATOMS[name] = Atom(
+            name,
+            self.group,
+            call,
+            self.needs,
+            self.origin,
+            doc,
+            function,
+            self.reads,
+            self.cost,
+            self.clips,
         )
         return function
-
-    return register
 
 
 C = TypeVar("C", bound=AtomCall)

@@ -149,9 +149,8 @@ def safety_check(
             judged = _judge_runs(
                 policy.at(tokens.count, tokens.grid.tiles), tokens, runs
             )
-        except (
-            Exception  # noqa: BLE001
-        ) as error:  # any failure of the policy is a result of this check
+        # Any failure of the policy is a result of this check.
+        except Exception as error:  # noqa: BLE001
             reason = f"{type(error).__name__}: {error}"
             judged = tuple(Verdict(name, False, reason) for name in VERDICTS)
         for verdict in judged:

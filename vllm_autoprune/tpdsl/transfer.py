@@ -83,7 +83,8 @@ def list_changes(
     order = [name for name in old if name in new]
     reordered = [name for name in new if name in old]
     if isinstance(before, list) and order != reordered:
-        was, now = ([name for name, _ in names] for names in (order, reordered))
+        was: JsonValue = [name for name, _ in order]
+        now: JsonValue = [name for name, _ in reordered]
         changes.append(Change(where, "reordered", was, now))
     return tuple(changes)
 
@@ -210,7 +211,85 @@ _SPACES = {
 }
 
 
-def transfer(  # noqa: C901
+@dataclass(frozen=True, slots=True)
+class _Transfer:
+    """A state on its way: the document of the new one, and why its pointers differ."""
+
+    state: PruningState
+    document: dict[str, Any]
+    why: dict[str, str]
+
+    def fit_budget(self, budget: BudgetCall) -> None:
+        """Write the budget, and r_min where the selector insists on K - q_e."""
+        limit = self.state.budget.limit
+        selector = self.state.constraints.selector
+        minimum, maximum = budget.range()
+        fixed = minimum == maximum
+        self.why["/budget"] = f"K = {budget.rule()}"
+        self.document["budget"] = {**budget.model_dump(mode="json"), "limit": limit}
+        if fixed and maximum in FIXED_BUDGETS:
+            self.document["budget"] = {
+                "limit": limit,
+                "atom": f"fixed_budget@{maximum}",
+            }
+        elif fixed:
+            self.why["/budget"] += (
+                ", which has no atom: a ratio budget with equal floor and ceiling"
+            )
+        if selector.insists_on is not None:
+            _, r_min = selector.model_copy(update={"r_min": None}).bounds(maximum)
+            self.why["/constraints/selector/r_min"] = f"r_min = K - q_e = {r_min}"
+            # The grammar allows at most 640; null, which means K - q_e, has no bound.
+            written = r_min if fixed and r_min <= 640 else None
+            self.document["constraints"]["selector"]["r_min"] = written
+
+    def fit_backbone(self, backbone: BackboneShape) -> None:
+        """Take out what the backbone does not have, and take the sign of its relevance."""
+        state = self.state
+        tower = state.source.tokens.atom == "vision_tokens@vision_tower"
+        if tower and not backbone.tower_rows:
+            view = default_call(ViewCall, "vision_tokens@post_projector")
+            self.document["source"]["tokens"] = view.model_dump(mode="json")
+            self.why["/source/tokens"] = (
+                f"the vision tower of {backbone.name} does not have one row per visual token"
+            )
+        if state.rank_at == "merger_in" and not backbone.merger:
+            self.document["rank_at"] = "merger_out"
+            self.why["/rank_at"] = (
+                f"{backbone.name} has no patch merger to rank tokens before"
+            )
+        if state.cells is not None and not backbone.merger:
+            self.document["cells"] = None
+            self.why["/cells"] = (
+                f"{backbone.name} has no patch merger, and encodes whole images"
+            )
+        self.why["/scoring"] = (
+            f"relevance on {backbone.name} is measured in {_SPACES[backbone.relevance]}"
+        )
+        for index, signal in enumerate(state.scoring.signals):
+            if isinstance(signal, Relevance) and signal.sign != "auto":
+                self.document["scoring"]["signals"][index]["sign"] = backbone.sign
+
+    def describe(self, name: str, target: str) -> None:
+        """Write the name, and a provenance without scores."""
+        state = self.state
+        self.document["name"] = name
+        self.why["/name"] = "distinguishes the two states"
+        origin = (
+            f"Re-materialized from {state.name} ({state.digest[:12]}) for {target}."
+        )
+        notes = f"{state.provenance.notes} {origin}".strip()
+        self.document["provenance"] |= {
+            "evaluated_on": "",
+            "scores": {},
+            "notes": notes,
+        }
+        self.why["/provenance"] = (
+            f"what was measured before the transfer does not hold for {target}"
+        )
+
+
+def transfer(
     state: PruningState,
     budget: int | BudgetCall | None = None,
     backbone: BackboneShape | None = None,
@@ -220,76 +299,32 @@ def transfer(  # noqa: C901
 
     Returns it with every change. Raises :class:`BudgetError` if the state does not allow K.
     """
-    document: dict[str, Any] = state.document()
-    why: dict[str, str] = {}
-    call = state.budget
-    selector = state.constraints.selector
-    new = call if budget is None else BudgetCall.parse(budget)
-    least, most = new.range()
-    if new.rule() != call.rule():
-        why["/budget"] = f"K = {new.rule()}"
-        document["budget"] = {**new.model_dump(mode="json"), "limit": call.limit}
-        if most in FIXED_BUDGETS and least == most:
-            document["budget"] = {"limit": call.limit, "atom": f"fixed_budget@{most}"}
-        elif least == most:
-            why["/budget"] += (
-                ", which has no atom: a ratio budget with equal floor and ceiling"
-            )
-        if selector.insists_on is not None:
-            _, r_min = selector.model_copy(update={"r_min": None}).bounds(most)
-            why["/constraints/selector/r_min"] = f"r_min = K - q_e = {r_min}"
-            # The grammar allows at most 640; null, which means K - q_e, has no bound.
-            fixed = least == most and r_min <= 640
-            document["constraints"]["selector"]["r_min"] = r_min if fixed else None
+    new = _Transfer(state, state.document(), {})
+    call = state.budget if budget is None else BudgetCall.parse(budget)
+    rule = call.rule()
+    target = f"K = {rule}"
+    suffix = f"-k{rule}"
+    if rule != state.budget.rule():
+        new.fit_budget(call)
     if backbone is not None:
-        if (
-            state.source.tokens.atom == "vision_tokens@vision_tower"
-            and not backbone.tower_rows
-        ):
-            view = default_call(ViewCall, "vision_tokens@post_projector")
-            document["source"]["tokens"] = view.model_dump(mode="json")
-            what = f"the vision tower of {backbone.name} does not have one row per visual token"
-            why["/source/tokens"] = what
-        if state.rank_at == "merger_in" and not backbone.merger:
-            document["rank_at"] = "merger_out"
-            why["/rank_at"] = (
-                f"{backbone.name} has no patch merger to rank tokens before"
-            )
-        if state.cells is not None and not backbone.merger:
-            document["cells"] = None
-            why["/cells"] = (
-                f"{backbone.name} has no patch merger, and encodes whole images"
-            )
-        why["/scoring"] = f"relevance on {backbone.name} is measured in "
-        why["/scoring"] += _SPACES[backbone.relevance]
-        for index, signal in enumerate(state.scoring.signals):
-            if isinstance(signal, Relevance) and signal.sign != "auto":
-                document["scoring"]["signals"][index]["sign"] = backbone.sign
-    if why or name is not None:
-        target = f"K = {new.rule()}" + (f" on {backbone.name}" if backbone else "")
-        if (
-            name is None
-        ):  # autoprune-k32 -> autoprune-llava-next-7b-k160, within 128 characters
-            suffix = (f"-{backbone.name}" if backbone else "") + f"-k{new.rule()}"
-            suffix = re.sub(
-                "[/:]", "-", suffix.replace(" ", "")
-            )  # no path: k1-8, k1-8-64-640
-            name = (
-                re.sub(r"(?<=.)-k\d[\d-]*$", "", state.name)[: 128 - len(suffix)]
-                + suffix
-            )
-        document["name"], why["/name"] = name, "distinguishes the two states"
-        origin = (
-            f"Re-materialized from {state.name} ({state.digest[:12]}) for {target}."
-        )
-        notes = f"{state.provenance.notes} {origin}".strip()
-        document["provenance"] |= {"evaluated_on": "", "scores": {}, "notes": notes}
-        why["/provenance"] = (
-            f"what was measured before the transfer does not hold for {target}"
-        )
-    transferred = PruningState.model_validate(document)
+        new.fit_backbone(backbone)
+        target += f" on {backbone.name}"
+        suffix = f"-{backbone.name}{suffix}"
+    if new.why or name is not None:
+        if name is None:
+            name = _add_suffix(state.name, suffix)
+        new.describe(name, target)
+    transferred = PruningState.model_validate(new.document)
     materialize(transferred)  # raises BudgetError
-    return transferred, _explain(state, transferred, why)
+    return transferred, _explain(state, transferred, new.why)
+
+
+def _add_suffix(name: str, suffix: str) -> str:
+    """A name of up to 128 characters: autoprune-k32 becomes autoprune-llava-next-7b-k160."""
+    # No path: k1-8, k1-8-64-640.
+    suffix = re.sub("[/:]", "-", suffix.replace(" ", ""))
+    stem = re.sub(r"(?<=.)-k\d[\d-]*$", "", name)
+    return stem[: 128 - len(suffix)] + suffix
 
 
 def check_transfer(

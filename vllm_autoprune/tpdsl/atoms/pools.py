@@ -22,7 +22,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_autoprune.ops.greedy import farthest_points
+from vllm_autoprune.ops.greedy import Chosen, farthest_points
 from vllm_autoprune.ops.rowwise import (
     gather_rows,
     indices_from_mask,
@@ -178,7 +178,7 @@ def _diversity_pool_builder(
     among, to_reference = _cosines_of(tokens, candidates, reference)
     size = min(allowed.most, call.most(tokens.grid, reference.shape[1]))
     nearest = (1 - to_reference).amin(dim=2)
-    order = farthest_points(1 - among, size, nearest=nearest, taken=taken)
+    order = farthest_points(1 - among, size, Chosen(nearest, taken))
     return positions_in_order(candidates.gather(1, order), allowed.mask)
 
 

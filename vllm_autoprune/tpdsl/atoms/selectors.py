@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_autoprune.ops.dpp import greedy_map
-from vllm_autoprune.ops.greedy import Conditioned, capped_greedy_map
+from vllm_autoprune.ops.greedy import Cap, Conditioned, capped_greedy_map
 from vllm_autoprune.ops.rowwise import (
     argmax_within,
     mask_from_indices,
@@ -211,11 +211,10 @@ class SelectorInputs:
         else:
             picks = capped_greedy_map(
                 *inputs,
+                Cap(self.labels, cap),
                 anchors=anchors,
                 eligible=eligible,
                 conditioned=conditioned,
-                cells=self.labels,
-                cap=cap,
             )
         return mask_from_indices(picks, self.g.shape[1])
 
