@@ -152,13 +152,14 @@ def collect_hooks() -> tuple[list[_Hook], list[Problem]]:
 # Patches that several processes use.
 
 MARK = "_vllm_autoprune_shim"
-"""Attribute of a function that replaces one of vLLM's."""
+"""Attribute of a function that replaces one of vLLM's: the name of ours that it calls."""
 
 
 def patch(owner: type | ModuleType, name: str) -> Callable[[F], F]:
     """Replace a method, a property, or a module's function by the decorated one, once.
 
-    That is once for all plugin loads. The function is called with vLLM's own in front of its
+    That is once for all plugin loads and all models of a process; raises :class:`ConfigError` where
+    another function of ours has replaced it. The function is called with vLLM's own in front of its
     arguments.
     Why: vLLM has no hook for a general plugin to add flags or to read its own settings.
     Remove when: it has (upstream asks plugins to move out of tree but offers only platforms a
@@ -179,9 +180,19 @@ def patch(owner: type | ModuleType, name: str) -> Callable[[F], F]:
         def patched(*args: object, **named: object) -> object:
             return replacement(stock, *args, **named)
 
-        if not getattr(stock, MARK, False):
-            setattr(patched, MARK, True)
+        # By name: a function within another one is a new object each time that it is defined.
+        patch_name = f"{replacement.__module__}.{replacement.__qualname__}"
+        installed: str | None = getattr(stock, MARK, None)
+        if installed is None:
+            setattr(patched, MARK, patch_name)
             setattr(owner, name, patched if kind is None else kind(patched))
+        elif installed != patch_name:
+            raise ConfigError.of(
+                f"{owner.__name__}.{name}",
+                f"is patched by {installed}, and again by {patch_name}",
+                "make one patch of the two",
+                subject="vLLM",
+            )
         return replacement
 
     return install

@@ -148,7 +148,7 @@ class PlanReader:
     ) -> None:
         self._rules = rules
         # Of a share the largest K may be far above what fits into a prompt.
-        self._most = min(rules.served.budget.range()[1], longest)
+        self._maximum = min(rules.served.budget.range()[1], longest)
         self._reporter = reporter
         self._device = device
 
@@ -161,13 +161,13 @@ class PlanReader:
             plan = ItemPlan.decode(row)
         except Exception as error:  # the client may have sent anything  # noqa: BLE001
             self._reporter.report_refused_plan(error, self._device)
-            return ItemPlan(self._most, NO_KEY, keep="reference", positions="packed")
+            return ItemPlan(self._maximum, NO_KEY, keep="reference", positions="packed")
         try:
             self._rules.check_choice(plan)
         except Exception as error:  # noqa: BLE001
             self._reporter.report_refused_plan(error, self._device)
             unread = tuple(Choice(choice.budget) for choice in plan.earlier)
-            text = tuple((before, 0) for before, _ in plan.text)
+            text = tuple((index, 0) for index, _ in plan.text)
             plan = replace(
                 plan.ask(), earlier=unread, keep="state", state=b"", text=text
             )
@@ -193,13 +193,13 @@ def select_with_fallback(
     tokens: VisualTokens,
     reporter: FallbackReporter,
     earlier: Given | None = None,
-    known: Sequence[Tensor | None] = (),
+    remembered: Sequence[Tensor | None] = (),
 ) -> RefinedTokens:
     """Run :func:`vllm_autoprune.refine`; fall back instead of raising, or of breaking its bounds.
 
     Order: the policy, its base policy's selection, evenly spaced tokens, which read no input. With
-    ``given`` tokens, the selection is the delta beside them. An image keeps the tokens ``(P,)``
-    that are ``known`` of it, in their order, in place of those selected. Without derivatives,
+    ``earlier`` tokens, the selection is the delta beside them. An image keeps the tokens ``(P,)``
+    that are ``remembered`` of it, in their order, in place of those selected. Without derivatives,
     because vLLM warms up on a CPU outside of its inference mode.
     """
     policy = policy.at(tokens.count, tokens.grid.tiles)
@@ -210,17 +210,17 @@ def select_with_fallback(
     choice = _choose(policy, tokens, reporter, earlier)
     chosen = choice.selection
     reason = choice.reason
-    any_known = any(indices is not None for indices in known)
-    if any_known:
-        chosen = replace(
-            chosen, indices=_prefer(known, chosen.indices).sort(dim=1).values
-        )
+    is_remembered = any(indices is not None for indices in remembered)
+    if is_remembered:
+        indices = _prefer(remembered, chosen.indices).sort(dim=1).values
+        chosen = replace(chosen, indices=indices)
     # Outside of any `try`: a rank that raised takes part, or the others would wait for it forever.
     chosen = _broadcast_selection(chosen, policy.budget)
     try:
         refined = assemble_rows(policy, tokens, chosen)
-        if any_known:
-            refined = refined.in_order(_prefer(known, refined.indices), tokens.count)
+        if is_remembered:
+            order = _prefer(remembered, refined.indices)
+            refined = refined.in_order(order, tokens.count)
     except Exception as error:  # the engine must survive any failure of a policy  # noqa: BLE001
         reporter.report_error(error)
         chosen = _keep_base(chosen)
@@ -245,15 +245,15 @@ def select_evenly_with_ranks(
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """A selection, why images fell back, and which ``(B,)`` bool broke the bounds of their state.
-
-    Those are judged on the device, image by image: a state that fails at one budget or on one image
-    may be sound at others, and no client may change what others get.
-    """
+    """A selection that is within its bounds, and why it is another one than the policy's."""
 
     selection: TokenSelection
     reason: _FallbackReason = "scores"
+    """Why images fell back that did."""
     unsafe: Tensor | None = None
+    """``(B,)`` bool: whose selection broke the bounds of its state. That is judged on the device,
+    image by image: a state that fails at one budget or on one image may be sound at others, and no
+    client may change what others get."""
 
 
 def _choose(
@@ -288,18 +288,21 @@ def _keep_base(chosen: TokenSelection) -> TokenSelection:
     return replace(chosen, indices=indices, fallback=chosen.fallback.clamp_min(1))
 
 
-def _prefer(known: Sequence[Tensor | None], indices: Tensor) -> Tensor:
-    """Indices ``(B, P)`` with those of images of which as many are known replaced by them."""
-    rows = zip(indices.unbind(), known, strict=True)
-    return torch.stack([a if b is None or len(b) != len(a) else b for a, b in rows])
+def _prefer(remembered: Sequence[Tensor | None], indices: Tensor) -> Tensor:
+    """Indices ``(B, P)``, those that are remembered of an image in place of as many others."""
+    rows = [
+        row if preferred is None or len(preferred) != len(row) else preferred
+        for row, preferred in zip(indices.unbind(), remembered, strict=True)
+    ]
+    return torch.stack(rows)
 
 
 def select_at_random(
-    budget: int, tokens: VisualTokens, keys: Sequence[Key], before: int = 0
+    budget: int, tokens: VisualTokens, keys: Sequence[Key], start: int = 0
 ) -> RefinedTokens:
     """Draw K random tokens an image, seeded by its pixels' key: a control, not a policy.
 
-    ``before`` tokens were drawn by earlier items of the image, and the next ones are kept.
+    ``start`` tokens were drawn by earlier items of the image, and the next ones are kept.
 
     The draw depends on nothing else, so it is the same on every rank, in every batch and under
     every name of the image.
@@ -307,9 +310,8 @@ def select_at_random(
     picks = []
     for high, _ in keys:
         generator = torch.Generator().manual_seed(high & 0x7FFF_FFFF_FFFF_FFFF)
-        picks.append(
-            torch.randperm(tokens.count, generator=generator)[before : before + budget]
-        )
+        order = torch.randperm(tokens.count, generator=generator)
+        picks.append(order[start : start + budget])
     return keep_indices(tokens, upload(torch.stack(picks), tokens.features.device))
 
 
