@@ -311,9 +311,8 @@ class _RegionBatch:
             return pool_tokens(self.rows, bare)
         if plan.keep == "random":
             keys = [plan.key for plan in self.plans]
-            return select_at_random(
-                self.rows, bare, keys, self._share(plan.kept_before)
-            )
+            start = self._share(plan.kept_before)
+            return select_at_random(self.rows, bare, keys, start)
         policy, image_core = self._make_policy()
         if plan.part == "whole" and policy.core and self.rows < bare.count:
             # An image that is one item keeps what its core and its delta keep as two.
@@ -350,21 +349,25 @@ class _RegionBatch:
             if given_indices:
                 earlier = Given.after(bare, torch.cat(given_indices, dim=1))
             refined = select_evenly_with_ranks(self.rows, bare, reporter, earlier)
-            if world_size() > 1:
-                self._remember(refined.indices)
-            return refined
-        if earlier is not None and plan.part == "delta":
-            policy = policy.delta
-        remembered = [self.context.indices.get(key) for key in self._keys]
-        errors = dict(reporter.errors)
-        refined = select_with_fallback(policy, tokens, reporter, earlier, remembered)
-        # After an exception a later selection may succeed, so its tokens are remembered only where
-        # other items are chosen after them. Values that are not finite lead to the same ones each
-        # time. Ranks remember alike, whichever of them raised.
-        precedes = (
-            plan.part in ("core", "recall") or self.context.served.rules.recall > 0
-        )
-        if precedes or reporter.errors == errors or world_size() > 1:
+            is_settled = False
+        else:
+            if earlier is not None and plan.part == "delta":
+                policy = policy.delta
+            remembered = [self.context.indices.get(key) for key in self._keys]
+            errors = dict(reporter.errors)
+            refined = select_with_fallback(
+                policy, tokens, reporter, earlier, remembered
+            )
+            # After an exception a later selection may succeed, so its tokens are remembered only
+            # where other items are chosen after them. Values that are not finite lead to the same
+            # ones each time.
+            is_settled = (
+                reporter.errors == errors
+                or plan.part in ("core", "recall")
+                or self.context.served.rules.recall > 0
+            )
+        # Ranks remember alike, whichever of them raised.
+        if is_settled or world_size() > 1:
             self._remember(refined.indices)
         return refined
 

@@ -75,17 +75,18 @@ class KeptRows:
         On one axis they are within the ``span`` of the whole item; under M-RoPE rows carry theirs
         already.
         """
+        rows = self.rows
         if axes == LINE:
             positions = self.positions
             if plan.positions == "spread":
-                positions = spread_offsets(len(self.rows), span, self.rows.device)
-            channels = encode_offsets(positions[:, None]).to(self.rows.dtype)
+                positions = spread_offsets(len(rows), span, rows.device)
+            channels = encode_offsets(positions[:, None]).to(rows.dtype)
             if not plan.moves:
                 channels = torch.full_like(channels, -1)
-            return torch.cat([self.rows, channels], dim=1)
-        if axes and plan.positions == "packed":
-            self.rows[:, -count_channels(axes) :] = -1
-        return self.rows
+            rows = torch.cat([rows, channels], dim=1)
+        elif axes and plan.positions == "packed":
+            rows[:, -count_channels(axes) :] = -1
+        return rows
 
 
 def insert_text(
