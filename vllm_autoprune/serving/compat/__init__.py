@@ -77,11 +77,14 @@ _FIX = "install a released vLLM in the supported range, and see `vllm-autoprune 
 
 @dataclass(frozen=True, slots=True)
 class _Hook:
-    """Names in ``module``, dotted for attributes, that ``used_by`` depends on."""
+    """Names within vLLM that a part of the plugin depends on."""
 
     module: str
+    """Where they are."""
     names: tuple[str, ...]
+    """Dotted for attributes."""
     used_by: str
+    """The part of the plugin, and its purpose."""
 
     def find_missing(self) -> tuple[str, ...]:
         """The names that this vLLM lacks; the module itself where its import fails."""

@@ -91,8 +91,9 @@ def request_positions(config: MultiModalConfig) -> None:
         positions: Tensor,
         delta: int,
     ) -> None:
-        known = int(self.prefill_delta.np[req_idx])
-        stock(self, req_idx, positions, known if delta == UNCHANGED_DELTA else delta)
+        if delta == UNCHANGED_DELTA:
+            delta = int(self.prefill_delta.np[req_idx])
+        stock(self, req_idx, positions, delta)
 
     setattr(config, _POSITIONS, True)
 

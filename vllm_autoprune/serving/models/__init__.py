@@ -44,9 +44,11 @@ class Field:
     """A field of config.json, dotted, that the pruned class knows only some values of."""
 
     name: str
-    known: str
-    """What is known, in words."""
+    """Dotted within the configuration."""
+    expected: str
+    """What is accepted, in words."""
     accepts: Callable[[Any], bool]
+    """Whether a value is; None of an absent field."""
 
     def problem(self, config: PreTrainedConfig) -> Problem | None:
         """The field where the checkpoint's value is another; an absent one is None."""
@@ -56,7 +58,7 @@ class Field:
             value = None
         if self.accepts(value):
             return None
-        what = f"config.json has {self.name} {value!r}; only {self.known} is known"
+        what = f"config.json has {self.name} {value!r}; only {self.expected} is known"
         return Problem(
             "model", what, "serve a checkpoint that has it, or serve without a state"
         )
@@ -71,7 +73,9 @@ class Backbone:
     """One served model family: its class in vLLM, the module of its pruned form, its checks."""
 
     name: str
+    """What the plugin calls it."""
     module: str
+    """Module of this package that has its pruned class."""
     stock: str
     """Name of the class in vLLM that is served pruned."""
     fields: tuple[Field, ...] = ()
@@ -142,8 +146,8 @@ class Backbone:
 
 
 @dataclass(frozen=True)
-class _ClipBackbone(Backbone):
-    """A model of the LLaVA family with a CLIP tower."""
+class _LlavaBackbone(Backbone):
+    """A model of the LLaVA family whose vision tower is CLIP's."""
 
     fields: tuple[Field, ...] = (
         _exactly("vision_config.model_type", "clip_vision_model"),  # has [CLS] to read
@@ -217,11 +221,11 @@ def _qwen(
 
     Its fields are ``within`` a part of config.json.
     """
-    known = tuple(
+    checked = tuple(
         replace(field, name=within + field.name) for field in (_MERGED, *fields)
     )
     usual = {"missing": _LAYERS, "mrope": True, "whole_only": ""}
-    return Backbone(name, "qwen", stock, fields=known, **{**usual, **more})
+    return Backbone(name, "qwen", stock, fields=checked, **{**usual, **more})
 
 
 def _tiled(name: str, stock: str, why: str, *fields: Field, **more: Any) -> Backbone:
@@ -278,8 +282,8 @@ _TEXT = "text around the tiles of every item"
 BACKBONES: dict[str, Backbone] = {
     architecture: row
     for row in (
-        _ClipBackbone("llava", "llava", "LlavaForConditionalGeneration"),
-        _ClipBackbone("llava_next", "llava", "LlavaNextForConditionalGeneration"),
+        _LlavaBackbone("llava", "llava", "LlavaForConditionalGeneration"),
+        _LlavaBackbone("llava_next", "llava", "LlavaNextForConditionalGeneration"),
         _qwen("qwen2_vl", "Qwen2VLForConditionalGeneration", clips=True),
         _qwen("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", _FULL, clips=True),
         _qwen("qwen3_vl", "Qwen3VLForConditionalGeneration", **_NAMED),
@@ -376,6 +380,7 @@ class Refusal:
     """Architectures of vLLM that take images and are not served pruned, for one reason."""
 
     why: str
+    """The reason, after "has no pruned form"."""
     models: Mapping[str, Sequence[str]]
     """Architecture -> its checkpoints; and what in vLLM's code shows the reason, if it is there."""
 

@@ -175,9 +175,10 @@ def _count(
     info: Gemma4ProcessingInfo, size: ImageSize, kwargs: Mapping[str, object]
 ) -> TokenCount:
     """Count tokens as ``Gemma4MultiModalProcessor._get_prompt_updates`` counts placeholders."""
-    most, _ = _get_max_soft_tokens(info.ctx.get_merged_mm_kwargs(kwargs))
-    known = most if isinstance(most, int) and most in _SUPPORTED_SOFT_TOKENS else None
-    return TokenCount(info._compute_num_soft_tokens(size.width, size.height, known))
+    maximum, _ = _get_max_soft_tokens(info.ctx.get_merged_mm_kwargs(kwargs))
+    if not isinstance(maximum, int) or maximum not in _SUPPORTED_SOFT_TOKENS:
+        maximum = None
+    return TokenCount(info._compute_num_soft_tokens(size.width, size.height, maximum))
 
 
 AutopruneGemma4ForConditionalGeneration = prune_class(

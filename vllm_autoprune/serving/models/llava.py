@@ -170,11 +170,14 @@ class LlavaVision(_ClipVision):
 
 
 class _RegionLayout(NamedTuple):
-    """A region of the joined rows: its layout, and the position ``(N,)`` of each token."""
+    """A region of the joined rows, as in :class:`Region`."""
 
     grid: Grid
+    """Its layout."""
     order: Tensor
+    """``(N,)``: the index of each token among the joined rows."""
     share: int
+    """Tiles that it came from."""
 
 
 class _JoinedVision(Vision):

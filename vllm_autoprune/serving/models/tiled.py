@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import isqrt
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -27,7 +28,7 @@ from vllm_autoprune.serving.api.positions import ItemFields, ItemSize
 from vllm_autoprune.serving.compat import depends_on
 from vllm_autoprune.serving.inputs import VIDEO_FIELDS, VIDEO_TILES
 from vllm_autoprune.serving.models.line import PrunedLine
-from vllm_autoprune.serving.models.pruned_model import prune_class
+from vllm_autoprune.serving.models.pruned_model import PrunedModel, prune_class
 from vllm_autoprune.serving.models.vision import (
     EncoderInputs,
     ImageInputs,
@@ -110,23 +111,24 @@ class _TiledVision(Vision):
         start = 0
         for image in images:
             count = len(next(iter(image.values())))
-            regions = []
+            rolls = self.whole_last and count > 1
             order = None
-            if self.whole_last and count > 1:
+            if rolls:
                 order = torch.arange(count * side**2, device=rows.device).roll(side**2)
+
+            def flatten(part: Tensor, rolls: bool = rolls) -> Tensor:
+                """A copy of the tokens of some tiles, the whole image before its parts."""
+                return (part.roll(1, 0) if rolls else part).flatten(0, 1).clone()
+
+            regions = []
             for run in [1] * count if self.apart else [count]:
-                part = slice(start, start + run)
+                tiles_of_run = slice(start, start + run)
                 of_region: dict[Signal, Tensor] = {
-                    signal: tiles[part]
-                    .roll(int(order is not None), 0)
-                    .flatten(0, 1)
-                    .clone()
-                    for signal, tiles in signals.items()
+                    signal: flatten(part[tiles_of_run])
+                    for signal, part in signals.items()
                 }
-                tokens = (
-                    rows[part].roll(int(order is not None), 0).flatten(0, 1).clone()
-                )
                 grid = Grid(side, side, run, clip=are_videos)
+                tokens = flatten(rows[tiles_of_run])
                 region = Region(grid, tokens, of_region, order=order, share=run)
                 regions.append(region)
                 start += run
@@ -233,48 +235,50 @@ def _measure(info: Any, item: ItemFields) -> ItemSize:
     return ItemSize(frames=int(item[VIDEO_TILES].data) if VIDEO_TILES in item else 0)
 
 
-def _prune(  # noqa: PLR0913
-    stock: Any,
-    vision: type[_TiledVision],
-    tile_tokens: str,
+@dataclass(frozen=True)
+class _TileCounter:
+    """What the processor of a model says of its tiles, which have equally many tokens each."""
+
+    tile_tokens: str
+    """Attribute of the processor with the number of tokens of a tile."""
     image_token: Callable[[Any], int] = lambda info: (
         info.get_hf_processor().image_token_id
-    ),
+    )
+    """Id of the placeholder of an image, by the model's processing info."""
     largest: Callable[[Any], ImageSize] = lambda info: (
         info.get_image_size_with_most_features()
-    ),
-    options: bool = True,
-    text: str = "",
-    video_token: Callable[[Any], int] | None = None,
-    **hooks: Any,
-) -> Any:
-    """The pruned form of a class whose images' tiles have equally many tokens, ``tile_tokens``.
+    )
+    """Size of the image that has most tokens."""
+    options: bool = True
+    """Whether a request's options of the processor change how many tiles there are."""
+    text: str = ""
+    """As in :class:`Placeholders`."""
+    video_token: Callable[[Any], int] | None = None
+    """As in :class:`Placeholders`."""
 
-    That is an attribute of the model's processor; ``image_token`` is the placeholder's id and
-    ``largest`` the image size that has most tokens, both by its processing info, which counts by
-    a request's processor ``options`` or by the processor alone. ``text`` and ``video_token`` as in
-    ``Placeholders``.
-    """
-
-    def count(info: Any, size: ImageSize, kwargs: Mapping[str, object]) -> TokenCount:
+    def count(
+        self, info: Any, size: ImageSize, kwargs: Mapping[str, object]
+    ) -> TokenCount:
+        """Tokens and tiles of an image of this size."""
         processor = info.get_hf_processor(**kwargs)
         tokens = info.get_num_image_tokens(
             image_width=size.width,
             image_height=size.height,
             processor=processor,
-            **({"mm_kwargs": kwargs} if options else {}),
+            **({"mm_kwargs": kwargs} if self.options else {}),
         )
-        return TokenCount(tokens, tokens // attrgetter(tile_tokens)(processor))
+        return TokenCount(tokens, tokens // attrgetter(self.tile_tokens)(processor))
 
-    placeholders = Placeholders(
-        count,
-        lambda info: count(info, largest(info), {}),
-        image_token,
-        text=text,
-        video_token=video_token,
-        measure=None if video_token is None else _measure,
-    )
-    return prune_class(stock, placeholders, vision, PrunedLine, **hooks)
+    def placeholders(self) -> Placeholders:
+        """Placeholders of images, and of videos where their tokens can be chosen."""
+        return Placeholders(
+            self.count,
+            lambda info: self.count(info, self.largest(info), {}),
+            self.image_token,
+            text=self.text,
+            video_token=self.video_token,
+            measure=None if self.video_token is None else _measure,
+        )
 
 
 def _largest_idefics3(info: Any) -> ImageSize:
@@ -285,50 +289,69 @@ def _largest_idefics3(info: Any) -> ImageSize:
     return ImageSize(edge, edge)
 
 
-AutopruneGemma3ForConditionalGeneration = _prune(
+AutopruneGemma3ForConditionalGeneration = prune_class(
     Gemma3ForConditionalGeneration,
+    _TileCounter(
+        "image_seq_length", lambda info: info.get_hf_config().image_token_index
+    ).placeholders(),
     _Gemma3Vision,
-    "image_seq_length",
-    lambda info: info.get_hf_config().image_token_index,
+    PrunedLine,
     methods=("_image_pixels_to_features",),
 )
-AutopruneInternS1ForConditionalGeneration = _prune(
+AutopruneInternS1ForConditionalGeneration = prune_class(
     InternS1ForConditionalGeneration,
+    _TileCounter(
+        "image_seq_length",
+        video_token=lambda info: info.get_tokenizer().convert_tokens_to_ids(
+            info.get_hf_processor().video_token
+        ),
+    ).placeholders(),
     _InternVLVision,
-    "image_seq_length",
+    PrunedLine,
     methods=("extract_feature",),
     merger="InternS1MultiModalProjector",
-    video_token=lambda info: info.get_tokenizer().convert_tokens_to_ids(
-        info.get_hf_processor().video_token
-    ),
 )
-_INTERNVL_CHAT: dict[str, Any] = {
-    "vision": _InternVLChatVision,
-    "tile_tokens": "image_seq_length",
-    "image_token": lambda info: info.get_hf_processor().ctx_image_token_id,
-    "options": False,
-    "text": "<image>",
-    "methods": ("extract_feature", "_init_mlp1"),
-}
-AutopruneInternVLChatModel = _prune(
+
+
+def _prune_internvl_chat(stock: Any, **video: Any) -> type[PrunedModel]:
+    counter = _TileCounter(
+        "image_seq_length",
+        lambda info: info.get_hf_processor().ctx_image_token_id,
+        options=False,
+        text="<image>",
+        **video,
+    )
+    methods = ("extract_feature", "_init_mlp1")
+    return prune_class(
+        stock, counter.placeholders(), _InternVLChatVision, PrunedLine, methods=methods
+    )
+
+
+AutopruneInternVLChatModel = _prune_internvl_chat(
     InternVLChatModel,
-    **_INTERNVL_CHAT,
     video_token=lambda info: info.get_hf_processor().ctx_video_token_id,
 )
-AutopruneQianfanOCRForConditionalGeneration = _prune(
-    QianfanOCRForConditionalGeneration, **_INTERNVL_CHAT
+AutopruneQianfanOCRForConditionalGeneration = _prune_internvl_chat(
+    QianfanOCRForConditionalGeneration
 )
-AutopruneSkyworkR1VChatModel = _prune(SkyworkR1VChatModel, **_INTERNVL_CHAT)
-_IDEFICS3: dict[str, Any] = {
-    "vision": _Idefics3Vision,
-    "tile_tokens": "image_seq_len",
-    "largest": _largest_idefics3,
-    "methods": (),
-    "merger": "idefics3.Idefics3SimpleMLP",
-}
-AutopruneIdefics3ForConditionalGeneration = _prune(
-    Idefics3ForConditionalGeneration, **_IDEFICS3
+AutopruneSkyworkR1VChatModel = _prune_internvl_chat(SkyworkR1VChatModel)
+
+
+def _prune_idefics3(stock: Any) -> type[PrunedModel]:
+    counter = _TileCounter("image_seq_len", largest=_largest_idefics3)
+    return prune_class(
+        stock,
+        counter.placeholders(),
+        _Idefics3Vision,
+        PrunedLine,
+        methods=(),
+        merger="idefics3.Idefics3SimpleMLP",
+    )
+
+
+AutopruneIdefics3ForConditionalGeneration = _prune_idefics3(
+    Idefics3ForConditionalGeneration
 )
-AutopruneSmolVLMForConditionalGeneration = _prune(
-    SmolVLMForConditionalGeneration, **_IDEFICS3
+AutopruneSmolVLMForConditionalGeneration = _prune_idefics3(
+    SmolVLMForConditionalGeneration
 )

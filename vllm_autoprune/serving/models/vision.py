@@ -45,10 +45,12 @@ ImageInputs = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class ModelImage:
-    """One image as it reaches the model; ``tokens`` is N, its visual tokens before pruning."""
+    """One image or video as it reaches the model."""
 
     inputs: ImageInputs
+    """What the vision tower reads of it."""
     tokens: int
+    """N, its visual tokens before pruning."""
 
 
 class Vision(ABC):
@@ -151,19 +153,19 @@ class Vision(ABC):
         of other requests.
         Remove when: LoRA layers can be called without a mapping.
         """
-        language_model = self._model.get_language_model()
-        # No protocol declares either; Idefics3's language model has no head around it.
+        language_model: Any = self._model.get_language_model()
+        # Idefics3's language model has no head around it.
         inner = getattr(language_model, "model", language_model)
         # Its embedding has many names (embed_tokens; InternLM2: tok_embeddings).
         wrapped = {
-            n: layer
-            for n, layer in inner.named_children()
+            name: layer
+            for name, layer in inner.named_children()
             if hasattr(layer, "base_layer")
         }
         for name, layer in wrapped.items():
             setattr(inner, name, layer.base_layer)
         try:
-            embedded: Tensor = getattr(language_model, "embed_input_ids")(ids)  # noqa: B009
+            embedded: Tensor = language_model.embed_input_ids(ids)
         finally:
             for name, layer in wrapped.items():
                 setattr(inner, name, layer)
@@ -217,20 +219,20 @@ class Vision(ABC):
 
         ``entries`` as :func:`find_entries` gives them.
         """
-        known: dict[Hashable, ImageFeatures] = {}
+        features: dict[Hashable, ImageFeatures | None] = {}
         missing: dict[Hashable, ImageInputs] = {}
         for entry, image in zip(entries, images, strict=True):
-            if entry in known or entry in missing:
-                continue
-            features = self.cache.get(entry)
-            if features is None:
-                missing[entry] = image
-            else:
-                known[entry] = features
+            if entry not in features:
+                features[entry] = self.cache.get(entry)
+                if features[entry] is None:
+                    missing[entry] = image
+        encoded: dict[Hashable, ImageFeatures] = {}
         if missing:
             self.runs += 1
-            known.update(zip(missing, self.encode(list(missing.values())), strict=True))
-        return [known[entry] for entry in entries]
+            encoded.update(
+                zip(missing, self.encode(list(missing.values())), strict=True)
+            )
+        return [features[entry] or encoded[entry] for entry in entries]
 
     def keep(
         self, entries: Sequence[Hashable], features: Sequence[ImageFeatures]

@@ -51,21 +51,23 @@ _split = lru_cache(maxsize=256)(split_over_parts)
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Tokens of one image that one selection chooses from, in equal tiles.
-
-    projected ``(N, D)``. extra_channels ``(N, E)`` are appended to each row as they are: nothing
-    selects by them or merges them. order ``(N,)`` is the position of each token among all rows that
-    the model makes of the image, None where it is its own index. share is the region's part of the
-    budget, in tiles of the vision tower. cosines are those that selections have read so far.
-    """
+    """Tokens of one image that one selection chooses from, in equal tiles."""
 
     grid: Grid
+    """Their layout."""
     projected: Tensor
+    """``(N, D)``: the tokens as the language model reads them."""
     signals: Signals = field(default_factory=dict)
+    """What policies read beside them."""
     extra_channels: Tensor | None = None
+    """``(N, E)``: appended to each row as they are; nothing selects by them or merges them."""
     order: Tensor | None = None
+    """``(N,)``: the index of each token among all rows that the model makes of the image; None
+    where the tokens of all regions are the rows, in their order."""
     share: int = 1
+    """The region's part of the budget, in tiles of the vision tower."""
     cosines: dict[Compared, Tensor] = field(default_factory=dict, init=False)
+    """Cosines that selections have read so far."""
 
     def cosine(self, compared: Compared = "projected") -> Tensor:
         """Cosines ``(N, N)`` float32 between the tokens, computed when first read.
@@ -98,15 +100,15 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class ImageFeatures:
-    """One image after the vision tower.
-
-    filler ``(D,)`` is a row that stands for no token and that the model puts between tokens,
-    ``gaps`` times (LLaVA-NeXT's newline); None where it has no such rows.
-    """
+    """One image after the vision tower."""
 
     regions: tuple[Region, ...]
+    """Its tokens; every one is in one region."""
     filler: Tensor | None = None
+    """``(D,)``: a row that stands for no token, which the model puts between tokens (LLaVA-NeXT's
+    newline); None where it has no such rows."""
     gaps: int = 0
+    """How many fillers the unpruned image has."""
 
     @property
     def candidates(self) -> int:

@@ -72,18 +72,21 @@ _MAX_QUERIES = 512
 
 @dataclass(frozen=True, slots=True)
 class QueriesAndKeys:
-    """Queries and keys ``(B, n, h, d)`` of the h heads of this rank."""
+    """Queries and keys of the h heads of this rank."""
 
     query: Tensor
+    """``(B, n, h, d)``."""
     key: Tensor
+    """``(B, n, h, d)``."""
     scale: float
+    """Factor of the products, before the softmax."""
 
     @classmethod
     def hook(cls, attention: MMEncoderAttention) -> InputHook[QueriesAndKeys]:
         """Hook on the attention module of one layer."""
 
         def read(
-            query: Tensor, key: Tensor, *rest: Tensor, **named: Tensor
+            query: Tensor, key: Tensor, *args: Tensor, **named: Tensor
         ) -> QueriesAndKeys:
             query, key = (
                 part
@@ -149,19 +152,18 @@ class QueriesAndKeys:
 
 
 class Merger(NamedTuple):
-    """A patch merger, which makes one token of the ``patches`` of a cell.
-
-    It is called with patches ``(P, ..., C)``, those of each token one behind another, or with
-    tokens ``(..., patches * C)`` where they are ``joined`` before, or ``(..., C * patches)`` with
-    ``channels_first``. ``scored`` is the module before which norms are taken, called with patches
-    of the same order.
-    """
+    """A patch merger, which makes one token of the patches of a cell."""
 
     module: nn.Module
+    """Called with patches ``(P, ..., C)``, those of each token one behind another."""
     patches: int
+    """Patches of each token."""
     scored: nn.Module
+    """The module before which norms are taken, called with patches of the same order."""
     joined: bool = False
+    """Whether they are called with tokens ``(..., patches * C)`` instead."""
     channels_first: bool = False
+    """Whether those are ``(..., C * patches)``."""
 
     def split(self, *inputs: Any, **named: Any) -> Tensor:
         """``(N, patches, C)`` of what a module was called with."""
