@@ -120,7 +120,7 @@ def _parse_object(text: str) -> JsonObject:
     if what:
         fix = f"write one JSON object with {', '.join(COMPONENTS)}"
         raise StateError.of("", what, fix, subject="proposal")
-    return _object(parse_json(text[begin : end + 1], "proposal"))
+    return _object(parse_json(text[begin : end + 1]))
 
 
 def _read_hypothesis(proposal: JsonObject) -> Hypothesis:

@@ -100,9 +100,11 @@ class BackboneShape:
         addition to the prefill. Raises :class:`ConfigError` for numbers that are none of tokens.
         """
         problems = [
-            Problem(flag, f"{value} is not a number of tokens", f"give {least} or more")
-            for flag, value, least in (("--tokens", tokens, 1), ("--text", text, 0))
-            if value < least
+            Problem(
+                flag, f"{value} is not a number of tokens", f"give {minimum} or more"
+            )
+            for flag, value, minimum in (("--tokens", tokens, 1), ("--text", text, 0))
+            if value < minimum
         ]
         if problems:
             raise ConfigError(f"cost on {self.name}", problems)
@@ -213,12 +215,12 @@ def find_backbone(
     for shape in BACKBONE_SHAPES.values():
         if name in (shape.name, shape.checkpoint):
             return shape
-    known = ", ".join(BACKBONE_SHAPES)
+    names = ", ".join(BACKBONE_SHAPES)
     near = difflib.get_close_matches(
         name.lower(), list(BACKBONE_SHAPES), n=1, cutoff=0.75
     )
     what = "not a known backbone"
-    fix = f"did you mean {near[0]!r}? ({known})" if near else f"use one of {known}"
+    fix = f"did you mean {near[0]!r}? ({names})" if near else f"use one of {names}"
     if "/" in name or Path(name).is_dir():
         config = read_config(name)
         if check is not None:

@@ -23,7 +23,7 @@ from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.evaluation.pictures import Clip
 from vllm_autoprune.ops.rowwise import min_max_normalise
 from vllm_autoprune.serving.models import BACKBONES, require_served
-from vllm_autoprune.tpdsl.atoms.scoring import run_signal
+from vllm_autoprune.tpdsl.atoms.signals import run_signal
 from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 from vllm_autoprune.tpdsl.base_policy import FALLBACKS, RefinedTokens
 from vllm_autoprune.tpdsl.materialize import PruningPolicy

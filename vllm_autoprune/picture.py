@@ -271,9 +271,9 @@ def _draw_filmstrip(explanation: Explanation) -> Image.Image:
         explanation, _GAP + columns * (width + _GAP), rows * step, note
     )
     pen = ImageDraw.Draw(sheet)
-    kept = trace.kept_by_frame
-    for place, number in enumerate(numbers):
-        row, column = divmod(place, columns)
+    counts = trace.kept_by_frame
+    for position, number in enumerate(numbers):
+        row, column = divmod(position, columns)
         x = _GAP + column * (width + _GAP)
         y = top + row * step
         begin = number * grid.per_tile
@@ -292,7 +292,7 @@ def _draw_filmstrip(explanation: Explanation) -> Image.Image:
             pen,
             x,
             y + height + 6,
-            f"{number + 1}: {kept[number]} of {grid.tokens}",
+            f"{number + 1}: {counts[number]} of {grid.tokens}",
             _NOTE - 1,
         )
     _draw_legend(pen, top + rows * step, marks.values())
@@ -372,8 +372,8 @@ def _mark_tokens(
     line = max(1, size // 14)
     for token, mark in marks.items():
         # Tiles stand side by side.
-        tile, place = divmod(token, grid.per_tile)
-        row, column = divmod(place, grid.width)
+        tile, position = divmod(token, grid.per_tile)
+        row, column = divmod(position, grid.width)
         x = (tile * grid.width + column) * size
         y = row * size
         box = x, y, x + size, y + size

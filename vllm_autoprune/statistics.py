@@ -84,11 +84,13 @@ class Estimate:
         )
         return cls.of(top / bottom)
 
-    def count_decimals(self, most: int = 4) -> int:
+    def count_decimals(self, maximum: int = 4) -> int:
         """Decimals that show three digits of the width of the interval, as more say nothing."""
         width = self.high - self.low
         return (
-            most if width <= 0 else min(max(2 - math.floor(math.log10(width)), 0), most)
+            maximum
+            if width <= 0
+            else min(max(2 - math.floor(math.log10(width)), 0), maximum)
         )
 
 
@@ -113,13 +115,13 @@ class Spread:
 def correlate_ranks(figures: Floats, references: Floats) -> Floats:
     """Spearman's rank correlation of two figures, ``(S, ...)`` each, over S; ties share a rank."""
     # Twice the rank less its mean is how many are smaller less how many are larger.
-    ranks, others = (
+    ranks, reference_ranks = (
         np.sign(values[:, None] - values).sum(axis=1)
         for values in (figures, references)
     )
     with np.errstate(invalid="ignore"):
-        spread = np.sqrt((ranks**2).sum(axis=0) * (others**2).sum(axis=0))
-        correlation: Floats = (ranks * others).sum(axis=0) / spread
+        spread = np.sqrt((ranks**2).sum(axis=0) * (reference_ranks**2).sum(axis=0))
+        correlation: Floats = (ranks * reference_ranks).sum(axis=0) / spread
     return correlation
 
 

@@ -29,8 +29,9 @@ from vllm_autoprune import BudgetError, Grid, Instruction, VisualTokens, materia
 from vllm_autoprune.ops.rowwise import mask_from_indices
 from vllm_autoprune.tpdsl.atoms.pools import build_pool
 from vllm_autoprune.tpdsl.atoms.reassembly import PRINTED, RECIPES
-from vllm_autoprune.tpdsl.atoms.scoring import Kernel, run_fusion, run_signal
+from vllm_autoprune.tpdsl.atoms.scoring import Kernel, run_fusion
 from vllm_autoprune.tpdsl.atoms.selectors import SelectorInputs
+from vllm_autoprune.tpdsl.atoms.signals import run_signal
 from vllm_autoprune.tpdsl.atoms.source import FIXED_BUDGETS, BudgetCall, PriorInputs
 from vllm_autoprune.tpdsl.base_policy import (
     BASE_POLICIES,

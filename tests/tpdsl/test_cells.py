@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tests.tpdsl.samples import call, images
 from vllm_autoprune.errors import StateError
 from vllm_autoprune.tpdsl.atoms.pools import _grid_cells
-from vllm_autoprune.tpdsl.atoms.scoring import run_signal
+from vllm_autoprune.tpdsl.atoms.signals import run_signal
 from vllm_autoprune.tpdsl.cells import Cells, kept_cells
 from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 

@@ -145,14 +145,14 @@ class _Sets:
         return self.join(picks)
 
 
-def _distance_to_kept(distance: Tensor, kept: Tensor) -> Tensor:
+def _distance_to_kept(distance: Tensor, mask: Tensor) -> Tensor:
     """Distance ``(B, N)`` of each token to the nearest kept one, by a mask ``(B, N)``."""
-    return distance.masked_fill(~kept[:, :, None], torch.inf).amin(dim=1)
+    return distance.masked_fill(~mask[:, :, None], torch.inf).amin(dim=1)
 
 
-def _covered_by(degrees: Tensor, kept: Tensor) -> Tensor:
+def _covered_by(degrees: Tensor, mask: Tensor) -> Tensor:
     """How well the candidates of a mask ``(B, N)`` cover each row, at least 0: ``(B, R)``."""
-    return degrees.masked_fill(~kept[:, :, None], 0.0).amax(dim=1).clamp_min(0)
+    return degrees.masked_fill(~mask[:, :, None], 0.0).amax(dim=1).clamp_min(0)
 
 
 class _DivPruneParams(PolicyParams):
@@ -476,14 +476,14 @@ def _idpruner(
     importance = (score - low) / (high - low + 1e-6)
     balance = params.balance
     similarity = tokens.precise_tile_cosine
-    kept = sets.kept
+    mask = sets.kept
     free = ~sets.closed
 
     rows, size = importance.shape
     offset = torch.arange(0, rows * size, size, device=importance.device)
     flat = similarity.reshape(rows * size, size)
-    closest = -_distance_to_kept(-similarity, kept)
-    begins = ~kept.any(dim=1, keepdim=True)
+    closest = -_distance_to_kept(-similarity, mask)
+    begins = ~mask.any(dim=1, keepdim=True)
     picks = [torch.empty(rows, 0, dtype=torch.int64, device=importance.device)]
     for _ in range(sets.shares[0]):
         score = balance * importance - (1 - balance) * closest

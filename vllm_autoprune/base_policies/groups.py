@@ -72,12 +72,12 @@ def _select_by_band(attention: Tensor, count: int, bands: int) -> Tensor:
     farthest above what it has [ours]: the published code pads with zero rows there.
     """
     rows, size = attention.shape
-    place = torch.arange(size, device=attention.device)
+    position = torch.arange(size, device=attention.device)
     long = size % bands
     short = size // bands
     edge = long * (short + 1)
-    after = long + (place - edge) // max(short, 1)
-    band = torch.where(place < edge, place // (short + 1), after)
+    after = long + (position - edge) // max(short, 1)
+    band = torch.where(position < edge, position // (short + 1), after)
     turn = torch.arange(bands, device=attention.device)
     member = band[:, None] == turn
     sizes = member.sum(dim=0)
@@ -107,7 +107,7 @@ def _select_by_band(attention: Tensor, count: int, bands: int) -> Tensor:
     best = rank_descending(attention)
     order = best.gather(1, band[best].argsort(dim=1, stable=True))
     owner = band[order]
-    rank = place - (sizes.cumsum(0) - sizes)[owner]
+    rank = position - (sizes.cumsum(0) - sizes)[owner]
     chosen = torch.zeros_like(order, dtype=torch.bool)
     chosen.scatter_(1, order, rank < take.gather(1, owner))
     ahead = rank_descending(chosen.gather(1, best).to(torch.uint8))
@@ -255,8 +255,8 @@ def _find_distinct(
     drops = (ordered > bound[:, :, None]) & (owner[:, :, None] == owner[:, None, :])
     drops = drops.triu(1)
     distinct = torch.ones_like(owner, dtype=torch.bool)
-    for place in range(size - 1):
-        distinct &= ~(drops[:, place] & distinct[:, place, None])
+    for rank in range(size - 1):
+        distinct &= ~(drops[:, rank] & distinct[:, rank, None])
     return torch.zeros_like(distinct).scatter_(1, order, distinct)
 
 
@@ -272,22 +272,24 @@ def _group_quotas(members: Tensor, distinct: Tensor, budget: int, total: int) ->
     members and distinct ``(R, q)`` are the sizes of the groups. ``budget`` is that of the method's
     own rules, which may count a row of [CLS] beside the ``total`` tokens.
     """
-    least = members.clamp_max(1)
-    most = torch.minimum(members, distinct).clamp_max(5 * math.ceil(budget / 64))
+    minimum = members.clamp_max(1)
+    maximum = torch.minimum(members, distinct).clamp_max(5 * math.ceil(budget / 64))
     # Every bound is raised by the same number until they sum to the budget, if they can.
-    steps = torch.arange(budget + 1, device=most.device)[:, None]
-    raised = torch.minimum(most[:, None] + steps, members[:, None])
+    steps = torch.arange(budget + 1, device=maximum.device)[:, None]
+    raised = torch.minimum(maximum[:, None] + steps, members[:, None])
     short = (raised.sum(dim=2) < budget).sum(dim=1).clamp_max(budget)
-    most = raised.gather(1, short[:, None, None].expand(-1, 1, members.shape[1]))[:, 0]
-    extra = total - least.sum(dim=1, keepdim=True)
+    maximum = raised.gather(1, short[:, None, None].expand(-1, 1, members.shape[1]))[
+        :, 0
+    ]
+    extra = total - minimum.sum(dim=1, keepdim=True)
     share = distinct.float() / distinct.sum(dim=1, keepdim=True).float()
     ends = (share.cumsum(dim=1) * extra).round().to(torch.int64)
     take = torch.minimum(
-        ends.diff(dim=1, prepend=torch.zeros_like(ends[:, :1])) + least, most
+        ends.diff(dim=1, prepend=torch.zeros_like(ends[:, :1])) + minimum, maximum
     )
     # What a group has no room for goes to the groups with most distinct members.
     largest = rank_descending(distinct)
-    room = (most - take).gather(1, largest)
+    room = (maximum - take).gather(1, largest)
     missing = total - take.sum(dim=1, keepdim=True)
     added = torch.minimum((missing - (room.cumsum(dim=1) - room)).clamp_min(0), room)
     return take.scatter_add(1, largest, added)

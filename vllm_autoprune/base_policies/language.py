@@ -145,7 +145,7 @@ def _dart(params: _DartParams, tokens: VisualTokens, budget: int) -> ReferenceSe
     turns = turns.gather(1, by_slot.argsort(dim=1, stable=True))
 
     # For each pivot its share of the remaining tokens, least similar first.
-    each, remainder = divmod(budget - visual.shape[1], turns.shape[1])
+    quota, remainder = divmod(budget - visual.shape[1], turns.shape[1])
     image = states.narrow(1, language.start, count)
     dissimilarity = -cosines_with(gather_rows(states, turns), image)
     taken = mask_from_indices(visual, count)
@@ -155,7 +155,7 @@ def _dart(params: _DartParams, tokens: VisualTokens, budget: int) -> ReferenceSe
         score = (
             dissimilarity[:, turn].nan_to_num(nan=-2.0).masked_fill(taken, -torch.inf)
         )
-        chosen = rank_descending(score)[:, : each + (turn < remainder)]
+        chosen = rank_descending(score)[:, : quota + (turn < remainder)]
         taken.scatter_(1, chosen, True)
         picks.append(chosen)
     return ReferenceSelection(torch.cat(picks, dim=1))
@@ -265,10 +265,9 @@ def _density_peak_clusters(
     density = (-near.square().mean(dim=2)).exp()
     denser = density[:, None, :] > density[:, :, None]
     if break_ties:
-        place = torch.arange(states.shape[1], device=states.device)
-        denser |= (density[:, None, :] == density[:, :, None]) & (
-            place < place[:, None]
-        )
+        index = torch.arange(states.shape[1], device=states.device)
+        ties = density[:, None, :] == density[:, :, None]
+        denser |= ties & (index < index[:, None])
     farthest = distance.flatten(1).amax(dim=1)[:, None, None]
     apart = torch.where(denser, distance, farthest).amin(dim=2)
     chosen = (apart * density).argsort(dim=1, descending=True, stable=True)[:, :count]

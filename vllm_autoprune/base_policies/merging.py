@@ -130,11 +130,11 @@ def _visionzip(
             return TileRows(top, patches[:, :0], extra)
         size = patches.shape[1]
         remaining = patches.shape[1] - dominant
-        kept = mask_from_indices(top, size)
+        in_top = mask_from_indices(top, size)
         step = max(1, remaining // contextual)
-        targets = indices_from_mask(~kept, remaining)[:, : contextual * step : step]
-        kept = kept | mask_from_indices(targets, size)
-        sources = indices_from_mask(~kept, remaining - contextual)
+        targets = indices_from_mask(~in_top, remaining)[:, : contextual * step : step]
+        picked = in_top | mask_from_indices(targets, size)
+        sources = indices_from_mask(~picked, remaining - contextual)
 
         keys = group.of(tower.keys, tokens)
         unit = keys / keys.norm(dim=-1, keepdim=True).clamp_min(
@@ -245,13 +245,13 @@ def _spread(attention: Tensor, count: int) -> Tensor:
     positions = torch.arange(size, device=attention.device)
     outlying = torch.zeros_like(order, dtype=torch.bool)
     outlying.scatter_(1, order, (positions < above).expand_as(order))
-    others = torch.sort(outlying.to(torch.uint8), dim=1, stable=True).indices
+    remainder = torch.sort(outlying.to(torch.uint8), dim=1, stable=True).indices
     remaining = size - above
     samples = count - above
     step = (
         ((turn - above).clamp_min(0) * 2 + 1) * remaining // (2 * samples.clamp_min(1))
     )
-    sampled = others.gather(1, step.clamp_max(size - 1))
+    sampled = remainder.gather(1, step.clamp_max(size - 1))
     return torch.where(turn < above, order[:, :count], sampled)
 
 
@@ -406,9 +406,9 @@ def _focus_and_scan(
     nearness, owner = towards.masked_fill(~in_scan[:, None, :], -torch.inf).max(dim=2)
     nearness = nearness.scatter(1, picks, -torch.inf)
     turn = torch.arange(size, device=picks.device).expand(len(picks), -1)
-    place = torch.zeros_like(turn).scatter_(1, rank_descending(nearness), turn)
+    position = torch.zeros_like(turn).scatter_(1, rank_descending(nearness), turn)
     pairs = (params.kappa * in_scan.sum(dim=1, keepdim=True).double()).floor()
-    merges = (place < pairs) & (nearness > -torch.inf)
+    merges = (position < pairs) & (nearness > -torch.inf)
     share = torch.where(merges, phi, 0.0)
     weights = rows.new_zeros(len(picks), size, count)
     weights.scatter_(2, owner[:, :, None], share[:, :, None])

@@ -41,12 +41,12 @@ def echo_of_previous(
     """
     unit = _directions(clip)
     echoes = [torch.full_like(clip[0, :, 0], initial)]
-    place = torch.arange(clip.shape[1], device=clip.device)
-    y = place // max(width, 1)
-    x = place % max(width, 1)
+    position = torch.arange(clip.shape[1], device=clip.device)
+    y = position // max(width, 1)
+    x = position % max(width, 1)
     far = torch.maximum((y[:, None] - y).abs(), (x[:, None] - x).abs()) > 1
-    for before, frame in pairwise(unit):
-        cosine = frame @ before.T
+    for previous, frame in pairwise(unit):
+        cosine = frame @ previous.T
         logits = (cosine / tau).masked_fill(far, -torch.inf) if width else cosine / tau
         echoes.append((logits.softmax(dim=-1) * cosine).sum(dim=-1))
     return torch.stack(echoes)
@@ -114,28 +114,27 @@ def curvature(clip: Tensor) -> Tensor:
     return torch.cat([ends[:1], bend, ends[1:2]]) if len(ends) > 1 else ends
 
 
-def split_exactly(weights: Tensor, total: int, low: int, most: int) -> Tensor:
-    """Shares ``(B, T)`` int64 of a total by weights ``(B, T)``, each from ``low`` to ``most``.
+def split_exactly(weights: Tensor, total: int, low: int, high: int) -> Tensor:
+    """Shares ``(B, T)`` int64 of a total by weights ``(B, T)``, each from ``low`` to ``high``.
 
     Floors of the quotas of what is left are given until all are 0, then one each by the largest
-    remainder, ties to the earlier. Needs T low <= total <= T most.
+    remainder, ties to the earlier. Needs T low <= total <= T high.
     """
     weights = weights.double().nan_to_num(nan=0.0, posinf=0.0).clamp_min(_NEGLIGIBLE)
     shares = torch.full_like(weights, low, dtype=torch.int64)
     fraction = weights
     for _ in range(min(_ROUNDS, 2 * weights.shape[1]) + 1):
-        rest = total - shares.sum(dim=1, keepdim=True)
-        free = weights.where(shares < most, 0.0)
-        quota = free / free.sum(dim=1, keepdim=True).clamp_min(_NEGLIGIBLE) * rest
+        missing = total - shares.sum(dim=1, keepdim=True)
+        free = weights.where(shares < high, 0.0)
+        quota = free / free.sum(dim=1, keepdim=True).clamp_min(_NEGLIGIBLE) * missing
         floor = (quota + 1e-9).floor()  # a third of 3 is 1
         fraction = (quota - floor).round(decimals=9)
-        shares = shares + torch.minimum(floor.to(torch.int64), most - shares)
-    order = rank_descending(fraction.masked_fill(shares >= most, -1.0))
-    for each in (1, most):
-        room = (most - shares).clamp_max(each).gather(1, order)
+        shares = shares + torch.minimum(floor.to(torch.int64), high - shares)
+    order = rank_descending(fraction.masked_fill(shares >= high, -1.0))
+    for step in (1, high):  # one token each, then as many as there is room for
+        room = (high - shares).clamp_max(step).gather(1, order)
         missing = total - shares.sum(dim=1, keepdim=True)
-        added = torch.minimum(
-            (missing - (room.cumsum(dim=1) - room)).clamp_min(0), room
-        )
+        reached = room.cumsum(dim=1) - room  # by the frames before, in this order
+        added = torch.minimum((missing - reached).clamp_min(0), room)
         shares = shares.scatter_add(1, order, added)
     return shares

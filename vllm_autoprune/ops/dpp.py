@@ -35,8 +35,8 @@ def greedy_map(
     Triton works there.
     """
     if conditioned is not None:
-        others = conditioned.residual > GIVEN
-        eligible = others if eligible is None else eligible & others
+        unconditioned = conditioned.residual > GIVEN
+        eligible = unconditioned if eligible is None else eligible & unconditioned
     implementation = _fastest_implementation(similarity.device, quality.shape[1])
     return implementation(similarity, quality, count, anchors, eligible, conditioned)
 

@@ -42,17 +42,15 @@ class BasePolicyCall(StatePart):
 
 @dataclass(frozen=True, slots=True)
 class ReferenceSelection:
-    """Reference selection T_P of B images: K = P + E rows, with the same P and E in every image.
-
-    picks ``(B, P)`` int64 in pick order, unique in each row; merged ``(B, P, D)`` replace the rows
-    of the picks if the policy merges other tokens into them, else None; extra ``(B, E, D)`` are
-    rows that no single token stands for (such as the mean of the others): they come last and are
-    never exchanged.
-    """
+    """Reference selection T_P of B images: K = P + E rows, with the same P and E in every image."""
 
     picks: Tensor
+    """``(B, P)`` int64 in pick order, unique in each row."""
     merged: Tensor | None = None
+    """``(B, P, D)`` in place of the rows of the picks, if the policy merges others into them."""
     extra: Tensor | None = None
+    """``(B, E, D)`` that no single token stands for, such as the mean of the others: they come last
+    and are never exchanged."""
 
     def rows(self, tokens: VisualTokens) -> Tensor:
         """Rows ``(B, N, D)`` of all tokens; those of the picks include what is merged into them."""
@@ -64,17 +62,17 @@ class ReferenceSelection:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """Tokens that are kept already: indices ``(B, A)``, unique in each row.
-
-    closed ``(B, N)`` bool marks tokens that may not be picked, at least the given ones; covered
-    ``(B, N)`` bool the given ones and those that their rows stand for, which are not merged again.
-    most is the largest number of closed tokens of any image.
-    """
+    """Tokens that are kept already."""
 
     indices: Tensor
+    """``(B, A)``, unique in each row."""
     closed: Tensor
+    """``(B, N)`` bool: tokens that may not be picked, at least the given ones."""
     covered: Tensor
+    """``(B, N)`` bool: the given tokens and those that their rows stand for, which are not merged
+    again."""
     most: int
+    """Largest number of closed tokens of any image."""
 
     @classmethod
     def none(cls, tokens: VisualTokens) -> Given:
@@ -87,13 +85,13 @@ class Given:
         return cls(indices, closed, closed, 0)
 
     @classmethod
-    def after(cls, tokens: VisualTokens, kept: Tensor) -> Given:
+    def after(cls, tokens: VisualTokens, indices: Tensor) -> Given:
         """The tokens at ``(B, A)`` as given tokens of a later choice.
 
         What is not kept was merged into them, so nothing is merged into the tokens of that choice.
         """
-        closed = mask_from_indices(kept, tokens.count)
-        return cls(kept, closed, torch.ones_like(closed), kept.shape[1])
+        closed = mask_from_indices(indices, tokens.count)
+        return cls(indices, closed, torch.ones_like(closed), indices.shape[1])
 
     def next_tile(self, tokens: VisualTokens) -> int:
         """The tile after that of the last given token, where they are spread over all tiles."""
@@ -102,24 +100,27 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class BasePolicy:
-    """One human-designed token selector, as :func:`base_policy` declares it.
-
-    ``needs`` holds every input that it reads with some parameters; ``cost`` is the milliseconds of
-    a selection, given its inputs (:mod:`~vllm_autoprune.tpdsl.cost`). ``core`` is the call of its
-    form that reads no question, as a state's core takes it, None where there is no such form.
-    ``score`` of a policy for clips maps (params, tokens) to ``(B, N)``: it keeps the largest.
-    """
+    """One human-designed token selector, as :func:`base_policy` declares it."""
 
     name: str
     call: type[BasePolicyCall]
+    """How a state calls it."""
     needs: frozenset[Need]
+    """Every input that it reads with some parameters."""
     doc: str
+    """First line of its documentation."""
     cost: float
+    """Milliseconds of a selection, given its inputs (:mod:`~vllm_autoprune.tpdsl.cost`)."""
     function: Callable[..., ReferenceSelection]
+    """(params, tokens, K) to exactly K rows."""
     continuation: Callable[..., Tensor] | None = None
+    """(params, tokens, K, given tokens) to the picks ``(B, K)`` of a greedy method."""
     reads: Callable[..., frozenset[Need]] | None = None
+    """params to the inputs that a call reads, where parameters decide that."""
     core: type[BasePolicyCall] | None = None
+    """How a state's core calls its form that reads no question; None where there is none."""
     score: Callable[..., Tensor] | None = None
+    """(params, tokens) to ``(B, N)``, of a policy for videos: it keeps the largest."""
 
     @property
     def default_params(self) -> PolicyParams:
@@ -161,11 +162,11 @@ class BasePolicy:
         else:
             # At least that many picks, or one less if that is all tokens.
             wanted = budget + start.most
-            most = tokens.count - 1
-            selected = self.function(params, tokens, min(wanted, most))
+            maximum = tokens.count - 1
+            selected = self.function(params, tokens, min(wanted, maximum))
             if selected.extra is not None:
                 wanted += selected.extra.shape[1]
-                selected = self.function(params, tokens, min(wanted, most))
+                selected = self.function(params, tokens, min(wanted, maximum))
             picks = selected.picks
         # The first that are not closed; then other tokens, closed ones last.
         places = positions_in_order(picks, ~start.closed) + start.closed.to(torch.int64)
@@ -278,36 +279,36 @@ policy were not finite either; 3, a server could not encode the image, and its r
 
 @dataclass(frozen=True, slots=True)
 class TokenSelection:
-    """Kept tokens of B images.
-
-    indices ``(B, P)`` ascending; reference is the base policy's selection; fallback ``(B,)`` uint8,
-    see :data:`FALLBACKS`; quality ``(B, N)`` is g, or None if the policy reads no scores;
-    mergeable ``(B, N)`` bool marks the tokens that reassembly may merge into kept ones, None: all
-    that are not kept.
-    """
+    """Kept tokens of B images."""
 
     indices: Tensor
+    """``(B, P)``, ascending."""
     reference: ReferenceSelection
+    """The base policy's selection."""
     fallback: Tensor
+    """``(B,)`` uint8, see :data:`FALLBACKS`."""
     quality: Tensor | None = None
+    """``(B, N)``: g; None if the policy reads no scores."""
     mergeable: Tensor | None = None
+    """``(B, N)`` bool: tokens that reassembly may merge into kept ones; None: all others."""
 
 
 @dataclass(frozen=True, slots=True)
 class RefinedTokens:
-    """Refined visual tokens T_v* of B images.
-
-    features ``(B, K, D)``, the E extra rows last; indices ``(B, P)``, the token of each other row;
-    reference ``(B, P)`` in pick order; exchanged ``(B,)``, the number of reference tokens that were
-    replaced; fallback and quality as in :class:`TokenSelection`.
-    """
+    """Refined visual tokens T_v* of B images."""
 
     features: Tensor
+    """``(B, K, D)``, the E extra rows last."""
     indices: Tensor
+    """``(B, P)``: the token of each other row."""
     reference: Tensor
+    """``(B, P)``: the base policy's picks, in pick order."""
     exchanged: Tensor
+    """``(B,)``: number of reference tokens that were replaced."""
     fallback: Tensor
+    """``(B,)`` uint8, see :data:`FALLBACKS`."""
     quality: Tensor | None
+    """``(B, N)``: g; None if the policy reads no scores."""
 
     @classmethod
     def keep_all(cls, tokens: VisualTokens) -> RefinedTokens:
@@ -332,9 +333,9 @@ class RefinedTokens:
 
     def in_order(self, order: Tensor, count: int) -> RefinedTokens:
         """The rows of kept tokens in the order of indices ``(B, P)``, tokens below count."""
-        kept = mask_from_indices(self.indices, count)
-        place = positions_in_order(order, kept).gather(1, self.indices)
-        moved = place.argsort(dim=1, stable=True)
+        mask = mask_from_indices(self.indices, count)
+        position = positions_in_order(order, mask).gather(1, self.indices)
+        moved = position.argsort(dim=1, stable=True)
         rows, extra = self.features.split([moved.shape[1], self.extra], dim=1)
         features = torch.cat([gather_rows(rows, moved), extra], dim=1)
         return replace(self, features=features, indices=self.indices.gather(1, moved))

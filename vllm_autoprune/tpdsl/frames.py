@@ -55,10 +55,9 @@ class Frames(StatePart):
     )
 
     def __str__(self) -> str:
-        others = self.model_dump(exclude={"tokens"}, exclude_defaults=True)
-        return ", ".join(
-            [f"{self.tokens.rule()}", *(f"{k} {v}" for k, v in others.items())]
-        )
+        fields = self.model_dump(exclude={"tokens"}, exclude_defaults=True)
+        parts = [f"{name} {value}" for name, value in fields.items()]
+        return ", ".join([str(self.tokens.rule()), *parts])
 
     def shares(self, tokens: VisualTokens, total: int) -> Tensor:
         """Tokens ``(B, T)`` int64 that each frame keeps at first.
@@ -73,37 +72,32 @@ class Frames(StatePart):
             ahead = size if self.first == "whole" else max(1, total // count)
             ahead = max(min(size, total, ahead), total - (count - 1) * size)
         begin = min(ahead, 1)
-        rest = total - ahead
-        others = count - begin
-        low = min(self.low, size) if self.low * others <= rest else 0
-        shape = (tokens.batch, others)
+        remaining = total - ahead
+        frames = count - begin
+        low = min(self.low, size) if self.low * frames <= remaining else 0
+        shape = (tokens.batch, frames)
         device = tokens.features.device
-        if self.budget == "global" or others == 0:
+        if self.budget == "global" or frames == 0:
             shares = torch.full(shape, low, device=device)
         elif self.budget == "uniform":
-            extra = torch.arange(others, device=device) < rest % others
-            shares = (rest // others + extra.to(torch.int64)).expand(shape)
+            extra = torch.arange(frames, device=device) < remaining % frames
+            shares = (remaining // frames + extra.to(torch.int64)).expand(shape)
         else:
             tau = _TAU[self.budget] if self.tau is None else self.tau
             clips = tokens.features.reshape(tokens.batch, count, size, -1)
             if self.budget == "curvature":
-                weights = torch.stack([curvature(clip.float()) for clip in clips])[
-                    :, begin:
-                ]
-                shares = split_exactly((weights / tau).softmax(dim=1), rest, low, size)
+                bends = torch.stack([curvature(clip.float()) for clip in clips])
+                weights = (bends[:, begin:] / tau).softmax(dim=1)
+                shares = split_exactly(weights, remaining, low, size)
             else:
                 common = torch.stack(
                     [typicality(clip.float())[0].mean(dim=1) for clip in clips]
                 )
                 unique = (-common[:, begin:].double() / tau).softmax(dim=1)
-                ratio = (
-                    rest
-                    / (others * size)
-                    * (1 + unique - unique.mean(dim=1, keepdim=True))
-                )
-                shares = (
-                    (size * ratio.nan_to_num().clamp_max(1)).round().to(torch.int64)
-                )
+                factor = 1 + unique - unique.mean(dim=1, keepdim=True)
+                ratio = remaining / (frames * size) * factor
+                ratio = ratio.nan_to_num().clamp_max(1)
+                shares = (size * ratio).round().to(torch.int64)
                 shares = shares.clamp(low, size)
         return torch.cat([shares.new_full((tokens.batch, begin), ahead), shares], dim=1)
 
@@ -125,21 +119,18 @@ def pick_from_frames(
     size = tokens.grid.per_tile
     order = rank_descending(score.view(-1, count, size))
     turn = torch.arange(size, device=order.device).expand_as(order)
-    place = torch.zeros_like(order).scatter_(2, order, turn)
-    kept = (
-        mask_from_indices(start.indices, tokens.count).view(-1, count, size).sum(dim=2)
-    )
-    shares = frames.shares(tokens, budget + start.indices.shape[1]) - kept
-    later = (place >= shares[:, :, None]).to(torch.int64)
-    if (
-        frames.first == "quota"
-    ):  # more of the first frame only where the others have no more
+    rank = torch.zeros_like(order).scatter_(2, order, turn)
+    mask = mask_from_indices(start.indices, tokens.count)
+    preselected = mask.view(-1, count, size).sum(dim=2)
+    shares = frames.shares(tokens, budget + start.indices.shape[1]) - preselected
+    later = (rank >= shares[:, :, None]).to(torch.int64)
+    if frames.first == "quota":
+        # More of the first frame only where the others have no more.
         later = torch.cat([2 * later[:, :1], later[:, 1:]], dim=1)
     later = later.view(tokens.batch, -1).masked_fill(start.closed, 3)
     order = rank_descending(score)
-    return order.gather(1, later.gather(1, order).argsort(dim=1, stable=True))[
-        :, :budget
-    ]
+    by_share = later.gather(1, order).argsort(dim=1, stable=True)
+    return order.gather(1, by_share)[:, :budget]
 
 
 def _score(
@@ -151,11 +142,11 @@ def _score(
         return score.float().nan_to_num(nan=-torch.inf)
     # The order of nearly all picks, in turn from every frame; what is merged into them is left out.
     # A frame with less open tokens than asked for repeats some, of which the first pick counts.
-    most = tokens.count - 1
+    maximum = tokens.count - 1
     if policy.continuation is not None:
-        picks: Tensor = policy.continuation(params, tokens, most, start)
+        picks: Tensor = policy.continuation(params, tokens, maximum, start)
     else:
-        picks = policy.function(params, tokens, most).picks
+        picks = policy.function(params, tokens, maximum).picks
     turn = torch.arange(picks.shape[1], device=picks.device).expand_as(picks)
     last = torch.full_like(start.closed, tokens.count, dtype=torch.int64)
     return -last.scatter_reduce(1, picks, turn, "amin").float()

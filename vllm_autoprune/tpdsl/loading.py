@@ -73,83 +73,67 @@ def load_state(source: str | Path | Mapping[str, object]) -> PruningState:
     Raises :class:`StateError`, which lists every problem with its JSON pointer and how to fix it.
     No other file is read and no code is run.
     """
-    if isinstance(source, Mapping):
-        subject = "state"
-        try:
-            text = json.dumps(dict(source), ensure_ascii=False)
-        except RecursionError:
-            _refuse_depth(subject, f"more than {MAX_DEPTH}")
-        except (TypeError, ValueError) as error:
-            _refuse(
-                subject,
-                "syntax",
-                str(error),
-                "use a dictionary such as json.load returns",
-            )
-    elif isinstance(source, str) and source.lstrip("\ufeff \t\r\n").startswith("{"):
-        text = source
-        subject = "state text"
-    else:
-        subject = f"state {escape_unprintable(str(source), 200)}"
-        text = _read_text(source, subject)
-    return _validate(parse_json(text, subject), subject)
+    subject = "state"
+    try:
+        if isinstance(source, Mapping):
+            text = _write_text(source)
+        elif isinstance(source, str) and source.lstrip("\ufeff \t\r\n").startswith("{"):
+            subject = "state text"
+            text = source
+        else:
+            subject = f"state {escape_unprintable(str(source), 200)}"
+            text = _read_text(source)
+        return _validate(parse_json(text))
+    except StateError as error:
+        raise StateError(subject, error.problems) from None
 
 
-def _refuse(subject: str, kind: str, what: str, fix: str, where: str = "") -> NoReturn:
-    raise StateError(subject, [Problem(where, what, fix, kind)]) from None
+# Text, from the outside to the inside: file, limits, values. Each problem is reported alone.
 
 
-def _refuse_depth(subject: str, depth: str) -> NoReturn:
-    what = f"nested too deeply: {depth} levels, at most {MAX_DEPTH} are read"
-    _refuse(subject, "depth", what, "a state is five levels deep: reduce the nesting")
+_LARGER = f"larger than {MAX_BYTES} bytes"
+_SHORTEN = "a state is a few kilobytes"
+_NESTED = f"levels, at most {MAX_DEPTH} are read"
+_FLATTEN = "a state is five levels deep: reduce the nesting"
+_ONE_OBJECT = "write one JSON object as `vllm-autoprune atoms --schema` describes it"
+_WIDE_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)
 
 
-def _refuse_size(
-    subject: str, when: str = "", fix: str = "a state is a few kilobytes"
-) -> NoReturn:
-    _refuse(subject, "size", f"larger than {MAX_BYTES} bytes{when}", fix)
+def _write_text(source: Mapping[str, object]) -> str:
+    """Text of a mapping, which is then checked as any other text."""
+    try:
+        return json.dumps(dict(source), ensure_ascii=False)
+    except RecursionError:
+        what = f"nested too deeply: more than {MAX_DEPTH} {_NESTED}"
+        raise StateError.of("", what, _FLATTEN, kind="depth") from None
+    except (TypeError, ValueError) as error:
+        fix = "use a dictionary such as json.load returns"
+        raise StateError.of("", str(error), fix, kind="syntax") from None
 
 
-# Text, from the outside to the inside: file, limits, values. Each refusal is reported alone.
-
-
-def _read_text(source: str | Path, subject: str) -> str:
+def _read_text(source: str | Path) -> str:
     """Text of a path, else of the shipped state of that name.
 
     The bound applies while reading, so it also holds for files that grow or report a wrong size.
     Pipes and devices, which could block, are never opened.
     """
-    path = Path(source)
-    shipped = shipped_states()
     try:
-        try:
-            mode = path.stat().st_mode
-        except (FileNotFoundError, NotADirectoryError, ValueError):
-            mode = 0  # not a path, but it may be the name of a shipped state
-        if mode == 0 or (stat.S_ISDIR(mode) and str(source) in shipped):
-            if str(source) not in shipped:
-                what = "no such file, and no shipped state of that name"
-                _refuse(subject, "file", what, suggest_name(str(source), list(shipped)))
-            path = shipped[str(source)]
-            mode = path.stat().st_mode
-        _require_regular(mode, subject)
-        # The path may have been replaced meanwhile, so check the opened file again.
+        path = _find_file(source)
+        # The path may be replaced meanwhile, so the file is checked once it is open.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            _require_regular(os.fstat(handle).st_mode, subject)
+            _require_regular(os.fstat(handle).st_mode)
             content = b""
-            most = MAX_BYTES + 1
-            while len(content) < most and (
-                more := os.read(handle, most - len(content))
-            ):
+            while more := os.read(handle, MAX_BYTES + 1 - len(content)):
                 content += more
         finally:
             os.close(handle)
     except OSError as error:  # such as a name that is too long, or a missing permission
         what = f"cannot be read ({error.strerror or type(error).__name__})"
-        _refuse(subject, "file", what, "check the path and its permissions")
+        fix = "check the path and its permissions"
+        raise StateError.of("", what, fix, kind="file") from None
     if len(content) > MAX_BYTES:
-        _refuse_size(subject)
+        raise StateError.of("", _LARGER, _SHORTEN, kind="size")
     try:
         # UTF-16 without a byte order mark may be valid UTF-8, but contains zero bytes.
         if not content.startswith(_WIDE_MARKS) and b"\0" not in content[:4]:
@@ -157,93 +141,112 @@ def _read_text(source: str | Path, subject: str) -> str:
         what = "not UTF-8 text (it looks like UTF-16 or UTF-32)"
     except UnicodeDecodeError as error:
         what = f"not UTF-8 text ({error.reason} at byte {error.start})"
-    _refuse(subject, "encoding", what, "save it as UTF-8")
+    raise StateError.of("", what, "save it as UTF-8", kind="encoding")
 
 
-_WIDE_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)
+def _find_file(source: str | Path) -> Path:
+    """The file of a path, else of the shipped state of that name; raises :class:`OSError` too."""
+    path = Path(source)
+    shipped = shipped_states()
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        mode = 0  # not a path, but it may be the name of a shipped state
+    if str(source) in shipped and (mode == 0 or stat.S_ISDIR(mode)):
+        path = shipped[str(source)]
+        mode = path.stat().st_mode
+    if mode == 0:
+        what = "no such file, and no shipped state of that name"
+        fix = suggest_name(str(source), list(shipped))
+        raise StateError.of("", what, fix, kind="file")
+    _require_regular(mode)
+    return path
 
 
-def _require_regular(mode: int, subject: str) -> None:
+def _require_regular(mode: int) -> None:
     if not stat.S_ISREG(mode):
         what = "is a folder" if stat.S_ISDIR(mode) else "is no regular file"
-        _refuse(subject, "file", what, "name a JSON file")
+        raise StateError.of("", what, "name a JSON file", kind="file")
 
 
-_ONE_OBJECT = "write one JSON object as `vllm-autoprune atoms --schema` describes it"
-
-
-def _require_limits(text: str, subject: str) -> None:
+def _require_limits(text: str) -> None:
     """Limits that are checked before the text is parsed.
 
     Depth and number of values among them: the parser's own recursion limit depends on the process
     and may end it.
     """
     if len(text) > MAX_BYTES or len(text.encode("utf-8", "surrogatepass")) > MAX_BYTES:
-        _refuse_size(subject)
+        raise StateError.of("", _LARGER, _SHORTEN, kind="size")
     if text.startswith("\ufeff"):
-        fix = "save it as UTF-8 without one"
-        _refuse(subject, "encoding", "begins with a byte order mark", fix)
+        what = "begins with a byte order mark"
+        raise StateError.of("", what, "save it as UTF-8 without one", kind="encoding")
     if not text.strip():
-        _refuse(subject, "syntax", "is empty", "write one JSON object")
+        raise StateError.of("", "is empty", "write one JSON object", kind="syntax")
     # Exact up to the first syntax error, where a parser would stop as well.
     outside = "".join(text.replace("\\\\", "").replace('\\"', "").split('"')[::2])
     steps = (1 if char in "[{" else -1 for char in outside if char in "[]{}")
-    if (depth := max(accumulate(steps), default=0)) > MAX_DEPTH:
-        _refuse_depth(subject, str(depth))
+    depth = max(accumulate(steps), default=0)
+    if depth > MAX_DEPTH:
+        what = f"nested too deeply: {depth} {_NESTED}"
+        raise StateError.of("", what, _FLATTEN, kind="depth")
     values = 1 + sum(outside.count(char) for char in ",[{")
     if values > MAX_VALUES:
         what = f"about {values} values, at most {MAX_VALUES} are read"
-        _refuse(subject, "values", what, "a state has some dozens: shorten its lists")
+        fix = "a state has some dozens: shorten its lists"
+        raise StateError.of("", what, fix, kind="values")
 
 
-def parse_json(text: str, subject: str) -> JsonValue:
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """The object of its pairs, of which no two may have one key."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        ((name, _),) = Counter(key for key, _ in pairs).most_common(1)
+        what = f"key {_format_value(name)} occurs twice in one object"
+        raise StateError.of("", what, "keep one of them", kind="duplicate_key")
+    return value
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    """NaN and the infinities, which Python reads."""
+    what = f"{text} is not a JSON number"
+    raise StateError.of("", what, "write a finite number", kind="syntax")
+
+
+def _parse_number(text: str) -> float:
+    # int() is slow for, or refuses, very long texts.
+    integral = text.lstrip("-").isdigit() and len(text) <= 310
+    value = int(text) if integral else float(text)
+    if abs(value) > sys.float_info.max:
+        what = f"{escape_unprintable(text, 20)} is larger than any 64-bit float"
+        raise StateError.of("", what, "write a smaller number", kind="number")
+    # Larger ones stay floats: no field of a state takes an integer of that size.
+    return int(value) if float(value).is_integer() and abs(value) < 2**63 else value
+
+
+def parse_json(text: str) -> JsonValue:
     """Parse JSON text; raises :class:`StateError` for the first thing that is not strict JSON.
 
     Numbers without a fractional part become integers (``2.0`` is 2, as in JSON Schema).
     """
-    _require_limits(text, subject)
-
-    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        value = dict(pairs)
-        if len(value) < len(pairs):
-            ((name, _),) = Counter(key for key, _ in pairs).most_common(1)
-            what = f"key {_format_value(name)} occurs twice in one object"
-            _refuse(subject, "duplicate_key", what, "keep one of them")
-        return value
-
-    def constant(text: str) -> NoReturn:
-        _refuse(
-            subject, "syntax", f"{text} is not a JSON number", "write a finite number"
-        )
-
-    def number(text: str) -> float:
-        # int() is slow for, or refuses, very long texts.
-        integral = text.lstrip("-").isdigit() and len(text) <= 310
-        value = int(text) if integral else float(text)
-        if abs(value) > sys.float_info.max:
-            what = f"{escape_unprintable(text, 20)} is larger than any 64-bit float"
-            _refuse(subject, "number", what, "write a smaller number")
-        # Larger ones stay floats: no field of a state takes an integer of that size.
-        return int(value) if float(value).is_integer() and abs(value) < 2**63 else value
-
+    _require_limits(text)
     try:
         value: JsonValue = json.loads(
             text,
-            object_pairs_hook=unique,
-            parse_constant=constant,
-            parse_float=number,
-            parse_int=number,
+            object_pairs_hook=_unique_keys,
+            parse_constant=_refuse_constant,
+            parse_float=_parse_number,
+            parse_int=_parse_number,
         )
         json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
         what = f"not JSON: {error.msg} at line {error.lineno} col {error.colno}"
-        _refuse(subject, "syntax", what, _ONE_OBJECT)
-    except (
-        UnicodeEncodeError
-    ) as error:  # in the text or escaped in it; UTF-8 cannot encode it
+        raise StateError.of("", what, _ONE_OBJECT, kind="syntax") from None
+    except UnicodeEncodeError as error:
+        # In the text or escaped in it; UTF-8 cannot encode it.
         near = _format_value(error.object[max(0, error.start - 20) : error.end])
         what = f"half of a surrogate pair at the end of {near}"
-        _refuse(subject, "surrogate", what, "write the whole character")
+        fix = "write the whole character"
+        raise StateError.of("", what, fix, kind="surrogate") from None
     return value
 
 
@@ -274,43 +277,52 @@ def _format_value(value: object, limit: int = 60) -> str:
 # Values: the grammar by pydantic, then the rules on two fields.
 
 
-def _validate(data: JsonValue, subject: str) -> PruningState:
+def _validate(data: JsonValue) -> PruningState:
     if not isinstance(data, dict):
         what = f"a state is a JSON object, not {_format_value(data)}"
-        _refuse(subject, "value", what, _ONE_OBJECT)
+        raise StateError.of("", what, _ONE_OBJECT, kind="value")
     version = data.get("schema")
     if version != SCHEMA:
         # Fields of another version may have another meaning, so they are not checked.
-        status = (
-            "missing" if version is None else f"{_format_value(version)} is not known"
-        )
+        status = "missing"
+        if version is not None:
+            status = f"{_format_value(version)} is not known"
         what = f"schema version {status}; this version reads {SCHEMA!r}"
         fix = f'write "schema": "{SCHEMA}", or use the release that wrote the state'
-        _refuse(subject, "version", what, fix, "/schema")
+        raise StateError.of("/schema", what, fix, kind="version")
     try:
         state = PruningState.model_validate(data)
     except ValidationError as error:
-        details = error.errors(include_url=False, include_input=False)
-        outer = {d["loc"][:size] for d in details for size in range(len(d["loc"]))}
-        # A list whose items are all invalid is also reported as too short, in consequence.
-        details = [
-            d for d in details if not (d["type"] == "too_short" and d["loc"] in outer)
-        ]
-        problems = [_problem(detail, data) for detail in details[:MAX_PROBLEMS]]
-        if omitted := len(details[MAX_PROBLEMS:]):
-            fix = "fix the ones above first"
-            problems.append(Problem("", f"{omitted} more problems", fix, "more"))
-        raise StateError(subject, problems) from None
+        raise StateError("", _list_problems(error, data)) from None
     problems = state.budget_problems(*state.budget.range())
     if state.frames is not None:
         problems += state.budget_problems(*state.frames.tokens.range(), clip=True)
     if problems:
-        raise StateError(subject, problems)
+        raise StateError("", problems)
     if len(state.dumps().encode()) > MAX_BYTES:
-        _refuse_size(
-            subject, " when written out with its defaults", "shorten its provenance"
-        )
+        what = f"{_LARGER} when written out with its defaults"
+        raise StateError.of("", what, "shorten its provenance", kind="size")
     return state
+
+
+def _list_problems(error: ValidationError, data: JsonValue) -> list[Problem]:
+    """The problems that pydantic found, up to ``MAX_PROBLEMS`` and the number of further ones."""
+    details = error.errors(include_url=False, include_input=False)
+    outer = {
+        detail["loc"][:size] for detail in details for size in range(len(detail["loc"]))
+    }
+    # A list whose items are all invalid is also reported as too short, in consequence.
+    details = [
+        detail
+        for detail in details
+        if detail["type"] != "too_short" or detail["loc"] not in outer
+    ]
+    problems = [_problem(detail, data) for detail in details[:MAX_PROBLEMS]]
+    omitted = len(details[MAX_PROBLEMS:])
+    if omitted:
+        fix = "fix the ones above first"
+        problems.append(Problem("", f"{omitted} more problems", fix, "more"))
+    return problems
 
 
 _MESSAGES = {
@@ -325,7 +337,7 @@ _MESSAGES = {
 def _problem(detail: ErrorDetails, data: JsonValue) -> Problem:
     kind = detail["type"]
     context = detail.get("ctx", {})
-    where, value, parent = _place(detail["loc"], data)
+    where, value, parent = _locate(detail["loc"], data)
     if kind == "missing":
         return Problem(where, "required but missing", "add it", "missing")
     if kind == "extra_forbidden":
@@ -384,7 +396,7 @@ def _all_fields() -> tuple[str, ...]:
     )
 
 
-def _place(
+def _locate(
     location: Sequence[int | str], data: JsonValue
 ) -> tuple[str, JsonValue, JsonValue]:
     """JSON pointer, value and parent of a pydantic location, whose union tags are not in the JSON.
@@ -426,6 +438,6 @@ def suggest_name(name: str, allowed: Sequence[str]) -> str:
 def _near(name: str, allowed: Sequence[str]) -> str | None:
     if len(name) > 100:  # the comparison takes quadratic time, and no name is this long
         return None
-    lower = {known.lower(): known for known in allowed}
+    lower = {candidate.lower(): candidate for candidate in allowed}
     close = difflib.get_close_matches(name.lower(), list(lower), n=1, cutoff=0.6)
     return lower[close[0]] if close else None

@@ -201,7 +201,7 @@ class DecoderPrefix(LanguagePrefix):
     def _heads_of(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of ``layer``."""
         while len(self._heads) <= layer:
-            at = len(self._heads)
-            block = self._decoder[at]
-            self._heads.append(block.heads(block.input_norm(self._input_of(at))))
+            index = len(self._heads)
+            block = self._decoder[index]
+            self._heads.append(block.heads(block.input_norm(self._input_of(index))))
         return self._heads[layer]

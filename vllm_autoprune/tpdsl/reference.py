@@ -103,9 +103,13 @@ def _values(field: dict[str, JsonValue]) -> str:
     kind = str(field["type"])
     if "minimum" not in field:
         return {"boolean": "true, false", "array": "a list of atoms"}.get(kind, kind)
-    least = field["minimum"]
-    most = field["maximum"]
-    return f"{kind} {least:g}" if least == most else f"{kind} {least:g} to {most:g}"
+    minimum = field["minimum"]
+    maximum = field["maximum"]
+    return (
+        f"{kind} {minimum:g}"
+        if minimum == maximum
+        else f"{kind} {minimum:g} to {maximum:g}"
+    )
 
 
 _RANK_PLACES: dict[RankAt, str] = {

@@ -27,8 +27,9 @@ from vllm_autoprune.ops.rowwise import (
 )
 from vllm_autoprune.tpdsl.atoms.pools import build_pool
 from vllm_autoprune.tpdsl.atoms.reassembly import RECIPES
-from vllm_autoprune.tpdsl.atoms.scoring import run_fusion, run_signal
+from vllm_autoprune.tpdsl.atoms.scoring import run_fusion
 from vllm_autoprune.tpdsl.atoms.selectors import SelectorInputs
+from vllm_autoprune.tpdsl.atoms.signals import run_signal
 from vllm_autoprune.tpdsl.atoms.source import PriorInputs
 from vllm_autoprune.tpdsl.base_policy import (
     Given,

@@ -100,23 +100,26 @@ Reads = Callable[..., frozenset[Need]]
 
 @dataclass(frozen=True, slots=True)
 class Atom:
-    """One typed operation of TPDSL.
-
-    ``needs`` holds every input that some call of it reads; ``cost`` is the milliseconds of a call
-    with the dearest parameters (:mod:`~vllm_autoprune.tpdsl.cost`), 0 where they are not counted;
-    ``clips`` marks those that say nothing of an image, which a search of images leaves out.
-    """
+    """One typed operation of TPDSL."""
 
     name: str
     group: Group
     call: type[AtomCall]
+    """How a state calls it."""
     needs: frozenset[Need]
+    """Every input that some call of it reads."""
     origin: Origin
     doc: str
+    """First line of its documentation."""
     function: Callable[..., object]
+    """What it computes, from its call and the inputs of its group."""
     reads: Reads | None = None
+    """What a call reads, where its parameters decide that."""
     cost: float = 0.0
+    """Milliseconds of a call with the dearest parameters (:mod:`~vllm_autoprune.tpdsl.cost`); 0
+    where they are not counted."""
     clips: bool = False
+    """Whether it says nothing of an image, so that a search of images leaves it out."""
 
     def needs_of(self, call: AtomCall) -> frozenset[Need]:
         """Optional inputs that this call reads; empty if its parameters disable it."""

@@ -202,9 +202,9 @@ def _judge_runs(
     if valid:
         member = mask_from_indices(run.indices, tokens.count)
         r_min = min(policy.r_min, budget)
-        kept = int(member.gather(1, run.reference).sum(dim=1).min()) + run.extra
-        detail += f", reference tokens kept: {kept} of at least {r_min}"
-        valid = kept >= r_min and budget - kept <= policy.quota
+        preserved = int(member.gather(1, run.reference).sum(dim=1).min()) + run.extra
+        detail += f", reference tokens kept: {preserved} of at least {r_min}"
+        valid = preserved >= r_min and budget - preserved <= policy.quota
 
     rows = bool(run.features.isfinite().all())
     fallbacks = int((run.fallback != 0).sum())
@@ -214,7 +214,7 @@ def _judge_runs(
         and run.features.dtype == tokens.features.dtype
         and run.features.device == tokens.features.device
     )
-    same = all(
+    repeats = all(
         torch.equal(run.indices, other.indices)
         and torch.equal(run.features, other.features)
         for other in runs[1:]
@@ -227,5 +227,5 @@ def _judge_runs(
         Verdict(
             "shapes", shaped, f"features {tuple(run.features.shape)}, expected {shape}"
         ),
-        Verdict("determinism", same, f"{len(runs)} runs, all equal: {same}"),
+        Verdict("determinism", repeats, f"{len(runs)} runs, all equal: {repeats}"),
     )

@@ -18,8 +18,9 @@ from vllm_autoprune.errors import Problem
 from vllm_autoprune.tpdsl.atoms.pools import Partition, PartitionCall, Pool
 from vllm_autoprune.tpdsl.atoms.reassembly import RECIPES, Reassembly
 from vllm_autoprune.tpdsl.atoms.safety import SafetyCall
-from vllm_autoprune.tpdsl.atoms.scoring import Fusion, Signal, SimilarityKernel
+from vllm_autoprune.tpdsl.atoms.scoring import Fusion, SimilarityKernel
 from vllm_autoprune.tpdsl.atoms.selectors import Selector, SelectorCall
+from vllm_autoprune.tpdsl.atoms.signals import Signal
 from vllm_autoprune.tpdsl.atoms.source import Budget, Source
 from vllm_autoprune.tpdsl.base_policy import (
     BASE_POLICIES,
@@ -278,12 +279,12 @@ class PruningState(StatePart):
             return ""
         if (self.rank_at, self.shares, self.frames) == ("merger_out", "equal", None):
             return self.core.digest
-        place = (
+        context = (
             self.rank_at if self.shares == "equal" else f"{self.rank_at} {self.shares}"
         )
         if self.frames is not None:
-            place += f" {self.frames.model_dump_json(exclude={'tokens'})}"
-        return hashlib.sha256(f"{place} {self.core.digest}".encode()).hexdigest()
+            context += f" {self.frames.model_dump_json(exclude={'tokens'})}"
+        return hashlib.sha256(f"{context} {self.core.digest}".encode()).hexdigest()
 
     def ranked(self, tokens: VisualTokens) -> VisualTokens:
         """The tokens as this state scores and compares them."""
@@ -336,23 +337,25 @@ class PruningState(StatePart):
         return frozenset(needs)
 
     def budget_problems(
-        self, least: int, most: int, *, clip: bool = False
+        self, minimum: int, maximum: int, *, clip: bool = False
     ) -> list[Problem]:
-        """Rules of the state that K from ``least`` to ``most``, of an image or a clip, breaks."""
-        place = "/budget"
+        """Rules of the state that K of an image, or of a clip, breaks, which is in these bounds."""
+        pointer = "/budget"
         rule = self.budget
         if clip and self.frames is not None:
-            place = "/frames/tokens"
+            pointer = "/frames/tokens"
             rule = self.frames.tokens
         limit = rule.limit
         r_min = self.constraints.selector.insists_on
         problems = []
-        if limit is not None and most > limit:
-            what = f"K = {most} is above the limit of the state, {limit}"
+        if limit is not None and maximum > limit:
+            what = f"K = {maximum} is above the limit of the state, {limit}"
             fix = f"use K = {limit} or less, or a larger limit"
-            problems.append(Problem(f"{place}/limit", what, fix, "limit_below_budget"))
-        if r_min is not None and r_min > least:
-            what = f"r_min = {r_min} reference tokens cannot be kept of K = {least}"
+            problems.append(
+                Problem(f"{pointer}/limit", what, fix, "limit_below_budget")
+            )
+        if r_min is not None and r_min > minimum:
+            what = f"r_min = {r_min} reference tokens cannot be kept of K = {minimum}"
             fix = "set it to null, which means K - q_e, or use a larger K"
             where = "/constraints/selector/r_min"
             problems.append(Problem(where, what, fix, "r_min_above_budget"))

@@ -23,17 +23,17 @@ from vllm_autoprune.tpdsl.prefix import LanguagePrefix
 
 @dataclass(frozen=True)
 class Instruction:
-    """Embeddings of tokens and instruction in the space where relevance is measured.
-
-    patches ``(B, N, C)``; text ``(B, M, C)``, one row per text segment; segments ``(B, M)`` bool,
-    false for padding; sign +1 or -1, the sign of the cosine that means relevance (-1 for OpenAI's
-    CLIP as LLaVA uses it, +1 for a language model's embedding space).
-    """
+    """Embeddings of tokens and instruction in the space where relevance is measured."""
 
     patches: Tensor
+    """``(B, N, C)``: one row per token."""
     text: Tensor
+    """``(B, M, C)``: one row per text segment."""
     segments: Tensor
+    """``(B, M)`` bool: false for padding."""
     sign: int
+    """Sign of the cosine that means relevance: -1 for OpenAI's CLIP as LLaVA uses it, +1 for a
+    language model's embedding space."""
 
     @cached_property
     def cosines(self) -> Tensor:
@@ -62,42 +62,39 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Words:
-    """Input embeddings of the instruction's words in the language model.
-
-    embeddings ``(B, W, D)``, one row per token of a word; used ``(B, W)`` bool, false for padding.
-    """
+    """Input embeddings of the instruction's words in the language model."""
 
     embeddings: Tensor
+    """``(B, W, D)``: one row per token of a word."""
     used: Tensor
+    """``(B, W)`` bool: false for padding."""
 
 
 @dataclass(frozen=True)
 class NextLayer:
-    """Attention of the layer after the one that the projector reads, computed as a single head.
-
-    attention ``(B, N)``: the [CLS] row of softmax(q k^T / sqrt(Dv)) over [CLS] and the patches of
-    a tile, without the entry of [CLS]; for towers without [CLS] the mean over all queries. keys
-    ``(B, N, Dv)``: the keys of all heads, concatenated.
-    """
+    """Attention of the layer after the one that the projector reads, computed as a single head."""
 
     attention: Tensor
+    """``(B, N)``: the [CLS] row of softmax(q k^T / sqrt(Dv)) over [CLS] and the patches of a tile,
+    without the entry of [CLS]; for towers without [CLS] the mean over all queries."""
     keys: Tensor
+    """``(B, N, Dv)``: the keys of all heads, concatenated."""
 
 
 @dataclass(frozen=True)
 class TowerStates:
-    """Output of the vision-tower layer that the projector reads.
-
-    patches ``(B, N, Dv)``; cls ``(B, T, Dv)``, None if the tower has no [CLS]; keys ``(B, N, dk)``,
-    the attention keys of that layer averaged over heads; project is the model's projector, from
-    rows ``(..., Dv)`` to ``(..., D)``.
-    """
+    """Output of the vision-tower layer that the projector reads."""
 
     patches: Tensor
+    """``(B, N, Dv)``: the output at each token."""
     keys: Tensor
+    """``(B, N, dk)``: the attention keys of that layer, averaged over heads."""
     project: Callable[[Tensor], Tensor]
+    """The model's projector, from rows ``(..., Dv)`` to ``(..., D)``."""
     cls: Tensor | None = None
+    """``(B, T, Dv)``: the output at [CLS]; None if the tower has none."""
     next_layer: NextLayer | None = None
+    """Of the layer after it; None where no policy reads that."""
 
     def projected(self, rows: Tensor) -> Tensor:
         """Project rows ``(R, m, Dv)`` to ``(R, m, D)``.
@@ -109,15 +106,13 @@ class TowerStates:
 
 @dataclass(frozen=True)
 class MergerInput:
-    """What only a backbone with a patch merger has of the tokens that enter it.
-
-    norms ``(B, N, 2)`` float32: the sum of absolute values and the Euclidean norm of each token,
-    the mean over its patches; known_cosine gives the cosines ``(B, N, N)`` between the encoder's
-    tokens, where something keeps them.
-    """
+    """What only a backbone with a patch merger has of the tokens that enter it."""
 
     norms: Tensor
+    """``(B, N, 2)`` float32: sum of absolute values and Euclidean norm of each token, the mean over
+    its patches."""
     known_cosine: Callable[[], Tensor] | None = None
+    """Gives the cosines ``(B, N, N)`` between the encoder's tokens, where something keeps them."""
 
 
 Need = Literal[
@@ -140,15 +135,13 @@ RankAt = Literal["merger_out", "merger_in"]
 
 
 Positions = Literal["true", "spread", "packed"]
-"""Where kept tokens stand for the language model: as in the whole image, spread evenly over its
-span, or one after the other as if the image had K tokens."""
 
 POSITIONS: Mapping[Positions, str] = {
     "true": "where they stood in the whole image",
     "spread": "evenly over the span of the whole image",
     "packed": "one after the other, as if the image had been small",
 }
-"""What is said of the tokens."""
+"""Where kept tokens stand for the language model."""
 
 Shares = Literal["equal", "free"]
 """Whether the base policy keeps K / T of each of an image's T tiles, or K of all of them."""
@@ -159,18 +152,19 @@ TileScope = Literal["per_tile", "global"]
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Layout of one image's tokens: ``tiles`` grids of ``height`` x ``width`` in raster order.
-
-    ``anchors``, of one tile, are those of :meth:`vllm_autoprune.tpdsl.cells.Cells.find_anchors` as
-    bytes, where only kept cells are tokens; empty where all are. The tiles of a ``clip`` are its
-    frames in time order.
-    """
+    """Layout of one image's tokens: T grids of ``height`` x ``width`` places in raster order."""
 
     height: int
+    """Rows of a tile."""
     width: int
+    """Places of a row."""
     tiles: int = 1
+    """T."""
     anchors: bytes = b""
+    """Of one tile, where only some cells are tokens: what
+    :meth:`vllm_autoprune.tpdsl.cells.Cells.find_anchors` finds, as bytes. Empty where all are."""
     clip: bool = False
+    """Whether the tiles are the frames of a video in time order."""
 
     @property
     def per_tile(self) -> int:
@@ -221,38 +215,42 @@ class Grid:
 @lru_cache(maxsize=256)
 def _read_anchors(anchors: bytes) -> tuple[Tensor, Tensor]:
     """The place ``(n,)`` of each token, and the token ``(height * width,)`` at each place."""
-    at = torch.frombuffer(bytearray(anchors), dtype=torch.int32).long()
-    kept = at == torch.arange(len(at))
-    return kept.nonzero()[:, 0], (kept.cumsum(0) - 1)[at]
+    anchor = torch.frombuffer(bytearray(anchors), dtype=torch.int32).long()
+    is_token = anchor == torch.arange(len(anchor))
+    return is_token.nonzero()[:, 0], (is_token.cumsum(0) - 1)[anchor]
 
 
 @dataclass(frozen=True)
 class VisualTokens:
-    """B images of N visual tokens each, with the optional inputs that a state may read.
-
-    features ``(B, N, D)`` after the projector; cls_attention ``(B, N)`` is the [CLS] row of the
-    vision tower's attention, averaged over heads; known_cosine gives :attr:`cosine`, which depends
-    on the image alone and takes half the time of a selection, where something keeps it: it is
-    called by what reads cosines, because they take 4 N^2 bytes; encoder ``(B, N, Dv)`` are the
-    tokens before the projector, or before the merger the mean of the patches that make a token;
-    merger_input belongs to them where the backbone has a merger; tower, words and language are
-    further inputs of some base policies; tile_scope is the scope in which the redundancy signal
-    compares tokens. merged ``(B, N, D)`` are the tokens after the merger where ``features`` are
-    those before it (:attr:`before_merger`), else None.
-    """
+    """B images of N visual tokens each, with the optional inputs that a state may read."""
 
     features: Tensor
+    """``(B, N, D)`` after the projector."""
     grid: Grid
+    """Layout of the N tokens of each image."""
     cls_attention: Tensor | None = None
+    """``(B, N)``: the [CLS] row of the vision tower's attention, averaged over heads."""
     instruction: Instruction | None = None
+    """What relevance to the question is measured with."""
     known_cosine: Callable[[], Tensor] | None = None
+    """Gives :attr:`cosine` where something keeps it: it depends on the image alone, and takes half
+    the time of a selection. Called by what reads cosines alone, which take 4 N^2 bytes."""
     tower: TowerStates | None = None
+    """States of the vision tower, which some base policies read."""
     language: LanguagePrefix | None = None
+    """First layers of the language model, which some base policies read."""
     tile_scope: TileScope = "per_tile"
+    """Scope in which the redundancy signal compares tokens."""
     encoder: Tensor | None = None
+    """``(B, N, Dv)``: the tokens before the projector, or before the merger the mean of the patches
+    that make a token."""
     words: Words | None = None
+    """The instruction's words, which some base policies read."""
     merger_input: MergerInput | None = None
+    """What else enters the merger, where the backbone has one."""
     merged: Tensor | None = None
+    """``(B, N, D)`` after the merger, where ``features`` are the tokens before it
+    (:attr:`before_merger`)."""
 
     def __post_init__(self) -> None:
         if self.features.dim() != 3 or self.features.shape[1] != self.grid.tokens:
@@ -429,8 +427,8 @@ def _present(value: T | None, what: str, field: str) -> T:
 
 def split_over_tiles(budget: int, tiles: int) -> tuple[int, ...]:
     """Shares of K per tile: ``K // T`` each, and one more for the first ``K % T`` tiles."""
-    share, rest = divmod(budget, tiles)
-    return tuple(share + (tile < rest) for tile in range(tiles))
+    share, remainder = divmod(budget, tiles)
+    return tuple(share + (tile < remainder) for tile in range(tiles))
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,8 +436,11 @@ class TileGroup:
     """Adjacent tiles with an equal share of the budget."""
 
     start: int
+    """The first of them."""
     tiles: int
+    """Their number."""
     share: int
+    """Tokens that are kept of each."""
 
     @classmethod
     def split(cls, tokens: VisualTokens, budget: int) -> tuple[TileGroup, ...]:

@@ -20,7 +20,7 @@ from pydantic import JsonValue
 from vllm_autoprune.backbones import BackboneShape
 from vllm_autoprune.errors import Problem, StateError
 from vllm_autoprune.tpdsl.atoms.safety import SafetyRecord
-from vllm_autoprune.tpdsl.atoms.scoring import Relevance
+from vllm_autoprune.tpdsl.atoms.signals import Relevance
 from vllm_autoprune.tpdsl.atoms.source import FIXED_BUDGETS, BudgetCall, ViewCall
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, INSTRUCTION_NEEDS
 from vllm_autoprune.tpdsl.loading import child_pointer
@@ -193,11 +193,11 @@ def instruction_free(
 
 
 def _explain(
-    before: PruningState, after: PruningState, why: Mapping[str, str]
+    original: PruningState, adapted: PruningState, why: Mapping[str, str]
 ) -> tuple[Change, ...]:
     """Every difference, with the reason of the first pointer that it begins with."""
     changes = []
-    for change in list_changes(before.document(), after.document()):
+    for change in list_changes(original.document(), adapted.document()):
         reasons = (
             reason for start, reason in why.items() if change.where.startswith(start)
         )

@@ -121,8 +121,8 @@ class _CoveragePool(_SourceCall):
 
 def _size(ratio: float | None, grid: Grid, picked: int) -> int:
     """Size of a pool: ``ratio`` x K, at most the number of tokens outside the selection."""
-    others = grid.tokens - picked
-    return others if ratio is None else min(others, max(1, math.ceil(ratio * picked)))
+    outside = grid.tokens - picked
+    return outside if ratio is None else min(outside, max(1, math.ceil(ratio * picked)))
 
 
 @atom("candidate_pool", _SizedPool, cost=0.1)
@@ -253,7 +253,9 @@ def _multi_source_pool_builder(
         run(Tensor, source, tokens, g, reference, allowed) for source in call.sources
     ]
     # Turn of a token: its smallest position in any source; ties go to the earlier source.
-    turns = [place * len(sources) + index for index, place in enumerate(sources)]
+    turns = [
+        positions * len(sources) + index for index, positions in enumerate(sources)
+    ]
     turn = torch.stack(turns).amin(dim=0)
     order = turn.argsort(dim=1, stable=True)[
         :, : call.most(tokens.grid, reference.shape[1])

@@ -222,8 +222,8 @@ class _Recipe:
             every = torch.ones(
                 len(picks), tokens.count, dtype=torch.bool, device=picks.device
             )
-            place = positions_in_order(picks, every).gather(1, indices)
-            permutation = place.argsort(dim=1, stable=True)
+            turn = positions_in_order(picks, every).gather(1, indices)
+            permutation = turn.argsort(dim=1, stable=True)
         return gather_rows(rows, permutation), indices.gather(1, permutation)
 
     def weigh(
@@ -244,10 +244,10 @@ class _Recipe:
             grid = tokens.grid
             token = torch.arange(grid.tokens, device=similarity.device)
             tile = token // grid.per_tile
-            place = torch.arange(grid.height * grid.width, device=similarity.device)
-            place = grid.at_tokens(place).repeat(grid.tiles)
-            y = place // grid.width
-            x = place % grid.width
+            position = torch.arange(grid.height * grid.width, device=similarity.device)
+            position = grid.at_tokens(position).repeat(grid.tiles)
+            y = position // grid.width
+            x = position % grid.width
             apart = torch.maximum((y[:, None] - y).abs(), (x[:, None] - x).abs())
             near = ((tile[:, None] == tile) & (apart <= call.radius))[
                 indices
@@ -287,16 +287,16 @@ class _Recipe:
             # Row of the member nearest to the group's mean direction, if nearer than the anchor by
             # the margin. Weights only define that direction: choosing the member of largest weight
             # would never replace an anchor, because no weight exceeds the anchor's own.
-            at = indices[:, None, :]
+            of_anchors = indices[:, None, :]
             member = largest & (weights > 0)
-            weights = weights.scatter(1, at, anchor_weights[:, None, :])
+            weights = weights.scatter(1, of_anchors, anchor_weights[:, None, :])
             along = matmul_each(tokens.cosine, weights)
             length = (
                 (along * weights).sum(dim=1, keepdim=True).clamp_min(SETTLED).sqrt()
             )
             near = along / length
             best, central = near.masked_fill(~member, -torch.inf).max(dim=1)
-            replaced = best - near.gather(1, at)[:, 0] > call.margin + _ROUNDING
+            replaced = best - near.gather(1, of_anchors)[:, 0] > call.margin + _ROUNDING
             width = tokens.features.shape[2]
             rows = tokens.features.gather(1, central[:, :, None].expand(-1, -1, width))
             return torch.where(replaced[:, :, None], rows.to(anchors.dtype), anchors)

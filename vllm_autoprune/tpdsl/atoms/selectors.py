@@ -225,7 +225,7 @@ def _exchange_pairs(
     """Exchange pair by pair while ``accepts(g of the candidate, g of the reference token)``."""
     g = revision.g
     pool = revision.pool
-    kept = revision.reference
+    selection = revision.reference
     outgoing = revision.outgoing
     incoming = rank_descending(g.masked_fill(~pool, -torch.inf))[:, : revision.quota]
     # Both sides are sorted, so pair i is the best one after the pairs before it, and once a pair is
@@ -233,8 +233,10 @@ def _exchange_pairs(
     gain = g.gather(1, incoming)
     loss = g.gather(1, outgoing)
     exchanged = (gain > loss) & accepts(gain, loss) & pool.gather(1, incoming)
-    kept = kept.scatter(1, outgoing, kept.gather(1, outgoing) & ~exchanged)
-    return kept.scatter(1, incoming, kept.gather(1, incoming) | exchanged)
+    selection = selection.scatter(
+        1, outgoing, selection.gather(1, outgoing) & ~exchanged
+    )
+    return selection.scatter(1, incoming, selection.gather(1, incoming) | exchanged)
 
 
 @atom("selection_constraints", _ResidualSelector, cost=5.8)
@@ -256,7 +258,7 @@ def _fill_quota(lam: float, power: float, revision: SelectorInputs) -> Tensor:
     """
     tokens = revision.tokens
     pool = revision.pool
-    kept = revision.staying
+    selection = revision.staying
     batch, count = pool.shape
     scoped = tokens
     if (
@@ -269,7 +271,7 @@ def _fill_quota(lam: float, power: float, revision: SelectorInputs) -> Tensor:
         Kernel, revision.kernel_call, scoped, revision.g.view(-1, scoped.count)
     ).similarity
     quality = min_max_normalise(revision.g).clamp_min(1e-6) ** power
-    nearest = kernel.masked_fill(~kept.view(-1, scoped.count, 1), -torch.inf).amax(
+    nearest = kernel.masked_fill(~selection.view(-1, scoped.count, 1), -torch.inf).amax(
         dim=1
     )
     nearest = nearest.view(batch, count)
@@ -284,14 +286,14 @@ def _fill_quota(lam: float, power: float, revision: SelectorInputs) -> Tensor:
             entering,
             revision.outgoing[:, step : step + 1],
         )
-        kept = kept.scatter(1, entering, True)
+        selection = selection.scatter(1, entering, True)
         pool = pool.scatter(1, entering, False)
         row = rows.gather(1, entering[:, :, None].expand(-1, -1, scoped.count))[:, 0]
         row = row.repeat(1, count // scoped.count)
         nearest = nearest.maximum(row.masked_fill(tile != tile[entering], -torch.inf))
     if revision.start is None:
-        return kept
-    return kept & ~mask_from_indices(revision.start.indices, count)
+        return selection
+    return selection & ~mask_from_indices(revision.start.indices, count)
 
 
 @atom("selection_constraints", _MarginSelector, cost=0.1)
@@ -332,13 +334,13 @@ def _exchange_in_sequence(revision: SelectorInputs, admits: _Admits) -> Tensor:
     that remain at step i are known before the loop; only the tokens that entered are not.
     """
     cosine = revision.tokens.cosine
-    kept = revision.reference
+    selection = revision.reference
     pool = revision.pool
     outgoing = revision.outgoing
     count = revision.g.shape[1]
     entered = cosine.masked_fill(~revision.staying[:, :, None], -torch.inf).amax(dim=1)
     leaving_rows = cosine.gather(1, outgoing[:, :, None].expand(-1, -1, count))
-    active = torch.ones_like(kept[:, :1])
+    active = torch.ones_like(selection[:, :1])
     for step in range(outgoing.shape[1]):
         leaving = outgoing[:, step : step + 1]
         waiting = leaving_rows[:, step + 1 :]
@@ -350,12 +352,16 @@ def _exchange_in_sequence(revision: SelectorInputs, admits: _Admits) -> Tensor:
         active = (
             active & (score.gather(1, entering) > threshold) & open_.gather(1, entering)
         )
-        kept = kept.scatter(1, leaving, kept.gather(1, leaving) & ~active)
-        kept = kept.scatter(1, entering, kept.gather(1, entering) | active)
+        selection = selection.scatter(
+            1, leaving, selection.gather(1, leaving) & ~active
+        )
+        selection = selection.scatter(
+            1, entering, selection.gather(1, entering) | active
+        )
         pool = pool.scatter(1, entering, pool.gather(1, entering) & ~active)
         row = cosine.gather(1, entering[:, :, None].expand(-1, -1, count))[:, 0]
         entered = torch.where(active, torch.maximum(entered, row), entered)
-    return kept
+    return selection
 
 
 @atom("selection_constraints", _StrictSelector, cost=9.6)

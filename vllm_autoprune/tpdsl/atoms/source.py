@@ -167,32 +167,32 @@ def _tower_view(call: _TowerView, tokens: VisualTokens) -> VisualTokens:
     ),
     cost=0.1,
 )
-def _external_policy(call: _ExternalPolicy, known: PriorInputs) -> Tensor:
+def _external_policy(call: _ExternalPolicy, inputs: PriorInputs) -> Tensor:
     """Run a second base policy and reduce the quality of every token that it does not pick."""
     params = BASE_POLICIES[call.policy].default_params
-    return _prior_of(call.policy, params, known, call.weight)
+    return _prior_of(call.policy, params, inputs, call.weight)
 
 
 @atom("token_source_base_policy", _WeightedPrior, cost=0.1)
-def _native_teacher_mask_prior(call: _WeightedPrior, known: PriorInputs) -> Tensor:
+def _native_teacher_mask_prior(call: _WeightedPrior, inputs: PriorInputs) -> Tensor:
     """As reference_mask_prior (floor = 1 - weight), for what the base policy alone serves at K."""
-    return _prior_of(known.policy.name, known.policy.params, known, call.weight)
+    return _prior_of(inputs.policy.name, inputs.policy.params, inputs, call.weight)
 
 
 @atom("token_source_base_policy", _ReferencePrior, cost=0.1)
-def _reference_mask_prior(call: _ReferencePrior, known: PriorInputs) -> Tensor:
+def _reference_mask_prior(call: _ReferencePrior, inputs: PriorInputs) -> Tensor:
     """Reduce the quality of every token outside the reference selection."""
     return torch.where(
-        mask_from_indices(known.picks, known.tokens.count), 1.0, call.floor
+        mask_from_indices(inputs.picks, inputs.tokens.count), 1.0, call.floor
     )
 
 
 def _prior_of(
-    policy: str, params: PolicyParams, known: PriorInputs, weight: float
+    policy: str, params: PolicyParams, inputs: PriorInputs, weight: float
 ) -> Tensor:
     """1 for what a base policy keeps at K, else 1 - weight, ``(B, N)``."""
-    picks = BASE_POLICIES[policy].select(params, known.tokens, known.budget).picks
-    return torch.where(mask_from_indices(picks, known.tokens.count), 1.0, 1 - weight)
+    picks = BASE_POLICIES[policy].select(params, inputs.tokens, inputs.budget).picks
+    return torch.where(mask_from_indices(picks, inputs.tokens.count), 1.0, 1 - weight)
 
 
 View = Annotated[ViewCall, OneOf("token_source_base_policy", ViewCall)]
@@ -249,8 +249,8 @@ class BudgetCall(AtomCall):
 
     def rule(self) -> int | str:
         """K, or how it follows from an image, as a flag takes it where it is a share."""
-        least, most = self.range()
-        return most if least == most else f"{least} to {most}"
+        minimum, maximum = self.range()
+        return maximum if minimum == maximum else f"{minimum} to {maximum}"
 
     @classmethod
     def parse(
@@ -273,15 +273,15 @@ class BudgetCall(AtomCall):
                     return call
         if match := _SAID.fullmatch(text):
             count, fraction, percent, floor, ceiling = match.groups()
-            least = int(floor or count or 1)
-            most = int(ceiling or count or MAX_BUDGET)
+            minimum = int(floor or count or 1)
+            maximum = int(ceiling or count or MAX_BUDGET)
             with suppress(ZeroDivisionError, ValidationError):
                 share = Fraction(percent) / 100 if percent else Fraction(fraction or 1)
-                ratio = {"ratio": float(share), "floor": least, "ceiling": most}
+                ratio = {"ratio": float(share), "floor": minimum, "ceiling": maximum}
                 call = ATOMS["ratio_budget"].call.model_validate(
                     {"atom": "ratio_budget", **ratio}
                 )
-                if isinstance(call, BudgetCall) and least <= most:
+                if isinstance(call, BudgetCall) and minimum <= maximum:
                     return call
         what = f"{text[:40]!r} is not a budget" if text else "is not a budget"
         fix = f"give 1 to {MAX_BUDGET} tokens, a share from 1% such as 1/8 or 12.5%, or 1/8:64-640"
