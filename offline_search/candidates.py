@@ -57,7 +57,7 @@ class Hypothesis(FrozenModel):
 
 
 def list_purposes(begin: int, count: int, measured: bool) -> list[str]:
-    """Purposes of ``count`` proposals, in turn from the place ``begin`` on.
+    """Purposes of ``count`` proposals, in turn from the one with the number ``begin`` on.
 
     Before a candidate is measured, all explore.
     """
@@ -103,20 +103,23 @@ def assemble_state(
         choice = components[BASE]
         name = choice.get("name") if isinstance(choice, dict) else choice
         if name not in settings.bases:
-            fix = f"write {' or '.join(settings.bases)}"
-            problem = Problem(f"/{BASE}", f"{str(name)[:80]!r} is not offered", fix)
-            raise StateError("proposal", [problem])
+            raise StateError.of(
+                f"/{BASE}",
+                f"{str(name)[:80]!r} is not offered",
+                f"write {' or '.join(settings.bases)}",
+                subject="proposal",
+            )
         parts[BASE] = {"name": name}
     if settings.library == "paper":
         text = json.dumps(parts)
         fix = "write an atom of the list"
-        names = sorted(
-            name for name in excluded_atoms(settings) if json.dumps(name) in text
-        )
-        if names:
-            raise StateError(
-                "proposal", [Problem("", f"{n} is an extension", fix) for n in names]
-            )
+        problems = [
+            Problem("", f"{name} is an extension", fix)
+            for name in sorted(excluded_atoms(settings))
+            if json.dumps(name) in text
+        ]
+        if problems:
+            raise StateError("proposal", problems)
     # An atom that keeps exactly K tokens where there is one.
     count = settings.budgets[0]
     budget: JsonObject = {"atom": f"fixed_budget@{count}"}

@@ -35,7 +35,7 @@ SPLITS: tuple[Split, ...] = get_args(Split)
 
 _SHARES: Mapping[Split, int] = {"search": 5, "validation": 2, "test": 3}
 """Images of each split, of every ten."""
-_LEAST_IMAGES = sum(_SHARES.values())
+_MINIMUM_IMAGES = sum(_SHARES.values())
 """With fewer, no split of one source has its share."""
 
 
@@ -67,10 +67,8 @@ class Dataset:
         if len(pool) <= size:
             return self
         order = stratify([(example.image, example.category) for example in pool], seed)
-        ordered: dict[Split, Sequence[Example]] = {
-            "search": [pool[place] for place in order]
-        }
-        return replace(self, splits={**self.splits, **ordered})
+        ordered = [pool[index] for index in order]
+        return replace(self, splits={**self.splits, "search": ordered})
 
     def messages(self, example: Example) -> list[dict[str, object]]:
         """What a server is asked, as chat messages."""
@@ -86,7 +84,7 @@ def read_dataset(data: Path, seed: int = 0, limit: int | None = None) -> Dataset
     ``vllm-autoprune eval``, images in two splits, and fewer images than can be split.
     """
     fix = "give a file of questions, or a folder with search.jsonl, validation.jsonl and test.jsonl"
-    problems = list[Problem]()
+    problems: list[Problem] = []
     note = ""
     examples_of: dict[Split, list[Example]] = {split: [] for split in SPLITS}
     pictures: dict[str, Picture] = {}
@@ -103,24 +101,11 @@ def read_dataset(data: Path, seed: int = 0, limit: int | None = None) -> Dataset
                     problems.append(Problem(name, what, "splits must share no image"))
     else:
         examples, pictures = read_examples(data, problems, fix)
-        split_of = _split_images(
-            data, ((e.image, e.category) for e in examples), seed, problems
-        )
-        for example in () if problems else examples:
+        categories = [(example.image, example.category) for example in examples]
+        split_of = _split_images(data, categories, seed, problems)
+        for example in examples:
             examples_of[split_of[example.image]].append(example)
-        sizes = {
-            split: len({e.image for e in listed})
-            for split, listed in examples_of.items()
-        }
-        note = f"{data} is split by image, with seed {seed}: " + ", ".join(
-            f"{len(examples_of[split])} questions about {sizes[split]} images for {split}"
-            for split in SPLITS
-        )
-        counts = {
-            split: Counter(e.category for e in examples_of[split]) for split in SPLITS
-        }
-        for category in sorted({e.category for e in examples} - {"all"}):
-            note += f"; {category} {' + '.join(str(counts[split][category]) for split in SPLITS)}"
+        note = f"{data} is split by image, with seed {seed}: {_describe(examples_of)}"
     refuse("data", problems)
     splits: dict[Split, Sequence[Example]] = {}
     for split, examples in examples_of.items():
@@ -132,6 +117,22 @@ def read_dataset(data: Path, seed: int = 0, limit: int | None = None) -> Dataset
         splits[split] = [example for group in groups[:limit] for example in group]
     used = {example.image for split in SPLITS for example in splits[split]}
     return Dataset(data, splits, {name: pictures[name] for name in used}, note)
+
+
+def _describe(examples_of: Mapping[Split, Sequence[Example]]) -> str:
+    """Questions and images of each split, and questions of each category in each."""
+    parts = []
+    for split, examples in examples_of.items():
+        images = len({example.image for example in examples})
+        parts.append(f"{len(examples)} questions about {images} images for {split}")
+    text = ", ".join(parts)
+    counts = Counter(
+        (example.category, split) for split in SPLITS for example in examples_of[split]
+    )
+    for category in sorted({category for category, _ in counts} - {"all"}):
+        numbers = [str(counts[category, split]) for split in SPLITS]
+        text += f"; {category} {' + '.join(numbers)}"
+    return text
 
 
 def _split_images(
@@ -155,16 +156,16 @@ def _split_images(
             # To the split that lacks most of its share of all images so far.
             total = len(split_of) + 1
             lacks = {
-                split: total * _SHARES[split] - _LEAST_IMAGES * counts[split]
+                split: total * _SHARES[split] - _MINIMUM_IMAGES * counts[split]
                 for split in SPLITS
             }
             split = max(SPLITS, key=lambda split: lacks[split])
             split_of[name] = split
             counts[split] += 1
-    if not problems and len(split_of) < _LEAST_IMAGES:
+    if not problems and len(split_of) < _MINIMUM_IMAGES:
         what = f"has {len(split_of)} images, too few for three splits"
         shares = ", ".join(f"{share} for {split}" for split, share in _SHARES.items())
-        fix = f"give questions about at least {_LEAST_IMAGES} images: {shares}"
+        fix = f"give questions about at least {_MINIMUM_IMAGES} images: {shares}"
         problems.append(Problem(str(source), what, fix))
     return split_of
 
@@ -172,31 +173,26 @@ def _split_images(
 def stratify(questions: Sequence[tuple[str, str]], seed: int) -> list[int]:
     """An order of questions, each an image and a category, of which any part is stratified.
 
-    Any consecutive places have every category in proportion, but for a question or two. The
+    Any consecutive questions have every category in proportion, but for a question or two. The
     questions of an image stay together, and count for the categories that it has.
     """
     rng = random.Random(seed)
     images = dict[str, list[int]]()
-    for place, (image, _) in enumerate(questions):
-        images.setdefault(image, []).append(place)
+    for index, (image, _) in enumerate(questions):
+        images.setdefault(image, []).append(index)
     strata: dict[frozenset[str], list[list[int]]] = {}
-    for places in images.values():
-        strata.setdefault(
-            frozenset(questions[place][1] for place in places), []
-        ).append(places)
+    for indices in images.values():
+        categories = frozenset(questions[index][1] for index in indices)
+        strata.setdefault(categories, []).append(indices)
     keyed: list[tuple[float, list[int]]] = []
     for groups in strata.values():
         rng.shuffle(groups)
         # Evenly spread over the order, from a random start on.
         start = rng.random()
-        keyed += [
-            ((n + start) / len(groups), places) for n, places in enumerate(groups)
-        ]
-    return [
-        place
-        for _, places in sorted(keyed, key=lambda item: item[0])
-        for place in places
-    ]
+        for number, indices in enumerate(groups):
+            keyed.append(((number + start) / len(groups), indices))
+    keyed.sort(key=lambda item: item[0])
+    return [index for _, indices in keyed for index in indices]
 
 
 def cut_blocks(images: Sequence[str], size: int) -> list[slice]:
@@ -229,15 +225,18 @@ def convert_mme(source: Path, target: Path, seed: int = 0) -> dict[Split, int]:
     problems: list[Problem] = []
     splits: dict[Split, list[Example]] = {split: [] for split in SPLITS}
     copies: dict[str, tuple[str, Picture]] = {}  # name and picture by content
-    asked = read_asked(source, problems, "give MME's folder")
-    for question in asked:
+    questions = read_asked(source, problems, "give MME's folder")
+    for question in questions:
         if not question.answers:
             what = "is no question with an answer"
             fix = "write the question, a tab, the answer"
             problems.append(Problem(question.where, what, fix))
-    contents = ((question.pictures[0].digest, question.category) for question in asked)
+    contents = [
+        (question.pictures[0].digest, question.category) for question in questions
+    ]
     split_of = _split_images(source, contents, seed, problems)
-    for question in () if problems else asked:
+    refuse("MME", problems)
+    for question in questions:
         (picture,) = question.pictures
         name, _ = copies.setdefault(
             picture.digest, (f"images/{question.category}/{picture.path.name}", picture)
@@ -250,7 +249,6 @@ def convert_mme(source: Path, target: Path, seed: int = 0) -> dict[Split, int]:
             pair=question.pair,
         )
         splits[split_of[picture.digest]].append(example)
-    refuse("MME", problems)
     try:
         for name, picture in copies.values():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -259,6 +257,6 @@ def convert_mme(source: Path, target: Path, seed: int = 0) -> dict[Split, int]:
             write_split(target / f"{split}.jsonl", examples)
     except OSError as error:
         what = f"cannot be written ({error.strerror or error})"
-        problem = Problem(str(target), what, "choose another folder with --data")
-        raise ConfigError("search", [problem]) from None
+        fix = "choose another folder with --data"
+        raise ConfigError.of(str(target), what, fix, subject="search") from None
     return {split: len(examples) for split, examples in splits.items()}

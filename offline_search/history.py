@@ -58,10 +58,11 @@ class Answers:
         ]
         sizes = Counter(key for key in keys if key is not None)
         groups = Counter(category for category, *_ in sizes)
-        wrong = {key for key, right in zip(keys, self.right, strict=False) if not right}
+        answered = list(zip(keys, self.right, strict=False))
+        wrong = {key for key, correct in answered if not correct}
         values = []
-        for example, key, right in zip(examples, keys, self.right, strict=False):
-            value = right / questions[example.category]
+        for example, (key, correct) in zip(examples, answered, strict=False):
+            value = correct / questions[example.category]
             if key is not None and key not in wrong:
                 value += 1 / (sizes[key] * groups[example.category])
             values.append(value)
@@ -84,7 +85,7 @@ class Answers:
 Lead = Literal["better", "worse", "undecided"]
 """What a paired difference says of the first policy."""
 
-_LEAST_IMAGES = 4
+_MINIMUM_IMAGES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,14 +133,16 @@ def compare(
     fewest = len(images)
     terms = np.zeros(len(values))
     for sign, scores in ((1.0, values), (-1.0, reference)):
-        asked = np.isfinite(scores)
-        if not asked.any():
+        rows = np.isfinite(scores)
+        if not rows.any():
             return Difference(0.0, math.inf)
-        corrected = scores[asked] - (0.0 if difficulty is None else difficulty[asked])
+        corrected = scores[rows]
+        if difficulty is not None:
+            corrected = corrected - difficulty[rows]
         mean += sign * float(corrected.mean())
-        terms[asked] += sign * (corrected - corrected.mean()) / len(corrected)
-        fewest = min(fewest, len(np.unique(images[asked])))
-    if fewest < _LEAST_IMAGES:
+        terms[rows] += sign * (corrected - corrected.mean()) / len(corrected)
+        fewest = min(fewest, len(np.unique(images[rows])))
+    if fewest < _MINIMUM_IMAGES:
         return Difference(mean, math.inf)
     sums = np.bincount(images, terms)
     count = len(np.unique(images[np.isfinite(values) | np.isfinite(reference)]))
@@ -153,16 +156,16 @@ def fit_difficulty(values: Floats) -> Floats:
     questions that nobody was asked. The normal equations are those of the candidates' effects once
     the questions' are eliminated.
     """
-    asked = np.isfinite(values).astype(float)
-    known = np.where(asked > 0, values, 0.0)
-    counts = asked.sum(axis=0)
-    shares = asked / np.maximum(counts, 1)
-    system = np.diag(asked.sum(axis=1)) - shares @ asked.T
-    sums = known.sum(axis=1) - shares @ known.sum(axis=0)
+    mask = np.isfinite(values).astype(float)
+    filled = np.where(mask > 0, values, 0.0)
+    counts = mask.sum(axis=0)
+    shares = mask / np.maximum(counts, 1)
+    system = np.diag(mask.sum(axis=1)) - shares @ mask.T
+    sums = filled.sum(axis=1) - shares @ filled.sum(axis=0)
     # Their mean is free, so that the least norm is taken.
     effects = np.linalg.lstsq(system, sums, rcond=1e-9)[0]
     with np.errstate(invalid="ignore"):
-        difficulty: Floats = (known - asked * effects[:, None]).sum(axis=0) / counts
+        difficulty: Floats = (filled - mask * effects[:, None]).sum(axis=0) / counts
     return difficulty
 
 
@@ -233,7 +236,9 @@ class History:
     """Candidates that differ by less are tied."""
     answers: int = 0
     """Answers that candidates took, those asked again of leaders and parents among them."""
-    _fitted: tuple[list[Floats], Floats] | None = None
+    _difficulty: Floats = field(default_factory=lambda: np.empty(0))
+    _fitted: list[Floats] = field(default_factory=list)
+    """Values that the difficulty was fitted to; held, so that no other array has their id."""
 
     def values_of(self, name: str) -> Floats | None:
         """The values ``(M,)`` of a trial, or of the trial that it duplicates."""
@@ -242,13 +247,15 @@ class History:
 
     def values(self, trial: Trial) -> Floats | None:
         """The values ``(M,)`` of a trial."""
-        values, count = (
-            trial.values,
-            len(self.base.values) if self.base.values is not None else 0,
-        )
+        values = trial.values
+        count = len(self.base_values)
         if values is None or len(values) == count:
             return values
         return np.pad(values, (0, count - len(values)), constant_values=np.nan)
+
+    def count_questions(self, trial: Trial) -> int:
+        """Questions that a trial was asked."""
+        return 0 if trial.values is None else int(np.isfinite(trial.values).sum())
 
     @property
     def base_values(self) -> Floats:
@@ -284,65 +291,59 @@ class History:
     def leader(self) -> Trial:
         """The best trial, or the base policy if that is at least as good."""
         best = self.best()
+        if best is None:
+            return self.base
         base = self.estimate(self.base)
-        behind = (
-            best is not None
-            and base is not None
-            and (self.estimate(best) or 0.0) <= base
-        )
-        return self.base if best is None or behind else best
+        is_behind = base is not None and (self.estimate(best) or 0.0) <= base
+        return self.base if is_behind else best
 
     def leaders(self) -> list[Trial]:
         """The best trial, and those of other structures that more answers could put before it."""
         best, *rivals = self.ranked_structures()[:_MAX_LEADERS] or [self.base]
-        gaps = [self.compare(rival, best) for rival in rivals]
-        return [best] + [
-            rival
-            for rival, gap in zip(rivals, gaps, strict=True)
-            if gap.verdict(self.resolution) == "undecided"
-            and not gap.is_tie(self.resolution)
-        ]
+        leaders = [best]
+        for rival in rivals:
+            gap = self.compare(rival, best)
+            is_undecided = gap.verdict(self.resolution) == "undecided"
+            if is_undecided and not gap.is_tie(self.resolution):
+                leaders.append(rival)
+        return leaders
 
     def tied(self) -> list[Trial]:
         """The best of each structure that is not known to be worse than the leader."""
         leader = self.leader()
-        ranked = self.ranked_structures()
-        gaps = (
-            (trial, self.compare(trial, leader))
-            for trial in ranked
-            if trial is not leader
-        )
         return [
-            trial for trial, gap in gaps if gap.verdict(self.resolution) == "undecided"
+            trial
+            for trial in self.ranked_structures()
+            if trial is not leader
+            and self.compare(trial, leader).verdict(self.resolution) == "undecided"
         ]
 
     def find(self, name: str) -> Trial | None:
         """The trial of a name; the base policy's for its own."""
-        trials = (trial for trial in self.trials if trial.name == name)
-        return self.base if name == BASE_PARENT else next(trials, None)
+        trials = (trial for trial in (self.base, *self.trials) if trial.name == name)
+        return next(trials, None)
 
     def find_measured(self, name: str) -> Trial | None:
         """The trial of a name, or the one that it duplicates."""
         trial = self.find(name)
-        repeats = trial is not None and trial.result.status == "same"
-        return self.find_measured(trial.result.same_as) if trial and repeats else trial
+        if trial is not None and trial.result.status == "same":
+            return self.find_measured(trial.result.same_as)
+        return trial
 
     def add_values(self, name: str, block: slice, values: Floats) -> None:
         """Set the values ``(m,)`` of a trial, or of the base policy, on a block's questions."""
         trial = self.find(name)
         assert trial is not None, "only what was measured is asked again"
-        merged = (
-            np.full(len(self.base_values), np.nan)
-            if trial.values is None
-            else trial.values
-        )
-        merged = merged.copy()
+        merged = np.full(len(self.base_values), np.nan)
+        if trial.values is not None:
+            merged = trial.values.copy()
         merged[block.start : block.start + len(values)] = values
         updated = replace(trial, values=merged)
         if trial is self.base:
             self.base = updated
         else:
-            self.trials = [updated if each is trial else each for each in self.trials]
+            names = [trial.name for trial in self.trials]
+            self.trials[names.index(name)] = updated
 
     def objective_of(self, name: str) -> float | None:
         """The estimate of a trial, or of the trial that it duplicates."""
@@ -351,14 +352,15 @@ class History:
 
     def difficulty(self) -> Floats:
         """Effects of the questions ``(M,)`` on the base policy and all fully evaluated trials."""
-        known = [self.base_values]
-        known += [
-            v for each in self.evaluated() if (v := self.values(each)) is not None
-        ]
-        if self._fitted is None or [*map(id, self._fitted[0])] != [*map(id, known)]:
-            # Holds the arrays, so that no other has their id.
-            self._fitted = (known, fit_difficulty(np.array(known)))
-        return self._fitted[1]
+        rows = [self.base_values]
+        for trial in self.evaluated():
+            values = self.values(trial)
+            if values is not None:
+                rows.append(values)
+        if [*map(id, rows)] != [*map(id, self._fitted)]:
+            self._difficulty = fit_difficulty(np.array(rows))
+            self._fitted = rows
+        return self._difficulty
 
     def estimate(self, trial: Trial) -> float | None:
         """The objective of a trial over all questions that any was asked.
@@ -379,13 +381,18 @@ class History:
 
         On the questions that both answered, or between estimates, whichever has the smaller error.
         """
-        values, others = self.values(trial), self.values(reference)
-        if values is None or others is None or not self.examples:
+        values = self.values(trial)
+        reference_values = self.values(reference)
+        if values is None or reference_values is None or not self.examples:
             return Difference(0.0, math.inf)
-        fitted = compare(self.examples, values, others, self.difficulty())
-        shared = np.isfinite(values + others)
-        pair = (np.where(shared, each, np.nan) for each in (values, others))
-        return min(compare(self.examples, *pair), fitted, key=lambda gap: gap.error)
+        fitted = compare(self.examples, values, reference_values, self.difficulty())
+        is_shared = np.isfinite(values + reference_values)
+        paired = compare(
+            self.examples,
+            np.where(is_shared, values, np.nan),
+            np.where(is_shared, reference_values, np.nan),
+        )
+        return min(paired, fitted, key=lambda gap: gap.error)
 
     def by_category(self, trial: Trial) -> dict[str, Difference]:
         """The estimate in each category, with the standard error of what is not difficulty."""
@@ -407,21 +414,15 @@ class History:
     def reach(self, questions: int) -> float:
         """Two standard errors of a difference of leaders that were asked so many questions."""
         best, *rivals = self.ranked_structures()[: 2 * _MAX_LEADERS] or [self.base]
-        deviations = []
+        deviations: list[float] = []
         for rival in rivals or [self.base]:
-            counts = [
-                np.isfinite(v).sum()
-                for v in map(self.values, (best, rival))
-                if v is not None
-            ]
+            count = min(self.count_questions(best), self.count_questions(rival))
             error = self.compare(rival, best).error
             if 0 < error < math.inf:
-                deviations.append(error * math.sqrt(min(counts)))
-        return (
-            round(2 * float(np.median(deviations)) / math.sqrt(questions), 6)
-            if deviations
-            else 0
-        )
+                deviations.append(error * math.sqrt(count))
+        if not deviations:
+            return 0.0
+        return round(2 * float(np.median(deviations)) / math.sqrt(questions), 6)
 
     def leads(self, start: int, end: int) -> list[Difference]:
         """How far the best of each of the rounds ``start`` to ``end`` is ahead of before them.
@@ -429,20 +430,21 @@ class History:
         Empty where nothing was evaluated before, or where nothing of a round could be measured.
         """
         ranked = self.ranked()
-        before = next((trial for trial in ranked if trial.proposal.round < start), None)
-        if before is None:
+        earlier = [trial for trial in ranked if trial.proposal.round < start]
+        if not earlier:
             return []
         leads: list[Difference] = []
-        for current in range(start, end + 1):
-            tried = [trial for trial in self.trials if trial.proposal.round == current]
-            if all(trial.result.failed for trial in tried):
+        for number in range(start, end + 1):
+            proposed = [
+                trial for trial in self.trials if trial.proposal.round == number
+            ]
+            if all(trial.result.failed for trial in proposed):
                 return []
-            best = next(
-                (trial for trial in ranked if trial.proposal.round == current), None
-            )
-            leads.append(
-                Difference(-math.inf, 0) if best is None else self.compare(best, before)
-            )
+            best = [trial for trial in ranked if trial.proposal.round == number]
+            lead = Difference(-math.inf, 0)
+            if best:
+                lead = self.compare(best[0], earlier[0])
+            leads.append(lead)
         return leads
 
     def standing(self, plateaus: int) -> Standing:

@@ -321,16 +321,16 @@ class Ledger(RecordFile[Record]):
         return record if isinstance(record, kind) else None
 
     def put(self, record: R) -> R:
-        """Append a record, unless one that differs in its clock only is known; returns it.
+        """Append a record, unless one that differs in its clock only is there; returns it.
 
-        Raises :class:`SearchError` if the known record differs, which means a ledger of another
+        Raises :class:`SearchError` if the recorded one differs, which means a ledger of another
         search or version, or if the record cannot be written.
         """
-        known = self._by_key.get(record.key)
-        if known is None:
+        recorded = self._by_key.get(record.key)
+        if recorded is None:
             self.append([record])
             self._by_key[record.key] = record
-        elif _dump_without_clock(known) != _dump_without_clock(record):
+        elif _dump_without_clock(recorded) != _dump_without_clock(record):
             raise SearchError.of(
                 f"ledger {self.path}",
                 f"{record.key} does not follow from what is recorded",
@@ -342,6 +342,11 @@ class Ledger(RecordFile[Record]):
 def read_ledger(path: Path) -> list[Record]:
     """The complete records of a ledger, which another process may be writing; changes nothing."""
     return Ledger.read(path, "name the ledger of a search that has begun")
+
+
+def select_records(records: Iterable[Record], kind: type[R]) -> list[R]:
+    """The records of one kind, in order."""
+    return [record for record in records if isinstance(record, kind)]
 
 
 def digest_records(records: Iterable[Record]) -> str:

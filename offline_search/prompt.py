@@ -36,7 +36,6 @@ from offline_search.components import (
 from offline_search.history import Difference, History, Trial
 from offline_search.search_space import describe_space, excluded_atoms
 from offline_search.settings import MAX_QUOTA, Settings
-from vllm_autoprune.statistics import Floats
 from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.reference import render_language
@@ -127,10 +126,9 @@ def describe_task(settings: Settings) -> str:
             f'Scores of "base policy alone" are those of {policy.name}.'
         )
     atoms = render_language(searched_components(settings), excluded_atoms(settings))
-    most = min(settings.source_budget, MAX_QUOTA)
-    quota = f"q_e is 0 to {most}" + (
-        "." if settings.library == "paper" else ", and r_min is K - q_e: leave it out."
-    )
+    quota = f"q_e is 0 to {min(settings.source_budget, MAX_QUOTA)}"
+    if settings.library != "paper":
+        quota += ", and r_min is K - q_e: leave it out"
     more = f' "source", "budget" and "safety" may be added; K is {budget}, whatever the budget.'
     return f"""You design a policy that decides which visual tokens of an image a vision-language \
 model keeps. {base} Your policy scores \
@@ -140,7 +138,7 @@ These atoms can be used:
 
 {atoms.strip()}
 
-{_HOW_PARTS_ACT} {quota}
+{_HOW_PARTS_ACT} {quota}.
 
 A policy is one JSON object: {{"scoring": {{"signals": [...], "kernel": ..., "fusion": ...}}, \
 "constraints": {{"pool": [...], "selector": ...}}, "reassembly": ...\
@@ -265,7 +263,7 @@ _EXAMPLE_QUESTIONS = 2
 
 def summarize(history: History) -> str:
     """Summary H_t: loss by category, trends, best candidates, the last round, limits, failures."""
-    count = _count(history.base_values)
+    count = history.count_questions(history.base)
     score = _score(history.estimate(history.base))
     best = history.ranked_structures()[:_MAX_BEST]
     last = max((trial.proposal.round for trial in history.trials), default=0)
@@ -332,7 +330,7 @@ def _describe_latest(
         elif status == "same":
             yield f"{trial.name} kept the same tokens as {trial.result.same_as}."
         elif status == "dropped":
-            count = _count(history.values(trial))
+            count = history.count_questions(trial)
             score = _score(history.estimate(trial))
             yield (
                 f"{trial.name} was dropped after {count} questions, from which its score is "
@@ -374,22 +372,21 @@ def _describe_categories(history: History) -> Iterator[str]:
     total = float(np.nansum(best))
     if not examples or total >= 0:
         return
-    places: dict[str, list[int]] = {}
-    for place in np.flatnonzero(np.isfinite(best + history.base_values)):
-        places.setdefault(examples[place].category, []).append(place)
-    rows = sorted(
-        (float(best[where].sum()) / total, name, where)
-        for name, where in places.items()
+    rows_of: dict[str, list[int]] = {}
+    for row in np.flatnonzero(np.isfinite(best + history.base_values)):
+        rows_of.setdefault(examples[row].category, []).append(row)
+    categories = sorted(
+        (float(best[rows].sum()) / total, name, rows) for name, rows in rows_of.items()
     )
     yield "Category: questions, base policy, best so far, share of what the best still loses:"
-    for share, name, where in reversed(rows):
-        means = ", ".join(
-            _score(float(v[where].mean())) for v in (history.base_values, best)
-        )
-        yield f"- {name}: {len(where)}, {means}, {round(100 * share)}%"
-    _, name, where = rows[-1]
-    asked = [examples[row].question for row in sorted(where, key=lambda row: best[row])]
-    yield f"Questions of {name} that lose most: {'; '.join(asked[:_EXAMPLE_QUESTIONS])}"
+    for share, name, rows in reversed(categories):
+        base_mean = _score(float(history.base_values[rows].mean()))
+        mean = _score(float(best[rows].mean()))
+        yield f"- {name}: {len(rows)}, {base_mean}, {mean}, {round(100 * share)}%"
+    _, name, rows = categories[-1]
+    rows.sort(key=lambda row: best[row])
+    questions = [examples[row].question for row in rows[:_EXAMPLE_QUESTIONS]]
+    yield f"Questions of {name} that lose most: {'; '.join(questions)}"
 
 
 def _describe(trial: Trial, history: History) -> str:
@@ -403,16 +400,17 @@ def _describe(trial: Trial, history: History) -> str:
         error = f" ± {1000 * gap.error:.0f}" if np.isfinite(gap.error) else ""
         figures.append(f"{name} {_score(gap.value)}{error}")
     parents = trial.proposal.parents[:1]
-    before = history.values_of(parents[0]) if parents else None
-    if before is not None and values is not None:
-        gaps = (values - before)[np.isfinite(values - before)]
-        if len(gaps):
-            counts = (np.sum(gaps > _SAME), np.sum(gaps < -_SAME))
-            figures.append("better {}, worse {} than its parent".format(*counts))
+    reference = history.values_of(parents[0]) if parents else None
+    if reference is not None and values is not None:
+        gaps = values - reference
+        if np.isfinite(gaps).any():
+            better = np.sum(gaps > _SAME)
+            worse = np.sum(gaps < -_SAME)
+            figures.append(f"better {better}, worse {worse} than its parent")
     if trial.exchanges is not None:
         figures.append(f"{trial.exchanges:.1f} tokens exchanged an image")
     figures += _list_idle(trial.require_state())
-    score = f"{_score(history.estimate(trial))} on {_count(values)}"
+    score = f"{_score(history.estimate(trial))} on {history.count_questions(trial)}"
     return f"- {trial.name}: {score} ({'; '.join(figures)}); {_origin(trial, history)}"
 
 
@@ -463,33 +461,29 @@ def _difference(gap: Difference, history: History) -> str:
     return f"{_score(gap.value)} ± {1000 * gap.error:.0f}, {gap.verdict(history.resolution)}"
 
 
-def _count(values: Floats | None) -> int:
-    return 0 if values is None else int(np.isfinite(values).sum())
-
-
 def _origin(trial: Trial, history: History) -> str:
     """The candidate as changes of its parent, or as a whole."""
     state = trial.require_state()
     parent = history.find(trial.proposal.parents[0]) if trial.proposal.parents else None
     if parent is not None and parent.state is not None:
-        before, after = (
-            components_json(each)
-            | ({BASE: {"name": each.base_policy.name}} if history.names_bases else {})
-            for each in (parent.state, state)
-        )
-        changes = list_changes(before, after)
+        old = components_json(parent.state)
+        new = components_json(state)
+        if history.names_bases:
+            old[BASE] = {"name": parent.state.base_policy.name}
+            new[BASE] = {"name": state.base_policy.name}
+        changes = list_changes(old, new)
         if len(changes) <= _MAX_CHANGES:
-            listed = [_describe_change(change, before, after) for change in changes]
-            return f"{parent.name} with {', '.join(listed) or 'no change'}"
+            texts = [_describe_change(change, old, new) for change in changes]
+            return f"{parent.name} with {', '.join(texts) or 'no change'}"
     if trial.proposal.origin == "random":
         return _list_atoms(state)
     return _dump_compactly(state, history.names_bases)
 
 
-def _describe_change(change: Change, before: JsonValue, after: JsonValue) -> str:
+def _describe_change(change: Change, old: JsonValue, new: JsonValue) -> str:
     """A change with the names of atoms in place of their positions."""
     names = list[str]()
-    document = after if change.kind == "added" else before
+    document = new if change.kind == "added" else old
     for part in change.where.split("/")[1:]:
         if isinstance(document, list):
             document = document[int(part)]
@@ -541,8 +535,8 @@ def _describe_hypotheses(history: History, latest: Sequence[Trial]) -> Iterator[
         else:
             gap = history.compare(measured, reference)
             outcome = f"{_score(score)}, {_difference(gap, history)}"
-            count = _count(history.values(measured))
-            if count < _count(history.values(reference)):
+            count = history.count_questions(measured)
+            if count < history.count_questions(reference):
                 outcome += f" on {count} questions"
             outcome += f": {_judge(gap, hypothesis.expect, history.resolution)}"
         yield f"- {trial.name} ({purpose}): {hypothesis.text or 'no hypothesis'} => {outcome}"
@@ -552,12 +546,9 @@ def _judge(gap: Difference, expect: Expectation, resolution: float) -> str:
     """Whether a difference confirms or refutes what was expected, or leaves it undecided."""
     verdict = gap.verdict(resolution)
     if verdict == "undecided":
-        tied = gap.is_tie(resolution)
-        return (
-            "undecided" if not tied else "confirmed" if expect == "same" else "refuted"
-        )
-    return (
-        "confirmed"
-        if expect == {"better": "higher", "worse": "lower"}[verdict]
-        else "refuted"
-    )
+        if not gap.is_tie(resolution):
+            return "undecided"
+        outcome: Expectation = "same"
+    else:
+        outcome = "higher" if verdict == "better" else "lower"
+    return "confirmed" if expect == outcome else "refuted"

@@ -11,7 +11,14 @@ from typing import Protocol
 
 from offline_search.candidates import Draft
 from offline_search.components import JsonObject
-from offline_search.ledger import Attempt, Clock, Cost, Ledger, ReplyRecord
+from offline_search.ledger import (
+    Attempt,
+    Clock,
+    Cost,
+    Ledger,
+    ReplyRecord,
+    select_records,
+)
 from offline_search.prompt import Messages, repair_prompt
 from offline_search.replies import (
     MAX_REPLY_CHARACTERS,
@@ -138,7 +145,7 @@ class ProposalClient:
 
     def total_cost(self) -> Cost:
         """Cost of all replies of this search, including those before it was resumed."""
-        replies = (record for record in self.ledger if isinstance(record, ReplyRecord))
+        replies = select_records(self.ledger, ReplyRecord)
         return sum((reply.cost for reply in replies), Cost())
 
     async def _reply(
@@ -153,9 +160,10 @@ class ProposalClient:
         settings = self.settings
         number = request.round
         index = request.index
-        known = self.ledger.find(ReplyRecord, f"reply/{number}/{index}/{attempt}")
-        if known is not None:
-            return known
+        key = f"reply/{number}/{index}/{attempt}"
+        recorded = self.ledger.find(ReplyRecord, key)
+        if recorded is not None:
+            return recorded
         if self.proposer is None:
             raise SearchError.of(
                 "recording",
@@ -174,14 +182,9 @@ class ProposalClient:
             reply = await self.proposer.reply(messages, schema, seed)
         # One character more than is valid, so that a recorded reply is too long as well.
         length = MAX_REPLY_CHARACTERS * settings.proposals_per_reply + 1
-        text, failure = (
-            # "?" for halves of surrogate pairs, which UTF-8 cannot hold.
-            None if value is None else value.encode(errors="replace").decode()
-            for value in (
-                reply.text and remove_thoughts(reply.text)[:length],
-                reply.failure,
-            )
-        )
+        text = reply.text
+        if text is not None:
+            text = _replace_surrogates(remove_thoughts(text)[:length])
         return self.ledger.put(
             ReplyRecord(
                 round=number,
@@ -189,9 +192,14 @@ class ProposalClient:
                 attempt=attempt,
                 request=hashlib.sha256(json.dumps(messages).encode()).hexdigest(),
                 text=text,
-                failure=failure or "",
+                failure=_replace_surrogates(reply.failure),
                 cost=reply.cost,
                 cut=reply.cut,
                 clock=Clock(at=started_at, seconds=round(time.monotonic() - start, 3)),
             )
         )
+
+
+def _replace_surrogates(text: str) -> str:
+    """A text with "?" for halves of surrogate pairs, which UTF-8 cannot hold."""
+    return text.encode(errors="replace").decode()

@@ -16,7 +16,6 @@ from offline_search.ledger import (
     Cost,
     EvaluationRecord,
     ProposalRecord,
-    R,
     Record,
     ReplyRecord,
     SettingsRecord,
@@ -25,6 +24,7 @@ from offline_search.ledger import (
     SummaryRecord,
     TrialRecord,
     WinnerRecord,
+    select_records,
 )
 from offline_search.settings import Settings
 from vllm_autoprune.errors import SearchError
@@ -126,8 +126,8 @@ class _SearchReport:
             if record.split == "search" and record.digest == ALL_TOKENS:
                 full = np.append(full, record.logprob)
             elif record.split == "search" and record.digest == digest:
-                known = base.get(record.budget, np.empty(0))
-                base[record.budget] = np.append(known, record.logprob)
+                earlier = base.get(record.budget, np.empty(0))
+                base[record.budget] = np.append(earlier, record.logprob)
         base = {
             budget: values
             for budget, values in base.items()
@@ -154,11 +154,12 @@ class _SearchReport:
             gain = winner.test.gain
             base = settings.base_policy
             verdict = f"shows no difference to {base} alone"
-            if gain.low > 0 or gain.high < 0:
-                tone = "good" if gain.low > 0 else "bad"
-                verdict = (
-                    f"is {'better' if gain.low > 0 else 'worse'} than {base} alone"
-                )
+            if gain.low > 0:
+                tone = "good"
+                verdict = f"is better than {base} alone"
+            elif gain.high < 0:
+                tone = "bad"
+                verdict = f"is worse than {base} alone"
             value, low, high = self._format(gain.value, gain.low, gain.high)
             answer = (
                 f"Candidate {winner.winner} won and {verdict} on the test split: objective {value} "
@@ -172,7 +173,8 @@ class _SearchReport:
             leader = ranked[0].name
             if self.standings:
                 leader = self.standings[max(self.standings)].best
-            sections = self._describe_winner(winner, leader)
+            sections = [self._describe_finalists(winner, leader)]
+            sections.append(self._describe_test(winner))
         elif ranked:
             measured = self.base_objective
             is_behind = measured is not None and measured >= ranked[0].score
@@ -182,19 +184,7 @@ class _SearchReport:
             sections.append(self._describe_standings())
         if self.trials:
             sections.append(self._list_candidates(ranked))
-        cost = sum((reply.cost for reply in self.replies), Cost())
-        failed = sum(reply.text is None for reply in self.replies)
-        repairs = sum(reply.attempt == "repair" for reply in self.replies)
-        price = f", at a price of {cost.money:.4f}" if cost.money else ""
-        texts = [
-            f"Proposer: {len(self.replies):,} replies ({failed} failed, {repairs} to repair "
-            f"others), {cost.prompt_tokens:,} prompt and {cost.completion_tokens:,} completion "
-            f"tokens{price}.",
-            f"Evaluator: {sum(len(record.logprob) for record in self.evaluations):,} answers "
-            f"({sum(bool(record.failure) for record in self.evaluations)} evaluations failed). "
-            f"The whole search: {self.duration:,.0f} s.",
-        ]
-        sections.append(Section("Cost", texts))
+        sections.append(self._describe_cost())
         title = (
             f"{settings.strategy} on {settings.base_policy}, K = {settings.budgets[0]}"
         )
@@ -218,8 +208,25 @@ class _SearchReport:
             "unknown" if value is None else f"{value:+.{digits}f}" for value in values
         ]
 
-    def _describe_winner(self, winner: WinnerRecord, leader: str) -> list[Section]:
-        """Objectives of the finalists and of the base policy on each split, and the result."""
+    def _describe_cost(self) -> Section:
+        """Replies, tokens, answers and time that the search took."""
+        cost = sum((reply.cost for reply in self.replies), Cost())
+        failed = sum(reply.text is None for reply in self.replies)
+        repairs = sum(reply.attempt == "repair" for reply in self.replies)
+        price = f", at a price of {cost.money:.4f}" if cost.money else ""
+        answers = sum(len(record.logprob) for record in self.evaluations)
+        failures = sum(bool(record.failure) for record in self.evaluations)
+        texts = [
+            f"Proposer: {len(self.replies):,} replies ({failed} failed, {repairs} to repair "
+            f"others), {cost.prompt_tokens:,} prompt and {cost.completion_tokens:,} completion "
+            f"tokens{price}.",
+            f"Evaluator: {answers:,} answers ({failures} evaluations failed). "
+            f"The whole search: {self.duration:,.0f} s.",
+        ]
+        return Section("Cost", texts)
+
+    def _describe_finalists(self, winner: WinnerRecord, leader: str) -> Section:
+        """Objectives of the finalists and of the base policy on each split."""
         scores = {trial.name: trial.result.objective for trial in self.trials}
 
         def cell(estimate: Estimate) -> Cell:
@@ -227,7 +234,7 @@ class _SearchReport:
             return Cell(value, f"{low} to {high}")
 
         rows: list[Row] = []
-        for name in sorted(winner.confirmed, key=lambda each: -winner.estimates[each]):
+        for name in sorted(winner.confirmed, key=lambda name: -winner.estimates[name]):
             won = name == winner.winner
             validation = winner.confirmed[name]
             search, both = self._format(scores[name], winner.estimates[name])
@@ -248,55 +255,49 @@ class _SearchReport:
             "policy on the examples of both together, or is simpler and tied with that: the search "
             "split alone favours candidates that were lucky on it."
         )
-        test_scores = winner.test
-        base = winner.base
-        rows = [
-            [
-                name,
-                _format_interval(scores.objective),
-                _percent(scores.accuracy),
-                f"{scores.mme_total:.1f}",
-            ]
-            for name, scores in (("winner", test_scores), ("base policy", base))
-        ]
-        gains = [test_scores.gain, test_scores.accuracy_gain]
-        total = f"{test_scores.mme_total - base.mme_total:+.1f}"
-        rows.append(
-            ["gain, paired", *map(_format_interval, gains, (1.0, 100.0)), total]
-        )
-        head = ["", "objective", "accuracy %"]
-        columns = 3
-        text = _TEST
-        if self.settings.objective == "mme":
-            head = [*head, "MME total"]
-            columns = 4
-            text = f"{_TEST} {_MME}"
-        cells = [row[:columns] for row in rows]
-        result = Table("Winner and base policy", head, cells, "lrrr"[:columns])
         luck = f"{winner.winner} was also the best on the search split."
         if leader != winner.winner:
             luck = (
                 f"On the search split alone {leader} was better; with the validation split "
                 f"{winner.winner} is."
             )
-        return [
-            Section("Why this candidate", [why, luck], tables=[finalists]),
-            Section("Result on the test split", [text], tables=[result]),
+        return Section("Why this candidate", [why, luck], tables=[finalists])
+
+    def _describe_test(self, winner: WinnerRecord) -> Section:
+        """Scores of the winner and of the base policy on the test split."""
+        test = winner.test
+        base = winner.base
+        rows: list[Row] = [
+            [name, _format_interval(scores.objective), _percent(scores.accuracy)]
+            for name, scores in (("winner", test), ("base policy", base))
         ]
+        gain = _format_interval(test.gain)
+        rows.append(["gain, paired", gain, _format_interval(test.accuracy_gain, 100.0)])
+        head = ["", "objective", "accuracy %"]
+        text = _TEST
+        if self.settings.objective == "mme":
+            head.append("MME total")
+            totals = [test.mme_total, base.mme_total]
+            cells = [f"{total:.1f}" for total in totals]
+            cells.append(f"{test.mme_total - base.mme_total:+.1f}")
+            rows = [[*row, cell] for row, cell in zip(rows, cells, strict=True)]
+            text = f"{_TEST} {_MME}"
+        table = Table("Winner and base policy", head, rows, "lrrr"[: len(head)])
+        return Section("Result on the test split", [text], tables=[table])
 
     def _describe_standings(self) -> Section:
         """The best objective over the rounds with its lower bound, and who is tied with it."""
         marks = []
-        for number, each in self.standings.items():
-            high = 2 * each.objective - each.low
-            tip = f"round {number}: {each.best}, {each.objective:+.4f} ± {2 * each.error:.4f}"
-            marks.append(
-                Mark(number, each.objective, tip, each.low, high, bool(each.plateaus))
-            )
+        for number, standing in self.standings.items():
+            objective = standing.objective
+            tip = f"round {number}: {standing.best}, {objective:+.4f} ± {2 * standing.error:.4f}"
+            high = 2 * objective - standing.low
+            is_plateau = bool(standing.plateaus)
+            marks.append(Mark(number, objective, tip, standing.low, high, is_plateau))
         last = self.standings[max(self.standings)]
-        objective, bound = self._format(last.objective, last.low)
+        value, bound = self._format(last.objective, last.low)
         texts = [
-            f"Best of the search split: {last.best}, {objective}, at least {bound}: bars are two "
+            f"Best of the search split: {last.best}, {value}, at least {bound}: bars are two "
             "standard errors of its gain over the base policy. Hollow: a plateau.",
             f"Not known to be worse: {', '.join(last.tied) or 'none'}.",
         ]
@@ -343,37 +344,33 @@ class _SearchReport:
 
 def read_report(records: Iterable[Record]) -> _SearchReport:
     """The report on a ledger's records; raises :class:`SearchError` for an empty ledger."""
-    known = list(records)
-    opened = _of_type(known, SettingsRecord)
+    records = list(records)
+    opened = select_records(records, SettingsRecord)
     if not opened:
         fix = "give the ledger of a search that has begun"
         raise SearchError.of("ledger", "is empty", fix)
-    results = {record.name: record for record in _of_type(known, TrialRecord)}
-    proposals = _of_type(known, ProposalRecord)
-    clocks = [record.clock for record in known if record.clock.at]
+    results = {record.name: record for record in select_records(records, TrialRecord)}
+    proposals = select_records(records, ProposalRecord)
+    clocks = [record.clock for record in records if record.clock.at]
     begin = min((clock.at for clock in clocks), default=0.0)
     return _SearchReport(
         settings=opened[0].settings,
         trials=[
-            Trial(each, results[each.name])
-            for each in proposals
-            if each.name in results
+            Trial(proposal, results[proposal.name])
+            for proposal in proposals
+            if proposal.name in results
         ],
-        winner=next(iter(_of_type(known, WinnerRecord)), None),
-        replies=_of_type(known, ReplyRecord),
-        evaluations=_of_type(known, EvaluationRecord),
+        winner=next(iter(select_records(records, WinnerRecord)), None),
+        replies=select_records(records, ReplyRecord),
+        evaluations=select_records(records, EvaluationRecord),
         standings={
             record.round: record.standing
-            for record in _of_type(known, SummaryRecord)
+            for record in select_records(records, SummaryRecord)
             if record.standing is not None
         },
         duration=max((clock.at + clock.seconds for clock in clocks), default=0.0)
         - begin,
     )
-
-
-def _of_type(records: Iterable[Record], kind: type[R]) -> list[R]:
-    return [record for record in records if isinstance(record, kind)]
 
 
 def _format_interval(estimate: Estimate, scale: float = 1.0) -> str:

@@ -221,24 +221,23 @@ class RoundEvaluator:
         children: dict[str, list[_Candidate]] = {name: [] for name in leaders}
         for candidate in candidates:
             proposal = candidate.proposal
-            if proposal.hypothesis is None or not proposal.parents:
-                continue
-            parent = history.find_measured(proposal.parents[0])
-            if parent is not None:
-                children.setdefault(parent.name, []).append(candidate)
+            if proposal.hypothesis is not None:
+                for name in proposal.parents[:1]:
+                    parent = history.find_measured(name)
+                    if parent is not None:
+                        children.setdefault(parent.name, []).append(candidate)
         references: list[_Reference] = []
-        for name in sorted(children):
-            trial = history.find(name)
-            values = history.values_of(name)
-            if trial is None or trial is history.base or values is None:
+        for trial in sorted(history.trials, key=lambda trial: trial.name):
+            values = history.values(trial)
+            if trial.name not in children or values is None:
                 continue
             if not np.isfinite(values[self._block]).any():
                 references.append(
                     _Reference(
                         trial.proposal,
                         trial.state,
-                        is_leader=name in leaders,
-                        children=children[name],
+                        is_leader=trial.name in leaders,
+                        children=children[trial.name],
                     )
                 )
         return references

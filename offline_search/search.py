@@ -35,6 +35,7 @@ from offline_search.ledger import (
     WinnerRecord,
     digest_records,
     read_ledger,
+    select_records,
 )
 from offline_search.prompt import (
     Messages,
@@ -235,14 +236,12 @@ async def replay_on(
     recorded.
     """
     recorded = read_ledger(recording)
-    head = next(
-        (record for record in recorded if isinstance(record, SettingsRecord)), None
-    )
-    if head is None:
+    opened = select_records(recorded, SettingsRecord)
+    if not opened:
         raise SearchError.of(
             f"ledger {recording}", "contains no search", "give one that has begun"
         )
-    settings = head.settings
+    settings = opened[0].settings
     dataset = read(settings)
     # Every evaluator of the package and of the benchmarks ends its name so; others are not checked.
     named = re.search(r"data ([0-9a-f]{12})$", settings.evaluator)

@@ -91,8 +91,8 @@ class RandomSource:
         return round(changed) if integer else round(changed, 4)
 
     def _inherit(self, name: str) -> Choice | None:
-        known = [parent[name] for parent in self.parents if name in parent]
-        return self.rng.choice(known) if known else None
+        choices = [parent[name] for parent in self.parents if name in parent]
+        return self.rng.choice(choices) if choices else None
 
 
 def sample_proposal(source: ChoiceSource, settings: Settings) -> JsonObject:
@@ -224,10 +224,9 @@ def _choices_of_components(
 
 def _quota_options(budget: int) -> list[str]:
     """Searched values of q_e: zero, powers of two, and K, at most what the language allows."""
-    most = min(budget, MAX_QUOTA)
-    return [
-        str(quota) for quota in (0, *(2**n for n in range(10) if 2**n < most), most)
-    ]
+    maximum = min(budget, MAX_QUOTA)
+    powers = [2**exponent for exponent in range(10)]
+    return [*map(str, (0, *(power for power in powers if power < maximum), maximum))]
 
 
 def excluded_atoms(settings: Settings) -> frozenset[str]:
@@ -408,12 +407,12 @@ def _choices_of_released(state: PruningState) -> dict[str, Choice]:
     What this lacks is that of the released policy.
     """
     released = _released_policy()
-    known = [signal.atom for signal in released.scoring.signals]
-    signals = [signal for signal in state.scoring.signals if signal.atom in known]
+    names = [signal.atom for signal in released.scoring.signals]
+    signals = [signal for signal in state.scoring.signals if signal.atom in names]
     signals = signals or list(released.scoring.signals)
     used = {signal.atom for signal in signals}
     choices: dict[str, Choice] = {
-        f"with {name}": _NO_YES[name in used] for name in known
+        f"with {name}": _NO_YES[name in used] for name in names
     }
     choices |= {f"{signal.atom}.weight": signal.weight for signal in signals}
     choices["signal"] = max(

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -56,21 +57,21 @@ class _Finalist:
 
 @dataclass(frozen=True)
 class _Finals:
-    """Finalists by name on the questions ``(M + V,)`` of the search and validation splits.
+    """Finalists by name, and the base policy's values ``(M + V,)`` beside theirs.
 
-    Values are corrected for the difficulty of both splits together: the shares of the splits in
-    what was asked differ between candidates, and so do their levels.
+    ``compare`` corrects values for the difficulty of both splits' questions together: the shares
+    of the splits in what was asked differ between candidates, and so do their levels.
     """
 
-    examples: Sequence[Example]
-    base: Floats
     finalists: Mapping[str, _Finalist]
-    difficulty: Floats
+    base: Floats
+    compare: Callable[[Floats, Floats], Difference]
 
+    @cached_property
     def gains(self) -> dict[str, Difference]:
         """Paired gains over the base policy."""
         return {
-            name: self._compare(finalist.values, self.base)
+            name: self.compare(finalist.values, self.base)
             for name, finalist in self.finalists.items()
         }
 
@@ -80,20 +81,17 @@ class _Finals:
         First those within a standard error, and the resolution, of the best lower bound, the
         simplest first; then the others by their lower bounds.
         """
-        gains = self.gains()
+        gains = self.gains
         best = max(gains, key=lambda name: gains[name].low, default="")
 
         def rank(name: str) -> tuple[bool, float, float]:
             finalist = self.finalists[name]
-            gap = self._compare(finalist.values, self.finalists[best].values)
+            gap = self.compare(finalist.values, self.finalists[best].values)
             is_tied = name == best or abs(gap.value) <= min(resolution, gap.error)
             complexity = finalist.complexity(budget) if is_tied else 0.0
             return not is_tied, complexity, -gains[name].low
 
         return sorted(gains, key=rank)
-
-    def _compare(self, values: Floats, reference: Floats) -> Difference:
-        return compare(self.examples, values, reference, self.difficulty)
 
 
 @dataclass(frozen=True)
@@ -130,7 +128,7 @@ class HeldOutEvaluator:
                     name: _combined_estimate(finalist, history)
                     for name, finalist in finals.finalists.items()
                 },
-                gains={name: gap.estimate() for name, gap in finals.gains().items()},
+                gains={name: gap.estimate() for name, gap in finals.gains.items()},
                 test=test,
                 base=base,
             )
@@ -157,7 +155,9 @@ class HeldOutEvaluator:
             if trial.name not in finalists and searched is not None:
                 rows.append(np.append(searched, unasked))
         examples = [*history.examples, *validation]
-        return _Finals(examples, base, finalists, fit_difficulty(np.array(rows)))
+        difficulty = fit_difficulty(np.array(rows))
+        compare_all = partial(compare, examples, difficulty=difficulty)
+        return _Finals(finalists, base, compare_all)
 
     async def _append_validation(self, trial: Trial, history: History) -> Floats:
         """Values ``(M + V,)`` of a trial on the search and validation splits."""
@@ -177,21 +177,18 @@ class HeldOutEvaluator:
         settings = self.settings
         trial = finalist.trial
         state = trial.require_state()
-        figures = {
-            "validation": finalist.validation,
-            "test": test,
-            "test_base_policy": base,
-        }
-        scores = {
-            name: scores.model_dump(mode="json") for name, scores in figures.items()
-        }
         provenance = state.provenance.model_copy(
             update={
                 "found_by": f"vllm-autoprune search, strategy {settings.strategy}, "
                 f"proposer {settings.proposer or 'none'}",
                 "evaluated_on": settings.evaluator,
                 "seed": settings.seed,
-                "scores": {"search_objective": objective, **scores},
+                "scores": {
+                    "search_objective": objective,
+                    "validation": finalist.validation.model_dump(mode="json"),
+                    "test": test.model_dump(mode="json"),
+                    "test_base_policy": base.model_dump(mode="json"),
+                },
                 "notes": f"Candidate {trial.name} by {trial.proposal.origin}. "
                 f"Objective: {settings.objective_text}. Ahead of {settings.base_policy} alone by "
                 f"{_format_gain(finalist.validation)} on validation, "

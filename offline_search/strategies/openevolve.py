@@ -26,7 +26,7 @@ from offline_search.prompt import Messages, describe_task
 from offline_search.proposer import ProposalRequest
 from offline_search.settings import Settings
 from offline_search.strategies.language_model import Round, Strategy
-from vllm_autoprune.errors import ConfigError, Problem
+from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.tpdsl.state import PruningState
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ class _OpenEvolve(Strategy, name="openevolve"):
             import openevolve.database  # noqa: F401
         except ImportError:
             fix = 'from a checkout: pip install ".[search,search-openevolve]"'
-            raise ConfigError(
-                "search", [Problem("openevolve", "is not installed", fix)]
+            raise ConfigError.of(
+                "openevolve", "is not installed", fix, subject="search"
             ) from None
         # It logs every replacement of a program by a better one.
         logging.getLogger("openevolve").setLevel(logging.ERROR)
@@ -59,7 +59,7 @@ class _OpenEvolve(Strategy, name="openevolve"):
         if number == 1:
             drafts = [Draft("initial", minimal_state(self._settings))]
         # OpenEvolve uses the global random generator.
-        before = random.getstate()
+        generator = random.getstate()
         random.seed(current.rng.getrandbits(64))
         try:
             database = self._build_database(current.history)
@@ -83,7 +83,7 @@ class _OpenEvolve(Strategy, name="openevolve"):
                     )
                 )
         finally:
-            random.setstate(before)
+            random.setstate(generator)
         return [*drafts, *await current.request(requests)]
 
     def _build_database(self, history: History) -> ProgramDatabase:

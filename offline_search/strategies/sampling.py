@@ -45,7 +45,7 @@ from offline_search.search_space import (
 )
 from offline_search.settings import MAX_QUOTA, Settings
 from offline_search.strategies.language_model import Round, Strategy
-from vllm_autoprune.errors import ConfigError, Problem
+from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.tpdsl.state import PruningState
 
 if TYPE_CHECKING:
@@ -123,8 +123,8 @@ def _open_study(seed: int, startup: int) -> optuna.Study:
         import optuna
     except ImportError:
         fix = 'from a checkout: pip install ".[search]"'
-        raise ConfigError(
-            "search", [Problem("optuna", "is not installed", fix)]
+        raise ConfigError.of(
+            "optuna", "is not installed", fix, subject="search"
         ) from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with warnings.catch_warnings():
