@@ -17,11 +17,13 @@ from offline_search.components import JsonObject
 from offline_search.ledger import (
     EvaluationRecord,
     Ledger,
+    Record,
     ReplyRecord,
     SettingsRecord,
     VerdictRecord,
     digest_records,
     read_ledger,
+    select_records,
 )
 from offline_search.prompt import Messages
 from offline_search.proposer import Reply
@@ -49,17 +51,16 @@ class RecordedProposer:
 async def rewrite(recording: Path) -> str:
     """Rewrite one recording; returns its digest."""
     records = read_ledger(recording)
-    (opened,) = (record for record in records if isinstance(record, SettingsRecord))
-    kept = [
-        each for each in records if isinstance(each, EvaluationRecord | VerdictRecord)
+    (opened,) = select_records(records, SettingsRecord)
+    measured: list[Record] = [
+        *select_records(records, EvaluationRecord),
+        *select_records(records, VerdictRecord),
     ]
-    proposer = RecordedProposer(
-        [each for each in records if isinstance(each, ReplyRecord)]
-    )
+    proposer = RecordedProposer(select_records(records, ReplyRecord))
     with tempfile.TemporaryDirectory() as folder:
         evaluator = SyntheticEvaluator(dataset(Path(folder)))
         path = Path(folder) / "new"
-        with Ledger(path, kept) as ledger:
+        with Ledger(path, measured) as ledger:
             await Search(opened.settings, ledger, evaluator, proposer).run()
             assert not evaluator.jobs, "asks what is not recorded"
             recording.write_bytes(path.read_bytes())

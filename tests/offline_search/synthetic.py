@@ -36,6 +36,7 @@ from offline_search.ledger import (
     WinnerRecord,
     digest_records,
     read_ledger,
+    select_records,
 )
 from offline_search.prompt import Messages
 from offline_search.proposer import Reply
@@ -123,7 +124,7 @@ def list_reply(begin: int, length: int, **changes: JsonValue) -> str:
         "hypothesis": f"List {begin}.",
         "expect": "higher",
     }
-    chosen = [VALID_REPLIES[(begin + place) % 30] for place in range(length)]
+    chosen = [VALID_REPLIES[(begin + index) % 30] for index in range(length)]
     return json.dumps(
         {"proposals": [fields | changes | json.loads(text) for text in chosen]}
     )
@@ -330,24 +331,26 @@ class Searches:
 
     def records(self, kind: type[R]) -> list[R]:
         """Records of one type of the last search, in order."""
-        return [record for record in read_ledger(self.path) if isinstance(record, kind)]
+        return select_records(read_ledger(self.path), kind)
 
     def digest(self) -> str:
         """Digest of the last search's ledger."""
         return digest_records(read_ledger(self.path))
 
 
-def trial(  # noqa: PLR0913
+def trial(
     name: str,
     values: Sequence[float] | np.ndarray | None = None,
     state: PruningState | None = None,
     status: Status = "evaluated",
     parent: str = "",
-    same_as: str = "",
     reason: str = "",
     expect: Expectation | None = None,
 ) -> Trial:
-    """A trial with these values of its examples, and a hypothesis where something is expected."""
+    """A trial with these values of its examples, and a hypothesis where something is expected.
+
+    The reason for the status "same" is the name of the trial that it duplicates.
+    """
     number, index = map(int, name.split("."))
     hypothesis = expect and Hypothesis(
         purpose="ablate", text=f"Why {name}.", expect=expect
@@ -365,8 +368,8 @@ def trial(  # noqa: PLR0913
         round=number,
         index=index,
         status=status,
-        same_as=same_as,
-        reason=reason,
+        same_as=reason if status == "same" else "",
+        reason="" if status == "same" else reason,
         objective=None if array is None else float(np.nanmean(array)),
         examples=0 if array is None else int(np.isfinite(array).sum()),
     )

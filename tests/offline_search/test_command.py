@@ -12,7 +12,13 @@ from typing import Any
 import pytest
 
 from offline_search.dataset import SPLITS, Dataset
-from offline_search.ledger import ReplyRecord, SettingsRecord, read_ledger
+from offline_search.ledger import (
+    ReplyRecord,
+    SettingsRecord,
+    WinnerRecord,
+    read_ledger,
+    select_records,
+)
 from offline_search.report import ProgressLog
 from tests.fake_server import Answer, Body, FakeServer
 from tests.offline_search.synthetic import (
@@ -68,49 +74,73 @@ def run_command(served: FakeServer, data: Dataset, tmp_path: Path) -> Run:
     )
 
 
-def test_the_command_searches_reports_resumes_and_replays(
-    run_command: Run, served: FakeServer, data: Dataset, tmp_path: Path, capsys: Printed
+FLAGS = ("--images", "6", "--seed", "1")
+
+
+def test_the_command_writes_the_winner_and_a_report(
+    run_command: Run, tmp_path: Path, capsys: Printed
 ) -> None:
     state = tmp_path / "s.json"
     page = tmp_path / "p.html"
-    ledger = tmp_path / "l.jsonl"
-    flags = ["-o", str(state), "--images", "6", "--seed", "1"]
-    assert run_command(*flags) == 0
+    assert run_command(*FLAGS, "-o", str(state)) == 0
     output = capsys.readouterr()
-    assert (
-        "| winner |" in output.out and "round 2" in output.err and "left" in output.err
-    )
+    assert "| winner |" in output.out
+    assert "round 2" in output.err and "left" in output.err
     winner = load_state(state)
     assert winner.provenance.scores and "autoprune" in winner.provenance.found_by
     assert main(["validate", str(state)]) == 0
-    assert main(["search", "report", "--ledger", str(ledger), "-o", str(page)]) == 0
+    ledger = str(tmp_path / "l.jsonl")
+    assert main(["search", "report", "--ledger", ledger, "-o", str(page)]) == 0
     assert page.read_text().startswith("<!doctype html>")
 
+
+def test_a_search_goes_on_with_its_own_settings_where_it_is_told_to(
+    run_command: Run, served: FakeServer, capsys: Printed
+) -> None:
+    assert run_command(*FLAGS) == 0
     sent = len(served.requests)
-    again = tmp_path / "again.jsonl"
-    assert run_command(*flags) == 1 and "--resume" in capsys.readouterr().err
-    assert run_command(*flags, "--resume") == 0
+    capsys.readouterr()
+    assert run_command(*FLAGS) == 1 and "--resume" in capsys.readouterr().err
+    assert run_command(*FLAGS, "--resume") == 0
     # Server and proposer are checked before a search resumes; nothing else is sent again.
     assert len(served.requests) - sent <= 3
+    capsys.readouterr()
     assert run_command("--resume", "--seed", "5", "--images", "6", "--core") == 1
-    assert (
-        "another search (seed is 5, was 1; core is True, was False"
-        in capsys.readouterr().err
-    )
+    differences = "another search (seed is 5, was 1; core is True, was False"
+    assert differences in capsys.readouterr().err
 
+
+@pytest.fixture
+def replay_command(
+    run_command: Run, data: Dataset, tmp_path: Path, capsys: Printed
+) -> Run:
+    """Replay a recorded search of six images, or another file."""
+    assert run_command(*FLAGS) == 0
+    capsys.readouterr()
+    ledger = str(tmp_path / "again.jsonl")
+    flags = ["--data", str(data.folder), "--ledger", ledger, "--json", "--replay"]
+    return lambda *more: main(["search", *flags, *more])
+
+
+def test_a_replay_has_the_same_records_and_sends_no_request(
+    replay_command: Run, served: FakeServer, tmp_path: Path, capsys: Printed
+) -> None:
     sent = len(served.requests)
-    replayed = [
-        "search",
-        "--data",
-        str(data.folder),
-        "--ledger",
-        str(again),
-        "--json",
-        "--replay",
-    ]
+    recording = tmp_path / "l.jsonl"
+    assert replay_command(str(recording), "--images", "6") == 0
+    output = capsys.readouterr()
+    original, replayed = (line.split()[1] for line in output.err.splitlines())
+    assert original == replayed and len(served.requests) == sent
+    (winner,) = select_records(read_ledger(recording), WinnerRecord)
+    assert json.loads(output.out)["digest"] == winner.digest
+
+
+def test_a_replay_of_other_questions_or_of_no_search_is_refused(
+    replay_command: Run, tmp_path: Path, capsys: Printed
+) -> None:
     for recording, images, message in (
         (
-            ledger,
+            tmp_path / "l.jsonl",
             "3",
             "-> give the data folder and the --images of the recorded search",
         ),
@@ -120,14 +150,10 @@ def test_the_command_searches_reports_resumes_and_replays(
             "name the ledger of a search that has begun",
         ),
     ):
-        assert main([*replayed, str(recording), "--images", images]) == 1
+        assert replay_command(str(recording), "--images", images) == 1
         assert message in capsys.readouterr().out
-    assert not (tmp_path / "folder").exists() and not again.exists()
-    assert main([*replayed, str(ledger), "--images", "6"]) == 0
-    output = capsys.readouterr()
-    before, after = (line.split()[1] for line in output.err.splitlines())
-    assert before == after and len(served.requests) == sent, "a replay sends no request"
-    assert json.loads(output.out)["digest"] == winner.digest
+    assert not (tmp_path / "folder").exists()
+    assert not (tmp_path / "again.jsonl").exists()
 
 
 @pytest.mark.parametrize(
@@ -147,55 +173,62 @@ def test_a_model_behind_an_endpoint_is_asked_for_lists(
     tmp_path: Path,
 ) -> None:
     assert run_command("--per-round", "6", "--rounds", "1", *more) == 0
-    asked = [body for body in served.requests if "response_format" in body]
-    assert {body["max_tokens"] for body in asked} == {1024 * length}
-    texts = {body["messages"][1]["content"].splitlines()[-1] for body in asked}
+    requests = [body for body in served.requests if "response_format" in body]
+    assert {body["max_tokens"] for body in requests} == {1024 * length}
+    texts = {body["messages"][1]["content"].splitlines()[-1] for body in requests}
     if ranges:
         assert {
             text.partition("Propose ")[2].partition(" of ")[0] for text in texts
         } == ranges
-    opened = read_ledger(tmp_path / "l.jsonl")[0]
-    assert isinstance(opened, SettingsRecord)
+    (opened,) = select_records(read_ledger(tmp_path / "l.jsonl"), SettingsRecord)
     assert opened.settings.proposals_per_reply == length
 
 
-def test_a_dry_run_prints_an_estimate_and_asks_no_proposer(
-    run_command: Run, served: FakeServer, tmp_path: Path, capsys: Printed
-) -> None:
-    def dry_run(*more: str) -> str:
+@pytest.fixture
+def dry_run(run_command: Run, capsys: Printed) -> Callable[..., str]:
+    """What a dry run prints."""
+
+    def run(*more: str) -> str:
         assert run_command("--dry-run", *more) == 0
         return capsys.readouterr().out
 
+    return run
+
+
+def test_a_dry_run_estimates_what_a_search_takes_and_asks_no_proposer(
+    dry_run: Callable[..., str], served: FakeServer
+) -> None:
     estimate: dict[str, Any] = json.loads(dry_run("--price", "1", "2", "--json"))
-    assert (
-        estimate["calls"] == 2
-        and estimate["money"] > 0
-        and estimate["prompt_tokens"] > 1000
-    )
-    language, request = (message["content"] for message in estimate["messages"])
-    assert (
-        "Propose candidates 1 to 2 of 2" in request
-        and "quality_topk_selector" in language
-    )
+    assert estimate["calls"] == 2 and estimate["seconds"] > 0
+    assert estimate["money"] > 0 and estimate["prompt_tokens"] > 1000
     assert estimate["answers"] == {
         "search": SIZE * (1 + 1 + 4),
         "validation": SIZE * (1 + 1 + 5),
         "test": SIZE * (1 + 1 + 1),
     }
-    numbers = json.loads(dry_run("--space", "numbers", "--json"))["messages"][0][
-        "content"
-    ]
-    assert "lam 0.04 to 0.22" in numbers and "quality_topk_selector" not in numbers
-    assert estimate["seconds"] > 0
     text = dry_run("--proposals-per-reply", "1")
     assert "At most 4 requests to the proposer, each for one proposal: about" in text
     assert re.search(r"The\ssearch\stakes\sabout\s\d+\ss", text)
     assert all("mm_processor_kwargs" in body for body in served.requests)
-    # Budgets are refused here too; without a server there is no time.
+
+
+def test_a_dry_run_prints_the_prompt_of_its_space(dry_run: Callable[..., str]) -> None:
+    messages = json.loads(dry_run("--json"))["messages"]
+    language, request = (message["content"] for message in messages)
+    assert "Propose candidates 1 to 2 of 2" in request
+    assert "quality_topk_selector" in language
+    messages = json.loads(dry_run("--space", "numbers", "--json"))["messages"]
+    numbers = messages[0]["content"]
+    assert "lam 0.04 to 0.22" in numbers and "quality_topk_selector" not in numbers
+
+
+def test_a_dry_run_refuses_budgets_and_knows_no_time_without_a_server(
+    run_command: Run, served: FakeServer, data: Dataset, tmp_path: Path, capsys: Printed
+) -> None:
     assert run_command("--dry-run", "--budget", str(IMAGE_TOKENS)) == 1
     assert "keeps all tokens" in capsys.readouterr().err
     sent = len(served.requests)
-    flags = ["--data", str(tmp_path / "data"), "--strategy", "tpe"]
+    flags = ["--data", str(data.folder), "--strategy", "tpe"]
     assert main(["search", *flags, "--dry-run", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["seconds"] is None
     assert len(served.requests) == sent and not (tmp_path / "l.jsonl").exists()
@@ -263,9 +296,8 @@ def test_a_reply_that_was_cut_names_the_flag_that_gives_it_room(
     path = tmp_path / "enough.jsonl"
     assert run_command(*more, "--reply-tokens", "400", "--ledger", str(path)) == 0
     assert "cut off" not in capsys.readouterr().err
-    texts = [
-        record.text for record in read_ledger(path) if isinstance(record, ReplyRecord)
-    ]
+    replies = select_records(read_ledger(path), ReplyRecord)
+    texts = [record.text for record in replies]
     assert texts == [list_reply(1, 2)], "without thoughts"
 
 
@@ -277,8 +309,8 @@ def test_options_and_refused_fields_are_recorded_with_the_settings(
     is_file: bool, run_command: Run, served: FakeServer, tmp_path: Path
 ) -> None:
     def respond(body: Body) -> Answer:
-        asked = () if "mm_processor_kwargs" in body else ("temperature", "seed")
-        refused = [name for name in asked if name in body]
+        names = () if "mm_processor_kwargs" in body else ("temperature", "seed")
+        refused = [name for name in names if name in body]
         return error(400, f"no {refused[0]}") if refused else answer_search(body, 0)
 
     served.respond = respond
@@ -286,11 +318,11 @@ def test_options_and_refused_fields_are_recorded_with_the_settings(
     file.write_text(f"\ufeff{OBJECT}", encoding="utf-8")
     flags = ["--rounds", "1", "--proposer-options", str(file) if is_file else OBJECT]
     assert run_command(*flags) == 0
-    asked = [body for body in served.requests if "mm_processor_kwargs" not in body][3:]
-    assert asked and all(json.loads(OBJECT).items() <= body.items() for body in asked)
-    assert not any({"temperature", "seed"} & body.keys() for body in asked)
-    opened = read_ledger(tmp_path / "l.jsonl")[0]
-    assert isinstance(opened, SettingsRecord)
+    requests = [body for body in served.requests if "mm_processor_kwargs" not in body]
+    later = requests[3:]
+    assert later and all(json.loads(OBJECT).items() <= body.items() for body in later)
+    assert not any({"temperature", "seed"} & body.keys() for body in later)
+    (opened,) = select_records(read_ledger(tmp_path / "l.jsonl"), SettingsRecord)
     assert json.loads(opened.settings.proposer_options) == json.loads(OBJECT)
     assert opened.settings.unsent == ("seed", "temperature")
 

@@ -219,7 +219,7 @@ def test_dropped_trials_are_estimated_by_the_difficulty_of_their_examples() -> N
     """Both are at -1 on the easy half, where the average trial is at -1 as well."""
     dropped = trial("1.1", EASY, status="dropped")
     known = history(
-        trial("1.0", EASY + HARD), dropped, trial("1.2", status="same", same_as="1.1")
+        trial("1.0", EASY + HARD), dropped, trial("1.2", status="same", reason="1.1")
     )
     assert known.objective_of("1.1") == known.objective_of("1.2") == pytest.approx(-2.0)
     assert known.objective_of("base") == -2.0 and known.objective_of("9.9") is None

@@ -61,7 +61,7 @@ def history() -> History:
         trial("1.0", [-1.0] * 4 + [-2.0] * 12, paper),
         trial("2.0", [-1.1] * 4 + [-1.9] * 12, changed, parent="1.0"),
         trial("2.1", [-2.5] * 2, minimal_state(SETTINGS), "dropped"),
-        trial("2.2", None, other, "same", same_as="1.0"),
+        trial("2.2", None, other, "same", reason="1.0"),
         trial("2.3", [0.0] * 4 + [-1.0] * 12, other, parent="1.0"),
         *(
             trial(f"2.{n}", None, None, "invalid", reason="no such atom")
@@ -93,42 +93,59 @@ def test_prompts_give_no_advice(history: History) -> None:
         assert not ADVICE.findall(text)
 
 
-def test_the_summary_of_a_history(history: History) -> None:
-    """Categories with the questions that lose most, trends, and each candidate with its changes."""
+def test_a_summary_has_categories_with_the_questions_that_lose_most(
+    history: History,
+) -> None:
+    lines = summarize(history).splitlines()
+    assert lines[0] == "Base policy alone: -3000 on 16 questions."
+    assert "- relation: 12, -3000, -1000, 100%" in lines
+    assert "- text: 4, -3000, +0, 0%" in lines
+    assert "Questions of relation that lose most: Q4?; Q5?" in lines
+    # A category that gains has a negative share of the loss.
+    history.trials.append(trial("3.0", [1.0] * 4 + [-1.0] * 12, paper_state(SETTINGS)))
+    text = summarize(history)
+    assert "- relation: 12, -3000, -1000, 150%" in text
+    assert "- text: 4, -3000, +1000, -50%" in text
+
+
+def test_a_summary_has_the_best_of_each_structure_as_changes_of_its_parent(
+    history: History,
+) -> None:
     text = summarize(history)
     lines = text.splitlines()
-    assert lines[0] == "Base policy alone: -3000 on 16 questions."
-    assert (
-        "- relation: 12, -3000, -1000, 100%" in lines
-        and "- text: 4, -3000, +0, 0%" in lines
-    )
-    assert "Questions of relation that lose most: Q4?; Q5?" in lines
-    assert "Scores by round, best and median: 1: -1750, -1750; 2: -750, -1700." in lines
     (line,) = (line for line in lines if line.startswith("- 2.3: -750 on 16 ("))
     assert line.endswith("; 1.0 with reassembly strength 0.0005 -> 1")
     assert "text +0 ± 0; relation -1000 ± 0; better 16, worse 0 than its parent" in line
-    assert "2.2 kept the same tokens as 1.0." in lines
-    assert "- no such atom (3 times)" in lines
     assert re.search(r"- 2\.0: -1700 on 16 \(-950 ± \d+, worse; text -1100 ± ", text)
     assert "1.0 with selector q_e 2 -> 4" in text
     assert not any(line.startswith("- 1.0") for line in lines), (
         "2.3 is the best of its structure"
     )
-    # A category that gains has a negative share of the loss.
-    history.trials.append(trial("3.0", [1.0] * 4 + [-1.0] * 12, paper_state(SETTINGS)))
-    text = summarize(history)
-    assert (
-        "- relation: 12, -3000, -1000, 150%" in text
-        and "- text: 4, -3000, +1000, -50%" in text
+
+
+def test_a_summary_has_trends_duplicates_and_failures(history: History) -> None:
+    lines = summarize(history).splitlines()
+    assert "Scores by round, best and median: 1: -1750, -1750; 2: -750, -1700." in lines
+    assert "2.2 kept the same tokens as 1.0." in lines
+    assert "- no such atom (3 times)" in lines
+    assert not any(line.startswith("Dropped in earlier rounds") for line in lines)
+    history.trials.append(trial("3.0", BASE))
+    lines = summarize(history).splitlines()
+    listed = lines.index("Dropped in earlier rounds, and never measured again:")
+    assert lines[listed + 1].startswith(
+        "- visual_token_norm_saliency; pairwise_cosine_kernel;"
     )
-    # A candidate that was dropped names questions, not its answers at several budgets.
+    assert not any("was dropped after" in line for line in lines)
+
+
+def test_a_dropped_candidate_names_questions_not_answers_at_several_budgets(
+    history: History,
+) -> None:
     dropped = history.trials[2]
     twice = dropped.result.model_copy(update={"examples": 4})
-    history.trials[2:] = [dataclasses.replace(dropped, result=twice)]
-    assert (
-        "2.1 was dropped after 2 questions, from which its score is estimated as "
-        in summarize(history)
-    )
+    history.trials[2] = dataclasses.replace(dropped, result=twice)
+    line = "2.1 was dropped after 2 questions, from which its score is estimated as "
+    assert line in summarize(history)
 
 
 def test_a_change_names_its_atom_wherever_the_parent_has_it() -> None:
@@ -210,8 +227,8 @@ def test_what_hypotheses_are_compared_on() -> None:
     lines = outcomes(
         trial("1.0", [-1.0] * 4 + [-9.0] * 12, expect="higher"),
         trial("2.0", -2.0 + NOISE[:4], None, "dropped", "1.0", expect="lower"),
-        trial("2.1", None, None, "same", "1.0", same_as="1.0", expect="same"),
-        trial("2.2", None, None, "same", same_as="base", expect="higher"),
+        trial("2.1", None, None, "same", "1.0", reason="1.0", expect="same"),
+        trial("2.2", None, None, "same", reason="base", expect="higher"),
         trial(
             "2.3",
             None,

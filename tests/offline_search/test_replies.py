@@ -148,31 +148,31 @@ def test_compact_json_keeps_all_searched_components() -> None:
         assert again.constraints == state.constraints, name
 
 
-def test_core_and_place_of_ranking_are_accepted_where_they_are_searched() -> None:
-    chosen: JsonObject = {
-        "core": {"share": 0.5, "policy": {"name": "visionzip"}},
-        "rank_at": "merger_in",
-    }
-    for accepted in (PAPER_BODY, PAPER_BODY | chosen, {**PAPER_BODY, "core": None}):
+CHOSEN: JsonObject = {
+    "core": {"share": 0.5, "policy": {"name": "visionzip"}},
+    "rank_at": "merger_in",
+}
+
+
+def test_the_schema_has_core_and_position_of_ranking_where_they_are_searched() -> None:
+    for accepted in (PAPER_BODY, PAPER_BODY | CHOSEN, {**PAPER_BODY, "core": None}):
         assert accepts(SPLIT, accepted)
     question: JsonObject = {"core": {"share": 0.5, "policy": {"name": "cdpruner"}}}
     assert not accepts(SPLIT, PAPER_BODY | question)
     assert not accepts(SPLIT, PAPER_BODY | {"rank_at": "x"})
-    assert not any(
-        accepts(PLAIN, {**PAPER_BODY, name: value}) for name, value in chosen.items()
-    )
-    state = assemble_state(PAPER_BODY | chosen, SPLIT)
-    assert state.core is not None and (state.core.share, state.rank_at) == (
-        0.5,
-        "merger_in",
-    )
+    for name, value in CHOSEN.items():
+        assert not accepts(PLAIN, {**PAPER_BODY, name: value})
+
+
+def test_states_and_prompts_have_core_and_position_of_ranking() -> None:
+    state = assemble_state(PAPER_BODY | CHOSEN, SPLIT)
+    assert state.core is not None and state.core.share == 0.5
+    assert state.rank_at == "merger_in"
     again = assemble_state(compact_json(state), SPLIT)
     assert (again.core, again.rank_at) == (state.core, state.rank_at)
     text = describe_task(SPLIT)
-    assert "core (/core)" in text and '"core": {' in text and "merger_in" in text
-    assert '"core"' not in describe_task(PLAIN) and "rank_at" not in describe_task(
-        PLAIN
-    )
+    for part in ("core (/core)", '"core": {', "merger_in"):
+        assert part in text and part not in describe_task(PLAIN)
 
 
 @pytest.mark.parametrize(
@@ -209,20 +209,27 @@ def test_the_schema_accepts_only_loadable_proposals(settings: Settings) -> None:
         assert accepts(settings, body) == (quota == settings.source_budget)
 
 
-def test_the_papers_library_offers_its_131_atoms_and_refuses_extensions() -> None:
-    extensions = {name for name in ATOMS.names() if ATOMS[name].origin == "extension"}
+EXTENSIONS = {name for name in ATOMS.names() if ATOMS[name].origin == "extension"}
+
+
+def test_the_papers_library_offers_its_131_atoms_and_no_extension() -> None:
     schema = json.dumps(reply_schema(PAPER))
     task = describe_task(PAPER)
     offered = {name for name in ATOMS.names() if json.dumps(name) in schema}
-    assert (
-        offered == set(ATOMS.names()) - extensions
-        and len(offered) == 131
-        and '"r_min"' in schema
-    )
-    assert '"r_min"' not in json.dumps(reply_schema(SEARCHED))
-    assert (
-        not any(name in task for name in extensions) and "reassemble/ASSIGNMENT" in task
-    )
+    assert offered == set(ATOMS.names()) - EXTENSIONS and len(offered) == 131
+    assert '"r_min"' in schema and '"r_min"' not in json.dumps(reply_schema(SEARCHED))
+    assert not any(name in task for name in EXTENSIONS)
+    assert "reassemble/ASSIGNMENT" in task
+    kernels = EXTENSIONS & set(ATOMS.names("similarity_kernel"))
+    assert kernels
+    for kernel in kernels:
+        scoring = {**PAPER_BODY["scoring"], "kernel": {"atom": kernel}}
+        assert assemble_state(PAPER_BODY | {"scoring": scoring}, SEARCHED).digest
+        with pytest.raises(StateError, match=f"{kernel} is an extension"):
+            assemble_state(PAPER_BODY | {"scoring": scoring}, PAPER)
+
+
+def test_the_papers_library_has_source_budget_safety_and_r_min() -> None:
     selector = {"atom": "reference_residual_exchange_selector", "q_e": 8, "r_min": 30}
     body: JsonObject = PAPER_BODY | {
         "source": {"priors": [{"atom": "reference_mask_prior", "floor": 0.5}]},
@@ -240,11 +247,6 @@ def test_the_papers_library_offers_its_131_atoms_and_refuses_extensions() -> Non
     assert "reference_mask_prior" in json.dumps(compact_json(state))
     plain = assemble_state(body, SEARCHED)
     assert not plain.source.priors and len(plain.safety) == 4
-    for kernel in extensions & set(ATOMS.names("similarity_kernel")):
-        body["scoring"] = {**PAPER_BODY["scoring"], "kernel": {"atom": kernel}}
-        assert assemble_state(body, SEARCHED).digest
-        with pytest.raises(StateError, match=f"{kernel} is an extension"):
-            assemble_state(body, PAPER)
 
 
 # ---- lists ----
@@ -340,12 +342,12 @@ def test_a_reply_of_brackets_is_read_in_linear_time(text: str) -> None:
 
 
 @given(st.text('{}[]"\\\n,: a', max_size=40), st.text('{}[]" a\n', max_size=40))
-def test_no_text_around_a_proposal_raises(before: str, after: str) -> None:
+def test_no_text_around_a_proposal_raises(prefix: str, suffix: str) -> None:
     """Text on other lines hides no proposal, unless it is quoted, escaped or a list of its own."""
-    text = f"{before}\n{A}\n{after}"
-    drafts = [parse_one(text), *parse(text), *parse(before + after)]
+    text = f"{prefix}\n{A}\n{suffix}"
+    drafts = [parse_one(text), *parse(text), *parse(prefix + suffix)]
     assert all(draft.state or draft.problems for draft in drafts)
-    if not re.search(r'[\\"\[\]]', before + after):
+    if not re.search(r'[\\"\[\]]', prefix + suffix):
         assert digests(drafts[:1]) == SINGLE[:1]
 
 
@@ -358,9 +360,9 @@ def test_an_invalid_proposal_spoils_no_other(name: str) -> None:
             problem.what and problem.fix for problem in draft.problems
         )
         assert sum(len(str(problem)) for problem in draft.problems) < 20_000
-    before, after = map(json.dumps, items(2))
+    valid, other = map(json.dumps, items(2))
     if HOSTILE[name].startswith("{") and name != "cut":
-        drafts = parse(f'{{"proposals": [{before}, {HOSTILE[name]}, {after}]}}', 3)
+        drafts = parse(f'{{"proposals": [{valid}, {HOSTILE[name]}, {other}]}}', 3)
         assert digests(drafts) == [SINGLE[0], "", SINGLE[1]]
         assert drafts[1].problems and drafts[1].parents == ("1.0",)
 

@@ -33,26 +33,28 @@ async def ledger(search: Searches) -> Path:
     return search.path
 
 
-async def test_the_report_has_the_result_and_what_decided(ledger: Path) -> None:
+async def test_a_report_has_the_result_and_what_it_cost(ledger: Path) -> None:
     report = read_report(read_ledger(ledger))
     winner = report.winner
-    assert winner is not None and sum(report.statuses.values()) == len(report.trials)
-    best = [value for _, value in report.curve()]
-    assert best == sorted(best) and best[-1] == report.ranked[0].result.score
-
+    assert winner is not None and 0 < report.duration < 600
     text = report.document().render_markdown()
+    assert f"Candidate {winner.winner} won" in text
+    assert f"The whole search: {report.duration:,.0f} s." in text
     gain = winner.test.gain
     digits = gain.count_decimals()
     figures = [f"{value:+.{digits}f}" for value in (gain.value, gain.low, gain.high)]
-    assert f"Candidate {winner.winner} won" in text and 0 < report.duration < 600
-    assert f"The whole search: {report.duration:,.0f} s." in text
-    assert f"| {report.ranked[0].name} | {best[-1]:+.4f} |" in text
     assert f"| gain, paired | {figures[0]} ({figures[1]} to {figures[2]}) |" in text
     written = sum(reply.text is not None for reply in report.replies)
-    assert (
-        f"{100 * written:,} prompt and {50 * written:,} completion tokens, at a price"
-        in text
-    )
+    tokens = f"{100 * written:,} prompt and {50 * written:,} completion tokens"
+    assert f"{tokens}, at a price" in text
+    assert "## How sure the search is" in text and "Not known to be worse:" in text
+
+
+async def test_a_report_has_what_decided_side_by_side(ledger: Path) -> None:
+    report = read_report(read_ledger(ledger))
+    winner = report.winner
+    assert winner is not None and report.base_objective is not None
+    text = report.document().render_markdown()
     (row,) = (row for row in report.trials if row.name == winner.winner)
     validation = winner.confirmed[winner.winner].objective
     test = winner.test.objective
@@ -60,14 +62,19 @@ async def test_the_report_has_the_result_and_what_decided(ledger: Path) -> None:
         f"| {winner.winner} (winner) | {row.result.score:+.4f} | {validation.value:+.4f} "
         f"({validation.low:+.4f} to {validation.high:+.4f}) | "
         f"{winner.estimates[winner.winner]:+.4f} | {test.value:+.4f} ("
-    ) in text, "what decided stands side by side"
-    assert report.base_objective is not None
+    ) in text
     assert f"| base policy | {report.base_objective:+.4f} |" in text
-    # The words are a reader's.
-    assert "## How sure the search is" in text and "Not known to be worse:" in text
-    assert (
-        " stopped early" in text and " with the same tokens as an earlier one" in text
-    )
+
+
+async def test_a_report_lists_candidates_in_words_for_readers(ledger: Path) -> None:
+    report = read_report(read_ledger(ledger))
+    assert sum(report.statuses.values()) == len(report.trials)
+    best = [value for _, value in report.curve()]
+    assert best == sorted(best) and best[-1] == report.ranked[0].result.score
+    text = report.document().render_markdown()
+    assert f"| {report.ranked[0].name} | {best[-1]:+.4f} |" in text
+    assert " stopped early" in text
+    assert " with the same tokens as an earlier one" in text
     assert not re.search(r"dropped|\btpe\b|★|->", text.partition("## Candidates")[0])
     page = report.document().render_html()
     assert page.startswith("<!doctype html>") and "<script" not in page

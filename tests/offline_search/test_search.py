@@ -18,12 +18,14 @@ from offline_search.ledger import (
     ProposalRecord,
     ReplyRecord,
     SettingsRecord,
+    Standing,
     SummaryRecord,
     TrialRecord,
     VerdictRecord,
     WinnerRecord,
     digest_records,
     read_ledger,
+    select_records,
 )
 from offline_search.prompt import Messages
 from offline_search.proposer import Reply
@@ -49,31 +51,52 @@ BASE = base_state(settings_of())
 
 
 async def test_every_step_of_the_algorithm_is_a_record(search: Searches) -> None:
-    winner = await search()
+    await search()
     for kind, number in ((ProposalRecord, 9), (TrialRecord, 9), (SummaryRecord, 3)):
         assert len(search.records(kind)) == number
     assert len(search.records(ReplyRecord)) >= 9 and search.records(VerdictRecord)
-    assert search.records(WinnerRecord)
+    assert len(search.records(WinnerRecord)) == 1
 
+
+async def test_the_winning_state_says_where_it_comes_from_and_what_it_scored(
+    search: Searches,
+) -> None:
+    winner = await search()
     state = load_state(json.dumps(winner.state))
-    assert state.digest == winner.digest and state.base_policy.name == "cdpruner"
+    assert state.digest == winner.digest
+    assert state.name == "cdpruner-searched-k8"
     assert state.provenance.scores["test"] == winner.test.model_dump(mode="json")
-    assert winner.test.gain.low <= winner.test.gain.value <= winner.test.gain.high
-
-    # The winner has the best lower bound on both splits together; only it is tested.
-    assert winner.winner == max(winner.gains, key=lambda name: winner.gains[name].low)
+    assert state.provenance.seed == 0 and "synthetic" in state.provenance.evaluated_on
     gain = winner.test.gain
+    assert gain.low <= gain.value <= gain.high
     notes = state.provenance.notes
     assert f"{gain.value:+.3f} ({gain.low:+.3f} to {gain.high:+.3f}) on test." in notes
+
+
+async def test_the_winner_has_the_best_lower_bound_and_is_tested_alone(
+    search: Searches,
+) -> None:
+    winner = await search()
+    assert winner.winner == max(winner.gains, key=lambda name: winner.gains[name].low)
+    tested = {digest_of(job) for job in search.evaluator.jobs if job.split == "test"}
+    assert tested == {winner.digest, BASE.digest, "full"}
+
+
+async def test_finalists_are_measured_on_the_questions_of_two_splits(
+    search: Searches,
+) -> None:
+    winner = await search(confirmed=2)
     results = {
         record.name: record.objective or 0 for record in search.records(TrialRecord)
     }
-    assert 1 <= len(winner.confirmed) <= 5
+    assert len(winner.confirmed) == 2
+    assert (
+        min(results[name] for name in winner.confirmed)
+        == sorted(value for value in results.values() if value)[-2]
+    )
     for name, validation in winner.confirmed.items():
         mean = (results[name] + validation.objective.value) / 2
         assert winner.estimates[name] == pytest.approx(mean, abs=1e-5)
-    tested = {digest_of(job) for job in search.evaluator.jobs if job.split == "test"}
-    assert tested == {winner.digest, BASE.digest, "full"}
 
 
 async def test_duplicate_states_are_measured_once_at_every_budget(
@@ -130,8 +153,8 @@ async def test_a_search_for_mmes_total_finds_what_log_probability_hides(
         if job.candidate is None:
             return Answers((0.0,) * count, (True,) * count)
         few = '"q_e":1' in job.candidate.model_dump_json()
-        right = tuple(bool(few or number % 2) for number in range(count))
-        return Answers((-2.0 if few else -1.0,) * count, right)
+        correct = tuple(bool(few or number % 2) for number in range(count))
+        return Answers((-2.0 if few else -1.0,) * count, correct)
 
     for objective, total, values in (
         ("mme", 400, {0.0, -0.3}),
@@ -154,6 +177,12 @@ async def test_a_search_for_mmes_total_finds_what_log_probability_hides(
 # ---- fresh questions ----
 
 
+def standings_of(search: Searches) -> list[Standing]:
+    """Who led after each round."""
+    records = search.records(SummaryRecord)
+    return [record.standing for record in records if record.standing]
+
+
 async def test_each_round_has_fresh_questions_which_leaders_are_asked_too(
     search: Searches,
 ) -> None:
@@ -163,22 +192,23 @@ async def test_each_round_has_fresh_questions_which_leaders_are_asked_too(
     pool = search.evaluator.dataset.splits["search"]
     jobs = search.evaluator.jobs
     for start in range(0, len(pool), 8):
-        block = [example.category for example in pool[start : start + 8]]
-        assert block.count("digit") == block.count("colour") == 4
-    asked: dict[str, set[int]] = {}
+        categories = [example.category for example in pool[start : start + 8]]
+        assert categories.count("digit") == categories.count("colour") == 4
+    answered: dict[str, set[int]] = {}
     for job in jobs:
         if job.split == "search":
-            places = asked.setdefault(digest_of(job), set())
-            assert not places & {*range(job.start, job.stop)}, "nothing is asked twice"
-            places |= {*range(job.start, job.stop)}
-    assert asked["full"] == asked[BASE.digest] == {*range(len(pool))}
-    names = {each.digest: each.name for each in search.records(ProposalRecord)}
+            questions = answered.setdefault(digest_of(job), set())
+            block = {*range(job.start, job.stop)}
+            assert not questions & block, "nothing is asked twice"
+            questions |= block
+    assert answered["full"] == answered[BASE.digest] == {*range(len(pool))}
+    names = {record.digest: record.name for record in search.records(ProposalRecord)}
     counts = {
-        name: len(asked[digest]) for digest, name in names.items() if digest in asked
+        name: len(answered[digest])
+        for digest, name in names.items()
+        if digest in answered
     }
-    standings = [
-        each.standing for each in search.records(SummaryRecord) if each.standing
-    ]
+    standings = standings_of(search)
     assert max(counts.values()) > 8, "leaders are asked again in the next round"
     assert counts["4.0"] == 8 and len(standings) == 4
     again = sum(counts.values()) - 8 * len(counts)
@@ -204,7 +234,8 @@ async def test_gains_do_not_depend_on_how_often_a_finalist_was_asked(
     winner = await search(
         strategy="random", proposer="", rounds=4, block=8, change=answer
     )
-    digests = {each.name: each.digest for each in search.records(ProposalRecord)}
+    proposals = search.records(ProposalRecord)
+    digests = {record.name: record.digest for record in proposals}
     losses = {name: loss(digests[name]) for name in winner.gains}
     for name, gain in winner.gains.items():
         assert gain.value == pytest.approx(0.5 - losses[name], abs=1e-5)
@@ -228,13 +259,14 @@ async def test_a_search_whose_leaders_are_tied_goes_elsewhere_and_then_stops(
         resolution=0.01,
         change=no_difference,
     )
-    standings = [
-        each.standing for each in search.records(SummaryRecord) if each.standing
-    ]
-    assert [each.plateaus for each in standings][-1] == 2 and len(standings) >= 5
-    changed = next(n for n, each in enumerate(standings, 1) if each.plateaus)
+    standings = standings_of(search)
+    plateaus = [standing.plateaus for standing in standings]
+    assert plateaus[-1] == 2 and len(plateaus) >= 5
+    changed = 1 + plateaus.index(1)
     later = {
-        each.origin for each in search.records(ProposalRecord) if each.round > changed
+        record.origin
+        for record in search.records(ProposalRecord)
+        if record.round > changed
     }
     assert later <= {"random", "tpe", "warm start"}, "no variants of what is tied"
     stops = [line for line in search.lines if line.startswith("plateau")]
@@ -264,10 +296,9 @@ async def test_a_search_whose_leader_stays_ahead_stops(search: Searches) -> None
         resolution=0.01,
         change=answer,
     )
-    standings = [
-        each.standing for each in search.records(SummaryRecord) if each.standing
-    ]
-    assert [*dict.fromkeys(each.plateaus for each in standings)] == [0, 2]
+    standings = standings_of(search)
+    plateaus = [standing.plateaus for standing in standings]
+    assert [*dict.fromkeys(plateaus)] == [0, 2]
     assert winner.digest == leader[0]
     assert 0.5 <= standings[-1].answers / (12 * 3 * 8) < 0.7, "the rest is given back"
 
@@ -315,19 +346,17 @@ async def test_a_search_resumes_from_any_prefix_repeats_no_step_and_replays(
         )
         assert search.digest() == digest
         records = [json.loads(line) for line in lines[:end]]
-        known = {
-            (r["digest"], r["split"], r["start"])
-            for r in records
-            if r["kind"] == "evaluation"
+        recorded = {
+            (record["digest"], record["split"], record["start"])
+            for record in records
+            if record["kind"] == "evaluation"
         }
-        again = {
+        measured = {
             (digest_of(job), job.split, job.start) for job in search.evaluator.jobs
         }
-        assert not known & again, "measured again"
-    replayed, before, after = await replay(
-        complete, tmp_path / "again", search.data.folder
-    )
-    assert before == after == digest
+        assert not recorded & measured, "measured again"
+    replayed, *digests = await replay(complete, tmp_path / "again", search.data.folder)
+    assert digests == [digest, digest]
     assert replayed.digest == winner.digest and replayed.test == winner.test
     if changes.get("core"):
         states = [record.state or {} for record in search.records(ProposalRecord)]
@@ -341,10 +370,12 @@ async def test_a_recorded_search_replays_and_would_send_the_same_prompts_today(
     name: str, digest: str, search: Searches, tmp_path: Path
 ) -> None:
     recording = RECORDED / f"{name}.jsonl"
-    _, before, after = await replay(recording, tmp_path / "again", search.data.folder)
-    assert before == after and after.startswith(digest)
+    _, original, replayed = await replay(
+        recording, tmp_path / "again", search.data.folder
+    )
+    assert original == replayed and replayed.startswith(digest)
     records = read_ledger(recording)
-    replies = [each for each in records if isinstance(each, ReplyRecord)]
+    replies = select_records(records, ReplyRecord)
     requests = list[str]()
 
     class Checked(RecordedProposer):
@@ -354,12 +385,12 @@ async def test_a_recorded_search_replays_and_would_send_the_same_prompts_today(
             requests.append(hashlib.sha256(json.dumps(messages).encode()).hexdigest())
             return await super().reply(messages, schema, seed)
 
-    (opened,) = (record for record in records if isinstance(record, SettingsRecord))
+    (opened,) = select_records(records, SettingsRecord)
     unanswered = [record for record in records if not isinstance(record, ReplyRecord)]
     evaluator = SyntheticEvaluator(search.data)
     with Ledger(tmp_path / "sent", unanswered) as ledger:
         await Search(opened.settings, ledger, evaluator, Checked(replies)).run()
-        assert digest_records(ledger) == after
+        assert digest_records(ledger) == replayed
     assert sorted(requests) == sorted(record.request for record in replies)
     assert not evaluator.jobs
 
@@ -374,10 +405,9 @@ async def test_a_recording_is_only_read_and_what_is_missing_in_it_is_an_error(
     recording.write_text(text)
     with Ledger(recording) as ledger:  # no replay waits for its lock
         recording.write_text(text)
-        _, before, after = await replay(recording, target, search.data.folder)
-        assert (
-            before == after == digest_records(ledger) and recording.read_text() == text
-        )
+        _, *digests = await replay(recording, target, search.data.folder)
+        assert digests == [digest_records(ledger)] * 2
+        assert recording.read_text() == text
     lines = text.splitlines(keepends=True)
     for content, message in (
         ("", "contains no search"),
@@ -430,12 +460,10 @@ async def test_a_failed_evaluation_is_not_scored_as_wrong(
 
     change = undefined if reason == "not finite" else failing(best)
     assert (await search(change=change)).digest != best
-    trials = [
-        each for each in search.records(TrialRecord) if each.status == "unevaluated"
-    ]
-    assert trials and all(
-        each.objective is None and reason in each.reason for each in trials
-    )
+    trials = search.records(TrialRecord)
+    failed = [trial for trial in trials if trial.status == "unevaluated"]
+    assert failed and {trial.objective for trial in failed} == {None}
+    assert all(reason in trial.reason for trial in failed)
 
 
 @pytest.mark.parametrize("per_round", [1, 2])

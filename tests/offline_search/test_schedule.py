@@ -1,0 +1,102 @@
+"""Course of a search: what its rounds may spend, and plateaus."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from offline_search.history import History
+from offline_search.schedule import EvaluationBudget, Plateau
+from tests.offline_search.synthetic import settings_of, trial
+from vllm_autoprune.evaluation.questions import Example
+
+RACED = settings_of(strategy="autoprune+", rounds=4, per_round=3, budgets=(8, 4))
+ROUNDS = settings_of(rounds=4, per_round=3)
+EXAMPLES = [
+    Example(image=f"{number}.png", question="Q?", answer="a", category="all")
+    for number in range(16)
+]
+BASE = np.full(16, -3.0)
+
+
+def history_of(*gains: float) -> History:
+    """A history of one candidate a round, with these gains over the base policy."""
+    trials = [trial(f"{n}.0", BASE + gain) for n, gain in enumerate(gains, 1)]
+    return History(trial("0.0", BASE), trials, EXAMPLES, resolution=0.1)
+
+
+def test_a_race_ends_with_its_answers_and_other_searches_with_their_rounds() -> None:
+    raced = EvaluationBudget(RACED, questions=10)
+    assert raced.per_candidate == 20 and raced.answers == 4 * 3 * 20
+    assert raced.is_spent(240) and not raced.is_spent(239)
+    assert raced.share(9, 60) == 0.25 and raced.share(1, 300) == 1.0
+    fixed = EvaluationBudget(ROUNDS, questions=10)
+    assert not fixed.is_spent(10**6)
+    assert fixed.share(1, 10**6) == 0.25
+
+
+def test_the_last_round_of_a_race_is_smaller() -> None:
+    raced = EvaluationBudget(RACED, questions=10)
+    spent = {0: 9, 180: 9, 190: 6, 220: 3, 239: 3}
+    assert {answers: raced.count_proposals(answers) for answers in spent} == spent
+    assert EvaluationBudget(ROUNDS, questions=10).count_proposals(239) == 3
+
+
+@pytest.mark.parametrize(
+    ("raced", "number", "spent", "text"),
+    [
+        (False, 3, 0, "Round 3 of 4."),
+        (False, 4, 0, "Round 4 of 4. It is the last one: only refinements of"),
+        (True, 4, 179, "Round 4; 179 of 240 answers are spent."),
+        (
+            True,
+            2,
+            180,
+            "Round 2; 180 of 240 answers are spent. It is the last one: only",
+        ),
+    ],
+)
+def test_prompts_say_which_round_it_is(
+    raced: bool, number: int, spent: int, text: str
+) -> None:
+    budget = EvaluationBudget(RACED if raced else ROUNDS, questions=10)
+    said = budget.describe_round(number, spent, history_of(1.0))
+    assert said.startswith(text) and ("last" in said) == ("last" in text)
+    # Nothing can be refined before anything is measured.
+    assert "last" not in budget.describe_round(number, spent, history_of())
+
+
+def levels(gains: Sequence[float], share: float = 0.4) -> list[int]:
+    """Levels of the plateau after each round."""
+    plateau = Plateau()
+    after_rounds = []
+    for number in range(1, len(gains) + 1):
+        plateau.update(history_of(*gains[:number]), number, share)
+        after_rounds.append(plateau.level)
+    return after_rounds
+
+
+def test_two_rounds_that_tie_with_the_leader_are_a_plateau_until_one_is_better() -> (
+    None
+):
+    assert levels([1.0, 1.05, 0.95]) == [0, 0, 1]
+    assert levels([1.0, 1.05, 0.5]) == [0, 0, 0], "a round that is worse is no tie"
+    assert levels([1.0, 1.0, 1.0, 2.0, 2.0]) == [0, 0, 1, 1, 0]
+
+
+def test_a_search_ends_after_four_rounds_without_gain_in_its_second_half() -> None:
+    gains = [1.0, 0.5, 0.5, 0.5, 0.5]
+    assert levels(gains, share=0.5) == [0, 0, 0, 0, 2]
+    assert levels(gains, share=0.49) == [0, 0, 0, 0, 0]
+    assert levels([*gains[:4], 2.0], share=0.5) == [0, 0, 0, 0, 0]
+
+
+def test_nothing_is_a_plateau_without_a_resolution() -> None:
+    history = history_of(1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+    history.resolution = 0.0
+    plateau = Plateau()
+    for number in range(1, 7):
+        plateau.update(history, number, 1.0)
+    assert plateau == Plateau()
