@@ -40,6 +40,7 @@ from vllm_autoprune.tpdsl.base_policy import (
 from vllm_autoprune.tpdsl.frames import pick_from_frames
 from vllm_autoprune.tpdsl.materialize import PruningPolicy, materialize
 from vllm_autoprune.tpdsl.registry import run
+from vllm_autoprune.tpdsl.state import PruningState
 from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens, split_over_tiles
 
 
@@ -79,93 +80,99 @@ def give_core(policy: PruningPolicy, tokens: VisualTokens, core: Tensor) -> Give
     covered = _most_similar(tokens, core, count)
     delta = policy.budget - policy.core
     # A tile covers `count` tokens, or its core tokens if those are more.
-    most = count * (tiles - 1) + max(count, policy.core)
-    if count + -(-delta // tiles) > per_tile or most + delta > tokens.count:
+    closed = count * (tiles - 1) + max(count, policy.core)
+    if count + -(-delta // tiles) > per_tile or closed + delta > tokens.count:
         return Given(core, mask_from_indices(core, tokens.count), covered, policy.core)
-    return Given(core, covered, covered, most)
+    return Given(core, covered, covered, closed)
 
 
 @torch.no_grad()
-def select_tokens(  # noqa: C901
+def select_tokens(
     policy: PruningPolicy, tokens: VisualTokens, start: Given | None = None
 ) -> TokenSelection:
     """Select the tokens to keep of every image, without gradients, beside the given ones.
 
     Needs K < N, and at least K tokens that ``start`` does not close.
     """
-    state, scoring, constraints = (
-        policy.state,
-        policy.state.scoring,
-        policy.state.constraints,
-    )
     if "instruction" in policy.needs:
         tokens.require_instruction()
+    state = policy.state
     tokens = state.ranked(tokens)
-
-    # Base selection; of images whose inputs are not finite, evenly spaced tokens.
     readable = _inputs_finite(policy, tokens)
+    reference = _select_base(policy, tokens, start, readable)
+    picks = reference.picks
+    selected = mask_from_indices(picks, tokens.count)
+    scored = torch.ones_like(readable)
+    if "instruction" in policy.needs and tokens.instruction is not None:
+        scored = tokens.instruction.relevance().isfinite().all(dim=1)
+    quality = None
+    if policy.reads_quality:
+        view = run(VisualTokens, state.source.tokens, tokens)
+        picked = picks
+        budget = policy.budget
+        if start is not None:  # given tokens are picks
+            picked = torch.cat([start.indices, picks], dim=1)
+            budget += start.indices.shape[1]
+        inputs = PriorInputs(state.shared(tokens), state.base_policy, budget, picked)
+        quality = _score(state, view, inputs)
+        scored = scored & quality.isfinite().all(dim=1)
+        if view.features is not tokens.features:
+            scored = scored & view.norm.isfinite().flatten(1).all(dim=1)
+        sound = (readable & scored)[:, None]
+        quality = torch.where(sound, quality, torch.zeros_like(quality))
+        if policy.refines:
+            pool = build_pool(state.constraints.pool, view, quality, picked)
+            selector_inputs = SelectorInputs(
+                tokens=view,
+                picks=picks,
+                pool=pool if start is None else pool & ~start.closed,
+                g=quality,
+                quota=min(policy.quota, picks.shape[1]),
+                kernel_call=state.scoring.kernel,
+                partition_call=state.constraints.partition,
+                start=start,
+            )
+            exchanged = run(Tensor, state.constraints.selector, selector_inputs)
+            selected = torch.where(sound, exchanged, selected)
+
+    code = torch.where(readable, torch.where(scored, 0, 1), 2).to(torch.uint8)
+    indices = indices_from_mask(selected, picks.shape[1])
+    selection = TokenSelection(indices, reference, code, quality)
+    if start is not None:
+        return replace(selection, mergeable=~start.covered)
+    if policy.is_core:
+        count = int(policy.cover * tokens.grid.per_tile)
+        mergeable = _most_similar(tokens, selection.indices, count)
+        return replace(selection, mergeable=mergeable)
+    return selection
+
+
+def _select_base(
+    policy: PruningPolicy, tokens: VisualTokens, start: Given | None, readable: Tensor
+) -> ReferenceSelection:
+    """The base policy's selection; evenly spaced tokens of images that it cannot read."""
     reference = _reference(policy, tokens, start)
     spread = _spread(reference.picks.shape[1], tokens, start)
     picks = torch.where(readable[:, None], reference.picks, spread)
     merged = reference.merged
     if merged is not None:
-        plain = gather_rows(tokens.output, picks).to(merged.dtype)
-        merged = torch.where(readable[:, None, None], merged, plain)
-    reference = replace(reference, picks=picks, merged=merged)
-    kept = mask_from_indices(picks, tokens.count)
-    scored = torch.ones_like(readable)
-    g = None
-    if "instruction" in policy.needs and tokens.instruction is not None:
-        scored = tokens.instruction.relevance().isfinite().all(dim=1)
+        unmerged = gather_rows(tokens.output, picks).to(merged.dtype)
+        merged = torch.where(readable[:, None, None], merged, unmerged)
+    return replace(reference, picks=picks, merged=merged)
 
-    if policy.reads_quality:
-        # Scores: quality g, constant if no signal has a positive weight. Given tokens are picks.
-        view = run(VisualTokens, state.source.tokens, tokens)
-        picked = picks
-        budget = policy.budget
-        if start is not None:
-            picked = torch.cat([start.indices, picks], dim=1)
-            budget += start.indices.shape[1]
-        calls = [call for call in scoring.signals if call.weight > 0]
-        g = tokens.features.new_ones(tokens.batch, tokens.count, dtype=torch.float32)
-        if calls:
-            signals = [run_signal(call, view, picked) for call in calls]
-            g = run_fusion(
-                scoring.fusion, signals, [call.weight for call in calls], picked
-            )
-        known = PriorInputs(state.shared(tokens), state.base_policy, budget, picked)
-        for prior in state.source.priors:
-            if not prior.idle:
-                g = g * run(Tensor, prior, known)
-        scored = scored & g.isfinite().all(dim=1)
-        if view.features is not tokens.features:
-            scored = scored & view.norm.isfinite().flatten(1).all(dim=1)
-        g = torch.where((readable & scored)[:, None], g, torch.zeros_like(g))
 
-        if policy.refines:
-            # Pool, and the exchange of picks for its candidates.
-            pool = build_pool(constraints.pool, view, g, picked)
-            inputs = SelectorInputs(
-                tokens=view,
-                picks=picks,
-                pool=pool if start is None else pool & ~start.closed,
-                g=g,
-                quota=min(policy.quota, picks.shape[1]),
-                kernel_call=scoring.kernel,
-                partition_call=constraints.partition,
-                start=start,
-            )
-            refined = run(Tensor, constraints.selector, inputs)
-            kept = torch.where((readable & scored)[:, None], refined, kept)
-
-    code = torch.where(readable, torch.where(scored, 0, 1), 2).to(torch.uint8)
-    chosen = TokenSelection(indices_from_mask(kept, picks.shape[1]), reference, code, g)
-    if start is not None:
-        return replace(chosen, mergeable=~start.covered)
-    if policy.is_core:
-        count = int(policy.cover * tokens.grid.per_tile)
-        return replace(chosen, mergeable=_most_similar(tokens, chosen.indices, count))
-    return chosen
+def _score(state: PruningState, view: VisualTokens, inputs: PriorInputs) -> Tensor:
+    """Token quality g ``(B, N)``: signals of the view, fused, times priors; 1 without signals."""
+    calls = [call for call in state.scoring.signals if call.weight > 0]
+    quality = view.features.new_ones(view.batch, view.count, dtype=torch.float32)
+    if calls:
+        signals = [run_signal(call, view, inputs.picks) for call in calls]
+        weights = [call.weight for call in calls]
+        quality = run_fusion(state.scoring.fusion, signals, weights, inputs.picks)
+    for prior in state.source.priors:
+        if not prior.idle:
+            quality = quality * run(Tensor, prior, inputs)
+    return quality
 
 
 def _inputs_finite(policy: PruningPolicy, tokens: VisualTokens) -> Tensor:
@@ -220,12 +227,12 @@ def _reference(
     return ReferenceSelection(picks)
 
 
-def _most_similar(tokens: VisualTokens, kept: Tensor, count: int) -> Tensor:
-    """Mask ``(B, N)`` of the kept tokens and those most similar to them.
+def _most_similar(tokens: VisualTokens, indices: Tensor, count: int) -> Tensor:
+    """Mask ``(B, N)`` of the tokens at indices ``(B, A)`` and those most similar to them.
 
-    They are ``count`` tokens of each tile, and at least those kept there.
+    They are ``count`` tokens of each tile, and at least those at the indices.
     """
-    member = mask_from_indices(kept, tokens.count)
+    member = mask_from_indices(indices, tokens.count)
     if count == 0:
         return member
     inside = tokens.by_tile(member)
@@ -283,10 +290,9 @@ def _spread(budget: int, tokens: VisualTokens, start: Given | None) -> Tensor:
     if start is None:
         return _evenly_spaced(tokens.batch, tokens.count, budget, device)
     remaining = tokens.count - start.indices.shape[1]
-    others = indices_from_mask(
-        ~mask_from_indices(start.indices, tokens.count), remaining
-    )
-    return others.gather(1, _evenly_spaced(tokens.batch, remaining, budget, device))
+    is_given = mask_from_indices(start.indices, tokens.count)
+    positions = _evenly_spaced(tokens.batch, remaining, budget, device)
+    return indices_from_mask(~is_given, remaining).gather(1, positions)
 
 
 def _evenly_spaced(batch: int, tokens: int, count: int, device: torch.device) -> Tensor:
@@ -351,8 +357,8 @@ def pool_tokens(budget: int, tokens: VisualTokens) -> RefinedTokens:
     finite = tokens.features.float().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     # One image at a time: a batched product may round differently.
     rows = torch.stack([weights @ image for image in finite])
-    kept = keep_indices(tokens, centres.expand(tokens.batch, -1))
-    return replace(kept, features=rows.to(tokens.features.dtype))
+    refined = keep_indices(tokens, centres.expand(tokens.batch, -1))
+    return replace(refined, features=rows.to(tokens.features.dtype))
 
 
 @lru_cache(maxsize=64)
