@@ -32,8 +32,8 @@ from benchmarks.common.report import environment
 from benchmarks.load.result import COUNTERS, Result, Summary
 from benchmarks.load.settings import LOCUST_FIELDS, RunOptions
 from benchmarks.load.workload import Prepared
-from vllm_autoprune.cli.flags import add_flags, flag_problems
 from vllm_autoprune.errors import AutopruneError, ConfigError
+from vllm_autoprune.flags import add_flags, flag_problems
 from vllm_autoprune.http_client import FAILURES, ServerClient
 
 # A line for each request would be written before its first token is stamped.

@@ -23,29 +23,62 @@ PACKAGE = Path(vllm_autoprune.__file__).parent
 
 # What a room may import of the rooms beside it: arrows point down only. Of serving, sorted by
 # process: API server and worker are separate processes and never import each other.
-SHARED = {"compat", "settings", "plan", "inputs", "identities", "served_state"}
+SHARED = {
+    "compat",
+    "description",
+    "identities",
+    "inputs",
+    "plan",
+    "plan_rules",
+    "request_rules",
+    "request_states",
+    "served_state",
+    "settings",
+    "state_codec",
+    "text_tower",
+}
 ROOMS: dict[str, set[str]] = {
     "ops": {"errors"},
     "tpdsl": {"errors", "ops", "backbones"},
     "base_policies": {"errors", "tpdsl", "ops"},
     "serving.compat": set(),
-    "serving.settings": {"compat"},
+    "serving.request_rules": set(),
+    "serving.text_tower": set(),
+    "serving.settings": {"request_rules", "text_tower"},
+    "serving.flags": {"settings"},
     "serving.plan_codec": set(),
-    "serving.plan": {"compat", "plan_codec"},
+    "serving.state_codec": set(),
+    "serving.state_safety": set(),
+    "serving.plan": {"plan_codec", "state_codec"},
     "serving.identities": {"plan"},
     "serving.inputs": {"plan"},
-    "serving.served_state": {"compat", "plan", "settings"},
-    "serving.encoder_steps": {"plan"},
+    "serving.served_state": {
+        "compat",
+        "plan",
+        "request_rules",
+        "state_codec",
+        "text_tower",
+    },
+    "serving.description": {"request_rules", "served_state", "text_tower"},
+    "serving.request_states": {"plan", "state_codec", "state_safety"},
+    "serving.plan_rules": {"plan", "request_rules", "served_state", "state_codec"},
+    "serving.encoder_steps": {"plan", "state_codec"},
     "serving.api": SHARED,
     "serving.worker": SHARED,
     "serving.models": SHARED | {"api", "worker"},
-    "serving.startup": SHARED | {"api", "encoder_steps", "models"},
-    "serving.plugin": {"compat", "settings", "startup"},
+    "serving.startup_rules": SHARED | {"models"},
+    "serving.startup": SHARED
+    | {"api", "encoder_steps", "models", "startup_rules", "state_safety"},
+    "serving.plugin": {"compat", "flags", "settings", "startup"},
 }
 # All packages of the repository, lowest first: a package imports itself and those of lower layers.
 LAYERS = (
     {"vllm_autoprune.errors"},
-    {"vllm_autoprune.record_file", "vllm_autoprune.backbones"},
+    {
+        "vllm_autoprune.record_file",
+        "vllm_autoprune.backbones",
+        "vllm_autoprune.flags",
+    },
     {"vllm_autoprune.connection", "vllm_autoprune.stream", "vllm_autoprune.statistics"},
     {"vllm_autoprune.http_client", "vllm_autoprune.report", "vllm_autoprune.advise"},
     {"vllm_autoprune.probe", "vllm_autoprune.ops"},

@@ -13,9 +13,9 @@ from benchmarks.load.report import REPORT
 from benchmarks.load.settings import PairedOptions, RequestOptions, Workload
 from benchmarks.load.workload import prepare
 from benchmarks.server import run_command
-from vllm_autoprune.cli.flags import add_flags, flag_problems, read_flags
 from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.errors import ConfigError
+from vllm_autoprune.flags import add_flags, flag_problems, read_flags
 
 
 class _PrepareOptions(RequestOptions):

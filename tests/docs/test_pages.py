@@ -37,8 +37,9 @@ from vllm_autoprune.serving.api import engine_requests, planner
 from vllm_autoprune.serving.api.endpoint import NAME, PATH
 from vllm_autoprune.serving.api.request import HEADERS, PruningRequest
 from vllm_autoprune.serving.compat import BELOW, LOWEST
+from vllm_autoprune.serving.flags import add_flags
 from vllm_autoprune.serving.models import BACKBONES
-from vllm_autoprune.serving.settings import LEVELS, add_flags
+from vllm_autoprune.serving.request_rules import LEVELS
 from vllm_autoprune.serving.worker.features import ImageFeatures, TensorCache
 from vllm_autoprune.serving.worker.metrics import Stopwatch, WorkerMetrics
 from vllm_autoprune.serving.worker.selection import FallbackReporter

@@ -22,13 +22,8 @@ from tests.hostile.site import (
 from tests.serving.unit.samples import with_fields
 from tests.tpdsl.samples import sample
 from vllm_autoprune.http_client import CHAT
-from vllm_autoprune.serving.plan import (
-    FIELD,
-    MAX_RECALLS,
-    Choice,
-    ItemPlan,
-    encode_state,
-)
+from vllm_autoprune.serving.plan import FIELD, MAX_RECALLS, Choice, ItemPlan
+from vllm_autoprune.serving.state_codec import encode_state
 from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET
 from vllm_autoprune.tpdsl.loading import load_state
 from vllm_autoprune.tpdsl.state import PruningState

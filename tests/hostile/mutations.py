@@ -27,7 +27,8 @@ from vllm.multimodal.inputs import (
 from tests.hostile.worker import Request, plan_row
 from tests.serving.unit.samples import fields_of, with_fields
 from vllm_autoprune import RequestError, load_state
-from vllm_autoprune.serving.plan import CHOOSERS, FIELD, Choice, ItemPlan, encode_state
+from vllm_autoprune.serving.plan import CHOOSERS, FIELD, Choice, ItemPlan
+from vllm_autoprune.serving.state_codec import encode_state
 from vllm_autoprune.tpdsl.tokens import POSITIONS
 
 _NUMBERS = (

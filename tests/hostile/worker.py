@@ -39,8 +39,9 @@ from vllm_autoprune.serving.compat import attach
 from vllm_autoprune.serving.compat import worker as patches
 from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.plan import FIELD, LINE
-from vllm_autoprune.serving.served_state import ATTRIBUTE, PlanRules, served_state
-from vllm_autoprune.serving.settings import RequestRules
+from vllm_autoprune.serving.plan_rules import PlanRules
+from vllm_autoprune.serving.request_rules import RequestRules
+from vllm_autoprune.serving.served_state import ATTRIBUTE, served_state
 
 CONTEXT = 1024
 
@@ -83,7 +84,7 @@ class Worker:
         )
         config = options.create_engine_config()
         attach(config.model_config, ATTRIBUTE, served)
-        if served.axes == LINE:
+        if served.capabilities.axes == LINE:
             patches.keep_positions()
             patches.keep_axes(config.model_config, LINE)
         module, _, name = BACKBONES[config.model_config.architecture].model.partition(
@@ -96,7 +97,7 @@ class Worker:
             loader.load_weights(self.model, config.model_config)
             cpu = torch.device("cpu")
             process_weights_after_loading(self.model, config.model_config, cpu)
-        self.has_clips = served.clips
+        self.has_clips = served.capabilities.prunes_videos
         self.requests = [*self._make_requests()]
         (self.neighbour,) = self.requests[0].features
         (self.rows,) = self.encode([self.neighbour])
@@ -112,7 +113,7 @@ class Worker:
         if not self.sender._processor._placeholders.unsplittable:
             turns = [{"images": 1, "text": "is"}, {"images": 1, "text": "the cat"}]
             entries += [{"state": "shared-core"}, {"recall": 3, "recall_turns": turns}]
-        if not self.rules.served.whole_only:
+        if not self.rules.served.capabilities.whole_only:
             entries.append({"cells": "flat"})
         pictures = LARGE, page(), OTHER
         for number, entry in enumerate(entries):

@@ -19,7 +19,7 @@ from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.serving import plugin
 from vllm_autoprune.serving.api.endpoint import AutopruneEndpoint
 from vllm_autoprune.serving.api.request import PruningRequest
-from vllm_autoprune.serving.settings import RequestRules, _DetailBudgets
+from vllm_autoprune.serving.request_rules import DetailBudgets, RequestRules
 
 Request = dict[str, Any]
 """``entry`` has the pruning fields of a request, ``brings`` names the state that it holds in full;
@@ -45,7 +45,7 @@ def sender(level: Any) -> Sender:
         2,
         256,
         explicit=True,
-        detail=_DetailBudgets.model_validate({"low": 4, "high": 16}),
+        detail=DetailBudgets.model_validate({"low": 4, "high": 16}),
     )
     return Sender("tiny", budget=8, rules=rules).with_blocks(16)
 

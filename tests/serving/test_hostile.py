@@ -40,7 +40,7 @@ from tests.serving.http import ask, body, text_of
 from tests.serving.runners import Runner, in_engine
 from tests.tpdsl.samples import edited, sample
 from vllm_autoprune.http_client import CHAT, Metrics
-from vllm_autoprune.serving.served_state import load_request_state
+from vllm_autoprune.serving.request_states import load_request_state
 from vllm_autoprune.tpdsl import refine as executor
 
 pytestmark = pytest.mark.engine

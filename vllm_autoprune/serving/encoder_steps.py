@@ -14,7 +14,8 @@ from cachetools import LRUCache
 from pydantic import ValidationError
 
 from vllm_autoprune.errors import AutopruneError
-from vllm_autoprune.serving.plan import FIELD, NO_KEY, ItemPlan, decode_state
+from vllm_autoprune.serving.plan import FIELD, NO_KEY, ItemPlan
+from vllm_autoprune.serving.state_codec import decode_state
 from vllm_autoprune.tpdsl.cost import DEFAULT_COST, item_cost
 
 if TYPE_CHECKING:

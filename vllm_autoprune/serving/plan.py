@@ -7,18 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from operator import itemgetter
 from typing import Annotated, Literal, get_args
 
 from msgspec import Meta
 from torch import Tensor
 
-from vllm_autoprune.errors import Problem, RequestError, StateError
+from vllm_autoprune.errors import Problem, RequestError
 from vllm_autoprune.serving.plan_codec import RowCodec
+from vllm_autoprune.serving.state_codec import MAX_STATE_BYTES
 from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET
-from vllm_autoprune.tpdsl.state import Provenance, PruningState
-from vllm_autoprune.tpdsl.tokens import Positions, split_over_tiles
+from vllm_autoprune.tpdsl.tokens import Positions
 
 FIELD = "autoprune_plan"
 """Name of the multi-modal field that carries a plan to the worker."""
@@ -66,9 +65,6 @@ LANGUAGE_IDS = 256
 
 Their attention to all earlier tokens is stored, which would take gigabytes for a long document.
 """
-
-MAX_STATE_BYTES = 1 << 14
-"""Bound of the state that a plan carries, in bytes; those that ship take 1,200."""
 
 MAX_CLIP_TOKENS = 1 << 20
 """Bound of N of a clip."""
@@ -293,63 +289,3 @@ def refuse(where: str, what: str, fix: str, kind: str = "") -> RequestError:
 def plan_error(what: str) -> RequestError:
     """Error for a plan that this server refuses."""
     return refuse(FIELD, what, RENDERED)
-
-
-# Canonical bytes of a state, for the plans that carry it to the workers.
-#
-# Sent with every image that needs it, because an API server cannot know which states a worker has
-# already received; a kilobyte is small compared with the pixels.
-
-MAX_CACHED_STATES = 256
-"""States that a process caches, the least recently used dropped first."""
-
-
-@lru_cache(maxsize=MAX_CACHED_STATES)
-def encode_state(state: PruningState) -> bytes:
-    """Encode the fields that determine behaviour, so that equal digests give equal bytes.
-
-    Raises :class:`StateError` for a state larger than MAX_STATE_BYTES.
-    """
-    bare = {"name": state.digest[:12], "provenance": Provenance(), "schema_uri": ""}
-    text = (
-        state.model_copy(update=bare).model_dump_json(exclude={"provenance"}).encode()
-    )
-    if len(text) > MAX_STATE_BYTES:
-        what = (
-            f"{len(text)} bytes of behaviour, and a request may bring {MAX_STATE_BYTES}"
-        )
-        raise StateError(
-            "state", [Problem("", what, "use fewer signals or pools", "size")]
-        )
-    return text
-
-
-@lru_cache(maxsize=MAX_CACHED_STATES)
-def decode_state(text: bytes) -> PruningState:
-    """Inverse of :func:`encode_state`, up to name and provenance."""
-    return PruningState.model_validate_json(text)
-
-
-# Split of an image's budget over its parts, the same in the API server and in the worker.
-
-
-def split_over_parts(
-    budget: int, sizes: Sequence[int], tiles: Sequence[int]
-) -> tuple[int, ...]:
-    """Split K over parts of ``sizes`` tokens: K / T for each of their ``tiles``.
-
-    What does not divide goes to the first parts, and surplus to the next part with room. If K is at
-    least the number of tokens, every part keeps all of its tokens.
-    """
-    shares = split_over_tiles(budget, sum(tiles))
-    budgets = [0] * len(sizes)
-    done = 0
-    for part, size in enumerate(sizes):
-        budgets[part] = min(sum(shares[done : done + tiles[part]]), size)
-        done += tiles[part]
-    surplus = min(budget, sum(sizes)) - sum(budgets)
-    for part, size in enumerate(sizes):
-        more = min(surplus, size - budgets[part])
-        budgets[part] += more
-        surplus -= more
-    return tuple(budgets)

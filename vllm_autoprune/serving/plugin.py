@@ -40,11 +40,8 @@ def register() -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     from vllm_autoprune.serving.compat import attach, get_attachment, patch
-    from vllm_autoprune.serving.settings import (
-        SETTINGS_KEY,
-        WAITING_SETTINGS,
-        add_flags,
-    )
+    from vllm_autoprune.serving.flags import add_flags
+    from vllm_autoprune.serving.settings import SETTINGS_KEY, WAITING_SETTINGS
 
     @patch(EngineArgs, "add_cli_args")
     def add_cli_args(

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import atexit
-import importlib.metadata
 import json
 import logging
 import os
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
 
-from packaging.version import Version
 from prometheus_client import REGISTRY
 from prometheus_client.multiprocess import MultiProcessCollector
-from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 from vllm.utils.torch_utils import (
     kv_cache_dtype_str_to_dtype,
     set_default_torch_num_threads,
@@ -30,36 +27,26 @@ from vllm_autoprune.serving.compat import (
     attach,
     get_attachment,
     require_vllm,
-    reuses_memory_plan,
-    uses_rust_frontend,
     worker,
 )
+from vllm_autoprune.serving.description import describe
 from vllm_autoprune.serving.encoder_steps import EncoderSteps
-from vllm_autoprune.serving.models import (
-    BACKBONES,
-    Backbone,
-    find_packed_reason,
-    find_problems,
-)
-from vllm_autoprune.serving.plan import LINE, MROPE
+from vllm_autoprune.serving.models import BACKBONES
+from vllm_autoprune.serving.plan import LINE
 from vllm_autoprune.serving.served_state import (
     ATTRIBUTE,
     KV_CACHE,
-    NEEDS,
     ServedState,
-    replace_unsafe_state,
     served_state,
 )
 from vllm_autoprune.serving.settings import (
-    CELLS_FLAG,
-    POSITIONS_FLAG,
     SETTINGS_KEY,
-    VIDEO_BUDGET_FLAG,
     WAITING_SETTINGS,
     read_settings,
 )
+from vllm_autoprune.serving.startup_rules import ServedModel, find_startup_problems
+from vllm_autoprune.serving.state_safety import replace_unsafe_state
 from vllm_autoprune.tpdsl.materialize import materialize
-from vllm_autoprune.tpdsl.tokens import Need, Positions
 
 if TYPE_CHECKING:
     from vllm.config import CacheConfig, ModelConfig, VllmConfig
@@ -115,7 +102,7 @@ def _sleep_problem(model_config: ModelConfig, level: int) -> str | None:
     Level 2 discards weights, and what reloads the checkpoint's does not reload the text tower's.
     """
     served = served_state(model_config)
-    if level < 2 or served is None or served.tower is None:
+    if level < 2 or served is None or served.text_tower is None:
         return None
     return (
         f"sleep level {level} would discard the weights of --autoprune-text-tower, which are not "
@@ -168,10 +155,10 @@ def apply_settings(vllm_config: VllmConfig) -> None:
         engine_requests.make_kv_bytes_counter()
     served = replace(served, metrics_folder=_open_metrics_folder(), kv_bytes=kv_bytes)
     attach(model_config, ATTRIBUTE, served)
-    if served.axes == LINE:
+    if served.capabilities.axes == LINE:
         worker.keep_axes(model_config, LINE)
     attach(model_config, KV_CACHE, vllm_config.cache_config)
-    description = served.describe()
+    description = describe(served)
     del description["evidence"]
     logger.info("Serving pruned: %s", json.dumps(description))
 
@@ -215,88 +202,11 @@ def _open_metrics_folder() -> str:
     return folder.name
 
 
-def _resolve_settings(raw: object, vllm_config: VllmConfig) -> ServedState:  # noqa: C901, PLR0915
+def _resolve_settings(raw: object, vllm_config: VllmConfig) -> ServedState:
     """Check all settings against the state and the model; raises ConfigError with all problems."""
     settings, problems = read_settings(raw)
-    model = vllm_config.model_config
-    architecture = str(model.architecture)
-    if uses_rust_frontend():
-        fix = "unset VLLM_USE_RUST_FRONTEND"
-        problems.append(
-            Problem("VLLM_USE_RUST_FRONTEND", "bypasses Python processors", fix)
-        )
-    if reuses_memory_plan():
-        # Filed under vLLM's hash of its configuration, of which our settings are no part.
-        what = "would reuse the memory plan of a server without a state, or with another one"
-        fix = "unset VLLM_ENABLE_STARTUP_PLAN"
-        problems.append(Problem("VLLM_ENABLE_STARTUP_PLAN", what, fix))
-    backbone = BACKBONES.get(architecture)
-    problems += find_problems(architecture, model.hf_config)
-    whole_only = "" if backbone is None else backbone.whole_only
-    encodes_only = bool(getattr(model.multimodal_config, "mm_encoder_only", False))
-    if not getattr(model.multimodal_config, "mm_device_do_normalize", False):
-        whole_only = (
-            whole_only
-            or "gets pixels that are normalised before, and cannot be compared"
-        )
-    # Where the model has no language model, that cannot embed the time of each frame.
-    clips = (
-        backbone is not None
-        and backbone.clips
-        and not (backbone.embeds_text and encodes_only)
-    )
-    if backbone is not None:
-        # Modes in which no state serves the model.
-        if model.trust_remote_code and not backbone.remote_processor:
-            problems += _processor_problems(model.model, model.revision)
-        lora = vllm_config.lora_config
-        connector = vllm_config.kv_transfer_config
-        if lora is not None and lora.enable_tower_connector_lora:
-            # Features are kept by image alone, and LoRA layers bypass the hook on attention.
-            what = "the vision tower would differ between requests"
-            problems.append(
-                Problem("--enable-tower-connector-lora", what, "serve without it")
-            )
-        if vars(vllm_config.compilation_config).get("cudagraph_mm_encoder"):
-            flag = "--compilation-config cudagraph_mm_encoder"
-            what = "encoder graphs would hand on all tokens of an image"
-            problems.append(Problem(flag, what, "serve without it"))
-        if connector is not None:
-            extra = connector.kv_connector_extra_config
-            problems += _connector_problems(str(connector.kv_connector), extra)
-        if backbone.embeds_text and encodes_only and not backbone.clips:
-            what = "the language model embeds the text between the tokens of an image"
-            problems.append(Problem("--mm-encoder-only", what, "serve without it"))
-        if getattr(model.multimodal_config, "video_pruning_rate", None):
-            what = "both it and --autoprune-state say which tokens of a prompt are left"
-            fix = "leave one out; a state with `frames` prunes videos"
-            problems.append(Problem("--video-pruning-rate", what, fix))
-        if backbone.mrope and vllm_config.parallel_config.pipeline_parallel_size > 1:
-            # vLLM asks for the positions of kept tokens where it encodes images: on rank 0.
-            what = (
-                "later ranks would not know the positions of the tokens that are kept"
-            )
-            fix = "serve without it, for example with --tensor-parallel-size"
-            problems.append(Problem("--pipeline-parallel-size", what, fix))
-    if settings is not None and backbone is not None:
-        if settings.recall and backbone.unsplittable:
-            what = (
-                f"later turns cannot recall tokens: this model {backbone.unsplittable}"
-            )
-            problems.append(Problem("--autoprune-recall", what, "leave it out"))
-        if settings.cells is not None and whole_only:
-            what = f"no cell can be dropped: this model {whole_only}"
-            problems.append(
-                Problem(CELLS_FLAG, what, "give none, or leave it and /cells out")
-            )
-        if settings.video_budget is not None and not clips:
-            what = "no token of a video can be chosen: this server's are left whole"
-            problems.append(Problem(VIDEO_BUDGET_FLAG, what, "leave it out"))
-        if settings.positions is not None:
-            problems += _position_problems(settings.positions, backbone, vllm_config)
-        if settings.text_tower is not None:
-            problems += backbone.tower_problems(model.hf_config, settings.text_tower)
-    if problems or settings is None or backbone is None:
+    problems += find_startup_problems(vllm_config, settings)
+    if problems or settings is None:
         raise ConfigError("cannot serve pruned", problems)
     policy = materialize(settings.state, settings.budget)
     try:
@@ -304,12 +214,8 @@ def _resolve_settings(raw: object, vllm_config: VllmConfig) -> ServedState:  # n
     except StateError as error:
         problems = [Problem(f"state#{p.where}", p.what, p.fix) for p in error.problems]
         raise ConfigError("cannot serve pruned", problems) from None
-    packed_only = _find_packed_reason(backbone, vllm_config)
-    unavailable = tuple(
-        (need, f"{problem.where}: {problem.what}")
-        for need in NEEDS
-        for problem in _input_problems(vllm_config, backbone, {need})[:1]
-    )
+    architecture = str(vllm_config.model_config.architecture)
+    model = ServedModel(BACKBONES[architecture], vllm_config)
     served = ServedState(
         architecture,
         state,
@@ -317,140 +223,11 @@ def _resolve_settings(raw: object, vllm_config: VllmConfig) -> ServedState:  # n
         settings.text_tower,
         int(settings.feature_cache_gb * (1 << 30)),
         settings.rules,
-        unavailable,
+        model.find_capabilities(),
         cells=settings.cells,
-        whole_only=whole_only,
-        clips=clips,
         video_budget=settings.video_budget,
-        frame=backbone.frame(model.hf_config) if clips and backbone.frame else None,
         positions=settings.positions,
-        axes=0 if packed_only else MROPE if backbone.mrope else LINE,
-        packed_only=packed_only,
     )
-    if problems := _input_problems(vllm_config, backbone, served.needs):
+    if problems := model.find_input_problems(served.needs):
         raise ConfigError("cannot serve pruned", problems)
     return served
-
-
-def _find_packed_reason(backbone: Backbone, vllm_config: VllmConfig) -> str:
-    """Why kept tokens stand one after the other in any case; empty where they need not."""
-    model = vllm_config.model_config
-    if backbone.mrope:
-        return "" if model.uses_mrope else "is served without the axes of its M-RoPE"
-    if vllm_config.parallel_config.pipeline_parallel_size > 1:
-        return (
-            "is served on pipeline ranks, of which the later do not know which are kept"
-        )
-    drafts = vllm_config.speculative_config
-    if drafts is not None and drafts.uses_draft_kv_cache():
-        return "has a draft model, whose keys and values vLLM places by the positions of tokens"
-    return find_packed_reason(backbone, model.hf_config)
-
-
-def _position_problems(
-    positions: Positions, backbone: Backbone, vllm_config: VllmConfig
-) -> Iterator[Problem]:
-    """Refuse positions that this model cannot have."""
-    reason = _find_packed_reason(backbone, vllm_config)
-    only = "packed"
-    if not reason and backbone.mrope:
-        reason = "has M-RoPE, under which kept tokens keep their places"
-        only = "true"
-    if reason and positions != only:
-        yield Problem(
-            f"{POSITIONS_FLAG} {positions}", f"this model {reason}", "leave it out"
-        )
-
-
-def _processor_problems(model: str, revision: str | None) -> Iterator[Problem]:
-    """Refuse image processors that are Python code of the checkpoint, and would be run."""
-    for name in ("processor_config.json", "preprocessor_config.json"):
-        named = (get_hf_file_to_dict(name, model, revision) or {}).get("auto_map", {})
-        if kinds := named.keys() & {"AutoProcessor", "AutoImageProcessor"}:
-            what = f"{name} has auto_map.{min(kinds)} {named[min(kinds)]!r}, which is not known"
-            fix = "serve without --trust-remote-code, or without a state"
-            yield Problem("model", what, fix)
-
-
-_INSIDE_THE_TOWER: frozenset[Need] = frozenset(
-    {"cls_attention", "encoder", "merger_input", "tower", "next_layer"}
-)
-"""What hooks within the vision tower read."""
-
-_QUESTION: frozenset[Need] = frozenset({"instruction", "words", "language"})
-"""What is made of the question."""
-
-_LANGUAGE: frozenset[Need] = frozenset({"language"})
-
-
-def _input_problems(
-    vllm_config: VllmConfig, backbone: Backbone, needs: Collection[Need]
-) -> list[Problem]:
-    """Problems of inputs that the checkpoint, or the way it is served, cannot provide.
-
-    Features of the image, after the vision tower and its projector, are there in every mode.
-    """
-    modes: list[tuple[frozenset[Need], str, str]] = []
-    """Ways of serving that are on: what they hide from the plugin, the flag, and why."""
-    if vllm_config.lora_config is not None:
-        why = "the state reads the language model's first layers, which are run without adapters"
-        modes.append((_LANGUAGE, "--enable-lora", why))
-    if vllm_config.parallel_config.pipeline_parallel_size > 1:
-        why = "the state reads the language model's first layers on every rank"
-        modes.append((_LANGUAGE, "--pipeline-parallel-size", why))
-    multimodal = vllm_config.model_config.multimodal_config
-    # vLLM has reset it to "weights" where the model cannot do it.
-    if multimodal is not None and multimodal.mm_encoder_tp_mode == "data":
-        why = "a rank encodes some images, and the state reads the vision tower of all of them"
-        modes.append((_INSIDE_THE_TOWER, "--mm-encoder-tp-mode data", why))
-    if vars(vllm_config.compilation_config).get("compile_mm_encoder"):
-        why = "the state reads the inside of the vision tower, where hooks would not be called"
-        modes.append(
-            (_INSIDE_THE_TOWER, "--compilation-config compile_mm_encoder", why)
-        )
-    if vllm_config.ec_transfer_config is not None:
-        why = "images are encoded without their question, which the state reads"
-        modes.append((_QUESTION, "--ec-transfer-config", why))
-    fix = "serve without it, or a state that does not read this"
-    hidden = [
-        Problem(flag, why, fix)
-        for hides, flag, why in modes
-        if not hides.isdisjoint(needs)
-    ]
-    return [
-        *backbone.input_problems(vllm_config.model_config.hf_config, needs),
-        *hidden,
-    ]
-
-
-_LMCACHE = Version("0.5.5")
-"""The oldest LMCache that keeps a whole identity; 0.5.4 keeps 16 bits of it."""
-
-
-def _connector_problems(name: str, extra: object) -> Iterator[Problem]:
-    """Refuse KV connectors that keep 16 bits of an image's identity.
-
-    Two images, or two questions about one, would be given each other's KV. vLLM's own copy of
-    LMCache's integration (``use_native``) does so in 0.32 and 0.33.
-    """
-    extra = extra if isinstance(extra, Mapping) else {}
-    inner = extra.get("connectors")
-    for part in inner if isinstance(inner, list) else ():  # of a MultiConnector
-        if isinstance(part, Mapping):
-            inner_extra = part.get("kv_connector_extra_config")
-            yield from _connector_problems(str(part.get("kv_connector")), inner_extra)
-    if not name.startswith("LMCache"):
-        return
-    where = f"--kv-transfer-config {name}"
-    what = "keeps 16 bits of an image's identity"
-    if extra.get("use_native"):
-        yield Problem(where, f"use_native {what}", "leave use_native out")
-        return
-    try:
-        version = Version(importlib.metadata.version("lmcache"))
-    except importlib.metadata.PackageNotFoundError:
-        return  # vLLM says so itself
-    if version < _LMCACHE:
-        yield Problem(
-            where, f"LMCache {version} {what}", f"install lmcache>={_LMCACHE}"
-        )

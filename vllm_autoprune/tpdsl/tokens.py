@@ -431,6 +431,28 @@ def split_over_tiles(budget: int, tiles: int) -> tuple[int, ...]:
     return tuple(share + (tile < remainder) for tile in range(tiles))
 
 
+def split_over_parts(
+    budget: int, sizes: Sequence[int], tiles: Sequence[int]
+) -> tuple[int, ...]:
+    """Split K over parts of ``sizes`` tokens: K / T for each of their ``tiles``.
+
+    What does not divide goes to the first parts, and surplus to the next part with room. If K is at
+    least the number of tokens, every part keeps all of its tokens.
+    """
+    shares = split_over_tiles(budget, sum(tiles))
+    budgets = [0] * len(sizes)
+    done = 0
+    for part, size in enumerate(sizes):
+        budgets[part] = min(sum(shares[done : done + tiles[part]]), size)
+        done += tiles[part]
+    surplus = min(budget, sum(sizes)) - sum(budgets)
+    for part, size in enumerate(sizes):
+        more = min(surplus, size - budgets[part])
+        budgets[part] += more
+        surplus -= more
+    return tuple(budgets)
+
+
 @dataclass(frozen=True, slots=True)
 class TileGroup:
     """Adjacent tiles with an equal share of the budget."""

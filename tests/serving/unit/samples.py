@@ -30,14 +30,16 @@ from vllm_autoprune.serving.api.request import (
 from vllm_autoprune.serving.compat import attach
 from vllm_autoprune.serving.models import BACKBONES, find_packed_reason
 from vllm_autoprune.serving.plan import FIELD, LINE, MROPE, REQUEST_FIELD, Ids, ItemPlan
+from vllm_autoprune.serving.plan_rules import PlanRules
+from vllm_autoprune.serving.request_rules import DEFAULT_RULES, RequestRules
 from vllm_autoprune.serving.served_state import (
     ATTRIBUTE,
     KV_CACHE,
-    PlanRules,
+    Capabilities,
     ServedState,
 )
-from vllm_autoprune.serving.settings import DEFAULT_RULES, RequestRules, TextTower
 from vllm_autoprune.serving.startup import _resolve_settings
+from vllm_autoprune.serving.text_tower import TextTower
 from vllm_autoprune.serving.worker.batch import (
     ModelParts,
     SelectionContext,
@@ -315,17 +317,16 @@ class Sender:
         edits = {f"/{field}": value for field, value in changes.items()}
         backbone = BACKBONES[config.architecture]
         state = served(edits, budget)
-        frame = backbone.frame(config.hf_config) if backbone.frame else None
-        state = replace(
-            state,
-            whole_only=backbone.whole_only,
-            clips=backbone.clips,
-            frame=frame,
-            rules=rules,
-        )
         packed_only = find_packed_reason(backbone, config.hf_config)
-        axes = 0 if packed_only else MROPE if backbone.mrope else LINE
-        state = replace(state, axes=axes, packed_only=packed_only)
+        axes = MROPE if backbone.mrope else LINE
+        capabilities = Capabilities(
+            whole_only=backbone.whole_only,
+            packed_only=packed_only,
+            axes=0 if packed_only else axes,
+            prunes_videos=backbone.clips,
+            frame=backbone.frame(config.hf_config) if backbone.frame else None,
+        )
+        state = replace(state, capabilities=capabilities, rules=rules)
         attach(config, ATTRIBUTE, state)
         self._rules = PlanRules(state, config.get_vocab_size())
         module, _, name = BACKBONES[config.architecture].model.partition(":")

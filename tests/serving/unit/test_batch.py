@@ -33,7 +33,7 @@ from tests.serving.unit.samples import (
 from tests.tpdsl.samples import images as visual_tokens
 from tests.tpdsl.samples import state
 from vllm_autoprune import Grid, PruningPolicy, VisualTokens, materialize
-from vllm_autoprune.serving.plan import Chooser, split_over_parts
+from vllm_autoprune.serving.plan import Chooser
 from vllm_autoprune.serving.worker import batch, selection
 from vllm_autoprune.serving.worker.batch import SelectionContext
 from vllm_autoprune.serving.worker.features import (
@@ -56,6 +56,7 @@ from vllm_autoprune.tpdsl.base_policy import (
     TokenSelection,
 )
 from vllm_autoprune.tpdsl.refine import _evenly_spaced, keep_reference, select_tokens
+from vllm_autoprune.tpdsl.tokens import split_over_parts
 
 SPLIT = served({"/core": {"share": 0.5}})
 

@@ -22,8 +22,9 @@ from vllm_autoprune.serving.api.cells import _UNCOMPARED, _drop_cells
 from vllm_autoprune.serving.api.engine_requests import _check_features
 from vllm_autoprune.serving.inputs import CELLS_FIELD, check_inputs
 from vllm_autoprune.serving.plan import NO_KEY, ItemPlan
-from vllm_autoprune.serving.served_state import PlanRules
-from vllm_autoprune.serving.settings import RequestRules
+from vllm_autoprune.serving.plan_rules import PlanRules
+from vllm_autoprune.serving.request_rules import RequestRules
+from vllm_autoprune.serving.served_state import Capabilities
 from vllm_autoprune.tpdsl.cells import Cells
 
 pytestmark = pytest.mark.compat
@@ -185,7 +186,9 @@ def test_cells_in_a_request_from_elsewhere_are_checked(
         "image_grid_thw": element(GRID, keep_on_cpu=True),
         "pixel_values": element(rows),
     }
-    rules = PlanRules(replace(served(), whole_only=whole_only), 100)
+    rules = PlanRules(
+        replace(served(), capabilities=Capabilities(whole_only=whole_only)), 100
+    )
     with pytest.raises(RequestError, match=problem) if problem else nullcontext():
         _check_features(rules, [item], "", MultiModalConfig())
 

@@ -31,9 +31,12 @@ from vllm_autoprune.serving.models.mrope import (
     position_channels,
     set_times,
 )
-from vllm_autoprune.serving.plan import NO_KEY, ItemPlan, encode_state
-from vllm_autoprune.serving.served_state import PlanRules
-from vllm_autoprune.serving.settings import VIDEO_BUDGET_FLAG, RequestRules
+from vllm_autoprune.serving.plan import NO_KEY, ItemPlan
+from vllm_autoprune.serving.plan_rules import PlanRules
+from vllm_autoprune.serving.request_rules import RequestRules
+from vllm_autoprune.serving.served_state import Capabilities
+from vllm_autoprune.serving.settings import VIDEO_BUDGET_FLAG
+from vllm_autoprune.serving.state_codec import encode_state
 from vllm_autoprune.serving.worker.features import ImageFeatures, Region
 from vllm_autoprune.serving.worker.rows import KeptRows, insert_text
 from vllm_autoprune.serving.worker.selection import FallbackReporter, PlanReader
@@ -50,6 +53,7 @@ TOKENS = GROUPS * PER_FRAME
 CLIP = clip(FRAMES)
 OTHER = clip(FRAMES, 1)
 SHORT = clip(FRAMES - 2)
+VIDEOS = Capabilities(prunes_videos=True)
 
 
 @pytest.fixture(scope="module")
@@ -422,7 +426,9 @@ def test_plans_from_elsewhere_are_held_to_the_rules(
 ) -> None:
     """MAX bounds the tokens of a group, and the server's own budget those of the clip."""
     changes = {f"/{name}": value for name, value in state("vcast").items() if frames}
-    server = replace(served(changes), rules=RequestRules(level, 1, 3), clips=True)
+    server = replace(
+        served(changes), rules=RequestRules(level, 1, 3), capabilities=VIDEOS
+    )
     rules = PlanRules(server, 100)
     plan = ItemPlan(8, NO_KEY, tokens=24, frames=4)
     if frames:
@@ -468,7 +474,7 @@ def test_a_plan_with_a_state_is_held_to_the_price_of_its_clip() -> None:
     dear = load_state(
         json.dumps({**json.loads(load_state("cdpruner").dumps()), "frames": frames})
     )
-    server = replace(served(), rules=RequestRules("states"), clips=True)
+    server = replace(served(), rules=RequestRules("states"), capabilities=VIDEOS)
     plan = ItemPlan(8, NO_KEY, state=encode_state(dear), tokens=4096, frames=16)
     PlanRules(server, 100).check_choice(plan)
     with pytest.raises(RequestError, match="predicted to take"):

@@ -13,7 +13,8 @@ from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
 from vllm_autoprune.serving.compat.worker import bound_encoder_steps
 from vllm_autoprune.serving.encoder_steps import EncoderSteps
-from vllm_autoprune.serving.plan import FIELD, Choice, ItemPlan, encode_state
+from vllm_autoprune.serving.plan import FIELD, Choice, ItemPlan
+from vllm_autoprune.serving.state_codec import encode_state
 from vllm_autoprune.tpdsl.cost import DEFAULT_COST, item_cost, state_cost
 from vllm_autoprune.tpdsl.loading import load_state
 from vllm_autoprune.tpdsl.state import PruningState

@@ -45,7 +45,7 @@ from vllm_autoprune.serving.api.refusal import REFUSED
 from vllm_autoprune.serving.api.renderer import _MESSAGE_FIELDS, _pass_fields
 from vllm_autoprune.serving.api.request import SALT, CacheSalt
 from vllm_autoprune.serving.plan import FIELD, KWARGS, ItemPlan
-from vllm_autoprune.serving.settings import DEFAULT_RULES, RequestRules
+from vllm_autoprune.serving.request_rules import DEFAULT_RULES, RequestRules
 
 pytestmark = pytest.mark.compat
 

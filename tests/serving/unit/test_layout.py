@@ -23,7 +23,7 @@ from vllm_autoprune.serving.api.layout import (
 )
 from vllm_autoprune.serving.api.request import RecallTurn, split_shared_budget
 from vllm_autoprune.serving.plan import NO_KEY, ItemPlan
-from vllm_autoprune.serving.settings import RequestRules
+from vllm_autoprune.serving.request_rules import RequestRules
 from vllm_autoprune.tpdsl.cost import DEFAULT_COST, state_cost
 from vllm_autoprune.tpdsl.loading import load_state
 

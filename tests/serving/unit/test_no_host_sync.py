@@ -30,7 +30,7 @@ from tests.stand_in_device import DEVICE, WaitsForDevice, forbid_waiting
 from vllm_autoprune import Grid
 from vllm_autoprune.serving.models.mrope import position_channels
 from vllm_autoprune.serving.plan import Choice, ItemPlan
-from vllm_autoprune.serving.settings import read_text_tower
+from vllm_autoprune.serving.text_tower import read_text_tower
 from vllm_autoprune.serving.worker.batch import (
     ModelParts,
     SelectionContext,

@@ -37,16 +37,12 @@ from vllm_autoprune.serving.plan import (
     NO_KEY,
     Choice,
     ItemPlan,
-    decode_state,
-    encode_state,
 )
-from vllm_autoprune.serving.served_state import PlanRules
-from vllm_autoprune.serving.settings import (
-    LEVELS,
-    RequestRules,
-    TextTower,
-    _DetailBudgets,
-)
+from vllm_autoprune.serving.plan_rules import PlanRules
+from vllm_autoprune.serving.request_rules import LEVELS, DetailBudgets, RequestRules
+from vllm_autoprune.serving.served_state import Capabilities
+from vllm_autoprune.serving.state_codec import decode_state, encode_state
+from vllm_autoprune.serving.text_tower import TextTower
 from vllm_autoprune.serving.worker.batch import SelectionContext, prune_images
 from vllm_autoprune.serving.worker.selection import FallbackReporter, PlanReader
 from vllm_autoprune.tpdsl.loading import shipped_states
@@ -225,7 +221,7 @@ def test_a_state_is_encoded_without_name_and_provenance(
         != UNSHIPPED
     )
     encode_state.cache_clear()  # other tests may have encoded this state
-    monkeypatch.setattr("vllm_autoprune.serving.plan.MAX_STATE_BYTES", 100)
+    monkeypatch.setattr("vllm_autoprune.serving.state_codec.MAX_STATE_BYTES", 100)
     with pytest.raises(StateError, match="may bring 100"):
         encode_state(state({"/constraints/selector/q_e": 5}))
 
@@ -286,11 +282,15 @@ def rules(level: Any = "states", most: int = 64, **fields: Any) -> PlanRules:
 
 
 LACKING = PlanRules(
-    replace(rules().served, unavailable=(("language", "not here"),)), VOCABULARY
+    replace(
+        rules().served,
+        capabilities=Capabilities(unavailable=(("language", "not here"),)),
+    ),
+    VOCABULARY,
 )
 TOWER = TextTower("some/clip", 1, "because", 77, 768, 1024, vocabulary=10)
-WITH_TOWER = PlanRules(replace(rules().served, tower=TOWER), VOCABULARY)
-DETAIL = _DetailBudgets.model_validate({"low": 4, "high": 10})
+WITH_TOWER = PlanRules(replace(rules().served, text_tower=TOWER), VOCABULARY)
+DETAIL = DetailBudgets.model_validate({"low": 4, "high": 10})
 
 
 @pytest.mark.parametrize(

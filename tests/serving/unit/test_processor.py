@@ -30,7 +30,7 @@ from vllm_autoprune import RequestError
 from vllm_autoprune.selftest.backbones import TINY_MODELS, build
 from vllm_autoprune.serving.api import planner
 from vllm_autoprune.serving.models.qwen import _GlmVision, _Qwen2Vision
-from vllm_autoprune.serving.settings import RequestRules
+from vllm_autoprune.serving.request_rules import RequestRules
 
 pytestmark = pytest.mark.compat
 

@@ -15,7 +15,7 @@ from vllm_autoprune.serving.api.refusal import (
     RefusedRequest,
     refusing_requests,
 )
-from vllm_autoprune.serving.settings import RequestRules
+from vllm_autoprune.serving.request_rules import RequestRules
 
 
 def test_an_error_of_ours_is_one_of_vllms_with_the_same_message() -> None:

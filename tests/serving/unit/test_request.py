@@ -19,7 +19,7 @@ from vllm_autoprune import (
     load_state,
     materialize,
 )
-from vllm_autoprune.serving import served_state
+from vllm_autoprune.serving import request_states, state_safety
 from vllm_autoprune.serving.api import request as request_module
 from vllm_autoprune.serving.api.layout import TokenCount
 from vllm_autoprune.serving.api.request import (
@@ -30,10 +30,12 @@ from vllm_autoprune.serving.api.request import (
     refuse_misplaced,
 )
 from vllm_autoprune.serving.api.resolve import check_fields, resolve_plans
-from vllm_autoprune.serving.plan import KWARGS, NO_KEY, ItemPlan, decode_state
-from vllm_autoprune.serving.served_state import NEEDS, ServedState, load_request_state
-from vllm_autoprune.serving.settings import LEVELS, RequestRules, _DetailBudgets
+from vllm_autoprune.serving.plan import KWARGS, NO_KEY, ItemPlan
+from vllm_autoprune.serving.request_rules import LEVELS, DetailBudgets, RequestRules
+from vllm_autoprune.serving.request_states import load_request_state
+from vllm_autoprune.serving.served_state import NEEDS, ServedState
 from vllm_autoprune.serving.startup import _resolve_settings
+from vllm_autoprune.serving.state_codec import decode_state
 from vllm_autoprune.tpdsl.atoms.safety import Verdict
 from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 
@@ -215,13 +217,13 @@ async def test_a_header_that_is_nearly_ours_is_answered_and_not_ignored(
 # ---- K, state and control of each image ----
 
 N = 144
-DETAIL = _DetailBudgets.model_validate({"low": 4, "high": 32})
+DETAIL = DetailBudgets.model_validate({"low": 4, "high": 32})
 
 
 def server(
     level: Any = "states", least: int = 1, most: int = 65536, **fields: Any
 ) -> ServedState:
-    detail = fields.pop("detail", _DetailBudgets())
+    detail = fields.pop("detail", DetailBudgets())
     total = fields.pop("total", None)
     rules = RequestRules(level, least, most, detail=detail, total=total)
     return replace(served(), rules=rules, **fields)
@@ -244,7 +246,7 @@ def resolve_images(
 
 BOUNDED = server(least=8, most=64)
 DETAILED = server(detail=DETAIL)
-SHARES = _DetailBudgets.model_validate({"low": "1/16", "high": "1/4:1-64"})
+SHARES = DetailBudgets.model_validate({"low": "1/16", "high": "1/4:1-64"})
 BY_DETAIL = [server(level, detail=DETAIL) for level in LEVELS]
 LOW_HIGH = {"details": ["low", "high"]}
 POOR = server(unavailable=(("language", "--enable-lora: because"),))
@@ -290,7 +292,7 @@ VISIONZIP = load_state("visionzip").budget.range()[1]
             for on in BY_DETAIL
         ),
         (
-            server(detail=_DetailBudgets.model_validate({"low": 4})),
+            server(detail=DetailBudgets.model_validate({"low": 4})),
             LOW_HIGH,
             (N, N),
             [4, 8],
@@ -432,7 +434,7 @@ def test_a_large_or_costly_state_is_refused_before_it_is_parsed_or_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        served_state, "safety_check", lambda policy: pytest.fail("it was run")
+        state_safety, "safety_check", lambda policy: pytest.fail("it was run")
     )
     signal = {
         "atom": "cluster_centroid_representativeness",
@@ -453,7 +455,7 @@ def test_a_large_or_costly_state_is_refused_before_it_is_parsed_or_run(
         edited(sample(), {"/constraints/selector/q_e": 5}), cost=20.0
     )
     monkeypatch.setattr(
-        served_state, "_load", lambda text: pytest.fail("it was parsed")
+        request_states, "_load", lambda text: pytest.fail("it was parsed")
     )
     huge = edited(sample(), {"/provenance": {"notes": "n" * 10_000_000}})
     assert "a request may bring 65536" in refused(huge)
@@ -468,8 +470,8 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[PruningPolicy]:
         policies.append(policy)
         return SafetyRecord((Verdict("shapes", False, "made to fail"),))
 
-    monkeypatch.setattr(served_state, "safety_check", fail)
-    monkeypatch.setattr(served_state, "_warnings", itertools.count(1))
+    monkeypatch.setattr(state_safety, "safety_check", fail)
+    monkeypatch.setattr(state_safety, "_warnings", itertools.count(1))
     return policies
 
 

@@ -20,18 +20,13 @@ from tests.serving.unit.samples import (
 from tests.tpdsl.samples import edited, sample, shipped
 from vllm_autoprune import ConfigError, load_state, materialize
 from vllm_autoprune.serving import plugin
+from vllm_autoprune.serving.description import describe as describe_server
+from vllm_autoprune.serving.flags import MIDDLEWARE
+from vllm_autoprune.serving.request_rules import LEVELS, DetailBudgets, RequestRules
 from vllm_autoprune.serving.served_state import ServedState
-from vllm_autoprune.serving.settings import (
-    LEVELS,
-    MIDDLEWARE,
-    SETTINGS_KEY,
-    SIGN_KEY,
-    RequestRules,
-    Settings,
-    _DetailBudgets,
-    read_text_tower,
-)
+from vllm_autoprune.serving.settings import SETTINGS_KEY, Settings
 from vllm_autoprune.serving.startup import _resolve_settings
+from vllm_autoprune.serving.text_tower import SIGN_KEY, read_text_tower
 from vllm_autoprune.tpdsl.cost import DEFAULT_COST
 from vllm_autoprune.tpdsl.loading import shipped_states
 
@@ -48,11 +43,8 @@ def test_each_setting_is_read_from_text_and_numbers() -> None:
     forms = ("autoprune", file, str(file), file.read_text(), shipped("autoprune"))
     for state in (*forms, load_state("autoprune")):
         assert (server := resolve(state=state)).state.digest == digest
-    assert (server.budget.rule(), server.tower, server.cache_bytes) == (
-        32,
-        None,
-        1 << 28,
-    )
+    assert (server.budget.rule(), server.text_tower) == (32, None)
+    assert server.cache_bytes == 1 << 28
     for budget in (64, "64", " 64 ", "1/8:1-64", "12.5%:8-64"):
         served_by_flag = pickle.loads(pickle.dumps(resolve(budget=budget)))
         policy = materialize(served_by_flag.state, served_by_flag.budget)
@@ -78,14 +70,11 @@ def test_each_setting_is_read_from_text_and_numbers() -> None:
     for detail in ("low=16,high=64", {"low": 16, "high": "64"}):
         for requests in (None, "none", "budget:32-64"):
             rules = resolve(requests=requests, detail=detail).rules
-            assert rules.detail == _DetailBudgets.model_validate(
-                {"low": 16, "high": 64}
-            )
-    shares = resolve(
-        detail="low=1/16:1-64,high=25%:1-640", requests="budget:1-640"
-    ).describe()
-    assert shares["detail"] == {"low": "1/16:1-64", "high": "1/4:1-640"}
-    tower = resolve(text_tower=str(CLIP)).tower
+            assert rules.detail == DetailBudgets.model_validate({"low": 16, "high": 64})
+    shares = "low=1/16:1-64,high=25%:1-640"
+    description = describe_server(resolve(detail=shares, requests="budget:1-640"))
+    assert description["detail"] == {"low": "1/16:1-64", "high": "1/4:1-640"}
+    tower = resolve(text_tower=str(CLIP)).text_tower
     assert tower is not None
     assert (tower.path, tower.sign, tower.vocabulary) == (str(CLIP), 1, 478)
     assert (tower.segment, tower.width, tower.vision_width) == (40, 128, 160)

@@ -17,7 +17,7 @@ from tests.golden.case import load, names
 from tests.serving.engine import CLIP
 from vllm_autoprune import ConfigError
 from vllm_autoprune.serving.plan import Ids
-from vllm_autoprune.serving.settings import TextTower, read_text_tower
+from vllm_autoprune.serving.text_tower import TextTower, read_text_tower
 from vllm_autoprune.serving.worker.question import (
     ClipTower,
     InputEmbeddings,

@@ -25,7 +25,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from tests.serving.unit.samples import LLAVA, places, refusal, served, vllm_config
 from tests.tpdsl.samples import edited, sample, shipped
 from vllm_autoprune import ConfigError, RequestError
-from vllm_autoprune.serving import compat, plugin, startup
+from vllm_autoprune.serving import compat, plugin, startup_rules
 from vllm_autoprune.serving.api import engine_requests
 from vllm_autoprune.serving.compat import _Hook
 from vllm_autoprune.serving.compat import worker as patches
@@ -224,12 +224,16 @@ def test_kept_tokens_are_packed_only_where_a_model_cannot_place_them(
     architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of what a state or a request asks; rows of the table that say why are Gemma's alone."""
-    monkeypatch.setattr(startup, "find_problems", lambda *_: [])  # of the checkpoint
+    monkeypatch.setattr(
+        startup_rules, "find_problems", lambda *_: []
+    )  # of the checkpoint
     row = BACKBONES[architecture]
     served = _resolve_settings(
         {**base("divprune")}, vllm_config(architecture=architecture)
     )
-    assert served.axes == (0 if row.packed else MROPE if row.mrope else LINE)
+    assert served.capabilities.axes == (
+        0 if row.packed else MROPE if row.mrope else LINE
+    )
     assert bool(row.packed) == (row.name in ("gemma3", "gemma4"))
     possible = {"true"} if row.mrope else {"packed"} if row.packed else {*POSITIONS}
     for where in POSITIONS:
@@ -327,7 +331,11 @@ def test_a_mode_is_refused_only_for_states_that_read_what_it_hides(
 ) -> None:
     assert places(base(READERS[hidden]), config) == [flag]
     resolved = _resolve_settings(base("divprune"), config)
-    by_flag = {need for need, reason in resolved.unavailable if reason.startswith(flag)}
+    by_flag = {
+        need
+        for need, reason in resolved.capabilities.unavailable
+        if reason.startswith(flag)
+    }
     assert by_flag == hidden - {"merger_input"}, "LLaVA has none under any flag"
     assert not resolved.needs & hidden, "states of requests cannot read it either"
 

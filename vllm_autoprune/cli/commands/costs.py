@@ -31,10 +31,8 @@ from vllm_autoprune.backbones import (
 )
 from vllm_autoprune.cli.flags import (
     add_connection_flags,
-    add_flags,
     argument,
     command,
-    flag_problems,
     read_budget,
     read_connection,
 )
@@ -45,6 +43,7 @@ from vllm_autoprune.cli.output import (
     write_file,
 )
 from vllm_autoprune.errors import ConfigError, Problem
+from vllm_autoprune.flags import add_flags, flag_problems
 from vllm_autoprune.http_client import ServerClient
 from vllm_autoprune.positions import describe_positions
 from vllm_autoprune.probe import probe_server

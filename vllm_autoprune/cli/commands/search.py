@@ -26,10 +26,7 @@ from offline_search.settings import (
 )
 from vllm_autoprune.cli.flags import (
     add_connection_flags,
-    add_flags,
     command,
-    flag_problems,
-    read_flags,
 )
 from vllm_autoprune.cli.output import (
     check_writable,
@@ -39,6 +36,7 @@ from vllm_autoprune.cli.output import (
 )
 from vllm_autoprune.connection import Connection
 from vllm_autoprune.errors import ConfigError, SearchError
+from vllm_autoprune.flags import add_flags, flag_problems, read_flags
 from vllm_autoprune.tpdsl.tokens import Positions
 
 if TYPE_CHECKING:

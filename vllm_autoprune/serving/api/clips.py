@@ -20,17 +20,10 @@ from vllm_autoprune.serving.identities import (
     make_feature_key,
     make_identity,
 )
-from vllm_autoprune.serving.plan import (
-    ENTRY,
-    NO_KEY,
-    ItemPlan,
-    encode_state,
-    refuse,
-)
-from vllm_autoprune.serving.served_state import (
-    ServedState,
-    find_cost_problem,
-)
+from vllm_autoprune.serving.plan import ENTRY, NO_KEY, ItemPlan, refuse
+from vllm_autoprune.serving.plan_rules import find_cost_problem
+from vllm_autoprune.serving.served_state import ServedState
+from vllm_autoprune.serving.state_codec import encode_state
 from vllm_autoprune.tpdsl.base_policy import INSTRUCTION_NEEDS
 from vllm_autoprune.tpdsl.cost import FLAG
 from vllm_autoprune.tpdsl.materialize import materialize
@@ -180,7 +173,7 @@ def prunes_clips(
     Raises :class:`RequestError` for a budget of clips that have none.
     """
     chosen = served.state if state is None else state
-    if request.video_budget is not None and not served.clips:
+    if request.video_budget is not None and not served.capabilities.prunes_videos:
         what = "no token of a video can be chosen: this model's are served whole"
         where = f"{ENTRY}/video_budget"
         raise refuse(where, what, "leave it out", Refusal.WHOLE_VIDEO)
@@ -188,4 +181,4 @@ def prunes_clips(
         what = f"state {chosen.name!r} leaves videos whole"
         fix = "leave it out, or ask for a state with frames"
         raise refuse(f"{ENTRY}/video_budget", what, fix, Refusal.WHOLE_VIDEO)
-    return served.clips and chosen.frames is not None
+    return served.capabilities.prunes_videos and chosen.frames is not None

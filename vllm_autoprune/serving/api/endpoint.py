@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import JsonValue
 
+from vllm_autoprune.serving.description import describe
 from vllm_autoprune.serving.served_state import served_state
 
 if TYPE_CHECKING:
@@ -54,4 +55,4 @@ class AutopruneEndpoint:
             None if engine_client is None else served_state(engine_client.model_config)
         )
         if served is not None:
-            self._description = served.describe()
+            self._description = describe(served)

@@ -35,7 +35,8 @@ from vllm_autoprune.serving.plan import (
     Key,
     plan_error,
 )
-from vllm_autoprune.serving.served_state import PlanRules, served_state
+from vllm_autoprune.serving.plan_rules import PlanRules
+from vllm_autoprune.serving.served_state import served_state
 
 if TYPE_CHECKING:
     from vllm.config import MultiModalConfig
@@ -415,9 +416,11 @@ def _check_features(
         if fields.keys() != _SHARED_MEMORY:  # whose signature vLLM has checked
             for name in fields:
                 _check_kind(name, data[name])
-            if CELLS_FIELD in fields and rules.served.whole_only:
+            if CELLS_FIELD in fields and rules.served.capabilities.whole_only:
                 raise cells_error("are not dropped of this model's images")
-            check_inputs(plan, feature.modality, fields, rules.served.frame)
+            check_inputs(
+                plan, feature.modality, fields, rules.served.capabilities.frame
+            )
         seed, key = make_feature_key(
             MultiModalHasher.hash_kwargs(multimodal.mm_hasher_algorithm, **fields), salt
         )
@@ -473,7 +476,9 @@ def _count_unplanned(
     data = feature.data or {}
     if feature.modality == "video":
         # A request that may choose may also choose a state that leaves videos whole.
-        is_pruned = served.clips and served.state.frames is not None
+        is_pruned = (
+            served.capabilities.prunes_videos and served.state.frames is not None
+        )
         if is_pruned and not served.rules.allows("budget"):
             raise plan_error("is missing: the video was processed without the plugin")
     if feature.modality != "image":

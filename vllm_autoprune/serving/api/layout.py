@@ -18,11 +18,11 @@ from vllm_autoprune.serving.plan import (
     ItemPlan,
     Part,
     refuse,
-    split_over_parts,
 )
 from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET
 from vllm_autoprune.tpdsl.cost import state_cost
 from vllm_autoprune.tpdsl.state import PruningState
+from vllm_autoprune.tpdsl.tokens import split_over_parts
 
 if TYPE_CHECKING:
     from vllm.multimodal.parse import ImageSize

@@ -52,18 +52,12 @@ from vllm_autoprune.serving.identities import (
     make_feature_key,
     make_identity,
 )
-from vllm_autoprune.serving.plan import (
-    ENTRY,
-    LANGUAGE_IDS,
-    NO_KEY,
-    ItemPlan,
-    decode_state,
-    refuse,
-)
+from vllm_autoprune.serving.plan import ENTRY, LANGUAGE_IDS, NO_KEY, ItemPlan, refuse
 from vllm_autoprune.serving.served_state import (
     KV_CACHE,
     ServedState,
 )
+from vllm_autoprune.serving.state_codec import decode_state
 from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET
 from vllm_autoprune.tpdsl.base_policy import INSTRUCTION_NEEDS
 from vllm_autoprune.tpdsl.cells import Cells
@@ -153,7 +147,7 @@ class RequestPlanner:
     @cached_property
     def tokenizer(self) -> InstructionTokenizer:
         """That of questions about images and clips."""
-        return InstructionTokenizer(self._info, self.served.tower, self._token)
+        return InstructionTokenizer(self._info, self.served.text_tower, self._token)
 
     @cached_property
     def _suffix(self) -> str:

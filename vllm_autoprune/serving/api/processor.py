@@ -162,7 +162,11 @@ class PrunedProcessor(_Stock):
         """Size of a processed image or video of so many rows, by its tensors."""
         measure = self._placeholders.measure
         size = ItemSize() if measure is None else measure(self.info, data)
-        return replace(size, span=rows) if self._planner.served.axes == LINE else size
+        return (
+            replace(size, span=rows)
+            if self._planner.served.capabilities.axes == LINE
+            else size
+        )
 
     def _process_alone(
         self, picture: object, hf_kwargs: Mapping[str, object]

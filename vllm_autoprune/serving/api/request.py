@@ -23,8 +23,8 @@ from vllm_autoprune.errors import (
 from vllm_autoprune.serving.api.refusal import refusing_requests
 from vllm_autoprune.serving.compat import depends_on, patch
 from vllm_autoprune.serving.plan import ENTRY, KWARGS, REQUEST_FIELD, Chooser, refuse
+from vllm_autoprune.serving.request_rules import REQUESTS_FLAG, Detail
 from vllm_autoprune.serving.served_state import served_state
-from vllm_autoprune.serving.settings import REQUESTS_FLAG, Detail
 from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET, BudgetCall
 from vllm_autoprune.tpdsl.cells import Cells
 from vllm_autoprune.tpdsl.loading import escape_unprintable, suggest_name

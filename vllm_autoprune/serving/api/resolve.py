@@ -12,12 +12,11 @@ from vllm_autoprune.errors import Refusal
 from vllm_autoprune.serving.api.cells import Trimming
 from vllm_autoprune.serving.api.layout import TokenCount
 from vllm_autoprune.serving.api.request import PruningRequest, split_shared_budget
-from vllm_autoprune.serving.plan import ENTRY, NO_KEY, ItemPlan, encode_state, refuse
-from vllm_autoprune.serving.served_state import (
-    ServedState,
-    load_request_state,
-)
-from vllm_autoprune.serving.settings import REQUESTS_FLAG, Level, RequestRules
+from vllm_autoprune.serving.plan import ENTRY, NO_KEY, ItemPlan, refuse
+from vllm_autoprune.serving.request_rules import REQUESTS_FLAG, Level, RequestRules
+from vllm_autoprune.serving.request_states import load_request_state
+from vllm_autoprune.serving.served_state import ServedState
+from vllm_autoprune.serving.state_codec import encode_state
 from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 from vllm_autoprune.tpdsl.materialize import materialize
 from vllm_autoprune.tpdsl.state import PruningState
@@ -178,8 +177,8 @@ def find_trimming(
         or request.keep == "resized"
     ):
         return None
-    if served.whole_only:
-        what = f"no cell can be dropped: this model {served.whole_only}"
+    if served.capabilities.whole_only:
+        what = f"no cell can be dropped: this model {served.capabilities.whole_only}"
         fix = "leave it out, also of a state"
         raise refuse(f"{ENTRY}/cells", what, fix, Refusal.UNSUPPORTED)
     return Trimming(rule)

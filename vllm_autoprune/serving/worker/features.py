@@ -11,8 +11,7 @@ import torch
 from cachetools import LRUCache
 from torch import Tensor
 
-from vllm_autoprune.serving.plan import split_over_parts
-from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
+from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens, split_over_parts
 
 Signal = Literal[
     "cls_attention",

@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm_autoprune.ops.rowwise import upload
 from vllm_autoprune.serving.compat.worker import broadcast_rank_zero, world_size
 from vllm_autoprune.serving.plan import NO_KEY, Choice, ItemPlan, Key
-from vllm_autoprune.serving.served_state import PlanRules
+from vllm_autoprune.serving.plan_rules import PlanRules
 from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET
 from vllm_autoprune.tpdsl.base_policy import (
     FALLBACKS,

@@ -1,0 +1,44 @@
+"""Canonical bytes of a state, for the plans that carry it to the workers.
+
+Sent with every image that needs it, because an API server cannot know which states a worker has
+already received; a kilobyte is small compared with the pixels.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from vllm_autoprune.errors import Problem, StateError
+from vllm_autoprune.tpdsl.state import Provenance, PruningState
+
+MAX_STATE_BYTES = 1 << 14
+"""Bound of the state that a plan carries, in bytes; those that ship take 1,200."""
+
+MAX_CACHED_STATES = 256
+"""States that a process caches, the least recently used dropped first."""
+
+
+@lru_cache(maxsize=MAX_CACHED_STATES)
+def encode_state(state: PruningState) -> bytes:
+    """Encode the fields that determine behaviour, so that equal digests give equal bytes.
+
+    Raises :class:`StateError` for a state larger than MAX_STATE_BYTES.
+    """
+    bare = {"name": state.digest[:12], "provenance": Provenance(), "schema_uri": ""}
+    text = (
+        state.model_copy(update=bare).model_dump_json(exclude={"provenance"}).encode()
+    )
+    if len(text) > MAX_STATE_BYTES:
+        what = (
+            f"{len(text)} bytes of behaviour, and a request may bring {MAX_STATE_BYTES}"
+        )
+        raise StateError(
+            "state", [Problem("", what, "use fewer signals or pools", "size")]
+        )
+    return text
+
+
+@lru_cache(maxsize=MAX_CACHED_STATES)
+def decode_state(text: bytes) -> PruningState:
+    """Inverse of :func:`encode_state`, up to name and provenance."""
+    return PruningState.model_validate_json(text)

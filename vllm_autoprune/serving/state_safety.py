@@ -1,0 +1,55 @@
+"""Safety check of a state before it is served (Algorithm 1, line 4)."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+
+from vllm_autoprune.errors import Problem, StateError
+from vllm_autoprune.tpdsl.materialize import materialize
+from vllm_autoprune.tpdsl.safety import MAX_PROBED_BUDGET, safety_check
+from vllm_autoprune.tpdsl.state import PruningState
+
+_logger = logging.getLogger("vllm.autoprune")
+
+_MAX_WARNINGS = 16
+"""Warnings of one process: requests bring states, and clients could fill its log with them."""
+
+_warnings = itertools.count(1)
+
+
+def replace_unsafe_state(state: PruningState, budget: int) -> PruningState:
+    """The state to serve at a budget: itself, or its base policy where the check fails.
+
+    A failing state is replaced where it lists ``fallback_to_selection``, with a warning in the
+    log; otherwise :class:`StateError` is raised.
+    """
+    probed = state
+    selector = state.constraints.selector
+    if (selector.insists_on or 0) > budget:
+        # Of a request, checked at fewer tokens than it would keep unchanged: these then follow from
+        # q_e, as without r_min, since the check takes seconds at hundreds of tokens.
+        selector = selector.model_copy(update={"r_min": None})
+        constraints = state.constraints.model_copy(update={"selector": selector})
+        probed = state.model_copy(update={"constraints": constraints})
+    policy = materialize(probed, min(budget, MAX_PROBED_BUDGET))
+    record = safety_check(policy)
+    if record.valid:
+        return state
+    failures = "; ".join(f"{v.name}: {v.detail}" for v in record.failures())
+    if not policy.falls_back:
+        fix = 'fix the state, or list "fallback_to_selection" under safety'
+        problem = Problem(
+            "/safety", f"the safety check fails ({failures})", fix, "safety"
+        )
+        raise StateError(f"state {state.name!r}", [problem])
+    if (number := next(_warnings)) <= _MAX_WARNINGS:
+        _logger.warning(
+            "State %r fails its safety check (%s): serving its base policy.%s",
+            state.name,
+            failures,
+            " Further states that fail are not logged."
+            if number == _MAX_WARNINGS
+            else "",
+        )
+    return state.without_exchange()
