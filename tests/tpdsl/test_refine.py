@@ -270,30 +270,33 @@ def test_an_image_without_instruction_is_pruned_like_any_other(
         refine(policy, plain(torch.randn(2, 20, 4)))
 
 
-def test_last_resorts() -> None:
+def test_the_reference_selection_is_kept_unmerged() -> None:
     tokens = images(5)
     policy = materialize(state({"/reassembly/strength": 0.5}), 8)
     reference = keep_reference(policy, tokens)
     assert torch.equal(reference.reference, refine(policy, tokens).reference)
     assert torch.equal(reference.indices, reference.reference.sort(dim=1).values)
-    assert torch.equal(
-        reference.features, gather_rows(tokens.features, reference.indices)
-    )
-    assert reference.fallback.tolist() == [1, 1] and reference.exchanged.tolist() == [
-        0,
-        0,
-    ]
-    # An even spread needs no inputs.
+    rows = gather_rows(tokens.features, reference.indices)
+    assert torch.equal(reference.features, rows)
+    assert reference.fallback.tolist() == [1, 1]
+    assert reference.exchanged.tolist() == [0, 0]
+
+
+def test_an_even_spread_needs_no_inputs() -> None:
     unreadable = plain(torch.full((2, 36, 4), torch.nan))
     spread = keep_unmerged(unreadable, select_evenly(8, unreadable))
-    assert spread.indices.tolist() == [EVENLY, EVENLY] and bool(
-        (spread.features == 0).all()
-    )
-    assert spread.fallback.tolist() == [2, 2] and spread.exchanged.tolist() == [0, 0]
-    named = keep_indices(tokens, torch.tensor([[9, 2, 30], [0, 35, 1]]))
-    assert named.indices.tolist() == [[2, 9, 30], [0, 1, 35]]
-    assert torch.equal(named.features, gather_rows(tokens.features, named.indices))
-    assert named.fallback.tolist() == [0, 0]
+    assert spread.indices.tolist() == [EVENLY, EVENLY]
+    assert bool((spread.features == 0).all())
+    assert spread.fallback.tolist() == [2, 2]
+    assert spread.exchanged.tolist() == [0, 0]
+
+
+def test_indices_are_kept_in_the_order_of_the_image() -> None:
+    tokens = images(5)
+    refined = keep_indices(tokens, torch.tensor([[9, 2, 30], [0, 35, 1]]))
+    assert refined.indices.tolist() == [[2, 9, 30], [0, 1, 35]]
+    assert torch.equal(refined.features, gather_rows(tokens.features, refined.indices))
+    assert refined.fallback.tolist() == [0, 0]
 
 
 INPUTS: dict[str, Callable[[VisualTokens], Tensor]] = {

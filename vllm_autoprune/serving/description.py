@@ -35,7 +35,7 @@ def describe(served: ServedState) -> dict[str, JsonValue]:
             "policy": state.core.policy.name,
         }
     detail: dict[str, JsonValue] = {
-        str(level): budget.rule() for level, budget in rules.detail.as_dict().items()
+        level: budget.rule() for level, budget in rules.detail.as_dict().items()
     }
     return {
         "version": __version__,

@@ -89,12 +89,10 @@ class EncoderSteps:
         tokens = sum(self._tokens.values())
         if tokens and tokens + self._count_tokens(load) > self._budget:
             return False
-        others = [
-            milliseconds
-            for entry, milliseconds in self._milliseconds.items()
-            if entry != (request.request_id, input_id)
-        ]
-        return not others or sum(others) + load.milliseconds <= _MAX_MILLISECONDS
+        milliseconds = dict(self._milliseconds)
+        milliseconds.pop((request.request_id, input_id), None)
+        total = sum(milliseconds.values()) + load.milliseconds
+        return not milliseconds or total <= _MAX_MILLISECONDS
 
     def take(self, request: Request, input_id: int) -> None:
         """Count an input that the step has room for."""

@@ -7,19 +7,17 @@ client, and a tower or vLLM's own batching ends the engine over tensors that do 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
-from vllm_autoprune.errors import RequestError
 from vllm_autoprune.serving.plan import (
     MAX_CLIP_TOKENS,
-    RENDERED,
     ItemPlan,
     plan_error,
-    refuse,
 )
 
 CELLS_FIELD = "autoprune_cells"
@@ -86,11 +84,11 @@ def check_inputs(
     """
     for name, value in fields.items():
         if not _is_numeric(value):
-            raise _input_error(name, "is no tensor of numbers on the CPU")
+            raise plan_error("is no tensor of numbers on the CPU", name)
     pixels = _find_pixels(modality, fields)
     for name, check in _CHECKS.items():
         if name in fields and not check(fields[name], len(pixels)):
-            raise _input_error(name, f"does not fit the {len(pixels)} rows of pixels")
+            raise plan_error(f"does not fit the {len(pixels)} rows of pixels", name)
     tokens = _count_clip(plan, modality, fields, pixels, frame)
     tokens = _count_grid(modality, fields, pixels) if tokens is None else tokens
     if tokens not in (None, plan.tokens):
@@ -98,7 +96,7 @@ def check_inputs(
     _check_text(plan, frame)
     anchors = fields.get(CELLS_FIELD)
     if plan.keep == "resized" and isinstance(anchors, Tensor) and len(anchors):
-        raise cells_error("are dropped of an image that is resized")
+        raise plan_error("are dropped of an image that is resized", CELLS_FIELD)
 
 
 def _is_numeric(value: object) -> bool:
@@ -120,19 +118,17 @@ def _find_pixels(modality: str, fields: Fields) -> Tensor:
         )
     pixels = fields[names[0]]
     if not isinstance(pixels, Tensor) or pixels.dim() < 2 or pixels.numel() == 0:
-        raise _input_error(names[0], "has no rows of pixels")
+        raise plan_error("has no rows of pixels", names[0])
     if not pixels.is_floating_point() and pixels.dtype != torch.uint8:
-        raise _input_error(names[0], f"has pixels of {pixels.dtype}")
-    if not bool(
-        pixels.isfinite().all()
-    ):  # rows of an image that is kept whole would not be, too
-        raise _input_error(names[0], "has pixels that are not finite")
-    for name, other in fields.items():
-        of_pixels = name.startswith(PIXELS) and name != names[0]
-        if of_pixels and not (
-            isinstance(other, Tensor) and other.shape[:1] == pixels.shape[:1]
-        ):
-            raise _input_error(name, f"does not fit the {len(pixels)} rows of pixels")
+        raise plan_error(f"has pixels of {pixels.dtype}", names[0])
+    # Rows of an image that is kept whole would not be finite either.
+    if not bool(pixels.isfinite().all()):
+        raise plan_error("has pixels that are not finite", names[0])
+    for name, value in fields.items():
+        if not name.startswith(PIXELS):
+            continue
+        if not isinstance(value, Tensor) or value.shape[:1] != pixels.shape[:1]:
+            raise plan_error(f"does not fit the {len(pixels)} rows of pixels", name)
     return pixels
 
 
@@ -149,14 +145,12 @@ def _count_clip(
     if not plan.frames:
         return None
     grid = fields.get(VIDEO_GRID)
-    if frame is None:
-        frames = (
-            int(grid[0])
-            if isinstance(grid, Tensor) and grid.dim() == 1 and len(grid)
-            else 0
-        )
-    else:
-        frames = len(pixels) if pixels.dim() == 4 else 0
+    frames = 0
+    if frame is not None:
+        if pixels.dim() == 4:
+            frames = len(pixels)
+    elif isinstance(grid, Tensor) and grid.dim() == 1 and len(grid):
+        frames = int(grid[0])
     if frames != plan.frames:
         raise plan_error(f"has T = {plan.frames}, and its clip has {frames}")
     return None if frame is None else frames * frame[0] + frame[1]
@@ -168,25 +162,27 @@ def _count_grid(modality: str, fields: Fields, pixels: Tensor) -> int | None:
     anchors = fields.get(CELLS_FIELD, torch.zeros(0, dtype=torch.int32))
     if name not in fields:
         if CELLS_FIELD in fields:
-            raise cells_error("are not those of the image's grid and rows of pixels")
+            raise plan_error(
+                "are not those of the image's grid and rows of pixels", CELLS_FIELD
+            )
         return None
     grid = fields[name]
-    if not isinstance(grid, Tensor) or (grid.dtype, grid.shape) != (torch.int64, (3,)):
-        raise _input_error(name, "is not (3,) whole numbers")
+    if not _has_form(grid, (torch.int64,), (3,)):
+        raise plan_error("is not (3,) whole numbers", name)
     times, *sides = grid.tolist()
     is_whole = min(times, *sides) > 0 and not any(side % CELL for side in sides)
     if not is_whole or (times > 1 and modality == "image"):
-        raise _input_error(name, f"is {grid.tolist()}, of which no tokens can be made")
+        raise plan_error(f"is {grid.tolist()}, of which no tokens can be made", name)
     if prod(grid.tolist()) > MAX_CLIP_TOKENS * CELL**2:
-        raise _input_error(name, f"is {grid.tolist()}, which is too large")
+        raise plan_error(f"is {grid.tolist()}, which is too large", name)
     if not _are_anchors(anchors, times * prod(sides) // CELL**2):
-        raise cells_error("are not those of the image's grid and rows of pixels")
+        raise plan_error(
+            "are not those of the image's grid and rows of pixels", CELLS_FIELD
+        )
     assert isinstance(anchors, Tensor)
     patches = count_patches(anchors, grid)
     if patches != len(pixels):
-        raise _input_error(
-            name, f"is of {patches} patches, and there are {len(pixels)}"
-        )
+        raise plan_error(f"is of {patches} patches, and there are {len(pixels)}", name)
     return patches // CELL**2
 
 
@@ -198,7 +194,7 @@ def _check_text(plan: ItemPlan, frame: tuple[int, int] | None) -> None:
         raise plan_error(
             f"has text as {plan.part}, K = {plan.budget} of N = {plan.tokens}"
         )
-    places = {before for before, _ in plan.text}
+    places = {position for position, _ in plan.text}
     if max(places) > plan.tokens:
         raise plan_error(f"has text behind token {max(places)} of N = {plan.tokens}")
     if not plan.frames:
@@ -212,39 +208,35 @@ def _check_text(plan: ItemPlan, frame: tuple[int, int] | None) -> None:
 # Values of fields, each by itself or by the number of rows of pixels.
 
 
+def _has_form(
+    value: object, dtypes: Sequence[torch.dtype], shape: tuple[int, ...]
+) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.dtype in dtypes and value.shape == shape
+
+
 def _are_sides(value: object, rows: int) -> bool:
-    if (
-        not isinstance(value, Tensor)
-        or value.dtype not in _WHOLE_NUMBERS
-        or value.shape != (2,)
-    ):
+    if not _has_form(value, _WHOLE_NUMBERS, (2,)):
         return False
     return bool(((value > 0) & (value <= _MAX_SIDE)).all())
 
 
 def _are_places(value: object, rows: int) -> bool:
     """Whether patches fill a rectangle, each place once."""
-    if (
-        not isinstance(value, Tensor)
-        or value.dtype != torch.int64
-        or value.shape != (rows, 2)
-    ):
+    if not _has_form(value, (torch.int64,), (rows, 2)):
         return False
     columns, lines = value[(value != -1).any(dim=1)].unbind(dim=1)
     if len(columns) == 0 or int(value.min()) < -1 or int(value.max()) >= _MAX_SIDE:
         return False
+    if min(int(columns.min()), int(lines.min())) < 0:
+        return False
     width = int(columns.max()) + 1
     height = int(lines.max()) + 1
     places = columns + lines * width
-    return min(int(columns.min()), int(lines.min())) >= 0 and bool(
-        len(places) == width * height == len(places.unique())
-    )
+    return len(places) == width * height == len(places.unique())
 
 
 def _is_count(value: object, rows: int) -> bool:
-    if not isinstance(value, Tensor) or value.dtype not in _WHOLE_NUMBERS:
-        return False
-    return value.dim() == 0 and int(value) == rows
+    return _has_form(value, _WHOLE_NUMBERS, ()) and int(value) == rows
 
 
 def _is_interval(value: object, rows: int) -> bool:
@@ -267,44 +259,26 @@ _CHECKS: Mapping[str, Callable[[object, int], bool]] = {
 """Check of a field's value, by name."""
 
 
-def _input_error(name: str, what: str) -> RequestError:
-    """Error for a tensor that this server refuses."""
-    return refuse(name, what, RENDERED)
-
-
 # Cells of an image that were dropped before the vision tower.
 
 
 def count_patches(anchors: Tensor, grid: Tensor) -> int:
     """Rows of pixels of an image with a grid of patches and these anchors ``(N,)``, or none."""
     patches = int(grid.prod())
-    return (
-        patches // len(anchors) * int(_find_kept(anchors).sum())
-        if len(anchors)
-        else patches
-    )
+    if len(anchors) == 0:
+        return patches
+    return patches // len(anchors) * int(_find_kept(anchors).sum())
 
 
 def _are_anchors(anchors: object, tokens: int) -> bool:
     """Whether anchors are none, or of so many tokens, each one that is kept."""
-    if not isinstance(anchors, Tensor) or (anchors.dtype, anchors.dim()) != (
-        torch.int32,
-        1,
-    ):
-        return False
-    if len(anchors) == 0:
+    if _has_form(anchors, (torch.int32,), (0,)):
         return True
-    places = torch.arange(len(anchors))
-    in_range = len(anchors) == tokens and bool(
-        ((anchors >= 0) & (anchors <= places)).all()
-    )
-    return in_range and bool(_find_kept(anchors)[anchors.long()].all())
+    if not _has_form(anchors, (torch.int32,), (tokens,)):
+        return False
+    in_range = (anchors >= 0) & (anchors <= torch.arange(tokens))
+    return bool(in_range.all()) and bool(_find_kept(anchors)[anchors.long()].all())
 
 
 def _find_kept(anchors: Tensor) -> Tensor:
     return anchors == torch.arange(len(anchors), dtype=anchors.dtype)
-
-
-def cells_error(what: str) -> RequestError:
-    """Error for cells that this server refuses."""
-    return refuse(CELLS_FIELD, what, RENDERED)

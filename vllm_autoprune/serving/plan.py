@@ -103,55 +103,48 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class ItemPlan:
-    """Plan of one item: its budget, the key of its image's pixels, its instruction as token ids.
+    """Plan of one item of a prompt: an image, a video, or one part of an image.
 
-    An item is an image, or one part of it. ``budget`` is the number of tokens that the item keeps;
-    ``core`` is that of its image's core where it is a part of it, else 0.
-
-    The instruction comes once for each need that reads it, since their tokenizers differ:
-    ``instruction`` for relevance, ``language`` for the language model's first layers, or its words
-    for a policy that covers those. Empty where the policy does not read it. ``profile`` marks
-    vLLM's memory profiling: the unpruned size is returned, after paying for a selection as well.
-    ``state`` is one that the request names or holds, as
-    :func:`encode_state` encodes it; empty for the server's own.
-    ``tokens`` is N by the image's size.
-    ``earlier`` has, where the item is a recall, K of the image with its own question, and then
-    every recall before this one: its tokens are chosen among those that are left.
-    ``frames`` is T where the item is a clip of a video, 0 where it is an image.
-    ``text`` are the ids that stand between the tokens of the image, each with the number of tokens
-    before it in the unpruned prompt: the worker embeds them, because only there it is known which
-    tokens are kept, and so where text stands between them. Empty where vLLM embeds the text.
-    ``positions`` say where its tokens stand; packed ones also where others have no room.
+    The instruction comes once for each need that reads it, since their tokenizers differ; empty
+    where the policy does not read it.
     """
 
     budget: _Budget
+    """Tokens that the item keeps."""
     key: Key
+    """Key of its pixels in the feature cache."""
     instruction: _Instruction = ()
+    """Token ids of the question for relevance."""
     language: _Language = ()
+    """Token ids of the question for the model's first layers, or of the words to be covered."""
     keep: Chooser = "state"
+    """What chooses its tokens."""
     profile: bool = False
+    """Whether vLLM profiles its memory: the unpruned size is returned, after a selection."""
     state: Annotated[bytes, Meta(max_length=MAX_STATE_BYTES)] = b""
+    """State of the request, as :func:`encode_state` encodes it; empty for the server's own."""
     tokens: _Count = 0
+    """N by the size of the image or video."""
     part: Part = "whole"
+    """Which of the image's kept tokens the item holds."""
     core: _Core = 0
+    """Tokens of the image's core, where the item is a part of that image; else 0."""
     earlier: Annotated[tuple[Choice, ...], Meta(max_length=MAX_RECALLS)] = ()
+    """For a recall, the image with its own question, then every recall before this one."""
     text: Annotated[tuple[tuple[_Count, Id], ...], Meta(max_length=MAX_TEXT_IDS)] = ()
+    """Ids of text between the tokens, each after so many of the unpruned ones. The worker embeds
+    them, where it is known which tokens are kept; empty where vLLM embeds the text."""
     frames: _Count = 0
+    """T of a video; 0 for an image."""
     positions: Positions = "true"
+    """Where its tokens stand; they are packed where they have no room."""
 
     @property
     def group(self) -> tuple[object, ...]:
         """Grouping key: images with the same group are selected by one policy."""
-        before = tuple(choice.budget for choice in self.earlier)
-        return (
-            self.budget,
-            self.keep,
-            self.state,
-            self.part,
-            self.core,
-            before,
-            self.frames,
-        )
+        budgets = tuple(choice.budget for choice in self.earlier)
+        chooser = (self.keep, self.state, self.part)
+        return (self.budget, *chooser, self.core, budgets, self.frames)
 
     @property
     def keeps_all(self) -> bool:
@@ -209,19 +202,19 @@ class ItemPlan:
         """All tokens ``(N,)`` of the item, unpruned, with the text between them."""
         written = list[int]()
         done = 0
-        for before, token in self.text:
-            written += [*tokens[done:before], token]
-            done = max(done, before)
+        for position, token in self.text:
+            written += [*tokens[done:position], token]
+            done = max(done, position)
         return [*written, *tokens[done:]]
 
     def items_before(self) -> Iterator[ItemPlan]:
         """Plans of the image's items that this one is chosen after, in their order."""
         if self.part == "delta":
             yield replace(self, budget=self.image_budget).split(self.core)[0]
-        for at, choice in enumerate(self.earlier):
+        for turn, choice in enumerate(self.earlier):
             item = self.ask(choice.instruction, choice.language)
-            item = replace(item, budget=choice.budget, earlier=self.earlier[:at])
-            if at > 0:
+            item = replace(item, budget=choice.budget, earlier=self.earlier[:turn])
+            if turn > 0:
                 yield item
             elif self.core:
                 yield from item.split(self.core)
@@ -257,14 +250,14 @@ def _find_contradiction(plan: ItemPlan) -> str:
         return "has text that is out of order"
     if (plan.part == "recall") != bool(plan.earlier):
         return f"has {len(plan.earlier)} earlier choices as {plan.part}"
-    least, most = {
-        "whole": (0, 0),
-        # A core is the tokens of its own item; the other parts have one beside their own.
-        "core": (plan.budget, plan.budget),
-        "delta": (1, MAX_BUDGET),
-        "recall": (0, plan.earlier[0].budget - 1 if plan.earlier else 0),
-    }[plan.part]
-    if not least <= plan.core <= most:
+    # A core is the tokens of its own item; the other parts have one beside their own.
+    cores = {
+        "whole": range(1),
+        "core": range(plan.budget, plan.budget + 1),
+        "delta": range(1, MAX_BUDGET + 1),
+        "recall": range(plan.earlier[0].budget if plan.earlier else 1),
+    }
+    if plan.core not in cores[plan.part]:
         return f"has K_c = {plan.core}"
     if plan.image_budget > (plan.tokens if plan.frames else MAX_BUDGET):
         return f"keeps K = {plan.image_budget} tokens"
@@ -277,7 +270,7 @@ _LONGEST = 1 << 19
 _CODEC = RowCodec(ItemPlan, 7, _LONGEST)
 
 
-RENDERED = "send images, or inputs that a server with the same settings has rendered"
+_RENDERED = "send images, or inputs that a server with the same settings has rendered"
 """How a request is corrected whose plans or tensors no such server makes."""
 
 
@@ -286,6 +279,6 @@ def refuse(where: str, what: str, fix: str, kind: str = "") -> RequestError:
     return RequestError("request", [Problem(where, what, fix, kind)])
 
 
-def plan_error(what: str) -> RequestError:
-    """Error for a plan that this server refuses."""
-    return refuse(FIELD, what, RENDERED)
+def plan_error(what: str, field: str = FIELD) -> RequestError:
+    """Error for a plan, or a tensor beside it, that no server's own processor makes."""
+    return refuse(field, what, _RENDERED)

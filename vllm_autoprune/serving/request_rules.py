@@ -31,11 +31,9 @@ class DetailBudgets(BaseModel):
     low: BudgetCall | None = None
     high: BudgetCall | None = None
 
-    def as_dict(self) -> dict[Detail, BudgetCall]:
+    def as_dict(self) -> dict[str, BudgetCall]:
         """Budget of every level that has one."""
-        return {
-            level: b for level in DETAIL_LEVELS if (b := dict(self)[level]) is not None
-        }
+        return {level: budget for level, budget in self if budget is not None}
 
 
 Level = Literal["none", "budget", "shipped-states", "states"]

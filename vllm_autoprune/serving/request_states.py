@@ -49,24 +49,23 @@ def load_request_state(
     where = f"{ENTRY}/state"
     if isinstance(state_field, str):
         files = _shipped_files()
+        name = state_field[:80]
         if state_field not in files:
-            name = escape_unprintable(state_field[:80], 80)
-            what = f"no state of the name {name!r} ships with this server"
-            fix = suggest_name(state_field[:80], list(files))
+            name_shown = escape_unprintable(name, 80)
+            what = f"no state of the name {name_shown!r} ships with this server"
+            fix = suggest_name(name, list(files))
             raise refuse(where, what, fix, Refusal.UNKNOWN_STATE)
         source = files[state_field]
     else:
         try:
             source = json.dumps(state_field)
         except (TypeError, ValueError, RecursionError) as error:
-            raise refuse(
-                where, f"no JSON: {str(error)[:200]}", "send a state as JSON"
-            ) from None
+            what = f"no JSON: {str(error)[:200]}"
+            raise refuse(where, what, "send a state as JSON") from None
         if len(source) > _MAX_STATE_CHARACTERS:
             what = f"{len(source)} characters, and a request may bring {_MAX_STATE_CHARACTERS}"
-            raise refuse(
-                where, what, "a state is a few kilobytes: shorten its provenance"
-            )
+            fix = "a state is a few kilobytes: shorten its provenance"
+            raise refuse(where, what, fix)
     try:
         state = _load(source)
         text = encode_state(state)
@@ -87,9 +86,8 @@ def load_request_state(
 def _check(text: bytes) -> PruningState | StateError:
     """The state to serve, or the error where there is none; computed once a digest."""
     state = decode_state(text)
+    budget = min(materialize(state).budget, _CHECKED_BUDGET)
     try:
-        return replace_unsafe_state(
-            state, min(materialize(state).budget, _CHECKED_BUDGET)
-        )
+        return replace_unsafe_state(state, budget)
     except StateError as error:
         return error

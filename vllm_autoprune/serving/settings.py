@@ -17,7 +17,6 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    JsonValue,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -74,7 +73,7 @@ class _InvalidSetting(AutopruneError, ValueError):
     """A setting is not valid; a ValueError, which pydantic collects with those of the others."""
 
 
-def _locate(setting: str, error: AutopruneError) -> _InvalidSetting:
+def locate(setting: str, error: AutopruneError) -> list[Problem]:
     """Problems of a state, placed in a setting, with the state's JSON pointer where they have one.
 
     ``setting`` is empty for a state that is given as an object.
@@ -83,7 +82,7 @@ def _locate(setting: str, error: AutopruneError) -> _InvalidSetting:
     for problem in error.problems:
         where = f"{setting}#{problem.where}" if problem.where else setting
         problems.append(Problem(where, problem.what, problem.fix))
-    return _InvalidSetting("settings", problems)
+    return problems
 
 
 _RULES = re.compile(
@@ -91,28 +90,27 @@ _RULES = re.compile(
 )
 
 
-def _flag(
-    metavar: str, text: str, default: object = None, fix: str = "", **bounds: Any
-) -> Any:
-    """A setting with its flag; ``fix`` is what to do where its value is not of its type."""
-    extra: dict[str, JsonValue] = {"fix": fix}
+def _flag(metavar: str, text: str, default: object = None, **bounds: Any) -> Any:
+    """A setting with its flag."""
     return Field(
-        default,
-        title=metavar,
-        description=text,
-        json_schema_extra=extra,
-        validate_default=True,
-        **bounds,
+        default, title=metavar, description=text, validate_default=True, **bounds
     )
+
+
+_FIXES = {
+    "feature_cache_gb": "give a size in GB from 0 to 1024",
+    "recall": f"give a number of tokens from 0 to {MAX_BUDGET}",
+    "request_budget": "give a number of tokens above 0",
+    "request_cost": "give a number of milliseconds above 0, at most a million",
+}
+"""What to do where the value of a setting is no number in its range."""
 
 
 class Settings(BaseModel):
     """Settings of a server, each given as text by its flag or as a value from Python."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
-    _numbers = field_validator(
-        "feature_cache_gb", "recall", "request_budget", "request_cost", mode="before"
-    )(_refuse_boolean)
+    _numbers = field_validator(*_FIXES, mode="before")(_refuse_boolean)
 
     state: PruningState = _flag(
         "PATH|NAME",
@@ -151,7 +149,6 @@ class Settings(BaseModel):
         "Bound of the per-image feature cache on each worker's device, which lets further "
         "questions on an image skip the vision tower; 0 turns it off. Default: 0.25.",
         0.25,
-        fix="give a size in GB from 0 to 1024",
         ge=0,
         le=1024,
     )
@@ -174,14 +171,12 @@ class Settings(BaseModel):
         "chosen by its own text among those not kept yet. Earlier turns stay in the prefix cache. "
         "Default: 0.",
         0,
-        fix=f"give a number of tokens from 0 to {MAX_BUDGET}",
         ge=0,
     )
     request_budget: int | None = _flag(
         "K",
         "Most visual tokens that all images and pruned videos of a request keep: where they would "
         "keep more, these are shared among them, evenly. Default: as many as there are.",
-        fix="give a number of tokens above 0",
         ge=1,
         le=10**9,
     )
@@ -191,7 +186,6 @@ class Settings(BaseModel):
         "selection from an image of 576 tokens, and for as many tokens of its videos. Default: "
         "200, four times the shipped `autoprune`.",
         DEFAULT_COST,
-        fix="give a number of milliseconds above 0, at most a million",
         gt=0,
         le=10**6,
     )
@@ -208,7 +202,6 @@ class Settings(BaseModel):
         if isinstance(value, PruningState):
             return value
         where = ""
-        text = str(value)
         if isinstance(value, Mapping):
             try:
                 text = json.dumps(value)
@@ -221,11 +214,12 @@ class Settings(BaseModel):
                 fix = "give a dictionary such as json.load returns"
                 raise _InvalidSetting.of(where, what, fix) from None
         else:
+            text = str(value)
             where = f"{_STATE_FLAG} {text[:255]}"
         try:
             return load_state(text)
         except StateError as error:
-            raise _locate(where, error) from None
+            raise _InvalidSetting("settings", locate(where, error)) from None
 
     @field_validator("budget", mode="plain")
     @classmethod
@@ -374,7 +368,7 @@ def _check_budget(
     try:
         materialize(info.data["state"], budget, video=video)
     except BudgetError as error:
-        raise _locate(where, error) from None
+        raise _InvalidSetting("settings", locate(where, error)) from None
 
 
 def _parse_detail(value: object) -> DetailBudgets:
@@ -420,11 +414,9 @@ def read_settings(raw: object) -> tuple[Settings | None, list[Problem]]:
             name = str(detail["loc"][0])
             if isinstance(cause, AutopruneError):
                 problems += cause.problems
-            elif name in Settings.model_fields:
+            elif name in _FIXES:
                 what = f"{str(detail['input'])[:80]!r} is not a number in its range"
-                extra = Settings.model_fields[name].json_schema_extra
-                assert isinstance(extra, dict)
-                problems.append(Problem(_name_flag(name), what, str(extra["fix"])))
+                problems.append(Problem(_name_flag(name), what, _FIXES[name]))
             else:
                 fix = f"use: {', '.join(Settings.model_fields)}"
                 problems.append(Problem(f"{where}/{name}", "unknown setting", fix))

@@ -20,7 +20,7 @@ from vllm.utils.torch_utils import (
 )
 from vllm.v1.kv_cache_interface import KVQuantMode, get_kv_quant_mode
 
-from vllm_autoprune.errors import AutopruneError, ConfigError, Problem, StateError
+from vllm_autoprune.errors import AutopruneError, ConfigError, StateError
 from vllm_autoprune.serving import compat
 from vllm_autoprune.serving.api import engine_requests, request
 from vllm_autoprune.serving.compat import (
@@ -42,6 +42,7 @@ from vllm_autoprune.serving.served_state import (
 from vllm_autoprune.serving.settings import (
     SETTINGS_KEY,
     WAITING_SETTINGS,
+    locate,
     read_settings,
 )
 from vllm_autoprune.serving.startup_rules import ServedModel, find_startup_problems
@@ -212,7 +213,7 @@ def _resolve_settings(raw: object, vllm_config: VllmConfig) -> ServedState:
     try:
         state = replace_unsafe_state(settings.state, policy.budget)
     except StateError as error:
-        problems = [Problem(f"state#{p.where}", p.what, p.fix) for p in error.problems]
+        problems = locate("state", error)
         raise ConfigError("cannot serve pruned", problems) from None
     architecture = str(vllm_config.model_config.architecture)
     model = ServedModel(BACKBONES[architecture], vllm_config)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from vllm_autoprune.errors import Problem, StateError
+from vllm_autoprune.errors import StateError
 from vllm_autoprune.tpdsl.state import Provenance, PruningState
 
 MAX_STATE_BYTES = 1 << 14
@@ -25,16 +25,13 @@ def encode_state(state: PruningState) -> bytes:
     Raises :class:`StateError` for a state larger than MAX_STATE_BYTES.
     """
     bare = {"name": state.digest[:12], "provenance": Provenance(), "schema_uri": ""}
-    text = (
-        state.model_copy(update=bare).model_dump_json(exclude={"provenance"}).encode()
-    )
+    copy = state.model_copy(update=bare)
+    text = copy.model_dump_json(exclude={"provenance"}).encode()
     if len(text) > MAX_STATE_BYTES:
-        what = (
-            f"{len(text)} bytes of behaviour, and a request may bring {MAX_STATE_BYTES}"
-        )
-        raise StateError(
-            "state", [Problem("", what, "use fewer signals or pools", "size")]
-        )
+        allowed = f"a request may bring {MAX_STATE_BYTES}"
+        what = f"{len(text)} bytes of behaviour, and {allowed}"
+        fix = "use fewer signals or pools"
+        raise StateError.of("", what, fix, kind="size", subject="state")
     return text
 
 

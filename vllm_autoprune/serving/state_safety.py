@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 
-from vllm_autoprune.errors import Problem, StateError
+from vllm_autoprune.errors import StateError
 from vllm_autoprune.tpdsl.materialize import materialize
 from vllm_autoprune.tpdsl.safety import MAX_PROBED_BUDGET, safety_check
 from vllm_autoprune.tpdsl.state import PruningState
@@ -39,17 +39,13 @@ def replace_unsafe_state(state: PruningState, budget: int) -> PruningState:
     failures = "; ".join(f"{v.name}: {v.detail}" for v in record.failures())
     if not policy.falls_back:
         fix = 'fix the state, or list "fallback_to_selection" under safety'
-        problem = Problem(
-            "/safety", f"the safety check fails ({failures})", fix, "safety"
-        )
-        raise StateError(f"state {state.name!r}", [problem])
-    if (number := next(_warnings)) <= _MAX_WARNINGS:
-        _logger.warning(
-            "State %r fails its safety check (%s): serving its base policy.%s",
-            state.name,
-            failures,
-            " Further states that fail are not logged."
-            if number == _MAX_WARNINGS
-            else "",
-        )
+        what = f"the safety check fails ({failures})"
+        subject = f"state {state.name!r}"
+        raise StateError.of("/safety", what, fix, kind="safety", subject=subject)
+    number = next(_warnings)
+    if number <= _MAX_WARNINGS:
+        message = "State %r fails its safety check (%s): serving its base policy."
+        if number == _MAX_WARNINGS:
+            message += " Further states that fail are not logged."
+        _logger.warning(message, state.name, failures)
     return state.without_exchange()

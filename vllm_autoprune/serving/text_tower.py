@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from vllm_autoprune.errors import ConfigError, Problem
+from vllm_autoprune.errors import ConfigError
 
 TOWER_FLAG = "--autoprune-text-tower"
 
@@ -14,15 +16,22 @@ SIGN_KEY = "autoprune_relevance_sign"
 
 @dataclass(frozen=True, slots=True)
 class TextTower:
-    """CLIP checkpoint used for relevance; ``vocabulary`` defaults to that of OpenAI's CLIP."""
+    """CLIP checkpoint whose text tower measures relevance."""
 
     path: str
+    """Folder or Hub id."""
     sign: int
+    """+1 where relevant patches are similar to the text, -1 where they are least similar."""
     reason: str
+    """Where the sign comes from."""
     segment: int
+    """Token ids of a text that the tower takes at once."""
     width: int
+    """Width of the space in which texts and patches are compared."""
     vision_width: int
+    """Width of the vision tower beside it."""
     vocabulary: int = 49408
+    """Token ids that the tower has embeddings of; by default those of OpenAI's CLIP."""
 
 
 def read_text_tower(path: str) -> TextTower:
@@ -33,39 +42,38 @@ def read_text_tower(path: str) -> TextTower:
     """
     from transformers import AutoConfig, AutoTokenizer, CLIPConfig
 
-    any_fix = "give a folder with a CLIP checkpoint (config, weights, tokenizer) or its Hub id"
+    fix = "give a folder with a CLIP checkpoint (config, weights, tokenizer) or its Hub id"
+    tower_error = partial(ConfigError.of, f"{TOWER_FLAG} {path}", subject="text tower")
 
-    def refuse(what: str, fix: str = any_fix) -> ConfigError:
-        return ConfigError("text tower", [Problem(f"{TOWER_FLAG} {path}", what, fix)])
+    def load(loader: Any, problem: str) -> Any:
+        try:
+            return loader.from_pretrained(path)
+        except (OSError, ValueError) as error:
+            what = f"{problem} ({str(error).splitlines()[0]})"
+            raise tower_error(what, fix) from None
 
-    try:
-        config = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise refuse(f"cannot be read ({str(error).splitlines()[0]})") from None
+    config = load(AutoConfig, "cannot be read")
     if not isinstance(config, CLIPConfig):
-        raise refuse(
-            f"is a {config.model_type!r} model", "give a CLIP model with both towers"
-        )
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise refuse(f"has no tokenizer ({str(error).splitlines()[0]})") from None
+        what = f"is a {config.model_type!r} model"
+        raise tower_error(what, "give a CLIP model with both towers")
+    tokenizer = load(AutoTokenizer, "has no tokenizer")
     text = config.text_config
     ids = set(tokenizer.get_vocab().values())
     # If the files are missing, transformers creates a tokenizer without words.
     if ids <= set(tokenizer.all_special_ids):
-        raise refuse("has no tokenizer (only start and end tokens were found)")
+        what = "has no tokenizer (only start and end tokens were found)"
+        raise tower_error(what, fix)
     if max(ids) >= text.vocab_size:
-        known = f"its text tower knows {text.vocab_size} tokens"
-        fix = "give the tokenizer that belongs to the checkpoint"
-        raise refuse(f"its tokenizer makes token {max(ids)}, but {known}", fix)
+        what = f"its tokenizer makes token {max(ids)}, but its text tower knows "
+        what += f"{text.vocab_size} tokens"
+        raise tower_error(what, "give the tokenizer that belongs to the checkpoint")
     sign = config.to_dict().get(SIGN_KEY)
     reason = f"its config states {SIGN_KEY}"
     if sign is None:
         sign = -1
         reason = "its config states no direction and OpenAI's CLIP is inverted on these patches"
     elif isinstance(sign, bool) or sign not in (1, -1):
-        raise refuse(f"states {SIGN_KEY} = {sign!r}", "write 1 or -1")
+        raise tower_error(f"states {SIGN_KEY} = {sign!r}", "write 1 or -1")
     return TextTower(
         path=path,
         sign=int(sign),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from contextlib import suppress
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.serving.unit.samples import (
@@ -100,17 +100,56 @@ def test_every_item_of_an_image_is_encoded_and_knows_those_before_it(
         assert [*item.items_before()] == items[:at]
 
 
-@given(st.binary(max_size=80))
-def test_any_row_of_bytes_is_decoded_or_refused(text: bytes) -> None:
-    for row in (text, SOUND.numpy().tobytes()[:9] + text):
-        with suppress(RequestError):
-            decoded = ItemPlan.decode(as_row(row))
-            assert decoded.encode().numpy().tobytes() == row
-
-
 SOUND = ItemPlan(8, (1, 2), (3, 4), (5,), state=b"a state").encode()
 HEAD = SOUND.numpy().tobytes()[:1]
 forged = partial(with_fields, SOUND)
+
+
+@given(st.binary(max_size=80))
+def test_any_row_of_bytes_is_refused(text: bytes) -> None:
+    """Behind the format's version too, and in the middle of a plan."""
+    for row in (text, HEAD + text, SOUND.numpy().tobytes()[:9] + text):
+        with pytest.raises(RequestError):
+            ItemPlan.decode(as_row(row))
+
+
+COUNTS = st.sampled_from([-1, 0, 1, 3, 8, 9, 70_000])
+CHANGES: dict[str, st.SearchStrategy[object]] = {
+    "budget": COUNTS,
+    "core": COUNTS,
+    "tokens": COUNTS,
+    "frames": COUNTS,
+    "keep": st.sampled_from([*CHOOSERS, "all"]),
+    "part": st.sampled_from(["whole", "core", "delta", "recall", "half"]),
+    "instruction": st.lists(st.integers(-1, 9), max_size=4),
+    "earlier": st.lists(st.builds(Choice, COUNTS), max_size=2),
+    "text": st.lists(st.tuples(COUNTS, COUNTS), max_size=3),
+    "unknown": st.none(),
+}
+
+
+def test_any_record_is_decoded_as_what_it_says_or_refused() -> None:
+    """Both halves are reached: a decoded plan has the fields, and their one row of bytes."""
+    outcomes = Counter[str]()
+    to_json = msgspec.json.encode
+
+    @settings(max_examples=100)
+    @given(st.lists(st.sampled_from(sorted(CHANGES)), max_size=2), st.data())
+    def check(names: list[str], data: st.DataObject) -> None:
+        changes = {name: data.draw(CHANGES[name], name) for name in names}
+        row = forged(**changes)
+        try:
+            decoded = ItemPlan.decode(row)
+        except RequestError:
+            outcomes["refused"] += 1
+            return
+        outcomes["decoded"] += 1
+        assert torch.equal(decoded.encode(), row)
+        for name, value in changes.items():
+            assert to_json(getattr(decoded, name)) == to_json(value)
+
+    check()
+    assert outcomes["decoded"] > 10 and outcomes["refused"] > 10, outcomes
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from vllm_autoprune.serving.api.resolve import check_fields, resolve_plans
 from vllm_autoprune.serving.plan import KWARGS, NO_KEY, ItemPlan
 from vllm_autoprune.serving.request_rules import LEVELS, DetailBudgets, RequestRules
 from vllm_autoprune.serving.request_states import load_request_state
-from vllm_autoprune.serving.served_state import NEEDS, ServedState
+from vllm_autoprune.serving.served_state import NEEDS, Capabilities, ServedState
 from vllm_autoprune.serving.startup import _resolve_settings
 from vllm_autoprune.serving.state_codec import decode_state
 from vllm_autoprune.tpdsl.atoms.safety import Verdict
@@ -249,7 +249,9 @@ DETAILED = server(detail=DETAIL)
 SHARES = DetailBudgets.model_validate({"low": "1/16", "high": "1/4:1-64"})
 BY_DETAIL = [server(level, detail=DETAIL) for level in LEVELS]
 LOW_HIGH = {"details": ["low", "high"]}
-POOR = server(unavailable=(("language", "--enable-lora: because"),))
+POOR = server(
+    capabilities=Capabilities(unavailable=(("language", "--enable-lora: because"),))
+)
 VISIONZIP = load_state("visionzip").budget.range()[1]
 
 

@@ -37,43 +37,62 @@ def resolve(**settings: object) -> ServedState:
     return _resolve_settings({"state": "autoprune", **settings}, vllm_config())
 
 
-def test_each_setting_is_read_from_text_and_numbers() -> None:
+def test_a_state_is_read_from_every_form() -> None:
     file = shipped_states()["autoprune"]
-    digest = load_state("autoprune").digest
+    loaded = load_state("autoprune")
     forms = ("autoprune", file, str(file), file.read_text(), shipped("autoprune"))
-    for state in (*forms, load_state("autoprune")):
-        assert (server := resolve(state=state)).state.digest == digest
+    for form in (*forms, loaded):
+        assert resolve(state=form).state.digest == loaded.digest
+
+
+def test_defaults_of_a_server() -> None:
+    server = resolve()
     assert (server.budget.rule(), server.text_tower) == (32, None)
     assert server.cache_bytes == 1 << 28
-    for budget in (64, "64", " 64 ", "1/8:1-64", "12.5%:8-64"):
-        served_by_flag = pickle.loads(pickle.dumps(resolve(budget=budget)))
-        policy = materialize(served_by_flag.state, served_by_flag.budget)
-        assert (policy.budget, policy.at(512).budget) == (64, 64)
-    for size, count in (
-        (0, 0),
-        ("0", 0),
-        (2, 1 << 31),
-        ("0.5", 1 << 29),
-        (1024, 1 << 40),
-    ):
-        assert resolve(feature_cache_gb=size).cache_bytes == count
-    assert (resolve().rules.cost, resolve(request_cost="750").rules.cost) == (
-        DEFAULT_COST,
-        750.0,
-    )
-    assert (resolve().rules.total, resolve(request_budget="2048").rules.total) == (
-        None,
-        2048,
-    )
+    assert (server.rules.cost, server.rules.total) == (DEFAULT_COST, None)
+
+
+@pytest.mark.parametrize(
+    "budget", [64, "64", " 64 ", "1/8:1-64", "12.5%:8-64"], ids=repr
+)
+def test_a_budget_is_read_and_reaches_every_process(budget: object) -> None:
+    server = pickle.loads(pickle.dumps(resolve(budget=budget)))
+    policy = materialize(server.state, server.budget)
+    assert (policy.budget, policy.at(512).budget) == (64, 64)
+
+
+@pytest.mark.parametrize(
+    ("size", "count"),
+    [(0, 0), ("0", 0), (2, 1 << 31), ("0.5", 1 << 29), (1024, 1 << 40)],
+    ids=repr,
+)
+def test_the_feature_cache_is_as_large_as_it_is_set(size: object, count: int) -> None:
+    assert resolve(feature_cache_gb=size).cache_bytes == count
+
+
+def test_bounds_of_requests_are_read_from_text_and_numbers() -> None:
+    assert resolve(request_cost="750").rules.cost == 750.0
+    assert resolve(request_budget="2048").rules.total == 2048
     for recall in (8, "8"):
         assert resolve(recall=recall, requests="budget:1-8").rules.recall == 8
-    for detail in ("low=16,high=64", {"low": 16, "high": "64"}):
-        for requests in (None, "none", "budget:32-64"):
-            rules = resolve(requests=requests, detail=detail).rules
-            assert rules.detail == DetailBudgets.model_validate({"low": 16, "high": 64})
-    shares = "low=1/16:1-64,high=25%:1-640"
-    description = describe_server(resolve(detail=shares, requests="budget:1-640"))
+
+
+@pytest.mark.parametrize("requests", [None, "none", "budget:32-64"], ids=repr)
+@pytest.mark.parametrize(
+    "detail", ["low=16,high=64", {"low": 16, "high": "64"}], ids=repr
+)
+def test_budgets_by_detail_are_read(detail: object, requests: str | None) -> None:
+    rules = resolve(requests=requests, detail=detail).rules
+    assert rules.detail == DetailBudgets.model_validate({"low": 16, "high": 64})
+
+
+def test_shares_by_detail_are_described_as_flags_take_them() -> None:
+    server = resolve(detail="low=1/16:1-64,high=25%:1-640", requests="budget:1-640")
+    description = describe_server(server)
     assert description["detail"] == {"low": "1/16:1-64", "high": "1/4:1-640"}
+
+
+def test_a_text_tower_is_described_by_its_checkpoint() -> None:
     tower = resolve(text_tower=str(CLIP)).text_tower
     assert tower is not None
     assert (tower.path, tower.sign, tower.vocabulary) == (str(CLIP), 1, 478)
@@ -82,12 +101,11 @@ def test_each_setting_is_read_from_text_and_numbers() -> None:
 
 def test_levels_are_cumulative_and_have_a_range() -> None:
     assert resolve().rules == RequestRules("budget", 1, 65536, explicit=False)
-    for at, level in enumerate(LEVELS):
+    for rank, level in enumerate(LEVELS):
         rules = resolve(requests=level).rules
         assert (rules.level, rules.explicit) == (level, True)
-        assert [other for other in LEVELS if rules.allows(other)] == list(
-            LEVELS[: at + 1]
-        )
+        allowed = [other for other in LEVELS if rules.allows(other)]
+        assert allowed == list(LEVELS[: rank + 1])
     rules = resolve(requests=" budget:16-256 ").rules
     assert (str(rules), rules.minimum, rules.maximum) == ("budget:16-256", 16, 256)
 

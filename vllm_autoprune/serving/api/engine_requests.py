@@ -27,7 +27,7 @@ from vllm_autoprune.serving.api.request import OFFLINE_FIX, refuse_misplaced
 from vllm_autoprune.serving.api.resolve import check_unpruned
 from vllm_autoprune.serving.compat import depends_on, patch
 from vllm_autoprune.serving.identities import make_feature_key
-from vllm_autoprune.serving.inputs import CELLS_FIELD, PIXELS, cells_error, check_inputs
+from vllm_autoprune.serving.inputs import CELLS_FIELD, PIXELS, check_inputs
 from vllm_autoprune.serving.plan import (
     FIELD,
     Chooser,
@@ -417,7 +417,8 @@ def _check_features(
             for name in fields:
                 _check_kind(name, data[name])
             if CELLS_FIELD in fields and rules.served.capabilities.whole_only:
-                raise cells_error("are not dropped of this model's images")
+                what = "are not dropped of this model's images"
+                raise plan_error(what, CELLS_FIELD)
             check_inputs(
                 plan, feature.modality, fields, rules.served.capabilities.frame
             )

@@ -36,7 +36,8 @@ from vllm_autoprune.serving.models.vision import (
     find_entries,
 )
 from vllm_autoprune.serving.plan import FIELD, ItemPlan
-from vllm_autoprune.serving.served_state import PlanRules, served_state
+from vllm_autoprune.serving.plan_rules import PlanRules
+from vllm_autoprune.serving.served_state import served_state
 from vllm_autoprune.serving.worker.batch import SelectionContext, prune_images
 from vllm_autoprune.serving.worker.features import ImageFeatures
 from vllm_autoprune.serving.worker.metrics import Stopwatch, WorkerMetrics

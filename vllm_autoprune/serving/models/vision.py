@@ -136,8 +136,8 @@ class Vision(ABC):
         """
         if self._relevance is None and "instruction" in self.needs:
             device = self.sample_weight.device
-            if self.served.tower is not None:
-                self._relevance = ClipTower(self.served.tower, device)
+            if self.served.text_tower is not None:
+                self._relevance = ClipTower(self.served.text_tower, device)
             else:
                 self._relevance = InputEmbeddings(self.embed, device)
         return self._relevance
