@@ -26,12 +26,12 @@ from vllm_autoprune.serving.api.instruction import (
 )
 from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.plan import LANGUAGE_IDS, RELEVANCE_IDS, Ids
-from vllm_autoprune.serving.text_tower import read_text_tower
 from vllm_autoprune.serving.worker.question import (
     ClipTower,
     InputEmbeddings,
     RelevanceSpace,
 )
+from vllm_autoprune.text_tower import read_text_tower
 from vllm_autoprune.tpdsl.prefix import DecoderLayer, DecoderPrefix
 from vllm_autoprune.tpdsl.tokens import (
     Grid,

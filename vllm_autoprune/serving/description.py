@@ -9,7 +9,7 @@ from pydantic import JsonValue
 from vllm_autoprune import __version__
 from vllm_autoprune.serving.request_rules import REQUESTS_FLAG, RequestRules
 from vllm_autoprune.serving.served_state import ServedState
-from vllm_autoprune.serving.text_tower import TextTower
+from vllm_autoprune.text_tower import TextTower
 from vllm_autoprune.tpdsl.materialize import materialize
 
 _PERMISSIONS = {

@@ -11,7 +11,7 @@ from vllm_autoprune.serving.compat import get_attachment
 from vllm_autoprune.serving.plan import ENTRY, MROPE, ItemPlan, refuse
 from vllm_autoprune.serving.request_rules import DEFAULT_RULES, RequestRules
 from vllm_autoprune.serving.state_codec import decode_state
-from vllm_autoprune.serving.text_tower import TextTower
+from vllm_autoprune.text_tower import TextTower
 from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET, BudgetCall
 from vllm_autoprune.tpdsl.cells import Cells
 from vllm_autoprune.tpdsl.loading import load_state

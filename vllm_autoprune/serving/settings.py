@@ -37,7 +37,7 @@ from vllm_autoprune.serving.request_rules import (
     DetailBudgets,
     RequestRules,
 )
-from vllm_autoprune.serving.text_tower import TextTower, read_text_tower
+from vllm_autoprune.text_tower import TextTower, read_text_tower
 from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET, BudgetCall
 from vllm_autoprune.tpdsl.cells import Cells
 from vllm_autoprune.tpdsl.cost import DEFAULT_COST

@@ -39,7 +39,6 @@ from vllm_autoprune.serving.served_state import (
     ServedState,
 )
 from vllm_autoprune.serving.startup import _resolve_settings
-from vllm_autoprune.serving.text_tower import TextTower
 from vllm_autoprune.serving.worker.batch import (
     ModelParts,
     SelectionContext,
@@ -47,6 +46,7 @@ from vllm_autoprune.serving.worker.batch import (
 )
 from vllm_autoprune.serving.worker.features import ImageFeatures, IndexCache, Region
 from vllm_autoprune.serving.worker.selection import FallbackReporter
+from vllm_autoprune.text_tower import TextTower
 from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 from vllm_autoprune.tpdsl.tokens import Grid
 

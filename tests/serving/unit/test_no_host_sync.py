@@ -30,7 +30,6 @@ from tests.stand_in_device import DEVICE, WaitsForDevice, forbid_waiting
 from vllm_autoprune import Grid
 from vllm_autoprune.serving.models.mrope import position_channels
 from vllm_autoprune.serving.plan import Choice, ItemPlan
-from vllm_autoprune.serving.text_tower import read_text_tower
 from vllm_autoprune.serving.worker.batch import (
     ModelParts,
     SelectionContext,
@@ -49,6 +48,7 @@ from vllm_autoprune.serving.worker.question import (
 )
 from vllm_autoprune.serving.worker.selection import FallbackReporter
 from vllm_autoprune.serving.worker.tower_hooks import QueriesAndKeys
+from vllm_autoprune.text_tower import read_text_tower
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, ReferenceSelection
 
 __all__ = ["llama"]

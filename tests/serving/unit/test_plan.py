@@ -42,9 +42,9 @@ from vllm_autoprune.serving.plan_rules import PlanRules
 from vllm_autoprune.serving.request_rules import LEVELS, DetailBudgets, RequestRules
 from vllm_autoprune.serving.served_state import Capabilities
 from vllm_autoprune.serving.state_codec import decode_state, encode_state
-from vllm_autoprune.serving.text_tower import TextTower
 from vllm_autoprune.serving.worker.batch import SelectionContext, prune_images
 from vllm_autoprune.serving.worker.selection import FallbackReporter, PlanReader
+from vllm_autoprune.text_tower import TextTower
 from vllm_autoprune.tpdsl.loading import shipped_states
 from vllm_autoprune.tpdsl.state import PruningState
 

@@ -26,7 +26,7 @@ from vllm_autoprune.serving.request_rules import LEVELS, DetailBudgets, RequestR
 from vllm_autoprune.serving.served_state import ServedState
 from vllm_autoprune.serving.settings import SETTINGS_KEY, Settings
 from vllm_autoprune.serving.startup import _resolve_settings
-from vllm_autoprune.serving.text_tower import SIGN_KEY, read_text_tower
+from vllm_autoprune.text_tower import SIGN_KEY, read_text_tower
 from vllm_autoprune.tpdsl.cost import DEFAULT_COST
 from vllm_autoprune.tpdsl.loading import shipped_states
 

@@ -17,7 +17,6 @@ from tests.golden.case import load, names
 from tests.serving.engine import CLIP
 from vllm_autoprune import ConfigError
 from vllm_autoprune.serving.plan import Ids
-from vllm_autoprune.serving.text_tower import TextTower, read_text_tower
 from vllm_autoprune.serving.worker.question import (
     ClipTower,
     InputEmbeddings,
@@ -30,6 +29,7 @@ from vllm_autoprune.serving.worker.tower_hooks import (
     NextTowerLayer,
     QueriesAndKeys,
 )
+from vllm_autoprune.text_tower import TextTower, read_text_tower
 
 CPU = torch.device("cpu")
 VISION_WIDTH = 160

@@ -29,7 +29,7 @@ from vllm_autoprune.serving.compat import (
 )
 from vllm_autoprune.serving.models import require_served
 from vllm_autoprune.serving.plugin import DISABLE, disabled
-from vllm_autoprune.serving.text_tower import read_text_tower
+from vllm_autoprune.text_tower import read_text_tower
 from vllm_autoprune.tpdsl.loading import load_state, shipped_states
 from vllm_autoprune.tpdsl.materialize import materialize
 

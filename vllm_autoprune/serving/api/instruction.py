@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_autoprune.serving.api.request import RecallTurn
 from vllm_autoprune.serving.plan import LANGUAGE_IDS, RELEVANCE_IDS, Ids
 from vllm_autoprune.serving.request_rules import DETAIL_LEVELS
-from vllm_autoprune.serving.text_tower import TextTower
+from vllm_autoprune.text_tower import TextTower
 from vllm_autoprune.tpdsl.tokens import Need
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.serving.plan import LANGUAGE_IDS
-from vllm_autoprune.serving.text_tower import TOWER_FLAG, TextTower
+from vllm_autoprune.text_tower import TOWER_FLAG, TextTower
 from vllm_autoprune.tpdsl.tokens import Need
 
 if TYPE_CHECKING:

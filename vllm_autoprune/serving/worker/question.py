@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from vllm_autoprune.ops.rowwise import upload
 from vllm_autoprune.serving.compat.worker import world_size
 from vllm_autoprune.serving.plan import Ids
-from vllm_autoprune.serving.text_tower import TextTower
+from vllm_autoprune.text_tower import TextTower
 from vllm_autoprune.tpdsl.prefix import DecoderLayer, DecoderPrefix, PrefixOutput
 
 if TYPE_CHECKING:
