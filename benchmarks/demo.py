@@ -153,13 +153,13 @@ def _measure_answers(examples: Sequence[Example], out: Path) -> list[_Figure]:
                 ]
                 # An answer without a text is wrong, but an answer.
                 answers = Client(serving.url).send_all(bodies, _USERS, accepted=EMPTY)
-                rights = [
+                scored = [
                     (example.image_id, example.is_right(answer.text))
                     for example, answer in zip(examples, answers, strict=True)
                 ]
-                right = statistics.fmean(right for _, right in rights)
-                half = _half_width(rights)
-                ends = (right, max(0, right - half), min(1, right + half))
+                accuracy = statistics.fmean(correct for _, correct in scored)
+                half = _half_width(scored)
+                ends = (accuracy, max(0, accuracy - half), min(1, accuracy + half))
                 value, low, high = (round(100 * x, 3) for x in ends)
                 figures.append(
                     _Figure("right answers", model, arm, value, low, high, "%")
@@ -167,18 +167,18 @@ def _measure_answers(examples: Sequence[Example], out: Path) -> list[_Figure]:
     return figures
 
 
-def _half_width(rights: Sequence[tuple[int, bool]]) -> float:
+def _half_width(scored: Sequence[tuple[int, bool]]) -> float:
     """Half of the 95 % interval of accuracy, of scenes and whether each answer is right.
 
     The wider of two: Wilson's takes questions as independent, and is correct near 0 and 1. The
     other one takes scenes as independent, because questions on one image are correlated.
     """
-    p = statistics.fmean(right for _, right in rights)
-    n = len(rights)
+    p = statistics.fmean(correct for _, correct in scored)
+    n = len(scored)
     wilson = _Z * math.sqrt(p * (1 - p) / n + _Z**2 / (4 * n**2)) / (1 + _Z**2 / n)
     scenes: dict[int, list[bool]] = {}
-    for scene, right in rights:
-        scenes.setdefault(scene, []).append(right)
+    for scene, correct in scored:
+        scenes.setdefault(scene, []).append(correct)
     by_scene = [statistics.fmean(answers) for answers in scenes.values()]
     return max(wilson, _Z * statistics.stdev(by_scene) / math.sqrt(len(by_scene)))
 
@@ -262,7 +262,10 @@ def _format_tables(figures: Sequence[_Figure]) -> str:
     """Both tables and their notes as Markdown, of the rows of ``demo.csv``."""
     arms = ("stock", "resized", "pruned")
     cells = {(f.what, f.arm): f for f in figures}
-    rows = [("tokens of an image", f"N = {TOKENS}", *[f"K = {_BUDGET}"] * 2)]
+    budget = f"K = {_BUDGET}"
+    rows: list[tuple[str, ...]] = [
+        ("tokens of an image", f"N = {TOKENS}", budget, budget)
+    ]
     rows += [
         (f"{what}, {figure.unit}", *(str(cells[what, arm]) for arm in arms))
         for (what, arm), figure in cells.items()
@@ -306,8 +309,8 @@ def _run_demo(out: Path) -> int:
     machine = environment()
     load = float(machine["load average"])
     cores = int(machine["cores"])
-    others = _OTHER_SECONDS * (1 + load / cores)
-    minutes = math.ceil((others + _PRODUCTS * statistics.median(seconds)) / 60)
+    fixed_seconds = _OTHER_SECONDS * (1 + load / cores)
+    minutes = math.ceil((fixed_seconds + _PRODUCTS * statistics.median(seconds)) / 60)
     introduction = _INTRODUCTION.format(
         dtype=dtype,
         small=choose_dtype(exact=True),

@@ -94,15 +94,15 @@ class _LoadTest:
         """Start the schedule: all users wait for it."""
         self._zero = time.perf_counter()
         self._cpu = time.process_time()
-        gevent.spawn(self._measure_lag)
+        gevent.spawn(self.measure_lag)
         self._start.set()
 
-    def _measure_lag(self) -> None:
+    def measure_lag(self) -> None:
         """Record how late an idle greenlet wakes up, which bounds the error of time stamps."""
         while self._working:
-            before = time.perf_counter()
+            begin = time.perf_counter()
             gevent.sleep(_TICK)
-            self._late.append(time.perf_counter() - before - _TICK)
+            self._late.append(time.perf_counter() - begin - _TICK)
 
     def work(self) -> None:
         """Send a locust user's part of the requests; the last user ends the run."""
@@ -115,28 +115,28 @@ class _LoadTest:
         else:
             # When they are due, without waiting for answers.
             pool = Pool()
-            most = self._options.most
-            for index, at in self._schedule:
-                if self._stop.wait(max(at - self._now() - _EARLY, 0.0)):
+            maximum = self._options.most
+            for index, due in self._schedule:
+                if self._stop.wait(max(due - self._now() - _EARLY, 0.0)):
                     break
-                while self._now() < at:
+                while self._now() < due:
                     gevent.sleep(0)  # let answers be read meanwhile
-                if len(pool) >= most:  # a server that far behind does not recover
+                if len(pool) >= maximum:  # a server that far behind does not recover
                     self._give_up(
-                        f"over-saturated: {most} requests were in flight at once"
+                        f"over-saturated: {maximum} requests were in flight at once"
                     )
                     break
-                pool.spawn(self._send, index, at)
+                pool.spawn(self._send, index, due)
             pool.join()
         self._working -= 1
         if not self._working:
             assert self._locust.runner is not None
             gevent.spawn(self._locust.runner.quit)
 
-    def _send(self, index: int, at: float) -> None:
+    def _send(self, index: int, due: float) -> None:
         body = self._prepared.measured[index]
         measured = self._measured[index]
-        record = self._client.send(body, scheduled=at, index=index, measured=measured)
+        record = self._client.send(body, scheduled=due, index=index, measured=measured)
         self._records.append(record)
         # For locust's own statistics and pages.
         self._locust.events.request.fire(
@@ -162,17 +162,17 @@ class _LoadTest:
         """Judge the run, write and print its result, and set the exit status."""
         options = self._options
         records = self._records
-        before = self._counters
-        after = None if before is None else _read_counters(options)
+        initial = self._counters
+        final = None if initial is None else _read_counters(options)
         result = Result(
             workload=self._prepared.workload,
             options=options,
             summary=Summary.of([records], options),
             # A labelled counter appears with its first event, so that before it there was none.
-            counters=after
+            counters=final
             and {
-                name: total - (before or {}).get(name, 0.0)
-                for name, total in after.items()
+                name: total - (initial or {}).get(name, 0.0)
+                for name, total in final.items()
             },
             cpu=(time.process_time() - self._cpu) / self._now(),
             lag=sorted(self._late)[int(0.99 * (len(self._late) - 1))],

@@ -60,13 +60,15 @@ def _draw_board(side: int) -> _Marks:
 
 
 def _compress(image: Image.Image, quality: int) -> Image.Image:
-    image.save(file := io.BytesIO(), "JPEG", quality=quality)
+    file = io.BytesIO()
+    image.save(file, "JPEG", quality=quality)
     return _decode(file.getvalue())[1].convert("L")
 
 
 def _draw(marks: _Marks, process: _Process) -> NDArray[np.uint8]:
     """Cells ``(H, W, patches, channels, pixels)`` of a picture."""
-    pen = ImageDraw.Draw(image := Image.new("L", (_WIDTH, _HEIGHT), _PAPER))
+    image = Image.new("L", (_WIDTH, _HEIGHT), _PAPER)
+    pen = ImageDraw.Draw(image)
     for lefts, tops, width, height, grey in marks:
         for x, y in product(lefts, tops):
             if isinstance(width, str):
@@ -141,10 +143,11 @@ def count_losses() -> Iterator[tuple[str | int, ...]]:
         even = (np.ptp(cells, (2, 3, 4)) == 0).ravel()
         for rule in ("flat", "predicted", "flat:2", "predicted:2", "flat:8"):
             anchors = Cells.model_validate(Cells.parse(rule, "")).find_anchors(cells)
-            kept = np.zeros_like(marked)
-            kept[slice(None) if anchors is None else kept_cells(anchors)] = True
-            masks = (marked | True, kept, marked, marked & ~kept, marked & ~kept & even)
-            yield name, rule, *(int(mask.sum()) for mask in masks)
+            selection = np.zeros_like(marked)
+            selection[slice(None) if anchors is None else kept_cells(anchors)] = True
+            dropped = marked & ~selection
+            masks = (selection, marked, dropped, dropped & even)
+            yield name, rule, len(marked), *(int(mask.sum()) for mask in masks)
 
 
 if __name__ == "__main__":

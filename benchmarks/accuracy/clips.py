@@ -98,20 +98,20 @@ class _Answers:
         kinds = np.array(self.kinds)
         clips = np.array(self.clips)
         for kind in ("all", *CATEGORIES["clips"]["clips"]):
-            asked = kinds == kind if kind != "all" else np.ones(len(kinds), bool)
-            bootstrap = ClusterBootstrap(clips[asked].tolist())
-            for (method, budget), right in self.rights.items():
-                figures = {("right", "%"): 100 * right}
+            members = kinds == kind if kind != "all" else np.ones(len(kinds), bool)
+            bootstrap = ClusterBootstrap(clips[members].tolist())
+            for (method, budget), correct in self.rights.items():
+                figures = {("right", "%"): 100 * correct}
                 for baseline in self.baselines:
                     other = self.rights.get((baseline, budget))
                     if other is not None and method != baseline:
                         figures[f"right less {baseline}", "points"] = 100 * (
-                            right - other
+                            correct - other
                         )
                 if kind == "all":
                     figures["prompt", "tokens"] = self.prompts[method, budget]
                 for (what, unit), values in figures.items():
-                    estimate = Estimate.of(bootstrap.mean(values[asked]))
+                    estimate = Estimate.of(bootstrap.mean(values[members]))
                     table.add(
                         what,
                         f"{self.title}, {budget}; {method}; {kind}",

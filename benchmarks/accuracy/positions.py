@@ -81,17 +81,17 @@ def _build_cases(
     state = load_state(state_name)
     cases = [FULL]
     for budget in budgets:
-        for place in positions:
+        for position in positions:
             # In the state for its digest; beside it because a flag of the server goes before that.
-            moved = state.model_copy(update={"positions": place})
+            moved = state.model_copy(update={"positions": position})
             case = Case(
-                name=f"{place}@{budget}",
+                name=f"{position}@{budget}",
                 arm="found",
-                label=f"{state.name}, {place}",
+                label=f"{state.name}, {position}",
                 budget=budget,
-                base="" if place == "packed" else f"packed@{budget}",
+                base="" if position == "packed" else f"packed@{budget}",
                 digest=moved.digest,
-                pruning={**pruning_options(moved, budget), "positions": place},
+                pruning={**pruning_options(moved, budget), "positions": position},
             )
             cases.append(case)
     return cases
@@ -109,22 +109,19 @@ def _compare(contents: Contents, cases: Sequence[Case]) -> Iterator[_Row]:
         means = dict[str, Floats]()
         for case in cases:
             answers = contents.answers.get(case.name, {})
-            scores = [
-                a.score
-                for id in images
-                if (a := answers.get(id)) and a.score is not None
-            ]
+            scored = [answers[id].score for id in images if id in answers]
+            scores = [score for score in scored if score is not None]
             if len(scores) < len(images):
                 continue
             means[case.name] = mean = 100 * bootstrap.mean(scores)
-            others = means.keys() & {FULL.name, case.base}
+            references = means.keys() & {FULL.name, case.base}
             yield _Row(
                 benchmark=benchmark,
                 case=case.name,
                 right=Estimate.of(mean).rounded(2),
                 less={
                     o: Estimate.of(mean - means[o]).rounded(2)
-                    for o in others - {case.name}
+                    for o in references - {case.name}
                 },
                 questions=len(images),
                 images=len({*images.values()}),
@@ -138,9 +135,15 @@ def _find_faults(contents: Contents, cases: Sequence[Case]) -> Iterator[str]:
         moved = contents.answers.get(case.name, {})
         pairs = [(packed[id], moved[id]) for id in packed.keys() & moved.keys()]
         pairs = [pair for pair in pairs if not any(answer.failure for answer in pair)]
-        if any(before.prompt_tokens != after.prompt_tokens for before, after in pairs):
+        if any(
+            packed_answer.prompt_tokens != moved_answer.prompt_tokens
+            for packed_answer, moved_answer in pairs
+        ):
             yield f"{case.name}: prompts are not as long as packed ones: K is not the same"
-        if pairs and all(before.text == after.text for before, after in pairs):
+        if pairs and all(
+            packed_answer.text == moved_answer.text
+            for packed_answer, moved_answer in pairs
+        ):
             yield f"{case.name}: every answer is the packed one: this server moves no tokens"
 
 

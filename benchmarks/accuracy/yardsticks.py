@@ -59,12 +59,12 @@ def _build_cases(yardstick: Yardstick, names: Sequence[str] = ()) -> list[Case]:
     videos are left out.
     """
     available = yardstick.available
-    others = [
+    state_names = [
         name.partition("@")[0] for name in names if name not in ("full", *_CONTROLS)
     ]
     states = {
         name: load_state(name)
-        for name in dict.fromkeys((*BASE_POLICIES, *_STATES, *others))
+        for name in dict.fromkeys((*BASE_POLICIES, *_STATES, *state_names))
     }
     cases = [Case("full", ALL_TOKENS)]
     for budget in yardstick.budgets:
@@ -78,16 +78,20 @@ def _build_cases(yardstick: Yardstick, names: Sequence[str] = ()) -> list[Case]:
             if base and yardstick.has_one_axis and state.positions == "packed":
                 base += "@packed"
             cases.append(Case(name, budget, state=state, base=base))
-            before = state.model_copy(update={"rank_at": "merger_in"})
+            unmerged = state.model_copy(update={"rank_at": "merger_in"})
             if (
                 name not in _WITHOUT_FEATURES
-                and materialize(before, 16).needs <= available
+                and materialize(unmerged, 16).needs <= available
             ):
-                cases.append(Case(f"{name}{_BEFORE}", budget, state=before, base=name))
+                cases.append(
+                    Case(f"{name}{_BEFORE}", budget, state=unmerged, base=name)
+                )
             if yardstick.has_one_axis:
-                other = "true" if state.positions == "packed" else "packed"
-                moved = state.model_copy(update={"positions": other})
-                cases.append(Case(f"{name}@{other}", budget, state=moved, base=name))
+                alternative = "true" if state.positions == "packed" else "packed"
+                moved = state.model_copy(update={"positions": alternative})
+                cases.append(
+                    Case(f"{name}@{alternative}", budget, state=moved, base=name)
+                )
     return [
         case for case in cases if not names or case.name in {*names, "full", "resized"}
     ]
@@ -132,8 +136,8 @@ def _measure(
         for case in cases:
             scores[case.name, case.budget.label].append(encoded.score(case))
     rights = {
-        place: torch.cat([s.right for s in of]).double().numpy()
-        for place, of in scores.items()
+        key: torch.cat([part.correct for part in parts]).double().numpy()
+        for key, parts in scores.items()
     }
     categories = CATEGORIES[yardstick.key]
     parts: list[tuple[str | None, str | None]] = [
@@ -160,11 +164,13 @@ def _measure(
 
         for case in cases:
             label = case.budget.label
-            right = rights[case.name, label][members]
+            correct = rights[case.name, label][members]
             less: dict[str, Estimate | None] = {}
             for name in ("resized", case.base, yardstick.search_result):
                 other = None if name == case.name else rights.get((name, label))
-                less[name] = None if other is None else percent(right - other[members])
+                less[name] = (
+                    None if other is None else percent(correct - other[members])
+                )
             # Rounded one by one, as they were when the figures of the page were computed.
             logprobs = (
                 torch.cat([s.logprob for s in scores[case.name, label]])
@@ -181,10 +187,10 @@ def _measure(
                 digest="" if case.state is None else case.state.digest[:12],
                 category=category,
                 kind=kind,
-                questions=len(right),
+                questions=len(correct),
                 images=len(set(image_of[members])),
                 tokens=round(fmean(s.tokens for s in scores[case.name, label]), 1),
-                accuracy=percent(right),
+                accuracy=percent(correct),
                 logprob=round(float(logprobs.round(4)[members].mean()), 3),
                 less_resized=less["resized"],
                 less_base=less[case.base],
@@ -221,7 +227,7 @@ def _as_markdown(
     """
     full = rows[0]
     images = f"{full.images} images of the {split} split"
-    right = format_estimate(full.accuracy, between=" to ").replace(" (", " % (")
+    accuracy = format_estimate(full.accuracy, between=" to ").replace(" (", " % (")
     cells: dict[str, dict[str, str]] = {}
     for row in rows[1:]:
         if row.category is None and "@" not in row.name:
@@ -241,24 +247,24 @@ def _as_markdown(
     ]
     return (
         f"### {yardstick.name}\n\n{yardstick.model}; {full.questions} questions about {images}. "
-        f"With all tokens ({full.tokens:.1f} on average) {right} are right.\n\n"
+        f"With all tokens ({full.tokens:.1f} on average) {accuracy} are right.\n\n"
         f"{Table('', columns, table, '--rrrr').markdown()}\n"
     )
 
 
 def _tabulate_positions(yardstick: Yardstick, rows: Sequence[_Row]) -> str:
     """Per cent right of a few states by kind of question: packed, then at true positions."""
-    place, states = _BY_KIND
-    label = yardstick.budgets[place].label
-    right: dict[str, dict[str, str]] = {}
+    number, states = _BY_KIND
+    label = yardstick.budgets[number].label
+    by_kind: dict[str, dict[str, str]] = {}
     for row in rows:
         if row.budget == label and (row.kind or row.category is None):
-            right.setdefault(row.kind or "all", {})[row.name] = (
+            by_kind.setdefault(row.kind or "all", {})[row.name] = (
                 f"{row.accuracy.value:.1f}"
             )
     table = [
         [kind, *(f"{by_name[f'{name}@packed']}→{by_name[name]}" for name in states)]
-        for kind, by_name in right.items()
+        for kind, by_name in by_kind.items()
     ]
     columns = (f"{yardstick.name}, {label}", *(f"`{name}`" for name in states))
     return Table("", columns, table, "-" + "r" * len(states)).markdown() + "\n"
@@ -315,9 +321,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         path = _DOCS / "accuracy.md"
         text = path.read_text(encoding="utf-8")
         for name, table in tables.items():
-            before, begin, after = text.partition(f"<!-- {name} -->\n")
-            _, end, after = after.partition(f"<!-- /{name} -->")
-            text = f"{before}{begin}\n{table}\n{end}{after}"
+            head, begin, tail = text.partition(f"<!-- {name} -->\n")
+            _, end, tail = tail.partition(f"<!-- /{name} -->")
+            text = f"{head}{begin}\n{table}\n{end}{tail}"
         path.write_text(text, encoding="utf-8")
         (_DOCS / "data" / "accuracy.csv").write_text(
             _as_csv(all_rows), encoding="utf-8"

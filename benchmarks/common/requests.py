@@ -53,9 +53,9 @@ def draw_picture(seed: int, width: int, height: int) -> Image.Image:
     pixels = np.asarray(
         image.filter(ImageFilter.GaussianBlur(side / 900)), dtype=np.float32
     )
-    down, right = np.mgrid[0:height, 0:width].astype(np.float32) / side
+    rows, columns = np.mgrid[0:height, 0:width].astype(np.float32) / side
     angle = generator.uniform(0, 2 * np.pi)
-    light = 1 + 0.25 * (np.cos(angle) * (right - 0.5) + np.sin(angle) * (down - 0.5))
+    light = 1 + 0.25 * (np.cos(angle) * (columns - 0.5) + np.sin(angle) * (rows - 0.5))
     grain = generator.normal(0, 2, size=(height, width, 1)).astype(np.float32)
     lit = pixels * light[..., None].astype(np.float32) + grain
     return Image.fromarray(lit.clip(0, 255).astype(np.uint8))

@@ -116,9 +116,9 @@ def run(options: argparse.Namespace) -> int:
             begin = time.process_time()
             anchors = rule.find_anchors(cells)
             figures["find_anchors", "ms"].append(1000 * (time.process_time() - begin))
-            kept = 1 if anchors is None else len(kept_cells(anchors)) / len(anchors)
-            figures["cells kept", "%"].append(100 * kept)
-            figures["pixels between processes", "MB"].append(kept * cells.nbytes / 1e6)
+            share = 1 if anchors is None else len(kept_cells(anchors)) / len(anchors)
+            figures["cells kept", "%"].append(100 * share)
+            figures["pixels between processes", "MB"].append(share * cells.nbytes / 1e6)
         for (what, unit), values in figures.items():
             table.add(what, f"{kind} of full size; {rule}", Spread.of(values), unit)
 

@@ -116,10 +116,10 @@ class _Model:
         """A question about each of several images; mini-LLaVA gets some that it knows."""
         if self.name == _MINI:
             by_image = {e.image_id: e for e in reversed(draw_examples("test", count))}
-            asked = [(by_image[i].png_url, by_image[i].question) for i in range(count)]
+            pairs = [(by_image[i].png_url, by_image[i].question) for i in range(count)]
         else:
             side = _SHAPES[self.name]
-            asked = [
+            pairs = [
                 (
                     encode_picture(draw_picture(number, side, side)),
                     draw_words(16, number),
@@ -135,7 +135,7 @@ class _Model:
                 tokens=_ANSWER_TOKENS,
                 fields=fields,
             )
-            for url, text in asked
+            for url, text in pairs
         ]
 
     def compute_cost(self, arm: str, budget: int, visual_tokens: float | None) -> Cost:
@@ -159,9 +159,8 @@ class _Model:
         assert not isinstance(full, str)
         for arm, measured in arms.items():
             if isinstance(measured, str):
-                rows.append(
-                    [arm, f"not served: {measured}", *[""] * (len(_COLUMNS) - 2)]
-                )
+                empty = [""] * (len(_COLUMNS) - 2)
+                rows.append([arm, f"not served: {measured}", *empty])
                 continue
             cost = self.compute_cost(arm, budget, measured.visual_tokens)
             faster = full.prefill / measured.prefill
@@ -176,7 +175,8 @@ class _Model:
                     f"{cost.kv_mib:.4g}",
                 ]
             )
-        layers, depth = self.shape.layers, self.published.layers
+        layers = self.shape.layers
+        depth = self.published.layers
         served = f"{layers}" if layers == depth else f"{layers} of {depth}"
         head = (
             f"{self.name}, {served} language layers served, K = {budget}; "

@@ -76,13 +76,13 @@ class _Size:
 
         side = round(self.per_tile**0.5)
         height = side if side * side == self.per_tile else 1
-        asked = torch.ones(batch, 1, dtype=torch.bool, device=device)
+        present = torch.ones(batch, 1, dtype=torch.bool, device=device)
         text = normal(batch, 1, _CLIP_WIDTH, kind=torch.float32)
         return VisualTokens(
             clustered(_WIDTH, dtype),
             Grid(height, self.per_tile // height, self.tiles),
             None,
-            Instruction(clustered(_CLIP_WIDTH, torch.float32), text, asked, -1),
+            Instruction(clustered(_CLIP_WIDTH, torch.float32), text, present, -1),
         )
 
 
@@ -98,7 +98,7 @@ _SIZES = [
 """N from 64 to 2880, one tile and five, 1 to 8 images; one token in nine is kept."""
 
 
-def _select_as_published(tokens: VisualTokens, kept: int) -> Tensor:
+def _select_as_published(tokens: VisualTokens, budget: int) -> Tensor:
     """Picks of CDPruner's published code ``(B, K)``, within tiles, ascending.
 
     The kernel of a tile is L = diag(r) S diag(r) in float32: relevance r is scaled over all tiles
@@ -120,7 +120,7 @@ def _select_as_published(tokens: VisualTokens, kept: int) -> Tensor:
     kernel = r[:, :, None] * (unit @ unit.transpose(1, 2)) * r[:, None, :]
     tile = torch.arange(tiles, device=kernel.device)
     gain = kernel.diagonal(dim1=1, dim2=2).clone()
-    count = kept // grid.tiles
+    count = budget // grid.tiles
     factors = kernel.new_zeros(count, tiles, grid.per_tile)
     picks = torch.empty(count, tiles, dtype=torch.int64, device=kernel.device)
     for step in range(count):
@@ -134,7 +134,7 @@ def _select_as_published(tokens: VisualTokens, kept: int) -> Tensor:
         gain -= update.square()
         gain[tile, best] = -torch.inf
     begin = tile % grid.tiles * grid.per_tile
-    return (picks + begin).T.reshape(-1, kept).sort(dim=1).values
+    return (picks + begin).T.reshape(-1, budget).sort(dim=1).values
 
 
 class _Measurement(NamedTuple):
@@ -169,12 +169,12 @@ class _Measurement(NamedTuple):
             for _ in range(2):
                 published, ours = (work() for work in works)
             for turn in range(rounds):
-                for place in (1, 0) if turn % 2 else (0, 1):
+                for index in (1, 0) if turn % 2 else (0, 1):
                     _await(device)
                     begin = time.perf_counter()
-                    works[place]()
+                    works[index]()
                     _await(device)
-                    seconds[place].append(time.perf_counter() - begin)
+                    seconds[index].append(time.perf_counter() - begin)
         equal = published[:, :, None] == ours[:, None, :]
         log_progress(str(size))
         return cls(size, *seconds, float(equal.any(dim=2).float().mean()))

@@ -208,13 +208,16 @@ class _Tally:
                     error = f"HTTP {status}: {content[:200]!r}"
         except httpx.HTTPError as failure:
             error = repr(failure)
-        outcome = "refused" if refused else "hung up" if hang_up else "answered"
+        outcome = "hung up" if hang_up else "answered"
+        if refused:
+            outcome = "refused"
         with self.lock:
-            self.outcomes["failed" if error else outcome] += 1
             if error:
+                outcome = "failed"
                 self.faults.append(f"{request.kind}: {error}")
             else:
                 self.counts.update(request.counts)
+            self.outcomes[outcome] += 1
         if not status:
             time.sleep(1.0)  # no server: do not retry in a busy loop
 
@@ -237,7 +240,8 @@ class _Tally:
 
         Samples of the memory are evenly spaced in time.
         """
-        outcomes, sent = self.outcomes, self.outcomes.total()
+        outcomes = self.outcomes
+        sent = outcomes.total()
         size = len(samples) // _PARTS
         memory = list[str]()
         wrong = [*different]
@@ -384,20 +388,20 @@ def run(options: argparse.Namespace) -> int:
             server.await_api_servers(_API_SERVERS, _START_TIMEOUT)
             # Tokens of a prompt in front of its image.
             content = build_content("?", [_draw_repeated_pictures()[0][1]])
-            asked = {
+            question = {
                 "model": server.model,
                 "messages": [{"role": "user", "content": content}],
             }
-            status, reply = server.post("/tokenize", asked)
+            status, reply = server.post("/tokenize", question)
             tokens = reply.get("tokens")
             if status != 200 or not isinstance(tokens, list):
                 raise BenchmarkError.of("/tokenize", f"is answered {status}: {reply}")
             start = tokens.index(IMAGE_TOKEN)
-            before = _read_counters(server.get("/metrics"))
+            initial = _read_counters(server.get("/metrics"))
             tally, samples = _keep_busy(
                 server.url, server.process.pid, start, options.users, seconds
             )
-            gained = _read_counters(server.get("/metrics")) - before
+            gained = _read_counters(server.get("/metrics")) - initial
     text, passed = tally.format_report(options.minutes, tally.compare(gained), samples)
     (options.out / "soak.txt").write_text(text + "\n", encoding="utf-8")
     print(text)

@@ -151,17 +151,17 @@ class Turns:
             table.add("TTFT", setting, Spread.of(self.ttft[name]), "s")
             table.add("processor time", setting, Spread.of(self.work[name]), "s")
         ratio = Estimate.ratio_of_medians
-        for (under, over), least in compared.items():
+        for (under, over), minimum in compared.items():
             if not self.seconds.keys() >= {under, over}:
                 continue
             gain = ratio(self.seconds[under], self.seconds[over])
             slower = ratio(self.seconds[over], self.seconds[under])
             work = ratio(self.work[over], self.work[under])
-            bound = 1 / least if least else math.inf
+            bound = 1 / minimum if minimum else math.inf
             pair = f"{over} over {under}"
-            holds = f"at least {least}: {slower.at_most(bound)}" if least else ""
+            holds = f"at least {minimum}: {slower.at_most(bound)}" if minimum else ""
             table.add(f"throughput, {pair}", self.setting, gain, "times", holds)
-            holds = f"at most {bound:.3f}: {work.at_most(bound)}" if least else ""
+            holds = f"at most {bound:.3f}: {work.at_most(bound)}" if minimum else ""
             table.add(f"processor time, {pair}", self.setting, work, "times", holds)
 
 

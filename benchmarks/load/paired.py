@@ -140,8 +140,12 @@ class _Session:
     """Prepared workloads."""
 
     def __post_init__(self) -> None:
+        open_loops = len(_STEPS) + 1
         if self.options.rates != "find":
             self.rates = tuple(sorted(self.options.rates))
+            open_loops = len(self.rates)
+        loads = len(self.options.users) + open_loops
+        self._total = self.arm_count * self.options.passes * loads
 
     @property
     def finds_rates(self) -> bool:
@@ -153,7 +157,7 @@ class _Session:
         options = self.options
         log = options.out / "servers" / f"{number}-{arm.label}.log"
         with arm.serve(log, options.kv_cache_gb) as url:
-            send = partial(self._send, arm, number, url)
+            send = partial(self.send, arm, number, url)
             closed = [send(Load(users=users)) for users in options.users]
             if self.finds_rates and not self.rates:
                 self.rates = _choose_rates(closed or [send(_PROBE)])
@@ -163,15 +167,14 @@ class _Session:
                 if self.finds_rates and Point(arm.name, load, (run,)).past_saturation:
                     break
 
-    def _send(self, arm: Arm, number: int, url: str, load: Load) -> Run:
+    def send(self, arm: Arm, number: int, url: str, load: Load) -> Run:
         """Send one load to an arm, and record the run."""
         options = self.options
-        total = self.arm_count * options.passes * self._count_loads()
         at_most = "at most " if self.finds_rates else ""
         title = f"{arm.name}, {load.title}"
-        log_progress(f"run {len(self.runs) + 1} of {at_most}{total}: {title}")
+        log_progress(f"run {len(self.runs) + 1} of {at_most}{self._total}: {title}")
         if load not in self.folders:
-            self.folders[load] = self._prepare(load)
+            self.folders[load] = self.prepare(load)
         folder = f"runs/{number}-{arm.label}/{load.label}"
         fields = options.model_dump(include=set(SendingOptions.model_fields))
         fields |= {"host": url, "workload": self.folders[load]}
@@ -185,11 +188,7 @@ class _Session:
         log_progress(f"  {latency}, {result.verdict}")
         return run
 
-    def _count_loads(self) -> int:
-        open_loops = len(_STEPS) + 1 if self.finds_rates else len(self.rates)
-        return len(self.options.users) + open_loops
-
-    def _prepare(self, load: Load) -> Path:
+    def prepare(self, load: Load) -> Path:
         """The folder of a load's workload, whose images are those of no other load."""
         options = self.options
         workload = Workload.of(options, options.served_name)

@@ -189,16 +189,15 @@ class Experiment:
         if self.broken:
             yield f"The experiment ended early: {self.broken}"
         total = f"of {len(self.runs)} runs"
-        if disturbed := [
-            run.result.accepted[0] for run in self.runs if run.result.accepted
-        ]:
+        results = [run.result for run in self.runs]
+        disturbed = [result.accepted[0] for result in results if result.accepted]
+        if disturbed:
             yield (
                 f"Other work disturbed {len(disturbed)} {total}, which --shared accepts. "
                 f"The first: {disturbed[0]}."
             )
-        if reasons := [
-            run.result.reasons[0] for run in self.runs if not run.result.valid
-        ]:
+        reasons = [result.reasons[0] for result in results if result.reasons]
+        if reasons:
             yield f"{len(reasons)} {total} are not valid. The first reason: {reasons[0]}."
 
     def write(self, folder: Path, settings: Section) -> None:
@@ -253,8 +252,8 @@ class Experiment:
                     series.append(
                         Series(name, marks, dashed=kind == "open", colour=colour)
                     )
-        most = self.slo.slo_ttft
-        limit = {f"objective {most:g} ms": most} if most else {}
+        objective = self.slo.slo_ttft
+        limit = {f"objective {objective:g} ms": objective} if objective else {}
         titles = ("Latency over throughput", "achieved, requests/s", "median TTFT, ms")
         chart = Chart(*titles, series, limit)
         text = "Bars: 95 % intervals; hollow: not valid. Point at a mark for its load."
@@ -278,9 +277,11 @@ class Experiment:
                 if ratio is None:
                     cells.append(Cell("not valid"))
                     continue
-                tone: CellTone = (
-                    "good" if ratio.high < 1 else "bad" if ratio.low > 1 else ""
-                )
+                tone: CellTone = ""
+                if ratio.high < 1:
+                    tone = "good"
+                elif ratio.low > 1:
+                    tone = "bad"
                 passes = ", ".join(f"{value:.3f}" for value in by_pass)
                 under = f"{ratio.low:.3f}–{ratio.high:.3f}; passes {passes}"
                 cells.append(Cell(f"{ratio.value:.3f}", under, tone=tone))
@@ -314,16 +315,15 @@ class Experiment:
         ]
         rows: list[Row] = []
         for point in self.points:
-            summary, offered = (
-                point.summary,
-                point.summary.offered_rate or point.load.rate,
-            )
+            summary = point.summary
             latencies = [
                 describe(summary.percentile(name, level), 1000, summary.mark_few(level))
                 for name, level in figures
             ]
             arm = point.arm if point.valid else Cell(point.arm, "not valid", tone="bad")
-            due = "–" if point.load.rate is None else f"{offered:.2f}"
+            due = "–"
+            if point.load.rate is not None:
+                due = f"{summary.offered_rate or point.load.rate:.2f}"
             goodput = describe(summary.goodput, 100)
             counts = [f"{summary.requests}", f"{summary.prompt_tokens:.1f}"]
             rates = [due, f"{summary.request_rate:.2f}", goodput]

@@ -288,15 +288,13 @@ class Result(FrozenModel):
             worst, times = failed.most_common(1)[0]
             yield f"{failed.total()} of {len(records)} requests failed; {times} with: {worst}"
         lengths = [record.completion_tokens for record in records if record.ok]
-        if uncounted := lengths.count(None):
+        uncounted = lengths.count(None)
+        if uncounted:
             yield f"{uncounted} answers came without usage, so their tokens cannot be counted"
-        wrong = [
-            length for length in lengths if length not in (None, workload.output_tokens)
-        ]
         wanted = workload.output_tokens
-        if (
-            wrong and workload.dialect == "vllm"
-        ):  # a shorter one would be taken for a faster one
+        wrong = [length for length in lengths if length not in (None, wanted)]
+        # A shorter one would be taken for a faster one.
+        if wrong and workload.dialect == "vllm":
             yield f"{len(wrong)} answers are not of {wanted} tokens (one: {wrong[0]})"
         if not self.options.shared:
             yield from self.list_interference(records)

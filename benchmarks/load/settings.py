@@ -65,7 +65,7 @@ class Load(FrozenModel):
         ramp = self.select_measured(count).index(True) + 1
         for part in (gaps[:ramp], gaps[ramp:]):
             part *= len(part) / part.sum()
-        return [float(at) for at in np.cumsum(gaps) / self.rate]
+        return [float(seconds) for seconds in np.cumsum(gaps) / self.rate]
 
     def select_measured(self, count: int) -> list[bool]:
         """Which of ``count`` requests count, by their place in the schedule.

@@ -126,10 +126,10 @@ def _draw_requests(workload: Workload) -> list[_Request]:
     else:
         # Which request of the pool each one repeats, by Zipf's law.
         weights = np.arange(1, workload.pool + 1, dtype=np.float64) ** -workload.zipf
-        places = _generator(workload, 4, 0).choice(
+        ranks = _generator(workload, 4, 0).choice(
             workload.pool, size=workload.requests, p=weights / weights.sum()
         )
-        identities = [int(place) for place in places]
+        identities = [int(rank) for rank in ranks]
     drawn = [
         # A repeated image is asked about by the place of the request.
         _draw_request(
@@ -141,7 +141,7 @@ def _draw_requests(workload: Workload) -> list[_Request]:
     return drawn + [_draw_request(workload, number, number) for number in warm_up]
 
 
-def _draw_request(workload: Workload, identity: int, asked: int) -> _Request:
+def _draw_request(workload: Workload, identity: int, question_number: int) -> _Request:
     """The request whose pictures follow from ``identity``, and its question from ``asked``."""
     generator = _generator(workload, 1, identity)
     drawn = []
@@ -154,14 +154,18 @@ def _draw_request(workload: Workload, identity: int, asked: int) -> _Request:
         seed = int(_generator(workload, 2, 1000 * identity + number).integers(2**31))
         drawn.append(_Picture(seed, width, height, kind))
     # Words, and the number, so that no two questions are equal.
-    generator = _generator(workload, 3, asked)
+    generator = _generator(workload, 3, question_number)
     count = _draw_from(_LENGTHS, generator)
     if workload.vocabulary == "numbered":
         words = [f"w{word}" for word in generator.integers(1000, 31_000, size=count)]
-        question = " ".join([f"w{asked % 1000}", f"w{asked // 1000}", *words][:count])
+        question = " ".join(
+            [f"w{question_number % 1000}", f"w{question_number // 1000}", *words][
+                :count
+            ]
+        )
     else:
-        words = [_WORDS[place] for place in generator.integers(len(_WORDS), size=count)]
-        question = f"{' '.join(words)} {asked}?".capitalize()
+        words = [_WORDS[index] for index in generator.integers(len(_WORDS), size=count)]
+        question = f"{' '.join(words)} {question_number}?".capitalize()
     return _Request(tuple(drawn), question)
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import get_args
 
 from benchmarks.policies import QUOTAS
 from benchmarks.search.evaluator import write_data
@@ -34,6 +34,7 @@ from vllm_autoprune.cli.output import CommandParser
 from vllm_autoprune.errors import AutopruneError, SearchError
 from vllm_autoprune.tpdsl.tokens import POSITIONS
 
+_Adds = Callable[[argparse.ArgumentParser], object]
 _ARMS = (
     f"strategies, of {', '.join(ARMS)}; with @none without a language model; then with @numbers or "
     "another space in that; default: those that ask no language model"
@@ -50,7 +51,8 @@ _POOL = argument(
 _STRATEGIES = argument("--strategies", nargs="+", default=WITHOUT_PROPOSER, help=_ARMS)
 
 
-def _write_data(options: argparse.Namespace) -> None:
+def write_splits(options: argparse.Namespace) -> None:
+    """Write held-out scenes as a data folder."""
     write_data(
         options.out,
         dict(zip(SPLITS, options.scenes, strict=True)),
@@ -60,11 +62,13 @@ def _write_data(options: argparse.Namespace) -> None:
     )
 
 
-def _print_tables(options: argparse.Namespace) -> None:
+def print_tables(options: argparse.Namespace) -> None:
+    """Print the tables of a study again."""
     print(format_tables(options.out, options.strategies, range(options.seeds)), end="")
 
 
-def _run_study(options: argparse.Namespace) -> None:
+def run_study(options: argparse.Namespace) -> None:
+    """Run, or resume, the published comparison, and print it."""
     url = options.proposer_url
     model = options.proposer_model
     if bool(url) != bool(model):
@@ -111,7 +115,8 @@ def _run_study(options: argparse.Namespace) -> None:
         print(study.run(open_yardstick(name), pool=options.pool), flush=True)
 
 
-def _run_ablations(options: argparse.Namespace) -> None:
+def run_ablations(options: argparse.Namespace) -> None:
+    """Run, or resume, the released policy's ablations and quotas."""
     base, budget = RELEASED[options.yardstick]
     study = Study(
         options.out / f"{options.yardstick}-k{budget}",
@@ -123,24 +128,18 @@ def _run_ablations(options: argparse.Namespace) -> None:
     print(study.run(open_yardstick(options.yardstick), quotas, options.pool))
 
 
-def _replay(options: argparse.Namespace) -> None:
+def replay_proposed(options: argparse.Namespace) -> None:
+    """Replay the searches that a capable language model proposed for."""
     for recording in sorted(PROPOSED.glob("*.jsonl")):
         print(replay_study(recording))
 
 
-class _Command(NamedTuple):
-    """What a command does, in words and in code, and its arguments."""
-
-    help: str
-    run: Callable[[argparse.Namespace], None]
-    arguments: tuple[Callable[[argparse.ArgumentParser], object], ...] = ()
-
-
-_COMMANDS = {
-    "data": _Command(
-        "write held-out scenes as a data folder",
-        _write_data,
-        (
+_COMMANDS: Mapping[
+    str, tuple[Callable[[argparse.Namespace], None], Sequence[_Adds]]
+] = {
+    "data": (
+        write_splits,
+        [
             _OUT,
             argument(
                 "--scenes",
@@ -160,15 +159,12 @@ _COMMANDS = {
             argument(
                 "--each", type=int, help="maximum number of questions about a scene"
             ),
-        ),
+        ],
     ),
-    "table": _Command(
-        "print the tables of a study again", _print_tables, (_OUT, _SEEDS, _STRATEGIES)
-    ),
-    "study": _Command(
-        "run, or resume, the published comparison, and print it",
-        _run_study,
-        (
+    "table": (print_tables, [_OUT, _SEEDS, _STRATEGIES]),
+    "study": (
+        run_study,
+        [
             _OUT,
             _SEEDS,
             _ROUNDS,
@@ -212,12 +208,11 @@ _COMMANDS = {
             argument(
                 "--at-once", type=int, default=1, help="searches that run concurrently"
             ),
-        ),
+        ],
     ),
-    "ablations": _Command(
-        "run, or resume, the released policy's ablations and quotas",
-        _run_ablations,
-        (
+    "ablations": (
+        run_ablations,
+        [
             _OUT,
             _SEEDS,
             _ROUNDS,
@@ -228,25 +223,25 @@ _COMMANDS = {
                 required=True,
                 help="model to measure on",
             ),
-        ),
+        ],
     ),
-    "replay": _Command(
-        "replay the searches that a capable language model proposed for", _replay
-    ),
+    "replay": (replay_proposed, []),
 }
+"""What runs a command, whose help is its docstring, and what adds its arguments."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that the arguments name; returns the exit status, 1 after an error."""
     parser = CommandParser(prog="python -m benchmarks.search", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, command in _COMMANDS.items():
-        subparser = commands.add_parser(name, help=command.help)
-        for add in command.arguments:
-            add(subparser)
+    for name, (run, adds) in _COMMANDS.items():
+        command = commands.add_parser(name, help=run.__doc__)
+        command.set_defaults(run=run)
+        for add in adds:
+            add(command)
     options = parser.parse_args(arguments)
     try:
-        _COMMANDS[options.command].run(options)
+        options.run(options)
     except AutopruneError as error:
         print(error, file=sys.stderr)
         return 1

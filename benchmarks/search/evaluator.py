@@ -64,7 +64,7 @@ class YardstickEvaluator:
                 order = stratify(
                     [(str(each.image_id), each.kind) for each in questions], 0
                 )
-                questions = [questions[place] for place in order]
+                questions = [questions[index] for index in order]
             joined: list[list[SceneQuestion]] = [[]]
             for batch in yardstick.batches(questions):
                 full = len(joined[-1]) + len(batch) > _QUESTIONS_PER_BATCH
@@ -107,7 +107,7 @@ class YardstickEvaluator:
             )
             case = Case("candidate", budget, state=job.candidate)
         logprob = list[float]()
-        right = list[bool]()
+        correct = list[bool]()
         begin = 0
         for number, batch in enumerate(self._batches[job.split]):
             selected = slice(max(job.start - begin, 0), max(job.stop - begin, 0))
@@ -118,8 +118,8 @@ class YardstickEvaluator:
                 except AutopruneError as error:
                     raise EvaluationFailed(error.subject, error.problems) from None
                 logprob += scores.logprob[selected].tolist()
-                right += map(bool, scores.right[selected].tolist())
-        self._answers[job] = Answers(tuple(logprob), tuple(right))
+                correct += map(bool, scores.correct[selected].tolist())
+        self._answers[job] = Answers(tuple(logprob), tuple(correct))
         return self._answers[job]
 
     def _encode(self, split: Split, number: int) -> EncodedBatch:
@@ -197,8 +197,9 @@ def write_data(
 
 def _as_example(split: Split, question: SceneQuestion) -> Example:
     """A scene question as an example of the search."""
+    suffix = "" if question.is_clip else ".png"
     return Example(
-        image=f"images/{split}-{question.image_id}{'' if question.is_clip else '.png'}",
+        image=f"images/{split}-{question.image_id}{suffix}",
         question=question.question,
         answer=question.answer,
         category=question.kind,

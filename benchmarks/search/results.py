@@ -207,14 +207,18 @@ def format_tables(folder: Path, arms: Sequence[str], seeds: Sequence[int]) -> st
 
 
 def _tabulate_searches(
-    known: Mapping[str, SearchResult], arms: Sequence[str], seeds: Sequence[int]
+    results_by_name: Mapping[str, SearchResult],
+    arms: Sequence[str],
+    seeds: Sequence[int],
 ) -> list[Table]:
     """Test results, and the best objective after shares of the answers."""
     rows = []
     curves = []
     for arm in arms:
         results = [
-            known[name] for name in (f"{arm}-{seed}" for seed in seeds) if name in known
+            results_by_name[name]
+            for name in (f"{arm}-{seed}" for seed in seeds)
+            if name in results_by_name
         ]
         candidates = sum(result.candidates for result in results)
         invalid = sum(result.invalid for result in results)
@@ -262,7 +266,7 @@ def _tabulate_searches(
 
 
 def _tabulate_leaders(
-    known: Mapping[str, SearchResult],
+    results_by_name: Mapping[str, SearchResult],
     confirmed: Mapping[str, Confirmed],
     arms: Sequence[str],
     seeds: Sequence[int],
@@ -277,9 +281,11 @@ def _tabulate_leaders(
         gaps = list[float]()
         ranks = list[float]()
         for name in (f"{arm}-{seed}" for seed in seeds):
-            result = known.get(name)
+            result = results_by_name.get(name)
             base = confirmed.get(BASE)
-            keys = [f"{name} {each.name}" for each in result.leaders] if result else []
+            keys = (
+                [f"{name} {leader.name}" for leader in result.leaders] if result else []
+            )
             if (
                 result is None
                 or not keys
@@ -287,14 +293,14 @@ def _tabulate_leaders(
                 or not confirmed.keys() >= set(keys)
             ):
                 continue
-            searched = np.array([each.objective for each in result.leaders])
+            searched = np.array([leader.objective for leader in result.leaders])
             new = np.array([confirmed[key].objective for key in keys])
             ranks.append(float(correlate_ranks(searched, new)))
             if result.winner is not None and result.base_objective is not None:
-                digests = [each.digest for each in result.leaders]
-                place = digests.index(result.winner.digest)
-                gain = searched[place] - result.base_objective
-                gaps.append(float(gain - (new[place] - base.objective)))
+                digests = [leader.digest for leader in result.leaders]
+                rank = digests.index(result.winner.digest)
+                gain = searched[rank] - result.base_objective
+                gaps.append(float(gain - (new[rank] - base.objective)))
         if ranks:
             rows.append(
                 [arm, str(len(ranks)), _format_mean(gaps, 2), _format_mean(ranks, 2)]
@@ -323,11 +329,11 @@ def _tabulate_winners(
         }
         if not scores:
             continue
-        others = {s: confirmed.get(f"{reference}-{s}") for s in scores}
+        references = {s: confirmed.get(f"{reference}-{s}") for s in scores}
         pairs = [
-            (score, other)
+            (score, reference_score)
             for s, score in scores.items()
-            if (other := others[s]) is not None
+            if (reference_score := references[s]) is not None
         ]
         rows.append(
             [

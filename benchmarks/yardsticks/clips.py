@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from torch import Tensor
 
@@ -49,14 +50,13 @@ class Clip:
         # The mover passes along a line of cells, which nothing else is on.
         direction = rng.randrange(4)
         line = rng.randrange(side)
-        path = [(line, at) if direction % 2 == 0 else (at, line) for at in range(side)]
-        path = path[::-1] if direction > 1 else path
-        cells = [
-            (row, at)
-            for row in range(side)
-            for at in range(side)
-            if (row, at) not in path
+        path = [
+            (line, column) if direction % 2 == 0 else (column, line)
+            for column in range(side)
         ]
+        path = path[::-1] if direction > 1 else path
+        grid = product(range(side), range(side))
+        cells = [cell for cell in grid if cell not in path]
         rng.shuffle(cells)
         colours = rng.sample(range(len(COLOURS)), rng.randint(3, 4))
         shapes = rng.sample(range(len(SHAPES)), rng.randint(3, 4))
@@ -65,9 +65,9 @@ class Clip:
         visitors = rng.randint(1, 4)
         count = min(2 + stills + visitors, len(names) - 1)
         things = Scene.place(rng, names, [path[0], *cells], count, (10.0, 13.5)).things
-        mover, board, *others = things
-        guests = others[:visitors]
-        rest = others[visitors:]
+        mover, board, *extras = things
+        guests = extras[:visitors]
+        still = extras[visitors:]
         changes = sorted(rng.sample(range(1, 4), rng.randint(1, 2)))
         digits = [
             board.digit,
@@ -92,10 +92,16 @@ class Clip:
                 if frame in visit
             ]
             moved = replace(mover, row=row, column=column)
-            scenes.append(Scene((*rest, replace(board, digit=digit), moved, *there)))
+            scenes.append(Scene((*still, replace(board, digit=digit), moved, *there)))
         word = DIRECTIONS[direction]
         return cls(
-            tuple(scenes), mover, word, board, tuple(digits), tuple(guests), tuple(rest)
+            tuple(scenes),
+            mover,
+            word,
+            board,
+            tuple(digits),
+            tuple(guests),
+            tuple(still),
         )
 
     def sample(self, count: int) -> Clip:
@@ -104,12 +110,12 @@ class Clip:
         frames = [self.frames[number * last // (count - 1)] for number in range(count)]
         things = [thing for scene in frames for thing in scene.things]
         names = {thing.name for thing in things}
-        shown = dict.fromkeys(
+        digits = dict.fromkeys(
             thing.digit for thing in things if thing.name == self.board.name
         )
         visitors = tuple(guest for guest in self.visitors if guest.name in names)
         return replace(
-            self, frames=tuple(frames), digits=tuple(shown), visitors=visitors
+            self, frames=tuple(frames), digits=tuple(digits), visitors=visitors
         )
 
     def render(self, seed: int, *, clean: bool = False) -> tuple[Tensor, Clip]:
@@ -119,14 +125,13 @@ class Clip:
 
     def _tokens(self, thing: Thing, frames: Sequence[int]) -> list[int]:
         """Tokens of a shape in some frames, by frame; its middle first."""
-        places = [
-            (place, frame * SIZE.tokens + token)
-            for frame in frames
-            for other in self.frames[frame].things
-            if other.name == thing.name
-            for place, token in enumerate(self.frames[frame].patches[other])
-        ]
-        return [token for _, token in sorted(places)]
+        ranked = list[tuple[int, int]]()
+        for frame in frames:
+            for other, tokens in self.frames[frame].patches.items():
+                if other.name == thing.name:
+                    start = frame * SIZE.tokens
+                    ranked += [(rank, start + t) for rank, t in enumerate(tokens)]
+        return [token for _, token in sorted(ranked)]
 
     def ask(self, kind: str, rng: random.Random) -> Fact:
         """What a question of a kind asks."""
@@ -145,11 +150,11 @@ class Clip:
                 guest = self.visitors[0 if when == "first" else -1]
                 return self._tokens(guest, every), guest.name, {"when": when}
             case "shows":
-                when, at = rng.choice((("first", 0), ("last", -1)))
-                tokens = self._tokens(self.board, (every[at],))
+                when, index = rng.choice((("first", 0), ("last", -1)))
+                tokens = self._tokens(self.board, (every[index],))
                 return (
                     tokens,
-                    str(self.digits[at]),
+                    str(self.digits[index]),
                     {"name": self.board.name, "when": when},
                 )
             case "passes":

@@ -132,12 +132,10 @@ def draw_examples(
     pairs = 0
     attempts = _ATTEMPTS[model]
     for image_id in range(images):
-        # mini-Qwen3-VL's scenes and pages alternate.
-        turn = (
-            (image_id // 2 if model == "miniqwen" else image_id) % 4
-            if split == "test"
-            else 0
-        )
+        turn = 0
+        if split == "test":
+            # mini-Qwen3-VL's scenes and pages alternate.
+            turn = (image_id // 2 if model == "miniqwen" else image_id) % 4
         seed = SEEDS[split][image_id]
         rng = random.Random(seed)
         content: scenes.Scene | pages.Page | clips.Clip

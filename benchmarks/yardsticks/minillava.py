@@ -74,17 +74,17 @@ class MiniLlava(Yardstick):
         )
         tokens = self._vision.encode_pixels(pixels)
         questions = [example.question for example in batch]
-        behind = [self.token_ids(_BEHIND_IMAGE.format(question=q)) for q in questions]
-        ids, present = self.pad_ids(behind)
+        tails = [self.token_ids(_BEHIND_IMAGE.format(question=q)) for q in questions]
+        ids, present = self.pad_ids(tails)
         embed = self.network.get_input_embeddings()
-        before = embed(torch.tensor(self.token_ids(_BEFORE_IMAGE)))
-        embeds = (before.expand(len(batch), -1, -1), tokens.features, embed(ids))
+        lead = embed(torch.tensor(self.token_ids(_BEFORE_IMAGE)))
+        embeds = (lead.expand(len(batch), -1, -1), tokens.features, embed(ids))
         model = self.network.model.language_model
         tokens = replace(
             tokens,
             instruction=self._vision.embed_instructions(tokens, questions),
             words=self.embed_content_words(batch),
-            language=_LlamaPrefix(model, torch.cat(embeds, 1), len(before), present),
+            language=_LlamaPrefix(model, torch.cat(embeds, 1), len(lead), present),
         )
 
         def score(rows: Tensor, places: Tensor | None) -> Scores:
@@ -99,16 +99,19 @@ class MiniLlava(Yardstick):
             )  # where it is at its best
 
         return EncodedBatch(
-            batch, tokens, lambda kept, rows, places: score(rows, places), score_resized
+            batch,
+            tokens,
+            lambda selection, rows, places: score(rows, places),
+            score_resized,
         )
 
 
-def _place(places: Tensor, before: int, behind: int) -> dict[str, Tensor]:
+def _place(places: Tensor, lead: int, tail: int) -> dict[str, Tensor]:
     """Positions of text, of rows at places ``(M, K)`` of the image, and of text behind it."""
     count = len(places)
-    text = torch.arange(before)
-    rest = torch.arange(behind) + before + PATCHES
-    parts = (text.expand(count, -1), before + places, rest.expand(count, -1))
+    text = torch.arange(lead)
+    tail_positions = torch.arange(tail) + lead + PATCHES
+    parts = (text.expand(count, -1), lead + places, tail_positions.expand(count, -1))
     positions = torch.cat(parts, 1)
     # Without a mask, gaps between positions are read as the ends of packed sequences.
     return {"position_ids": positions, "attention_mask": torch.ones_like(positions)}

@@ -115,7 +115,9 @@ class MiniQwen(Yardstick):
         return EncodedBatch(
             batch,
             tokens,
-            lambda kept, rows, places: self.score_image(batch, image, kept, rows),
+            lambda selection, rows, places: self.score_image(
+                batch, image, selection, rows
+            ),
             lambda budget: self.score_image(
                 batch, self.encode_image(batch[0].image, budget)
             ),
@@ -170,7 +172,7 @@ class MiniQwen(Yardstick):
         self,
         examples: Sequence[Example],
         image: _EncodedImage,
-        kept: Tensor | None = None,
+        selection: Tensor | None = None,
         rows: Tensor | None = None,
     ) -> Scores:
         """Score the reference answers of M questions about one image.
@@ -181,21 +183,21 @@ class MiniQwen(Yardstick):
         """
         count = len(examples)
         size = image.size
-        if kept is None:
-            kept = torch.arange(size.tokens).expand(count, -1)
+        if selection is None:
+            selection = torch.arange(size.tokens).expand(count, -1)
 
-        def place(before: int, behind: int) -> dict[str, object]:
+        def place(lead: int, tail: int) -> dict[str, object]:
             visual = torch.zeros(
-                count, before + kept.shape[1] + behind, dtype=torch.bool
+                count, lead + selection.shape[1] + tail, dtype=torch.bool
             )
-            visual[:, before : before + kept.shape[1]] = True
-            start = before + max(size.rows, size.columns)
+            visual[:, lead : lead + selection.shape[1]] = True
+            start = lead + max(size.rows, size.columns)
             positions = (
-                torch.arange(before).expand(3, count, -1),
-                before + size.rotary_positions(kept),
-                torch.arange(start, start + behind).expand(3, count, -1),
+                torch.arange(lead).expand(3, count, -1),
+                lead + size.rotary_positions(selection),
+                torch.arange(start, start + tail).expand(3, count, -1),
             )
-            levels = [level[kept].flatten(0, 1) for level in image.levels]
+            levels = [level[selection].flatten(0, 1) for level in image.levels]
             return {
                 "position_ids": torch.cat(positions, 2),
                 "visual_pos_masks": visual,
@@ -203,5 +205,5 @@ class MiniQwen(Yardstick):
             }
 
         return self.score_rows(
-            examples, image.rows[kept] if rows is None else rows, place
+            examples, image.rows[selection] if rows is None else rows, place
         )

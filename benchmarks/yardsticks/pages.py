@@ -149,7 +149,9 @@ class Size:
         rectangles = [
             replace(
                 square,
-                patches={part: tokens(at) for part, at in square.patches.items()},
+                patches={
+                    part: tokens(raster) for part, raster in square.patches.items()
+                },
             )
             for square in squares
         ]
@@ -297,9 +299,9 @@ class Page:
         parts: list[Word | Number] = [*words, *numbers]
         taken = {(part.row, part.column) for part in parts}
         free = [
-            at
-            for at in product(range(size.rows), range(size.columns))
-            if at not in taken
+            cell
+            for cell in product(range(size.rows), range(size.columns))
+            if cell not in taken
         ]
         drawn = [
             Nonsense("".join(rng.choices(string.ascii_lowercase, k=4)), *place)
@@ -348,10 +350,10 @@ def render_pages(
     image, block, y, x = torch.tensor(lines).T
     corner = (image * height + y) * width + x
     pixel = torch.arange(PATCH)[:, None] * width + torch.arange(TOKEN)
-    at = corner[:, None, None] + pixel
+    target = corner[:, None, None] + pixel
     blocks = torch.cat((_line_blocks(), _word_blocks(nonsense)))[block]
     blocks = blocks * torch.tensor(inks)[:, None, None]
-    ink.index_put_((at.flatten(),), blocks.flatten(), accumulate=True)
+    ink.index_put_((target.flatten(),), blocks.flatten(), accumulate=True)
     ink = ink.view(len(pages), 1, height, width)[:, :, 1:-1, 1:-1].clamp(0, 1)
 
     inverse = torch.rand(len(pages), 1, 1, 1, generator=generator) < 0.2

@@ -118,21 +118,21 @@ class _SceneFacts:
         """One fact, or a right and a wrong one; none if the scene has nothing of the kind."""
         match kind:
             case "digit" | "quarter" | "half":
-                return self._draw_attribute(kind)
+                return self.draw_attribute(kind)
             case "colour" | "shape":
-                return self._draw_carrier(kind)
+                return self.draw_carrier(kind)
             case "text":
-                return self._draw_sign()
+                return self.draw_sign()
             case "count" | "counting":
-                return self._draw_group(kind)
+                return self.draw_group(kind)
             case "relation" | "beside":
-                return self._draw_neighbour(kind)
+                return self.draw_neighbour(kind)
             case "existence":
-                return self._draw_existence()
+                return self.draw_existence()
             case _:
-                return self._draw_claim(kind)
+                return self.draw_claim(kind)
 
-    def _draw_attribute(self, kind: str) -> Sequence[Fact]:
+    def draw_attribute(self, kind: str) -> Sequence[Fact]:
         """The digit or the place of a shape that is named."""
         thing = self.rng.choice(self.scene.things)
         quarter = self._sides(thing)
@@ -143,7 +143,7 @@ class _SceneFacts:
         }
         return [(self._patches(thing), answers[kind], {"name": thing.name})]
 
-    def _draw_carrier(self, kind: str) -> Sequence[Fact]:
+    def draw_carrier(self, kind: str) -> Sequence[Fact]:
         """The colour or the form of the shape that carries a digit."""
         digits = [thing.digit for thing in self.scene.things]
         unique = [t for t in self.scene.things if digits.count(t.digit) == 1]
@@ -153,14 +153,14 @@ class _SceneFacts:
         answer = COLOURS[thing.colour] if kind == "colour" else SHAPES[thing.shape]
         return [(self._patches(thing), answer, {"digit": thing.digit})]
 
-    def _draw_sign(self) -> Sequence[Fact]:
+    def draw_sign(self) -> Sequence[Fact]:
         """The number on a sign."""
         if not self.scene.signs:
             return []
         sign = self.rng.choice(self.scene.signs)
         return [(self._patches(sign), sign.text, {"name": sign.name})]
 
-    def _draw_group(self, kind: str) -> Sequence[Fact]:
+    def draw_group(self, kind: str) -> Sequence[Fact]:
         """How many shapes have a colour or a form; sizes that occur are equally likely."""
         things = self.scene.things
         groups: list[tuple[list[Thing], str]] = []
@@ -179,13 +179,13 @@ class _SceneFacts:
             return [(self._patches(*group), str(size), {"plural": plural})]
         near = [n for n in (size - 1, size + 1) if 0 <= n <= _MAX_COUNT]
         wrong = self.rng.choice(near)
-        return self._affirm_and_deny(
+        return self.affirm_and_deny(
             group,
             {"number": size, "plural": plural},
             {"number": wrong, "plural": plural},
         )
 
-    def _draw_neighbour(self, kind: str) -> Sequence[Fact]:
+    def draw_neighbour(self, kind: str) -> Sequence[Fact]:
         """The digit of the shape beside another one."""
         neighbours = []
         for anchor in self.scene.things:
@@ -201,7 +201,7 @@ class _SceneFacts:
         slots = {"name": anchor.name, "relation": relation}
         return [(self._patches(target, anchor), f"{name}{target.digit}", slots)]
 
-    def _draw_existence(self) -> Sequence[Fact]:
+    def draw_existence(self) -> Sequence[Fact]:
         """A shape, and a name that no shape has; usually its colour and its form both occur."""
         things = self.scene.things
         thing = self.rng.choice(things)
@@ -219,13 +219,13 @@ class _SceneFacts:
             ((), "no", {"a_name": absent.name_with_article}),
         ]
 
-    def _draw_claim(self, kind: str) -> Sequence[Fact]:
+    def draw_claim(self, kind: str) -> Sequence[Fact]:
         """A right and a wrong digit of a shape, or half of the picture that it is in."""
         thing = self.rng.choice(self.scene.things)
         name = thing.name
         if kind == "position":
             side = self.rng.choice(self._sides(thing))
-            return self._affirm_and_deny(
+            return self.affirm_and_deny(
                 [thing],
                 {"name": name, "side": side},
                 {"name": name, "side": _OPPOSITE[side]},
@@ -234,17 +234,17 @@ class _SceneFacts:
         if self.rng.random() < 0.5:
             digits = [other.digit for other in self.scene.things]
         wrong = [digit for digit in digits if digit != thing.digit]
-        return self._affirm_and_deny(
+        return self.affirm_and_deny(
             [thing],
             {"name": name, "digit": thing.digit},
             {"name": name, "digit": self.rng.choice(wrong or [9 - thing.digit])},
         )
 
-    def _affirm_and_deny(
-        self, parts: Sequence[Thing], right: _Slots, wrong: _Slots
+    def affirm_and_deny(
+        self, parts: Sequence[Thing], true_slots: _Slots, false_slots: _Slots
     ) -> Sequence[Fact]:
         evidence = self._patches(*parts)
-        return [(evidence, "yes", right), (evidence, "no", wrong)]
+        return [(evidence, "yes", true_slots), (evidence, "no", false_slots)]
 
     def _patches(self, *parts: Thing | Sign) -> list[int]:
         """Patches of all parts: the whole of every sign and the middle of every shape first."""
@@ -288,7 +288,8 @@ class Questions:
         texts: list[Question] = []
         while len(texts) < number:
             kind = self.rng.choices(list(weights), list(weights.values()))[0]
-            if group := self.generate(kind):
+            group = self.generate(kind)
+            if group:
                 question = group[0] if kind in _PHRASES else self.rng.choice(group)
                 texts.append(
                     replace(question, text=form.format(question=question.text))
@@ -321,14 +322,10 @@ class Questions:
         def places(*parts: Number | Word) -> Sequence[int]:
             """Tokens of all parts, then of the words that name them."""
             numbers = [part for part in parts if isinstance(part, Number)]
-            names = [
-                word
-                for number in numbers
-                for word in (number.label, number.head)
-                if word
-            ]
+            names = [name for n in numbers for name in (n.label, n.head)]
             columns = page.size.columns
-            tokens = [part.row * columns + part.column for part in (*parts, *names)]
+            named = [*parts, *filter(None, names)]
+            tokens = [part.row * columns + part.column for part in named]
             return list(dict.fromkeys(tokens))
 
         match kind, page.style:
@@ -350,7 +347,8 @@ class Questions:
                     slots = {"first": number.name, "second": other.name}
                     yield places(number, other), larger.name, slots
             case "find", _:
-                word, texts = rng.choice(page.words), {word.text for word in page.words}
+                word = rng.choice(page.words)
+                texts = {shown.text for shown in page.words}
                 absent = rng.choice([text for text in WORDS if text not in texts])
                 yield places(word), "yes", {"word": word.text}
                 yield (), "no", {"word": absent}

@@ -114,7 +114,8 @@ class Thing:
     @property
     def name_with_article(self) -> str:
         """Such as "a red square" or "an orange circle"."""
-        return f"{'an' if self.name[0] in 'aeiou' else 'a'} {self.name}"
+        article = "an" if self.name[0] in "aeiou" else "a"
+        return f"{article} {self.name}"
 
 
 @dataclass(frozen=True)
@@ -149,10 +150,10 @@ class Scene:
     marks: tuple[Thing, ...] = ()
     patches: Mapping[Thing | Sign, tuple[int, ...]] = field(default_factory=dict)
 
-    def neighbour(self, thing: Thing, down: int, right: int) -> Thing | None:
+    def neighbour(self, thing: Thing, rows: int, columns: int) -> Thing | None:
         """The shape `down` rows and `right` columns away from a shape, if that cell has one."""
         for other in self.things:
-            if (other.row, other.column) == (thing.row + down, thing.column + right):
+            if (other.row, other.column) == (thing.row + rows, thing.column + columns):
                 return other
         return None
 
@@ -276,9 +277,10 @@ def render_scenes(
         (index, thing) for index, scene in enumerate(scenes) for thing in scene.things
     ]
     shape_patches = iter(_paint_things(pixels, things, cells, generator, clip))
-    if marks := [
+    marks = [
         (index, mark) for index, scene in enumerate(scenes) for mark in scene.marks
-    ]:
+    ]
+    if marks:
         _paint_things(pixels, marks, cells, generator)
     characters = [
         (index, sign.row, sign.column + slot, sign.colour, digit)
@@ -411,13 +413,13 @@ def _paint_things(
     )
     # The middle patch shows the digit, so it comes first.
     count = CELL_PATCHES**2
-    place = torch.tensor(
+    order = torch.tensor(
         [count // 2, *range(count // 2), *range(count // 2 + 1, count)]
     )
-    covered = (coverage.flatten(1) >= _COVERAGE)[:, place]
+    covered = (coverage.flatten(1) >= _COVERAGE)[:, order]
     corner = (row * cells * CELL_PATCHES + column) * CELL_PATCHES
     grid = cells * CELL_PATCHES
-    patches = corner[:, None] + place // CELL_PATCHES * grid + place % CELL_PATCHES
+    patches = corner[:, None] + order // CELL_PATCHES * grid + order % CELL_PATCHES
     return [
         tuple(patch[covers].tolist())
         for patch, covers in zip(patches, covered, strict=True)

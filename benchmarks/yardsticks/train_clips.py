@@ -68,14 +68,14 @@ def lay_out(tokenizer: Tokenizer, frames: int) -> tuple[Tensor, Tensor, int]:
     (image,) = tokenizer.encode(_IMAGE).ids
     ids = list[int]()
     positions = list[Tensor]()
-    at = 0
+    position = 0
 
     def write(text: str) -> None:
-        nonlocal at
+        nonlocal position
         new = tokenizer.encode(text).ids
-        positions.append(torch.arange(at, at + len(new)).expand(3, -1))
+        positions.append(torch.arange(position, position + len(new)).expand(3, -1))
         ids.extend(new)
-        at += len(new)
+        position += len(new)
 
     grid = SIZE.rotary_positions(torch.arange(SIZE.tokens))
     write(_LEAD)
@@ -83,11 +83,11 @@ def lay_out(tokenizer: Tokenizer, frames: int) -> tuple[Tensor, Tensor, int]:
         write(f"<{frame}.0 seconds>")
         write("<|vision_start|>")
         ids.extend([image] * SIZE.tokens)
-        positions.append(at + grid)
-        at += max(SIZE.rows, SIZE.columns)
+        positions.append(position + grid)
+        position += max(SIZE.rows, SIZE.columns)
         write("<|vision_end|>")
     write(_BETWEEN)
-    return torch.tensor(ids), torch.cat(positions, 1), at
+    return torch.tensor(ids), torch.cat(positions, 1), position
 
 
 def _label_tokens(clip: Clip) -> Tensor:
@@ -121,8 +121,8 @@ class _Batch:
 
     images: Tensor
     clips: Sequence[Clip]
-    asked: Sequence[Sequence[Question]]
-    kept: Tensor
+    texts: Sequence[Sequence[Question]]
+    selection: Tensor
 
     @classmethod
     def draw(cls, recipe: training.Recipe, number: int, seed: int) -> _Batch:
@@ -135,7 +135,7 @@ class _Batch:
         if stage.name == "thinned" and common.random() < _DROPOUT:
             share = _LEAST ** common.random()
         drawn = list[tuple[Tensor, Clip]]()
-        asked = list[list[Question]]()
+        questions = list[list[Question]]()
         while len(drawn) < stage.images:
             clip = Clip.draw(rng, drawn_frames).sample(frames)
             if clip.visitors:
@@ -148,14 +148,14 @@ class _Batch:
                 source = replace(phrases, wordings=SEEN)
                 form = "{question}" + _BEHIND
                 texts += source.draw_texts(recipe.questions["clips"], count, form)
-            asked.append(texts)
-        kept = torch.zeros(len(drawn), frames * SIZE.tokens, dtype=torch.bool)
-        for place, (texts, row) in enumerate(zip(asked, kept, strict=True)):
+            questions.append(texts)
+        selection = torch.zeros(len(drawn), frames * SIZE.tokens, dtype=torch.bool)
+        for index, (texts, row) in enumerate(zip(questions, selection, strict=True)):
             tokens = keep_evidence(rng, texts, int(share * len(row)), len(row))
             row[tokens] = True
-            asked[place] = [text for text in texts if {*text.evidence} <= {*tokens}]
+            questions[index] = [text for text in texts if {*text.evidence} <= {*tokens}]
         images, clips = zip(*drawn, strict=True)
-        return cls(torch.cat(images), clips, asked, kept)
+        return cls(torch.cat(images), clips, questions, selection)
 
 
 def train(run: training.Training) -> None:
@@ -173,11 +173,11 @@ def train(run: training.Training) -> None:
     def answer_loss(number: int, seed: int, step: int) -> Tensor:
         """Cross entropy on answer tokens about clips of one number of frames, and on labels."""
         drawn = _Batch.draw(run.recipe, number, seed)
-        kept = drawn.kept
+        selection = drawn.selection
         frames = len(drawn.clips[0].frames)
         ids, positions, start = lay_out(words, frames)
         batch = training.TextBatch.build(
-            words, drawn.asked, start, "<|im_end|>", "<|endoftext|>"
+            words, drawn.texts, start, "<|im_end|>", "<|endoftext|>"
         )
 
         patches = SIZE.split_patches(drawn.images)
@@ -185,12 +185,12 @@ def train(run: training.Training) -> None:
             [[1, SIZE.rows * MERGE, SIZE.columns * MERGE]] * len(patches)
         )
         encoded = tower(patches.flatten(0, 2), grid_thw=grid)
-        count, behind = batch.texts.shape
+        count = len(batch.texts)
         visual = ids.eq(image).expand(count, -1)
         embeds = embed(ids).expand(count, -1, -1).clone()
         embeds[visual] = encoded.pooler_output
         # Tokens that are dropped leave the positions of all others as they are.
-        keep_mask = torch.ones_like(visual).masked_scatter(visual, kept)
+        keep_mask = torch.ones_like(visual).masked_scatter(visual, selection)
         kept_positions = (
             positions[:, None]
             .expand(-1, count, -1)[:, keep_mask]
@@ -199,27 +199,23 @@ def train(run: training.Training) -> None:
         embeds, visual = (
             part[keep_mask].unflatten(0, (count, -1)) for part in (embeds, visual)
         )
-        prefix = visual.shape[1]
-        states = language(
-            inputs_embeds=torch.cat((embeds, embed(batch.texts)), 1),
-            attention_mask=batch.mask(prefix),
-            position_ids=torch.cat(
-                (kept_positions, batch.positions.expand(3, -1, -1)), 2
-            ),
-            visual_pos_masks=torch.nn.functional.pad(visual, (0, behind)),
+        loss, states = batch.answer_loss(
+            model,
+            language,
+            embeds,
+            kept_positions,
+            visual_pos_masks=torch.nn.functional.pad(visual, (0, batch.texts.shape[1])),
             deepstack_visual_embeds=[
-                level[kept.flatten()] for level in encoded.deepstack_features
+                level[selection.flatten()] for level in encoded.deepstack_features
             ],
-            use_cache=False,
             output_hidden_states=True,
         )
-        loss = batch.loss(model.lm_head, states.last_hidden_state[:, prefix:])
         labels = torch.stack([_label_tokens(clip) for clip in drawn.clips], 1)
-        labels = labels[:, kept].unflatten(1, (count, -1))
+        labels = labels[:, selection].unflatten(1, (count, -1))
         for (layer, fields), head in zip(_AUXILIARY.items(), heads, strict=True):
             targets = labels[: len(fields)]
             labels = labels[len(fields) :]
-            tokens = states.hidden_states[layer][:, :prefix][visual]
+            tokens = states.hidden_states[layer][:, : embeds.shape[1]][visual]
             if (targets >= 0).any():
                 loss = loss + head.loss(tokens.unflatten(0, (count, -1)), targets, {})
         return loss

@@ -129,8 +129,8 @@ def _label_patches(drawn: Sequence[Scene]) -> Tensor:
                     if other
                     else (len(COLOURS), len(SHAPES))
                 )
-            for place, patch in enumerate(scene.patches[thing]):
-                digit = thing.digit if place == 0 else UNLABELLED
+            for rank, patch in enumerate(scene.patches[thing]):
+                digit = thing.digit if rank == 0 else UNLABELLED
                 named = [
                     1,
                     thing.colour,
@@ -141,7 +141,7 @@ def _label_patches(drawn: Sequence[Scene]) -> Tensor:
                     -1,
                     -1,
                 ]
-                labels[:, index, patch] = torch.tensor([*named, int(place == 0), *near])
+                labels[:, index, patch] = torch.tensor([*named, int(rank == 0), *near])
         for sign in scene.signs:
             cell = (sign.row // CELL_PATCHES, sign.column // CELL_PATCHES)
             for slot, patch in enumerate(scene.patches[sign]):
@@ -204,7 +204,7 @@ def _draw_texts(
     rng = random.Random(seed + 1)
     phrases = recipe.phrases["scenes"]
     pictures = []
-    kept = []
+    selections = []
     for scene in drawn:
         source = Questions(rng, scene, (CELLS, CELLS), BRIEF)
         if budget is None:
@@ -212,15 +212,17 @@ def _draw_texts(
             weights = recipe.questions["scenes"]
             texts = asking.draw_texts(weights, 12, _BEHIND_IMAGE)
             texts += source.draw_texts(phrases, 14, " {question}")
-            kept.append(list(range(PATCHES)))
+            selections.append(list(range(PATCHES)))
         else:
             texts = source.draw_texts(phrases, 40, " {question}")
             evidence = [scene.patches[thing][0] for thing in scene.things]
             evidence += [patch for sign in scene.signs for patch in scene.patches[sign]]
-            kept.append(keep_first(rng, evidence, budget, PATCHES))
+            selections.append(keep_first(rng, evidence, budget, PATCHES))
         pictures.append(texts)
-    start = len(words.encode(_BEFORE_IMAGE).ids) + len(kept[0])
-    return torch.tensor(kept), TextBatch.build(words, pictures, start, "</s>", "<pad>")
+    start = len(words.encode(_BEFORE_IMAGE).ids) + len(selections[0])
+    return torch.tensor(selections), TextBatch.build(
+        words, pictures, start, "</s>", "<pad>"
+    )
 
 
 class _Trainer:
@@ -275,7 +277,7 @@ class _Trainer:
         text, projected, image = (
             F.normalize(part.float(), dim=-1)
             for part in (
-                self._encode_texts(texts),
+                self.encode_texts(texts),
                 clip.visual_projection(vision.post_layernorm(patches)),
                 clip.visual_projection(pooled),
             )
@@ -292,7 +294,7 @@ class _Trainer:
         contrast = F.cross_entropy(logits, pairs) + F.cross_entropy(logits.T, pairs)
         return dense + 0.5 * pointing + 0.1 * contrast
 
-    def _encode_texts(self, texts: Sequence[str]) -> Tensor:
+    def encode_texts(self, texts: Sequence[str]) -> Tensor:
         """Projections (B, Dp) of texts by the text tower."""
         end = self.clip.config.text_config.eos_token_id
         ids = [self._clip_words.encode(text).ids for text in texts]
@@ -323,22 +325,16 @@ class _Trainer:
         budget: int | None = None,
     ) -> Tensor:
         """Cross entropy on answer tokens behind the lead and the image tokens that are kept."""
-        kept, texts = _draw_texts(seed, self._recipe, self._words, drawn, budget)
+        selection, texts = _draw_texts(seed, self._recipe, self._words, drawn, budget)
         lead = torch.tensor(self._words.encode(_BEFORE_IMAGE).ids)
-        count = len(kept)
-        prefix = len(lead) + kept.shape[1]
+        count = len(selection)
         embed = self.model.get_input_embeddings()
         patches = _penultimate_states(self.clip, images)[:, 1:]
-        image = self.projector(patches[torch.arange(count)[:, None], kept])
-        embeds = (embed(lead).expand(count, -1, -1), image, embed(texts.texts))
-        positions = torch.arange(prefix).expand(count, prefix)
-        hidden = self.model.model(
-            inputs_embeds=torch.cat(embeds, 1),
-            attention_mask=texts.mask(prefix),
-            position_ids=torch.cat((positions, texts.positions), 1),
-            use_cache=False,
-        ).last_hidden_state
-        return texts.loss(self.model.lm_head, hidden[:, prefix:])
+        image = self.projector(patches[torch.arange(count)[:, None], selection])
+        prefix = torch.cat((embed(lead).expand(count, -1, -1), image), 1)
+        positions = torch.arange(prefix.shape[1]).expand(count, -1)
+        loss, _ = texts.answer_loss(self.model, self.model.model, prefix, positions)
+        return loss
 
 
 def train(run: training.Training) -> None:

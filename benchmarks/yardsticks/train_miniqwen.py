@@ -112,12 +112,12 @@ class _Pictures:
     def encode(self, tower: Qwen3VLVisionModel) -> tuple[Tensor, Tensor, list[Tensor]]:
         """States (B, P, Dv) of the last layer, rows (B, N, D) for the first layer and the next."""
         count = len(self.contents)
-        (rows, columns) = (self.seen.rows, self.seen.columns)
         # Both frames of a patch are the same.
         frames = (
             self.patches.flatten(0, 2).unflatten(1, (3, 1, -1)).expand(-1, -1, 2, -1)
         )
-        grid = torch.tensor([[1, rows * MERGE, columns * MERGE]] * count)
+        seen = self.seen
+        grid = torch.tensor([[1, seen.rows * MERGE, seen.columns * MERGE]] * count)
         encoded = tower(frames.flatten(1), grid_thw=grid)
         states, merged, *levels = (
             part.unflatten(0, (count, -1))
@@ -140,8 +140,8 @@ class _Pictures:
         rng = random.Random(seed + 1)
         seen = self.seen
         kinds = recipe.phrases if phrases_only else recipe.questions
-        asked = list[list[Question]]()
-        kept = list[list[int]]()
+        questions = list[list[Question]]()
+        selections = list[list[int]]()
         for content in self.contents:
             weights = kinds["pages" if isinstance(content, Page) else "scenes"]
             source = Questions(rng, content, self.size.cells, SEEN)
@@ -165,9 +165,9 @@ class _Pictures:
             elif budget < seen.tokens:
                 tokens = keep_evidence(rng, texts, budget, seen.tokens)
                 texts = [text for text in texts if set(text.evidence) <= set(tokens)]
-            asked.append(texts)
-            kept.append(tokens)
-        return torch.tensor(kept), asked
+            questions.append(texts)
+            selections.append(tokens)
+        return torch.tensor(selections), questions
 
 
 def _draw_pictures(
@@ -281,8 +281,8 @@ def _label_patches(items: Tensor, count: int, size: Size, seen: Size) -> Tensor:
     off_centre = (distance[item, patch].abs() >= PATCH / 2).any(-1)
     off_centre &= items[item, 3] == items[item, 4]
     for field in ("digit", "letter"):
-        at = list(_FIELDS).index(field)
-        labels[at, image[off_centre], patch[off_centre]] = UNLABELLED
+        index = list(_FIELDS).index(field)
+        labels[index, image[off_centre], patch[off_centre]] = UNLABELLED
     return labels
 
 
@@ -440,45 +440,40 @@ class _Trainer:
         """Cross entropy on answer tokens behind image tokens of a budget, and naming's loss."""
         words = self._words
         embed = self._embed
-        kept, asked = pictures.draw_texts(seed, self._recipe, budget, phrases_only)
-        before, after = (
+        selection, questions = pictures.draw_texts(
+            seed, self._recipe, budget, phrases_only
+        )
+        lead, tail = (
             torch.tensor(words.encode(text).ids) for text in (_LEAD, _BETWEEN)
         )
         seen = pictures.seen
-        behind_image = len(before) + max(seen.rows, seen.columns)
-        start = behind_image + len(after)
+        behind_image = len(lead) + max(seen.rows, seen.columns)
+        start = behind_image + len(tail)
         texts = training.TextBatch.build(
-            words, asked, start, "<|im_end|>", "<|endoftext|>"
+            words, questions, start, "<|im_end|>", "<|endoftext|>"
         )
         _, image, levels = pictures.encode(self._tower)
-        count = len(kept)
+        count = len(selection)
         rows = torch.arange(count)[:, None]
-        leading, trailing = (
-            embed(ids).expand(count, -1, -1) for ids in (before, after)
-        )
-        embeds = torch.cat(
-            (leading, image[rows, kept], trailing, embed(texts.texts)), 1
-        )
-        prefix = embeds.shape[1] - texts.texts.shape[1]
-        visual = torch.zeros(embeds.shape[:2], dtype=torch.bool)
-        visual[:, len(before) : len(before) + kept.shape[1]] = True
+        leading, trailing = (embed(ids).expand(count, -1, -1) for ids in (lead, tail))
+        prefix = torch.cat((leading, image[rows, selection], trailing), 1)
+        visual = torch.zeros(count, prefix.shape[1] + texts.texts.shape[1]).bool()
+        visual[:, len(lead) : len(lead) + selection.shape[1]] = True
         positions = (
-            torch.arange(len(before)).expand(3, count, -1),
-            seen.rotary_positions(kept) + len(before),
+            torch.arange(len(lead)).expand(3, count, -1),
+            seen.rotary_positions(selection) + len(lead),
             torch.arange(behind_image, start).expand(3, count, -1),
-            texts.positions.expand(3, -1, -1),
         )
-        hidden = self.model.model.language_model(
-            inputs_embeds=embeds,
-            attention_mask=texts.mask(prefix),
-            position_ids=torch.cat(positions, 2),
+        loss, _ = texts.answer_loss(
+            self.model,
+            self.model.model.language_model,
+            prefix,
+            torch.cat(positions, 2),
             visual_pos_masks=visual,
             deepstack_visual_embeds=[
-                level[rows, kept].flatten(0, 1) for level in levels
+                level[rows, selection].flatten(0, 1) for level in levels
             ],
-            use_cache=False,
-        ).last_hidden_state
-        loss = texts.loss(self.model.lm_head, hidden[:, prefix:])
+        )
         naming = _naming_loss(words, image, embed.weight, pictures.labels)
         return loss + _NAMING_WEIGHT * naming
 

@@ -22,7 +22,8 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
 
 from benchmarks.yardsticks.questions import Model, Question
 from vllm_autoprune.cli.output import CommandParser
@@ -336,7 +337,30 @@ class TextBatch:
         allowed = (same_block | (blocks == _PREFIX)[:, None, :]).tril()
         return torch.zeros(allowed.shape).masked_fill_(~allowed, -1e9)[:, None]
 
-    def loss(self, head: nn.Module, hidden: Tensor) -> Tensor:
-        """Cross entropy on answer tokens; `head` makes logits of the states (B, L, D)."""
+    def answer_loss(
+        self,
+        model: PreTrainedModel,
+        language: nn.Module,
+        prefix: Tensor,
+        positions: Tensor,
+        **inputs: object,
+    ) -> tuple[Tensor, BaseModelOutput]:
+        """Cross entropy on answer tokens, and the output of the model's language model.
+
+        All blocks follow the embeddings of a prefix (B, P, D) at positions (..., B, P); `inputs`
+        are other arguments of the language model.
+        """
+        count = prefix.shape[1]
+        own_positions = self.positions.expand(*positions.shape[:-1], -1)
+        output = language(
+            inputs_embeds=torch.cat(
+                (prefix, model.get_input_embeddings()(self.texts)), 1
+            ),
+            attention_mask=self.mask(count),
+            position_ids=torch.cat((positions, own_positions), -1),
+            use_cache=False,
+            **inputs,
+        )
         labelled = self.labels >= 0
-        return F.cross_entropy(head(hidden[labelled]).float(), self.labels[labelled])
+        logits = model.lm_head(output.last_hidden_state[:, count:][labelled])
+        return F.cross_entropy(logits.float(), self.labels[labelled]), output

@@ -69,11 +69,11 @@ class Case:
 class Scores:
     """Scores of the reference answers to M questions, each about an image of K tokens.
 
-    right (M,) bool: greedy decoding gives exactly the reference answer and then stops; logprob (M,)
-    float32: natural logarithm of the probability of the answer and its end token.
+    correct (M,) bool: greedy decoding gives exactly the reference answer and then stops; logprob
+    (M,) float32: natural logarithm of the probability of the answer and its end token.
     """
 
-    right: Tensor
+    correct: Tensor
     logprob: Tensor
     tokens: int
 
@@ -96,7 +96,8 @@ class EncodedBatch:
     def score(self, case: Case) -> Scores:
         """Score the answers to all questions of the batch in one case."""
         tokens = self.tokens
-        count, budget = tokens.count, case.budget.tokens(tokens.count)
+        count = tokens.count
+        budget = case.budget.tokens(count)
         if case.state is not None:
             refined = refine(materialize(case.state, budget), tokens)
             places = place_rows(case.state.positions, refined, count)
@@ -104,7 +105,7 @@ class EncodedBatch:
         if case.name == "resized":
             return self.score_resized(budget)
         if case.name == "full":
-            kept = torch.arange(count).expand(len(self.batch), -1)
+            selection = torch.arange(count).expand(len(self.batch), -1)
         else:
             rows = []
             for example in self.batch:
@@ -112,8 +113,10 @@ class EncodedBatch:
                 rng = random.Random(f"{example.image_id} {example.question}")
                 evidence = example.evidence if case.name == "oracle" else ()
                 rows.append(keep_first(rng, evidence, budget, count))
-            kept = torch.tensor(rows)
-        return self.score_kept(kept, gather_rows(tokens.features, kept), kept)
+            selection = torch.tensor(rows)
+        return self.score_kept(
+            selection, gather_rows(tokens.features, selection), selection
+        )
 
 
 def place_rows(
@@ -124,8 +127,8 @@ def place_rows(
         return None
     if positions == "true":
         return refined.places(count)
-    kept = refined.features.shape[1]
-    return (torch.arange(kept) * count // kept).expand(len(refined.features), -1)
+    budget = refined.features.shape[1]
+    return (torch.arange(budget) * count // budget).expand(len(refined.features), -1)
 
 
 class Yardstick(ABC):
@@ -203,15 +206,15 @@ class Yardstick(ABC):
         self,
         examples: Sequence[Example],
         rows: Tensor,
-        place: Callable[[int, int], Mapping[str, object]] = lambda before, behind: {},
+        arrange: Callable[[int, int], Mapping[str, object]] = lambda lead, tail: {},
     ) -> Scores:
         """Score the reference answers of M questions, given image rows (M, K, D) in order.
 
-        ``place`` makes the other arguments of the language model of the numbers of text tokens
+        ``arrange`` makes the other arguments of the language model of the numbers of text tokens
         before and behind the image. Padding is on the right, where the causal mask hides it from
         every real token.
         """
-        lead, _, template = PROMPT[self.key]
+        lead_text, _, template = PROMPT[self.key]
         questions = [
             self.token_ids(template.format(question=e.question)) for e in examples
         ]
@@ -220,28 +223,28 @@ class Yardstick(ABC):
         pairs = zip(questions, answers, strict=True)
         texts, _ = self.pad_ids([question + answer[:-1] for question, answer in pairs])
         embed = self.network.get_input_embeddings()
-        before = embed(torch.tensor(self.token_ids(lead)))
+        lead = embed(torch.tensor(self.token_ids(lead_text)))
         embeds = (
-            before.expand(len(examples), -1, -1),
-            rows.to(before.dtype),
+            lead.expand(len(examples), -1, -1),
+            rows.to(lead.dtype),
             embed(texts),
         )
         hidden = self.network.model.language_model(
             inputs_embeds=torch.cat(embeds, 1),
             use_cache=False,
-            **place(len(before), texts.shape[1]),
+            **arrange(len(lead), texts.shape[1]),
         ).last_hidden_state
         logits = (
             self.network.lm_head(hidden[:, -texts.shape[1] :]).float().log_softmax(-1)
         )
-        right = []
+        correct = []
         logprob = []
         for row, question, answer in zip(logits, questions, answers, strict=True):
             predicted = row[len(question) - 1 : len(question) - 1 + len(answer)]
             expected = torch.tensor(answer)
-            right.append(bool((predicted.argmax(-1) == expected).all()))
+            correct.append(bool((predicted.argmax(-1) == expected).all()))
             logprob.append(predicted.gather(1, expected[:, None]).sum())
-        return Scores(torch.tensor(right), torch.stack(logprob), rows.shape[1])
+        return Scores(torch.tensor(correct), torch.stack(logprob), rows.shape[1])
 
 
 @contextmanager

@@ -92,7 +92,7 @@ def test_all_tokens_answer_right_and_fewer_do_not(
         scores = [
             yardstick.encode(batch).score(case) for batch in yardstick.batches(examples)
         ]
-        return float(torch.cat([score.right for score in scores]).float().mean())
+        return float(torch.cat([score.correct for score in scores]).float().mean())
 
     full = Case("full", ALL_TOKENS)
     (half, _, eighth, _) = MiniQwen.budgets

@@ -143,14 +143,16 @@ def test_of_a_thinned_clip_stays_what_its_questions_are_about() -> None:
     thinned = 0
     for seed in range(0, 40, 2):
         both = [train_clips._Batch.draw(recipe, 2, seed + part) for part in range(2)]
-        assert len({batch.kept.shape for batch in both}) == 1
-        assert len({int(count) for batch in both for count in batch.kept.sum(1)}) == 1
-        for texts, row in zip(both[0].asked, both[0].kept, strict=True):
+        assert len({batch.selection.shape for batch in both}) == 1
+        assert (
+            len({int(count) for batch in both for count in batch.selection.sum(1)}) == 1
+        )
+        for texts, row in zip(both[0].texts, both[0].selection, strict=True):
             assert all(row[list(text.evidence)].all() for text in texts)
             assert row.all() <= (len(texts) == 36)
             thinned += not row.all()
     assert 16 <= thinned <= 32
-    assert train_clips._Batch.draw(recipe, 1, 0).kept.all()
+    assert train_clips._Batch.draw(recipe, 1, 0).selection.all()
 
 
 def test_a_stopped_training_goes_on_as_if_it_had_not_been_stopped(
