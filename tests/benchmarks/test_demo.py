@@ -107,14 +107,18 @@ def test_the_tables_say_what_was_measured(
     assert "load average is 4.0 on 2 cores" in " ".join(log.split())
     assert "takes about 9 minutes" in " ".join(log.split())
 
+
+def test_arms_are_asked_alike_and_find_nothing_of_each_other_in_caches(
+    sent: dict[str, list[Body]], tmp_path: Path
+) -> None:
+    with handlers_restored():
+        assert demo.main(["--out", str(tmp_path)]) == 0
     # mini-LLaVA is asked the same questions in every arm.
     questions = Counter(parts(body)[1] for body in sent["stock"])
     for choice in demo._CHOICES.values():
         fields = {"budget": 16, **choice}
-        asked = Counter(
-            parts(body)[1] for body in sent["pruned"] if pruning(body) == fields
-        )
-        assert asked == questions
+        of_arm = [body for body in sent["pruned"] if pruning(body) == fields]
+        assert Counter(parts(body)[1] for body in of_arm) == questions
     # Arms of the large model share no image on a server, and each has new words in every request.
     arms = [sent["speed-stock"]]
     for field in (None, "resized"):

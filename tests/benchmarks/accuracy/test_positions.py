@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from benchmarks.accuracy import positions
-from tests.benchmarks.accuracy.test_tables import PUBLISHED
+from tests.benchmarks.accuracy.published import PUBLISHED
 from tests.evaluation.test_lmms import write_output
 from tests.fake_server import Answer, Body, FakeServer
 from tests.offline_search.synthetic import (
@@ -168,7 +168,7 @@ def test_spread_is_a_third_case_and_tables_have_what_was_published(
         r"\| GQA \| spread@64 \| 62.5 \(.*\| -37.5 \(.*\| 37.5 \(", printed
     )
     assert "arXiv 2506.21873" in printed
-    (table,) = (each for each in PUBLISHED if each["table"] == "supplement, LLaVA-1.5")
+    (table,) = (t for t in PUBLISHED if t["table"] == "supplement, LLaVA-1.5")
     for figure in csv.DictReader(positions._PUBLISHED.read_text().splitlines()):
         if figure["source"].startswith("AutoPrune"):
             column = table["benchmarks"].index(figure["benchmark"])

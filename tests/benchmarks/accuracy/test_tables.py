@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections import Counter
 from collections.abc import Collection, Sequence
 from fractions import Fraction
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,17 +17,13 @@ from benchmarks.yardsticks.examples import Example
 from benchmarks.yardsticks.minillava import MiniLlava
 from benchmarks.yardsticks.miniqwen import MiniQwen
 from benchmarks.yardsticks.yardstick import Budget, Case, Scores, Yardstick
+from tests.benchmarks.accuracy.published import PUBLISHED
 from vllm_autoprune.errors import StateError
 from vllm_autoprune.evaluation.scoring import Aggregates
 from vllm_autoprune.statistics import Estimate
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
 Json = dict[str, Any]
-
-PUBLISHED: list[Json] = json.loads(
-    Path(__file__).with_name("published.json").read_text()
-)["tables"]
-"""Rows as printed; ``rel_follows`` says which definition of Rel. gives the printed value."""
 
 
 class SampleYardstick(Yardstick):
@@ -85,18 +79,17 @@ def test_a_yardstick_has_the_cases_whose_inputs_its_server_provides() -> None:
         not {"visionzip", "trim", "fastv", "holov@merger_in", "mmtok@merger_in"}
         & qwen.keys()
     )
-    # Rounded down, and at least one.
-    assert [MiniQwen.budgets[2].tokens(count) for count in (36, 54, 108, 4)] == [
-        4,
-        6,
-        13,
-        1,
-    ]
-    before = qwen["divprune@merger_in"]
-    assert before.state is not None and before.state.rank_at == "merger_in"
-    assert before.base == "divprune", (
-        "the paired interval is that of before against after"
-    )
+    unmerged = qwen["divprune@merger_in"]
+    assert unmerged.state is not None and unmerged.state.rank_at == "merger_in"
+    assert unmerged.base == "divprune", "what its paired interval is against"
+
+
+def test_a_budget_is_rounded_down_and_at_least_one() -> None:
+    budget = MiniQwen.budgets[2]
+    assert [budget.tokens(count) for count in (36, 54, 108, 4)] == [4, 6, 13, 1]
+
+
+def test_named_cases_stand_beside_all_tokens_and_the_resize_control() -> None:
     cases = yardsticks._build_cases(MiniLlava(), ("cdpruner", "ablation-quota-8"))
     assert [case.name for case in cases[:4]] == [
         "full",

@@ -10,11 +10,11 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -29,7 +29,7 @@ from benchmarks.load.result import RECORDS, Result
 from benchmarks.load.settings import Load, PairedOptions, RunOptions, Workload
 from benchmarks.load.workload import Prepared, prepare
 from tests.benchmarks.load.samples import record, result
-from tests.fake_server import MODEL, Body, Reply, fake_server
+from tests.fake_server import MODEL, Body, FakeServer, Reply, fake_server
 from vllm_autoprune import load_state
 
 PAGE = Path(__file__).parents[3] / "docs" / "benchmarks.md"
@@ -146,9 +146,21 @@ def send(
     return module._run(RunOptions.model_validate({**places, **sending}))
 
 
-def test_an_open_loop_sends_everything_by_its_schedule(
-    workload: Path, tmp_path: Path
-) -> None:
+class OpenLoop(NamedTuple):
+    """A run in an open loop, with a key and a header."""
+
+    server: FakeServer
+    folder: Path
+    result: Result
+    records: list[Record]
+
+
+@pytest.fixture(scope="module")
+def open_loop(
+    workload: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[OpenLoop]:
+    folder = tmp_path_factory.mktemp("open-loop")
+
     def count() -> str:
         engines = (len(server.requests), 7)
         name = 'vllm:request_success_total{engine="%d"} %d\n'
@@ -156,32 +168,47 @@ def test_an_open_loop_sends_everything_by_its_schedule(
 
     key: dict[str, Any] = {"api_key": "secret", "header": ["X-Team=blue"]}
     with fake_server(REPLY, pages={"/metrics": count}) as server:
-        result, records = send(server.url, workload, tmp_path, **key)
-    sent = {(headers["Authorization"], headers["X-Team"]) for headers in server.headers}
+        yield OpenLoop(server, folder, *send(server.url, workload, folder, **key))
+
+
+def test_every_request_has_the_key_and_no_file_has_it(open_loop: OpenLoop) -> None:
+    headers = open_loop.server.headers
+    sent = {(header["Authorization"], header["X-Team"]) for header in headers}
     assert sent == {("Bearer secret", "blue")}, "the question for its metrics too"
-    assert not any("secret" in path.read_text() for path in tmp_path.iterdir())
-    assert len(server.requests) == 40 + 2  # the server is warmed up once
+    files = [path.read_text() for path in open_loop.folder.iterdir()]
+    assert files and not any("secret" in text for text in files)
+
+
+def test_an_open_loop_sends_everything_by_its_schedule(open_loop: OpenLoop) -> None:
+    records = open_loop.records
+    assert len(open_loop.server.requests) == 40 + 2  # the server is warmed up once
     assert [record.index for record in records] == list(range(40))
     assert [record.scheduled for record in records] == pytest.approx(LOAD.due(40))
     # Coordinated omission: requests behind an answer, here of 0.22 s, go out when due all the same.
     assert all(record.started >= record.scheduled for record in records)
     assert median(record.delay for record in records) < 0.5
-    assert (
-        result.summary.requests == 38 and result.summary.failed == 0
-    )  # without the ramp
+
+
+def test_a_result_has_the_workload_the_load_and_what_the_server_counted(
+    open_loop: OpenLoop,
+) -> None:
+    result = open_loop.result
+    summary = result.summary
+    assert (summary.requests, summary.failed) == (38, 0)  # without the ramp
     assert result.options.load == LOAD and result.workload == WORKLOAD
     assert result.counters == {"finished": 40}
-    assert all(
-        reason.startswith("the client was the bottleneck") for reason in result.reasons
-    )
-    # Gaps are right within 3 ms in the quietest quarter of the answers: a busy machine delays
-    # some, a wrong clock all.
+    bottleneck = "the client was the bottleneck"  # of a busy machine
+    assert all(reason.startswith(bottleneck) for reason in result.reasons)
+
+
+def test_gaps_are_those_between_what_the_server_sent(open_loop: OpenLoop) -> None:
+    """Within 3 ms in the quietest quarter of the answers: a busy machine delays some, a wrong clock
+    all.
+    """
     gaps = [b - a for a, b in pairwise(REPLY.times(6))]
     errors = [
-        median(
-            abs(measured - gap) for measured, gap in zip(record.gaps, gaps, strict=True)
-        )
-        for record in records
+        median(abs(a - b) for a, b in zip(record.gaps, gaps, strict=True))
+        for record in open_loop.records
     ]
     assert len(errors) == 40 and sorted(errors)[10] < 0.003
 

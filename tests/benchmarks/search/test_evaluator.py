@@ -12,10 +12,12 @@ import torch
 from benchmarks.search.evaluator import YardstickEvaluator, write_data
 from benchmarks.yardsticks import open_yardstick
 from benchmarks.yardsticks.examples import draw_examples
+from benchmarks.yardsticks.yardstick import EncodedBatch
 from offline_search.dataset import SPLITS, Split, read_dataset
 from offline_search.evaluator import EvaluationJob
 from offline_search.history import Answers
 from vllm_autoprune import PruningState, load_state
+from vllm_autoprune.errors import EvaluationFailed, SelectionError
 from vllm_autoprune.evaluation.questions import read_questions
 
 FEW: dict[Split, int] = {"search": 2, "validation": 3, "test": 4}
@@ -68,39 +70,59 @@ async def test_a_budget_is_a_share_where_images_differ_in_size() -> None:
     assert eighth.relative_to(full, ()).mean() < -0.1
 
 
-def test_the_data_folder_can_be_read_and_sampled_questions_keep_pairs_together(
+async def test_a_failed_evaluation_has_the_problems_of_its_cause(
+    evaluator: YardstickEvaluator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise SelectionError.of("/scoring", "has no signal", "add one", subject="s")
+
+    monkeypatch.setattr(EncodedBatch, "score", refuse)
+    with pytest.raises(EvaluationFailed) as raised:
+        await measure(evaluator, load_state("trim"), 3, 0, 1)
+    assert str(raised.value) == "s: /scoring: has no signal -> add one"
+    assert raised.value.problems[0].fix == "add one"
+
+
+def test_a_data_folder_has_all_questions_and_its_splits_share_no_scene(
     tmp_path: Path,
 ) -> None:
-    write_data(tmp_path / "all", FEW)
-    write_data(tmp_path / "few", FEW, each=5)
-    dataset = read_dataset(tmp_path / "all")
-    sampled = read_dataset(tmp_path / "few")
+    write_data(tmp_path, FEW)
+    dataset = read_dataset(tmp_path)
     for split in SPLITS:
         questions = draw_examples(split, FEW[split])
-        read = dataset.splits[split]
-        assert sorted(e.question for e in read) == sorted(e.question for e in questions)
-        assert len({example.image for example in read}) == FEW[split]
-        for image in {example.image for example in sampled.splits[split]}:
-            about = [each for each in sampled.splits[split] if each.image == image]
+        examples = dataset.splits[split]
+        texts = sorted(example.question for example in examples)
+        assert texts == sorted(example.question for example in questions)
+        assert len({example.image for example in examples}) == FEW[split]
+    digests = {picture.digest for picture in dataset.images.values()}
+    assert len(digests) == sum(FEW.values())
+
+
+def test_sampled_questions_keep_pairs_together(tmp_path: Path) -> None:
+    write_data(tmp_path, FEW, each=5)
+    for examples in read_dataset(tmp_path).splits.values():
+        for image in {example.image for example in examples}:
+            about = [example for example in examples if example.image == image]
             assert 4 <= len(about) <= 5, "a pair that does not fit leaves one place"
             pairs = [example.pair for example in about if example.pair is not None]
             assert all(pairs.count(pair) == 2 for pair in pairs)
-    assert len({picture.digest for picture in dataset.images.values()}) == sum(
-        FEW.values()
-    ), "splits share no scene"
+
+
+def test_pictures_of_a_data_folder_are_clean_and_clips_are_folders_of_frames(
+    tmp_path: Path,
+) -> None:
     write_data(tmp_path / "pages", FEW, model="miniqwen", clean=True)
     pictures = read_dataset(tmp_path / "pages").images
     clean = draw_examples("test", FEW["test"], "miniqwen", clean=True)[-1]
     assert pictures["images/test-3.png"].read() == clean.png
     write_data(tmp_path / "clips", FEW, model="clips")
-    asked = read_questions(tmp_path / "clips/test.jsonl", frames=8)
+    questions = read_questions(tmp_path / "clips/test.jsonl", frames=8)
     drawn = draw_examples("test", FEW["test"], "clips")
-    assert [(q.text, *q.answers) for q in asked] == [
-        (e.question, e.answer) for e in drawn
-    ]
-    assert len({picture.digest for q in asked for picture in q.pictures}) == FEW["test"]
+    texts = [(example.question, example.answer) for example in drawn]
+    assert [(q.text, *q.answers) for q in questions] == texts
+    videos = {picture.digest for q in questions for picture in q.pictures}
+    assert len(videos) == FEW["test"]
     write_data(tmp_path / "long", FEW, model="clips", brief_frames=32)
-    asked = read_questions(tmp_path / "long/test.jsonl", frames=32)
-    assert {
-        len(list(picture.path.iterdir())) for q in asked for picture in q.pictures
-    } == {32}
+    questions = read_questions(tmp_path / "long/test.jsonl", frames=32)
+    folders = {picture.path for q in questions for picture in q.pictures}
+    assert {len(list(folder.iterdir())) for folder in folders} == {32}

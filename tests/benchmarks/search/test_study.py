@@ -52,25 +52,25 @@ def data(tmp_path: Path) -> Dataset:
     return dataset(tmp_path / "data")
 
 
-def test_a_comparison_resumes_and_each_winner_is_confirmed_once(
+def test_a_comparison_resumes_with_the_same_settings_only(
     data: Dataset, tmp_path: Path
 ) -> None:
-    arms = ("tpe", "random")
     evaluator = SyntheticEvaluator(data)
-    confirming = SyntheticEvaluator(data)
+    arms = ("tpe", "random")
     Study(tmp_path, arms, [0], SMALL).search(evaluator)
-    asked = len(evaluator.jobs)
+    count = len(evaluator.jobs)
     Study(tmp_path, arms, [0], SMALL).search(evaluator)
-    assert len(evaluator.jobs) == asked, "nothing is measured again"
-    study = Study(tmp_path, arms, [0, 1], SMALL)
-    study.search(evaluator)
-    results = read_results(tmp_path)
-    assert list(results) == ["random-0", "random-1", "tpe-0", "tpe-1"]
+    assert len(evaluator.jobs) == count, "nothing is measured again"
+    Study(tmp_path, arms, [0, 1], SMALL).search(evaluator)
+    assert list(read_results(tmp_path)) == ["random-0", "random-1", "tpe-0", "tpe-1"]
     with pytest.raises(SearchError, match="tpe-0 has other settings"):
         Study(tmp_path, arms, [0], Settings(rounds=3)).search(evaluator)
 
+
+def test_a_result_is_what_the_ledger_says(data: Dataset, tmp_path: Path) -> None:
+    Study(tmp_path, ["random"], [0], SMALL).search(SyntheticEvaluator(data))
+    result = read_results(tmp_path)["random-0"]
     records = read_ledger(tmp_path / "random-0.jsonl")
-    result = results["random-0"]
     trials = [record for record in records if isinstance(record, TrialRecord)]
     assert result.candidates == len(trials) and result.invalid == result.replies == 0
     assert result.answers == sum(trial.examples for trial in trials)
@@ -78,14 +78,19 @@ def test_a_comparison_resumes_and_each_winner_is_confirmed_once(
     assert isinstance(records[-1], WinnerRecord) and result.winner is not None
     assert load_state(result.winner.state).digest == records[-1].digest
 
-    study.confirm(confirming, {})
+
+def test_each_winner_is_confirmed_once(data: Dataset, tmp_path: Path) -> None:
+    arms = ("tpe", "random")
+    study = Study(tmp_path, arms, [0, 1], SMALL)
+    study.search(SyntheticEvaluator(data))
+    evaluator = SyntheticEvaluator(data)
+    study.confirm(evaluator, {})
     confirmed = read_confirmed(tmp_path)
-    jobs = len(confirming.jobs)
-    assert confirmed.keys() == results.keys()
-    study.confirm(confirming, {})
-    assert len(confirming.jobs) == jobs and {job.split for job in confirming.jobs} == {
-        "test"
-    }
+    count = len(evaluator.jobs)
+    assert confirmed.keys() == read_results(tmp_path).keys()
+    study.confirm(evaluator, {})
+    assert len(evaluator.jobs) == count
+    assert {job.split for job in evaluator.jobs} == {"test"}
     text = format_tables(tmp_path, arms, range(3))
     gaps = [
         confirmed[f"random-{n}"].objective - confirmed[f"tpe-{n}"].objective
@@ -225,59 +230,67 @@ def test_intervals_of_differences_are_over_seeds_and_questions() -> None:
     assert _format_difference(both) == "2.00 ± 6.36", "the seeds agree in their means"
 
 
-def test_commands_run_studies_and_ablations_and_print_them_again(
-    data: Dataset,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+@pytest.fixture
+def small(data: Dataset, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """Options of two short searches of an arm, measured on a synthetic evaluator."""
     monkeypatch.setattr(
         command, "open_yardstick", lambda name: SimpleNamespace(name="stand-in")
     )
-    monkeypatch.setattr(
-        module,
-        "YardstickEvaluator",
-        lambda *_, **options: SyntheticEvaluator(data, probes=False),
-    )
+    synthetic = SyntheticEvaluator(data, probes=False)
+    monkeypatch.setattr(module, "YardstickEvaluator", lambda *_, **options: synthetic)
     monkeypatch.setitem(module.RELEASED, "minillava", ("divprune", 8))
-    out = ["--out", str(tmp_path), "--seeds", "2", "--rounds", "1"]
-    for message, options in (
+    return ["--out", str(tmp_path), "--seeds", "2", "--rounds", "1"]
+
+
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
         (
             "some ask a language model -> give --proposer-url",
             ["--strategies", "tpe", "autoprune"],
         ),
         ("belong together -> give both", ["--proposer-url", "http://localhost:1/v1"]),
-    ):
-        assert command.main(["study", *out, *options]) == 1
-        assert message in capsys.readouterr().err
-    assert (
-        command.main(["study", *out, "--yardsticks", "minillava", "--budgets", "8"])
-        == 0
-    )
+    ],
+)
+def test_a_study_that_cannot_ask_its_language_model_is_refused(
+    small: list[str],
+    capsys: pytest.CaptureFixture[str],
+    message: str,
+    options: list[str],
+) -> None:
+    assert command.main(["study", *small, *options]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_study_is_printed_again_from_its_results_alone(
+    small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["study", *small, "--yardsticks", "minillava", "--budgets", "8"]
+    assert command.main(words) == 0
     text = capsys.readouterr().out.partition("## stand-in, K = 8\n\n")[2].rstrip()
-    assert all(
-        f"less {arm}, paired by seed" in text for arm in ("tpe", "autoprune+@none")
-    )
+    references = ("tpe", "autoprune+@none")
+    assert all(f"less {arm}, paired by seed" in text for arm in references)
     folder = tmp_path / "minillava-k8"
     for ledger in folder.glob("*-[01].jsonl"):
         ledger.unlink()
     assert command.main(["table", "--out", str(folder), "--seeds", "2"]) == 0
-    assert text == capsys.readouterr().out.rstrip(), "from the results alone"
+    assert text == capsys.readouterr().out.rstrip()
 
-    out[1] = str(tmp_path / "spaces")
-    assert command.main(["ablations", "--yardstick", "minillava", *out]) == 0
+
+def test_ablations_compare_smaller_spaces_and_quotas(
+    small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(["ablations", "--yardstick", "minillava", *small]) == 0
     text = capsys.readouterr().out
+    results = read_results(tmp_path / "minillava-k8")
     for arm in module.ABLATIONS:
-        settings = read_results(tmp_path / "spaces/minillava-k8")[f"{arm}-1"].settings
-        assert (
-            arm == f"autoprune+@none@{settings.space}"
-            and settings.base_policy == "divprune"
-        )
+        settings = results[f"{arm}-1"].settings
+        assert arm == f"autoprune+@none@{settings.space}"
+        assert settings.base_policy == "divprune"
         assert f"| {arm} | 2 |" in text
     assert "less autoprune+@none@released" in text and "less base policy" in text
-    assert [f"| q_e = {quota} |" in text for quota in (0, 1, 2, 4, 8, 16)] == [
-        True
-    ] * 5 + [False]
+    rows = [quota for quota in (0, 1, 2, 4, 8, 16) if f"| q_e = {quota} |" in text]
+    assert rows == [0, 1, 2, 4, 8], "no quota above K"
 
 
 def test_every_strategy_is_an_arm_and_the_model_is_left_out_where_an_arm_says_so() -> (

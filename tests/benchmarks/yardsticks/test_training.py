@@ -155,6 +155,28 @@ def test_of_a_thinned_clip_stays_what_its_questions_are_about() -> None:
     assert train_clips._Batch.draw(recipe, 1, 0).selection.all()
 
 
+def test_the_rate_warms_up_stays_and_falls_to_two_per_cent_of_its_peak() -> None:
+    stage = training.Recipe.read("miniqwen").stages[0]
+    schedule = {"steps": 100, "warmup": 4, "fall": 0.5, "peak": 2.0}
+    stage = stage.model_copy(update=schedule)
+    rates = [stage.rate(step) for step in range(100)]
+    assert rates[:5] == [0.5, 1.0, 1.5, 2.0, 2.0] and rates[49] == 2.0
+    assert rates[75] == pytest.approx(2.0 * (0.02 + 0.98 / 2))
+    assert rates[-1] == pytest.approx(2.0 * (0.02 + 0.98 * 0.02))
+
+
+@pytest.mark.parametrize("factor", [1.0, float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_changes_no_weight(factor: float) -> None:
+    layer = torch.nn.Linear(3, 2)
+    initial = {name: value.clone() for name, value in layer.state_dict().items()}
+    optimiser = training._Optimiser({"layer": layer})
+    (layer(torch.ones(1, 3)) * factor).sum().backward()
+    optimiser.step(0.1)
+    for name, value in layer.state_dict().items():
+        assert value.equal(initial[name]) == (factor != 1.0)
+    assert all(parameter.grad is None for parameter in layer.parameters())
+
+
 def test_a_stopped_training_goes_on_as_if_it_had_not_been_stopped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
