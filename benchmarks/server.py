@@ -32,7 +32,10 @@ _PR_SET_PDEATHSIG = 1
 
 @cache
 def _connect() -> httpx.Client:
-    """One client, because it takes 60 ms to make, with a new connection for each request."""
+    """The HTTP client of this process, with a new connection for each request.
+
+    One, because it takes 60 ms to make.
+    """
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     headers = {"Connection": "close"}
     return make_client(

@@ -22,7 +22,10 @@ from vllm_autoprune.stream import StreamedAnswer, parse_stream
 
 
 class Record(StreamedAnswer):
-    """One request. Times are seconds of a monotonic clock since the start of the schedule."""
+    """Time stamps and outcome of one request, in seconds since the start of the schedule.
+
+    The clock is monotonic.
+    """
 
     index: int = 0
     """Its place in the workload: the same request has the same index in every run."""
@@ -43,33 +46,33 @@ class Record(StreamedAnswer):
 
     @property
     def delay(self) -> float:
-        """Seconds by which the client itself was late."""
+        """Schedule delay: seconds by which the client itself was late."""
         return self.started - self.scheduled
 
     @property
     def ttft(self) -> float:
-        """Seconds from the moment the request was due to its first token, of thoughts or not."""
+        """Time to first token, of thoughts or not: seconds since the request was due."""
         return self.deltas[0] - self.scheduled
 
     @property
     def ttfat(self) -> float | None:
-        """The same to the first token of the answer; None where it has thoughts only."""
+        """Time to first answer token, behind all thoughts; None where there is no answer."""
         answer = self.deltas[self.thoughts :]
         return answer[0] - self.scheduled if answer else None
 
     @property
     def e2e(self) -> float:
-        """Seconds from the moment the request was due to its last token."""
+        """End-to-end latency: seconds from the moment the request was due to its last token."""
         return self.deltas[-1] - self.scheduled
 
     @property
     def gaps(self) -> tuple[float, ...]:
-        """Seconds between deltas; a delta may hold more than one token."""
+        """Inter-token latencies: seconds between deltas, which may hold more than one token."""
         return tuple(b - a for a, b in pairwise(self.deltas))
 
     @property
     def tpot(self) -> float | None:
-        """Seconds a token after the first, by the server's count of tokens; None for one token."""
+        """Time per output token after the first, by the server's count; None for one token."""
         if self.completion_tokens is None or self.completion_tokens < 2:
             return None
         return (self.deltas[-1] - self.deltas[0]) / (self.completion_tokens - 1)

@@ -170,17 +170,18 @@ class _Measurement(NamedTuple):
                 published, ours = (work() for work in works)
             for turn in range(rounds):
                 for index in (1, 0) if turn % 2 else (0, 1):
-                    _await(device)
+                    _synchronize(device)
                     begin = time.perf_counter()
                     works[index]()
-                    _await(device)
+                    _synchronize(device)
                     seconds[index].append(time.perf_counter() - begin)
         equal = published[:, :, None] == ours[:, None, :]
         log_progress(str(size))
         return cls(size, *seconds, float(equal.any(dim=2).float().mean()))
 
 
-def _await(device: str) -> None:
+def _synchronize(device: str) -> None:
+    """Wait for kernels that are queued on a GPU, so that their time is measured."""
     if device == "cuda":
         torch.cuda.synchronize()
 

@@ -103,7 +103,7 @@ _FAILURES = ("autoprune_fallbacks_total", "autoprune_selection_errors_total")
 
 
 class _Request(NamedTuple):
-    """The body of a request, and by what the server's counters grow."""
+    """The body of a request, and the increments of the server's counters that it causes."""
 
     kind: str
     body: bytes
@@ -185,7 +185,10 @@ def _draw_repeated_pictures() -> Sequence[tuple[Image.Image, str]]:
 
 @dataclass
 class _Tally:
-    """What the client counted; ``counts`` by the names of the server's counters."""
+    """Outcomes and faults as the client saw them, and what the server should have counted.
+
+    ``counts`` are by the names of the server's counters.
+    """
 
     outcomes: Counter[str] = field(default_factory=Counter)
     """Requests that were answered, refused as expected, hung up on, or failed."""
@@ -284,7 +287,7 @@ _Sample = Mapping[str, int]
 def _keep_busy(
     url: str, pid: int, start: int, users: int, seconds: float
 ) -> tuple[_Tally, list[_Sample]]:
-    """Send requests for that long; what was counted, and the memory of the server with that pid.
+    """Keep so many users busy for so long; returns their tally, and samples of a server's memory.
 
     Every user sends the next request as soon as it has an answer, or has hung up. Waits for
     requests in flight at the end, so that both sides count them.

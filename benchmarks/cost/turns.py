@@ -91,7 +91,7 @@ _ByArm = defaultdict[str, list[float]]
 
 @dataclass
 class Turns:
-    """What arms took in each turn, by arm; seconds a request."""
+    """Seconds a request of each arm in each turn: wall time, TTFT, and processor time."""
 
     setting: str
     seconds: _ByArm = field(default_factory=partial(defaultdict, list))
@@ -140,8 +140,7 @@ class Turns:
     ) -> None:
         """Write every arm, and of pairs (under, over) how many times the requests/s over serves.
 
-        A pair may have a least, which was promised of requests/s, and whose inverse bounds
-        processor time.
+        A pair may have a promised minimum of that ratio, whose inverse bounds processor time.
         """
         for name, seconds in self.seconds.items():
             setting = f"{self.setting}; {name}"
@@ -166,7 +165,7 @@ class Turns:
 
 
 def _processor_seconds(server: Server) -> float:
-    """Of all processes of a server until now."""
+    """Processor time, user and system, of all processes of a server until now."""
     root = psutil.Process(server.process.pid)
     times = [part.cpu_times() for part in (root, *root.children(recursive=True))]
     return sum(float(part.user + part.system) for part in times)

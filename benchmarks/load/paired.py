@@ -129,7 +129,7 @@ class Arm(FrozenModel):
 
 @dataclass
 class _Session:
-    """The runs of an experiment so far, and what the next ones are made with."""
+    """State of an experiment: its runs so far, and workloads and rates of the next ones."""
 
     options: PairedOptions
     arm_count: int

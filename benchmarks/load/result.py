@@ -55,7 +55,10 @@ _Percentiles = Mapping[int, Estimate]
 
 
 def _resample_weights(requests: int) -> Floats:
-    """How often each request occurs in the sample and in each resample, (1 + draws, requests)."""
+    """Block-bootstrap weights (1 + draws, requests): how often each request occurs in a draw.
+
+    The first draw is the sample itself.
+    """
     rows = resample(requests, _DRAWS, block=max(1, round(requests**0.5)))
     counts = np.zeros((len(rows), requests))
     np.add.at(counts, (np.arange(len(rows))[:, None], rows), 1.0)
@@ -65,7 +68,7 @@ def _resample_weights(requests: int) -> Floats:
 def _draw_percentiles(
     by_request: Sequence[Sequence[float]], levels: Sequence[int], weights: Floats
 ) -> Floats:
-    """Nearest-rank percentiles (draws, levels) of the values of all requests, V > 0 of them.
+    """Weighted nearest-rank percentiles (draws, levels) of the values of all requests.
 
     ``weights`` (draws, requests): how often each request was drawn, with all its values. NaN where
     a draw has no value.
@@ -92,7 +95,7 @@ def _draw_percentiles(
 
 
 def _estimate_percentiles(by_request: Sequence[Sequence[float]]) -> _Percentiles:
-    """Percentiles of the values of all requests; empty where there is no value."""
+    """Percentiles of the values of all requests, with bootstrap intervals; empty without values."""
     if not any(map(len, by_request)):
         return {}
     percentiles = _draw_percentiles(
@@ -107,7 +110,7 @@ def estimate_ratio(
     latency: str,
     level: int,
 ) -> Estimate | None:
-    """Ratio of a percentile of two arms, over the requests that both answered, drawn together.
+    """Paired-bootstrap ratio of a percentile of two arms, over the requests that both answered.
 
     Of each arm the records of all passes. None where either has no value.
     """
@@ -135,7 +138,7 @@ def _values_by_request(
 
 
 def describe_few(requests: int, where: str = "") -> str:
-    """That these are too few requests for a percentile; empty where they are enough."""
+    """Warning that these are too few requests for a percentile; empty where they are enough."""
     for level, what in ((50, "a verdict"), (99, "p99")):
         if 0 < requests < _ENOUGH[level]:
             return f"{requests} requests{where} are too few for {what} ({_ENOUGH[level]} needed)"

@@ -30,7 +30,7 @@ _OPEN_RAMP = 0.05
 
 
 class Load(FrozenModel):
-    """Exactly one of ``rate`` (requests a second, open loop) and ``users`` (closed loop)."""
+    """A load: an open loop of ``rate`` requests a second, or a closed loop of ``users``."""
 
     rate: float | None = None
     users: int | None = None
@@ -44,11 +44,9 @@ class Load(FrozenModel):
     @property
     def title(self) -> str:
         """In words."""
-        count, unit = (
-            (self.users, "user") if self.rate is None else (self.rate, "request")
-        )
-        plural = "" if count == 1 else "s"
-        return f"{count:g} {unit}{plural}" + ("" if self.rate is None else "/s")
+        if self.rate is None:
+            return "1 user" if self.users == 1 else f"{self.users} users"
+        return "1 request/s" if self.rate == 1 else f"{self.rate:g} requests/s"
 
     def due(self, count: int) -> list[float]:
         """Seconds from the start at which each of ``count`` requests is due; 0 in a closed loop.
@@ -81,7 +79,7 @@ class Load(FrozenModel):
 
 
 def _split_mix(value: object) -> object:
-    """``A=1,B=2`` as a mapping; a part without ``=`` gets the weight 1."""
+    """Parse ``A=1,B=2`` into a mapping; a part without ``=`` gets the weight 1."""
     if not isinstance(value, str):
         return value
     parts = (part.partition("=") for part in value.split(","))
@@ -89,7 +87,7 @@ def _split_mix(value: object) -> object:
 
 
 def _split_list(value: object) -> object:
-    """``1,2,4`` as a list."""
+    """Parse ``1,2,4`` into a list, and ``find`` into itself."""
     words = [value] if isinstance(value, str) else value
     if not words or not isinstance(words, list):
         return words
@@ -171,7 +169,7 @@ class Workload(RequestOptions):
 
 
 class SendingOptions(Connection):
-    """Sending, and the service-level objective: the highest latencies of a good request."""
+    """Options of sending, and the service-level objective: limits of a good request's latencies."""
 
     slo_ttft: _Limit = _option(1000.0, "TTFT limit, ms; 0: none")
     slo_tpot: _Limit = _option(0.0, "TPOT limit, ms; 0: none")
@@ -195,7 +193,7 @@ class SendingOptions(Connection):
         return all(1000 * times[name] <= limit for name, limit in self.limits.items())
 
     def describe_objective(self) -> str:
-        """In words, milliseconds."""
+        """The service-level objective in words, in milliseconds."""
         described = [
             f"{name} at most {limit:g} ms" for name, limit in self.limits.items()
         ]

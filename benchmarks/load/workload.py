@@ -142,7 +142,7 @@ def _draw_requests(workload: Workload) -> list[_Request]:
 
 
 def _draw_request(workload: Workload, identity: int, question_number: int) -> _Request:
-    """The request whose pictures follow from ``identity``, and its question from ``asked``."""
+    """Draw a request: pictures by ``identity``, the question by ``question_number``."""
     generator = _generator(workload, 1, identity)
     drawn = []
     for number in range(_draw_from(workload.images, generator)):
@@ -170,9 +170,11 @@ def _draw_request(workload: Workload, identity: int, question_number: int) -> _R
 
 
 def _draw_from(mix: Mapping[_T, float], generator: np.random.Generator) -> _T:
+    """Draw one of the values of a mix in proportion to their weights."""
     weights = np.array(list(mix.values()))
     return list(mix)[int(generator.choice(len(mix), p=weights / weights.sum()))]
 
 
 def _generator(workload: Workload, stream: int, number: int) -> np.random.Generator:
+    """Random numbers of one request in one of the streams of a workload, which share none."""
     return np.random.default_rng([workload.seed, stream, number])

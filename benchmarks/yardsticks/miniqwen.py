@@ -177,9 +177,9 @@ class MiniQwen(Yardstick):
     ) -> Scores:
         """Score the reference answers of M questions about one image.
 
-        `kept` (M, K) are raster tokens of the image; they keep their positions. Without it, all are
-        kept. `rows` (M, K, D) take the place of their rows for the first layer, where a policy
-        merges tokens.
+        `selection` (M, K) are raster tokens of the image; they keep their positions. Without it,
+        all are kept. `rows` (M, K, D) take the place of their rows for the first layer, where a
+        policy merges tokens.
         """
         count = len(examples)
         size = image.size

@@ -47,7 +47,7 @@ WORDS: tuple[str, ...] = tuple(_TABLES["words"])
 _PAINTS = (*_TABLES["colours"].values(), *_TABLES["greys"].values())
 _CHARACTERS = torch.cat((GLYPHS["digits"], GLYPHS["letters"]))
 RADII = (8.5, 13.5)
-"""Least and largest radius, in pixels, of marks and of the shapes beside them."""
+"""Smallest and largest radius, in pixels, of marks and of the shapes beside them."""
 MAX_DIGITS = 4
 """Digits of the longest number on a sign."""
 MAX_SHAPES = 13
@@ -151,7 +151,7 @@ class Scene:
     patches: Mapping[Thing | Sign, tuple[int, ...]] = field(default_factory=dict)
 
     def neighbour(self, thing: Thing, rows: int, columns: int) -> Thing | None:
-        """The shape `down` rows and `right` columns away from a shape, if that cell has one."""
+        """The shape so many `rows` down and `columns` right of a shape, if that cell has one."""
         for other in self.things:
             if (other.row, other.column) == (thing.row + rows, thing.column + columns):
                 return other
