@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.common.client import Record
 from benchmarks.load.report import Point, Run
@@ -13,31 +14,23 @@ from benchmarks.load.settings import Load, RunOptions, SendingOptions, Workload
 SLO = SendingOptions(slo_ttft=500)
 
 
-def record(  # noqa: PLR0913
+def record(
     index: int,
     *,
     scheduled: float = 0.0,
     ttft: float = 0.2,
     gap: float = 0.05,
-    delay: float = 0.0,
     tokens: int = 4,
     error: str | None = None,
-    measured: bool = True,
-    thoughts: int = 0,
+    **fields: Any,
 ) -> Record:
-    """An answered request with even gaps, or a failed one."""
+    """An answered request with even gaps, or a failed one, with other fields as given."""
     deltas = tuple(scheduled + ttft + gap * number for number in range(tokens))
+    fields = {"started": scheduled, "prompt_tokens": 600, **fields}
+    if error is None:
+        fields |= {"deltas": deltas, "completion_tokens": tokens}
     return Record(
-        index=index,
-        measured=measured,
-        scheduled=scheduled,
-        started=scheduled + delay,
-        deltas=() if error else deltas,
-        thoughts=0 if error else thoughts,
-        done=deltas[-1],
-        prompt_tokens=600,
-        completion_tokens=None if error else tokens,
-        error=error,
+        index=index, scheduled=scheduled, done=deltas[-1], error=error, **fields
     )
 
 

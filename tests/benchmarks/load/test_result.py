@@ -94,7 +94,7 @@ def test_only_measured_requests_count_and_a_failed_one_misses_the_objective() ->
     assert empty.requests == empty.request_rate == 0 and empty.goodput is None
 
 
-LATE = [record(n, scheduled=0.1 * n, delay=0.011) for n in range(200)]
+LATE = [r.model_copy(update={"started": r.scheduled + 0.011}) for r in ANSWERED]
 SILENT = [r.model_copy(update={"completion_tokens": None}) for r in ANSWERED]
 SHORT = [record(n, scheduled=0.1 * n, tokens=3) for n in range(200)]
 FAILED = [record(n, error="status 500: gone") for n in range(3)]
@@ -217,15 +217,29 @@ MEDIAN = "At 2 users, the median time to the first token of AutoPrune is "
     [
         (two_arms(0.5), "good", MEDIAN + "50 (50–50) % of that of stock."),
         (two_arms(2.0), "bad", MEDIAN + "200 (200–200) % of"),
-        (two_arms(1.0), "open", MEDIAN + "100 (100–100) % of that of stock: no difference is"),
-        ([point("stock", CLOSED, [[0.1] * 8])], "open",
-         "8 requests at a load are too few for a verdict (20 needed). stock answered"),
+        (
+            two_arms(1.0),
+            "open",
+            MEDIAN + "100 (100–100) % of that of stock: no difference is",
+        ),
+        (
+            [point("stock", CLOSED, [[0.1] * 8])],
+            "open",
+            "8 requests at a load are too few for a verdict (20 needed). stock answered",
+        ),
         ([point("stock", CLOSED, [ENOUGH], valid=False)], "bad", "No valid result"),
         # Not beyond saturation.
-        ([point(arm, Load(rate=rate), [[0.1 if rate == 2.0 else 3.0] * 200])
-          for rate in (2.0, 8.0) for arm in ("stock", "AutoPrune")], "open", "At 2 requests/s"),
+        (
+            [
+                point(arm, Load(rate=rate), [[0.1 if rate == 2.0 else 3.0] * 200])
+                for rate in (2.0, 8.0)
+                for arm in ("stock", "AutoPrune")
+            ],
+            "open",
+            "At 2 requests/s",
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_answer_is_one_sentence_at_the_highest_valid_load(
     points: list[Point], tone: str, sentence: str
 ) -> None:

@@ -140,6 +140,19 @@ def test_leaders_are_measured_on_new_questions(data: Dataset, tmp_path: Path) ->
     assert row in format_tables(tmp_path, ["tpe"], seeds)
 
 
+def test_winners_are_confirmed_again_by_another_evaluator(
+    data: Dataset, tmp_path: Path
+) -> None:
+    study = Study(tmp_path, ["random"], [0], SMALL)
+    study.search(SyntheticEvaluator(data))
+    study.confirm(SyntheticEvaluator(data), {})
+    other = SyntheticEvaluator(data)
+    other.name = "other questions"
+    study.confirm(other, {})
+    assert other.jobs
+    assert read_confirmed(tmp_path)["random-0"].evaluator == "other questions"
+
+
 @pytest.mark.slow
 def test_searches_with_a_capable_proposer_replay(
     capsys: pytest.CaptureFixture[str],
