@@ -19,8 +19,14 @@ from transformers import AutoProcessor
 from benchmarks.yardsticks import clips, pages
 from benchmarks.yardsticks.examples import CHECKPOINTS, SEEDS, Split, draw_examples
 from benchmarks.yardsticks.pages import MERGE, TOKEN, Nonsense, Number, Page, Word
-from benchmarks.yardsticks.questions import CATEGORIES, SEEN, Model, Questions
-from benchmarks.yardsticks.scenes import WORDS, Scene
+from benchmarks.yardsticks.questions import (
+    CATEGORIES,
+    SEEN,
+    Model,
+    Questions,
+    _SceneFacts,
+)
+from benchmarks.yardsticks.scenes import WORDS, Scene, Sign, Thing
 
 
 @pytest.mark.parametrize(
@@ -100,6 +106,17 @@ def test_clutter_is_not_what_questions_are_about() -> None:
                     for content in both
                 )
                 assert asked == expected
+
+
+def test_no_number_above_five_is_asked_for() -> None:
+    things = [Thing(0, 0, digit, 0, digit, 10.0, (0.0, 0.0)) for digit in range(5)]
+    patches: dict[Thing | Sign, tuple[int, ...]] = {t: (t.column,) for t in things}
+    scene = Scene(tuple(things), patches=patches)
+    numbers = set[str | int]()
+    for seed in range(40):
+        facts = _SceneFacts(random.Random(seed), scene, (1, 5)).draw("counting")
+        numbers |= {slots["number"] for _, _, slots in facts}
+    assert numbers == {0, 1, 4, 5}
 
 
 def test_splits_are_disjoint_and_fewer_images_are_the_first_ones() -> None:
