@@ -229,7 +229,7 @@ def find_backbone(
             return BackboneShape.of_checkpoint(name, config)
         except (LookupError, AttributeError, TypeError) as error:
             what = f"config.json is not that of a served family ({str(error)[:150]})"
-    raise ConfigError("backbone", [Problem(name, what, fix)])
+    raise ConfigError.of(name, what, fix, subject="backbone")
 
 
 def read_config(name: str) -> PretrainedConfig:
@@ -264,7 +264,7 @@ def read_config(name: str) -> PretrainedConfig:
     ) as error:
         what = f"has no config.json of a model, here or on the Hub ({describe_error(error)})"
         fix = "give a folder with one, or the id of a checkpoint that can be fetched"
-        raise ConfigError("checkpoint", [Problem(name, what, fix)]) from None
+        raise ConfigError.of(name, what, fix, subject="checkpoint") from None
 
 
 def describe_error(error: Exception) -> str:

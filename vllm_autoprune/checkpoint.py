@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from vllm_autoprune.backbones import describe_error, read_config
-from vllm_autoprune.errors import ConfigError, Problem, UnsupportedModelError
+from vllm_autoprune.errors import ConfigError, UnsupportedModelError
 from vllm_autoprune.ops.dtype import Dtype
 from vllm_autoprune.serving.api.instruction import (
     split_content_words,
@@ -73,7 +73,7 @@ def count_tokens(checkpoint: str, width: int, height: int) -> TokenCount:
     except (OSError, ValueError, ImportError) as error:
         what = f"its processor cannot be read ({describe_error(error)})"
         fix = "give a folder with its tokenizer and processor, or an id that can be fetched"
-        raise ConfigError("checkpoint", [Problem(checkpoint, what, fix)]) from None
+        raise ConfigError.of(checkpoint, what, fix, subject="checkpoint") from None
     return count
 
 
@@ -93,10 +93,11 @@ class LlavaVision:
         """
         architecture = "LlavaForConditionalGeneration"
         if architecture not in (read_config(str(checkpoint)).architectures or ()):
-            problem = Problem(
-                str(checkpoint), f"is no {architecture}", "give a LLaVA-1.5"
+            what = f"is no {architecture}"
+            fix = "give a LLaVA-1.5"
+            raise UnsupportedModelError.of(
+                str(checkpoint), what, fix, subject="checkpoint"
             )
-            raise UnsupportedModelError("checkpoint", [problem])
         from transformers import (
             AutoProcessor,
             AutoTokenizer,
@@ -115,15 +116,15 @@ class LlavaVision:
         # The tokens that are returned run the model later, outside of no_grad.
         self.model.requires_grad_(False)
         if missing := sorted(loading["missing_keys"]):
-            what = f"lacks weights: {', '.join(missing[:3])}" + ", ..." * (
-                len(missing) > 3
-            )
-            problem = Problem(str(checkpoint), what, "give a complete checkpoint")
-            raise ConfigError("checkpoint", [problem])
+            what = f"lacks weights: {', '.join(missing[:3])}"
+            if len(missing) > 3:
+                what += ", ..."
+            fix = "give a complete checkpoint"
+            raise ConfigError.of(str(checkpoint), what, fix, subject="checkpoint")
         config = self.model.config.vision_config
         side = config.image_size // config.patch_size
         self.grid = Grid(side, side)
-        self._has_tower = text_tower is not None
+        self._has_text_tower = text_tower is not None
         self._relevance: RelevanceSpace
         if text_tower is None:
             embed = self.model.get_input_embeddings()
@@ -161,10 +162,9 @@ class LlavaVision:
             self._tokenize(tokenizer, instruction, special=False)[-LANGUAGE_IDS:]
             or start
         )
-        before, after = (
-            model.embed_tokens(torch.tensor(part)) for part in (start, words)
-        )
-        sequence = torch.cat([before, tokens.features[0].to(before.dtype), after])
+        prefix = model.embed_tokens(torch.tensor(start))
+        suffix = model.embed_tokens(torch.tensor(words))
+        sequence = torch.cat([prefix, tokens.features[0].to(prefix.dtype), suffix])
         layers = [_layer(model, block) for block in model.layers]
         return replace(
             tokens,
@@ -211,10 +211,11 @@ class LlavaVision:
     ) -> Instruction:
         """What relevance to one instruction for each of B images is measured by."""
         rows = [
-            self._tokenize(self._words, text, special=self._has_tower) for text in texts
+            self._tokenize(self._words, text, special=self._has_text_tower)
+            for text in texts
         ]
         rows = [
-            truncate_clip_ids(ids) if self._has_tower else ids[-RELEVANCE_IDS:]
+            truncate_clip_ids(ids) if self._has_text_tower else ids[-RELEVANCE_IDS:]
             for ids in rows
         ]
         text, segments = self._relevance.instructions(rows)

@@ -18,7 +18,7 @@ from pydantic import Field, GetCoreSchemaHandler, ValidationError
 from pydantic_core import CoreSchema, core_schema
 from torch import Tensor
 
-from vllm_autoprune.errors import BudgetError, Problem
+from vllm_autoprune.errors import BudgetError
 from vllm_autoprune.ops.rowwise import mask_from_indices
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES, BasePolicyCall, PolicyParams
 from vllm_autoprune.tpdsl.registry import (
@@ -286,7 +286,7 @@ class BudgetCall(AtomCall):
         what = f"{text[:40]!r} is not a budget" if text else "is not a budget"
         fix = f"give 1 to {MAX_BUDGET} tokens, a share from 1% such as 1/8 or 12.5%, or 1/8:64-640"
         fix += ", or tokens_per_frame:16" if clip else ""
-        raise BudgetError("budget", [Problem(where, what, fix)])
+        raise BudgetError.of(where, what, fix, subject="budget")
 
 
 class _RatioBudget(BudgetCall):
