@@ -97,6 +97,14 @@ def test_a_blank_page_keeps_one_cell_and_where_little_is_blank_all_are_encoded(
     assert (None if anchors is None else len(kept_cells(anchors))) == kept
 
 
+def test_cells_with_equal_samples_are_compared_by_all_bytes() -> None:
+    """Pixels 0 and 256 of the cells are alike, which are looked at first; pixel 1 is not."""
+    cells = numpy.zeros((1, 4, 1, 1, 512), dtype=numpy.uint8)
+    cells[0, 1:3, :, :, 1] = 9
+    anchors = Cells(rule="predicted", most=1.0).find_anchors(cells)
+    assert anchors is not None and anchors.tolist() == [0, 1, 1, 3]
+
+
 def test_a_slow_gradient_is_not_followed() -> None:
     """One grey level a cell: with a tolerance of 2 every third cell is kept, none is 3 apart."""
     ramp = numpy.arange(12, dtype=numpy.uint8).reshape(1, 12, 1, 1, 1)

@@ -213,6 +213,12 @@ def test_a_cost_is_the_sum_over_the_atoms_that_run(
     assert state_cost(state(changes)) == pytest.approx(milliseconds)
 
 
+def test_a_base_policy_alone_that_compares_tokens_computes_their_cosines() -> None:
+    # DivPrune declares them in its own cost, CDPruner does not.
+    assert state_cost(load_state("cdpruner")) == pytest.approx(8.5 + 1.0 + 18.5)
+    assert state_cost(load_state("divprune")) == pytest.approx(28.8 + 1.0)
+
+
 def test_a_dear_state_is_refused_by_the_sum_the_bound_and_its_dearest_atoms() -> None:
     require_affordable(state(), DEFAULT_COST)
     signals = [{"atom": "local_detail_energy", "radius": 3, "weight": 1.0}] * 32
