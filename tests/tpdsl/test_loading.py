@@ -26,6 +26,7 @@ from vllm_autoprune.tpdsl.loading import (
     MAX_PROBLEMS,
     MAX_VALUES,
     RULES,
+    parse_json,
 )
 
 ACCEPTS = jsonschema.Draft202012Validator(PruningState.model_json_schema()).is_valid
@@ -282,6 +283,11 @@ def test_files_that_are_none_that_change_or_that_may_not_be_read(
     assert refused(file) == [("", "cannot be read (Permission denied)")]
     monkeypatch.setattr(os, "open", swapped)
     assert refused(file) == [("", "is no regular file")]
+
+
+def test_whole_numbers_are_integers_up_to_64_bits() -> None:
+    numbers = [parse_json(text) for text in ("2.0", "-0.0", "2.5", "9e18", "1e19")]
+    assert [type(number) for number in numbers] == [int, int, float, int, float]
 
 
 def test_another_schema_version_is_refused_for_that_alone() -> None:

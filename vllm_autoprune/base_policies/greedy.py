@@ -27,6 +27,7 @@ from vllm_autoprune.ops.rowwise import (
     mask_from_indices,
     min_max_normalise,
     rank_descending,
+    row_offsets,
 )
 from vllm_autoprune.ops.similarity import (
     WeightMap,
@@ -480,7 +481,7 @@ def _idpruner(
     free = ~sets.closed
 
     rows, size = importance.shape
-    offset = torch.arange(0, rows * size, size, device=importance.device)
+    offset = row_offsets(rows, size, importance.device)
     flat = similarity.reshape(rows * size, size)
     closest = -_distance_to_kept(-similarity, mask)
     begins = ~mask.any(dim=1, keepdim=True)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from vllm_autoprune.ops.rowwise import ALIGNED, argmax_within
+from vllm_autoprune.ops.rowwise import ALIGNED, argmax_within, row_offsets
 
 HUGE = 2.0**100
 """Value of an infinite or NaN weight, when tokens are ordered by weight alone."""
@@ -51,13 +51,6 @@ class Chosen:
     taken: Tensor
     """``(B, N)`` bool: tokens that are not picked, the chosen ones among them."""
 
-    @property
-    def offset(self) -> Tensor:
-        """``(B,)``: where the rows of each image begin among those of all images."""
-        batch, tokens = self.nearest.shape
-        device = self.nearest.device
-        return torch.arange(0, batch * tokens, max(tokens, 1), device=device)
-
 
 def farthest_points(distance: Tensor, count: int, chosen: Chosen) -> Tensor:
     """Pick ``count`` tokens, each the farthest from all tokens chosen before, in pick order.
@@ -67,7 +60,7 @@ def farthest_points(distance: Tensor, count: int, chosen: Chosen) -> Tensor:
     ``count`` must not exceed the number of tokens not taken.
     """
     batch, tokens = chosen.nearest.shape
-    offset = chosen.offset
+    offset = row_offsets(batch, tokens, distance.device)
     rows = distance.reshape(batch * tokens, tokens)
     finite = chosen.nearest.nan_to_num(nan=torch.inf, posinf=torch.inf)
     nearest = finite.masked_fill(chosen.taken, -torch.inf)
@@ -106,7 +99,7 @@ def weighted_farthest_points(
     nearest = chosen.nearest
     taken = chosen.taken
     batch, tokens = nearest.shape
-    offset = chosen.offset
+    offset = row_offsets(batch, tokens, distance.device)
     rows = distance.reshape(batch * tokens, tokens)
     free = ~taken
     begins = nearest.isinf().all(dim=1)
@@ -229,7 +222,7 @@ class Conditioned:
         factors = similarity.new_zeros(batch, tokens, _round_up(count))
         flat = residual.view(-1)
         columns = factors.unbind(dim=2)
-        offset = torch.arange(0, batch * tokens, tokens, device=fixed.device)
+        offset = row_offsets(batch, tokens, fixed.device)
         indices = fixed + offset[:, None]
         for step, index in enumerate(indices.unbind(dim=1)):
             row = _conditioned_rows(similarity, factors, step, index)
@@ -293,7 +286,7 @@ def greedy_map_torch(
     batch, tokens = quality.shape
     forced = 0 if anchors is None else anchors.shape[1]
     fixed = 0 if conditioned is None else conditioned.factors.shape[1]
-    offset = torch.arange(0, batch * tokens, tokens, device=quality.device)
+    offset = row_offsets(batch, tokens, quality.device)
     rows = similarity.reshape(batch * tokens, tokens)
     weight = quality * quality
     factors = quality.new_zeros(batch, tokens, _round_up(fixed + count))
@@ -396,7 +389,7 @@ def capped_greedy_map(
     occupancy = torch.zeros_like(cells)
     occupancy.scatter_add_(1, cells, occupied.to(cells.dtype))
     sound = torch.ones(batch, dtype=torch.bool, device=quality.device)
-    offset = torch.arange(0, batch * tokens, tokens, device=quality.device)
+    offset = row_offsets(batch, tokens, quality.device)
     picks = []
     for step in range(count):
         if step < forced:
