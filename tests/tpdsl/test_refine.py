@@ -42,7 +42,7 @@ from vllm_autoprune.ops.rowwise import (
     mask_from_indices,
     min_max_normalise,
 )
-from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET
+from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET, PriorInputs
 from vllm_autoprune.tpdsl.refine import (
     _evenly_spaced,
     give_core,
@@ -52,6 +52,7 @@ from vllm_autoprune.tpdsl.refine import (
     pool_tokens,
     select_evenly,
 )
+from vllm_autoprune.tpdsl.registry import AtomCall, run
 from vllm_autoprune.tpdsl.tokens import TowerStates, Words, split_over_tiles
 
 DIVPRUNE: Changes = {"/base_policy": {"name": "divprune"}}
@@ -406,6 +407,52 @@ def test_core_tokens_of_a_budget(share: float, budget: int, core: int) -> None:
         materialize(split, budget, budget + 1)
     with pytest.raises(BudgetError, match="'sample' has none"):
         materialize(state(), budget, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "part", "core", "bounds"),
+    [
+        ({}, "whole", None, (8, 2, 6, 0)),
+        ({"/core": {"share": 0.5}}, "whole", None, (8, 2, 6, 4)),
+        ({"/core": {"share": 0.5}}, "whole", 7, (8, 1, 6, 7)),
+        ({"/core": {"share": 0.5}}, "core", None, (8, 0, 8, 0)),
+        ({}, "recall", None, (8, 2, 6, 0)),
+        ({"/constraints/selector/r_min": 4}, "recall", None, (8, 2, 6, 0)),
+    ],
+)
+def test_each_part_of_an_image_has_its_budget_quota_and_core(
+    changes: Changes, part: Any, core: int | None, bounds: tuple[int, ...]
+) -> None:
+    chosen = state({"/constraints/selector/q_e": 2, **changes})
+    policy = materialize(chosen, 8, core, part=part)
+    assert (policy.budget, policy.quota, policy.r_min, policy.core) == bounds
+
+
+def test_rows_of_an_unreadable_image_are_not_merged() -> None:
+    policy = materialize(state({"/base_policy": {"name": "prumerge_plus"}}), 8)
+    tokens = images(1)
+    tokens.features[1, 0] = torch.nan
+    refined = refine(policy, tokens)
+    assert refined.fallback.tolist() == [0, 2]
+    rows = gather_rows(tokens.features, refined.indices)[1]
+    single = refined.features[1, : len(rows)]
+    assert torch.equal(single, rows.nan_to_num(nan=0.0))
+
+
+def test_a_prior_of_the_delta_counts_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its K and its picks are those of the whole image, given tokens first."""
+    inputs = list[PriorInputs]()
+
+    def record(kind: type[Any], call: AtomCall, value: object) -> Any:
+        if isinstance(value, PriorInputs):
+            inputs.append(value)
+        return run(kind, call, value)
+
+    monkeypatch.setattr("vllm_autoprune.tpdsl.refine.run", record)
+    policy = materialize(state({**prior(0.5), "/core": {"share": 0.5}}), 12)
+    refined = refine(policy, images(6))
+    assert [entry.budget for entry in inputs] == [12]
+    assert torch.equal(inputs[0].picks[:, :6], refined.indices[:, :6])
 
 
 @given(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -33,6 +34,7 @@ from vllm_autoprune.serving.identities import (
 from vllm_autoprune.serving.plan import (
     CHOOSERS,
     FIELD,
+    LINE,
     MAX_RECALLS,
     NO_KEY,
     Choice,
@@ -47,6 +49,7 @@ from vllm_autoprune.serving.worker.selection import FallbackReporter, PlanReader
 from vllm_autoprune.text_tower import TextTower
 from vllm_autoprune.tpdsl.loading import shipped_states
 from vllm_autoprune.tpdsl.state import PruningState
+from vllm_autoprune.tpdsl.tokens import Positions
 
 VOCABULARY = 100
 UNSHIPPED = encode_state(state({"/constraints/selector/q_e": 3}))
@@ -387,6 +390,27 @@ def test_a_plan_that_the_rules_do_not_allow_is_refused(
     with pytest.raises(RequestError, match=problem) as caught:
         by.check(item, 7 if "placeholders" in problem else item.budget + len(item.text))
     assert "autoprune_plan" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("level", "positions", "allowed"),
+    [
+        ("none", "spread", True),
+        ("none", "packed", True),
+        ("none", "true", False),
+        ("budget", "true", True),
+    ],
+)
+def test_positions_are_the_servers_where_requests_may_set_nothing(
+    level: Any, positions: Positions, allowed: bool
+) -> None:
+    spread = replace(
+        rules(level).served, capabilities=Capabilities(axes=LINE), positions="spread"
+    )
+    by = PlanRules(spread, VOCABULARY)
+    item = plan(tokens=100, positions=positions)
+    with nullcontext() if allowed else pytest.raises(RequestError, match="positions"):
+        by.check(item, item.budget)
 
 
 BARE = plan(instruction=())
