@@ -200,12 +200,15 @@ def test_the_lists_say_what_a_choice_depends_on(capsys: Captured) -> None:
         r"visionzip +- ",
     ):
         assert re.search(f"^{row}", short, re.MULTILINE), row
-    columns = ("base_policy", "exchanges", "reads_instruction", "core")
+    columns = ("base_policy", "budget", "exchanges", "reads_instruction", "core")
     for name, expected in (
-        ("autoprune", ["cdpruner", 2, True, 0]),
-        ("minillava-split", ["cdpruner", 0, True, 8]),
+        ("autoprune", ["cdpruner", "32", 2, True, 0]),
+        ("minillava-split", ["cdpruner", "16", 0, True, 8]),
     ):
         assert [records[name][column] for column in columns] == expected
+
+
+def test_atoms_are_listed_by_group_and_as_a_schema(capsys: Captured) -> None:
     checks = run_json(capsys, "atoms", "--group", "safety_checks")
     assert {atom["group"] for atom in checks} == {"safety_checks"}
     assert "local_contrast_saliency" in run(capsys, "atoms")
