@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 import httpx
-from pydantic import JsonValue, SecretStr
+from pydantic import JsonValue, SecretStr, ValidationError
 
 from offline_search.components import JsonObject
 from offline_search.ledger import Cost
@@ -23,10 +23,13 @@ from vllm_autoprune.connection import Connection, api_address, make_client
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.http_client import (
     FAILURES,
+    ChatAnswer,
     Failures,
+    UnknownFormat,
     describe_error,
     describe_failure,
     may_pass,
+    read_models,
     read_object,
 )
 from vllm_autoprune.stream import one_line, read_message
@@ -115,14 +118,10 @@ class EndpointProposer:
                     where = "--proposer-key-env"
                     fix = "name a variable that holds a valid key"
                 elif error.response.status_code == 404:
-                    with suppress(
-                        *FAILURES, RecursionError
-                    ):  # an endpoint need not list any
-                        models = (await self._http.get(f"{self._url}/models")).json()[
-                            "data"
-                        ]
-                        names = ", ".join(str(model["id"]) for model in models[:8])
-                        fix = f"name a model that the endpoint has: {names or 'it lists none'}"
+                    with suppress(*FAILURES):  # an endpoint need not list any
+                        response = await self._http.get(f"{self._url}/models")
+                        names = ", ".join([*read_models(response)][:8])
+                        fix = f"name a model that the endpoint has: {names}"
                         where = "--proposer-model"
         raise ConfigError("proposer", [Problem(where, what, fix)])
 
@@ -221,15 +220,16 @@ def _read_completion(
 ) -> Reply:
     """The reply in a chat completion; raises one of :data:`FAILURES` for anything else."""
     body = read_object(response)
-    if not body.get("choices"):
-        raise ValueError(one_line(json.dumps(body), 200))
-    choice = body["choices"][0]
+    try:
+        choice = ChatAnswer.model_validate(body).choices[0]
+    except ValidationError:
+        raise UnknownFormat(one_line(json.dumps(body), 200)) from None
+    answer, thoughts = read_message(choice.message)
     usage = body.get("usage")
-    answer, thoughts = read_message(choice["message"])
     usage = usage if isinstance(usage, dict) else {}
     texts = [str(usage.get(name)) for name in ("prompt_tokens", "completion_tokens")]
     counts = [int(count) if count.isdecimal() else 0 for count in texts]
-    cut = choice.get("finish_reason") == "length"
+    cut = choice.finish_reason == "length"
     return Reply(
         answer or (UNFINISHED if thoughts else ""), "", Cost.at(price, *counts), cut
     )

@@ -12,7 +12,7 @@ import hashlib
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Protocol
 
@@ -20,11 +20,18 @@ from offline_search.dataset import Dataset, Split
 from offline_search.history import Answers
 from offline_search.ledger import ALL_TOKENS, Clock, EvaluationRecord, Ledger
 from vllm_autoprune.connection import Connection
-from vllm_autoprune.errors import ConfigError, EvaluationFailed, Problem, SearchError
+from vllm_autoprune.errors import (
+    ConfigError,
+    EvaluationFailed,
+    Problem,
+    Refusal,
+    SearchError,
+)
 from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.evaluation.scoring_request import (
+    AnswerChanged,
     pruning_options,
-    read_reference_answer,
+    read_scored_answer,
     score_answer,
     scoring_request,
 )
@@ -135,7 +142,7 @@ class RecordedEvaluator:
                     str(error),
                     "mend the server and resume, or mend the questions and begin a new ledger",
                 ) from None
-            result["failure"] = str(error)
+            result["failure"] = error.reason
         seconds = round(time.monotonic() - start, 3)
         return result | {"clock": Clock(at=started_at, seconds=seconds)}
 
@@ -197,21 +204,20 @@ class ServedEvaluator:
                     body = scoring_request(
                         self._model, messages, example.answer, fields
                     )
-                    read_reference_answer(
-                        server.chat(body)["prompt_logprobs"], example.answer
-                    )
+                    read_scored_answer(server.chat(body), example.answer)
                 except RequestRefused as error:
-                    what, _, fix = str(error).partition(" -> ")
-                    if not fix or "--autoprune-requests" in fix:
+                    (problem,) = error.problems
+                    fix = problem.fix
+                    if not fix or problem.kind == Refusal.NOT_ALLOWED:
                         fix = "start it with --autoprune-state NAME --autoprune-requests states"
-                    problems.append(Problem(server.url, what, fix))
+                    problems.append(replace(problem, fix=fix))
                 except EvaluationFailed as error:
-                    fix = "serve it with a chat template that ends with the answer it is given"
-                    problems.append(Problem(server.url, str(error), fix))
-                except ConfigError as error:
+                    fix = "give the address of a vllm serve"
+                    if isinstance(error, AnswerChanged):
+                        fix = "serve it with a chat template that ends with the answer it is given"
+                    problems.append(Problem(server.url, error.reason, fix))
+                except (ConfigError, ServerLost) as error:
                     problems += error.problems
-                except ServerLost as error:
-                    problems.append(Problem(server.url, str(error), "start it again"))
                 except FAILURES as error:
                     problems.append(describe_failure(server.url, error))
         if problems:
@@ -272,9 +278,7 @@ class ServedEvaluator:
             )
         except ServerLost as error:
             # Not the candidate's fault: every further candidate would fail as well.
-            raise SearchError(
-                f"{error} -> start it and resume: nothing is lost"
-            ) from None
+            raise SearchError(error.subject, error.problems) from None
         return scored.logprob, scored.right, scored.prompt_tokens
 
     async def close(self) -> None:

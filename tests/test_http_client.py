@@ -50,9 +50,9 @@ from vllm_autoprune.http_client import (
     ServerClient,
     ServerLost,
     _read_answer,
-    _read_models,
     chat_with_retries,
     describe_error,
+    read_models,
 )
 
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
@@ -494,7 +494,7 @@ def test_any_answer_is_read_or_said_in_one_line(
         headers={"Content-Type": kind},
         request=httpx.Request("GET", "h:"),
     )
-    for read in (_read_models, _read_answer):
+    for read in (read_models, _read_answer):
         line = "read"
         try:
             read(response)
@@ -517,6 +517,59 @@ def test_the_list_of_models_is_asked_for_again(
     with fake_server(pages=pages) as server, ServerClient(server.url) as client:
         assert client.list_models() == {"m": 0}
     assert f"limited this run: 1 x status {status}" in capsys.readouterr().err
+
+
+def test_a_bug_of_ours_is_neither_asked_again_nor_a_servers_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(response: httpx.Response) -> None:
+        raise KeyError("ours")
+
+    monkeypatch.setattr("vllm_autoprune.http_client.read_models", fail)
+    with fake_server(pages={MODELS: model_list("m")}) as server:
+        with (
+            pytest.raises(KeyError, match="ours"),
+            ServerClient(server.url) as client,
+            client.reporting_failures(),
+        ):
+            client.list_models()
+        assert len(server.headers) == 1
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("param", "kind", "fix"),
+    [
+        ("a/state#unknown_state", "unknown_state", "mend it"),
+        ("media_io_kwargs", "media_io_kwargs", ""),
+        (None, "", ""),
+    ],
+)
+async def test_a_refusal_carries_the_kind_that_the_server_says(
+    param: str | None, kind: str, fix: str
+) -> None:
+    refusal = error(400, "wrong -> mend it", param)
+    with endpoint(lambda body, number: refusal) as server:
+        with pytest.raises(RequestRefused) as caught:
+            await ask(server.url)
+        (problem,) = caught.value.problems
+        assert (problem.where, problem.kind, problem.fix) == (server.url, kind, fix)
+    assert caught.value.reason == "status 400: wrong -> mend it"
+
+
+async def test_the_last_attempt_is_not_said_to_be_asked_again(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with (
+        endpoint(lambda body, number: error(503)) as server,
+        pytest.raises(EvaluationFailed, match="status 503: no, after 3 attempts"),
+    ):
+        await ask(server.url)
+    assert len(server.requests) == 3
+    printed = capsys.readouterr().err
+    assert (
+        printed == f"{server.url} limited this run: 2 x status 503: no, asked again\n"
+    )
 
 
 async def ask(*urls: str) -> str:

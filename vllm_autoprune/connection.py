@@ -19,7 +19,7 @@ from urllib.parse import unquote_to_bytes
 import httpx
 from pydantic import AfterValidator, Field, SecretStr
 
-from vllm_autoprune.errors import ConfigError, Problem
+from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.record_file import FrozenModel
 
 _KEYS = ("VLLM_API_KEY", "OPENAI_API_KEY")
@@ -97,8 +97,8 @@ class Connection(FrozenModel):
             key = self.api_key.get_secret_value().strip()
         if not (key.isascii() and key.isprintable()):
             fix = "copy the key again, in one line"
-            raise ConfigError(
-                "key", [Problem(name, "has a character that no key has", fix)]
+            raise ConfigError.of(
+                name, "has a character that no key has", fix, subject="key"
             )
         if key:
             headers["Authorization"] = f"Bearer {key}"
@@ -124,8 +124,8 @@ def _read_url(text: str) -> httpx.URL:
     if not valid or not (url.port is None or 0 < url.port < 1 << 16):
         fix += ", IPv6 in brackets" if clean.count(":") > 2 else ""
         where = re.sub("//[^/]*@", "//", text)
-        raise ConfigError(
-            "server", [Problem(where, "is not the address of a server", fix)]
+        raise ConfigError.of(
+            where, "is not the address of a server", fix, subject="server"
         )
     return url
 
@@ -192,8 +192,8 @@ def make_client(
         if isinstance(error, ImportError):
             fix = 'pip install "httpx[socks]", or unset it'
         what = f"is no proxy that can be used ({str(error).partition('.')[0]})"
-        raise ConfigError(
-            "proxy", [Problem(", ".join(proxy_variables()), what, fix)]
+        raise ConfigError.of(
+            ", ".join(proxy_variables()), what, fix, subject="proxy"
         ) from None
 
 
@@ -201,6 +201,15 @@ def proxy_variables() -> list[str]:
     """Environment variables that name a proxy."""
     names = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
     return [name for name in os.environ if name.upper() in names and os.environ[name]]
+
+
+def read_json(response: httpx.Response) -> object:
+    """The JSON of a response's body; None for what is no JSON."""
+    try:
+        content: object = response.json()
+    except (ValueError, RecursionError):
+        return None
+    return content
 
 
 def find_address(tried: str) -> str | None:
@@ -220,13 +229,11 @@ def find_address(tried: str) -> str | None:
         places.append(base.copy_with(scheme="http", port=_PORT, path="/v1"))
     with httpx.Client(verify=False, timeout=_GUESS_TIMEOUT) as client:
         for url in (url for url in places if url != base):
-            with suppress(
-                httpx.HTTPError, httpx.InvalidURL, ValueError, RecursionError, TypeError
-            ):
+            with suppress(httpx.HTTPError, httpx.InvalidURL):
                 response = client.get(f"{url}/models")
+                content = read_json(response)
+                is_api = isinstance(content, dict) and {"data", "error"} & {*content}
                 # The OpenAI format, also of an error.
-                if {"data", "error"} & set(
-                    response.json()
-                ) and response.status_code != 404:
+                if is_api and response.status_code != 404:
                     return str(url)
     return None

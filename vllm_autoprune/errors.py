@@ -131,3 +131,11 @@ class SearchError(AutopruneError):
 
 class EvaluationFailed(SearchError):
     """A candidate or a case could not be measured, for the reason in the message."""
+
+    @property
+    def reason(self) -> str:
+        """What journals and ledgers record: of one problem without its place."""
+        text = str(self)
+        for problem in self.problems[:1]:
+            text = text.removeprefix(f"{problem.where}: ")
+        return text

@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import re
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from email.utils import parsedate_to_datetime
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
+from pydantic import AliasPath, BaseModel, Field, ValidationError
 
 from vllm_autoprune.connection import (
     Connection,
     find_address,
     make_client,
     proxy_variables,
+    read_json,
     server_address,
 )
 from vllm_autoprune.errors import AutopruneError, ConfigError, EvaluationFailed, Problem
@@ -44,27 +47,62 @@ _LONGEST_WAIT = 60.0
 _SILENT_WAIT = 5.0
 """Seconds from which on a wait is said."""
 
-_FORMAT = (ValueError, KeyError, TypeError, IndexError, AttributeError)
-"""What reading an answer raises that is not JSON, or has other fields."""
+
+class UnknownFormat(AutopruneError):
+    """A server's answer is not in the format that was asked for."""
+
+
 _BROKEN = (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
-FAILURES = (httpx.HTTPError, httpx.InvalidURL, *_FORMAT)
-"""What a request to a server, and reading its answer, can raise."""
+FAILURES = (httpx.HTTPError, httpx.InvalidURL, UnknownFormat)
+"""What a server can do wrong: no answer, a status that is an error, another format."""
 
 
 class RequestRefused(EvaluationFailed):
-    """A server answered with a status that another attempt cannot change."""
+    """A server answered with a status that another attempt cannot change.
+
+    The problem's kind is that of ``param`` in OpenAI's error object (docs/clients.md), or a field
+    that vLLM itself names there.
+    """
 
 
 class ServerLost(AutopruneError):
     """No server answers any more, or its answers are wrong: no further request can succeed."""
 
 
+class _ModelCard(BaseModel):
+    id: str
+    max_model_len: int | None = None
+
+
+class _ModelList(BaseModel):
+    data: list[_ModelCard]
+
+
+class _Choice(BaseModel):
+    message: dict[str, Any]
+    finish_reason: str | None = None
+
+
+class ChatAnswer(BaseModel):
+    """What is read of a chat completion."""
+
+    choices: list[_Choice] = Field(min_length=1)
+
+
+class _ErrorBody(BaseModel):
+    param: str = Field(validation_alias=AliasPath("error", "param"))
+
+
 class Metrics:
-    """One answer of ``/metrics``; raises ValueError for text of another format."""
+    """One answer of ``/metrics``; raises :class:`UnknownFormat` for other text."""
 
     def __init__(self, text: str) -> None:
         self._samples: dict[str, list[tuple[Mapping[str, str], float]]] = {}
-        for family in text_string_to_metric_families(text):
+        try:
+            families = list(text_string_to_metric_families(text))
+        except (ValueError, LookupError) as error:  # the parser raises both
+            raise UnknownFormat(f"no metrics: {one_line(error, 80)}") from None
+        for family in families:
             for sample in family.samples:
                 self._samples.setdefault(sample.name, []).append(
                     (sample.labels, sample.value)
@@ -74,9 +112,9 @@ class Metrics:
         """What every counter and histogram has gained since an earlier page."""
         gained = Metrics("")
         for name, samples in self._samples.items():
-            before = earlier._samples.get(name, ())
+            previous = earlier._samples.get(name, ())
             gained._samples[name] = [
-                (labels, value - sum(old for other, old in before if other == labels))
+                (labels, value - sum(old for other, old in previous if other == labels))
                 for labels, value in samples
             ]
         return gained
@@ -107,20 +145,22 @@ class Failures:
     def wait(self, error: Exception, planned: float) -> float:
         """Seconds until the next attempt, by Retry-After up to a minute, else as planned."""
         self._counts[describe_error(error)] += 1
-        asked = 0.0
+        demanded = 0.0
         if isinstance(error, httpx.HTTPStatusError):
             header = error.response.headers.get("retry-after", "")  # seconds or a date
+            # It raises TypeError for a text that is no date.
             with contextlib.suppress(ValueError, TypeError, OverflowError):
-                asked = parsedate_to_datetime(header).timestamp() - time.time()
+                demanded = parsedate_to_datetime(header).timestamp() - time.time()
             with contextlib.suppress(ValueError):
-                asked = max(0.0, float(header))
-        if asked > self._longest:
-            self._longest = asked
-            wait = (
-                f"{asked:,.0f} s; asked again after {min(asked, _LONGEST_WAIT):.0f} s"
-            )
-            print(f"{self._url} asks to wait {wait}", file=sys.stderr, flush=True)
-        return min(asked, _LONGEST_WAIT) if asked > 0 else planned
+                demanded = max(0.0, float(header))
+        if not demanded > 0:  # also not a number
+            return planned
+        wait = min(demanded, _LONGEST_WAIT)
+        if demanded > self._longest:
+            self._longest = demanded
+            text = f"asks to wait {demanded:,.0f} s; asked again after {wait:.0f} s"
+            print(f"{self._url} {text}", file=sys.stderr, flush=True)
+        return wait
 
     def report(self) -> None:
         """Print how many requests had to be repeated."""
@@ -133,12 +173,29 @@ class Failures:
             )
 
 
+class Retries(NamedTuple):
+    """How often a request is sent, and the seconds before the second attempt.
+
+    They are doubled before each further one; a server's Retry-After counts instead.
+    """
+
+    attempts: int
+    first_wait: float
+
+    def wait(self, attempt: int, error: Exception, failures: Failures) -> float | None:
+        """Seconds between a failed attempt, counted from 1, and the next; None after the last."""
+        if attempt >= self.attempts:
+            return None
+        return failures.wait(error, self.first_wait * 2 ** (attempt - 1))
+
+
 class ServerClient:
     """Client of one server; a context manager whose errors are of :data:`FAILURES`."""
 
     def __init__(self, url: str, connection: Connection | None = None) -> None:
         """``url`` as people write it; raises :class:`ConfigError` for what is no address."""
-        self.url, self._failures = server_address(url), Failures(server_address(url))
+        self.url = server_address(url)
+        self._failures = Failures(self.url)
         self.http = make_client(httpx.Client, url, connection or Connection())
 
     def __enter__(self) -> ServerClient:
@@ -150,7 +207,7 @@ class ServerClient:
 
     def list_models(self) -> dict[str, int]:
         """Names of the served models, at least one, with the context each has; 0: not told."""
-        return self._ask(_read_models, "GET", _MODELS, timeout=_CHECK_TIMEOUT)
+        return self._ask(read_models, "GET", _MODELS, timeout=_CHECK_TIMEOUT)
 
     def read_metrics(self) -> Metrics | None:
         """``/metrics``; None where the server has none."""
@@ -170,14 +227,19 @@ class ServerClient:
         self, read: Callable[[httpx.Response], _T], method: str, path: str, **more: Any
     ) -> _T:
         """What is read of the answer, at the third attempt where a failure may pass."""
-        for planned in (0.5, 1.0):
+        retries = Retries(attempts=3, first_wait=0.5)
+        attempt = 0
+        while True:
+            attempt += 1
             try:
                 return read(self.http.request(method, self.url + path, **more))
             except (httpx.HTTPStatusError, *_BROKEN) as error:
                 if not may_pass(error):
                     raise
-                time.sleep(self._failures.wait(error, planned))
-        return read(self.http.request(method, self.url + path, **more))
+                wait = retries.wait(attempt, error, self._failures)
+                if wait is None:
+                    raise
+            time.sleep(wait)
 
     @contextlib.contextmanager
     def reporting_failures(self) -> Iterator[None]:
@@ -196,7 +258,7 @@ class ServerClient:
 
     def error(self, what: str, fix: str) -> ConfigError:
         """Of what is wrong with this server."""
-        return ConfigError("server", [Problem(self.url, what, fix)])
+        return ConfigError.of(self.url, what, fix, subject="server")
 
 
 class AsyncServerClient:
@@ -209,7 +271,8 @@ class AsyncServerClient:
         connection: Connection | None = None,
     ) -> None:
         """As :class:`ServerClient`; requests beyond ``max_in_flight`` wait in order."""
-        self.url, self.failures = server_address(url), Failures(server_address(url))
+        self.url = server_address(url)
+        self.failures = Failures(self.url)
         # One connection a client: httpx scans all connections of a client for every request, which
         # took longer than the model with 128 of them.
         self._free: asyncio.LifoQueue[httpx.AsyncClient] = asyncio.LifoQueue()
@@ -219,7 +282,7 @@ class AsyncServerClient:
 
     async def list_models(self) -> dict[str, int]:
         """As :meth:`ServerClient.list_models`, asked once."""
-        return _read_models(await self._send("GET", _MODELS, timeout=_CHECK_TIMEOUT))
+        return read_models(await self._send("GET", _MODELS, timeout=_CHECK_TIMEOUT))
 
     async def chat(self, body: Mapping[str, object]) -> dict[str, Any]:
         """As :meth:`ServerClient.chat`, asked once."""
@@ -251,22 +314,27 @@ async def chat_with_retries(
     before each further one. Raises :class:`RequestRefused`, :class:`EvaluationFailed` after the
     last attempt, and :class:`ServerLost` where no server answers any more.
     """
-    failure = ""
-    for attempt in range(attempts):
-        server = servers[attempt % len(servers)]
+    retries = Retries(attempts, first_wait)
+    for attempt, server in enumerate(itertools.cycle(servers), 1):
         try:
             return await server.chat(body)
         except FAILURES as error:
             failure = describe_error(error)
-            wait = server.failures.wait(error, first_wait * 2**attempt)
-        if attempt < attempts - 1:
-            await asyncio.sleep(wait)
+            wait = retries.wait(attempt, error, server.failures)
+        if wait is None:
+            break
+        await asyncio.sleep(wait)
     for server in servers:
         with contextlib.suppress(*FAILURES):
             await server.list_models()
-            raise EvaluationFailed(f"{failure}, after {attempts} attempts")
+            what = f"{failure}, after {attempts} attempts"
+            raise EvaluationFailed.of(server.url, what)
     addresses = ", ".join(server.url for server in servers)
-    raise ServerLost(f"{addresses} stopped answering ({failure})")
+    raise ServerLost.of(
+        addresses,
+        f"stopped answering ({failure})",
+        "start it and resume: nothing is lost",
+    )
 
 
 def describe_failure(  # noqa: C901
@@ -310,7 +378,7 @@ def describe_failure(  # noqa: C901
             if proxies := proxy_variables():
                 what += f", asked as {', '.join(proxies)} and NO_PROXY say"
         case RequestRefused():
-            what = f"refuses a chat request: {error}"
+            what = f"refuses a chat request: {error.reason}"
             fix = "give the key that the server asks for as --api-key, or look into its log"
         case _:
             what = f"answers in an unknown format ({text})"
@@ -322,9 +390,7 @@ def describe_failure(  # noqa: C901
 
 def describe_rejection(response: httpx.Response) -> str:
     """Status and message of a response that is an error, on one line."""
-    text = response.content.decode(errors="replace")
-    with contextlib.suppress(ValueError, RecursionError):
-        text = read_error(response.json()) or text
+    text = read_error(read_json(response)) or response.content.decode(errors="replace")
     text = re.sub(r"<style.*?</style>|<[^>]*>", " ", text, flags=re.DOTALL)
     return f"status {response.status_code}: {one_line(text, 400) or 'no text'}"
 
@@ -362,14 +428,14 @@ def may_pass(error: Exception) -> bool:
 def read_object(response: httpx.Response) -> dict[str, Any]:
     """The JSON object of an answer; raises one of :data:`FAILURES` that says what came instead."""
     response.raise_for_status()
-    content = None
-    with contextlib.suppress(ValueError, RecursionError):
-        content = response.json()
+    content = read_json(response)
     if message := read_error(content):
-        raise ValueError(f"status {response.status_code} with an error: {message}")
+        status = response.status_code
+        raise UnknownFormat(f"status {status} with an error: {message}")
     if not isinstance(content, dict):
         kind = response.headers.get("content-type", "no type").partition(";")[0]
-        raise ValueError(f"no JSON object but {kind}: {_quote(response) or 'nothing'}")
+        text = _quote(response) or "nothing"
+        raise UnknownFormat(f"no JSON object but {kind}: {text}")
     return content
 
 
@@ -377,18 +443,15 @@ def _quote(response: httpx.Response) -> str:
     return one_line(response.content.decode(errors="replace"), 80)
 
 
-def _read_models(response: httpx.Response) -> dict[str, int]:
-    data = read_object(response).get("data")
+def read_models(response: httpx.Response) -> dict[str, int]:
+    """The list of models, as :meth:`ServerClient.list_models`; raises one of :data:`FAILURES`."""
     try:
-        models = {
-            str(model["id"]): int(model.get("max_model_len") or 0)
-            for model in data or ()
-        }
-    except _FORMAT:
-        raise ValueError(f"no list of models: {_quote(response)}") from None
+        models = _ModelList.model_validate(read_object(response)).data
+    except ValidationError:
+        raise UnknownFormat(f"no list of models: {_quote(response)}") from None
     if not models:
-        raise ValueError("lists no model at /v1/models")
-    return models
+        raise UnknownFormat("lists no model at /v1/models")
+    return {model.id: model.max_model_len or 0 for model in models}
 
 
 def _read_answer(response: httpx.Response) -> dict[str, Any]:
@@ -397,4 +460,12 @@ def _read_answer(response: httpx.Response) -> dict[str, Any]:
     except httpx.HTTPStatusError as error:
         if may_pass(error):
             raise
-        raise RequestRefused(describe_rejection(response)) from None
+        what = describe_rejection(response)
+        kind = fix = ""
+        with contextlib.suppress(ValidationError):
+            param = _ErrorBody.model_validate(read_json(response)).param
+            _, is_ours, kind = param.rpartition("#")
+            if is_ours:  # so is the message: a problem and its fix
+                what, _, fix = what.partition(" -> ")
+        url = str(response.url).removesuffix(CHAT)
+        raise RequestRefused.of(url, what, fix, kind=kind) from None

@@ -96,7 +96,7 @@ class RecordFile(Generic[_R]):
                 fix = "make room and resume: everything up to here is kept"
         else:
             return
-        raise self.error_type(f"{self.path}: {reason} -> {fix}")
+        raise self.error_type.of(str(self.path), reason, fix)
 
     @classmethod
     def read(cls, path: Path, fix: str) -> list[_R]:
@@ -107,9 +107,8 @@ class RecordFile(Generic[_R]):
         try:
             return cls._read_complete_lines(path)[0]
         except OSError as error:
-            raise cls.error_type(
-                f"{path}: {error.strerror or error} -> {fix}"
-            ) from None
+            reason = error.strerror or str(error)
+            raise cls.error_type.of(str(path), reason, fix) from None
 
     @classmethod
     def _read_complete_lines(cls, path: Path) -> tuple[list[_R], int]:
@@ -129,10 +128,9 @@ class RecordFile(Generic[_R]):
                 )
                 if truncated and not any(lines[number:]):
                     break
-                raise cls.error_type(
-                    f"{path}:{number}: not a record of this version ({detail['msg']}) -> name "
-                    "another file, or use the version that wrote it"
-                ) from None
+                what = f"not a record of this version ({detail['msg']})"
+                fix = "name another file, or use the version that wrote it"
+                raise cls.error_type.of(f"{path}:{number}", what, fix) from None
             if number < len(lines):  # else the end of the line is not on the disk
                 records.append(record)
         return records, sum(len(line) + 1 for line in lines[: len(records)])

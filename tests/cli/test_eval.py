@@ -307,28 +307,31 @@ def test_videos_are_asked_about_with_as_many_frames_as_a_case_has(call: Call) ->
         "Pruning or sampling fewer frames?" in page
         and "% right less fewer frames" in page
     )
-    for refused, message in (
-        (
-            "At most 0 video(s) may be provided",
-            ": takes no video (status 400: At most 0 video(s)",
-        ),
-        (
-            "none can be chosen: served whole -> leave it out",
-            "chosen: served whole -> serve a model",
-        ),
-    ):
 
-        def answer_no(body: Body, number: int, said: str = refused) -> Answer:
-            return (
-                error(400, said)
-                if "At most" in said or arm(body) != "full"
-                else reply(body)
-            )
 
-        with endpoint(answer_no) as server:
-            assert call(server.url, *words, "--out", str(call.folder / "no")) == 1
-        printed = call.printed().err
-        assert message in printed and "of whose videos tokens are chosen" in printed
+@pytest.mark.parametrize(
+    ("refused", "refusal", "message"),
+    [
+        # Of vLLM, whose param is the modality.
+        (("full",), error(400, "At most 0", "video"), ": takes no video (status 400: At most 0)"),
+        (("vcast", "norm"), error(400, "all kept -> drop it", "a/video_budget#whole_video"),
+         "refuses every state: status 400: all kept"),
+    ],
+)  # fmt: skip
+def test_a_server_of_whose_videos_no_token_is_chosen_is_refused(
+    call: Call, refused: tuple[str, ...], refusal: Answer, message: str
+) -> None:
+    write_video(call.folder / "a.mp4", 12)
+    line = {"question": "Which colour?", "answer": "red", "video": "a.mp4"}
+    (call.folder / "questions.jsonl").write_text(json.dumps(line))
+
+    def answer(body: Body, number: int) -> Answer:
+        return refusal if arm(body) in refused else reply(body)
+
+    words = ("--frames", "8", "--budgets", "1/4", "--state", "vcast")
+    with endpoint(answer) as server:
+        assert call(server.url, *words) == 1
+    assert f"{message} -> serve a model of whose videos" in call.printed().err
 
 
 def test_only_what_has_no_answer_is_asked_again(call: Call) -> None:
@@ -586,38 +589,54 @@ def test_a_server_that_cannot_be_measured_leaves_nothing_to_resume(call: Call) -
         assert call(server.url) == 0
 
 
+@pytest.mark.parametrize(
+    ("param", "message"),
+    [
+        ("a/state#not_allowed", " (status 400: no) -> start it with --autoprune-state NAME"),
+        ("mm_processor_kwargs", " (it takes no mm_processor_kwargs of theirs) -> start it"),
+        ("a/state#unsupported", ": status 400: no -> --autoprune-requests -> name states"),
+        (None, ": status 400: no -> --autoprune-requests -> name states"),
+    ],
+)  # fmt: skip
+def test_why_every_state_is_refused_is_read_of_a_field_and_not_of_the_message(
+    call: Call, param: str | None, message: str
+) -> None:
+    def answer(body: Body, number: int) -> Answer:
+        if arm(body) == "full":
+            return reply(body)
+        return error(400, "no -> --autoprune-requests", param)
+
+    with endpoint(answer) as server:
+        assert call(server.url) == 1
+    assert f"refuses every state{message}" in call.printed().err
+
+
 SERVES: dict[str, Any] = {
     "state": "autoprune",
     "digest": load_state("autoprune").digest,
     "requests": "any state",
     "allows": {"level": "states"},
 }
-UNTRUSTED = (
-    "Per-request mm_processor_kwargs are disabled by default because they can change multimodal "
-    "preprocessing resource usage. Start the server with --trust-request-mm-kwargs only when "
-    "clients are trusted."
-)
-UNALLOWED = (
-    "request: mm_processor_kwargs/autoprune: may set nothing -> serve with B budget"
-)
 START = "-> start it with --autoprune-state NAME --autoprune-requests states"
 
 
 @pytest.mark.parametrize(
-    ("page", "refusal", "message"),
+    ("page", "param", "message"),
     [
         ({"state": None}, "", f"serves no state {START}"),
         ({**SERVES, "requests": "their budget", "allows": {"level": "budget"}},
          "", f"lets requests set their budget {START}"),
-        (None, UNTRUSTED, f"can change multimodal preprocessing resource usage.) {START}"),
-        (None, UNTRUSTED.replace("mm_processor", "media_io"), "states --trust-request-mm-kwargs\n"),
-        (None, UNALLOWED, f"mm_processor_kwargs/autoprune: may set nothing) {START}"),
+        # Of vLLM, without --trust-request-mm-kwargs.
+        (None, "mm_processor_kwargs", f"(it takes no mm_processor_kwargs of theirs) {START}"),
+        (None, "media_io_kwargs", "media_io_kwargs of theirs) -> start it with "),
+        (None, "a/budget#not_allowed", f"lets requests choose nothing (status 400: no) {START}"),
     ],
 )  # fmt: skip
 def test_a_server_whose_requests_may_not_choose_is_refused_by_the_flag_to_give(
-    call: Call, page: object, refusal: str, message: str
+    call: Call, page: object, param: str, message: str
 ) -> None:
-    with endpoint(lambda body, number: error(400, refusal)) as server:
+    refusal = error(400, "no -> serve with B", param)
+    with endpoint(lambda body, number: refusal) as server:
         server.pages["/v1/autoprune"] = (
             None if page is None else (200, json.dumps(page).encode(), {})
         )
@@ -625,7 +644,7 @@ def test_a_server_whose_requests_may_not_choose_is_refused_by_the_flag_to_give(
         assert len(server.requests) == (page is None)
     printed = call.printed().err
     assert message in printed and printed.count("\n") == 1
-    assert ("--trust" in printed) == ("media_io_kwargs" in refusal)
+    assert ("--trust" in printed) == (param == "media_io_kwargs")
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ async def test_an_answer_is_read_as_servers_send_it() -> None:
 @pytest.mark.parametrize(
     ("body", "line"),
     [
-        ((200, b"{}", {}), "answers without the log-probabilities of the prompt: {}"),
+        ((200, b"{}", {}), "answers without a message: {}"),
         (answer(None), "answers without the log-probabilities of the prompt: {"),
         (answer([None, {}]), "the prompt ends in ''"),
         (answer([None, "yes"]), "answers without the log-probabilities of the prompt: {"),

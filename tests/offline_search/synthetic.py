@@ -72,12 +72,13 @@ def completion(text: str | None, *, refusal: str = "", **fields: object) -> Answ
     return _answer(200, body | {"choices": [choice], "usage": usage} | fields)
 
 
-def error(status: int, message: str = "no", **headers: str) -> Answer:
+def error(
+    status: int, message: str = "no", param: str | None = None, **headers: str
+) -> Answer:
     """Error response in OpenAI's format."""
     names = {name.replace("_", "-"): value for name, value in headers.items()}
-    return _answer(
-        status, {"error": {"message": message, "type": "x", "code": status}}, names
-    )
+    fields = {"message": message, "type": "x", "code": status, "param": param}
+    return _answer(status, {"error": fields}, names)
 
 
 def model_list(*names: str) -> Answer:

@@ -248,16 +248,21 @@ async def check(
     [
         (
             completion(".", prompt_logprobs=["x"]),
-            "unknown format",
+            "answers without the log-probabilities of the prompt",
             "the address of a vllm serve",
         ),
         (error(400, "none"), "status 400: none", "--autoprune-requests states"),
         (
-            error(400, "no -> serve with --autoprune-requests states"),
+            error(400, "no -> serve with B", "a#not_allowed"),
             "status 400: no",
             "start it with --autoprune-state NAME --autoprune-requests states",
         ),
-        (error(400, "no tower -> give one"), "status 400: no tower", "give one"),
+        # What a message says decides nothing.
+        (
+            error(400, "no --autoprune-requests -> give one", "a#unsupported"),
+            "status 400: no --autoprune-requests",
+            "give one",
+        ),
         (prompt(token(" other", -0.1)), "not in the reference answer", "chat template"),
     ],
 )

@@ -144,8 +144,8 @@ def _read_lines(path: Path, fix: str) -> Iterator[tuple[int, str]]:
                 ):
                     if re.match(pattern, line):
                         advice = command.format(shlex.quote(str(path)))
-                        problem = Problem(str(path), f"is {kind}, not text", advice)
-                        raise ConfigError("data", [problem])
+                        what = f"is {kind}, not text"
+                        raise ConfigError.of(str(path), what, advice, subject="data")
                 if (place := line.find(b"\0")) >= 0:
                     raise UnicodeDecodeError(
                         "utf-8", line, place, place + 1, "a NUL byte"
@@ -156,11 +156,11 @@ def _read_lines(path: Path, fix: str) -> Iterator[tuple[int, str]]:
         encoding = "UTF-16" if _UTF_16.search(line) else "LATIN1"
         what = f"is not UTF-8 ({error.reason}): {encoding}?"
         advice = f"iconv -f {encoding} -t UTF-8 {shlex.quote(str(path))} > utf-8.txt"
-        raise ConfigError("data", [Problem(where, what, advice)]) from None
+        raise ConfigError.of(where, what, advice, subject="data") from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(
-            "data", [Problem(str(path), f"cannot be read ({reason})", fix)]
+        raise ConfigError.of(
+            str(path), f"cannot be read ({reason})", fix, subject="data"
         ) from None
 
 
@@ -236,7 +236,7 @@ def _read_records(path: Path, fix: str) -> Iterator[tuple[str, Any]]:  # noqa: C
         elif "annotations" in document:
             fix = "name the file of their questions, with this one beside it"
             what = "has the answers to questions of another file"
-            raise ConfigError("data", [Problem(str(path), what, fix)])
+            raise ConfigError.of(str(path), what, fix, subject="data")
         else:
             document = document.get("data", [document])
     documents = document if isinstance(document, list) else [document]
@@ -278,6 +278,7 @@ _FORM = (
     'write one object a line: {"image": "a.png", "question": "...", "answer": "..."}, or "video", '
     'with "category" as text and "pair" as a whole number where wanted'
 )
+_CHAT = "give chat messages of OpenAI's form, with text and image_url"
 _MEANINGS = {
     "missing": "is missing",
     "extra_forbidden": "is not a known field",
@@ -356,7 +357,7 @@ class QuestionReader:
             what = f"is not JSON ({record})".replace(
                 " at line 1 column ", " at column "
             )
-            raise ConfigError("data", [Problem(where, what, _FORM)])
+            raise ConfigError.of(where, what, _FORM, subject="data")
         if isinstance(record, dict):
             body = record
             for name in ("request", "body"):  # a gateway may log them as text
@@ -399,7 +400,7 @@ class QuestionReader:
             if not image:
                 what = "has no picture: lmms-eval keeps only those that have a path or an address"
                 fix = "give the data of the task itself, such as VLMEvalKit's TSV of it"
-                raise ConfigError("data", [Problem(where, what, fix)])
+                raise ConfigError.of(where, what, fix, subject="data")
         elif (
             "text" in fields and "question" not in fields
         ):  # POPE, and questions of LLaVA
@@ -468,10 +469,6 @@ class QuestionReader:
         A last turn of the assistant is its answer.
         """
 
-        def refuse(what: str) -> ConfigError:
-            fix = "give chat messages of OpenAI's form, with text and image_url"
-            return ConfigError("data", [Problem(where, what, fix)])
-
         turns = list[dict[str, Any]]()
         sources = 0
         names = iter(_list_texts(images))
@@ -491,7 +488,8 @@ class QuestionReader:
                         ],
                     }
             if not (isinstance(message, dict) and isinstance(message.get("role"), str)):
-                raise refuse("has a message without a role")
+                what = "has a message without a role"
+                raise ConfigError.of(where, what, _CHAT, subject="data")
             content = message.get("content")
             parts = list[object]()
             for part in content if isinstance(content, list) else ():
@@ -505,7 +503,8 @@ class QuestionReader:
                         sources += 1
                     case _:
                         kind = part.get("type") if isinstance(part, dict) else part
-                        raise refuse(f"has a part of type {one_line(kind, 40)!r}")
+                        what = f"has a part of type {one_line(kind, 40)!r}"
+                        raise ConfigError.of(where, what, _CHAT, subject="data")
             turns.append({**message, "content": parts or content})
         answer = (
             turns.pop()["content"]

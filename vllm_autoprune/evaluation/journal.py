@@ -49,16 +49,16 @@ class Setup(FrozenModel):
 
     kind: Literal["setup"] = "setup"
     suite: str
-    model: str = Field(description="the served model, with a digest where there is one")
-    data: str = Field(description="the questions, with a digest where there is one")
-    scorer: str = Field(description="the scorer of answers, with its version")
-    score: Literal["right", "agrees"] = Field(
-        default="right",
-        description="what a score of 1 says: the answer is right, or that of the unpruned model",
-    )
-    mme_divisor: float = Field(
-        default=1.0, description="divides points of MME to give per cent, in Acc."
-    )
+    model: str
+    """The served model, with a digest where there is one."""
+    data: str
+    """The questions, with a digest where there is one."""
+    scorer: str
+    """The scorer of answers, with its version."""
+    score: Literal["right", "agrees"] = "right"
+    """What a score of 1 says: the answer is right, or that of the unpruned model."""
+    mme_divisor: float = 1.0
+    """Divides points of MME to give per cent, in Acc.."""
 
 
 class Case(FrozenModel):
@@ -67,24 +67,22 @@ class Case(FrozenModel):
     kind: Literal["case"] = "case"
     name: str
     arm: Arm
-    label: str = Field(description="its name in tables")
-    budget: int | str = Field(
-        default=0, description="K as it was said; 0 means all tokens"
-    )
-    base: str = Field(
-        default="", description="the case it is compared with, besides full"
-    )
-    digest: str = Field(default="", description="digest of the served state")
-    pruning: dict[str, JsonValue] = Field(
-        default_factory=dict, description="the plugin's field in every request"
-    )
-    frames: int = Field(default=0, description="sampled of a video; 0 of pictures")
-    refused: str = Field(
-        default="", description="why the case cannot be served, if it cannot"
-    )
-    served: bool = Field(
-        default=False, description="whether its state is the server's own"
-    )
+    label: str
+    """Its name in tables."""
+    budget: int | str = 0
+    """K as it was said; 0 means all tokens."""
+    base: str = ""
+    """The case it is compared with, besides full."""
+    digest: str = ""
+    """Digest of the served state."""
+    pruning: dict[str, JsonValue] = Field(default_factory=dict)
+    """The plugin's field in every request."""
+    frames: int = 0
+    """Sampled of a video; 0 of pictures."""
+    refused: str = ""
+    """Why the case cannot be served, if it cannot."""
+    served: bool = False
+    """Whether its state is the server's own."""
 
     @property
     def budget_order(self) -> tuple[int, str]:
@@ -116,8 +114,10 @@ class Question(FrozenModel):
     kind: Literal["question"] = "question"
     id: str
     benchmark: str
-    image: str = Field(description="questions about one image are resampled together")
-    text: str = Field(default="", description="what is asked, where a page may show it")
+    image: str
+    """Questions about one image are resampled together."""
+    text: str = ""
+    """What is asked, where a page may show it."""
     category: str = ""
     pair: str = ""
 
@@ -136,31 +136,23 @@ class Answer(FrozenModel):
     kind: Literal["answer"] = "answer"
     case: str
     question: str
-    score: float | None = Field(
-        default=None, description="0 to 1, if answers are scored singly"
-    )
-    logprob: float | None = Field(
-        default=None, description="ln p of the reference answer"
-    )
-    tokens: int | None = Field(
-        default=None, description="tokens of the unpruned model's answer"
-    )
-    same: int | None = Field(
-        default=None, description="those before the first that differs"
-    )
-    matching: int | None = Field(
-        default=None, description="those that fit the ones before them"
-    )
-    agrees: bool | None = Field(
-        default=None, description="none differs, nor where it ends"
-    )
+    score: float | None = None
+    """0 to 1, if answers are scored singly."""
+    logprob: float | None = None
+    """Ln p of the reference answer."""
+    tokens: int | None = None
+    """Tokens of the unpruned model's answer."""
+    same: int | None = None
+    """Those before the first that differs."""
+    matching: int | None = None
+    """Those that fit the ones before them."""
+    agrees: bool | None = None
+    """None differs, nor where it ends."""
     prompt_tokens: int | None = None
-    text: str | None = Field(
-        default=None, description="the greedy answer, where it was asked for"
-    )
-    cut: bool = Field(
-        default=False, description="whether the text was ended by its length"
-    )
+    text: str | None = None
+    """The greedy answer, where it was asked for."""
+    cut: bool = False
+    """Whether the text was ended by its length."""
     failure: str | None = None
 
     @property
@@ -181,7 +173,8 @@ class Total(FrozenModel):
     benchmark: str
     metric: str
     value: float
-    count: int = Field(description="number of answers scored")
+    count: int
+    """Number of answers scored."""
 
 
 Record = Annotated[
@@ -296,9 +289,8 @@ class Journal(RecordFile[Record]):
                 if not {"refused", "served"}.issuperset(differ):
                     what = f"contains another evaluation ({record.kind} {name}: "
                     what += f"{', '.join(differ)} differ)"
-                    raise EvaluationError(
-                        f"{self.path}: {what} -> name another folder with --out"
-                    )
+                    fix = "name another folder with --out"
+                    raise EvaluationError.of(str(self.path), what, fix)
             if earlier != record:
                 new.append(record)
         super().append(new)

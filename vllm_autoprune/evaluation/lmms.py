@@ -19,11 +19,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from pydantic_core import from_json
 from tqdm import tqdm
 
 from vllm_autoprune.connection import api_address, server_address
-from vllm_autoprune.errors import ConfigError, Problem
+from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.evaluation.journal import (
     MME,
     Answer,
@@ -134,7 +135,7 @@ def select_benchmarks(
         )
         known = ", ".join([*COLUMN_SETS, *(row.task for row in rows)])
         fix = f"use: {known}; a task of your own needs --include-path"
-        raise ConfigError("eval", [Problem(f"--suite lmms:{names}", what, fix)])
+        raise ConfigError.of(f"--suite lmms:{names}", what, fix, subject="eval")
     selected = [row for row in rows if row.name in chosen]
     selected += [_Benchmark(name, name) for name in unknown]
     metrics = slice(None) if cognition else slice(1)
@@ -191,19 +192,19 @@ class LmmsSuite:
             *more,
         ]
         # Before the first task, which may take hours.
-        what = "cannot be run"
+        version = ""
         with contextlib.suppress(OSError):
             process = subprocess.run(
                 [*program, "version"], capture_output=True, text=True, check=False
             )
             version = (process.stdout.split("\n")[0].split() or ["nothing"])[-1]
-            what = (
-                f"is version {version}; only the output files of {PINNED} are supported"
-            )
-        if f"version {PINNED};" not in what:
+        if version != PINNED:
+            what = "cannot be run"
+            if version:
+                what = f"is version {version}; only the output files of {PINNED} are supported"
             fix = f"pip install lmms-eval=={PINNED} into an environment of its own, and name it"
-            raise ConfigError(
-                "eval", [Problem(f"--lmms-eval {self.program}", what, fix)]
+            raise ConfigError.of(
+                f"--lmms-eval {self.program}", what, fix, subject="eval"
             )
         _, names = self.server.check(self.cases, journal)
         runs = [run for run in runs if run[0].name in names]
@@ -309,16 +310,11 @@ same, and most of it is nowhere else."""
 
 def _compute_iou(box: Sequence[float], other: Sequence[float]) -> float:
     """Intersection over union of two boxes ``(left, top, right, bottom)``."""
-    (left_a, top_a, right_a, bottom_a) = box
-    (left_b, top_b, right_b, bottom_b) = other
-    width = max(0.0, min(right_a, right_b) - max(left_a, left_b))
-    height = max(0.0, min(bottom_a, bottom_b) - max(top_a, top_b))
-    areas = (
-        (right_a - left_a) * (bottom_a - top_a),
-        (right_b - left_b) * (bottom_b - top_b),
-    )
-    union = sum(areas) - width * height
-    return width * height / union if union > 0 else 0.0
+    boxes = np.asarray([box, other], dtype=np.float64).reshape(2, 2, 2)
+    near, far = boxes[:, 0], boxes[:, 1]
+    overlap = (far.min(axis=0) - near.max(axis=0)).clip(min=0.0).prod()
+    union = (far - near).prod(axis=1).sum() - overlap
+    return float(overlap / union) if union > 0 else 0.0
 
 
 def _check_total(scores: Sequence[float], total: float, metric: str) -> None:

@@ -24,7 +24,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from pydantic import SecretStr
 
 from vllm_autoprune.connection import Connection, make_client
-from vllm_autoprune.errors import ConfigError, Problem
+from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.evaluation.journal import EVENLY, EvaluationError
 
 _FRAMES = 32
@@ -59,7 +59,8 @@ class Picture(NamedTuple):
             if hashlib.sha256(content).hexdigest() == self.digest:
                 return content
         what = "has changed since it was read"
-        raise EvaluationError(f"{self.path}: {what} -> restore it and add --resume")
+        fix = "restore it and add --resume"
+        raise EvaluationError.of(str(self.path), what, fix)
 
     def part(self, frames: int = 0) -> dict[str, object]:
         """The part of a chat message that has its content, as a data URL.
@@ -75,7 +76,7 @@ class Picture(NamedTuple):
                 contents = [file.read_bytes() for file in files]
         return {
             "type": part,
-            part: {"url": _encode(self.kind, contents or [self.read()])},
+            part: {"url": encode(self.kind, contents or [self.read()])},
         }
 
     def image(self) -> Image.Image:
@@ -116,9 +117,10 @@ def _list_frames(folder: Path) -> list[Path]:
     return [file for file in files if file.is_file()]  # a pipe might never end
 
 
-def _encode(kind: str, contents: Sequence[bytes]) -> str:
+def encode(kind: str, contents: Sequence[bytes]) -> str:
     """A data URL of a file, or of frames."""
-    return f"data:{kind};base64,{','.join(base64.b64encode(each).decode() for each in contents)}"
+    encoded = ",".join(base64.b64encode(content).decode() for content in contents)
+    return f"data:{kind};base64,{encoded}"
 
 
 def read_clip(path: Path, processor: str | None = None) -> Clip | None:  # noqa: C901
@@ -159,7 +161,7 @@ def read_clip(path: Path, processor: str | None = None) -> Clip | None:  # noqa:
             if len(sizes) > 1:
                 what = f"has frames of {len(sizes)} sizes"
                 raise _refuse(str(path), what, "give all frames one size")
-        url = _encode(kind, [file.read_bytes() for file in files])
+        url = encode(kind, [file.read_bytes() for file in files])
         start = time.process_time()
         reader = VideoMediaIO(ImageMediaIO(), _FRAMES, video_backend=loader)
         frames, metadata = reader.load_base64(kind, url.partition(",")[2]).media
@@ -299,7 +301,7 @@ def read_picture(
 
 
 def _refuse(where: str, what: str, fix: str) -> ConfigError:
-    return ConfigError("image", [Problem(where, what, fix)])
+    return ConfigError.of(where, what, fix, subject="image")
 
 
 def _write_temporary(where: str, content: bytes, ending: str) -> str:

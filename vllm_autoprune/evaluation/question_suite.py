@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import hashlib
 import io
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 from tqdm import tqdm
@@ -22,8 +21,13 @@ from vllm_autoprune.evaluation.journal import (
     Journal,
     Setup,
 )
+from vllm_autoprune.evaluation.pictures import encode
 from vllm_autoprune.evaluation.questions import PreparedQuestion
-from vllm_autoprune.evaluation.report import NOTHING_RIGHT, choose_examples
+from vllm_autoprune.evaluation.report import (
+    NOTHING_RIGHT,
+    WRITE_AS_THE_MODEL,
+    choose_examples,
+)
 from vllm_autoprune.evaluation.run import FULL, Server
 from vllm_autoprune.evaluation.scoring_request import (
     MAX_TOKENS,
@@ -46,6 +50,8 @@ _SERVE_TEMPLATE = (
 _THUMBNAIL = 160
 """Pixels of a picture's longer side in a page."""
 
+_Pair = tuple[Case, PreparedQuestion]
+
 
 @dataclass
 class QuestionSuite:
@@ -65,11 +71,12 @@ class QuestionSuite:
     """Whether the unpruned model's greedy answer is the reference."""
 
     @property
-    def _has_labels(self) -> bool:
+    def has_labels(self) -> bool:
+        """Whether every question has an answer of the data."""
         return all(question.answers for question in self.questions)
 
     @property
-    def _decodes(self) -> bool:
+    def decodes(self) -> bool:
         """Whether answers are decoded: else one that is known is scored in the prompt."""
         return self.unpruned or not all(
             question.is_exact for question in self.questions
@@ -83,11 +90,11 @@ class QuestionSuite:
             digest.update(f"{question.digest}\n{question.answers}\n".encode())
         count = len(self.questions)
         scorer = "greedy decoding gives the reference answer"
-        if self._decodes:
+        if self.decodes:
             scorer = f"greedy decoding of at most {MAX_TOKENS} tokens gives "
             scorer += (
                 "an answer of the data"
-                if self._has_labels
+                if self.has_labels
                 else "the unpruned model's answer"
             )
         return Setup(
@@ -95,14 +102,14 @@ class QuestionSuite:
             model=self.server.model or "the first model of the server",
             data=f"{self.name}, {count} questions, {digest.hexdigest()[:12]}",
             scorer=f"vllm-autoprune {__version__}: {scorer}",
-            score="right" if self._has_labels else "agrees",
+            score="right" if self.has_labels else "agrees",
         )
 
     def plan(self) -> str:
         """The number of requests."""
         cases = sum(not case.refused for case in self.cases)
         questions = len(self.questions)
-        more = ", and more that decode answers" if self._decodes else ""
+        more = ", and more that decode answers" if self.decodes else ""
         return f"{cases} cases x {questions} questions: {cases * questions:,} requests{more}"
 
     def picture(self, id: str) -> str:
@@ -113,9 +120,7 @@ class QuestionSuite:
             image = pictures[0].image()
             image.thumbnail((_THUMBNAIL, _THUMBNAIL))
             image.save(buffer, "JPEG")
-            return (
-                f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
-            )
+            return encode("image/jpeg", [buffer.getvalue()])
         return ""
 
     def measure(self, journal: Journal) -> None:
@@ -138,7 +143,7 @@ class QuestionSuite:
     async def _ask(
         self,
         model: str,
-        pairs: Sequence[tuple[Case, PreparedQuestion]],
+        pairs: Sequence[_Pair],
         journal: Journal,
     ) -> None:
         """Score all pairs: of a new evaluation first some of the unpruned model, which are checked.
@@ -149,152 +154,117 @@ class QuestionSuite:
         url, connection, _, max_in_flight = self.server
         server = AsyncServerClient(url, max_in_flight, connection)
         progress = tqdm(total=len(pairs), unit="answer", mininterval=5)
+        scoring = _Scoring(self, [server], model, journal, progress)
         try:
             if not journal.contents.answers:
-                checked = [pair for pair in pairs if pair[0].name == FULL.name]
-                checked = checked[:: max(1, len(checked) // _CHECKED)][:_CHECKED]
-                await self._score_all(server, model, checked, journal, progress)
-                # Where none of these answers has a score, no other would have one.
-                answers = journal.contents.answers[FULL.name].values()
-                what = ""
-                failures = [
-                    answer.failure for answer in answers if answer.failure is not None
-                ]
-                where = server.url
-                if len(failures) == len(answers):
-                    what, _, fix = failures[0].partition(" -> ")
-                    fix = fix or _SERVE_TEMPLATE
-                elif not any(answer.score is not None for answer in answers):
-                    text = next(
-                        answer.text for answer in answers if answer.failure is None
-                    )
-                    what = (
-                        f"gives no answer whose tokens can be scored, such as {text!r}"
-                    )
-                    fix = (
-                        f"ask what it answers in {MAX_TOKENS} tokens, without thoughts"
-                    )
-                elif self._has_labels and not any(answer.score for answer in answers):
-                    where = self.name
-                    (what, _, fix) = NOTHING_RIGHT.partition(" -> ")
-                    what += f", of the {len(answers)} asked first"
-                if what:
-                    raise ConfigError("eval", [Problem(where, what, fix)])
-                known = {question.record.id for _, question in checked}
+                unpruned = [pair for pair in pairs if pair[0].name == FULL.name]
+                step = max(1, len(unpruned) // _CHECKED)
+                checked = unpruned[::step][:_CHECKED]
+                await scoring.score_all(checked)
+                scoring.require_scores()
+                ids = {question.record.id for _, question in checked}
                 pairs = [
-                    p
-                    for p in pairs
-                    if p[0].name != FULL.name or p[1].record.id not in known
+                    (case, question)
+                    for case, question in pairs
+                    if case.name != FULL.name or question.record.id not in ids
                 ]
-            await self._score_all(server, model, pairs, journal, progress)
-            # Without labels only a page reads what a pruned model says instead.
-            questions = {question.record.id: question for question in self.questions}
-            cases = {case.name: case for case in self.cases}
-            for _, answer in choose_examples(journal.contents):
-                if answer.text is None:
-                    case = cases[answer.case]
-                    with contextlib.suppress(
-                        EvaluationError, EvaluationFailed, ServerLost
-                    ):
-                        messages = questions[answer.question].messages(case.frames)
-                        text, cut = await generate_answer(
-                            [server], model, messages, case.fields
-                        )
-                        journal.append(
-                            [answer.model_copy(update={"text": text, "cut": cut})]
-                        )
+            await scoring.score_all(pairs)
+            await scoring.complete_examples()
         finally:
             progress.close()
             await server.close()
 
-    async def _score_all(  # noqa: C901
-        self,
-        server: AsyncServerClient,
-        model: str,
-        pairs: Sequence[tuple[Case, PreparedQuestion]],
-        journal: Journal,
-        progress: tqdm[NoReturn],
-    ) -> None:
-        """Score pairs concurrently, started in order; answers are written even after an error."""
-        # One queue for all workers, so that requests about one image stay close to each other.
-        queue = iter(pairs)
-        answers = list[Answer]()
-        # The unpruned model comes first of a question's cases; the others wait for its answer.
-        unpruned = dict[str, asyncio.Future[Answer]]()
+
+@dataclass
+class _Scoring:
+    """Scores of pairs of a case and a question, which are asked concurrently and recorded."""
+
+    suite: QuestionSuite
+    servers: Sequence[AsyncServerClient]
+    model: str
+    journal: Journal
+    progress: tqdm[NoReturn]
+    unwritten: list[Answer] = field(default_factory=list)
+    unpruned: dict[str, asyncio.Future[Answer]] = field(default_factory=dict)
+    """The unpruned model's answers by question, which other cases wait for."""
+    failures: list[Problem] = field(default_factory=list)
+    """Why requests failed, in their order."""
+
+    async def score_all(self, pairs: Sequence[_Pair]) -> None:
+        """Score pairs, started in order; answers are written even after an error.
+
+        Of a question the unpruned model comes first. Raises :class:`EvaluationError` if the server
+        has stopped answering.
+        """
+        loop = asyncio.get_running_loop()
         for case, question in pairs:
             if case.name == FULL.name:
-                unpruned[question.record.id] = (
-                    asyncio.get_running_loop().create_future()
-                )
-        known = journal.contents.answers.get(FULL.name, {})
-
-        async def work() -> None:
-            for case, question in queue:
-                id = question.record.id
-                reference = None
-                if self._decodes and case.name != FULL.name:
-                    reference = await unpruned[id] if id in unpruned else known[id]
-                try:
-                    answer = await self._score(server, model, case, question, reference)
-                except EvaluationFailed as error:
-                    answer = Answer(case=case.name, question=id, failure=str(error))
-                except ServerLost as error:
-                    fix = "start it again and add --resume: nothing is lost"
-                    raise EvaluationError(f"{error} -> {fix}") from None
-                if case.name == FULL.name:
-                    unpruned[id].set_result(answer)
-                answers.append(answer)
-                progress.update()
-                if len(answers) >= _WRITE_EVERY:
-                    journal.append(answers)
-                    answers.clear()
-
+                self.unpruned[question.record.id] = loop.create_future()
+        # One queue for all workers, so that requests about one image stay close to each other.
+        queue = iter(pairs)
         try:
             async with asyncio.TaskGroup() as group:
-                for _ in range(self.server.max_in_flight):
-                    group.create_task(work())
+                for _ in range(self.suite.server.max_in_flight):
+                    group.create_task(self._work(queue))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:
-            journal.append(answers)
+            self._write()
 
-    async def _score(
-        self,
-        server: AsyncServerClient,
-        model: str,
-        case: Case,
-        question: PreparedQuestion,
-        reference: Answer | None,
-    ) -> Answer:
-        """The answer to one question in one case; ``reference``: that of the unpruned model.
+    async def _work(self, queue: Iterator[_Pair]) -> None:
+        for case, question in queue:
+            id = question.record.id
+            try:
+                answer = await self._score(case, question)
+            except EvaluationFailed as error:
+                self.failures += error.problems
+                answer = Answer(case=case.name, question=id, failure=error.reason)
+            except ServerLost as error:
+                raise EvaluationError(error.subject, error.problems) from None
+            if case.name == FULL.name:
+                self.unpruned[id].set_result(answer)
+            self.unwritten.append(answer)
+            self.progress.update()
+            if len(self.unwritten) >= _WRITE_EVERY:
+                self._write()
+
+    def _write(self) -> None:
+        self.journal.append(self.unwritten)
+        self.unwritten.clear()
+
+    async def _score(self, case: Case, question: PreparedQuestion) -> Answer:
+        """The answer to one question in one case.
 
         Raises :class:`EvaluationFailed`, and :class:`ServerLost`.
         """
         messages = question.messages(case.frames)
-        fields = case.fields
+        request = (self.servers, self.model, messages)
         answer = Answer(case=case.name, question=question.record.id)
-        agrees = False
         update: dict[str, object] = {}
-        if not self._decodes:
-            scored = await score_answer(
-                [server], model, messages, question.answers[0], fields
-            )
+        if not self.suite.decodes:
+            scored = await score_answer(*request, question.answers[0], case.fields)
             # Greedy decoding gives the answer, and then stops or starts another word.
-            update["score"] = float(scored.right and not scored.following[:1].isalnum())
-            update["logprob"] = round(scored.logprob, _DIGITS)
-            return answer.model_copy(
-                update={**update, "prompt_tokens": scored.prompt_tokens}
-            )
-        if reference is None:
-            text, cut = await generate_answer([server], model, messages, fields)
+            ends = not scored.following[:1].isalnum()
+            update = {
+                "score": float(scored.right and ends),
+                "logprob": round(scored.logprob, _DIGITS),
+                "prompt_tokens": scored.prompt_tokens,
+            }
+            return answer.model_copy(update=update)
+        if case.name == FULL.name:
+            text, cut = await generate_answer(*request, case.fields)
             reference = answer = answer.model_copy(update={"text": text, "cut": cut})
-        elif reference.failure is not None:
-            raise EvaluationFailed(f"the unpruned model: {reference.failure}")
+        elif answer.question in self.unpruned:
+            reference = await self.unpruned[answer.question]
+        else:
+            reference = self.journal.contents.answers[FULL.name][answer.question]
+        if reference.failure is not None:
+            what = f"the unpruned model: {reference.failure}"
+            raise EvaluationFailed.of(case.name, what)
+        agrees = False
         if reference.text:
             with contextlib.suppress(AnswerChanged):
-                scored = await score_answer(
-                    [server], model, messages, reference.text, fields
-                )
+                scored = await score_answer(*request, reference.text, case.fields)
                 # The end of an answer is part of it, unless its length ended it.
                 agrees = scored.right and (
                     reference.cut or not scored.following.strip()
@@ -308,10 +278,45 @@ class QuestionSuite:
                     "matching": scored.matching,
                     "prompt_tokens": scored.prompt_tokens,
                 }
-        if self._has_labels:
-            known = reference.text if agrees else answer.text
-            if known is None:
-                known, cut = await generate_answer([server], model, messages, fields)
-                update |= {"text": known, "cut": cut}
-            update["score"] = question.score_text(known)
+        if self.suite.has_labels:
+            said = reference.text if agrees else answer.text
+            if said is None:
+                said, cut = await generate_answer(*request, case.fields)
+                update |= {"text": said, "cut": cut}
+            update["score"] = question.score_text(said)
         return answer.model_copy(update=update)
+
+    def require_scores(self) -> None:
+        """Raise :class:`ConfigError` where no first answer has a score: no other would have one."""
+        where = self.servers[0].url
+        answers = self.journal.contents.answers[FULL.name].values()
+        texts = [answer.text for answer in answers if answer.failure is None]
+        if not texts:
+            what = self.failures[0].what
+            fix = self.failures[0].fix or _SERVE_TEMPLATE
+        elif all(answer.score is None for answer in answers):
+            what = f"gives no answer whose tokens can be scored, such as {texts[0]!r}"
+            fix = f"ask what it answers in {MAX_TOKENS} tokens, without thoughts"
+        elif self.suite.has_labels and not any(answer.score for answer in answers):
+            where = self.suite.name
+            what = f"{NOTHING_RIGHT}, of the {len(answers)} asked first"
+            fix = WRITE_AS_THE_MODEL
+        else:
+            return
+        raise ConfigError.of(where, what, fix, subject="eval")
+
+    async def complete_examples(self) -> None:
+        """Ask what a pruned model says instead: without labels only a page reads it."""
+        questions = {question.record.id: question for question in self.suite.questions}
+        cases = {case.name: case for case in self.suite.cases}
+        for _, answer in choose_examples(self.journal.contents):
+            if answer.text is not None:
+                continue
+            case = cases[answer.case]
+            with contextlib.suppress(EvaluationError, EvaluationFailed, ServerLost):
+                messages = questions[answer.question].messages(case.frames)
+                text, cut = await generate_answer(
+                    self.servers, self.model, messages, case.fields
+                )
+                completed = answer.model_copy(update={"text": text, "cut": cut})
+                self.journal.append([completed])

@@ -40,10 +40,12 @@ MIN_IMAGES = 6
 """Images below which there is no verdict: even if all of them favoured one side, a sign test would
 not reach 5 %, and an interval by resampling them is too narrow."""
 
-NOTHING_RIGHT = (
-    "no answer is right even with all tokens -> write the answers exactly as the model does "
-    "(capitals, full stop, language), and ask it for a word or a number"
+NOTHING_RIGHT = "no answer is right even with all tokens"
+WRITE_AS_THE_MODEL = (
+    "write the answers exactly as the model does (capitals, full stop, language), and ask it for a "
+    "word or a number"
 )
+"""A reason against an evaluation, and how to fix it."""
 
 _DIGITS = 4
 _MIN_RANKED = 4
@@ -191,7 +193,7 @@ class Report(FrozenModel):
         )
         right = figures["full"].metrics.get("accuracy") if rows else None
         if right is not None and right[0] == 0:  # whatever prunes can then be no worse
-            reasons.insert(0, f"full: {NOTHING_RIGHT}")
+            reasons.insert(0, f"full: {NOTHING_RIGHT} -> {WRITE_AS_THE_MODEL}")
         measured = {row.case.digest for row in rows}
         return cls(
             setup=setup,

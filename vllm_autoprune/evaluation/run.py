@@ -7,20 +7,19 @@ whether they are valid.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import io
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from pydantic import BaseModel, JsonValue
+from pydantic import BaseModel, JsonValue, ValidationError
 
 from vllm_autoprune.connection import Connection
-from vllm_autoprune.errors import AutopruneError, ConfigError, Problem
+from vllm_autoprune.errors import AutopruneError, ConfigError, Refusal
 from vllm_autoprune.evaluation.journal import (
     FEWER_FRAMES,
     JOURNAL,
@@ -32,6 +31,7 @@ from vllm_autoprune.evaluation.journal import (
     Setup,
 )
 from vllm_autoprune.evaluation.page import build_page
+from vllm_autoprune.evaluation.pictures import encode
 from vllm_autoprune.evaluation.report import PRUNING_ARMS, Report
 from vllm_autoprune.evaluation.scoring_request import pruning_options
 from vllm_autoprune.http_client import FAILURES, RequestRefused, ServerClient
@@ -43,7 +43,7 @@ from vllm_autoprune.tpdsl.loading import load_state
 from vllm_autoprune.tpdsl.materialize import materialize
 from vllm_autoprune.tpdsl.state import PruningState
 
-_REQUESTS_FLAG = "--autoprune-requests"
+_ALLOW = "start it with --autoprune-state NAME --autoprune-requests states"
 _SERVE_CLIPS = "serve a model of whose videos tokens are chosen (docs/support.md)"
 
 
@@ -65,7 +65,7 @@ def evaluate(
     if not resume and path.exists() and path.stat().st_size:
         what = "already contains an evaluation"
         fix = "add --resume, or name another folder"
-        raise ConfigError("eval", [Problem(f"--out {folder}", what, fix)])
+        raise ConfigError.of(f"--out {folder}", what, fix, subject="eval")
     with Journal(path) as journal:
         contents = journal.contents
         interruptions = list[str]()
@@ -95,7 +95,7 @@ def evaluate(
         (folder / "report.html").write_text(page.render_html())
     except OSError as error:
         fix = f"make room; {JOURNAL} is kept, and --resume writes the report from it"
-        raise EvaluationError(f"{folder}: {error.strerror} -> {fix}") from None
+        raise EvaluationError.of(str(folder), str(error.strerror), fix) from None
     return report
 
 
@@ -282,6 +282,23 @@ class _Served(BaseModel):
     requests: str = ""
     allows: dict[str, object] = {}
 
+    def find_own_case(self, cases: Sequence[Case]) -> Case | None:
+        """The server's own state as a case that was not asked, where none of the cases has it."""
+        if not self.state or self.digest in {case.digest for case in cases}:
+            return None
+        # To a state for pictures, rules for frames were added: its name tells.
+        about_videos = any(case.frames for case in cases)
+        if about_videos and self.state in {case.label for case in cases}:
+            return None
+        return Case(
+            name=f"served {self.digest[:12]}",
+            arm="found",
+            label=self.state,
+            digest=self.digest,
+            refused=f"was not asked -> name it with --state {self.state}, or its file",
+            served=True,
+        )
+
 
 class Server(NamedTuple):
     """A server that is asked, and how."""
@@ -292,7 +309,7 @@ class Server(NamedTuple):
     """None: the first that it serves."""
     max_in_flight: int
 
-    def check(  # noqa: C901, PLR0915
+    def check(
         self, cases: Sequence[Case], journal: Journal
     ) -> tuple[str, Collection[str]]:
         """Its model, and the names of the cases that it serves.
@@ -302,101 +319,117 @@ class Server(NamedTuple):
         server's own state, also where none is. Raises :class:`ConfigError` for a server that does
         not answer, serves another model, or refuses all tokens or every state.
         """
-        from PIL import Image
-
-        buffer = io.BytesIO()
-        Image.new("RGB", (224, 224), "grey").save(buffer, "PNG")
-        image = base64.b64encode(buffer.getvalue()).decode()
-        part: dict[str, object] = {"type": "image_url"}
-        part["image_url"] = {"url": f"data:image/png;base64,{image}"}
-        if clips := any(case.frames for case in cases):
-            part = {"type": "video_url"}
-            part["video_url"] = {
-                "url": f"data:video/jpeg;base64,{','.join([image] * 4)}"
-            }
-        content = [part, {"type": "text", "text": "?"}]
-        checked = {case.name: case for case in cases}
         with ServerClient(self.url, self.connection) as client:
             with client.reporting_failures():
                 models = client.list_models()
-                served = _Served()
             model = client.choose_model(models, self.model)
-            with contextlib.suppress(
-                *FAILURES, RequestRefused
-            ):  # another page has that address
+            served = _Served()
+            with contextlib.suppress(*FAILURES, ValidationError):
+                # Another page may have its address.
                 served = _Served.model_validate(client.read_served())
             if served.state is None:
-                raise _refuse(client.url, "serves no state")
+                raise ConfigError.of(
+                    client.url, "serves no state", _ALLOW, subject="eval"
+                )
             if served.allows.get("level") in ("none", "budget"):
-                raise _refuse(client.url, f"lets requests set {served.requests}")
-            for case in cases:
-                if case.refused:
-                    continue
-                if case.digest and case.digest == served.digest:
-                    checked[case.name] = case.model_copy(update={"served": True})
-                body: dict[str, object] = {
-                    "model": model,
-                    "messages": [{"role": "user", "content": content}],
-                    "max_tokens": 1,
-                    **case.fields,
-                }
-                try:
-                    client.chat(body)
-                except RequestRefused as error:
-                    said = any(
-                        name in str(error) for name in ("_kwargs", _REQUESTS_FLAG)
-                    )
-                    if case.name == FULL.name and case.frames and not said:
-                        problem = Problem(
-                            client.url, f"takes no video ({error})", _SERVE_CLIPS
-                        )
-                        raise ConfigError("eval", [problem]) from None
-                    if case.name == FULL.name:
-                        what = f"lets requests choose nothing ({error})"
-                        raise _refuse(client.url, what) from None
-                    checked[case.name] = case.model_copy(update={"refused": str(error)})
-                except (
-                    FAILURES
-                ):  # the server fails in the evaluation as well, which tells how
-                    pass
-        states = [c.name for c in cases if c.arm in PRUNING_ARMS and not c.refused]
-        reasons = [checked[name].refused for name in states]
-        if reasons and all(reasons):
-            if _REQUESTS_FLAG in reasons[0]:
-                raise _refuse(client.url, f"refuses every state ({reasons[0]})")
-            fix = "name states that its model serves, such as --state cen_divprune"
-            reason = reasons[0]
-            if "served whole" in reason:
-                fix = _SERVE_CLIPS
-                reason = reason.partition(" -> ")[0]
-            what = f"refuses every state: {reason}"
-            raise ConfigError("eval", [Problem(client.url, what, fix)])
+                what = f"lets requests set {served.requests}"
+                raise ConfigError.of(client.url, what, _ALLOW, subject="eval")
+            refusals = _find_refusals(client, model, cases)
+            _require_a_state(cases, refusals)
+        checked = list[Case]()
+        for case in cases:
+            update = dict[str, object]()
+            if case.name in refusals:
+                update["refused"] = refusals[case.name].reason
+            elif case.digest and case.digest == served.digest and not case.refused:
+                update["served"] = True
+            checked.append(case.model_copy(update=update))
         if not served.state:
             fix = "start it with VLLM_PLUGINS=autoprune,autoprune_endpoint"
-            print(
-                f"{client.url}: no row is marked as its own state -> {fix}",
-                file=sys.stderr,
-            )
-        # To a state for pictures, rules for frames were added: its name tells.
-        elif served.digest not in {case.digest for case in cases} and not (
-            clips and served.state in {case.label for case in cases}
-        ):
-            checked[""] = Case(
-                name=f"served {served.digest[:12]}",
-                arm="found",
-                label=served.state,
-                digest=served.digest,
-                refused=f"was not asked -> name it with --state {served.state}, or its file",
-                served=True,
-            )
-        journal.append([*checked.values()])
-        return model, [case.name for case in checked.values() if not case.refused]
+            text = f"{client.url}: no row is marked as its own state -> {fix}"
+            print(text, file=sys.stderr)
+        if (own_case := served.find_own_case(cases)) is not None:
+            checked.append(own_case)
+        journal.append(checked)
+        return model, [case.name for case in checked if not case.refused]
 
 
-def _refuse(url: str, what: str) -> ConfigError:
-    """The error of a server that serves no request's choice; without its own advice, for others."""
-    what = what.partition(" -> ")[0].partition(" Start the server")[0]
-    what += ")" * (what.count("(") - what.count(")"))
-    fix = f"start it with --autoprune-state NAME {_REQUESTS_FLAG} states"
-    fix += " --trust-request-mm-kwargs" if "media_io_kwargs" in what else ""
-    return ConfigError("eval", [Problem(url, what, fix)])
+def _find_refusals(
+    client: ServerClient, model: str, cases: Sequence[Case]
+) -> dict[str, RequestRefused]:
+    """Why a server refuses cases, by name; raises :class:`ConfigError` if it does all tokens.
+
+    Each is asked about a small picture, or as many frames of it.
+    """
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.new("RGB", (224, 224), "grey").save(buffer, "PNG")
+    kind = "image_url"
+    url = encode("image/png", [buffer.getvalue()])
+    if any(case.frames for case in cases):
+        kind = "video_url"
+        url = encode("video/jpeg", [buffer.getvalue()] * 4)
+    content = [{"type": kind, kind: {"url": url}}, {"type": "text", "text": "?"}]
+    messages = [{"role": "user", "content": content}]
+    refusals = dict[str, RequestRefused]()
+    for case in cases:
+        if case.refused:
+            continue
+        body = {"model": model, "messages": messages, "max_tokens": 1, **case.fields}
+        try:
+            client.chat(body)
+        except RequestRefused as error:
+            refusals[case.name] = error
+            kind = error.problems[0].kind
+            if case.name == FULL.name and case.frames and kind not in _CHOICES:
+                what = f"takes no video ({error.reason})"
+                raise ConfigError.of(
+                    client.url, what, _SERVE_CLIPS, subject="eval"
+                ) from None
+            if case.name == FULL.name:
+                raise _no_choice("lets requests choose nothing", error) from None
+        except FAILURES:
+            continue  # the server fails in the evaluation as well, which tells how
+    return refusals
+
+
+def _require_a_state(
+    cases: Sequence[Case], refusals: Mapping[str, RequestRefused]
+) -> None:
+    """Raise :class:`ConfigError` where a server refuses every state that can be asked for."""
+    states = [c.name for c in cases if c.arm in PRUNING_ARMS and not c.refused]
+    if not states or not refusals.keys() >= set(states):
+        return
+    error = refusals[states[0]]
+    problem = error.problems[0]
+    if problem.kind in _CHOICES:
+        raise _no_choice("refuses every state", error)
+    reason = error.reason
+    fix = "name states that its model serves, such as --state cen_divprune"
+    if problem.kind == Refusal.WHOLE_VIDEO:
+        reason = problem.what
+        fix = _SERVE_CLIPS
+    what = f"refuses every state: {reason}"
+    raise ConfigError.of(problem.where, what, fix, subject="eval")
+
+
+_UNTRUSTED = ("mm_processor_kwargs", "media_io_kwargs")
+"""Fields that vLLM itself refuses without --trust-request-mm-kwargs."""
+_CHOICES = (Refusal.NOT_ALLOWED, *_UNTRUSTED)
+"""Kinds of refusals of a server whose requests may not choose what is asked for."""
+
+
+def _no_choice(what: str, error: RequestRefused) -> ConfigError:
+    """The error of a server that serves no request's choice, as it said by refusing one.
+
+    Without the server's own advice, which is for other requests than these.
+    """
+    problem = error.problems[0]
+    reason = problem.what
+    fix = _ALLOW
+    if problem.kind in _UNTRUSTED:
+        reason = f"it takes no {problem.kind} of theirs"
+    if problem.kind == "media_io_kwargs":
+        fix += " --trust-request-mm-kwargs"
+    return ConfigError.of(problem.where, f"{what} ({reason})", fix, subject="eval")

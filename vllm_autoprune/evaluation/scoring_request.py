@@ -9,12 +9,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
-from pydantic import JsonValue
+from pydantic import BaseModel, Field, JsonValue, ValidationError
 
 from vllm_autoprune.errors import EvaluationFailed
-from vllm_autoprune.http_client import AsyncServerClient, ServerLost, chat_with_retries
+from vllm_autoprune.http_client import (
+    CHAT,
+    AsyncServerClient,
+    ChatAnswer,
+    ServerLost,
+    chat_with_retries,
+)
 from vllm_autoprune.stream import read_message
 from vllm_autoprune.tpdsl.state import PruningState
 
@@ -25,6 +31,9 @@ MAX_TOKENS = 64
 _GREEDY = {"temperature": 0.0, "repetition_penalty": 1.0}
 _ROUNDING = 1e-3
 """By which a log-probability may be too high."""
+
+_Fields = Mapping[str, object]
+_Messages = Sequence[_Fields]
 
 
 class AnswerChanged(EvaluationFailed):
@@ -45,9 +54,9 @@ def pruning_options(
 
 def scoring_request(
     model: str,
-    messages: Sequence[Mapping[str, object]],
+    messages: _Messages,
     answer: str,
-    fields: Mapping[str, object],
+    fields: _Fields,
 ) -> dict[str, object]:
     """Chat request whose prompt ends with the reference answer, with prompt log-probabilities.
 
@@ -63,6 +72,48 @@ def scoring_request(
         "prompt_logprobs": 0,
         **fields,
     }
+
+
+class _Usage(BaseModel):
+    prompt_tokens: int
+
+
+class _Token(BaseModel):
+    """A token of the prompt: the text that it is decoded to, ln p, and its rank by p."""
+
+    decoded_token: str
+    logprob: float
+    rank: int
+
+
+# With ``prompt_logprobs: 0`` the only entry is the token of the prompt itself; the first has none.
+_Position = Annotated[dict[str, _Token], Field(max_length=1)] | None
+
+
+class _ScoredChat(ChatAnswer):
+    """What is read of a chat completion whose prompt was scored."""
+
+    prompt_logprobs: list[_Position]
+    usage: _Usage
+
+
+_MEANINGS = {
+    "prompt_logprobs": "the log-probabilities of the prompt",
+    "choices": "a message",
+    "usage": "the number of prompt tokens",
+}
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+def _read(model: type[_Model], content: Mapping[str, Any]) -> _Model:
+    """The fields of an answer; raises :class:`EvaluationFailed` for one that lacks some."""
+    try:
+        return model.model_validate(content)
+    except ValidationError as error:
+        missing = _MEANINGS[str(error.errors(include_url=False)[0]["loc"][0])]
+        what = f"answers without {missing}: {json.dumps(content)[:120]}"
+        raise EvaluationFailed.of(CHAT, what) from None
 
 
 class _ScoredAnswer(NamedTuple):
@@ -86,97 +137,85 @@ class _ScoredAnswer(NamedTuple):
 async def score_answer(
     servers: Sequence[AsyncServerClient],
     model: str,
-    messages: Sequence[Mapping[str, object]],
+    messages: _Messages,
     answer: str,
-    fields: Mapping[str, object],
+    fields: _Fields,
     *,
     attempts: int = 4,
     first_wait: float = 1.0,
 ) -> _ScoredAnswer:
     """Score a reference answer, as :func:`chat_with_retries` asks and raises.
 
-    Raises :class:`EvaluationFailed` too for an answer without the log-probabilities of the prompt
-    or their number, or without a message.
+    Raises :class:`EvaluationFailed` too for an answer without the log-probabilities of the prompt,
+    their number or a message, and what :func:`_find_answer` raises.
     """
     body = scoring_request(model, messages, answer, fields)
-    content = await chat_with_retries(servers, body, attempts, first_wait)
-    what = "the log-probabilities of the prompt"
-    try:
-        prompt = content["prompt_logprobs"]
-        scores = read_reference_answer(prompt, answer)
-        what = "a message"
-        following, _ = read_message(content["choices"][0]["message"])
-        what = "the number of prompt tokens"
-        tokens = int(content["usage"]["prompt_tokens"])
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-        received = json.dumps(content)[:120]
-        raise EvaluationFailed(f"answers without {what}: {received}") from None
-    same = next(
-        (place for place, (_, rank) in enumerate(scores) if rank != 1), len(scores)
+    return read_scored_answer(
+        await chat_with_retries(servers, body, attempts, first_wait), answer
     )
-    logprob = sum(logprob for logprob, _ in scores)
-    right = same == len(scores)
-    matching = sum(rank == 1 for _, rank in scores)
-    return _ScoredAnswer(logprob, right, following, tokens, len(scores), same, matching)
+
+
+def read_scored_answer(content: Mapping[str, Any], answer: str) -> _ScoredAnswer:
+    """What a chat completion says of a reference answer; raises as :func:`score_answer`."""
+    scored = _read(_ScoredChat, content)
+    tokens = _find_answer(scored.prompt_logprobs, answer)
+    following, _ = read_message(scored.choices[0].message)
+    agreeing = [token.rank == 1 for token in tokens]
+    return _ScoredAnswer(
+        logprob=sum(token.logprob for token in tokens),
+        right=all(agreeing),
+        following=following,
+        prompt_tokens=scored.usage.prompt_tokens,
+        tokens=len(tokens),
+        same=[*agreeing, False].index(False),
+        matching=sum(agreeing),
+    )
 
 
 async def generate_answer(
     servers: Sequence[AsyncServerClient],
     model: str,
-    messages: Sequence[Mapping[str, object]],
-    fields: Mapping[str, object],
+    messages: _Messages,
+    fields: _Fields,
 ) -> tuple[str, bool]:
     """The greedy answer, and whether :data:`MAX_TOKENS` cut it; raises as :func:`score_answer`."""
-    content = await chat_with_retries(
-        servers,
-        {
-            "model": model,
-            "messages": messages,
-            "max_tokens": MAX_TOKENS,
-            **_GREEDY,
-            **fields,
-        },
-    )
-    try:
-        choice = content["choices"][0]
-        text, _ = read_message(choice["message"])
-        return text.strip(), choice["finish_reason"] == "length"
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-        received = json.dumps(content)[:120]
-        raise EvaluationFailed(f"answers without a message: {received}") from None
+    body = {
+        "model": model,
+        "messages": messages,
+        "max_tokens": MAX_TOKENS,
+        **_GREEDY,
+        **fields,
+    }
+    choice = _read(ChatAnswer, await chat_with_retries(servers, body)).choices[0]
+    text, _ = read_message(choice.message)
+    return text.strip(), choice.finish_reason == "length"
 
 
-def read_reference_answer(
-    prompt: Sequence[Mapping[str, Any] | None], answer: str
-) -> list[tuple[float, int]]:
-    """Log-probability and rank of each token of the answer at the end of a prompt.
+def _find_answer(prompt: Sequence[_Position], answer: str) -> list[_Token]:
+    """The tokens of the answer at the end of a prompt.
 
-    The tokens of the answer are found by decoding the prompt backwards from its end; a token that
-    is decoded alone may lose white space, which is left out. Raises :class:`AnswerChanged` for
-    another end, :class:`ServerLost` for impossible values.
+    They are found by decoding the prompt backwards from its end; a token that is decoded alone may
+    lose white space, which is left out. Raises :class:`AnswerChanged` for another end,
+    :class:`ServerLost` for impossible values.
     """
-    scores = list[tuple[float, int]]()
+    tokens = list[_Token]()
     text = ""
     wanted = "".join(answer.split())
     for position in reversed(prompt):
         if not position or len(text) > len(wanted):
             break
-        # With ``prompt_logprobs: 0`` the only entry is the token of the prompt itself.
         (token,) = position.values()
-        part = str(token["decoded_token"])
         # vLLM gives the text of a character of several tokens to the last of them.
-        if text == wanted and part:
+        if text == wanted and token.decoded_token:
             break
-        text = "".join(part.split()) + text
-        logprob = float(token["logprob"])
-        rank = int(token["rank"])
+        text = "".join(token.decoded_token.split()) + text
         # No token has more than 1 / rank of the probability.
-        if not logprob <= _ROUNDING - math.log(max(rank, 1)):
-            what = f"log-probability {logprob:g} and rank {rank} contradict each other"
-            raise ServerLost(f"the server's caches are broken: {what}")
-        scores.append((logprob, rank))
+        if not token.logprob <= _ROUNDING - math.log(max(token.rank, 1)):
+            figures = f"log-probability {token.logprob:g} and rank {token.rank}"
+            what = f"shows broken caches: {figures} contradict each other"
+            raise ServerLost.of("the server", what, "start it again and resume")
+        tokens.append(token)
     if text == wanted:
-        return scores[::-1]
-    raise AnswerChanged(
-        f"the prompt ends in {text!r}, not in the reference answer {answer!r}"
-    )
+        return tokens[::-1]
+    what = f"the prompt ends in {text!r}, not in the reference answer {answer!r}"
+    raise AnswerChanged.of("prompt_logprobs", what)
