@@ -48,7 +48,7 @@ ROOMS: dict[str, set[str]] = {
     "serving.state_codec": set(),
     "serving.state_safety": set(),
     "serving.plan": {"plan_codec", "state_codec"},
-    "serving.identities": {"plan"},
+    "serving.identities": {"plan", "served_state"},
     "serving.inputs": {"plan"},
     "serving.served_state": {
         "compat",

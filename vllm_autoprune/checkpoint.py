@@ -21,8 +21,8 @@ from vllm_autoprune.errors import ConfigError, UnsupportedModelError
 from vllm_autoprune.ops.dtype import Dtype
 from vllm_autoprune.serving.api.instruction import (
     split_content_words,
-    truncate_clip_ids,
     truncate_text,
+    truncate_tower_ids,
 )
 from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.serving.plan import LANGUAGE_IDS, RELEVANCE_IDS, Ids
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from transformers import LlamaModel, PreTrainedTokenizerBase
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-    from vllm_autoprune.serving.api.layout import TokenCount
+    from vllm_autoprune.serving.api.placeholders import TokenCount
 
 
 def count_tokens(checkpoint: str, width: int, height: int) -> TokenCount:
@@ -215,7 +215,7 @@ class LlavaVision:
             for text in texts
         ]
         rows = [
-            truncate_clip_ids(ids) if self._has_text_tower else ids[-RELEVANCE_IDS:]
+            truncate_tower_ids(ids) if self._has_text_tower else ids[-RELEVANCE_IDS:]
             for ids in rows
         ]
         text, segments = self._relevance.instructions(rows)

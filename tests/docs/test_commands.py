@@ -29,7 +29,7 @@ from tests.serving.unit.test_request import resolve, server
 from tests.test_examples import flags_of, require_valid
 from vllm_autoprune.cli.main import main, parser
 from vllm_autoprune.errors import AutopruneError
-from vllm_autoprune.serving.api.request import refuse_misplaced
+from vllm_autoprune.serving.api.request_checks import refuse_misplaced
 
 COMMANDS = read_commands()
 LONG = [c for c in COMMANDS if c.kind == "long"]

@@ -35,7 +35,8 @@ from vllm_autoprune.cli.commands.states import _RECOMMENDED
 from vllm_autoprune.cli.main import main
 from vllm_autoprune.serving.api import engine_requests, planner
 from vllm_autoprune.serving.api.endpoint import NAME, PATH
-from vllm_autoprune.serving.api.request import HEADERS, PruningRequest
+from vllm_autoprune.serving.api.headers import HEADERS
+from vllm_autoprune.serving.api.request import PruningRequest
 from vllm_autoprune.serving.compat import BELOW, LOWEST
 from vllm_autoprune.serving.flags import add_flags
 from vllm_autoprune.serving.models import BACKBONES

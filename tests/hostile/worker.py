@@ -34,7 +34,7 @@ from vllm.v1.worker.utils import sanity_check_mm_encoder_outputs
 from tests.serving.unit.samples import LARGE, OTHER, Sender, clip_state, picture
 from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.selftest.serve import clip
-from vllm_autoprune.serving.api.engine_requests import _check_features
+from vllm_autoprune.serving.api.foreign_items import check_features
 from vllm_autoprune.serving.compat import attach
 from vllm_autoprune.serving.compat import worker as patches
 from vllm_autoprune.serving.models import BACKBONES
@@ -142,7 +142,7 @@ class Worker:
 
     def check(self, request: Request) -> None:
         """The check of an API server; raises what it raises."""
-        _check_features(self.rules, request.features, "", MultiModalConfig())
+        check_features(self.rules, request.features, "", MultiModalConfig())
 
     @torch.inference_mode()
     def positions(self, request: Request) -> Tensor | None:

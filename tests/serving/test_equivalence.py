@@ -50,7 +50,7 @@ from tests.serving.runners import Result, Runner, in_engine
 from vllm_autoprune.selftest.backbones import TINY_MODELS
 from vllm_autoprune.selftest.run import BLOCK
 from vllm_autoprune.selftest.serve import clip, picture
-from vllm_autoprune.serving.api import planner
+from vllm_autoprune.serving import identities
 from vllm_autoprune.serving.identities import make_cache_identity
 from vllm_autoprune.serving.models import BACKBONES
 from vllm_autoprune.tpdsl.tokens import POSITIONS
@@ -119,7 +119,7 @@ def test_negative_control_without_the_instruction_in_the_identity() -> None:
     engine = start({**STATE, "budget": 4})
     right = [engine.ask(example) for example in examples(6)]
     engine.llm.reset_prefix_cache()
-    with patch.object(planner, "make_cache_identity", without):
+    with patch.object(identities, "make_cache_identity", without):
         wrong = [engine.ask(example) for example in examples(6)]
     answers = zip(right, wrong, examples(6), strict=True)
     assert any(

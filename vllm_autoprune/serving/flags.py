@@ -12,7 +12,7 @@ from vllm_autoprune.serving.settings import SETTINGS_KEY, Settings
 if TYPE_CHECKING:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-MIDDLEWARE = "vllm_autoprune.serving.api.request.KeepHeaders"
+MIDDLEWARE = "vllm_autoprune.serving.api.headers.KeepHeaders"
 """Import path of the middleware that keeps our headers, for vLLM's ``--middleware``."""
 
 _PREFIX = f"{SETTINGS_KEY}_"

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from hashlib import sha256
+from typing import TYPE_CHECKING
 
 import numpy
 from PIL import Image
 
 from vllm_autoprune.errors import RequestError
-from vllm_autoprune.serving.plan import ENTRY, Chooser, Ids, Key
+from vllm_autoprune.serving.plan import ENTRY, Chooser, Ids, ItemPlan, Key
 from vllm_autoprune.tpdsl.tokens import Positions
+
+if TYPE_CHECKING:
+    from vllm_autoprune.serving.served_state import ServedState
 
 
 def make_feature_key(content: str, salt: str = "", seed: str = "") -> Key:
@@ -49,6 +53,39 @@ def make_cache_identity(
     part that was chosen given a core, ``budget`` then K of the image.
     """
     return make_identity(image, served, budget, keep, read, core, positions)
+
+
+def identify_item(
+    served: ServedState,
+    plan: ItemPlan,
+    content: str,
+    reads: bool,
+    size: tuple[int, int] | None,
+) -> str:
+    """Cache identity of an item by all that chooses its tokens.
+
+    ``content`` identifies its pixels; ``reads`` says whether the policy reads the instruction;
+    ``size`` is the width and height that it is resized to, None where it is not.
+    """
+    state = served.state_for_plan(plan)
+    if plan.part == "core":
+        # Shared by all questions, K and states that choose it alike.
+        return make_identity(
+            "core", content, state.core_digest, plan.core, plan.positions
+        )
+    chosen_by = served.selection_identity(state)
+    if size is not None:
+        # Budgets may give one number of tokens; another size is another image.
+        chosen_by += f"|{size}"
+    return make_cache_identity(
+        content,
+        chosen_by,
+        plan.image_budget,
+        plan.keep,
+        plan.read if reads else None,
+        plan.core,
+        plan.positions,
+    )
 
 
 def hash_pixels(item: object, modality: str) -> str:

@@ -22,7 +22,8 @@ from vllm.v1.kv_cache_interface import KVQuantMode, get_kv_quant_mode
 
 from vllm_autoprune.errors import AutopruneError, ConfigError, StateError
 from vllm_autoprune.serving import compat
-from vllm_autoprune.serving.api import engine_requests, request
+from vllm_autoprune.serving.api import engine_requests, image_cache, request_checks
+from vllm_autoprune.serving.api.engine_requests import make_kv_bytes_counter
 from vllm_autoprune.serving.compat import (
     attach,
     get_attachment,
@@ -72,8 +73,8 @@ def _activate(architecture: str) -> None:
     worker.keep_positions()
     worker.request_positions_on_cpu()
     engine_requests.watch_requests()
-    request.check_requests()
-    engine_requests.cache_without_plans()
+    request_checks.check_requests()
+    image_cache.cache_without_plans()
     compat.register_renderer(
         "hf", "vllm_autoprune.serving.api.renderer", "AutopruneHfRenderer"
     )
@@ -153,7 +154,7 @@ def apply_settings(vllm_config: VllmConfig) -> None:
     attach(model_config, _ACTIVATION, _Activation(served.architecture))
     kv_bytes = _count_kv_bytes(model_config, vllm_config.cache_config)
     if kv_bytes is not None:
-        engine_requests.make_kv_bytes_counter()
+        make_kv_bytes_counter()
     served = replace(served, metrics_folder=_open_metrics_folder(), kv_bytes=kv_bytes)
     attach(model_config, ATTRIBUTE, served)
     if served.capabilities.axes == LINE:

@@ -10,7 +10,7 @@ import pytest
 from tests.serving.unit.samples import Sender
 from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.serving import compat, startup
-from vllm_autoprune.serving.api import engine_requests, request
+from vllm_autoprune.serving.api import engine_requests, request_checks
 from vllm_autoprune.serving.compat import worker
 
 
@@ -24,7 +24,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     )
     for owner, name in (
         (compat, "register_renderer"),
-        (request, "check_requests"),
+        (request_checks, "check_requests"),
         (engine_requests, "watch_requests"),
         (worker, "request_positions_on_cpu"),
         (worker, "refuse_sleep"),

@@ -15,18 +15,20 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor
+from vllm.multimodal.inputs import (
+    MultiModalBatchedField,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+)
 
 from tests.pins.table import digest
 from tests.tpdsl.samples import state
 from vllm_autoprune import ConfigError, load_state
 from vllm_autoprune.errors import Problem
-from vllm_autoprune.serving.api.engine_requests import _check_features
-from vllm_autoprune.serving.api.request import (
-    SALT,
-    CacheSalt,
-    _check_request,
-    _handling,
-)
+from vllm_autoprune.serving.api.foreign_items import check_features
+from vllm_autoprune.serving.api.headers import handling
+from vllm_autoprune.serving.api.request import SALT, CacheSalt
+from vllm_autoprune.serving.api.request_checks import check_request
 from vllm_autoprune.serving.compat import attach
 from vllm_autoprune.serving.models import BACKBONES, find_packed_reason
 from vllm_autoprune.serving.plan import FIELD, LINE, MROPE, REQUEST_FIELD, Ids, ItemPlan
@@ -448,13 +450,48 @@ class Sender:
             made["mm_hashes"].surplus,
         )
         if self.cache is None:  # else tensors are missing
-            _check_features(
+            check_features(
                 self._rules,
                 every,
                 named.get("salt", ""),
                 self._config.get_multimodal_config(),
             )
         return processed
+
+
+PLAN = ItemPlan(8, (1, 2), (3,))
+PIXELS = torch.arange(12.0).reshape(3, 2, 2)
+
+
+def element(data: torch.Tensor, keep_on_cpu: bool = False) -> Any:
+    return MultiModalFieldElem(data, MultiModalBatchedField(keep_on_cpu=keep_on_cpu))
+
+
+def feature(
+    row: object,
+    placeholders: int = 8,
+    *,
+    pixels: str = "pixel_values",
+    keep_on_cpu: bool = True,
+    modality: str = "image",
+    name: str = "a",
+) -> Any:
+    """One item of a request: a plan where ``row`` is one, and pixels."""
+    data = {}
+    if row is not None:
+        field = MultiModalBatchedField(keep_on_cpu=keep_on_cpu)
+        data[FIELD] = MultiModalFieldElem(cast("Any", row), field)
+    if pixels:
+        data[pixels] = MultiModalFieldElem(PIXELS, MultiModalBatchedField())
+    return SimpleNamespace(
+        data=MultiModalKwargsItem(data),
+        mm_position=SimpleNamespace(
+            offset=0, length=placeholders, get_num_embeds=lambda: placeholders
+        ),
+        mm_hash=name,
+        identifier=name,
+        modality=modality,
+    )
 
 
 IMAGES = {"large": LARGE, "other": OTHER, "small": SMALL}
@@ -481,8 +518,8 @@ def answer_by(receiver: Sender, request: Mapping[str, Any]) -> list[str] | str:
         sent = ChatCompletionRequest.model_validate(
             {**body, "mm_processor_kwargs": kwargs}
         )
-        with _handling([*request.get("headers", {}).items()]):
-            _check_request(receiver._config, sent, trusted=False)
+        with handling([*request.get("headers", {}).items()]):
+            check_request(receiver._config, sent, trusted=False)
         images = [IMAGES[name] for name in request.get("images", ("large", "other"))]
         entry = (sent.mm_processor_kwargs or {}).get("autoprune") or {}
         made = receiver.send(images, salt=request.get("salt", ""), **entry)

@@ -14,12 +14,19 @@ from PIL import Image
 from transformers import BatchFeature
 from vllm.config import MultiModalConfig
 
-from tests.serving.unit.samples import OTHER, Sender, picture, served
-from tests.serving.unit.test_engine_requests import PLAN, element, feature
+from tests.serving.unit.samples import (
+    OTHER,
+    PLAN,
+    Sender,
+    element,
+    feature,
+    picture,
+    served,
+)
 from vllm_autoprune import RequestError
 from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.serving.api.cells import _UNCOMPARED, _drop_cells
-from vllm_autoprune.serving.api.engine_requests import _check_features
+from vllm_autoprune.serving.api.foreign_items import check_features
 from vllm_autoprune.serving.inputs import CELLS_FIELD, check_inputs
 from vllm_autoprune.serving.plan import NO_KEY, ItemPlan
 from vllm_autoprune.serving.plan_rules import PlanRules
@@ -41,8 +48,8 @@ def page(row: int = 1) -> Image.Image:
 
 @pytest.fixture(params=[True, False], ids=["cache", "no cache"])
 def sender(request: pytest.FixtureRequest, folder: Any) -> Sender:
-    made = Sender(folder, budget=1000)
-    return made.with_cache() if request.param else made
+    server = Sender(folder, budget=1000)
+    return server.with_cache() if request.param else server
 
 
 def test_what_is_left_of_an_image_is_its_tokens_and_its_placeholders(
@@ -76,13 +83,14 @@ def test_equal_rows_in_other_places_are_another_image(sender: Sender) -> None:
 
 
 def test_a_photograph_is_sent_as_without_a_rule(sender: Sender) -> None:
-    plain, asked = (
+    plain, by_rule = (
         sender.send([OTHER, page()], cells=rule) for rule in ("none", "flat")
     )
     assert (
-        plain.identities[0] == asked.identities[0] and plain.plans[0] == asked.plans[0]
+        plain.identities[0] == by_rule.identities[0]
+        and plain.plans[0] == by_rule.plans[0]
     )
-    assert plain.identities[1] != asked.identities[1]
+    assert plain.identities[1] != by_rule.identities[1]
 
 
 @pytest.mark.parametrize(
@@ -99,15 +107,15 @@ def test_pixels_that_cannot_be_compared_are_sent_whole_and_counted(
 ) -> None:
     grid = torch.tensor([[frames, 8, 6]])
     data = BatchFeature({"pixel_values": pixels, "image_grid_thw": grid})
-    before = _UNCOMPARED._value.get()
+    original = _UNCOMPARED._value.get()
     assert _drop_cells(data, Cells()) is data
-    assert _UNCOMPARED._value.get() == before + 1
+    assert _UNCOMPARED._value.get() == original + 1
 
 
 def test_an_image_that_comes_by_its_name_keeps_its_cells(folder: Any) -> None:
     sender = Sender(folder, budget=1000).with_cache()
-    before = sender.send([page()], ["x"], cells="flat")
-    assert sender.send([None], ["x"], cells="flat") == replace(before, data=[None])
+    original = sender.send([page()], ["x"], cells="flat")
+    assert sender.send([None], ["x"], cells="flat") == replace(original, data=[None])
     with pytest.raises(ValueError, match="data is not provided"):
         sender.send([None], ["x"], cells="predicted")
 
@@ -154,10 +162,12 @@ ROWS = torch.zeros(16, 12, dtype=torch.uint8)
     ],
 )
 def test_forged_cells_are_refused(anchors: Any, grid: Any, rows: Any) -> None:
-    def check(anchors: Any, grid: Any, rows: Any, **others: Any) -> None:
+    def check(anchors: Any, grid: Any, rows: Any, **plan_fields: Any) -> None:
         fields = {CELLS_FIELD: anchors, "image_grid_thw": grid, "pixel_values": rows}
         present = {name: value for name, value in fields.items() if value is not None}
-        check_inputs(ItemPlan(2, NO_KEY, tokens=4, **others), "image", present, None)
+        check_inputs(
+            ItemPlan(2, NO_KEY, tokens=4, **plan_fields), "image", present, None
+        )
 
     with pytest.raises(
         RequestError, match=r"autoprune_cells: |image_grid_thw: |pixels of nothing"
@@ -190,7 +200,7 @@ def test_cells_in_a_request_from_elsewhere_are_checked(
         replace(served(), capabilities=Capabilities(whole_only=whole_only)), 100
     )
     with pytest.raises(RequestError, match=problem) if problem else nullcontext():
-        _check_features(rules, [item], "", MultiModalConfig())
+        check_features(rules, [item], "", MultiModalConfig())
 
 
 def test_what_plans_from_elsewhere_keep_together_is_bounded() -> None:
@@ -203,4 +213,4 @@ def test_what_plans_from_elsewhere_keep_together_is_bounded() -> None:
     ):
         rules = PlanRules(replace(served(), rules=RequestRules(total=total)), 100)
         with pytest.raises(RequestError, match=problem) if problem else nullcontext():
-            _check_features(rules, items(), "", MultiModalConfig())
+            check_features(rules, items(), "", MultiModalConfig())

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-from vllm.multimodal.parse import VideoProcessorItems
 
 from tests.serving.unit.samples import Sender, picture, places, served, vllm_config
 from tests.serving.unit.samples import clip_state as state
 from vllm_autoprune import RequestError, load_state
 from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.selftest.serve import clip
-from vllm_autoprune.serving.api.clips import Clips
+from vllm_autoprune.serving.api.budgets import RequestBudgets
+from vllm_autoprune.serving.api.placeholders import TokenCount
 from vllm_autoprune.serving.api.request import PruningRequest
 from vllm_autoprune.serving.inputs import VIDEO_TILES, check_inputs
 from vllm_autoprune.serving.models import BACKBONES
@@ -64,8 +64,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(params=[True, False], ids=["cache", "no cache"])
 def sender(request: pytest.FixtureRequest, tiny: Path) -> Sender:
     rules = RequestRules("shipped-states")
-    made = Sender(tiny, budget=8, rules=rules, **state("echoprune"))
-    return made.with_cache() if request.param else made
+    server = Sender(tiny, budget=8, rules=rules, **state("echoprune"))
+    return server.with_cache() if request.param else server
 
 
 def alone(sender: Sender, video: Any, uuid: str | None = None, **entry: Any) -> Any:
@@ -76,7 +76,7 @@ def alone(sender: Sender, video: Any, uuid: str | None = None, **entry: Any) -> 
 
 
 def test_k_is_of_all_frames_and_a_clip_is_sent_once(sender: Sender) -> None:
-    for asked, kept in (
+    for requested, kept_tokens in (
         (None, 2 * GROUPS),
         ("tokens_per_frame:3", 3 * GROUPS),
         ("1/4", TOKENS // 4),
@@ -84,12 +84,16 @@ def test_k_is_of_all_frames_and_a_clip_is_sent_once(sender: Sender) -> None:
         (10**4, TOKENS),
         ("100%", TOKENS),
     ):
-        sent = sender.send([CLIP, OTHER], modality="video", video_budget=asked)
-        assert sent.lengths == [kept, kept] == [plan.budget for plan in sent.plans]
+        sent = sender.send([CLIP, OTHER], modality="video", video_budget=requested)
+        assert (
+            sent.lengths
+            == [kept_tokens, kept_tokens]
+            == [plan.budget for plan in sent.plans]
+        )
         assert [(plan.frames, plan.tokens) for plan in sent.plans] == [
             (GROUPS, TOKENS)
         ] * 2
-        assert sent.sent == [sender.cache is None or asked is None] * 2
+        assert sent.sent == [sender.cache is None or requested is None] * 2
 
 
 def test_all_images_and_clips_of_a_request_have_a_bound(tiny: Path) -> None:
@@ -107,22 +111,26 @@ def test_all_images_and_clips_of_a_request_have_a_bound(tiny: Path) -> None:
         "the image has 4"
     )
     assert alone(sender, CLIP, video_budget=14)[1] == 14
-    for asked in ({"video_budget": "tokens_per_frame:4"}, {"enabled": False}):
+    for requested in ({"video_budget": "tokens_per_frame:4"}, {"enabled": False}):
         with pytest.raises(RequestError, match="a request has 14 for them"):
-            send([CLIP], **asked)
+            send([CLIP], **requested)
 
 
-def test_min_does_not_bound_a_clip_that_stays_whole_and_max_does(tiny: Path) -> None:
-    """Tokens of a temporal group, of which this clip has 6."""
-    for least, most in ((7, 64), (1, 5)):
-        rules = RequestRules("budget", least, most)
+def test_the_range_of_requests_is_of_each_temporal_group(tiny: Path) -> None:
+    """Of which this clip has 6 tokens each; MIN does not bound a clip that stays whole."""
+
+    def count(minimum: int, maximum: int, **entry: Any) -> Any:
+        rules = RequestRules("budget", minimum, maximum)
         sender = Sender(tiny, budget=8, rules=rules, **state("vcast"))
-        with (
-            nullcontext()
-            if least > 1
-            else pytest.raises(RequestError, match="1 to 5 of each")
-        ):
-            assert alone(sender, CLIP, enabled=False)[1] == TOKENS
+        return alone(sender, CLIP, **entry)[1]
+
+    assert count(7, 64, enabled=False) == TOKENS
+    with pytest.raises(RequestError, match="1 to 5 of each"):
+        count(1, 5, enabled=False)
+    assert count(2, 5, video_budget=5 * GROUPS) == 5 * GROUPS
+    for budget in (GROUPS, 5 * GROUPS + 1):
+        with pytest.raises(RequestError, match="2 to 5 of each"):
+            count(2, 5, video_budget=budget)
 
 
 def test_a_row_behind_the_last_frame_counts_as_a_token(tmp_path: Path) -> None:
@@ -131,14 +139,14 @@ def test_a_row_behind_the_last_frame_counts_as_a_token(tmp_path: Path) -> None:
     frames = 8
     tokens = 4 * 8
 
-    def keep(asked: Any, total: int | None = None) -> int:
+    def keep(requested: Any, total: int | None = None) -> int:
         """K of a clip, as the engine's checks have it too."""
         rules = RequestRules("budget", total=total)
         sender = Sender(folder, budget=8, rules=rules, **state("vcast"))
-        (kept,) = sender.send(
-            [clip(frames)], modality="video", video_budget=asked
+        (kept_tokens,) = sender.send(
+            [clip(frames)], modality="video", video_budget=requested
         ).lengths
-        return kept
+        return kept_tokens
 
     assert keep("100%") == keep("tokens_per_frame:4") == keep(tokens + 1) == tokens + 1
     assert keep(tokens) == keep(f"100%:1-{tokens}") == tokens
@@ -171,12 +179,12 @@ def test_identities_hold_all_that_chooses_tokens_and_nothing_else(
     )
     assert identities == again
     assert len({*identities}) == len(identities)
-    same: list[dict[str, Any]] = [
+    alike: list[dict[str, Any]] = [
         {"video_budget": 2 * GROUPS},
         {"video_budget": "1/3"},
         {"budget": 3},
     ]
-    assert {alone(sender, CLIP, **entry)[0] for entry in same} == {identities[0]}
+    assert {alone(sender, CLIP, **entry)[0] for entry in alike} == {identities[0]}
     unread: dict[str, Any] = {"state": "vcast", "video_budget": 8}
     for text in ("cat", "dog"):
         assert (
@@ -212,11 +220,15 @@ def test_a_random_draw_depends_on_the_pixels_of_a_clip_alone(
         {"video_budget": 5},
     ]
 
-    def draw(server: Sender, video: Any, **asked: Any) -> int:
-        (plan,) = server.send([video], modality="video", keep="random", **asked).plans
+    def draw(server: Sender, video: Any, **requested: Any) -> int:
+        (plan,) = server.send(
+            [video], modality="video", keep="random", **requested
+        ).plans
         return plan.key[0]
 
-    seeds = {draw(server, CLIP, **asked) for server in servers for asked in settings}
+    seeds = {
+        draw(server, CLIP, **requested) for server in servers for requested in settings
+    }
     assert len(seeds) == 1 and draw(servers[0], OTHER) not in seeds
     with pytest.raises(
         RequestError, match="drawn from pixels, and this video comes by its name"
@@ -300,7 +312,7 @@ def test_a_plan_of_another_clip_is_refused(
 ) -> None:
     good = ItemPlan(8, NO_KEY, tokens=tokens, frames=4)
     check_inputs(ItemPlan.decode(good.encode()), "video", fields, frame)
-    others = [
+    forgeries = [
         (replace(good, frames=0), "video", fields, "T = 0"),
         (replace(good, frames=5), "video", fields, "T = 5"),
         (replace(good, tokens=tokens + 1), "video", fields, f"N = {tokens + 1}"),
@@ -314,10 +326,10 @@ def test_a_plan_of_another_clip_is_refused(
         ),
     ]
     if VIDEO_TILES in fields:
-        others.append(
+        forgeries.append(
             (good, "video", {**fields, VIDEO_TILES: torch.tensor(3)}, VIDEO_TILES)
         )
-    for plan, modality, item, problem in others:
+    for plan, modality, item, problem in forgeries:
         with pytest.raises(RequestError, match=problem):
             check_inputs(plan, modality, item, frame)
 
@@ -355,11 +367,11 @@ def test_frames_and_their_times_stand_where_they_do_in_the_whole_clip(
         sender.send([CLIP], modality="video", video_budget=k) for k in ("100%", 9)
     )
     (plan,) = few.plans
-    kept = torch.tensor([0, 5, 6, 7, 14, 18, 20, 21, 23])
+    kept_tokens = torch.tensor([0, 5, 6, 7, 14, 18, 20, 21, 23])
     count = 9 + len(plan.text)
     row = next(r for r in BACKBONES.values() if r.name == backbone)
-    same = zip(stock_clip.prompt, few.prompt, strict=False)
-    start = next(at for at, (before, after) in enumerate(same) if before != after)
+    alike = zip(stock_clip.prompt, few.prompt, strict=False)
+    start = next(index for index, (old, after) in enumerate(alike) if old != after)
     token = few.prompt[start]
     assert few.prompt[start : start + count] == [token] * count
     unpruned = plan.write_text([token] * TOKENS)
@@ -377,31 +389,36 @@ def test_frames_and_their_times_stand_where_they_do_in_the_whole_clip(
 
     def feature(length: int, is_embed: Any) -> list[MultiModalFeatureSpec]:
         grid: Any = SimpleNamespace(data=torch.tensor([GROUPS, 6, 4]))
-        place = PlaceholderRange(start, length, is_embed)
-        return [MultiModalFeatureSpec({"video_grid_thw": grid}, "video", "", place)]
+        placeholder = PlaceholderRange(start, length, is_embed)
+        return [
+            MultiModalFeatureSpec({"video_grid_thw": grid}, "video", "", placeholder)
+        ]
 
     is_token = torch.tensor(unpruned) == token
     stock, delta = model.get_mrope_input_positions(
         stock_clip.prompt, feature(length, is_token)
     )
-    place = model.get_mrope_input_positions
+    compute_positions = model.get_mrope_input_positions
     clips = feature(count, None)
     positions, pruned_delta = _compute_input_positions(
-        place, few.prompt, clips, {0: unpruned}, {}, {0: 2}
+        compute_positions, few.prompt, clips, {0: unpruned}, {}, {0: 2}
     )
     channels = position_channels(3, 2, torch.device("cpu"), [0] * GROUPS)
     features = ImageFeatures(
         (Region(Grid(3, 2, tiles=GROUPS, clip=True), channels, {}),)
     )
-    item = KeptRows(channels[kept].bfloat16(), kept, kept)
+    item = KeptRows(channels[kept_tokens].bfloat16(), kept_tokens, kept_tokens)
     (with_text,) = insert_text(
         [item], [plan], [features], lambda ids: ids[:, None].float(), set_times
     )
     rows = with_text.rows
-    in_clip = plan.write_text([-1 - at for at in range(TOKENS)])
-    is_kept = [at >= 0 or -1 - at in kept for at in in_clip]
+    in_clip = plan.write_text([-1 - index for index in range(TOKENS)])
+    is_kept = [index >= 0 or -1 - index in kept_tokens for index in in_clip]
     behind = start + length
-    expected = [*range(start), *(start + at for at in range(length) if is_kept[at])]
+    expected = [
+        *range(start),
+        *(start + index for index in range(length) if is_kept[index]),
+    ]
     expected += range(behind, len(stock_clip.prompt))
     for _ in range(2):
         ids = torch.tensor(few.prompt)
@@ -460,12 +477,10 @@ def test_a_state_of_a_request_is_priced_at_the_size_of_its_clips(
         json.dumps({**json.loads(load_state("scope").dumps()), "frames": frames})
     )
     sender = Sender(tiny, budget=8, rules=RequestRules("states"), **state("vcast"))
-    planner = sender._processor._planner
-    names = [str(number) for number, _ in enumerate(sizes)]
-    videos = VideoProcessorItems([CLIP] * len(sizes))
-    clips = Clips(videos, names, "", names, PruningRequest(), dear)
+    server = sender._processor._planner.served
+    budgets = RequestBudgets(server, PruningRequest(), dear)
     with pytest.raises(RequestError, match="are allowed") if refused else nullcontext():
-        clips.plan(planner.served, planner.tokenizer, sizes)
+        budgets.plan_videos([TokenCount(n, frames=t) for n, t in sizes], None)
 
 
 def test_a_plan_with_a_state_is_held_to_the_price_of_its_clip() -> None:

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -21,24 +21,21 @@ from vllm.multimodal.cache import (
     MultiModalCacheMissError,
 )
 from vllm.multimodal.inputs import (
-    MultiModalBatchedField,
-    MultiModalFieldElem,
     MultiModalKwargsItem,
 )
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 
-from tests.serving.unit.samples import served
+from tests.serving.unit.samples import PLAN, element, feature, served
 from vllm_autoprune.errors import RequestError
-from vllm_autoprune.serving.api.engine_requests import (
-    RenderedHashes,
+from vllm_autoprune.serving.api.engine_requests import RenderedHashes, watch_requests
+from vllm_autoprune.serving.api.foreign_items import count_surplus
+from vllm_autoprune.serving.api.image_cache import (
     RenderedItem,
     Rendering,
     Waiting,
-    _sum_surplus,
     cache_without_plans,
-    watch_requests,
 )
 from vllm_autoprune.serving.api.positions import ItemSize
 from vllm_autoprune.serving.api.refusal import REFUSED
@@ -59,7 +56,7 @@ FIELDS = {
 
 
 @pytest.mark.parametrize(
-    ("asked", "passed"),
+    ("kwargs", "passed"),
     [
         ({}, {"autoprune": FIELDS}),
         ({"autoprune": None, SALT: "what a client wrote"}, {"autoprune": FIELDS}),
@@ -73,14 +70,14 @@ FIELDS = {
     ids=str,
 )
 def test_fields_of_messages_and_the_salt_reach_the_processor(
-    asked: dict[str, Any], passed: dict[str, Any]
+    kwargs: dict[str, Any], passed: dict[str, Any]
 ) -> None:
-    before = copy.deepcopy(asked)
-    prompt: Any = {_MESSAGE_FIELDS: FIELDS, KWARGS: asked, "cache_salt": "tenant"}
-    made = _pass_fields(prompt)
-    assert made == {KWARGS: {**passed, SALT: "tenant"}, "cache_salt": "tenant"}
-    assert isinstance(made[KWARGS][SALT], CacheSalt), "no JSON body can send one"
-    assert asked == before, "the caller's own"
+    original = copy.deepcopy(kwargs)
+    prompt: Any = {_MESSAGE_FIELDS: FIELDS, KWARGS: kwargs, "cache_salt": "tenant"}
+    result = _pass_fields(prompt)
+    assert result == {KWARGS: {**passed, SALT: "tenant"}, "cache_salt": "tenant"}
+    assert isinstance(result[KWARGS][SALT], CacheSalt), "no JSON body can send one"
+    assert kwargs == original, "the caller's own"
     assert _pass_fields({"prompt_token_ids": [1]}) == {"prompt_token_ids": [1]}
 
 
@@ -96,68 +93,38 @@ def test_a_chat_may_not_write_what_is_read_of_its_messages(name: str) -> None:
 
 # ---- requests on their way to the engine ----
 
-PLAN = ItemPlan(8, (1, 2), (3,))
-PIXELS = torch.arange(12.0).reshape(3, 2, 2)
 ELSEWHERE = {"type": "multimodal", "mm_hashes": {"image": ["a"]}}
 """A prompt that was rendered by another process."""
-
-
-def feature(
-    row: object,
-    placeholders: int = 8,
-    *,
-    pixels: str = "pixel_values",
-    keep_on_cpu: bool = True,
-    modality: str = "image",
-    name: str = "a",
-) -> Any:
-    """One item of a request: a plan where ``row`` is one, and pixels."""
-    data = {}
-    if row is not None:
-        field = MultiModalBatchedField(keep_on_cpu=keep_on_cpu)
-        data[FIELD] = MultiModalFieldElem(cast("Any", row), field)
-    if pixels:
-        data[pixels] = MultiModalFieldElem(PIXELS, MultiModalBatchedField())
-    return SimpleNamespace(
-        data=MultiModalKwargsItem(data),
-        mm_position=SimpleNamespace(
-            offset=0, length=placeholders, get_num_embeds=lambda: placeholders
-        ),
-        mm_hash=name,
-        identifier=name,
-        modality=modality,
-    )
 
 
 @pytest.fixture
 def refused() -> Callable[[], float]:
     """How many requests were refused since."""
-    before = REFUSED._value.get()
-    return lambda: REFUSED._value.get() - before
+    start = REFUSED._value.get()
+    return lambda: REFUSED._value.get() - start
 
 
-def processed(  # noqa: PLR0913
+def processed(
     prompt: object,
     features: list[Any],
     *,
-    stock: bool = False,
     salt: str | None = None,
-    rules: RequestRules = DEFAULT_RULES,
+    rules: RequestRules | None = DEFAULT_RULES,
     span: int | None = None,
     params: SamplingParams | None = None,
     embeds: bool = False,
 ) -> Any:
-    """A request that vLLM's own step has made of a prompt, or refused.
+    """A request that vLLM's own step has made of a prompt, or refused; stock without rules.
 
     Its prompt has 20 tokens of at most 100, and each item takes ``span`` positions.
     """
     config = SimpleNamespace(
-        autoprune=None if stock else replace(served(), rules=rules),
+        autoprune=None if rules is None else replace(served(), rules=rules),
         get_vocab_size=lambda: 100,
         max_model_len=100,
         get_multimodal_config=lambda: MultiModalConfig(enable_mm_embeds=embeds),
     )
-    made = SimpleNamespace(
+    request = SimpleNamespace(
         mm_features=features,
         cache_salt=salt,
         prompt_token_ids=[0] * 20,
@@ -167,7 +134,7 @@ def processed(  # noqa: PLR0913
     renderer = SimpleNamespace(get_mm_processor=lambda: processor)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            InputProcessor, "process_inputs", lambda self, request_id, prompt: made
+            InputProcessor, "process_inputs", lambda self, request_id, prompt: request
         )
         patch.setattr(OutputProcessor, "add_request", OutputProcessor.add_request)
         watch_requests()
@@ -235,12 +202,12 @@ def test_parts_of_an_image_from_elsewhere_share_its_positions() -> None:
     core, delta = ItemPlan(8, (1, 2), tokens=64).split(5)
     plans = [core, delta, delta.recall(4), ItemPlan(8, (3, 4), tokens=64)]
     items = [feature(plan.encode(), plan.budget) for plan in plans]
-    assert _sum_surplus(lambda data, rows: ItemSize(span=30), items) == 2 * 30 - (
+    assert count_surplus(lambda data, rows: ItemSize(span=30), items) == 2 * 30 - (
         5 + 3 + 4 + 8
     )
     packed = [replace(plan, positions="packed") for plan in plans]
     items = [feature(plan.encode(), plan.budget) for plan in packed]
-    assert _sum_surplus(lambda data, rows: ItemSize(span=30), items) == 0
+    assert count_surplus(lambda data, rows: ItemSize(span=30), items) == 0
 
 
 def test_parts_without_their_image_have_no_positions_to_share() -> None:
@@ -252,16 +219,16 @@ def test_parts_without_their_image_have_no_positions_to_share() -> None:
         [replace(core, positions="packed"), delta],
     ):
         items = [feature(plan.encode(), plan.budget) for plan in plans]
-        for at, item in enumerate(items):
-            item.mm_position.offset = 10 * at
+        for index, item in enumerate(items):
+            item.mm_position.offset = 10 * index
         with pytest.raises(RequestError, match="not before it"):
-            _sum_surplus(lambda data, rows: ItemSize(span=rows), items)
+            count_surplus(lambda data, rows: ItemSize(span=rows), items)
 
 
 def test_an_image_that_keeps_all_tokens_takes_as_many_positions() -> None:
     """Whatever N its plan says."""
     item = feature(ItemPlan(8, (1, 2), tokens=0).encode(), 8)
-    assert _sum_surplus(lambda data, rows: ItemSize(span=rows), [item]) == 0
+    assert count_surplus(lambda data, rows: ItemSize(span=rows), [item]) == 0
 
 
 def test_items_are_cached_under_the_key_of_their_image_when_they_are_handed_over() -> (
@@ -304,7 +271,7 @@ def test_a_plan_from_another_process_is_checked(
     with pytest.raises(VLLMValidationError, match=problem):  # answered by 400
         processed(ELSEWHERE, [feature(PLAN.encode()), item])
     assert refused() == 1
-    processed(ELSEWHERE, [item], stock=True)
+    processed(ELSEWHERE, [item], rules=None)
     processed(ELSEWHERE, [feature(None, modality="video")])
     if problem == "requests may":
         processed(ELSEWHERE, [item], rules=RequestRules("budget", explicit=True))
@@ -352,10 +319,6 @@ def test_features_of_a_plan_from_elsewhere_are_kept_under_the_key_of_its_pixels(
 IMAGE_BYTES = 400
 
 
-def element(data: torch.Tensor, keep_on_cpu: bool = False) -> Any:
-    return MultiModalFieldElem(data, MultiModalBatchedField(keep_on_cpu=keep_on_cpu))
-
-
 def plan_element(budget: int) -> Any:
     return element(ItemPlan(budget, (1, 1)).encode())
 
@@ -381,8 +344,10 @@ class Server:
         rendering = Rendering(self.sender, self.waiting)
         cached = rendering.is_cached(list(keys))
         items = [
-            rendering.get_and_update_item(None if known else (process(key), []), key)[0]
-            for key, known in zip(keys, cached, strict=True)
+            rendering.get_and_update_item(
+                None if is_cached else (process(key), []), key
+            )[0]
+            for key, is_cached in zip(keys, cached, strict=True)
         ]
         if not by_name:
             rendering.process_again = lambda: {
@@ -401,10 +366,10 @@ class Server:
     def send(self, request: Any) -> list[bool]:
         """Which items had tensors; raises MultiModalCacheMissError, which vLLM answers by 500."""
         request.rendering.hand_over(request.features)
-        had = [set(feature.data) != {FIELD} for feature in request.features]
-        for feature in self.engine.get_and_update_features(list(request.features)):
-            key = "".join(map(chr, feature.data["pixel_values"].data)).rstrip()
-            assert (key, FIELD in feature.data) == (feature.mm_hash, True)
+        had = [set(item.data) != {FIELD} for item in request.features]
+        for item in self.engine.get_and_update_features(list(request.features)):
+            key = "".join(map(chr, item.data["pixel_values"].data)).rstrip()
+            assert (key, FIELD in item.data) == (item.mm_hash, True)
         return had
 
 

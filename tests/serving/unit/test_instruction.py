@@ -19,8 +19,8 @@ from vllm_autoprune.serving.api.instruction import (
     find_question_turns,
     mark_recall_turns,
     split_content_words,
-    truncate_clip_ids,
     truncate_text,
+    truncate_tower_ids,
 )
 from vllm_autoprune.serving.api.request import RecallTurn
 from vllm_autoprune.serving.plan import LANGUAGE_IDS, RELEVANCE_IDS
@@ -60,17 +60,17 @@ def test_an_image_of_every_form_has_its_text_and_its_detail(
         "what?",
     ):
         assert extract_fields([user(image, question)])["instructions"] == ["what?"]
-    others: list[Any] = [
+    other_parts: list[Any] = [
         {"type": "audio_url"},
         {"type": "text", "text": None},
         {},
         None,
         3,
     ]
-    assert extract_fields([user(*others, text("what?"))])["instructions"] == []
-    assert extract_fields([user(*others, image, text("what?"))])["instructions"] == [
-        "what?"
-    ]
+    assert extract_fields([user(*other_parts, text("what?"))])["instructions"] == []
+    assert extract_fields([user(*other_parts, image, text("what?"))])[
+        "instructions"
+    ] == ["what?"]
     level: object
     for level in ("low", "high", "auto", "LOW", 1, {}):
         where: Any = image.get("image_url")
@@ -124,7 +124,7 @@ BILLING = "x-anthropic-billing-header: cch=1"
 
 
 @pytest.mark.parametrize(
-    ("before", "read"),
+    ("preceding", "read"),
     [
         ([TASK], "Buy a lamp."),
         (
@@ -150,11 +150,11 @@ BILLING = "x-anthropic-billing-header: cch=1"
     ids=str,
 )
 def test_an_image_without_text_has_the_task_and_what_was_said_last(
-    before: list[dict[str, Any]], read: str
+    preceding: list[dict[str, Any]], read: str
 ) -> None:
     for shot, count in ((user(URL, URL), 2), (said("tool", [URL]), 1)):
         fields = extract_fields(
-            [*before, shot, said("assistant", "And?"), user(text("Blue?"))]
+            [*preceding, shot, said("assistant", "And?"), user(text("Blue?"))]
         )
         assert fields["instructions"][-count:] == [read] * count
         assert fields["turns"][-count:] == [None] * count
@@ -174,7 +174,7 @@ def test_neither_a_long_task_nor_a_long_page_hides_the_other() -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "texts", "turns", "expected"),
+    ("preceding", "texts", "turns", "expected"),
     [
         (["USER:", "what? ASSISTANT: a USER:"], ["what?"] * 2, [0, 2], [0, 1]),
         (["USER:", "what? ASSISTANT: a USER:"], ["what?"] * 2, None, [0, 1]),
@@ -194,12 +194,12 @@ def test_neither_a_long_task_nor_a_long_page_hides_the_other() -> None:
     ],
 )
 def test_turns_end_where_a_question_does(
-    before: list[str],
+    preceding: list[str],
     texts: list[str],
     turns: list[int | None] | None,
     expected: list[int | None],
 ) -> None:
-    assert find_question_turns(before, texts, turns) == expected
+    assert find_question_turns(preceding, texts, turns) == expected
 
 
 EMPTY: list[object] = [None, "", "  ", [], 5]
@@ -297,7 +297,7 @@ IMAGE_ID = 4
 
 
 @pytest.mark.parametrize(
-    ("asked", "needs", "relevance", "language"),
+    ("question", "needs", "relevance", "language"),
     [
         ("ab", ("cls_attention", "tower"), "", ""),
         ("ab", ("instruction",), "ab", ""),
@@ -319,7 +319,7 @@ IMAGE_ID = 4
     ids=lambda value: str(value)[:20],
 )
 def test_instructions_are_tokenized_for_states_that_read_them(
-    asked: str, needs: tuple[Need, ...], relevance: str, language: str
+    question: str, needs: tuple[Need, ...], relevance: str, language: str
 ) -> None:
     """By a model whose tokenizer gives each letter a token."""
 
@@ -328,7 +328,7 @@ def test_instructions_are_tokenized_for_states_that_read_them(
         return [ord(letter) if letter != "#" else IMAGE_ID for letter in text]
 
     info: Any = SimpleNamespace(get_tokenizer=lambda: SimpleNamespace(encode=encode))
-    ids = InstructionTokenizer(info, None, IMAGE_ID).tokenize(asked, needs)
+    ids = InstructionTokenizer(info, None, IMAGE_ID).tokenize(question, needs)
     assert ids == (tuple(map(ord, relevance)), tuple(map(ord, language)))
 
 
@@ -339,7 +339,7 @@ def test_the_end_of_a_text_of_words_has_the_last_ids_of_all_of_it(tail: str) -> 
     tokenizer = AutoTokenizer.from_pretrained(str(LLAVA))
     clip = AutoTokenizer.from_pretrained(str(CLIP))
     source = Random(3)
-    known = [
+    vocabulary = [
         "red",
         "circle",
         "what",
@@ -352,7 +352,7 @@ def test_the_end_of_a_text_of_words_has_the_last_ids_of_all_of_it(tail: str) -> 
         "Strasse",
         "\u4f60",
     ]
-    text = " ".join(source.choice(known) for _ in range(20_000)) + tail
+    text = " ".join(source.choice(vocabulary) for _ in range(20_000)) + tail
     end = truncate_text(text)
     assert text.endswith(end) and len(end) <= MAX_CHARACTERS
     last, every = (
@@ -360,8 +360,8 @@ def test_the_end_of_a_text_of_words_has_the_last_ids_of_all_of_it(tail: str) -> 
         for part in (end, text)
     )
     assert last == every
-    ids = truncate_clip_ids(tuple(clip(end, verbose=False)["input_ids"]))
-    assert ids == truncate_clip_ids(tuple(clip(text, verbose=False)["input_ids"]))
+    ids = truncate_tower_ids(tuple(clip(end, verbose=False)["input_ids"]))
+    assert ids == truncate_tower_ids(tuple(clip(text, verbose=False)["input_ids"]))
     assert len(ids) == RELEVANCE_IDS
     assert (ids[0], ids[-1]) == (clip.bos_token_id, clip.eos_token_id)
 

@@ -125,13 +125,13 @@ def test_every_image_keeps_its_budget_and_the_text_stays(
     # The last core of a turn, which its delta follows, ends on the edge of a block.
     position = 0
     unread = iter(slots)
-    before = Slot(-1, 0)
+    previous = Slot(-1, 0)
     for token in new_ids:
         slot = next(unread) if token == TOKEN else Slot(-1, 1)
-        if (before.part, before.image) == ("core", slot.image):
+        if (previous.part, previous.image) == ("core", slot.image):
             assert position % block == 0
         position += slot.budget
-        before = slot
+        previous = slot
 
 
 # ---- recall ----
@@ -210,25 +210,25 @@ def test_marks_become_an_image_token_for_every_item() -> None:
 
 def test_recalls_stay_within_the_range_of_requests(folder: Any) -> None:
     """K = 8 of 64 tokens and a range that ends at 10: two more, whatever is asked for."""
-    asked: Any = {
+    fields: Any = {
         "recall_turns": [{"images": 1, "text": f"turn {i}"} for i in range(3)]
     }
     sender = Sender(folder, 8, RequestRules("budget", 1, 10, explicit=True))
-    assert sender.send([LARGE], recall=9, **asked).lengths == [8, 2]
-    assert sender.send([LARGE], recall=9, budget=10, **asked).lengths == [10]
+    assert sender.send([LARGE], recall=9, **fields).lengths == [8, 2]
+    assert sender.send([LARGE], recall=9, budget=10, **fields).lengths == [10]
     by_operator = Sender(
         folder, 8, RequestRules("budget", 1, 10, explicit=True, recall=9)
     )
-    assert by_operator.send([LARGE], **asked).lengths == [8, 9, 9, 9], "not asked for"
+    assert by_operator.send([LARGE], **fields).lengths == [8, 9, 9, 9], "not asked for"
 
 
 def test_a_recall_reads_the_question_though_k_does_not(folder: Any) -> None:
     """A core of all of K is chosen without a question, and what is recalled beside it with one."""
     sender = Sender(folder, 8, core={"share": 1.0})
-    asked, other = (
+    about_cat, about_number = (
         sender.send([LARGE], recall=4, recall_turns=[{"images": 1, "text": text}])
         for text in ("and the red cat?", "how many are there?")
     )
-    assert asked.plans[1].read != other.plans[1].read
-    assert asked.identities[0] == other.identities[0]
-    assert asked.identities[1] != other.identities[1]
+    assert about_cat.plans[1].read != about_number.plans[1].read
+    assert about_cat.identities[0] == about_number.identities[0]
+    assert about_cat.identities[1] != about_number.identities[1]

@@ -28,7 +28,7 @@ from tests.serving.unit.samples import Sender, served
 from vllm_autoprune.errors import RequestError
 from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.selftest.checks import _count_between
-from vllm_autoprune.serving.api.layout import Placeholders
+from vllm_autoprune.serving.api.placeholders import Placeholders
 from vllm_autoprune.serving.models.llava import (
     AutopruneLlavaForConditionalGeneration,
     LlavaVision,

@@ -12,7 +12,14 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.multimodal.processing import ProcessorInputs
 from vllm.multimodal.processing.context import TimingContext
 
-from tests.serving.unit.samples import LARGE, OTHER, Sender, clip_state, picture
+from tests.serving.unit.samples import (
+    LARGE,
+    OTHER,
+    Processed,
+    Sender,
+    clip_state,
+    picture,
+)
 from vllm_autoprune import RequestError
 from vllm_autoprune.selftest.backbones import TINY_MODELS, build
 from vllm_autoprune.selftest.serve import clip
@@ -57,17 +64,19 @@ def find_end(sender: Sender, backbone: str, items: Items) -> int:
     """The first position after a whole prompt, by vLLM's own model class."""
     uncached = copy.copy(sender)
     uncached.cache = None
-    made = process(uncached, items, enabled=False)
+    processed = process(uncached, items, enabled=False)
     features = [
         MultiModalFeatureSpec(item, modality, "", position)
-        for modality, items in made["mm_kwargs"].items()
-        for item, position in zip(items, made["mm_placeholders"][modality], strict=True)
+        for modality, items in processed["mm_kwargs"].items()
+        for item, position in zip(
+            items, processed["mm_placeholders"][modality], strict=True
+        )
     ]
     module, _, name = MROPE[backbone].model.partition(":")
     stock: Any = vars(import_module(module))[name].__mro__[4]
     model = stock.__new__(stock)
     vars(model)["config"] = sender.info.get_hf_config()
-    ids = list(made["prompt_token_ids"])
+    ids = list(processed["prompt_token_ids"])
     _, delta = model.get_mrope_input_positions(ids, features)
     return len(ids) + int(delta)
 
@@ -78,8 +87,10 @@ def assert_same_end(
     """The pruned prompt ends at the position at which the whole one does."""
     end = find_end(sender, backbone, items)
     for _ in range(2):  # the second time by what vLLM's cache knows of the items
-        made = process(sender, items, **entry)
-        assert len(made["prompt_token_ids"]) + made["mm_hashes"].surplus == end
+        processed = process(sender, items, **entry)
+        assert (
+            len(processed["prompt_token_ids"]) + processed["mm_hashes"].surplus == end
+        )
 
 
 @pytest.mark.parametrize("backbone", MROPE)
@@ -139,10 +150,10 @@ def test_a_pruned_prompt_ends_where_the_whole_one_does(
                 process(sender, request, positions=positions)
             continue
         for _ in range(2):  # the second time by what vLLM's cache knows of the items
-            made = process(sender, request, positions=positions)
-            removed = length - len(made["prompt_token_ids"])
+            processed = process(sender, request, positions=positions)
+            removed = length - len(processed["prompt_token_ids"])
             assert removed > 0
-            assert made["mm_hashes"].surplus == (
+            assert processed["mm_hashes"].surplus == (
                 0 if positions == "packed" else removed
             )
 
@@ -160,41 +171,62 @@ def test_a_pruned_clip_ends_where_the_whole_one_does(
     request: Items = {"image": [LARGE], "video": [clip(12)]}
     length = len(process(sender, request, enabled=False)["prompt_token_ids"])
     for _ in range(2):
-        made = process(sender, request, video_budget=12)
-        assert made["mm_hashes"].surplus == length - len(made["prompt_token_ids"]) > 0
+        processed = process(sender, request, video_budget=12)
+        assert (
+            processed["mm_hashes"].surplus
+            == length - len(processed["prompt_token_ids"])
+            > 0
+        )
 
 
-def test_images_without_room_are_packed_and_are_other_items(tmp_path: Path) -> None:
-    """What is packed depends on what comes before it alone, as KV of prefixes is shared."""
+PICTURES = [LARGE, OTHER, LARGE, OTHER]
+
+
+@pytest.fixture
+def cramped(tmp_path: Path) -> tuple[Sender, Processed]:
+    """A server with room for some of the pictures at their places; what it sent without a bound."""
     state: dict[str, Any] = {"core": {"share": 0.5}, "positions": "true"}
     sender = Sender(build("llava_next", tmp_path), budget=32, placeholder="", **state)
     (size,) = sender.send([LARGE], enabled=False).lengths
-    pictures = [LARGE, OTHER, LARGE, OTHER]
-    in_full = sender.with_blocks(8).send(pictures)
-    assert {plan.positions for plan in in_full.plans} == {"true"}
-    assert in_full.surplus == 4 * (size - 32)
-
+    with_room = sender.with_blocks(8).send(PICTURES)
+    assert {plan.positions for plan in with_room.plans} == {"true"}
+    assert with_room.surplus == 4 * (size - 32)
     sender._config.max_model_len = (2 * size + 40) * 4 // 3
-    sent = sender.send(pictures)
-    kept = [plan.positions == "true" for plan in sent.plans]
-    assert any(kept) and not all(kept) and kept[0]
-    at_places = {
-        plan.key for plan, keeps in zip(sent.plans, kept, strict=True) if keeps
-    }
-    assert sent.surplus == sum(
-        size - 32
-        for plan in sent.plans
-        if plan.part == "core" and plan.positions == "true"
-    )
-    for identity, before, keeps in zip(
-        sent.identities, in_full.identities, kept, strict=True
-    ):
-        assert (identity == before) == keeps
-    assert len({*sent.identities}) == len(sent.identities) and len(at_places) == 2
-    for count in range(1, 4):
-        fewer = sender.send(pictures[:count])
-        cores = [plan.positions for plan in fewer.plans if plan.part != "delta"]
-        assert (
-            cores
-            == [plan.positions for plan in sent.plans if plan.part != "delta"][:count]
-        )
+    return sender, with_room
+
+
+def test_images_without_room_are_packed_and_take_no_positions(
+    cramped: tuple[Sender, Processed],
+) -> None:
+    sender, with_room = cramped
+    sent = sender.send(PICTURES)
+    in_place = [plan.positions == "true" for plan in sent.plans]
+    assert in_place[0] and not all(in_place)
+    cores = [plan for plan in sent.plans if plan.part == "core"]
+    per_image = with_room.surplus // len(PICTURES)
+    assert sent.surplus == per_image * sum(p.positions == "true" for p in cores)
+
+
+def test_packed_images_are_other_items(cramped: tuple[Sender, Processed]) -> None:
+    sender, with_room = cramped
+    sent = sender.send(PICTURES)
+    assert len({*sent.identities}) == len(sent.identities)
+    identities = zip(sent.identities, with_room.identities, strict=True)
+    assert [identity == with_space for identity, with_space in identities] == [
+        plan.positions == "true" for plan in sent.plans
+    ]
+
+
+def test_what_is_packed_depends_on_what_comes_before_alone(
+    cramped: tuple[Sender, Processed],
+) -> None:
+    """For KV of common prefixes is shared."""
+    sender, _ = cramped
+
+    def positions(pictures: list[Any]) -> list[str]:
+        plans = sender.send(pictures).plans
+        return [plan.positions for plan in plans if plan.part != "delta"]
+
+    of_all = positions(PICTURES)
+    for count in range(1, len(PICTURES)):
+        assert positions(PICTURES[:count]) == of_all[:count]

@@ -25,11 +25,14 @@ from tests.serving.unit.samples import (
     SMALL,
     Sender,
     picture,
+    served,
 )
 from vllm_autoprune import RequestError
 from vllm_autoprune.selftest.backbones import TINY_MODELS, build
-from vllm_autoprune.serving.api import planner
+from vllm_autoprune.serving.api import media
+from vllm_autoprune.serving.identities import identify_item
 from vllm_autoprune.serving.models.qwen import _GlmVision, _Qwen2Vision
+from vllm_autoprune.serving.plan import NO_KEY, ItemPlan
 from vllm_autoprune.serving.request_rules import RequestRules
 
 pytestmark = pytest.mark.compat
@@ -45,8 +48,8 @@ def identify(
         {modality: [name]},
         kwargs,
     )
-    made = sender._processor.apply(inputs, TimingContext(enabled=False))
-    (identity,) = made["mm_hashes"][modality]
+    processed = sender._processor.apply(inputs, TimingContext(enabled=False))
+    (identity,) = processed["mm_hashes"][modality]
     return str(identity)
 
 
@@ -60,7 +63,7 @@ def stock_identity(sender: Sender, image: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("server", "asked"),
+    ("server", "requested"),
     [
         (8, "1/4"),
         (8, "25%"),
@@ -71,7 +74,7 @@ def stock_identity(sender: Sender, image: Any) -> str:
     ],
 )
 def test_a_budget_is_k_of_each_image_however_it_is_said(
-    folder: Any, server: int | str, asked: object
+    folder: Any, server: int | str, requested: object
 ) -> None:
     """Equal K are one identity and plan, other K are others, of N = 64 and 4 in one cache."""
     by_number = (
@@ -79,7 +82,7 @@ def test_a_budget_is_k_of_each_image_however_it_is_said(
     )
     sender = Sender(folder, budget=server).with_cache()
     other = sender.send([LARGE, SMALL], budget="1/2")
-    said = sender.send([LARGE, SMALL], budget=asked)
+    said = sender.send([LARGE, SMALL], budget=requested)
     assert (said.identities, said.plans) == (by_number.identities, by_number.plans)
     assert (said.lengths, other.lengths) == ([16, 1], [32, 2])
     assert len({*said.identities, *other.identities}) == 4
@@ -107,17 +110,19 @@ def test_no_uuid_is_the_identity_of_an_image(folder: Any, modality: str) -> None
 def test_a_uuid_without_an_image_means_the_image_last_sent_with_it(
     sender: Sender, folder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = sender.send([LARGE], ["x"])
-    assert sender.send([None], ["x"]) == replace(before, data=[None])
+    original = sender.send([LARGE], ["x"])
+    assert sender.send([None], ["x"]) == replace(original, data=[None])
     for uuid, salt in (("y", ""), ("x", "a tenant")):
         with pytest.raises(ValueError, match="data is not provided"):
             sender.send([None], [uuid], salt)
     second = sender.send([OTHER], ["x"])
     assert (
-        sender.send([None], ["x"]).identities == second.identities != before.identities
+        sender.send([None], ["x"]).identities
+        == second.identities
+        != original.identities
     )
     # The least recently used are forgotten first.
-    monkeypatch.setattr(planner, "_MAX_NAMES", 2)
+    monkeypatch.setattr(media, "MAX_NAMES", 2)
     forgetful = Sender(folder, budget=8).with_cache()
     for image, name in (
         (LARGE, "x"),
@@ -148,13 +153,15 @@ def test_embeddings_are_stock_where_pruning_is_off_and_refused_elsewhere(
         inputs = ProcessorInputs(ids, data, hf_processor_mm_kwargs={"autoprune": entry})
         return sender._processor.apply(inputs, TimingContext(enabled=False))
 
-    (item,) = (made := send(RequestRules("budget", 16), enabled=False))["mm_kwargs"][
-        "image"
-    ]
+    (item,) = (processed := send(RequestRules("budget", 16), enabled=False))[
+        "mm_kwargs"
+    ]["image"]
     assert set(item) == {"image_embeds", "image_grid_thw"} and torch.equal(
         item["image_embeds"].data, rows
     )
-    assert [place.length for place in made["mm_placeholders"]["image"]] == [12]
+    assert [
+        placeholder.length for placeholder in processed["mm_placeholders"]["image"]
+    ] == [12]
     with pytest.raises(RequestError, match="send the picture"):
         send(RequestRules("budget"))
     for rules, problem in (
@@ -194,12 +201,12 @@ def test_what_is_made_of_an_image_does_not_depend_on_those_beside_it(
         sender = Sender(folder, 5, placeholder="", options=options)
         sender._config.get_multimodal_config().mm_processor_cache_gb = gigabytes
         sender = sender.with_cache() if gigabytes else sender
-        made: dict[int, set[str]] = {}
+        processed: dict[int, set[str]] = {}
         for images in calls:
             for image, data in zip(images, sender.send(images).data, strict=True):
                 if data is not None:  # else vLLM's cache has it
-                    made.setdefault(id(image), set()).add(data)
-        return made
+                    processed.setdefault(id(image), set()).add(data)
+        return processed
 
     orders = ([small, large], [large, small], [small, large, small])
     for gigabytes in (0, 4):
@@ -212,11 +219,11 @@ def test_what_is_made_of_an_image_does_not_depend_on_those_beside_it(
 
 
 def test_another_question_or_k_sends_a_plan_alone(sender: Sender) -> None:
-    before = sender.send([LARGE], instructions=["what is it"])
+    original = sender.send([LARGE], instructions=["what is it"])
     again = sender.send([LARGE], instructions=["where is it"])
     fewer = sender.send([LARGE], budget=4)
-    assert (before.sent, again.sent, fewer.sent) == ([True], [False], [False])
-    assert len({*before.identities, *again.identities, *fewer.identities}) == 3
+    assert (original.sent, again.sent, fewer.sent) == ([True], [False], [False])
+    assert len({*original.identities, *again.identities, *fewer.identities}) == 3
     assert (again.lengths, fewer.lengths) == ([8], [4])
 
 
@@ -248,6 +255,14 @@ def test_what_cannot_be_resized_or_drawn_is_refused(folder: Any) -> None:
         sender.send([None], ["one"], keep="random")
 
 
+def test_another_size_of_an_image_is_another_item() -> None:
+    """Of as many tokens as well."""
+    plan = ItemPlan(4, NO_KEY, keep="resized", tokens=4)
+    sizes = (None, (56, 56), (28, 112))
+    identities = [identify_item(served(), plan, "image", False, size) for size in sizes]
+    assert len({*identities}) == len(sizes)
+
+
 def test_recall_is_refused_where_an_image_is_one_item_unless_pruning_is_off(
     tmp_path: Path,
 ) -> None:
@@ -275,8 +290,8 @@ def test_a_resized_image_has_at_most_k_tokens_and_stays_as_it_is(
         assert (sides[0] % UNIT, sides[1] % UNIT) == (0, 0)
         assert 1 <= sides[0] * sides[1] // UNIT**2 <= budget
         if max(sides) <= 200 * min(sides):
-            most = 2 * 10**9
+            pixels = 2 * 10**9
             assert (
-                smart_resize(2, *sides, factor=UNIT, min_pixels=1, max_pixels=most)
+                smart_resize(2, *sides, factor=UNIT, min_pixels=1, max_pixels=pixels)
                 == sides
             )

@@ -21,15 +21,16 @@ from vllm_autoprune import (
 )
 from vllm_autoprune.serving import request_states, state_safety
 from vllm_autoprune.serving.api import request as request_module
-from vllm_autoprune.serving.api.layout import TokenCount
-from vllm_autoprune.serving.api.request import (
+from vllm_autoprune.serving.api.budgets import RequestBudgets, check_fields
+from vllm_autoprune.serving.api.headers import (
     HEADERS,
     KeepHeaders,
-    PruningRequest,
-    _join_headers,
-    refuse_misplaced,
+    current_headers,
+    join_headers,
 )
-from vllm_autoprune.serving.api.resolve import check_fields, resolve_plans
+from vllm_autoprune.serving.api.placeholders import TokenCount
+from vllm_autoprune.serving.api.request import PruningRequest
+from vllm_autoprune.serving.api.request_checks import refuse_misplaced
 from vllm_autoprune.serving.plan import KWARGS, NO_KEY, ItemPlan
 from vllm_autoprune.serving.request_rules import LEVELS, DetailBudgets, RequestRules
 from vllm_autoprune.serving.request_states import load_request_state
@@ -46,9 +47,9 @@ def test_many_problems_are_only_counted(monkeypatch: pytest.MonkeyPatch) -> None
         request_module, "escape_unprintable", lambda *_: pytest.fail("a message")
     )
     fields = {f"x{i}": 1 for i in range(257)}
-    for asked in (fields, {"details": ["x"] * 257}, {"recall_turns": [fields]}):
+    for entry in (fields, {"details": ["x"] * 257}, {"recall_turns": [fields]}):
         with pytest.raises(RequestError, match=r"has 25\d problems"):
-            PruningRequest.parse(asked)
+            PruningRequest.parse(entry)
     with pytest.raises(RequestError, match="keys that are no text"):
         PruningRequest.parse({3: 1})
 
@@ -141,12 +142,12 @@ def test_a_header_says_what_the_entry_says_and_agrees_with_it(
         {"budget": budget},
         {"state": "visionzip"},
     ):
-        assert _join_headers(agreeing, headers) == fields
-    assert _join_headers({"keep": "state"}, headers) == {"keep": "state", **fields}
-    assert _join_headers({"budget": "50%"}, [(BUDGET, "1/2")]) == {"budget": "1/2"}
+        assert join_headers(agreeing, headers) == fields
+    assert join_headers({"keep": "state"}, headers) == {"keep": "state", **fields}
+    assert join_headers({"budget": "50%"}, [(BUDGET, "1/2")]) == {"budget": "1/2"}
     for malformed in ([(BUDGET, "9" * 5000)], [(BUDGET, "[" * 5000)], [headers[0]] * 2):
         with pytest.raises(RequestError) as caught:
-            _join_headers({}, malformed)
+            join_headers({}, malformed)
         (problem,) = caught.value.problems
         assert problem.fix and len(str(problem)) < 200
 
@@ -158,7 +159,7 @@ def test_headers_turn_pruning_off_and_set_the_budget_of_videos() -> None:
         ([(VIDEO, "tokens_per_frame:16")], {"video_budget": "tokens_per_frame:16"}),
         ([(VIDEO, "1/8")], {"video_budget": "1/8"}),
     ):
-        assert _join_headers(None, headers) == _join_headers(fields, headers) == fields
+        assert join_headers(None, headers) == join_headers(fields, headers) == fields
     for entry, header, text, problem in (
         ({"enabled": True}, ENABLED, "false", "contradicts the body"),
         ({"video_budget": 8}, VIDEO, "16", "contradicts the body"),
@@ -173,11 +174,11 @@ def test_headers_turn_pruning_off_and_set_the_budget_of_videos() -> None:
         ),
     ):
         with pytest.raises(RequestError) as caught:
-            _join_headers(entry, [(header, text)])
+            join_headers(entry, [(header, text)])
         assert f"header {header}: " in str(caught.value) and problem in str(
             caught.value
         )
-    request = PruningRequest.parse(_join_headers({"budget": 8}, [(ENABLED, "false")]))
+    request = PruningRequest.parse(join_headers({"budget": 8}, [(ENABLED, "false")]))
     with pytest.raises(
         RequestError, match="keeps every token, but 'budget' is given as well"
     ):
@@ -203,7 +204,7 @@ async def test_a_header_that_is_nearly_ours_is_answered_and_not_ignored(
     seen: list[Any] = []
 
     async def app(scope: Any) -> None:
-        seen.extend(request_module._current.get())
+        seen.extend(current_headers())
 
     await KeepHeaders(app)({"type": "http", "headers": [(name.encode(), b"?")]})
     assert [header for header, _ in seen] == [name] * is_ours
@@ -211,40 +212,42 @@ async def test_a_header_that_is_nearly_ours_is_answered_and_not_ignored(
         with pytest.raises(
             RequestError, match=f"header {name}: is not a known header -> send x-"
         ):
-            _join_headers(None, seen)
+            join_headers(None, seen)
 
 
 # ---- K, state and control of each image ----
 
 N = 144
+LARGE = edited(sample(), {"/budget": {"atom": "fixed_budget@192"}})
 DETAIL = DetailBudgets.model_validate({"low": 4, "high": 32})
 
 
 def server(
-    level: Any = "states", least: int = 1, most: int = 65536, **fields: Any
+    level: Any = "states", minimum: int = 1, maximum: int = 65536, **fields: Any
 ) -> ServedState:
     detail = fields.pop("detail", DetailBudgets())
     total = fields.pop("total", None)
-    rules = RequestRules(level, least, most, detail=detail, total=total)
+    rules = RequestRules(level, minimum, maximum, detail=detail, total=total)
     return replace(served(), rules=rules, **fields)
 
 
 def resolve(
-    asked: object, *sizes: int, on: ServedState | None = None
+    entry: object, *sizes: int, on: ServedState | None = None
 ) -> list[ItemPlan]:
     return resolve_images(
-        asked, [TokenCount(size) for size in sizes or (N,)], on or server()
+        entry, [TokenCount(size) for size in sizes or (N,)], on or server()
     )
 
 
 def resolve_images(
-    asked: object, images: list[TokenCount], on: ServedState
+    entry: object, images: list[TokenCount], on: ServedState
 ) -> list[ItemPlan]:
-    request = PruningRequest.parse(asked)
-    return resolve_plans(on, request, check_fields(on, request), images, on.rules.total)
+    request = PruningRequest.parse(entry)
+    budgets = RequestBudgets(on, request, check_fields(on, request))
+    return budgets.plan_images(images, on.rules.total)
 
 
-BOUNDED = server(least=8, most=64)
+BOUNDED = server(minimum=8, maximum=64)
 DETAILED = server(detail=DETAIL)
 SHARES = DetailBudgets.model_validate({"low": "1/16", "high": "1/4:1-64"})
 BY_DETAIL = [server(level, detail=DETAIL) for level in LEVELS]
@@ -256,7 +259,7 @@ VISIONZIP = load_state("visionzip").budget.range()[1]
 
 
 @pytest.mark.parametrize(
-    ("on", "asked", "sizes", "budgets"),
+    ("on", "entry", "sizes", "budgets"),
     [
         *((server(level), None, (N, 5), [8, 5]) for level in LEVELS),
         (server(), {"budget": [16, 4]}, (N, N), [16, 4]),
@@ -278,10 +281,10 @@ VISIONZIP = load_state("visionzip").budget.range()[1]
         # What all keep together has a bound, below which nothing changes.
         (server(total=21), None, (N, N, 5), [8, 8, 5]),
         (server(total=20), None, (N, N, 5), [8, 7, 5]),
-        (server(total=3, least=4), {"state": "visionzip"}, (N, N, N), [1, 1, 1]),
+        (server(total=3, minimum=4), {"state": "visionzip"}, (N, N, N), [1, 1, 1]),
         (server(total=33), {"budget": [16, 17]}, (N, N), [16, 17]),
         # Neither the server's own budget nor what is recalled has a least one.
-        (server(least=16, most=64), None, (N,), [8]),
+        (server(minimum=16, maximum=64), None, (N,), [8]),
         *(
             (server("budget", 16, 64), {"recall": tokens}, (N,), [8])
             for tokens in (0, 1, 64)
@@ -308,13 +311,18 @@ VISIONZIP = load_state("visionzip").budget.range()[1]
         ),
         (DETAILED, {"details": ["low"]}, (N, N), [8, 8]),
         # The operator gave range and details; start-up has checked their end.
-        (server(least=16, most=64, detail=DETAIL), {"details": ["low"]}, (N,), [4]),
+        (
+            server(minimum=16, maximum=64, detail=DETAIL),
+            {"details": ["low"]},
+            (N,),
+            [4],
+        ),
     ],
 )
 def test_each_image_keeps_k_of_its_tokens(
-    on: ServedState, asked: object, sizes: tuple[int, ...], budgets: list[int]
+    on: ServedState, entry: object, sizes: tuple[int, ...], budgets: list[int]
 ) -> None:
-    plans = resolve(asked, *sizes, on=on)
+    plans = resolve(entry, *sizes, on=on)
     expected = [
         (budget, size, NO_KEY) for budget, size in zip(budgets, sizes, strict=True)
     ]
@@ -322,7 +330,7 @@ def test_each_image_keeps_k_of_its_tokens(
 
 
 @pytest.mark.parametrize(
-    ("asked", "where"),
+    ("entry", "where"),
     [
         ({"budget": [16, 17, 8]}, "budget"),
         ({"budget": {"shared": 41}}, "budget"),
@@ -331,12 +339,28 @@ def test_each_image_keeps_k_of_its_tokens(
     ],
 )
 def test_what_a_request_asks_for_beyond_the_bound_is_refused(
-    asked: object, where: str
+    entry: object, where: str
 ) -> None:
     images = 41 if where == "messages" else 3
     with pytest.raises(RequestError, match="a request has 40 for them") as caught:
-        resolve(asked, *[N] * images, on=server(total=40))
+        resolve(entry, *[N] * images, on=server(total=40))
     assert caught.value.problems[0].where.endswith(where)
+
+
+@pytest.mark.parametrize(
+    ("entry", "problem"),
+    [
+        ({"budget": 7}, "budget: K = 7, and requests may ask for 8 to 64"),
+        ({"budget": [65, 8]}, "budget: K = 65, and requests may ask for 8 to 64"),
+        ({"state": LARGE}, "state: K = 192, and requests may ask for 8 to 64"),
+        ({"enabled": False}, "enabled: false keeps all 144 tokens of an image"),
+    ],
+)
+def test_k_outside_the_range_of_requests_is_refused(
+    entry: object, problem: str
+) -> None:
+    with pytest.raises(RequestError, match=problem):
+        resolve(entry, N, N, on=BOUNDED)
 
 
 def test_a_budget_may_follow_the_tiles() -> None:
@@ -345,10 +369,7 @@ def test_a_budget_may_follow_the_tiles() -> None:
     plans = resolve_images({"state": tiled}, images, server())
     assert [plan.budget for plan in plans] == [30, 10]
     with pytest.raises(RequestError, match="K = 30"):
-        resolve_images({"state": tiled}, images, server(most=20))
-
-
-LARGE = edited(sample(), {"/budget": {"atom": "fixed_budget@192"}})
+        resolve_images({"state": tiled}, images, server(maximum=20))
 
 
 def test_a_plan_carries_the_state_of_its_request_and_reads_what_that_reads() -> None:
@@ -359,13 +380,13 @@ def test_a_plan_carries_the_state_of_its_request_and_reads_what_that_reads() -> 
     assert "instruction" in server().find_needs(served_plan)
     assert "instruction" not in server().find_needs(brought)
     assert "language" in server().find_needs(*resolve({"state": "fastv", "budget": 8}))
-    for asked in (
+    for entry in (
         {"keep": "random"},
         {"keep": "resized"},
         {"budget": N},
         {"enabled": False},
     ):
-        assert server().find_needs(*resolve(asked)) == frozenset()
+        assert server().find_needs(*resolve(entry)) == frozenset()
 
 
 def test_a_server_makes_what_any_request_may_read() -> None:
@@ -477,32 +498,47 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[PruningPolicy]:
     return policies
 
 
-def test_a_state_that_violates_the_guarantees(
+UNSAFE = edited(sample(), {"/constraints/selector/q_e": 7})
+"""A state that is served as its base policy where it fails its safety check."""
+
+STRICT = edited(UNSAFE, {"/safety": ["preserve_budget"]})
+"""One that is then refused."""
+
+
+def test_an_unsafe_state_of_a_request_is_its_base_policy_or_refused(
     checked: list[PruningPolicy], logged: pytest.LogCaptureFixture
 ) -> None:
-    """It is served as its base policy, or refused where it says so; either way by its digest.
-
-    By requests and at start-up alike, and it is checked once.
-    """
-    falling = edited(sample(), {"/constraints/selector/q_e": 7})
-    strict = edited(falling, {"/safety": ["preserve_budget"]})
+    """By its digest, and it is checked once."""
     expected = state({"/constraints/selector/q_e": 7}).without_exchange().digest
     for _ in range(3):
-        assert load_request_state(falling).digest == expected
-        assert "made to fail" in refused(strict)
+        assert load_request_state(UNSAFE).digest == expected
+        assert "made to fail" in refused(STRICT)
     assert len(checked) == 2
-    at_start = _resolve_settings({"state": falling}, vllm_config())
-    assert at_start.state.digest == expected
-    assert not materialize(at_start.state, at_start.budget).refines
-    assert all(record.levelname == "WARNING" for record in logged.records)
+    assert [record.levelname for record in logged.records] == ["WARNING"]
+    assert "made to fail" in logged.messages[0]
+
+
+def test_an_unsafe_state_of_the_server_is_its_base_policy_or_refused(
+    checked: list[PruningPolicy], logged: pytest.LogCaptureFixture
+) -> None:
+    served_state = _resolve_settings({"state": UNSAFE}, vllm_config())
+    expected = state({"/constraints/selector/q_e": 7}).without_exchange().digest
+    assert served_state.state.digest == expected
+    assert not materialize(served_state.state, served_state.budget).refines
     assert "made to fail" in logged.messages[-1]
-    (problem,) = refusal({"state": strict})
+    (problem,) = refusal({"state": STRICT})
     assert problem.where == "state#/safety" and "made to fail" in problem.what
     assert "fallback_to_selection" in problem.fix
-    # Clients cannot fill the log.
+    assert len(checked) == 2
+
+
+def test_clients_cannot_fill_the_log_with_unsafe_states(
+    checked: list[PruningPolicy], logged: pytest.LogCaptureFixture
+) -> None:
     for quota in range(20, 50):
         load_request_state(edited(sample(), {"/constraints/selector/q_e": quota}))
     assert ["not logged" in line for line in logged.messages] == [False] * 15 + [True]
+    assert len(checked) == 30
 
 
 def test_a_state_is_checked_at_its_own_budget_up_to_the_largest_quota(

@@ -27,6 +27,7 @@ from tests.tpdsl.samples import edited, sample, shipped
 from vllm_autoprune import ConfigError, RequestError
 from vllm_autoprune.serving import compat, plugin, startup_rules
 from vllm_autoprune.serving.api import engine_requests
+from vllm_autoprune.serving.api.placeholders import TokenCount
 from vllm_autoprune.serving.compat import _Hook
 from vllm_autoprune.serving.compat import worker as patches
 from vllm_autoprune.serving.models import BACKBONES, find_packed_reason
@@ -481,9 +482,9 @@ def test_bytes_are_published_only_where_those_of_a_token_are_known(
     monkeypatch.setattr(engine_requests, "make_kv_bytes_counter", counter)
     for kv_bytes in (None, 10):
         plans = [ItemPlan(8, (0, 0), tokens=100)]
-        engine_requests.count_request(
-            "test", "state", (100,), (100,), plans, kv_bytes, ()
-        )
+        images = [TokenCount(100)]
+        counts = engine_requests.RequestCounts("test", "state", kv_bytes, images, plans)
+        counts.add([])
     assert counter.mock_calls == [call(), call().inc(920)]
 
 

@@ -11,14 +11,19 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from hashlib import sha256
+from threading import Lock
 
 import torch
+from cachetools import LRUCache
 from prometheus_client import Counter
 from transformers import BatchFeature
 from vllm.multimodal.inputs import MultiModalFieldConfig
 
+from vllm_autoprune.errors import Refusal, RequestError
+from vllm_autoprune.serving.api.budgets import RequestBudgets
 from vllm_autoprune.serving.identities import make_identity
 from vllm_autoprune.serving.inputs import CELL, CELLS_FIELD, count_patches
+from vllm_autoprune.serving.plan import ENTRY
 from vllm_autoprune.tpdsl.cells import VERSION, Cells, kept_cells
 
 _GRIDS = "image_grid_thw"
@@ -39,11 +44,11 @@ Process = Callable[[object, Mapping[str, object]], BatchFeature]
 class EncodedImage:
     """What the tower makes of an image: the identity of its pixels, and its number of tokens.
 
-    ``left`` is None for an image that is encoded whole, whose identity is that of the picture.
+    ``tokens`` is None for an image that is encoded whole, whose identity is that of the picture.
     """
 
     digest: str
-    left: int | None = None
+    tokens: int | None = None
 
 
 @dataclass
@@ -51,30 +56,86 @@ class Trimming:
     """Dropped cells of one request's images. Pictures are kept, so that none gets another's id."""
 
     rule: Cells
-    _made: dict[int, tuple[object, BatchFeature]] = field(default_factory=dict)
+    _tensors: dict[int, tuple[object, BatchFeature]] = field(default_factory=dict)
 
     def process(
         self, picture: object, arguments: Mapping[str, object], process: Process
     ) -> BatchFeature:
         """The tensors of a picture without the cells that are dropped, made once."""
-        _, made = self._made.get(id(picture), (None, None))
-        if made is None:
-            made = _drop_cells(process(picture, arguments), self.rule)
-            self._made[id(picture)] = picture, made
-        return made
+        _, tensors = self._tensors.get(id(picture), (None, None))
+        if tensors is None:
+            tensors = _drop_cells(process(picture, arguments), self.rule)
+            self._tensors[id(picture)] = picture, tensors
+        return tensors
 
-    def find_encoded(self, digest: str, made: BatchFeature) -> EncodedImage:
-        """What is encoded of the picture of a digest, by what was made of it.
+    def find_encoded(self, digest: str, tensors: BatchFeature) -> EncodedImage:
+        """What is encoded of the picture of a digest, by its tensors.
 
         Which cells there are is part of its identity, and so is all on which that depends, such as
         libraries that resize: nothing is shared with a process that would keep others.
         """
-        if CELLS_FIELD not in made:
+        if CELLS_FIELD not in tensors:
             return EncodedImage(digest)
-        (anchors,) = made[CELLS_FIELD].numpy()
+        (anchors,) = tensors[CELLS_FIELD].numpy()
         cells = sha256(anchors.tobytes()).hexdigest()
         identity = make_identity("cells", digest, str(self.rule), VERSION, cells)
         return EncodedImage(identity, len(kept_cells(anchors)))
+
+
+def find_trimming(budgets: RequestBudgets) -> Trimming | None:
+    """What drops cells of a request's images; None where nothing does.
+
+    The resize control has none: it is what a client would do instead. Raises
+    :class:`RequestError` for a model whose images are encoded whole.
+    """
+    request = budgets.request
+    served = budgets.served
+    rule = request.cells
+    if rule is None:
+        rule = served.cells if budgets.state is None else budgets.state.cells
+    if rule is None or rule == "none":
+        return None
+    if not request.enabled or request.keep == "resized":
+        return None
+    if served.capabilities.whole_only:
+        what = f"no cell can be dropped: this model {served.capabilities.whole_only}"
+        fix = "leave it out, also of a state"
+        raise RequestError.of(f"{ENTRY}/cells", what, fix, kind=Refusal.UNSUPPORTED)
+    return Trimming(rule)
+
+
+class EncodedImages:
+    """What is encoded of the images seen last, by content and rule.
+
+    Safe for several threads: renderers may share one processor.
+    """
+
+    def __init__(self, process: Process, size: int) -> None:
+        self._process = process
+        self._images: LRUCache[tuple[str, Cells], EncodedImage] = LRUCache(size)
+        self._lock = Lock()
+
+    def find(
+        self,
+        trimming: Trimming,
+        digest: str,
+        picture: object,
+        arguments: Mapping[str, object],
+    ) -> EncodedImage:
+        """What is encoded of a picture, which is processed for that unless it was seen before."""
+        key = digest, trimming.rule
+        with self._lock:
+            encoded = self._images.get(key)
+        if encoded is not None:
+            return encoded
+        if picture is None:
+            # Its cells are forgotten, so its tensors cannot be looked up.
+            return EncodedImage(f"unknown {digest}")
+        tensors = trimming.process(picture, arguments, self._process)
+        encoded = trimming.find_encoded(digest, tensors)
+        with self._lock:
+            self._images[key] = encoded
+        return encoded
 
 
 TRIMMING: ContextVar[Trimming | None] = ContextVar("autoprune_trimming", default=None)
@@ -102,8 +163,8 @@ def _drop_cells(data: BatchFeature, rule: Cells) -> BatchFeature:
     anchors = rule.find_anchors(pixels.numpy().reshape(*shape, _CHANNELS, -1))
     if anchors is None:
         return data
-    kept = torch.from_numpy(kept_cells(anchors))
-    rows = pixels.unflatten(0, (-1, CELL**2))[kept].flatten(0, 1)
+    is_kept = torch.from_numpy(kept_cells(anchors))
+    rows = pixels.unflatten(0, (-1, CELL**2))[is_kept].flatten(0, 1)
     return BatchFeature(
         {**data, _PIXELS: rows, CELLS_FIELD: torch.from_numpy(anchors)[None]}
     )

@@ -144,16 +144,18 @@ def extract_prompt_instruction(
 
 
 def find_question_turns(
-    before: Sequence[str], texts: Sequence[str], turns: Sequence[int | None] | None
+    texts_before: Sequence[str],
+    texts: Sequence[str],
+    turns: Sequence[int | None] | None,
 ) -> list[int | None]:
     """Turn of each image, None where its question stands right in front of the image.
 
-    ``before`` is what the prompt holds between an image and the one before it. Without ``turns``,
-    images of one question are of one turn unless the question stands between them. Only what
-    stands in front of an image is looked at, so appended turns change nothing.
+    ``texts_before`` is what the prompt holds between an image and the one before it. Without
+    ``turns``, images of one question are of one turn unless the question stands between them. Only
+    what stands in front of an image is looked at, so appended turns change nothing.
     """
     question_turns: list[int | None] = []
-    for i, between in enumerate(before):
+    for i, between in enumerate(texts_before):
         # Templates may join the parts of a message, and trim them, as they like.
         question = "".join(texts[i][-_QUESTION:].split())
         ahead = "".join(between.split())
@@ -191,8 +193,8 @@ def mark_recall_turns(
     for message in messages:
         parts = _message_parts(message)
         texts = [
-            (at, text)
-            for at, text in enumerate(map(_part_text, parts))
+            (index, text)
+            for index, text in enumerate(map(_part_text, parts))
             if text is not None
         ]
         question = "\n".join(text for _, text in texts).strip()
@@ -202,12 +204,12 @@ def mark_recall_turns(
             # The mark stands in front of the first text, whatever parts are before it.
             content: Any = token + space + texts[0][1]
             if not isinstance(message["content"], str):
-                at, _ = texts[0]
-                part = parts[at]
+                index, _ = texts[0]
+                part = parts[index]
                 part = (
                     {**part, "text": content} if isinstance(part, Mapping) else content
                 )
-                content = [*parts[:at], part, *parts[at + 1 :]]
+                content = [*parts[:index], part, *parts[index + 1 :]]
             message = {**message, "content": content}
         images += in_message
         marked.append(message)
@@ -234,8 +236,8 @@ def truncate_text(text: str, characters: int = MAX_CHARACTERS) -> str:
     return words[1] if len(words) == 2 else cut
 
 
-def truncate_clip_ids(ids: Ids) -> Ids:
-    """CLIP's token ids of an instruction, at most RELEVANCE_IDS: its start token and the last."""
+def truncate_tower_ids(ids: Ids) -> Ids:
+    """Ids for a CLIP text tower, at most RELEVANCE_IDS: the start token and the last ones."""
     return ids if len(ids) <= RELEVANCE_IDS else (ids[0], *ids[1 - RELEVANCE_IDS :])
 
 
@@ -271,10 +273,10 @@ class InstructionTokenizer:
             return lambda text: self._language(text)[-RELEVANCE_IDS:]
         from transformers import AutoTokenizer
 
-        clip = AutoTokenizer.from_pretrained(self._tower.path)
+        text_tower = AutoTokenizer.from_pretrained(self._tower.path)
         # Not cut to one segment: long instructions become several, as CDPruner's code has it.
-        return lambda text: truncate_clip_ids(
-            tuple(clip(text, truncation=False, verbose=False)["input_ids"])
+        return lambda text: truncate_tower_ids(
+            tuple(text_tower(text, truncation=False, verbose=False)["input_ids"])
         )
 
     def _language(self, text: str) -> Ids:
@@ -291,56 +293,12 @@ _ENDINGS = (
 )
 """Instructions that benchmarks put behind a question."""
 
-_FREQUENT = frozenset(
-    {
-        "a",
-        "an",
-        "the",
-        "is",
-        "are",
-        "was",
-        "were",
-        "be",
-        "been",
-        "being",
-        "have",
-        "has",
-        "had",
-        "do",
-        "does",
-        "did",
-        "it",
-        "they",
-        "he",
-        "she",
-        "we",
-        "you",
-        "i",
-        "what",
-        "where",
-        "when",
-        "why",
-        "how",
-        "who",
-        "which",
-        "and",
-        "or",
-        "but",
-        "so",
-        "if",
-        "then",
-        "question",
-        "answer",
-        "to",
-        "for",
-        "with",
-        "by",
-        "from",
-        "at",
-        "into",
-        "onto",
-        "upon",
-    }
+_FREQUENT = re.compile(
+    "a|an|the|is|are|was|were|be|been|being|have|has|had|do|does|"
+    "did|it|they|he|she|we|you|i|what|where|when|why|how|who|which|"
+    "and|or|but|so|if|then|question|answer|to|for|with|by|from|at|"
+    "into|onto|upon",
+    re.ASCII | re.IGNORECASE,
 )
 """Words that say nothing about the content of an image."""
 
@@ -350,7 +308,6 @@ def split_content_words(text: str) -> list[str]:
     bare = text.replace("<image>", "")
     for ending in _ENDINGS:
         bare = bare.replace(ending, "")
-    words = [
-        word for word in re.findall(r"\b\w+\b", bare) if word.lower() not in _FREQUENT
-    ]
-    return words or [bare.strip()]
+    words = re.findall(r"\b\w+\b", bare)
+    telling = [word for word in words if not _FREQUENT.fullmatch(word)]
+    return telling or [bare.strip()]

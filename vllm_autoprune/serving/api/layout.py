@@ -1,124 +1,29 @@
-"""Layout of a prompt: placeholders of images, their cores and deltas, recalls of later turns."""
+"""Layout of a prompt: its images, their cores and deltas, recalls of later turns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, groupby
-from operator import itemgetter
-from typing import TYPE_CHECKING
+from functools import cached_property
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
 
-from vllm_autoprune.serving.api.positions import ItemFields, ItemSize, find_placeholders
+from vllm_autoprune.errors import Refusal, RequestError
+from vllm_autoprune.serving.api.instruction import find_question_turns
+from vllm_autoprune.serving.api.placeholders import Placeholders
 from vllm_autoprune.serving.api.request import RecallTurn, split_shared_budget
-from vllm_autoprune.serving.compat import depends_on
-from vllm_autoprune.serving.plan import (
-    ENTRY,
-    MAX_RECALLS,
-    MAX_TEXT_IDS,
-    ItemPlan,
-    Part,
-    refuse,
-)
+from vllm_autoprune.serving.compat import depends_on, get_attachment
+from vllm_autoprune.serving.plan import ENTRY, MAX_RECALLS, ItemPlan, Part
+from vllm_autoprune.serving.served_state import KV_CACHE, ServedState
+from vllm_autoprune.serving.state_codec import decode_state
 from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET
 from vllm_autoprune.tpdsl.cost import state_cost
 from vllm_autoprune.tpdsl.state import PruningState
-from vllm_autoprune.tpdsl.tokens import split_over_parts
 
 if TYPE_CHECKING:
-    from vllm.multimodal.parse import ImageSize
-    from vllm.multimodal.processing import BaseProcessingInfo
-    from vllm.multimodal.processing.processor import PromptUpdateDetails
+    from vllm.multimodal.processing import BaseProcessingInfo, ProcessorInputs
 
-# Placeholders of an image: how many tokens, in how many tiles, before any model runs.
-
-
-@dataclass(frozen=True, slots=True)
-class TokenCount:
-    """Visual tokens N of an image before pruning, and the tiles of the vision tower they form.
-
-    ``left`` are those after cells were dropped before the tower; None where none were.
-    """
-
-    tokens: int
-    tiles: int = 1
-    left: int | None = None
-
-    @property
-    def encoded(self) -> int:
-        """Tokens that the tower makes: M of N."""
-        return self.tokens if self.left is None else self.left
-
-
-@dataclass(frozen=True, slots=True)
-class Placeholders:
-    """Placeholder rules of one backbone.
-
-    ``count`` gives the token count of an image from its size and a request's processor arguments;
-    ``count_largest`` that of the largest image; ``token`` is the id of the placeholder token.
-    ``unsplittable`` says why an image cannot be several items of a prompt, empty where it can.
-    ``resize`` gives the size to which the model's processor would shrink an image of that size to
-    have at most K tokens; None where N does not follow the size closely enough. ``text`` is what
-    stands for an item in a prompt before it is processed, where it is no token. ``embeds_text``
-    says that the worker makes the rows of text between the tokens of a pruned item as well: only
-    there it is known how many tokens are kept before each. vLLM's own pruning of Qwen3-VL's videos
-    does so (``Qwen3VLMultiModalProcessor.get_video_repl``). ``video_token`` is the token of clips;
-    None where videos are left whole. ``measure`` gives the size of a processed image or video; None
-    where frames are not counted and every row has a position of its own.
-    """
-
-    count: Callable[[BaseProcessingInfo, ImageSize, Mapping[str, object]], TokenCount]
-    count_largest: Callable[[BaseProcessingInfo], TokenCount]
-    token: Callable[[BaseProcessingInfo], int]
-    unsplittable: str = ""
-    resize: Callable[[BaseProcessingInfo, ImageSize, int], ImageSize] | None = None
-    text: str = ""
-    embeds_text: bool = False
-    video_token: Callable[[BaseProcessingInfo], int] | None = None
-    measure: Callable[[BaseProcessingInfo, ItemFields], ItemSize] | None = None
-
-    @depends_on("vllm.multimodal.processing.processor", "PromptUpdateDetails")
-    def lay_out(
-        self, content: PromptUpdateDetails, plan: ItemPlan
-    ) -> tuple[PromptUpdateDetails, ItemPlan]:
-        """Keep K placeholders of one item's prompt text, and all other tokens.
-
-        Where other tokens stand between them, each run of placeholders keeps an equal share of K,
-        which is what the worker selects of a tile, unless it embeds the text too: the ids then say
-        how many rows there are, and the plan which text is among them. All ids of a clip are then
-        placeholders, by which its rows are placed. Memory profiling needs room for all of them.
-        """
-        is_embed = find_placeholders(content)
-        unpruned = plan.profile or sum(is_embed) <= plan.budget
-        runs = [
-            sum(1 for _ in run) for placeholder, run in groupby(is_embed) if placeholder
-        ]
-        embeds_text = self.embeds_text and (len(runs) > 1 or plan.frames > 0)
-        if unpruned and not (plan.profile and embeds_text):
-            return content, plan
-        budget = sum(is_embed) if unpruned else plan.budget
-        shares = iter(split_over_parts(budget, runs, [1] * len(runs)))
-        shortened: list[int] = []
-        tokens_by_kind = zip(is_embed, content.full, strict=True)
-        for placeholder, run in groupby(tokens_by_kind, key=itemgetter(0)):
-            tokens = [token for _, token in run]
-            shortened += tokens[: next(shares)] if placeholder else tokens
-        if not embeds_text:
-            return replace(content, full=shortened), plan
-        text = zip(accumulate(map(int, is_embed)), content.full, is_embed, strict=True)
-        places = tuple(
-            (at, token) for at, token, placeholder in text if not placeholder
-        )
-        if len(places) > MAX_TEXT_IDS:
-            what = f"has {len(places)} tokens of text, and {MAX_TEXT_IDS} are allowed"
-            kind, fix = (
-                ("video", "fewer frames") if plan.frames else ("image", "a smaller one")
-            )
-            raise refuse(kind, what, f"send {fix}")
-        if plan.frames:
-            shortened = [content.full[is_embed.index(True)]] * len(shortened)
-        return replace(content, full=shortened, is_embed=None), replace(
-            plan, text=places
-        )
+    from vllm_autoprune.serving.api.media import Media
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,20 +40,6 @@ class Slot:
     part: Part = "whole"
     core: int = 0
     turn: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedItem:
-    """An item of a request: its image or clip and plan, and what caches hold it by.
-
-    ``identity`` is that of its tokens, ``key`` that of its processed tensors, which all items of an
-    image have in common.
-    """
-
-    image: int
-    plan: ItemPlan
-    identity: str
-    key: str
 
 
 # Split of a request's images into cores, which questions share, and deltas behind them.
@@ -172,8 +63,8 @@ def split_slots(
     ``block`` tokens, so its K_c may differ from the state's; an image without such an edge inside
     stays whole.
     """
-    places = [at for at, token in enumerate(ids) if token == image_token]
-    if len(places) != len(slots) or not any(slot.core for slot in slots):
+    starts = [i for i, token in enumerate(ids) if token == image_token]
+    if len(starts) != len(slots) or not any(slot.core for slot in slots):
         return None
     new_ids: list[int] = []
     new_slots: list[Slot] = []
@@ -186,9 +77,9 @@ def split_slots(
         deltas: list[Slot] = []
         members = list(turn)
         for i in members:
-            position += places[i] - done
-            new_ids += ids[done : places[i] + 1]
-            done = places[i] + 1
+            position += starts[i] - done
+            new_ids += ids[done : starts[i] + 1]
+            done = starts[i] + 1
             slot = slots[i]
             core = slots[i].core
             if i == members[-1] and core:
@@ -253,26 +144,26 @@ def choose_recalls(
     recall: int,
     plans: Sequence[ItemPlan],
     contents: Sequence[str],
-    most: int = MAX_BUDGET,
+    maximum: int = MAX_BUDGET,
     limit: int = MAX_ITEMS,
 ) -> list[Slot]:
     """The items of every turn: ``recall`` tokens, split over the images before it.
 
     An image that is shown several times is recalled after its last place. Nothing is recalled of an
-    image that has ``most`` tokens or no tokens left, that ``MAX_RECALLS`` turns have recalled, or
+    image that has ``maximum`` tokens or none left, that ``MAX_RECALLS`` turns have recalled, or
     that is resized. What a turn recalls does not depend on later ones. There are at most ``limit``
     items.
     """
     slots: list[Slot] = []
     room = [
-        0 if plan.keep == "resized" else max(0, min(plan.tokens, most) - plan.budget)
+        0 if plan.keep == "resized" else max(0, min(plan.tokens, maximum) - plan.budget)
         for plan in plans
     ]
     times = [0] * len(plans)
     for number, turn in enumerate(turns[:_MAX_TURNS]):
-        last = {contents[i]: i for i in range(min(turn.images, len(plans)))}
+        latest = {contents[i]: i for i in range(min(turn.images, len(plans)))}
         images = [
-            i for i in sorted(last.values()) if room[i] and times[i] < MAX_RECALLS
+            i for i in sorted(latest.values()) if room[i] and times[i] < MAX_RECALLS
         ]
         budgets = split_shared_budget(recall, [room[i] for i in images])
         of_turn = [
@@ -300,24 +191,150 @@ def expand_marks(
     """
     marks: list[list[Slot]] = []
     """The items that each image token stands for: a turn's follow the images before it."""
-    images_before = 0
+    start = 0
     for number, turn in enumerate(turns):
-        marks += [[slot] for slot in images[images_before : turn.images]]
+        marks += [[slot] for slot in images[start : turn.images]]
         marks.append([slot for slot in recalls if slot.turn == number])
-        images_before = turn.images
-    marks += [[slot] for slot in images[images_before:]]
-    places = [turn.images for turn in turns]
-    if (
-        ids.count(token) != len(marks)
-        or places != sorted(places)
-        or max(places) > len(images)
-    ):
-        found = f"{len(turns)} turns and {len(images)} images"
-        what = f"{found} in a prompt of {ids.count(token)} marks"
+        start = turn.images
+    marks += [[slot] for slot in images[start:]]
+    ends = [turn.images for turn in turns]
+    count = ids.count(token)
+    if count != len(marks) or ends != sorted(ends) or max(ends) > len(images):
+        what = (
+            f"{len(turns)} turns and {len(images)} images in a prompt of {count} marks"
+        )
         fix = "keep every message in the chat template, or send recall 0"
-        raise refuse(f"{ENTRY}/recall_turns", what, fix)
+        raise RequestError.of(f"{ENTRY}/recall_turns", what, fix)
     unread = iter(marks)
     expanded: list[int] = []
     for token_id in ids:
         expanded += [token] * len(next(unread)) if token_id == token else [token_id]
     return expanded, [slot for items in marks for slot in items]
+
+
+# The prompt of a request, by these parts.
+
+_LOOKBACK = 4096
+"""Token ids before an image in which its question is looked for."""
+
+
+@dataclass
+class PromptLayout:
+    """Lays out the prompts of one served model: what later turns recall, then cores and deltas."""
+
+    info: BaseProcessingInfo
+    placeholders: Placeholders
+    served: ServedState
+
+    @cached_property
+    def token(self) -> int:
+        """Id of the image token."""
+        return self.placeholders.token(self.info)
+
+    def arrange(
+        self,
+        inputs: ProcessorInputs,
+        images: Media,
+        plans: Sequence[ItemPlan],
+        reads: Sequence[bool],
+    ) -> tuple[Sequence[int], list[Slot]]:
+        """Token ids and items of the prompt, with an image token for each item.
+
+        ``reads`` says which plans have a policy that reads the instruction.
+        """
+        prompt, slots = self._add_recalls(inputs.prompt, images, plans)
+        if set(inputs.mm_data_items) != {"image"}:
+            return prompt, slots
+        cores = [
+            self.served.policy_for_plan(plan).core if reads_it else 0
+            for plan, reads_it in zip(plans, reads, strict=True)
+        ]
+        if not any(cores):
+            return prompt, slots
+        return self._split(prompt, slots, images, cores)
+
+    def _add_recalls(
+        self, prompt: Sequence[int], images: Media, plans: Sequence[ItemPlan]
+    ) -> tuple[Sequence[int], list[Slot]]:
+        """Token ids and items of the prompt, with an item for what each turn recalls.
+
+        Raises RequestError where a request asks for recall of a model that cannot.
+        """
+        request = images.budgets.request
+        unsplittable = self.placeholders.unsplittable
+        if request.enabled and request.recall and unsplittable:
+            what = f"later turns cannot recall tokens: this model {unsplittable}"
+            raise RequestError.of(
+                f"{ENTRY}/recall", what, "leave it out", kind=Refusal.UNSUPPORTED
+            )
+        slots = [Slot(i, plan.budget) for i, plan in enumerate(plans)]
+        turns = request.recall_turns
+        if not turns:
+            return prompt, slots
+        rules = self.served.rules
+        limit = MAX_ITEMS
+        if encoded := next((plan.state for plan in plans if plan.state), b""):
+            limit = limit_recalls(decode_state(encoded), rules.cost)
+        recall = rules.recall
+        maximum = MAX_BUDGET
+        if request.recall is not None:
+            # What requests ask for, they get within their range.
+            recall = request.recall
+            maximum = rules.maximum
+        recalls = choose_recalls(turns, recall, plans, images.digests, maximum, limit)
+        return expand_marks(prompt, self.token, slots, turns, recalls)
+
+    @depends_on("vllm.config:CacheConfig", "block_size")
+    def _split(
+        self,
+        prompt: Sequence[int],
+        slots: list[Slot],
+        images: Media,
+        cores: Sequence[int],
+    ) -> tuple[Sequence[int], list[Slot]]:
+        """The prompt and its items, images split into core and delta where that shares anything.
+
+        ``cores`` are K_c of each image. Nothing is shared without a prefix cache, and nothing is
+        gained where the question stands before the image, for it is part of the prefix then.
+        """
+        config: Any = get_attachment(self.info.ctx.model_config, KV_CACHE)
+        if not config or not config.enable_prefix_caching or not config.block_size:
+            return prompt, slots
+        token = self.token
+        positions = [i for i, token_id in enumerate(prompt) if token_id == token]
+        if self.placeholders.unsplittable or len(positions) != len(slots):
+            return prompt, slots
+        starts = [
+            position
+            for position, slot in zip(positions, slots, strict=True)
+            if slot.part != "recall"
+        ]
+        turns = images.budgets.request.turns
+        if turns is not None and len(turns) != len(cores):
+            turns = None  # of messages in which the images were not found
+        questions = find_question_turns(
+            self._read_text_before(prompt, starts), images.texts, turns
+        )
+        slots_with_cores = []
+        for slot in slots:
+            turn = None if slot.part == "recall" else questions[slot.image]
+            if turn is not None:
+                slot = replace(slot, core=cores[slot.image], turn=turn)
+            slots_with_cores.append(slot)
+        divided = split_slots(prompt, token, slots_with_cores, config.block_size)
+        return divided or (prompt, slots)
+
+    def _read_text_before(
+        self, prompt: Sequence[int], positions: Sequence[int]
+    ) -> list[str]:
+        """Text between each of these images and the one before it, without image markup."""
+        tokenizer = self.info.get_tokenizer()
+        texts: list[str] = []
+        start = 0
+        for position in positions:
+            ids = list(prompt[max(start, position - _LOOKBACK) : position])
+            while ids and not tokenizer.decode(ids[-1:], skip_special_tokens=True):
+                ids.pop()
+            texts.append(tokenizer.decode(ids))
+            start = position + 1
+        return texts

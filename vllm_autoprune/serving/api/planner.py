@@ -1,7 +1,8 @@
-"""Plans of a request's images: K, cache identity, instruction ids; before any is processed.
+"""Plans of a request's images and videos: K, cache identity, instruction ids.
 
-All of it follows from image sizes, the state and the request. Cached data of an image is found by
-the digest of its content.
+Those of images are made before any is processed, as all of it follows from image sizes, the state
+and the request; those of videos after, because processors sample frames and resize them together.
+Cached data of an item is found by the digest of its content.
 """
 
 from __future__ import annotations
@@ -9,103 +10,83 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
-from hashlib import sha256
-from threading import Lock
-from typing import TYPE_CHECKING, Any
+from functools import cache, cached_property
+from typing import TYPE_CHECKING
 
-import numpy
-import torch
-from cachetools import LRUCache
-from PIL import Image
 from vllm.multimodal.parse import ImageProcessorItems, VideoProcessorItems
 
-from vllm_autoprune.errors import Refusal
-from vllm_autoprune.serving.api.cells import EncodedImage, Process, Trimming
-from vllm_autoprune.serving.api.clips import Clips, prunes_clips
-from vllm_autoprune.serving.api.engine_requests import count_request
+from vllm_autoprune.errors import Refusal, RequestError
+from vllm_autoprune.serving.api.budgets import RequestBudgets, check_fields
+from vllm_autoprune.serving.api.cells import (
+    EncodedImages,
+    Process,
+    Trimming,
+    find_trimming,
+)
+from vllm_autoprune.serving.api.engine_requests import RequestCounts
 from vllm_autoprune.serving.api.instruction import (
     InstructionTokenizer,
     extract_prompt_instruction,
-    find_question_turns,
 )
-from vllm_autoprune.serving.api.layout import (
-    MAX_ITEMS,
-    Placeholders,
+from vllm_autoprune.serving.api.layout import PromptLayout, Slot
+from vllm_autoprune.serving.api.media import (
+    MAX_NAMES,
+    Media,
+    MediaReader,
+    Modality,
     PlannedItem,
-    Slot,
-    choose_recalls,
-    expand_marks,
-    limit_recalls,
-    split_slots,
+    Size,
+    can_prune,
 )
+from vllm_autoprune.serving.api.placeholders import Placeholders, TokenCount
 from vllm_autoprune.serving.api.request import PruningRequest
-from vllm_autoprune.serving.api.resolve import (
-    check_fields,
-    find_trimming,
-    resolve_plans,
-)
-from vllm_autoprune.serving.compat import depends_on, get_attachment
 from vllm_autoprune.serving.identities import (
     hash_pixels,
-    make_cache_identity,
     make_feature_key,
     make_identity,
 )
-from vllm_autoprune.serving.plan import ENTRY, LANGUAGE_IDS, NO_KEY, ItemPlan, refuse
-from vllm_autoprune.serving.served_state import (
-    KV_CACHE,
-    ServedState,
-)
-from vllm_autoprune.serving.state_codec import decode_state
-from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET
+from vllm_autoprune.serving.plan import ENTRY, LANGUAGE_IDS, NO_KEY, Ids, ItemPlan
+from vllm_autoprune.serving.served_state import ServedState
 from vllm_autoprune.tpdsl.base_policy import INSTRUCTION_NEEDS
-from vllm_autoprune.tpdsl.cells import Cells
 from vllm_autoprune.tpdsl.materialize import materialize
 
 if TYPE_CHECKING:
     from vllm.inputs import MultiModalHashes
-    from vllm.multimodal.parse import ImageSize, MultiModalDataItems
+    from vllm.multimodal.parse import ImageSize
     from vllm.multimodal.processing import BaseProcessingInfo, ProcessorInputs
 
 logger = logging.getLogger("vllm.autoprune")
 
-_PICTURES = (Image.Image, numpy.ndarray, torch.Tensor)
-"""Types of an image whose size vLLM can tell."""
-
-_LOOKBACK = 4096
-"""Token ids before an image in which its question is looked for."""
-
-_MAX_NAMES = 1 << 15
-"""Names that a process remembers, the least recently used dropped first: about 15 MB."""
-
-Size = tuple[int, int]
-"""Width and height of an image."""
-
 
 @dataclass(frozen=True, slots=True)
 class RequestPlan:
-    """Planned items of a request's images, and the cache identities of all its inputs.
+    """What is planned of a request before its inputs are processed."""
 
-    An image that is split or recalled has several items; ``prompt`` has a placeholder for each, and
-    is None where every image has one. ``clips`` are planned once they are processed, which tells
-    their sizes; None where all are left whole. ``embeddings`` are images that are left to stock
-    vLLM, whose sizes are checked then. ``sizes`` are those that images are given before
-    they are processed, None for their own; ``trimming`` drops cells of them. ``count`` counts the
-    request, given the plans of its clips; None where vLLM profiles, or nothing is pruned.
-    """
-
-    items: tuple[PlannedItem, ...]
     hashes: Mapping[str, list[str]]
+    """Cache identities of all its inputs, by modality; those of pruned videos are made later."""
+
+    images: Sequence[PlannedItem] = ()
+    """Items of its images, in the prompt's order; one that is split or recalled has several."""
+
     prompt: list[int] | None = None
-    clips: Clips | None = None
+    """Token ids with a placeholder for each item; None where every image has one item."""
+
+    videos: Media | None = None
+    """Videos to be planned once they are processed; None where all are left whole."""
+
     embeddings: bool = False
-    sizes: tuple[Size | None, ...] = ()
+    """Whether its images are embeddings, left to stock vLLM, whose sizes are checked then."""
+
+    sizes: Sequence[Size | None] = ()
+    """Sizes that images are given before they are processed, None for their own."""
+
     trimming: Trimming | None = None
-    count: Callable[[Sequence[ItemPlan]], None] | None = None
+    """What drops cells of the images."""
+
+    counts: RequestCounts | None = None
+    """What is counted of it; None where vLLM profiles, or nothing is pruned."""
 
 
-@depends_on("vllm.multimodal.parse:ImageProcessorItems", "get_image_size")
 class RequestPlanner:
     """Makes the plans of one served model's requests.
 
@@ -124,15 +105,10 @@ class RequestPlanner:
         self._info = info
         self.served = served
         self._placeholders = placeholders
+        self._media = MediaReader(hash_inputs)
         self._hash_inputs = hash_inputs
-        self._process = process
-        self._seen: LRUCache[tuple[str, Cells], EncodedImage] = LRUCache(_MAX_NAMES)
-        """What is encoded of the images seen last, by content and rule."""
-        self._named: LRUCache[bytes, tuple[str, ImageSize | None]] = LRUCache(
-            _MAX_NAMES
-        )
-        """Content and size of the image last sent under a name, by the name and its cache salt."""
-        self._lock = Lock()  # several renderer threads may share one processor
+        self._encoded = EncodedImages(process, MAX_NAMES)
+        self._layout = PromptLayout(info, placeholders, served)
         if served.state.core is not None and placeholders.unsplittable:
             logger.warning(
                 "Questions about one image do not share the core of state %r: this model %s.",
@@ -141,13 +117,10 @@ class RequestPlanner:
             )
 
     @cached_property
-    def _token(self) -> int:
-        return self._placeholders.token(self._info)
-
-    @cached_property
-    def tokenizer(self) -> InstructionTokenizer:
-        """That of questions about images and clips."""
-        return InstructionTokenizer(self._info, self.served.text_tower, self._token)
+    def _tokenizer(self) -> InstructionTokenizer:
+        return InstructionTokenizer(
+            self._info, self.served.text_tower, self._layout.token
+        )
 
     @cached_property
     def _suffix(self) -> str:
@@ -163,26 +136,14 @@ class RequestPlanner:
             return ""
         return str(rendered).rpartition(mark)[2]
 
-    @staticmethod
-    def can_prune(mm_items: MultiModalDataItems) -> bool:
-        """False for embeddings, and what is no picture, which vLLM's own processor refuses."""
-        images = mm_items.get("image")
-        if not isinstance(images, ImageProcessorItems):
-            return False
-        return all(
-            image is None or isinstance(image, _PICTURES) for image in images.get_all()
-        )
-
     def plan_profiling(self, inputs: ProcessorInputs) -> RequestPlan:
         """Plans of dummy images: the server's own budget, the longest text that may be read."""
         hashes = self._hash_inputs(inputs)
         policy = materialize(self.served.state, self.served.budget)
-        instruction, _ = self.tokenizer.tokenize("profile", policy.needs)
-        longest = (
-            ()
-            if policy.needs.isdisjoint({"language", "words"})
-            else (0,) * LANGUAGE_IDS
-        )
+        instruction, _ = self._tokenizer.tokenize("profile", policy.needs)
+        longest: Ids = ()
+        if not policy.needs.isdisjoint({"language", "words"}):
+            longest = (0,) * LANGUAGE_IDS
         items = []
         for i, identity in enumerate(hashes.get("image", [])):
             size = inputs.mm_data_items["image"].get_image_size(i)
@@ -194,9 +155,11 @@ class RequestPlanner:
                 budget, NO_KEY, instruction, longest, profile=True, tokens=count.tokens
             )
             items.append(PlannedItem(i, plan, identity, identity))
-        return RequestPlan(tuple(items), hashes)
+        return RequestPlan(hashes, tuple(items))
 
-    def plan_request(  # noqa: C901, PLR0915
+    # A request, stage by stage.
+
+    def plan_request(
         self, inputs: ProcessorInputs, fields: object, salt: str
     ) -> RequestPlan:
         """Plans and cache identities of a request's images; ``fields`` is its pruning entry.
@@ -204,331 +167,231 @@ class RequestPlanner:
         Raises BudgetError or RequestError.
         """
         served = self.served
-        kwargs = inputs.hf_processor_mm_kwargs
         request = PruningRequest.parse(fields)
-        state = check_fields(served, request)
-        # Identities as in stock vLLM, but that a client's ``uuid`` is none: under one name two
-        # requests may send two pictures. Other inputs than those that are pruned have names in a
-        # domain of their own, so that no name is the identity of an image.
-        images_pruned = self.can_prune(inputs.mm_data_items)
-        clips_pruned = prunes_clips(served, request, state) and isinstance(
+        budgets = RequestBudgets(served, request, check_fields(served, request))
+        prunes_images = can_prune(inputs.mm_data_items)
+        prunes_videos = budgets.prunes_videos and isinstance(
             inputs.mm_data_items.get("video"), VideoProcessorItems
         )
-        by_content = {"image": images_pruned, "video": clips_pruned}
-        names = {
-            modality: [
-                None
-                if name is None or by_content.get(modality)
-                else make_identity("name", modality, name)
-                for name in of_modality
-            ]
-            for modality, of_modality in (inputs.mm_uuid_items or {}).items()
-        }
-        hashes = dict(self._hash_inputs(replace(inputs, mm_uuid_items=names or None)))
-        clips = None
-        if clips_pruned:
-            digests, _ = self._resolve_names(inputs, hashes["video"], salt, "video")
-            texts = request.video_instructions or []
-            if len(texts) != len(digests):
-                assert self._placeholders.video_token is not None
-                token = self._placeholders.video_token(self._info)
-                texts = [self._read_prompt(inputs, token, "video")] * len(digests)
-            videos = inputs.mm_data_items["video"]
-            clips = Clips(
-                videos, digests, salt, texts, request, state, served.rules.total
+        hashes = self._media.identify(inputs, prunes_images, prunes_videos)
+
+        tokenize = cache(self._tokenizer.tokenize)
+
+        def read(modality: Modality) -> Media:
+            digests = hashes[modality]
+            return self._media.read(inputs, modality, digests, salt, budgets, tokenize)
+
+        videos = None
+        if prunes_videos:
+            token = self._placeholders.video_token
+            assert token is not None
+            videos = read("video")
+            texts = self._find_questions(
+                inputs, videos, request.video_instructions, token(self._info)
             )
+            videos = replace(videos, texts=texts, limit=served.rules.total)
         label = request.state_label(served.state.name)
+        counts = RequestCounts(label, request.keep, served.kv_bytes)
         if not hashes.get("image"):
-            count = partial(
-                count_request, label, request.keep, (), (), (), served.kv_bytes
+            return RequestPlan(
+                hashes, videos=videos, counts=None if videos is None else counts
             )
-            return RequestPlan((), hashes, clips=clips, count=count if clips else None)
-        are_embeddings = not isinstance(
-            inputs.mm_data_items["image"], ImageProcessorItems
-        )
-        if are_embeddings and request.enabled:
+        if prunes_images:
+            plan = RequestPlan(hashes, videos=videos, counts=counts)
+            return self._plan_images(plan, inputs, read("image"))
+        are_pictures = isinstance(inputs.mm_data_items["image"], ImageProcessorItems)
+        if not are_pictures and request.enabled:
             what = "come without the signals that states read, and are not served beside a state"
-            raise refuse("image_embeds", what, "send the picture")
-        if not images_pruned:
-            return RequestPlan((), hashes, clips=clips, embeddings=are_embeddings)
-        digests, image_sizes = self._resolve_names(inputs, hashes["image"], salt)
+            raise RequestError.of("image_embeds", what, "send the picture")
+        return RequestPlan(hashes, videos=videos, embeddings=not are_pictures)
+
+    def _plan_images(
+        self, plan: RequestPlan, inputs: ProcessorInputs, images: Media
+    ) -> RequestPlan:
+        """The plan of a request with the items of its images."""
+        assert plan.counts is not None
+        images, counts, trimming = self._count_images(inputs, images)
+        # K of each image, and a new size where the resize control shrinks it.
+        total = self.served.rules.total
+        videos = plan.videos
+        limit = total
+        if total is not None and videos is not None:
+            limit = total * len(counts) // (len(counts) + len(videos.digests))
+        plans = images.budgets.plan_images(counts, limit)
+        if total is not None and videos is not None:
+            # Videos have what the images leave.
+            budget = sum(plan.budget for plan in plans)
+            videos = replace(videos, limit=total - budget)
+        sizes: list[Size | None] = [None] * len(plans)
+        for i, size in enumerate(images.sizes):
+            plans[i], sizes[i] = self._shrink(plans[i], size, inputs)
+        # The question of each image as token ids, where its policy reads it.
+        reads = self._find_readers(plans)
+        texts: Sequence[str] = [""] * len(plans)
+        if any(reads):
+            request = images.budgets.request
+            texts = self._find_questions(
+                inputs, images, request.instructions, self._layout.token
+            )
+        images = replace(images, texts=texts)
+        plans = self._ask(images, plans)
+        prompt, slots = self._layout.arrange(inputs, images, plans, reads)
+        items = self._make_items(images, plans, reads, sizes, slots)
+        return replace(
+            plan,
+            images=tuple(items),
+            hashes={**plan.hashes, "image": [item.identity for item in items]},
+            prompt=None if prompt is inputs.prompt else list(prompt),
+            videos=videos,
+            sizes=tuple(sizes),
+            trimming=trimming,
+            counts=replace(
+                plan.counts, images=counts, plans=[item.plan for item in items]
+            ),
+        )
+
+    def plan_videos(
+        self, videos: Media, counts: Sequence[TokenCount]
+    ) -> list[PlannedItem]:
+        """Items of processed videos; raises BudgetError or RequestError."""
+        plans = videos.budgets.plan_videos(counts, videos.limit)
+        reads = self._find_readers(plans)
+        items = []
+        for i, plan in enumerate(self._ask(videos, plans)):
+            item = videos.plan_item(i, plan, reads[i])
+            if plan.keeps_all:
+                identity = make_identity("clip", videos.content(i))
+                item = replace(item, identity=identity)
+            items.append(item)
+        return items
+
+    def _count_images(
+        self, inputs: ProcessorInputs, images: Media
+    ) -> tuple[Media, list[TokenCount], Trimming | None]:
+        """N of each image, with M and the digest of what is left where cells are dropped."""
+        kwargs = inputs.hf_processor_mm_kwargs
         counts = [
             # An unknown uuid has no size; vLLM's caches will not know it either.
             self._placeholders.count_largest(self._info)
             if size is None
             else self._placeholders.count(self._info, size, kwargs)
-            for size in image_sizes
+            for size in images.sizes
         ]
-        trimming = find_trimming(served, request, state)
-        if trimming is not None:
-            pictures = inputs.mm_data_items["image"]
-            for i, digest in enumerate(digests):
-                seen = self._encoded(digest, pictures.get(i), kwargs, trimming)
-                digests[i], counts[i] = seen.digest, replace(counts[i], left=seen.left)
-        # K of each image, and a new size where the resize control shrinks it.
-        total = limit = served.rules.total
-        if limit is not None and clips is not None:
-            limit = limit * len(counts) // (len(counts) + len(clips.digests))
-        plans = resolve_plans(served, request, state, counts, limit)
-        if total is not None and clips is not None:  # clips have what the images leave
-            clips = replace(clips, limit=total - sum(plan.budget for plan in plans))
-        sizes: list[Size | None] = [None] * len(plans)
-        for i, (plan, size) in enumerate(zip(plans, image_sizes, strict=True)):
-            if plan.keep == "resized" and not plan.keeps_all and size is not None:
-                plans[i], sizes[i] = self._shrink(plan, size, kwargs)
-        # The question of each image as token ids, where its policy reads it, and its features' key.
-        needs = [served.find_needs(plan) for plan in plans]
-        reads = [
-            not needs_of_plan.isdisjoint(INSTRUCTION_NEEDS) for needs_of_plan in needs
-        ]
-        texts = request.instructions or []
-        if not any(reads):
-            texts = [""] * len(plans)
-        elif len(texts) != len(plans):
-            texts = [self._read_prompt(inputs, self._token)] * len(plans)
-        tokenize = cache(
-            self.tokenizer.tokenize
-        )  # each text once, however often it is read
-        for i, plan in enumerate(plans):
-            plans[i] = plan.ask(*tokenize(texts[i], needs[i]))
-            if (
-                not plan.keeps_all
-            ):  # features are kept of images whose tokens are chosen
-                picture = inputs.mm_data_items["image"].get(i)
-                seed = hash_pixels(picture, "image") if plan.keep == "random" else ""
-                plans[i] = replace(
-                    plans[i], key=make_feature_key(digests[i], salt, seed)
-                )
-        # Items of the prompt: what later turns recall, then cores and deltas.
-        prompt, slots = self._add_recalls(inputs.prompt, request, plans, digests)
-        if set(inputs.mm_data_items) == {"image"}:
-            prompt, slots = self._split(
-                prompt, slots, plans, reads, texts, request.turns
-            )
-        # Plan and identity of each item; those of a recall follow from the item before it.
-        items: list[PlannedItem] = []
-        latest: dict[int, PlannedItem] = {}
-        for slot in slots:
-            i = slot.image
-            content = repr((digests[i], salt))
-            # Neither a question nor a state nor K is part of it: all of them share the tensors.
-            tensors_key = make_identity("pixels", content, sizes[i])
-            if slot.part == "recall":
-                assert request.recall_turns is not None and slot.turn is not None
-                plan = latest[i].plan.recall(slot.budget)
-                text = request.recall_turns[slot.turn].text
-                plan = plan.ask(*tokenize(text, served.find_needs(plan)))
-                # All earlier choices, down to the pixels, are part of the identity before it.
-                identity = make_identity(
-                    "recall", latest[i].identity, slot.budget, plan.read
-                )
-            elif plans[i].keeps_all and sizes[i] is None:
-                # The image is then what it is in stock vLLM, caches included.
-                plan = plans[i]
-                identity = digests[i]
-                tensors_key = digests[i]
-            else:
-                core, delta = plans[i].split(slot.core)
-                plan = {"whole": plans[i], "core": core, "delta": delta}[slot.part]
-                state = served.state_for_plan(plan)
-                if plan.part == "core":
-                    # Shared by all questions, K and states that choose it alike.
-                    core_of = state.core_digest, plan.core, plan.positions
-                    identity = make_identity("core", content, *core_of)
-                else:
-                    chosen_by = served.selection_identity(state)
-                    # Budgets may give one number of tokens; another size is another image.
-                    chosen_by += "" if sizes[i] is None else f"|{sizes[i]}"
-                    kept = plan.image_budget, plan.keep, plan.read if reads[i] else None
-                    identity = make_cache_identity(
-                        content, chosen_by, *kept, plan.core, plan.positions
-                    )
-            latest[i] = PlannedItem(i, plan, identity, tensors_key)
-            items.append(latest[i])
-        return RequestPlan(
-            tuple(items),
-            {**hashes, "image": [item.identity for item in items]},
-            prompt=None if prompt is inputs.prompt else list(prompt),
-            clips=clips,
-            sizes=tuple(sizes),
-            trimming=trimming,
-            count=partial(
-                count_request,
-                label,
-                request.keep,
-                [count.tokens for count in counts],
-                [count.encoded for count in counts],
-                [item.plan for item in items],
-                served.kv_bytes,
-            ),
-        )
-
-    def _read_prompt(
-        self, inputs: ProcessorInputs, token: int, modality: str = "image"
-    ) -> str:
-        """The question of a prompt without messages, or of messages whose images were not found."""
-        decode = self._info.get_tokenizer().decode
-        text = self._placeholders.text.replace("image", modality)
-        return extract_prompt_instruction(
-            inputs.prompt, token, decode, self._suffix, text
-        )
-
-    def _resolve_names(
-        self,
-        inputs: ProcessorInputs,
-        digests: Sequence[str],
-        salt: str,
-        modality: str = "image",
-    ) -> tuple[list[str], list[ImageSize | None]]:
-        """Digest and size of each image; one that comes by its name alone is the last sent so.
-
-        A later request may send the name alone (``"image_url": null``). Cache identities are made
-        of content, so the name has to be resolved before a cache is looked up. An unknown name gets
-        a content that no image has.
-        """
-        names = (inputs.mm_uuid_items or {}).get(modality) or [None] * len(digests)
-        items = inputs.mm_data_items[modality]
-        images: list[tuple[str, ImageSize | None]] = []
-        for i, (name, digest) in enumerate(zip(names, digests, strict=True)):
-            # A name may have megabytes.
-            key = sha256(repr((modality, name or "", salt)).encode()).digest()
-            with self._lock:
-                if items.get(i) is None:
-                    images.append(
-                        self._named.get(key) or (f"unknown {key.hex()}", None)
-                    )
-                    continue
-                is_image = isinstance(items, ImageProcessorItems)
-                images.append((digest, items.get_image_size(i) if is_image else None))
-                if name is not None and inputs.cache is not None:
-                    self._named[key] = images[i]
-        return [digest for digest, _ in images], [size for _, size in images]
-
-    def _encoded(
-        self,
-        digest: str,
-        picture: object,
-        kwargs: Mapping[str, object],
-        trimming: Trimming,
-    ) -> EncodedImage:
-        """What is encoded of a picture, which is processed for that unless it was seen before."""
-        key = digest, trimming.rule
-        with self._lock:
-            seen = self._seen.get(key)
-        if seen is None:
-            if (
-                picture is None
-            ):  # its cells are forgotten, so its tensors cannot be looked up
-                return EncodedImage(f"unknown {digest}")
-            seen = trimming.find_encoded(
-                digest, trimming.process(picture, kwargs, self._process)
-            )
-            with self._lock:
-                self._seen[key] = seen
-        return seen
+        trimming = find_trimming(images.budgets)
+        if trimming is None:
+            return images, counts, None
+        digests = []
+        for i, digest in enumerate(images.digests):
+            picture = images.items.get(i)
+            encoded = self._encoded.find(trimming, digest, picture, kwargs)
+            digests.append(encoded.digest)
+            counts[i] = replace(counts[i], remaining=encoded.tokens)
+        return replace(images, digests=digests), counts, trimming
 
     def _shrink(
-        self, plan: ItemPlan, size: ImageSize, kwargs: Mapping[str, object]
+        self, plan: ItemPlan, size: ImageSize | None, inputs: ProcessorInputs
     ) -> tuple[ItemPlan, Size | None]:
-        """The plan of an image that the resize control shrinks, and its new size.
+        """The plan of an image, and its new size where the resize control shrinks it.
 
         Where the number of tokens follows an image's size, the rival of pruning is a smaller image:
         what a client has by shrinking its pictures, or an operator by ``max_pixels``. Raises
         :class:`RequestError` where the processor makes more than K tokens of any image.
         """
-        if self._placeholders.resize is None:
+        resize = self._placeholders.resize
+        if plan.keep != "resized" or plan.keeps_all or size is None or resize is None:
             return plan, None
-        smaller = self._placeholders.resize(self._info, size, plan.budget)
+        smaller = resize(self._info, size, plan.budget)
+        kwargs = inputs.hf_processor_mm_kwargs
         tokens = self._placeholders.count(self._info, smaller, kwargs).tokens
         if tokens > plan.budget:
             what = f"K = {plan.budget}, and the image processor makes at least {tokens} tokens"
             fix = f"ask for {tokens} or more, or lower min_pixels in --mm-processor-kwargs"
-            raise refuse(f"{ENTRY}/budget", what, fix, Refusal.OUT_OF_RANGE)
+            raise RequestError.of(
+                f"{ENTRY}/budget", what, fix, kind=Refusal.OUT_OF_RANGE
+            )
         # All tokens of the smaller image are kept.
-        return replace(plan, budget=tokens, tokens=tokens), (
-            smaller.width,
-            smaller.height,
-        )
+        plan = replace(plan, budget=tokens, tokens=tokens)
+        return plan, (smaller.width, smaller.height)
 
-    def _add_recalls(
+    # Questions, as far as policies read them.
+
+    def _find_readers(self, plans: Sequence[ItemPlan]) -> list[bool]:
+        """Which plans have a policy that reads the instruction."""
+        needs = map(self.served.find_needs, plans)
+        return [not of_plan.isdisjoint(INSTRUCTION_NEEDS) for of_plan in needs]
+
+    def _find_questions(
         self,
-        prompt: Sequence[int],
-        request: PruningRequest,
-        plans: Sequence[ItemPlan],
-        digests: Sequence[str],
-    ) -> tuple[Sequence[int], list[Slot]]:
-        """Token ids and items of the prompt, with an item for what each turn recalls.
+        inputs: ProcessorInputs,
+        media: Media,
+        texts: Sequence[str] | None,
+        token: int,
+    ) -> Sequence[str]:
+        """The text about each item: of its messages, or of the prompt.
 
-        Raises RequestError where a request asks for recall of a model that cannot.
+        The prompt has it where there are no messages, or some whose images were not found.
         """
-        if request.enabled and request.recall and self._placeholders.unsplittable:
-            what = f"later turns cannot recall tokens: this model {self._placeholders.unsplittable}"
-            where = f"{ENTRY}/recall"
-            raise refuse(where, what, "leave it out", Refusal.UNSUPPORTED)
-        images = [Slot(i, plan.budget) for i, plan in enumerate(plans)]
-        turns = request.recall_turns
-        rules = self.served.rules
-        limit = MAX_ITEMS
-        if not turns:
-            return prompt, images
-        if encoded := next((plan.state for plan in plans if plan.state), b""):
-            limit = limit_recalls(decode_state(encoded), rules.cost)
-        recall = rules.recall
-        most = MAX_BUDGET
-        if (
-            request.recall is not None
-        ):  # what requests ask for, they get within their range
-            recall = request.recall
-            most = rules.maximum
-        recalls = choose_recalls(turns, recall, plans, digests, most, limit)
-        return expand_marks(prompt, self._token, images, turns, recalls)
+        if texts is not None and len(texts) == len(media.digests):
+            return texts
+        text = extract_prompt_instruction(
+            inputs.prompt,
+            token,
+            self._info.get_tokenizer().decode,
+            self._suffix,
+            self._placeholders.text.replace("image", media.modality),
+        )
+        return [text] * len(media.digests)
 
-    @depends_on("vllm.config:CacheConfig", "block_size")
-    def _split(
+    def _ask(self, media: Media, plans: Sequence[ItemPlan]) -> list[ItemPlan]:
+        """The plans with their questions, and with the key of the features that are kept.
+
+        Those of images and videos whose tokens are chosen are.
+        """
+        asked_plans = []
+        for i, plan in enumerate(plans):
+            plan = media.ask(plan, media.texts[i])
+            if not plan.keeps_all:
+                seed = ""
+                if plan.keep == "random":
+                    seed = hash_pixels(media.items.get(i), media.modality)
+                key = make_feature_key(media.digests[i], media.salt, seed)
+                plan = replace(plan, key=key)
+            asked_plans.append(plan)
+        return asked_plans
+
+    def _make_items(
         self,
-        prompt: Sequence[int],
-        slots: list[Slot],
+        images: Media,
         plans: Sequence[ItemPlan],
         reads: Sequence[bool],
-        texts: Sequence[str],
-        turns: Sequence[int | None] | None,
-    ) -> tuple[Sequence[int], list[Slot]]:
-        """The prompt and its items, images split into core and delta where that shares anything.
-
-        Nothing is shared without a prefix cache, and nothing is gained where the question stands
-        before the image, for it is part of the prefix then.
-        """
-        cores = [
-            self.served.policy_for_plan(plan).core if reads_it else 0
-            for plan, reads_it in zip(plans, reads, strict=True)
-        ]
-        config: Any = get_attachment(self._info.ctx.model_config, KV_CACHE)
-        block = config.block_size if config and config.enable_prefix_caching else None
-        places = [at for at, token_id in enumerate(prompt) if token_id == self._token]
-        unsplittable = self._placeholders.unsplittable or len(places) != len(slots)
-        if block is None or unsplittable or not any(cores):
-            return prompt, slots
-        # What the prompt holds between each image and the one before it, without image markup.
-        tokenizer = self._info.get_tokenizer()
-        before: list[str] = []
-        start = 0
-        for at, slot in zip(places, slots, strict=True):
+        sizes: Sequence[Size | None],
+        slots: Sequence[Slot],
+    ) -> list[PlannedItem]:
+        """Plan and identity of each item; those of a recall follow from the item before it."""
+        turns = images.budgets.request.recall_turns or []
+        items: list[PlannedItem] = []
+        latest: dict[int, PlannedItem] = {}
+        for slot in slots:
+            i = slot.image
+            plan = plans[i]
             if slot.part == "recall":
-                continue
-            between = list(prompt[max(start, at - _LOOKBACK) : at])
-            while between and not tokenizer.decode(
-                between[-1:], skip_special_tokens=True
-            ):
-                between.pop()
-            before.append(tokenizer.decode(between))
-            start = at + 1
-        if turns is not None and len(turns) != len(plans):
-            turns = None  # of messages in which the images were not found
-        question_turns = find_question_turns(before, texts, turns)
-        images = [
-            slot
-            if slot.part == "recall" or (turn := question_turns[slot.image]) is None
-            else replace(slot, core=cores[slot.image], turn=turn)
-            for slot in slots
-        ]
-        return split_slots(prompt, self._token, images, block) or (prompt, slots)
+                assert slot.turn is not None
+                item = latest[i]
+                plan = item.plan.recall(slot.budget)
+                plan = images.ask(plan, turns[slot.turn].text)
+                # All earlier choices, down to the pixels, are part of the identity before it.
+                identity = make_identity(
+                    "recall", item.identity, slot.budget, plan.read
+                )
+                item = replace(item, plan=plan, identity=identity)
+            elif plan.keeps_all and sizes[i] is None:
+                # The image is then what it is in stock vLLM, caches included.
+                item = PlannedItem(i, plan, images.digests[i], images.digests[i])
+            else:
+                if slot.part != "whole":
+                    core, delta = plan.split(slot.core)
+                    plan = core if slot.part == "core" else delta
+                item = images.plan_item(i, plan, reads[i], sizes[i])
+            latest[i] = item
+            items.append(item)
+        return items

@@ -97,33 +97,45 @@ class PromptItem:
     image: Hashable
 
 
+class PositionCounter:
+    """Counts the positions that a prompt takes beyond its tokens, by its items in their order."""
+
+    def __init__(self) -> None:
+        self.surplus = 0
+        """Positions so far, negative where a prompt takes fewer than tokens."""
+        self._images = set[Hashable]()
+
+    def add(self, item: PromptItem) -> None:
+        """Count an item that keeps its places: the first part of an image takes all of them."""
+        if item.span is not None:
+            span = 0 if item.image in self._images else item.span
+            self._images.add(item.image)
+            self.surplus += span - item.length
+
+
 def pack_items(items: Sequence[PromptItem], context: int) -> tuple[set[int], int]:
     """Items that are packed, and the positions that the prompt takes beyond its tokens.
 
     An item keeps its places while it ends within three quarters of the ``context``; from there on
     tokens stand one after the other, so that text and later items have room. That depends on what
-    comes before it alone, so that prompts with a common prefix share its KV. The second number is
-    negative where a prompt takes fewer positions.
+    comes before it alone, so that prompts with a common prefix share its KV.
     """
     packed = set[int]()
     keeps = dict[Hashable, bool]()
-    surplus = 0
+    counter = PositionCounter()
     for i in sorted(range(len(items)), key=lambda i: items[i].offset):
         item = items[i]
         if item.span is None:
             continue
-        if item.image in keeps:
-            span = 0
-        else:
-            span = item.span
-            end = item.offset + surplus + span
-            fits = end <= _SHARE * context and span <= MAX_SPAN
-            keeps[item.image] = fits or span <= item.length
+        if item.image not in keeps:
+            end = item.offset + counter.surplus + item.span
+            fits = end <= _SHARE * context and item.span <= MAX_SPAN
+            keeps[item.image] = fits or item.span <= item.length
         if keeps[item.image]:
-            surplus += span - item.length
+            counter.add(item)
         else:
             packed.add(i)
-    return packed, surplus
+    return packed, counter.surplus
 
 
 def limit_positions(

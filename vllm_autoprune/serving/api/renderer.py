@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers.hf import HfRenderer, safe_apply_chat_template
 
+from vllm_autoprune.errors import RequestError
 from vllm_autoprune.serving.api.engine_requests import RenderedHashes
 from vllm_autoprune.serving.api.instruction import extract_fields, mark_recall_turns
 from vllm_autoprune.serving.api.processor import PrunedProcessor
 from vllm_autoprune.serving.api.refusal import refusing_requests
 from vllm_autoprune.serving.api.request import (
     DETAIL_FIX,
-    OFFLINE_FIX,
     SALT,
     CacheSalt,
     RecallTurn,
-    refuse_misplaced,
 )
+from vllm_autoprune.serving.api.request_checks import OFFLINE_FIX, refuse_misplaced
 from vllm_autoprune.serving.compat import allow_mm_kwarg, depends_on
-from vllm_autoprune.serving.plan import ENTRY, KWARGS, REQUEST_FIELD, refuse
+from vllm_autoprune.serving.plan import ENTRY, KWARGS, REQUEST_FIELD
 from vllm_autoprune.serving.served_state import served_state
 
 if TYPE_CHECKING:
@@ -185,7 +185,9 @@ def _pass_fields(prompt: Any) -> Any:
     if fields is not None and isinstance(entry, dict):
         for name in (name for name in fields if entry.get(name) is not None):
             fix = f"leave it out; {DETAIL_FIX}" if name == "details" else "leave it out"
-            raise refuse(f"{ENTRY}/{name}", "is read of the messages of a chat", fix)
+            raise RequestError.of(
+                f"{ENTRY}/{name}", "is read of the messages of a chat", fix
+            )
         kwargs[REQUEST_FIELD] = {**entry, **fields}
     if salt:
         kwargs[SALT] = CacheSalt(salt)

@@ -19,7 +19,7 @@ from vllm.model_executor.models.gemma4_mm import (
     _get_max_soft_tokens,
 )
 
-from vllm_autoprune.serving.api.layout import Placeholders, TokenCount
+from vllm_autoprune.serving.api.placeholders import Placeholders, TokenCount
 from vllm_autoprune.serving.compat import depends_on
 from vllm_autoprune.serving.inputs import PATCH_PLACES
 from vllm_autoprune.serving.models.line import PrunedLine

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 from vllm.model_executor.models.vision import run_dp_sharded_mrope_vision_model
 
-from vllm_autoprune.serving.api.layout import Placeholders, TokenCount
+from vllm_autoprune.serving.api.placeholders import Placeholders, TokenCount
 from vllm_autoprune.serving.api.positions import ItemFields, ItemSize
 from vllm_autoprune.serving.inputs import (
     CELLS_FIELD,

@@ -21,7 +21,7 @@ from vllm.model_executor.models.llava_onevision import (
     LlavaOnevisionForConditionalGeneration,
 )
 
-from vllm_autoprune.serving.api.layout import Placeholders, TokenCount
+from vllm_autoprune.serving.api.placeholders import Placeholders, TokenCount
 from vllm_autoprune.serving.api.positions import ItemFields, ItemSize
 from vllm_autoprune.serving.inputs import VIDEO_PIXELS
 from vllm_autoprune.serving.models import pooled_frame

@@ -12,7 +12,7 @@ from vllm.model_executor.models.lightonocr import LightOnOCRForConditionalGenera
 from vllm.model_executor.models.mistral3 import Mistral3ForConditionalGeneration
 from vllm.model_executor.models.paddleocr_vl import PaddleOCRVLForConditionalGeneration
 
-from vllm_autoprune.serving.api.layout import TokenCount
+from vllm_autoprune.serving.api.placeholders import TokenCount
 from vllm_autoprune.serving.compat import vllm_version
 from vllm_autoprune.serving.models.grid import GridVision, prune_grid
 from vllm_autoprune.serving.models.vision import EncoderInputs, ImageInputs

@@ -17,7 +17,7 @@ from vllm.multimodal.inputs import MultiModalFlatField
 from vllm.multimodal.utils import group_and_batch_mm_items
 
 from vllm_autoprune.ops.dpp import compile_for
-from vllm_autoprune.serving.api.layout import Placeholders
+from vllm_autoprune.serving.api.placeholders import Placeholders
 from vllm_autoprune.serving.api.processor import make_pruned_factories
 from vllm_autoprune.serving.compat import declare_model
 from vllm_autoprune.serving.compat.worker import (

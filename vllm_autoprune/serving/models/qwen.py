@@ -30,7 +30,7 @@ from vllm.model_executor.models.qwen3_5 import (
 from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration
 from vllm.model_executor.models.qwen3_vl_moe import Qwen3VLMoeForConditionalGeneration
 
-from vllm_autoprune.serving.api.layout import TokenCount
+from vllm_autoprune.serving.api.placeholders import TokenCount
 from vllm_autoprune.serving.models.grid import GridVision, prune_grid
 from vllm_autoprune.serving.worker.tower_hooks import Merger
 

@@ -23,7 +23,7 @@ from vllm.model_executor.models.qianfan_ocr import QianfanOCRForConditionalGener
 from vllm.model_executor.models.skyworkr1v import SkyworkR1VChatModel
 from vllm.model_executor.models.smolvlm import SmolVLMForConditionalGeneration
 
-from vllm_autoprune.serving.api.layout import Placeholders, TokenCount
+from vllm_autoprune.serving.api.placeholders import Placeholders, TokenCount
 from vllm_autoprune.serving.api.positions import ItemFields, ItemSize
 from vllm_autoprune.serving.compat import depends_on
 from vllm_autoprune.serving.inputs import VIDEO_FIELDS, VIDEO_TILES

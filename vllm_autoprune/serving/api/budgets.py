@@ -1,0 +1,289 @@
+"""K of each image and video of a request, within what the server lets requests set.
+
+All of it raises :class:`BudgetError` or :class:`RequestError`, which vLLM answers by 400.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from vllm_autoprune.errors import Refusal, RequestError
+from vllm_autoprune.serving.api.placeholders import TokenCount
+from vllm_autoprune.serving.api.request import PruningRequest, split_shared_budget
+from vllm_autoprune.serving.plan import ENTRY, NO_KEY, ItemPlan
+from vllm_autoprune.serving.plan_rules import find_cost_problem
+from vllm_autoprune.serving.request_rules import REQUESTS_FLAG, Level, RequestRules
+from vllm_autoprune.serving.request_states import load_request_state
+from vllm_autoprune.serving.served_state import ServedState
+from vllm_autoprune.serving.state_codec import encode_state
+from vllm_autoprune.tpdsl.atoms.source import BudgetCall
+from vllm_autoprune.tpdsl.cost import FLAG
+from vllm_autoprune.tpdsl.materialize import materialize
+from vllm_autoprune.tpdsl.state import PruningState
+
+_MAX_COMPARED = 1 << 14
+"""Tokens of a video which a state may compare with each other, in a gigabyte of float32. What ranks
+tokens by a score alone, as the policies for videos do, compares those of neighbouring frames."""
+
+_PRUNING = ("budget", "video_budget", "state", "keep", "cells", "positions")
+"""Fields of a request that say how it is pruned."""
+
+_SETTINGS = (
+    "budget",
+    "video_budget",
+    "cells",
+    "positions",
+    "keep",
+    "enabled",
+    "recall",
+    "state",
+)
+"""Fields that need a permission."""
+
+_Requested = tuple[int | BudgetCall | None, str]
+"""Budget of an item, None where the request says none, and the field whose range it is in."""
+
+
+def check_fields(served: ServedState, request: PruningRequest) -> PruningState | None:
+    """Refuse the fields that the server does not let requests set; the state that is asked for."""
+    rules = served.rules
+    defaults = vars(PruningRequest())
+    fields = [name for name in _SETTINGS if vars(request)[name] != defaults[name]]
+    if request.recall == 0:
+        fields.remove("recall")  # nothing is recalled, as without it
+    for field in fields:
+        level: Level = "budget"
+        if field == "state":
+            level = "shipped-states" if isinstance(request.state, str) else "states"
+        if not rules.allows(level):
+            what = f"this server's requests may set: {rules} ({REQUESTS_FLAG})"
+            fix = f"leave it out, or serve with {REQUESTS_FLAG} {level}"
+            where = f"{ENTRY}/{field}"
+            raise RequestError.of(where, what, fix, kind=Refusal.NOT_ALLOWED)
+    if (recall := request.recall or 0) > rules.maximum:
+        what = f"K_r = {recall}, and requests may recall {rules.maximum} tokens at most"
+        fix = f"ask for 0 to {rules.maximum}"
+        raise RequestError.of(f"{ENTRY}/recall", what, fix, kind=Refusal.OUT_OF_RANGE)
+    if not request.enabled:
+        if names := [name for name in _PRUNING if name in fields]:
+            what = f"false keeps every token, but {', '.join(map(repr, names))} is given as well"
+            fix = f"leave out 'enabled' or {names[0]!r}"
+            raise RequestError.of(f"{ENTRY}/enabled", what, fix)
+        return None
+    if request.state is None:
+        return None
+    return load_request_state(request.state, rules.cost)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestBudgets:
+    """Resolves K of each image and video of one request.
+
+    The plans that it makes are of whole items, without key and instruction.
+    """
+
+    served: ServedState
+    request: PruningRequest
+    state: PruningState | None
+    """The state that the request asks for; None for the server's own."""
+
+    @property
+    def chosen_state(self) -> PruningState:
+        """The state that chooses the tokens."""
+        return self.served.state if self.state is None else self.state
+
+    @property
+    def prunes_videos(self) -> bool:
+        """Whether videos have plans; else they are what they are in stock vLLM.
+
+        Raises :class:`RequestError` for a budget of videos that have none.
+        """
+        state = self.chosen_state
+        prunes = self.served.capabilities.prunes_videos and state.frames is not None
+        if self.request.video_budget is None or prunes:
+            return prunes
+        where = f"{ENTRY}/video_budget"
+        if not self.served.capabilities.prunes_videos:
+            what = "no token of a video can be chosen: this model's are served whole"
+            fix = "leave it out"
+        else:
+            what = f"state {state.name!r} leaves videos whole"
+            fix = "leave it out, or ask for a state with frames"
+        raise RequestError.of(where, what, fix, kind=Refusal.WHOLE_VIDEO)
+
+    def plan_images(
+        self, counts: Sequence[TokenCount], limit: int | None
+    ) -> list[ItemPlan]:
+        """Plan of each image, all of which keep at most ``limit`` tokens.
+
+        K is that of an image's N tokens, or all M that are encoded where these are fewer.
+        """
+        request = self.request
+        if not request.enabled:
+            check_unpruned(self.served.rules, [c.tokens for c in counts], limit)
+            return [self._make_plan(count, count.tokens) for count in counts]
+        # Refused also where every token is kept.
+        self.served.positions_of(self.chosen_state, request.positions)
+        field = "" if request.budget is None else "budget"
+        return self._plan(counts, self._find_image_budgets(counts), limit, field)
+
+    def plan_videos(
+        self, counts: Sequence[TokenCount], limit: int | None
+    ) -> list[ItemPlan]:
+        """Plan of each video, all of which keep at most ``limit`` tokens."""
+        request = self.request
+        field = "" if request.enabled else "enabled"
+        if request.video_budget is not None:
+            field = "video_budget"
+        requested = request.video_budget, field or self._state_field
+        plans = self._plan(counts, [requested] * len(counts), limit, field)
+        for plan in plans:
+            if problem := find_cost_problem(plan, self.served.rules.cost):
+                fix = f"ask for a state such as vcast, or serve with a higher {FLAG}"
+                raise RequestError.of(f"{ENTRY}/state", problem, fix)
+        return plans
+
+    @property
+    def _state_field(self) -> str:
+        return "" if self.state is None else "state"
+
+    def _find_image_budgets(self, counts: Sequence[TokenCount]) -> list[_Requested]:
+        sizes = [count.tokens for count in counts]
+        budgets = self.request.split_budget(sizes)
+        levels = self.request.details
+        if levels is None or len(levels) != len(counts):
+            # No messages, or messages of a form in which the images were not found.
+            levels = [None] * len(counts)
+        # Start-up has checked the operator's budgets for details against the range of the rules.
+        by_level = self.served.rules.detail.as_dict()
+        requested: list[_Requested] = []
+        for size, budget, level in zip(sizes, budgets, levels, strict=True):
+            detail = by_level.get(level) if level else None
+            if budget is not None:
+                requested.append((budget, "budget"))
+            elif detail is not None:
+                requested.append((detail.tokens_kept(size), ""))
+            else:
+                requested.append((None, self._state_field))
+        return requested
+
+    def _plan(
+        self,
+        counts: Sequence[TokenCount],
+        budgets: Sequence[_Requested],
+        limit: int | None,
+        field: str,
+    ) -> list[ItemPlan]:
+        """Plans by what is requested; less of each where ``limit`` says so.
+
+        ``field`` is that of the request which says K of all, empty where none does.
+        """
+        plans = []
+        for count, (budget, by_field) in zip(counts, budgets, strict=True):
+            resolved = self._resolve(count, budget)
+            if by_field:
+                self._check_range(count, resolved, by_field)
+            plans.append(self._make_plan(count, resolved))
+            if not count.frames:
+                self.served.find_needs(plans[-1])
+        shares = share_tokens(limit, [plan.budget for plan in plans], field)
+        if shares is None:
+            return plans
+        return [
+            self._make_plan(count, self._resolve(count, share))
+            for count, share in zip(counts, shares, strict=True)
+        ]
+
+    def _resolve(self, count: TokenCount, budget: int | BudgetCall | None) -> int:
+        """K of an image or video by a budget, or by the server's or the state's own."""
+        if not self.request.enabled:
+            return count.tokens
+        served = self.served
+        if budget is None and count.frames:
+            budget = served.video_budget
+        elif budget is None and self.state is None:
+            budget = served.budget
+        exchange = self.request.keep == "state"
+        is_video = count.frames > 0
+        policy = materialize(
+            self.chosen_state, budget, video=is_video, exchange=exchange
+        )
+        if not is_video:
+            return policy.at(count.tokens, count.tiles).budget
+        resolved = served.count_video_tokens(policy, count.tokens, count.frames)
+        compares = self.request.keep in ("state", "reference") and (
+            policy.refines or policy.base.score is None
+        )
+        if resolved < count.tokens and count.tokens > _MAX_COMPARED and compares:
+            what = f"compares every two of the {count.tokens} tokens of a video, and at most "
+            what += f"{_MAX_COMPARED} are allowed"
+            fix = "send fewer frames, or ask for a state such as vcast"
+            raise RequestError.of(f"{ENTRY}/state", what, fix)
+        return resolved
+
+    def _check_range(self, count: TokenCount, budget: int, field: str) -> None:
+        """Refuse K of an image or frame, as a field of the request says it, out of the range."""
+        rules = self.served.rules
+        minimum = rules.minimum if self.request.enabled else 1
+        if minimum <= -(-budget // max(1, count.frames)) <= rules.maximum:
+            return
+        limits = f"{minimum} to {rules.maximum}"
+        what = f"K = {budget}, and requests may ask for {limits}"
+        fix = "ask for a number in the range"
+        if count.frames:
+            what = f"K = {budget} of {count.frames} frames"
+            what += f", and requests may ask for {limits} of each"
+        elif field == "budget":
+            fix += f", or for a share within it: 1/8:{minimum}-{rules.maximum}"
+        where = f"{ENTRY}/{field}"
+        raise RequestError.of(where, what, fix, kind=Refusal.OUT_OF_RANGE)
+
+    def _make_plan(self, count: TokenCount, budget: int) -> ItemPlan:
+        """Plan of an item that keeps K of its tokens, or all where these are fewer."""
+        tokens = count.encoded
+        keep = self.request.keep
+        plan = ItemPlan(tokens, NO_KEY, keep=keep, tokens=tokens, frames=count.frames)
+        if budget >= tokens:
+            return plan
+        state = b"" if self.state is None else encode_state(self.state)
+        positions = self.served.positions_of(self.chosen_state, self.request.positions)
+        return replace(plan, budget=budget, state=state, positions=positions)
+
+
+def check_unpruned(
+    rules: RequestRules, sizes: Sequence[int], limit: int | None
+) -> None:
+    """Refuse images of N tokens that a request keeps whole, where one or all of them are too many.
+
+    MIN, the least number of tokens to which an image may be cut, says nothing about them.
+    """
+    if (largest := max(sizes, default=0)) > rules.maximum:
+        what = f"false keeps all {largest} tokens of an image, and requests may keep "
+        what += str(rules.maximum)
+        raise RequestError.of(
+            f"{ENTRY}/enabled", what, "ask for a budget", kind=Refusal.OUT_OF_RANGE
+        )
+    share_tokens(limit, sizes, "enabled")
+
+
+def share_tokens(
+    limit: int | None, budgets: Sequence[int], field: str = ""
+) -> Sequence[int] | None:
+    """K of each item of a request that would keep more than the limit; None where it does not.
+
+    Raises :class:`RequestError` where the field of a request asked for so many, or where the items
+    are more than the limit.
+    """
+    total = sum(budgets)
+    if limit is None or total <= limit:
+        return None
+    what = f"{total} tokens of {len(budgets)}, and a request has {limit} for them"
+    if field:
+        where = f"{ENTRY}/{field}"
+        fix = "ask for fewer, or leave it out"
+        raise RequestError.of(where, what, fix, kind=Refusal.OUT_OF_RANGE)
+    if limit < len(budgets):
+        fix = "send fewer images or videos"
+        raise RequestError.of("messages", what, fix, kind=Refusal.OUT_OF_RANGE)
+    return split_shared_budget(limit, budgets)

@@ -1,0 +1,113 @@
+"""Settings in HTTP headers, for endpoints whose bodies have no place for them.
+
+``x-autoprune-budget: 64`` is the entry's ``"budget": 64``, ``x-autoprune-state: visionzip`` its
+``"state": "visionzip"``. The middleware keeps the headers of a request in a context variable: each
+request has a task of its own, and what a task sets no other one sees.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from typing import Any
+
+from vllm_autoprune.errors import RequestError
+from vllm_autoprune.serving.api.request import (
+    PruningRequest,
+    resembles_entry,
+    shorten,
+)
+from vllm_autoprune.serving.plan import REQUEST_FIELD
+from vllm_autoprune.tpdsl.tokens import POSITIONS
+
+_PREFIX = f"x-{REQUEST_FIELD}"
+HEADERS = {
+    f"{_PREFIX}-budget": 'a budget, such as "64" or "1/8"',
+    f"{_PREFIX}-cells": '"flat", "predicted" or "none"',
+    f"{_PREFIX}-enabled": '"true" or "false"',
+    f"{_PREFIX}-positions": f"one of {', '.join(POSITIONS)}",
+    f"{_PREFIX}-state": "the name of a shipped state",
+    f"{_PREFIX}-video-budget": 'a budget, such as "tokens_per_frame:16" or "1/8"',
+}
+"""The headers, each named like its field of the entry, and what they hold."""
+
+_NAMES = frozenset({"cells", "positions", "state"})
+"""Fields whose header holds a name; those of others hold JSON, or a budget as text."""
+
+Headers = Sequence[tuple[str, str]]
+"""Headers that are ours, or nearly named so, as sent."""
+
+_headers: ContextVar[Headers] = ContextVar("autoprune_headers", default=())
+"""Headers of this task's request; none where it did not come over HTTP."""
+
+
+@contextmanager
+def handling(headers: Headers) -> Iterator[None]:
+    """Handle a request with these headers in this context."""
+    token = _headers.set(headers)
+    try:
+        yield
+    finally:
+        _headers.reset(token)
+
+
+def current_headers() -> Headers:
+    """Headers of the request that this task handles."""
+    return _headers.get()
+
+
+class KeepHeaders:
+    """ASGI middleware that keeps our headers of a request; vLLM adds it by ``--middleware``."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Mapping[str, Any], *channels: object) -> None:
+        """Handle one connection (ASGI)."""
+        headers: Iterable[tuple[bytes, bytes]] = scope.get("headers", ())
+        pairs = [
+            (name.decode("latin-1"), text.decode("latin-1")) for name, text in headers
+        ]
+        with handling([pair for pair in pairs if resembles_entry(pair[0])]):
+            await self._app(scope, *channels)
+
+
+def join_headers(entry: object, headers: Headers) -> object:
+    """The entry of a request with the fields that its headers set.
+
+    Raises RequestError where a header is unknown, malformed or sent twice, or where the entry has
+    its field with another value.
+    """
+    fields: dict[str, object] = {}
+    for header, text in headers:
+        where = f"header {shorten(header)}"
+        if header not in HEADERS:
+            # Also with underscores: a proxy that removes the headers of its clients has to know
+            # their names.
+            raise RequestError.of(
+                where, "is not a known header", f"send {' or '.join(HEADERS)}"
+            )
+        name = header.removeprefix(f"{_PREFIX}-").replace("-", "_")
+        if name in fields:
+            raise RequestError.of(where, "is sent more than once", "send it once")
+        value: object = text
+        if name not in _NAMES:
+            with suppress(ValueError, RecursionError):  # a share is no JSON
+                value = json.loads(text)
+        try:
+            parsed = PruningRequest.parse({name: value})
+        except RequestError:
+            value = None
+        if value in (None, ""):
+            raise RequestError.of(
+                where, f"is {shorten(text)!r}", f"give {HEADERS[header]}"
+            )
+        in_body = entry.get(name) if isinstance(entry, dict) else None
+        if in_body is not None and PruningRequest.parse({name: in_body}) != parsed:
+            raise RequestError.of(where, "contradicts the body", "send one of the two")
+        fields[name] = value
+    if entry is None:
+        return fields or None
+    return {**entry, **fields} if isinstance(entry, dict) else entry
