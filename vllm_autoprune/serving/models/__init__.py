@@ -8,7 +8,7 @@ images, and why those without a backbone are refused.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from operator import attrgetter
@@ -173,37 +173,36 @@ class _LlavaBackbone(Backbone):
         self, config: PreTrainedConfig, needs: Collection[Need]
     ) -> list[Problem]:
         """Refuse states that read inputs which this checkpoint cannot provide."""
-        problems = super().input_problems(config, needs)
+        whats = []
+        vision = config.vision_config
+        last_layers = (-1, vision.num_hidden_layers)
+        if "next_layer" in needs and config.vision_feature_layer in last_layers:
+            whats.append(
+                "the model reads the vision tower's last layer, and the state the one after it"
+            )
+        if "language" in needs:
+            whats += self._find_language_problems(config)
+        problems = [Problem("model", what, _FIX) for what in whats]
+        return super().input_problems(config, needs) + problems
+
+    def _find_language_problems(self, config: PreTrainedConfig) -> Iterator[str]:
+        """Why the language model's first layers cannot be read before prefill."""
         vision = config.vision_config
         text = config.text_config
-        if "next_layer" in needs and config.vision_feature_layer in (
-            -1,
-            vision.num_hidden_layers,
-        ):
-            what = "the model reads the vision tower's last layer, and the state the one after it"
-            problems.append(Problem("model", what, _FIX))
-        if "language" not in needs:
-            return problems
         if text.model_type != "llama":
-            what = f"the state reads the first layers of a llama, not of {text.model_type!r}"
-            problems.append(Problem("model", what, _FIX))
+            yield f"the state reads the first layers of a llama, not of {text.model_type!r}"
         elif not isinstance(text.bos_token_id, int):
-            what = f"bos_token_id {text.bos_token_id!r} is no token to begin a sequence with"
-            problems.append(Problem("model", what, _FIX))
+            yield f"bos_token_id {text.bos_token_id!r} is no token to begin a sequence with"
         # Tokens of the largest image: one tile, or a base view and the largest grid of crops.
         tokens = (vision.image_size // vision.patch_size) ** 2
         crops = 0
         if config.model_type == "llava_next":
             pinpoints: list[list[int]] = config.image_grid_pinpoints
-            crops = (
-                max(height * width for height, width in pinpoints)
-                // vision.image_size**2
-            )
+            largest = max(height * width for height, width in pinpoints)
+            crops = largest // vision.image_size**2
         longest = 1 + (1 + crops) * tokens + LANGUAGE_IDS
         if text.max_position_embeddings < longest:
-            what = f"max_position_embeddings {text.max_position_embeddings} is below {longest}"
-            problems.append(Problem("model", what, _FIX))
-        return problems
+            yield f"max_position_embeddings {text.max_position_embeddings} is below {longest}"
 
 
 _MERGED = _exactly("vision_config.spatial_merge_size", 2)

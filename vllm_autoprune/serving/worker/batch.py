@@ -22,6 +22,7 @@ from vllm_autoprune.serving.worker.features import (
     Region,
     Signals,
     stack,
+    stack_present,
 )
 from vllm_autoprune.serving.worker.question import RelevanceSpace
 from vllm_autoprune.serving.worker.rows import KeptRows, insert_text, spread_offsets
@@ -32,7 +33,7 @@ from vllm_autoprune.serving.worker.selection import (
     select_evenly_with_ranks,
     select_with_fallback,
 )
-from vllm_autoprune.tpdsl.base_policy import FALLBACKS, Given, RefinedTokens
+from vllm_autoprune.tpdsl.base_policy import Given, RefinedTokens
 from vllm_autoprune.tpdsl.materialize import PruningPolicy
 from vllm_autoprune.tpdsl.prefix import LanguagePrefix
 from vllm_autoprune.tpdsl.refine import give_core, pool_tokens
@@ -109,10 +110,7 @@ def prune_images(
             for rows in prune_images(context, [plan], [image])
         ]
     rows = images[0].rows()
-    codes = torch.full(
-        (1,), FALLBACKS.index("uniform"), dtype=torch.uint8, device=rows.device
-    )
-    context.reporter.report(codes, "error")
+    context.reporter.report_image("uniform", "error", rows.device)
     count = _count_rows(plans[0], images[0]) + len(plans[0].text)
     evenly = spread_offsets(count, len(rows), rows.device)
     finite = rows[evenly].nan_to_num(0.0, 0.0, 0.0)
@@ -240,9 +238,9 @@ class _Group:
         # Fillers, where all tokens are kept and the plan asks for more.
         missing = min(plan.image_budget - image.candidates, image.gaps)
         missing -= max(0, plan.kept_before - image.candidates)
-        fillers = [image.filler for image in self.images if image.filler is not None]
-        if missing > 0 and len(fillers) == len(self.images):
-            rows = torch.stack(fillers)[:, None].expand(-1, missing, -1)
+        fillers = stack_present(image.filler for image in self.images)
+        if missing > 0 and fillers is not None:
+            rows = fillers[:, None].expand(-1, missing, -1)
             end = selected.positions.new_full(rows.shape[:2], image.tokens - 1)
             added = KeptRows(rows.to(selected.rows.dtype), end, end)
             selected = KeptRows.join([selected, added])
@@ -281,19 +279,14 @@ class _RegionBatch:
         features = refined.features
         count = self.regions[0].grid.tokens
         indices = refined.places(count)
-        channels = [
-            region.extra_channels
-            for region in self.regions
-            if region.extra_channels is not None
-        ]
-        if channels:
-            extra = stack(channels)
-            wide = indices[:, :, None].expand(-1, -1, extra.shape[2])
-            extra = extra.gather(1, wide).to(features.dtype)
-            features = torch.cat([features, extra], dim=2)
-        orders = [region.order for region in self.regions if region.order is not None]
-        if orders:
-            positions = stack(orders).gather(1, indices)
+        channels = stack_present(region.extra_channels for region in self.regions)
+        if channels is not None:
+            wide = indices[:, :, None].expand(-1, -1, channels.shape[2])
+            channels = channels.gather(1, wide).to(features.dtype)
+            features = torch.cat([features, channels], dim=2)
+        orders = stack_present(region.order for region in self.regions)
+        if orders is not None:
+            positions = orders.gather(1, indices)
             end = self.images[0].tokens - 1
         else:
             positions = start + indices

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Generic, Literal, Protocol, TypeVar
@@ -43,6 +43,12 @@ Signals = Mapping[Signal, Tensor]
 def stack(parts: Sequence[Tensor]) -> Tensor:
     """``torch.stack``; a single image is not copied, because a selection only reads its inputs."""
     return parts[0][None] if len(parts) == 1 else torch.stack(list(parts))
+
+
+def stack_present(parts: Iterable[Tensor | None]) -> Tensor | None:
+    """``stack`` of what each of the images has; None where they have none."""
+    present = [part for part in parts if part is not None]
+    return stack(present) if present else None
 
 
 _split = lru_cache(maxsize=256)(split_over_parts)

@@ -89,6 +89,14 @@ class FallbackReporter:
             self._on_host = torch.zeros(shape, dtype=torch.int64, pin_memory=pinned)
         self._on_host.copy_(self._counts, non_blocking=True)
 
+    def report_image(
+        self, kind: str, reason: _FallbackReason, device: torch.device
+    ) -> None:
+        """Count one image that fell back."""
+        code = FALLBACKS.index(kind)
+        codes = torch.full((1,), code, dtype=torch.uint8, device=device)
+        self.report(codes, reason)
+
     def counts(self) -> dict[tuple[str, _FallbackReason], int]:
         """Images by fallback kind, "none" among them, and reason, as far as the host knows."""
         rows = [[0] * len(FALLBACKS)] * len(_FALLBACK_REASONS)
@@ -115,13 +123,12 @@ class FallbackReporter:
             logger.error(
                 "An image cannot be encoded, its tokens are zeros.", exc_info=error
             )
-        code = FALLBACKS.index("zeros")
-        self.report(torch.full((1,), code, dtype=torch.uint8, device=device), "error")
+        self.report_image("zeros", "error", device)
 
     def report_refused_plan(self, error: Exception, device: torch.device) -> None:
         """Count a plan that is replaced by another one, and log the first."""
         count = self._count_error(error)
-        self.report(torch.ones(1, dtype=torch.uint8, device=device), "plan")
+        self.report_image("reference", "plan", device)
         if count == 1:
             logger.error("A plan is not carried out as it came: %s", error)
 
