@@ -24,7 +24,7 @@ from tests.tpdsl.samples import edited, shipped, state
 from vllm_autoprune import load_state, materialize
 from vllm_autoprune.backbones import BACKBONE_SHAPES
 from vllm_autoprune.cli.commands import SUMMARIES, doctor
-from vllm_autoprune.cli.commands.states import _describe_policy
+from vllm_autoprune.cli.description import describe_policy
 from vllm_autoprune.cli.main import main, parser
 from vllm_autoprune.cli.output import format_definitions, format_table
 from vllm_autoprune.tpdsl.atoms.source import BudgetCall
@@ -237,7 +237,7 @@ def test_a_state_in_words(
     changes: dict[str, object], budget: Any, parts: list[str]
 ) -> None:
     rule = budget and BudgetCall.parse(budget)
-    text = " ".join(_describe_policy(materialize(state(changes), rule)))
+    text = " ".join(describe_policy(materialize(state(changes), rule)))
     assert [part for part in parts if part not in text] == []
     assert (" core" in text) == (changes.get("/core") == CORE)
 

@@ -31,7 +31,7 @@ from vllm_autoprune import __version__
 from vllm_autoprune.advise import WAYS
 from vllm_autoprune.base_policies import greedy
 from vllm_autoprune.cli.commands import SUMMARIES
-from vllm_autoprune.cli.commands.states import _RECOMMENDED
+from vllm_autoprune.cli.commands.states import RECOMMENDED
 from vllm_autoprune.cli.main import main
 from vllm_autoprune.serving.api import engine_requests, planner
 from vllm_autoprune.serving.api.endpoint import NAME, PATH
@@ -252,7 +252,7 @@ def test_the_default_states_are_the_question_free_policies_that_are_right_most_o
         ]
         assert [*cells[:7]] == [*controls, *states]
     best.append(max(totals, key=totals.__getitem__))
-    assert [*_RECOMMENDED.values()] == best == [*best[:2], best[1]]
+    assert [*RECOMMENDED.values()] == best == [*best[:2], best[1]]
     assert re.search(
         rf"\*\*serve.*LLaVA.*`{best[0]}` \| .*all others.*`{best[1]}`", CHOOSING
     )
@@ -353,7 +353,7 @@ def read_counts() -> dict[str, int]:
 def test_the_table_of_models_is_the_registry_s() -> None:
     assert read_table() == format_models(read_counts())
     states = {backbone.state for backbone in BACKBONES.values()}
-    assert states == set(_RECOMMENDED.values())
+    assert states == set(RECOMMENDED.values())
 
 
 @pytest.mark.slow

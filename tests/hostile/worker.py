@@ -33,7 +33,7 @@ from vllm.v1.worker.utils import sanity_check_mm_encoder_outputs
 
 from tests.serving.unit.samples import LARGE, OTHER, Sender, clip_state, picture
 from vllm_autoprune.selftest.backbones import build
-from vllm_autoprune.selftest.serve import clip
+from vllm_autoprune.selftest.questions import clip
 from vllm_autoprune.serving.api.foreign_items import check_features
 from vllm_autoprune.serving.compat import attach
 from vllm_autoprune.serving.compat import worker as patches

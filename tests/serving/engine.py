@@ -23,8 +23,9 @@ from benchmarks.yardsticks.examples import (
     format_prompt,
 )
 from tests.tpdsl.samples import edited, sample
-from vllm_autoprune.selftest import serve
 from vllm_autoprune.selftest.backbones import build
+from vllm_autoprune.selftest.engine import Engine as SelftestEngine
+from vllm_autoprune.selftest.questions import picture
 from vllm_autoprune.serving.models import pruned_model
 from vllm_autoprune.serving.plan import ItemPlan
 from vllm_autoprune.serving.worker import batch, selection
@@ -92,7 +93,7 @@ def built(backbone: str) -> Path:
 def page(width: int, height: int, seed: int) -> Image.Image:
     """A blank page, but for its upper left."""
     blank = Image.new("RGB", (width, height), "white")
-    blank.paste(serve.picture(width // 16 * 8, height // 16 * 8, seed), (8, 8))
+    blank.paste(picture(width // 16 * 8, height // 16 * 8, seed), (8, 8))
     return blank
 
 
@@ -174,7 +175,7 @@ def greedy(tokens: int, **more: Any) -> Any:
     return SamplingParams(temperature=0, max_tokens=tokens, **more)
 
 
-class Engine(serve.Engine):
+class Engine(SelftestEngine):
     """An engine that tests ask."""
 
     def stop(self) -> None:

@@ -29,8 +29,8 @@ from tests.serving.runners import Result, Runner, in_engine
 from vllm_autoprune.selftest import serve
 from vllm_autoprune.selftest.backbones import TINY_MODELS, build
 from vllm_autoprune.selftest.checks import CHECKS, runners_agree
+from vllm_autoprune.selftest.questions import picture
 from vllm_autoprune.selftest.run import Report
-from vllm_autoprune.selftest.serve import picture
 from vllm_autoprune.serving.models import BACKBONES
 
 pytestmark = pytest.mark.engine

@@ -16,7 +16,7 @@ from vllm.multimodal.video_prune.evs import compute_retention_mask
 
 from tests.serving.engine import Answer, Prompt, assert_same, built, start, watch
 from tests.serving.runners import in_engine
-from vllm_autoprune.selftest.serve import clip, picture
+from vllm_autoprune.selftest.questions import clip, picture
 
 pytestmark = pytest.mark.engine
 

@@ -48,8 +48,8 @@ from tests.serving.engine import (
 )
 from tests.serving.runners import Result, Runner, in_engine
 from vllm_autoprune.selftest.backbones import TINY_MODELS
+from vllm_autoprune.selftest.questions import clip, picture
 from vllm_autoprune.selftest.run import BLOCK
-from vllm_autoprune.selftest.serve import clip, picture
 from vllm_autoprune.serving import identities
 from vllm_autoprune.serving.identities import make_cache_identity
 from vllm_autoprune.serving.models import BACKBONES

@@ -8,8 +8,8 @@ import pytest
 
 from tests.serving.engine import built, greedy, raw_prompt, said, start, turn
 from tests.serving.runners import in_engine
+from vllm_autoprune.selftest.questions import picture
 from vllm_autoprune.selftest.run import BLOCK
-from vllm_autoprune.selftest.serve import picture
 from vllm_autoprune.serving.api import processor
 from vllm_autoprune.serving.api.positions import PromptItem, pack_items
 

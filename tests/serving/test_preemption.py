@@ -6,7 +6,7 @@ import pytest
 
 from tests.serving.engine import Engine, built, greedy, start, turn
 from tests.serving.runners import in_engine
-from vllm_autoprune.selftest.serve import picture
+from vllm_autoprune.selftest.questions import picture
 
 pytestmark = pytest.mark.engine
 

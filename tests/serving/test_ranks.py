@@ -34,7 +34,7 @@ from tests.serving.engine import (
     watch,
 )
 from tests.serving.runners import Result, Runner, in_engine
-from vllm_autoprune.selftest.serve import picture
+from vllm_autoprune.selftest.questions import picture
 from vllm_autoprune.tpdsl.loading import load_state
 
 pytestmark = pytest.mark.engine

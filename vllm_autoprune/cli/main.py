@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shlex
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from io import TextIOWrapper
 
@@ -14,6 +14,7 @@ from vllm_autoprune import AutopruneError
 from vllm_autoprune.cli.commands import (  # noqa: F401  (registers the commands)
     SUMMARIES,
     costs,
+    diff,
     doctor,
     eval,
     explain,
@@ -26,45 +27,46 @@ from vllm_autoprune.cli.output import CommandParser, error_as_json
 from vllm_autoprune.tpdsl.loading import suggest_name
 
 
-def main(arguments: Sequence[str] | None = None) -> int:  # noqa: C901
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; exit status 0 on success, 1 on failure, 2 for wrong arguments."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    options = argparse.Namespace()
+    options = Namespace()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # names of files may be no text
             stream.reconfigure(errors="backslashreplace")
     try:
         if words and not words[0].startswith("-") and words[0] not in SUMMARIES:
-            parser().error(
-                f"no command {words[0]!r}: {suggest_name(words[0], list(SUMMARIES))}"
-            )
+            suggestion = suggest_name(words[0], list(SUMMARIES))
+            parser().error(f"no command {words[0]!r}: {suggestion}")
         options = parser().parse_args(words)
         return int(options.run(options))
     except SystemExit as ended:
-        if "--json" in words and isinstance(ended.__cause__, AutopruneError):
-            print(error_as_json(ended.__cause__))
+        _print_record(words, ended.__cause__)
         raise
     except AutopruneError as error:
-        if "--json" in words:
-            print(error_as_json(error))
+        _print_record(words, error)
         print(f"vllm-autoprune {words[0]}: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:
         # The reader has closed the pipe; without this, Python reports the error again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (
-        KeyboardInterrupt
-    ) as interrupt:  # its text: what is kept, where --resume goes on
-        print(
-            f"vllm-autoprune {words[0]}: {str(interrupt) or 'stopped'}", file=sys.stderr
-        )
-        if str(interrupt):
+    except KeyboardInterrupt as interrupt:
+        # Its text, if any, says what is kept, where --resume goes on.
+        text = str(interrupt)
+        print(f"vllm-autoprune {words[0]}: {text or 'stopped'}", file=sys.stderr)
+        if text:
             print(_resuming_command(words, options), file=sys.stderr)
         return 130  # as in shells: 128 + SIGINT
 
 
-def _resuming_command(words: Sequence[str], options: argparse.Namespace) -> str:
+def _print_record(words: Sequence[str], error: BaseException | None) -> None:
+    """Print an error of ours as JSON where the command was asked for JSON."""
+    if "--json" in words and isinstance(error, AutopruneError):
+        print(error_as_json(error))
+
+
+def _resuming_command(words: Sequence[str], options: Namespace) -> str:
     """The command that goes on with what was interrupted; dots stand for keys and headers."""
     fields = vars(options)
     secrets = [
@@ -78,11 +80,12 @@ def _resuming_command(words: Sequence[str], options: argparse.Namespace) -> str:
         if word in secrets or value in secrets:
             word = f"{name}{equals}..." if equals else "..."
         hidden.append(re.sub("//[^/]*@", "//...@", word))
-    more = [] if "--resume" in words else ["--resume"]
-    return shlex.join(["vllm-autoprune", *hidden, *more])
+    if "--resume" not in words:
+        hidden.append("--resume")
+    return shlex.join(["vllm-autoprune", *hidden])
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> ArgumentParser:
     """The parser of all commands; ``vllm_autoprune_command`` has the help of them together."""
     top = CommandParser(prog="vllm-autoprune", add_help=False)
     commands = top.add_subparsers(required=True, metavar="COMMAND", dest="command")

@@ -60,9 +60,8 @@ def write_file(path: Path, content: str | bytes) -> None:
             beside.unlink(missing_ok=True)
     except OSError as error:
         what = f"cannot be written ({error.strerror or error})"
-        raise ConfigError(
-            "output", [Problem(str(path), what, "choose another path")]
-        ) from None
+        fix = "choose another path"
+        raise ConfigError.of(str(path), what, fix, subject="output") from None
 
 
 def check_writable(path: Path) -> None:
@@ -78,7 +77,7 @@ def check_writable(path: Path) -> None:
     elif not os.access(path.parent, os.W_OK | os.X_OK):
         what = "cannot be written (Permission denied)"
     if what:
-        raise ConfigError("output", [Problem(str(path), what, fix)])
+        raise ConfigError.of(str(path), what, fix, subject="output")
 
 
 def print_result(options: argparse.Namespace, record: object, *blocks: str) -> None:
@@ -155,6 +154,11 @@ def format_definitions(rows: Sequence[tuple[str, str]]) -> str:
         )
         for term, text in rows
     )
+
+
+def format_milliseconds(seconds: float) -> str:
+    """Seconds in milliseconds, with four digits."""
+    return f"{1000 * seconds:.4g}" if seconds < 10 else f"{1000 * seconds:.0f}"
 
 
 def error_as_json(error: AutopruneError) -> str:

@@ -47,6 +47,9 @@ _WORDS = (
     "user",
     "you",
 )
+_ATTENTION_PARTS = ("q_proj", "k_proj", "v_proj")
+"""Weights of an attention layer, which some checkpoints have joined into one."""
+
 _CHAT = (
     "{% for m in messages %}{{ m['role'] }} "
     "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for p in m['content'] %}"
@@ -97,87 +100,35 @@ TINY_MODELS: Mapping[str, _Row] = _read_rows()
 """What is written of each backbone, by its name."""
 
 
-def build(  # noqa: C901
+def build(
     name: str, folder: Path, changes: Mapping[str, Any] = MappingProxyType({})
 ) -> Path:
     """Write the tiny model of one backbone to ``folder``; returns the folder.
 
     ``changes``: other values of its row.
     """
-    import torch
     import transformers
-    from safetensors.torch import load_file, save_file
-    from tokenizers import AddedToken, Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Whitespace
 
-    row = copy.deepcopy(
-        _merge(TINY_MODELS[name], dict(changes))
-    )  # configurations change what they are made of
-    tiles = {"image_grid_pinpoints": row["tiles"]} if "tiles" in row else {}
+    # A copy, because configurations change what they are made of.
+    row = copy.deepcopy(_merge(TINY_MODELS[name], dict(changes)))
+    if "tiles" in row:
+        for part in ("config", "pixels"):
+            row.setdefault(part, {})["image_grid_pinpoints"] = row["tiles"]
     folder.mkdir(parents=True, exist_ok=True)
-
-    mark = row.get("image_text", row["tokens"][0])
-
-    # A tokenizer of whole words and of the model's special tokens.
-    known = ["<pad>", "<s>", "</s>", "<unk>", *_WORDS]
-    words = Tokenizer(WordLevel({w: i for i, w in enumerate(known)}, unk_token="<unk>"))
-    words.pre_tokenizer = Whitespace()
-    words.add_special_tokens(row["tokens"])
-    if row.get("whole_words"):
-        words.add_tokens([AddedToken(word, single_word=True) for word in _WORDS])
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words,
-        bos_token="<s>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        pad_token="<pad>",
-        extra_special_tokens=row.get("attributes", {}),
-        chat_template=_CHAT.replace("IMAGE", mark).replace(
-            "VIDEO", mark.replace("image", "video")
-        ),
-    )
-
-    # A configuration, and random weights whose spread makes tokens and layers differ.
-    ids = {
-        field: tokenizer.convert_tokens_to_ids(token)
-        for field, token in row["ids"].items()
-    }
-    assert tokenizer.unk_token_id not in ids.values(), (
-        f"one of {row['ids']} is no token"
-    )
-    config = transformers.AutoConfig.for_model(
-        row.get("model_type", name),
-        vision_config=row["vision"],
-        text_config={**_TEXT, **row["text"]},
-        **{**row.get("config", {}), **tiles, **ids},
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = transformers.AutoModelForImageTextToText.from_config(config).eval()
-        for weight_name, weight in model.named_parameters():
-            if (
-                weight.dim() > 1
-                or "newline" in weight_name
-                or "class_embedding" in weight_name
-            ):
-                torch.nn.init.normal_(weight, std=0.15)
-    model.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer = _make_tokenizer(row)
+    config = _write_model(name, row, tokenizer, folder)
 
     def make(part: str, **more: object) -> Any:
         settings = {**row[part], **more}
         return getattr(transformers, settings.pop("class"))(**settings)
 
-    parts = {"image_processor": make("pixels", **tiles), "tokenizer": tokenizer}
-    for part, keyword in (
-        ("videos", "video_processor"),
-        ("audio", "feature_extractor"),
-    ):
-        if part in row:
-            parts[keyword] = make(part)
-    make("processor", **parts, chat_template=tokenizer.chat_template).save_pretrained(
-        folder
-    )
+    parts = {"image_processor": make("pixels"), "tokenizer": tokenizer}
+    if "videos" in row:
+        parts["video_processor"] = make("videos")
+    if "audio" in row:
+        parts["feature_extractor"] = make("audio")
+    processor = make("processor", **parts, chat_template=tokenizer.chat_template)
+    processor.save_pretrained(folder)
 
     # What published checkpoints have in another form.
     if "published" in row:
@@ -187,26 +138,83 @@ def build(  # noqa: C901
             config = transformers.AutoConfig.for_model(outer, thinker_config=thinker)
             config.save_pretrained(folder)
         file = folder / "config.json"
-        file.write_text(
-            json.dumps(_merge(json.loads(file.read_text()), row["published"]))
-        )
-    weights = load_file(folder / "model.safetensors")
-    for weight_name in [
-        n for n in weights if "joined" in row and f"{row['joined']}q_proj" in n
-    ]:
-        names = [
-            weight_name.replace("q_proj", part)
-            for part in ("q_proj", "k_proj", "v_proj")
-        ]
-        weights[weight_name.replace("q_proj", "qkv")] = torch.cat(
-            [weights.pop(n) for n in names]
-        )
-    for weight_name in [*weights]:
-        weight = weights.pop(weight_name)
-        if "transposed" in row and row["transposed"] in weight_name:
-            weight = weight.transpose(-1, -2).contiguous()
-        for ours, published in row.get("renamed", {}).items():
-            weight_name = weight_name.replace(ours, published)
-        weights[row.get("weight_prefix", "") + weight_name] = weight
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        published = _merge(json.loads(file.read_text()), row["published"])
+        file.write_text(json.dumps(published))
+    _publish_weights(row, folder / "model.safetensors")
     return folder
+
+
+def _make_tokenizer(row: _Row) -> Any:
+    """A tokenizer of whole words and of the model's special tokens."""
+    from tokenizers import AddedToken, Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<s>", "</s>", "<unk>", *_WORDS]
+    ids = {word: index for index, word in enumerate(words)}
+    tokenizer = Tokenizer(WordLevel(ids, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.add_special_tokens(row["tokens"])
+    if row.get("whole_words"):
+        tokenizer.add_tokens([AddedToken(word, single_word=True) for word in _WORDS])
+    image = row.get("image_text", row["tokens"][0])
+    video = image.replace("image", "video")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        pad_token="<pad>",
+        extra_special_tokens=row.get("attributes", {}),
+        chat_template=_CHAT.replace("IMAGE", image).replace("VIDEO", video),
+    )
+
+
+def _write_model(name: str, row: _Row, tokenizer: Any, folder: Path) -> Any:
+    """Random weights, whose spread makes tokens and layers differ; returns the configuration."""
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    ids = {
+        field: tokenizer.convert_tokens_to_ids(token)
+        for field, token in row["ids"].items()
+    }
+    unknown = tokenizer.unk_token_id
+    assert unknown not in ids.values(), f"one of {row['ids']} is no token"
+    config = AutoConfig.for_model(
+        row.get("model_type", name),
+        vision_config=row["vision"],
+        text_config={**_TEXT, **row["text"]},
+        **{**row.get("config", {}), **ids},
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForImageTextToText.from_config(config).eval()
+        for weight_name, weight in model.named_parameters():
+            is_row = "newline" in weight_name or "class_embedding" in weight_name
+            if weight.dim() > 1 or is_row:
+                torch.nn.init.normal_(weight, std=0.15)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return config
+
+
+def _publish_weights(row: _Row, file: Path) -> None:
+    """Rename, join and transpose weights as published checkpoints have them."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(file)
+    if "joined" in row:
+        for name in [n for n in weights if f"{row['joined']}q_proj" in n]:
+            parts = [name.replace("q_proj", part) for part in _ATTENTION_PARTS]
+            joined = torch.cat([weights.pop(part) for part in parts])
+            weights[name.replace("q_proj", "qkv")] = joined
+    published = {}
+    for name, weight in weights.items():
+        if "transposed" in row and row["transposed"] in name:
+            weight = weight.transpose(-1, -2).contiguous()
+        for ours, theirs in row.get("renamed", {}).items():
+            name = name.replace(ours, theirs)
+        published[row.get("weight_prefix", "") + name] = weight
+    save_file(published, file, {"format": "pt"})

@@ -14,7 +14,9 @@ from vllm_autoprune.selftest.run import (
     SPLIT_BUDGET,
     SPLIT_QUESTION,
     Completion,
+    Completions,
     Report,
+    Rows,
 )
 
 _TOLERANCE = 2e-2
@@ -66,43 +68,55 @@ def _difference(
     return ""
 
 
-def _tolerance(report: Report) -> float:
-    return _HYBRID_TOLERANCE if report.hybrid else _TOLERANCE
-
-
 def _compare(
-    setting: str, expected: str, report: Report, positions: bool = False
+    completions: Completions,
+    expected: Completions,
+    report: Report,
+    positions: bool = True,
 ) -> str:
-    """The first completion of a setting that differs from that of its question under another."""
-    for name, completion in report[setting].items():
-        known = report[expected][name]
-        if wrong := _difference(completion, known, _tolerance(report), positions):
+    """The first completion that differs from that of its name, and how."""
+    tolerance = _HYBRID_TOLERANCE if report.hybrid else _TOLERANCE
+    for name, completion in completions.items():
+        wrong = _difference(completion, expected[name], tolerance, positions)
+        if wrong:
             return f"{name}: {wrong}"
     return ""
 
 
+def _repeated(completions: Completions) -> Completions:
+    """What each completion repeats: "alone second" is "second" again."""
+    return {name: completions[name.split()[-1]] for name in completions}
+
+
+def _find_image_token(stock: Completion, pruned: Completion) -> int:
+    """The only token of which a pruned prompt has fewer."""
+    (image,) = Counter(stock.prompt) - Counter(pruned.prompt)
+    return image
+
+
 def _gather(
-    stock: Completion, pruned: Completion, kept: list[list[int]], sizes: list[int]
-) -> list[list[int]]:
+    stock: Completion, pruned: Completion, rows_kept: Rows, sizes: list[int]
+) -> Rows:
     """Positions in the stock prompt of what a pruned prompt keeps and of what follows it.
 
     ``sizes`` has N of each image, between whose tokens text may stand.
     """
-    (image,) = Counter(stock.prompt) - Counter(pruned.prompt)
+    image = _find_image_token(stock, pruned)
     indices: list[int] = []
-    images = zip(kept, sizes, strict=True)
-    at = 0
-    while at < len(stock.prompt):
-        if stock.prompt[at] != image:
-            indices.append(at)
-            at += 1
+    images = zip(rows_kept, sizes, strict=True)
+    index = 0
+    while index < len(stock.prompt):
+        if stock.prompt[index] != image:
+            indices.append(index)
+            index += 1
             continue
         rows, size = next(images)
         tokens = list[int]()
         text = list[int]()
         while len(tokens) < size:
-            (tokens if stock.prompt[at] == image else text).append(at)
-            at += 1
+            part = tokens if stock.prompt[index] == image else text
+            part.append(index)
+            index += 1
         chosen = [tokens[row] for row in rows]
         indices += sorted(chosen + text) if text else chosen
     axes = _find_positions(stock)
@@ -110,14 +124,14 @@ def _gather(
     return [[axis[i] for i in indices] for axis in axes]
 
 
-def _find_positions(stock: Completion) -> list[list[int]]:
+def _find_positions(stock: Completion) -> Rows:
     """Positions of all tokens of a stock completion, of one axis also those that were cached."""
     if len(stock.positions) > 1:
         return stock.positions
     return [[*range(len(stock.prompt) + len(stock.ids) - 1)]]
 
 
-def _rows(parts: list[list[int]]) -> list[int]:
+def _rows(parts: Rows) -> list[int]:
     return [row for part in parts for row in part]
 
 
@@ -187,9 +201,9 @@ def _kept_rows_are_the_model_s_own(report: Report) -> str:
 def _kept_rows_stand_in_their_tiles(report: Report) -> str:
     """Where vLLM embeds text between tiles, each has placeholders for the rows kept of it."""
     for name, images in report.kept.items():
-        stock = report["stock"][name].prompt
-        pruned = report["pruned"][name].prompt
-        (image,) = Counter(stock) - Counter(pruned)
+        stock = report["stock"][name]
+        pruned = report["pruned"][name]
+        image = _find_image_token(stock, pruned)
         if any(report.texts[name]):
             continue
         sizes = report.predicted[name]
@@ -198,8 +212,8 @@ def _kept_rows_stand_in_their_tiles(report: Report) -> str:
             for i, kept_rows in enumerate(images)
             for row in kept_rows
         ]
-        tiles = _count_between(stock, image)
-        placeholders = _count_between(pruned, image)
+        tiles = _count_between(stock.prompt, image)
+        placeholders = _count_between(pruned.prompt, image)
         start = 0
         for size, count in zip(tiles, placeholders, strict=True):
             inside = sum(start <= row < start + size for row in rows)
@@ -213,27 +227,28 @@ def _kept_rows_stand_in_their_tiles(report: Report) -> str:
 def _text_stands_between_the_tokens_that_it_did(report: Report) -> str:
     """Text that the plugin embeds stands behind the kept tokens that it follows unpruned."""
     for name, texts in report.texts.items():
-        stock = report["stock"][name].prompt
-        pruned = report["pruned"][name].prompt
-        (image,) = Counter(stock) - Counter(pruned)
+        stock = report["stock"][name]
+        pruned = report["pruned"][name]
+        image = _find_image_token(stock, pruned)
         # Tokens before each other id of the stock prompt; those within an image are known to be
         # its text.
-        before = [*accumulate(_count_between(stock, image))][:-1]
+        preceding = [*accumulate(_count_between(stock.prompt, image))][:-1]
         start = 0
-        for size, rows, places in zip(
+        for size, rows, text in zip(
             report.predicted[name], report.kept[name], texts, strict=True
         ):
-            inside = [at - start for at in before if start < at < start + size]
-            expected = (
-                [sum(row < at for row in rows) for at in inside] if places else []
-            )
-            around = len(places) - len(expected)
-            ways = (
+            inside = [count - start for count in preceding if 0 < count - start < size]
+            expected = list[int]()
+            if text:
+                expected = [sum(row < count for row in rows) for count in inside]
+            # The image's text may have more, before its tokens and behind them.
+            around = len(text) - len(expected)
+            allowed = [
                 [0] * i + expected + [len(rows)] * (around - i)
                 for i in range(around + 1)
-            )
-            if places not in ways:
-                return f"{name}: text after {places} tokens, not {expected}"
+            ]
+            if text not in allowed:
+                return f"{name}: text after {text} tokens, not {expected}"
             start += size
     return ""
 
@@ -241,13 +256,13 @@ def _text_stands_between_the_tokens_that_it_did(report: Report) -> str:
 @_check
 def _small_steps_keep_the_same(report: Report) -> str:
     """Chunked prefill, which splits images, changes no completion."""
-    return _compare("chunked", "pruned", report, positions=True)
+    return _compare(report["chunked"], report["pruned"], report)
 
 
 @_check
 def _preempted_requests_go_on(report: Report) -> str:
     """Requests preempted during prefill or decoding are completed as without that."""
-    return _compare("preempted", "pruned", report, positions=True)
+    return _compare(report["preempted"], report["pruned"], report)
 
 
 @_check
@@ -258,13 +273,13 @@ def _the_same_question_shares(report: Report) -> str:
             return f"{name}: {cached} tokens of another question were used"
         if again.cached < BLOCK:
             return f"{name}: {again.cached} tokens were reused"
-    return _compare("again", "pruned", report)
+    return _compare(report["again"], report["pruned"], report, positions=False)
 
 
 @_check
 def _questions_stand_alone(report: Report) -> str:
     """Questions about one image are answered as with empty caches."""
-    return _compare("alone", "pruned", report)
+    return _compare(report["alone"], report["pruned"], report, positions=False)
 
 
 @_check
@@ -288,10 +303,10 @@ def _positions_are_a_gather(report: Report) -> str:
     """
     for name, pruned in report["pruned"].items():
         stock = report["stock"][name]
-        kept = report.kept[name]
         expected = _find_positions(pruned)
         if report.placed:
-            expected = _gather(stock, pruned, kept, report.predicted[name])
+            rows = report.kept[name]
+            expected = _gather(stock, pruned, rows, report.predicted[name])
         if pruned.positions != [axis[pruned.cached :] for axis in expected]:
             return f"{name}: {pruned.positions}, not {expected}"
     return ""
@@ -325,13 +340,13 @@ def _later_turns_recall_other_tokens(report: Report) -> str:
     if not report.splittable and not report.recall_refused:
         return "recall was not refused"
     (size,) = report.predicted[SPLIT_QUESTION]
-    unused = size - _split_budget(report)
-    wanted = [
-        min(RECALL, unused),
-        min(RECALL, max(0, unused - RECALL)),
-    ] * report.splittable
-    if [len(rows) for rows in report.recalled] != [count for count in wanted if count]:
-        return f"recalled {report.recalled}, not {wanted}"
+    expected = list[int]()
+    if report.splittable:
+        unused = size - _split_budget(report)
+        turns = [min(RECALL, unused), min(RECALL, max(0, unused - RECALL))]
+        expected = [count for count in turns if count]
+    if [len(rows) for rows in report.recalled] != expected:
+        return f"recalled {report.recalled}, not {expected}"
     rows = _rows([*report.split_kept, *report.recalled])
     if len(set(rows)) != len(rows):
         return f"{report.recalled} after {report.split_kept}"
@@ -346,24 +361,20 @@ def _recalled_tokens_stand_in_their_image(report: Report) -> str:
     third = report["split"]["alone third"]
     if not report.placed or not report.recalled:
         return ""
-    (image,) = Counter(stock.prompt) - Counter(report["split"]["first"].prompt)
-    places = [i for i, token in enumerate(third.prompt) if token == image]
+    image = _find_image_token(stock, report["split"]["first"])
+    indices = [i for i, token in enumerate(third.prompt) if token == image]
     start = stock.prompt.index(image)
     rows = _rows([*report.split_kept, *report.recalled])
     expected = [[axis[start + row] for row in rows] for axis in _find_positions(stock)]
-    positions = [[axis[i] for i in places] for axis in third.positions]
+    positions = [[axis[i] for i in indices] for axis in third.positions]
     return "" if positions == expected else f"{positions}"
 
 
 @_check
 def _parts_give_the_same_completions(report: Report) -> str:
     """Parts of an image give the same completions with empty caches, in small steps, preempted."""
-    for name, completion in report["split"].items():
-        # "alone second" is compared with "second".
-        known = report["split"][name.split()[-1]]
-        if wrong := _difference(completion, known, _tolerance(report)):
-            return f"{name}: {wrong}"
-    return ""
+    split = report["split"]
+    return _compare(split, _repeated(split), report, positions=False)
 
 
 @_check
@@ -399,11 +410,7 @@ def _cells_are_left_out(report: Report) -> str:
     (count,) = (stock.prompt.count(token) for token in removed)
     if fewer.positions != _gather(stock, fewer, [report.cells], [count]):
         return f"positions {fewer.positions} of the cells {report.cells}"
-    for name, completion in cells.items():
-        known = cells[name.split()[-1]]
-        if wrong := _difference(completion, known, _tolerance(report), positions=True):
-            return f"{name}: {wrong}"
-    return ""
+    return _compare(cells, _repeated(cells), report)
 
 
 @_check
@@ -418,29 +425,29 @@ def _clips_keep_some_tokens(report: Report) -> str:
         return "" if not clips else f"{[*clips]} of a model without videos"
     few = clips["few"]
     rows = report.clip[0]
-    removed = len(stock.prompt) - len(few.prompt)
     count = len(rows)
-    runs = range(len(few.prompt) - count + 1)
-    # The clip is the only run of one token of that length.
-    start = next((at for at in runs if len({*few.prompt[at : at + count]}) == 1), 0)
+    # The video is the first run of one token of that length.
+    start = 0
+    while len({*few.prompt[start : start + count]}) > 1:
+        start += 1
     behind = start + count
-    if few.prompt[:start] + few.prompt[behind:] != (
-        stock.prompt[:start] + stock.prompt[behind + removed :]
-    ):
-        return f"{few.prompt} is not {stock.prompt} but for a clip of {count} tokens"
+    removed = len(stock.prompt) - len(few.prompt)
+    around = stock.prompt[:start] + stock.prompt[behind + removed :]
+    if few.prompt[:start] + few.prompt[behind:] != around:
+        return f"{few.prompt} is not {stock.prompt} but for a video of {count} tokens"
     if removed < 1 or rows != sorted({*rows}) or min(rows) < 0:
         return f"rows {report.clip}"
-    tokens = [*range(start), *(start + row for row in rows)]
     axes = _find_positions(stock)
-    tokens += range(behind + removed, len(axes[0]))
+    tokens = [
+        *range(start),
+        *(start + row for row in rows),
+        *range(behind + removed, len(axes[0])),
+    ]
     if not report.placed:  # a token that is gone leaves no gap
         tokens = [*range(len(tokens))]
     if few.positions != [[axis[token] for token in tokens] for axis in axes]:
         return f"positions {few.positions} of the rows {report.clip}"
-    for name, completion in clips.items():
-        if wrong := _difference(completion, few, _tolerance(report), positions=True):
-            return f"{name}: {wrong}"
-    return ""
+    return _compare(clips, _repeated(clips), report)
 
 
 @_check
@@ -484,9 +491,9 @@ def runners_agree(report: Report, other: Report) -> str:
         if report.hybrid and setting not in ("stock", "whole"):
             continue
         for name, completion in completions.items():
-            known = other[setting][name]
-            if wrong := _difference(
-                completion, known, _RUNNER_TOLERANCE, positions=True
-            ):
+            wrong = _difference(
+                completion, other[setting][name], _RUNNER_TOLERANCE, positions=True
+            )
+            if wrong:
                 return f"{setting}, {name}: {wrong}"
     return ""

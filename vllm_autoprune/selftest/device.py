@@ -19,7 +19,7 @@ from vllm_autoprune.tpdsl.state import PruningState
 
 BUDGET = 64
 
-LEAST_SHARE = 0.9
+MINIMUM_SHARE = 0.9
 """Share of the host's tokens that a device has to keep: it adds products up in another order, so
 that a few tokens of nearly equal rank change places."""
 
@@ -84,10 +84,9 @@ def check_selections(device: torch.device) -> Iterator[_SelectionResult]:
             probes = synthetic_probes(BUDGET, device)
             # The first probe alone has tokens of different rank everywhere.
             expected = refine(policy, synthetic_probes(BUDGET)[0]).indices
-            kept = refine(policy, probes[0]).indices.cpu()
-            share = float(
-                (expected[:, :, None] == kept[:, None, :]).any(dim=2).float().mean()
-            )
+            selected = refine(policy, probes[0]).indices.cpu()
+            is_selected = (expected[:, :, None] == selected[:, None, :]).any(dim=2)
+            share = float(is_selected.float().mean())
             seconds = []
             for _ in range(ROUNDS):
                 synchronize()
@@ -99,10 +98,11 @@ def check_selections(device: torch.device) -> Iterator[_SelectionResult]:
             wrong = [
                 f"{v.name}: {v.detail}" for v in safety_check(policy, probes).failures()
             ]
-        except Exception as error:  # whatever a device raises is a result of this check  # noqa: BLE001
+        # Whatever a device or its driver raises is a result of this check.
+        except Exception as error:  # noqa: BLE001
             yield _SelectionResult(name, 0.0, 0.0, f"{type(error).__name__}: {error}")
             continue
-        if share < LEAST_SHARE:
+        if share < MINIMUM_SHARE:
             wrong.append(f"{share:.0%} of the host's tokens are kept")
         yield _SelectionResult(name, share, median(seconds), "; ".join(wrong))
 
@@ -113,9 +113,9 @@ def _forbid_waiting(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    before = torch.cuda.get_sync_debug_mode()
+    mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
-        torch.cuda.set_sync_debug_mode(before)
+        torch.cuda.set_sync_debug_mode(mode)

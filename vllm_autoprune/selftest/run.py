@@ -32,6 +32,10 @@ RECALL = 6
 """K_r of the later turns under a state with a core."""
 
 
+Rows = list[list[int]]
+"""Numbers of rows, or of columns, of each image, part or axis."""
+
+
 class Completion(BaseModel):
     """One completion: token ids of prompt and output, and the positions the model received.
 
@@ -46,60 +50,83 @@ class Completion(BaseModel):
     ids: list[int]
     logprob: float
     cached: int
-    positions: list[list[int]]
+    positions: Rows
 
 
-class Report(BaseModel):
-    """What a backbone did under every setting; ``report[setting]`` has completions by question.
+Completions = dict[str, Completion]
+"""By the name of a question."""
 
-    ``runner`` is the model runner that vLLM used. Settings: ``stock`` without a state; ``whole``
-    with a K that keeps every token; ``pruned`` with a small K; ``again`` the same a second time;
-    ``alone`` after all caches were emptied; ``chunked`` with prefill chunks of a few tokens;
-    ``preempted`` by the scheduler; ``split``: questions about one image under a state with a core,
-    and the third turn of a conversation, together, alone, and with chunked and preempted prefill;
-    ``cells``: a page with its blank cells (``stock``), with all that are ``left`` without them, and
-    ``few`` of these, with empty caches and with chunked prefill;
-    ``clips``: a video of which a few tokens are kept (``few``), with empty caches and with chunked
-    prefill, where its tokens can be chosen;
-    ``stock others`` and ``others``: a video with all of its tokens, where the model takes one.
 
-    ``predicted`` has N of every image, computed from its size. ``kept`` has the index of each kept
-    row among an image's unpruned rows, or -1 if it equals none of them; ``texts`` how many of them
-    stand before each row of the image's text, where the plugin embeds it. ``vision_runs`` counts
-    runs of the vision tower beyond one for each image. ``split_kept`` has the rows of each part
-    under the state with a core, ``recalled`` those of each later turn, ``splittable`` whether
-    images of this backbone can be two items of a prompt, and ``recall_refused`` whether a request
-    for recall is refused where they cannot; ``cells`` are those left of the page, None where such a
-    request is refused; ``clip`` has the rows of ``clips``. The state with a core ranks before the
-    patch merger where there is one; ``merger_error`` is how far what it ranks is from what enters
-    the merger in transformers, relative to how much tokens differ, None without a merger.
-    ``placed`` says whether kept tokens keep their places, as they do but where the model cannot.
-    ``hybrid`` says whether some layers have linear attention, ``mixed`` whether vLLM keeps
-    something else for some layers than for others.
-    """
+class Profile(BaseModel):
+    """What vLLM says of a model."""
+
+    runner: Literal["v1", "v2"]
+    """The model runner that vLLM used."""
+    hybrid: bool = False
+    """Whether some layers have linear attention."""
+    mixed: bool = False
+    """Whether vLLM keeps something else for some layers than for others."""
+
+
+class PrunedImages(BaseModel):
+    """What is kept of the images of each question under a small K."""
+
+    kept: dict[str, Rows]
+    """Index of each kept row among an image's unpruned rows, or -1 if it equals none of them."""
+    texts: dict[str, Rows]
+    """How many kept rows stand before each row of an image's text, where the plugin embeds it."""
+    vision_runs: int
+    """Runs of the vision tower beyond one for each image."""
+
+
+class SplitImage(BaseModel):
+    """Parts of one image under a state with a core, which ranks before the patch merger."""
+
+    split_kept: Rows
+    """Rows of each part."""
+    recalled: Rows
+    """Rows of each later turn."""
+    splittable: bool
+    """Whether images of this backbone can be several items of a prompt."""
+    recall_refused: bool
+    """Whether a request for recall is refused, where they cannot."""
+    merger_error: float | None
+    """How far what is ranked is from what enters the merger in transformers, relative to how much
+    tokens differ; None without a merger."""
+
+
+class Report(Profile, PrunedImages, SplitImage):
+    """What a backbone did under every setting; ``report[setting]`` has completions by question."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
-    runner: Literal["v1", "v2"]
-    completions: dict[str, dict[str, Completion]]
+    completions: dict[str, Completions]
+    """By setting and question:
+
+    - ``stock`` without a state; ``whole`` with a K that keeps every token; ``pruned`` with a small
+      K; ``again`` the same a second time; ``alone`` after all caches were emptied; ``chunked`` with
+      prefill chunks of a few tokens; ``preempted`` by the scheduler
+    - ``split``: questions about one image under a state with a core, and the third turn of a
+      conversation, together, alone, and with chunked and preempted prefill
+    - ``cells``: a page with its blank cells (``stock``), with all that are ``left`` without them,
+      and ``few`` of these, with empty caches and with chunked prefill
+    - ``clips``: a video of which a few tokens are kept (``few``), with empty caches and chunked
+      prefill, where its tokens can be chosen
+    - ``stock others`` and ``others``: a video with all of its tokens, where the model takes one
+    """
     predicted: dict[str, list[int]]
-    kept: dict[str, list[list[int]]]
-    texts: dict[str, list[list[int]]]
-    vision_runs: int
-    split_kept: list[list[int]]
-    recalled: list[list[int]]
-    recall_refused: bool
+    """N of every image, computed from its size, by question."""
     cells: list[int] | None
-    clip: list[list[int]]
-    splittable: bool
-    merger_error: float | None
+    """Cells that remain of the page; None where a request for that is refused."""
+    clip: Rows
+    """Rows of the video of ``clips``."""
     fallbacks: int
+    """Selections that failed."""
     errors: dict[str, int]
     placed: bool
-    hybrid: bool = False
-    mixed: bool = False
+    """Whether kept tokens keep their positions, as they do but where the model cannot."""
 
-    def __getitem__(self, setting: str) -> dict[str, Completion]:
+    def __getitem__(self, setting: str) -> Completions:
         return self.completions[setting]
 
 

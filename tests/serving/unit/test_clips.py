@@ -19,7 +19,7 @@ from tests.serving.unit.samples import Sender, picture, places, served, vllm_con
 from tests.serving.unit.samples import clip_state as state
 from vllm_autoprune import RequestError, load_state
 from vllm_autoprune.selftest.backbones import build
-from vllm_autoprune.selftest.serve import clip
+from vllm_autoprune.selftest.questions import clip
 from vllm_autoprune.serving.api.budgets import RequestBudgets
 from vllm_autoprune.serving.api.placeholders import TokenCount
 from vllm_autoprune.serving.api.request import PruningRequest

@@ -22,7 +22,7 @@ from tests.serving.unit.samples import (
 )
 from vllm_autoprune import RequestError
 from vllm_autoprune.selftest.backbones import TINY_MODELS, build
-from vllm_autoprune.selftest.serve import clip
+from vllm_autoprune.selftest.questions import clip
 from vllm_autoprune.serving.models import BACKBONES
 
 pytestmark = [

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import logging
 import os
 import platform
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from functools import partial
+from typing import NamedTuple
 
+import torch
 from packaging.version import Version
 
 from vllm_autoprune import __version__
@@ -41,8 +41,7 @@ _ENTRY = "autoprune"
 _LOWEST = {"torch": "2", "transformers": "5.16", "pydantic": "2.12"}
 
 
-@dataclass(frozen=True)
-class _Finding:
+class _Finding(NamedTuple):
     """Result of a check; ``status`` is ``ok``, ``warn`` or ``fail``."""
 
     what: str
@@ -51,147 +50,133 @@ class _Finding:
     fix: str
 
 
-_Check = Callable[[], Iterator[_Finding]]
+_Results = Iterator[tuple[str, str, str]]
+"""What was checked, what was found, and how to fix it; no fix: nothing is wrong."""
 
 
-def _judge(what: str, detail: str, fix: str = "", severity: str = "fail") -> _Finding:
-    """A finding of this severity where there is something to fix, otherwise ``ok``."""
-    return _Finding(what, severity if fix else "ok", detail, fix)
-
-
-def _run_check(what: str, check: _Check, severity: str = "fail") -> Iterator[_Finding]:
-    """The findings of a check, and one for each problem that it raises."""
+def _run_check(
+    what: str,
+    check: Callable[..., _Results],
+    *arguments: object,
+    severity: str = "fail",
+) -> Iterator[_Finding]:
+    """A finding for each result of a check, and for each problem that it raises."""
     try:
-        yield from check()
+        for name, detail, fix in check(*arguments):
+            yield _Finding(name, severity if fix else "ok", detail, fix)
     except ConfigError as error:
         for problem in error.problems:
-            yield _judge(what, problem.what, problem.fix, severity)
+            yield _Finding(what, severity, problem.what, problem.fix)
     except ImportError as error:
-        detail = f"cannot be read: {error}"
-        yield _judge(what, detail, f"install {error.name}", severity)
+        fix = f"install {error.name}"
+        yield _Finding(what, severity, f"cannot be read: {error}", fix)
 
 
-def _check_versions() -> Iterator[_Finding]:
-    yield _judge("vllm-autoprune", __version__)
-    is_old = sys.version_info < (3, 11)
-    yield _judge(
-        "python", platform.python_version(), "use 3.11 or newer" if is_old else ""
-    )
-
-
-def _check_vllm() -> Iterator[_Finding]:
+def _check_versions() -> _Results:
+    yield "vllm-autoprune", __version__, ""
+    fix = "use 3.11 or newer" if sys.version_info < (3, 11) else ""
+    yield "python", platform.python_version(), fix
     require_vllm()
-    yield _judge("vllm", str(vllm_version()))
+    yield "vllm", str(vllm_version()), ""
 
 
-def _check_dependencies() -> Iterator[_Finding]:
+def _check_packages() -> _Results:
     for name, lowest in _LOWEST.items():
         fix = f"pip install '{name}>={lowest}'"
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            yield _judge(name, "not installed", fix)
+            yield name, "not installed", fix
         else:
-            is_old = Version(version) < Version(lowest)
-            yield _judge(name, version, fix if is_old else "")
+            yield name, version, fix if Version(version) < Version(lowest) else ""
 
 
-def _check_device() -> Iterator[_Finding]:
-    import torch
-
+def _check_device() -> _Results:
     if torch.cuda.is_available():
-        name = torch.cuda.get_device_name(0)
-        yield _judge("device", name, "untested on GPUs so far", "warn")
+        yield "device", torch.cuda.get_device_name(0), "untested on GPUs so far"
         return
-    yield _judge("device", f"CPU, {torch.get_num_threads()} threads; no GPU is seen")
+    yield "device", f"CPU, {torch.get_num_threads()} threads; no GPU is seen", ""
     if choose_dtype() == "float32":
-        yield _judge("dtype", SLOW_BFLOAT16, SERVE_FLOAT32, "warn")
+        yield "dtype", SLOW_BFLOAT16, SERVE_FLOAT32
 
 
-def _check_entry_point() -> Iterator[_Finding]:
-    for entry in importlib.metadata.entry_points(group=_GROUP, name=_ENTRY):
-        yield _judge("entry point", f"{_GROUP}: {_ENTRY} = {entry.value}")
-        return
-    fix = "from a checkout, install the package into this environment: pip install --no-deps ."
-    yield _judge("entry point", f"{_GROUP} has no {_ENTRY!r}", fix)
-
-
-def _check_environment() -> Iterator[_Finding]:
-    """Variables that keep vLLM from pruning; nothing where there is none."""
+def _check_loading() -> _Results:
+    """Whether vLLM finds the plugin, and variables that keep it from pruning."""
+    entries = list(importlib.metadata.entry_points(group=_GROUP, name=_ENTRY))
+    if entries:
+        yield "entry point", f"{_GROUP}: {_ENTRY} = {entries[0].value}", ""
+    else:
+        fix = "from a checkout, install the package into this environment: pip install --no-deps ."
+        yield "entry point", f"{_GROUP} has no {_ENTRY!r}", fix
+    what = "environment"
     plugins = os.environ.get("VLLM_PLUGINS")
     if plugins is not None and _ENTRY not in plugins.split(","):
         detail = f"VLLM_PLUGINS={plugins} leaves the plugin out"
-        yield _judge("environment", detail, f"add {_ENTRY} to it, or unset it")
-    for is_set, detail in (
-        (disabled(), f"{DISABLE} turns the plugin off"),
-        (
-            uses_rust_frontend(),
-            "VLLM_USE_RUST_FRONTEND bypasses the plugin's image processors",
-        ),
-        (
-            reuses_memory_plan(),
-            "VLLM_ENABLE_STARTUP_PLAN reuses the memory of other states",
-        ),
-    ):
-        if is_set:
-            yield _judge("environment", detail, "unset it")
+        yield what, detail, f"add {_ENTRY} to it, or unset it"
+    if disabled():
+        yield what, f"{DISABLE} turns the plugin off", "unset it"
+    if uses_rust_frontend():
+        detail = "VLLM_USE_RUST_FRONTEND bypasses the plugin's image processors"
+        yield what, detail, "unset it"
+    if reuses_memory_plan():
+        detail = "VLLM_ENABLE_STARTUP_PLAN reuses the memory of other states"
+        yield what, detail, "unset it"
 
 
-def _check_hooks() -> Iterator[_Finding]:
+def _check_hooks() -> _Results:
     """Whether vLLM has the names that the plugin uses."""
     # What vLLM logs during its import would push the report off the screen.
     logging.disable(logging.ERROR)
     try:
         vllm_version()
         hooks, problems = collect_hooks()
-        missing = [(hook, hook.find_missing()) for hook in hooks]
+        missing = [(hook.used_by, hook.find_missing()) for hook in hooks]
     except ConfigError:
-        yield _judge("hooks", "not checked: vLLM is not installed", "install vLLM")
+        yield "hooks", "not checked: vLLM is not installed", "install vLLM"
         return
     finally:
         logging.disable(logging.NOTSET)
     for problem in problems:
-        yield _judge("hooks", f"{problem.where} {problem.what}", problem.fix)
-    for hook, names in missing:
+        yield "hooks", f"{problem.where} {problem.what}", problem.fix
+    for used_by, names in missing:
         if names:
-            detail = f"{hook.used_by}: vLLM has no {', '.join(names)}"
-            yield _judge("hooks", detail, "install a supported version of vLLM")
+            detail = f"{used_by}: vLLM has no {', '.join(names)}"
+            yield "hooks", detail, "install a supported version of vLLM"
     if not problems and not any(names for _, names in missing):
         total = sum(len(hook.names) for hook in hooks)
-        yield _judge("hooks", f"all {total} names that the plugin uses exist")
+        yield "hooks", f"all {total} names that the plugin uses exist", ""
 
 
-def _check_model(model: str) -> Iterator[_Finding]:
-    """Whether a model is served pruned, its first state, and N of an image."""
+def _check_model(model: str) -> _Results:
+    """Whether a model is served pruned, and the state to begin with."""
     backbone = require_served(read_config(model))
-    yield _judge("model", f"{backbone.stock}: served as {backbone.name}")
+    yield "model", f"{backbone.stock}: served as {backbone.name}", ""
     flags = f"--autoprune-state {backbone.state} --autoprune-budget {backbone.budget}"
-    yield _judge("state", f"start with {flags}, and measure: vllm-autoprune eval")
-    yield from _run_check("tokens", partial(_check_tokens, model), "warn")
+    yield "state", f"start with {flags}, and measure: vllm-autoprune eval", ""
 
 
-def _check_tokens(model: str) -> Iterator[_Finding]:
+def _check_tokens(model: str) -> _Results:
     from vllm_autoprune.checkpoint import count_tokens  # not for other commands
 
     width, height = _IMAGE
     count = count_tokens(model, width, height)
-    yield _judge("tokens", f"N = {count.tokens} of {width} x {height} pixels")
+    yield "tokens", f"N = {count.tokens} of {width} x {height} pixels", ""
 
 
-def _check_text_tower(path: str | None) -> Iterator[_Finding]:
+def _check_text_tower(path: str | None) -> _Results:
     if path is None:
         detail = "none: relevance uses the language model's input embeddings"
-        yield _judge("text tower", detail)
+        yield "text tower", detail, ""
         return
     tower = read_text_tower(path)
     sizes = f"{tower.width} wide, {tower.segment} tokens a segment"
-    yield _judge("text tower", f"{sizes}, sign {tower.sign:+.0f}: {tower.reason}")
+    yield "text tower", f"{sizes}, sign {tower.sign:+.0f}: {tower.reason}", ""
 
 
-def _check_shipped_states() -> Iterator[_Finding]:
+def _check_shipped_states() -> _Results:
     """Whether they load; their safety checks, of half a minute, are left to `validate`."""
     names = sorted(shipped_states())
-    invalid = list[str]()
+    invalid = []
     for name in names:
         try:
             materialize(load_state(name))
@@ -203,7 +188,7 @@ def _check_shipped_states() -> Iterator[_Finding]:
     elif invalid:
         fix = f"see: vllm-autoprune validate {' '.join(invalid)}"
     detail = f"{len(names) - len(invalid)} of {len(names)} load"
-    yield _judge("shipped states", detail, fix)
+    yield "shipped states", detail, fix
 
 
 @command(
@@ -220,39 +205,36 @@ def _check_shipped_states() -> Iterator[_Finding]:
         help="CLIP checkpoint given to `vllm serve --autoprune-text-tower`",
     ),
 )
-def _check_installation(options: argparse.Namespace) -> int:
+def _check_installation(options: Namespace) -> int:
     """Check whether this installation can serve, and whether it can serve a model pruned."""
     # In the order in which a server would fail on them.
-    checks: list[tuple[str, _Check]] = [
-        ("versions", _check_versions),
-        ("vllm", _check_vllm),
-        ("dependencies", _check_dependencies),
-        ("device", _check_device),
-        ("entry point", _check_entry_point),
-        ("environment", _check_environment),
-        ("hooks", _check_hooks),
-    ]
-    if options.model is not None:
-        checks.append(("model", partial(_check_model, options.model)))
-    checks += [
-        ("text tower", partial(_check_text_tower, options.text_tower)),
-        ("shipped states", _check_shipped_states),
-    ]
     findings = [
-        finding for what, check in checks for finding in _run_check(what, check)
+        *_run_check("vllm", _check_versions),
+        *_run_check("packages", _check_packages),
+        *_run_check("device", _check_device, severity="warn"),
+        *_run_check("entry point", _check_loading),
+        *_run_check("hooks", _check_hooks),
     ]
-    is_able = all(finding.status != "fail" for finding in findings)
+    model = options.model
+    if model is not None:
+        findings += _run_check("model", _check_model, model)
+        if findings[-1].status == "ok":
+            findings += _run_check("tokens", _check_tokens, model, severity="warn")
+    findings += _run_check("text tower", _check_text_tower, options.text_tower)
+    findings += _run_check("shipped states", _check_shipped_states)
+    can_serve = all(finding.status != "fail" for finding in findings)
     rows = [
-        [f.status, f.what, f"{f.detail} -> {f.fix}" if f.fix else f.detail]
-        for f in findings
+        [status, what, f"{detail} -> {fix}" if fix else detail]
+        for what, status, detail, fix in findings
     ]
-    verdict = "This installation cannot serve yet."
-    if is_able:
-        verdict = "This installation can serve."
+    verdict = "can serve" if can_serve else "cannot serve yet"
     print_result(
         options,
-        {"can_serve": is_able, "findings": [asdict(finding) for finding in findings]},
+        {
+            "can_serve": can_serve,
+            "findings": [finding._asdict() for finding in findings],
+        },
         format_table(["", "check", "result"], rows, wrap=True),
-        verdict,
+        f"This installation {verdict}.",
     )
-    return 0 if is_able else 1
+    return 0 if can_serve else 1

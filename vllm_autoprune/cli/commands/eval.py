@@ -6,16 +6,23 @@ Either measures all states on one server, to which every request brings its own.
 
 from __future__ import annotations
 
-import argparse
 import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vllm_autoprune.cli.flags import add_connection_flags, command, read_connection
-from vllm_autoprune.errors import ConfigError, Problem
+from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.http_client import MAX_IN_FLIGHT
 
+if TYPE_CHECKING:
+    from vllm_autoprune.evaluation.journal import Case
+    from vllm_autoprune.evaluation.lmms import LmmsSuite
+    from vllm_autoprune.evaluation.question_suite import QuestionSuite
 
-def _arguments(parser: argparse.ArgumentParser) -> None:
+
+def _arguments(parser: ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     text = "your images, questions and answers: a file or folder, as docs/evaluation.md lists them"
     what.add_argument("--data", type=Path, metavar="PATH", help=text)
@@ -73,108 +80,21 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     _arguments,
     epilog="How it is measured and what the tables mean: docs/evaluation.md.",
 )
-def _evaluate_states(options: argparse.Namespace) -> int:
+def _evaluate_states(options: Namespace) -> int:
     """Measure accuracy on your questions, and whether pruning beats resizing images."""
-    from vllm_autoprune.evaluation.lmms import LmmsSuite, select_benchmarks
     from vllm_autoprune.evaluation.page import build_page
     from vllm_autoprune.evaluation.question_suite import QuestionSuite
-    from vllm_autoprune.evaluation.questions import read_questions
-    from vllm_autoprune.evaluation.run import Server, build_cases, evaluate
+    from vllm_autoprune.evaluation.run import build_cases, evaluate
 
-    kind, _, tasks = (options.suite or "").partition(":")
-    name = options.data.resolve().stem if options.data else kind
-    folder = (
-        options.out
-        or Path("out/eval") / f"{name}{'-unpruned' * bool(options.reference)}"
-    )
-    lmms = options.data is None
-    url = "a vllm serve with --autoprune-requests states"
-    for is_wrong, where, what, fix in (
-        (
-            lmms and kind != "lmms",
-            f"--suite {options.suite}",
-            "is not a suite",
-            "use --data questions.jsonl, or lmms:mme,pope (lmms:paper-llava, lmms:paper-qwen)",
-        ),
-        (
-            lmms and options.reference is not None,
-            "--reference",
-            "is for --data",
-            "leave it out: lmms-eval scores by its own answers",
-        ),
-        (
-            options.server_url is None,
-            "--server-url",
-            "is missing",
-            f"give the address of {url}",
-        ),
-        (
-            lmms and options.served_name is None,
-            "--served-name",
-            "is missing",
-            "give the name that the server has for the model",
-        ),
-        (
-            options.frames is not None and options.frames < 1,
-            f"--frames {options.frames}",
-            "is below 1",
-            "give 1 or more",
-        ),
-        (
-            options.frames and (lmms or options.cells),
-            "--frames",
-            "is for videos of --data",
-            "leave it out, or --suite and --cells, which take pictures only",
-        ),
-        (
-            options.limit is not None and options.limit < 1,
-            f"--limit {options.limit}",
-            "is below 1",
-            "give 1 or more",
-        ),
-    ):
-        if is_wrong:
-            raise ConfigError("eval", [Problem(where, what, fix)])
-    server = Server(
-        options.server_url,
-        read_connection(options),
-        options.served_name,
-        options.concurrency or (32 if lmms else MAX_IN_FLIGHT),
-    )
+    _check_arguments(options)
+    name = "lmms" if options.data is None else options.data.resolve().stem
+    if options.reference is not None:
+        name += "-unpruned"
+    folder = options.out or Path("out/eval", name)
     frames = options.frames or 0
     budgets = options.budgets or ["1/4" if frames else "64"]
     cases = build_cases(options.state or ["autoprune"], budgets, options.cells, frames)
-    if options.data is not None:
-        name = options.data.name.encode(
-            errors="replace"
-        ).decode()  # a name may be any bytes
-        unpruned = options.reference is not None
-        questions = read_questions(
-            options.data,
-            options.limit,
-            images=options.images,
-            connection=server.connection,
-            unlabelled=unpruned,
-            frames=frames,
-        )
-        suite: QuestionSuite | LmmsSuite = QuestionSuite(
-            server, cases, questions, name, unpruned
-        )
-    else:
-        qwen = options.backbone.startswith("qwen")
-        suite = LmmsSuite(
-            server,
-            cases,
-            select_benchmarks(
-                tasks, cognition=qwen, with_tasks=options.include_path is not None
-            ),
-            options.lmms_eval,
-            folder / "lmms-eval",
-            28.0 if qwen else 20.0,
-            limit=options.limit,
-            include=options.include_path,
-            judge_url=options.judge_url,
-        )
+    suite = _build_suite(options, cases, folder)
     if options.dry_run:
         print(suite.plan())
         return 0
@@ -187,14 +107,109 @@ def _evaluate_states(options: argparse.Namespace) -> int:
         picture=suite.picture if isinstance(suite, QuestionSuite) else None,
     )
     page = build_page(report)
-    print(
-        report.format_json() if options.json else page.render_markdown(),
-        end="",
-        flush=True,
-    )
+    text = report.format_json() if options.json else page.render_markdown()
+    print(text, end="", flush=True)
     print(
         f"{folder}/: report.html, report.md, report.json, samples.jsonl",
         file=sys.stderr,
     )
     print(page.answer, file=sys.stderr)
     return 0 if report.valid else 1
+
+
+def _check_arguments(options: Namespace) -> None:
+    """Raise :class:`ConfigError` for the first argument that is missing or not allowed."""
+    is_lmms = options.data is None
+    for is_wrong, where, what, fix in (
+        (
+            is_lmms and options.suite.partition(":")[0] != "lmms",
+            f"--suite {options.suite}",
+            "is not a suite",
+            "use --data questions.jsonl, or lmms:mme,pope (lmms:paper-llava, lmms:paper-qwen)",
+        ),
+        (
+            is_lmms and options.reference is not None,
+            "--reference",
+            "is for --data",
+            "leave it out: lmms-eval scores by its own answers",
+        ),
+        (
+            options.server_url is None,
+            "--server-url",
+            "is missing",
+            "give the address of a vllm serve with --autoprune-requests states",
+        ),
+        (
+            is_lmms and options.served_name is None,
+            "--served-name",
+            "is missing",
+            "give the name that the server has for the model",
+        ),
+        (
+            options.frames is not None and options.frames < 1,
+            f"--frames {options.frames}",
+            "is below 1",
+            "give 1 or more",
+        ),
+        (
+            options.frames and (is_lmms or options.cells),
+            "--frames",
+            "is for videos of --data",
+            "leave it out, or --suite and --cells, which take pictures only",
+        ),
+        (
+            options.limit is not None and options.limit < 1,
+            f"--limit {options.limit}",
+            "is below 1",
+            "give 1 or more",
+        ),
+    ):
+        if is_wrong:
+            raise ConfigError.of(where, what, fix, subject="eval")
+
+
+def _build_suite(
+    options: Namespace, cases: Sequence[Case], folder: Path
+) -> QuestionSuite | LmmsSuite:
+    """The suite of ``--data`` or ``--suite``."""
+    from vllm_autoprune.evaluation.lmms import LmmsSuite, select_benchmarks
+    from vllm_autoprune.evaluation.question_suite import QuestionSuite
+    from vllm_autoprune.evaluation.questions import read_questions
+    from vllm_autoprune.evaluation.run import Server
+
+    server = Server(
+        options.server_url,
+        read_connection(options),
+        options.served_name,
+        options.concurrency or (MAX_IN_FLIGHT if options.data else 32),
+    )
+    if options.data is not None:
+        is_unlabelled = options.reference is not None
+        questions = read_questions(
+            options.data,
+            options.limit,
+            images=options.images,
+            connection=server.connection,
+            unlabelled=is_unlabelled,
+            frames=options.frames or 0,
+        )
+        # A name may be any bytes.
+        name = options.data.name.encode(errors="replace").decode()
+        return QuestionSuite(server, cases, questions, name, is_unlabelled)
+    is_qwen = options.backbone.startswith("qwen")
+    benchmarks = select_benchmarks(
+        options.suite.partition(":")[2],
+        cognition=is_qwen,
+        with_tasks=options.include_path is not None,
+    )
+    return LmmsSuite(
+        server,
+        cases,
+        benchmarks,
+        options.lmms_eval,
+        folder / "lmms-eval",
+        28.0 if is_qwen else 20.0,
+        limit=options.limit,
+        include=options.include_path,
+        judge_url=options.judge_url,
+    )

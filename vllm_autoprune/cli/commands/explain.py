@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
+import re
 import sys
+from argparse import Namespace
 from functools import partial
 from pathlib import Path
 
 from vllm_autoprune.backbones import read_config
 from vllm_autoprune.cli.flags import argument, command, read_budget
 from vllm_autoprune.cli.output import print_result, write_file
-from vllm_autoprune.errors import ConfigError, Problem
+from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 from vllm_autoprune.tpdsl.loading import load_state
 from vllm_autoprune.tpdsl.materialize import materialize
@@ -49,76 +50,89 @@ from vllm_autoprune.tpdsl.materialize import materialize
         "-o", "--output", type=Path, metavar="FILE", help="picture to write, a .png"
     ),
 )
-def _explain_image(options: argparse.Namespace) -> int:  # noqa: C901, PLR0915
+def _explain_image(options: Namespace) -> int:
     """Draw which tokens of an image or a video a state keeps for a question, and why."""
     output: Path | None = options.output
     if output is not None and output.suffix.lower() != ".png":
-        problem = Problem(f"-o {output}", "not a known format", "end it in .png")
-        raise ConfigError("explain", [problem])
-    question: str = options.question
-    half = next((c for c in question if "\ud800" <= c <= "\udfff"), None)
-    if half is not None:
-        what = f"character {question.index(half) + 1} (U+{ord(half):04X}) is half of a character"
-        problem = Problem("question", what, "write the whole character, in UTF-8")
-        raise ConfigError("explain", [problem])
+        raise ConfigError.of(
+            f"-o {output}", "not a known format", "end it in .png", subject="explain"
+        )
+    # Bytes of the command line that are no UTF-8 are surrogates, which no tokenizer takes.
+    half = re.search(r"[\ud800-\udfff]", options.question)
+    if half:
+        code = f"U+{ord(half[0]):04X}"
+        raise ConfigError.of(
+            "question",
+            f"character {half.start() + 1} ({code}) is half of a character",
+            "write the whole character, in UTF-8",
+            subject="explain",
+        )
     from vllm_autoprune.evaluation.pictures import (
-        VIDEOS,
         find_picture,
         read_clip,
         read_picture,
     )
 
-    processor = None
     checkpoint = str(options.checkpoint)
-    if options.image.suffix.lower() in VIDEOS:
-        read_config(checkpoint)  # raises in words where there is no model
-        from vllm.transformers_utils.processor import (
-            get_video_processor_cls_name_from_config,
-        )
-
-        with contextlib.suppress(OSError, ValueError):
-            processor = get_video_processor_cls_name_from_config(checkpoint)
-    clip = read_clip(options.image, processor)
-    state = load_state(options.state or ("autoprune" if clip is None else "vcast"))
+    video = read_clip(options.image, _find_video_processor(options.image, checkpoint))
+    state = load_state(options.state or ("autoprune" if video is None else "vcast"))
     budget: BudgetCall | None = options.budget
-    if clip is not None:
-        policy = materialize(state, budget, video=True)
-        if clip.note:
-            print(f"{options.image}: {clip.note}", file=sys.stderr)
-    elif budget is not None and budget.atom == "per_frame_budget":
-        what = "is the budget of a video"
-        fix = "give a number of tokens or a share"
-        raise ConfigError("explain", [Problem(f"--budget {budget.rule()}", what, fix)])
-    else:
-        policy = materialize(state, budget)
+    if video is None and budget is not None and budget.atom == "per_frame_budget":
+        raise ConfigError.of(
+            f"--budget {budget.rule()}",
+            "is the budget of a video",
+            "give a number of tokens or a share",
+            subject="explain",
+        )
+    policy = materialize(state, budget, video=video is not None)
+    if video is not None and video.note:
+        print(f"{options.image}: {video.note}", file=sys.stderr)
 
     from vllm_autoprune.explain import explain_image
     from vllm_autoprune.picture import encode_picture, list_undrawn
     from vllm_autoprune.positions import describe_positions
 
     address = str(options.image)
-    image = clip or read_picture(find_picture(address, address, Path())).image()
+    image = video or read_picture(find_picture(address, address, Path())).image()
     explanations = explain_image(
-        options.checkpoint, options.text_tower, policy, image, question
+        options.checkpoint, options.text_tower, policy, image, options.question
     )
+    wrote = "no -o FILE: nothing written"
     if output is not None:
         write_file(output, encode_picture(explanations))
-        if undrawn := list_undrawn(question):
+        wrote = f"wrote {output}"
+        if undrawn := list_undrawn(options.question):
             fix = "install one that has, such as a Noto font, and draw it again"
-            print(
-                f"{output}: no font on this machine has {undrawn!r} -> {fix}",
-                file=sys.stderr,
-            )
+            warning = f"{output}: no font on this machine has {undrawn!r} -> {fix}"
+            print(warning, file=sys.stderr)
     summary = "\n".join(explanation.summary for explanation in explanations)
-    regions = [dataclasses.asdict(explanation.trace) for explanation in explanations]
-    for region, explanation in zip(regions, explanations, strict=True):
+    regions = []
+    for explanation in explanations:
+        region = dataclasses.asdict(explanation.trace)
         del region["grid"]["anchors"]  # every cell is a token
         if explanation.frames:
             region["kept_by_frame"] = explanation.trace.kept_by_frame
+        regions.append(region)
     positions, sentence = describe_positions(state, read_config(checkpoint))
     record = {"summary": summary, "positions": positions, "regions": regions}
-    wrote = "no -o FILE: nothing written" if output is None else f"wrote {output}"
     print_result(
         options, record, f"{summary}\npositions: {positions}. {sentence}\n{wrote}"
     )
     return 0
+
+
+def _find_video_processor(path: Path, checkpoint: str) -> str | None:
+    """Class of the model's video processor, where the file is a video and the model has one."""
+    from vllm_autoprune.evaluation.pictures import VIDEOS
+
+    if path.suffix.lower() not in VIDEOS:
+        return None
+    read_config(checkpoint)  # raises in words where there is no model
+    from vllm.transformers_utils.processor import (
+        get_video_processor_cls_name_from_config,
+    )
+
+    name: str | None = None
+    with contextlib.suppress(OSError, ValueError):  # it has none
+        name = get_video_processor_cls_name_from_config(checkpoint)
+    return name

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
 import os
 import sys
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from statistics import mean
@@ -41,7 +41,6 @@ from vllm_autoprune.tpdsl.tokens import Positions
 
 if TYPE_CHECKING:
     from offline_search.dataset import Dataset
-    from offline_search.endpoint import EndpointSettings
     from offline_search.evaluator import ServedEvaluator
     from offline_search.ledger import WinnerRecord
     from vllm_autoprune.tpdsl.state import PruningState
@@ -67,7 +66,7 @@ class _Flags(ProposerOptions, EvaluationOptions, _Choices, Connection):
     """The flags of a command."""
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
     text = (
         "run a search (the default), report on a ledger, or write MME's files as --data"
@@ -102,7 +101,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_arguments,
     epilog="Guide and format of the data folder: docs/search.md.",
 )
-def _run_search(options: argparse.Namespace) -> int:
+def _run_search(options: Namespace) -> int:
     """Find a state offline, with a language model, on a served model."""
     if options.output is not None:
         check_writable(options.output)
@@ -121,7 +120,7 @@ def _run_search(options: argparse.Namespace) -> int:
     return _start_search(options, flags, flags.data)
 
 
-def _start_search(options: argparse.Namespace, flags: _Flags, data: Path) -> int:
+def _start_search(options: Namespace, flags: _Flags, data: Path) -> int:
     """Begin or resume a search on a served model, or estimate its cost."""
     from offline_search.dataset import read_dataset
 
@@ -149,7 +148,7 @@ def _start_search(options: argparse.Namespace, flags: _Flags, data: Path) -> int
     return _print_winner(options, winner)
 
 
-def _print_report(options: argparse.Namespace) -> int:
+def _print_report(options: Namespace) -> int:
     """Report on a ledger; writes it as HTML too where there is an ``--output``."""
     from offline_search.ledger import read_ledger
     from offline_search.report import read_report
@@ -168,7 +167,7 @@ def _print_report(options: argparse.Namespace) -> int:
     return 0
 
 
-def _convert_mme(options: argparse.Namespace, flags: _Flags, data: Path) -> int:
+def _convert_mme(options: Namespace, flags: _Flags, data: Path) -> int:
     """Write the questions of MME as files of a search to ``data``."""
     from offline_search.dataset import convert_mme
 
@@ -186,7 +185,7 @@ def _holds_search(ledger: Path) -> bool:
     return ledger.exists() and ledger.stat().st_size > 0
 
 
-def _replay(options: argparse.Namespace, flags: _Flags, data: Path) -> WinnerRecord:
+def _replay(options: Namespace, flags: _Flags, data: Path) -> WinnerRecord:
     """Replay a recorded search into the ledger; raises where the two ledgers differ."""
     from offline_search.search import replay
 
@@ -210,7 +209,7 @@ def _replay(options: argparse.Namespace, flags: _Flags, data: Path) -> WinnerRec
     return winner
 
 
-def _print_winner(options: argparse.Namespace, winner: WinnerRecord) -> int:
+def _print_winner(options: Namespace, winner: WinnerRecord) -> int:
     """Write the state that a search chose, and print the search's report."""
     from offline_search.ledger import read_ledger
     from offline_search.report import read_report
@@ -225,7 +224,7 @@ def _print_winner(options: argparse.Namespace, winner: WinnerRecord) -> int:
 
 
 def _print_estimate(
-    options: argparse.Namespace, flags: _Flags, settings: Settings, dataset: Dataset
+    options: Namespace, flags: _Flags, settings: Settings, dataset: Dataset
 ) -> int:
     """Print what a search would ask for and what that costs."""
     from offline_search.search import estimate_cost
@@ -359,7 +358,7 @@ async def _search(
     path: Path, flags: _Flags, settings: Settings, dataset: Dataset
 ) -> WinnerRecord:
     """The winner of a search, whose servers are asked first whether they take its requests."""
-    from offline_search.endpoint import EndpointProposer
+    from offline_search.endpoint import EndpointProposer, EndpointSettings
     from offline_search.ledger import Ledger
     from offline_search.report import ProgressLog
     from offline_search.rounds import probes_from_checkpoint
@@ -371,6 +370,12 @@ async def _search(
     probes: Sequence[VisualTokens] = ()
     if flags.checkpoint is not None:
         probes = probes_from_checkpoint(flags.checkpoint, flags.text_tower, dataset)
+    connection = Connection(  # the proposer's, whose key is in the environment
+        api_key=SecretStr(os.environ.get(flags.proposer_key_env, "")),
+        header=flags.proposer_header,
+        ca_file=flags.ca_file,
+        insecure=flags.insecure,
+    )
     async with contextlib.AsyncExitStack() as stack:
         ledger = stack.enter_context(Ledger(path))
         evaluator = await stack.enter_async_context(
@@ -382,7 +387,16 @@ async def _search(
         changes: dict[str, object] = {"evaluator": evaluator.name}
         proposer: EndpointProposer | None = None
         if settings.proposer and flags.proposer_url is not None:
-            endpoint = _read_endpoint(flags, flags.proposer_url, settings)
+            endpoint = EndpointSettings(
+                flags.proposer_url,
+                settings.proposer,
+                connection,
+                settings.temperature,
+                settings.reply_tokens * settings.proposals_per_reply,
+                flags.price,
+                unsent=frozenset({"seed"} if flags.no_seeds else ()),
+                options=flags.proposer_options or {},
+            )
             proposer = await stack.enter_async_context(EndpointProposer(endpoint))
             await proposer.prepare()
             changes["unsent"] = tuple(sorted(proposer.unsent))
@@ -395,25 +409,3 @@ async def _search(
             ProgressLog(write),
         )
         return await search.run()
-
-
-def _read_endpoint(flags: _Flags, url: str, settings: Settings) -> EndpointSettings:
-    """The proposer's endpoint; its key is in the environment, not among the flags."""
-    from offline_search.endpoint import EndpointSettings
-
-    connection = Connection(
-        api_key=SecretStr(os.environ.get(flags.proposer_key_env, "")),
-        header=flags.proposer_header,
-        ca_file=flags.ca_file,
-        insecure=flags.insecure,
-    )
-    return EndpointSettings(
-        url,
-        settings.proposer,
-        connection,
-        settings.temperature,
-        settings.reply_tokens * settings.proposals_per_reply,
-        flags.price,
-        unsent=frozenset({"seed"} if flags.no_seeds else ()),
-        options=flags.proposer_options or {},
-    )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import math
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 
 import torch
 
@@ -26,7 +26,6 @@ from vllm_autoprune.selftest.device import (
 from vllm_autoprune.selftest.run import (
     RUNNERS,
     TIMEOUT,
-    Report,
     SelftestError,
     available_runners,
     run_backbone,
@@ -49,32 +48,8 @@ _Verdicts = Mapping[str, str]
 """What is wrong by the name of a check; empty where it passes."""
 
 
-@dataclass
-class _Summary:
-    """Lines of text about the checks that were run, and whether all passed."""
-
-    lines: list[str] = field(default_factory=list)
-    holds: bool = True
-
-    def add(self, text: str, wrong: str) -> None:
-        """Add a line, which says what is wrong if anything is."""
-        self.holds &= not wrong
-        self.lines.append(f"FAIL {text}: {wrong}" if wrong else f"ok   {text}")
-
-    def conclude(self, is_complete: bool) -> None:
-        """Add the line that says whether all checks passed."""
-        verdict = "Some checks failed: see above."
-        if self.holds:
-            which = "All checks" if is_complete else "All checks that were run"
-            verdict = f"{which} passed."
-        self.lines.append(verdict)
-
-    def add_checks(self, title: str, checks: _Verdicts) -> None:
-        """Add a line about several checks together."""
-        failed = [f"{name}: {wrong}" for name, wrong in checks.items() if wrong]
-        passed = len(checks) - len(failed)
-        text = f"{title}: {passed} of {len(checks)} checks hold"
-        self.add(text, "; ".join(failed))
+def _format_line(text: str, wrong: str) -> str:
+    return f"FAIL {text}: {wrong}" if wrong else f"ok   {text}"
 
 
 @command(
@@ -97,9 +72,17 @@ class _Summary:
         f"{' and '.join(GPU_BACKBONES)} on one runner, as far as {GPU_SECONDS // 60} minutes allow",
     ),
 )
-def _run_selftest(options: argparse.Namespace) -> int:
+def _run_selftest(options: Namespace) -> int:
     """Serve tiny models of all backbones but LLaVA-1.5 here, and check the results."""
-    names = _read_names(options)
+    unknown = [name for name in options.backbones if name not in TINY_MODELS]
+    if unknown:
+        raise ConfigError.of(
+            ", ".join(unknown),
+            "no such backbone",
+            f"use: {', '.join(TINY_MODELS)}",
+            subject="selftest",
+        )
+    names = options.backbones or (GPU_BACKBONES if options.gpu else [*TINY_MODELS])
     device = find_gpu() if options.gpu else None
     if options.gpu and device is None:
         fix = "run the selftest without it"
@@ -111,54 +94,53 @@ def _run_selftest(options: argparse.Namespace) -> int:
     else:
         available = available_runners()
         runners = _choose_runners(options, available)
-        left_out = {} if options.backbones else _find_unservable(names)
+        left_out = {
+            name: f"its processor needs the package {package}: pip install {package}"
+            for name, package in NEEDED_PACKAGES.items()
+            if name in names
+            and not options.backbones
+            and importlib.util.find_spec(package) is None
+        }
 
     # Selections on the GPU, then the backbones in what remains of the time.
-    summary = _Summary()
+    lines = list[str]()
+    problems = list[str]()
     record: dict[str, object] = {}
     deadline = math.inf
     if device is not None:
         deadline = time.monotonic() + GPU_SECONDS
-        record = _check_gpu(device, summary)
+        record, results = _check_gpu(device)
+        lines += [str(record["device"]), *(_format_line(*result) for result in results)]
+        problems += [wrong for _, wrong in results if wrong]
     verdicts: dict[str, dict[str, _Verdicts]] = {}
     for name in names:
         seconds = deadline - time.monotonic()
         if name not in left_out and seconds < _MINIMUM_SECONDS * len(runners):
             left_out[name] = "no time left"
         if name in left_out:
-            summary.lines.append(f"     {name}: not served, {left_out[name]}")
+            lines.append(f"     {name}: not served, {left_out[name]}")
             continue
         timeout = min(TIMEOUT, seconds / len(runners))
         verdicts[name] = _check_backbone(name, runners, timeout, quiet=options.json)
         for runner, checks in verdicts[name].items():
-            summary.add_checks(f"{name}, {runner}", checks)
+            failed = [f"{check}: {wrong}" for check, wrong in checks.items() if wrong]
+            problems += failed
+            passed = len(checks) - len(failed)
+            text = f"{name}, {runner}: {passed} of {len(checks)} checks hold"
+            lines.append(_format_line(text, "; ".join(failed)))
 
+    holds = not problems
     if verdicts and device is None and "v2" not in available:
-        summary.lines.append(_NO_V2)
-    summary.conclude(is_complete=not (record or left_out))
+        lines.append(_NO_V2)
+    which = " that were run" if record or left_out else ""
+    verdict = f"All checks{which} passed."
+    lines.append(verdict if holds else "Some checks failed: see above.")
     record |= {"runners": runners, "found": verdicts, "left_out": left_out}
-    print_result(options, {"holds": summary.holds, **record}, "\n".join(summary.lines))
-    return 0 if summary.holds else 1
+    print_result(options, {"holds": holds, **record}, "\n".join(lines))
+    return 0 if holds else 1
 
 
-def _read_names(options: argparse.Namespace) -> Sequence[str]:
-    """The backbones to serve; raises :class:`ConfigError` for unknown ones."""
-    unknown = [name for name in options.backbones if name not in TINY_MODELS]
-    if unknown:
-        raise ConfigError.of(
-            ", ".join(unknown),
-            "no such backbone",
-            f"use: {', '.join(TINY_MODELS)}",
-            subject="selftest",
-        )
-    if options.backbones:
-        return [*options.backbones]
-    return GPU_BACKBONES if options.gpu else [*TINY_MODELS]
-
-
-def _choose_runners(
-    options: argparse.Namespace, available: Sequence[str]
-) -> Sequence[str]:
+def _choose_runners(options: Namespace, available: Sequence[str]) -> Sequence[str]:
     """The model runners to use; raises :class:`ConfigError` for one that vLLM lacks here."""
     if options.runner is None:
         return available[-1:] if options.gpu else available
@@ -170,36 +152,28 @@ def _choose_runners(
     return runners
 
 
-def _find_unservable(names: Sequence[str]) -> dict[str, str]:
-    """Backbones whose processor needs a package that is not installed, and which."""
-    return {
-        name: f"its processor needs the package {package}: pip install {package}"
-        for name, package in NEEDED_PACKAGES.items()
-        if name in names and importlib.util.find_spec(package) is None
-    }
-
-
-def _check_gpu(device: torch.device, summary: _Summary) -> dict[str, object]:
-    """The record of selections on a device, which are added to the summary."""
+def _check_gpu(
+    device: torch.device,
+) -> tuple[dict[str, object], list[tuple[str, str]]]:
+    """The record of selections on a device, and what each did and what is wrong with it."""
     kernel = check_kernel(device)
     selections = list(check_selections(device))
     name = device.type
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-    title = f"{name}, torch {torch.__version__}"
-    summary.lines.append(title)
-    summary.add(KERNEL, kernel)
+    results = [(KERNEL, kernel)]
     for result in selections:
         milliseconds = 1000 * result.seconds
         text = (
             f"{result.name}: {result.share:.0%} as on the host, {milliseconds:.2f} ms"
         )
-        summary.add(text, result.wrong)
-    return {
-        "device": title,
+        results.append((text, result.wrong))
+    record: dict[str, object] = {
+        "device": f"{name}, torch {torch.__version__}",
         "kernel": kernel,
         "selections": [asdict(result) for result in selections],
     }
+    return record, results
 
 
 def _check_backbone(
@@ -207,7 +181,7 @@ def _check_backbone(
 ) -> dict[str, _Verdicts]:
     """Verdicts under each model runner, and on the two together where there are two."""
     verdicts: dict[str, _Verdicts] = {}
-    reports = list[Report]()
+    reports = []
     for runner in runners:
         start = time.monotonic()
         try:
