@@ -337,55 +337,76 @@ async def chat_with_retries(
     )
 
 
-def describe_failure(  # noqa: C901
+class _Cause(NamedTuple):
+    """Why a request failed, and what to do about it."""
+
+    what: str
+    fix: str
+    may_be_address: bool = False
+    """Whether the server may answer at another address."""
+
+
+def describe_failure(
     url: str,
     error: Exception,
     server: str = "a vllm serve, such as http://localhost:8000",
 ) -> Problem:
     """Why a server cannot be used, by what a request to it raised, and what to do."""
-    fix = f"give the address of {server}"
-    guess = False
-    text = _describe_cause(error, 200)
+    name_server = f"give the address of {server}"
     match error:
         case httpx.HTTPStatusError(response=response):
-            what = f"answers with {describe_rejection(response)}"
-            status = response.status_code
-            guess = status in (400, 404, 405)
-            if response.has_redirect_location:
-                target = server_address(
-                    str(response.url.join(response.headers["location"]))
-                )
-                what = f"redirects to {target}"
-                fix = "give that address"
-            elif status in (401, 403):
-                fix = (
-                    "give the key that the server asks for as --api-key or VLLM_API_KEY"
-                )
-            elif status == 407:
-                fix = f"give {', '.join(proxy_variables())} as http://USER:PASSWORD@HOST:PORT"
-            elif not guess:
-                fix = "look into the server's log"
-        case httpx.ProxyError():
-            what = f"cannot be reached by the proxy of {', '.join(proxy_variables())} ({text})"
-            fix = "correct the proxy, or name the server's host in NO_PROXY"
-        case httpx.TransportError() if "CERTIFICATE_VERIFY_FAILED" in text:
-            what = f"has a certificate that is not trusted ({text.partition('failed: ')[2]})"
-            fix = "name the certificate of its authority with --ca-file"
+            cause = _explain_status(response, name_server)
         case httpx.TransportError():
-            what = f"does not answer ({type(error).__name__}: {text})"
-            fix = "start the server, or correct its address"
-            guess = True
-            if proxies := proxy_variables():
-                what += f", asked as {', '.join(proxies)} and NO_PROXY say"
+            cause = _explain_transport(error)
         case RequestRefused():
             what = f"refuses a chat request: {error.reason}"
             fix = "give the key that the server asks for as --api-key, or look into its log"
+            cause = _Cause(what, fix)
         case _:
-            what = f"answers in an unknown format ({text})"
-            guess = True
-    if guess and (other := find_address(f"{url}/v1")):
+            what = f"answers in an unknown format ({_describe_cause(error, 200)})"
+            cause = _Cause(what, name_server, may_be_address=True)
+    fix = cause.fix
+    if cause.may_be_address and (other := find_address(f"{url}/v1")):
         fix = f"give {other}, which answers"
-    return Problem(url, what, fix)
+    return Problem(url, cause.what, fix)
+
+
+def _explain_status(response: httpx.Response, name_server: str) -> _Cause:
+    """Of a response that is an error or a redirect."""
+    if response.has_redirect_location:
+        target = str(response.url.join(response.headers["location"]))
+        return _Cause(f"redirects to {server_address(target)}", "give that address")
+    what = f"answers with {describe_rejection(response)}"
+    match response.status_code:
+        case 400 | 404 | 405:
+            return _Cause(what, name_server, may_be_address=True)
+        case 401 | 403:
+            fix = "give the key that the server asks for as --api-key or VLLM_API_KEY"
+        case 407:
+            variables = ", ".join(proxy_variables())
+            fix = f"give {variables} as http://USER:PASSWORD@HOST:PORT"
+        case _:
+            fix = "look into the server's log"
+    return _Cause(what, fix)
+
+
+def _explain_transport(error: httpx.TransportError) -> _Cause:
+    """Of a connection that was not made, or that broke."""
+    text = _describe_cause(error, 200)
+    proxies = ", ".join(proxy_variables())
+    if isinstance(error, httpx.ProxyError):
+        what = f"cannot be reached by the proxy of {proxies} ({text})"
+        fix = "correct the proxy, or name the server's host in NO_PROXY"
+        return _Cause(what, fix)
+    if "CERTIFICATE_VERIFY_FAILED" in text:
+        reason = text.partition("failed: ")[2]
+        what = f"has a certificate that is not trusted ({reason})"
+        return _Cause(what, "name the certificate of its authority with --ca-file")
+    what = f"does not answer ({type(error).__name__}: {text})"
+    if proxies:
+        what += f", asked as {proxies} and NO_PROXY say"
+    fix = "start the server, or correct its address"
+    return _Cause(what, fix, may_be_address=True)
 
 
 def describe_rejection(response: httpx.Response) -> str:

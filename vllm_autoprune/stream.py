@@ -34,7 +34,7 @@ class StreamedAnswer(FrozenModel):
     """What is wrong with it, in a line; None where the request was answered."""
 
 
-def parse_stream(  # noqa: C901
+def parse_stream(
     reads: Sequence[tuple[float, bytes]], end: str = "the stream ended without [DONE]"
 ) -> StreamedAnswer:
     """The server-sent events in the pieces of an answer, and the times they were read at.
@@ -47,68 +47,93 @@ def parse_stream(  # noqa: C901
     if stray and not framed:
         body = b"".join(piece for _, piece in reads).decode(errors="replace")
         events = [(reads[-1][0], body, _parse_object(body))]
-    deltas = list[float]()
-    text = list[str]()
-    errors = list[str]()
-    usage = dict[str, int]()
-    thoughts = 0
-    answered = False
-    finished = False
+    answer = _AnswerReader()
     for arrived, data, chunk in events:
-        if data.strip() in ("", "[DONE]"):
-            finished = finished or bool(data.strip())
-            continue
-        if chunk is None:
-            what = (
-                "an event is not a JSON object"
-                if framed
-                else "the answer is not a stream"
-            )
-            errors.append(f"{what}: {data[:80]}")
-            continue
+        if data.strip() == "[DONE]":
+            answer.finished = True
+        elif chunk is not None:
+            answer.read_chunk(arrived, chunk)
+        elif data.strip():
+            expected = "an event is not a JSON object"
+            if not framed:
+                expected = "the answer is not a stream"
+            answer.errors.append(f"{expected}: {data[:80]}")
+    errors = answer.errors
+    if answer.deltas and not framed:
+        errors.append(
+            "the answer is not a stream, so that its first token cannot be timed"
+        )
+    if not answer.finished:
+        after = f", after: {stray[:80]}" if stray else ""
+        errors.append(f"the answer was cut short: {end}{after}")
+    if not answer.deltas:
+        errors.append(EMPTY)
+    text = "".join(answer.text)[:_KEPT_TEXT]
+    return StreamedAnswer(
+        deltas=tuple(answer.deltas),
+        thoughts=answer.thoughts,
+        text=text.encode(errors="replace").decode(),
+        error=(one_line(errors[0], 200) or "an error without text") if errors else None,
+        **answer.usage,
+    )
+
+
+class _AnswerReader:
+    """Accumulator of the chunks of one streamed answer."""
+
+    def __init__(self) -> None:
+        self.deltas = list[float]()
+        """Arrival of each delta with output."""
+        self.thoughts = 0
+        """How many of them come before the first of the answer."""
+        self.text = list[str]()
+        self.errors = list[str]()
+        self.usage = dict[str, int]()
+        self.finished = False
+        self._answered = False
+
+    def read_chunk(self, arrived: float, chunk: dict[str, Any]) -> None:
+        """Add one JSON object of the stream."""
         choices = _list_objects(chunk.get("choices"))
         # A chunk with choices may have other fields of these names.
         if failure := read_error({"error": chunk.get("error")} if choices else chunk):
-            errors.append(failure)
-        # Most servers count in the last chunk, some in every one, some in the choice.
+            self.errors.append(failure)
+        self._read_usage(chunk, choices)
+        thinks = False
+        answers = False
+        for choice in choices:
+            reason = choice.get("finish_reason")
+            self.finished = self.finished or bool(reason)
+            if reason in ("error", "abort"):
+                self.errors.append(f"the server ended the answer: {reason}")
+            message = choice.get("delta")
+            if not message and not self.deltas:
+                message = choice.get("message")
+            if isinstance(message, dict):
+                answer, thought = read_message(message)
+                thinks = thinks or bool(thought)
+                answers = answers or bool(answer or message.get("tool_calls"))
+                if not choice.get("index"):
+                    self.text.append(answer)
+        if thinks or answers:
+            self.deltas.append(arrived)
+            self._answered = self._answered or answers
+            self.thoughts += not self._answered
+
+    def _read_usage(
+        self, chunk: dict[str, Any], choices: Sequence[dict[str, Any]]
+    ) -> None:
+        """The counts of tokens: most servers send them last, some always, some in the choice.
+
+        A chunk that has them and no choices is the last.
+        """
         for counts in _list_objects(
             [holder.get("usage") for holder in (chunk, *choices)]
         ):
             for name in ("prompt_tokens", "completion_tokens"):
                 with contextlib.suppress(ValueError, TypeError, OverflowError):
-                    usage[name] = int(counts.get(name, ""))
-            finished = finished or not choices
-        thinks = answers = False
-        for choice in choices:
-            finished = finished or bool(choice.get("finish_reason"))
-            if choice.get("finish_reason") in ("error", "abort"):
-                errors.append(f"the server ended the answer: {choice['finish_reason']}")
-            message = choice.get("delta") or (None if deltas else choice.get("message"))
-            if isinstance(message, dict):
-                answer, thought = read_message(message)
-                thinks = thinks or bool(thought)
-                answers = answers or any((answer, message.get("tool_calls")))
-                text.append("" if choice.get("index") else answer)
-        if thinks or answers:
-            deltas.append(arrived)
-            answered = answered or answers
-            thoughts += not answered
-    if deltas and not framed:
-        errors.append(
-            "the answer is not a stream, so that its first token cannot be timed"
-        )
-    if not finished:
-        errors.append(
-            f"the answer was cut short: {end}{stray and f', after: {stray[:80]}'}"
-        )
-    error = [*errors, None if deltas else EMPTY][0]
-    return StreamedAnswer(
-        deltas=tuple(deltas),
-        thoughts=thoughts,
-        text="".join(text)[:_KEPT_TEXT].encode(errors="replace").decode(),
-        error=error and (one_line(error, 200) or "an error without text"),
-        **usage,
-    )
+                    self.usage[name] = int(counts.get(name, ""))
+            self.finished = self.finished or not choices
 
 
 def read_message(message: Mapping[str, object]) -> tuple[str, str]:
