@@ -33,11 +33,11 @@ MODELS = Path(vllm.__file__).parent / "model_executor/models"
 
 def read_source(module: str) -> str:
     """Source of a module or package, which may not be importable without a GPU."""
-    place = MODELS / f"{module}.py"
+    path = MODELS / f"{module}.py"
     if "." in module:
-        place = Path(vllm.__file__).parents[1] / module.replace(".", "/")
-        place = place if place.is_dir() else place.with_suffix(".py")
-    files = place.rglob("*.py") if place.is_dir() else [place]
+        path = Path(vllm.__file__).parents[1] / module.replace(".", "/")
+        path = path if path.is_dir() else path.with_suffix(".py")
+    files = path.rglob("*.py") if path.is_dir() else [path]
     return "\n".join(file.read_text() for file in files)
 
 
@@ -54,21 +54,22 @@ def read_symbol(module: str, symbol: str = "") -> str:
 
 def test_every_architecture_that_takes_images_is_served_or_refused_once() -> None:
     assert CHECKPOINTS.keys() == BACKBONES.keys()
-    known = [*CHECKPOINTS, *(name for row in REFUSALS for name in row.models)]
-    assert len(known) == len(set(known))
+    architectures = [*CHECKPOINTS, *(name for row in REFUSALS for name in row.models)]
+    assert len(architectures) == len(set(architectures))
     assert (
-        set(known) <= _MULTIMODAL_MODELS.keys() | _TRANSFORMERS_SUPPORTED_MODELS.keys()
+        set(architectures)
+        <= _MULTIMODAL_MODELS.keys() | _TRANSFORMERS_SUPPORTED_MODELS.keys()
     )
     takes_images = {
         name
         for name, (module, _) in _MULTIMODAL_MODELS.items()
         if '"image"' in read_source(module)
     }
-    assert takes_images <= set(known)
+    assert takes_images <= set(architectures)
 
 
 @pytest.mark.parametrize(
-    ("architecture", "shown"),
+    ("architecture", "evidence"),
     [
         (name, texts[1])
         for row in REFUSALS
@@ -76,8 +77,10 @@ def test_every_architecture_that_takes_images_is_served_or_refused_once() -> Non
         if texts[1:]
     ],
 )
-def test_a_reason_is_in_the_code_that_it_names(architecture: str, shown: str) -> None:
-    where, _, part = shown.partition(": ")
+def test_a_reason_is_in_the_code_that_it_names(
+    architecture: str, evidence: str
+) -> None:
+    where, _, part = evidence.partition(": ")
     assert part in read_symbol(*where.split())
 
 

@@ -128,7 +128,7 @@ def test_a_random_keep_depends_on_the_image_s_key_alone() -> None:
 
 def test_a_resized_image_of_a_fixed_grid_is_pooled_whatever_the_question() -> None:
     plans = [plan(9, ids=ids, keep="resized") for ids in ((7,), (7,), (9,))]
-    pooled, other, asked = prune(plans, [image(0), image(1), image(0)])
+    pooled, other, questioned = prune(plans, [image(0), image(1), image(0)])
     # 6 x 6 tokens in 3 x 3 cells.
     square = (
         image(0)
@@ -138,7 +138,7 @@ def test_a_resized_image_of_a_fixed_grid_is_pooled_whatever_the_question() -> No
         .flatten(0, 1)
     )
     torch.testing.assert_close(pooled, square)
-    assert torch.equal(pooled, asked) and not torch.equal(pooled, other)
+    assert torch.equal(pooled, questioned) and not torch.equal(pooled, other)
 
 
 def test_embeddings_are_looked_up_before_anything_that_may_raise(
@@ -286,8 +286,10 @@ def with_signals(part: Region, **signals: Tensor) -> ImageFeatures:
 def test_patches_are_compared_where_the_images_have_them() -> None:
     (part,) = image(0).regions
     pictures = [with_signals(part, relevance=sign * part.projected) for sign in (1, -1)]
-    plain, same, mirrored = (prune([plan(8)], [i])[0] for i in (image(0), *pictures))
-    assert torch.equal(plain, same) and not torch.equal(plain, mirrored)
+    plain, compared, mirrored = (
+        prune([plan(8)], [i])[0] for i in (image(0), *pictures)
+    )
+    assert torch.equal(plain, compared) and not torch.equal(plain, mirrored)
 
 
 BEFORE: dict[str, object] = {
@@ -382,11 +384,11 @@ def test_text_stands_behind_the_tokens_that_it_follows_in_the_whole_image(
     is_text = (rows == rows[:, :1]).all(dim=1)
     assert rows[is_text, 0].tolist() == [token for _, token in text]
     assert {*map(tuple, rows[~is_text].tolist())} == {*map(tuple, bare.tolist())}
-    before = is_text.cumsum(0)
-    for row, texts in zip(rows[~is_text], before[~is_text].tolist(), strict=True):
-        same = (all_rows == row).all(dim=1)
-        place = int(same.long().argmax()) if same.any() else 3 * N - 1
-        assert texts == sum(at <= place for at, _ in text)
+    texts_before = is_text.cumsum(0)
+    for row, texts in zip(rows[~is_text], texts_before[~is_text].tolist(), strict=True):
+        is_row = (all_rows == row).all(dim=1)
+        index = int(is_row.long().argmax()) if is_row.any() else 3 * N - 1
+        assert texts == sum(offset <= index for offset, _ in text)
 
 
 @pytest.mark.parametrize("budget", [1, 2, 3, 8, 16, 32])
@@ -395,9 +397,9 @@ def test_a_sound_state_is_safe_on_images_of_several_regions(
     budget: int, r_min: int | None
 ) -> None:
     """A region exchanges some of the image's q_e, so it keeps fewer reference tokens than r_min."""
-    several = ImageFeatures(tuple(region(seed, SIX) for seed in range(3)))
+    tiled = ImageFeatures(tuple(region(seed, SIX) for seed in range(3)))
     state = served({"/constraints/selector/r_min": r_min})
-    (rows,) = prune([plan(budget, key=3)], [several], state)
+    (rows,) = prune([plan(budget, key=3)], [tiled], state)
     assert len(rows) == budget
 
 
@@ -501,11 +503,11 @@ def test_a_selection_that_breaks_its_bounds_is_replaced_for_its_image_alone(
     sound = select_with_fallback(POLICY, tokens, reporter)
     reference = keep_reference(POLICY, tokens)
     picks = reference.indices[1].tolist()
-    others = [token for token in range(tokens.count) if token not in picks]
+    unpicked = [token for token in range(tokens.count) if token not in picks]
     unsafe = (
         [*picks[:7], picks[0]]
         if broken == "a token twice"
-        else [*picks[:3], *others[:5]]
+        else [*picks[:3], *unpicked[:5]]
     )
     break_bounds(monkeypatch, 1, unsafe)
     refined = select_with_fallback(POLICY, tokens, reporter)
@@ -525,8 +527,8 @@ def test_a_selection_may_exchange_as_many_tokens_as_its_state_allows(
     tokens = visual_tokens()
     reporter = FallbackReporter()
     picks = keep_reference(POLICY, tokens).indices[1].tolist()
-    others = [token for token in range(tokens.count) if token not in picks]
-    allowed = sorted([*picks[:4], *others[:4]])
+    unpicked = [token for token in range(tokens.count) if token not in picks]
+    allowed = sorted([*picks[:4], *unpicked[:4]])
     break_bounds(monkeypatch, 1, allowed)
     refined = select_with_fallback(POLICY, tokens, reporter)
     assert refined.indices[1].tolist() == allowed

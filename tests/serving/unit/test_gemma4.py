@@ -131,10 +131,10 @@ def test_a_request_may_encode_more_tokens_and_keep_as_many(tmp_path: Path) -> No
     """
     sender = Sender(build("gemma4", tmp_path), 40, placeholder="")
     seen = set()
-    for most, expected in N.items():
+    for soft_tokens, expected in N.items():
         for kwargs in (
-            {"max_soft_tokens": most},
-            {"images_kwargs": {"max_soft_tokens": most}},
+            {"max_soft_tokens": soft_tokens},
+            {"images_kwargs": {"max_soft_tokens": soft_tokens}},
         ):
             inputs = ProcessorInputs(
                 sender.info.get_tokenizer().encode("user <image_soft_token> what"),
@@ -144,14 +144,14 @@ def test_a_request_may_encode_more_tokens_and_keep_as_many(tmp_path: Path) -> No
                     REQUEST_FIELD: {"instructions": ["what"]},
                 },
             )
-            made = sender._processor.apply(inputs, TimingContext(enabled=False))
-            (place,) = made["mm_placeholders"]["image"]
-            (item,) = made["mm_kwargs"]["image"]
+            processed = sender._processor.apply(inputs, TimingContext(enabled=False))
+            (placeholder,) = processed["mm_placeholders"]["image"]
+            (item,) = processed["mm_kwargs"]["image"]
             plan = ItemPlan.decode(item[FIELD].data)
-            assert (plan.tokens, plan.budget, place.length) == (expected, 40, 42)
-            assert place.extract_embeds_range() == [
-                (place.offset + 1, place.offset + 40)
+            assert (plan.tokens, plan.budget, placeholder.length) == (expected, 40, 42)
+            assert placeholder.extract_embeds_range() == [
+                (placeholder.offset + 1, placeholder.offset + 40)
             ]
-            assert len(item["pixel_values"].data) == most * SIDE**2
-            seen.add(made["mm_hashes"]["image"][0])
+            assert len(item["pixel_values"].data) == soft_tokens * SIDE**2
+            seen.add(processed["mm_hashes"]["image"][0])
     assert len(seen) == 2 * len(N)

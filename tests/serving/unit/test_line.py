@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -30,87 +30,101 @@ WIDTH = 4
 class Prompt:
     """A prompt with items, and where each of its tokens stands in the whole one."""
 
-    places: list[PlaceholderRange]
-    plans: dict[int, ItemPlan | None]
-    kept: list[Tensor]
-    expected: list[int]
-    end: int
-    length: int
+    places: list[PlaceholderRange] = field(default_factory=list)
+    plans: dict[int, ItemPlan | None] = field(default_factory=dict)
+    tokens: list[Tensor] = field(default_factory=list)
+    """The kept tokens of each item."""
+    expected: list[int] = field(default_factory=list)
+    end: int = 0
+    """The position of the next token in the whole prompt."""
+
+    @property
+    def length(self) -> int:
+        return len(self.expected)
 
     def rows(self, number: int, low: int, high: int) -> Tensor:
         """Rows of an item from ``low`` to ``high``, with the channels of its plan."""
         plan = self.plans[number]
-        stands = self.kept[number]
-        bare = torch.zeros(len(stands), WIDTH)
+        tokens = self.tokens[number]
+        bare = torch.zeros(len(tokens), WIDTH)
         if plan is None:
             return bare[low:high]
-        kept_rows = KeptRows(bare, stands, stands)
+        kept_rows = KeptRows(bare, tokens, tokens)
         return kept_rows.with_channels(LINE, plan, plan.tokens)[low:high]
 
-
-def write_prompt(seed: int) -> Prompt:  # noqa: PLR0915
-    """A random prompt: text, images with marks around them, cores with deltas, packed ones."""
-    rng = Random(seed)
-    places = list[PlaceholderRange]()
-    kept = list[Tensor]()
-    expected = list[int]()
-    plans = dict[int, ItemPlan | None]()
-    at = 0
-
-    def write_text(count: int) -> None:
-        nonlocal at
-        expected.extend(range(at, at + count))
-        at += count
+    def write_text(self, count: int) -> None:
+        self.expected.extend(range(self.end, self.end + count))
+        self.end += count
 
     def write_item(
-        plan: ItemPlan | None, tokens: list[int], marks: int, start: int | None
+        self,
+        plan: ItemPlan | None,
+        tokens: list[int],
+        marks: int = 0,
+        start: int | None = None,
     ) -> None:
-        """``start``: where the first token of the image stands, None for one after the other."""
-        nonlocal at
-        offset = len(expected)
+        """Write an item between marks, its image at ``start`` or its tokens one after the other."""
         count = len(tokens)
         is_embed = torch.tensor([False] * marks + [True] * count + [False] * marks)
-        places.append(
-            PlaceholderRange(offset, len(is_embed), is_embed if marks else None)
+        place = PlaceholderRange(
+            self.length, len(is_embed), is_embed if marks else None
         )
-        plans[len(plans)] = plan
-        write_text(marks)
+        self.places.append(place)
+        self.plans[len(self.plans)] = plan
+        self.tokens.append(torch.tensor(tokens))
+        self.write_text(marks)
         if start is None:
-            write_text(count)
+            self.write_text(count)
         else:
-            expected.extend(start + token for token in tokens)
-        kept.append(torch.tensor(tokens))
+            self.expected.extend(start + token for token in tokens)
 
-    for number in range(rng.randint(1, 5)):
-        write_text(rng.randint(1, 9))
+    def write_image(self, number: int, rng: Random) -> None:
+        """Write an image that is placed, packed, without a plan, or a core and a delta."""
         size = rng.randint(6, 40)
         marks = rng.choice([0, 0, 2])
         budget = rng.randint(2, size - 1)
         tokens = sorted(rng.sample(range(size), budget))
         plan = ItemPlan(budget, (number + 1, 0), tokens=size)
         kind = rng.choice(["placed", "packed", "unplanned", "parts"])
-        start = at + marks
         if kind == "packed":
-            write_item(replace(plan, positions="packed"), tokens, marks, None)
+            self.write_item(replace(plan, positions="packed"), tokens, marks)
         elif kind == "unplanned":
-            write_item(None, tokens, marks, None)
+            self.write_item(None, tokens, marks)
         elif kind == "placed":
-            write_item(plan, tokens, marks, start)
-            at = start + size
-            write_text(marks)
-            continue
+            start = self.end + marks
+            self.write_item(plan, tokens, marks, start)
+            self.end = start + size
         else:
             core, delta = plan.split(budget // 2)
             rng.shuffle(tokens)
-            write_item(core, tokens[: core.budget], 0, at)
-            start = at
-            at += size
-            write_text(rng.randint(0, 2))
-            write_item(delta, tokens[core.budget :], 0, start)
-            continue
-        write_text(marks)
-    write_text(rng.randint(1, 9))
-    return Prompt(places, plans, kept, expected, at, len(expected))
+            start = self.end
+            self.write_item(core, tokens[: core.budget], start=start)
+            self.end = start + size
+            self.write_text(rng.randint(0, 2))
+            self.write_item(delta, tokens[core.budget :], start=start)
+        self.write_text(marks)
+
+
+def write_prompt(seed: int) -> Prompt:
+    """A random prompt: text, images with marks around them, cores with deltas, packed ones."""
+    rng = Random(seed)
+    prompt = Prompt()
+    for number in range(rng.randint(1, 5)):
+        prompt.write_text(rng.randint(1, 9))
+        prompt.write_image(number, rng)
+    prompt.write_text(rng.randint(1, 9))
+    return prompt
+
+
+def prompt_of_one_image(offset: int, text_behind: int, expected: list[int]) -> Prompt:
+    """A prompt with an image of ten tokens, of which the second and the fifth are kept."""
+    prompt = Prompt()
+    prompt.write_text(offset)
+    prompt.write_item(ItemPlan(2, (1, 0), tokens=10), [1, 4], start=offset)
+    prompt.end = offset + 10
+    prompt.write_text(text_behind)
+    assert prompt.expected == expected
+    return prompt
 
 
 def line_model() -> Any:
@@ -127,14 +141,14 @@ def prefill(prompt: Prompt, edges: list[int]) -> tuple[Tensor, int]:
     assert delta == prompt.end - prompt.length
     for low, high in zip([0, *edges], [*edges, prompt.length], strict=True):
         embeddings = []
-        for number, place in enumerate(prompt.places):
-            start = max(low, place.offset)
-            end = min(high, place.offset + place.length)
+        for number, placeholder in enumerate(prompt.places):
+            start = max(low, placeholder.offset)
+            end = min(high, placeholder.offset + placeholder.length)
             if start >= end:
                 continue
-            rows_of_step = (start - place.offset, end - place.offset)
-            if place.is_embed is not None:
-                rows_of_step = place.get_embeds_indices_in_range(*rows_of_step)
+            rows_of_step = (start - placeholder.offset, end - placeholder.offset)
+            if placeholder.is_embed is not None:
+                rows_of_step = placeholder.get_embeds_indices_in_range(*rows_of_step)
             if rows_of_step[0] < rows_of_step[1]:
                 embeddings.append(prompt.rows(number, *rows_of_step))
         ids = list(range(prompt.length))
@@ -162,31 +176,20 @@ def test_every_token_stands_where_it_does_in_the_whole_prompt(seed: int) -> None
 @pytest.mark.compat
 def test_parts_that_come_as_embeddings_are_text() -> None:
     """vLLM leaves them out of the features of a prompt, and gives their rows with an image's."""
-    plan = ItemPlan(2, (1, 0), tokens=10)
-    prompt = Prompt(
-        [PlaceholderRange(5, 2)], {0: plan}, [torch.tensor([1, 4])], [], 16, 8
-    )
+    prompt = prompt_of_one_image(5, 1, [0, 1, 2, 3, 4, 6, 9, 15])
     model = line_model()
     (positions, _) = lay_on_line(8, prompt.places, prompt.plans)
     part: Any = torch.zeros(3, WIDTH)
     part.modality = "prompt_embeds"
     rows = [part, prompt.rows(0, 0, 2)]
     _, placed, delta = model.recompute_mrope_positions(None, rows, positions, 0)
-    assert placed[0].tolist() == [0, 1, 2, 3, 4, 6, 9, 15]
+    assert placed[0].tolist() == prompt.expected
     assert delta == 8
 
 
 @pytest.mark.compat
 def test_decoding_goes_on_behind_an_image_that_ends_its_prompt() -> None:
-    plan = ItemPlan(2, (1, 0), tokens=10)
-    prompt = Prompt(
-        [PlaceholderRange(3, 2)],
-        {0: plan},
-        [torch.tensor([1, 4])],
-        [0, 1, 2, 4, 7],
-        13,
-        5,
-    )
+    prompt = prompt_of_one_image(3, 0, [0, 1, 2, 4, 7])
     positions, delta = prefill(prompt, [4])
     assert (positions[0].tolist(), delta) == (prompt.expected, 8)
 
@@ -249,18 +252,20 @@ def test_parts_of_an_image_are_packed_together() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_what_is_packed_depends_on_the_prefix_alone(seed: int) -> None:
     rng = Random(seed)
-    made = list[PromptItem]()
-    at = 0
+    prompt_items = list[PromptItem]()
+    offset = 0
     for number in range(30):
-        at += rng.randint(0, 30)
+        offset += rng.randint(0, 30)
         length = rng.randint(1, 20)
-        made.append(
+        prompt_items.append(
             PromptItem(
-                at, length, rng.choice([None, length, rng.randint(1, 300)]), number
+                offset, length, rng.choice([None, length, rng.randint(1, 300)]), number
             )
         )
-        at += length
-    packed, _ = pack_items(made, 1500)
-    assert packed and len(packed) < len(made)
-    for count in range(len(made)):
-        assert pack_items(made[:count], 1500)[0] == {i for i in packed if i < count}
+        offset += length
+    packed, _ = pack_items(prompt_items, 1500)
+    assert packed and len(packed) < len(prompt_items)
+    for count in range(len(prompt_items)):
+        assert pack_items(prompt_items[:count], 1500)[0] == {
+            i for i in packed if i < count
+        }

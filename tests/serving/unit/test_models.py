@@ -462,6 +462,6 @@ def test_tokens_without_a_row_of_an_image_stay_where_they_are(video: int) -> Non
     placed = _place_image_tokens(ids, positions, [frames, rows], [IMAGE], 0).T.tolist()
     start = 4 if video else 1
     moved = [[start, start, start + 2], [start + 1, start + 1 + 3, start + 1 + 1]]
-    expected = [[at] * 3 for at in range(7)]
+    expected = [[position] * 3 for position in range(7)]
     expected[start : start + 2] = moved
     assert placed == expected

@@ -261,8 +261,10 @@ def test_later_segments_pool_where_the_published_code_did(tmp_path: Any) -> None
                 input_ids=torch.from_numpy(expected["segments"]).long(),
                 attention_mask=torch.from_numpy(expected["mask"]).long(),
             ).last_hidden_state
-            at = torch.from_numpy(expected["pooled_pos"]).long()
-            pooled = model.text_projection(states[torch.arange(len(at)), at])
+            pooled_at = torch.from_numpy(expected["pooled_pos"]).long()
+            pooled = model.text_projection(
+                states[torch.arange(len(pooled_at)), pooled_at]
+            )
         close(pooled_text[0], pooled)
 
 

@@ -253,7 +253,7 @@ def test_images_without_memory_for_all_of_them_are_encoded_one_by_one(
 ) -> None:
     model = make_model(serve("divprune"), HOST)
     pictures = [picture(seed) for seed in (1, 2, 3)]
-    alone = [select_rows(model, shown)[0] for shown in pictures]
+    alone = [select_rows(model, shot)[0] for shot in pictures]
     assert model.autoprune is not None
     model.autoprune.clear()
     select_rows(model, picture(4))
@@ -360,19 +360,19 @@ def test_largest_images_are_profiled_beside_a_larger_video(
 def test_the_feature_cache_is_held_until_profiling_ends(
     make_model: Callable[..., Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held: list[ref[Tensor]] = []
+    buffers: list[ref[Tensor]] = []
     reserve = TensorCache.reserve
 
     def record(cache: TensorCache[Any], device: torch.device) -> Tensor:
         buffer = reserve(cache, device)
         assert buffer is not None and buffer.nbytes == CACHE_BYTES
-        held.append(ref(buffer))
+        buffers.append(ref(buffer))
         return buffer
 
     monkeypatch.setattr(TensorCache, "reserve", record)
     model = make_model(serve("divprune"))
     with pruned_model._hold_feature_cache(model) as prunes:
-        assert prunes and held[0]() is not None
-    assert held[0]() is None
+        assert prunes and buffers[0]() is not None
+    assert buffers[0]() is None
     with pruned_model._hold_feature_cache(nn.Module()) as prunes:
         assert not prunes
