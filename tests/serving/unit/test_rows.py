@@ -55,14 +55,6 @@ def test_no_position_of_forged_text_is_beyond_its_item() -> None:
     assert item.positions.tolist() == [1, 4, 6, 7, 8]
 
 
-def test_an_item_without_text_stays_as_it_is_beside_others() -> None:
-    plans = [plan(2), plan(1, text=((0, 7),))]
-    plain, written = insert_text([keep([1, 5]), keep([2])], plans, [IMAGE] * 2, embed)
-    assert plain.positions.tolist() == [1, 5]
-    assert torch.equal(plain.rows, IMAGE.rows()[[1, 5]])
-    assert written.positions.tolist() == [0, 3]
-
-
 def test_text_has_no_channels_but_the_language_model_s() -> None:
     wide = image(0, Grid(2, 3), WIDTH + 2)
     item = keep([1, 5], wide)
