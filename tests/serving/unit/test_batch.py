@@ -33,7 +33,7 @@ from tests.serving.unit.samples import (
 from tests.tpdsl.samples import images as visual_tokens
 from tests.tpdsl.samples import state
 from vllm_autoprune import Grid, PruningPolicy, VisualTokens, materialize
-from vllm_autoprune.serving.plan import Chooser
+from vllm_autoprune.serving.plan import Choice, Chooser
 from vllm_autoprune.serving.worker import batch, selection
 from vllm_autoprune.serving.worker.batch import SelectionContext
 from vllm_autoprune.serving.worker.features import (
@@ -660,3 +660,54 @@ def test_collect_does_not_wait_for_the_gpu() -> None:
     torch.cuda.synchronize()
     (seconds,) = watch.collect()
     assert seconds > 0.01
+
+
+# ---- what is selected together, and remembered ----
+
+
+def test_instructions_of_several_lengths_are_read_one_by_one(
+    selections: list[tuple[int, int]],
+) -> None:
+    """Neither padding nor a batch may change a selection."""
+    pictures = [
+        with_signals(part, encoder=part.projected)
+        for part in (region(0, SIX), region(1, SIX))
+    ]
+    plans = [plan(8, language=ids) for ids in ((3, 4, 5), (6,))]
+    model = batch.ModelParts(
+        lambda rows: rows, lambda ids: ids[:, None].expand(-1, 16).float()
+    )
+    reporter = FallbackReporter()
+    state = served({"/base_policy": {"name": "mmtok"}})
+    context = SelectionContext(
+        state, replace(model, relevance=parts().relevance), reporter
+    )
+    batch.prune_images(context, plans, pictures)
+    assert (selections, reporter.errors) == ([(8, 1), (8, 1)], {})
+
+
+def test_a_core_is_selected_once_though_its_delta_comes_before_it(
+    selections: list[tuple[int, int]],
+) -> None:
+    plans = [plan(4, 1, part="delta", core=8), plan(8, 1, part="core", core=8)]
+    prune(plans, [image(0)] * 2, SPLIT)
+    assert [count for _, count in selections] == [1, 1]
+
+
+def test_tokens_of_a_failed_selection_are_not_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    indices = IndexCache()
+    sound = prune([plan(8, 1)], images(1))[0]
+    with monkeypatch.context() as patched:
+        patched.setattr(selection, "select_tokens", fail)
+        prune([plan(8, 1)], images(1), indices=indices, errors={"RuntimeError": 1})
+    assert torch.equal(prune([plan(8, 1)], images(1), indices=indices)[0], sound)
+
+
+def test_a_recall_after_all_tokens_has_the_fillers_that_are_left() -> None:
+    order = torch.arange(N) // 6 * 7 + torch.arange(N) % 6
+    spaced = replace(image(0).regions[0], order=order)
+    picture = ImageFeatures((spaced,), torch.ones(16), 6)
+    item = plan(3, part="recall", earlier=(Choice(N + 2),))
+    assert torch.equal(prune([item], [picture])[0], torch.ones(3, 16))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ from vllm_autoprune.errors import RequestError
 from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.selftest.checks import _count_between
 from vllm_autoprune.serving.api.placeholders import Placeholders
+from vllm_autoprune.serving.models.grid import GridVision
 from vllm_autoprune.serving.models.llava import (
     AutopruneLlavaForConditionalGeneration,
     LlavaVision,
@@ -465,3 +467,35 @@ def test_tokens_without_a_row_of_an_image_stay_where_they_are(video: int) -> Non
     expected = [[position] * 3 for position in range(7)]
     expected[start : start + 2] = moved
     assert placed == expected
+
+
+# ---- videos of one grid ----
+
+
+def test_each_frame_of_a_video_is_a_sequence_of_the_tower() -> None:
+    lengths: list[int] = []
+
+    def receive(counts: list[int]) -> list[Tensor]:
+        lengths.extend(counts)
+        return [torch.arange(float(count)) for count in counts]
+
+    vision: Any = GridVision.__new__(GridVision)
+    vision._width = WIDTH
+    vision.merger = {}
+    vision.attention = SimpleNamespace(
+        recording=nullcontext, take=lambda: SimpleNamespace(received=receive)
+    )
+    vision._model = SimpleNamespace(
+        config=SimpleNamespace(vision_config=SimpleNamespace(spatial_merge_size=2)),
+        _parse_and_validate_video_input=lambda **fields: fields,
+        _process_video_input=lambda fields: torch.zeros(8, WIDTH).split([4, 4]),
+    )
+    pixels = torch.zeros(32, 3)
+    grids = torch.tensor([[2, 2, 4], [1, 4, 4]])
+    videos = vision.images({"pixel_values_videos": pixels, "video_grid_thw": grids})
+    features = vision.encode([video.inputs for video in videos])
+    assert lengths == [8, 8, 16]
+    assert [video.tokens for video in videos] == [4, 4]
+    (two_frames, _) = (item.regions[0] for item in features)
+    assert (two_frames.grid.tiles, two_frames.grid.clip) == (2, True)
+    assert two_frames.signals["cls_attention"].tolist() == [1.5, 5.5, 1.5, 5.5]
