@@ -25,7 +25,12 @@ from tests.serving.unit.samples import (
 )
 from vllm_autoprune import RequestError
 from vllm_autoprune.selftest.backbones import build
-from vllm_autoprune.serving.api.cells import _UNCOMPARED, _drop_cells
+from vllm_autoprune.serving.api.cells import (
+    _UNCOMPARED,
+    EncodedImages,
+    Trimming,
+    _drop_cells,
+)
 from vllm_autoprune.serving.api.foreign_items import check_features
 from vllm_autoprune.serving.inputs import CELLS_FIELD, check_inputs
 from vllm_autoprune.serving.plan import NO_KEY, ItemPlan
@@ -214,3 +219,11 @@ def test_what_plans_from_elsewhere_keep_together_is_bounded() -> None:
         rules = PlanRules(replace(served(), rules=RequestRules(total=total)), 100)
         with pytest.raises(RequestError, match=problem) if problem else nullcontext():
             check_features(rules, items(), "", MultiModalConfig())
+
+
+def test_an_image_that_comes_by_its_name_alone_is_no_other_image() -> None:
+    """Its cells are forgotten: no cache may hold it under its name, nor under another's."""
+    images = EncodedImages(lambda picture, arguments: BatchFeature(), size=4)
+    trimming = Trimming(Cells())
+    names = [images.find(trimming, digest, None, {}).digest for digest in "ab"]
+    assert len({*names, *"ab"}) == 4

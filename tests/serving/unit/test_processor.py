@@ -34,6 +34,7 @@ from vllm_autoprune.serving.identities import identify_item
 from vllm_autoprune.serving.models.qwen import _GlmVision, _Qwen2Vision
 from vllm_autoprune.serving.plan import NO_KEY, ItemPlan
 from vllm_autoprune.serving.request_rules import RequestRules
+from vllm_autoprune.text_tower import TextTower
 
 pytestmark = pytest.mark.compat
 
@@ -295,3 +296,18 @@ def test_a_resized_image_has_at_most_k_tokens_and_stays_as_it_is(
                 smart_resize(2, *sides, factor=UNIT, min_pixels=1, max_pixels=pixels)
                 == sides
             )
+
+
+def test_what_a_text_tower_chooses_is_another_item_by_its_sign_and_its_weights() -> (
+    None
+):
+    towers = [
+        None,
+        *(TextTower(path, sign, "", 77, 8, 8) for path in "ab" for sign in (1, -1)),
+    ]
+    plan = ItemPlan(8, (1, 2), instruction=(7,), tokens=36)
+    identities = {
+        identify_item(served(tower=tower), plan, "image", True, None)
+        for tower in towers
+    }
+    assert len(identities) == 5

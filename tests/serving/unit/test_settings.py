@@ -193,6 +193,11 @@ ABOVE = "low = 65 keeps up to 65 tokens, and --autoprune-requests allows 64 at m
             "--autoprune-detail",
             "can keep more than",
         ),
+        (  # of images of 128 to 512 tokens alone
+            {**STATE, "detail": "low=1/4:1-64,high=1/8:16-640"},
+            "--autoprune-detail",
+            "can keep more than",
+        ),
         (
             {**STATE, "detail": "low=1/4,high=64"},
             "--autoprune-detail",

@@ -341,6 +341,18 @@ def test_a_mode_is_refused_only_for_states_that_read_what_it_hides(
     assert not resolved.needs & hidden, "states of requests cannot read it either"
 
 
+def test_without_a_language_model_no_text_stands_between_tokens() -> None:
+    """Videos are left whole; images that hold text are refused."""
+    name = "InternVLForConditionalGeneration"
+    for encodes_only in (False, True):
+        config = changed("encoder", architecture=name, mm_encoder_only=encodes_only)
+        capabilities = _resolve_settings(base("divprune"), config).capabilities
+        assert capabilities.prunes_videos != encodes_only
+    name = "Idefics3ForConditionalGeneration"
+    config = changed("encoder", architecture=name, mm_encoder_only=True)
+    assert places(base("divprune"), config) == ["--mm-encoder-only"]
+
+
 def test_the_rust_front_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
     assert places(base("divprune")) == ["VLLM_USE_RUST_FRONTEND"]
