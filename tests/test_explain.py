@@ -77,6 +77,10 @@ def test_a_trace_agrees_with_the_selection(changes: Changes) -> None:
         trace.entered
     )
     assert trace.core == (tuple(sorted(indices[:6])) if changes else ())
+
+
+def test_the_scores_of_a_trace_are_of_every_token_and_favour_what_entered() -> None:
+    trace = trace_sample(images(seed=1, batch=1))
     assert [len(signal.values) for signal in trace.signals] == [36] * 5
     assert all(min(s.values) >= 0 and max(s.values) == 1 for s in trace.signals)
     quality = trace.quality or ()

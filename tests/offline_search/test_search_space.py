@@ -149,16 +149,18 @@ def test_warm_starts_differ_are_safe_and_use_the_settings(more: dict[str, Any]) 
     assert shares == ([0.5, 0.75] if settings.core else [])
     places = [state.rank_at for state in states]
     assert places.count("merger_in") == settings.rank_at
-    if not more:  # every signal starts alone and may exchange everything
-        alone = [state for state in states if len(state.scoring.signals) == 1]
-        signals = [name for name in ATOMS.names("scoring") if not ATOMS[name].clips]
-        assert [state.scoring.signals[0].atom for state in alone] == signals
-        assert {state.constraints.selector.bounds(BUDGET)[0] for state in alone} == {
-            BUDGET
-        }
-        assert len({structure(state)[1:] for state in alone}) == 1, (
-            "only their signal differs"
-        )
+
+
+def test_every_signal_starts_alone_and_may_exchange_everything() -> None:
+    settings = Settings(base_policy="divprune", budgets=(BUDGET,))
+    states = _warm_start_states(settings)
+    alone = [state for state in states if len(state.scoring.signals) == 1]
+    signals = [name for name in ATOMS.names("scoring") if not ATOMS[name].clips]
+    assert [state.scoring.signals[0].atom for state in alone] == signals
+    quotas = {state.constraints.selector.bounds(BUDGET)[0] for state in alone}
+    assert quotas == {BUDGET}
+    rests = {structure(state)[1:] for state in alone}
+    assert len(rests) == 1, "only their signal differs"
 
 
 @pytest.mark.parametrize("budget", [640, 720, 2880])

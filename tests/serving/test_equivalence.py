@@ -508,68 +508,76 @@ def _take_parts(record: Watch) -> list[tuple[str, tuple[int, int], int, list[int
     ]
 
 
+def _start_with_core(state: Mapping[str, object], **options: Any) -> Engine:
+    return start({**STATE, "state": state, "budget": BUDGET}, **options)
+
+
 @pytest.mark.both
 @in_engine
-def test_images_are_split_where_questions_follow_them() -> None:
-    engine = start(
-        {**STATE, "state": state_with_core(), "budget": BUDGET, "requests": "states"}
+def test_cores_of_all_images_come_before_their_deltas() -> None:
+    """So 48 tokens of the first core and most of the second are shared by two questions."""
+    engine = _start_with_core(state_with_core())
+    image = examples(1)[0].image
+    other = examples(3)[-1].image
+    asked_first, asked_next = (
+        engine.chat([turn(text, image, other)])[0] for text in QUESTIONS[:2]
     )
+    assert asked_first["cached"] < asked_next["cached"] == 3 * BLOCK
+
+
+@pytest.mark.both
+@in_engine
+def test_a_conversation_goes_on_from_the_blocks_of_its_split_image() -> None:
+    engine = _start_with_core(state_with_core())
+    question = turn(QUESTIONS[0], examples(1)[0].image)
+    about_another = turn(QUESTIONS[0], examples(3)[-1].image)
+    (answer,) = engine.chat([question])
+    (later,) = engine.chat([question, said("red"), about_another])
+    assert answer["cached"] == 0
+    assert later["cached"] >= answer["prompt_tokens"] // BLOCK * BLOCK
+
+
+@pytest.mark.both
+@in_engine
+def test_an_image_stays_whole_where_the_prefix_has_its_question() -> None:
+    """The task of a screenshot, or a text before the image."""
+    engine = _start_with_core(state_with_core())
     record = watch()
-    image, other = examples(1)[0].image, examples(3)[-1].image
-    questions = [turn(question, image) for question in QUESTIONS]
-    lengths = [engine.chat([question])[0]["prompt_tokens"] for question in questions]
-    parts = _take_parts(record)
-
-    # Cores come before all deltas: 48 tokens of the first core and most of the second are shared.
-    engine.empty_caches()
-    cached = [
-        engine.chat([turn(text, image, other)])[0]["cached"] for text in QUESTIONS[:2]
-    ]
-    assert cached[0] < cached[1] == 3 * BLOCK
-
-    # One question about two images in turn.
-    engine.empty_caches()
-    (question,) = engine.chat([questions[0]])
-    (later,) = engine.chat([questions[0], said("red"), turn(QUESTIONS[0], other)])
-    assert question["cached"] == 0
-    assert later["cached"] >= question["prompt_tokens"] // BLOCK * BLOCK
-
-    # Where the prefix has the question, an image stays whole: the task of a screenshot, or a text
-    # before the image.
-    record.take()
+    image = examples(1)[0].image
     shot = {"role": "tool", "content": turn("Done.", image)["content"]}
     for task in QUESTIONS:
         engine.chat([{"role": "user", "content": task}, said("I look."), shot])
     shots = _take_parts(record)
     assert {part for part, *_ in shots} == {"whole"}
-    assert len({str(rows) for *_, rows in shots}) > 1, (
-        "the task chooses a screenshot's tokens"
-    )
+    assert len({str(rows) for *_, rows in shots}) > 1, "the task chooses its tokens"
     text = f"USER: {QUESTIONS[0]} <image>\nASSISTANT:"
     engine.generate([raw_prompt(text, as_picture(image), instructions=[QUESTIONS[0]])])
     assert {part for part, *_ in _take_parts(record)} == {"whole"}
+
+
+@pytest.mark.both
+@in_engine
+def test_a_split_image_keeps_the_tokens_of_a_whole_one() -> None:
+    """Without a prefix cache no image is split."""
+    questions = [turn(question, examples(1)[0].image) for question in QUESTIONS]
+    engine = _start_with_core(state_with_core())
+    record = watch()
+    lengths = [engine.chat([question])[0]["prompt_tokens"] for question in questions]
+    parts = _take_parts(record)
     engine.stop()
 
-    # Without a prefix cache too, and it keeps the same tokens.
     (core,) = (part for part in parts if part[0] == "core")
+    assert core[2] == 61, "the share below gives the core that was aligned to blocks"
     aligned = state_with_core(share=61 / 64)
-    assert core[2] == 61, (
-        "the state below has a core of the size that was aligned to blocks"
-    )
-    engine = start(
-        {**STATE, "state": aligned, "budget": BUDGET}, enable_prefix_caching=False
-    )
-    assert lengths == [
-        engine.chat([question])[0]["prompt_tokens"] for question in questions
-    ]
-    selections = [
-        sorted([*core[-1], *rows]) for part, *_, rows in parts if part == "delta"
-    ]
-    assert len({str(rows) for rows in selections}) > 1 and len(selections) == len(
-        QUESTIONS
-    )
+    engine = _start_with_core(aligned, enable_prefix_caching=False)
+    record.take()
+    for question, length in zip(questions, lengths, strict=True):
+        assert engine.chat([question])[0]["prompt_tokens"] == length
     unsplit = [(part, sorted(rows)) for part, *_, rows in _take_parts(record)]
-    assert unsplit == [("whole", rows) for rows in selections]
+    split = [sorted([*core[-1], *rows]) for part, *_, rows in parts if part == "delta"]
+    assert unsplit == [("whole", rows) for rows in split]
+    assert len(split) == len(QUESTIONS)
+    assert len({str(rows) for rows in split}) > 1
 
 
 @pytest.mark.both

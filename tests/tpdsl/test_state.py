@@ -166,6 +166,10 @@ def test_the_reference_names_every_atom_and_parameter_once() -> None:
     names = set(BASE_POLICIES) | {name for name in ATOMS.names() if name not in RECIPES}
     assert all(f"- {name}: " in prompt for name in names)
     assert all(place.pointer in prompt for place in PLACES)
+
+
+def test_the_reference_and_the_schema_describe_every_parameter() -> None:
+    prompt = render_language()
     schema = json.dumps(SCHEMA)
     for name in ATOMS.names():
         for p in _list_parameters(ATOMS[name].call):
@@ -173,14 +177,20 @@ def test_the_reference_names_every_atom_and_parameter_once() -> None:
                 name
             )
             assert json.dumps(p.description) in schema
-    # The names of the 81 reassemblies are explained by their axes.
+
+
+def test_the_reference_explains_the_81_reassemblies_by_their_axes() -> None:
+    prompt = render_language()
     for name, recipe in RECIPES.items():
         assert all(f"{level}: " in prompt for level in recipe.cell.split("."))
         assert (
             name == f"reassemble/{recipe.cell}"
             or f"- {name} is {recipe.cell}\n" in prompt
         )
-    # The core is an extension, which a prompt may leave out.
+
+
+def test_the_core_is_an_extension_which_a_reference_may_leave_out() -> None:
+    prompt = render_language()
     for name, field in Core.model_fields.items():
         assert f"- {name} = " in prompt.partition("core (/core), an extension")[2]
         assert str(field.description) in prompt
