@@ -118,7 +118,7 @@ class RecordedEvaluator:
             result = await self._measure(job, record.digest)
             recorded = self._ledger.put(record.model_copy(update=result))
         if recorded.failure:
-            raise EvaluationFailed(recorded.failure)
+            raise EvaluationFailed.of(f"the {job.split} split", recorded.failure)
         correct = tuple(digit == "1" for digit in recorded.right)
         return Answers(recorded.logprob, correct)
 
@@ -131,7 +131,8 @@ class RecordedEvaluator:
             answers = await self._evaluator.evaluate(job)
             if not all(map(math.isfinite, answers.logprob)):
                 what = "a log-probability of a reference answer is not finite"
-                raise EvaluationFailed(what)
+                examples = f"examples {job.start} to {job.stop}"
+                raise EvaluationFailed.of(examples, what)
             rounded = tuple(round(value, _DECIMALS) for value in answers.logprob)
             result["logprob"] = rounded
             result["right"] = "".join("01"[correct] for correct in answers.right)

@@ -252,7 +252,7 @@ class RoundEvaluator:
         )
         for candidate, outcome in zip(candidates, outcomes, strict=True):
             if isinstance(outcome, EvaluationFailed):
-                reason = str(outcome)
+                reason = outcome.reason
                 candidate.result = self._result(candidate, "unevaluated", reason=reason)
             elif isinstance(outcome, BaseException):
                 raise outcome

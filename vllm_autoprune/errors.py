@@ -63,12 +63,9 @@ class AutopruneError(Exception):
     usual_subject: ClassVar[str] = ""
     """What errors of the class are about, where :meth:`of` is not told otherwise."""
 
-    def __init__(self, subject: str, problems: Sequence[Problem] = ()) -> None:
+    def __init__(self, subject: str, problems: Sequence[Problem]) -> None:
         self.subject = subject
         self.problems = tuple(problems)
-        if not self.problems:
-            super().__init__(subject)
-            return
         title = f"{subject}: " if subject else ""
         if len(self.problems) == 1:
             super().__init__(f"{title}{self.problems[0]}")

@@ -48,8 +48,8 @@ _SILENT_WAIT = 5.0
 """Seconds from which on a wait is said."""
 
 
-class UnknownFormat(AutopruneError):
-    """A server's answer is not in the format that was asked for."""
+class UnknownFormat(Exception):
+    """A server's answer is not in the format that was asked for; one of :data:`FAILURES`."""
 
 
 _BROKEN = (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)

@@ -108,11 +108,22 @@ def test_real_files_are_parsed() -> None:
         ),
         ("*_samples_*", {"token_counts": [None]}, ""),
         ("images.jsonl", None, "its output is incomplete .*images.jsonl"),
-        ("*_samples_*", '{"doc_id": 0}\n', "1 samples, but lmms-eval reports 4"),
+        (
+            "*_samples_*",
+            '{"doc_id": 0, "filtered_resps": "A"}\n',
+            "1 samples, but lmms-eval reports 4",
+        ),
+        ("*_samples_*", '{"doc_id": 0}\n', "filtered_resps: Field required"),
         (
             "*_results.json",
             '{"results": {"minillava": {}}}',
             "its output is incomplete",
+        ),
+        (
+            "*_results.json",
+            '{"results": {"minillava": {}}, "configs": {"minillava": {}},'
+            ' "n-samples": {"minillava": {"effective": 4}}}',
+            "no metric in the results",
         ),
     ],
 )
@@ -404,7 +415,7 @@ def test_a_judge_is_asked_as_its_task_asks_and_without_one_the_report_is_not_val
             "",
             "--lmms-eval lmms-eval: is version nothing; only the output files of 0.7.3",
         ),
-        (PINNED, "lmms-eval ended with 0 and no samples of gqa -> see "),
+        (PINNED, "lmms-eval: ended with 0 and no samples of gqa -> see "),
     ],
 )
 def test_a_program_that_fails_is_reported(

@@ -212,7 +212,7 @@ def failing(digest: str, splits: Sequence[str] = SPLITS) -> Change:
 
     def fail(job: EvaluationJob, answers: Answers) -> Answers:
         if digest_of(job) == digest and job.split in splits:
-            raise EvaluationFailed("cannot identify image file")
+            raise EvaluationFailed.of("image", "cannot identify image file")
         return answers
 
     return fail

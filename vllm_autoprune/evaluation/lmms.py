@@ -15,12 +15,13 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
-from pydantic_core import from_json
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from tqdm import tqdm
 
 from vllm_autoprune.connection import api_address, server_address
@@ -133,8 +134,8 @@ def select_benchmarks(
         what = (
             f"does not know {', '.join(unknown)}" if unknown else "names no benchmark"
         )
-        known = ", ".join([*COLUMN_SETS, *(row.task for row in rows)])
-        fix = f"use: {known}; a task of your own needs --include-path"
+        choices = ", ".join([*COLUMN_SETS, *(row.task for row in rows)])
+        fix = f"use: {choices}; a task of your own needs --include-path"
         raise ConfigError.of(f"--suite lmms:{names}", what, fix, subject="eval")
     selected = [row for row in rows if row.name in chosen]
     selected += [_Benchmark(name, name) for name in unknown]
@@ -164,7 +165,7 @@ class LmmsSuite:
         self.setup = Setup(
             suite="lmms",
             model=self.server.model or "",
-            data=", ".join(f"{each.name} ({each.task})" for each in self.benchmarks)
+            data=", ".join(f"{row.name} ({row.task})" for row in self.benchmarks)
             + limit,
             scorer=f"lmms-eval {PINNED}",
             mme_divisor=self.mme_divisor,
@@ -288,10 +289,9 @@ class LmmsSuite:
             )
         # It exits with 0 even after an exception.
         if process.returncode or not any(folder.rglob("*_samples_*.jsonl")):
-            raise EvaluationError(
-                f"lmms-eval ended with {process.returncode} and no samples of {benchmark.task} -> "
-                f"see {folder / _LOG}, fix the cause and add --resume"
-            )
+            what = f"ended with {process.returncode} and no samples of {benchmark.task}"
+            fix = f"see {folder / _LOG}, fix the cause and add --resume"
+            raise EvaluationError.of("lmms-eval", what, fix)
 
 
 _FAILED = re.compile(r'\[LMMS_EVAL_(REQUEST_FAILED|BUDGET_EXCEEDED)[^"]{,300}')
@@ -319,131 +319,220 @@ def _compute_iou(box: Sequence[float], other: Sequence[float]) -> float:
 
 def _check_total(scores: Sequence[float], total: float, metric: str) -> None:
     """Raise ValueError where boxes are not scored as lmms-eval scores them."""
-    mean = sum(scores) / len(scores)
+    mean = float(np.mean(scores)) if scores else 0.0
     if abs(mean - total) > 1e-6:
         raise ValueError(
             f"{metric} is {total:.4f}, but {mean:.4f} of the boxes are right"
         )
 
 
-def _read_output(  # noqa: PLR0915
+class _TokenCounts(BaseModel):
+    input_tokens: int | None = None
+
+
+class _Sample(BaseModel, extra="allow"):
+    """A line of the samples: the logged responses, and further fields named as the metrics."""
+
+    doc_id: int | str
+    filtered_resps: Any
+    resps: Any = None
+    token_counts: list[_TokenCounts | None] | None = None
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        """Tokens of the first response's prompt; 0 or None where its request failed."""
+        counts = self.token_counts[0] if self.token_counts else None
+        return counts.input_tokens if counts else None
+
+
+class _MmeJudgement(BaseModel):
+    category: Any
+    question_id: Any
+
+
+class _BoxJudgement(BaseModel):
+    bbox: tuple[float, float, float, float]
+    pred: tuple[float, float, float, float]
+
+
+class _ImageOfSample(BaseModel):
+    """A line that our plugin writes."""
+
+    doc_id: int | str
+    image: str | None
+
+
+class _Metric(BaseModel):
+    metric: str
+
+
+class _TaskConfig(BaseModel):
+    metric_list: list[_Metric] = []
+
+
+class _SampleCount(BaseModel):
+    effective: int
+
+
+class _Summary(BaseModel):
+    """The results of one run, by task."""
+
+    results: dict[str, dict[str, Any]]
+    """Keys of the results have the form ``metric,filter``."""
+    configs: dict[str, _TaskConfig]
+    counts: dict[str, _SampleCount] = Field(alias="n-samples")
+
+
+_NUMBER = TypeAdapter(float)
+_M = TypeVar("_M", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class _Output:
+    """The files of one run, in which every sample of the task is found."""
+
+    benchmark: _Benchmark
+    samples: Sequence[_Sample]
+    images: Mapping[int | str, str | None]
+    metrics: Sequence[str]
+    points: float
+    """The sum of the metrics over all samples, as lmms-eval reports it."""
+    log: str
+    """What was printed; empty for a task that asks no judge."""
+
+    @classmethod
+    def read(cls, folder: Path, benchmark: _Benchmark) -> _Output:
+        """Raises OSError or ValueError for files that are missing or of another form."""
+        task = benchmark.task
+        (path,) = folder.rglob(f"*_samples_{task}.jsonl")
+        # Tasks write more such files, as MMBench its submissions/mmbench_en_dev_results.json.
+        stamp = path.name.removesuffix(f"_samples_{task}.jsonl")
+        text = path.with_name(f"{stamp}_results.json").read_text("utf-8")
+        summary = _Summary.model_validate_json(text)
+        samples = _read_lines(path, _Sample)
+        images = _read_lines(folder / _IMAGES, _ImageOfSample)
+        for part in (summary.results, summary.configs, summary.counts):
+            if task not in part:
+                raise ValueError(f"no results of {task}")
+        metrics = benchmark.metrics
+        if not metrics:
+            metrics = tuple(row.metric for row in summary.configs[task].metric_list[:1])
+        scores = {
+            key.partition(",")[0]: score for key, score in summary.results[task].items()
+        }
+        if not metrics or not scores.keys() >= {*metrics}:
+            raise ValueError(f"no {' and '.join(metrics) or 'metric'} in the results")
+        expected = summary.counts[task].effective
+        if len({sample.doc_id for sample in samples}) != expected:
+            raise ValueError(
+                f"{len(samples)} samples, but lmms-eval reports {expected}"
+            )
+        log = ""
+        if benchmark.judge is not None:
+            log = (folder / _LOG).read_text(errors="replace")
+        return cls(
+            benchmark,
+            samples,
+            {line.doc_id: line.image for line in images},
+            metrics,
+            sum(_NUMBER.validate_python(scores[metric]) for metric in metrics),
+            log,
+        )
+
+    def read_sample(
+        self, sample: _Sample, metric: str, case: str
+    ) -> tuple[Question, Answer]:
+        """One question, and its answer as the metric judges it."""
+        task = self.benchmark.task
+        fields = sample.model_extra or {}
+        judgement = fields[metric]
+        if not isinstance(judgement, dict):
+            judgement = {"score": judgement}
+        category = ""
+        pair = ""
+        if self.benchmark.name == MME:
+            mme = _MmeJudgement.model_validate(judgement)
+            category = str(mme.category)
+            pair = f"{category}/{mme.question_id}" if category else ""
+        question = Question(
+            id=f"{task}/{sample.doc_id}",
+            benchmark=self.benchmark.name,
+            image=f"{task}/{self.images.get(sample.doc_id) or f'#{sample.doc_id}'}",
+            category=category,
+            pair=pair,
+        )
+        # A task's filters may have changed the logged response, also of a failed request.
+        failed = _FAILED.search(json.dumps([sample.filtered_resps, sample.resps]))
+        if failed or not sample.prompt_tokens:
+            failure = "no prompt tokens were counted: the request failed"
+            if failed:
+                failure = failed[0]
+            return question, Answer(case=case, question=question.id, failure=failure)
+        score = judgement.get("score")
+        if metric.endswith(_BOXES):
+            boxes = _BoxJudgement.model_validate(judgement)
+            score = _compute_iou(boxes.bbox, boxes.pred) >= 0.5
+        answer = Answer(
+            case=case,
+            question=question.id,
+            prompt_tokens=sample.prompt_tokens,
+            text=str(sample.filtered_resps),
+            score=float(score) if isinstance(score, bool | int | float) else None,
+        )
+        return question, answer
+
+
+def _read_lines(path: Path, model: type[_M]) -> list[_M]:
+    lines = path.read_text("utf-8").split("\n")
+    return [model.model_validate_json(line) for line in lines if line]
+
+
+def _read_output(
     folder: Path, benchmark: _Benchmark, case: str
 ) -> Sequence[Question | Answer | Total]:
     """The files of one run: questions, answers, and last the total, unless a request failed.
 
     Raises :class:`EvaluationError` for files that are missing, incomplete or of another form.
     """
+    questions = list[Question]()
+    answers = list[Answer]()
     try:
-        task = benchmark.task
-        (path,) = folder.rglob(f"*_samples_{task}.jsonl")
-        # Tasks write more such files, as MMBench its submissions/mmbench_en_dev_results.json.
-        stamp = path.name.removesuffix(f"_samples_{task}.jsonl")
-        summary = from_json(path.with_name(f"{stamp}_results.json").read_text("utf-8"))
-        samples, recorded = (
-            [from_json(line) for line in file.read_text("utf-8").split("\n") if line]
-            for file in (path, folder / _IMAGES)
-        )
-        images = {line["doc_id"]: line["image"] for line in recorded}
-        metrics = benchmark.metrics or (
-            summary["configs"][task]["metric_list"][0]["metric"],
-        )
-        # Keys of the results have the form ``metric,filter``.
-        scores = {
-            key.partition(",")[0]: score
-            for key, score in summary["results"][task].items()
-        }
-        points = sum(float(scores[metric]) for metric in metrics)
-        expected = summary["n-samples"][task]["effective"]
-        if len({sample["doc_id"] for sample in samples}) != expected:
-            raise ValueError(
-                f"{len(samples)} samples, but lmms-eval reports {expected}"
-            )
-        records = list[Question | Answer | Total]()
-        answers = list[Answer]()
-        for sample in samples:
-            name = next((name for name in metrics if name in sample), None)
-            if name is None:  # MME's other half
-                continue
-            judgement = (
-                sample[name]
-                if isinstance(sample[name], dict)
-                else {"score": sample[name]}
-            )
-            category = str(judgement["category"]) if benchmark.name == MME else ""
-            number = sample["doc_id"]
-            question = Question(
-                id=f"{task}/{number}",
-                benchmark=benchmark.name,
-                image=f"{task}/{images.get(number) or f'#{number}'}",
-                category=category,
-                pair=f"{category}/{judgement['question_id']}" if category else "",
-            )
-            records.append(question)
-            # A task's filters may have changed the logged response, also of a failed request.
-            failed = _FAILED.search(
-                json.dumps([sample["filtered_resps"], sample.get("resps")])
-            )
-            tokens = ((sample.get("token_counts") or [None])[0] or {}).get(
-                "input_tokens"
-            )
-            failure = (
-                failed[0]
-                if failed
-                else "no prompt tokens were counted: the request failed"
-            )
-            result: dict[str, object] = {"failure": failure}
-            if tokens and not failed:
-                score = judgement.get("score")
-                if name.endswith(_BOXES):
-                    score = _compute_iou(judgement["bbox"], judgement["pred"]) >= 0.5
-                result = {
-                    "prompt_tokens": tokens,
-                    "text": str(sample["filtered_resps"]),
-                }
-                result["score"] = (
-                    float(score) if isinstance(score, bool | int | float) else None
-                )
-            result |= {"case": case, "question": question.id}
-            answers.append(Answer.model_validate(result))
+        output = _Output.read(folder, benchmark)
+        for sample in output.samples:
+            named = sample.model_extra or {}
+            # Of MME, a sample has the metric of its half.
+            for metric in [name for name in output.metrics if name in named][:1]:
+                question, answer = output.read_sample(sample, metric, case)
+                questions.append(question)
+                answers.append(answer)
         scored = [answer.score for answer in answers if answer.score is not None]
-        if metrics[0].endswith(_BOXES) and len(scored) == len(answers):
-            _check_total(scored, points, metrics[0])
-        log = (
-            ""
-            if benchmark.judge is None
-            else (folder / _LOG).read_text(errors="replace")
-        )
-    except (
-        OSError,
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        ArithmeticError,
-    ) as error:
+        if output.metrics[0].endswith(_BOXES) and len(scored) == len(answers):
+            _check_total(scored, output.points, output.metrics[0])
+    except (OSError, ValueError, OverflowError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        what = f"{benchmark.task}: its output is incomplete ({reason})"
-        raise EvaluationError(
-            f"{what} -> see {folder / _LOG}, fix that and add --resume"
-        ) from None
-    if unjudged := len(_UNJUDGED.findall(log)):
+        if isinstance(error, ValidationError):
+            (detail, *_) = error.errors(include_url=False)
+            reason = f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}"
+        what = f"its output is incomplete ({reason})"
+        fix = f"see {folder / _LOG}, fix that and add --resume"
+        raise EvaluationError.of(benchmark.task, what, fix) from None
+    if unjudged := len(_UNJUDGED.findall(output.log)):
         failure = (
             f"{benchmark.name}: the judge gave no usable answer ({unjudged} times), and lmms-eval "
             "scored that as wrong or at random -> give a judge that answers (--judge-url, its key "
             "as OPENAI_API_KEY), and add --resume"
         )
         answers = [
-            Answer(case=case, question=a.question, failure=failure) for a in answers
+            Answer(case=case, question=answer.question, failure=failure)
+            for answer in answers
         ]
-    records += answers
+    records: list[Question | Answer | Total] = [*questions, *answers]
     if all(answer.failure is None for answer in answers):
-        metric = " + ".join(metrics)
-        value = round(benchmark.scale * points, 4)
         total = Total(
             case=case,
             benchmark=benchmark.name,
-            metric=metric,
-            value=value,
+            metric=" + ".join(output.metrics),
+            value=round(benchmark.scale * output.points, 4),
             count=len(answers),
         )
         records.append(total)

@@ -274,7 +274,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[RunOptions]:
     def run(options: RunOptions) -> tuple[Result, list[Record]]:
         requested.append(options)
         if "dead" in options.host:
-            raise BenchmarkError(f"server {options.host}: /v1/models is not answered")
+            raise BenchmarkError.of(
+                f"server {options.host}", "/v1/models is not answered"
+            )
         rate = options.load.rate or 2.0
         late = 0.1 if rate <= 2.0 else 0.9
         records = [record(n, scheduled=n / rate, ttft=late) for n in range(20)]

@@ -145,7 +145,9 @@ def _prune_together(
         count = len(item.rows)
         expected = _count_rows(plan, image)
         if count != expected:
-            mismatch = SelectionError(f"{count} rows for a placeholder of {expected}")
+            mismatch = SelectionError.of(
+                "image", f"{count} rows for a placeholder of {expected}"
+            )
             context.reporter.report_error(
                 mismatch, "cutting its rows off, or repeating the last one"
             )
