@@ -25,6 +25,7 @@ from vllm_autoprune.http_client import (
     FAILURES,
     ChatAnswer,
     Failures,
+    Retries,
     UnknownFormat,
     describe_error,
     describe_failure,
@@ -170,7 +171,8 @@ class EndpointProposer:
     async def _send(self, fields: Mapping[str, object], retries: int) -> httpx.Response:
         """The response to a request, without the fields that the endpoint refuses."""
         reasons = dict[str, str]()
-        attempt = 0
+        waits = Retries(retries + 1, self._endpoint.first_wait)
+        attempt = 1
         while True:
             unsent = self.unsent | reasons.keys()
             body = {name: value for name, value in fields.items() if name not in unsent}
@@ -198,10 +200,12 @@ class EndpointProposer:
                             error
                         )
                         continue
-                if attempt == retries or not may_pass(error):
+                if not may_pass(error):
                     raise
-                planned = self._endpoint.first_wait * 2**attempt
-                await asyncio.sleep(self._failures.wait(error, planned))
+                wait = waits.wait(attempt, error, self._failures)
+                if wait is None:
+                    raise
+                await asyncio.sleep(wait)
                 attempt += 1
                 continue
             # Only now is it known that these fields were what the endpoint refused.

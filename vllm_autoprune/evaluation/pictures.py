@@ -123,44 +123,26 @@ def encode(kind: str, contents: Sequence[bytes]) -> str:
     return f"data:{kind};base64,{encoded}"
 
 
-def read_clip(path: Path, processor: str | None = None) -> Clip | None:  # noqa: C901
+def read_clip(path: Path, processor: str | None = None) -> Clip | None:
     """The clip of a video file, or of a folder of frames in the order of their names.
 
     ``processor`` is the class of a model's video processor, by which vLLM samples frames of a file:
     two a second for Qwen-VL, 32 in all for most others. None for another path, which may be a
     picture. Raises :class:`ConfigError` with one problem.
     """
-    if not path.is_dir() and path.suffix.lower() not in VIDEOS:
+    is_folder = path.is_dir()
+    if not is_folder and path.suffix.lower() not in VIDEOS:
         return None
     from vllm.multimodal.media import ImageMediaIO, VideoMediaIO
     from vllm.multimodal.video import get_video_loader_backend_for_processor
 
     loader = get_video_loader_backend_for_processor(processor) or EVENLY
-    kind = "video/mp4"
-    files = [path]
-    note = ""
     try:
-        if path.is_dir():
-            kind = _FRAME_FILES
-            every = _list_frames(path)
-            if len(every) < 2:
-                fix = (
-                    "name a folder with one picture a frame, or a single picture itself"
-                )
-                raise _refuse(str(path), "has fewer than 2 frames", fix)
-            files = _sample(every, _FRAMES)
-            if len(every) > _FRAMES:
-                note = f"{_FRAMES} of {len(every)} frames are read, evenly spaced"
-            sizes = {
-                read_picture(PictureSource(str(f), f.name, str(f))).image().size
-                for f in files
-            }
-            for file in every:
-                with Image.open(file) as frame:  # its header alone
-                    sizes.add(frame.size)
-            if len(sizes) > 1:
-                what = f"has frames of {len(sizes)} sizes"
-                raise _refuse(str(path), what, "give all frames one size")
+        frame_files = _list_frames(path) if is_folder else []
+        if is_folder:
+            _check_frames(path, frame_files)
+        kind = _FRAME_FILES if is_folder else "video/mp4"
+        files = _sample(frame_files, _FRAMES) if is_folder else [path]
         url = encode(kind, [file.read_bytes() for file in files])
         start = time.process_time()
         reader = VideoMediaIO(ImageMediaIO(), _FRAMES, video_backend=loader)
@@ -170,18 +152,40 @@ def read_clip(path: Path, processor: str | None = None) -> Clip | None:  # noqa:
         raise
     except OSError as error:
         what = f"cannot be read ({_reason(error)})"
-        raise _refuse(
-            str(path), what, "give the path of a video, or of a folder of frames"
-        ) from None
+        fix = "give the path of a video, or of a folder of frames"
+        raise _refuse(str(path), what, fix) from None
     except Exception as error:  # decoders raise anything for a broken file  # noqa: BLE001
         what = f"cannot be decoded as a video ({_reason(error)})"
-        raise _refuse(
-            str(path), what, "convert it to MP4, or give a folder of frames"
-        ) from None
-    total = len(every) if path.is_dir() else int(metadata["total_num_frames"])
-    if not path.is_dir() and len(frames) < total:
-        note = f"{len(frames)} of {total} frames are read, as vLLM samples"
-    return Clip(url, [*map(Image.fromarray, frames)], seconds, total, note)
+        fix = "convert it to MP4, or give a folder of frames"
+        raise _refuse(str(path), what, fix) from None
+    images = [*map(Image.fromarray, frames)]
+    note = ""
+    if is_folder:
+        total = len(frame_files)
+        if total > _FRAMES:
+            note = f"{_FRAMES} of {total} frames are read, evenly spaced"
+    else:
+        total = int(metadata["total_num_frames"])
+        if len(images) < total:
+            note = f"{len(images)} of {total} frames are read, as vLLM samples"
+    return Clip(url, images, seconds, total, note)
+
+
+def _check_frames(folder: Path, files: Sequence[Path]) -> None:
+    """Raise :class:`ConfigError` for too few frames, one that is broken, or of several sizes."""
+    if len(files) < 2:
+        fix = "name a folder with one picture a frame, or a single picture itself"
+        raise _refuse(str(folder), "has fewer than 2 frames", fix)
+    sizes = set[tuple[int, int]]()
+    for file in _sample(files, _FRAMES):
+        source = PictureSource(str(file), file.name, str(file))
+        sizes.add(read_picture(source).image().size)
+    for file in files:
+        with Image.open(file) as frame:  # its header alone
+            sizes.add(frame.size)
+    if len(sizes) > 1:
+        what = f"has frames of {len(sizes)} sizes"
+        raise _refuse(str(folder), what, "give all frames one size")
 
 
 _temporary_folder = cache(partial(tempfile.TemporaryDirectory, prefix="autoprune-"))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,6 +74,20 @@ class Figures:
     (``same``); and ln p by token (``per_token``). Those for which the answers suffice."""
 
 
+class _Column(NamedTuple):
+    """One value a question, ``(Q,)``: 0 where it is missing, and a mask of those that are not."""
+
+    values: Floats
+    present: _Mask
+
+    @classmethod
+    def of(cls, values: Sequence[float | None]) -> _Column:
+        return cls(
+            np.asarray([value or 0.0 for value in values]),
+            np.asarray([value is not None for value in values]),
+        )
+
+
 class Scoring:
     """Scoring of the answers to one set of questions, with the same resamples for every case."""
 
@@ -82,96 +97,99 @@ class Scoring:
         self._has_labels = setup.score == "right"
         self._bootstrap = ClusterBootstrap([question.image for question in questions])
         pairs: dict[str, list[int]] = {}
-        for place, question in enumerate(questions):
+        for index, question in enumerate(questions):
             if question.pair:
-                pairs.setdefault(question.pair, []).append(place)
-        self._pairs = [places for places in pairs.values() if len(places) == 2]
+                pairs.setdefault(question.pair, []).append(index)
+        self._pairs = [indices for indices in pairs.values() if len(indices) == 2]
 
-    def figures(self, answers: Mapping[str, Answer]) -> Figures:  # noqa: C901
+    def figures(self, answers: Mapping[str, Answer]) -> Figures:
         """Figures of one case; ``answers`` has one answer to every question."""
         ordered = [answers[question.id] for question in self._questions]
-
-        def fill(values: Sequence[float | None]) -> tuple[Floats, _Mask]:
-            """The values, 0 where one is missing, and a mask of those that are not."""
-            known = np.asarray([value is not None for value in values])
-            return np.asarray([value or 0.0 for value in values]), known
-
-        scores, scored = fill([answer.score for answer in ordered])
-        matching, has_tokens = fill(
-            [answer.by_token(answer.matching) for answer in ordered]
-        )
-        both = np.zeros(len(scores))
-        paired = np.zeros(len(scores))
-        for question, other in self._pairs:
-            both[question] = float(min(scores[question], scores[other]) == 1.0)
-            paired[question] = scored[question] and scored[other]
-
-        def mean(members: _Mask) -> Floats:
-            return 100 * self._bootstrap.mean(scores, members.astype(np.float64))
-
-        def plus(members: _Mask) -> Floats:
-            """Share of the pairs within ``members`` with both answers right."""
-            return 100 * self._bootstrap.mean(both, paired * members)
-
-        deciding, decided = (
-            (scores, scored) if self._has_labels else (matching, has_tokens)
-        )
-        everything = np.ones(len(scores), dtype=bool)
-        by_topic = [
-            (None, everything),
-            *self._split([q.topic for q in self._questions]),
-        ]
-        topics = {
-            name: 100 * self._bootstrap.mean(deciding, part.astype(np.float64))
-            for name, part in by_topic
-            if decided[part].all()
-        }
-        benchmarks = dict[str, Floats]()
+        scores = _Column.of([answer.score for answer in ordered])
+        matching = _Column.of([answer.by_token(answer.matching) for answer in ordered])
+        same = _Column.of([answer.by_token(answer.same) for answer in ordered])
+        pairs = self._pair_up(scores)
+        benchmarks = self._score_benchmarks(scores, pairs)
         metrics = dict[str, Floats]()
+        if MME in benchmarks:
+            metrics["mme"] = benchmarks[MME]
+        if self._has_labels:
+            metrics |= self._summarise(benchmarks, scores, pairs)
+        for name, unit, column in (
+            ("logprob", 1, _Column.of([answer.logprob for answer in ordered])),
+            ("per_token", 1, _Column.of([answer.per_token for answer in ordered])),
+            ("agreement", 100, _Column.of([answer.agrees for answer in ordered])),
+            ("token_agreement", 100, matching),
+            ("same", 100, same),
+        ):
+            if column.present.any():
+                metrics[name] = unit * self._mean(column, column.present)
+        topics = self._score_topics(scores if self._has_labels else matching)
+        return Figures(benchmarks, topics, metrics)
+
+    def _mean(self, column: _Column, members: _Mask) -> Floats:
+        """Mean over those of the members that have a value, ``(1 + draws,)``."""
+        weights = (column.present & members).astype(np.float64)
+        return self._bootstrap.mean(column.values, weights)
+
+    def _pair_up(self, scores: _Column) -> _Column:
+        """Whether both answers of a pair are right, at the first of its two questions."""
+        both = np.zeros(len(scores.values))
+        paired = np.zeros(len(scores.values), dtype=bool)
+        for question, other in self._pairs:
+            both[question] = min(scores.values[question], scores.values[other]) == 1.0
+            paired[question] = scores.present[question] and scores.present[other]
+        return _Column(both, paired)
+
+    def _score_benchmarks(self, scores: _Column, pairs: _Column) -> dict[str, Floats]:
+        """Per cent of the benchmarks in which every answer has a score; MME in points."""
         categories = self._split([question.category for question in self._questions])
+        benchmarks = dict[str, Floats]()
         for name, members in self._split(
             [question.benchmark for question in self._questions]
         ):
-            if not scored[members].all():
+            if not scores.present[members].all():
                 continue
-            if name in (MME, PAIRS):  # accuracy and accuracy+ of each category
-                parts = [
-                    part for _, mask in categories if (part := mask & members).any()
-                ]
-                benchmarks[name] = np.sum(
-                    [mean(part) + plus(part) for part in parts], axis=0
-                )
-                if name == MME:
-                    metrics["mme"] = benchmarks[name]
-                else:
-                    benchmarks[name] = benchmarks[name] / (2 * len(parts))
-            else:
-                benchmarks[name] = mean(members)
-        if self._has_labels and benchmarks.keys() == {
-            q.benchmark for q in self._questions
-        }:
-            divisors = [self._divisor if name == MME else 1.0 for name in benchmarks]
+            if name not in (MME, PAIRS):
+                benchmarks[name] = 100 * self._mean(scores, members)
+                continue
+            # Accuracy and accuracy+ of each category.
+            parts = [mask & members for _, mask in categories if (mask & members).any()]
+            points = [
+                100 * self._mean(scores, part) + 100 * self._mean(pairs, part)
+                for part in parts
+            ]
+            benchmarks[name] = np.sum(points, axis=0)
+            if name == PAIRS:
+                benchmarks[name] = benchmarks[name] / (2 * len(parts))
+        return benchmarks
+
+    def _summarise(
+        self, benchmarks: Mapping[str, Floats], scores: _Column, pairs: _Column
+    ) -> dict[str, Floats]:
+        """*Acc.*, if every benchmark has a figure, and accuracy and accuracy+ of all."""
+        metrics = dict[str, Floats]()
+        if benchmarks.keys() == {question.benchmark for question in self._questions}:
             scaled = [
-                points / by
-                for points, by in zip(benchmarks.values(), divisors, strict=True)
+                points / (self._divisor if name == MME else 1.0)
+                for name, points in benchmarks.items()
             ]
             metrics["acc"] = np.mean(scaled, axis=0)
-        if self._has_labels and scored.any():
-            metrics["accuracy"] = mean(scored)
-            if paired.any():
-                metrics["accuracy_plus"] = plus(scored)
-        for name, unit, (values, known) in (
-            ("logprob", 1, fill([answer.logprob for answer in ordered])),
-            ("per_token", 1, fill([answer.per_token for answer in ordered])),
-            ("agreement", 100, fill([answer.agrees for answer in ordered])),
-            ("token_agreement", 100, (matching, has_tokens)),
-            ("same", 100, fill([answer.by_token(answer.same) for answer in ordered])),
-        ):
-            if known.any():
-                metrics[name] = unit * self._bootstrap.mean(
-                    values, known.astype(np.float64)
-                )
-        return Figures(benchmarks, topics, metrics)
+        if scores.present.any():
+            metrics["accuracy"] = 100 * self._mean(scores, scores.present)
+            if pairs.present.any():
+                metrics["accuracy_plus"] = 100 * self._mean(pairs, scores.present)
+        return metrics
+
+    def _score_topics(self, deciding: _Column) -> dict[str | None, Floats]:
+        """Per cent of the topics in which every answer has a value; of all under None."""
+        topics = self._split([question.topic for question in self._questions])
+        everything = np.ones(len(self._questions), dtype=bool)
+        return {
+            name: 100 * self._mean(deciding, members)
+            for name, members in [(None, everything), *topics]
+            if deciding.present[members].all()
+        }
 
     def _split(self, names: Sequence[str]) -> list[tuple[str, _Mask]]:
         """Every name in the order of questions, with a mask of the questions that have it."""
