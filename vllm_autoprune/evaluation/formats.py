@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, count
 from pathlib import Path
 from string import ascii_uppercase
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from PIL import Image
 from pydantic import (
@@ -146,9 +146,9 @@ def _read_lines(path: Path, fix: str) -> Iterator[tuple[int, str]]:
                         advice = command.format(shlex.quote(str(path)))
                         what = f"is {kind}, not text"
                         raise ConfigError.of(str(path), what, advice, subject="data")
-                if (place := line.find(b"\0")) >= 0:
+                if (index := line.find(b"\0")) >= 0:
                     raise UnicodeDecodeError(
-                        "utf-8", line, place, place + 1, "a NUL byte"
+                        "utf-8", line, index, index + 1, "a NUL byte"
                     )
                 # Editors on Windows put a byte order mark before the first line.
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
@@ -173,7 +173,7 @@ def _parse(text: str) -> Any:
         return error
 
 
-def _read_records(path: Path, fix: str) -> Iterator[tuple[str, Any]]:  # noqa: C901
+def _read_records(path: Path, fix: str) -> Iterator[tuple[str, Any]]:
     """The records of a file, each with its place; in place of one that is no JSON, its error."""
     numbered = _read_lines(path, fix)
     beginning = next(
@@ -182,22 +182,7 @@ def _read_records(path: Path, fix: str) -> Iterator[tuple[str, Any]]:  # noqa: C
     lines = chain([beginning], numbered)
     line = beginning[1].strip()
     if re.match(r'("?\w[^\t,]*[\t,])*"?(image|question)"?([\t,]|$)', line):
-        csv.field_size_limit(1 << 31)
-        texts = (line for _, line in lines)
-        rows = csv.DictReader(texts, delimiter="\t" if "\t" in line else ",")
-        try:
-            for row in rows:
-                record: dict[str, Any] = {
-                    name: cell for name, cell in row.items() if cell
-                }
-                for name in {"image", "image_path", "answer"} & record.keys():
-                    if record[name].startswith("["):
-                        errors = (ValueError, SyntaxError, MemoryError, RecursionError)
-                        with contextlib.suppress(*errors):
-                            record[name] = ast.literal_eval(record[name])
-                yield f"{path}:{rows.line_num}", record
-        except csv.Error as error:
-            yield f"{path}:{rows.line_num}", ValueError(error)
+        yield from _read_table(path, (line for _, line in lines), line)
         return
     document = _parse(line)
     if isinstance(document, ValueError) and re.match(r"\[|\{([^\]}]*[\[{,])?$", line):
@@ -206,44 +191,68 @@ def _read_records(path: Path, fix: str) -> Iterator[tuple[str, Any]]:  # noqa: C
         isinstance(document, dict)
         and {"questions", "annotations", "data"} & document.keys()
     ):
-        records = ((number, line) for number, line in lines if line.strip())
-        yield from ((f"{path}:{number}", _parse(line)) for number, line in records)
+        for number, line in lines:
+            if line.strip():
+                yield f"{path}:{number}", _parse(line)
         return
+    for number, record in enumerate(_list_records(path, document), 1):
+        yield f"{path}: record {number}", record
+
+
+def _read_table(
+    path: Path, lines: Iterator[str], head: str
+) -> Iterator[tuple[str, Any]]:
+    """The rows of TSV or CSV, without empty cells; a list in a cell is read as one."""
+    csv.field_size_limit(1 << 31)
+    rows = csv.DictReader(lines, delimiter="\t" if "\t" in head else ",")
+    try:
+        for row in rows:
+            record: dict[str, Any] = {name: cell for name, cell in row.items() if cell}
+            for name in {"image", "image_path", "answer"} & record.keys():
+                if record[name].startswith("["):
+                    errors = (ValueError, SyntaxError, MemoryError, RecursionError)
+                    with contextlib.suppress(*errors):
+                        record[name] = ast.literal_eval(record[name])
+            yield f"{path}:{rows.line_num}", record
+    except csv.Error as error:
+        yield f"{path}:{rows.line_num}", ValueError(error)
+
+
+def _list_records(path: Path, document: object) -> Sequence[object]:
+    """The records of a JSON document: a list, an object with one, or one record."""
     if isinstance(document, dict):
-        if isinstance(questions := document.get("questions"), list):
-            # VQAv2 has the answers in a file of annotations beside that of the questions.
-            subtype = str(document.get("data_subtype", ""))
-            known = dict[str, dict[str, object]]()
-            files = sorted(path.parent.glob("*annotations*.json"))
-            for file in [file for file in files if subtype in file.name] or files:
-                joined = _parse(
-                    "".join(line for _, line in _read_lines(file, "make it readable"))
-                )
-                listed = joined.get("annotations") if isinstance(joined, dict) else None
-                for row in listed if isinstance(listed, list) else ():
-                    if isinstance(row, dict):
-                        known[str(row.get("question_id"))] = row
-            document = [
-                {
-                    "subtype": subtype,
-                    **question,
-                    **known.get(str(question.get("question_id")), {}),
-                }
-                if isinstance(question, dict)
-                else question
-                for question in questions
-            ]
-        elif "annotations" in document:
+        questions = document.get("questions")
+        if isinstance(questions, list):
+            return _join_annotations(path, document, questions)
+        if "annotations" in document:
             fix = "name the file of their questions, with this one beside it"
             what = "has the answers to questions of another file"
             raise ConfigError.of(str(path), what, fix, subject="data")
-        else:
-            document = document.get("data", [document])
-    documents = document if isinstance(document, list) else [document]
-    yield from (
-        (f"{path}: record {number}", record)
-        for number, record in enumerate(documents, 1)
-    )
+        document = document.get("data", [document])
+    return document if isinstance(document, list) else [document]
+
+
+def _join_annotations(
+    path: Path, document: Mapping[str, object], questions: Sequence[object]
+) -> list[object]:
+    """VQAv2's questions with the answers to them, which it has in a file beside theirs."""
+    subtype = str(document.get("data_subtype", ""))
+    files = sorted(path.parent.glob("*annotations*.json"))
+    answers = dict[str, dict[str, object]]()
+    for file in [file for file in files if subtype in file.name] or files:
+        lines = _read_lines(file, "make it readable")
+        joined = _parse("".join(line for _, line in lines))
+        annotations = joined.get("annotations") if isinstance(joined, dict) else None
+        for row in annotations if isinstance(annotations, list) else ():
+            if isinstance(row, dict):
+                answers[str(row.get("question_id"))] = row
+    records = list[object]()
+    for question in questions:
+        if isinstance(question, dict):
+            answer = answers.get(str(question.get("question_id")), {})
+            question = {"subtype": subtype, **question, **answer}
+        records.append(question)
+    return records
 
 
 # ---- questions ----
@@ -253,7 +262,7 @@ Text = Annotated[str, StringConstraints(pattern=r"\S")]  # not blank
 
 def _list_texts(value: object) -> list[object]:
     values = value if isinstance(value, list) else [] if value is None else [value]
-    return [each.get("answer") if isinstance(each, dict) else each for each in values]
+    return [item.get("answer") if isinstance(item, dict) else item for item in values]
 
 
 _Texts = Annotated[tuple[Text, ...], BeforeValidator(_list_texts)]
@@ -289,6 +298,123 @@ _MEANINGS = {
 }
 _SHORT = "\nAnswer the question using a single word or phrase."
 """Asked by lmms-eval and VLMEvalKit behind questions with ten answers."""
+
+
+# ---- records of known data sets ----
+
+
+class _Record(NamedTuple):
+    """A record of a file, and the folders in which its pictures are searched."""
+
+    where: str
+    fields: Mapping[str, Any]
+    folders: Sequence[Path]
+
+
+class _Recognised(NamedTuple):
+    """What a record of a data set says, as it is written there; None for what it does not have."""
+
+    image: object
+    question: object
+    answer: object
+    category: object
+    accepted: tuple[str, ...] = ()
+    """The answer as an option's letter and as its text, where there are options."""
+
+
+_Recogniser = Callable[[_Record], _Recognised | None]
+_DATA_SETS: list[_Recogniser] = []
+"""Readers of data sets in the order in which they are tried; each gives None for another's."""
+
+
+def _data_set(reader: _Recogniser) -> _Recogniser:
+    _DATA_SETS.append(reader)
+    return reader
+
+
+@_data_set
+def _read_lmms_sample(record: _Record) -> _Recognised | None:
+    """A sample that lmms-eval logged."""
+    fields = record.fields
+    if not {"doc_id", "target"} <= fields.keys():
+        return None
+    arguments = fields.get("arguments")
+    prompts = [fields.get("input")]
+    if isinstance(arguments, list):
+        prompts += arguments
+    text = next((prompt for prompt in prompts if isinstance(prompt, str)), None)
+    image = fields.get("input_media")
+    if not image:
+        what = (
+            "has no picture: lmms-eval keeps only those that have a path or an address"
+        )
+        fix = "give the data of the task itself, such as VLMEvalKit's TSV of it"
+        raise ConfigError.of(record.where, what, fix, subject="data")
+    return _Recognised(image, text, fields["target"], fields.get("category"))
+
+
+@_data_set
+def _read_pope(record: _Record) -> _Recognised | None:
+    """A question of POPE, or one of LLaVA's without an answer."""
+    fields = record.fields
+    if "text" not in fields or "question" in fields:
+        return None
+    image = fields.get("image", fields.get("video"))
+    return _Recognised(
+        image, fields["text"], fields.get("label"), fields.get("category")
+    )
+
+
+@_data_set
+def _read_vlmevalkit(record: _Record) -> _Recognised | None:
+    """A row of VLMEvalKit; options are columns named by letters."""
+    fields = record.fields
+    if "index" not in fields:
+        return None
+    text = fields.get("question", "")
+    answer = fields.get("answer")
+    image = fields.get("image", fields.get("image_path", fields.get("video")))
+    category = fields.get("category")
+    options = {name: fields[name] for name in ascii_uppercase if name in fields}
+    if not options:
+        if isinstance(answer, list):
+            text = f"{text}{_SHORT}"
+        return _Recognised(image, text, answer, category)
+    hint = f"Hint: {fields['hint']}\n" if "hint" in fields else ""
+    choices = "".join(f"{name}. {option}\n" for name, option in options.items())
+    text = f"{hint}Question: {text}\nOptions:\n{choices}"
+    text += "Please select the correct answer from the options above. \n"
+    accepted = (answer, options[answer]) if answer in [*options] else ()
+    return _Recognised(image, text, answer, category, accepted)
+
+
+@_data_set
+def _read_vqa(record: _Record) -> _Recognised | None:
+    """A question of VQAv2, OK-VQA, TextVQA or VizWiz; ten people answered it."""
+    fields = record.fields
+    if not {"image_id", "answer_type"} & fields.keys():
+        return None
+    number = str(fields.get("image_id", ""))
+    subtype = fields.get("subtype")
+    coco = f"COCO_{subtype or ''}_{number:0>12}"
+    names = [
+        coco,
+        f"{subtype}/{coco}",
+        f"train_images/{number}",
+        f"{number:0>12}",
+        number,
+    ]
+    if "image" in fields:
+        names = [fields["image"]]
+    files = [f"{name}.jpg" for name in names]
+    existing = (
+        file
+        for file in files
+        if any((folder / file).exists() for folder in record.folders)
+    )
+    image = next(existing, files[0] if subtype else names[-1])
+    text = f"{fields.get('question', '')}{_SHORT}"
+    return _Recognised(image, text, fields.get("answers"), fields.get("answer_type"))
 
 
 class QuestionReader:
@@ -345,8 +471,8 @@ class QuestionReader:
         key = text if len(text) < 4096 else hashlib.sha256(text.encode()).hexdigest()
         if key not in self._sources:
             self._sources[key] = None
-            place = f"{where}: image {text[:80]!r}"
-            self._sources[key] = find_picture(place, text, *self._folders)
+            image = f"{where}: image {text[:80]!r}"
+            self._sources[key] = find_picture(image, text, *self._folders)
         if (source := self._sources[key]) is None:
             raise ConfigError("image", [])
         return source
@@ -386,80 +512,23 @@ class QuestionReader:
         One that is not known is a line in this project's form.
         """
         fields = record if isinstance(record, dict) else {}
-        answers = tuple[str, ...]()
-        get, category = fields.get, fields.get("category")
-        if {"doc_id", "target"} <= fields.keys():  # samples of lmms-eval
-            arguments = get("arguments")
-            prompts = [
-                get("input"),
-                *(arguments if isinstance(arguments, list) else ()),
-            ]
-            text = next((prompt for prompt in prompts if isinstance(prompt, str)), None)
-            image = get("input_media")
-            answer = fields["target"]
-            if not image:
-                what = "has no picture: lmms-eval keeps only those that have a path or an address"
-                fix = "give the data of the task itself, such as VLMEvalKit's TSV of it"
-                raise ConfigError.of(where, what, fix, subject="data")
-        elif (
-            "text" in fields and "question" not in fields
-        ):  # POPE, and questions of LLaVA
-            text = fields["text"]
-            answer = get("label")
-            image = get("image", get("video"))
-        elif "index" in fields:  # a row of VLMEvalKit
-            options = {name: fields[name] for name in ascii_uppercase if name in fields}
-            text = get("question", "")
-            answer = get("answer")
-            image = get("image", get("image_path", get("video")))
-            if options:
-                hint = f"Hint: {fields['hint']}\n" if "hint" in fields else ""
-                choices = "".join(
-                    f"{name}. {option}\n" for name, option in options.items()
-                )
-                text = f"{hint}Question: {text}\nOptions:\n{choices}"
-                text += "Please select the correct answer from the options above. \n"
-                answers = (answer, options[answer]) if answer in [*options] else ()
-            elif isinstance(answer, list):
-                text = f"{text}{_SHORT}"
-        elif {
-            "image_id",
-            "answer_type",
-        } & fields.keys():  # VQAv2, OK-VQA, TextVQA, VizWiz
-            text = f"{get('question', '')}{_SHORT}"
-            answer = get("answers")
-            category = get("answer_type")
-            number = str(get("image_id", ""))
-            folder = get("subtype")
-            coco = f"COCO_{folder or ''}_{number:0>12}"
-            names = [
-                coco,
-                f"{folder}/{coco}",
-                f"train_images/{number}",
-                f"{number:0>12}",
-                number,
-            ]
-            names = [fields["image"]] if "image" in fields else names
-            files = [f"{name}.jpg" for name in names]
-            image = next(
-                (
-                    name
-                    for name in files
-                    if any((each / name).exists() for each in self._folders)
-                ),
-                files[0] if folder else names[-1],
-            )
-        else:
+        attempts = (read(_Record(where, fields, self._folders)) for read in _DATA_SETS)
+        recognised = next(filter(None, attempts), None)
+        if recognised is None:
             return record, "text", ()
         line = {
-            "image": image,
-            "question": text,
-            "answer": answer,
-            "category": category,
+            "image": recognised.image,
+            "question": recognised.question,
+            "answer": recognised.answer,
+            "category": recognised.category,
         }
         line = {name: value for name, value in line.items() if value is not None}
-        is_word = str(answer).strip().lower() in ("yes", "no")
-        return line, "choice" if answers else "yes_no" if is_word else "text", answers
+        rule: Rule = "text"
+        if recognised.accepted:
+            rule = "choice"
+        elif str(recognised.answer).strip().lower() in ("yes", "no"):
+            rule = "yes_no"
+        return line, rule, recognised.accepted
 
     def _read_chat(
         self, where: str, messages: Sequence[object], images: object = None
@@ -521,79 +590,98 @@ class QuestionReader:
             where, turns, (answer,) if answer and str(answer).strip() else ()
         )
 
-    def _read_folder(self, problems: list[Problem]) -> Iterator[AskedQuestion]:  # noqa: C901
+    def _read_folder(self, problems: list[Problem]) -> Iterator[AskedQuestion]:
         """Questions of text files: of a picture's name about it, else ``questions.txt`` about all.
 
         A line is a question, or a question, a tab and its answer. Sub-folders, as MME has them, are
         categories; a yes and a no about one picture are a pair there.
         """
-        shared = self.path / "questions.txt"
         pairs = count()
-        silent = 0
-        read = 0
-        for folder in (
-            self.path,
-            *sorted(path for path in self.path.iterdir() if path.is_dir()),
-        ):
-            texts = folder / "questions_answers_YN"
-            images = folder / "images"
-            texts, images = (texts, images) if texts.is_dir() else (folder, folder)
-            named = {
-                path.stem: path
-                for path in sorted(texts.glob("*.txt"))
-                if path.name != shared.name
-            }
-            pictures = [
-                path
-                for path in sorted(images.iterdir() if images.is_dir() else ())
-                if path.suffix.lower() in {*Image.registered_extensions(), *VIDEOS}
-                and path.name[0] != "."
-            ]
-            for stem in named.keys() - {path.stem for path in pictures}:
-                what = f"has questions about no picture: {images} has none of its name"
-                fix = f"rename it {shared.name} if they are about every picture, or remove it"
-                problems.append(Problem(str(named[stem]), what, fix))
+        without_text = 0
+        with_text = 0
+        subfolders = sorted(path for path in self.path.iterdir() if path.is_dir())
+        for folder in (self.path, *subfolders):
+            category = "all" if folder == self.path else one_line(folder.name, 80)
+            texts, pictures = _list_section(folder, problems)
             for picture in pictures:
-                local = folder / shared.name
-                text = named.get(picture.stem, local if local.exists() else shared)
+                shared = folder / _SHARED
+                if not shared.exists():
+                    shared = self.path / _SHARED
+                text = texts.get(picture.stem, shared)
                 if not text.exists():
-                    silent += 1
+                    without_text += 1
                     continue
-                read += 1
-                name = one_line(picture.relative_to(self.path), 200)
-                source = PictureSource(str(picture), name, str(picture))
-                category = "all" if folder == self.path else one_line(folder.name, 80)
-                asked = []
-                for number, line in _read_lines(text, self._fix):
-                    question, _, answer = (
-                        part.strip() for part in line.strip().partition("\t")
-                    )
-                    if question:
-                        rule: Rule = (
-                            "yes_no" if answer.lower() in ("yes", "no") else "text"
-                        )
-                        answers = (answer,) if answer else ()
-                        where = f"{text}:{number}"
-                        turns = ask(question, source)
-                        asked.append(
-                            AskedQuestion(where, turns, answers, rule, category)
-                        )
-                is_pair = (
-                    picture.stem in named
-                    and [each.rule for each in asked] == ["yes_no"] * 2
+                with_text += 1
+                questions = list(self._read_text(text, picture, category))
+                rules = [question.rule for question in questions]
+                pair = None
+                if picture.stem in texts and rules == ["yes_no", "yes_no"]:
+                    pair = next(pairs)
+                yield from (replace(question, pair=pair) for question in questions)
+        if without_text or not with_text:
+            problems.append(self._explain_missing(without_text))
+
+    def _read_text(
+        self, text: Path, picture: Path, category: str
+    ) -> Iterator[AskedQuestion]:
+        """The questions of one text file about a picture."""
+        name = one_line(picture.relative_to(self.path), 200)
+        source = PictureSource(str(picture), name, str(picture))
+        for number, line in _read_lines(text, self._fix):
+            question, _, answer = (
+                part.strip() for part in line.strip().partition("\t")
+            )
+            if question:
+                yield AskedQuestion(
+                    f"{text}:{number}",
+                    ask(question, source),
+                    (answer,) if answer else (),
+                    "yes_no" if answer.lower() in ("yes", "no") else "text",
+                    category,
                 )
-                pair = next(pairs) if is_pair else None
-                yield from (replace(each, pair=pair) for each in asked)
-        if silent or not read:
-            what = "has no picture"
-            fix = "name a folder with PNG or JPEG files"
-            if silent:
-                what = f"has pictures without a question ({silent})"
-                fix = f"write {shared}, one question a line: each is asked about every picture"
-            kinds = (".jsonl", ".json", ".tsv", ".csv")
-            for file in sorted(
-                path for path in self.path.iterdir() if path.suffix in kinds
-            ):
-                if "annotations" not in file.name:
-                    fix = f"name its file of questions, {file}"
-            problems.append(Problem(str(self.path), what, fix))
+
+    def _explain_missing(self, without_text: int) -> Problem:
+        """Of a folder in which pictures have no question, or that has no picture."""
+        what = "has no picture"
+        fix = "name a folder with PNG or JPEG files"
+        if without_text:
+            shared = self.path / _SHARED
+            what = f"has pictures without a question ({without_text})"
+            fix = f"write {shared}, one question a line: each is asked about every picture"
+        kinds = (".jsonl", ".json", ".tsv", ".csv")
+        for file in sorted(self.path.iterdir()):
+            if file.suffix in kinds and "annotations" not in file.name:
+                fix = f"name its file of questions, {file}"
+        return Problem(str(self.path), what, fix)
+
+
+_SHARED = "questions.txt"
+"""Name of the file of questions about every picture of its folder, or of all folders."""
+
+
+def _list_section(
+    folder: Path, problems: list[Problem]
+) -> tuple[dict[str, Path], list[Path]]:
+    """Texts by the names of their pictures, and pictures, in one folder or in MME's two in it.
+
+    A text without its picture is added to ``problems``.
+    """
+    texts = folder / "questions_answers_YN"
+    images = folder / "images"
+    if not texts.is_dir():
+        texts = folder
+        images = folder
+    by_name = {
+        path.stem: path for path in sorted(texts.glob("*.txt")) if path.name != _SHARED
+    }
+    endings = {*Image.registered_extensions(), *VIDEOS}
+    pictures = [
+        path
+        for path in sorted(images.iterdir() if images.is_dir() else ())
+        if path.suffix.lower() in endings and path.name[0] != "."
+    ]
+    for stem in by_name.keys() - {path.stem for path in pictures}:
+        what = f"has questions about no picture: {images} has none of its name"
+        fix = f"rename it {_SHARED} if they are about every picture, or remove it"
+        problems.append(Problem(str(by_name[stem]), what, fix))
+    return by_name, pictures
