@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from os.path import commonprefix
 
-from vllm_autoprune.evaluation.journal import MME
+from vllm_autoprune.evaluation.journal import MME, Case
 from vllm_autoprune.evaluation.report import MIN_IMAGES, Comparison, Report, Winner
 from vllm_autoprune.report import Cell, Document, Section, Table, Tone
 from vllm_autoprune.statistics import Estimate
@@ -64,80 +64,16 @@ _AGREEMENT_NOTE = (
 )
 
 
-def build_page(report: Report, picture: Callable[[str], str] | None = None) -> Document:  # noqa: C901, PLR0915
+def build_page(report: Report, picture: Callable[[str], str] | None = None) -> Document:
     """The page of a report; ``picture``: a data URL by the id of a question, empty without one."""
-    setup, sections, agrees = (
-        report.setup,
-        list[Section](),
-        report.setup.score == "agrees",
-    )
+    sections = list[Section]()
     if verdicts := list(_describe_verdicts(report)):
-        full = next((row for row in report.rows if row.case.arm == "full"), None)
-        if full is not None and full.accuracy is not None:
-            right = f"{full.accuracy.value:.1f} % of the answers are right."
-            verdicts.insert(0, f"With all tokens, {right}")
-        if full is not None and full.agreement is not None:
-            # Less than 100 by rounding, or by a template that changes the answer.
-            again = f"{full.agreement.value:.1f} % of its own answers again"
-            verdicts.append(
-                f"Scored in the same way, the unpruned model gives {again}."
-            )
-        if report.rank_correlations:
-            titles = {name: title for name, title, _ in _FIGURES}
-            said = "; ".join(
-                f"{titles[name]} {rank.value:.2f} ({rank.low:.2f} to {rank.high:.2f})"
-                for name, rank in report.rank_correlations.items()
-            )
-            verdicts.append(f"Rank correlation with % right over the states: {said}.")
-        title = f"Pruning or {_rival(report)}?"
-        sections.append(Section(title, [*verdicts, *[_AGREEMENT_NOTE] * agrees]))
-    case = report.case
-    if report.examples and case is not None:
-        rows = list[list[Cell | str]]()
-        for example in report.examples:
-            image = Cell(example.image, image=picture(example.id) if picture else "")
-            before = example.unpruned
-            after = example.pruned
-            parting = _NONE
-            if after is not None and after != before:  # the last words in common
-                words = commonprefix([before.split(), after.split()])  # noqa: RUF071 -- of lists
-                parting = (
-                    f"{'... ' * (len(words) > 5)}{' '.join(words[-5:])}" or "the start"
-                )
-            per_token = f"{example.per_token:+.2f}"
-            rows.append(
-                [image, example.question, before, after or _NONE, parting, per_token]
-            )
-        head = [
-            "image",
-            "question",
-            "all tokens",
-            case.label,
-            "same until",
-            "ln p a token",
-        ]
-        caption = (
-            "The largest falls of ln p a token, one an image: no sample of the others"
-        )
-        title = f"What changed most: {case.label}, K = {case.budget}"
-        sections.append(Section(title, tables=[Table(caption, head, rows, "lllllr")]))
+        sections.append(_compare_arms(report, verdicts))
+    if report.examples and report.case is not None:
+        sections.append(_show_examples(report, report.case, picture))
     if report.rows:
-        has_mme = MME in report.rows[0].benchmarks
-        mme = f", with MME divided by {setup.mme_divisor:g} first" if has_mme else ""
-        notes = [_ACC_NOTE.format(mme=mme)] * _has_aggregates(report)
-        rival = (
-            _FRAMES_NOTE.format(frames=report.frames)
-            if report.frames
-            else _RESIZED_NOTE
-        )
-        notes.append(_NOTE.format(images=report.images, rival=rival))
-        notes += [_REFERENCE_NOTE.format(tokens=report.tokens)] if report.tokens else []
-        tables = list(_tables(report))
-        if refused := [
-            [case.title, str(case.budget), case.refused] for case in report.refused
-        ]:
-            tables.append(Table("Not measured", ["method", "K", "why"], refused, "lll"))
-        sections.append(Section("Tables", notes, tables=tables))
+        sections.append(_collect_tables(report))
+    setup = report.setup
     facts = [
         f"model: {setup.model}",
         f"data: {setup.data}",
@@ -150,11 +86,98 @@ def build_page(report: Report, picture: Callable[[str], str] | None = None) -> D
         )
     if report.cut:
         facts.append(f"{report.cut:,} answers of the unpruned model were cut there")
-    title = f"{'Agreement with the unpruned model' if agrees else 'Accuracy'}: {setup.suite}"
+    measured = "Accuracy"
+    if setup.score == "agrees":
+        measured = "Agreement with the unpruned model"
     tone: Tone = "open" if report.valid else "bad"
     if report.valid and report.overall is not None:
         tone = _TONES.get(report.overall.winner, tone)
+    title = f"{measured}: {setup.suite}"
     return Document(title, _answer(report), tone, report.reasons, facts, sections)
+
+
+def _compare_arms(report: Report, verdicts: Sequence[str]) -> Section:
+    """Pruning or what needs no plugin: the verdicts, and how far the measure is to be trusted."""
+    texts = [*verdicts]
+    full = next((row for row in report.rows if row.case.arm == "full"), None)
+    if full is not None and full.accuracy is not None:
+        right = f"{full.accuracy.value:.1f} % of the answers are right."
+        texts.insert(0, f"With all tokens, {right}")
+    if full is not None and full.agreement is not None:
+        # Less than 100 by rounding, or by a template that changes the answer.
+        again = f"{full.agreement.value:.1f} % of its own answers again"
+        texts.append(f"Scored in the same way, the unpruned model gives {again}.")
+    if report.rank_correlations:
+        titles = {name: title for name, title, _ in _FIGURES}
+        correlations = "; ".join(
+            f"{titles[name]} {rank.value:.2f} ({rank.low:.2f} to {rank.high:.2f})"
+            for name, rank in report.rank_correlations.items()
+        )
+        texts.append(f"Rank correlation with % right over the states: {correlations}.")
+    if report.setup.score == "agrees":
+        texts.append(_AGREEMENT_NOTE)
+    return Section(f"Pruning or {_rival(report)}?", texts)
+
+
+def _show_examples(
+    report: Report, case: Case, picture: Callable[[str], str] | None
+) -> Section:
+    """The answers that pruning changed most, beside those of the unpruned model."""
+    rows = list[list[Cell | str]]()
+    for example in report.examples:
+        row: list[Cell | str] = [
+            Cell(example.image, image=picture(example.id) if picture else ""),
+            example.question,
+            example.unpruned,
+            example.pruned or _NONE,
+            _last_common_words(example.unpruned, example.pruned),
+            f"{example.per_token:+.2f}",
+        ]
+        rows.append(row)
+    head = [
+        "image",
+        "question",
+        "all tokens",
+        case.label,
+        "same until",
+        "ln p a token",
+    ]
+    caption = "The largest falls of ln p a token, one an image: no sample of the others"
+    title = f"What changed most: {case.label}, K = {case.budget}"
+    return Section(title, tables=[Table(caption, head, rows, "lllllr")])
+
+
+def _last_common_words(unpruned: str, pruned: str | None) -> str:
+    """The last five words before two answers part."""
+    if pruned is None or pruned == unpruned:
+        return _NONE
+    words = commonprefix([unpruned.split(), pruned.split()])  # noqa: RUF071 -- of lists
+    ending = " ".join(words[-5:])
+    if len(words) > 5:
+        ending = f"... {ending}"
+    return ending or "the start"
+
+
+def _collect_tables(report: Report) -> Section:
+    """All figures, with notes that say what they are."""
+    notes = list[str]()
+    if _has_aggregates(report):
+        mme = ""
+        if MME in report.rows[0].benchmarks:
+            mme = f", with MME divided by {report.setup.mme_divisor:g} first"
+        notes.append(_ACC_NOTE.format(mme=mme))
+    rival = _RESIZED_NOTE
+    if report.frames:
+        rival = _FRAMES_NOTE.format(frames=report.frames)
+    notes.append(_NOTE.format(images=report.images, rival=rival))
+    if report.tokens:
+        notes.append(_REFERENCE_NOTE.format(tokens=report.tokens))
+    tables = list(_tables(report))
+    if refused := [
+        [case.title, str(case.budget), case.refused] for case in report.refused
+    ]:
+        tables.append(Table("Not measured", ["method", "K", "why"], refused, "lll"))
+    return Section("Tables", notes, tables=tables)
 
 
 def _answer(report: Report) -> str:
@@ -251,14 +274,14 @@ def _tables(report: Report) -> Iterator[Table]:
     metrics = [("acc", "Acc.", 1)] if has_acc else []
     metrics += [column for column in columns if column[0] not in unpaired]
     benchmarks = list(report.rows[0].benchmarks)
-    others = ["full", "base"]
-    others.append("fewer frames" if report.frames else "resized")
+    references = ["full", "base"]
+    references.append("fewer frames" if report.frames else "resized")
     if report.case and any(row.to_case for row in report.rows):
-        others.append(report.case.label)
+        references.append(report.case.label)
     head = ["method", *(title for _, title, _ in columns)]
     if has_aggregates:
         head += [*benchmarks, "Acc.", "Rel., ratio of means", "Rel., mean of ratios"]
-    head += [f"{title} less {other}" for _, title, _ in metrics for other in others]
+    head += [f"{title} less {other}" for _, title, _ in metrics for other in references]
     cases = sorted(
         (row.case for row in report.rows), key=lambda case: case.budget_order
     )
@@ -281,7 +304,7 @@ def _tables(report: Report) -> Iterator[Table]:
                 ]
             for metric, _, digits in metrics:
                 compared = (row.to_full, row.to_base, row.to_resized, row.to_case)
-                for differences in compared[: len(others)]:
+                for differences in compared[: len(references)]:
                     estimate = dict(differences)[metric] if differences else None
                     cells.append(_format(estimate, digits))
             rows.append([row.case.title, *cells])
