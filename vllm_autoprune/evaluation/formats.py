@@ -516,19 +516,15 @@ class QuestionReader:
         recognised = next(filter(None, attempts), None)
         if recognised is None:
             return record, "text", ()
-        line = {
-            "image": recognised.image,
-            "question": recognised.question,
-            "answer": recognised.answer,
-            "category": recognised.category,
-        }
+        line = recognised._asdict()
+        accepted = line.pop("accepted")
         line = {name: value for name, value in line.items() if value is not None}
         rule: Rule = "text"
-        if recognised.accepted:
+        if accepted:
             rule = "choice"
         elif str(recognised.answer).strip().lower() in ("yes", "no"):
             rule = "yes_no"
-        return line, rule, recognised.accepted
+        return line, rule, accepted
 
     def _read_chat(
         self, where: str, messages: Sequence[object], images: object = None

@@ -247,12 +247,12 @@ class Contents:
                 for id, answer in answers.items()
                 if case.budget and id in full
             ]
-            known = [
+            counted = [
                 (pruned, unpruned)
                 for pruned, unpruned in lengths
                 if pruned and unpruned
             ]
-            if known and all(pruned >= unpruned for pruned, unpruned in known):
+            if counted and all(pruned >= unpruned for pruned, unpruned in counted):
                 yield f"{name}: no prompt is shorter than unpruned: K keeps every token"
 
 

@@ -101,8 +101,8 @@ def _compare_arms(report: Report, verdicts: Sequence[str]) -> Section:
     texts = [*verdicts]
     full = next((row for row in report.rows if row.case.arm == "full"), None)
     if full is not None and full.accuracy is not None:
-        right = f"{full.accuracy.value:.1f} % of the answers are right."
-        texts.insert(0, f"With all tokens, {right}")
+        share = f"{full.accuracy.value:.1f} %"
+        texts.insert(0, f"With all tokens, {share} of the answers are right.")
     if full is not None and full.agreement is not None:
         # Less than 100 by rounding, or by a template that changes the answer.
         again = f"{full.agreement.value:.1f} % of its own answers again"

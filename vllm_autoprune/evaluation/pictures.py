@@ -290,8 +290,9 @@ def read_picture(
     except ConfigError as error:  # of the clip, or of one of its frames
         problem = error.problems[0]
         frame = problem.where.removeprefix(address)[1:]
-        place = f"{where}: {frame}" if frame else where
-        raise _refuse(place, problem.what, problem.fix) from None
+        if frame:
+            where = f"{where}: {frame}"
+        raise _refuse(where, problem.what, problem.fix) from None
     except UnidentifiedImageError:
         if contents[0].startswith(b"version https://git-lfs"):
             raise _refuse(where, "is a Git LFS pointer", "git lfs pull") from None

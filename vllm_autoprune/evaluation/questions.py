@@ -134,7 +134,7 @@ def read_questions(
     refuse("data", problems)
     # Questions about one image follow each other, so that its features are computed once.
     names = [question.pictures[0].name for question in asked]
-    order = {name: place for place, name in enumerate(dict.fromkeys(names))}
+    order = {name: index for index, name in enumerate(dict.fromkeys(names))}
     numbered = sorted(enumerate(asked), key=lambda pair: order[names[pair[0]]])
     sizes = Counter(
         (name, question.pair) for name, question in zip(names, asked, strict=True)
@@ -175,18 +175,18 @@ def read_asked(
     def read_once(source: PictureSource) -> Picture:
         if source.address not in read:
             read[source.address] = None
-            picture = read_picture(source, connection)
-            read[source.address] = by_content.setdefault(picture.digest, picture)
-        if (known := read[source.address]) is None:
+            decoded = read_picture(source, connection)
+            read[source.address] = by_content.setdefault(decoded.digest, decoded)
+        if (picture := read[source.address]) is None:
             raise ConfigError("image", [])  # its problem is told
-        return known
+        return picture
 
-    asked = list[AskedQuestion]()
+    questions = list[AskedQuestion]()
     for question in tqdm(
         islice(reader.read(problems), limit), unit="question", delay=5, mininterval=5
     ):
         try:
-            asked.append(replace(question, turns=render(question.turns, read_once)))
+            questions.append(replace(question, turns=render(question.turns, read_once)))
         except ConfigError as error:
             problems += error.problems
     if reader.without_picture:
@@ -194,17 +194,17 @@ def read_asked(
             f"{path}: left out {reader.without_picture} without a picture",
             file=sys.stderr,
         )
-    if not asked and len(problems) == earlier:
+    if not questions and len(problems) == earlier:
         what = "contains no question about a picture"
         fix = "give it at least one"
         problems.append(Problem(str(path), what, fix))
     if len(problems) == earlier:
-        problems += _find_contradictions(asked, cut=len(asked) == limit)
-    return asked
+        problems += _find_contradictions(questions, cut=len(questions) == limit)
+    return questions
 
 
 def _find_contradictions(
-    asked: Sequence[AskedQuestion], *, cut: bool
+    questions: Sequence[AskedQuestion], *, cut: bool
 ) -> Iterator[Problem]:
     """Questions about one image with two answers; else pairs that are not one yes and one no.
 
@@ -213,7 +213,7 @@ def _find_contradictions(
     answers: dict[str, AskedQuestion] = {}
     pairs: dict[tuple[str, int], list[AskedQuestion]] = {}
     contradicts = False
-    for question in asked:
+    for question in questions:
         earlier = answers.setdefault(question.digest, question)
         if len(question.answers) == 1 and not any(
             map(question.score_text, earlier.answers)
@@ -229,10 +229,12 @@ def _find_contradictions(
             )
     for (image, pair), members in () if contradicts else pairs.items():
         words = sorted(
-            answer.strip().lower() for each in members for answer in each.answers
+            answer.strip().lower() for member in members for answer in member.answers
         )
         if words != ["no", "yes"] and not (cut and len(members) == 1):
-            lines = ", ".join(each.where.rpartition(":")[2].strip() for each in members)
+            lines = ", ".join(
+                member.where.rpartition(":")[2].strip() for member in members
+            )
             about = f'"pair": {str(pair)[:40]} about {image!r}'
             what = f'{about} is not one "yes" and one "no" (lines {lines})'
             fix = "give a pair two questions about one image with these answers, or leave it out"

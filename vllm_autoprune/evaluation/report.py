@@ -191,8 +191,10 @@ class Report(FrozenModel):
         rows = (
             list(_build_rows(contents, questions, figures)) if "full" in figures else []
         )
-        right = figures["full"].metrics.get("accuracy") if rows else None
-        if right is not None and right[0] == 0:  # whatever prunes can then be no worse
+        accuracy = figures["full"].metrics.get("accuracy") if rows else None
+        if (
+            accuracy is not None and accuracy[0] == 0
+        ):  # whatever prunes can then be no worse
             reasons.insert(0, f"full: {NOTHING_RIGHT} -> {WRITE_AS_THE_MODEL}")
         measured = {row.case.digest for row in rows}
         return cls(
@@ -267,9 +269,11 @@ def _correlate_with_accuracy(
     metrics = [figures[case.name].metrics for case in ranked]
     for name in ("token_agreement", "agreement", "per_token"):
         if len(ranked) >= _MIN_RANKED and all(
-            {name, "accuracy"} <= each.keys() for each in metrics
+            {name, "accuracy"} <= measured.keys() for measured in metrics
         ):
-            pairs = ([each[key] for each in metrics] for key in (name, "accuracy"))
+            pairs = (
+                [measured[key] for measured in metrics] for key in (name, "accuracy")
+            )
             correlations[name] = Estimate.of(
                 correlate_ranks(*map(np.array, pairs))
             ).rounded(3)
@@ -370,10 +374,10 @@ def _compare_with_resizing(
         for kind, decisive in figures[name].topics.items():
             if kind not in control.topics or (kind is not None and len(kinds) == 1):
                 continue
-            asked = [
+            members = [
                 question for question in questions if kind in (None, question.topic)
             ]
-            images = len({question.image for question in asked})
+            images = len({question.image for question in members})
             difference = Estimate.of(decisive - control.topics[kind]).rounded(_DIGITS)
             winner: Winner = "not decided"
             if images < MIN_IMAGES:
@@ -383,7 +387,7 @@ def _compare_with_resizing(
             yield Comparison(
                 case=name,
                 kind=kind,
-                questions=len(asked),
+                questions=len(members),
                 images=images,
                 difference=difference,
                 winner=winner,
