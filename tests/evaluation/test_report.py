@@ -17,7 +17,7 @@ from vllm_autoprune.evaluation.journal import (
     Setup,
     Total,
 )
-from vllm_autoprune.evaluation.page import build_page
+from vllm_autoprune.evaluation.page import _last_common_words, build_page
 from vllm_autoprune.evaluation.report import Comparison, Report, _Row
 from vllm_autoprune.statistics import Estimate
 
@@ -471,3 +471,11 @@ def test_questions_without_a_reference_are_left_out_and_said() -> None:
     )
     report = Report.build(unlabelled(*cases, left_out=20))
     assert report.reasons == ("full: no answer of the unpruned model can be scored",)
+
+
+def test_answers_share_their_words_up_to_the_first_that_differs() -> None:
+    words = "a b c d e"
+    assert _last_common_words(f"{words} x", f"{words} y") == words
+    assert _last_common_words(f"z {words} x", f"z {words}") == f"... {words}"
+    assert _last_common_words("x", "y") == "the start"
+    assert _last_common_words("x", "x") == _last_common_words("x", None) == "-"
