@@ -160,6 +160,10 @@ FORMATS: Mapping[str, tuple[str, dict[str, str | bytes], list[Asked]]] = {
          ("Which colour?", ("red",), "text", "all", ["1.PNG"]),
          ("What is it?", (), "text", "trip", ["trip/2.jpeg"]),
          ("Which colour?", ("red",), "text", "trip", ["trip/2.jpeg"])]),
+    "a yes and a no that all pictures share, which are no pair of MME": ("photos", {
+        "photos/1.png": RED, "photos/questions.txt": "Is it red?\tYes\nIs it blue?\tNo\n"},
+        [("Is it red?", ("Yes",), "yes_no", "all", ["1.png"]),
+         ("Is it blue?", ("No",), "yes_no", "all", ["1.png"])]),
     "VLMEvalKit": ("q.tsv", {"q.tsv": "\n".join("\t".join(row) for row in TABLE)},
         [(OPTIONS, ("B", "41.20"), "choice", "number", [NAME]),
          ("Is it?", ("Yes",), "yes_no", "word", [NAME]),
