@@ -148,7 +148,7 @@ A policy is one JSON object: {{"scoring": {{"signals": [...], "kernel": ..., "fu
 {more if settings.library == "paper" else ""}"""
 
 
-def _ask(settings: Settings, request: str) -> Messages:
+def _build_messages(settings: Settings, request: str) -> Messages:
     """A request with the description of the task, and the form of the answer."""
     system = describe_task(settings)
     if settings.proposals_per_reply > 1:
@@ -199,7 +199,7 @@ def proposal_prompt(
     The context is facts of the images and the summary H_(t-1).
     """
     text = _dump_compactly(example, bool(settings.bases))
-    return _ask(
+    return _build_messages(
         settings,
         f"{context}\n\nA valid candidate looks like this:\n{text}\n\n{request}",
     )
@@ -213,7 +213,7 @@ def crossover_prompt(settings: Settings, parents: Sequence[Trial]) -> Messages:
         for parent in parents
     )
     best = _score(max(parent.score for parent in parents))
-    return _ask(
+    return _build_messages(
         settings,
         f"Parents:\n{described}\n\nCombine the parents, to score above {best}.",
     )

@@ -313,7 +313,7 @@ class _SchemaReducer:
         return reduced
 
     def _merge(self, alternatives: list[JsonValue]) -> list[JsonValue]:
-        """One alternative for all offered atoms that take the same parameters."""
+        """Merge alternatives that differ in the atom's name alone, and drop excluded atoms."""
         atoms: dict[str, list[JsonValue]] = {}
         for alternative in alternatives:
             constant = _atom_schema(alternative)

@@ -248,7 +248,10 @@ def _ask_round(
     size: tuple[int, int],
     source: random.Random,
 ) -> _Round:
-    """``context``: longest prompt and answer that the server takes; 0: it does not say."""
+    """Ask a short and a long question without an image, then two about one new image.
+
+    ``context`` is the longest prompt and answer that the server takes, 0 where it does not say.
+    """
     from PIL import Image
 
     # Coarse noise: no two images are the same, and they decode as photographs do.
@@ -300,11 +303,12 @@ def _ask_round(
             if gained.total("vllm:request_prefill_time_seconds_count") != 1:
                 gained = None  # another client's request came between
         gaps = tuple(late - early for early, late in itertools.pairwise(stream.deltas))
-        return _Answer(ttft, gaps, stream.prompt_tokens, gained, stream.thoughts > 0)
+        thinks = stream.thoughts > 0
+        return _Answer(ttft, gaps, stream.prompt_tokens, gained, thinks)
 
     # A word may be more than one token.
     many = min(_LONG_WORDS, context // 3) if context else _LONG_WORDS
-    # Without the image too, so that it alone makes the difference in tokens.
+    # The same question without and with the image: their prompts differ by its tokens alone.
     question = draw(_QUESTION_WORDS)
     return _Round(
         short=ask(question),

@@ -123,6 +123,19 @@ class _Row:
     less_search_result: Estimate | None
 
 
+def _list_slices(
+    yardstick: Yardstick, kinds: Sequence[str]
+) -> Iterator[tuple[str | None, str | None, Sequence[str]]]:
+    """Category, kind and the kinds of questions of each slice: all, a category, one kind."""
+    categories = CATEGORIES[yardstick.key]
+    yield None, None, kinds
+    for category, of_category in categories.items():
+        yield category, None, of_category
+    for category, of_category in categories.items():
+        for kind in of_category:
+            yield category, kind, [kind]
+
+
 def _measure(
     yardstick: Yardstick, cases: Sequence[Case], examples: Sequence[Example]
 ) -> Iterator[_Row]:
@@ -136,23 +149,13 @@ def _measure(
         for case in cases:
             scores[case.name, case.budget.label].append(encoded.score(case))
     rights = {
-        key: torch.cat([part.correct for part in parts]).double().numpy()
-        for key, parts in scores.items()
+        key: torch.cat([batch.correct for batch in batches]).double().numpy()
+        for key, batches in scores.items()
     }
-    categories = CATEGORIES[yardstick.key]
-    parts: list[tuple[str | None, str | None]] = [
-        (None, None),
-        *((c, None) for c in categories),
-    ]
-    parts += [
-        (category, kind) for category, kinds in categories.items() for kind in kinds
-    ]
-    image_of, kind_of = (
-        np.array([getattr(e, n) for e in examples]) for n in ("image_id", "kind")
-    )
-    for category, kind in parts:
-        kinds = categories[category] if category else tuple(kind_of)
-        members = np.isin(kind_of, [kind] if kind else kinds)
+    image_of = np.array([example.image_id for example in examples])
+    kind_of = np.array([example.kind for example in examples])
+    for category, kind, kinds in _list_slices(yardstick, kind_of.tolist()):
+        members = np.isin(kind_of, kinds)
         if not members.any():
             continue
         bootstrap = ClusterBootstrap(image_of[members].tolist())
@@ -171,7 +174,7 @@ def _measure(
                 less[name] = (
                     None if other is None else percent(correct - other[members])
                 )
-            # Rounded one by one, as they were when the figures of the page were computed.
+            # Each question's logarithm is rounded before the mean, as for the published table.
             logprobs = (
                 torch.cat([s.logprob for s in scores[case.name, label]])
                 .double()

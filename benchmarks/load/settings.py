@@ -51,10 +51,10 @@ class Load(FrozenModel):
     def due(self, count: int) -> list[float]:
         """Seconds from the start at which each of ``count`` requests is due; 0 in a closed loop.
 
-        A Poisson process, scaled so that the measured requests come at exactly ``rate``, and so do
-        those of the ramp: the mean of a few hundred random gaps would be several per cent off. The
-        same seed gives the same pattern at every rate, only faster or slower, so that the points of
-        a sweep differ in nothing else.
+        A Poisson process. The ramp and the measured part are each scaled to exactly ``rate``, since
+        the mean of a few hundred random gaps would be several per cent off. A seed gives the same
+        pattern at every rate, only faster or slower, so that points of a sweep differ in the rate
+        alone.
         """
         if self.rate is None:
             return [0.0] * count

@@ -123,24 +123,25 @@ def draw_examples(
 ) -> list[Example]:
     """Draw 18 questions about each image of mini-LLaVA, 10 of mini-Qwen3-VL, 7 about each clip.
 
-    Fewer images give a prefix of more; ``clean`` ones are without grain, as documents are. In the
-    test split, one fourth of the images has an arrangement, a size or a number of frames, and
-    another fourth has wordings, that training never uses. With ``brief_frames`` all clips have so
-    many frames, and what comes is there for a single one.
+    With fewer images, the examples are the first ones of a larger draw. ``clean`` images have no
+    grain, as documents have none. In the test split, one image in four has an arrangement, size or
+    number of frames that training never uses, and another one in four has wordings that training
+    never uses. With ``brief_frames`` every clip has so many frames, and each visitor is there for a
+    single one.
     """
     examples: list[Example] = []
     pairs = 0
     attempts = _ATTEMPTS[model]
     for image_id in range(images):
-        turn = 0
+        quarter = 0  # 1: of unseen layouts, 3: of unseen wordings
         if split == "test":
             # mini-Qwen3-VL's scenes and pages alternate.
-            turn = (image_id // 2 if model == "miniqwen" else image_id) % 4
+            quarter = (image_id // 2 if model == "miniqwen" else image_id) % 4
         seed = SEEDS[split][image_id]
         rng = random.Random(seed)
         content: scenes.Scene | pages.Page | clips.Clip
         if model == "minillava":
-            styles = scenes.UNSEEN_STYLES if turn == 1 else scenes.TRAINING_STYLES
+            styles = scenes.UNSEEN_STYLES if quarter == 1 else scenes.TRAINING_STYLES
             drawn = scenes.Scene.draw(rng, rng.choice(styles))
             pixels, (content,) = scenes.render_scenes(
                 [drawn], scenes.CELLS, seed, clean=clean
@@ -148,7 +149,7 @@ def draw_examples(
             cells = (scenes.CELLS, scenes.CELLS)
             kinds = KINDS
         elif model == "clips":
-            count = clips.UNSEEN_FRAMES if turn == 1 else clips.FRAMES
+            count = clips.UNSEEN_FRAMES if quarter == 1 else clips.FRAMES
             frames = brief_frames or rng.choice(count)
             brief = brief_frames is not None
             clip = clips.Clip.draw(rng, frames, brief=brief)
@@ -157,7 +158,7 @@ def draw_examples(
             cells = clips.SIZE.cells
             kinds = CATEGORIES[model]["clips"]
         else:
-            sizes = pages.UNSEEN_SIZES if turn == 1 else pages.SIZES
+            sizes = pages.UNSEEN_SIZES if quarter == 1 else pages.SIZES
             size = random.Random(seed + 2).choice(sizes)
             cells = size.cells
             kinds = CATEGORIES[model]["pages" if image_id % 2 else "scenes"]
@@ -167,17 +168,20 @@ def draw_examples(
             else:
                 drawn = size.draw_scene(rng)
                 pixels, (content,) = size.render_scenes([drawn], seed, clean=clean)
-        wordings = UNSEEN if turn == 3 else SEEN
+        wordings = UNSEEN if quarter == 3 else SEEN
         source = Questions(random.Random(seed + 1), content, cells, wordings)
         groups = [
             source.generate(kind)
             for kind in kinds
             for _ in range(attempts.get(kind, 1))
         ]
-        # Without repetitions of a text.
-        for group in {group[0].text: group for group in groups if group}.values():
-            pair = pairs if len(group) == 2 else None
-            pairs += len(group) == 2
+        # Of two groups with one text the last stays.
+        group_by_text = {group[0].text: group for group in groups if group}
+        for group in group_by_text.values():
+            pair = None
+            if len(group) == 2:
+                pair = pairs
+                pairs += 1
             examples += [
                 Example(image_id, pixels[0], q.text, q.answer, q.kind, pair, q.evidence)
                 for q in group

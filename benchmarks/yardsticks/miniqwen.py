@@ -52,7 +52,7 @@ class _EncodedImage:
 
 
 class MiniQwen(Yardstick):
-    """A checkpoint that encodes images, and scores answers given some of their tokens."""
+    """mini-Qwen3-VL: encodes images, and scores answers given some of each image's tokens."""
 
     name = "mini-Qwen3-VL"
     key = "miniqwen"

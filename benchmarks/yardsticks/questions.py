@@ -202,7 +202,10 @@ class _SceneFacts:
         return [(self._patches(target, anchor), f"{name}{target.digit}", slots)]
 
     def draw_existence(self) -> Sequence[Fact]:
-        """A shape, and a name that no shape has; usually its colour and its form both occur."""
+        """The name of a shape in the picture (yes), and one that no shape there has (no).
+
+        The latter usually has the colour of one shape and the form of another.
+        """
         things = self.scene.things
         thing = self.rng.choice(things)
         taken = {(other.colour, other.shape) for other in things}

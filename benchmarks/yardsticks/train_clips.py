@@ -170,9 +170,12 @@ def train(run: training.Training) -> None:
     width = language.config.hidden_size
     heads = [training.DenseHeads(width, fields) for fields in _AUXILIARY.values()]
 
-    def answer_loss(number: int, seed: int, step: int) -> Tensor:
-        """Cross entropy on answer tokens about clips of one number of frames, and on labels."""
-        drawn = _Batch.draw(run.recipe, number, seed)
+    def answer_loss(stage: int, seed: int, step: int) -> Tensor:
+        """Cross entropy of the answers of a batch, and of the auxiliary labels of tokens.
+
+        All clips of a batch have the same number of frames.
+        """
+        drawn = _Batch.draw(run.recipe, stage, seed)
         selection = drawn.selection
         frames = len(drawn.clips[0].frames)
         ids, positions, start = lay_out(words, frames)
@@ -215,7 +218,8 @@ def train(run: training.Training) -> None:
         for (layer, fields), head in zip(_AUXILIARY.items(), heads, strict=True):
             targets = labels[: len(fields)]
             labels = labels[len(fields) :]
-            tokens = states.hidden_states[layer][:, : embeds.shape[1]][visual]
+            clip_states = states.hidden_states[layer][:, : embeds.shape[1]]
+            tokens = clip_states[visual]
             if (targets >= 0).any():
                 loss = loss + head.loss(tokens.unflatten(0, (count, -1)), targets, {})
         return loss

@@ -264,8 +264,8 @@ class LmmsSuite:
         }
         path = [str(_PLUGIN), *filter(None, [os.environ.get("PYTHONPATH")])]
         variables = {
-            # Its client needs a key even if the server does not; ours is among the headers, since
-            # this one is the judge's.
+            # OpenAI's client refuses to start without a key. This variable is the judge's; the key
+            # of the server under test is among its headers.
             "OPENAI_API_KEY": "none",
             **os.environ,
             "PYTHONPATH": os.pathsep.join(path),
@@ -273,17 +273,17 @@ class LmmsSuite:
         }
         if connection.ca_file:
             variables["SSL_CERT_FILE"] = str(connection.ca_file.absolute())
-        judge = self.judge_url or os.environ.get("OPENAI_API_URL")
-        if judge and benchmark.judge is not None:
-            variables["OPENAI_API_URL"] = api_address(judge) + benchmark.judge
+        judge_url = self.judge_url or os.environ.get("OPENAI_API_URL")
+        if judge_url and benchmark.judge is not None:
+            variables["OPENAI_API_URL"] = api_address(judge_url) + benchmark.judge
         with (folder / _LOG).open("wb") as log:
             process = subprocess.run(
                 command,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                # In any other folder it would take a subfolder of the task's name for the task.
                 check=False,
+                # Elsewhere lmms-eval would take a folder that is named like the task for the task.
                 cwd=folder,
                 env=variables,
             )

@@ -306,7 +306,10 @@ class _Scoring:
         raise ConfigError.of(where, what, fix, subject="eval")
 
     async def complete_examples(self) -> None:
-        """Ask what a pruned model says instead: without labels only a page reads it."""
+        """Generate the pruned model's text of the examples that the report shows.
+
+        Without labels nothing else reads it, so it is asked for last.
+        """
         questions = {question.record.id: question for question in self.suite.questions}
         cases = {case.name: case for case in self.suite.cases}
         for _, answer in choose_examples(self.journal.contents):

@@ -199,79 +199,128 @@ def _residual_on(policy: str, clips: bool) -> PruningState:
     )
 
 
+def _read_states(names: Sequence[str], frames: int) -> list[PruningState]:
+    """States by name or file; ``all`` is the exchange of ``autoprune`` on every base policy."""
+    states = list[PruningState]()
+    for name in names:
+        if name == "all":
+            states += [_residual_on(policy, frames > 0) for policy in BASE_POLICIES]
+        else:
+            states.append(load_state(name))
+    return states
+
+
+def _strip_to_base(state: PruningState) -> PruningState:
+    """The base policy of a state with the same parameters, and no exchange."""
+    policy = state.base_policy
+    data = load_state(policy.name).model_dump(mode="json")
+    return load_state(data | {"base_policy": policy.model_dump(mode="json")})
+
+
+class _Labels:
+    """Labels of states in tables and names of cases: each has one of its own."""
+
+    def __init__(self) -> None:
+        # The names of the controls' cases begin with these.
+        controls = ("random", "resized")
+        self._labels = {(control, ""): control for control in controls}
+
+    def label(self, state: PruningState, suffix: str) -> str:
+        """The state's name, with the suffix where a control or another state has that name."""
+        label = state.name
+        if label in self._labels.values():
+            label += suffix
+        return self._labels.setdefault((state.name, state.digest), label)
+
+
 def build_cases(
     names: Sequence[str],
-    said: Sequence[int | str],
+    budget_texts: Sequence[int | str],
     cells: Sequence[str] = (),
     frames: int = 0,
 ) -> list[Case]:
-    """The full model; for each budget the controls, and each state with its base policy alone.
+    """The full model; then for each budget the controls, and each state behind its base policy.
 
     ``names``: states by name or file; ``all`` is the exchange of ``autoprune`` on every base
-    policy, which gives a table of base policies. ``cells``: rules by which cells are dropped before
-    the tower, alone and before each state. ``frames``: how many are sampled of videos, which the
-    budgets are of. Raises :class:`BudgetError` for no budget, and :class:`StateError` for no rule.
+    policy, which gives a table of base policies. ``cells``: rules for dropping cells before the
+    tower; each adds a case of its own, and one together with the state of every other case.
+    ``frames``: frames sampled of each video; above 0, budgets are those of videos. Raises
+    :class:`BudgetError` for a text that is no budget, and :class:`StateError` for one that is no
+    rule of cells.
     """
-    # A share stays as it was said; a number is one.
     rules = {
-        budget: BudgetCall.parse(budget, "--budgets", clip=frames > 0).rule()
-        for budget in said
+        text: BudgetCall.parse(text, "--budgets", clip=frames > 0).rule()
+        for text in budget_texts
     }
-    budgets = [
-        rule if isinstance(rule, int) else budget for budget, rule in rules.items()
-    ]
-    every = (
-        [_residual_on(policy, frames > 0) for policy in BASE_POLICIES]
-        if "all" in names
-        else []
-    )
-    states = [
-        s for name in names for s in (every if name == "all" else [load_state(name)])
-    ]
+    builder = _CaseBuilder(_read_states(names, frames), frames)
     cases = [FULL.model_copy(update={"frames": frames})]
-    prune = partial(_prune_case, frames)
-    labels = {(arm, ""): arm for arm in ("random", "resized")}
-    norm = load_state("norm")
-
-    def label_of(state: PruningState, other: str) -> str:
-        """Its name, or ``other`` where another policy has that label."""
-        name = other if state.name in labels.values() else state.name
-        return labels.setdefault((state.name, state.digest), name)
-
-    # The names of states come before those of their base policies, which may be the same.
-    state_labels = [
-        label_of(state, f"{state.name}-{state.digest[:12]}") for state in states
-    ]
-    for budget, budget_rule in zip(budgets, rules.values(), strict=True):
-        by_norm = prune(
-            "norm", label_of(norm, f"norm-{norm.digest[:12]}"), norm, budget
-        )
-        cases += [*_build_controls(by_norm, budget_rule), by_norm]
-        for state, label in zip(states, state_labels, strict=True):
-            # The base policy of the state with the same parameters, and no exchange.
-            policy = state.base_policy
-            data = load_state(policy.name).model_dump(mode="json")
-            alone = load_state(data | {"base_policy": policy.model_dump(mode="json")})
-            base = label_of(alone, f"{alone.name}-of-{label}")
-            is_named = alone.digest in {state.digest for state in states}
-            kind: Arm = "norm" if alone.digest == norm.digest else "base"
-            cases.append(prune("found" if is_named else kind, base, alone, budget))
-            if state.digest != alone.digest:
-                shipped = state.digest == _residual_on(policy.name, frames > 0).digest
-                arm: Arm = "autoprune" if shipped else "found"
-                cases.append(prune(arm, label, state, budget, f"{base}@{budget}"))
+    for text, rule in rules.items():
+        # "1/8" stays the text that it is, "64" becomes the number 64.
+        budget = rule if isinstance(rule, int) else text
+        cases += builder.build_for_budget(budget, rule)
     selections = [case for case in cases if case.digest]
-    for rule in filter(None, (Cells.parse(rule, "--cells") for rule in cells)):
-        label = f"all but {rule} cells"
-        state = norm.model_copy(update={"cells": rule})
-        sent = pruning_options(state, "100%")
-        cases.append(Case(name=label, arm="full", label=label, pruning=sent))
-        for case in selections:
-            state = PruningState.model_validate(case.pruning["state"])
-            state = state.model_copy(update={"cells": rule})
-            about = f"{case.label} of {label}"
-            cases.append(prune(case.arm, about, state, case.budget, case.name))
+    for text in cells:
+        cell_rule = Cells.parse(text, "--cells")
+        if cell_rule is not None:
+            cases += builder.build_for_cells(cell_rule, selections)
+    # States share base policies: of cases with one name the last stays, in the first's place.
     return list({case.name: case for case in cases}.values())
+
+
+class _CaseBuilder:
+    """Builds the cases of the states that are evaluated."""
+
+    def __init__(self, states: Sequence[PruningState], frames: int) -> None:
+        self._states = states
+        self._frames = frames
+        self._prune = partial(_prune_case, frames)
+        self._norm = load_state("norm")
+        self._named = {state.digest for state in states}
+        """Digests of the states that the user named."""
+        # The names of states come before those of their base policies, which may be the same.
+        self._labels = _Labels()
+        self._state_labels = [
+            self._labels.label(state, f"-{state.digest[:12]}") for state in states
+        ]
+
+    def build_for_budget(self, budget: int | str, rule: int | str) -> Iterator[Case]:
+        """The controls, norm, and each state behind its base policy alone, at one budget."""
+        norm = self._norm
+        label = self._labels.label(norm, f"-{norm.digest[:12]}")
+        by_norm = self._prune("norm", label, norm, budget)
+        yield from _build_controls(by_norm, rule)
+        yield by_norm
+        for state, label in zip(self._states, self._state_labels, strict=True):
+            alone = _strip_to_base(state)
+            base_label = self._labels.label(alone, f"-of-{label}")
+            yield self._prune(self._find_base_arm(alone), base_label, alone, budget)
+            if state.digest == alone.digest:
+                continue  # a base policy alone, which is a case now
+            base_name = f"{base_label}@{budget}"
+            yield self._prune(self._find_arm(state), label, state, budget, base_name)
+
+    def build_for_cells(self, rule: Cells, cases: Sequence[Case]) -> Iterator[Case]:
+        """All tokens but the cells that a rule drops, and the same before each of these cases."""
+        cell_label = f"all but {rule} cells"
+        everything = self._norm.model_copy(update={"cells": rule})
+        pruning = pruning_options(everything, "100%")
+        yield Case(name=cell_label, arm="full", label=cell_label, pruning=pruning)
+        for case in cases:
+            state = PruningState.model_validate(case.pruning["state"])
+            trimmed = state.model_copy(update={"cells": rule})
+            label = f"{case.label} of {cell_label}"
+            yield self._prune(case.arm, label, trimmed, case.budget, case.name)
+
+    def _find_base_arm(self, alone: PruningState) -> Arm:
+        """Arm of a base policy alone; one that the user named counts as a state that was found."""
+        if alone.digest in self._named:
+            return "found"
+        return "norm" if alone.digest == self._norm.digest else "base"
+
+    def _find_arm(self, state: PruningState) -> Arm:
+        """Arm of a state that exchanges tokens."""
+        shipped = _residual_on(state.base_policy.name, self._frames > 0)
+        return "autoprune" if state.digest == shipped.digest else "found"
 
 
 class _Served(BaseModel):

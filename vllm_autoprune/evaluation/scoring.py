@@ -27,7 +27,11 @@ Scores = Mapping[str, float]
 
 
 class Aggregates(FrozenModel):
-    """*Acc.*, and *Rel.* by both definitions; None in place of a division by zero."""
+    """Mean score (*Acc.*), and its part of the full model's (*Rel.*), by two definitions.
+
+    *Rel.* is the ratio of mean scores, or the mean of the benchmarks' ratios; None where it would
+    divide by zero.
+    """
 
     acc: float
     ratio_of_means: float | None

@@ -75,8 +75,10 @@ def _greedy_map(  # noqa: PLR0913  # a kernel takes flat arguments: pointers, nu
     block: tl.constexpr,
     rows: tl.constexpr,
 ) -> None:
+    # Pointers: similarity (B, N, N); quality, eligible and residuals (B, N); anchors (B, forced);
+    # factors (B, fixed + count, width); picks (B, count). All others are numbers.
     image = tl.program_id(0).to(tl.int64)
-    token = tl.arange(0, block)
+    token = tl.arange(0, block)  # indices of all tokens
     inside = token < tokens
     # Rows of factors are padded, so that the compiler knows them to be aligned and reads four
     # numbers at once. Padding has no weight.
@@ -91,20 +93,25 @@ def _greedy_map(  # noqa: PLR0913  # a kernel takes flat arguments: pointers, nu
     residual = tl.load(residuals + image * tokens + token, mask=inside, other=0.0)
     free = tl.load(eligible + image * tokens + token, mask=inside, other=0) != 0
     weight = q * q
+    # What orders tokens once gains tell nothing any more; NaN (q != q) comes first.
     spare = tl.where(q == q, tl.minimum(tl.maximum(q, -huge), huge), huge)
     sound = True
 
     for step in range(count):
+        # Only the first pick of all reads the diagonal itself, where a rounded 1 counts as 1.
         rounded_one = (fixed + step == 0) & (tl.abs(residual - 1.0) <= unit)
         gain = weight * tl.where(free, tl.where(rounded_one, 1.0, residual), -1.0)
-        # NaN has to win the maximum, as in torch, and be recognisable: only NaN becomes infinite.
+        # NaN has to win the maximum, as in torch: it becomes infinity, and infinity LARGEST, so
+        # that an infinite gain means NaN.
         gain = tl.where(gain == gain, tl.minimum(gain, LARGEST), float("inf"))
         best = tl.max(gain, axis=0)
+        # The lowest index wins among gains that are within a rounding of the best.
         near = gain >= tl.minimum(best, best * (1.0 - tie))
         pick = tl.min(tl.where(near, token, block), axis=0)
         if step < forced:
             pick = tl.load(anchors + step).to(tl.int32)
         else:
+            # Once the rank is exhausted, or a gain is NaN, all further picks go by `spare`.
             sound = sound & (best > exhausted) & (best < float("inf"))
             if not sound:
                 pick = tl.argmax(tl.where(free, spare, -float("inf")), axis=0)
@@ -123,6 +130,7 @@ def _greedy_map(  # noqa: PLR0913  # a kernel takes flat arguments: pointers, nu
                 other=0.0,
             )
             update -= tl.sum(pick_factors[:, None] * written, axis=0)
+        # residual[pick]: registers cannot be indexed.
         pivot = tl.sum(tl.where(token == pick, residual, 0.0), axis=0)
         pivot = tl.maximum(pivot, divisor, propagate_nan=tl.PropagateNan.ALL)
         update = update / tl.sqrt(pivot)

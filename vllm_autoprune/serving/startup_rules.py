@@ -1,4 +1,4 @@
-"""Rules of start-up: ways of serving, and settings, in which no state can serve a model."""
+"""Start-up rules: models, options of vLLM and settings that are refused, each with its reason."""
 
 from __future__ import annotations
 

@@ -83,9 +83,9 @@ class AtomCall(StatePart):
 
 
 def added(default: Any, **field: Any) -> Any:
-    """Field of a parameter that an atom got after states of it were published.
+    """Field of a parameter that was added to an atom after states with that atom were published.
 
-    It is written only where it differs from the default, so the digests of those states stay.
+    It is left out of the JSON at its default, so that the digests of those states do not change.
     """
     return Field(default, exclude_if=lambda value: value == default, **field)
 

@@ -159,7 +159,7 @@ def advise_video(options: Namespace) -> int:
             subject="video",
         )
     frames, height, width = data["video_grid_thw"][0].tolist()
-    frame_tokens = height * width // 4
+    frame_tokens = height * width // 4  # 2 x 2 patches are a token
     tokens = frames * frame_tokens
     flags = vars(options)
     state = load_state(options.state or "vcast")
@@ -167,23 +167,21 @@ def advise_video(options: Namespace) -> int:
     can_prune = require_served(model.config).clips
     budget = min(policy.at(tokens, frames).budget, tokens) if can_prune else tokens
     frame_tower = count_tower_flops(model.config, frame_tokens) / 10**12
-    fewer = max(1, budget // frame_tokens)
+
+    def cost(encoded_frames: int, prompt_tokens: int) -> _Way:
+        prefill = model.shape.estimate_cost(prompt_tokens).teraflops
+        tower = encoded_frames * frame_tower
+        return _Way(encoded_frames, prompt_tokens, tower, prefill)
+
+    fewer_frames = max(1, budget // frame_tokens)  # that K pays for
     ways = {
-        way: _Way(
-            frames,
-            tokens,
-            frames * frame_tower,
-            model.shape.estimate_cost(tokens).teraflops,
-        )
-        for way, frames, tokens in (
-            ("whole", frames, tokens),
-            ("pruned", frames, budget),
-            ("fewer frames", fewer, fewer * frame_tokens),
-        )
+        "whole": cost(frames, tokens),
+        "pruned": cost(frames, budget),
+        "fewer frames": cost(fewer_frames, fewer_frames * frame_tokens),
     }
     verdict = list(_judge_video(ways, can_prune, video.seconds, flags))
     head = ("frames", "tokens", "tower, TFLOPs", "prefill, TFLOPs")
-    positions = describe_positions(state, model.config)[1]
+    _, positions = describe_positions(state, model.config)
     record = {
         "decoding_seconds": video.seconds,
         "rows": [

@@ -190,7 +190,7 @@ def _add_advise(parser: ArgumentParser) -> None:
 )
 def _advise(options: Namespace) -> int:
     """Say which kind of state pays for your traffic, and whether pruning helps at all."""
-    # They import PIL, and transformers, which takes seconds.
+    # Imported here, because both import PIL and transformers, which takes seconds.
     if options.image is not None:
         from vllm_autoprune.cli.commands.advise_media import advise_image
 
@@ -205,12 +205,12 @@ def _advise(options: Namespace) -> int:
         state = options.state or require_served(config).state
         inputs.fill(describe_positions(load_state(state), config)[1])
     estimates = estimate_ways(traffic, timings)
-    # Above 0, where a resample shows nothing of a part.
+    # A resample may have measured 0 s of a part, and a time has to be above 0.
     repeats = [
         timings.model_copy(
-            update={name: max(value, 1e-9) for name, value in seconds.items()}
+            update={name: max(seconds, 1e-9) for name, seconds in resample.items()}
         )
-        for seconds in inputs.repeats
+        for resample in inputs.repeats
     ]
     verdict = judge(traffic, estimates, repeats)
     record = {

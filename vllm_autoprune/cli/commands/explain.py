@@ -57,13 +57,13 @@ def _explain_image(options: Namespace) -> int:
         raise ConfigError.of(
             f"-o {output}", "not a known format", "end it in .png", subject="explain"
         )
-    # Bytes of the command line that are no UTF-8 are surrogates, which no tokenizer takes.
-    half = re.search(r"[\ud800-\udfff]", options.question)
-    if half:
-        code = f"U+{ord(half[0]):04X}"
+    # Python reads bytes that are not UTF-8 as lone surrogates, which tokenizers refuse.
+    surrogate = re.search(r"[\ud800-\udfff]", options.question)
+    if surrogate:
+        code = f"U+{ord(surrogate[0]):04X}"
         raise ConfigError.of(
             "question",
-            f"character {half.start() + 1} ({code}) is half of a character",
+            f"character {surrogate.start() + 1} ({code}) is half of a character",
             "write the whole character, in UTF-8",
             subject="explain",
         )
@@ -109,7 +109,8 @@ def _explain_image(options: Namespace) -> int:
     regions = []
     for explanation in explanations:
         region = dataclasses.asdict(explanation.trace)
-        del region["grid"]["anchors"]  # every cell is a token
+        # Bytes, which JSON has not, and empty here: no cell was dropped.
+        del region["grid"]["anchors"]
         if explanation.frames:
             region["kept_by_frame"] = explanation.trace.kept_by_frame
         regions.append(region)

@@ -1,6 +1,6 @@
 """K of each image and video of a request, within what the server lets requests set.
 
-All of it raises :class:`BudgetError` or :class:`RequestError`, which vLLM answers by 400.
+What is not allowed raises :class:`BudgetError` or :class:`RequestError`: vLLM answers by 400.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """What the plugin depends on in vLLM: versions, names, patches of its internals.
 
-A name that is imported says so by its import. What is patched, overridden or called as an attribute
-is declared by :func:`depends_on` beside the code that does it. Every patch says why it is needed,
-and when it can be removed: here those of several processes and of the API server, in :mod:`.worker`
-those of the engine core and its workers.
+Imports show which names are imported. Whatever is patched, overridden or called as an attribute is
+declared by :func:`depends_on` beside the code that does it. Every patch says why it is needed and
+when it can be removed. Patches of the API server, and of several processes, are here; those of the
+engine core and its workers are in :mod:`.worker`.
 """
 
 from __future__ import annotations

@@ -131,7 +131,10 @@ class ImageFeatures:
         return _split(budget, sizes, tuple(region.share for region in self.regions))
 
     def rows(self) -> Tensor:
-        """``(N, D + E)`` as the unpruned model has them."""
+        """All rows ``(N, D + E)`` in the order of the unpruned model, fillers included.
+
+        E are the extra channels.
+        """
         parts = [region.rows for region in self.regions]
         tokens = parts[0] if len(parts) == 1 else torch.cat(parts)
         if self.regions[0].order is None:
