@@ -218,7 +218,9 @@ class ServedEvaluator:
                         fix = "serve it with a chat template that ends with the answer it is given"
                     problems.append(Problem(server.url, error.reason, fix))
                 except (ConfigError, ServerLost) as error:
-                    problems += error.problems
+                    problems += [
+                        replace(problem, where=server.url) for problem in error.problems
+                    ]
                 except FAILURES as error:
                     problems.append(describe_failure(server.url, error))
         if problems:

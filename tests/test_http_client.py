@@ -109,7 +109,8 @@ def test_an_address_is_read_as_people_write_it(typed: str, root: str, api: str) 
 @pytest.mark.parametrize(
     "typed",
     ["", "http:///v1", "ftp://h", "http://h:port", "http://h:99999", "http://h:0", "http://a b",
-     "http://$HOST:1", "http://h\n:1", "/v1", "file:///etc/passwd", "::1:8000"],
+     "http://$HOST:1", "http://h\n:1", "/v1", "file:///etc/passwd", "::1:8000",
+     "http://foo..bar", "localhost..:8000", f"http://{'a' * 64}:8000", "http://.h"],
 )  # fmt: skip
 def test_what_is_no_address_says_how_to_write_one(typed: str) -> None:
     with pytest.raises(

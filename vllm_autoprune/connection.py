@@ -118,8 +118,11 @@ def _read_url(text: str) -> httpx.URL:
     clean = text.strip().strip("\"'<>")
     with suppress(httpx.InvalidURL):
         url = httpx.URL(clean if "://" in clean else f"http://{clean}")
-    # httpx lets pass what can be no name of a host.
-    valid = re.fullmatch(r"[\w.-]+|[\da-f.]*:[\da-f:.]*(%\w+)?", url.host) is not None
+    # httpx lets pass what can be no name of a host, and sockets raise UnicodeError for it: parts of
+    # a name have 1 to 63 letters.
+    name = r"([\w-]{1,63}\.)*[\w-]{1,63}\.?"
+    address = r"[\da-f.]*:[\da-f:.]*(%\w+)?"
+    valid = re.fullmatch(f"{name}|{address}", url.host) is not None
     valid = valid and url.scheme in ("http", "https")
     if not valid or not (url.port is None or 0 < url.port < 1 << 16):
         fix += ", IPv6 in brackets" if clean.count(":") > 2 else ""

@@ -131,8 +131,8 @@ class EvaluationFailed(SearchError):
 
     @property
     def reason(self) -> str:
-        """What journals and ledgers record: of one problem without its place."""
-        text = str(self)
-        for problem in self.problems[:1]:
-            text = text.removeprefix(f"{problem.where}: ")
-        return text
+        """What journals and ledgers record: of one problem without its place, as it was said."""
+        if len(self.problems) > 1:
+            return str(self)
+        (problem,) = self.problems
+        return f"{problem.what} -> {problem.fix}" if problem.fix else problem.what

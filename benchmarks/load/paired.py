@@ -176,7 +176,12 @@ class _Session:
         if load not in self.folders:
             self.folders[load] = self.prepare(load)
         folder = f"runs/{number}-{arm.label}/{load.label}"
-        fields = options.model_dump(include=set(SendingOptions.model_fields))
+        # Not by model_dump, which leaves out the key and the headers.
+        fields: dict[str, object] = {
+            name: value
+            for name, value in options
+            if name in SendingOptions.model_fields
+        }
         fields |= {"host": url, "workload": self.folders[load]}
         fields |= {"out": options.out / folder, "seed": load.seed}
         fields |= {"rate": load.rate or 0.0, "users": load.users}

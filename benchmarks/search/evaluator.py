@@ -116,7 +116,8 @@ class YardstickEvaluator:
                 try:
                     scores = self._encode(job.split, number).score(case)
                 except AutopruneError as error:
-                    raise EvaluationFailed(error.subject, error.problems) from None
+                    name = self._yardstick.name
+                    raise EvaluationFailed.of(name, str(error)) from None
                 logprob += scores.logprob[selected].tolist()
                 correct += map(bool, scores.correct[selected].tolist())
         self._answers[job] = Answers(tuple(logprob), tuple(correct))

@@ -11,7 +11,7 @@ import pytest
 from tests.fake_server import Answer
 from tests.offline_search.synthetic import completion, endpoint, token
 from vllm_autoprune.errors import AutopruneError
-from vllm_autoprune.evaluation.scoring_request import score_answer
+from vllm_autoprune.evaluation.scoring_request import generate_answer, score_answer
 from vllm_autoprune.http_client import AsyncServerClient
 
 PROMPT = [None, token("USER:", -3.0, 5), token(" y", -0.5), token("es", -1.5, 3)]
@@ -56,13 +56,29 @@ async def test_an_answer_is_read_as_servers_send_it() -> None:
         assert (await score(scored(logprob, rank))).logprob == logprob
 
 
+async def test_positions_before_the_answer_are_not_read() -> None:
+    """Other servers may send them in another form; checking thousands of them takes time."""
+    result = await score(answer([None, {"7": {"decoded_token": None}}, *PROMPT[1:]]))
+    assert result.logprob == -2.0
+
+
+async def test_half_a_character_in_an_answer_is_replaced() -> None:
+    """The answer becomes part of the next request, which could not be encoded."""
+    message = {"role": "assistant", "content": "yes \ud83d"}
+    with endpoint(lambda _, number: answer(message=message)) as server:
+        client = AsyncServerClient(server.url, 1)
+        text, _ = await generate_answer([client], "m", [], {})
+        await client.close()
+    assert text == "yes ?"
+
+
 @pytest.mark.parametrize(
     ("body", "line"),
     [
         ((200, b"{}", {}), "answers without a message: {}"),
         (answer(None), "answers without the log-probabilities of the prompt: {"),
         (answer([None, {}]), "the prompt ends in ''"),
-        (answer([None, "yes"]), "answers without the log-probabilities of the prompt: {"),
+        (answer([None, "yes"]), 'answers without the log-probabilities of the prompt: "yes"'),
         (answer(usage=None), "answers without the number of prompt tokens: {"),
         (answer(choices=[]), "answers without a message: {"),
         # A server whose caches were broken answered so; a rank says how likely a token may be.

@@ -319,7 +319,9 @@ def _compute_iou(box: Sequence[float], other: Sequence[float]) -> float:
 
 def _check_total(scores: Sequence[float], total: float, metric: str) -> None:
     """Raise ValueError where boxes are not scored as lmms-eval scores them."""
-    mean = float(np.mean(scores)) if scores else 0.0
+    if not scores:
+        raise ValueError(f"no box has the score {metric}")
+    mean = float(np.mean(scores))
     if abs(mean - total) > 1e-6:
         raise ValueError(
             f"{metric} is {total:.4f}, but {mean:.4f} of the boxes are right"

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, NamedTuple, TypeVar
 
-from pydantic import BaseModel, Field, JsonValue, ValidationError
+from pydantic import BaseModel, Field, JsonValue, TypeAdapter, ValidationError
 
 from vllm_autoprune.errors import EvaluationFailed
 from vllm_autoprune.http_client import (
@@ -87,13 +87,14 @@ class _Token(BaseModel):
 
 
 # With ``prompt_logprobs: 0`` the only entry is the token of the prompt itself; the first has none.
-_Position = Annotated[dict[str, _Token], Field(max_length=1)] | None
+_POSITION = TypeAdapter(Annotated[dict[str, _Token], Field(max_length=1)])
 
 
 class _ScoredChat(ChatAnswer):
     """What is read of a chat completion whose prompt was scored."""
 
-    prompt_logprobs: list[_Position]
+    prompt_logprobs: list[Any]
+    """Only positions of the answer are read: to check all takes longer than to decode them."""
     usage: _Usage
 
 
@@ -188,10 +189,23 @@ async def generate_answer(
     }
     choice = _read(ChatAnswer, await chat_with_retries(servers, body)).choices[0]
     text, _ = read_message(choice.message)
+    # It becomes part of a request, in which no half of a character can stand.
+    text = text.encode(errors="replace").decode()
     return text.strip(), choice.finish_reason == "length"
 
 
-def _find_answer(prompt: Sequence[_Position], answer: str) -> list[_Token]:
+def _read_token(position: Any) -> _Token:
+    """The token of a position; raises :class:`EvaluationFailed` for another format."""
+    try:
+        (token,) = _POSITION.validate_python(position).values()
+    except ValidationError:
+        missing = _MEANINGS["prompt_logprobs"]
+        what = f"answers without {missing}: {json.dumps(position)[:120]}"
+        raise EvaluationFailed.of(CHAT, what) from None
+    return token
+
+
+def _find_answer(prompt: Sequence[Any], answer: str) -> list[_Token]:
     """The tokens of the answer at the end of a prompt.
 
     They are found by decoding the prompt backwards from its end; a token that is decoded alone may
@@ -204,7 +218,7 @@ def _find_answer(prompt: Sequence[_Position], answer: str) -> list[_Token]:
     for position in reversed(prompt):
         if not position or len(text) > len(wanted):
             break
-        (token,) = position.values()
+        token = _read_token(position)
         # vLLM gives the text of a character of several tokens to the last of them.
         if text == wanted and token.decoded_token:
             break

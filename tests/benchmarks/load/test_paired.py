@@ -337,6 +337,17 @@ def test_rates_are_chosen_once_and_raised_until_saturation(
         assert rates[-1] > 2.0 and all(rate <= 2.0 for rate in rates[:-1])
 
 
+def test_runs_have_the_key_and_the_headers_of_the_experiment(
+    seen: list[RunOptions], tmp_path: Path
+) -> None:
+    measured(tmp_path, users="1", api_key="secret", header=["X-Team=blue"])
+    assert seen
+    for options in seen:
+        assert options.api_key is not None
+        assert options.api_key.get_secret_value() == "secret"
+        assert list(options.header) == ["X-Team=blue"]
+
+
 def test_runs_before_a_failure_are_kept(seen: list[RunOptions], tmp_path: Path) -> None:
     answer, _, broken = measured(tmp_path, "a", "dead", users="1")
     assert broken == "server http://dead: /v1/models is not answered"

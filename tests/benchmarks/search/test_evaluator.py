@@ -70,7 +70,7 @@ async def test_a_budget_is_a_share_where_images_differ_in_size() -> None:
     assert eighth.relative_to(full, ()).mean() < -0.1
 
 
-async def test_a_failed_evaluation_has_the_problems_of_its_cause(
+async def test_a_failed_evaluation_is_recorded_with_the_whole_text_of_its_cause(
     evaluator: YardstickEvaluator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
@@ -79,8 +79,7 @@ async def test_a_failed_evaluation_has_the_problems_of_its_cause(
     monkeypatch.setattr(EncodedBatch, "score", refuse)
     with pytest.raises(EvaluationFailed) as raised:
         await measure(evaluator, load_state("trim"), 3, 0, 1)
-    assert str(raised.value) == "s: /scoring: has no signal -> add one"
-    assert raised.value.problems[0].fix == "add one"
+    assert raised.value.reason == "s: /scoring: has no signal -> add one"
 
 
 def test_a_data_folder_has_all_questions_and_its_splits_share_no_scene(

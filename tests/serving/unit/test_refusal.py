@@ -31,11 +31,11 @@ def test_an_error_of_ours_is_one_of_vllms_with_the_same_message() -> None:
     assert REFUSED._value.get() == before + 1
 
 
-def test_a_place_without_a_kind_is_a_place_and_other_errors_pass() -> None:
+def test_a_problem_without_a_kind_has_its_place_and_other_errors_pass() -> None:
     error = RefusedRequest("request", [Problem("/a", "is b")])
-    assert error.parameter == "/a"
+    assert error.parameter == "/a#"
     copy = pickle.loads(pickle.dumps(error))
-    assert (str(copy), copy.parameter) == (str(error), "/a")
+    assert (str(copy), copy.parameter) == (str(error), "/a#")
     with pytest.raises(TypeError, match="ours"), refusing_requests():
         raise TypeError("ours")
 

@@ -18,16 +18,14 @@ REFUSED = Counter(
 class RefusedRequest(RequestError, VLLMValidationError):
     """The error of a request, which every endpoint of vLLM answers by 400.
 
-    ``parameter`` is the ``param`` of OpenAI's error object: WHERE#KIND of the first problem, or
-    WHERE alone (docs/clients.md).
+    ``parameter`` is the ``param`` of OpenAI's error object: WHERE#KIND of the first problem, whose
+    kind may be empty (docs/clients.md).
     """
 
     def __init__(self, subject: str, problems: Sequence[Problem]) -> None:
         super().__init__(subject, problems)
         problem = self.problems[0]
-        self.parameter = problem.where
-        if problem.kind:
-            self.parameter += f"#{problem.kind}"
+        self.parameter = f"{problem.where}#{problem.kind}"
         self.value = None
 
     # vLLM's adds the parameter to the message, which begins with the place already.
