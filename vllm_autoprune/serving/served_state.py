@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, get_args
 
 from vllm_autoprune.errors import Refusal
@@ -121,12 +122,12 @@ class ServedState:
         state = self.state_for_plan(plan)
         exchange = plan.keep == "state"
         if plan.part == "recall":
-            return materialize(state, plan.budget, part="recall", exchange=exchange)
+            return make_policy(state, plan.budget, part="recall", exchange=exchange)
         if plan.part == "core":
-            return materialize(state, plan.core, part="core")
+            return make_policy(state, plan.core, part="core")
         core = plan.core if plan.part == "delta" else None
-        video = plan.frames > 0
-        return materialize(
+        video = plan.frames > 0 and plan.part == "whole"
+        return make_policy(
             state, plan.image_budget, core, video=video, exchange=exchange
         )
 
@@ -177,6 +178,10 @@ class ServedState:
 
     def __setstate__(self, fields: Mapping[str, Any]) -> None:
         vars(self).update(fields, state=load_state(fields["state"]))
+
+
+make_policy = lru_cache(maxsize=512)(materialize)
+"""Policy of a state at a budget, of which an API server and a worker ask several times an item."""
 
 
 def served_state(model_config: ModelConfig) -> ServedState | None:

@@ -15,11 +15,10 @@ from vllm_autoprune.serving.plan import ENTRY, NO_KEY, ItemPlan
 from vllm_autoprune.serving.plan_rules import find_cost_problem
 from vllm_autoprune.serving.request_rules import REQUESTS_FLAG, Level, RequestRules
 from vllm_autoprune.serving.request_states import load_request_state
-from vllm_autoprune.serving.served_state import ServedState
+from vllm_autoprune.serving.served_state import ServedState, make_policy
 from vllm_autoprune.serving.state_codec import encode_state
 from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 from vllm_autoprune.tpdsl.cost import FLAG
-from vllm_autoprune.tpdsl.materialize import materialize
 from vllm_autoprune.tpdsl.state import PruningState
 
 _MAX_COMPARED = 1 << 14
@@ -206,7 +205,7 @@ class RequestBudgets:
             budget = served.budget
         exchange = self.request.keep == "state"
         is_video = count.frames > 0
-        policy = materialize(
+        policy = make_policy(
             self.chosen_state, budget, video=is_video, exchange=exchange
         )
         if not is_video:

@@ -194,9 +194,9 @@ def watch_requests() -> None:
         if served is None:
             return request
         params = args[0] if args else named.get("params")
-        refuse_misplaced(
-            {"extra_args": getattr(params, "extra_args", None)}, {}, OFFLINE_FIX
-        )
+        with refusing_requests():
+            extra = getattr(params, "extra_args", None)
+            refuse_misplaced({"extra_args": extra}, {}, OFFLINE_FIX)
         if not request.mm_features:
             return request
         hashes = prompt.get("mm_hashes") if isinstance(prompt, Mapping) else None
