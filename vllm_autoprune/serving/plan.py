@@ -13,7 +13,7 @@ from typing import Annotated, Literal, get_args
 from msgspec import Meta
 from torch import Tensor
 
-from vllm_autoprune.errors import Problem, RequestError
+from vllm_autoprune.errors import RequestError
 from vllm_autoprune.serving.plan_codec import RowCodec
 from vllm_autoprune.serving.state_codec import MAX_STATE_BYTES
 from vllm_autoprune.tpdsl.atoms.source import MAX_BUDGET
@@ -274,11 +274,6 @@ _RENDERED = "send images, or inputs that a server with the same settings has ren
 """How a request is corrected whose plans or tensors no such server makes."""
 
 
-def refuse(where: str, what: str, fix: str, kind: str = "") -> RequestError:
-    """The error of a request, answered by 400: its place, how to correct it, and its kind."""
-    return RequestError("request", [Problem(where, what, fix, kind)])
-
-
 def plan_error(what: str, field: str = FIELD) -> RequestError:
     """Error for a plan, or a tensor beside it, that no server's own processor makes."""
-    return refuse(field, what, _RENDERED)
+    return RequestError.of(field, what, _RENDERED)

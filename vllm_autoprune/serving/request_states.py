@@ -9,7 +9,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 
 from vllm_autoprune.errors import Refusal, RequestError, StateError
-from vllm_autoprune.serving.plan import ENTRY, refuse
+from vllm_autoprune.serving.plan import ENTRY
 from vllm_autoprune.serving.state_codec import (
     MAX_CACHED_STATES,
     decode_state,
@@ -54,18 +54,18 @@ def load_request_state(
             name_shown = escape_unprintable(name, 80)
             what = f"no state of the name {name_shown!r} ships with this server"
             fix = suggest_name(name, list(files))
-            raise refuse(where, what, fix, Refusal.UNKNOWN_STATE)
+            raise RequestError.of(where, what, fix, kind=Refusal.UNKNOWN_STATE)
         source = files[state_field]
     else:
         try:
             source = json.dumps(state_field)
         except (TypeError, ValueError, RecursionError) as error:
             what = f"no JSON: {str(error)[:200]}"
-            raise refuse(where, what, "send a state as JSON") from None
+            raise RequestError.of(where, what, "send a state as JSON") from None
         if len(source) > _MAX_STATE_CHARACTERS:
             what = f"{len(source)} characters, and a request may bring {_MAX_STATE_CHARACTERS}"
             fix = "a state is a few kilobytes: shorten its provenance"
-            raise refuse(where, what, fix)
+            raise RequestError.of(where, what, fix)
     try:
         state = _load(source)
         text = encode_state(state)

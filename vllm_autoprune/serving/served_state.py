@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, get_args
 
-from vllm_autoprune.errors import Refusal
+from vllm_autoprune.errors import Refusal, RequestError
 from vllm_autoprune.serving.compat import get_attachment
-from vllm_autoprune.serving.plan import ENTRY, MROPE, ItemPlan, refuse
+from vllm_autoprune.serving.plan import ENTRY, MROPE, ItemPlan
 from vllm_autoprune.serving.request_rules import DEFAULT_RULES, RequestRules
 from vllm_autoprune.serving.state_codec import decode_state
 from vllm_autoprune.text_tower import TextTower
@@ -93,7 +93,7 @@ class ServedState:
         if requested is not None and only not in (None, requested):
             what = f"{requested!r}: this model {why}"
             where = f"{ENTRY}/positions"
-            raise refuse(where, what, "leave it out", Refusal.UNSUPPORTED)
+            raise RequestError.of(where, what, "leave it out", kind=Refusal.UNSUPPORTED)
         return only or requested or self.positions or state.positions
 
     def count_video_tokens(
@@ -148,7 +148,8 @@ class ServedState:
             readers = f"its base policy {policy.base.name!r} or its atoms"
             what = f"{readers} read what is not made here: {inputs}"
             fix = "bring a state that does not read it"
-            raise refuse(f"{ENTRY}/state", what, fix, Refusal.UNSUPPORTED)
+            where = f"{ENTRY}/state"
+            raise RequestError.of(where, what, fix, kind=Refusal.UNSUPPORTED)
         return policy.needs
 
     def selection_identity(self, state: PruningState) -> str:
