@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from vllm_autoprune.errors import ConfigError, Problem
-from vllm_autoprune.evaluation.formats import ask, render
+from vllm_autoprune.evaluation.asked_question import ask, render
 from vllm_autoprune.evaluation.pictures import Picture
 from vllm_autoprune.evaluation.questions import (
     Example,

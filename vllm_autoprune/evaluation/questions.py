@@ -13,14 +13,11 @@ from tqdm import tqdm
 
 from vllm_autoprune.connection import Connection
 from vllm_autoprune.errors import ConfigError, Problem
-from vllm_autoprune.evaluation.formats import (
-    AskedQuestion,
-    QuestionReader,
-    Text,
-    render,
-)
+from vllm_autoprune.evaluation.asked_question import AskedQuestion, render
+from vllm_autoprune.evaluation.data_sets.registry import Text
 from vllm_autoprune.evaluation.journal import MME, PAIRS, Question
 from vllm_autoprune.evaluation.pictures import Picture, PictureSource, read_picture
+from vllm_autoprune.evaluation.question_reader import QuestionReader
 from vllm_autoprune.record_file import FrozenModel
 
 _MAX_PROBLEMS = 20

@@ -1,0 +1,27 @@
+"""Samples that lmms-eval logged."""
+
+from vllm_autoprune.errors import ConfigError
+from vllm_autoprune.evaluation.asked_question import AskedQuestion
+from vllm_autoprune.evaluation.data_sets.registry import Record, data_set, make_known
+
+
+@data_set("doc_id", "target")
+def read_lmms_sample(record: Record) -> AskedQuestion:
+    """A sample that names its picture."""
+    fields = record.fields
+    arguments = fields.get("arguments")
+    prompts = [fields.get("input")]
+    if isinstance(arguments, list):
+        prompts += arguments
+    text = next((prompt for prompt in prompts if isinstance(prompt, str)), None)
+    image = fields.get("input_media")
+    if not image:
+        what = (
+            "has no picture: lmms-eval keeps only those that have a path or an address"
+        )
+        fix = "give the data of the task itself, such as VLMEvalKit's TSV of it"
+        raise ConfigError.of(record.where, what, fix, subject="data")
+    category = fields.get("category")
+    return make_known(
+        record, image=image, question=text, answer=fields["target"], category=category
+    )

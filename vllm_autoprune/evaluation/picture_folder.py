@@ -1,0 +1,114 @@
+"""Folders of pictures with questions in text files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+
+from PIL import Image
+
+from vllm_autoprune.errors import Problem
+from vllm_autoprune.evaluation.asked_question import AskedQuestion, ask
+from vllm_autoprune.evaluation.pictures import VIDEOS, PictureSource
+from vllm_autoprune.evaluation.records import read_lines
+from vllm_autoprune.stream import one_line
+
+_SHARED = "questions.txt"
+"""Name of the file of questions about every picture of its folder, or of all folders."""
+
+
+def read_folder(
+    path: Path, problems: list[Problem], fix: str
+) -> Iterator[AskedQuestion]:
+    """Questions of text files: of a picture's name about it, else ``questions.txt`` about all.
+
+    A line is a question, or a question, a tab and its answer. Sub-folders, as MME has them, are
+    categories; a yes and a no about one picture are a pair there.
+    """
+    pairs = count()
+    without_text = 0
+    with_text = 0
+    subfolders = sorted(folder for folder in path.iterdir() if folder.is_dir())
+    for folder in (path, *subfolders):
+        category = "all" if folder == path else one_line(folder.name, 80)
+        texts, pictures = _list_section(folder, problems)
+        for picture in pictures:
+            shared = folder / _SHARED
+            if not shared.exists():
+                shared = path / _SHARED
+            text = texts.get(picture.stem, shared)
+            if not text.exists():
+                without_text += 1
+                continue
+            with_text += 1
+            questions = list(_read_text(path, text, picture, category, fix))
+            rules = [question.rule for question in questions]
+            pair = None
+            if picture.stem in texts and rules == ["yes_no", "yes_no"]:
+                pair = next(pairs)
+            yield from (replace(question, pair=pair) for question in questions)
+    if without_text or not with_text:
+        problems.append(_explain_missing(path, without_text))
+
+
+def _read_text(
+    path: Path, text: Path, picture: Path, category: str, fix: str
+) -> Iterator[AskedQuestion]:
+    """The questions of one text file about a picture."""
+    name = one_line(picture.relative_to(path), 200)
+    source = PictureSource(str(picture), name, str(picture))
+    for number, line in read_lines(text, fix):
+        question, _, answer = (part.strip() for part in line.strip().partition("\t"))
+        if question:
+            yield AskedQuestion(
+                f"{text}:{number}",
+                ask(question, source),
+                (answer,) if answer else (),
+                "yes_no" if answer.lower() in ("yes", "no") else "text",
+                category,
+            )
+
+
+def _explain_missing(path: Path, without_text: int) -> Problem:
+    """Of a folder in which pictures have no question, or that has no picture."""
+    what = "has no picture"
+    fix = "name a folder with PNG or JPEG files"
+    if without_text:
+        shared = path / _SHARED
+        what = f"has pictures without a question ({without_text})"
+        fix = f"write {shared}, one question a line: each is asked about every picture"
+    kinds = (".jsonl", ".json", ".tsv", ".csv")
+    for file in sorted(path.iterdir()):
+        if file.suffix in kinds and "annotations" not in file.name:
+            fix = f"name its file of questions, {file}"
+    return Problem(str(path), what, fix)
+
+
+def _list_section(
+    folder: Path, problems: list[Problem]
+) -> tuple[dict[str, Path], list[Path]]:
+    """Texts by the names of their pictures, and pictures, in one folder or in MME's two in it.
+
+    A text without its picture is added to ``problems``.
+    """
+    texts = folder / "questions_answers_YN"
+    images = folder / "images"
+    if not texts.is_dir():
+        texts = folder
+        images = folder
+    by_name = {
+        path.stem: path for path in sorted(texts.glob("*.txt")) if path.name != _SHARED
+    }
+    endings = {*Image.registered_extensions(), *VIDEOS}
+    pictures = [
+        path
+        for path in sorted(images.iterdir() if images.is_dir() else ())
+        if path.suffix.lower() in endings and path.name[0] != "."
+    ]
+    for stem in by_name.keys() - {path.stem for path in pictures}:
+        what = f"has questions about no picture: {images} has none of its name"
+        fix = f"rename it {_SHARED} if they are about every picture, or remove it"
+        problems.append(Problem(str(by_name[stem]), what, fix))
+    return by_name, pictures
