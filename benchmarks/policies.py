@@ -52,7 +52,7 @@ _FRAMES: Mapping[str, Mapping[str, object]] = {
     "vcast": {"budget": "curvature"},
     "vidcom2": {"budget": "uniqueness"},
 }
-"""How methods for videos spread their tokens over the frames of a clip, as published."""
+"""How methods for videos spread their tokens over the frames of a video, as published."""
 
 _PACKED = "Kept tokens are packed, as published."
 """Note of states that reproduce the paper; every other has kept tokens at their true positions."""
@@ -114,9 +114,9 @@ def _build_states(folder: Path = POLICIES) -> list[PruningState]:
     found_by = "The authors of the method; parameters as they published them where nothing else is "
     for name, policy in BASE_POLICIES.items():
         notes = f"The base policy {name} alone. {policy.doc}"
-        clips = {"frames": dict(_FRAMES[name])} if name in _FRAMES else {}
+        videos = {"frames": dict(_FRAMES[name])} if name in _FRAMES else {}
         author = "This project." if name == "norm" else f"{found_by}said."
-        states.append(edit(name, notes, {**alone(name), **clips}, author))
+        states.append(edit(name, notes, {**alone(name), **videos}, author))
     constraints = json.loads(source.dumps())["constraints"]
     for quota in QUOTAS:
         swept = {**constraints["selector"], "q_e": quota, "r_min": None}

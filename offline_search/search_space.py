@@ -243,7 +243,7 @@ def atom_names(group: Group, settings: Settings) -> list[str]:
 
 def _is_offered(name: str, settings: Settings) -> bool:
     atom = ATOMS[name]
-    return not atom.clips and (
+    return not atom.videos and (
         settings.library != "paper" or atom.origin != "extension"
     )
 

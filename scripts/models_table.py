@@ -136,7 +136,7 @@ def format_models(tokens: Mapping[str, int]) -> str:
         kept = BudgetCall.parse(backbone.budget).tokens_kept(count)
         ids = _as_code(CHECKPOINTS[architecture])
         start = f"`{backbone.state}`, {kept}"
-        videos = "pruned" if backbone.clips else "-"
+        videos = "pruned" if backbone.videos else "-"
         served.append((ids, f"`{architecture}`", f"{count}", start, videos))
     refused = [("not served: checkpoints (architecture)", "why"), ("---", "---")]
     for row in REFUSALS:

@@ -23,7 +23,7 @@ from tests.serving.unit.samples import image as region_image
 from tests.tpdsl.samples import images, state
 from vllm_autoprune import Grid, materialize, picture, refine
 from vllm_autoprune.cli.main import main
-from vllm_autoprune.evaluation.pictures import read_clip
+from vllm_autoprune.evaluation.pictures import read_video
 from vllm_autoprune.explain import (
     Explanation,
     Trace,
@@ -344,40 +344,40 @@ def write_video(path: Path, frames: int) -> Path:
 
 
 def test_clips_are_sampled_as_vllm_samples_them(tmp_path: Path) -> None:
-    clip = read_clip(write_video(tmp_path / "a.mp4", 40))
-    assert clip is not None and clip.frames[0].size == (112, 84) and clip.seconds > 0
+    video = read_video(write_video(tmp_path / "a.mp4", 40))
+    assert video is not None and video.frames[0].size == (112, 84) and video.seconds > 0
     assert (
-        len(clip.frames) == 32
-        and clip.note == "32 of 40 frames are read, as vLLM samples"
+        len(video.frames) == 32
+        and video.note == "32 of 40 frames are read, as vLLM samples"
     )
-    clip = read_clip(tmp_path / "a.mp4", "Qwen2VLVideoProcessor")  # two a second
+    video = read_video(tmp_path / "a.mp4", "Qwen2VLVideoProcessor")  # two a second
     assert (
-        clip is not None
-        and len(clip.frames) == 10
-        and clip.note.startswith("10 of 40 frames")
+        video is not None
+        and len(video.frames) == 10
+        and video.note.startswith("10 of 40 frames")
     )
     os.mkfifo(write_frames(tmp_path / "frames", 3) / "pipe.png")
-    frames = read_clip(tmp_path / "frames")
+    frames = read_video(tmp_path / "frames")
     assert frames is not None and frames.url.count(",") == 3 and not frames.note
     assert [frame.getpixel((0, 0)) for frame in frames.frames] == [
         (0, 0, 0),
         (5, 0, 0),
         (10, 0, 0),
     ]
-    many = read_clip(write_frames(tmp_path / "many", 40))
+    many = read_video(write_frames(tmp_path / "many", 40))
     assert many is not None and len(many.frames) == 32 and "of 40 frames" in many.note
     assert many.frames[-1].getpixel((0, 0)) == (195, 0, 0), (
         "the last frame is one of them"
     )
-    assert read_clip(tmp_path / "many" / "000.png") is None, "a picture"
+    assert read_video(tmp_path / "many" / "000.png") is None, "a picture"
 
 
 @pytest.mark.parametrize("frames", [5, 40])
 def test_a_filmstrip_shows_what_each_frame_keeps(frames: int) -> None:
-    grid = Grid(3, 4, tiles=frames, clip=True)
+    grid = Grid(3, 4, tiles=frames, video=True)
     policy = materialize(
         load_state("vcast"),
-        BudgetCall.parse("tokens_per_frame:5", clip=True),
+        BudgetCall.parse("tokens_per_frame:5", video=True),
         video=True,
     )
     tokens = images(grid=grid, batch=1)
@@ -414,11 +414,11 @@ def test_a_clip_is_sent_as_a_server_gets_it_and_its_groups_are_shown(
     """A stand-in for the engine, which keeps what it is given."""
     started = dict[str, Any]()
     asked = list[Any]()
-    grid = Grid(2, 2, tiles=3, clip=True)
+    grid = Grid(2, 2, tiles=3, video=True)
     tokens = images(grid=grid, batch=1)
     policy = materialize(
         load_state("vcast"),
-        BudgetCall.parse("tokens_per_frame:2", clip=True),
+        BudgetCall.parse("tokens_per_frame:2", video=True),
         video=True,
     )
 
@@ -437,9 +437,9 @@ def test_a_clip_is_sent_as_a_server_gets_it_and_its_groups_are_shown(
     monkeypatch.setattr("vllm.LLM", Engine)
     monkeypatch.setattr("vllm_autoprune.explain._record", record)
     checkpoint = build("qwen2_5_vl", tmp_path / "tiny")
-    clip = read_clip(write_frames(tmp_path / "frames", 6))
-    assert clip is not None
-    (explanation,) = explain_image(checkpoint, None, policy, clip, "What moves?")
+    video = read_video(write_frames(tmp_path / "frames", 6))
+    assert video is not None
+    (explanation,) = explain_image(checkpoint, None, policy, video, "What moves?")
     assert (
         started["additional_config"]["autoprune"]["video_budget"]
         == "tokens_per_frame:2"
@@ -447,9 +447,9 @@ def test_a_clip_is_sent_as_a_server_gets_it_and_its_groups_are_shown(
     assert started["limit_mm_per_prompt"]["video"] == 1
     assert asked[0]["content"][0] == {
         "type": "video_url",
-        "video_url": {"url": clip.url},
+        "video_url": {"url": video.url},
     }
-    assert list(explanation.frames) == [clip.frames[at] for at in (0, 2, 4)]
+    assert list(explanation.frames) == [video.frames[at] for at in (0, 2, 4)]
     call = [
         "explain",
         str(tmp_path / "frames"),

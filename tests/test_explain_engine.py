@@ -131,6 +131,6 @@ def test_a_clip_is_explained_by_its_frames(tmp_path: Path) -> None:
         noise.save(frames / f"{number}.png")
     options = ("--budget", "tokens_per_frame:2", "-o", str(tmp_path / "strip.png"))
     (region,) = explain(checkpoint, None, tmp_path, *options, path=frames)
-    assert region["grid"]["clip"] and region["grid"]["tiles"] == 2
+    assert region["grid"]["video"] and region["grid"]["tiles"] == 2
     assert sum(region["kept_by_frame"]) == len(region["kept"]) == 4
     assert (tmp_path / "strip.png").is_file()

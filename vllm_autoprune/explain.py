@@ -1,4 +1,4 @@
-"""Which tokens of an image or a clip a policy keeps and why: selected in an engine, and traced.
+"""Which tokens of an image or a video a policy keeps and why: selected in an engine, and traced.
 
 The engine runs in this process, with the code that serves, for every backbone. A trace has the
 reference selection, the exchange and every signal; ``picture`` draws it.
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from vllm_autoprune.backbones import read_config
 from vllm_autoprune.errors import ConfigError
-from vllm_autoprune.evaluation.pictures import Clip
+from vllm_autoprune.evaluation.pictures import Video
 from vllm_autoprune.ops.rowwise import min_max_normalise
 from vllm_autoprune.serving.models import BACKBONES, require_served
 from vllm_autoprune.tpdsl.atoms.signals import run_signal
@@ -54,7 +54,7 @@ class _SignalTrace:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Trace of one image; indices are raster indices into its N tokens, of a clip by frame."""
+    """Trace of one image; indices are raster indices into its N tokens, of a video by frame."""
 
     grid: Grid
     reference: tuple[int, ...]
@@ -77,7 +77,7 @@ class Trace:
 
     @property
     def kept_by_frame(self) -> tuple[int, ...]:
-        """K_t, tokens kept of each frame of a clip, or of each tile; without merged rows."""
+        """K_t, tokens kept of each frame of a video, or of each tile; without merged rows."""
         frames = [token // self.grid.per_tile for token in self.kept]
         return tuple(map(frames.count, range(self.grid.tiles)))
 
@@ -151,10 +151,10 @@ def _describe_reads(policy: PruningPolicy, tokens: VisualTokens) -> str:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a policy keeps of one region of an image, or of a clip, for one question.
+    """What a policy keeps of one region of an image, or of a video, for one question.
 
     ``policy`` has the region's share of K; ``region`` names it, where the image has several. The
-    grid of ``trace`` covers ``picture``, or of a clip each of its ``frames``.
+    grid of ``trace`` covers ``picture``, or of a video each of its ``frames``.
     """
 
     picture: Image.Image
@@ -163,7 +163,7 @@ class Explanation:
     trace: Trace
     region: str = ""
     frames: Sequence[Image.Image] = ()
-    """What each temporal group of a clip shows."""
+    """What each temporal group of a video shows."""
 
     @property
     def summary(self) -> str:
@@ -173,7 +173,7 @@ class Explanation:
         summary = f"{self.region}: " if self.region else ""
         summary += f"{state.name} ({state.digest[:12]}) keeps {len(trace.kept) + trace.extra} of "
         summary += f"{trace.grid.tokens} visual tokens"
-        if trace.grid.clip:
+        if trace.grid.video:
             minimum = min(trace.kept_by_frame)
             maximum = max(trace.kept_by_frame)
             summary += f" in {trace.grid.tiles} frames, {minimum} to {maximum} of each"
@@ -193,19 +193,19 @@ def explain_image(
     checkpoint: Path,
     text_tower: Path | None,
     policy: PruningPolicy,
-    image: Image.Image | Clip,
+    image: Image.Image | Video,
     question: str,
 ) -> list[Explanation]:
-    """Each region of an image, or a clip, and what a server with this policy's state keeps of it.
+    """Each region of an image, or a video, and what a server with this policy's state keeps of it.
 
     Raises :class:`ConfigError` for folders without a checkpoint, where K is not below the tokens,
-    and for a clip where the model's are served whole; :class:`UnsupportedModelError` for
+    and for a video where the model's are served whole; :class:`UnsupportedModelError` for
     architectures that are not served.
     """
     backbone = require_served(read_config(str(checkpoint)))
-    clip = image if isinstance(image, Clip) else None
-    if clip is not None and not backbone.clips:
-        names = ", ".join(row.name for row in BACKBONES.values() if row.clips)
+    video = image if isinstance(image, Video) else None
+    if video is not None and not backbone.videos:
+        names = ", ".join(row.name for row in BACKBONES.values() if row.videos)
         raise ConfigError.of(
             str(checkpoint),
             f"is a {backbone.name}, whose videos are served whole",
@@ -213,18 +213,18 @@ def explain_image(
             subject="explain",
         )
     budget = policy.by_size or BudgetCall.parse(policy.budget)
-    llm = _start_engine(checkpoint, _list_settings(policy, budget, text_tower), clip)
+    llm = _start_engine(checkpoint, _list_settings(policy, budget, text_tower), video)
     with _record(llm) as (selections, tiles):
         _ask(llm, image, question)
     if not selections:
-        visual = "image" if clip is None else "clip"
+        visual = "image" if video is None else "video"
         raise ConfigError.of(
             "--budget",
             f"K = {budget.rule()} keeps every token of this {visual}",
             "give a smaller K",
             subject="explain",
         )
-    if isinstance(image, Clip):
+    if isinstance(image, Video):
         policy, tokens, refined = selections[0]
         trace = Trace.of(policy, tokens, refined)
         # A temporal group is several frames, of which the first stands for it.
@@ -264,9 +264,9 @@ def _list_settings(
 
 
 def _start_engine(
-    checkpoint: Path, settings: dict[str, object], clip: Clip | None
+    checkpoint: Path, settings: dict[str, object], video: Video | None
 ) -> LLM:
-    """An engine in this process, which takes one image or one clip in a prompt."""
+    """An engine in this process, which takes one image or one video in a prompt."""
     for name, value in (
         ("VLLM_ENABLE_V1_MULTIPROCESSING", "0"),  # its model is in this process
         ("VLLM_CPU_KVCACHE_SPACE", "1"),
@@ -287,7 +287,7 @@ def _start_engine(
         max_model_len=longest,
         max_num_batched_tokens=longest,
         max_num_seqs=1,
-        limit_mm_per_prompt={"image": 1, "video": int(clip is not None)},
+        limit_mm_per_prompt={"image": 1, "video": int(video is not None)},
         skip_mm_profiling=True,
         use_tqdm_on_load=False,
         disable_log_stats=True,
@@ -295,14 +295,14 @@ def _start_engine(
     )
 
 
-def _ask(llm: LLM, image: Image.Image | Clip, question: str) -> None:
+def _ask(llm: LLM, image: Image.Image | Video, question: str) -> None:
     """Ask the question; raises :class:`ConfigError` where the prompt is too long."""
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
     fix = "ask a shorter one"
     visual: dict[str, object] = {"type": "image_pil", "image_pil": image}
-    if isinstance(image, Clip):
+    if isinstance(image, Video):
         fix += ", or give fewer or smaller frames"
         visual = {"type": "video_url", "video_url": {"url": image.url}}
     text = {"type": "text", "text": question}

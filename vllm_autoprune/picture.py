@@ -1,6 +1,6 @@
 """What a policy keeps of an image, drawn as one PNG: panels with a title above, a legend below.
 
-A clip is a filmstrip: its frames, each with what it keeps.
+A video is a filmstrip: its frames, each with what it keeps.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ def _draw_sheet(explanation: Explanation) -> Image.Image:
 
 
 def _draw_filmstrip(explanation: Explanation) -> Image.Image:
-    """Question and summary, the frames of a clip with what each keeps and K_t below, a legend."""
+    """Question and summary, the frames of a video with what each keeps and K_t below, a legend."""
     trace = explanation.trace
     frames = explanation.frames
     grid = Grid(trace.grid.height, trace.grid.width)

@@ -172,7 +172,7 @@ def write_data(
 ) -> None:
     """Write a data folder of a yardstick: the splits of :func:`draw_examples`, and images.
 
-    A clip is a folder of frames.
+    A video is a folder of frames.
     """
     (folder / "images").mkdir(parents=True, exist_ok=True)
     for split in SPLITS:

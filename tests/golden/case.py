@@ -277,7 +277,7 @@ def images(case: Case) -> VisualTokens:
     if "sys" in case.recipe:
         return _sequence(case)
     if kind == "video":
-        grid = Grid(1, case.recipe["n"], case.recipe["T"], clip=True)
+        grid = Grid(1, case.recipe["n"], case.recipe["T"], video=True)
         text = arrays.get("text_tokens", torch.empty(0, case.recipe["D"]))[None]
         asked = Words(text, torch.ones(text.shape[:2], dtype=torch.bool))
         return VisualTokens(

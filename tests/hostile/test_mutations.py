@@ -156,7 +156,7 @@ EXAMPLES: Mapping[str, tuple[str, Callable[[ItemPlan], bool], Change]] = {
 def test_what_ended_engines_is_refused_or_survived(
     backbone: str, tmp_path: Path
 ) -> None:
-    """A clip without any text is served, of a model that the check does not know to have some."""
+    """A video without any text is served, of a model that the check does not know to have some."""
     worker = Worker(backbone, tmp_path)
     outcomes = dict[str, str]()
     for name, (of_backbone, concerns, change) in EXAMPLES.items():

@@ -31,9 +31,9 @@ from vllm.multimodal.utils import group_and_batch_mm_items, group_and_batch_mm_k
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.worker.utils import sanity_check_mm_encoder_outputs
 
-from tests.serving.unit.samples import LARGE, OTHER, Sender, clip_state, picture
+from tests.serving.unit.samples import LARGE, OTHER, Sender, picture, video_state
 from vllm_autoprune.selftest.backbones import build
-from vllm_autoprune.selftest.questions import clip
+from vllm_autoprune.selftest.questions import video
 from vllm_autoprune.serving.api.foreign_items import check_features
 from vllm_autoprune.serving.compat import attach
 from vllm_autoprune.serving.compat import worker as patches
@@ -72,7 +72,7 @@ class Worker:
         build(backbone, folder)
         rules = RequestRules("states", 1, 1024, explicit=True, recall=4)
         mark = "<|image_pad|>" if backbone.startswith("qwen") else ""
-        state = clip_state("vcast")
+        state = video_state("vcast")
         self.sender = Sender(
             folder, 8, rules=rules, placeholder=mark, **state
         ).with_blocks(4)
@@ -97,7 +97,7 @@ class Worker:
             loader.load_weights(self.model, config.model_config)
             cpu = torch.device("cpu")
             process_weights_after_loading(self.model, config.model_config, cpu)
-        self.has_clips = served.capabilities.prunes_videos
+        self.has_videos = served.capabilities.prunes_videos
         self.requests = [*self._make_requests()]
         (self.neighbour,) = self.requests[0].features
         (self.rows,) = self.encode([self.neighbour])
@@ -122,9 +122,9 @@ class Worker:
             )
         if self.sender._processor._placeholders.resize is not None:
             yield self._make([LARGE], keep="resized", budget=9)
-        if self.has_clips:
+        if self.has_videos:
             for k in (5, "100%", "1/3"):
-                yield self._make([clip(8)], modality="video", video_budget=k)
+                yield self._make([video(8)], modality="video", video_budget=k)
 
     def _make(self, images: Sequence[Any], **named: Any) -> Request:
         modality = named.get("modality", "image")

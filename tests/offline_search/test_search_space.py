@@ -86,8 +86,8 @@ def test_every_searched_atom_is_sampled() -> None:
         "similarity_kernel",
         "selection_constraints",
     ):
-        assert {name for name in ATOMS.names(group) if not ATOMS[name].clips} <= drawn
-    assert not any(ATOMS[name].clips for name in drawn & set(ATOMS.names()))
+        assert {name for name in ATOMS.names(group) if not ATOMS[name].videos} <= drawn
+    assert not any(ATOMS[name].videos for name in drawn & set(ATOMS.names()))
     assert set(ATOMS.names("reassembly")) <= drawn
     assert {f"q_e={quota}" for quota in (0, 1, 2, 4, 8)} <= drawn
 
@@ -155,7 +155,7 @@ def test_every_signal_starts_alone_and_may_exchange_everything() -> None:
     settings = Settings(base_policy="divprune", budgets=(BUDGET,))
     states = _warm_start_states(settings)
     alone = [state for state in states if len(state.scoring.signals) == 1]
-    signals = [name for name in ATOMS.names("scoring") if not ATOMS[name].clips]
+    signals = [name for name in ATOMS.names("scoring") if not ATOMS[name].videos]
     assert [state.scoring.signals[0].atom for state in alone] == signals
     quotas = {state.constraints.selector.bounds(BUDGET)[0] for state in alone}
     assert quotas == {BUDGET}

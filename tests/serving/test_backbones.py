@@ -96,7 +96,7 @@ def assert_checks_pass(name: str, runner: Runner) -> Report:
     axes = {len(completion.positions) for completion in report["stock"].values()}
     assert axes == {3 if backbone.mrope else 1}
     assert ("video" in report["stock others"]) == (name not in WITHOUT_VIDEO)
-    assert bool(report["clips"]) == backbone.clips
+    assert bool(report["videos"]) == backbone.videos
     return report
 
 

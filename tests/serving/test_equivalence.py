@@ -48,7 +48,7 @@ from tests.serving.engine import (
 )
 from tests.serving.runners import Result, Runner, in_engine
 from vllm_autoprune.selftest.backbones import TINY_MODELS
-from vllm_autoprune.selftest.questions import clip, picture
+from vllm_autoprune.selftest.questions import picture, video
 from vllm_autoprune.selftest.run import BLOCK
 from vllm_autoprune.serving import identities
 from vllm_autoprune.serving.identities import make_cache_identity
@@ -302,13 +302,13 @@ def interleave(backbone: str, count: int) -> float:
     random = Random(0)
     row = next(row for row in BACKBONES.values() if row.name == backbone)
     merged = {} if "merger_input" in row.missing else {"rank_at": "merger_in"}
-    frames = {"frames": {"budget": "curvature"}} if row.clips else {}
+    frames = {"frames": {"budget": "curvature"}} if row.videos else {}
     state = {**state_with_core("autoprune"), **merged, **frames, "positions": "true"}
     engine = start(
         {"state": state, "budget": 8, "requests": "states"},
         model=built(backbone),
         **{**BATCHED, "max_model_len": 640, "num_gpu_blocks_override": 22},
-        limit_mm_per_prompt={"image": 3, "video": int(row.clips)},
+        limit_mm_per_prompt={"image": 3, "video": int(row.videos)},
         disable_log_stats=False,
     )
     tiny = TINY_MODELS[backbone]
@@ -354,11 +354,11 @@ def interleave(backbone: str, count: int) -> float:
                 size=8000 * random.choice((1, 3))
             )
             prompt["multi_modal_data"]["audio"] = [(noise, 16000)]
-        if row.clips and random.random() < 0.4:
+        if row.videos and random.random() < 0.4:
             prompt["prompt"] = (
                 f"{engine.model.get_placeholder_str('video', 1)} {question}"
             )
-            prompt["multi_modal_data"]["video"] = clip(
+            prompt["multi_modal_data"]["video"] = video(
                 random.choice((2, 6, 14)), len(prompts) % 9
             )
             if "state" not in entry and entry.get("enabled", True):

@@ -1,4 +1,4 @@
-"""Clips: how K is spread over frames, and what a selection from them promises."""
+"""Videos: how K is spread over frames, and what a selection from them promises."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from vllm_autoprune import (
     materialize,
     refine,
 )
-from vllm_autoprune.ops.clips import split_exactly
 from vllm_autoprune.ops.rowwise import mask_from_indices
+from vllm_autoprune.ops.videos import split_exactly
 from vllm_autoprune.tpdsl.atoms.signals import run_signal
 from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.frames import Frames
 from vllm_autoprune.tpdsl.refine import keep_reference
 
-CLIP = Grid(3, 3, tiles=4, clip=True)
+VIDEO = Grid(3, 3, tiles=4, video=True)
 RULES = [
     {"budget": budget, "first": first, "low": low}
     for budget, first in product(
@@ -55,7 +55,7 @@ RULES = [
 def policy_of(
     base: str, count: int, changes: Changes | None = None, **frames: object
 ) -> PruningPolicy:
-    """A base policy on clips, alone if no other changes are given."""
+    """A base policy on videos, alone if no other changes are given."""
     chosen = {
         "/base_policy": {"name": base},
         **(UNCHANGED if changes is None else changes),
@@ -63,7 +63,7 @@ def policy_of(
     return materialize(state({**chosen, "/frames": frames}), count, video=True)
 
 
-def per_frame(indices: Tensor, grid: Grid = CLIP) -> list[list[int]]:
+def per_frame(indices: Tensor, grid: Grid = VIDEO) -> list[list[int]]:
     kept = mask_from_indices(indices, grid.tokens)
     counts: list[list[int]] = kept.view(len(kept), grid.tiles, -1).sum(dim=2).tolist()
     return counts
@@ -120,15 +120,15 @@ def test_shares_without_a_weight_or_with_many_frames_still_sum_to_k() -> None:
 
 
 @pytest.mark.parametrize("base", BASE_POLICIES)
-def test_k_tokens_of_a_clip_whatever_the_rule_and_the_same_alone(base: str) -> None:
-    clips = images(5, batch=2, grid=CLIP, noise=1.0)
+def test_k_tokens_of_a_video_whatever_the_rule_and_the_same_alone(base: str) -> None:
+    videos = images(5, batch=2, grid=VIDEO, noise=1.0)
     budgets = (1, 8, 17, 35)
     for rule, budget in zip(RULES, budgets * 6, strict=True):
         policy = policy_of(base, budget, **rule)
-        refined = refine(policy, clips)
-        assert_sound(policy, clips, refined)
+        refined = refine(policy, videos)
+        assert_sound(policy, videos, refined)
         assert refined.fallback.tolist() == [0, 0] and refined.extra == 0
-        assert same(refined, refine(policy, take(clips, [1])), 1, 0)
+        assert same(refined, refine(policy, take(videos, [1])), 1, 0)
         for counts in per_frame(refined.indices):
             if rule["first"] == "whole":
                 assert counts[0] >= min(budget, 9)
@@ -139,8 +139,10 @@ def test_k_tokens_of_a_clip_whatever_the_rule_and_the_same_alone(base: str) -> N
                 assert counts == [
                     budget // 4 + (frame < budget % 4) for frame in range(4)
                 ]
-    assert same(refine(policy_of(base, 36), clips), refine(policy_of(base, 900), clips))
-    alone = images(6, grid=Grid(4, 4, clip=True))
+    assert same(
+        refine(policy_of(base, 36), videos), refine(policy_of(base, 900), videos)
+    )
+    alone = images(6, grid=Grid(4, 4, video=True))
     for rule in RULES[::5]:
         assert_sound(
             policy_of(base, 7, **rule), alone, refine(policy_of(base, 7, **rule), alone)
@@ -150,12 +152,12 @@ def test_k_tokens_of_a_clip_whatever_the_rule_and_the_same_alone(base: str) -> N
 @pytest.mark.parametrize(
     "base", ["vcast", "echoprune", "evs", "vidcom2", "cdpruner", "visionzip"]
 )
-def test_a_clip_does_not_wait_for_the_device_and_falls_back_where_it_is_not_finite(
+def test_a_video_does_not_wait_for_the_device_and_falls_back_where_it_is_not_finite(
     base: str,
 ) -> None:
-    clips = images(8, grid=Grid(2, 3, tiles=3, clip=True))
-    elsewhere = mapped(clips, lambda tensor: tensor.to("meta"))
-    spoiled = replace(clips, features=clips.features.clone())
+    videos = images(8, grid=Grid(2, 3, tiles=3, video=True))
+    elsewhere = mapped(videos, lambda tensor: tensor.to("meta"))
+    spoiled = replace(videos, features=videos.features.clone())
     spoiled.features[0, 3:9] = torch.nan
     core: Changes = {"/core": {"share": 0.5}}
     for rule, changes in zip((RULES[9], RULES[17]), (UNCHANGED, core), strict=True):
@@ -165,16 +167,16 @@ def test_a_clip_does_not_wait_for_the_device_and_falls_back_where_it_is_not_fini
         refined = refine(policy, spoiled)
         assert_sound(policy, spoiled, refined)
         assert refined.fallback.tolist() == [2, 0]
-        assert same(refined, refine(policy, clips), 1, 1)
+        assert same(refined, refine(policy, videos), 1, 1)
 
 
 @pytest.mark.parametrize("base", BASE_POLICIES)
-def test_core_and_delta_of_a_clip(base: str) -> None:
+def test_core_and_delta_of_a_video(base: str) -> None:
     """Distinct tokens, a core that no question changes, and frames that count what it has."""
-    clips = images(9, grid=CLIP, noise=1.0)
-    opposite = -clips.require_instruction().text
+    videos = images(9, grid=VIDEO, noise=1.0)
+    opposite = -videos.require_instruction().text
     asked = replace(
-        clips, instruction=replace(clips.require_instruction(), text=opposite)
+        videos, instruction=replace(videos.require_instruction(), text=opposite)
     )
     for rule in RULES[::3]:
         changes: Changes = {
@@ -182,10 +184,10 @@ def test_core_and_delta_of_a_clip(base: str) -> None:
             **UNCHANGED,
         }
         policy = policy_of(base, 17, changes, **rule)
-        refined = refine(policy, clips)
-        assert_sound(policy, clips, refined)
+        refined = refine(policy, videos)
+        assert_sound(policy, videos, refined)
         core = materialize(policy.state, 8, part="core")
-        for other in (refine(core, replace(clips, words=None)), refine(policy, asked)):
+        for other in (refine(core, replace(videos, words=None)), refine(policy, asked)):
             assert torch.equal(other.indices[:, :8], refined.indices[:, :8])
         if (rule["budget"], rule["first"]) == ("uniform", "as_others"):
             assert per_frame(refined.indices) == [[5, 4, 4, 4]] * 2
@@ -196,7 +198,7 @@ def test_core_and_delta_of_a_clip(base: str) -> None:
     assert fewer.state.core_digest == policy.state.core_digest != bare.core_digest
     covered = {"share": 0.6, "cover": 0.8, "strength": 0.2}
     policy = policy_of(base, 24, {"/core": covered}, budget="global")
-    assert_sound(policy, clips, refine(policy, clips))
+    assert_sound(policy, videos, refine(policy, videos))
 
 
 def test_a_state_without_frames_and_an_image_are_as_before() -> None:
@@ -205,20 +207,20 @@ def test_a_state_without_frames_and_an_image_are_as_before() -> None:
     alone = replace(policy, state=policy.state.model_copy(update={"frames": None}))
     for tokens, other in (
         (images(3, grid=still), policy),
-        (images(3, grid=CLIP), alone),
+        (images(3, grid=VIDEO), alone),
     ):
         assert same(refine(other, tokens), refine(alone, replace(tokens, grid=still)))
     reference, refined = (
-        keep(policy, images(3, grid=CLIP)) for keep in (keep_reference, refine)
+        keep(policy, images(3, grid=VIDEO)) for keep in (keep_reference, refine)
     )
     assert torch.equal(reference.indices, refined.indices)
     with pytest.raises(BudgetError, match='leaves videos whole -> add "frames"'):
         materialize(alone.state, video=True)
 
 
-def test_k_of_a_clip_follows_from_its_size() -> None:
+def test_k_of_a_video_follows_from_its_size() -> None:
     def kept(tokens: int, frames: int, budget: object = None, **rules: object) -> int:
-        rule = None if budget is None else BudgetCall.parse(budget, clip=True)
+        rule = None if budget is None else BudgetCall.parse(budget, video=True)
         changes: Changes = {"/frames": rules}
         return materialize(state(changes), rule, video=True).tokens_kept(tokens, frames)
 
@@ -227,7 +229,7 @@ def test_k_of_a_clip_follows_from_its_size() -> None:
     assert kept(300, 3, 64) == 64 and kept(900, 3, 64, first="whole") == 300
     assert kept(900, 3, "1/2", first="whole") == 450
     assert (
-        BudgetCall.parse("tokens_per_frame:16", clip=True).rule()
+        BudgetCall.parse("tokens_per_frame:16", video=True).rule()
         == "tokens_per_frame:16"
     )
     assert (
@@ -238,7 +240,7 @@ def test_k_of_a_clip_follows_from_its_size() -> None:
     )
     for said in ("tokens_per_frame:0", "tokens_per_frame:16%", "per frame"):
         with pytest.raises(BudgetError, match="or tokens_per_frame:16"):
-            BudgetCall.parse(said, clip=True)
+            BudgetCall.parse(said, video=True)
     with pytest.raises(BudgetError, match="is not a budget"):
         BudgetCall.parse("tokens_per_frame:16")
     with pytest.raises(StateError, match="/frames/tokens/limit"):
@@ -253,8 +255,8 @@ def signal(name: str, tokens: VisualTokens, **params: object) -> Tensor:
 
 
 def test_signals_over_time() -> None:
-    """A clip of two by three places that stands still, but for the last one in the last frame."""
-    grid = Grid(2, 3, tiles=4, clip=True)
+    """A video of two by three places that stands still, but for the last one in the last frame."""
+    grid = Grid(2, 3, tiles=4, video=True)
     rows = torch.eye(6).repeat(4, 1)
     rows[-1] *= -1
     for name in ("temporal_novelty", "temporal_echo_penalty", "prediction_surprise"):
@@ -263,7 +265,7 @@ def test_signals_over_time() -> None:
         assert values[2].tolist() == pytest.approx([values[2, 0].item()] * 6), name
         assert values[3, 5] > values[3, :5].max() + 0.1, name
         assert (
-            len(signal(name, plain(rows, replace(grid, clip=False))).unique()) == 1
+            len(signal(name, plain(rows, replace(grid, video=False))).unique()) == 1
         ), name
     novelty = signal("temporal_novelty", plain(rows, grid))[0]
     assert novelty[1:].flatten().tolist() == [0.0] * 17 + [2.0]
@@ -278,19 +280,19 @@ def test_signals_over_time() -> None:
 
 
 def test_surprise_is_the_error_of_a_prediction_over_its_running_mean() -> None:
-    grid = Grid(2, 3, tiles=5, clip=True)
-    clip = images(4, batch=1, grid=grid).features.view(5, 6, -1).double()
+    grid = Grid(2, 3, tiles=5, video=True)
+    video = images(4, batch=1, grid=grid).features.view(5, 6, -1).double()
     planes = torch.tensor([[1.0, y, x] for y in range(2) for x in range(3)]).double()
     values = signal(
-        "prediction_surprise", plain(clip.flatten(0, 1).float(), grid), decay=0.8
+        "prediction_surprise", plain(video.flatten(0, 1).float(), grid), decay=0.8
     )[0]
     mean = None
-    motion = torch.zeros_like(clip[0])
+    motion = torch.zeros_like(video[0])
     for frame in range(1, 5):
-        error = (clip[frame] - clip[frame - 1] - motion).square().sum(dim=1)
+        error = (video[frame] - video[frame - 1] - motion).square().sum(dim=1)
         mean = error if mean is None else 0.8 * mean + 0.2 * error
         torch.testing.assert_close(
             values[frame], (error / mean).float(), rtol=1e-4, atol=1e-4
         )
-        change = clip[frame] - clip[frame - 1]
+        change = video[frame] - video[frame - 1]
         motion = change - planes @ torch.linalg.lstsq(planes, change).solution

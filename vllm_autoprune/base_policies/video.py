@@ -1,4 +1,4 @@
-"""Base policies for clips, which compare a frame with those beside it. A tile is a first frame.
+"""Base policies for videos, which compare a frame with those beside it. A tile is a first frame.
 
 All rank tokens by a score; a state's ``frames`` say how many each frame keeps.
 """
@@ -13,14 +13,14 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_autoprune.ops.clips import (
+from vllm_autoprune.ops.rowwise import rank_descending
+from vllm_autoprune.ops.similarity import cosines_with
+from vllm_autoprune.ops.videos import (
     cosine_to_previous,
     distance_from_mean,
     echo_of_previous,
     typicality,
 )
-from vllm_autoprune.ops.rowwise import rank_descending
-from vllm_autoprune.ops.similarity import cosines_with
 from vllm_autoprune.tpdsl.base_policy import (
     P,
     PolicyParams,
@@ -63,21 +63,23 @@ def _evs(params: PolicyParams, tokens: VisualTokens) -> Tensor:
 
     Source: Efficient Video Sampling, as vLLM has it: the first frame comes before all others.
     """
-    return tokens.map_clips(lambda clip: 1 - cosine_to_previous(clip, initial=-254.0))
+    return tokens.map_videos(
+        lambda video: 1 - cosine_to_previous(video, initial=-254.0)
+    )
 
 
 @_scored_policy(PolicyParams, cost=9.4)
 def _vidcom2(params: PolicyParams, tokens: VisualTokens) -> Tensor:
-    """The tokens farthest from the mean of the clip and of their frame, in steady channels.
+    """The tokens farthest from the mean of the video and of their frame, in steady channels.
 
     Source: Liu et al., "Video Compression Commander" (EMNLP 2025), and its code in vLLM.
     """
 
-    def score(clip: Tensor) -> Tensor:
-        common, within = typicality(clip)
+    def score(video: Tensor) -> Tensor:
+        common, within = typicality(video)
         return -(common + within)
 
-    return tokens.map_clips(score)
+    return tokens.map_videos(score)
 
 
 @_scored_policy(PolicyParams, cost=9.4)
@@ -88,13 +90,13 @@ def _vcast(params: PolicyParams, tokens: VisualTokens) -> Tensor:
     leaves over to one frame; here the remainders decide [ours].
     """
 
-    def score(clip: Tensor) -> Tensor:
-        norm: Tensor = clip.norm(dim=-1)
+    def score(video: Tensor) -> Tensor:
+        norm: Tensor = video.norm(dim=-1)
         low = norm.amin(dim=1, keepdim=True)
         high = norm.amax(dim=1, keepdim=True)
-        return distance_from_mean(clip) + (norm - low) / (high - low + 1e-6)
+        return distance_from_mean(video) + (norm - low) / (high - low + 1e-6)
 
-    return tokens.map_clips(score)
+    return tokens.map_videos(score)
 
 
 class _EchoPruneParams(PolicyParams):
@@ -135,12 +137,12 @@ def _echoprune(params: _EchoPruneParams, tokens: VisualTokens) -> Tensor:
     """
     width = tokens.grid.width if params.scope == "local" else 0
 
-    def repeated(clip: Tensor) -> Tensor:
-        return cosine_to_previous(clip, 0.0) + echo_of_previous(
-            clip, params.tau, 0.0, width
+    def repeated(video: Tensor) -> Tensor:
+        return cosine_to_previous(video, 0.0) + echo_of_previous(
+            video, params.tau, 0.0, width
         )
 
-    score: Tensor = -tokens.map_clips(repeated)
+    score: Tensor = -tokens.map_videos(repeated)
     words = tokens.require_words() if params.words else None
     if words is not None and words.used.shape[1] > 0:
         cosine = cosines_with(tokens.output, words.embeddings)

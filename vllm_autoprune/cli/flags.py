@@ -46,10 +46,10 @@ def command(
     return register
 
 
-def read_budget(text: str, *, clip: bool = False) -> BudgetCall:
-    """K or a share of N, as the value of a flag; of a clip also tokens_per_frame:K."""
+def read_budget(text: str, *, video: bool = False) -> BudgetCall:
+    """K or a share of N, as the value of a flag; of a video also tokens_per_frame:K."""
     try:
-        return BudgetCall.parse(text, clip=clip)
+        return BudgetCall.parse(text, video=video)
     except BudgetError as error:
         problem = error.problems[0]
         raise argparse.ArgumentTypeError(f"{problem.what}: {problem.fix}") from None

@@ -88,7 +88,7 @@ class Case(FrozenModel):
     def budget_order(self) -> tuple[int, str]:
         """Sort key by K of an image of 576 tokens, or of as many of each frame."""
         tiles = max(self.frames, 1)
-        call = BudgetCall.parse(self.budget, clip=True) if self.budget else None
+        call = BudgetCall.parse(self.budget, video=True) if self.budget else None
         return call.tokens_kept(576 * tiles, tiles) if call else 0, str(self.budget)
 
     @property

@@ -1,4 +1,4 @@
-"""Pictures and clips, as vLLM reads them: decoded once, and read again for each request.
+"""Pictures and videos, as vLLM reads them: decoded once, and read again for each request.
 
 A picture is a file: one in base64 or at a URL gets a temporary one, so that none is held in memory
 and all cases see the same bytes.
@@ -48,7 +48,7 @@ class Picture(NamedTuple):
     """Of a video, all that it has."""
 
     @property
-    def is_clip(self) -> bool:
+    def is_video(self) -> bool:
         """Whether it is a video."""
         return self.kind.startswith("video/")
 
@@ -68,7 +68,7 @@ class Picture(NamedTuple):
         Of a folder it has at most so many frames, 0 for 32; of a video file the server samples
         them.
         """
-        part = "video_url" if self.is_clip else "image_url"
+        part = "video_url" if self.is_video else "image_url"
         contents = list[bytes]()
         if self.path.is_dir():
             with contextlib.suppress(OSError):
@@ -81,12 +81,12 @@ class Picture(NamedTuple):
 
     def image(self) -> Image.Image:
         """What a model sees of it, in RGB: of a video the first frame."""
-        if self.is_clip and (clip := read_clip(self.path)) is not None:
-            return clip.frames[0]
+        if self.is_video and (video := read_video(self.path)) is not None:
+            return video.frames[0]
         return _decode(self.read())[1]
 
 
-class Clip(NamedTuple):
+class Video(NamedTuple):
     """A video: the data URL that a server is sent, and the frames that vLLM samples of it.
 
     ``seconds`` are processor time of decoding it; ``note`` says which of ``total`` frames were left
@@ -123,8 +123,8 @@ def encode(kind: str, contents: Sequence[bytes]) -> str:
     return f"data:{kind};base64,{encoded}"
 
 
-def read_clip(path: Path, processor: str | None = None) -> Clip | None:
-    """The clip of a video file, or of a folder of frames in the order of their names.
+def read_video(path: Path, processor: str | None = None) -> Video | None:
+    """The video of a video file, or of a folder of frames in the order of their names.
 
     ``processor`` is the class of a model's video processor, by which vLLM samples frames of a file:
     two a second for Qwen-VL, 32 in all for most others. None for another path, which may be a
@@ -168,7 +168,7 @@ def read_clip(path: Path, processor: str | None = None) -> Clip | None:
         total = int(metadata["total_num_frames"])
         if len(images) < total:
             note = f"{len(images)} of {total} frames are read, as vLLM samples"
-    return Clip(url, images, seconds, total, note)
+    return Video(url, images, seconds, total, note)
 
 
 def _check_frames(folder: Path, files: Sequence[Path]) -> None:
@@ -282,12 +282,12 @@ def read_picture(
         raise _refuse(where, f"cannot be read ({_reason(error)})", fix) from None
     digest = hashlib.sha256(b"".join(contents)).hexdigest()
     try:
-        if (clip := read_clip(path)) is not None:
+        if (video := read_video(path)) is not None:
             return Picture(
-                name, path, digest, clip.url[5:].partition(";")[0], clip.total
+                name, path, digest, video.url[5:].partition(";")[0], video.total
             )
         kind, _ = _decode(contents[0])
-    except ConfigError as error:  # of the clip, or of one of its frames
+    except ConfigError as error:  # of the video, or of one of its frames
         problem = error.problems[0]
         frame = problem.where.removeprefix(address)[1:]
         if frame:

@@ -60,7 +60,7 @@ def read_examples(
         elif (
             len(question.pictures) != 1
             or len(question.turns) != 1
-            or question.pictures[0].is_clip
+            or question.pictures[0].is_video
         ):
             what = "is not one turn about one image"
             fix = "leave it out of a search"
@@ -115,7 +115,7 @@ def read_questions(
         )
         problems.append(Problem(without[0], what, fix))
     for question in asked:
-        videos = [picture for picture in question.pictures if picture.is_clip]
+        videos = [picture for picture in question.pictures if picture.is_video]
         # vLLM samples a file again of which all frames are read.
         few = min((v.frames - (not v.path.is_dir()) for v in videos), default=frames)
         what = "asks about a video"

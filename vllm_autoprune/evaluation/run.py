@@ -44,7 +44,7 @@ from vllm_autoprune.tpdsl.materialize import materialize
 from vllm_autoprune.tpdsl.state import PruningState
 
 _ALLOW = "start it with --autoprune-state NAME --autoprune-requests states"
-_SERVE_CLIPS = "serve a model of whose videos tokens are chosen (docs/support.md)"
+_SERVE_VIDEOS = "serve a model of whose videos tokens are chosen (docs/support.md)"
 
 
 def evaluate(
@@ -124,7 +124,7 @@ def _prune_case(
         field = "video_budget"
         state = state.model_copy(update={"frames": state.frames or Frames()})
     try:
-        call = BudgetCall.parse(budget, clip=frames > 0)
+        call = BudgetCall.parse(budget, video=frames > 0)
         materialize(state, call, video=frames > 0)
     except AutopruneError as error:
         refused = str(error)
@@ -181,8 +181,8 @@ def _build_controls(norm: Case, rule: int | str) -> Iterator[Case]:
     )
 
 
-def _residual_on(policy: str, clips: bool) -> PruningState:
-    """The shipped state with another base policy; for clips with its rules for frames."""
+def _residual_on(policy: str, videos: bool) -> PruningState:
+    """The shipped state with another base policy; for videos with its rules for frames."""
     source = load_state(_SOURCE)
     if policy == source.base_policy.name:
         return source
@@ -194,7 +194,7 @@ def _residual_on(policy: str, clips: bool) -> PruningState:
     state = load_state(data | {"provenance": {}})
     return (
         state.model_copy(update={"frames": load_state(policy).frames})
-        if clips
+        if videos
         else state
     )
 
@@ -249,7 +249,7 @@ def build_cases(
     rule of cells.
     """
     rules = {
-        text: BudgetCall.parse(text, "--budgets", clip=frames > 0).rule()
+        text: BudgetCall.parse(text, "--budgets", video=frames > 0).rule()
         for text in budget_texts
     }
     builder = _CaseBuilder(_read_states(names, frames), frames)
@@ -434,7 +434,7 @@ def _find_refusals(
             if case.name == FULL.name and case.frames and kind not in _CHOICES:
                 what = f"takes no video ({error.reason})"
                 raise ConfigError.of(
-                    client.url, what, _SERVE_CLIPS, subject="eval"
+                    client.url, what, _SERVE_VIDEOS, subject="eval"
                 ) from None
             if case.name == FULL.name:
                 raise _no_choice("lets requests choose nothing", error) from None
@@ -458,7 +458,7 @@ def _require_a_state(
     fix = "name states that its model serves, such as --state cen_divprune"
     if problem.kind == Refusal.WHOLE_VIDEO:
         reason = problem.what
-        fix = _SERVE_CLIPS
+        fix = _SERVE_VIDEOS
     what = f"refuses every state: {reason}"
     raise ConfigError.of(problem.where, what, fix, subject="eval")
 

@@ -414,17 +414,17 @@ def _cells_are_left_out(report: Report) -> str:
 
 
 @_check
-def _clips_keep_some_tokens(report: Report) -> str:
+def _videos_keep_some_tokens(report: Report) -> str:
     """Of a video fewer tokens are kept, each the model's own, where they stand in the whole video.
 
     Also with empty caches and in small steps; refused where videos are served whole.
     """
-    clips = report["clips"]
+    videos = report["videos"]
     stock = report["stock others"].get("video")
-    if not clips or stock is None:
-        return "" if not clips else f"{[*clips]} of a model without videos"
-    few = clips["few"]
-    rows = report.clip[0]
+    if not videos or stock is None:
+        return "" if not videos else f"{[*videos]} of a model without videos"
+    few = videos["few"]
+    rows = report.video[0]
     count = len(rows)
     # The video is the first run of one token of that length.
     start = 0
@@ -436,7 +436,7 @@ def _clips_keep_some_tokens(report: Report) -> str:
     if few.prompt[:start] + few.prompt[behind:] != around:
         return f"{few.prompt} is not {stock.prompt} but for a video of {count} tokens"
     if removed < 1 or rows != sorted({*rows}) or min(rows) < 0:
-        return f"rows {report.clip}"
+        return f"rows {report.video}"
     axes = _find_positions(stock)
     tokens = [
         *range(start),
@@ -446,8 +446,8 @@ def _clips_keep_some_tokens(report: Report) -> str:
     if not report.placed:  # a token that is gone leaves no gap
         tokens = [*range(len(tokens))]
     if few.positions != [[axis[token] for token in tokens] for axis in axes]:
-        return f"positions {few.positions} of the rows {report.clip}"
-    return _compare(clips, _repeated(clips), report)
+        return f"positions {few.positions} of the rows {report.video}"
+    return _compare(videos, _repeated(videos), report)
 
 
 @_check

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm_autoprune.ops.dtype import choose_dtype
-from vllm_autoprune.selftest.questions import PADDING, Question, clip
+from vllm_autoprune.selftest.questions import PADDING, Question, video
 from vllm_autoprune.selftest.run import BLOCK, Completion, Completions, Rows
 from vllm_autoprune.serving.models import pruned_model
 from vllm_autoprune.serving.plan import ItemPlan
@@ -234,7 +234,7 @@ class TinyEngine(Engine):
         placeholder = type(self.model).get_placeholder_str("video", 0)
         prompt: dict[str, Any] = {
             "prompt": f"user {placeholder} what is on the left you",
-            "multi_modal_data": {"video": clip(4)},
+            "multi_modal_data": {"video": video(4)},
         }
         if fields:
             prompt["mm_processor_kwargs"] = {"autoprune": fields}

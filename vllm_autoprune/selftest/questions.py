@@ -19,7 +19,7 @@ def picture(width: int, height: int, seed: int) -> Image.Image:
     return Image.fromarray(blocks).resize((width, height))
 
 
-def clip(count: int, seed: int = 0) -> tuple[Any, dict[str, object]]:
+def video(count: int, seed: int = 0) -> tuple[Any, dict[str, object]]:
     """Frames ``(count, 84, 56, 3)`` of a video, and what vLLM says of one that it has sampled."""
     frames = [numpy.asarray(picture(56, 84, seed + index)) for index in range(count)]
     metadata = {

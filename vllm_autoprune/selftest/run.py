@@ -110,7 +110,7 @@ class Report(Profile, PrunedImages, SplitImage):
       conversation, together, alone, and with chunked and preempted prefill
     - ``cells``: a page with its blank cells (``stock``), with all that are ``left`` without them,
       and ``few`` of these, with empty caches and with chunked prefill
-    - ``clips``: a video of which a few tokens are kept (``few``), with empty caches and chunked
+    - ``videos``: a video of which a few tokens are kept (``few``), with empty caches and chunked
       prefill, where its tokens can be chosen
     - ``stock others`` and ``others``: a video with all of its tokens, where the model takes one
     """
@@ -118,8 +118,8 @@ class Report(Profile, PrunedImages, SplitImage):
     """N of every image, computed from its size, by question."""
     cells: list[int] | None
     """Cells that remain of the page; None where a request for that is refused."""
-    clip: Rows
-    """Rows of the video of ``clips``."""
+    video: Rows
+    """Rows of the video of ``videos``."""
     fallbacks: int
     """Selections that failed."""
     errors: dict[str, int]

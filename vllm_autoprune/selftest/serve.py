@@ -66,7 +66,7 @@ def serve(folder: Path) -> Report:
         sharing = {name: QUESTIONS[name] for name in ("other question", "wide")}
         completions["alone"] = engine.ask_each(sharing, SMALL_BUDGET)
         cells = _leave_out_cells(engine, completions["cells"])
-        video = _prune_video(engine, completions["clips"])
+        video = _prune_video(engine, completions["videos"])
         reporter = engine.model.autoprune_reporter
         counts = reporter.counts().items()
         fallbacks = sum(count for (kind, _), count in counts if kind != "none")
@@ -77,7 +77,7 @@ def serve(folder: Path) -> Report:
         completions=completions,
         predicted=predicted,
         cells=cells,
-        clip=video,
+        video=video,
         fallbacks=fallbacks,
         errors=errors,
         placed=placed,
@@ -173,9 +173,9 @@ def _serve_in_small_steps(folder: Path, completions: _Settings) -> None:
     with TinyEngine(folder, make_settings(SMALL_BUDGET), **_CHUNKED) as engine:
         completions["chunked"] = chunked = engine.ask_each(QUESTIONS)
         completions["others"] |= engine.ask_video("chunked video")
-        if completions["clips"]:
+        if completions["videos"]:
             fields = {"video_budget": VIDEO_BUDGET}
-            completions["clips"] |= engine.ask_video("chunked few", **fields)
+            completions["videos"] |= engine.ask_video("chunked few", **fields)
         if "left" in cells:
             cells["chunked few"] = engine.ask(PAGE_QUESTION, cells="flat")
             cells["chunked left"] = engine.ask(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vllm_autoprune.serving.plan import (
-    MAX_CLIP_TOKENS,
+    MAX_VIDEO_TOKENS,
     ItemPlan,
     plan_error,
 )
@@ -89,7 +89,7 @@ def check_inputs(
     for name, check in _CHECKS.items():
         if name in fields and not check(fields[name], len(pixels)):
             raise plan_error(f"does not fit the {len(pixels)} rows of pixels", name)
-    tokens = _count_clip(plan, modality, fields, pixels, frame)
+    tokens = _count_video(plan, modality, fields, pixels, frame)
     tokens = _count_grid(modality, fields, pixels) if tokens is None else tokens
     if tokens not in (None, plan.tokens):
         raise plan_error(f"has N = {plan.tokens}, and its item has {tokens}")
@@ -132,14 +132,14 @@ def _find_pixels(modality: str, fields: Fields) -> Tensor:
     return pixels
 
 
-def _count_clip(
+def _count_video(
     plan: ItemPlan,
     modality: str,
     fields: Fields,
     pixels: Tensor,
     frame: tuple[int, int] | None,
 ) -> int | None:
-    """N of a clip whose frames have equally many tokens; None for others, and for images."""
+    """N of a video whose frames have equally many tokens; None for others, and for images."""
     if (plan.frames > 0) != (modality == "video"):
         raise plan_error(f"has T = {plan.frames}, and its item is {modality!r}")
     if not plan.frames:
@@ -152,7 +152,7 @@ def _count_clip(
     elif isinstance(grid, Tensor) and grid.dim() == 1 and len(grid):
         frames = int(grid[0])
     if frames != plan.frames:
-        raise plan_error(f"has T = {plan.frames}, and its clip has {frames}")
+        raise plan_error(f"has T = {plan.frames}, and its video has {frames}")
     return None if frame is None else frames * frame[0] + frame[1]
 
 
@@ -173,7 +173,7 @@ def _count_grid(modality: str, fields: Fields, pixels: Tensor) -> int | None:
     is_whole = min(times, *sides) > 0 and not any(side % CELL for side in sides)
     if not is_whole or (times > 1 and modality == "image"):
         raise plan_error(f"is {grid.tolist()}, of which no tokens can be made", name)
-    if prod(grid.tolist()) > MAX_CLIP_TOKENS * CELL**2:
+    if prod(grid.tolist()) > MAX_VIDEO_TOKENS * CELL**2:
         raise plan_error(f"is {grid.tolist()}, which is too large", name)
     if not _are_anchors(anchors, times * prod(sides) // CELL**2):
         raise plan_error(
@@ -187,7 +187,7 @@ def _count_grid(modality: str, fields: Fields, pixels: Tensor) -> int | None:
 
 
 def _check_text(plan: ItemPlan, frame: tuple[int, int] | None) -> None:
-    """Raise unless text stands between tokens that there are, and between the frames of a clip."""
+    """Raise unless text stands between tokens that there are, and between the frames of a video."""
     if not plan.text:
         return
     if plan.part != "whole" or plan.keeps_all:

@@ -66,8 +66,8 @@ LANGUAGE_IDS = 256
 Their attention to all earlier tokens is stored, which would take gigabytes for a long document.
 """
 
-MAX_CLIP_TOKENS = 1 << 20
-"""Bound of N of a clip."""
+MAX_VIDEO_TOKENS = 1 << 20
+"""Bound of N of a video."""
 
 MAX_TEXT_IDS = 1 << 14
 """Ids of text within one item: names of tiles, breaks behind rows, times of frames."""
@@ -85,9 +85,9 @@ MAX_RECALLS = 16
 
 # Types of a plan's fields, with their bounds. A plan that is decoded is within them; how fields fit
 # each other is checked after that.
-_Budget = Annotated[int, Meta(ge=1, le=MAX_CLIP_TOKENS)]
+_Budget = Annotated[int, Meta(ge=1, le=MAX_VIDEO_TOKENS)]
 _Core = Annotated[int, Meta(ge=0, le=MAX_BUDGET)]
-_Count = Annotated[int, Meta(ge=0, le=MAX_CLIP_TOKENS)]
+_Count = Annotated[int, Meta(ge=0, le=MAX_VIDEO_TOKENS)]
 _Instruction = Annotated[Ids, Meta(max_length=RELEVANCE_IDS)]
 _Language = Annotated[Ids, Meta(max_length=LANGUAGE_IDS)]
 

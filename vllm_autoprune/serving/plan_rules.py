@@ -129,7 +129,7 @@ def _find_part_problem(rules: PlanRules, plan: ItemPlan) -> str:
     served = rules.served
     is_part = plan.part != "whole"
     if plan.frames and (is_part or served.state_for_plan(plan).frames is None):
-        return f"is of a clip, as {plan.part}, and its state prunes none so"
+        return f"is of a video, as {plan.part}, and its state prunes none so"
     if is_part and plan.keep == "resized":
         return "is a part of an image that is resized"
     if plan.core and plan.keep == "random":
@@ -163,7 +163,7 @@ _CHOICE_RULES: tuple[Callable[[PlanRules, ItemPlan], str], ...] = (
 
 
 def find_cost_problem(plan: ItemPlan, bound: float) -> str:
-    """Why a clip is not selected from by the state in its plan; empty where it may be.
+    """Why a video is not selected from by the state in its plan; empty where it may be.
 
     ``bound`` are the milliseconds of ``--autoprune-request-cost``, for each 576 of its tokens.
     """

@@ -53,7 +53,7 @@ class RequestRules:
     (:mod:`vllm_autoprune.tpdsl.cost`). ``detail`` has the budgets that any request
     may choose by ``image_url.detail``, at every level; ``recall`` is the number of tokens that
     later turns of a conversation recall where their request does not say it. ``total`` bounds what
-    all images and clips of a request keep, recalls aside; None without a bound.
+    all images and videos of a request keep, recalls aside; None without a bound.
     """
 
     level: Level = "budget"

@@ -235,10 +235,10 @@ class Settings(BaseModel):
     def read_video_budget(
         cls, value: object, info: ValidationInfo
     ) -> BudgetCall | None:
-        """The budget of clips, for a state that prunes them."""
+        """The budget of videos, for a state that prunes them."""
         if value is None:
             return None
-        budget = BudgetCall.parse(value, VIDEO_BUDGET_FLAG, clip=True)
+        budget = BudgetCall.parse(value, VIDEO_BUDGET_FLAG, video=True)
         _check_budget(VIDEO_BUDGET_FLAG, budget, info, video=True)
         return budget
 

@@ -66,7 +66,7 @@ class ServedModel:
     @property
     def prunes_videos(self) -> bool:
         """Whether tokens of videos can be chosen."""
-        return self.backbone.clips and not self.encodes_only
+        return self.backbone.videos and not self.encodes_only
 
     @property
     def packed_only(self) -> str:
@@ -212,7 +212,7 @@ _MODEL_RULES: Mapping[str, Callable[[ServedModel], Iterable[Problem]]] = {
     "identities in KV connectors": _check_connector,
     "text between tokens": _refuse_mode(
         "--mm-encoder-only",
-        lambda model: model.encodes_only and not model.backbone.clips,
+        lambda model: model.encodes_only and not model.backbone.videos,
         "the language model embeds the text between the tokens of an image",
     ),
     "pruning by vLLM": _refuse_mode(

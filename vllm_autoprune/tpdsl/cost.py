@@ -96,11 +96,11 @@ _TOKENS = 576
 
 
 def item_cost(state: PruningState, tokens: int, frames: int = 0) -> float:
-    """Milliseconds of one selection from an image of N tokens, or from a clip of T frames.
+    """Milliseconds of one selection from an image of N tokens, or from a video of T frames.
 
     A base policy without a score has to pick nearly all tokens of each frame, in an order: greedy
     ones take the cube of their number. 4.5 is the largest factor measured (scope, one frame of
-    4,096 tokens, 42 s); most of them are far below. A state that exchanges tokens of a clip
+    4,096 tokens, 42 s); most of them are far below. A state that exchanges tokens of a video
     compares every two of them.
     """
     size = tokens / _TOKENS

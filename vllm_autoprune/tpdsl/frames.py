@@ -1,6 +1,6 @@
-"""Frames: how the tokens that are kept of a clip are spread over its frames.
+"""Frames: how tokens kept of a video are spread over its frames.
 
-A base policy ranks the tokens of a frame or of the clip, by its score or by the order of its picks.
+A base policy ranks the tokens of a frame or of the video, by score or by the order of its picks.
 How many of each frame are kept is decided here, and counts the tokens of a core.
 """
 
@@ -12,8 +12,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_autoprune.ops.clips import curvature, split_exactly, typicality
 from vllm_autoprune.ops.rowwise import mask_from_indices, rank_descending
+from vllm_autoprune.ops.videos import curvature, split_exactly, typicality
 from vllm_autoprune.tpdsl.atoms.source import Budget, BudgetCall
 from vllm_autoprune.tpdsl.base_policy import BasePolicy, Given, PolicyParams
 from vllm_autoprune.tpdsl.registry import StatePart, default_call
@@ -28,12 +28,12 @@ class Frames(StatePart):
 
     tokens: Budget = Field(
         default_factory=lambda: default_call(BudgetCall, "per_frame_budget"),
-        description="number of tokens kept per clip",
+        description="number of tokens kept per video",
     )
     budget: Literal["uniform", "curvature", "uniqueness", "global"] = Field(
         default="uniform",
         description="tokens of a frame; curvature: by the turn that the mean token takes there; "
-        "uniqueness: by distance from the mean of the clip; global: what ranks highest in the clip",
+        "uniqueness: by distance from the mean of the video; global: what ranks highest in all",
     )
     tau: float | None = Field(
         default=None,
@@ -84,14 +84,14 @@ class Frames(StatePart):
             shares = (remaining // frames + extra.to(torch.int64)).expand(shape)
         else:
             tau = _TAU[self.budget] if self.tau is None else self.tau
-            clips = tokens.features.reshape(tokens.batch, count, size, -1)
+            videos = tokens.features.reshape(tokens.batch, count, size, -1)
             if self.budget == "curvature":
-                bends = torch.stack([curvature(clip.float()) for clip in clips])
+                bends = torch.stack([curvature(video.float()) for video in videos])
                 weights = (bends[:, begin:] / tau).softmax(dim=1)
                 shares = split_exactly(weights, remaining, low, size)
             else:
                 common = torch.stack(
-                    [typicality(clip.float())[0].mean(dim=1) for clip in clips]
+                    [typicality(video.float())[0].mean(dim=1) for video in videos]
                 )
                 unique = (-common[:, begin:].double() / tau).softmax(dim=1)
                 factor = 1 + unique - unique.mean(dim=1, keepdim=True)
@@ -110,7 +110,7 @@ def pick_from_frames(
     budget: int,
     start: Given,
 ) -> Tensor:
-    """Picks ``(B, K)`` of clips in pick order, beside the given tokens; closed ones come last.
+    """Picks ``(B, K)`` of videos in pick order, beside the given tokens; closed ones come last.
 
     Within the share of its frame a token comes before all that are not.
     """

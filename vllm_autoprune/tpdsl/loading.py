@@ -296,7 +296,7 @@ def _validate(data: JsonValue) -> PruningState:
         raise StateError("", _list_problems(error, data)) from None
     problems = state.budget_problems(*state.budget.range())
     if state.frames is not None:
-        problems += state.budget_problems(*state.frames.tokens.range(), clip=True)
+        problems += state.budget_problems(*state.frames.tokens.range(), video=True)
     if problems:
         raise StateError("", problems)
     if len(state.dumps().encode()) > MAX_BYTES:

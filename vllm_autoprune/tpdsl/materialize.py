@@ -128,7 +128,7 @@ def materialize(
     if video and frames is None:
         what = f"state {state.name!r} leaves videos whole"
         fix = 'add "frames": {} to it'
-        raise BudgetError.of("/frames", what, fix, subject="budget of a clip")
+        raise BudgetError.of("/frames", what, fix, subject="budget of a video")
     if not exchange:
         state = _leave_out_exchange(state)
     if budget is None:
@@ -140,7 +140,7 @@ def materialize(
     if part == "recall":
         quota, _ = selector.bounds(maximum)
         return PruningPolicy(state, maximum, quota, maximum - quota)
-    if problems := state.budget_problems(minimum, maximum, clip=video):
+    if problems := state.budget_problems(minimum, maximum, video=video):
         raise BudgetError(f"budget of state {state.name!r}", problems)
     by_size = None
     if isinstance(budget, BudgetCall):

@@ -211,7 +211,7 @@ def _reference(
     """The base policy's selection. Core and delta are single tokens: their policies merge none."""
     params = policy.state.base_policy.params
     frames = policy.state.frames
-    if frames is not None and tokens.grid.clip:
+    if frames is not None and tokens.grid.video:
         start = Given.none(tokens) if start is None else start
         picks = pick_from_frames(
             frames, policy.base, params, tokens, policy.budget, start

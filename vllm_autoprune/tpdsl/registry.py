@@ -118,7 +118,7 @@ class Atom:
     cost: float = 0.0
     """Milliseconds of a call with the dearest parameters (:mod:`~vllm_autoprune.tpdsl.cost`); 0
     where they are not counted."""
-    clips: bool = False
+    videos: bool = False
     """Whether it says nothing of an image, so that a search of images leaves it out."""
 
     def needs_of(self, call: AtomCall) -> frozenset[Need]:
@@ -180,7 +180,7 @@ class atom:
     needs: frozenset[Need] = frozenset()
     origin: Origin = "printed"
     reads: Reads | None = None
-    clips: bool = False
+    videos: bool = False
 
     def __call__(self, function: F) -> F:
         """Register the function and return it."""
@@ -204,7 +204,7 @@ class atom:
             function,
             self.reads,
             self.cost,
-            self.clips,
+            self.videos,
         )
         return function
 

@@ -337,12 +337,12 @@ class PruningState(StatePart):
         return frozenset(needs)
 
     def budget_problems(
-        self, minimum: int, maximum: int, *, clip: bool = False
+        self, minimum: int, maximum: int, *, video: bool = False
     ) -> list[Problem]:
-        """Rules of the state that K of an image, or of a clip, breaks, which is in these bounds."""
+        """Rules of the state that a K within these bounds breaks, of an image or of a video."""
         pointer = "/budget"
         rule = self.budget
-        if clip and self.frames is not None:
+        if video and self.frames is not None:
             pointer = "/frames/tokens"
             rule = self.frames.tokens
         limit = rule.limit

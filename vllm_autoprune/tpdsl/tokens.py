@@ -163,7 +163,7 @@ class Grid:
     anchors: bytes = b""
     """Of one tile, where only some cells are tokens: what
     :meth:`vllm_autoprune.tpdsl.cells.Cells.find_anchors` finds, as bytes. Empty where all are."""
-    clip: bool = False
+    video: bool = False
     """Whether the tiles are the frames of a video in time order."""
 
     @property
@@ -339,16 +339,16 @@ class VisualTokens:
         """Reshape ``(B * T, n, ...)`` to ``(B, N, ...)``, the inverse of :meth:`by_tile`."""
         return values.reshape(self.batch, self.count, *values.shape[2:])
 
-    def map_clips(self, measure: Callable[[Tensor], Tensor]) -> Tensor:
-        """Values ``(B, N)`` by a function of one clip, ``(T, n, D)`` float32 to ``(T, n)``.
+    def map_videos(self, measure: Callable[[Tensor], Tensor]) -> Tensor:
+        """Values ``(B, N)`` by a function of one video, ``(T, n, D)`` float32 to ``(T, n)``.
 
-        A tile of an image that is no clip is a clip of one frame.
+        A tile of an image that is no video is a video of one frame.
         """
-        frames = self.grid.tiles if self.grid.clip else 1
-        clips = self.features.reshape(
+        frames = self.grid.tiles if self.grid.video else 1
+        videos = self.features.reshape(
             -1, frames, self.grid.per_tile, self.features.shape[2]
         )
-        return torch.stack([measure(clip.float()) for clip in clips]).reshape(
+        return torch.stack([measure(video.float()) for video in videos]).reshape(
             self.batch, -1
         )
 

@@ -131,8 +131,8 @@ def served(
     )
 
 
-def clip_state(policy: str, **frames: object) -> dict[str, Any]:
-    """Changes of a server's state: a base policy, and how it prunes clips."""
+def video_state(policy: str, **frames: object) -> dict[str, Any]:
+    """Changes of a server's state: a base policy, and how it prunes videos."""
     per_frame = {"atom": "per_frame_budget", "k": 2}
     no_exchange = {"atom": "reference_strict_preservation_selector"}
     return {
@@ -325,7 +325,7 @@ class Sender:
             whole_only=backbone.whole_only,
             packed_only=packed_only,
             axes=0 if packed_only else axes,
-            prunes_videos=backbone.clips,
+            prunes_videos=backbone.videos,
             frame=backbone.frame(config.hf_config) if backbone.frame else None,
         )
         state = replace(state, capabilities=capabilities, rules=rules)
@@ -382,7 +382,7 @@ class Sender:
         beside: Sequence[Any] = (),
         **entry: object,
     ) -> Any:
-        """What vLLM's processor makes of a request with these images, or clips behind images."""
+        """What vLLM's processor makes of a request with these images, or videos behind images."""
         from vllm.multimodal.processing import ProcessorInputs
         from vllm.multimodal.processing.context import TimingContext
 

@@ -140,8 +140,8 @@ def test_selections_by_states_of_requests_are_spread_over_steps() -> None:
     assert len(run_step(EncoderCacheManager(4096), drawn)[0]) == 7, "no policy is run"
 
 
-def make_clip_state(name: str) -> PruningState:
-    """A shipped state that prunes clips too."""
+def make_video_state(name: str) -> PruningState:
+    """A shipped state that prunes videos too."""
     frames = {"tokens": {"atom": "per_frame_budget", "k": 2}}
     return load_state(
         json.dumps({**json.loads(load_state(name).dumps()), "frames": frames})
@@ -150,13 +150,13 @@ def make_clip_state(name: str) -> PruningState:
 
 def test_a_selection_is_priced_at_the_size_of_its_item() -> None:
     """Seconds of one core, measured in torch on one frame of 4,096 tokens: 42 and 0.008."""
-    scope = make_clip_state("scope")
+    scope = make_video_state("scope")
     vcast = load_state("vcast")
     assert item_cost(scope, 576) == item_cost(scope, 64) == state_cost(scope)
     assert item_cost(scope, 4096, 1) == pytest.approx(42_000, rel=0.1)
     assert item_cost(scope, 4096, 16) < 500
     assert item_cost(vcast, 4096, 1) == item_cost(vcast, 4096, 64) < 100
-    exchanging = make_clip_state("autoprune")
+    exchanging = make_video_state("autoprune")
     assert item_cost(exchanging, 1 << 14, 256) > item_cost(
-        make_clip_state("cdpruner"), 1 << 14, 256
+        make_video_state("cdpruner"), 1 << 14, 256
     )

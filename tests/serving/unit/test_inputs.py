@@ -19,8 +19,8 @@ GRID = {
 }
 
 FRAMES = [(0, 5), (6, 5), (12, 5), (18, 5), (24, 5)]
-CLIP_PLAN = ItemPlan(8, NO_KEY, tokens=24, frames=4, text=tuple(FRAMES))
-CLIP = {
+VIDEO_PLAN = ItemPlan(8, NO_KEY, tokens=24, frames=4, text=tuple(FRAMES))
+VIDEO = {
     "video_grid_thw": torch.tensor([4, 4, 6]),
     "pixel_values_videos": torch.zeros(96, 12),
     "timestamps": [0.5, 1.5, 2.5, 3.5],
@@ -57,7 +57,7 @@ def text(*at: int) -> tuple[tuple[int, int], ...]:
     ("plan", "modality", "fields"),
     [
         (IMAGE_PLAN, "image", GRID),
-        (CLIP_PLAN, "video", CLIP),
+        (VIDEO_PLAN, "video", VIDEO),
         (TILES_PLAN, "image", TILES),
         (IMAGE_PLAN, "image", SIZED),
         (IMAGE_PLAN, "image", PLACES),
@@ -126,41 +126,46 @@ def test_what_fits_is_accepted(
         (IMAGE_PLAN, GRID, {"pixel_values": torch.zeros(192, 12)}, "196 patches"),
         (replace(IMAGE_PLAN, tokens=48), GRID, {}, "N = 48, and its item has 49"),
         (
-            CLIP_PLAN,
-            CLIP,
+            VIDEO_PLAN,
+            VIDEO,
             grid(4, 4, 6, modality="video") | {"pixel_values_videos": None},
             "no ten",
         ),
-        (CLIP_PLAN, CLIP, grid(5, 4, 6, modality="video"), "T = 4, and its clip has 5"),
-        (CLIP_PLAN, CLIP, grid(4, 3, 8, modality="video"), "video_grid_thw"),
         (
-            replace(CLIP_PLAN, text=text(0, 10**6)),
-            CLIP,
+            VIDEO_PLAN,
+            VIDEO,
+            grid(5, 4, 6, modality="video"),
+            "T = 4, and its video has 5",
+        ),
+        (VIDEO_PLAN, VIDEO, grid(4, 3, 8, modality="video"), "video_grid_thw"),
+        (
+            replace(VIDEO_PLAN, text=text(0, 10**6)),
+            VIDEO,
             {},
             "behind token 1000000 of N = 24",
         ),
         (
-            replace(CLIP_PLAN, text=text(0, 6, 12)),
-            CLIP,
+            replace(VIDEO_PLAN, text=text(0, 6, 12)),
+            VIDEO,
             {},
             "not between its T = 4 frames",
         ),
         (
-            replace(CLIP_PLAN, text=text(0, 6, 7, 12, 18)),
-            CLIP,
+            replace(VIDEO_PLAN, text=text(0, 6, 7, 12, 18)),
+            VIDEO,
             {},
             "not between its T = 4 frames",
         ),
         (
-            replace(CLIP_PLAN, budget=24),
-            CLIP,
+            replace(VIDEO_PLAN, budget=24),
+            VIDEO,
             {},
             "has text as whole, K = 24 of N = 24",
         ),
         *(
             (
-                CLIP_PLAN,
-                CLIP,
+                VIDEO_PLAN,
+                VIDEO,
                 {"second_per_grid_ts": torch.tensor(seconds)},
                 "second_per_grid_ts",
             )
@@ -201,13 +206,13 @@ def test_what_does_not_fit_is_refused(
 
 def test_an_item_has_pixels_of_its_modality_alone() -> None:
     video = {
-        name: value for name, value in CLIP.items() if name != "pixel_values_videos"
+        name: value for name, value in VIDEO.items() if name != "pixel_values_videos"
     }
     for plan, modality, fields in (
-        (CLIP_PLAN, "video", video),
-        (CLIP_PLAN, "video", {**video, **GRID}),
-        (CLIP_PLAN, "video", {**CLIP, **GRID}),
-        (IMAGE_PLAN, "image", CLIP),
+        (VIDEO_PLAN, "video", video),
+        (VIDEO_PLAN, "video", {**video, **GRID}),
+        (VIDEO_PLAN, "video", {**VIDEO, **GRID}),
+        (IMAGE_PLAN, "image", VIDEO),
         (IMAGE_PLAN, "image", {VIDEO_TILES: torch.tensor(3)}),
         (IMAGE_PLAN, "audio", {}),
     ):

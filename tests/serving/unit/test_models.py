@@ -415,9 +415,9 @@ def test_audio_and_videos_stand_where_they_do_behind_the_whole_image(
     numbers = {"seconds_per_chunk": 2, "position_id_per_seconds": 25}
     vars(model)["config"] = SimpleNamespace(vision_config=vision, **numbers)
     image = torch.tensor([1, 4, 6])
-    clip = torch.tensor([2, 4, 4])
+    grid = torch.tensor([2, 4, 4])
     sound = torch.tensor(100)
-    video = {"video_grid_thw": clip, "use_audio_in_video": torch.tensor(True)}
+    video = {"video_grid_thw": grid, "use_audio_in_video": torch.tensor(True)}
     heard = model._compute_audio_token_count(100)
 
     def lay_out(tokens: int) -> tuple[int, list[MultiModalFeatureSpec]]:
@@ -497,5 +497,5 @@ def test_each_frame_of_a_video_is_a_sequence_of_the_tower() -> None:
     assert lengths == [8, 8, 16]
     assert [video.tokens for video in videos] == [4, 4]
     (two_frames, _) = (item.regions[0] for item in features)
-    assert (two_frames.grid.tiles, two_frames.grid.clip) == (2, True)
+    assert (two_frames.grid.tiles, two_frames.grid.video) == (2, True)
     assert two_frames.signals["cls_attention"].tolist() == [1.5, 5.5, 1.5, 5.5]

@@ -207,10 +207,10 @@ def test_a_malformed_plan_is_refused_with_a_reason(row: object, message: str) ->
         ItemPlan.decode(row)
 
 
-def test_a_long_clip_that_is_kept_whole_has_a_plan() -> None:
+def test_a_long_video_that_is_kept_whole_has_a_plan() -> None:
     """Of more tokens than an image can have, as where a request turns pruning off."""
-    long_clip = plan(budget=100_000, tokens=100_000, frames=1_000)
-    assert ItemPlan.decode(long_clip.encode()) == long_clip and long_clip.keeps_all
+    long_video = plan(budget=100_000, tokens=100_000, frames=1_000)
+    assert ItemPlan.decode(long_video.encode()) == long_video and long_video.keeps_all
 
 
 def test_a_plan_has_one_row_of_bytes() -> None:

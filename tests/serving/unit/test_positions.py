@@ -17,12 +17,12 @@ from tests.serving.unit.samples import (
     OTHER,
     Processed,
     Sender,
-    clip_state,
     picture,
+    video_state,
 )
 from vllm_autoprune import RequestError
 from vllm_autoprune.selftest.backbones import TINY_MODELS, build
-from vllm_autoprune.selftest.questions import clip
+from vllm_autoprune.selftest.questions import video
 from vllm_autoprune.serving.models import BACKBONES
 
 pytestmark = [
@@ -31,14 +31,14 @@ pytestmark = [
 ]
 
 MROPE = {row.name: row for row in BACKBONES.values() if row.mrope}
-CLIPS = [name for name, row in MROPE.items() if row.clips]
-PRUNED_CLIPS = clip_state("vcast")
+WITH_VIDEOS = [name for name, row in MROPE.items() if row.videos]
+PRUNED_VIDEOS = video_state("vcast")
 THIN = picture(28 * 40, 28)
 TALL = picture(28, 28 * 30, 3)
 
 
 Items = dict[str, list[Any]]
-"""Images and clips of a request."""
+"""Images and videos of a request."""
 
 
 def process(sender: Sender, items: Items, **entry: object) -> Any:
@@ -104,11 +104,11 @@ def test_images_take_the_positions_of_whole_ones(
     )
 
 
-@pytest.mark.parametrize("backbone", CLIPS)
+@pytest.mark.parametrize("backbone", WITH_VIDEOS)
 @pytest.mark.parametrize(
-    ("state", "budget"), [(PRUNED_CLIPS, 9), (PRUNED_CLIPS, "100%"), ({}, 0)]
+    ("state", "budget"), [(PRUNED_VIDEOS, 9), (PRUNED_VIDEOS, "100%"), ({}, 0)]
 )
-def test_clips_take_the_positions_of_whole_ones(
+def test_videos_take_the_positions_of_whole_ones(
     backbone: str, state: dict[str, Any], budget: int | str, tmp_path: Path
 ) -> None:
     """Pruned, kept whole, and left whole by a state that prunes none; beside an image."""
@@ -116,7 +116,7 @@ def test_clips_take_the_positions_of_whole_ones(
         build(backbone, tmp_path), budget=8, placeholder="", **state
     ).with_cache()
     entry = {"video_budget": budget} if state else {}
-    assert_same_end(sender, backbone, {"image": [THIN], "video": [clip(12)]}, **entry)
+    assert_same_end(sender, backbone, {"image": [THIN], "video": [video(12)]}, **entry)
 
 
 def test_parts_of_an_image_share_its_positions(tmp_path: Path) -> None:
@@ -159,16 +159,16 @@ def test_a_pruned_prompt_ends_where_the_whole_one_does(
 
 
 @pytest.mark.parametrize(
-    "backbone", [name for name, row in LINE_ROWS.items() if row.clips]
+    "backbone", [name for name, row in LINE_ROWS.items() if row.videos]
 )
-def test_a_pruned_clip_ends_where_the_whole_one_does(
+def test_a_pruned_video_ends_where_the_whole_one_does(
     backbone: str, tmp_path: Path
 ) -> None:
-    state: dict[str, Any] = {**PRUNED_CLIPS, "positions": "true"}
+    state: dict[str, Any] = {**PRUNED_VIDEOS, "positions": "true"}
     sender = Sender(
         build(backbone, tmp_path), budget=8, placeholder="", **state
     ).with_cache()
-    request: Items = {"image": [LARGE], "video": [clip(12)]}
+    request: Items = {"image": [LARGE], "video": [video(12)]}
     length = len(process(sender, request, enabled=False)["prompt_token_ids"])
     for _ in range(2):
         processed = process(sender, request, video_budget=12)

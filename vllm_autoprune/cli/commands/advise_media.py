@@ -28,7 +28,7 @@ from vllm_autoprune.cli.output import (
     write_file,
 )
 from vllm_autoprune.errors import ConfigError
-from vllm_autoprune.evaluation.pictures import find_picture, read_clip, read_picture
+from vllm_autoprune.evaluation.pictures import find_picture, read_picture, read_video
 from vllm_autoprune.positions import describe_positions
 from vllm_autoprune.serving.models import require_served
 from vllm_autoprune.tpdsl.atoms.source import BudgetCall
@@ -141,7 +141,7 @@ class _Way(NamedTuple):
 def advise_video(options: Namespace) -> int:
     """Print what decoding, tower and prefill of a video cost, and the advice."""
     model = _choose_video_model(options.checkpoint)
-    video = read_clip(options.video, type(model.processor).__name__)
+    video = read_video(options.video, type(model.processor).__name__)
     if video is None:
         raise ConfigError.of(
             f"--video {options.video}",
@@ -164,7 +164,7 @@ def advise_video(options: Namespace) -> int:
     flags = vars(options)
     state = load_state(options.state or "vcast")
     policy = materialize(state, flags.get("budget"), video=True)
-    can_prune = require_served(model.config).clips
+    can_prune = require_served(model.config).videos
     budget = min(policy.at(tokens, frames).budget, tokens) if can_prune else tokens
     frame_tower = count_tower_flops(model.config, frame_tokens) / 10**12
 

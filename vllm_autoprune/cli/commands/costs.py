@@ -55,7 +55,7 @@ _NAMES = {"block": "--block-size", "prefill": "--prefill-ms-per-token"} | {
 _READERS = {
     **{name: field.annotation for name, field in Traffic.model_fields.items()},
     **dict.fromkeys(Timings.model_fields, float),
-    "budget": partial(read_budget, clip=True),
+    "budget": partial(read_budget, video=True),
 }
 """What reads the value of each."""
 

@@ -1,4 +1,4 @@
-"""`explain`: draw which tokens of an image or a clip a state keeps for a question."""
+"""`explain`: draw which tokens of an image or a video a state keeps for a question."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from vllm_autoprune.tpdsl.materialize import materialize
     ),
     argument(
         "--budget",
-        type=partial(read_budget, clip=True),
+        type=partial(read_budget, video=True),
         metavar="K",
         help="tokens kept: 64, or 1/8 of them; of a video also tokens_per_frame:16",
     ),
@@ -69,12 +69,12 @@ def _explain_image(options: Namespace) -> int:
         )
     from vllm_autoprune.evaluation.pictures import (
         find_picture,
-        read_clip,
         read_picture,
+        read_video,
     )
 
     checkpoint = str(options.checkpoint)
-    video = read_clip(options.image, _find_video_processor(options.image, checkpoint))
+    video = read_video(options.image, _find_video_processor(options.image, checkpoint))
     state = load_state(options.state or ("autoprune" if video is None else "vcast"))
     budget: BudgetCall | None = options.budget
     if video is None and budget is not None and budget.atom == "per_frame_budget":

@@ -50,7 +50,7 @@ Tokenize = Callable[[str, AbstractSet[Need]], tuple[Ids, Ids]]
 
 @dataclass(frozen=True, slots=True)
 class PlannedItem:
-    """An item of a request: its image or clip and plan, and what caches hold it by.
+    """An item of a request: its image or video and plan, and what caches hold it by.
 
     ``identity`` is that of its tokens, ``key`` that of its processed tensors, which all items of an
     image have in common.

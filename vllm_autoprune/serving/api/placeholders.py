@@ -51,7 +51,7 @@ class Placeholders:
     stands for an item in a prompt before it is processed, where it is no token. ``embeds_text``
     says that the worker makes the rows of text between the tokens of a pruned item as well: only
     there it is known how many tokens are kept before each. vLLM's own pruning of Qwen3-VL's videos
-    does so (``Qwen3VLMultiModalProcessor.get_video_repl``). ``video_token`` is the token of clips;
+    does so (``Qwen3VLMultiModalProcessor.get_video_repl``). ``video_token`` is the token of videos;
     None where videos are left whole. ``measure`` gives the size of a processed image or video; None
     where frames are not counted and every row has a position of its own.
     """
@@ -74,7 +74,7 @@ class Placeholders:
 
         Where other tokens stand between them, each run of placeholders keeps an equal share of K,
         which is what the worker selects of a tile, unless it embeds the text too: the ids then say
-        how many rows there are, and the plan which text is among them. All ids of a clip are then
+        how many rows there are, and the plan which text is among them. All ids of a video are then
         placeholders, by which its rows are placed. Memory profiling needs room for all of them.
         """
         is_embed = find_placeholders(content)

@@ -149,7 +149,7 @@ class PruningRequest(BaseModel):
     def parse_video_budget(cls, value: object) -> BudgetCall | None:
         """The budget of a video."""
         with _explaining("budget"):
-            return None if value is None else BudgetCall.parse(value, clip=True)
+            return None if value is None else BudgetCall.parse(value, video=True)
 
     @field_validator("state", mode="plain")
     @classmethod

@@ -94,14 +94,14 @@ class Backbone:
     """Why an image cannot be several items of a prompt; empty where it can."""
     whole_only: str = "encodes the patches of an image as a whole square"
     """Why no cell of an image can be dropped before the tower; empty where it can."""
-    clips: bool = False
+    videos: bool = False
     """Whether tokens of videos can be chosen; else they are what they are in stock vLLM."""
     packed: str = ""
     """Why kept tokens can only stand one after the other; empty where they can keep places."""
     embeds_text: bool = False
     """Whether text stands between the tokens of an item, and is embedded with those kept."""
     frame: Callable[[PreTrainedConfig], tuple[int, int]] | None = None
-    """Tokens of each frame of a clip, and rows behind the last, where no size changes them."""
+    """Tokens of each frame of a video, and rows behind the last, where no size changes them."""
     remote_processor: bool = False
     """Whether vLLM serves it by an image processor that is Python code of the checkpoint."""
     state: str = "cen_divprune"
@@ -252,13 +252,13 @@ def shuffled_frame(config: PreTrainedConfig) -> tuple[int, int]:
 
 
 def pooled_frame(config: PreTrainedConfig) -> tuple[int, int]:
-    """Tokens of a frame of LLaVA-OneVision, pooled two by two, and the newline of a clip."""
+    """Tokens of a frame of LLaVA-OneVision, pooled two by two, and the newline of a video."""
     vision = config.vision_config
     return ceil(vision.image_size // vision.patch_size / 2) ** 2, 1
 
 
-_NAMED: dict[str, Any] = {"clips": True, "embeds_text": True}
-"""Clips have the time or the number of each frame among their tokens."""
+_NAMED: dict[str, Any] = {"videos": True, "embeds_text": True}
+"""Videos have the time or the number of each frame among their tokens."""
 _NUMBERED = {**_NAMED, "frame": shuffled_frame}
 
 _SHUFFLED = _exactly("downsample_ratio", 0.5)
@@ -283,8 +283,8 @@ BACKBONES: dict[str, Backbone] = {
     for row in (
         _LlavaBackbone("llava", "llava", "LlavaForConditionalGeneration"),
         _LlavaBackbone("llava_next", "llava", "LlavaNextForConditionalGeneration"),
-        _qwen("qwen2_vl", "Qwen2VLForConditionalGeneration", clips=True),
-        _qwen("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", _FULL, clips=True),
+        _qwen("qwen2_vl", "Qwen2VLForConditionalGeneration", videos=True),
+        _qwen("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", _FULL, videos=True),
         _qwen("qwen3_vl", "Qwen3VLForConditionalGeneration", **_NAMED),
         _qwen("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", **_NAMED),
         _qwen("qwen3_5", "Qwen3_5ForConditionalGeneration", **_NAMED),
@@ -317,7 +317,7 @@ BACKBONES: dict[str, Backbone] = {
                 _exactly("vision_config.model_type", "siglip_vision_model"),
                 _exactly("vision_feature_select_strategy", "full"),  # all patches
             ),
-            clips=True,
+            videos=True,
             frame=pooled_frame,
         ),
         _tiled(

@@ -230,7 +230,7 @@ class GridVision(GridLayout):
             anchors=b"" if anchors is None else anchors.numpy().tobytes(),
         )
         if VIDEO_PIXELS in image:
-            grid = replace(grid, tiles=frames[0], clip=True)
+            grid = replace(grid, tiles=frames[0], video=True)
         channels = [rows[:, self._width :]]
         if isinstance(self._model, PrunedMRope) and self._model.autoprune_axes:
             times = self._frame_times(image, grid.tiles)

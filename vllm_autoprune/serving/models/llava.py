@@ -342,7 +342,7 @@ class _OnevisionVision(_JoinedVision):
         side = isqrt(pooled.shape[1])
         features = []
         for i, rows in enumerate(pooled.split(frames)):
-            grid = Grid(side, side, frames[i], clip=True)
+            grid = Grid(side, side, frames[i], video=True)
             of_video: Signals = {
                 s: part[i].flatten().clone() for s, part in signals.items()
             }

@@ -22,7 +22,7 @@ from vllm_autoprune.ops.rowwise import upload
 from vllm_autoprune.serving.inputs import IMAGE_GRID, VIDEO_GRID
 from vllm_autoprune.serving.models.placed_model import PlacedModel, match_items
 from vllm_autoprune.serving.models.vision import Vision
-from vllm_autoprune.serving.plan import MAX_CLIP_TOKENS, MROPE, ItemPlan, plan_error
+from vllm_autoprune.serving.plan import MAX_VIDEO_TOKENS, MROPE, ItemPlan, plan_error
 from vllm_autoprune.serving.worker.rows import (
     count_channels,
     decode_offsets,
@@ -68,13 +68,13 @@ def _compute_input_positions(
 ) -> tuple[Tensor, int]:
     """Positions ``(3, L)`` of a prompt, and what decoding adds to its length.
 
-    ``unpruned`` are the tokens of every whole image or clip, by its index in ``features``; those
+    ``unpruned`` are the tokens of every whole image or video, by its index in ``features``; those
     whose rows have no positions are left out. ``firsts`` gives the index of the first item of its
     image for every other one (:func:`.match_items`). The model's own code places the whole images;
     then placeholders that are not there are left out. Tokens of an item of which some are missing,
     and those of later items, all stand at their image's first position until
-    :func:`_place_image_tokens` knows the kept ones; in width beyond it, where they are of a clip,
-    by which these can be told from tokens that are placed. ``widths`` are those of clips. Tokens of
+    :func:`_place_image_tokens` knows the kept ones; in width beyond it, where they are of a video,
+    by which these can be told from placed tokens. ``widths`` are those of videos. Tokens of
     ``packed`` items stand one after the other, like text.
     """
     full: list[int] = []
@@ -136,7 +136,7 @@ def _place_image_tokens(
     """Set the positions of the image tokens of one prefill step in ``(3, L)``.
 
     ``channels`` are those of the step's image rows, ``(m, 6)`` each, in prompt order; the
-    step begins at token ``computed``; ``images`` are the ids of the tokens of images and clips. All
+    step begins at token ``computed``; ``images`` are the token ids of images and videos. All
     count from the first position of their image, however often this is done. With ``moves_all``
     time moves a token on all axes. Rows with channels below 0 leave their tokens where they are. No
     host sync.
@@ -168,9 +168,9 @@ class GridLayout(Vision):
     videos_share_token: ClassVar[bool] = False
     """Whether frames of videos have that token too."""
     video_token: ClassVar[str] = ""
-    """Field with the id of the token of clips; empty where they are left whole."""
+    """Field with the id of the token of videos; empty where they are left whole."""
     dates_frames: ClassVar[bool] = False
-    """Whether text stands between the frames of a clip, behind which each begins anew."""
+    """Whether text stands between the frames of a video, behind which each begins anew."""
 
     @property
     def merge(self) -> int:
@@ -180,7 +180,7 @@ class GridLayout(Vision):
     def count(self, grid: Tensor) -> int:
         """Tokens N of an image, by its row of :attr:`grids`; raises RequestError for too many."""
         tokens = prod(grid.tolist()) // self.merge**2
-        if not 0 < tokens <= MAX_CLIP_TOKENS:
+        if not 0 < tokens <= MAX_VIDEO_TOKENS:
             raise plan_error(f"is of a grid of {tokens} tokens")
         return tokens
 
@@ -198,7 +198,7 @@ class PrunedMRope(PlacedModel):
 
     @property
     def autoprune_counts_all(self) -> bool:
-        """Whether clips have the tokens of images, or are pruned too."""
+        """Whether videos have the tokens of images, or are pruned too."""
         return self._layout.videos_share_token or bool(self._layout.video_token)
 
     def autoprune_consecutive(self, length: int) -> Tensor:

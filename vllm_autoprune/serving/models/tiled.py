@@ -127,7 +127,7 @@ class _TiledVision(Vision):
                     signal: flatten(part[tiles_of_run])
                     for signal, part in signals.items()
                 }
-                grid = Grid(side, side, run, clip=are_videos)
+                grid = Grid(side, side, run, video=are_videos)
                 tokens = flatten(rows[tiles_of_run])
                 region = Region(grid, tokens, of_region, order=order, share=run)
                 regions.append(region)

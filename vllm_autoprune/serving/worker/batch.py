@@ -67,7 +67,7 @@ class ModelParts:
     axes: int = 0
     """Axes of the positions that rows carry, 0 for none."""
     set_times: Callable[[Tensor, Tensor], None] | None = None
-    """Sets the positions in time of rows, where text may stand between the tokens of a clip."""
+    """Sets the positions in time of rows, where text may stand between the tokens of a video."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,6 @@ import torch.nn.functional as functional
 from pydantic import Field
 from torch import Tensor
 
-from vllm_autoprune.ops.clips import (
-    cosine_to_previous,
-    distance_from_mean,
-    echo_of_previous,
-    surprise_of_motion,
-)
 from vllm_autoprune.ops.rowwise import min_max_normalise
 from vllm_autoprune.ops.similarity import (
     SETTLED,
@@ -32,6 +26,12 @@ from vllm_autoprune.ops.similarity import (
     scale_to_unit_variance,
     spherical_kmeans,
     strip_size,
+)
+from vllm_autoprune.ops.videos import (
+    cosine_to_previous,
+    distance_from_mean,
+    echo_of_previous,
+    surprise_of_motion,
 )
 from vllm_autoprune.tpdsl.registry import AtomCall, OneOf, added, atom, run
 from vllm_autoprune.tpdsl.tokens import Need, VisualTokens
@@ -383,20 +383,22 @@ def _mean_dissimilarity_saliency(
     return tokens.by_image(map_weight(mean_dissimilarity(rows), call.curve))
 
 
-@atom("scoring", _SignalCall, origin="extension", clips=True, cost=9.4)
+@atom("scoring", _SignalCall, origin="extension", videos=True, cost=9.4)
 def _temporal_novelty(call: _SignalCall, tokens: VisualTokens, picks: Tensor) -> Tensor:
     """One minus the cosine with the token at the same place of the frame before."""
-    return tokens.map_clips(lambda clip: 1 - cosine_to_previous(clip, initial=-1.0))
+    return tokens.map_videos(lambda video: 1 - cosine_to_previous(video, initial=-1.0))
 
 
-@atom("scoring", _Echo, origin="extension", clips=True, cost=18.5)
+@atom("scoring", _Echo, origin="extension", videos=True, cost=18.5)
 def _temporal_echo_penalty(call: _Echo, tokens: VisualTokens, picks: Tensor) -> Tensor:
     """Minus the mean cosine with the most similar tokens of the frame before."""
     width = tokens.grid.width if call.scope == "local" else 0
-    return tokens.map_clips(lambda clip: -echo_of_previous(clip, call.tau, -1.0, width))
+    return tokens.map_videos(
+        lambda video: -echo_of_previous(video, call.tau, -1.0, width)
+    )
 
 
-@atom("scoring", _Surprise, origin="extension", clips=True, cost=14.1)
+@atom("scoring", _Surprise, origin="extension", videos=True, cost=14.1)
 def _prediction_surprise(
     call: _Surprise, tokens: VisualTokens, picks: Tensor
 ) -> Tensor:
@@ -404,13 +406,15 @@ def _prediction_surprise(
     height = tokens.grid.height
     width = tokens.grid.width
     decay = call.decay
-    return tokens.map_clips(lambda clip: surprise_of_motion(clip, height, width, decay))
+    return tokens.map_videos(
+        lambda video: surprise_of_motion(video, height, width, decay)
+    )
 
 
-@atom("scoring", _SignalCall, origin="extension", clips=True, cost=9.4)
+@atom("scoring", _SignalCall, origin="extension", videos=True, cost=9.4)
 def _frame_outlier(call: _SignalCall, tokens: VisualTokens, picks: Tensor) -> Tensor:
     """One minus the cosine with the mean token of the frame, or of the tile."""
-    return tokens.map_clips(distance_from_mean)
+    return tokens.map_videos(distance_from_mean)
 
 
 def run_signal(call: _SignalCall, tokens: VisualTokens, picks: Tensor) -> Tensor:

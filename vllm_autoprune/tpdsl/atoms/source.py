@@ -223,7 +223,7 @@ _SAID = re.compile(
     re.ASCII,
 )
 
-_SAID_OF_CLIP = re.compile(r"tokens_per_frame:(\d{1,5})", re.ASCII)
+_SAID_OF_VIDEO = re.compile(r"tokens_per_frame:(\d{1,5})", re.ASCII)
 
 _EXACT = 10**6
 """Largest denominator of a share: two such fractions are never the same float."""
@@ -254,18 +254,18 @@ class BudgetCall(AtomCall):
 
     @classmethod
     def parse(
-        cls, said: object, where: str = "budget", *, clip: bool = False
+        cls, said: object, where: str = "budget", *, video: bool = False
     ) -> BudgetCall:
         """Read K as people say it: 64, or a share of N as 1/8 or 12.5%, or 1/8:64-640.
 
-        Either is a ratio_budget. Of a clip also tokens_per_frame:16, a per_frame_budget. Raises
+        Either is a ratio_budget. Of a video also tokens_per_frame:16, a per_frame_budget. Raises
         :class:`BudgetError`, located at ``where``.
         """
         if isinstance(said, BudgetCall):
             return said
         is_count = type(said) is int and abs(said) < _EXACT
         text = f"{said}".strip() if is_count or isinstance(said, str) else ""
-        if clip and (match := _SAID_OF_CLIP.fullmatch(text)):
+        if video and (match := _SAID_OF_VIDEO.fullmatch(text)):
             with suppress(ValidationError):
                 per_frame = {"atom": "per_frame_budget", "k": int(match[1])}
                 call = ATOMS["per_frame_budget"].call.model_validate(per_frame)
@@ -285,7 +285,7 @@ class BudgetCall(AtomCall):
                     return call
         what = f"{text[:40]!r} is not a budget" if text else "is not a budget"
         fix = f"give 1 to {MAX_BUDGET} tokens, a share from 1% such as 1/8 or 12.5%, or 1/8:64-640"
-        fix += ", or tokens_per_frame:16" if clip else ""
+        fix += ", or tokens_per_frame:16" if video else ""
         raise BudgetError.of(where, what, fix, subject="budget")
 
 
@@ -332,7 +332,7 @@ class _FrameBudget(_TileBudget):
     """Parameters of per_frame_budget."""
 
     k: int = Field(16, ge=1, le=65536, description="tokens kept per frame")
-    ceiling: int = Field(65536, ge=1, le=65536, description="largest K of a clip")
+    ceiling: int = Field(65536, ge=1, le=65536, description="largest K of a video")
 
     def rule(self) -> int | str:
         """Tokens of a frame, and of how many frames at most."""
@@ -374,8 +374,8 @@ atom(
     _FrameBudget,
     name="per_frame_budget",
     origin="extension",
-    clips=True,
-    doc="Keep k tokens per frame of a clip, at most the ceiling in all; in some frames more.",
+    videos=True,
+    doc="Keep k tokens per frame of a video, at most the ceiling in all; in some frames more.",
 )(_per_tile_budget)
 
 

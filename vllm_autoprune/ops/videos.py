@@ -1,6 +1,6 @@
-"""What changes between the frames of a clip, and exact shares of a budget.
+"""What changes between the frames of a video, and exact shares of a budget.
 
-A clip is ``(T, n, D)`` float32: T frames of n tokens in time order. Functions take one clip at a
+A video is ``(T, n, D)`` float32: T frames of n tokens in time order. Functions take one video at a
 time, so that it has the same bits alone and in a batch.
 """
 
@@ -25,23 +25,23 @@ def _directions(rows: Tensor) -> Tensor:
     return functional.normalize(rows, dim=-1)
 
 
-def cosine_to_previous(clip: Tensor, initial: float) -> Tensor:
+def cosine_to_previous(video: Tensor, initial: float) -> Tensor:
     """Cosine ``(T, n)`` with the token at its place in the frame before; at first ``initial``."""
-    unit = _directions(clip)
+    unit = _directions(video)
     cosine = (unit[1:] * unit[:-1]).sum(dim=-1)
     return torch.cat([torch.full_like(unit[:1, :, 0], initial), cosine])
 
 
 def echo_of_previous(
-    clip: Tensor, tau: float, initial: float, width: int = 0
+    video: Tensor, tau: float, initial: float, width: int = 0
 ) -> Tensor:
     """Mean cosine ``(T, n)`` with all tokens of the frame before, by softmax(cosine / tau).
 
     With the width of its grid, those of the 3 x 3 places around. At first ``initial``.
     """
-    unit = _directions(clip)
-    echoes = [torch.full_like(clip[0, :, 0], initial)]
-    position = torch.arange(clip.shape[1], device=clip.device)
+    unit = _directions(video)
+    echoes = [torch.full_like(video[0, :, 0], initial)]
+    position = torch.arange(video.shape[1], device=video.device)
     y = position // max(width, 1)
     x = position % max(width, 1)
     far = torch.maximum((y[:, None] - y).abs(), (x[:, None] - x).abs()) > 1
@@ -52,13 +52,13 @@ def echo_of_previous(
     return torch.stack(echoes)
 
 
-def distance_from_mean(clip: Tensor) -> Tensor:
+def distance_from_mean(video: Tensor) -> Tensor:
     """One minus the cosine ``(T, n)`` of each token with the mean token of its frame."""
-    mean = _directions(clip.mean(dim=1, keepdim=True))
-    return 1 - (_directions(clip) * mean).sum(dim=-1)
+    mean = _directions(video.mean(dim=1, keepdim=True))
+    return 1 - (_directions(video) * mean).sum(dim=-1)
 
 
-def surprise_of_motion(clip: Tensor, height: int, width: int, decay: float) -> Tensor:
+def surprise_of_motion(video: Tensor, height: int, width: int, decay: float) -> Tensor:
     """Error of a linear prediction over its running mean ``(T, n)``; 1 / (1 - decay) at first.
 
     A token is predicted as the one before plus its last change, less the plane over rows and
@@ -66,16 +66,16 @@ def surprise_of_motion(clip: Tensor, height: int, width: int, decay: float) -> T
     """
     # Coordinates around 0, so that the three planes are orthogonal.
     y, x = (
-        torch.arange(side, device=clip.device) - (side - 1) / 2
+        torch.arange(side, device=video.device) - (side - 1) / 2
         for side in (height, width)
     )
-    ones = torch.ones(height * width, device=clip.device)
+    ones = torch.ones(height * width, device=video.device)
     planes = torch.stack([ones, y.repeat_interleave(width), x.repeat(height)])
     basis = functional.normalize(planes, dim=-1)
-    surprises = [torch.full_like(clip[0, :, 0], 1 / (1 - decay))]
-    motion = torch.zeros_like(clip[0])
+    surprises = [torch.full_like(video[0, :, 0], 1 / (1 - decay))]
+    motion = torch.zeros_like(video[0])
     mean = None
-    for change in clip.diff(dim=0):
+    for change in video.diff(dim=0):
         error = (change - motion).square().sum(dim=-1)
         mean = error if mean is None else decay * mean + (1 - decay) * error
         surprises.append(error / (mean + 1e-8))
@@ -83,14 +83,14 @@ def surprise_of_motion(clip: Tensor, height: int, width: int, decay: float) -> T
     return torch.stack(surprises)
 
 
-def typicality(clip: Tensor) -> tuple[Tensor, Tensor]:
-    """How near each token is to the mean of the clip, and to that of its frame, ``(T, n)`` each.
+def typicality(video: Tensor) -> tuple[Tensor, Tensor]:
+    """How near each token is to the mean of the video, and to that of its frame, ``(T, n)`` each.
 
     Sums of Gaussians of five widths, of directions in the half of the channels that vary least.
     """
-    variance = clip.flatten(0, 1).var(dim=0, correction=0)
-    steady = variance.argsort(stable=True)[: max(1, clip.shape[2] // 2)]
-    rows = _directions(clip.index_select(2, steady))
+    variance = video.flatten(0, 1).var(dim=0, correction=0)
+    steady = variance.argsort(stable=True)[: max(1, video.shape[2] // 2)]
+    rows = _directions(video.index_select(2, steady))
 
     def nearness(centre: Tensor) -> Tensor:
         squared = (rows - centre).square().sum(dim=-1)
@@ -102,12 +102,12 @@ def typicality(clip: Tensor) -> tuple[Tensor, Tensor]:
     return nearness(rows.mean(dim=(0, 1))), nearness(rows.mean(dim=1, keepdim=True))
 
 
-def curvature(clip: Tensor) -> Tensor:
+def curvature(video: Tensor) -> Tensor:
     """One minus the cosine of the steps to and from each frame's mean direction, ``(T,)`` float64.
 
     1 at both ends, and where nothing moves.
     """
-    mean = _directions(clip.mean(dim=1).double())
+    mean = _directions(video.mean(dim=1).double())
     step = _directions(mean.diff(dim=0))
     bend = 1 - (step[:-1] * step[1:]).sum(dim=-1)
     ends = torch.ones_like(mean[:, 0])

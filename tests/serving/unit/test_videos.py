@@ -1,4 +1,4 @@
-"""Clips of videos before an engine: K of all frames, identities, what is sent, what is refused."""
+"""Videos before an engine: K of all frames, identities, what is sent, what is refused."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import torch
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 from tests.serving.unit.samples import Sender, picture, places, served, vllm_config
-from tests.serving.unit.samples import clip_state as state
+from tests.serving.unit.samples import video_state as state
 from vllm_autoprune import RequestError, load_state
 from vllm_autoprune.selftest.backbones import build
-from vllm_autoprune.selftest.questions import clip
+from vllm_autoprune.selftest.questions import video
 from vllm_autoprune.serving.api.budgets import RequestBudgets
 from vllm_autoprune.serving.api.placeholders import TokenCount
 from vllm_autoprune.serving.api.request import PruningRequest
@@ -47,12 +47,12 @@ pytestmark = pytest.mark.compat
 FRAMES = 8
 PER_FRAME = 6
 GROUPS = FRAMES // 2
-"""Temporal groups T of a clip, which the tower makes of two frames each."""
+"""Temporal groups T of a video, which the tower makes of two frames each."""
 TOKENS = GROUPS * PER_FRAME
 
-CLIP = clip(FRAMES)
-OTHER = clip(FRAMES, 1)
-SHORT = clip(FRAMES - 2)
+VIDEO = video(FRAMES)
+OTHER = video(FRAMES, 1)
+SHORT = video(FRAMES - 2)
 VIDEOS = Capabilities(prunes_videos=True)
 
 
@@ -69,13 +69,13 @@ def sender(request: pytest.FixtureRequest, tiny: Path) -> Sender:
 
 
 def alone(sender: Sender, video: Any, uuid: str | None = None, **entry: Any) -> Any:
-    """Identity, number of tokens and digest of the tensors of one clip."""
+    """Identity, number of tokens and digest of the tensors of one video."""
     names = None if uuid is None else [uuid]
     sent = sender.send([video], names, modality="video", **entry)
     return sent.identities[0], sent.lengths[0], sent.data[0]
 
 
-def test_k_is_of_all_frames_and_a_clip_is_sent_once(sender: Sender) -> None:
+def test_k_is_of_all_frames_and_a_video_is_sent_once(sender: Sender) -> None:
     for requested, kept_tokens in (
         (None, 2 * GROUPS),
         ("tokens_per_frame:3", 3 * GROUPS),
@@ -84,7 +84,7 @@ def test_k_is_of_all_frames_and_a_clip_is_sent_once(sender: Sender) -> None:
         (10**4, TOKENS),
         ("100%", TOKENS),
     ):
-        sent = sender.send([CLIP, OTHER], modality="video", video_budget=requested)
+        sent = sender.send([VIDEO, OTHER], modality="video", video_budget=requested)
         assert (
             sent.lengths
             == [kept_tokens, kept_tokens]
@@ -96,33 +96,33 @@ def test_k_is_of_all_frames_and_a_clip_is_sent_once(sender: Sender) -> None:
         assert sent.sent == [sender.cache is None or requested is None] * 2
 
 
-def test_all_images_and_clips_of_a_request_have_a_bound(tiny: Path) -> None:
-    """Of which an image has as much as a clip, and a clip what the image leaves."""
+def test_all_images_and_videos_of_a_request_have_a_bound(tiny: Path) -> None:
+    """Of which an image has as much as a video, and a video what the image leaves."""
     rules = RequestRules("budget", total=14)
     sender = Sender(tiny, budget=8, rules=rules, **state("vcast"))
     send = partial(sender.send, modality="video")
-    assert send([CLIP]).lengths == [2 * GROUPS] and send([CLIP] * 3).lengths == [
+    assert send([VIDEO]).lengths == [2 * GROUPS] and send([VIDEO] * 3).lengths == [
         5,
         5,
         4,
     ]
-    assert send([CLIP], beside=[picture(168, 112)]).lengths == [7]
-    assert send([CLIP] * 2, beside=[picture(56, 56)]).lengths == [5, 5], (
+    assert send([VIDEO], beside=[picture(168, 112)]).lengths == [7]
+    assert send([VIDEO] * 2, beside=[picture(56, 56)]).lengths == [5, 5], (
         "the image has 4"
     )
-    assert alone(sender, CLIP, video_budget=14)[1] == 14
+    assert alone(sender, VIDEO, video_budget=14)[1] == 14
     for requested in ({"video_budget": "tokens_per_frame:4"}, {"enabled": False}):
         with pytest.raises(RequestError, match="a request has 14 for them"):
-            send([CLIP], **requested)
+            send([VIDEO], **requested)
 
 
 def test_the_range_of_requests_is_of_each_temporal_group(tiny: Path) -> None:
-    """Of which this clip has 6 tokens each; MIN does not bound a clip that stays whole."""
+    """Of which this video has 6 tokens each; MIN does not bound a video that stays whole."""
 
     def count(minimum: int, maximum: int, **entry: Any) -> Any:
         rules = RequestRules("budget", minimum, maximum)
         sender = Sender(tiny, budget=8, rules=rules, **state("vcast"))
-        return alone(sender, CLIP, **entry)[1]
+        return alone(sender, VIDEO, **entry)[1]
 
     assert count(7, 64, enabled=False) == TOKENS
     with pytest.raises(RequestError, match="1 to 5 of each"):
@@ -140,11 +140,11 @@ def test_a_row_behind_the_last_frame_counts_as_a_token(tmp_path: Path) -> None:
     tokens = 4 * 8
 
     def keep(requested: Any, total: int | None = None) -> int:
-        """K of a clip, as the engine's checks have it too."""
+        """K of a video, as the engine's checks have it too."""
         rules = RequestRules("budget", total=total)
         sender = Sender(folder, budget=8, rules=rules, **state("vcast"))
         (kept_tokens,) = sender.send(
-            [clip(frames)], modality="video", video_budget=requested
+            [video(frames)], modality="video", video_budget=requested
         ).lengths
         return kept_tokens
 
@@ -154,7 +154,7 @@ def test_a_row_behind_the_last_frame_counts_as_a_token(tmp_path: Path) -> None:
     every = state("vcast", tokens={"atom": "per_frame_budget", "k": 4})
     server = Sender(folder, 8, RequestRules("budget", total=2 * tokens), **every)
     assert (
-        server.send([clip(frames), clip(frames, 1)], modality="video").lengths
+        server.send([video(frames), video(frames, 1)], modality="video").lengths
         == [tokens] * 2
     )
 
@@ -163,16 +163,16 @@ def test_identities_hold_all_that_chooses_tokens_and_nothing_else(
     sender: Sender,
 ) -> None:
     requests: list[tuple[Any, dict[str, Any]]] = [
-        (CLIP, {}),
+        (VIDEO, {}),
         (OTHER, {}),
         (SHORT, {}),
-        (CLIP, {"video_budget": 5}),
-        (CLIP, {"video_budget": "100%"}),
-        (CLIP, {"keep": "random"}),
-        (CLIP, {"keep": "resized"}),
-        (CLIP, {"video_instructions": ["cat"]}),
-        (CLIP, {"salt": "tenant"}),
-        (CLIP, {"state": "vcast", "video_budget": 8}),
+        (VIDEO, {"video_budget": 5}),
+        (VIDEO, {"video_budget": "100%"}),
+        (VIDEO, {"keep": "random"}),
+        (VIDEO, {"keep": "resized"}),
+        (VIDEO, {"video_instructions": ["cat"]}),
+        (VIDEO, {"salt": "tenant"}),
+        (VIDEO, {"state": "vcast", "video_budget": 8}),
     ]
     identities, again = (
         [alone(sender, c, **e)[0] for c, e in requests] for _ in range(2)
@@ -184,27 +184,27 @@ def test_identities_hold_all_that_chooses_tokens_and_nothing_else(
         {"video_budget": "1/3"},
         {"budget": 3},
     ]
-    assert {alone(sender, CLIP, **entry)[0] for entry in alike} == {identities[0]}
+    assert {alone(sender, VIDEO, **entry)[0] for entry in alike} == {identities[0]}
     unread: dict[str, Any] = {"state": "vcast", "video_budget": 8}
     for text in ("cat", "dog"):
         assert (
-            alone(sender, CLIP, video_instructions=[text], **unread)[0]
+            alone(sender, VIDEO, video_instructions=[text], **unread)[0]
             == identities[-1]
         )
 
 
-def test_a_name_is_no_identity_and_finds_its_clip_again(tiny: Path) -> None:
+def test_a_name_is_no_identity_and_finds_its_video_again(tiny: Path) -> None:
     """Of the same tenant."""
     sender = Sender(tiny, budget=8, **state("vcast")).with_cache()
-    named, renamed = (alone(sender, video, "x") for video in (CLIP, OTHER))
+    named, renamed = (alone(sender, video, "x") for video in (VIDEO, OTHER))
     assert named[0] != renamed[0]
     assert alone(sender, None, "x")[:2] == renamed[:2]
     with pytest.raises(ValueError, match="data is not provided"):
         alone(sender, None, "x", salt="other")
-    assert alone(sender, CLIP, "y") == (*named[:2], None)
+    assert alone(sender, VIDEO, "y") == (*named[:2], None)
 
 
-def test_a_random_draw_depends_on_the_pixels_of_a_clip_alone(
+def test_a_random_draw_depends_on_the_pixels_of_a_video_alone(
     tiny: Path, tmp_path: Path
 ) -> None:
     """Not on its name or salt, nor on the server or the model."""
@@ -227,7 +227,7 @@ def test_a_random_draw_depends_on_the_pixels_of_a_clip_alone(
         return plan.key[0]
 
     seeds = {
-        draw(server, CLIP, **requested) for server in servers for requested in settings
+        draw(server, VIDEO, **requested) for server in servers for requested in settings
     }
     assert len(seeds) == 1 and draw(servers[0], OTHER) not in seeds
     with pytest.raises(
@@ -238,17 +238,17 @@ def test_a_random_draw_depends_on_the_pixels_of_a_clip_alone(
 
 
 @pytest.mark.parametrize("kind", ["lru", "shm", "several"])
-def test_a_clip_has_its_plan_under_every_cache_of_processed_items(
+def test_a_video_has_its_plan_under_every_cache_of_processed_items(
     tiny: Path, kind: str
 ) -> None:
     """Also one that is cached, or named, whose tensors most caches do not give again."""
     uncached = Sender(tiny, budget=8, **state("vcast")).send(
-        [CLIP, SHORT], modality="video"
+        [VIDEO, SHORT], modality="video"
     )
     sender = Sender(tiny, budget=8, **state("vcast")).with_cache(kind)
     try:
-        for clips in ([CLIP, SHORT], [CLIP, SHORT], [None, None]):
-            sent = sender.send(clips, ["x", "y"], modality="video")
+        for videos in ([VIDEO, SHORT], [VIDEO, SHORT], [None, None]):
+            sent = sender.send(videos, ["x", "y"], modality="video")
             assert replace(sent, data=uncached.data) == uncached
     finally:
         sender.cache.close()
@@ -257,16 +257,16 @@ def test_a_clip_has_its_plan_under_every_cache_of_processed_items(
 def test_what_cannot_be_is_refused(tiny: Path, tmp_path: Path) -> None:
     other_model = Sender(build("glm_ocr", tmp_path), budget=8, **state("vcast"))
     images_only = Sender(tiny, budget=8)
-    clips = Sender(tiny, budget=8, **state("vcast"))
+    videos = Sender(tiny, budget=8, **state("vcast"))
     for sender, budget, problem in (
         (other_model, 5, "this model's are served whole"),
         (images_only, 5, "leaves videos whole"),
-        (clips, 0, "is not a budget"),
-        (clips, "tokens_per_frame:0", "is not a budget"),
-        (clips, [5], "is not a budget"),
+        (videos, 0, "is not a budget"),
+        (videos, "tokens_per_frame:0", "is not a budget"),
+        (videos, [5], "is not a budget"),
     ):
         with pytest.raises(RequestError, match=problem):
-            sender.send([CLIP], modality="video", video_budget=budget)
+            sender.send([VIDEO], modality="video", video_budget=budget)
     settings = {"state": "vcast", "video_budget": "1/4"}
     assert places(settings) == [VIDEO_BUDGET_FLAG]
     assert places({**settings, "state": "divprune"}) == [f"{VIDEO_BUDGET_FLAG}#/frames"]
@@ -280,8 +280,8 @@ def test_models_whose_videos_are_pruned_say_so(architecture: str) -> None:
     """Where start-up looks, and where the processor does."""
     module, _, name = BACKBONES[architecture].model.partition(":")
     placeholders = vars(import_module(module))[name].autoprune_placeholders
-    assert (placeholders.video_token is not None) == BACKBONES[architecture].clips
-    assert placeholders.measure is not None or not BACKBONES[architecture].clips
+    assert (placeholders.video_token is not None) == BACKBONES[architecture].videos
+    assert placeholders.measure is not None or not BACKBONES[architecture].videos
 
 
 FRAMES_OF_FOUR = torch.zeros(4, 3, 2, 2)
@@ -307,7 +307,7 @@ FRAMES_OF_FOUR = torch.zeros(4, 3, 2, 2)
     ],
     ids=["grid", "pooled", "tiles"],
 )
-def test_a_plan_of_another_clip_is_refused(
+def test_a_plan_of_another_video_is_refused(
     fields: dict[str, Any], frame: tuple[int, int] | None, tokens: int
 ) -> None:
     good = ItemPlan(8, NO_KEY, tokens=tokens, frames=4)
@@ -334,7 +334,7 @@ def test_a_plan_of_another_clip_is_refused(
             check_inputs(plan, modality, item, frame)
 
 
-def test_tokens_of_a_clip_are_placed_once_however_often_they_are() -> None:
+def test_tokens_of_a_video_are_placed_once_however_often_they_are() -> None:
     """As when a request is preempted; also those as late as they are low and far to the right."""
     token = 9
     width = 3
@@ -358,29 +358,29 @@ def test_tokens_of_a_clip_are_placed_once_however_often_they_are() -> None:
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation")  # Glm4vProcessor
 @pytest.mark.parametrize("backbone", ["qwen3_vl", "glm4v"])
-def test_frames_and_their_times_stand_where_they_do_in_the_whole_clip(
+def test_frames_and_their_times_stand_where_they_do_in_the_whole_video(
     backbone: str, tmp_path: Path
 ) -> None:
-    """The worker embeds the text of a pruned clip, all of whose tokens are placeholders."""
+    """The worker embeds the text of a pruned video, all of whose tokens are placeholders."""
     sender = Sender(build(backbone, tmp_path), budget=8, **state("vcast"))
-    stock_clip, few = (
-        sender.send([CLIP], modality="video", video_budget=k) for k in ("100%", 9)
+    stock_video, few = (
+        sender.send([VIDEO], modality="video", video_budget=k) for k in ("100%", 9)
     )
     (plan,) = few.plans
     kept_tokens = torch.tensor([0, 5, 6, 7, 14, 18, 20, 21, 23])
     count = 9 + len(plan.text)
     row = next(r for r in BACKBONES.values() if r.name == backbone)
-    alike = zip(stock_clip.prompt, few.prompt, strict=False)
+    alike = zip(stock_video.prompt, few.prompt, strict=False)
     start = next(index for index, (old, after) in enumerate(alike) if old != after)
     token = few.prompt[start]
     assert few.prompt[start : start + count] == [token] * count
     unpruned = plan.write_text([token] * TOKENS)
     length = len(unpruned)
     assert (
-        stock_clip.prompt[start : start + length] == unpruned
-        and not stock_clip.plans[0].text
+        stock_video.prompt[start : start + length] == unpruned
+        and not stock_video.plans[0].text
     )
-    assert few.lengths == [count] and stock_clip.lengths == [TOKENS]
+    assert few.lengths == [count] and stock_video.lengths == [TOKENS]
 
     module, _, name = row.model.partition(":")
     model: Any = vars(import_module(module))[name].__mro__[4]
@@ -396,16 +396,16 @@ def test_frames_and_their_times_stand_where_they_do_in_the_whole_clip(
 
     is_token = torch.tensor(unpruned) == token
     stock, delta = model.get_mrope_input_positions(
-        stock_clip.prompt, feature(length, is_token)
+        stock_video.prompt, feature(length, is_token)
     )
     compute_positions = model.get_mrope_input_positions
-    clips = feature(count, None)
+    videos = feature(count, None)
     positions, pruned_delta = _compute_input_positions(
-        compute_positions, few.prompt, clips, {0: unpruned}, {}, {0: 2}
+        compute_positions, few.prompt, videos, {0: unpruned}, {}, {0: 2}
     )
     channels = position_channels(3, 2, torch.device("cpu"), [0] * GROUPS)
     features = ImageFeatures(
-        (Region(Grid(3, 2, tiles=GROUPS, clip=True), channels, {}),)
+        (Region(Grid(3, 2, tiles=GROUPS, video=True), channels, {}),)
     )
     item = KeptRows(channels[kept_tokens].bfloat16(), kept_tokens, kept_tokens)
     (with_text,) = insert_text(
@@ -419,7 +419,7 @@ def test_frames_and_their_times_stand_where_they_do_in_the_whole_clip(
         *range(start),
         *(start + index for index in range(length) if is_kept[index]),
     ]
-    expected += range(behind, len(stock_clip.prompt))
+    expected += range(behind, len(stock_video.prompt))
     for _ in range(2):
         ids = torch.tensor(few.prompt)
         positions = _place_image_tokens(
@@ -434,14 +434,14 @@ def test_frames_and_their_times_stand_where_they_do_in_the_whole_clip(
     [
         ({"budget": 9}, "none", True, "K = 9 tokens, and requests may keep 8"),
         ({"budget": 13}, "budget", True, "K = 13 tokens, and requests may keep 12"),
-        ({"part": "core", "core": 8}, "none", True, "is of a clip, as core"),
+        ({"part": "core", "core": 8}, "none", True, "is of a video, as core"),
         ({}, "budget", False, "its state prunes none so"),
     ],
 )
 def test_plans_from_elsewhere_are_held_to_the_rules(
     fields: dict[str, Any], level: Any, frames: bool, problem: str
 ) -> None:
-    """MAX bounds the tokens of a group, and the server's own budget those of the clip."""
+    """MAX bounds the tokens of a group, and the server's own budget those of the video."""
     changes = {f"/{name}": value for name, value in state("vcast").items() if frames}
     server = replace(
         served(changes), rules=RequestRules(level, 1, 3), capabilities=VIDEOS
@@ -468,7 +468,7 @@ def test_plans_from_elsewhere_are_held_to_the_rules(
         ([(4096, 4), (1 << 14, 256)], True),  # of two that would be allowed together
     ],
 )
-def test_a_state_of_a_request_is_priced_at_the_size_of_its_clips(
+def test_a_state_of_a_request_is_priced_at_the_size_of_its_videos(
     tiny: Path, sizes: list[tuple[int, int]], refused: bool
 ) -> None:
     """Scope has no score, so that it picks nearly all tokens of every frame."""
@@ -483,7 +483,7 @@ def test_a_state_of_a_request_is_priced_at_the_size_of_its_clips(
         budgets.plan_videos([TokenCount(n, frames=t) for n, t in sizes], None)
 
 
-def test_a_plan_with_a_state_is_held_to_the_price_of_its_clip() -> None:
+def test_a_plan_with_a_state_is_held_to_the_price_of_its_video() -> None:
     """As plans that a client sends may carry one."""
     frames = {"tokens": {"atom": "per_frame_budget", "k": 2}}
     dear = load_state(

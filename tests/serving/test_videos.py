@@ -1,7 +1,7 @@
-"""Clips of videos on real engines: all tokens are stock's, and EVS keeps what vLLM's own keeps.
+"""Videos on real engines: all tokens are stock's, and EVS keeps what vLLM's own keeps.
 
 Positions, empty caches, small steps and preemption: the selftest. That company changes nothing:
-``test_equivalence.py``, whose requests have clips.
+``test_equivalence.py``, whose requests have videos.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vllm.multimodal.video_prune.evs import compute_retention_mask
 
 from tests.serving.engine import Answer, Prompt, assert_same, built, start, watch
 from tests.serving.runners import in_engine
-from vllm_autoprune.selftest.questions import clip, picture
+from vllm_autoprune.selftest.questions import picture, video
 
 pytestmark = pytest.mark.engine
 
@@ -30,8 +30,8 @@ OPTIONS: dict[str, Any] = {
 
 
 def ask(model: Any, text: str, videos: list[int], **entry: Any) -> Prompt:
-    """A raw prompt about clips of so many temporal groups, each of two frames, and a picture."""
-    data: dict[str, Any] = {"video": [clip(2 * groups, groups) for groups in videos]}
+    """A raw prompt about videos of so many temporal groups, each of two frames, and a picture."""
+    data: dict[str, Any] = {"video": [video(2 * groups, groups) for groups in videos]}
     if "IMAGE" in text:
         data["image"] = [picture(112, 112, 0)]
     for modality in ("image", "video"):
@@ -41,7 +41,7 @@ def ask(model: Any, text: str, videos: list[int], **entry: Any) -> Prompt:
 
 
 def requests(model: Any, **entry: Any) -> list[Prompt]:
-    """Clips of 1, 2, 3 and 7 groups; an image before and behind one; two of them."""
+    """Videos of 1, 2, 3 and 7 groups; an image before and behind one; two of them."""
     prompts: list[tuple[str, list[int]]] = [
         *(("user VIDEO what is on the left", [groups]) for groups in (1, 2, 3, 7)),
         ("user IMAGE and VIDEO what", [3]),
@@ -69,7 +69,7 @@ def requests(model: Any, **entry: Any) -> list[Prompt]:
 )
 @in_engine
 def test_k_of_all_tokens_is_stock_and_counts_are_exact(backbone: str) -> None:
-    """One by one and all at once, in steps that end within clips; another question shares them."""
+    """One by one and all at once, in steps that end within videos; another question shares them."""
     model = built(backbone)
     groups = (1, 2, 3, 7, 3, 3, 5)
     engine = start(None, model, **OPTIONS)
@@ -92,7 +92,7 @@ def test_k_of_all_tokens_is_stock_and_counts_are_exact(backbone: str) -> None:
     tokens, ends = SINGLE.get(backbone, (PER_FRAME, 0))
     frames = 2 if backbone in SINGLE else 1
     expected = [count * frames * (tokens - 2) + ends for count in groups[: len(few)]]
-    if ends:  # of two clips
+    if ends:  # of two videos
         expected[-1] += ends
     if backbone == "glm4v":
         expected[0] = 2 * PER_FRAME - 2  # the shortest is enlarged
@@ -101,12 +101,12 @@ def test_k_of_all_tokens_is_stock_and_counts_are_exact(backbone: str) -> None:
     runs = engine.runs
     question = "user VIDEO how many dog are there"
     engine.generate_each([ask(engine.model, question, [7], video_budget=20)])
-    assert engine.runs == runs, "the tower sees a clip once"
+    assert engine.runs == runs, "the tower sees a video once"
 
 
 @in_engine
 def test_evs_keeps_what_stock_vllm_keeps_at_its_rate() -> None:
-    """Of one clip: with a second image or clip in the prompt stock ends (vllm#48833)."""
+    """Of one video: with a second image or video in the prompt stock ends (vllm#48833)."""
     model = built("qwen2_5_vl")
     record = watch()
     masks = list[Tensor]()
@@ -128,7 +128,7 @@ def test_evs_keeps_what_stock_vllm_keeps_at_its_rate() -> None:
 
 
 @in_engine
-def test_clips_in_shared_memory_are_answered_as_without() -> None:
+def test_videos_in_shared_memory_are_answered_as_without() -> None:
     """Also the second time, when they are there."""
     model = built("qwen2_5_vl")
     settings = {"state": "vcast", "budget": 8, "requests": "budget"}
