@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.tables import parametrize_from_file
 from vllm_autoprune.advise import (
     Timings,
     Traffic,
@@ -38,18 +39,7 @@ def changed(**fields: float) -> Traffic:
     return TRAFFIC.model_copy(update=fields)
 
 
-@pytest.mark.parametrize(
-    ("way", "new", "another"),
-    [
-        # 656 tokens are known of another question, 640 of them in whole blocks.
-        ("stock", (5, 10, 0, 7, 640, 36), (2, 0, 0, 7, 16, 20)),
-        ("question-reading", (5, 10, 5, 7, 64, 36), (2, 0, 5, 7, 64, 36)),
-        # Template and core end on a block edge.
-        ("split", (5, 10, 10, 7, 64, 36), (2, 0, 5, 7, 16, 20)),
-        ("question-free", (5, 10, 5, 7, 64, 36), (2, 0, 0, 7, 16, 20)),
-        ("resized", (5, 1, 0, 7, 64, 36), (2, 0, 0, 7, 16, 20)),
-    ],
-)
+@parametrize_from_file("way", "new", "another")
 def test_parts_of_each_way(
     way: Way, new: tuple[int, ...], another: tuple[int, ...]
 ) -> None:
@@ -98,24 +88,7 @@ def test_a_core_is_aligned_as_it_is_served(template: int) -> None:
     assert changed(template=template, core=64).served_core == 64, "all tokens"
 
 
-@pytest.mark.parametrize(
-    ("traffic", "timings", "helps", "parts"),
-    [
-        ({}, {}, True, ["Pruning helps here"]),
-        ({"questions": 1}, {}, True, ["choose by accuracy"]),
-        ({"questions": 60}, {}, True, ["Only a question-free state pays"]),
-        ({"questions": 5000}, {}, False, ["Pruning will not help you here."]),
-        ({}, {"prefill": 1e-6, "decode_image": 5.0}, False,
-         ["is front end: have clients send smaller images"]),
-        ({"questions": 1}, {"prefill": 1e-5, "request": 0.0}, False,
-         ["max_pixels", "Resizing images to 320 tokens"]),
-        ({}, {"tower": 0.001, "prefill": 1e-6, "request": 1.0}, False,
-         ["serve more requests at once"]),
-        ({"answer": 1000}, {"prefill": 1e-4, "decode": 0.1}, False,
-         ["is decoding: answer shorter"]),
-        ({"budget": 2880}, {}, False, ["keeps every token"]),
-    ],
-)  # fmt: skip
+@parametrize_from_file("traffic", "timings", "helps", "parts")
 def test_the_verdict(
     traffic: dict[str, float], timings: dict[str, float], helps: bool, parts: list[str]
 ) -> None:

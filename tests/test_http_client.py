@@ -30,6 +30,7 @@ from tests.offline_search.synthetic import (
     error,
     model_list,
 )
+from tests.tables import parametrize_from_file
 from tests.test_import_boundaries import SOURCES, imported_modules
 from tests.test_streams import json_values
 from vllm_autoprune.cli.main import main
@@ -81,27 +82,7 @@ def refuse(url: str, connection: Connection | None = None) -> str:
 # ---- addresses ----
 
 
-@pytest.mark.parametrize(
-    ("typed", "root", "api"),
-    [
-        ("localhost", "http://localhost", "http://localhost/v1"),
-        ("10.0.0.1:8000/v1/", "http://10.0.0.1:8000", "http://10.0.0.1:8000/v1"),
-        ('<"HTTP://H:1"> \n', "http://h:1", "http://h:1/v1"),
-        ("http://h:1//v1/v1", "http://h:1", "http://h:1/v1"),
-        ("http://h:1/v1/models?a=b#top", "http://h:1", "http://h:1/v1"),
-        ("http://[::1]:8000/v1", "http://[::1]:8000", "http://[::1]:8000/v1"),
-        ("user:pw@my_host:1", "http://my_host:1", "http://my_host:1/v1"),
-        ("https://h:443/v1", "https://h", "https://h/v1"),
-        ("https://gw/a/v1/chat/completions", "https://gw/a", "https://gw/a/v1"),
-        # An endpoint may have another version, which is part of its address.
-        (
-            "https://h/v1beta/openai/",
-            "https://h/v1beta/openai",
-            "https://h/v1beta/openai",
-        ),
-        ("https://h/v4/chat/completions", "https://h/v4", "https://h/v4"),
-    ],
-)
+@parametrize_from_file("typed", "root", "api")
 def test_an_address_is_read_as_people_write_it(typed: str, root: str, api: str) -> None:
     assert (server_address(typed), api_address(typed)) == (root, api)
 
@@ -152,23 +133,7 @@ def test_the_advice_names_the_address_that_would_have_worked(
     assert "Authorization" not in server.headers[-1]
 
 
-@pytest.mark.parametrize(
-    ("variables", "url", "fields", "sent"),
-    [
-        ({}, "http://h", {}, None),
-        ({"OPENAI_API_KEY": "o", "VLLM_API_KEY": "v\n"}, "http://h", {}, "Bearer v"),
-        ({"OPENAI_API_KEY": "o", "VLLM_API_KEY": ""}, "http://h", {}, "Bearer o"),
-        ({"VLLM_API_KEY": "v"}, "http://h", {"api_key": "k"}, "Bearer k"),
-        ({"VLLM_API_KEY": "v"}, "http://h", {"api_key": ""}, None),
-        ({"VLLM_API_KEY": "v"}, "http://user:p%40w@h", {}, "Basic dXNlcjpwQHc="),
-        (
-            {"VLLM_API_KEY": "v"},
-            "http://h",
-            {"header": ["authorization = Token t"]},
-            "Token t",
-        ),
-    ],
-)
+@parametrize_from_file("variables", "url", "fields", "sent")
 def test_a_key_is_sent(
     variables: dict[str, str],
     url: str,
@@ -446,20 +411,7 @@ def test_a_server_that_cannot_be_used_says_why(
         assert text in refuse("http://127.0.0.1:9" if answer is None else server.url)
 
 
-@pytest.mark.parametrize(
-    ("header", "wait"),
-    [
-        ("0.5", 0.5),
-        ("+30", 30.0),
-        ("3600", 60.0),
-        ("inf", 60.0),
-        ("+90000", 60.0),
-        *(
-            (text, 7.0)
-            for text in ("", "nan", "-5", "soon", formatdate(0, usegmt=True))
-        ),
-    ],
-)
+@parametrize_from_file("header", "wait")
 def test_a_server_says_how_long_to_wait(
     header: str, wait: float, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.tables import parametrize_from_file
 from vllm_autoprune import statistics
 from vllm_autoprune.statistics import (
     ClusterBootstrap,
@@ -80,16 +81,7 @@ def test_resamples_begin_with_the_sample_and_draw_blocks_of_neighbours(
     assert (resample(37, 20) == plain).all(), "they depend on the size of chunks"
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "decimals", "verdict"),
-    [
-        (-3.25, 1.05, 2, "holds"),
-        (-16.7, 33.3, 1, "inconclusive"),
-        (100.0, 900.0, 0, "does not hold"),
-        (0.0312, 0.0523, 4, "holds"),
-        (1.06, 1.06, 4, "does not hold"),
-    ],
-)
+@parametrize_from_file("low", "high", "decimals", "verdict")
 def test_decimals_and_verdicts_follow_the_interval(
     low: float, high: float, decimals: int, verdict: str
 ) -> None:

@@ -15,6 +15,7 @@ from transformers import AutoConfig
 from benchmarks.yardsticks.examples import LLAVA
 from tests.fake_server import FakeServer
 from tests.pruned_server import N, pruned_server
+from tests.tables import parametrize_from_file
 from tests.test_explain import write_video
 from vllm_autoprune import positions
 from vllm_autoprune.backbones import count_tower_flops
@@ -114,17 +115,7 @@ def test_it_is_said_where_kept_tokens_stand(
     )
 
 
-@pytest.mark.parametrize(
-    ("call", "texts"),
-    [
-        ("advise", ["4 problems", "--questions: is not known", "--probe WIDTHxHEIGHT"]),
-        ("advise --server http://h", ["--server: needs --probe"]),
-        ("advise --server http://127.0.0.1:1 --probe 8x8", ["does not answer"]),
-        (f"{ENOUGH} 0.5", ["--questions: 0.5 is refused -> give a value that is greater than"]),
-        (f"{ENOUGH} 1 --budget 577",
-         ["--budget: is 577 -> give at most the value of --tokens, 576"]),
-    ],
-)  # fmt: skip
+@parametrize_from_file("call", "texts")
 def test_unanswerable_questions(call: str, texts: list[str], capsys: Captured) -> None:
     assert main(call.split()) == 1
     error = capsys.readouterr().err

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from benchmarks.yardsticks.examples import CLIP
+from tests.tables import parametrize_from_file
 from tests.tpdsl.samples import edited, shipped, state
 from vllm_autoprune import load_state, materialize
 from vllm_autoprune.backbones import BACKBONE_SHAPES
@@ -123,31 +124,7 @@ def test_tables_and_definitions_are_aligned_and_fit_the_terminal(
             assert text.count("word") == 60
 
 
-@pytest.mark.parametrize(
-    ("call", "kind", "where", "message"),
-    [
-        (
-            "show norm --budget 9/8",
-            "ConfigError",
-            " show",
-            "'9/8' is not a budget: give 1 to",
-        ),
-        (
-            "cost --backbone gemma-3-4b --tokens 0",
-            "ConfigError",
-            " cost",
-            "'0' is not a budget",
-        ),
-        ("show nowhere", "StateError", "", "no shipped state of that name"),
-        ("lst", "ConfigError", "", "no command 'lst': did you mean 'list'?"),
-        (
-            "show norm --budget",
-            "ConfigError",
-            " show",
-            "argument --budget: expected one argument",
-        ),
-    ],
-)
+@parametrize_from_file("call", "kind", "where", "message")
 def test_an_error_is_one_line_or_a_record(
     call: str, kind: str, where: str, message: str, capsys: Captured
 ) -> None:
@@ -220,19 +197,7 @@ CORE = {"share": 0.75, "cover": 0.25}
 ALONE = {"/constraints/selector/q_e": 0, "/base_policy": {"name": "divprune"}}
 
 
-@pytest.mark.parametrize(
-    ("changes", "budget", "parts"),
-    [
-        ({}, 64, ["Keeps 64 visual tokens", "At most 2 of them", "It reads the"]),
-        (ALONE, None, ["the base policy alone chooses", "share its KV cache"]),
-        ({"/budget": RATIO}, None, ["Keeps 1/10:8-64 of the visual tokens", "At most 2 of them"]),
-        ({}, "1/8", ["Keeps 1/8 of the visual tokens of every image"]),
-        ({"/budget": RATIO}, 20, ["Keeps 20 visual"]),
-        ({"/core": CORE}, 64, ["48 of them, the core, are chosen before by divprune, without",
-                               "share the KV cache of its core"]),
-        ({"/core": {"share": 1.0}}, 64, ["all chosen by divprune", "share its KV cache"]),
-    ],
-)  # fmt: skip
+@parametrize_from_file("changes", "budget", "parts")
 def test_a_state_in_words(
     changes: dict[str, object], budget: Any, parts: list[str]
 ) -> None:
@@ -263,23 +228,7 @@ def test_show_has_what_a_search_measured_and_what_is_merged(
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "lines", "hidden"),
-    [
-        ("autoprune  (digest", ["mini-LLaVA 88389577245b  16     61.2  +9.5 (+5.5 to +13.9)",
-                                "selector     reference_residual_exchange_selector: lam=0.19"],
-         ["r_min", "partition", "preserve_budget", '"rows"']),
-        # Of a base policy alone the other parts decide nothing; null is the default of theta.
-        ("cdpruner  (digest", ["base policy  cdpruner\n", "fixed_budget@32\n"],
-         ["signal ", "selector", "reassembly", "null", "seed "]),
-        ("minillava-split, recommended if you measure  (digest",
-         ["core         divprune: share=0.5, cov"],
-         ["kernel", "pool "]),
-        ("cen_divprune, recommended on LLaVA, Qwen, others  (digest",
-         ["base policy  cen_divprune\n"], ["signal "]),
-        ("miniqwen", ["signal       visual_token_norm_saliency: weight=3.0199, p=1"], []),
-    ],
-)  # fmt: skip
+@parametrize_from_file("name", "lines", "hidden")
 def test_show_says_what_decides_and_leaves_the_rest_to_json(
     name: str, lines: list[str], hidden: list[str], capsys: Captured
 ) -> None:
@@ -301,20 +250,7 @@ def test_show_says_what_decides_and_leaves_the_rest_to_json(
     }
 
 
-@pytest.mark.parametrize(
-    ("changes", "row"),
-    [
-        ({"/scoring/signals/0/weight": 0.5}, "signal instruction_guided_visual_relevance: weight"),
-        ({"/rank_at": "merger_in"}, "ranks at merger_out merger_in"),
-        ("evs", "frames none tokens_per_frame:16, budget global, low 0, first whole"),
-        ({"/constraints/partition/cells": 8}, "no part that decides differs: see --json"),
-        ({"/name": "other"}, "both keep the same tokens no part that decides differs"),
-        ({}, "both keep the same tokens no field differs"),
-        ("minillava-split", "signal local_contrast_saliency: weight=0.06, radius=1, neighbours="
-         "four_wrapped local_contrast_saliency: weight=3.9996, radius=2 signal - visual_token"),
-        ("ablation-quota-0", "mini-LLaVA, K = 16 61.2 % right 68.4 % right"),
-    ],
-)  # fmt: skip
+@parametrize_from_file("changes", "row")
 def test_diff_puts_what_decides_side_by_side(
     changes: dict[str, object] | str,
     row: str,
@@ -382,19 +318,7 @@ def lost(budget: int | str, value: float, low: float, high: float) -> dict[str, 
     }
 
 
-@pytest.mark.parametrize(
-    ("scores", "loss"),
-    [
-        ({"model": "mini", "rows": [lost(16, 3.0, 1.0, 5.0), lost(16, -4.0, -7.0, -1.0),
-                                    lost(16, -1.0, -3.0, 1.0)]},
-         "1: resizing beats it at K = 16 on mini"),
-        ({"rows": [{**lost("N/8", -4.0, -7.0, -1.0), "model": "mini-Qwen"}]},
-         "0: resizing beats it at K = N/8 on mini-Qwen"),
-        ({"rows": [{"budget": 1}]}, ""),
-        ({"rows": 3}, ""),
-    ],
-    ids=["budget", "share", "no interval", "other"],
-)  # fmt: skip
+@parametrize_from_file("scores", "loss")
 def test_validate_warns_of_scores_that_resizing_wins(
     scores: dict[str, object], loss: str, tmp_path: Path, capsys: Captured
 ) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
+from tests.tables import parametrize_from_file
 from vllm_autoprune.backbones import (
     BACKBONE_SHAPES,
     count_tower_flops,
@@ -73,28 +74,7 @@ def test_every_served_family_has_a_backbone_that_its_hub_id_names() -> None:
     ] == ["-", "+"]
 
 
-@pytest.mark.parametrize(
-    ("name", "fields"),
-    [
-        ("llava-next-7b", {"model_type": "llama"}),
-        (
-            "qwen3.5-35b-a3b",
-            {
-                "num_experts_per_tok": 8,
-                "moe_intermediate_size": 512,
-                "shared_expert_intermediate_size": 512,
-            },
-        ),
-        (
-            "glm-4.5v",
-            {
-                "num_experts_per_tok": 8,
-                "moe_intermediate_size": 1408,
-                "n_shared_experts": 1,
-            },
-        ),
-    ],
-)
+@parametrize_from_file("name", "fields")
 def test_a_config_with_the_numbers_of_a_backbone_costs_as_much(
     name: str, fields: dict[str, object], tmp_path: Path
 ) -> None:
@@ -114,20 +94,7 @@ def test_a_config_with_the_numbers_of_a_backbone_costs_as_much(
     assert read.estimate_cost(64, text=9) == shape.estimate_cost(64, text=9)
 
 
-@pytest.mark.parametrize(
-    ("backbone", "text"),
-    [
-        (
-            "nobody/nothing",
-            "nobody/nothing: has no config.json of a model, here or on the Hub",
-        ),
-        (
-            "benchmarks/yardsticks/weights/minillava/clip",
-            "'CLIPModel' has no pruned form: vLLM takes no images",
-        ),
-        ("", "checkpoint: /: has no config.json of a model"),
-    ],
-)
+@parametrize_from_file("backbone", "text")
 def test_a_backbone_that_cannot_be_read_is_refused_in_one_line(
     backbone: str, text: str, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,23 +104,7 @@ def test_a_backbone_that_cannot_be_read_is_refused_in_one_line(
     assert text in error and error.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("family", "vision", "cells", "teraflops"),
-    [
-        (
-            "qwen3_vl",
-            {"out_hidden_size": 4096},
-            (1024, 4096, 3796, 949),
-            (5.80, 48.2, 42.4, 5.23),
-        ),
-        (
-            "qwen2_5_vl",
-            {"hidden_size": 1280},
-            (1369, 5329, 4956, 1239),
-            (7.70, 36.9, 33.7, 6.92),
-        ),
-    ],
-)
+@parametrize_from_file("family", "vision", "cells", "teraflops")
 def test_flops_of_a_tower_are_those_of_its_published_sizes(
     family: str,
     vision: dict[str, int],

@@ -16,6 +16,7 @@ from PIL import Image
 from tests.benchmarks.accuracy.minillava_server import answering, arm, asked, reply
 from tests.fake_server import Answer, Body
 from tests.offline_search.synthetic import MODELS, completion, endpoint, error
+from tests.tables import parametrize_from_file
 from tests.test_explain import write_frames, write_video
 from vllm_autoprune import PruningState, load_state
 from vllm_autoprune.cli.main import main
@@ -395,17 +396,7 @@ def test_an_interrupted_evaluation_says_how_to_go_on(
         assert call(server.url, "--resume") == 0
 
 
-@pytest.mark.parametrize(
-    ("random", "status", "reason"),
-    [
-        ({"following": "7"}, 0, ""),  # the answer continues within a word
-        (
-            {"following": ".", "tokens": 144},
-            1,
-            "random@8: no prompt is shorter than unpruned",
-        ),
-    ],
-)
+@parametrize_from_file("random", "status", "reason")
 def test_an_answer_that_goes_on_is_wrong_and_a_prompt_that_is_not_pruned_is_told(
     call: Call, random: dict[str, Any], status: int, reason: str
 ) -> None:
@@ -671,30 +662,7 @@ def test_the_servers_own_state_is_marked_or_said_to_be_missing(
     )
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        ("--suite imagenet", "is not a suite"),
-        ("--data x.jsonl", "--server-url: is missing"),
-        (
-            "--data x --server-url u --budgets 8 9/8",
-            "--budgets: '9/8' is not a budget -> give",
-        ),
-        ("--suite lmms:mme --server-url http://h", "--served-name: is missing"),
-        (
-            "--suite lmms:mme --reference unpruned",
-            "--reference: is for --data -> leave it out",
-        ),
-        (
-            "--data x --server-url u --frames 8 --cells flat",
-            "--frames: is for videos of --data",
-        ),
-        (
-            "--suite lmms:x --server-url h --served-name m",
-            "does not know x -> use: paper",
-        ),
-    ],
-)
+@parametrize_from_file("call", "message")
 def test_a_run_that_cannot_start_says_why(
     call: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

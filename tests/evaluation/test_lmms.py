@@ -20,6 +20,7 @@ from PIL import Image
 
 from tests.fake_server import FakeServer
 from tests.offline_search.synthetic import MODELS, completion, endpoint, error
+from tests.tables import parametrize_from_file
 from vllm_autoprune.cli.main import main
 from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.evaluation import lmms
@@ -92,41 +93,7 @@ def test_real_files_are_parsed() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("pattern", "change", "message"),
-    [
-        # A task's filter may have made an answer of the words of the failure.
-        (
-            "*_samples_*",
-            {"filtered_resps": "A", "resps": [["[LMMS_EVAL_BUDGET_EXCEEDED]"]]},
-            "",
-        ),
-        (
-            "*_samples_*",
-            {"token_counts": [{"input_tokens": 0, "output_tokens": 0}]},
-            "",
-        ),
-        ("*_samples_*", {"token_counts": [None]}, ""),
-        ("images.jsonl", None, "its output is incomplete .*images.jsonl"),
-        (
-            "*_samples_*",
-            '{"doc_id": 0, "filtered_resps": "A"}\n',
-            "1 samples, but lmms-eval reports 4",
-        ),
-        ("*_samples_*", '{"doc_id": 0}\n', "filtered_resps: Field required"),
-        (
-            "*_results.json",
-            '{"results": {"minillava": {}}}',
-            "its output is incomplete",
-        ),
-        (
-            "*_results.json",
-            '{"results": {"minillava": {}}, "configs": {"minillava": {}},'
-            ' "n-samples": {"minillava": {"effective": 4}}}',
-            "no metric in the results",
-        ),
-    ],
-)
+@parametrize_from_file("pattern", "change", "message")
 def test_a_failed_request_leaves_no_total_and_incomplete_output_is_refused(
     tmp_path: Path, pattern: str, change: dict[str, Any] | str | None, message: str
 ) -> None:
@@ -408,16 +375,7 @@ def test_a_judge_is_asked_as_its_task_asks_and_without_one_the_report_is_not_val
     assert urls == {"mmbench_en_dev": judge, "mmvet": "http://judge:1/v1"}
 
 
-@pytest.mark.parametrize(
-    ("version", "message"),
-    [
-        (
-            "",
-            "--lmms-eval lmms-eval: is version nothing; only the output files of 0.7.3",
-        ),
-        (PINNED, "lmms-eval: ended with 0 and no samples of gqa -> see "),
-    ],
-)
+@parametrize_from_file("version", "message")
 def test_a_program_that_fails_is_reported(
     call: Callable[..., int],
     capsys: Captured,

@@ -30,6 +30,7 @@ from tests.offline_search.synthetic import (
     error,
     list_reply,
 )
+from tests.tables import parametrize_from_file
 from vllm_autoprune import load_state
 from vllm_autoprune.cli.main import main
 
@@ -363,29 +364,7 @@ def test_an_interrupted_search_says_how_to_go_on(
     assert main(words[1:]) == 0
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["-o", "/none/s.json"], "there is no folder"),
-        (["--strategy", "magic"], "--strategy: 'magic' is refused -> give a value that is"),
-        (["--budget", "0", "--dry-run"], "search: --budget: '0' is not a budget"),
-        (["--budget", "1/0"],
-         "search: --budget: '1/0' is not a budget -> give 1 to 65536 tokens, a share from 1%"),
-        (["--budget", "8", "8"], "--budget: "),
-        (["--space", "numbers", "--library", "paper"], "--space, --library: the space numbers has"),
-        (["--space", "without-anchoring", "--budget", "720"], "anchoring cannot be removed above"),
-        (["--data", "/nowhere"], "search.jsonl"),
-        (["--proposals-per-reply", "5", "--strategy", "tpe"],
-         "search: --proposals-per-reply: only autoprune and autoprune+ ask for lists"),
-        *((["--proposer-options", text], f"--proposer-options: {what}") for text, what in (
-            ('{"top_p":1', "'{\"top_p\":1' is not JSON (Expecting ',' delimiter at line"),
-            ('[{"top_p": 1}]', "is no JSON object -> give an object, such as '{"),
-            ("top_p: 1", "'top_p:1' cannot be read (No such file or directory) -> give an"),
-            ("a\0", "'a\\x00' cannot be read"),
-            ('{"temperature": 2}', "temperature is set by the search -> leave it out, or give"),
-        )),
-    ],
-)  # fmt: skip
+@parametrize_from_file("more", "message")
 def test_wrong_options_give_one_error_with_a_fix(
     more: list[str], message: str, run_command: Run, served: FakeServer, capsys: Printed
 ) -> None:

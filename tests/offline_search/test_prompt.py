@@ -25,6 +25,7 @@ from offline_search.prompt import (
 )
 from offline_search.settings import Settings
 from tests.offline_search.synthetic import Searches, list_reply, trial
+from tests.tables import parametrize_from_file
 from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 from vllm_autoprune.tpdsl.registry import AtomCall, default_call
@@ -194,17 +195,7 @@ def outcomes(*trials: Trial) -> dict[str, str]:
     return dict(line[2:].split(" => ", 1) for line in lines if " => " in line)
 
 
-@pytest.mark.parametrize(
-    ("change", "expect", "outcome"),
-    [
-        (0.5, "higher", "-2500, +500 ± 52, better: confirmed"),
-        (0.5, "same", "-2500, +500 ± 52, better: refuted"),
-        (0.1, "higher", "-2900, +100 ± 52, undecided: undecided"),
-        (0.1, "same", "-2900, +100 ± 52, undecided: undecided"),
-        (-0.5, "lower", "-3500, -500 ± 52, worse: confirmed"),
-        (-0.5, "higher", "-3500, -500 ± 52, worse: refuted"),
-    ],
-)
+@parametrize_from_file("change", "expect", "outcome")
 def test_a_hypothesis_is_confirmed_by_two_standard_errors(
     change: float, expect: Expectation, outcome: str
 ) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import pytest
 
 from offline_search.history import History
 from offline_search.schedule import EvaluationBudget, Plateau
 from tests.offline_search.synthetic import settings_of, trial
+from tests.tables import parametrize_from_file
 from vllm_autoprune.evaluation.questions import Example
 
 RACED = settings_of(strategy="autoprune+", rounds=4, per_round=3, budgets=(8, 4))
@@ -44,20 +44,7 @@ def test_the_last_round_of_a_race_is_smaller() -> None:
     assert EvaluationBudget(ROUNDS, questions=10).count_proposals(239) == 3
 
 
-@pytest.mark.parametrize(
-    ("raced", "number", "spent", "text"),
-    [
-        (False, 3, 0, "Round 3 of 4."),
-        (False, 4, 0, "Round 4 of 4. It is the last one: only refinements of"),
-        (True, 4, 179, "Round 4; 179 of 240 answers are spent."),
-        (
-            True,
-            2,
-            180,
-            "Round 2; 180 of 240 answers are spent. It is the last one: only",
-        ),
-    ],
-)
+@parametrize_from_file("raced", "number", "spent", "text")
 def test_prompts_say_which_round_it_is(
     raced: bool, number: int, spent: int, text: str
 ) -> None:

@@ -18,6 +18,7 @@ from offline_search.search_space import (
 from offline_search.settings import MAX_QUOTA, Settings, Space
 from offline_search.strategies.sampling import _warm_start_states
 from tests.offline_search.synthetic import BUDGET
+from tests.tables import parametrize_from_file
 from vllm_autoprune import PruningState, load_state, materialize, safety_check
 from vllm_autoprune.tpdsl.reference import CORE_POLICIES
 from vllm_autoprune.tpdsl.registry import ATOMS
@@ -124,18 +125,7 @@ def test_optional_components_leave_the_other_choices_as_they_are(
     assert drawn == values
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {},
-        {"budgets": (2,)},
-        {"space": "numbers"},
-        {"space": "without-fusion"},
-        {"core": True},
-        {"rank_at": True},
-    ],
-    ids=str,
-)
+@parametrize_from_file("more")
 def test_warm_starts_differ_are_safe_and_use_the_settings(more: dict[str, Any]) -> None:
     settings = Settings(**{"base_policy": "divprune", "budgets": (BUDGET,), **more})
     states = _warm_start_states(settings)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from benchmarks.server import command
+from tests.tables import parametrize_from_file
 from vllm_autoprune.ops.dpp import greedy_map
 from vllm_autoprune.ops.dtype import choose_dtype
 from vllm_autoprune.ops.greedy import Chosen, farthest_points
@@ -143,23 +144,7 @@ def selection(features: Tensor, text: Tensor) -> tuple[Tensor, ...]:
     return similarity, relevance, picks, far
 
 
-@pytest.mark.parametrize(
-    "machine",
-    [
-        (0, True, "avx512_bf16", "", "bfloat16"),
-        (0, True, "amx_bf16", "", "bfloat16"),
-        (0, True, "", "", "float32"),  # AVX-512 without BF16
-        (0, False, "avx512_bf16", "", "float32"),
-        (
-            0,
-            True,
-            "avx512_bf16",
-            "AVX512_CORE",
-            "float32",
-        ),  # a limit that oneDNN emulates below
-        (1, False, "", "", "bfloat16"),
-    ],
-)
+@parametrize_from_file("machine")
 def test_bfloat16_needs_a_gpu_or_the_instructions(
     machine: tuple[int, bool, str, str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,6 +47,7 @@ from tests.serving.engine import (
     watch,
 )
 from tests.serving.runners import Result, Runner, in_engine
+from tests.tables import parametrize_from_file
 from vllm_autoprune.selftest.backbones import TINY_MODELS
 from vllm_autoprune.selftest.questions import picture, video
 from vllm_autoprune.selftest.run import BLOCK
@@ -398,21 +399,7 @@ def test_a_few_interleaved_requests_equal_single_ones(backbone: str) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.only("v1")
-@pytest.mark.parametrize(
-    "backbone",
-    [
-        "lightonocr",
-        "glm_ocr",
-        "qwen2_5_omni",
-        "qianfan_ocr",
-        "skywork_chat",
-        "interns1",
-        "qwen2_5_vl",
-        "qwen3_vl",
-        "glm4v",
-        "llava_onevision",
-    ],
-)
+@parametrize_from_file("backbone")
 def test_500_interleaved_requests_equal_single_ones(
     runner: Runner, backbone: str
 ) -> None:

@@ -16,6 +16,7 @@ from tests.serving.conftest import COMMON, PRUNED
 from tests.serving.engine import CLIP, LLAVA, STATE, TOKENS, examples, raw_prompt
 from tests.serving.http import ask, assert_grows, body, entry, prompt_tokens, text_of
 from tests.serving.runners import Runner, in_engine
+from tests.tables import parametrize_from_file
 from vllm_autoprune import load_state
 from vllm_autoprune.http_client import CHAT
 from vllm_autoprune.ops.dtype import choose_dtype
@@ -66,16 +67,7 @@ def test_each_refusal_of_the_table_is_a_bad_request(pruned: Server) -> None:
     ask(pruned, examples(1)[0], **entry(budget=None))  # null means no budget
 
 
-@pytest.mark.parametrize(
-    ("fields", "headers", "param"),
-    [
-        (entry(budget=0), {}, "mm_processor_kwargs/autoprune/budget#"),
-        (entry(state="nosuch"), {}, "mm_processor_kwargs/autoprune/state#unknown_state"),
-        (entry(state={}), {}, "mm_processor_kwargs/autoprune/state/schema#version"),
-        ({"autoprune": {}}, {}, "autoprune#"),
-        ({}, {"x-autoprune-budge": "8"}, "header x-autoprune-budge#"),
-    ],
-)  # fmt: skip
+@parametrize_from_file("fields", "headers", "param")
 def test_a_refusal_has_its_place_and_kind_in_a_field(
     pruned: Server, fields: dict[str, Any], headers: dict[str, str], param: str
 ) -> None:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from tests.tables import parametrize_from_file
 from tests.tpdsl.samples import call, images
 from vllm_autoprune.errors import StateError
 from vllm_autoprune.tpdsl.atoms.pools import _grid_cells
@@ -74,17 +75,7 @@ def test_cells_are_those_that_a_scan_one_by_one_drops(
 
 
 @pytest.mark.parametrize("rule", ["flat", "predicted"])
-@pytest.mark.parametrize(
-    ("blank", "most", "kept"),
-    [
-        (100, 0.9, 1),
-        (12, 0.9, 89),
-        (11, 0.9, 90),
-        (10, 0.9, None),
-        (10, 1, 91),
-        (0, 0.9, None),
-    ],
-)
+@parametrize_from_file("blank", "most", "kept")
 def test_a_blank_page_keeps_one_cell_and_where_little_is_blank_all_are_encoded(
     rule: Literal["flat", "predicted"], blank: int, most: float, kept: int | None
 ) -> None:
@@ -130,24 +121,7 @@ def test_a_rule_is_said_in_one_word_or_as_an_object(
         assert str(rule) == value
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        "",
-        "Flat",
-        "flat:",
-        "flat:-1",
-        "flat:33",
-        "flat:²",
-        "flat:٣",
-        "flat:1:2",
-        1,
-        True,
-        [],
-        {"rule": 1},
-        {"x": 1},
-    ],
-)
+@parametrize_from_file("value")
 def test_what_is_no_rule_is_refused(value: object) -> None:
     with pytest.raises(StateError, match="is no rule for cells -> give"):
         Cells.parse(value, "/cells")

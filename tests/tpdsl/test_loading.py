@@ -16,6 +16,7 @@ from typing import NoReturn
 import jsonschema  # type: ignore[import-untyped]
 import pytest
 
+from tests.tables import parametrize_from_file
 from tests.tpdsl.samples import DELETE, Changes, edited, sample, shipped, state
 from vllm_autoprune import PruningState, StateError, load_state
 from vllm_autoprune.errors import Problem
@@ -82,16 +83,7 @@ def test_a_file_a_text_a_name_and_a_mapping_are_the_same_state(
     assert where == "" and what.startswith("larger than 1048576 bytes when written out")
 
 
-@pytest.mark.parametrize(
-    ("field", "written"),
-    [
-        ("q_e", "2.0"),
-        ("q_e", "2e0"),
-        ("q_e", "0.2e1"),
-        ("q_e", "200E-2"),
-        ("strength", "-0.0"),
-    ],
-)
+@parametrize_from_file("field", "written")
 def test_a_number_is_one_however_it_is_written(field: str, written: str) -> None:
     text = re.sub(rf'"{field}": [0-9.]+', f'"{field}": {written}', json.dumps(sample()))
     assert f'"{field}": {written}' in text

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.tables import parametrize_from_file
 from tests.tpdsl.samples import (
     BLEND,
     IN,
@@ -161,27 +162,7 @@ def test_a_budget_that_follows_the_image_is_resolved_for_its_size() -> None:
     assert materialize(state(), MAX_BUDGET).budget == MAX_BUDGET
 
 
-@pytest.mark.parametrize(
-    ("changes", "budget", "where", "fix"),
-    [
-        *(
-            ({}, budget, "/budget", "give a whole number from 1 to 65536")
-            for budget in (0, -1, True, 1.5, "32", MAX_BUDGET + 1)
-        ),
-        (
-            {"/budget/limit": 64},
-            65,
-            "/budget/limit",
-            "use K = 64 or less, or a larger limit",
-        ),
-        (
-            {"/constraints/selector/r_min": 20},
-            19,
-            "/constraints/selector/r_min",
-            "set it to null, which means K - q_e, or use a larger K",
-        ),
-    ],
-)
+@parametrize_from_file("changes", "budget", "where", "fix")
 def test_a_budget_that_is_refused(
     changes: Changes, budget: Any, where: str, fix: str
 ) -> None:
@@ -409,23 +390,13 @@ def test_core_tokens_of_a_budget(share: float, budget: int, core: int) -> None:
         materialize(state(), budget, 1)
 
 
-@pytest.mark.parametrize(
-    ("changes", "part", "core", "bounds"),
-    [
-        ({}, "whole", None, (8, 2, 6, 0)),
-        ({"/core": {"share": 0.5}}, "whole", None, (8, 2, 6, 4)),
-        ({"/core": {"share": 0.5}}, "whole", 7, (8, 1, 6, 7)),
-        ({"/core": {"share": 0.5}}, "core", None, (8, 0, 8, 0)),
-        ({}, "recall", None, (8, 2, 6, 0)),
-        ({"/constraints/selector/r_min": 4}, "recall", None, (8, 2, 6, 0)),
-    ],
-)
+@parametrize_from_file("changes", "part", "core", "bounds")
 def test_each_part_of_an_image_has_its_budget_quota_and_core(
-    changes: Changes, part: Any, core: int | None, bounds: tuple[int, ...]
+    changes: Changes, part: Any, core: int | None, bounds: list[int]
 ) -> None:
     chosen = state({"/constraints/selector/q_e": 2, **changes})
     policy = materialize(chosen, 8, core, part=part)
-    assert (policy.budget, policy.quota, policy.r_min, policy.core) == bounds
+    assert [policy.budget, policy.quota, policy.r_min, policy.core] == bounds
 
 
 def test_rows_of_an_unreadable_image_are_not_merged() -> None:
@@ -516,18 +487,7 @@ def ranked(tokens: VisualTokens) -> VisualTokens:
     )
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        *(
-            {**UNCHANGED, "/base_policy": {"name": name}}
-            for name in ("divprune", "cen_divprune", "cdpruner", "cen_cdpruner")
-        ),
-        {},
-        {"/scoring/kernel": {"atom": "centred_cosine_kernel"}},
-        {"/core": {"share": 0.5, "cover": 0.3, "strength": 0.25}},
-    ],
-)
+@parametrize_from_file("changes")
 def test_policies_signals_kernels_and_cores_compare_the_tokens_before_the_merger(
     changes: Changes,
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.tables import parametrize_from_file
 from tests.tpdsl.samples import DELETE, IN, Changes, edited, images, sample, state
 from vllm_autoprune import BudgetError, StateError, load_state, materialize, refine
 from vllm_autoprune.backbones import BACKBONE_SHAPES, BackboneShape
@@ -149,19 +150,7 @@ def test_no_variant_reads_the_instruction(policy: str) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("policy", "params", "form"),
-    [
-        ("cen_cdpruner", {"scale_variance": True}, {"relevance": False}),
-        ("mmtok", {"alpha": 0.25}, {"words": False}),
-        ("fsr", {"rho": 0.5}, {"alpha": 0.0}),
-        (
-            "idpruner",
-            {"importance": "relevance", "balance": 0},
-            {"importance": "attention"},
-        ),
-    ],
-)
+@parametrize_from_file("policy", "params", "form")
 def test_a_policy_with_a_form_that_reads_no_question_keeps_its_other_parameters(
     policy: str, params: Changes, form: Changes
 ) -> None:

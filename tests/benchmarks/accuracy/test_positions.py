@@ -26,6 +26,7 @@ from tests.offline_search.synthetic import (
     error,
     model_list,
 )
+from tests.tables import parametrize_from_file
 from vllm_autoprune.evaluation.lmms import PINNED, select_benchmarks
 
 Json = dict[str, Any]
@@ -214,20 +215,7 @@ def test_a_resumed_run_asks_what_is_missing_and_mixes_nothing(
     assert status == 1 and "(setup : model differ)" in printed
 
 
-@pytest.mark.parametrize(
-    ("ignored", "message"),
-    [
-        (
-            "positions",
-            "true@64: every answer is the packed one: this server moves no tokens",
-        ),
-        (
-            "budget",
-            "true@64: prompts are not as long as packed ones: K is not the same",
-        ),
-        ("refused", "true@64: status 400: positions is unknown"),
-    ],
-)
+@parametrize_from_file("ignored", "message")
 def test_a_server_that_does_not_serve_what_is_asked_gives_no_valid_result(
     call: Call, monkeypatch: pytest.MonkeyPatch, ignored: str, message: str
 ) -> None:

@@ -20,6 +20,7 @@ from benchmarks.common.shapes import (
 )
 from benchmarks.server import ServerDied
 from tests.fake_server import MODEL, Reply, fake_server
+from tests.tables import parametrize_from_file
 from vllm_autoprune.backbones import BackboneShape, count_tower_flops
 
 # ---- the streaming client, against a server whose schedule is known beforehand ----
@@ -132,22 +133,7 @@ def test_the_scaled_tower_has_its_share_of_the_cost() -> None:
     assert attention / tower == pytest.approx(0.68, abs=0.02)
 
 
-@pytest.mark.parametrize(
-    ("log", "cause"),
-    [
-        (
-            "INFO x\n\nvllm-autoprune: cannot serve:\n  - bad -> fix",
-            "cannot serve: - bad -> fix",
-        ),
-        (
-            "INFO loading\n(Worker pid=7) ERROR 11-21 [a.py:9] Traceback (most recent call last):\n"
-            "(Worker pid=7) ERROR 11-21 [a.py:9] NameError: name 'x'\nRuntimeError: failed.\n",
-            "NameError: name 'x'",
-        ),
-        ("INFO loading\nKilled\n", "Killed"),
-        ("", "no output"),
-    ],
-)
+@parametrize_from_file("log", "cause")
 def test_the_root_cause_is_the_plugin_s_refusal_or_the_first_error(
     log: str, cause: str, tmp_path: Path
 ) -> None:

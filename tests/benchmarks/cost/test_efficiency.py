@@ -12,21 +12,11 @@ from benchmarks.cost import efficiency
 from benchmarks.cost.__main__ import main
 from benchmarks.server import ServerDied
 from tests.fake_server import Body, FakeServer, Reply, fake_server
+from tests.tables import parametrize_from_file
 from vllm_autoprune.backbones import BACKBONE_SHAPES
 
 
-@pytest.mark.parametrize(
-    ("backbone", "tokens", "teraflops", "kv_mib"),
-    [
-        ("llava-1.5-7b", 576, 7.634, 288),
-        ("llava-1.5-7b", 32, 0.415, 16),
-        ("llava-next-7b", 2880, 41.6504, 1440),
-        ("llava-next-7b", 160, 2.086, 80),
-        ("qwen2.5-vl-7b", 1296, 17.588, 70.875),
-        ("qwen2.5-vl-7b", 32, 0.418, 1.75),
-        ("llava-1.5-13b", 320, None, 250),
-    ],
-)
+@parametrize_from_file("backbone", "tokens", "teraflops", "kv_mib")
 def test_the_published_efficiency_table_is_recomputed(
     backbone: str, tokens: int, teraflops: float | None, kv_mib: float
 ) -> None:

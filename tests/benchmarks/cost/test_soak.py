@@ -14,23 +14,12 @@ import pytest
 
 from benchmarks.cost import soak
 from tests.fake_server import Answer, Body, Reply, fake_server
+from tests.tables import parametrize_from_file
 
 MIB = 1 << 20
 
 
-@pytest.mark.parametrize(
-    ("fault", "problem"),
-    [
-        ("", ""),
-        ("failed", "does not hold: 1 of "),
-        ("forgotten", "autoprune_images_total state: "),
-        ("fallen", "autoprune_fallbacks_total: 1 by the server, 0 by its client"),
-        (
-            "another's",
-            "autoprune_requests_total mine: 1 by the server, 0 by its client",
-        ),
-    ],
-)
+@parametrize_from_file("fault", "problem")
 def test_a_soak_is_passed_but_for_a_fault(
     fault: str, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

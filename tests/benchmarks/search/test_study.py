@@ -41,6 +41,7 @@ from tests.offline_search.synthetic import (
     SyntheticEvaluator,
     dataset,
 )
+from tests.tables import parametrize_from_file
 from vllm_autoprune import load_state
 from vllm_autoprune.errors import SearchError
 
@@ -255,16 +256,7 @@ def small(data: Dataset, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> lis
     return ["--out", str(tmp_path), "--seeds", "2", "--rounds", "1"]
 
 
-@pytest.mark.parametrize(
-    ("message", "options"),
-    [
-        (
-            "some ask a language model -> give --proposer-url",
-            ["--strategies", "tpe", "autoprune"],
-        ),
-        ("belong together -> give both", ["--proposer-url", "http://localhost:1/v1"]),
-    ],
-)
+@parametrize_from_file("message", "options")
 def test_a_study_that_cannot_ask_its_language_model_is_refused(
     small: list[str],
     capsys: pytest.CaptureFixture[str],

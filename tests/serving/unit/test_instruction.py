@@ -11,6 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.serving.engine import CLIP, LLAVA
+from tests.tables import parametrize_from_file
 from vllm_autoprune.serving.api.instruction import (
     MAX_CHARACTERS,
     InstructionTokenizer,
@@ -123,32 +124,7 @@ TASK = said("user", "Buy a lamp.")
 BILLING = "x-anthropic-billing-header: cch=1"
 
 
-@pytest.mark.parametrize(
-    ("preceding", "read"),
-    [
-        ([TASK], "Buy a lamp."),
-        (
-            [TASK, said("assistant", [text("I click.")]), said("tool", "Done.")],
-            "Buy a lamp.\nDone.",
-        ),
-        (
-            [TASK, said("assistant", "", reasoning="Hm."), said("tool", "")],
-            "Buy a lamp.",
-        ),
-        (
-            [TASK, said("assistant", "I click."), said("user", "Red.")],
-            "Buy a lamp.\nRed.",
-        ),
-        ([said("system", f"{BILLING}\nRead totals.")], "Read totals."),
-        ([said("system", BILLING)], ""),
-        (
-            [said("system", "Be brief."), TASK, said("assistant", "I.")],
-            "Buy a lamp.\nI.",
-        ),
-        ([], ""),
-    ],
-    ids=str,
-)
+@parametrize_from_file("preceding", "read")
 def test_an_image_without_text_has_the_task_and_what_was_said_last(
     preceding: list[dict[str, Any]], read: str
 ) -> None:
@@ -173,26 +149,7 @@ def test_neither_a_long_task_nor_a_long_page_hides_the_other() -> None:
 # ---- turns of a conversation ----
 
 
-@pytest.mark.parametrize(
-    ("preceding", "texts", "turns", "expected"),
-    [
-        (["USER:", "what? ASSISTANT: a USER:"], ["what?"] * 2, [0, 2], [0, 1]),
-        (["USER:", "what? ASSISTANT: a USER:"], ["what?"] * 2, None, [0, 1]),
-        (["USER:", "\n"], ["what?"] * 2, [0, 0], [0, 0]),
-        (["USER:", "\n"], ["what?", "who?"], None, [0, 1]),
-        (["USER: what?\n", ""], ["what?"] * 2, None, [None, None]),
-        (["USER:", "\nwhat?"], ["what?"] * 2, [0, 0], [0, None]),
-        (["USER: one two"], ["one\ntwo"], [0], [None]),  # parts joined by the template
-        (
-            ["USER: what? ASSISTANT: a USER:"],
-            ["what?"],
-            [2],
-            [0],
-        ),  # asked earlier as well
-        (["Say what you see. USER:"], ["what"], [1], [0]),
-        (["USER:"], [""], None, [None]),
-    ],
-)
+@parametrize_from_file("preceding", "texts", "turns", "expected")
 def test_turns_end_where_a_question_does(
     preceding: list[str],
     texts: list[str],
@@ -233,16 +190,7 @@ def test_later_user_turns_without_an_image_are_marked_in_front_of_their_text() -
     assert messages[4]["content"] == "And its colour?", "the caller's own"
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        said("user", "What does <image> mean?"),
-        user({"type": "video_url", "video_url": {"url": "x"}}),
-        user({"type": "image_embeds", "image_embeds": "x"}),
-        user({"type": "thinking", "thinking": "an <image>"}),
-    ],
-    ids=str,
-)
+@parametrize_from_file("other")
 def test_no_turn_is_marked_where_marks_could_be_mistaken(
     other: dict[str, object],
 ) -> None:
@@ -267,16 +215,7 @@ def decode(ids: Sequence[int]) -> str:
     return " ".join(WORDS[i] for i in ids)
 
 
-@pytest.mark.parametrize(
-    ("ids", "suffix", "expected"),
-    [
-        ([1, TOKEN, 3, 2], " ASSISTANT:", "what?"),
-        ([1, TOKEN, 3, TOKEN, 4, 2], " ASSISTANT:", "where?"),
-        ([1, TOKEN, 3, 2, 1, 4, 2], " ASSISTANT:", "what? ASSISTANT: USER: where?"),
-        ([1, TOKEN, 2], " ASSISTANT:", ""),
-        ([1, 3, 2], " ASSISTANT:", "USER: what?"),
-    ],
-)
+@parametrize_from_file("ids", "suffix", "expected")
 def test_the_instruction_of_a_prompt(
     ids: list[int], suffix: str, expected: str
 ) -> None:

@@ -26,6 +26,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.multimodal.processing.processor import PromptUpdateDetails
 
 from tests.serving.unit.samples import Sender, served
+from tests.tables import parametrize_from_file
 from vllm_autoprune.errors import RequestError
 from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.selftest.checks import _count_between
@@ -375,29 +376,7 @@ def plans_of(items: Sequence[tuple[Part, int]]) -> dict[int, ItemPlan]:
 CORES: list[tuple[Part, int]] = [("core", 1), ("core", 2), ("core", 1), ("whole", 3)]
 
 
-@pytest.mark.parametrize(
-    ("parts", "places"),
-    [
-        # Deltas in the order of the cores of their image.
-        ([*CORES, ("delta", 1), ("delta", 2), ("delta", 1)], {4: 0, 5: 1, 6: 2}),
-        # A recall in the last place of its image.
-        (
-            [
-                ("core", 1),
-                ("delta", 1),
-                ("whole", 2),
-                ("recall", 1),
-                ("recall", 2),
-                ("whole", 1),
-                ("recall", 1),
-                ("recall", 3),
-            ],
-            {1: 0, 3: 0, 4: 2, 6: 5},
-        ),
-        # Forged ones: before its core, second of one core, of another image.
-        ([("delta", 1), ("core", 1), ("delta", 1), ("delta", 1), ("delta", 2)], {2: 1}),
-    ],
-)
+@parametrize_from_file("parts", "places")
 def test_deltas_and_recalls_stand_where_their_image_does(
     parts: list[tuple[Part, int]], places: dict[int, int]
 ) -> None:

@@ -27,6 +27,7 @@ from tests.serving.unit.samples import (
     picture,
     served,
 )
+from tests.tables import parametrize_from_file
 from vllm_autoprune import RequestError
 from vllm_autoprune.selftest.backbones import TINY_MODELS, build
 from vllm_autoprune.serving.api import media
@@ -63,17 +64,7 @@ def stock_identity(sender: Sender, image: Any) -> str:
 # ---- identities of images, and names that clients give them ----
 
 
-@pytest.mark.parametrize(
-    ("server", "requested"),
-    [
-        (8, "1/4"),
-        (8, "25%"),
-        (8, ["16", "1/4"]),
-        (8, "16/64:1-16"),
-        ("1/4", None),
-        ("25.0%", None),
-    ],
-)
+@parametrize_from_file("server", "requested")
 def test_a_budget_is_k_of_each_image_however_it_is_said(
     folder: Any, server: int | str, requested: object
 ) -> None:

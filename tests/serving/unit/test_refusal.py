@@ -9,7 +9,8 @@ import pytest
 from vllm.exceptions import VLLMValidationError
 
 from tests.serving.unit.samples import LARGE, Sender
-from vllm_autoprune.errors import Problem, Refusal, RequestError, StateError
+from tests.tables import parametrize_from_file
+from vllm_autoprune.errors import Problem, RequestError, StateError
 from vllm_autoprune.serving.api.refusal import (
     REFUSED,
     RefusedRequest,
@@ -40,19 +41,7 @@ def test_a_problem_without_a_kind_has_its_place_and_other_errors_pass() -> None:
         raise TypeError("ours")
 
 
-@pytest.mark.parametrize(
-    ("level", "fields", "kind"),
-    [
-        ("none", {"budget": 4}, Refusal.NOT_ALLOWED),
-        ("shipped-states", {"state": {"name": "mine"}}, Refusal.NOT_ALLOWED),
-        ("states", {"state": "nosuch"}, Refusal.UNKNOWN_STATE),
-        ("states", {"state": {}}, "version"),
-        ("states", {"budget": 300}, Refusal.OUT_OF_RANGE),
-        ("states", {"recall": 300}, Refusal.OUT_OF_RANGE),
-        ("states", {"positions": "packed"}, Refusal.UNSUPPORTED),
-        ("states", {"budget": "x"}, ""),
-    ],
-)
+@parametrize_from_file("level", "fields", "kind")
 def test_a_refused_request_says_its_kind(
     sender: Sender, level: str, fields: dict[str, Any], kind: str
 ) -> None:

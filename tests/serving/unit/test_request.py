@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.serving.unit.samples import refusal, served, vllm_config
+from tests.tables import parametrize_from_file
 from tests.tpdsl.samples import edited, sample, state
 from vllm_autoprune import (
     PruningPolicy,
@@ -60,46 +61,7 @@ ENTRY = {"budget": 16}
 PART = {"type": "image_url", "image_url": {"url": "x"}, "autoprune": 8}
 
 
-@pytest.mark.parametrize(
-    ("fields", "where"),
-    [
-        ({"image_url": {"url": "x", "budget": "1/8"}}, "image_url/budget"),
-        ({"extra_body": {KWARGS: ENTRY}}, f"extra_body/{KWARGS}/budget"),
-        ({"messages": [{"content": [PART]}]}, "messages/0/content/0/autoprune"),
-        ({KWARGS: {"autoprune": ENTRY}}, f"{KWARGS}/autoprune"),
-        ({"metadata": {"autoprune": ENTRY}}, "metadata/autoprune"),
-        ({"metadata": {"x-autoprune": {"enabled": False}}}, "metadata/x-autoprune"),
-        ({"metadata": {KWARGS: ENTRY}}, f"metadata/{KWARGS}/budget"),
-        (
-            {"messages": [{"metadata": {"autoprune": ENTRY}}]},
-            "messages/0/metadata/autoprune",
-        ),
-        # Notes of the client's own, which OpenAI's API has as texts.
-        ({"metadata": {"autoprune": "on"}, "prompt": [0, 1, 2]}, None),
-        (
-            {"metadata": {"autoprune_budget": "16", "budget": "2026", "state": "CA"}},
-            None,
-        ),
-        ({"metadata": {"autoprune": {"version": 1}, "enabled": True}}, None),
-        (
-            {
-                "messages": [
-                    {"content": "autoprune"},
-                    {"content": [{"text": "autoprune: 64"}]},
-                ]
-            },
-            None,
-        ),
-        (
-            {
-                "messages": [
-                    {"tool_calls": [{"function": {"arguments": '{"autoprune": 1}'}}]}
-                ]
-            },
-            None,
-        ),
-    ],
-)
+@parametrize_from_file("fields", "where")
 def test_a_field_is_refused_at_any_depth_where_nothing_reads_it(
     fields: dict[str, object], where: str | None
 ) -> None:

@@ -17,6 +17,7 @@ from tests.serving.unit.samples import (
     refusal,
     vllm_config,
 )
+from tests.tables import parametrize_from_file
 from tests.tpdsl.samples import edited, sample, shipped
 from vllm_autoprune import ConfigError, load_state, materialize
 from vllm_autoprune.serving import plugin
@@ -230,22 +231,7 @@ def test_an_empty_flag_is_refused_as_that(setting: str, value: str) -> None:
     assert problem.what.startswith("is empty")
 
 
-@pytest.mark.parametrize(
-    ("setting", "template"),
-    [
-        ("budget", "{}"),
-        ("budget", "1/{}"),
-        ("budget", "{}%"),
-        ("video_budget", "tokens_per_frame:{}"),
-        ("cells", "flat:{}"),
-        ("requests", "budget:{}-64"),
-        ("detail", "low={}"),
-        *(
-            (name, "{}")
-            for name in ("feature_cache_gb", "recall", "request_budget", "request_cost")
-        ),
-    ],
-)
+@parametrize_from_file("setting", "template")
 def test_numbers_are_of_ascii_digits(setting: str, template: str) -> None:
     """Others are digits to Python, which have another look for whoever reads the flag."""
     for digit in ("٣", "३", "３", "²"):

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from vllm.v1.worker.gpu_worker import Worker
 
 from tests.serving.unit.samples import LLAVA, places, refusal, served, vllm_config
+from tests.tables import parametrize_from_file
 from tests.tpdsl.samples import edited, sample, shipped
 from vllm_autoprune import ConfigError, RequestError
 from vllm_autoprune.serving import compat, plugin, startup_rules
@@ -249,22 +250,7 @@ def test_kept_tokens_are_packed_only_where_a_model_cannot_place_them(
                 served.positions_of(served.state, where)
 
 
-@pytest.mark.parametrize(
-    ("fields", "slides"),
-    [
-        ({"sliding_window": None}, False),
-        ({"sliding_window": 4096}, True),
-        ({"sliding_window": 4096, "use_sliding_window": False}, False),
-        ({"sliding_window": 4096, "layer_types": ["full_attention"]}, False),
-        (
-            {
-                "sliding_window": 128,
-                "layer_types": ["sliding_attention", "full_attention"],
-            },
-            True,
-        ),
-    ],
-)
+@parametrize_from_file("fields", "slides")
 def test_tokens_are_packed_where_any_layer_has_a_window(
     fields: dict[str, Any], slides: bool
 ) -> None:
