@@ -86,37 +86,12 @@ def outlying(
     return VisualTokens(patches, Grid(1, count), tower=tower)
 
 
-# Eight patches: attention falls from 3 on, keys point in two directions, patches count in powers of
-# two so that a sum says what is in it.
-KEYS = torch.tensor(
-    [[1.0, 0], [0, 2.0], [1, 0], [1, 0], [1, 0], [0, 1], [3, 0.1], [0.1, 3]]
-)[None]
-PATCHES = (2.0 ** torch.arange(8))[None, :, None]
-ZIPPED = VisualTokens(
-    -PATCHES,
-    Grid(2, 4),
-    cls_attention=torch.tensor([[0.1, 0.2, 0.3, 0.9, 0.8, 0.0, 0.05, 0.15]]),
-    tower=TowerStates(
-        PATCHES, KEYS, project=lambda rows: -rows, cls=torch.full((1, 1, 1), 1000.0)
-    ),
-)
 DOTS = [0.5, -3.0, 2.0, -0.1, 7.0, -1.0]
-FOUR = {5: 0.3, 9: 0.5, 20: 0.4, 21: 0.2}
-# Means 0.1, 0.2, 0.25, 0.25: no head's own favourite, and the tie goes to the lower index.
-ATTENDED = torch.full((2, 3, 8), torch.nan)
-ATTENDED[0, 1] = torch.tensor([9.0, 0.1, 0.4, 0.0, 0.2, 9.0, 9.0, 9.0])
-ATTENDED[1, 1] = torch.tensor([9.0, 0.1, 0.0, 0.5, 0.3, 9.0, 9.0, 9.0])
 # One position before three visual tokens, then three words; width 2. Two visual tokens are like the
 # first word, one like the second, none like the third.
 EMBEDDINGS = torch.tensor(
     [[9.0, 9.0], [2.0, 0.0], [2.0, 0.0], [0.0, 2.0], [1.0, 0.0], [0.0, 0.5], [0.0, 0.0]]
 )
-# Twelve tokens ever more unlike the word behind them.
-FAN = torch.cat(
-    [torch.tensor([[1.0, 0.1 * i] for i in range(12)]), torch.tensor([[-2.0, 0.0]])]
-)
-TWO_KINDS = torch.tensor([[5.0, 0, 0, 0]] * 3 + [[0, 2, -3, 0]] * 2)
-BANDS = [3.0, 5, 4, 4, 4, 4] + [2.0] * 6 + [1.0] * 12
 
 
 def rated(
@@ -134,168 +109,122 @@ def rated(
 RATED = [[0.2, 0.1, 0.3], [0.9, 0.9, 0.0], [0.9, 0.9, 0.0]]
 
 
-PICKS: dict[str, tuple[str, VisualTokens, int, dict[str, object], list[int]]] = {
-    "what adds nothing comes by attention": (
-        "scope", attended([0.2, 0.4, 0.1, 0.3], torch.ones(1, 4, 4)), 3, {}, [1, 3, 0]),
-    "the last token that is no padding": (
-        "fastv", prefix(4, [True, True, False], attention=ATTENDED), 3, {}, [2, 3, 1]),
-    "an instruction of one word is four pivots": (
-        "dart", prefix(12, [True], start=0, embeddings=FAN), 5, {"space": "embeddings"},
-        [11, 10, 9, 8, 0]),
-    "padding is no pivot": (
-        "dart", prefix(12, [True, False], start=0, embeddings=torch.cat([FAN, 100 * FAN[:1]])), 5,
-        {"space": "embeddings"}, [11, 10, 9, 8, 0]),
-    "padding neither rates nor counts in the mean": (
-        "sparsevlm", rated([*RATED, [9.0, 0.0, 0.0]], torch.cat([EMBEDDINGS, torch.full((1, 2),
-        50.0)]), padding=1), 2, {}, [2, 0]),
-    "all words rate where none stands out": (
-        "sparsevlm", rated([[0.2, 0.1, 0.3], [0.0, 0.6, 0.1]], torch.cat([EMBEDDINGS[:4],
-        torch.zeros(2, 2)])), 2, {}, [1, 2]),
-    "the first of every group come first": (
-        "prunesid", attended([0.5, 0.4, 0.3, 0.2, 0.1], TWO_KINDS[None]), 4,
-        {"groups": 2, "threshold": 100.0}, [0, 3, 1, 4]),
+def test_of_scope_what_adds_nothing_comes_by_attention() -> None:
+    selection = select("scope", attended([0.2, 0.4, 0.1, 0.3], torch.ones(1, 4, 4)), 3)
+    assert selection.picks.tolist() == [[1, 3, 0]]
+
+
+def test_fastv_ranks_by_the_last_token_that_is_no_padding() -> None:
+    # Means 0.1, 0.2, 0.25, 0.25: no head's own favourite, and the tie goes to the lower index.
+    attention = torch.full((2, 3, 8), torch.nan)
+    attention[0, 1] = torch.tensor([9.0, 0.1, 0.4, 0.0, 0.2, 9.0, 9.0, 9.0])
+    attention[1, 1] = torch.tensor([9.0, 0.1, 0.0, 0.5, 0.3, 9.0, 9.0, 9.0])
+    selection = select("fastv", prefix(4, [True, True, False], attention=attention), 3)
+    assert selection.picks.tolist() == [[2, 3, 1]]
+
+
+def test_of_dart_an_instruction_of_one_word_is_four_pivots_and_padding_is_none() -> (
+    None
+):
+    # Twelve tokens ever more unlike the word behind them.
+    tokens = [[1.0, 0.1 * i] for i in range(12)]
+    fan = torch.tensor([*tokens, [-2.0, 0.0]])
+    padded = torch.cat([fan, 100 * fan[:1]])
+    for text, rows in (([True], fan), ([True, False], padded)):
+        image = prefix(12, text, start=0, embeddings=rows)
+        selection = select("dart", image, 5, space="embeddings")
+        assert selection.picks.tolist() == [[11, 10, 9, 8, 0]]
+
+
+def test_of_sparsevlm_padding_neither_rates_nor_counts_in_the_mean() -> None:
+    selection = select(
+        "sparsevlm",
+        rated(
+            [*RATED, [9.0, 0.0, 0.0]],
+            torch.cat([EMBEDDINGS, torch.full((1, 2), 50.0)]),
+            padding=1,
+        ),
+        2,
+    )
+    assert selection.picks.tolist() == [[2, 0]]
+
+
+def test_of_sparsevlm_all_words_rate_where_none_stands_out() -> None:
+    selection = select(
+        "sparsevlm",
+        rated(
+            [[0.2, 0.1, 0.3], [0.0, 0.6, 0.1]],
+            torch.cat([EMBEDDINGS[:4], torch.zeros(2, 2)]),
+        ),
+        2,
+    )
+    assert selection.picks.tolist() == [[1, 2]]
+
+
+def test_of_prunesid_the_first_of_every_group_come_first() -> None:
+    two_kinds = torch.tensor([[5.0, 0, 0, 0]] * 3 + [[0, 2, -3, 0]] * 2)
+    selection = select(
+        "prunesid",
+        attended([0.5, 0.4, 0.3, 0.2, 0.1], two_kinds[None]),
+        4,
+        groups=2,
+        threshold=100.0,
+    )
+    assert selection.picks.tolist() == [[0, 3, 1, 4]]
+
+
+def test_bands_get_the_remainder_by_weight() -> None:
     # Means 4, 2, 1, 1 of 8: the remainder goes to the largest weights, not fractions.
-    "bands get the remainder by weight": (
-        "holov", attended(BANDS), 7, {"bands": 4}, [1, 2, 3, 4, 6, 7, 12]),
+    bands = [3.0, 5, 4, 4, 4, 4] + [2.0] * 6 + [1.0] * 12
+    selection = select("holov", attended(bands), 7, bands=4)
+    assert selection.picks.tolist() == [[1, 2, 3, 4, 6, 7, 12]]
+
+
+def test_a_full_band_passes_its_share_on() -> None:
     # Fair shares of 5: 4, 0.75, 0.25; the first band has no room for more than 2.
-    "a full band passes its share on": (
-        "holov", attended([16.0, 16, 3, 3, 1, 1]), 5, {"bands": 3}, [0, 1, 2, 3, 4]),
-    "the longest, the first of equal ones": (
-        "norm", plain(torch.tensor([[0.0, 3], [-4, 0], [3, 0], [1, 1]])), 3, {}, [1, 0, 2]),
-    "a single row is a patch": ("trim", dotted(DOTS), 1, {}, [1]),
-    "[CLS] takes the place of a patch": (
-        "visionzip", ZIPPED, 4, {"contextual": 1, "patch_only": False}, [3, 4, 0]),
+    selection = select("holov", attended([16.0, 16, 3, 3, 1, 1]), 5, bands=3)
+    assert selection.picks.tolist() == [[0, 1, 2, 3, 4]]
+
+
+def test_norm_keeps_the_longest_and_the_first_of_equal_ones() -> None:
+    selection = select(
+        "norm", plain(torch.tensor([[0.0, 3], [-4, 0], [3, 0], [1, 1]])), 3
+    )
+    assert selection.picks.tolist() == [[1, 0, 2]]
+
+
+def test_of_trim_a_single_row_is_a_patch() -> None:
+    selection = select("trim", dotted(DOTS), 1)
+    assert selection.picks.tolist() == [[1]]
+
+
+def test_prumerge_plus_keeps_outliers_and_then_an_even_spread() -> None:
     # Six tokens: two outliers, and the middles of four equal parts of the 38 others.
-    "outliers, then an even spread": (
-        "prumerge_plus", outlying({30: 0.2, 7: 0.5}), 7, {}, [7, 30, 4, 15, 24, 35]),
-    "more outliers than rows": ("prumerge_plus", outlying(FOUR), 4, {}, [9, 20, 5]),
-    "without plus attention decides": (
-        "prumerge_plus", outlying({30: 0.2, 7: 0.5}), 5, {"plus": False}, [7, 30, 0, 1]),
-}  # fmt: skip
-"""Fact -> policy, image, K and parameters; picks."""
+    selection = select("prumerge_plus", outlying({30: 0.2, 7: 0.5}), 7)
+    assert selection.picks.tolist() == [[7, 30, 4, 15, 24, 35]]
 
 
-@pytest.mark.parametrize("fact", PICKS)
-def test_picks(fact: str) -> None:
-    policy, tokens, budget, params, picks = PICKS[fact]
-    assert select(policy, tokens, budget, **params).picks.tolist() == [picks]
+def test_prumerge_plus_keeps_the_strongest_of_more_outliers_than_rows() -> None:
+    four = {5: 0.3, 9: 0.5, 20: 0.4, 21: 0.2}
+    selection = select("prumerge_plus", outlying(four), 4)
+    assert selection.picks.tolist() == [[9, 20, 5]]
 
 
-MERGED = [-8.0, -16.0, -(1 + (4 + 64) / 2), -(32 + (2 + 128) / 2)]
-# Of 40 tokens every one has 32 neighbours: those of a one-hot key are the first others.
-OUTLYING = outlying({30: 0.2, 7: 0.5})
-ATTENTION = OUTLYING.require_next_layer().attention[0]
-PLACES = torch.arange(40)
-WITH_NEIGHBOURS = [
-    ATTENTION.where(PLACES < 33, 0.0).where(PLACES != 7, 1.0),  # 0 to 32, less itself
-    ATTENTION.where(PLACES < 32, 0.0).where(PLACES != 30, 1.0)
-    + ATTENTION.where(PLACES == 32, 0.0),
-]
-DROPPED = ATTENTION.where((PLACES != 7) & (PLACES != 30), 0.0)
-# Token 0 has all priority but a little; 3 is the farthest, and 1 and 2 are like it.
-FOCUS = replace(
-    plain(torch.tensor([[1.0, 0.0], [0.1, 1.0], [0.2, 1.0], [0.0, 1.0]])),
-    cls_attention=torch.tensor([[0.9, 0.02, 0.01, 0.03]]),
-)
-MIXED = [
-    [1.0, 0.0],
-    [0.1 / 3, 1.0],
-]  # 3 with priority 0.02 / 0.89 and 1 with half of that
-
-ROWS: dict[str, tuple[str, VisualTokens, int, dict[str, object], object, object]] = {
-    # To 0: tokens 2 and 6; to 5: tokens 1 and 7. The projector here is a minus sign.
-    "the most similar target takes each other token": (
-        "visionzip",
-        ZIPPED,
-        4,
-        {"contextual": 2},
-        MERGED,
-        None,
-    ),
-    "the row of [CLS] is projected too": (
-        "visionzip",
-        ZIPPED,
-        4,
-        {"contextual": 1, "patch_only": False},
-        [-8.0, -16.0, -(1 + (2 + 4 + 32 + 64 + 128) / 5)],
-        [-1000.0],
-    ),
-    # Three rows of tile 0, two of tile 1: two patches and one, and a mean each.
-    "every tile has the mean of its own others": (
-        "trim",
-        dotted(DOTS, tiles=2),
-        5,
-        {},
-        torch.eye(6)[[1, 5, 0]],
-        [[0.0, 0, 2, 0, 0, 0], [0, 0, 0, 1, 1, 0]],
-    ),
-    "neighbours are added unnormalised and the rest is summed": (
-        "prumerge_plus",
-        OUTLYING,
-        3,
-        {},
-        torch.stack(WITH_NEIGHBOURS),
-        DROPPED,
-    ),
-    "the scan alone takes others": (
-        "fsr",
-        FOCUS,
-        2,
-        {"alpha": 0.0, "rho": 0.9},
-        MIXED,
-        None,
-    ),
-    "without priority a token changes none": (
-        "fsr",
-        FOCUS,
-        2,
-        {"alpha": 0.0, "rho": 0.9, "kappa": 9.0},
-        MIXED,
-        None,
-    ),
-    "without merging rows stay": (
-        "fsr",
-        FOCUS,
-        2,
-        {"alpha": 0.0, "rho": 0.9, "kappa": 0.0},
-        [[1.0, 0], [0, 1]],
-        None,
-    ),
-    "a pruned token is recycled": (
-        "sparsevlm",
-        rated(RATED),
-        2,
-        {"recycle": True},
-        [[0.0, 0, 1]],
-        [[1.0, 0, 0]],
-    ),
-    "at most half of K is recycled": (
-        "sparsevlm",
-        rated(RATED),
-        1,
-        {"recycle": True},
-        [[0.0, 0, 1]],
-        None,
-    ),
-    "one token more in place of the dropped ones": (
-        "prumerge_plus",
-        OUTLYING,
-        2,
-        {"drop_extra": True},
-        torch.stack(WITH_NEIGHBOURS),
-        None,
-    ),
-}
-"""Fact -> policy, image, K and parameters; rows of the picks, and rows of no single token."""
+def test_prumerge_without_plus_keeps_what_has_most_attention() -> None:
+    selection = select("prumerge_plus", outlying({30: 0.2, 7: 0.5}), 5, plus=False)
+    assert selection.picks.tolist() == [[7, 30, 0, 1]]
 
 
-@pytest.mark.parametrize("fact", ROWS)
-def test_rows(fact: str) -> None:
-    policy, tokens, budget, params, kept, extra = ROWS[fact]
-    selection = select(policy, tokens, budget, **params)
+def assert_rows(
+    selection: ReferenceSelection,
+    tokens: VisualTokens,
+    picked: object,
+    extra: object = None,
+) -> None:
+    """Rows of the picks, and rows of no single token, are these."""
     width = tokens.features.shape[2]
     rows = selection.rows(tokens)[0, selection.picks[0]].float()
-    torch.testing.assert_close(rows, torch.as_tensor(kept).view(-1, width))
+    torch.testing.assert_close(rows, torch.as_tensor(picked).view(-1, width))
     assert (selection.extra is None) == (extra is None)
     if selection.extra is not None:
         assert selection.extra.dtype == tokens.features.dtype
@@ -303,6 +232,84 @@ def test_rows(fact: str) -> None:
         torch.testing.assert_close(
             selection.extra[0].float(), wanted, rtol=1e-5, atol=1e-5
         )
+
+
+def test_visionzip_merges_into_the_most_similar_target_and_projects_cls() -> None:
+    # Eight patches: attention falls from 3 on, keys point in two directions, patches count in
+    # powers of two so that a sum says what is in it. The projector is a minus sign.
+    keys = [[1.0, 0], [0, 2.0], [1, 0], [1, 0], [1, 0], [0, 1], [3, 0.1], [0.1, 3]]
+    patches = (2.0 ** torch.arange(8))[None, :, None]
+    cls = torch.full((1, 1, 1), 1000.0)
+    tokens = VisualTokens(
+        -patches,
+        Grid(2, 4),
+        cls_attention=torch.tensor([[0.1, 0.2, 0.3, 0.9, 0.8, 0.0, 0.05, 0.15]]),
+        tower=TowerStates(
+            patches, torch.tensor([keys]), project=lambda rows: -rows, cls=cls
+        ),
+    )
+    # To 0: tokens 2 and 6; to 5: tokens 1 and 7.
+    merged = [-8.0, -16.0, -(1 + (4 + 64) / 2), -(32 + (2 + 128) / 2)]
+    assert_rows(select("visionzip", tokens, 4, contextual=2), tokens, merged)
+    with_cls = select("visionzip", tokens, 4, contextual=1, patch_only=False)
+    assert with_cls.picks.tolist() == [[3, 4, 0]]
+    merged = [-8.0, -16.0, -(1 + (2 + 4 + 32 + 64 + 128) / 5)]
+    assert_rows(with_cls, tokens, merged, extra=[-1000.0])
+
+
+def test_every_tile_has_the_mean_of_its_own_others() -> None:
+    # Three rows of tile 0, two of tile 1: two patches and one, and a mean each.
+    tokens = dotted(DOTS, tiles=2)
+    selection = select("trim", tokens, 5)
+    assert_rows(
+        selection,
+        tokens,
+        torch.eye(6)[[1, 5, 0]],
+        extra=[[0.0, 0, 2, 0, 0, 0], [0, 0, 0, 1, 1, 0]],
+    )
+
+
+def test_prumerge_plus_adds_neighbours_unnormalised_and_sums_the_rest() -> None:
+    """Or it keeps one token more in place of the dropped ones."""
+    tokens = outlying({30: 0.2, 7: 0.5})
+    attention = tokens.require_next_layer().attention[0]
+    # Of 40 tokens every one has 32 neighbours: those of a one-hot key are the first others.
+    position = torch.arange(40)
+    last = attention.where(position == 32, 0.0)
+    rows = torch.stack(
+        [
+            attention.where(position < 33, 0.0).where(position != 7, 1.0),
+            attention.where(position < 32, 0.0).where(position != 30, 1.0) + last,
+        ]
+    )
+    dropped = attention.where((position != 7) & (position != 30), 0.0)
+    assert_rows(select("prumerge_plus", tokens, 3), tokens, rows, extra=dropped)
+    selection = select("prumerge_plus", tokens, 2, drop_extra=True)
+    assert_rows(selection, tokens, rows)
+
+
+def test_of_fsr_the_scan_alone_takes_others() -> None:
+    # Token 0 has all priority but a little; 3 is the farthest, and 1 and 2 are like it.
+    tokens = replace(
+        plain(torch.tensor([[1.0, 0.0], [0.1, 1.0], [0.2, 1.0], [0.0, 1.0]])),
+        cls_attention=torch.tensor([[0.9, 0.02, 0.01, 0.03]]),
+    )
+    # 3 with priority 0.02 / 0.89 and 1 with half of that
+    mixed = [[1.0, 0.0], [0.1 / 3, 1.0]]
+    merged = select("fsr", tokens, 2, alpha=0.0, rho=0.9)
+    assert_rows(merged, tokens, mixed)
+    without_priority = select("fsr", tokens, 2, alpha=0.0, rho=0.9, kappa=9.0)
+    assert_rows(without_priority, tokens, mixed)
+    without_merging = select("fsr", tokens, 2, alpha=0.0, rho=0.9, kappa=0.0)
+    assert_rows(without_merging, tokens, [[1.0, 0], [0, 1]])
+
+
+def test_sparsevlm_recycles_pruned_tokens_in_at_most_half_of_k() -> None:
+    tokens = rated(RATED)
+    selection = select("sparsevlm", tokens, 2, recycle=True)
+    assert_rows(selection, tokens, [[0.0, 0, 1]], extra=[[1.0, 0, 0]])
+    selection = select("sparsevlm", tokens, 1, recycle=True)
+    assert_rows(selection, tokens, [[0.0, 0, 1]])
 
 
 def test_what_a_policy_appends_is_no_pick_of_a_core() -> None:

@@ -42,7 +42,6 @@ from vllm_autoprune.tpdsl.registry import ATOMS, run
 
 E1 = [1.0, 0.0]
 E2 = [0.0, 1.0]
-HALF = 1 / math.sqrt(2)
 
 
 def asked(sign: int = 1, used: tuple[bool, ...] = (True, True)) -> VisualTokens:
@@ -59,200 +58,220 @@ def attended(*values: float) -> VisualTokens:
     )
 
 
-# Rows at -0.5 and 0.5, columns at -2/3, 0, 2/3; 2 sigma^2 is 0.5 for the default.
-CORNER = math.exp(-(0.25 + 4 / 9) / 0.5)
-MIDDLE = math.exp(-0.25 / 0.5)
-# The mean token points along (1, 1), so closeness is (x + y) / sqrt 2.
-CLOSE = [math.exp(value / math.sqrt(2)) for value in (2, 1, 3)]
-# Centroids point to 0 and 180 degrees.
-RIM = math.cos(math.radians(10))
-# Cosines: 0 with 1: 1, 0 with 2: 0, 0 with 3: -1, 2 with the others: 0.
-CROSS = plain(torch.tensor([E1, [2.0, 0.0], E2, [-1.0, 0.0]]))
 # Directions add up to (1, 3), whatever the lengths.
 LONG = plain(
     torch.tensor([[2.0, 0.0], E2, [0.0, 5.0], [0.0, 3.0]]), Grid(1, 2, tiles=2)
 )
 
-SIGNALS: dict[str, tuple[str, VisualTokens, Changes, list[float]]] = {
-    "relevance is the mean over segments": (
-        "instruction_guided_visual_relevance",
-        asked(),
-        {},
-        [0.5, 0.5, 0.7, 0.0],
-    ),
-    "or their maximum": (
-        "instruction_guided_visual_relevance",
-        asked(),
-        {"reduce": "max"},
-        [1.0, 1.0, 0.8, 0.0],
-    ),
-    "nothing is relevant to no instruction": (
-        "instruction_guided_visual_relevance",
-        asked(1, (False, False)),
-        {},
-        [0.0] * 4,
-    ),
-    "the sign is the tower's": (
-        "instruction_guided_visual_relevance",
-        asked(-1, (True, False)),
-        {},
-        [-1.0, 0, -0.6, 0],
-    ),
-    "unless the state says so": (
-        "instruction_guided_visual_relevance",
-        asked(-1, (True, False)),
-        {"sign": "+"},
-        [1.0, 0, 0.6, 0],
-    ),
-    "temperature flattens": (
-        "attention_proxy_saliency",
-        attended(0.04, 0.64, 0.36),
-        {"temperature": 2.0},
-        [0.2, 0.8, 0.6],
-    ),
-    "without attention closeness to the mean token": (
-        "attention_proxy_saliency",
-        plain(torch.tensor([[2.0, 0.0], E2, [1.0, 2.0]])),
-        {},
-        [weight / sum(CLOSE) for weight in CLOSE],
-    ),
-    "the centre counts most": (
-        "spatial_centrality_prior",
-        plain(torch.ones(6, 2), Grid(2, 3)),
-        {},
-        [CORNER, MIDDLE, CORNER] * 2,
-    ),
-    "the most similar other": (
-        "redundancy_density_penalty",
-        CROSS,
-        {"m": 1},
-        [-1.0, -1.0, 0.0, 0.0],
-    ),
-    "length is Euclidean": (
-        "visual_token_norm_saliency",
-        plain(torch.tensor([[3.0, -4.0], [0.0, 2.0]])),
-        {},
-        [5, 2],
-    ),
-    "a cluster's centre is most similar to its centroid": (
+
+def evaluate(name: str, tokens: VisualTokens, **parameters: object) -> list[float]:
+    """Values of a signal, with the reference selection 3, 0, 4, 1 of five tokens or 0."""
+    picks = torch.tensor([[3, 0, 4, 1] if tokens.count == 5 else [0]])
+    (values,) = run_signal(call(name, **parameters), tokens, picks).tolist()
+    return [*values]
+
+
+def test_relevance_is_the_mean_over_segments() -> None:
+    values = evaluate("instruction_guided_visual_relevance", asked())
+    assert values == pytest.approx([0.5, 0.5, 0.7, 0.0], abs=1e-4)
+
+
+def test_relevance_may_be_the_maximum_over_segments() -> None:
+    values = evaluate("instruction_guided_visual_relevance", asked(), reduce="max")
+    assert values == pytest.approx([1.0, 1.0, 0.8, 0.0], abs=1e-4)
+
+
+def test_nothing_is_relevant_to_no_instruction() -> None:
+    values = evaluate("instruction_guided_visual_relevance", asked(1, (False, False)))
+    assert values == pytest.approx([0.0] * 4, abs=1e-4)
+
+
+def test_the_sign_of_relevance_is_the_towers() -> None:
+    values = evaluate("instruction_guided_visual_relevance", asked(-1, (True, False)))
+    assert values == pytest.approx([-1.0, 0, -0.6, 0], abs=1e-4)
+
+
+def test_a_state_may_say_the_sign_of_relevance() -> None:
+    values = evaluate(
+        "instruction_guided_visual_relevance", asked(-1, (True, False)), sign="+"
+    )
+    assert values == pytest.approx([1.0, 0, 0.6, 0], abs=1e-4)
+
+
+def test_temperature_flattens_attention() -> None:
+    values = evaluate(
+        "attention_proxy_saliency", attended(0.04, 0.64, 0.36), temperature=2.0
+    )
+    assert values == pytest.approx([0.2, 0.8, 0.6], abs=1e-4)
+
+
+def test_without_attention_closeness_to_the_mean_token() -> None:
+    # The mean token points along (1, 1), so closeness is (x + y) / sqrt 2.
+    close = [math.exp(value / math.sqrt(2)) for value in (2, 1, 3)]
+    values = evaluate(
+        "attention_proxy_saliency", plain(torch.tensor([[2.0, 0.0], E2, [1.0, 2.0]]))
+    )
+    assert values == pytest.approx([weight / sum(close) for weight in close], abs=1e-4)
+
+
+def test_the_centre_counts_most() -> None:
+    # Rows at -0.5 and 0.5, columns at -2/3, 0, 2/3; 2 sigma^2 is 0.5 for the default.
+    corner = math.exp(-(0.25 + 4 / 9) / 0.5)
+    middle = math.exp(-0.25 / 0.5)
+    values = evaluate("spatial_centrality_prior", plain(torch.ones(6, 2), Grid(2, 3)))
+    assert values == pytest.approx([corner, middle, corner] * 2, abs=1e-4)
+
+
+def test_redundancy_is_the_similarity_to_the_most_similar_other() -> None:
+    # Cosines: 0 with 1: 1, 0 with 2: 0, 0 with 3: -1, 2 with the others: 0.
+    cross = plain(torch.tensor([E1, [2.0, 0.0], E2, [-1.0, 0.0]]))
+    values = evaluate("redundancy_density_penalty", cross, m=1)
+    assert values == pytest.approx([-1.0, -1.0, 0.0, 0.0], abs=1e-4)
+
+
+def test_the_norm_is_euclidean() -> None:
+    values = evaluate(
+        "visual_token_norm_saliency", plain(torch.tensor([[3.0, -4.0], [0.0, 2.0]]))
+    )
+    assert values == pytest.approx([5, 2], abs=1e-4)
+
+
+def test_a_clusters_centre_is_most_similar_to_its_centroid() -> None:
+    # Centroids point to 0 and 180 degrees.
+    rim = math.cos(math.radians(10))
+    values = evaluate(
         "cluster_centroid_representativeness",
         around([-10, 0, 10, 170, 190]),
-        {"clusters": 2},
-        [RIM, 1.0, RIM, RIM, RIM],
-    ),
-    "the mean direction of the image": (
-        "global_mean_representativeness",
-        LONG,
-        {},
-        [1 / math.sqrt(10), *[3 / math.sqrt(10)] * 3],
-    ),
-    "or of each tile": (
-        "global_mean_representativeness",
-        LONG,
-        {"scope": "tile"},
-        [HALF, HALF, 1.0, 1.0],
-    ),
-    "entropy is largest where channels are alike": (
+        clusters=2,
+    )
+    assert values == pytest.approx([rim, 1.0, rim, rim, rim], abs=1e-4)
+
+
+def test_tokens_are_compared_with_the_mean_direction_of_the_image() -> None:
+    values = evaluate("global_mean_representativeness", LONG)
+    assert values == pytest.approx(
+        [1 / math.sqrt(10), *[3 / math.sqrt(10)] * 3], abs=1e-4
+    )
+
+
+def test_tokens_may_be_compared_with_the_mean_direction_of_their_tile() -> None:
+    half = 1 / math.sqrt(2)
+    values = evaluate("global_mean_representativeness", LONG, scope="tile")
+    assert values == pytest.approx([half, half, 1.0, 1.0], abs=1e-4)
+
+
+def test_entropy_is_largest_where_channels_are_alike() -> None:
+    values = evaluate(
         "channel_entropy_informativeness",
         plain(torch.tensor([[1.0, -1.0, 1.0, -1.0], [0, 0, 0, 50], [0, 0, 0, 0]])),
-        {},
-        [1.0, 0.0, 1.0],
-    ),
-    "confidence decreases with pick order to the floor": (
-        "reference_selection_confidence",
-        plain(torch.eye(5)),
-        {"floor": 0.5},
-        [0.875, 0.625, 0.5, 1.0, 0.75],
-    ),
+    )
+    assert values == pytest.approx([1.0, 0.0, 1.0], abs=1e-4)
+
+
+def test_confidence_decreases_with_pick_order_to_the_floor() -> None:
+    values = evaluate("reference_selection_confidence", plain(torch.eye(5)), floor=0.5)
+    assert values == pytest.approx([0.875, 0.625, 0.5, 1.0, 0.75], abs=1e-4)
+
+
+def test_dissimilarity_is_that_to_the_mean_of_the_others() -> None:
     # Two tokens of one direction and one across: mean cosines of 1/2, 1/2 and 0.
-    "dissimilarity to the others": (
-        "mean_dissimilarity_saliency",
-        plain(torch.tensor([E1, [2.0, 0.0], E2])),
-        {},
-        [0.0, 0.0, 1.0],
-    ),
-}
-"""Fact -> signal, image, parameters; values with the reference selection 3, 0, 4, 1 or 0."""
+    values = evaluate(
+        "mean_dissimilarity_saliency", plain(torch.tensor([E1, [2.0, 0.0], E2]))
+    )
+    assert values == pytest.approx([0.0, 0.0, 1.0], abs=1e-4)
 
 
-@pytest.mark.parametrize("fact", SIGNALS)
-def test_signals(fact: str) -> None:
-    name, tokens, parameters, expected = SIGNALS[fact]
-    picks = torch.tensor([[3, 0, 4, 1] if tokens.count == 5 else [0]])
-    values = run_signal(call(name, **parameters), tokens, picks)
-    assert values[0].tolist() == pytest.approx(expected, abs=1e-4)
-
-
-PICKS = torch.tensor([[2, 0]])
 RISING = torch.tensor([[0.0, 5.0, 10.0]])
 FALLING = torch.tensor([[8.0, 4.0, 0.0]])
-FUSIONS: dict[str, tuple[str, Changes, list[Tensor], list[float], list[float]]] = {
+
+
+def fuse(
+    name: str, signals: list[Tensor], weights: list[float], **parameters: object
+) -> list[float]:
+    """Quality of three tokens, of which 2 and 0 were picked."""
+    picks = torch.tensor([[2, 0]])
+    (g,) = run_fusion(call(name, **parameters), signals, weights, picks).tolist()
+    return [*g]
+
+
+def test_quality_is_a_product_of_powers() -> None:
     # Normalised: 0, 0.5, 1 and 1, 0.5, 0.
-    "product of powers": (
-        "weighted_product_fusion",
-        {},
-        [RISING, FALLING],
-        [2.0, 0.5],
-        [0.001**2, 0.5**2 * 0.5**0.5, 0.001**0.5],
-    ),
-    "sum": ("weighted_sum_fusion", {}, [RISING, FALLING], [2.0, 0.5], [0.5, 1.25, 2.0]),
+    values = fuse("weighted_product_fusion", [RISING, FALLING], [2.0, 0.5])
+    assert values == pytest.approx([0.001**2, 0.5**2 * 0.5**0.5, 0.001**0.5], rel=1e-5)
+
+
+def test_quality_may_be_a_weighted_sum() -> None:
+    values = fuse("weighted_sum_fusion", [RISING, FALLING], [2.0, 0.5])
+    assert values == pytest.approx([0.5, 1.25, 2.0], rel=1e-5)
+
+
+def test_confidence_raises_the_first_pick_most() -> None:
     # Token 2 was picked first: confidence 1; token 0 second of two: 0.5; token 1 not at all.
-    "confidence raises the first pick most": (
-        "reference_confidence_weighted_product_fusion",
-        {"beta": 0.5},
-        [RISING],
-        [1.0],
-        [0.001 * 1.25, 0.5, 1.5],
-    ),
-}
-
-
-@pytest.mark.parametrize("fact", FUSIONS)
-def test_fusions(fact: str) -> None:
-    name, parameters, signals, weights, expected = FUSIONS[fact]
-    g = run_fusion(call(name, **parameters), signals, weights, PICKS)
-    assert g[0].tolist() == pytest.approx(expected, rel=1e-5)
+    values = fuse(
+        "reference_confidence_weighted_product_fusion", [RISING], [1.0], beta=0.5
+    )
+    assert values == pytest.approx([0.001 * 1.25, 0.5, 1.5], rel=1e-5)
 
 
 THREE = plain(torch.tensor([E1, [3.0, 4.0], [-2.0, 0.0]]))
 COSINES = [[1, 0.6, -1], [0.6, 1, -0.6], [-1, -0.6, 1]]
-# The mean token is (2, 4): less it, two tokens are opposite and one stands across them.
-FOUR = plain(torch.tensor([[1.0, 4.0], [3.0, 4.0], [2.0, 7.0], [2.0, 1.0]]))
 PAIRS = [[1.0, -1, 0, 0], [-1.0, 1, 0, 0], [0.0, 0, 1, -1], [0.0, 0, -1, 1]]
-IN_TILES = plain(
-    torch.tensor([E1, [3.0, 0.0], [0.0, 5.0], [0.0, 9.0]]), Grid(1, 2, tiles=2)
-)
-DOMINATED = plain(torch.tensor([[1e3, 1.0], [1e3, -1.0], [-1e3, 1.0], [-1e3, -1.0]]))
-KERNELS: dict[str, tuple[str, Changes, VisualTokens, list[list[float]], list[float]]] = {
-    "opposite tokens may count as unrelated": (
-        "pairwise_cosine_kernel", {"clamp_negative": True}, THREE,
-        [[1, 0.6, 0], [0.6, 1, 0], [0, 0, 1]], [1, 1, 1]),
-    "normalised quality scales": (
-        "runtime_conditional_similarity_kernel", {"eps": 1e-3}, THREE, COSINES,
-        [0.0025, 0.5025, 1.0025]),
-    # alpha = 0.8 / (2 * 0.2) = 2
-    "theta is the exponential balance": (
-        "runtime_conditional_similarity_kernel", {"theta": 0.8}, THREE, COSINES,
-        [1, math.e, math.e**2]),
-    "each tile has a mean of its own": ("centred_cosine_kernel", {}, IN_TILES, PAIRS, [1] * 4),
-    "scaled variance lets none dominate": (
-        "centred_cosine_kernel", {"scale_variance": True}, DOMINATED,
-        [[1, 0, 0, -1], [0, 1, -1, 0], [0, -1, 1, 0], [-1, 0, 0, 1]], [1] * 4),
-    "a centred kernel may be scaled by quality": (
-        "centred_cosine_kernel", {"weighted": True}, FOUR, PAIRS, [0, 1 / 3, 2 / 3, 1]),
-}  # fmt: skip
-"""Fact -> kernel, parameters, image; similarity and quality at g = 0.1, 0.3, ..."""
 
 
-@pytest.mark.parametrize("fact", KERNELS)
-def test_kernels(fact: str) -> None:
-    name, parameters, tokens, similarity, quality = KERNELS[fact]
+def compare(name: str, tokens: VisualTokens, **parameters: object) -> Kernel:
+    """A kernel of tokens of quality g = 0.1, 0.3, ..."""
     g = 0.1 + 0.2 * torch.arange(tokens.count)[None]
-    kernel = run(Kernel, call(name, **parameters), tokens, g)
+    return run(Kernel, call(name, **parameters), tokens, g)
+
+
+def assert_kernel(
+    kernel: Kernel, similarity: list[list[float]], quality: list[float]
+) -> None:
     assert torch.allclose(
         kernel.similarity[0], torch.tensor(similarity).float(), atol=1e-4
     )
     assert kernel.quality[0].tolist() == pytest.approx(quality, rel=1e-4, abs=1e-4)
+
+
+def test_opposite_tokens_may_count_as_unrelated() -> None:
+    kernel = compare("pairwise_cosine_kernel", THREE, clamp_negative=True)
+    assert_kernel(kernel, [[1, 0.6, 0], [0.6, 1, 0], [0, 0, 1]], [1, 1, 1])
+
+
+def test_normalised_quality_scales() -> None:
+    kernel = compare("runtime_conditional_similarity_kernel", THREE, eps=1e-3)
+    assert_kernel(kernel, COSINES, [0.0025, 0.5025, 1.0025])
+
+
+def test_theta_is_the_exponential_balance() -> None:
+    # alpha = 0.8 / (2 * 0.2) = 2
+    kernel = compare("runtime_conditional_similarity_kernel", THREE, theta=0.8)
+    assert_kernel(kernel, COSINES, [1, math.e, math.e**2])
+
+
+def test_a_centred_kernel_takes_the_mean_of_each_tile() -> None:
+    in_tiles = plain(
+        torch.tensor([E1, [3.0, 0.0], [0.0, 5.0], [0.0, 9.0]]), Grid(1, 2, tiles=2)
+    )
+    kernel = compare("centred_cosine_kernel", in_tiles)
+    assert_kernel(kernel, PAIRS, [1] * 4)
+
+
+def test_scaled_variance_lets_none_dominate() -> None:
+    dominated = plain(
+        torch.tensor([[1e3, 1.0], [1e3, -1.0], [-1e3, 1.0], [-1e3, -1.0]])
+    )
+    kernel = compare("centred_cosine_kernel", dominated, scale_variance=True)
+    assert_kernel(
+        kernel, [[1, 0, 0, -1], [0, 1, -1, 0], [0, -1, 1, 0], [-1, 0, 0, 1]], [1] * 4
+    )
+
+
+def test_a_centred_kernel_may_be_scaled_by_quality() -> None:
+    # The mean token is (2, 4): less it, two tokens are opposite and one stands across them.
+    four = plain(torch.tensor([[1.0, 4.0], [3.0, 4.0], [2.0, 7.0], [2.0, 1.0]]))
+    kernel = compare("centred_cosine_kernel", four, weighted=True)
+    assert_kernel(kernel, PAIRS, [0, 1 / 3, 2 / 3, 1])
 
 
 def positions(mask: Tensor) -> list[int]:
@@ -268,79 +287,71 @@ def built(
 
 BEST = "quality_pool_builder"
 FAR = "diversity_pool_builder"
-COVER = "spatial_coverage_pool_builder"
-SIX = around([0, 5, 90, 95, 180, 185])
-# Token 4 is farthest of all, but a pool of good tokens does not hold it.
-GOOD = plain(torch.tensor([E1] * 3 + [[1.0, 1.0], [-1.0, 0.0], [-1.0, 0.1]]))
-BY_QUALITY = [0.0, 0.9, 0.8, 0.7, 0.1, 0.2]
 # Token 2 is the reference's twin in another tile; token 1, in its own tile, is at 60 degrees.
 TWINS = around([0, 60, 0, 120], Grid(1, 2, tiles=2))
-# Two by two cells of two by two tokens; token 0 is in the reference, and so is its cell.
-CELLS = [0.9, 0.9, 0.1, 0.2, 0.9, 0.9, 0.4, 0.3, 0.5, 0.6, 0.0, 0.0, 0.8, 0.7, 0.0, 0.0]
-SQUARE = plain(torch.eye(16), Grid(4, 4))
 
 
-# By quality 1, 2, 5, ...; by diversity 3, 4, ...
-JOINED = call(
-    "multi_source_pool_builder",
-    pool_ratio=3.0,
-    sources=[{"atom": BEST, "pool_ratio": 8.0}, {"atom": FAR, "pool_ratio": 2.0}],
-)
-FAN = around([0, 5, 10, 180, 90, 15])
-TURNS = [0.0, 0.9, 0.8, 0.1, 0.2, 0.7]
-POOLS: dict[
-    str, tuple[list[object], VisualTokens, list[float], list[int], list[int]]
-] = {
-    "the best outside the reference": (
-        [call(BEST)],
-        plain(torch.eye(6)),
-        [0.9, 0.8, 0.1, 0.7, 0.6, 0.2],
-        [0, 4],
-        [1, 3],
-    ),
+def test_a_pool_has_the_best_outside_the_reference() -> None:
+    pool = built(
+        [call(BEST)], plain(torch.eye(6)), [0.9, 0.8, 0.1, 0.7, 0.6, 0.2], [0, 4]
+    )
+    assert positions(pool) == [1, 3]
+
+
+def test_a_pool_has_the_farthest_from_the_reference_and_each_other() -> None:
     # 180 degrees is farthest from 0; then 90 and 95 are, by 5 degrees, ahead of 185 and 5.
-    "the farthest from the reference and each other": (
-        [call(FAR, pool_ratio=2.0)],
-        SIX,
-        [0.0] * 6,
-        [0],
-        [2, 4],
-    ),
+    six = around([0, 5, 90, 95, 180, 185])
+    pool = built([call(FAR, pool_ratio=2.0)], six, [0.0] * 6, [0])
+    assert positions(pool) == [2, 4]
+
+
+def test_a_pool_compares_tokens_within_their_tile() -> None:
     # Within tiles the twin is nothing to the reference (cosine 0), so it is the farthest of all.
-    "tiles are compared within": ([call(FAR)], TWINS, [0.0] * 4, [0], [2]),
+    pool = built([call(FAR)], TWINS, [0.0] * 4, [0])
+    assert positions(pool) == [2]
+
+
+def test_a_pool_compares_its_own_tokens_within_their_tile() -> None:
     # Token 3 lies opposite its own tile's token 2 once that is picked.
-    "and among the pool": ([call(FAR, pool_ratio=2.0)], TWINS, [0.0] * 4, [0], [2, 3]),
-    "or across": (
-        [call(FAR)],
-        replace(TWINS, tile_scope="global"),
-        [0.0] * 4,
-        [0],
-        [3],
-    ),
-    "builders in sequence": (
-        [call(BEST, pool_ratio=3.0), call(FAR)],
-        GOOD,
-        BY_QUALITY,
-        [0],
-        [3],
-    ),
+    pool = built([call(FAR, pool_ratio=2.0)], TWINS, [0.0] * 4, [0])
+    assert positions(pool) == [2, 3]
+
+
+def test_a_pool_may_compare_across_tiles() -> None:
+    pool = built([call(FAR)], replace(TWINS, tile_scope="global"), [0.0] * 4, [0])
+    assert positions(pool) == [3]
+
+
+def test_a_pool_is_built_from_the_pool_before_it() -> None:
+    # Token 4 is farthest of all, but a pool of good tokens does not hold it.
+    good = plain(torch.tensor([E1] * 3 + [[1.0, 1.0], [-1.0, 0.0], [-1.0, 0.1]]))
+    by_quality = [0.0, 0.9, 0.8, 0.7, 0.1, 0.2]
+    pool = built([call(BEST, pool_ratio=3.0), call(FAR)], good, by_quality, [0])
+    assert positions(pool) == [3]
+
+
+def test_a_pool_has_the_best_of_each_cell_without_a_reference_token() -> None:
     # The last cell is all alike: the first of its tokens.
-    "the best of each cell without a reference token": (
-        [call(COVER, cells=2)],
-        SQUARE,
-        CELLS,
-        [0],
-        [6, 10, 12],
-    ),
-    "sources take turns": ([JOINED], FAN, TURNS, [0], [1, 2, 3]),
-}
-"""Fact -> builders, image, g, reference; the pool."""
+    cover = "spatial_coverage_pool_builder"
+    # Two by two cells of two by two tokens; token 0 is in the reference, and so is its cell.
+    upper = [0.9, 0.9, 0.1, 0.2, 0.9, 0.9, 0.4, 0.3]
+    lower = [0.5, 0.6, 0.0, 0.0, 0.8, 0.7, 0.0, 0.0]
+    square = plain(torch.eye(16), Grid(4, 4))
+    pool = built([call(cover, cells=2)], square, upper + lower, [0])
+    assert positions(pool) == [6, 10, 12]
 
 
-@pytest.mark.parametrize("fact", POOLS)
-def test_pools(fact: str) -> None:
-    calls, tokens, g, reference, pool = POOLS[fact]
-    assert positions(built(calls, tokens, g, reference)) == pool
+def test_sources_of_a_pool_take_turns() -> None:
+    # By quality 1, 2, 5, ...; by diversity 3, 4, ...
+    joined = call(
+        "multi_source_pool_builder",
+        pool_ratio=3.0,
+        sources=[{"atom": BEST, "pool_ratio": 8.0}, {"atom": FAR, "pool_ratio": 2.0}],
+    )
+    fan = around([0, 5, 10, 180, 90, 15])
+    turns = [0.0, 0.9, 0.8, 0.1, 0.2, 0.7]
+    pool = built([joined], fan, turns, [0])
+    assert positions(pool) == [1, 2, 3]
 
 
 def select(
@@ -366,145 +377,98 @@ def select(
 
 
 EXCHANGE = "reference_residual_exchange_selector"
-TOP = "quality_topk_selector"
 GATED = "reference_margin_gated_exchange_selector"
 STRICT = "reference_strict_margin_exchange_selector"
-DPP = "anchor_controlled_pool_dpp_selector"
-RUNTIME = "runtime_reference_anchor_pool_dpp_selector"
-CAPPED = "constrained_pool_dpp_selector"
-MARGINAL = "maximal_marginal_relevance_pool_selector"
-PRESERVING = "reference_strict_preservation_selector"
 FIVE = plain(torch.eye(5))
-OPPOSITE = plain(torch.tensor([E1, E2, [2.0, 0.0], [-1.0, 0.0]]))
 # Gains of the two best pairs: 1 - 0.25 = 0.75 and 0.4375 - 0.5 < 0.
 GAINS = [0.5, 0.25, 1.0, 0.375, 0.4375]
-# 1 for 0.125, then 0.375 for 0.25: exactly half more.
-SHARES = [0.25, 0.125, 1.0, 0.375, 0.1]
-# Token 2 is the best and the same as 0, which stays; token 3 is unlike both.
-TWIN = plain(torch.tensor([[1.0, 0, 0], [0, 1, 0], [2, 0, 0], [0, 0, 1]]))
-# 1 leaves first, so its twin 2 may come; then 2's twin 3 may not, and 0 stays.
-LEAVING = plain(torch.tensor([E1, E2, [0.0, 3.0], [0.0, 2.0]]))
-# All unlike each other: relevance alone decides who joins anchor 0, whatever g says.
-ASKED = with_relevance(plain(torch.eye(4)), torch.tensor([[0.5, 0.1, 0.2, 0.9]]))
-# Cells are 0-2, 3-5 and so on. All are unlike each other, so the first open token joins anchor 0;
-# with a cap of 1 the anchor has filled its cell.
-TWELVE = plain(torch.eye(12), Grid(1, 12))
-# 0 and 1 point the same way: with 1 anchored nothing speaks for 0, which came last.
-SECOND = plain(torch.tensor([E1, E1, E2]))
-SELECTIONS: dict[
-    str, tuple[str, VisualTokens, list[float], list[int], list[int], Changes, list[int]]
-] = {
-    "equal quality is no reason to swap": (
-        EXCHANGE,
-        plain(torch.eye(6)),
-        [0.5] * 6,
-        [1, 3, 5],
-        [0, 2, 4],
-        {"q_e": 3},
-        [1, 3, 5],
-    ),
+
+
+def test_equal_quality_is_no_reason_to_swap() -> None:
+    kept = select(EXCHANGE, plain(torch.eye(6)), [0.5] * 6, [1, 3, 5], [0, 2, 4], q_e=3)
+    assert kept == [1, 3, 5]
+
+
+def test_pairs_are_swapped_while_quality_rises() -> None:
     # The lowest goes for the best, 1 for 2; then 4 is no gain over 0.
-    "pairs while quality rises": (EXCHANGE, FIVE, GAINS, [0, 1], [2, 3, 4], {}, [0, 2]),
+    kept = select(EXCHANGE, FIVE, GAINS, [0, 1], [2, 3, 4])
+    assert kept == [0, 2]
+
+
+def test_marginal_relevance_is_that_to_the_tokens_kept_by_then() -> None:
     # 3 is opposite to 0 and enters for 1; then 2 is worth 0.7 x 0.6 + 0.3 and 0 is 0.65.
-    "marginal relevance of what is kept by then": (
-        MARGINAL,
-        OPPOSITE,
-        [0.5, 0.1, 0.6, 0.3],
-        [0, 1],
-        [2, 3],
-        {},
-        [2, 3],
-    ),
-    "a swap needs the margin": (
-        GATED,
-        FIVE,
-        GAINS,
-        [0, 1],
-        [2, 3, 4],
-        {"margin": 0.75},
-        [0, 2],
-    ),
-    "and no less": (GATED, FIVE, GAINS, [0, 1], [2, 3, 4], {"margin": 0.76}, [0, 1]),
-    "a strict swap needs a share more": (
-        STRICT,
-        FIVE,
-        SHARES,
-        [0, 1],
-        [2, 3, 4],
-        {"margin": 0.5},
-        [2, 3],
-    ),
-    "a strict swap refuses what is like a kept token": (
-        STRICT,
-        TWIN,
-        [0.5, 0.1, 0.9, 0.4],
-        [0, 1],
-        [2, 3],
-        {"q_e": 1},
-        [0, 3],
-    ),
-    "similarity to removed tokens is ignored": (
-        STRICT,
-        LEAVING,
-        [0.3, 0.1, 0.9, 0.8],
-        [0, 1],
-        [2, 3],
-        {},
-        [0, 2],
-    ),
-    "preservation keeps the reference": (
-        PRESERVING,
-        FIVE,
-        [0.0, 0.1, 0.9, 0.8, 0.7],
-        [0, 1],
-        [2, 3],
-        {},
-        [0, 1],
-    ),
-    "the best ignore the reference": (
-        TOP,
-        FIVE,
-        [0.3, 0.1, 0.9, 0.8, 0.2],
-        [0, 1],
-        [4],
-        {},
-        [2, 3],
-    ),
-    "relevance decides at run time": (
-        RUNTIME,
-        ASKED,
-        [0.5, 0.1, 0.9, 0.0],
-        [0, 1],
-        [2, 3],
-        {"q_e": 1},
-        [0, 3],
-    ),
-    "a part takes one": (
-        CAPPED,
-        TWELVE,
-        [0.0] * 12,
-        [0, 11],
-        [1, 4],
-        {"q_e": 1, "cell_cap": 1},
-        [0, 4],
-    ),
-    "the first picks are the anchors": (
-        DPP,
-        SECOND,
-        [1.0] * 3,
-        [1, 0],
-        [2],
-        {"q_e": 1},
-        [1, 2],
-    ),
-}
-"""Fact -> selector, image, g, reference, pool, parameters; kept tokens."""
+    marginal = "maximal_marginal_relevance_pool_selector"
+    opposite = plain(torch.tensor([E1, E2, [2.0, 0.0], [-1.0, 0.0]]))
+    kept = select(marginal, opposite, [0.5, 0.1, 0.6, 0.3], [0, 1], [2, 3])
+    assert kept == [2, 3]
 
 
-@pytest.mark.parametrize("fact", SELECTIONS)
-def test_selections(fact: str) -> None:
-    name, tokens, g, reference, pool, parameters, kept = SELECTIONS[fact]
-    assert select(name, tokens, g, reference, pool, **parameters) == kept  # type: ignore[arg-type]
+def test_a_swap_needs_the_margin() -> None:
+    kept = select(GATED, FIVE, GAINS, [0, 1], [2, 3, 4], margin=0.75)
+    assert kept == [0, 2]
+
+
+def test_a_swap_is_refused_below_the_margin() -> None:
+    kept = select(GATED, FIVE, GAINS, [0, 1], [2, 3, 4], margin=0.76)
+    assert kept == [0, 1]
+
+
+def test_a_strict_swap_needs_a_share_more() -> None:
+    # 1 for 0.125, then 0.375 for 0.25: exactly half more.
+    shares = [0.25, 0.125, 1.0, 0.375, 0.1]
+    kept = select(STRICT, FIVE, shares, [0, 1], [2, 3, 4], margin=0.5)
+    assert kept == [2, 3]
+
+
+def test_a_strict_swap_refuses_what_is_like_a_kept_token() -> None:
+    # Token 2 is the best and the same as 0, which stays; token 3 is unlike both.
+    twin = plain(torch.tensor([[1.0, 0, 0], [0, 1, 0], [2, 0, 0], [0, 0, 1]]))
+    kept = select(STRICT, twin, [0.5, 0.1, 0.9, 0.4], [0, 1], [2, 3], q_e=1)
+    assert kept == [0, 3]
+
+
+def test_similarity_to_removed_tokens_is_ignored() -> None:
+    # 1 leaves first, so its twin 2 may come; then 2's twin 3 may not, and 0 stays.
+    leaving = plain(torch.tensor([E1, E2, [0.0, 3.0], [0.0, 2.0]]))
+    kept = select(STRICT, leaving, [0.3, 0.1, 0.9, 0.8], [0, 1], [2, 3])
+    assert kept == [0, 2]
+
+
+def test_preservation_keeps_the_reference() -> None:
+    preserving = "reference_strict_preservation_selector"
+    kept = select(preserving, FIVE, [0.0, 0.1, 0.9, 0.8, 0.7], [0, 1], [2, 3])
+    assert kept == [0, 1]
+
+
+def test_the_best_tokens_ignore_the_reference() -> None:
+    top = "quality_topk_selector"
+    kept = select(top, FIVE, [0.3, 0.1, 0.9, 0.8, 0.2], [0, 1], [4])
+    assert kept == [2, 3]
+
+
+def test_relevance_decides_at_run_time() -> None:
+    runtime = "runtime_reference_anchor_pool_dpp_selector"
+    # All unlike each other: relevance alone decides who joins anchor 0, whatever g says.
+    asked = with_relevance(plain(torch.eye(4)), torch.tensor([[0.5, 0.1, 0.2, 0.9]]))
+    kept = select(runtime, asked, [0.5, 0.1, 0.9, 0.0], [0, 1], [2, 3], q_e=1)
+    assert kept == [0, 3]
+
+
+def test_a_part_of_the_image_takes_no_more_than_its_cap() -> None:
+    capped = "constrained_pool_dpp_selector"
+    # Cells are 0-2, 3-5 and so on. All are unlike each other, so the first open token joins
+    # anchor 0; with a cap of 1 the anchor has filled its cell.
+    twelve = plain(torch.eye(12), Grid(1, 12))
+    kept = select(capped, twelve, [0.0] * 12, [0, 11], [1, 4], q_e=1, cell_cap=1)
+    assert kept == [0, 4]
+
+
+def test_the_first_picks_are_the_anchors() -> None:
+    dpp = "anchor_controlled_pool_dpp_selector"
+    # 0 and 1 point the same way: with 1 anchored nothing speaks for 0, which came last.
+    second = plain(torch.tensor([E1, E1, E2]))
+    kept = select(dpp, second, [1.0] * 3, [1, 0], [2], q_e=1)
+    assert kept == [1, 2]
 
 
 def test_priors() -> None:
