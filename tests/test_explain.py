@@ -18,7 +18,8 @@ import pytest
 import torch
 from PIL import Image
 
-from benchmarks.yardsticks.examples import CLIP, LLAVA
+from benchmarks.yardsticks.examples import CHECKPOINTS, CLIP, LLAVA
+from tests.fake_server import fake_server
 from tests.serving.unit.samples import image as region_image
 from tests.tpdsl.samples import images, state
 from vllm_autoprune import Grid, materialize, picture, refine
@@ -308,7 +309,7 @@ def test_what_cannot_be_explained_is_refused(tmp_path: Path, capsys: Captured) -
             "scene.png",
             "?",
             "org/llava",
-            "or the id of a checkpoint that can be fetched",
+            "give a folder",
         ),
         ("scene.png", "?", CLIP, "has no pruned form"),
         ("scene.png", "Wh\ud83d?", LLAVA, "question: character 3 (U+D83D)"),
@@ -465,6 +466,22 @@ def test_a_clip_is_sent_as_a_server_gets_it_and_its_groups_are_shown(
     assert json.loads(capsys.readouterr().out)["positions"] == "true", (
         "M-RoPE, not the state's"
     )
+
+
+def test_what_an_engine_would_fail_on_is_refused_before_it_starts(
+    tmp_path: Path, capsys: Captured
+) -> None:
+    """Of a video at a URL, whose model has a chat template without a place for it."""
+    content = write_video(tmp_path / "a.mp4", 4).read_bytes()
+    with fake_server(pages={"/a.mp4?key=1": (200, content, {})}) as server:
+        call = ["explain", f"{server.url}/a.mp4?key=1", "?"]
+        call += ["--checkpoint", str(CHECKPOINTS["miniqwen"])]
+        assert main(call) == 1
+        message = "has a chat template that leaves out videos -> give a checkpoint"
+        assert message in capsys.readouterr().err
+        assert main([*call, "-o", str(tmp_path / "no/why.png")]) == 1
+        message = f"cannot be written: there is no folder {tmp_path / 'no'} -> make it"
+        assert message in capsys.readouterr().err
 
 
 def test_what_is_no_clip_is_refused(tmp_path: Path, capsys: Captured) -> None:

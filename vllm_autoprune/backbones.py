@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from vllm_autoprune.errors import ConfigError, Problem
+from vllm_autoprune.hub import explain_unread
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -262,14 +263,10 @@ def read_config(name: str) -> PretrainedConfig:
         TypeError,
         StrictDataclassError,
     ) as error:
-        what = f"has no config.json of a model, here or on the Hub ({describe_error(error)})"
+        what = "has no config.json of a model, here or on the Hub"
         fix = "give a folder with one, or the id of a checkpoint that can be fetched"
-        raise ConfigError.of(name, what, fix, subject="checkpoint") from None
-
-
-def describe_error(error: Exception) -> str:
-    """The first sentence of its message; that of transformers goes on with advice."""
-    return re.split(r"[.:!?]?\s*\n|[.!?]\s", str(error).strip())[0][:150].rstrip(".")
+        problem = explain_unread(name, error, what, fix)
+        raise ConfigError("checkpoint", [problem]) from None
 
 
 def _find_language_config(config: PretrainedConfig) -> PretrainedConfig:

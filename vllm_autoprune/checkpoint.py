@@ -16,8 +16,9 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from vllm_autoprune.backbones import describe_error, read_config
+from vllm_autoprune.backbones import read_config
 from vllm_autoprune.errors import ConfigError, UnsupportedModelError
+from vllm_autoprune.hub import explain_unread
 from vllm_autoprune.ops.dtype import Dtype
 from vllm_autoprune.serving.api.instruction import (
     split_content_words,
@@ -56,6 +57,7 @@ def count_tokens(checkpoint: str, width: int, height: int) -> TokenCount:
     on the Hub. Its code is not run. Raises :class:`ConfigError` where a file is missing, or needs
     code.
     """
+    read_config(checkpoint)  # of a missing Hub vLLM's error says nothing
     try:
         from vllm.config import ModelConfig
         from vllm.multimodal.parse import ImageSize
@@ -71,9 +73,10 @@ def count_tokens(checkpoint: str, width: int, height: int) -> TokenCount:
             info, ImageSize(width, height), {}
         )
     except (OSError, ValueError, ImportError) as error:
-        what = f"its processor cannot be read ({describe_error(error)})"
+        what = "its processor cannot be read"
         fix = "give a folder with its tokenizer and processor, or an id that can be fetched"
-        raise ConfigError.of(checkpoint, what, fix, subject="checkpoint") from None
+        problem = explain_unread(checkpoint, error, what, fix)
+        raise ConfigError("checkpoint", [problem]) from None
     return count
 
 

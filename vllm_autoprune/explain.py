@@ -212,6 +212,8 @@ def explain_image(
             f"give one of {names}",
             subject="explain",
         )
+    if video is not None:
+        _require_place_of_videos(checkpoint)
     budget = policy.by_size or BudgetCall.parse(policy.budget)
     llm = _start_engine(checkpoint, _list_settings(policy, budget, text_tower), video)
     with _record(llm) as (selections, tiles):
@@ -242,6 +244,26 @@ def explain_image(
         picture = pictures[number]
         explanations.append(Explanation(picture, question, policy, trace, region))
     return explanations
+
+
+def _require_place_of_videos(checkpoint: Path) -> None:
+    """Raise :class:`ConfigError` for a chat template that leaves videos out of the prompt.
+
+    vLLM fails on such a prompt by an assertion.
+    """
+    from transformers import AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(checkpoint)
+    if processor.chat_template is None:
+        return
+    prompts = {
+        processor.apply_chat_template([{"role": "user", "content": parts}])
+        for parts in ([{"type": "video"}], [])
+    }
+    if len(prompts) == 1:
+        what = "has a chat template that leaves out videos"
+        fix = "give a checkpoint whose template has a place for them"
+        raise ConfigError.of(str(checkpoint), what, fix, subject="explain")
 
 
 def _list_settings(

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from vllm_autoprune.errors import ConfigError
+from vllm_autoprune.hub import explain_unread
 
 TOWER_FLAG = "--autoprune-text-tower"
 
@@ -49,8 +50,9 @@ def read_text_tower(path: str) -> TextTower:
         try:
             return loader.from_pretrained(path)
         except (OSError, ValueError) as error:
-            what = f"{problem} ({str(error).splitlines()[0]})"
-            raise tower_error(what, fix) from None
+            where = f"{TOWER_FLAG} {path}"
+            unread = explain_unread(where, error, problem, fix)
+            raise ConfigError("text tower", [unread]) from None
 
     config = load(AutoConfig, "cannot be read")
     if not isinstance(config, CLIPConfig):

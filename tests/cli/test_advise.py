@@ -13,7 +13,7 @@ from PIL import Image
 from transformers import AutoConfig
 
 from benchmarks.yardsticks.examples import LLAVA
-from tests.fake_server import FakeServer
+from tests.fake_server import Answer, FakeServer, fake_server
 from tests.pruned_server import N, pruned_server
 from tests.tables import parametrize_from_file
 from tests.test_explain import write_video
@@ -157,6 +157,10 @@ def test_a_picture_costs_less_without_its_blank_cells(
     picture.save(tmp_path / "page.png")
     call = f"advise --image {tmp_path / 'page.png'} -o {tmp_path / 'cells.png'} --budget 40"
     rows = run_json(capsys, call)["cells"]
+    page: Answer = (200, (tmp_path / "page.png").read_bytes(), {})
+    with fake_server(pages={"/page.png": page}) as server:
+        url = f"{server.url}/page.png"
+        assert run_json(capsys, "advise --budget 40 --image", url)["cells"] == rows
     assert [(row["rule"], row["cells"], row["K"]) for row in rows] == [
         ("none", 64, 40),
         ("predicted", 33, 33),

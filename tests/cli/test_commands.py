@@ -101,6 +101,41 @@ def test_a_closed_pipe_is_no_error() -> None:
     assert (ran.stdout, ran.stderr) == ('{\n  "$defs"'[:10], "")
 
 
+@pytest.mark.parametrize(
+    "words", ["--help", "--version", "atoms --prompt", "show --help", "show x --json"]
+)
+def test_a_full_disk_is_told_in_one_line(words: str) -> None:
+    ran = subprocess.run(
+        f"{sys.executable} -m vllm_autoprune {words} > /dev/full",
+        shell=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ran.returncode == 1 and "Traceback" not in ran.stderr
+    line = "standard output: cannot be written (No space left on device) -> make room"
+    assert ran.stderr.count(line) == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "show STATE",
+        "show STATE --budget 1/8 --json",
+        "diff STATE norm",
+        "diff norm STATE --json",
+        "materialize STATE --budget 16",
+        "materialize STATE --backbone qwen2.5-vl-7b --instruction-free --json",
+        "validate STATE",
+        "advise --state STATE --questions 4 --tokens 576 --template 40 --prompt 20 "
+        "--tower-ms 20 --prefill-ms-per-token 0.1",
+    ],
+)
+def test_every_command_takes_every_shipped_state(words: str, capsys: Captured) -> None:
+    for name in shipped_states():
+        assert run(capsys, *words.replace("STATE", name).split())
+
+
 def test_tables_and_definitions_are_aligned_and_fit_the_terminal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -336,6 +371,44 @@ def test_a_model_s_cost_is_that_of_the_image_it_is_asked_for(capsys: Captured) -
     record = run_json(capsys, "cost", "--backbone", str(MINIQWEN), "--image", "96x64")
     wide = run_json(capsys, "cost", "--backbone", str(MINIQWEN), "--image", "192x64")
     assert [record["rows"][0]["tokens"], wide["rows"][0]["tokens"]] == [6, 14]
+
+
+@pytest.fixture
+def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Hub that is not asked, with an empty cache."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "/no/cache")
+
+
+NO_HUB = "and the Hugging Face Hub is not asked (HF_HUB_OFFLINE is set) -> unset it"
+
+
+@pytest.mark.usefixtures("no_hub")
+@pytest.mark.parametrize(
+    "words",
+    [
+        "cost --backbone qwen3-vl-8b --image 3840x2160",
+        "advise --image examples/scene.jpg --checkpoint some/thing",
+        f"explain {PHOTO} x --checkpoint some/thing",
+    ],
+)
+def test_a_missing_hub_is_told(words: str, capsys: Captured) -> None:
+    assert main(words.split()) == 1
+    error = capsys.readouterr().err
+    assert NO_HUB in error and error.count("\n") == 1
+
+
+@pytest.mark.usefixtures("no_hub")
+def test_an_installation_without_the_hub_can_serve(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "collect_hooks", lambda: ((), ()))
+    calls = ("doctor", "some/model", "--text-tower", "some/tower")
+    report = run_json(capsys, *calls, status=1)
+    assert report["can_serve"] and report["unchecked"] == ["model", "text tower"]
+    text = " ".join(run(capsys, *calls, status=1).split())
+    verdict = "can serve; not checked without the Hugging Face Hub: model, text tower."
+    assert verdict in text and text.count(NO_HUB) == 2
 
 
 def find_statuses(report: Any) -> dict[str, str]:

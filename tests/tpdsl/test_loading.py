@@ -218,6 +218,8 @@ def test_texts_that_are_not_one_json_object(
                 "s3://bucket/state.json",
             )
         ),
+        ("", "is empty, as where a variable is not set"),
+        (" \n", "is empty, as where a variable is not set"),
         ("\x1b[2J\nstate ok: 0 problem(s)\u202e", ABSENT),
         ("x" * 5000, "cannot be read (File name too long)"),
         # Text that is not a JSON object is treated as a name.

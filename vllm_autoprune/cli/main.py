@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import sys
@@ -23,7 +22,13 @@ from vllm_autoprune.cli.commands import (  # noqa: F401  (registers the commands
     states,
 )
 from vllm_autoprune.cli.flags import COMMANDS
-from vllm_autoprune.cli.output import CommandParser, error_as_json
+from vllm_autoprune.cli.output import (
+    CommandParser,
+    discard_output,
+    error_as_json,
+    print_text,
+)
+from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.tpdsl.loading import suggest_name
 
 
@@ -48,8 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"vllm-autoprune {words[0]}: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        # The reader has closed the pipe; without this, Python reports the error again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_output()  # the reader has closed the pipe
         return 1
     except KeyboardInterrupt as interrupt:
         # Its text, if any, says what is kept, where --resume goes on.
@@ -62,8 +66,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _print_record(words: Sequence[str], error: BaseException | None) -> None:
     """Print an error of ours as JSON where the command was asked for JSON."""
-    if "--json" in words and isinstance(error, AutopruneError):
-        print(error_as_json(error))
+    if "--json" not in words or not isinstance(error, AutopruneError):
+        return
+    try:
+        print_text(error_as_json(error))
+    except ConfigError as unwritten:
+        print(f"vllm-autoprune {words[0]}: {unwritten}", file=sys.stderr)
 
 
 def _resuming_command(words: Sequence[str], options: Namespace) -> str:

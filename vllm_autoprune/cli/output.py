@@ -11,9 +11,12 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from vllm_autoprune.errors import AutopruneError, ConfigError, Problem
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 _PROSE = 100
 _NARROW = 24
@@ -39,6 +42,10 @@ class CommandParser(argparse.ArgumentParser):
 
     def _get_formatter(self) -> argparse.HelpFormatter:
         return _HelpFormatter(self.prog)
+
+    def print_help(self, file: SupportsWrite[str] | None = None) -> None:
+        """Print the help; argparse itself passes over what cannot be written."""
+        print_text(self.format_help(), end="")
 
     def error(self, message: str) -> NoReturn:
         """Print what is wrong and end with status 2; the exit has the error as its cause."""
@@ -80,9 +87,27 @@ def check_writable(path: Path) -> None:
         raise ConfigError.of(str(path), what, fix, subject="output")
 
 
+def print_text(text: str, end: str = "\n") -> None:
+    """Print to standard output; raises :class:`ConfigError` where it cannot be written."""
+    try:
+        print(text, end=end, flush=True)  # else Python would report the error at exit
+    except BrokenPipeError:
+        raise  # the reader has enough
+    except OSError as error:
+        discard_output()
+        what = f"cannot be written ({error.strerror or error})"
+        fix = "make room, or send it elsewhere"
+        raise ConfigError.of("standard output", what, fix, subject="") from None
+
+
+def discard_output() -> None:
+    """Drop what was not written, which Python would try again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def print_result(options: argparse.Namespace, record: object, *blocks: str) -> None:
     """Print the record with ``--json``, else the blocks of text, an empty line between them."""
-    print(_as_json(record) if options.json else "\n\n".join(blocks))
+    print_text(_as_json(record) if options.json else "\n\n".join(blocks))
 
 
 def _as_json(value: object) -> str:

@@ -240,11 +240,18 @@ def find_picture(where: str, text: str, *folders: Path) -> PictureSource:
         encoded = "" if len(text) <= 40 or "." in text else text
     if not encoded:
         fix = "give the path of a PNG or JPEG file"
+        if text.lower().endswith(VIDEOS):
+            fix = "give the path of a video, or of a folder of frames"
         if folders != (Path(),):
             fix += (
                 f", relative to {folders[0]}, or to another folder with eval --images"
             )
         raise _refuse(where, f"cannot be read ({reason})", fix)
+    return _write_encoded(where, text, encoded)
+
+
+def _write_encoded(where: str, text: str, encoded: str) -> PictureSource:
+    """The file of a picture that is written in base64, in a data URL or alone."""
     encoded = "".join(encoded.split())
     try:
         content = base64.b64decode(
@@ -259,6 +266,27 @@ def find_picture(where: str, text: str, *folders: Path) -> PictureSource:
     return PictureSource(where, f"sha256:{digest[:16]}", address)
 
 
+_CORRECT = "correct it, or download the picture and give its path"
+
+
+def fetch(source: PictureSource, connection: Connection | None = None) -> PictureSource:
+    """The same in a file: of a URL what is downloaded, without keys and headers.
+
+    Raises :class:`ConfigError` with one problem.
+    """
+    where, name, address = source
+    if "://" not in address:
+        return source
+    try:
+        content = _download(address, connection or Connection())
+    except ConfigError as error:
+        raise _refuse(where, error.problems[0].what, error.problems[0].fix) from None
+    except (OSError, ValueError, httpx.HTTPError, httpx.InvalidURL) as error:
+        raise _refuse(where, f"cannot be read ({_reason(error)})", _CORRECT) from None
+    ending = next((end for end in VIDEOS if name.lower().endswith(end)), "")
+    return source._replace(address=_write_temporary(where, content, ending))
+
+
 def read_picture(
     source: PictureSource, connection: Connection | None = None
 ) -> Picture:
@@ -266,20 +294,13 @@ def read_picture(
 
     Raises :class:`ConfigError` with one problem.
     """
-    where, name, address = source
+    where, name, address = source = fetch(source, connection)
+    path = Path(address)
     try:
-        if "://" in address:
-            content = _download(address, connection or Connection())
-            ending = next((end for end in VIDEOS if name.lower().endswith(end)), "")
-            address = _write_temporary(where, content, ending)
-        path = Path(address)
         files = _list_frames(path) if path.is_dir() else [path]
         contents = [file.read_bytes() for file in files]
-    except ConfigError as error:
-        raise _refuse(where, error.problems[0].what, error.problems[0].fix) from None
-    except (OSError, ValueError, httpx.HTTPError, httpx.InvalidURL) as error:
-        fix = "correct it, or download the picture and give its path"
-        raise _refuse(where, f"cannot be read ({_reason(error)})", fix) from None
+    except (OSError, ValueError) as error:
+        raise _refuse(where, f"cannot be read ({_reason(error)})", _CORRECT) from None
     digest = hashlib.sha256(b"".join(contents)).hexdigest()
     try:
         if (video := read_video(path)) is not None:

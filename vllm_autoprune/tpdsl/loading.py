@@ -146,6 +146,11 @@ def _read_text(source: str | Path) -> str:
 
 def _find_file(source: str | Path) -> Path:
     """The file of a path, else of the shipped state of that name; raises :class:`OSError` too."""
+    if not str(source).strip():
+        what = "is empty, as where a variable is not set"
+        raise StateError.of(
+            "", what, "name a JSON file or a shipped state", kind="file"
+        )
     path = Path(source)
     shipped = shipped_states()
     try:

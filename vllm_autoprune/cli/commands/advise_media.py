@@ -21,6 +21,7 @@ from vllm_autoprune.backbones import (
     read_config,
 )
 from vllm_autoprune.cli.output import (
+    check_writable,
     format_milliseconds,
     format_paragraphs,
     format_table,
@@ -28,7 +29,13 @@ from vllm_autoprune.cli.output import (
     write_file,
 )
 from vllm_autoprune.errors import ConfigError
-from vllm_autoprune.evaluation.pictures import find_picture, read_picture, read_video
+from vllm_autoprune.evaluation.pictures import (
+    fetch,
+    find_picture,
+    read_picture,
+    read_video,
+)
+from vllm_autoprune.hub import explain_unread
 from vllm_autoprune.positions import describe_positions
 from vllm_autoprune.serving.models import require_served
 from vllm_autoprune.tpdsl.atoms.source import BudgetCall
@@ -53,11 +60,10 @@ class _Model:
         try:
             processor = processor_class.from_pretrained(checkpoint)
         except (OSError, ValueError) as error:
-            what = str(error).splitlines()[0]
+            what = "has no such processor"
             fix = "name one with a processor of images and videos"
-            raise ConfigError.of(
-                "--checkpoint", what, fix, subject="checkpoint"
-            ) from None
+            problem = explain_unread(f"--checkpoint {checkpoint}", error, what, fix)
+            raise ConfigError("checkpoint", [problem]) from None
         return cls(shape, config, processor)
 
 
@@ -66,8 +72,9 @@ class _Model:
 
 def advise_image(options: Namespace) -> int:
     """Print what a picture costs by the rule that drops its cells, and draw what `flat` drops."""
-    path = str(options.image)
-    image = read_picture(find_picture(path, path, Path())).image()
+    if options.output is not None:
+        check_writable(options.output)
+    image = read_picture(find_picture(options.image, options.image, Path())).image()
     model = _choose_image_model(options.checkpoint)
     data = model.processor(
         image, do_rescale=False, do_normalize=False, return_tensors="pt"
@@ -141,7 +148,8 @@ class _Way(NamedTuple):
 def advise_video(options: Namespace) -> int:
     """Print what decoding, tower and prefill of a video cost, and the advice."""
     model = _choose_video_model(options.checkpoint)
-    video = read_video(options.video, type(model.processor).__name__)
+    source = fetch(find_picture(options.video, options.video, Path()))
+    video = read_video(Path(source.address), type(model.processor).__name__)
     if video is None:
         raise ConfigError.of(
             f"--video {options.video}",
@@ -162,7 +170,7 @@ def advise_video(options: Namespace) -> int:
     frame_tokens = height * width // 4  # 2 x 2 patches are a token
     tokens = frames * frame_tokens
     flags = vars(options)
-    state = load_state(options.state or "vcast")
+    state = load_state("vcast" if options.state is None else options.state)
     policy = materialize(state, flags.get("budget"), video=True)
     can_prune = require_served(model.config).videos
     budget = min(policy.at(tokens, frames).budget, tokens) if can_prune else tokens

@@ -171,10 +171,10 @@ def _add_advise(parser: ArgumentParser) -> None:
         "a picture's blank cells or a video, instead of the above"
     )
     text = "what its tower and prefill cost with and without its blank cells (--autoprune-cells)"
-    group.add_argument("--image", type=Path, metavar="FILE", help=text)
+    group.add_argument("--image", metavar="FILE|URL", help=text)
     text = "what decoding, tower and prefill of a video cost; of --budget, --state, and in seconds "
     text += "where --prefill-ms-per-token is given"
-    group.add_argument("--video", type=Path, metavar="FILE|FOLDER", help=text)
+    group.add_argument("--video", metavar="FILE|URL|FOLDER", help=text)
     text = "a folder, or an id on the Hub, whose processor splits it (default: as Qwen3-VL-8B's, "
     text += "of a video Qwen2.5-VL-7B's); without either, the model whose positions are told"
     group.add_argument("--checkpoint", metavar="DIR|HF_ID", help=text)
@@ -202,7 +202,9 @@ def _advise(options: Namespace) -> int:
     traffic, timings, inputs = _read_inputs(options)
     if options.checkpoint is not None or options.state is not None:
         config = None if options.checkpoint is None else read_config(options.checkpoint)
-        state = options.state or require_served(config).state
+        state = options.state
+        if state is None:
+            state = require_served(config).state
         inputs.fill(describe_positions(load_state(state), config)[1])
     estimates = estimate_ways(traffic, timings)
     # A resample may have measured 0 s of a part, and a time has to be above 0.

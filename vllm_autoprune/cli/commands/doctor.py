@@ -19,6 +19,7 @@ from vllm_autoprune.backbones import read_config
 from vllm_autoprune.cli.flags import argument, command
 from vllm_autoprune.cli.output import format_table, print_result
 from vllm_autoprune.errors import AutopruneError, ConfigError
+from vllm_autoprune.hub import HUB_MISSING
 from vllm_autoprune.ops.dtype import SERVE_FLOAT32, SLOW_BFLOAT16, choose_dtype
 from vllm_autoprune.serving.compat import (
     collect_hooks,
@@ -42,7 +43,7 @@ _LOWEST = {"torch": "2", "transformers": "5.16", "pydantic": "2.12"}
 
 
 class _Finding(NamedTuple):
-    """Result of a check; ``status`` is ``ok``, ``warn`` or ``fail``."""
+    """Result of a check; ``status`` is ``ok``, ``warn``, ``fail``, or ``open`` without the Hub."""
 
     what: str
     status: str
@@ -66,7 +67,8 @@ def _run_check(
             yield _Finding(name, severity if fix else "ok", detail, fix)
     except ConfigError as error:
         for problem in error.problems:
-            yield _Finding(what, severity, problem.what, problem.fix)
+            status = "open" if problem.kind == HUB_MISSING else severity
+            yield _Finding(what, status, problem.what, problem.fix)
     except ImportError as error:
         fix = f"install {error.name}"
         yield _Finding(what, severity, f"cannot be read: {error}", fix)
@@ -223,18 +225,22 @@ def _check_installation(options: Namespace) -> int:
     findings += _run_check("text tower", _check_text_tower, options.text_tower)
     findings += _run_check("shipped states", _check_shipped_states)
     can_serve = all(finding.status != "fail" for finding in findings)
+    unchecked = [finding.what for finding in findings if finding.status == "open"]
     rows = [
         [status, what, f"{detail} -> {fix}" if fix else detail]
         for what, status, detail, fix in findings
     ]
     verdict = "can serve" if can_serve else "cannot serve yet"
+    if unchecked:
+        verdict += f"; not checked without the Hugging Face Hub: {', '.join(unchecked)}"
     print_result(
         options,
         {
             "can_serve": can_serve,
+            "unchecked": unchecked,
             "findings": [finding._asdict() for finding in findings],
         },
         format_table(["", "check", "result"], rows, wrap=True),
         f"This installation {verdict}.",
     )
-    return 0 if can_serve else 1
+    return 0 if can_serve and not unchecked else 1

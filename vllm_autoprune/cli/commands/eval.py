@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_autoprune.cli.flags import add_connection_flags, command, read_connection
+from vllm_autoprune.cli.output import print_text
 from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.http_client import MAX_IN_FLIGHT
 
@@ -108,7 +109,7 @@ def _evaluate_states(options: Namespace) -> int:
     )
     page = build_page(report)
     text = report.format_json() if options.json else page.render_markdown()
-    print(text, end="", flush=True)
+    print_text(text, end="")
     print(
         f"{folder}/: report.html, report.md, report.json, samples.jsonl",
         file=sys.stderr,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from vllm_autoprune.backbones import read_config
 from vllm_autoprune.cli.flags import argument, command, read_budget
-from vllm_autoprune.cli.output import print_result, write_file
+from vllm_autoprune.cli.output import check_writable, print_result, write_file
 from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 from vllm_autoprune.tpdsl.loading import load_state
@@ -21,7 +21,7 @@ from vllm_autoprune.tpdsl.materialize import materialize
 
 @command(
     "explain",
-    argument("image", type=Path, help="image or video file, or a folder of frames"),
+    argument("image", help="image or video, a file or URL, or a folder of frames"),
     argument("question", help="instruction about the image"),
     argument(
         "--checkpoint",
@@ -57,6 +57,8 @@ def _explain_image(options: Namespace) -> int:
         raise ConfigError.of(
             f"-o {output}", "not a known format", "end it in .png", subject="explain"
         )
+    if output is not None:
+        check_writable(output)
     # Python reads bytes that are not UTF-8 as lone surrogates, which tokenizers refuse.
     surrogate = re.search(r"[\ud800-\udfff]", options.question)
     if surrogate:
@@ -68,14 +70,18 @@ def _explain_image(options: Namespace) -> int:
             subject="explain",
         )
     from vllm_autoprune.evaluation.pictures import (
+        fetch,
         find_picture,
         read_picture,
         read_video,
     )
 
     checkpoint = str(options.checkpoint)
-    video = read_video(options.image, _find_video_processor(options.image, checkpoint))
-    state = load_state(options.state or ("autoprune" if video is None else "vcast"))
+    source = fetch(find_picture(options.image, options.image, Path()))
+    path = Path(source.address)
+    video = read_video(path, _find_video_processor(path, checkpoint))
+    usual_state = "autoprune" if video is None else "vcast"
+    state = load_state(usual_state if options.state is None else options.state)
     budget: BudgetCall | None = options.budget
     if video is None and budget is not None and budget.atom == "per_frame_budget":
         raise ConfigError.of(
@@ -92,8 +98,7 @@ def _explain_image(options: Namespace) -> int:
     from vllm_autoprune.picture import encode_picture, list_undrawn
     from vllm_autoprune.positions import describe_positions
 
-    address = str(options.image)
-    image = video or read_picture(find_picture(address, address, Path())).image()
+    image = video or read_picture(source).image()
     explanations = explain_image(
         options.checkpoint, options.text_tower, policy, image, options.question
     )

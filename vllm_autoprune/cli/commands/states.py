@@ -27,6 +27,7 @@ from vllm_autoprune.cli.output import (
     format_paragraphs,
     format_table,
     print_result,
+    print_text,
     write_file,
 )
 from vllm_autoprune.errors import BudgetError, Problem, StateError
@@ -248,7 +249,7 @@ def _format_scores(scores: Sequence[ScoreRow]) -> str:
 def _list_atoms(options: Namespace) -> int:
     """List the atoms of the language, or print its JSON Schema."""
     if options.prompt:
-        print(render_language(), end="")
+        print_text(render_language(), end="")
         return 0
     if options.schema:
         options.json = True  # whether asked for or not

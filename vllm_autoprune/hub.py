@@ -1,0 +1,43 @@
+"""Why files of a checkpoint cannot be read: they are missing, or the Hugging Face Hub is."""
+
+from __future__ import annotations
+
+import re
+
+from vllm_autoprune.errors import Problem
+
+HUB_MISSING = "hub"
+"""Kind of a problem that ends where the Hub can be reached: of the checkpoint nothing is known."""
+
+
+def explain_unread(where: str, error: Exception, what: str, fix: str) -> Problem:
+    """Why a checkpoint cannot be read: ``what`` and ``fix``, or a Hub that cannot be asked."""
+    from huggingface_hub import constants
+
+    if not _is_hub_missing(error):
+        return Problem(where, f"{what} ({describe_error(error)})", fix)
+    reason = "cannot be reached"
+    way = "try again where it can"
+    if constants.HF_HUB_OFFLINE:
+        reason = "is not asked (HF_HUB_OFFLINE is set)"
+        way = "unset it"
+    what = (
+        f"is neither a folder nor in the Hub's cache, and the Hugging Face Hub {reason}"
+    )
+    return Problem(where, what, f"{way}, or give a folder", HUB_MISSING)
+
+
+def _is_hub_missing(error: BaseException | None) -> bool:
+    """Whether huggingface_hub raised it because it could not ask; transformers wraps its errors."""
+    from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    while error is not None:
+        if isinstance(error, (LocalEntryNotFoundError, OfflineModeIsEnabled)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def describe_error(error: Exception) -> str:
+    """The first sentence of its message; that of transformers goes on with advice."""
+    return re.split(r"[.:!?]?\s*\n|[.!?]\s", str(error).strip())[0][:150].rstrip(".")
