@@ -283,8 +283,8 @@ def _format_tables(figures: Sequence[_Figure]) -> str:
         f"{_TOGETHER} at once, each of {_ANSWER_TOKENS} tokens and on a new image; quartiles "
         f"alone: {stock.low:,.0f} to {stock.high:,.0f} stock, {pruned.low:,.0f} to "
         f"{pruned.high:,.0f} pruned. {load.model} at a load average of {load.value:.2f}: other "
-        "work changes such times. Resized and pruned have the same number of tokens; their times "
-        "differ by more than the selection takes.",
+        "work changes such times. Resized and pruned prompts have equally many tokens, so the "
+        "selection explains only a part of the difference between their times.",
         "Second question: about an image that is in the prefix cache, where a state that reads "
         "the question, as `cdpruner` does and `cen_divprune` does not, prefills K tokens again.",
         f"{answers[0].model}, ± half of the 95 % interval. Resized: its tokens pooled to K cells, "

@@ -96,7 +96,7 @@ class _SearchReport:
 
     @property
     def answers(self) -> int:
-        """Answers that candidates took on the search split, those asked again among them."""
+        """Answers to search questions that candidates were measured by, repeated ones included."""
         if self.standings:
             return self.standings[max(self.standings)].answers
         return sum(trial.result.examples for trial in self.trials)

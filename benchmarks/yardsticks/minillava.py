@@ -39,7 +39,7 @@ _BEFORE_IMAGE, _, _BEHIND_IMAGE = PROMPT["minillava"]
 
 
 class MiniLlava(Yardstick):
-    """A checkpoint, folders ``llava`` and ``clip``, with any rows in place of an image."""
+    """Mini-LLaVA with rows of your choice in place of an image; folders ``llava`` and ``clip``."""
 
     name = "mini-LLaVA"
     key = "minillava"

@@ -140,7 +140,7 @@ def _describe_entry(name: str) -> _Entry:
 
 
 def _recommend(state: PruningState) -> str:
-    """Where a state is recommended, if anywhere."""
+    """Where a state is recommended: as the default of families, or if one measures; else empty."""
     families = [family for family, name in RECOMMENDED.items() if name == state.name]
     if families:
         return f"on {', '.join(families)}"
