@@ -12,7 +12,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 BUDGETS = tomllib.loads((ROOT / "budgets.toml").read_text(encoding="utf-8"))
-AREAS = BUDGETS["nodes"]
 
 
 def files(suffix: str) -> Iterator[Path]:
@@ -23,30 +22,31 @@ def files(suffix: str) -> Iterator[Path]:
             yield path
 
 
-def measure() -> dict[str, Counter[str]]:
-    """Syntax nodes, lines and public names of each area; a file is in the most specific one."""
-    sizes: dict[str, Counter[str]] = {area: Counter() for area in AREAS}
-    for path in files(".py"):
-        text = path.read_text(encoding="utf-8")
-        name = path.relative_to(ROOT).as_posix()
-        inside = (area for area in AREAS if name.startswith(f"{area}/"))
-        size = sizes[max(inside, key=len, default="other")]
-        tree = ast.parse(text)
-        size["nodes"] += sum(1 for _ in ast.walk(tree))
-        size["lines"] += text.count("\n")
-        if path.name.startswith("_") and path.name != "__init__.py":
-            continue  # nothing is imported from a module such as __main__.py
-        for node in tree.body:
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                size["names"] += not node.name.startswith("_")
-    return sizes
-
-
-PAGES = {"README.md": 1_100, "docs/index.md": 600}
-"""Words of the pages that are read first."""
-
-
 def test_nothing_is_above_its_budget() -> None:
+    areas = BUDGETS["nodes"]
+
+    def measure() -> dict[str, Counter[str]]:
+        """Syntax nodes, lines and public names of each area; a file is in the most specific one."""
+        sizes: dict[str, Counter[str]] = {area: Counter() for area in areas}
+        for path in files(".py"):
+            text = path.read_text(encoding="utf-8")
+            name = path.relative_to(ROOT).as_posix()
+            inside = (area for area in areas if name.startswith(f"{area}/"))
+            size = sizes[max(inside, key=len, default="other")]
+            tree = ast.parse(text)
+            size["nodes"] += sum(1 for _ in ast.walk(tree))
+            size["lines"] += text.count("\n")
+            if path.name.startswith("_") and path.name != "__init__.py":
+                continue  # nothing is imported from a module such as __main__.py
+            for node in tree.body:
+                if isinstance(
+                    node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+                ):
+                    size["names"] += not node.name.startswith("_")
+        return sizes
+
+    # Words of the pages that are read first.
+    pages = {"README.md": 1_100, "docs/index.md": 600}
     sizes = measure()
     source = sum(
         (size for area, size in sizes.items() if area != "tests"), Counter[str]()
@@ -54,12 +54,12 @@ def test_nothing_is_above_its_budget() -> None:
     names = 1000 * source["names"] / source["lines"]
     words = sum(len(path.read_text(encoding="utf-8").split()) for path in files(".md"))
     above = {
-        f"nodes of {area}": sizes[area]["nodes"] - AREAS[area] for area in AREAS
+        f"nodes of {area}": sizes[area]["nodes"] - areas[area] for area in areas
     } | {
         "public names per 1,000 lines": names - BUDGETS["public_names_per_1000_lines"],
         "words of documents": words - BUDGETS["words"],
     }
-    for page, maximum in PAGES.items():
+    for page, maximum in pages.items():
         above[f"words of {page}"] = (
             len((ROOT / page).read_text(encoding="utf-8").split()) - maximum
         )
@@ -75,17 +75,28 @@ def test_no_local_has_a_name_that_says_nothing() -> None:
     assert places == []
 
 
-SELDOM = VAGUE | {
-    "asked", "at", "before", "each", "found", "held", "kept", "known", "least", "made",
-    "most", "others", "place", "rest", "right", "same", "several", "shown", "told",
-}  # fmt: skip
-"""Names that say as little in most places, and can be right in some."""
-
-WAIVED = {"C901", "PLR0913", "PLR0915", "BLE001"}
-"""Rules of ruff with waivers: complexity, arguments, statements, `except Exception`."""
-
-
 def test_code_is_not_denser_than_its_limits() -> None:
+    # Names that say as little in most places, and can be right in some.
+    seldom = VAGUE | {
+        "asked", "at", "before", "each", "found", "held", "kept", "known", "least", "made",
+        "most", "others", "place", "rest", "right", "same", "several", "shown", "told",
+    }  # fmt: skip
+    # Rules of ruff with waivers: complexity, arguments, statements, `except Exception`.
+    waived = {"C901", "PLR0913", "PLR0915", "BLE001"}
+
+    def is_tuple_assignment(node: ast.AST) -> bool:
+        """Whether this is ``a, b = x, y``, which says two things in a statement."""
+        return (
+            isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Tuple)
+            and isinstance(node.value, ast.Tuple)
+        )
+
+    def find_waivers(text: str) -> Iterator[list[str]]:
+        """Rules that each line of a file waives."""
+        for codes in re.findall(r"# noqa: ([A-Z0-9, ]+)", text):
+            yield codes.replace(",", " ").split()
+
     limits = BUDGETS["density"]
     lines = 0
     tuples = 0
@@ -96,8 +107,8 @@ def test_code_is_not_denser_than_its_limits() -> None:
         lines += text.count("\n")
         tuples += sum(map(is_tuple_assignment, ast.walk(ast.parse(text))))
         skips += text.count("# fmt: " + "skip")
-        waivers += sum(not WAIVED.isdisjoint(codes) for codes in find_waivers(text))
-    names = sum(name in SELDOM for _, name in find_locals())
+        waivers += sum(not waived.isdisjoint(codes) for codes in find_waivers(text))
+    names = sum(name in seldom for _, name in find_locals())
     above = {
         "tuple assignments per 1,000 lines": 1000 * tuples / lines
         - limits["tuple_assignments_per_1000_lines"],
@@ -125,18 +136,3 @@ def find_locals() -> list[tuple[str, str]]:
                 elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                     names[str(path), node.lineno, node.col_offset] = node.id
     return [(f"{path}:{line}", name) for (path, line, _), name in names.items()]
-
-
-def is_tuple_assignment(node: ast.AST) -> bool:
-    """Whether this is ``a, b = x, y``, which says two things in a statement."""
-    return (
-        isinstance(node, ast.Assign)
-        and isinstance(node.targets[0], ast.Tuple)
-        and isinstance(node.value, ast.Tuple)
-    )
-
-
-def find_waivers(text: str) -> Iterator[list[str]]:
-    """Rules that each line of a file waives."""
-    for codes in re.findall(r"# noqa: ([A-Z0-9, ]+)", text):
-        yield codes.replace(",", " ").split()

@@ -37,7 +37,6 @@ from vllm_autoprune.serving.startup import _resolve_settings
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
 KUBERNETES = EXAMPLES / "kubernetes"
-DOCKERFILE = (ROOT / "Dockerfile").read_text()
 
 
 def flags_of(words: list[str]) -> dict[str, object]:
@@ -197,33 +196,6 @@ def copy_stage(stage: str, folder: Path) -> None:
                 shutil.copyfile(ROOT / place, folder / place)
 
 
-def list_modules(stage: str) -> set[str]:
-    """Modules of the distributions that a stage installs, and of those which they require."""
-    words = shlex.split(
-        " ".join(re.findall(r"^RUN pip install (.+)", stage, re.MULTILINE))
-    )
-    waiting = [
-        Requirement(word) for word in words if re.match(r"[a-z][a-z-]+([<>]|$)", word)
-    ]
-    names = {"setuptools"}
-    for requirement in waiting:  # which grows
-        if (name := canonicalize_name(requirement.name)) not in names:
-            names.add(name)
-            with contextlib.suppress(PackageNotFoundError):  # of another platform
-                needs = map(Requirement, requires(name) or ())
-                waiting += [
-                    n
-                    for n in needs
-                    if n.marker is None or n.marker.evaluate({"extra": ""})
-                ]
-    modules = packages_distributions().items()
-    return {
-        module
-        for module, of in modules
-        if names & {canonicalize_name(name) for name in of}
-    }
-
-
 ONLY_OF_THE_IMAGE = """
 import importlib.abc, sys
 class Absent(importlib.abc.MetaPathFinder):
@@ -236,6 +208,36 @@ sys.meta_path.insert(0, Absent())
 
 @pytest.mark.slow
 def test_the_job_runs_with_what_its_image_holds(tmp_path: Path) -> None:
+    dockerfile = (ROOT / "Dockerfile").read_text()
+
+    def list_modules(stage: str) -> set[str]:
+        """Modules of the distributions that a stage installs, and of those which they require."""
+        words = shlex.split(
+            " ".join(re.findall(r"^RUN pip install (.+)", stage, re.MULTILINE))
+        )
+        waiting = [
+            Requirement(word)
+            for word in words
+            if re.match(r"[a-z][a-z-]+([<>]|$)", word)
+        ]
+        names = {"setuptools"}
+        for requirement in waiting:  # which grows
+            if (name := canonicalize_name(requirement.name)) not in names:
+                names.add(name)
+                with contextlib.suppress(PackageNotFoundError):  # of another platform
+                    needs = map(Requirement, requires(name) or ())
+                    waiting += [
+                        n
+                        for n in needs
+                        if n.marker is None or n.marker.evaluate({"extra": ""})
+                    ]
+        modules = packages_distributions().items()
+        return {
+            module
+            for module, of in modules
+            if names & {canonicalize_name(name) for name in of}
+        }
+
     job = read("kubernetes/load-test-job.yaml")
     assert (job["apiVersion"], job["kind"]) == ("batch/v1", "Job")
     container = require_pod(job["spec"]["template"]["spec"])
@@ -245,7 +247,7 @@ def test_the_job_runs_with_what_its_image_holds(tmp_path: Path) -> None:
     _, service = yaml.safe_load_all((KUBERNETES / "serving.yaml").read_text())
     assert f"=http://{service['metadata']['name']}:80" in " ".join(command)
 
-    text = DOCKERFILE.replace("\\\n", " ")
+    text = dockerfile.replace("\\\n", " ")
     build, load, serve = (
         stage.partition("\n")[2] for stage in text.split("\nFROM ")[1:]
     )

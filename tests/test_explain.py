@@ -55,7 +55,6 @@ from vllm_autoprune.tpdsl.tokens import MergerInput, VisualTokens
 
 Changes = dict[str, object]
 ALONE: Changes = {"/constraints/selector/q_e": 0}
-MERGE: Changes = {"/reassembly": {"atom": "anchor_weighted_residual", "strength": 0.5}}
 SPLIT: Changes = {"/core": {"share": 0.5}}
 
 
@@ -125,6 +124,10 @@ def test_what_a_policy_does_not_do_is_not_traced() -> None:
 
 
 def test_what_decides_is_named_with_the_layers_that_it_reads() -> None:
+    merge: Changes = {
+        "/reassembly": {"atom": "anchor_weighted_residual", "strength": 0.5}
+    }
+
     def decided_by(name: str, changes: Changes) -> str:
         policy = materialize(state({"/base_policy": {"name": name}, **changes}), 12)
         text = torch.ones(1, 3, dtype=torch.bool)
@@ -137,7 +140,7 @@ def test_what_decides_is_named_with_the_layers_that_it_reads() -> None:
 
     for name, changes, words in (
         ("cdpruner", ALONE, "cdpruner alone"),
-        ("cdpruner", ALONE | MERGE, "cdpruner, then merging"),
+        ("cdpruner", ALONE | merge, "cdpruner, then merging"),
         (
             "pyramiddrop",
             {},
@@ -184,7 +187,6 @@ TRACE = Trace(
     core=(20,),
     decided_by="cdpruner, then quality g",
 )
-SIDE = 40
 
 
 def test_panels_show_image_selection_and_every_signal() -> None:
@@ -212,14 +214,15 @@ def test_panels_show_image_selection_and_every_signal() -> None:
 
 def test_marks_are_drawn_on_their_tokens() -> None:
     """Found by the colours of their frames."""
-    base = Image.new("RGB", (6 * SIDE, 4 * SIDE), (200, 40, 40))
+    side = 40
+    base = Image.new("RGB", (6 * side, 4 * side), (200, 40, 40))
     exchange = _list_panels(TRACE, "cdpruner")[2]
-    drawn = _draw_panel(base, exchange, GRID, SIDE)
+    drawn = _draw_panel(base, exchange, GRID, side)
     for token, mark in exchange.marks.items():
         row, column = divmod(token, GRID.width)
         corners = [
-            (column * SIDE, row * SIDE),
-            ((column + 1) * SIDE - 1, (row + 1) * SIDE - 1),
+            (column * side, row * side),
+            ((column + 1) * side - 1, (row + 1) * side - 1),
         ]
         assert [drawn.getpixel(corner) for corner in corners] == [mark.colour] * 2
         inside = drawn.getpixel((corners[0][0] + 8, corners[0][1] + 8))

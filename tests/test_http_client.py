@@ -247,17 +247,19 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def encrypt(server: FakeServer, certificates: Path) -> str:
-    """Serve by TLS from now on; the address."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificates / "server.pem", certificates / "server.key")
-    server.socket = context.wrap_socket(server.socket, server_side=True)
-    return server.url.replace("http", "https")
-
-
 def test_a_private_authority_is_trusted_where_it_is_named(
     certificates: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+
+    def encrypt(server: FakeServer, certificates: Path) -> str:
+        """Serve by TLS from now on; the address."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(
+            certificates / "server.pem", certificates / "server.key"
+        )
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        return server.url.replace("http", "https")
+
     trusting = Connection(ca_file=certificates / "authority.pem")
     _trust.cache_clear()  # whatever other tests have said aloud
     with fake_server() as server:

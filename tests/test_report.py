@@ -47,11 +47,6 @@ DOCUMENT = Document(
 )
 
 
-def page_of(*tables: Table) -> str:
-    section = Section("s", tables=tables)
-    return Document("t", "a", "good", sections=[section]).render_html()
-
-
 def parse(page: str) -> ElementTree.Element:
     """The page as XML, which it is but for its doctype and void elements; ends of tags match."""
     page = re.sub(r"<((?:meta|br|wbr)\b[^>]*)>", r"<\1/>", page.partition(">")[2])
@@ -86,6 +81,11 @@ def test_markdown_has_the_answer_the_warnings_and_the_tables() -> None:
 
 
 def test_tables_put_intervals_under_figures_scroll_and_break_long_names() -> None:
+
+    def page_of(*tables: Table) -> str:
+        section = Section("s", tables=tables)
+        return Document("t", "a", "good", sections=[section]).render_html()
+
     row = [
         "12 (a name)",
         "12.3 (11.0–14.0)",

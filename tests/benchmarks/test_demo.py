@@ -223,12 +223,6 @@ sys.exit(main(["--out", sys.argv[4]]))
 """
 
 
-def alive(pid: int) -> bool:
-    return (
-        psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    )
-
-
 @pytest.mark.parametrize(
     ("health", "sent_signal"),
     [("starting", signal.SIGINT), ("healthy", signal.SIGTERM)],
@@ -236,6 +230,13 @@ def alive(pid: int) -> bool:
 def test_an_interrupt_ends_the_whole_group_of_the_server(
     tmp_path: Path, health: str, sent_signal: signal.Signals
 ) -> None:
+
+    def alive(pid: int) -> bool:
+        return (
+            psutil.pid_exists(pid)
+            and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        )
+
     pids = tmp_path / "pids"
     arguments = [str(HERE / "hanging_server.py"), str(pids), health, str(tmp_path)]
     awaited = pids.with_suffix(".asked") if health == "healthy" else pids

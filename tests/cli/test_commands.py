@@ -32,7 +32,6 @@ from vllm_autoprune.tpdsl.atoms.source import BudgetCall
 from vllm_autoprune.tpdsl.loading import shipped_states
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "cli.md").read_text()
 
 PHOTO = ROOT / "docs/images/kept-tokens.png"
 MINIQWEN = ROOT / "benchmarks/yardsticks/weights/miniqwen"
@@ -89,10 +88,11 @@ def test_help_states_json_output_and_the_defaults(
 def test_the_page_names_every_command_and_backbone_and_shows_what_is_printed(
     capsys: Captured,
 ) -> None:
-    assert [name for name in SUMMARIES if f"`{name}" not in PAGE] == []
-    assert [name for name in BACKBONE_SHAPES if f"`{name}`" not in PAGE] == []
-    (call,) = re.findall(r"```sh\nvllm-autoprune (cost .*?)```", PAGE, flags=re.DOTALL)
-    assert f"```text\n{run(capsys, *shlex.split(call))}```" in PAGE
+    page = (ROOT / "docs" / "cli.md").read_text()
+    assert [name for name in SUMMARIES if f"`{name}" not in page] == []
+    assert [name for name in BACKBONE_SHAPES if f"`{name}`" not in page] == []
+    (call,) = re.findall(r"```sh\nvllm-autoprune (cost .*?)```", page, flags=re.DOTALL)
+    assert f"```text\n{run(capsys, *shlex.split(call))}```" in page
 
 
 def test_a_closed_pipe_is_no_error() -> None:
@@ -228,7 +228,6 @@ def test_atoms_are_listed_by_group_and_as_a_schema(capsys: Captured) -> None:
 
 
 RATIO = {"atom": "ratio_budget", "ratio": 0.1, "floor": 8, "ceiling": 64}
-CORE = {"share": 0.75, "cover": 0.25}
 ALONE = {"/constraints/selector/q_e": 0, "/base_policy": {"name": "divprune"}}
 
 
@@ -236,10 +235,11 @@ ALONE = {"/constraints/selector/q_e": 0, "/base_policy": {"name": "divprune"}}
 def test_a_state_in_words(
     changes: dict[str, object], budget: Any, parts: list[str]
 ) -> None:
+    core = {"share": 0.75, "cover": 0.25}
     rule = budget and BudgetCall.parse(budget)
     text = " ".join(describe_policy(materialize(state(changes), rule)))
     assert [part for part in parts if part not in text] == []
-    assert (" core" in text) == (changes.get("/core") == CORE)
+    assert (" core" in text) == (changes.get("/core") == core)
 
 
 def test_show_has_what_a_search_measured_and_what_is_merged(

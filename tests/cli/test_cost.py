@@ -25,13 +25,6 @@ from vllm_autoprune.cli.main import main
 Captured = pytest.CaptureFixture[str]
 
 
-def run_json(capsys: Captured, call: str, *words: str) -> dict[str, Any]:
-    assert main([*call.split(), *words, "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
-    assert isinstance(record, dict)
-    return record
-
-
 def test_layers_by_hand() -> None:
     # Gemma 3's 8 heads of 256 in a model 2560 wide: queries are narrower than the model.
     layer = replace(BACKBONE_SHAPES["gemma-3-4b"], layers=1)
@@ -50,6 +43,13 @@ def test_layers_by_hand() -> None:
 
 
 def test_cost_counts_text_and_refuses_what_is_no_number(capsys: Captured) -> None:
+
+    def run_json(capsys: Captured, call: str, *words: str) -> dict[str, Any]:
+        assert main([*call.split(), *words, "--json"]) == 0
+        record = json.loads(capsys.readouterr().out)
+        assert isinstance(record, dict)
+        return record
+
     record = run_json(capsys, "cost --backbone llava-1.5-7b --text 60")
     rows = [(row["tokens"], row["kv_mib"]) for row in record["rows"]]
     assert rows == [(576, 318), (64, 62)] and record["assumptions"]

@@ -34,9 +34,6 @@ from vllm_autoprune.serving.api.request_checks import refuse_misplaced
 COMMANDS = read_commands()
 LONG = [c for c in COMMANDS if c.kind == "long"]
 QUICK = list({c.text: c for c in COMMANDS if c.kind == "quick"}.values())
-EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
-    "optional-dependencies"
-]
 
 
 @pytest.fixture(scope="module")
@@ -56,32 +53,38 @@ def test_every_command_is_typed_or_says_why_not() -> None:
         _ = Command("docs/new.md", "frobnicate --now").kind
 
 
-def validate(command: Command) -> None:
-    """Raise an AssertionError where a command that is not typed cannot be right."""
-    words = shlex.split(re.sub(r"^(\w+=\S+ )+", "", command.text))
-    if "--autoprune-state" in words:
-        require_valid(
-            [word.replace("/etc/autoprune/state.json", "cdpruner") for word in words]
-        )
-    elif words[0].endswith("pip"):
-        extras = re.findall(r"\w+", words[-1].partition("[")[2])
-        assert {*extras} <= EXTRAS.keys() and (
-            words[-1][0] == "." or words[-1] in EXTRAS["lmms"]
-        )
-    elif words[:3] == ["python", "-m", "benchmarks.load"]:
-        parse_arguments(words[3:])
-    elif words[:3] == ["python", "-m", "benchmarks.accuracy.positions"]:
-        positions.parse_arguments(words[3:])
-    elif words[0] == "make":
-        assert f"\n{words[1]}: " in (ROOT / "Makefile").read_text()
-    else:  # those of the plugin, and GuideLLM's body, are read in other tests
-        assert (
-            words[0] in ("vllm-autoprune", "vllm", "docker", "guidellm")
-            or "venv" in words
-        )
-
-
 def test_commands_that_are_not_typed_are_valid() -> None:
+    optional = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+
+    def validate(command: Command) -> None:
+        """Raise an AssertionError where a command that is not typed cannot be right."""
+        words = shlex.split(re.sub(r"^(\w+=\S+ )+", "", command.text))
+        if "--autoprune-state" in words:
+            require_valid(
+                [
+                    word.replace("/etc/autoprune/state.json", "cdpruner")
+                    for word in words
+                ]
+            )
+        elif words[0].endswith("pip"):
+            extras = re.findall(r"\w+", words[-1].partition("[")[2])
+            assert {*extras} <= optional.keys() and (
+                words[-1][0] == "." or words[-1] in optional["lmms"]
+            )
+        elif words[:3] == ["python", "-m", "benchmarks.load"]:
+            parse_arguments(words[3:])
+        elif words[:3] == ["python", "-m", "benchmarks.accuracy.positions"]:
+            positions.parse_arguments(words[3:])
+        elif words[0] == "make":
+            assert f"\n{words[1]}: " in (ROOT / "Makefile").read_text()
+        else:  # those of the plugin, and GuideLLM's body, are read in other tests
+            assert (
+                words[0] in ("vllm-autoprune", "vllm", "docker", "guidellm")
+                or "venv" in words
+            )
+
     for command in COMMANDS:
         if command.kind == "not typed":
             validate(command)
@@ -119,38 +122,7 @@ def test_long_commands_of_a_page_succeed_in_order(page: str, folder: Path) -> No
 SYMPTOMS, _, ANSWERS = (
     (ROOT / "docs/faq.md").read_text(encoding="utf-8").partition("\n## Answers")
 )
-PRINTED_BY = (argparse.__file__, chat_utils.__file__)
 MISTAKES = re.findall(r"^\| (`.+?) \| (.+) \|$", ANSWERS, re.MULTILINE)
-
-
-def answer_to(mistake: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """What the command prints to stderr, or the problem that a server has with flags or fields."""
-    text, _, level = mistake.removeprefix("`").partition("`")
-    if text.startswith("vllm-autoprune "):
-        try:
-            status: object = main(shlex.split(text)[1:])
-        except SystemExit as ended:
-            status = ended.code
-        answer = capsys.readouterr().err.strip()
-        assert status == (2 if re.search("no command|--help$", answer) else 1)
-        return answer
-    if text.startswith("vllm serve "):
-        (problem,) = refusal(flags_of(text.split()))
-        return str(problem)
-    with pytest.raises(AutopruneError) as caught:
-        send(text, level)
-    (problem,) = caught.value.problems
-    return str(problem)
-
-
-def send(text: str, level: str) -> None:
-    """Resolve a field of a request, as JSON, about an image of 576 tokens."""
-    if text.startswith("extra_body="):
-        refuse_misplaced(json.loads(text.removeprefix("extra_body=")), {})
-    ((name, fields),) = json.loads(f"{{{text}}}").items()
-    if name == "mm_processor_kwargs":
-        refuse_misplaced({}, fields)
-    resolve(fields, 576, on=server("budget" if "`budget`" in level else "states"))
 
 
 def test_mistakes_are_of_commands_flags_and_fields() -> None:
@@ -162,12 +134,42 @@ def test_mistakes_are_of_commands_flags_and_fields() -> None:
 def test_each_mistake_is_answered_in_one_line_that_says_what_to_do(
     mistake: str, answer: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+
+    def answer_to(mistake: str, capsys: pytest.CaptureFixture[str]) -> str:
+        """What the command prints to stderr, or a server's problem with flags or fields."""
+        text, _, level = mistake.removeprefix("`").partition("`")
+        if text.startswith("vllm-autoprune "):
+            try:
+                status: object = main(shlex.split(text)[1:])
+            except SystemExit as ended:
+                status = ended.code
+            answer = capsys.readouterr().err.strip()
+            assert status == (2 if re.search("no command|--help$", answer) else 1)
+            return answer
+        if text.startswith("vllm serve "):
+            (problem,) = refusal(flags_of(text.split()))
+            return str(problem)
+        with pytest.raises(AutopruneError) as caught:
+            send(text, level)
+        (problem,) = caught.value.problems
+        return str(problem)
+
+    def send(text: str, level: str) -> None:
+        """Resolve a field of a request, as JSON, about an image of 576 tokens."""
+        if text.startswith("extra_body="):
+            refuse_misplaced(json.loads(text.removeprefix("extra_body=")), {})
+        ((name, fields),) = json.loads(f"{{{text}}}").items()
+        if name == "mm_processor_kwargs":
+            refuse_misplaced({}, fields)
+        resolve(fields, 576, on=server("budget" if "`budget`" in level else "states"))
+
     assert answer_to(mistake, capsys) == answer
     assert any(word in answer for word in (" -> ", "did you mean", "--help"))
 
 
 def test_messages_among_the_symptoms_are_what_programs_print() -> None:
-    files = [*(ROOT / "vllm_autoprune").rglob("*.py"), *map(Path, PRINTED_BY)]
+    printed_by = (argparse.__file__, chat_utils.__file__)
+    files = [*(ROOT / "vllm_autoprune").rglob("*.py"), *map(Path, printed_by)]
     sources = "".join(path.read_text(encoding="utf-8") for path in files)
     rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", SYMPTOMS, re.MULTILINE)[
         2:

@@ -13,12 +13,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/development.md").read_text(encoding="utf-8")
-METHOD = PAGE.partition("## Add a method")[2].partition("**An atom**")[0]
 
 
 @pytest.mark.slow
 def test_a_method_added_as_the_page_says_passes_the_checks(tmp_path: Path) -> None:
     """What takes minutes is left out: pins of refusals and of rows, and every other policy."""
+    method = PAGE.partition("## Add a method")[2].partition("**An atom**")[0]
     copy = tmp_path / "copy"
     ignored = shutil.ignore_patterns(".*", "out", "dist", "__pycache__")
     shutil.copytree(ROOT, copy, ignore=ignored)
@@ -34,7 +34,7 @@ def test_a_method_added_as_the_page_says_passes_the_checks(tmp_path: Path) -> No
         )
         assert result.returncode == 0, f"{arguments}\n{result.stdout}{result.stderr}"
 
-    (code,) = re.findall(r"```python\n(.*?)```", METHOD, re.DOTALL)
+    (code,) = re.findall(r"```python\n(.*?)```", method, re.DOTALL)
     with (copy / "vllm_autoprune/base_policies/greedy.py").open("a") as module:
         module.write(f"\n\n{code}")
     page = copy / "docs/base-policies.md"
@@ -49,7 +49,7 @@ def test_a_method_added_as_the_page_says_passes_the_checks(tmp_path: Path) -> No
         "vllm-autoprune validate loudest",
         "python -m tests.pins write refusals digests states",
     ):
-        assert f"`{command}`" in METHOD
+        assert f"`{command}`" in method
     call("-m benchmarks.policies build")
     call("scripts/readme.py")
     call("-m vllm_autoprune validate loudest")

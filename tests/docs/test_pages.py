@@ -50,7 +50,6 @@ from vllm_autoprune.tpdsl.loading import load_state, shipped_states
 from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 
 ROOT = Path(__file__).resolve().parents[2]
-SERIES = re.compile(r"\b(?:autoprune_(?!endpoint)|vllm:)\w+")
 DOCS = ROOT / "docs"
 OUTSIDE = (
     "README.md",
@@ -138,23 +137,28 @@ def test_serving_lists_every_flag_level_and_field() -> None:
     assert PATH in SERVING and NAME in SERVING
 
 
-def list_vllm_samples() -> set[str]:
-    """Names of the series that the installed vLLM exports from the start."""
-    model = SimpleNamespace(
-        served_model_name="m", max_model_len=1024, is_diffusion=False
-    )
-    unused = ("speculative", "kv_transfer", "ec_transfer", "lora", "watermark")
-    configs = dict.fromkeys((f"{name}_config" for name in unused), None)
-    observed = ObservabilityConfig()
-    PrometheusStatLogger(
-        SimpleNamespace(model_config=model, observability_config=observed, **configs)
-    )
-    names = {sample.name for family in REGISTRY.collect() for sample in family.samples}
-    unregister_vllm_metrics()
-    return {name for name in names if name.startswith("vllm:")}
-
-
 def test_pages_dashboard_and_alerts_name_the_metrics_that_exist(tmp_path: Path) -> None:
+    series = re.compile(r"\b(?:autoprune_(?!endpoint)|vllm:)\w+")
+
+    def list_vllm_samples() -> set[str]:
+        """Names of the series that the installed vLLM exports from the start."""
+        model = SimpleNamespace(
+            served_model_name="m", max_model_len=1024, is_diffusion=False
+        )
+        unused = ("speculative", "kv_transfer", "ec_transfer", "lora", "watermark")
+        configs = dict.fromkeys((f"{name}_config" for name in unused), None)
+        observed = ObservabilityConfig()
+        PrometheusStatLogger(
+            SimpleNamespace(
+                model_config=model, observability_config=observed, **configs
+            )
+        )
+        names = {
+            sample.name for family in REGISTRY.collect() for sample in family.samples
+        }
+        unregister_vllm_metrics()
+        return {name for name in names if name.startswith("vllm:")}
+
     reporter = FallbackReporter()
     reporter.errors["ValueError"] = 1
     reporter.report(torch.zeros(1, dtype=torch.uint8))
@@ -177,14 +181,14 @@ def test_pages_dashboard_and_alerts_name_the_metrics_that_exist(tmp_path: Path) 
     parts = {"histogram": ("_bucket", "_sum", "_count")}
     samples = {n + part for n, kind in kinds.items() for part in parts.get(kind, ("",))}
     text = (DOCS / "grafana.json").read_text(encoding="utf-8")
-    shown = set(SERIES.findall(" ".join(re.findall(r'"(?:expr|query)": "(.*)"', text))))
+    shown = set(series.findall(" ".join(re.findall(r'"(?:expr|query)": "(.*)"', text))))
     assert {name for name in shown if name.startswith("autoprune_")} == samples
     monitoring = (ROOT / "examples/kubernetes/monitoring.yaml").read_text(
         encoding="utf-8"
     )
     _, rules = yaml.safe_load_all(monitoring)
     alerts = [rule for group in rules["spec"]["groups"] for rule in group["rules"]]
-    asked = [set(SERIES.findall(alert["expr"])) for alert in alerts]
+    asked = [set(series.findall(alert["expr"])) for alert in alerts]
     assert len(asked) >= 6 and all(asked)
     known = samples | list_vllm_samples()
     assert (
@@ -193,7 +197,7 @@ def test_pages_dashboard_and_alerts_name_the_metrics_that_exist(tmp_path: Path) 
     )
     for alert in alerts:  # each says what to do
         assert " -> " in alert["annotations"]["summary"], alert["alert"]
-    assert set(SERIES.findall(SERVING + DEPLOY)) <= known | kinds.keys()
+    assert set(series.findall(SERVING + DEPLOY)) <= known | kinds.keys()
     panels = [panel["id"] for panel in json.loads(text)["panels"]]
     assert len(set(panels)) == len(panels)
 
@@ -265,17 +269,15 @@ def test_the_default_states_are_the_question_free_policies_that_are_right_most_o
     assert {*served} == {("llava-hf", best[0]), ("Qwen", best[1])} and len(served) == 7
 
 
-CODE = r"```.*?```|`[^`]*`|\]\([^)]*\)|<!-- demo.*/demo -->|## As published.*"
-NO_FIGURES = r"(vLLM|Python|arXiv|or)\s[\d.]+|\| (another|break-even)[^|]*\| [\d.]+"
-"""Numbers of versions and papers, and what is predicted, which the next test computes."""
-
-
 NAMES = ("accuracy", "choosing", "evaluation", "figures", "states")
 PAGES_OF_FIGURES = ["README", *(f"docs/{name}" for name in NAMES)]
 
 
 @pytest.mark.parametrize("page", PAGES_OF_FIGURES)
 def test_every_decimal_of_a_page_is_in_the_data_that_it_links(page: str) -> None:
+    code = r"```.*?```|`[^`]*`|\]\([^)]*\)|<!-- demo.*/demo -->|## As published.*"
+    # Numbers of versions and papers, and what is predicted, which the next test computes.
+    no_figures = r"(vLLM|Python|arXiv|or)\s[\d.]+|\| (another|break-even)[^|]*\| [\d.]+"
     text = PAGES[f"{page}.md"]
     rows = [
         row
@@ -287,7 +289,7 @@ def test_every_decimal_of_a_page_is_in_the_data_that_it_links(page: str) -> None
         cell for row in rows for column, cell in row.items() if column not in about
     ]
     values = {float(number) for number in re.findall(r"\d+\.?\d*", " ".join(cells))}
-    prose = re.sub(f"{CODE}|{NO_FIGURES}", "", text, flags=re.DOTALL)
+    prose = re.sub(f"{code}|{no_figures}", "", text, flags=re.DOTALL)
     figures = re.findall(r"(?<![\w.-])\d+\.\d{1,3}(?![\w.]*\d)", prose)
     close = {figure: 0.501 * 10 ** -len(figure.partition(".")[2]) for figure in figures}
     assert len(figures) >= 5
@@ -389,12 +391,10 @@ def test_support_names_every_vllm_that_is_accepted_and_what_it_was_tested_with()
     )
 
 
-STUDIES = ROOT / "benchmarks/search/recorded/study"
-
-
 def test_the_study_has_a_row_for_every_recorded_search_and_no_other() -> None:
+    studies = ROOT / "benchmarks/search/recorded/study"
     rows = []
-    for folder in sorted(STUDIES.iterdir()):
+    for folder in sorted(studies.iterdir()):
         results = read_results(folder)
         confirmed = read_confirmed(folder)
         winners = {

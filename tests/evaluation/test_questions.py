@@ -71,15 +71,15 @@ PICTURES = {
 }
 
 
-def vllm_reads(content: bytes) -> Image.Image:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        image: Image.Image = ImageMediaIO().load_bytes(content).media
-    return image
-
-
 @pytest.mark.parametrize("name", PICTURES)
 def test_a_picture_is_what_vllm_makes_of_it(tmp_path: Path, name: str) -> None:
+
+    def vllm_reads(content: bytes) -> Image.Image:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            image: Image.Image = ImageMediaIO().load_bytes(content).media
+        return image
+
     content = PICTURES[name]
     (tmp_path / "any-name").write_bytes(content)
     picture = read_picture(find_picture("", "any-name", tmp_path))

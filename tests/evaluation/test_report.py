@@ -75,7 +75,6 @@ STATE = case("mine@8", "found", "cdpruner@8")
 
 RIGHT = [1.0] * 6
 HALF = [1.0, 0.0, 1.0, 1.0, 1.0, 0.0]
-FEW = [1.0, *[0.0] * 5]
 
 
 def row_of(report: Report, name: str) -> _Row:
@@ -206,12 +205,14 @@ def report_of(
     return Report.build(contents(right, *cases, questions=questions))
 
 
-def compared(report: Report, name: str, kind: str | None = None) -> Comparison:
-    (row,) = [row for row in report.resizing if (row.case, row.kind) == (name, kind)]
-    return row
-
-
 def test_states_are_compared_with_resizing_overall_and_by_kind() -> None:
+
+    def compared(report: Report, name: str, kind: str | None = None) -> Comparison:
+        (row,) = [
+            row for row in report.resizing if (row.case, row.kind) == (name, kind)
+        ]
+        return row
+
     report = report_of((CONTROL, [1, 0] * IMAGES), (STATE, [1, 1] * IMAGES))
     overall = compared(report, "mine@8")
     assert overall.difference == Estimate(50.0, 50.0, 50.0)
@@ -316,7 +317,8 @@ def test_states_are_compared_with_their_base_with_each_other_and_ordered_by_agre
 
 
 def test_the_page_has_a_table_for_each_budget_and_what_cannot_be_served() -> None:
-    others = [(case(f"dart@{budget}"), FEW) for budget in (4, "1/99")]
+    few = [1.0, *[0.0] * 5]
+    others = [(case(f"dart@{budget}"), few) for budget in (4, "1/99")]
     journal = contents((FULL, RIGHT), (BASE, HALF), (RESIDUAL, RIGHT), *others)
     refused = case("trim@8", refused="K is | too small")
     journal.cases[refused.name] = refused

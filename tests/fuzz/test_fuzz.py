@@ -134,9 +134,6 @@ def use(state: PruningState, fully: bool) -> None:
     assert [verdict.name for verdict in record.verdicts] == list(VERDICTS)
 
 
-EXAMPLES = 250
-
-
 @pytest.mark.parametrize(
     ("number", "fully"),
     [
@@ -148,13 +145,14 @@ EXAMPLES = 250
 def test_texts_are_accepted_or_refused_as_promised(
     tmp_path: Path, number: int, fully: bool
 ) -> None:
+    examples = 250
     outcomes = Counter[str]()
     atoms = set[str]()
 
     # Some hundreds each, because Hypothesis remembers all that it has drawn.
     @seed(number)
     @settings(
-        max_examples=20 if fully else EXAMPLES, suppress_health_check=list(HealthCheck)
+        max_examples=20 if fully else examples, suppress_health_check=list(HealthCheck)
     )
     @given(texts())
     def judge_text(text: str | bytes) -> None:
@@ -168,7 +166,7 @@ def test_texts_are_accepted_or_refused_as_promised(
     judge_text()
     # Valid and invalid texts must both be frequent for the sample to be informative.
     if not fully:
-        assert 0.2 < outcomes["accepted"] / EXAMPLES < 0.8
+        assert 0.2 < outcomes["accepted"] / examples < 0.8
         assert len(outcomes) > 8 and len(atoms) > len(ATOMS) / 4
 
 

@@ -113,7 +113,6 @@ def refusing(
     return answer
 
 
-SENT = {"model", "messages", "max_tokens", "temperature", "seed", "response_format"}
 FORBIDDEN = json.dumps({"detail": [{"loc": ["body", "seed"], "msg": "extra"}]}).encode()
 
 
@@ -158,6 +157,7 @@ FORBIDDEN = json.dumps({"detail": [{"loc": ["body", "seed"], "msg": "extra"}]}).
 async def test_refused_fields_are_left_out_from_then_on(
     answer: Answering, refused: list[str], by_the_check: int, capsys: Printed
 ) -> None:
+    sent = {"model", "messages", "max_tokens", "temperature", "seed", "response_format"}
     with endpoint(answer) as server:
         async with EndpointProposer(fast_settings(server)) as proposer:
             await proposer.prepare()
@@ -166,7 +166,7 @@ async def test_refused_fields_are_left_out_from_then_on(
             reply = await proposer.reply(HELLO, SCHEMA, 2)
     renamed = {"max_completion_tokens"} if "max_tokens" in refused else set()
     assert (
-        reply.text == "{}" and set(server.requests[-1]) == SENT - set(refused) | renamed
+        reply.text == "{}" and set(server.requests[-1]) == sent - set(refused) | renamed
     )
     assert server.requests[-1].get("max_completion_tokens", 1024) == 1024
     assert proposer.unsent == set(refused)

@@ -32,11 +32,11 @@ from vllm_autoprune.evaluation.questions import Example
 from vllm_autoprune.statistics import ClusterBootstrap, Estimate
 
 
-def summary(number: int, text: str = "so far") -> SummaryRecord:
-    return SummaryRecord(round=number, text=text, clock=Clock(at=number, seconds=1))
-
-
 def test_records_persist_and_only_their_clock_may_differ(tmp_path: Path) -> None:
+
+    def summary(number: int, text: str = "so far") -> SummaryRecord:
+        return SummaryRecord(round=number, text=text, clock=Clock(at=number, seconds=1))
+
     path = tmp_path / "a" / "ledger.jsonl"
     with Ledger(path) as ledger:
         ledger.put(SettingsRecord(settings=Settings()))
@@ -80,14 +80,14 @@ def test_a_replay_takes_only_external_records_from_the_recording(
         assert list(replayed) == read_ledger(tmp_path / "replayed") == [effect]
 
 
-def slow_model(body: Body, number: int) -> Answer:
-    """The model of a search, slow enough to be killed during it."""
-    time.sleep(0.002)
-    return answer_search(body, number)
-
-
 @pytest.mark.slow
 def test_a_command_that_is_killed_has_the_same_ledger(data: Dataset) -> None:
+
+    def slow_model(body: Body, number: int) -> Answer:
+        """The model of a search, slow enough to be killed during it."""
+        time.sleep(0.002)
+        return answer_search(body, number)
+
     with endpoint(slow_model) as server:
         ended = subprocess.run(
             [
@@ -125,10 +125,6 @@ def example(image: int, category: str = "digit", pair: int | None = None) -> Exa
     )
 
 
-def answers(*right: int) -> Answers:
-    return Answers(tuple(-1.0 - i for i in range(len(right))), tuple(map(bool, right)))
-
-
 MIXED = [
     *(example(n // 2, "c", n // 2) for n in range(8)),
     *(example(10 + n // 3, "d") for n in range(6)),
@@ -136,23 +132,28 @@ MIXED = [
 ]
 
 
-def mme_points(chosen: Answers) -> float:
-    """MME's total as MME defines it: accuracy+ counts pairs, or images where there are none."""
-    points = 0.0
-    for name in ("c", "d"):
-        rows = [row for row, each in enumerate(MIXED) if each.category == name]
-        points += 100 * sum(chosen.right[row] for row in rows) / len(rows)
-        groups: dict[object, bool] = {}
-        for row in rows:
-            if name == "d" or MIXED[row].pair is not None:
-                key = (MIXED[row].image, MIXED[row].pair)
-                groups[key] = groups.get(key, True) and chosen.right[row]
-        points += 100 * sum(groups.values()) / len(groups)
-    return points
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_values_of_examples_have_the_objective_as_their_mean(seed: int) -> None:
+
+    def answers(*right: int) -> Answers:
+        return Answers(
+            tuple(-1.0 - i for i in range(len(right))), tuple(map(bool, right))
+        )
+
+    def mme_points(chosen: Answers) -> float:
+        """MME's total as MME defines it: accuracy+ counts pairs, or images where there are none."""
+        points = 0.0
+        for name in ("c", "d"):
+            rows = [row for row, each in enumerate(MIXED) if each.category == name]
+            points += 100 * sum(chosen.right[row] for row in rows) / len(rows)
+            groups: dict[object, bool] = {}
+            for row in rows:
+                if name == "d" or MIXED[row].pair is not None:
+                    key = (MIXED[row].image, MIXED[row].pair)
+                    groups[key] = groups.get(key, True) and chosen.right[row]
+            points += 100 * sum(groups.values()) / len(groups)
+        return points
+
     rng = np.random.default_rng(seed)
     pruned, full = (answers(*rng.integers(0, 2, 15)) for _ in range(2))
     values = pruned.relative_to(full, MIXED, "mme")
@@ -205,21 +206,20 @@ def test_verdicts_of_paired_differences() -> None:
 
 # ---- history ----
 
-EASY = [-1.0] * 4
-HARD = [-3.0] * 4
-
-
-def history(*trials: Trial, base: float = -2.0) -> History:
-    result = TrialRecord(round=0, index=0, status="evaluated", objective=base)
-    baseline = Trial(trial("0.0").proposal, result, values=np.array(EASY + HARD))
-    return History(baseline, list(trials))
-
 
 def test_dropped_trials_are_estimated_by_the_difficulty_of_their_examples() -> None:
     """Both are at -1 on the easy half, where the average trial is at -1 as well."""
-    dropped = trial("1.1", EASY, status="dropped")
+    easy = [-1.0] * 4
+    hard = [-3.0] * 4
+
+    def history(*trials: Trial, base: float = -2.0) -> History:
+        result = TrialRecord(round=0, index=0, status="evaluated", objective=base)
+        baseline = Trial(trial("0.0").proposal, result, values=np.array(easy + hard))
+        return History(baseline, list(trials))
+
+    dropped = trial("1.1", easy, status="dropped")
     known = history(
-        trial("1.0", EASY + HARD), dropped, trial("1.2", status="same", reason="1.1")
+        trial("1.0", easy + hard), dropped, trial("1.2", status="same", reason="1.1")
     )
     assert known.objective_of("1.1") == known.objective_of("1.2") == pytest.approx(-2.0)
     assert known.objective_of("base") == -2.0 and known.objective_of("9.9") is None

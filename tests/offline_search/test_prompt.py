@@ -32,7 +32,6 @@ from vllm_autoprune.tpdsl.registry import AtomCall, default_call
 from vllm_autoprune.tpdsl.state import PruningState
 
 SETTINGS = Settings(budgets=(8,), base_policy="visionzip", proposer="scripted")
-LISTS = SETTINGS.model_copy(update={"proposals_per_reply": 5})
 ADVICE = re.compile(
     r"\b(safe|safer|helps?|should|prefer\w*|avoid|recommend\w*|pays?|usually|try|good|advice|"
     r"instead|better to|don't|not to repeat)\b",
@@ -73,6 +72,7 @@ def history() -> History:
 
 def test_prompts_give_no_advice(history: History) -> None:
     """A proposer is told what it may write and what was measured, not what to conclude."""
+    lists = SETTINGS.model_copy(update={"proposals_per_reply": 5})
     prompts = [
         proposal_prompt(
             SETTINGS,
@@ -82,9 +82,9 @@ def test_prompts_give_no_advice(history: History) -> None:
         ),
         crossover_prompt(SETTINGS, history.ranked()[:2]),
         proposal_prompt(
-            LISTS,
+            lists,
             summarize(history),
-            minimal_state(LISTS),
+            minimal_state(lists),
             describe_request(0, 5, list(PURPOSES)),
         ),
     ]

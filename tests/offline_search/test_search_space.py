@@ -165,47 +165,47 @@ def test_quotas_are_within_the_language_at_large_budgets(budget: int) -> None:
 
 # ---- smaller spaces ----
 
-ABLATED = {"strength": (0.0005, 0.0005), "q_e": (2, 2), "keep_weight": (0, 0.6)}
-INSIDE: dict[Space, tuple[dict[str, tuple[float, float]], set[int]]] = {
-    "numbers": ({"q_e": (0, 3), "lam": (0.04, 0.22), "power": (0.7, 1.5)}, {5}),
-    "released": (
-        {"q_e": (0, 3), "strength": (0, 0.006), "bias": (0.35, 0.95)},
-        {1, 2, 3, 4, 5},
-    ),
-    "without-diversity": (ABLATED | {"lam": (0, 0)}, {1, 2, 3, 4, 5}),
-    "without-fusion": (ABLATED | {"lam": (0.05, 0.5), "power": (0.5, 1.8)}, {1}),
-    "without-anchoring": (
-        ABLATED | {"q_e": (MAX_QUOTA, MAX_QUOTA), "keep_weight": (0, 0)},
-        {1, 2, 3, 4, 5},
-    ),
-}
-"""Bounds of numbers by docs/search.md, and how many of the released signals a state has."""
 RELEASED = {call.atom for call in load_state("autoprune").scoring.signals}
-
-
-def is_inside(state: PruningState, space: Space) -> bool:
-    signals = state.scoring.signals
-    (ranges, counts) = INSIDE[space]
-    values = dict(state.constraints.selector) | dict(state.reassembly)
-    for call in signals:
-        values |= {"bias": dict(call)["bias"]} if "bias" in dict(call) else {}
-    within = all(
-        low <= values[name] <= high
-        for name, (low, high) in ranges.items()
-        if name in values
-    )
-    small = values["q_e"] < 2 or values["strength"] <= 0.003
-    return (
-        within
-        and small
-        and len(signals) in counts
-        and values["r_min"] is None
-        and {call.atom for call in signals} <= RELEASED
-    )
 
 
 @pytest.mark.parametrize("space", SPACES)
 def test_every_proposal_is_put_into_its_space_and_its_own_stay(space: Space) -> None:
+    ablated = {"strength": (0.0005, 0.0005), "q_e": (2, 2), "keep_weight": (0, 0.6)}
+    # Bounds of numbers by docs/search.md, and how many of the released signals a state has.
+    inside: dict[Space, tuple[dict[str, tuple[float, float]], set[int]]] = {
+        "numbers": ({"q_e": (0, 3), "lam": (0.04, 0.22), "power": (0.7, 1.5)}, {5}),
+        "released": (
+            {"q_e": (0, 3), "strength": (0, 0.006), "bias": (0.35, 0.95)},
+            {1, 2, 3, 4, 5},
+        ),
+        "without-diversity": (ablated | {"lam": (0, 0)}, {1, 2, 3, 4, 5}),
+        "without-fusion": (ablated | {"lam": (0.05, 0.5), "power": (0.5, 1.8)}, {1}),
+        "without-anchoring": (
+            ablated | {"q_e": (MAX_QUOTA, MAX_QUOTA), "keep_weight": (0, 0)},
+            {1, 2, 3, 4, 5},
+        ),
+    }
+
+    def is_inside(state: PruningState, space: Space) -> bool:
+        signals = state.scoring.signals
+        (ranges, counts) = inside[space]
+        values = dict(state.constraints.selector) | dict(state.reassembly)
+        for call in signals:
+            values |= {"bias": dict(call)["bias"]} if "bias" in dict(call) else {}
+        within = all(
+            low <= values[name] <= high
+            for name, (low, high) in ranges.items()
+            if name in values
+        )
+        small = values["q_e"] < 2 or values["strength"] <= 0.003
+        return (
+            within
+            and small
+            and len(signals) in counts
+            and values["r_min"] is None
+            and {call.atom for call in signals} <= RELEASED
+        )
+
     settings = Settings(budgets=(BUDGET,), space=space)
     states = [
         assemble_state(draw(settings, seed), PLAIN) for seed in range(100)

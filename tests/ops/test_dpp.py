@@ -49,34 +49,36 @@ def kernel(seed: int, batch: int, size: int, rank: int = 24) -> tuple[Tensor, Te
     )
 
 
-def by_determinant(
-    similarity: Tensor,
-    quality: Tensor,
-    count: int,
-    start: list[int],
-    allowed: list[int],
-) -> list[int]:
-    """Greedy MAP from the definition: every determinant is computed, in float64.
-
-    The diagonal of cosines is 1, and the lowest index within the tolerance is picked.
-    """
-    exact = similarity.double().fill_diagonal_(1)
-    matrix = quality[:, None].double() * exact * quality.double()
-    picks = list(start)
-    while len(picks) < count:
-        rest = [j for j in allowed if j not in picks]
-        gains = [float(torch.det(matrix[[*picks, j]][:, [*picks, j]])) for j in rest]
-        bound = min(max(gains), max(gains) * (1 - TIE))
-        picks.append(
-            next(j for j, gain in zip(rest, gains, strict=True) if gain >= bound)
-        )
-    return picks
-
-
 @given(seed=st.integers(0, 10_000), size=st.integers(6, 12), data=st.data())
 def test_picks_have_the_largest_determinant_given_the_anchors_among_the_eligible(
     seed: int, size: int, data: st.DataObject
 ) -> None:
+
+    def by_determinant(
+        similarity: Tensor,
+        quality: Tensor,
+        count: int,
+        start: list[int],
+        allowed: list[int],
+    ) -> list[int]:
+        """Greedy MAP from the definition: every determinant is computed, in float64.
+
+        The diagonal of cosines is 1, and the lowest index within the tolerance is picked.
+        """
+        exact = similarity.double().fill_diagonal_(1)
+        matrix = quality[:, None].double() * exact * quality.double()
+        picks = list(start)
+        while len(picks) < count:
+            rest = [j for j in allowed if j not in picks]
+            gains = [
+                float(torch.det(matrix[[*picks, j]][:, [*picks, j]])) for j in rest
+            ]
+            bound = min(max(gains), max(gains) * (1 - TIE))
+            picks.append(
+                next(j for j, gain in zip(rest, gains, strict=True) if gain >= bound)
+            )
+        return picks
+
     similarity, quality = kernel(seed, 2, size)
     order = data.draw(st.permutations(range(size)))
     forced = data.draw(st.integers(0, 4))

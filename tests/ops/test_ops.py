@@ -114,6 +114,20 @@ def test_cosines_with_other_vectors(dtype: torch.dtype) -> None:
 def test_an_image_alone_has_the_same_bits_as_in_a_batch(
     tokens: int, width: int, threads: int
 ) -> None:
+
+    def selection(features: Tensor, text: Tensor) -> tuple[Tensor, ...]:
+        """A selection with every operation that sums, whose rounding may depend on the batch."""
+        similarity = cosine(features)
+        relevance = cosines_with(features, text)
+        quality = 1.5 + relevance.sum(dim=-1)
+        count = features.shape[1] // 3
+        picks = greedy_map(similarity, quality, count)
+        nothing = torch.zeros_like(quality, dtype=torch.bool)
+        far = farthest_points(
+            1 - similarity, count, Chosen(1 - similarity[:, 0], nothing)
+        )
+        return similarity, relevance, picks, far
+
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -130,18 +144,6 @@ def test_an_image_alone_has_the_same_bits_as_in_a_batch(
             )
     finally:
         torch.set_num_threads(before)
-
-
-def selection(features: Tensor, text: Tensor) -> tuple[Tensor, ...]:
-    """A selection with every operation that sums, whose rounding may depend on the batch."""
-    similarity = cosine(features)
-    relevance = cosines_with(features, text)
-    quality = 1.5 + relevance.sum(dim=-1)
-    count = features.shape[1] // 3
-    picks = greedy_map(similarity, quality, count)
-    nothing = torch.zeros_like(quality, dtype=torch.bool)
-    far = farthest_points(1 - similarity, count, Chosen(1 - similarity[:, 0], nothing))
-    return similarity, relevance, picks, far
 
 
 @parametrize_from_file("machine")

@@ -52,12 +52,6 @@ def asked(sign: int = 1, used: tuple[bool, ...] = (True, True)) -> VisualTokens:
     return replace(plain(torch.ones(4, 3)), instruction=instruction)
 
 
-def attended(*values: float) -> VisualTokens:
-    return replace(
-        plain(torch.ones(len(values), 2)), cls_attention=torch.tensor([values])
-    )
-
-
 # Directions add up to (1, 3), whatever the lengths.
 LONG = plain(
     torch.tensor([[2.0, 0.0], E2, [0.0, 5.0], [0.0, 3.0]]), Grid(1, 2, tiles=2)
@@ -99,6 +93,12 @@ def test_a_state_may_say_the_sign_of_relevance() -> None:
 
 
 def test_temperature_flattens_attention() -> None:
+
+    def attended(*values: float) -> VisualTokens:
+        return replace(
+            plain(torch.ones(len(values), 2)), cls_attention=torch.tensor([values])
+        )
+
     values = evaluate(
         "attention_proxy_saliency", attended(0.04, 0.64, 0.36), temperature=2.0
     )
@@ -608,13 +608,6 @@ FEATURES = [[4.0, -3], [3, 3], [-2, 3], [1, 4], [-3, -1], [5, -1], [3, 1], [0, 2
 RELEVANCE = torch.tensor([[0.4, 0.2, 0.6, 0.9, 0.5, 0.8, 0.1, 1.0]])
 TOKENS = with_relevance(plain(torch.tensor(FEATURES), Grid(2, 2, tiles=2)), RELEVANCE)
 KEPT = torch.tensor([[0, 2, 7]])
-PARAMETERS = {
-    "strength": 0.5,
-    "margin": 0.02,
-    "tau": 0.5,
-    "radius": 1,
-    "gate_quantile": 0.3,
-}
 
 # To 0: token 5; to 2: token 4; to 7: tokens 1, 3 and 6. Nearby, to 2: tokens 1 and 3; to 7: 5, 6.
 ROWS = {
@@ -648,12 +641,18 @@ ROWS = {
 }
 """Assignment, aggregation and output; the two channels of each kept row in raster order."""
 
-ORDERS = {"raster": [0, 2, 7], "score": [2, 0, 7], "pick": [7, 0, 2]}
-"""Ties of quality in raster order; after the picks what was exchanged in."""
-
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_rows_of_every_composition_in_their_order(name: str) -> None:
+    parameters = {
+        "strength": 0.5,
+        "margin": 0.02,
+        "tau": 0.5,
+        "radius": 1,
+        "gate_quantile": 0.3,
+    }
+    # Ties of quality in raster order; after the picks what was exchanged in.
+    orders = {"raster": [0, 2, 7], "score": [2, 0, 7], "pick": [7, 0, 2]}
     levels, _, order = RECIPES[name].cell.rpartition(".")
     assert name == PRINTED.get(f"{levels}.{order}", f"reassemble/{levels}.{order}")
     quality = torch.tensor([[0.3, 0, 0.5, 0, 0, 0, 0, 0.3]])
@@ -661,14 +660,14 @@ def test_rows_of_every_composition_in_their_order(name: str) -> None:
     sound = torch.zeros(1, dtype=torch.uint8)
     chosen = TokenSelection(KEPT, ReferenceSelection(picks), sound, quality)
     taken = {
-        key: PARAMETERS[key]
+        key: parameters[key]
         for key in ATOMS[name].call.parameters()
-        if key in PARAMETERS
+        if key in parameters
     }
     rows, placed = RECIPES[name](call(name, **taken), TOKENS, chosen)
-    assert placed[0].tolist() == ORDERS[order]
+    assert placed[0].tolist() == orders[order]
     expected = dict(zip([0, 2, 7], torch.tensor(ROWS[levels]).view(3, 2), strict=True))
-    wanted = torch.stack([expected[token] for token in ORDERS[order]])
+    wanted = torch.stack([expected[token] for token in orders[order]])
     torch.testing.assert_close(rows[0], wanted, atol=1e-3, rtol=0)
 
 

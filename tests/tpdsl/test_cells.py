@@ -20,35 +20,6 @@ from vllm_autoprune.tpdsl.cells import Cells, kept_cells
 from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 
 
-def scan(cells: NDArray[numpy.uint8], rule: Cells) -> list[int]:
-    """The anchors by PixelPrune's scan, one cell after another."""
-    height, width = cells.shape[:2]
-    pixels = cells.reshape(height * width, *cells.shape[2:]).astype(int)
-    anchors: list[int] = []
-
-    def alike(a: int, b: int) -> bool:
-        return bool(abs(pixels[a] - pixels[b]).max() <= rule.tolerance)
-
-    for at in range(height * width):
-        y, x = divmod(at, width)
-        predicted = at
-        if y and x:
-            beside = anchors[at - 1]
-            above = anchors[at - width]
-            corner = anchors[at - width - 1]
-            predicted = (
-                above if alike(beside, corner) and not alike(above, corner) else beside
-            )
-        elif at:
-            predicted = anchors[at - 1] if x else anchors[at - width]
-        spread = numpy.ptp(pixels[at], axis=(0, 2)).max()
-        dropped = (rule.rule == "predicted" or spread <= rule.tolerance) and alike(
-            at, predicted
-        )
-        anchors.append(predicted if dropped else at)
-    return anchors
-
-
 @given(
     st.integers(0, 2**32 - 1),
     st.tuples(st.integers(1, 7), st.integers(1, 7)),
@@ -62,6 +33,37 @@ def test_cells_are_those_that_a_scan_one_by_one_drops(
     tolerance: int,
 ) -> None:
     """Of cells of few kinds, so that every case of the prediction occurs, and of near ones."""
+
+    def scan(cells: NDArray[numpy.uint8], rule: Cells) -> list[int]:
+        """The anchors by PixelPrune's scan, one cell after another."""
+        height, width = cells.shape[:2]
+        pixels = cells.reshape(height * width, *cells.shape[2:]).astype(int)
+        anchors: list[int] = []
+
+        def alike(a: int, b: int) -> bool:
+            return bool(abs(pixels[a] - pixels[b]).max() <= rule.tolerance)
+
+        for at in range(height * width):
+            y, x = divmod(at, width)
+            predicted = at
+            if y and x:
+                beside = anchors[at - 1]
+                above = anchors[at - width]
+                corner = anchors[at - width - 1]
+                predicted = (
+                    above
+                    if alike(beside, corner) and not alike(above, corner)
+                    else beside
+                )
+            elif at:
+                predicted = anchors[at - 1] if x else anchors[at - width]
+            spread = numpy.ptp(pixels[at], axis=(0, 2)).max()
+            dropped = (rule.rule == "predicted" or spread <= rule.tolerance) and alike(
+                at, predicted
+            )
+            anchors.append(predicted if dropped else at)
+        return anchors
+
     source = numpy.random.default_rng(seed)
     kinds = source.integers(0, 8, (4, 4, 3, 4)).astype(numpy.uint8)
     kinds[:2] = kinds[:2, :1, :, :1]  # of one colour

@@ -69,32 +69,32 @@ def per_frame(indices: Tensor, grid: Grid = VIDEO) -> list[list[int]]:
     return counts
 
 
-def split_by_hand(weights: list[int], total: int, low: int, most: int) -> list[int]:
-    shares = [low] * len(weights)
-    while rest := total - sum(shares):
-        free = [frame for frame, share in enumerate(shares) if share < most]
-        every = sum(weights[frame] for frame in free)
-        quotas = {frame: Fraction(weights[frame], every) * rest for frame in free}
-        added = {
-            frame: min(int(quota), most - shares[frame])
-            for frame, quota in quotas.items()
-        }
-        if not any(added.values()):
-            largest = sorted(free, key=lambda frame: (-(quotas[frame] % 1), frame))[
-                :rest
-            ]
-            added = dict.fromkeys(largest, 1)
-        for frame, count in added.items():
-            shares[frame] += count
-    return shares
-
-
 @given(
     st.lists(st.integers(1, 60), min_size=1, max_size=12), st.integers(1, 40), st.data()
 )
 def test_shares_are_exact_largest_remainders(
     weights: list[int], most: int, data: st.DataObject
 ) -> None:
+
+    def split_by_hand(weights: list[int], total: int, low: int, most: int) -> list[int]:
+        shares = [low] * len(weights)
+        while rest := total - sum(shares):
+            free = [frame for frame, share in enumerate(shares) if share < most]
+            every = sum(weights[frame] for frame in free)
+            quotas = {frame: Fraction(weights[frame], every) * rest for frame in free}
+            added = {
+                frame: min(int(quota), most - shares[frame])
+                for frame, quota in quotas.items()
+            }
+            if not any(added.values()):
+                largest = sorted(free, key=lambda frame: (-(quotas[frame] % 1), frame))[
+                    :rest
+                ]
+                added = dict.fromkeys(largest, 1)
+            for frame, count in added.items():
+                shares[frame] += count
+        return shares
+
     low = data.draw(st.integers(0, most))
     total = data.draw(st.integers(low * len(weights), most * len(weights)))
     both = torch.tensor([weights, weights[::-1]], dtype=torch.float64)

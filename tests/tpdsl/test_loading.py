@@ -298,23 +298,20 @@ def test_another_schema_version_is_refused_for_that_alone() -> None:
         )
 
 
-MANY: Changes = {
-    "/base_policy/name": "nobody",
-    "/budget/limit": 0,
-    "/scoring/signals/0/weight": 9,
-    "/scoring/signals/1/atom": "unheard_of",
-    "/scoring/signals/2/sigma": 0,
-    "/scoring/kernel": DELETE,
-    "/constraints/selector/q_e": "many",
-    "/reassembly/power": 1,
-    "/safety/3": "pray",
-    "/extra": [],
-}
-R_MIN = "/constraints/selector/r_min"
-
-
 def test_all_problems_are_reported_together() -> None:
-    assert [where for where, _ in refused(changed(MANY))] == [*MANY]
+    many: Changes = {
+        "/base_policy/name": "nobody",
+        "/budget/limit": 0,
+        "/scoring/signals/0/weight": 9,
+        "/scoring/signals/1/atom": "unheard_of",
+        "/scoring/signals/2/sigma": 0,
+        "/scoring/kernel": DELETE,
+        "/constraints/selector/q_e": "many",
+        "/reassembly/power": 1,
+        "/safety/3": "pray",
+        "/extra": [],
+    }
+    assert [where for where, _ in refused(changed(many))] == [*many]
     # A list of bad items is not also called too short.
     bad = changed({"/scoring/signals": [{"atom": "x"}, {"atom": "y"}]})
     places = [where for where, _ in refused(bad)]
@@ -406,29 +403,30 @@ def test_it_costs_less_than_a_second_and_little_memory(text: str) -> None:
         tracemalloc.stop()
 
 
-# For each rule that no schema expresses a minimal breach, which the schema accepts.
-BREACHES: dict[str, Callable[[], str]] = {
-    "size": lambda: scores(1).ljust(MAX_BYTES + 1),
-    "syntax": lambda: scores(float("nan")),
-    "duplicate_key": lambda: scores(1).replace('"x": 1', '"x": 1, "x": 1'),
-    "surrogate": lambda: scores("\ud800"),
-    "number": lambda: scores(1).replace('"x": 1', '"x": 1e309'),
-    "depth": lambda: scores(json.loads("[" * (MAX_DEPTH - 2) + "]" * (MAX_DEPTH - 2))),
-    "values": lambda: scores([0] * MAX_VALUES),
-    "limit_below_budget": lambda: changed({"/budget/limit": 31}),
-    "r_min_above_budget": lambda: changed({R_MIN: 33}),
-}
-
-
 def test_every_rule_is_documented_and_alone_refuses_what_the_schema_accepts(
     tmp_path: Path,
 ) -> None:
-    for kind, breach in BREACHES.items():
+    r_min = "/constraints/selector/r_min"
+    # For each rule that no schema expresses a minimal breach, which the schema accepts.
+    breaches: dict[str, Callable[[], str]] = {
+        "size": lambda: scores(1).ljust(MAX_BYTES + 1),
+        "syntax": lambda: scores(float("nan")),
+        "duplicate_key": lambda: scores(1).replace('"x": 1', '"x": 1, "x": 1'),
+        "surrogate": lambda: scores("\ud800"),
+        "number": lambda: scores(1).replace('"x": 1', '"x": 1e309'),
+        "depth": lambda: scores(
+            json.loads("[" * (MAX_DEPTH - 2) + "]" * (MAX_DEPTH - 2))
+        ),
+        "values": lambda: scores([0] * MAX_VALUES),
+        "limit_below_budget": lambda: changed({"/budget/limit": 31}),
+        "r_min_above_budget": lambda: changed({r_min: 33}),
+    }
+    for kind, breach in breaches.items():
         assert ACCEPTS(json.loads(breach()))
         assert {problem.kind for problem in problems(breach())} == {kind}
     (tmp_path / "marked.json").write_text(changed({}), encoding="utf-8-sig")
     kinds = [problems(path)[0].kind for path in (tmp_path / "marked.json", tmp_path)]
-    assert kinds == ["encoding", "file"] and set(RULES) == {*BREACHES, *kinds}
+    assert kinds == ["encoding", "file"] and set(RULES) == {*breaches, *kinds}
     page = (Path(__file__).resolve().parents[2] / "docs/states.md").read_text(
         encoding="utf-8"
     )

@@ -141,17 +141,15 @@ def test_the_quota_is_what_r_min_leaves(
     )
 
 
-RATIO: Changes = {
-    "/budget": {"atom": "ratio_budget", "ratio": 0.25, "floor": 4, "ceiling": 64}
-}
-
-
 def test_a_budget_that_follows_the_image_is_resolved_for_its_size() -> None:
-    policy = materialize(state(RATIO))
+    ratio: Changes = {
+        "/budget": {"atom": "ratio_budget", "ratio": 0.25, "floor": 4, "ceiling": 64}
+    }
+    policy = materialize(state(ratio))
     assert (policy.by_size, policy.budget) == (policy.state.budget, 64)
-    assert policy.at(100) == materialize(state(RATIO), 25)
+    assert policy.at(100) == materialize(state(ratio), 25)
     assert [policy.tokens_kept(n) for n in (3, 8, 100, 5000)] == [3, 4, 25, 64]
-    fixed = materialize(state(RATIO), 10)
+    fixed = materialize(state(ratio), 10)
     assert (
         fixed.by_size is None
         and fixed.at(576) is fixed
@@ -480,17 +478,17 @@ def test_the_delta_of_cdpruner_is_greedy_map_with_the_core_as_anchors() -> None:
 # Ranking before the merger: by the encoder's tokens, rows after it.
 
 
-def ranked(tokens: VisualTokens) -> VisualTokens:
-    """Images that have nothing but the tokens before the merger."""
-    return replace(
-        tokens, features=tokens.require_encoder(), encoder=None, merger_input=None
-    )
-
-
 @parametrize_from_file("changes")
 def test_policies_signals_kernels_and_cores_compare_the_tokens_before_the_merger(
     changes: Changes,
 ) -> None:
+
+    def ranked(tokens: VisualTokens) -> VisualTokens:
+        """Images that have nothing but the tokens before the merger."""
+        return replace(
+            tokens, features=tokens.require_encoder(), encoder=None, merger_input=None
+        )
+
     tokens = images(grid=Grid(3, 4, tiles=3))
     before, after = (materialize(state({**changes, **place}), 12) for place in (IN, {}))
     kept = refine(before, tokens)

@@ -35,8 +35,6 @@ from vllm_autoprune.tpdsl.state import Core
 SCHEMA = PruningState.model_json_schema()
 CHECKED = jsonschema.Draft202012Validator(SCHEMA)
 
-WRITTEN = state().model_dump(mode="json", exclude={"provenance"})
-"""The sample with every default stated, without what is outside the digest."""
 
 SAME: list[Changes] = [
     {"/name": "another"},
@@ -53,42 +51,43 @@ SAME: list[Changes] = [
 ]
 """Changes that do not affect behaviour."""
 
-DIFFERENT: list[Changes] = [
-    {"/base_policy/params/theta": 0.5},
-    {"/base_policy": {"name": "divprune", "params": {"tile_scope": "global"}}},
-    {"/source/tokens/tile_scope": "global"},
-    {"/budget": {"atom": "fixed_budget@64"}},
-    {"/budget/limit": 640},
-    {"/scoring/signals/0/weight": 0.77},
-    {"/scoring/signals/4": DELETE},
-    {
-        "/scoring/kernel": {
-            "atom": "runtime_conditional_similarity_kernel",
-            "theta": 0.5,
-        }
-    },
-    {"/constraints/pool/0/pool_ratio": 0.75},
-    {"/constraints/partition/cells": 7},
-    {"/constraints/selector/r_min": 7},
-    {"/reassembly/strength": 0.25},
-    {"/safety/2/repeats": 4},
-    {"/safety/3": DELETE},
-    {"/core": {"share": 0.5}},
-    {"/shares": "free"},
-    *({"/cells": {"rule": "flat", "tolerance": tolerance}} for tolerance in (0, 2)),
-    IN,
-]
-
 
 def test_a_digest_is_that_of_behaviour() -> None:
+    # The sample with every default stated, without what is outside the digest.
+    written = state().model_dump(mode="json", exclude={"provenance"})
+    different: list[Changes] = [
+        {"/base_policy/params/theta": 0.5},
+        {"/base_policy": {"name": "divprune", "params": {"tile_scope": "global"}}},
+        {"/source/tokens/tile_scope": "global"},
+        {"/budget": {"atom": "fixed_budget@64"}},
+        {"/budget/limit": 640},
+        {"/scoring/signals/0/weight": 0.77},
+        {"/scoring/signals/4": DELETE},
+        {
+            "/scoring/kernel": {
+                "atom": "runtime_conditional_similarity_kernel",
+                "theta": 0.5,
+            }
+        },
+        {"/constraints/pool/0/pool_ratio": 0.75},
+        {"/constraints/partition/cells": 7},
+        {"/constraints/selector/r_min": 7},
+        {"/reassembly/strength": 0.25},
+        {"/safety/2/repeats": 4},
+        {"/safety/3": DELETE},
+        {"/core": {"share": 0.5}},
+        {"/shares": "free"},
+        *({"/cells": {"rule": "flat", "tolerance": tolerance}} for tolerance in (0, 2)),
+        IN,
+    ]
     # Caches and measurements are stored under the digest, so a change here invalidates them.
     # Those of the states that ship are pinned.
     mine = "2233f0520a54703f1c5f07895539f52e9ab2bfdbe4fd2bf8dcc548516794c9a8"
     for changes in SAME:
         assert (
-            load_state(edited(WRITTEN, changes)).digest == state(changes).digest == mine
+            load_state(edited(written, changes)).digest == state(changes).digest == mine
         ), changes
-    others = [load_state(edited(WRITTEN, changes)).digest for changes in DIFFERENT]
+    others = [load_state(edited(written, changes)).digest for changes in different]
     assert len({mine, *others}) == 1 + len(others)
 
 

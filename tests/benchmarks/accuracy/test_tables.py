@@ -171,9 +171,6 @@ def test_positions_are_compared_by_kind_of_question(
     assert "@packed" not in yardsticks._as_markdown(yardstick, rows)
 
 
-MMBENCH = ("MMB-EN", "MMB-CN")
-
-
 def recompute(table: Json, row: Json, without: Collection[str] = ()) -> Aggregates:
     """The figures of a row, by its printed scores and those of the full model, the first row."""
     scores, full = (
@@ -187,33 +184,37 @@ def recompute(table: Json, row: Json, without: Collection[str] = ()) -> Aggregat
     return Aggregates.of(scores, full, table["mme_divisor"], digits=9)
 
 
-def rounds_to(value: float | None, printed: float, decimals: int) -> bool:
-    """Whether a value is within half a unit of the last printed digit, ties included."""
-    return value is not None and abs(value - printed) <= 0.5 * 10**-decimals + 1e-9
-
-
-def definition(table: Json, row: Json) -> str:
-    """The definition of Rel. that gives the printed value.
-
-    The ratio of means is tried with unrounded figures, with printed ones, and with an unrounded one
-    over the printed one of the full model, as a table may have been computed in any of these ways.
-    """
-    figures = recompute(table, row)
-    full = table["rows"][0]["acc"]
-    ratios = (figures.ratio_of_means, 100 * row["acc"] / full, 100 * figures.acc / full)
-    tried = {"ratio of means": ratios, "mean of ratios": (figures.mean_of_ratios,)}
-    fitting = [
-        name
-        for name, values in tried.items()
-        if any(rounds_to(value, row["rel"], 1) for value in values)
-    ]
-    return "both" if len(fitting) == 2 else fitting[0]
-
-
 def test_published_figures_follow_their_formulas() -> None:
     """Baselines carry the mean of ratios, AutoPrune the ratio of means, in one and the same table:
     a difference of Rel. between the two is of two different things.
     """
+
+    def rounds_to(value: float | None, printed: float, decimals: int) -> bool:
+        """Whether a value is within half a unit of the last printed digit, ties included."""
+        return value is not None and abs(value - printed) <= 0.5 * 10**-decimals + 1e-9
+
+    def definition(table: Json, row: Json) -> str:
+        """The definition of Rel. that gives the printed value.
+
+        The ratio of means is tried with unrounded figures, with printed ones, and with an
+        unrounded one over the printed one of the full model, as a table may have been computed
+        in any of these ways.
+        """
+        figures = recompute(table, row)
+        full = table["rows"][0]["acc"]
+        ratios = (
+            figures.ratio_of_means,
+            100 * row["acc"] / full,
+            100 * figures.acc / full,
+        )
+        tried = {"ratio of means": ratios, "mean of ratios": (figures.mean_of_ratios,)}
+        fitting = [
+            name
+            for name, values in tried.items()
+            if any(rounds_to(value, row["rel"], 1) for value in values)
+        ]
+        return "both" if len(fitting) == 2 else fitting[0]
+
     rows = [(table, row) for table in PUBLISHED for row in table["rows"]]
     assert len(rows) == 86
     for table, row in rows:
@@ -231,9 +232,10 @@ def test_published_figures_follow_their_formulas() -> None:
 
 
 def test_without_mmbench_autoprune_is_below_cdpruner_in_three_of_six_settings() -> None:
+    mmbench = ("MMB-EN", "MMB-CN")
     acc = {
         (table["table"], row["method"], row["tokens"]): recompute(
-            table, row, MMBENCH
+            table, row, mmbench
         ).acc
         for table in PUBLISHED
         if table["table"].startswith("supplement")

@@ -96,20 +96,20 @@ def test_draws_follow_their_mixes_and_zipfs_law() -> None:
     assert most / second == pytest.approx(2, rel=0.25)
 
 
-SMALL = Workload(model="mock", requests=8, warm_up=2, output_tokens=4, sides={64: 1})
-
-
 def test_bodies_are_streamed_chat_requests(tmp_path: Path) -> None:
-    prepared = prepare(SMALL, tmp_path / "w")
+    small = Workload(
+        model="mock", requests=8, warm_up=2, output_tokens=4, sides={64: 1}
+    )
+    prepared = prepare(small, tmp_path / "w")
     assert (len(prepared.measured), len(prepared.warm_up)) == (8, 2)
     body = json.loads(prepared.measured[3])
     picture, question = body["messages"][0]["content"]
     assert picture["image_url"]["url"].startswith("data:image/")
-    assert question == {"type": "text", "text": _draw_requests(SMALL)[3].question}
+    assert question == {"type": "text", "text": _draw_requests(small)[3].question}
     assert (body["model"], body["max_tokens"]) == ("mock", 4)
     assert body["stream"] and body["stream_options"] == {"include_usage": True}
     assert body["ignore_eos"] is True
-    plain = prepare(SMALL.model_copy(update={"dialect": "openai"}), tmp_path)
+    plain = prepare(small.model_copy(update={"dialect": "openai"}), tmp_path)
     assert (
         not {"ignore_eos", "skip_special_tokens"} & json.loads(plain.measured[0]).keys()
     )

@@ -182,15 +182,15 @@ def test_a_replay_that_differs_is_an_error(
         module.replay_study(changed)
 
 
-def connecting(replies: Sequence[str]) -> module.Connect:
-    model = ScriptedProposer(replies)
-    return lambda: nullcontext(model)
-
-
 def test_a_language_model_is_asked_by_the_arms_that_name_it(
     data: Dataset, tmp_path: Path
 ) -> None:
     """One that writes nothing valid does not stop the others."""
+
+    def connecting(replies: Sequence[str]) -> module.Connect:
+        model = ScriptedProposer(replies)
+        return lambda: nullcontext(model)
+
     settings = Settings(rounds=6, per_round=5, budgets=(8,), proposer="m")
     for folder, replies in (
         (tmp_path / "a", VALID_REPLIES[:8]),

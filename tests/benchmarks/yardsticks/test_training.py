@@ -15,11 +15,6 @@ from benchmarks.yardsticks.clips import SIZE, Clip
 from benchmarks.yardsticks.pages import MERGE, Page
 from benchmarks.yardsticks.questions import Model
 
-PROGRAMS = {
-    "minillava": train_minillava,
-    "miniqwen": train_miniqwen,
-    "clips": train_clips,
-}
 STEPS: dict[Model, dict[str, float]] = {
     "minillava": {
         "reading": 3.170,
@@ -46,6 +41,11 @@ def test_one_seed_gives_one_checkpoint(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    programs = {
+        "minillava": train_minillava,
+        "miniqwen": train_miniqwen,
+        "clips": train_clips,
+    }
     monkeypatch.setattr(train_clips, "_DROPOUT", 1.0)  # of tokens in the first step too
     recipe = training.Recipe.read(name)
     # Three images show every kind of label; more of them only take longer.
@@ -54,7 +54,7 @@ def test_one_seed_gives_one_checkpoint(
     recipe = recipe.model_copy(update={"stages": stages})
     digests = []
     for out in (tmp_path / "out", tmp_path / "again"):
-        PROGRAMS[name].train(training.Training(recipe, out))
+        programs[name].train(training.Training(recipe, out))
         # Any change of what is drawn, labelled or asked shows in these figures.
         log = re.findall(
             r"^\[(\w+)\] 1/1 loss=(\S+)", capsys.readouterr().out, re.MULTILINE
@@ -69,7 +69,7 @@ def test_one_seed_gives_one_checkpoint(
         assert files and list(out.rglob("tokenizer.json")), (
             "transformers and vLLM load the folder"
         )
-    PROGRAMS[name].train(training.Training(recipe, tmp_path / "out"))
+    programs[name].train(training.Training(recipe, tmp_path / "out"))
     assert "loss=" not in capsys.readouterr().out, "all stages were trained"
     again = [hashlib.sha256(path.read_bytes()).hexdigest() for path in files]
     assert digests[0] == digests[1] == again

@@ -41,17 +41,6 @@ def read_source(module: str) -> str:
     return "\n".join(file.read_text() for file in files)
 
 
-def read_symbol(module: str, symbol: str = "") -> str:
-    """Source of a class, or of a function in it, found without importing it."""
-    source = read_source(module)
-    node: ast.AST = ast.parse(source)
-    if not symbol:
-        return source
-    for name in symbol.split("."):
-        node = next(n for n in ast.walk(node) if getattr(n, "name", None) == name)
-    return ast.get_source_segment(source, node) or ""
-
-
 def test_every_architecture_that_takes_images_is_served_or_refused_once() -> None:
     assert CHECKPOINTS.keys() == BACKBONES.keys()
     architectures = [*CHECKPOINTS, *(name for row in REFUSALS for name in row.models)]
@@ -80,6 +69,17 @@ def test_every_architecture_that_takes_images_is_served_or_refused_once() -> Non
 def test_a_reason_is_in_the_code_that_it_names(
     architecture: str, evidence: str
 ) -> None:
+
+    def read_symbol(module: str, symbol: str = "") -> str:
+        """Source of a class, or of a function in it, found without importing it."""
+        source = read_source(module)
+        node: ast.AST = ast.parse(source)
+        if not symbol:
+            return source
+        for name in symbol.split("."):
+            node = next(n for n in ast.walk(node) if getattr(n, "name", None) == name)
+        return ast.get_source_segment(source, node) or ""
+
     where, _, part = evidence.partition(": ")
     assert part in read_symbol(*where.split())
 

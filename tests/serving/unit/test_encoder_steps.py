@@ -140,16 +140,16 @@ def test_selections_by_states_of_requests_are_spread_over_steps() -> None:
     assert len(run_step(EncoderCacheManager(4096), drawn)[0]) == 7, "no policy is run"
 
 
-def make_video_state(name: str) -> PruningState:
-    """A shipped state that prunes videos too."""
-    frames = {"tokens": {"atom": "per_frame_budget", "k": 2}}
-    return load_state(
-        json.dumps({**json.loads(load_state(name).dumps()), "frames": frames})
-    )
-
-
 def test_a_selection_is_priced_at_the_size_of_its_item() -> None:
     """Seconds of one core, measured in torch on one frame of 4,096 tokens: 42 and 0.008."""
+
+    def make_video_state(name: str) -> PruningState:
+        """A shipped state that prunes videos too."""
+        frames = {"tokens": {"atom": "per_frame_budget", "k": 2}}
+        return load_state(
+            json.dumps({**json.loads(load_state(name).dumps()), "frames": frames})
+        )
+
     scope = make_video_state("scope")
     vcast = load_state("vcast")
     assert item_cost(scope, 576) == item_cost(scope, 64) == state_cost(scope)

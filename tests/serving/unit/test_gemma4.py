@@ -50,26 +50,28 @@ def vision(monkeypatch: pytest.MonkeyPatch) -> _Gemma4Vision:
     return _Gemma4Vision(model, served({"/rank_at": "merger_in"}))
 
 
-def make_image(height: int, width: int, padded: int) -> dict[str, torch.Tensor]:
-    """Patches of an image of so many tokens, padded as the processor pads them."""
-    rows, columns = torch.meshgrid(
-        *map(torch.arange, (height * SIDE, width * SIDE)), indexing="ij"
-    )
-    places = torch.stack([columns, rows], dim=2).flatten(0, 1)
-    pixels = torch.rand(len(places), 48, generator=torch.Generator().manual_seed(width))
-    missing = padded * SIDE**2 - len(places)
-    pad = torch.nn.functional.pad
-    return {
-        "pixel_values": pad(pixels, (0, 0, 0, missing)),
-        "pixel_position_ids": pad(places, (0, 0, 0, missing), value=-1),
-    }
-
-
 @torch.no_grad()
 def test_what_policies_read_is_what_transformers_computes(
     vision: _Gemma4Vision,
 ) -> None:
     """Of images of any aspect and of several numbers of patches, whatever is beside them."""
+
+    def make_image(height: int, width: int, padded: int) -> dict[str, torch.Tensor]:
+        """Patches of an image of so many tokens, padded as the processor pads them."""
+        rows, columns = torch.meshgrid(
+            *map(torch.arange, (height * SIDE, width * SIDE)), indexing="ij"
+        )
+        places = torch.stack([columns, rows], dim=2).flatten(0, 1)
+        pixels = torch.rand(
+            len(places), 48, generator=torch.Generator().manual_seed(width)
+        )
+        missing = padded * SIDE**2 - len(places)
+        pad = torch.nn.functional.pad
+        return {
+            "pixel_values": pad(pixels, (0, 0, 0, missing)),
+            "pixel_position_ids": pad(places, (0, 0, 0, missing), value=-1),
+        }
+
     sizes = [(5, 7, 40), (2, 3, 20), (7, 4, 40), (1, 40, 40)]
     inputs = [make_image(*size) for size in sizes]
     images = vision.images(

@@ -159,17 +159,15 @@ def test_turns_end_where_a_question_does(
     assert find_question_turns(preceding, texts, turns) == expected
 
 
-EMPTY: list[object] = [None, "", "  ", [], 5]
-
-
 def test_later_user_turns_without_an_image_are_marked_in_front_of_their_text() -> None:
+    empty: list[object] = [None, "", "  ", [], 5]
     messages = [
         said("system", "Be brief."),
         said("user", "Hello"),
         user(URL, text("What is it?")),
         said("assistant", "A cat."),
         said("user", "And its colour?"),
-        *(said("user", content) for content in EMPTY),
+        *(said("user", content) for content in empty),
         user({"type": "refusal", "refusal": "hm"}, text("One"), text("more?")),
         user(text("Compare:"), URL),
         user({"type": "thinking", "thinking": "hm"}),
@@ -232,8 +230,6 @@ def test_the_instruction_of_a_prompt_whose_images_are_no_tokens() -> None:
 
 # ---- tokens of an instruction ----
 
-IMAGE_ID = 4
-
 
 @pytest.mark.parametrize(
     ("question", "needs", "relevance", "language"),
@@ -261,13 +257,14 @@ def test_instructions_are_tokenized_for_states_that_read_them(
     question: str, needs: tuple[Need, ...], relevance: str, language: str
 ) -> None:
     """By a model whose tokenizer gives each letter a token."""
+    image_id = 4
 
     def encode(text: str, add_special_tokens: bool) -> list[int]:
         assert not add_special_tokens
-        return [ord(letter) if letter != "#" else IMAGE_ID for letter in text]
+        return [ord(letter) if letter != "#" else image_id for letter in text]
 
     info: Any = SimpleNamespace(get_tokenizer=lambda: SimpleNamespace(encode=encode))
-    ids = InstructionTokenizer(info, None, IMAGE_ID).tokenize(question, needs)
+    ids = InstructionTokenizer(info, None, image_id).tokenize(question, needs)
     assert ids == (tuple(map(ord, relevance)), tuple(map(ord, language)))
 
 

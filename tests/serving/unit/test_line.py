@@ -105,17 +105,6 @@ class Prompt:
         self.write_text(marks)
 
 
-def write_prompt(seed: int) -> Prompt:
-    """A random prompt: text, images with marks around them, cores with deltas, packed ones."""
-    rng = Random(seed)
-    prompt = Prompt()
-    for number in range(rng.randint(1, 5)):
-        prompt.write_text(rng.randint(1, 9))
-        prompt.write_image(number, rng)
-    prompt.write_text(rng.randint(1, 9))
-    return prompt
-
-
 def prompt_of_one_image(offset: int, text_behind: int, expected: list[int]) -> Prompt:
     """A prompt with an image of ten tokens, of which the second and the fifth are kept."""
     prompt = Prompt()
@@ -164,6 +153,17 @@ def prefill(prompt: Prompt, edges: list[int]) -> tuple[Tensor, int]:
 @pytest.mark.parametrize("seed", range(60))
 def test_every_token_stands_where_it_does_in_the_whole_prompt(seed: int) -> None:
     """Text, marks, kept tokens and what is decoded; whatever the edges of chunks are."""
+
+    def write_prompt(seed: int) -> Prompt:
+        """A random prompt: text, images with marks around them, cores with deltas, packed ones."""
+        rng = Random(seed)
+        prompt = Prompt()
+        for number in range(rng.randint(1, 5)):
+            prompt.write_text(rng.randint(1, 9))
+            prompt.write_image(number, rng)
+        prompt.write_text(rng.randint(1, 9))
+        return prompt
+
     prompt = write_prompt(seed)
     rng = Random(seed)
     edges = sorted(rng.sample(range(1, prompt.length), min(3, prompt.length - 1)))

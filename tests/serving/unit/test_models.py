@@ -359,20 +359,6 @@ def test_an_image_with_more_text_than_a_plan_may_carry_is_refused() -> None:
 # ---- M-RoPE: positions of kept tokens are checked on an engine (``positions_are_a_gather``) ----
 
 
-def plans_of(items: Sequence[tuple[Part, int]]) -> dict[int, ItemPlan]:
-    """Plans of parts of images, by the number of their item."""
-    return {
-        i: ItemPlan(
-            2,
-            (key, key),
-            part=part,
-            core=2 if part in ("core", "delta") else 0,
-            earlier=(Choice(4),) if part == "recall" else (),
-        )
-        for i, (part, key) in enumerate(items)
-    }
-
-
 CORES: list[tuple[Part, int]] = [("core", 1), ("core", 2), ("core", 1), ("whole", 3)]
 
 
@@ -380,6 +366,20 @@ CORES: list[tuple[Part, int]] = [("core", 1), ("core", 2), ("core", 1), ("whole"
 def test_deltas_and_recalls_stand_where_their_image_does(
     parts: list[tuple[Part, int]], places: dict[int, int]
 ) -> None:
+
+    def plans_of(items: Sequence[tuple[Part, int]]) -> dict[int, ItemPlan]:
+        """Plans of parts of images, by the number of their item."""
+        return {
+            i: ItemPlan(
+                2,
+                (key, key),
+                part=part,
+                core=2 if part in ("core", "delta") else 0,
+                earlier=(Choice(4),) if part == "recall" else (),
+            )
+            for i, (part, key) in enumerate(items)
+        }
+
     assert match_items(plans_of(parts)) == places
 
 

@@ -40,27 +40,6 @@ from vllm_autoprune.text_tower import TextTower
 pytestmark = pytest.mark.compat
 
 
-def identify(
-    sender: Sender, modality: str, data: Any, name: str | None, **kwargs: object
-) -> str:
-    """Identity of one input that is sent under a name."""
-    inputs = ProcessorInputs(
-        sender.info.get_tokenizer().encode(f"user <|{modality}_pad|> what"),
-        sender.info.parse_mm_data({modality: [data]}),
-        {modality: [name]},
-        kwargs,
-    )
-    processed = sender._processor.apply(inputs, TimingContext(enabled=False))
-    (identity,) = processed["mm_hashes"][modality]
-    return str(identity)
-
-
-def stock_identity(sender: Sender, image: Any) -> str:
-    inputs = ProcessorInputs([], sender.info.parse_mm_data({"image": [image]}))
-    (identity,) = inputs.get_mm_hashes(sender.info.model_id, "blake3")["image"]
-    return str(identity)
-
-
 # ---- identities of images, and names that clients give them ----
 
 
@@ -86,6 +65,26 @@ def test_no_uuid_is_the_identity_of_an_image(folder: Any, modality: str) -> None
 
     That features are kept by content, and salts share nothing: ``tests/hostile``, and the pins.
     """
+
+    def identify(
+        sender: Sender, modality: str, data: Any, name: str | None, **kwargs: object
+    ) -> str:
+        """Identity of one input that is sent under a name."""
+        inputs = ProcessorInputs(
+            sender.info.get_tokenizer().encode(f"user <|{modality}_pad|> what"),
+            sender.info.parse_mm_data({modality: [data]}),
+            {modality: [name]},
+            kwargs,
+        )
+        processed = sender._processor.apply(inputs, TimingContext(enabled=False))
+        (identity,) = processed["mm_hashes"][modality]
+        return str(identity)
+
+    def stock_identity(sender: Sender, image: Any) -> str:
+        inputs = ProcessorInputs([], sender.info.parse_mm_data({"image": [image]}))
+        (identity,) = inputs.get_mm_hashes(sender.info.model_id, "blake3")["image"]
+        return str(identity)
+
     sender = Sender(folder, budget=8, rules=RequestRules("budget", explicit=True))
     public = [*sender.send([LARGE]).identities, stock_identity(sender, LARGE)]
     video = (

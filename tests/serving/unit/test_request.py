@@ -81,7 +81,6 @@ def test_a_field_is_refused_at_any_depth_where_nothing_reads_it(
 BUDGET = "x-autoprune-budget"
 STATE = "x-autoprune-state"
 ENABLED = "x-autoprune-enabled"
-VIDEO = "x-autoprune-video-budget"
 
 
 @pytest.mark.parametrize(
@@ -115,19 +114,20 @@ def test_a_header_says_what_the_entry_says_and_agrees_with_it(
 
 
 def test_headers_turn_pruning_off_and_set_the_budget_of_videos() -> None:
+    video = "x-autoprune-video-budget"
     for headers, fields in (
         ([(ENABLED, "false")], {"enabled": False}),
-        ([(ENABLED, "true"), (VIDEO, "16")], {"enabled": True, "video_budget": 16}),
-        ([(VIDEO, "tokens_per_frame:16")], {"video_budget": "tokens_per_frame:16"}),
-        ([(VIDEO, "1/8")], {"video_budget": "1/8"}),
+        ([(ENABLED, "true"), (video, "16")], {"enabled": True, "video_budget": 16}),
+        ([(video, "tokens_per_frame:16")], {"video_budget": "tokens_per_frame:16"}),
+        ([(video, "1/8")], {"video_budget": "1/8"}),
     ):
         assert join_headers(None, headers) == join_headers(fields, headers) == fields
     for entry, header, text, problem in (
         ({"enabled": True}, ENABLED, "false", "contradicts the body"),
-        ({"video_budget": 8}, VIDEO, "16", "contradicts the body"),
+        ({"video_budget": 8}, video, "16", "contradicts the body"),
         ({}, ENABLED, "False", 'is \'False\' -> give "true" or "false"'),
         ({}, ENABLED, "0", 'give "true"'),
-        ({}, VIDEO, "[16]", "tokens_per_frame:16"),
+        ({}, video, "[16]", "tokens_per_frame:16"),
         (
             {},
             "x-autoprune-video_budget",

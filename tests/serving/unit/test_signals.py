@@ -34,9 +34,6 @@ from vllm_autoprune.text_tower import TextTower, read_text_tower
 CPU = torch.device("cpu")
 VISION_WIDTH = 160
 SEGMENT = 40
-BOS = 476
-EOS = 477
-"""Of mini-LLaVA's CLIP, whose norms are trained: defaults would hide a missing one."""
 
 close = torch.testing.assert_close
 
@@ -223,9 +220,6 @@ def test_dummies_serve_where_nothing_was_loaded(clip: Any) -> None:
 
 # ---- relevance by a text tower or input embeddings ----
 
-SHORT: Ids = (BOS, 5, EOS)
-LONG: Ids = (BOS, *range(10, 108), EOS)  # three segments of 40, 40 and 20
-
 
 @pytest.fixture(scope="module")
 def text_tower() -> ClipTower:
@@ -234,7 +228,12 @@ def text_tower() -> ClipTower:
 
 def test_a_batch_is_each_of_its_instructions_alone(text_tower: ClipTower) -> None:
     """Also one without ids: some tokenizers return none for an empty instruction."""
-    instructions = [SHORT, LONG, (BOS, 5, 6, 7, 8, EOS), ()]
+    bos = 476
+    # Of mini-LLaVA's CLIP, whose norms are trained: defaults would hide a missing one.
+    eos = 477
+    short: Ids = (bos, 5, eos)
+    long: Ids = (bos, *range(10, 108), eos)  # three segments of 40, 40 and 20
+    instructions = [short, long, (bos, 5, 6, 7, 8, eos), ()]
     text, used = text_tower.instructions(instructions)
     assert text.shape[:2] == (4, 3) and bool(text.isfinite().all())
     assert used.sum(dim=1).tolist() == [1, 3, 1, 1] and bool(used[:, 0].all())

@@ -290,8 +290,6 @@ TOWER: frozenset[Need] = frozenset(
 )
 QUESTION: frozenset[Need] = frozenset({"instruction", "words", "language"})
 LANGUAGE: frozenset[Need] = frozenset({"language"})
-READERS = {TOWER: "visionzip", QUESTION: "cdpruner", LANGUAGE: "fastv"}
-"""A base policy that reads some of what a mode hides."""
 PRODUCER = SimpleNamespace(ec_role="ec_producer")
 
 
@@ -316,7 +314,9 @@ PRODUCER = SimpleNamespace(ec_role="ec_producer")
 def test_a_mode_is_refused_only_for_states_that_read_what_it_hides(
     flag: str, config: Any, hidden: frozenset[Need]
 ) -> None:
-    assert places(base(READERS[hidden]), config) == [flag]
+    # A base policy that reads some of what a mode hides.
+    readers = {TOWER: "visionzip", QUESTION: "cdpruner", LANGUAGE: "fastv"}
+    assert places(base(readers[hidden]), config) == [flag]
     resolved = _resolve_settings(base("divprune"), config)
     by_flag = {
         need
