@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "requirements/cpu.in"
 TARGET = ROOT / "requirements/cpu.txt"
-EXTRAS = ("bench", "search", "search-openevolve", "dev")
+EXTRAS = ("bench", "data", "search", "search-openevolve", "dev")
 
 # Distributions that are not installed: the reason, and when the line can be removed.
 EXCLUDED = {

@@ -7,20 +7,25 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
-from PIL import Image
-
 from vllm_autoprune.errors import Problem
 from vllm_autoprune.evaluation.asked_question import AskedQuestion, ask
-from vllm_autoprune.evaluation.pictures import VIDEOS, PictureSource
+from vllm_autoprune.evaluation.data_sets.registry import DataFile
+from vllm_autoprune.evaluation.pictures import (
+    VIDEOS,
+    PictureSource,
+    picture_endings,
+)
 from vllm_autoprune.evaluation.records import read_lines
 from vllm_autoprune.stream import one_line
 
 _SHARED = "questions.txt"
 """Name of the file of questions about every picture of its folder, or of all folders."""
+_MME_TEXTS = "questions_answers_YN"
+_MME_IMAGES = "images"
 
 
 def read_folder(
-    path: Path, problems: list[Problem], fix: str
+    path: Path, data: DataFile, problems: list[Problem], fix: str
 ) -> Iterator[AskedQuestion]:
     """Questions of text files: of a picture's name about it, else ``questions.txt`` about all.
 
@@ -30,10 +35,11 @@ def read_folder(
     pairs = count()
     without_text = 0
     with_text = 0
-    subfolders = sorted(folder for folder in path.iterdir() if folder.is_dir())
+    subfolders = [folder for folder in _list_visible(path) if folder.is_dir()]
     for folder in (path, *subfolders):
         category = "all" if folder == path else one_line(folder.name, 80)
         texts, pictures = _list_section(folder, problems)
+        _note_others(path, folder, data)
         for picture in pictures:
             shared = folder / _SHARED
             if not shared.exists():
@@ -79,8 +85,8 @@ def _explain_missing(path: Path, without_text: int) -> Problem:
         shared = path / _SHARED
         what = f"has pictures without a question ({without_text})"
         fix = f"write {shared}, one question a line: each is asked about every picture"
-    kinds = (".jsonl", ".json", ".tsv", ".csv")
-    for file in sorted(path.iterdir()):
+    kinds = (".jsonl", ".json", ".tsv", ".csv", ".parquet", ".arrow")
+    for file in _list_visible(path):
         if file.suffix in kinds and "annotations" not in file.name:
             fix = f"name its file of questions, {file}"
     return Problem(str(path), what, fix)
@@ -93,22 +99,45 @@ def _list_section(
 
     A text without its picture is added to ``problems``.
     """
-    texts = folder / "questions_answers_YN"
-    images = folder / "images"
+    texts = folder / _MME_TEXTS
+    images = folder / _MME_IMAGES
     if not texts.is_dir():
         texts = folder
         images = folder
     by_name = {
-        path.stem: path for path in sorted(texts.glob("*.txt")) if path.name != _SHARED
+        path.stem: path
+        for path in _list_visible(texts)
+        if path.suffix == ".txt" and path.name != _SHARED
     }
-    endings = {*Image.registered_extensions(), *VIDEOS}
-    pictures = [
-        path
-        for path in sorted(images.iterdir() if images.is_dir() else ())
-        if path.suffix.lower() in endings and path.name[0] != "."
-    ]
+    pictures = [path for path in _list_visible(images) if _is_picture(path)]
     for stem in by_name.keys() - {path.stem for path in pictures}:
         what = f"has questions about no picture: {images} has none of its name"
         fix = f"rename it {_SHARED} if they are about every picture, or remove it"
         problems.append(Problem(str(by_name[stem]), what, fix))
     return by_name, pictures
+
+
+def _is_picture(path: Path) -> bool:
+    return path.suffix.lower() in picture_endings() or path.suffix.lower() in VIDEOS
+
+
+def _list_visible(folder: Path) -> list[Path]:
+    """What is in a folder, without what systems hide there, such as macOS's ``._1.txt``."""
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if path.name[0] not in "._")
+
+
+def _note_others(root: Path, folder: Path, data: DataFile) -> None:
+    """Note the files of a section that are no picture and no text, and the folders in it."""
+    sections = [folder]
+    if (folder / _MME_TEXTS).is_dir():
+        sections += [folder / _MME_TEXTS, folder / _MME_IMAGES]
+    for section in sections:
+        for path in _list_visible(section):
+            if path.is_dir():
+                is_read = folder == root or path in sections
+            else:
+                is_read = path.suffix == ".txt" or _is_picture(path)
+            if not is_read:
+                data.not_pictures.append(one_line(path.relative_to(root), 80))

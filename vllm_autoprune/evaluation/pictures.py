@@ -16,8 +16,9 @@ import time
 import warnings
 from collections.abc import Sequence
 from functools import cache, partial
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 import httpx
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -112,8 +113,12 @@ def _sample(frames: Sequence[Any], count: int) -> list[Any]:
 
 
 def _list_frames(folder: Path) -> list[Path]:
-    endings = Image.registered_extensions()
-    files = sorted(file for file in folder.iterdir() if file.suffix.lower() in endings)
+    endings = picture_endings()
+    files = sorted(
+        file
+        for file in folder.iterdir()
+        if file.suffix.lower() in endings and file.name[0] != "."
+    )
     return [file for file in files if file.is_file()]  # a pipe might never end
 
 
@@ -190,6 +195,10 @@ def _check_frames(folder: Path, files: Sequence[Path]) -> None:
 
 _temporary_folder = cache(partial(tempfile.TemporaryDirectory, prefix="autoprune-"))
 """For the pictures that are in no file, until the process ends."""
+_HEIF = "HEIF"
+"""Pillow's name for HEIC, which neither it nor a server reads without pillow-heif."""
+_HEIC_BRANDS = (b"heic", b"heix", b"hevc", b"mif1", b"msf1")
+"""Kinds of HEIC, as its files have them behind ``ftyp``."""
 _NOT_DECODED = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}
 """Formats that vLLM does not open, because they need other programs (vllm/multimodal/image.py)."""
 _MAX_BYTES = 64 << 20
@@ -221,23 +230,12 @@ def find_picture(where: str, text: str, *folders: Path) -> PictureSource:
         raise _refuse(
             where, "is frames in a data URL", "write them to a folder, and name that"
         )
-    reason = "not a file"
-    name = text.removeprefix("file://")
-    for path in (
-        Path(f"{folder / name}{end}") for folder in folders for end in _ENDINGS
-    ):
-        try:
-            if encoded:
-                break
-            if path.is_dir() or stat.S_ISREG(
-                path.stat().st_mode
-            ):  # a pipe might never end
-                return PictureSource(where, text, str(path))
-            break
-        except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-            reason = _reason(error)
-    else:
-        encoded = "" if len(text) <= 40 or "." in text else text
+    if not encoded:
+        path, reason = _find_file(text, folders)
+        if path is not None:
+            return PictureSource(where, text, str(path))
+        is_name = len(text) <= 40 or "." in text or reason == _NO_FILE
+        encoded = "" if is_name else text
     if not encoded:
         fix = "give the path of a PNG or JPEG file"
         if text.lower().endswith(VIDEOS):
@@ -287,6 +285,40 @@ def fetch(source: PictureSource, connection: Connection | None = None) -> Pictur
     return source._replace(address=_write_temporary(where, content, ending))
 
 
+_NO_FILE = "not a file"
+
+
+def _find_file(text: str, folders: Sequence[Path]) -> tuple[Path | None, str]:
+    """The file or folder of a path; without one, why the last that was tried is none.
+
+    A path may be a ``file://`` URL, or be of Windows: its end is searched where the whole is not.
+    """
+    name = text.removeprefix("file://")
+    names = [name]
+    if name != text:
+        names.append(unquote(name.removeprefix("localhost")))
+    if "\\" in text and len(text) < 4096:
+        windows = PureWindowsPath(names[-1])
+        ends = range(1 if windows.anchor else 0, len(windows.parts))
+        names += ["/".join(windows.parts[start:]) for start in ends]
+    reason = _NO_FILE
+    paths = (
+        Path(f"{folder / name}{end}")
+        for name in names
+        for folder in folders
+        for end in _ENDINGS
+    )
+    for path in paths:
+        try:
+            # A pipe might never end.
+            if path.is_dir() or stat.S_ISREG(path.stat().st_mode):
+                return path, ""
+            return None, _NO_FILE
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+            reason = _reason(error)
+    return None, reason
+
+
 def read_picture(
     source: PictureSource, connection: Connection | None = None
 ) -> Picture:
@@ -307,7 +339,9 @@ def read_picture(
             return Picture(
                 name, path, digest, video.url[5:].partition(";")[0], video.total
             )
-        kind, _ = _decode(contents[0])
+        kind, image = _decode(contents[0])
+        if kind == _HEIF:
+            return _convert_heif(where, name, image)
     except ConfigError as error:  # of the video, or of one of its frames
         problem = error.problems[0]
         frame = problem.where.removeprefix(address)[1:]
@@ -315,15 +349,34 @@ def read_picture(
             where = f"{where}: {frame}"
         raise _refuse(where, problem.what, problem.fix) from None
     except UnidentifiedImageError:
-        if contents[0].startswith(b"version https://git-lfs"):
-            raise _refuse(where, "is a Git LFS pointer", "git lfs pull") from None
-        what = "is not a picture that vLLM reads"
-        fix = "convert it to PNG or JPEG, or download it whole; a video's name ends in .mp4"
-        raise _refuse(where, what, fix) from None
+        raise _refuse(where, *_explain_unidentified(contents[0])) from None
     except Exception as error:  # decoders raise anything for a broken file  # noqa: BLE001
         what = f"cannot be decoded ({_reason(error)})"
         raise _refuse(where, what, "export it again, or make it smaller") from None
     return Picture(name, path, digest, Image.MIME.get(kind, "image/png"))
+
+
+def _convert_heif(where: str, name: str, image: Image.Image) -> Picture:
+    """A HEIC picture as PNG, which every server reads."""
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    content = buffer.getvalue()
+    path = Path(_write_temporary(where, content, ".png"))
+    return Picture(name, path, hashlib.sha256(content).hexdigest(), "image/png")
+
+
+def _explain_unidentified(content: bytes) -> tuple[str, str]:
+    """What a file is that Pillow does not know, and what to do."""
+    if content.startswith(b"version https://git-lfs"):
+        return "is a Git LFS pointer", "git lfs pull"
+    if content[4:8] == b"ftyp" and content[8:12] in _HEIC_BRANDS:
+        fix = "convert it to PNG or JPEG"
+        if ".heic" not in picture_endings():
+            fix = f"pip install 'vllm-autoprune[data]', or {fix}"
+        return "is a HEIC picture that cannot be decoded", fix
+    what = "is not a picture that vLLM reads"
+    fix = "convert it to PNG or JPEG, or download it whole; a video's name ends in .mp4"
+    return what, fix
 
 
 def _refuse(where: str, what: str, fix: str) -> ConfigError:
@@ -366,9 +419,31 @@ def _download(url: str, connection: Connection) -> bytes:
     return bytes(content)
 
 
+@cache
+def _register_formats() -> None:
+    """Let Pillow open all formats that it has, and HEIC where pillow-heif is installed."""
+    Image.init()
+    with contextlib.suppress(ImportError):
+        from pillow_heif import register_heif_opener
+
+        register_heif_opener()
+
+
+@cache
+def picture_endings() -> frozenset[str]:
+    """Endings of the files that can be read as pictures."""
+    _register_formats()
+    endings = Image.registered_extensions().items()
+    return frozenset(
+        ending
+        for ending, kind in endings
+        if kind in Image.OPEN and kind not in _NOT_DECODED
+    )
+
+
 def _decode(content: bytes) -> tuple[str, Image.Image]:
     """Format of a picture, and its first frame in RGB, as in vllm/multimodal/media/image.py."""
-    Image.init()
+    _register_formats()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of many pixels, and of odd metadata
         image: Image.Image = Image.open(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +10,16 @@ from pydantic import ValidationError
 
 from vllm_autoprune.errors import ConfigError, Problem
 from vllm_autoprune.evaluation.asked_question import AskedQuestion
+from vllm_autoprune.evaluation.data_folders import find_record_files
 from vllm_autoprune.evaluation.data_sets.conversations import unwrap_request
 from vllm_autoprune.evaluation.data_sets.registry import (
-    PictureFinder,
-    Record,
+    DataFile,
+    known_columns,
     read_record,
 )
 from vllm_autoprune.evaluation.picture_folder import read_folder
-from vllm_autoprune.evaluation.records import read_records
+from vllm_autoprune.evaluation.records import FORM, read_records
 
-_FORM = (
-    'write one object a line: {"image": "a.png", "question": "...", "answer": "..."}, or "video", '
-    'with "category" as text and "pair" as a whole number where wanted'
-)
 _MEANINGS = {
     "missing": "is missing",
     "extra_forbidden": "is not a known field",
@@ -40,41 +37,48 @@ class QuestionReader:
         self.path = path
         self._fix = fix
         beside = path if path.is_dir() else path.parent
-        self._pictures = PictureFinder(images or beside)
-        self.without_picture = 0
-        """Chat requests that are left out."""
+        self._images = images
+        self.file = DataFile(images or beside)
 
     def read(self, problems: list[Problem]) -> Iterator[AskedQuestion]:
         """The questions, with the sources of their pictures; problems are added to ``problems``."""
         try:
+            files: Sequence[Path] = [self.path]
             if self.path.is_dir():
-                yield from read_folder(self.path, problems, self._fix)
-                return
-            for where, fields in read_records(self.path, self._fix):
-                try:
-                    question = self._read_record(where, fields)
-                except ConfigError as error:
-                    problems += error.problems
-                except ValidationError as error:
-                    problems.append(Problem(where, _explain(error), _FORM))
-                else:
-                    if question is not None:
-                        yield question
-                    self.without_picture += question is None
+                files = find_record_files(self.path)
+                if not files:
+                    yield from read_folder(self.path, self.file, problems, self._fix)
+            for file in files:
+                if self._images is None and file.parent not in self.file.folders:
+                    self.file.folders.append(file.parent)
+                yield from self._read_file(file, problems)
         except ConfigError as error:
             problems += error.problems
         except OSError as error:  # of the folder
             what = f"cannot be read ({error.strerror})"
             problems.append(Problem(str(error.filename), what, self._fix))
 
-    def _read_record(self, where: str, fields: Any) -> AskedQuestion | None:
-        """The question of a record; None for a chat request without a picture."""
-        if isinstance(fields, ValueError):
-            reason = str(fields).replace(" at line 1 column ", " at column ")
-            raise ConfigError.of(
-                where, f"is not JSON ({reason})", _FORM, subject="data"
-            )
-        return read_record(Record(where, unwrap_request(fields), self._pictures))
+    def _read_file(
+        self, path: Path, problems: list[Problem]
+    ) -> Iterator[AskedQuestion]:
+        for where, record in read_records(path, self._fix, known_columns()):
+            try:
+                question = self._read_record(where, record)
+            except ConfigError as error:
+                problems += error.problems
+            except ValidationError as error:
+                problems.append(Problem(where, _explain(error), FORM))
+            else:
+                if isinstance(question, AskedQuestion):
+                    yield question
+                else:
+                    self.file.left_out[question] += 1
+
+    def _read_record(self, where: str, record: Any) -> AskedQuestion | str:
+        """The question of a record, or why it is left out."""
+        if isinstance(record, Problem):
+            raise ConfigError("data", [record])
+        return read_record(where, unwrap_request(record), self.file)
 
 
 def _explain(error: ValidationError) -> str:

@@ -186,11 +186,8 @@ def read_asked(
             questions.append(replace(question, turns=render(question.turns, read_once)))
         except ConfigError as error:
             problems += error.problems
-    if reader.without_picture:
-        print(
-            f"{path}: left out {reader.without_picture} without a picture",
-            file=sys.stderr,
-        )
+    for note in reader.file.notes():
+        print(f"{path}: {note}", file=sys.stderr)
     if not questions and len(problems) == earlier:
         what = "contains no question about a picture"
         fix = "give it at least one"

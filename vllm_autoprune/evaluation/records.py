@@ -5,31 +5,50 @@ Every problem is told with its line or record, and nothing else is raised.
 
 from __future__ import annotations
 
-import ast
-import contextlib
-import csv
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from pydantic_core import from_json
 
-from vllm_autoprune.errors import ConfigError
+from vllm_autoprune.errors import ConfigError, Problem
+from vllm_autoprune.evaluation.arrow_files import is_arrow, read_arrow
+from vllm_autoprune.evaluation.tables import Header, Number, read_header, read_rows
 
+FORM = (
+    'write one object a line: {"image": "a.png", "question": "...", "answer": "..."}, or "video", '
+    'with "category" as text and "pair" as a whole number where wanted'
+)
+"""What to do about a record that is none."""
+_FOLDER = "put it into a folder with a questions.txt, and name the folder"
 _NOT_TEXT = {
     rb"\x1f\x8b": ("gzip", "gunzip {}"),
-    rb"PK\x03\x04|PAR1": (
-        "an archive, a spreadsheet or Parquet",
-        "export it as CSV or JSON",
+    rb".{257}ustar|PK\x03\x04|7z\xbc\xaf|\x28\xb5\x2f\xfd|\xfd7zXZ|BZh\d": (
+        "an archive or a spreadsheet",
+        "unpack it, or export it as CSV or JSON",
     ),
     rb"version https://git-lfs": ("a Git LFS pointer", "git lfs pull"),
+    rb"\x89PNG\r|\xff\xd8\xff|GIF8\da|RIFF.{4}WEBP|BM.{4}\0\0\0\0|II\*\0|MM\0\*": (
+        "a picture",
+        _FOLDER,
+    ),
+    rb".{4}ftyp(avif|heic|heix|mif1)": ("a picture", _FOLDER),
+    rb".{4}ftyp|\x1aE\xdf\xa3|RIFF.{4}AVI": ("a video", _FOLDER),
+    rb"%PDF-": ("a PDF file", "export its pages as PNG, with questions about them"),
+    rb"\s*(?i:<(!doctype html|html))": (
+        "an HTML page",
+        "download the file itself, which may need a login",
+    ),
+    rb"SQLite format 3": ("a SQLite database", "export a table of it as CSV"),
+    rb"\x80[\x02-\x05](}|]|\x95|c|X)": ("a pickle", "save it as JSON or CSV"),
 }
-"""Other kinds of files by their beginning, and what makes text of them."""
+"""Other kinds of files by their beginning, and what makes a data set of them."""
 _UTF_16 = re.compile(rb"\A(\xff\xfe|\xfe\xff)|([^\0]\0){4}|(\0[^\0]){4}")
+_BEGINNING = 512
 
 
 def read_lines(path: Path, fix: str) -> Iterator[tuple[int, str]]:
@@ -41,15 +60,10 @@ def read_lines(path: Path, fix: str) -> Iterator[tuple[int, str]]:
     line = b""
     try:
         with path.open("rb") as file:
+            _refuse_other_kinds(path, file.read(_BEGINNING))
+            file.seek(0)
             for number, line in enumerate(file, 1):
                 where = f"{path}:{number}"
-                for pattern, (kind, command) in (
-                    _NOT_TEXT.items() if number == 1 else ()
-                ):
-                    if re.match(pattern, line):
-                        advice = command.format(shlex.quote(str(path)))
-                        what = f"is {kind}, not text"
-                        raise ConfigError.of(str(path), what, advice, subject="data")
                 if (index := line.find(b"\0")) >= 0:
                     raise UnicodeDecodeError(
                         "utf-8", line, index, index + 1, "a NUL byte"
@@ -68,58 +82,93 @@ def read_lines(path: Path, fix: str) -> Iterator[tuple[int, str]]:
         ) from None
 
 
+def _refuse_other_kinds(path: Path, beginning: bytes) -> None:
+    """Raise :class:`ConfigError` for a file that is no text, or a page, by how it begins."""
+    for pattern, (kind, command) in _NOT_TEXT.items():
+        if re.match(pattern, beginning, re.DOTALL):
+            advice = command.format(shlex.quote(str(path)))
+            what = f"is {kind}, not questions"
+            raise ConfigError.of(str(path), what, advice, subject="data")
+
+
 def parse(text: str) -> Any:
-    """JSON, strictly, in which numbers are text as it is written, or the error."""
+    """JSON, strictly, in which numbers are text as it is written and NaN is null, or the error."""
     try:
         from_json(text)
-        return json.loads(text, parse_int=str, parse_float=str, parse_constant=str)
+        return json.loads(
+            text,
+            parse_int=Number,
+            parse_float=Number,
+            parse_constant=lambda name: None if name == "NaN" else Number(name),
+        )
     except ValueError as error:
         return error
 
 
-def read_records(path: Path, fix: str) -> Iterator[tuple[str, Any]]:
-    """The records of a file, each with its place; in place of one that is no JSON, its error."""
+def read_records(
+    path: Path, fix: str, columns: Collection[str]
+) -> Iterator[tuple[str, Any]]:
+    """The records of a file, each with its place; in place of one that is none, its problem.
+
+    ``columns`` are those that data sets have: a table is recognised by its header.
+    """
+    if is_arrow(path):
+        yield from read_arrow(path)
+        return
     numbered = read_lines(path, fix)
     beginning = next(
-        ((number, line) for number, line in numbered if line.strip()), (0, "")
+        (
+            (number, line)
+            for number, line in numbered
+            if line.strip() and not line.startswith("#")
+        ),
+        (0, ""),
     )
+    is_table = path.suffix.lower() in (".csv", ".tsv", ".tab")
+    if header := read_header(path, beginning, numbered, columns, is_table=is_table):
+        yield from _read_table(path, header, numbered)
+        return
     lines = chain([beginning], numbered)
     line = beginning[1].strip()
-    if re.match(r'("?\w[^\t,]*[\t,])*"?(image|question)"?([\t,]|$)', line):
-        yield from _read_table(path, (line for _, line in lines), line)
-        return
     document = parse(line)
     if isinstance(document, ValueError) and re.match(r"\[|\{([^\]}]*[\[{,])?$", line):
         document = parse("".join(line for _, line in lines))
     elif not isinstance(document, list) and not (
-        isinstance(document, dict)
-        and {"questions", "annotations", "data"} & document.keys()
+        (
+            isinstance(document, dict)
+            and ({"questions", "annotations", "data"} & document.keys())
+        )
+        or _list_by_name(document)
     ):
         for number, line in lines:
             if line.strip():
-                yield f"{path}:{number}", parse(line)
+                where = f"{path}:{number}"
+                yield where, _explain(where, parse(line))
         return
     for number, record in enumerate(_list_records(path, document), 1):
-        yield f"{path}: record {number}", record
+        where = f"{path}: record {number}"
+        yield where, _explain(where, record)
 
 
 def _read_table(
-    path: Path, lines: Iterator[str], head: str
+    path: Path, header: Header, numbered: Iterator[tuple[int, str]]
 ) -> Iterator[tuple[str, Any]]:
-    """The rows of TSV or CSV, without empty cells; a list in a cell is read as one."""
-    csv.field_size_limit(1 << 31)
-    rows = csv.DictReader(lines, delimiter="\t" if "\t" in head else ",")
-    try:
-        for row in rows:
-            record: dict[str, Any] = {name: cell for name, cell in row.items() if cell}
-            for name in {"image", "image_path", "answer"} & record.keys():
-                if record[name].startswith("["):
-                    errors = (ValueError, SyntaxError, MemoryError, RecursionError)
-                    with contextlib.suppress(*errors):
-                        record[name] = ast.literal_eval(record[name])
-            yield f"{path}:{rows.line_num}", record
-    except csv.Error as error:
-        yield f"{path}:{rows.line_num}", ValueError(error)
+    """The rows of a table, each with the line on which it begins."""
+    for number, row in read_rows(header, (line for _, line in numbered)):
+        where = f"{path}:{number}"
+        if isinstance(row, str):
+            fix = f"quote cells that have {header.delimiter!r} in them"
+            yield where, Problem(where, row, fix)
+        else:
+            yield where, row
+
+
+def _explain(where: str, record: object) -> object:
+    """The problem of what is no JSON; a record as it is."""
+    if not isinstance(record, ValueError):
+        return record
+    reason = str(record).replace(" at line 1 column ", " at column ")
+    return Problem(where, f"is not JSON ({reason})", FORM)
 
 
 def _list_records(path: Path, document: object) -> Sequence[object]:
@@ -132,28 +181,41 @@ def _list_records(path: Path, document: object) -> Sequence[object]:
             fix = "name the file of their questions, with this one beside it"
             what = "has the answers to questions of another file"
             raise ConfigError.of(str(path), what, fix, subject="data")
-        document = document.get("data", [document])
+        document = document.get("data") or _list_by_name(document) or [document]
     return document if isinstance(document, list) else [document]
+
+
+def _list_by_name(document: object) -> list[dict[str, object]]:
+    """Records of an object that has each under its number, as ScienceQA; none for another."""
+    if not isinstance(document, dict):
+        return []
+    records = [
+        {"id": name, **record}
+        for name, record in document.items()
+        if isinstance(record, dict) and "question" in record
+    ]
+    return records if len(records) == len(document) else []
 
 
 def _join_annotations(
     path: Path, document: Mapping[str, object], questions: Sequence[object]
-) -> list[object]:
+) -> Sequence[object]:
     """VQAv2's questions with the answers to them, which it has in a file beside theirs."""
-    subtype = str(document.get("data_subtype", ""))
-    files = sorted(path.parent.glob("*annotations*.json"))
+    subtype = document.get("data_subtype")
+    extra = {} if subtype is None else {"subtype": subtype}
+    found = sorted(path.parent.glob("*annotations*.json"))
+    files = [file for file in found if file.name[0] != "."]  # macOS writes ._ files
     answers = dict[str, dict[str, object]]()
-    for file in [file for file in files if subtype in file.name] or files:
+    for file in [file for file in files if str(subtype) in file.name] or files:
         lines = read_lines(file, "make it readable")
         joined = parse("".join(line for _, line in lines))
         annotations = joined.get("annotations") if isinstance(joined, dict) else None
         for row in annotations if isinstance(annotations, list) else ():
             if isinstance(row, dict):
                 answers[str(row.get("question_id"))] = row
-    records = list[object]()
-    for question in questions:
-        if isinstance(question, dict):
-            answer = answers.get(str(question.get("question_id")), {})
-            question = {"subtype": subtype, **question, **answer}
-        records.append(question)
-    return records
+    return [
+        {**extra, **question, **answers.get(str(question.get("question_id")), {})}
+        if isinstance(question, dict)
+        else question
+        for question in questions
+    ]

@@ -1,100 +1,187 @@
-"""Chat requests as servers and gateways log them, and conversations of LLaVA's form."""
+"""Conversations of ShareGPT, LLaVA, LLaMA-Factory and ms-swift, and chat requests of logs."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.evaluation.asked_question import AskedQuestion, render
-from vllm_autoprune.evaluation.data_sets.registry import Record, data_set, list_texts
+from vllm_autoprune.evaluation.data_sets.chat_parts import read_part
+from vllm_autoprune.evaluation.data_sets.registry import Record, data_set, list_media
 from vllm_autoprune.evaluation.pictures import PictureSource
 from vllm_autoprune.evaluation.records import parse
-from vllm_autoprune.stream import one_line
 
-_CHAT = "give chat messages of OpenAI's form, with text and image_url"
+_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "bot": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+}
+"""Names of roles in conversations; others are as in chat requests."""
+_WITHOUT_PICTURE = "without a picture"
 
 
 def unwrap_request(record: Any) -> Any:
-    """The body of a chat request, which a gateway may log as text; another record as it is."""
+    """The body of a chat request, which a gateway may log as text; another record as it is.
+
+    DashScope has the messages in ``input``.
+    """
     body = record
-    for name in ("request", "body"):
+    for name in ("request", "body", "request_body", "input"):
         inner = body.get(name) if isinstance(body, dict) else None
         inner = parse(inner) if isinstance(inner, str) else inner
         body = inner if isinstance(inner, dict) else body
-    if isinstance(body, dict) and isinstance(body.get("messages"), list):
-        return body
-    return record
+    is_request = isinstance(body, dict) and (
+        isinstance(body.get("messages"), list) or _is_responses(body.get("input"))
+    )
+    return body if is_request else record
 
 
-@data_set("messages")
-def read_request(record: Record) -> AskedQuestion | None:
-    """The question of a chat request."""
-    return _read_chat(record, record.fields["messages"])
+def _is_responses(value: object) -> bool:
+    """Whether this is the input of a request of the Responses API."""
+    return isinstance(value, list) and any(
+        isinstance(item, dict) and "role" in item for item in value
+    )
 
 
-@data_set("conversations")
-def read_conversation(record: Record) -> AskedQuestion | None:
-    """The question of a conversation of LLaVA's form with its images."""
-    names = iter(list_texts(record.fields.get("image")))
-    turns = record.fields["conversations"]
-    if isinstance(turns, list):
-        turns = [_convert_turn(turn, names) for turn in turns]
-    return _read_chat(record, turns)
+@data_set("messages", others="images image videos video system")
+def read_messages(record: Record) -> AskedQuestion | str:
+    """Chat messages of OpenAI's, Anthropic's or Qwen's form, or with media beside them."""
+    return _read_turns(record, record.fields["messages"], "role", "content")
 
 
-def _convert_turn(turn: object, names: Iterator[object]) -> object:
-    """The message of a turn of LLaVA's form, whose next images have these names."""
-    match turn:
-        case {"from": str(role), "value": str(text)}:
-            pieces = [piece for piece in re.split("(<image>)", text) if piece.strip()]
-            parts = [
-                {"image_url": next(names, piece)}
-                if piece == "<image>"
-                else piece.strip()
-                for piece in pieces
-            ]
-            role = {"human": "user", "gpt": "assistant"}.get(role, role)
-            return {"role": role, "content": parts}
-    return turn
+@data_set("conversations", others="images image videos video system")
+def read_conversation(record: Record) -> AskedQuestion | str:
+    """A conversation of ShareGPT's or LLaVA's form."""
+    return _read_turns(record, record.fields["conversations"], "from", "value")
 
 
-def _read_chat(record: Record, messages: object) -> AskedQuestion | None:
-    """The question of messages, whose last turn is its answer if it is the assistant's."""
-    turns = list[dict[str, Any]]()
-    for message in messages if isinstance(messages, list) else [messages]:
-        if not (isinstance(message, dict) and isinstance(message.get("role"), str)):
-            what = "has a message without a role"
-            raise ConfigError.of(record.where, what, _CHAT, subject="data")
-        content = message.get("content")
-        if isinstance(content, list) and content:
-            content = [_read_part(record, part) for part in content]
-        turns.append({**message, "content": content})
-    answer = None
-    if turns and turns[-1]["role"] == "assistant":
-        answer = turns.pop()["content"]
+@data_set("input", without="question instruction query image")
+def read_responses(record: Record) -> AskedQuestion | str:
+    """A request of the Responses API, whose system prompt is ``instructions``."""
+    items = record.fields["input"]
+    if not _is_responses(items):
+        return _WITHOUT_PICTURE
+    system = record.fields.get("instructions")
+    fields = {**record.fields, "system": system}
+    messages = [item for item in items if item.get("type") != "reasoning"]
+    return _read_turns(record._replace(fields=fields), messages, "role", "content")
+
+
+@data_set("query response images", others="system history")
+@data_set("query response videos", others="system history")
+def read_query(record: Record) -> AskedQuestion | str:
+    """A question of ms-swift's form with ``query`` and ``response``."""
+    return _read_pair(record, "query", "", "response")
+
+
+@data_set("instruction input output images", others="system history")
+@data_set("instruction input output videos", others="system history")
+def read_instruction(record: Record) -> AskedQuestion | str:
+    """A question of Alpaca's form with pictures, as LLaMA-Factory reads it."""
+    return _read_pair(record, "instruction", "input", "output")
+
+
+def _read_pair(
+    record: Record, query: str, more: str, response: str
+) -> AskedQuestion | str:
+    """The question of two columns, after the turns of its history."""
+    fields = record.fields
+    history = fields.get("history")
+    pairs = list(history) if isinstance(history, list) else []
+    text = "\n".join(str(fields[name]) for name in (query, more) if fields.get(name))
+    messages = [
+        {"role": role, "content": content}
+        for pair in [*pairs, [text, fields[response]]]
+        for role, content in zip(("user", "assistant"), pair, strict=False)
+    ]
+    return _read_turns(record, messages, "role", "content")
+
+
+def _read_turns(
+    record: Record, turns: object, role: str, content: str
+) -> AskedQuestion | str:
+    """The question of turns with media; the last turn is its answer if it is the assistant's."""
+    turns = parse(turns) if isinstance(turns, str) else turns
+    messages = list[dict[str, Any]]()
+    for turn in turns if isinstance(turns, list) else [turns]:
+        if not (isinstance(turn, dict) and isinstance(turn.get(role), str)):
+            what = f"has a message without a {'role' if role == 'role' else repr(role)}"
+            fix = "give each a role and its content"
+            raise ConfigError.of(record.where, what, fix, subject="data")
+        others = {name: turn[name] for name in turn.keys() - {role, content}}
+        name = _ROLES.get(turn[role], turn[role])
+        messages.append({"role": name, "content": turn.get(content), **others})
+    if system := record.fields.get("system"):
+        messages.insert(0, {"role": "system", "content": system})
+    _place_media(record, messages)
+    for message in messages:
+        parts = message["content"]
+        if isinstance(parts, list) and parts:
+            message["content"] = [read_part(record, part) for part in parts]
+    answer = ""
+    if messages and messages[-1]["role"] == "assistant":
+        answer = _join_text(messages.pop()["content"])
     sources = list[PictureSource]()
-    render(turns, sources.append)
+    render(messages, sources.append)
     if not sources:
-        return None
-    if isinstance(answer, list):
-        answer = "".join(
-            part.get("text", "") for part in answer if isinstance(part, dict)
-        )
-    answers = (answer,) if answer and str(answer).strip() else ()
-    return AskedQuestion(record.where, turns, answers)
+        return _WITHOUT_PICTURE
+    answers = (answer,) if answer.strip() else ()
+    return AskedQuestion(record.where, messages, answers)
 
 
-def _read_part(record: Record, part: object) -> dict[str, str] | PictureSource:
-    """The text or the picture of a part of a message."""
-    match part:
-        case str(text) | {"type": "text" | "input_text", "text": str(text)}:
-            return {"type": "text", "text": text}
-        case {"image_url": {"url": str(url)} | str(url)} | {
-            "video_url": {"url": str(url)} | str(url)
-        }:
-            return record.pictures.find(record.where, url)
-    kind = part.get("type") if isinstance(part, dict) else part
-    what = f"has a part of type {one_line(kind, 40)!r}"
-    raise ConfigError.of(record.where, what, _CHAT, subject="data")
+def _join_text(content: object) -> str:
+    """The text of a message's content."""
+    parts = content if isinstance(content, list) else [{"text": content or ""}]
+    return "".join(
+        str(part.get("text", "")) for part in parts if isinstance(part, dict)
+    )
+
+
+_MARK = re.compile("(<image>|<video>)")
+
+
+def _place_media(record: Record, messages: Sequence[dict[str, Any]]) -> None:
+    """Put media that a record has beside its messages in the places of their marks.
+
+    Without a mark they are before the first text of the user, as ms-swift has it. Raises
+    :class:`ConfigError` for another number of marks.
+    """
+    fields = record.fields
+    media = {
+        "<image>": list_media(fields.get("images") or fields.get("image")),
+        "<video>": list_media(fields.get("videos") or fields.get("video")),
+    }
+    texts = [m["content"] for m in messages if isinstance(m["content"], str)]
+    for mark, names in media.items():
+        count = sum(text.count(mark) for text in texts)
+        if names and count == 0:
+            _prepend(messages, mark * len(names))
+        elif count != len(names) and (names or "conversations" in fields):
+            what = f"has {len(names)} files for {count} {mark}"
+            fix = "give one for each"
+            raise ConfigError.of(record.where, what, fix, subject="data")
+    queues = {mark: iter(names) for mark, names in media.items() if names}
+    for message in messages:
+        if isinstance(message["content"], str) and any(
+            mark in message["content"] for mark in queues
+        ):
+            message["content"] = _split_marks(message["content"], queues)
+
+
+def _prepend(messages: Sequence[dict[str, Any]], marks: str) -> None:
+    for message in messages:
+        if message["role"] == "user" and isinstance(message["content"], str):
+            message["content"] = f"{marks}{message['content']}"
+            return
+
+
+def _split_marks(text: str, queues: Mapping[str, Iterator[object]]) -> list[object]:
+    """The parts of a text with marks, each of which takes the next file of its kind."""
+    pieces = [piece.strip() for piece in _MARK.split(text) if piece.strip()]
+    return [
+        {"image": next(queues[piece])} if piece in queues else piece for piece in pieces
+    ]

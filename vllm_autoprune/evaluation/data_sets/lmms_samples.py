@@ -2,10 +2,18 @@
 
 from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.evaluation.asked_question import AskedQuestion
-from vllm_autoprune.evaluation.data_sets.registry import Record, data_set, make_known
+from vllm_autoprune.evaluation.data_sets.registry import (
+    Record,
+    data_set,
+    make_question,
+    usual_rule,
+)
 
 
-@data_set("doc_id", "target")
+@data_set(
+    "doc_id doc target arguments filtered_resps doc_hash",
+    others="input input_media resps category",
+)
 def read_lmms_sample(record: Record) -> AskedQuestion:
     """A sample that names its picture."""
     fields = record.fields
@@ -21,7 +29,7 @@ def read_lmms_sample(record: Record) -> AskedQuestion:
         )
         fix = "give the data of the task itself, such as VLMEvalKit's TSV of it"
         raise ConfigError.of(record.where, what, fix, subject="data")
+    target = fields["target"]
     category = fields.get("category")
-    return make_known(
-        record, image=image, question=text, answer=fields["target"], category=category
-    )
+    asked = {"image": image, "question": text, "answer": target, "category": category}
+    return make_question(record, asked, usual_rule(target))

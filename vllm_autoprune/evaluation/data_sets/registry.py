@@ -1,29 +1,48 @@
-"""Registry of the readers of records: a data set is recognised by the columns that it has."""
+"""Registry of the readers of records: a data set is recognised by all of its columns."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import AliasChoices, BeforeValidator, Field, StringConstraints
+from pydantic import (
+    AliasChoices,
+    BeforeValidator,
+    Field,
+    StringConstraints,
+    model_validator,
+)
 
 from vllm_autoprune.errors import ConfigError
 from vllm_autoprune.evaluation.answers import Rule
 from vllm_autoprune.evaluation.asked_question import AskedQuestion, ask
 from vllm_autoprune.evaluation.pictures import PictureSource, find_picture
+from vllm_autoprune.evaluation.tables import is_box, rename
 from vllm_autoprune.record_file import FrozenModel
+from vllm_autoprune.stream import one_line
+
+_SHOWN = 20
+"""Names of files in a note."""
 
 
-class PictureFinder:
-    """Sources of the pictures that the records of one file name, each found once."""
+class DataFile:
+    """What the records of one file share: sources of their pictures, and what is passed over."""
 
     def __init__(self, *folders: Path) -> None:
-        self.folders = folders
+        self.folders = [*folders]
         self._sources: dict[str, PictureSource | None] = {}
         self.rows: dict[str, list[PictureSource]] = {}
         """Pictures of the rows of a table by index, which later rows may name in their place."""
+        self.left_out: Counter[str] = Counter()
+        """Records by the reason why they are not asked."""
+        self.passed_over: dict[str, None] = {}
+        """Columns that no question has, in order."""
+        self.not_pictures: list[str] = []
+        """Files and folders in a folder of pictures that are not read."""
 
     def find(self, where: str, text: str) -> PictureSource:
         """The source of a picture; a problem with it is raised once, then without words."""
@@ -36,41 +55,95 @@ class PictureFinder:
             raise ConfigError("image", [])
         return source
 
+    def notes(self) -> list[str]:
+        """What is not asked, in words."""
+        notes = [
+            f"left out {count} {reason}" for reason, count in self.left_out.items()
+        ]
+        names = [
+            one_line(repr(name), 60) if name else "one without a name"
+            for name in self.passed_over
+        ]
+        if names:
+            notes.append(
+                f"passed over columns that no question has: {', '.join(names)}"
+            )
+        if files := self.not_pictures:
+            shown = ", ".join(files[:_SHOWN]) + ", ..." * (len(files) > _SHOWN)
+            note = f"passed over {len(files)} that are no picture: {shown}"
+            if any(file.lower().endswith((".heic", ".heif")) for file in files):
+                note += " (pip install 'vllm-autoprune[data]' reads HEIC)"
+            notes.append(note)
+        return notes
+
 
 class Record(NamedTuple):
-    """A record of a file, and the finder of its pictures."""
+    """A record of a file; its place, and what it shares with the others."""
 
     where: str
-    fields: Any
-    """A mapping by column, unless the file has something else in its place."""
-    pictures: PictureFinder
+    fields: Mapping[str, Any]
+    """By column; None where a value is missing."""
+    file: DataFile
+
+    def existing(self, *names: str) -> str | None:
+        """The first of these names that is a file or a folder of the data."""
+        folders = self.file.folders
+        return next(
+            (name for name in names if any((f / name).exists() for f in folders)), None
+        )
 
 
-Reader = Callable[[Record], AskedQuestion | None]
-"""The question of a record; None for a chat request without a picture."""
+Reader = Callable[[Record], AskedQuestion | str]
+"""The question of a record, or why it is left out."""
 
 
 class Layout(NamedTuple):
-    """Columns that recognise records of a data set, those that it never has, and its reader."""
+    """What recognises the records of a data set, and their reader."""
 
     columns: frozenset[str]
+    """All are there."""
     without: frozenset[str]
+    """None is there."""
+    others: frozenset[str]
+    """Some may be there."""
+    when: Mapping[str, Collection[str]]
+    """Columns whose values are among these."""
     read: Reader
 
     def matches(self, fields: Mapping[str, Any]) -> bool:
-        """Whether a record has all of the columns, and none that the data set never has."""
-        return self.columns <= fields.keys() and self.without.isdisjoint(fields)
+        """Whether a record is of this data set."""
+        return (
+            self.columns <= fields.keys()
+            and self.without.isdisjoint(fields)
+            and all(str(fields[name]) in values for name, values in self.when.items())
+        )
 
 
 _LAYOUTS: list[Layout] = []
-"""In the order in which they are tried."""
 
 
-def data_set(*columns: str, without: str = "") -> Callable[[Reader], Reader]:
-    """Register the reader of records that have all of these columns."""
+def data_set(
+    columns: str,
+    *,
+    others: str = "",
+    without: str = "",
+    when: Mapping[str, Collection[str]] = MappingProxyType({}),
+) -> Callable[[Reader], Reader]:
+    """Register the reader of records that have all of these columns, and perhaps others.
+
+    Of two data sets that a record has the columns of, it is the one with more.
+    """
 
     def register(read: Reader) -> Reader:
-        _LAYOUTS.append(Layout(frozenset(columns), frozenset(without.split()), read))
+        layout = Layout(
+            frozenset(columns.split()),
+            frozenset(without.split()),
+            frozenset(others.split()),
+            when,
+            read,
+        )
+        _LAYOUTS.append(layout)
+        _LAYOUTS.sort(key=lambda layout: -len(layout.columns))
         return read
 
     return register
@@ -82,18 +155,35 @@ Text = Annotated[str, StringConstraints(pattern=r"\S")]  # not blank
 
 
 def list_texts(value: object) -> list[object]:
-    """A text, a list of texts, or of objects with an answer, as a list."""
+    """A text, a list of texts, or of objects with an answer, as a list; a box is one text."""
     values = value if isinstance(value, list) else [] if value is None else [value]
-    return [item.get("answer") if isinstance(item, dict) else item for item in values]
+    texts = (item.get("answer") if isinstance(item, dict) else item for item in values)
+    return [
+        _join_box(item) if is_box(item) else item for item in texts if item is not None
+    ]
 
 
+def _join_box(numbers: list[str]) -> str:
+    return f"[{', '.join(numbers)}]"
+
+
+def list_media(value: object) -> list[object]:
+    """The names of pictures or videos, each a text or an object with its path or address."""
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    return [
+        item.get("path") or item.get("url") if isinstance(item, dict) else item
+        for item in values
+    ]
+
+
+_Media = Annotated[tuple[Text, ...], BeforeValidator(list_media)]
 _Texts = Annotated[tuple[Text, ...], BeforeValidator(list_texts)]
 
 
 class Line(FrozenModel):
     """One question of a file in this project's form."""
 
-    image: _Texts = Field(
+    image: _Media = Field(
         validation_alias=AliasChoices("image", "images", "video", "videos"),
         min_length=1,
     )
@@ -104,49 +194,74 @@ class Line(FrozenModel):
     category: Text = "all"
     pair: int | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _box(cls, fields: Any) -> Any:
+        """Under ``answer``, four numbers are a box."""
+        if isinstance(fields, dict) and is_box(fields.get("answer")):
+            return {**fields, "answer": [fields["answer"]]}
+        return fields
+
+
+_OWN = frozenset(
+    "image images video videos question answer answers category pair".split()  # noqa: SIM905
+)
+
+
+def known_columns() -> frozenset[str]:
+    """Columns of all data sets and of this project's form."""
+    layouts = (layout.columns | layout.others for layout in _LAYOUTS)
+    return _OWN.union(*layouts)
+
 
 def make_question(
-    record: Record, fields: object, rule: Rule = "text", accepted: tuple[str, ...] = ()
+    record: Record,
+    fields: Mapping[str, object],
+    rule: Rule = "text",
+    accepted: Sequence[str] = (),
 ) -> AskedQuestion:
-    """The question of a record whose fields are those of :class:`Line`; ten answers are VQAv2's.
+    """The question of a record whose fields are those of :class:`Line`; None is missing.
 
-    ``accepted``: the answer as an option's letter and as its text, where there are options.
+    ``accepted`` are in the place of its answers. Ten answers are scored as VQAv2's.
     """
-    line = Line.model_validate(fields)
-    pictures = record.pictures
-    if not (sources := pictures.rows.get(line.image[0])):
-        sources = [pictures.find(record.where, text) for text in line.image]
-    answers = accepted or line.answer
-    return AskedQuestion(
-        record.where,
-        ask(line.question, *sources),
-        answers,
-        "vqa" if len(answers) == 10 else rule,
-        line.category,
-        line.pair,
-    )
-
-
-def make_known(
-    record: Record, accepted: tuple[str, ...] = (), **fields: object
-) -> AskedQuestion:
-    """The question of a data set, of which what is None is missing; yes and no are first words."""
-    rule: Rule = "text"
-    if accepted:
-        rule = "choice"
-    elif str(fields.get("answer")).strip().lower() in ("yes", "no"):
-        rule = "yes_no"
     present = {name: value for name, value in fields.items() if value is not None}
-    return make_question(record, present, rule, accepted)
+    line = Line.model_validate(present)
+    if not (sources := record.file.rows.get(line.image[0])):
+        sources = [record.file.find(record.where, text) for text in line.image]
+    answers = tuple(accepted) or line.answer
+    turns = ask(line.question, *sources)
+    rule = "vqa" if len(answers) == 10 and rule == "text" else rule
+    return AskedQuestion(record.where, turns, answers, rule, line.category, line.pair)
 
 
-def read_record(record: Record) -> AskedQuestion | None:
-    """The question of a record by the first layout that it matches, else in the project's form.
+def make_own(record: Record) -> AskedQuestion:
+    """The question of a record in this project's columns; others are passed over and named."""
+    fields = dict[str, object]()
+    for name, value in record.fields.items():
+        if name in _OWN:
+            fields[name] = value
+        elif value is not None:
+            record.file.passed_over[name] = None
+    return make_question(record, fields)
+
+
+def usual_rule(answer: object) -> Rule:
+    """Of a published answer: yes and no are first words."""
+    return "yes_no" if str(answer).strip().lower() in ("yes", "no") else "text"
+
+
+def read_record(where: str, record: Any, file: DataFile) -> AskedQuestion | str:
+    """The question of a record by the layout that it matches, else in the project's form.
 
     Raises :class:`ConfigError`, or pydantic's ``ValidationError`` for wrong fields.
     """
-    if isinstance(record.fields, dict):
-        for layout in _LAYOUTS:
-            if layout.matches(record.fields):
-                return layout.read(record)
-    return make_question(record, record.fields)
+    if not isinstance(record, dict):
+        Line.model_validate(record)
+    names = rename(record, known_columns())
+    fields = record
+    if len({*names}) == len(record):
+        fields = dict(zip(names, record.values(), strict=True))
+    for layout in _LAYOUTS:
+        if layout.matches(fields):
+            return layout.read(Record(where, fields, file))
+    return make_own(Record(where, fields, file))

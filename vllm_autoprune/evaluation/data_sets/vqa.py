@@ -1,19 +1,44 @@
 """Questions that ten people answered: VQAv2, OK-VQA, TextVQA, VizWiz."""
 
 from vllm_autoprune.evaluation.asked_question import AskedQuestion
-from vllm_autoprune.evaluation.data_sets.registry import Record, data_set, make_known
+from vllm_autoprune.evaluation.data_sets.registry import (
+    Record,
+    data_set,
+    make_question,
+    usual_rule,
+)
 
 SHORT = "\nAnswer the question using a single word or phrase."
 """Asked by lmms-eval and VLMEvalKit behind questions with ten answers."""
 
 
-@data_set("image_id")
-@data_set("answer_type")
+@data_set(
+    "image_id question_id question",
+    others="answers answer_type question_type multiple_choice_answer subtype image image_classes "
+    "set_name",
+    without="answer choices",
+)
+@data_set(
+    "image question answers answer_type",
+    others="answerable question_id question_type",
+    without="answer",
+)
 def read_vqa(record: Record) -> AskedQuestion:
     """A question whose picture is named, or numbered as in COCO or TextVQA."""
     fields = record.fields
-    number = str(fields.get("image_id", ""))
-    subtype = fields.get("subtype")
+    asked = {
+        "image": fields.get("image") or _find_numbered(record),
+        "question": fields["question"] and f"{fields['question']}{SHORT}",
+        "answer": fields.get("answers"),
+        "category": fields.get("answer_type"),
+    }
+    return make_question(record, asked, usual_rule(fields.get("answers")))
+
+
+def _find_numbered(record: Record) -> str:
+    """The picture of a number."""
+    number = str(record.fields["image_id"])
+    subtype = record.fields.get("subtype")
     coco = f"COCO_{subtype or ''}_{number:0>12}"
     names = [
         coco,
@@ -22,18 +47,5 @@ def read_vqa(record: Record) -> AskedQuestion:
         f"{number:0>12}",
         number,
     ]
-    if "image" in fields:
-        names = [fields["image"]]
     files = [f"{name}.jpg" for name in names]
-    existing = (
-        file
-        for file in files
-        if any((folder / file).exists() for folder in record.pictures.folders)
-    )
-    return make_known(
-        record,
-        image=next(existing, files[0] if subtype else names[-1]),
-        question=f"{fields.get('question', '')}{SHORT}",
-        answer=fields.get("answers"),
-        category=fields.get("answer_type"),
-    )
+    return record.existing(*files) or (files[0] if subtype else number)

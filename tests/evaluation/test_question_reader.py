@@ -18,7 +18,7 @@ from tests.evaluation.test_questions import write as write_file
 from tests.fake_server import Answer, fake_server
 from tests.test_streams import json_values
 from vllm_autoprune.errors import ConfigError, Problem
-from vllm_autoprune.evaluation.answers import Rule, score_text
+from vllm_autoprune.evaluation.answers import Rule
 from vllm_autoprune.evaluation.journal import PAIRS, EvaluationError
 from vllm_autoprune.evaluation.questions import (
     PreparedQuestion,
@@ -174,6 +174,9 @@ FORMATS: Mapping[str, tuple[str, dict[str, str | bytes], list[Asked]]] = {
         CHAT, {"custom_id": "1", "body": CHAT}, {"request": json.dumps({"body": CHAT})},
         {"messages": [{"role": "user", "content": "no picture"}]})},
         [("2?", (), "text", "all", ["a.png", "a.png"])] * 3),
+    "files beside pictures, of macOS too": ("photos", {"photos/1.png": RED,
+        "photos/._1.txt": "\0", "photos/questions.txt": "?", "photos/__MACOSX/2.png": b""},
+        [("?", (), "text", "all", ["1.png"])]),
     "lmms-eval": ("q.jsonl", {"q.jsonl": jsonl(SAMPLE)},
         [("How many?", ("4", "four"), "text", "all", ["a.png"])]),
 }  # fmt: skip
@@ -246,7 +249,7 @@ REFUSED: Mapping[str, tuple[str, dict[str, str | bytes], str]] = {
     ),
     "no picture in a folder": (
         "photos",
-        {"photos/1.heic": RED, "photos/questions.txt": "?"},
+        {"photos/1.jxl": RED, "photos/questions.txt": "?"},
         "photos: has no picture -> name a folder with PNG or JPEG files",
     ),
     "questions about no picture": (
@@ -308,9 +311,22 @@ REFUSED: Mapping[str, tuple[str, dict[str, str | bytes], str]] = {
     "more <image> than images": (
         "q.json",
         {"q.json": json.dumps([{**LLAVA, "image": "a.png"}])},
-        "record 1: image '<image>': cannot be read",
+        "record 1: has 1 files for 2 <image> -> give one for each",
     ),
 }
+
+
+def test_what_is_passed_over_in_a_folder_is_named_and_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ("1.png", "raw/2.dng", "3.svg", "trip/4.png", "trip/deep/5.png", "6.pdf")
+    files = {f"photos/{name}": RED for name in names}
+    write(tmp_path, {**files, "photos/questions.txt": "?"})
+    questions = read_questions(tmp_path / "photos", unlabelled=True)
+    assert len(questions) == 2
+    note = capsys.readouterr().err
+    assert "passed over 4 that are no picture: 3.svg, 6.pdf, raw/2.dng" in note
+    assert "trip/deep" in note
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -378,44 +394,14 @@ def test_a_picture_at_a_url_is_downloaded_once_and_without_keys(
     assert ":2: image 'http" in large_one and "(more than 0 MiB)" in large_one
 
 
-@pytest.mark.parametrize(
-    ("rule", "answers", "text", "score"),
-    [
-        ("text", ["41.20", "Forty one"], " forty  ONE.\n", 1.0),
-        ("text", ["41.20"], "41.2", 0.0),
-        # The figures of VQAv2's own scorer: 1 to 4 of ten answers.
-        *(("vqa", ["cat"] * n + ["dog"] * (10 - n), "A cat!", score)
-          for n, score in ((0, 0.0), (1, 0.3), (2, 0.6), (3, 0.9), (4, 1.0))),
-        ("vqa", ["2"] * 10, "Two.", 1.0),
-        ("vqa", ["isn't"] * 10, "isnt", 1.0),
-        ("vqa", ["dogs"] * 10, "dog's", 0.0),
-        ("vqa", ["10.5 a.m"] * 10, "10.5 a.m.", 1.0),
-        ("vqa", ["1000"] * 10, "1,000", 1.0),
-        ("vqa", ["red-blue"] * 10, "red blue", 1.0),
-        ("yes_no", ["Yes"], "yes, there is no cat", 1.0),
-        ("yes_no", ["no"], " No.", 1.0),
-        ("yes_no", ["no"], "", 0.0),
-        ("yes_no", ["no"], "There is no cat.", 0.0),
-        ("choice", ["B", "41.20"], "B. 41.20", 1.0),
-        ("choice", ["B", "41.20"], "(b)", 1.0),
-        ("choice", ["B", "41.20"], "The answer is B.", 1.0),
-        ("choice", ["B", "41.20"], "A or B", 0.0),
-        ("choice", ["B", "a cat"], "A cat", 1.0),
-        ("choice", ["A", "a dog"], "A cat sits on it.", 0.0),
-    ],
-)  # fmt: skip
-def test_a_text_is_scored_by_the_rule_of_its_data(
-    rule: Rule, answers: list[str], text: str, score: float
-) -> None:
-    assert score_text(rule, answers, text) == pytest.approx(score)
-
-
 # ---- nothing that a record holds ends in another exception ----
 
 KEYS = (
-    "image images question answer answers category pair text label index A hint image_id "
-    "answer_type questions annotations data question_id data_subtype doc_id target input arguments "
-    "input_media body request messages role content type image_url url conversations from value"
+    "id choices options candidates choice_a hint pid questionId file_name system source query "
+    "instructions response imgname label index image images question answer answers category pair "
+    "text A image_id answer_type questions annotations data question_id data_subtype doc_id target "
+    "input arguments input_media body request messages role content type image_url url "
+    "conversations from value"
 )
 TEXTS = ("a.png", "user", "assistant", "<image>", "text", "image_url", "yes")
 

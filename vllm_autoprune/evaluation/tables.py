@@ -1,0 +1,175 @@
+"""Rows of TSV and CSV as people and spreadsheets write them."""
+
+from __future__ import annotations
+
+import ast
+import csv
+import json
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeGuard
+
+from vllm_autoprune.errors import ConfigError
+
+_DELIMITERS = "\t,;|"
+_MISSING = ("nan", "NaN", "<NA>")
+"""Cells that pandas writes where it has no value. "None" and "NA" may be answers."""
+_LISTS = {
+    *(
+        "answer",
+        "answers",
+        "candidates",
+        "choices",
+        "direct_answers",
+        "image",
+        "image_path",
+    ),
+    *("images", "option", "options", "video", "videos"),
+}
+"""Columns whose cells may be lists."""
+
+
+class Number(str):
+    """A number as it is written."""
+
+    __slots__ = ()
+
+
+def is_box(value: object) -> TypeGuard[list[str]]:
+    """Whether a list is the four numbers of a box, which are one answer."""
+    return (
+        isinstance(value, list)
+        and len(value) == 4
+        and all(isinstance(item, Number) for item in value)
+    )
+
+
+class Header(NamedTuple):
+    """Columns of a table, the line on which its rows begin, and what is between its cells."""
+
+    columns: Sequence[str]
+    number: int
+    delimiter: str
+
+
+def read_header(
+    path: Path,
+    beginning: tuple[int, str],
+    numbered: Iterator[tuple[int, str]],
+    known: Collection[str],
+    *,
+    is_table: bool,
+) -> Header | None:
+    """The header of a table, which may follow Excel's ``sep=``; None for another text.
+
+    It has the separator with which most of its names are ``known``: csv.Sniffer reads no names, and
+    takes commas of a question for columns. Two known names make a table, or one where ``is_table``.
+    Raises :class:`ConfigError` for a column that is there twice, or a table without known ones.
+    """
+    number, line = beginning
+    delimiters = _DELIMITERS
+    if match := re.fullmatch(r'"?sep=(.)"?', line.strip("\r\n"), re.IGNORECASE):
+        delimiters = match[1]
+        is_table = True
+        number, line = next(numbered, (number, ""))
+    if line.lstrip()[:1] in ("", "{", "["):
+        return None
+    candidates = [
+        Header(rename(next(csv.reader([line], delimiter=mark)), known), number, mark)
+        for mark in delimiters
+    ]
+    header = max(candidates, key=lambda header: _count(header, known))
+    count = _count(header, known)
+    if count == 0 and is_table:
+        what = f"has no column of questions: {line.strip()[:200]}"
+        fix = "name the columns image, question and answer"
+        raise ConfigError.of(f"{path}:{number}", what, fix, subject="data")
+    if count < 2 - is_table:
+        return None
+    for name in header.columns:
+        if name and header.columns.count(name) > 1:
+            what = f"has two columns {name!r}"
+            fix = "rename one of them"
+            raise ConfigError.of(f"{path}:{number}", what, fix, subject="data")
+    return header
+
+
+def _count(header: Header, known: Collection[str]) -> int:
+    return len({*header.columns} & {*known})
+
+
+def rename(names: Iterable[str], known: Collection[str]) -> list[str]:
+    """Names of columns in the letters of those that are known."""
+    by_letters = {name.casefold(): name for name in sorted(known)}
+    stripped = [name.strip() for name in names]
+    return [
+        name if name in known else by_letters.get(name.casefold(), name)
+        for name in stripped
+    ]
+
+
+def read_rows(
+    header: Header, lines: Iterable[str]
+) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    """The rows by column with the numbers of their lines; a text says what is wrong with a row.
+
+    Missing cells are None. Quotes are read strictly: an open one would swallow the rows after it.
+    """
+    csv.field_size_limit(1 << 31)
+    rows = csv.reader(
+        lines, delimiter=header.delimiter, skipinitialspace=True, strict=True
+    )
+    number = header.number + 1
+    try:
+        for cells in rows:
+            if any(cell.strip() for cell in cells) and not _is_comment(header, cells):
+                yield number, _read_cells(header, cells)
+            number = header.number + rows.line_num + 1
+    except csv.Error as error:
+        yield number, f"is not a row ({error})"
+
+
+def _is_comment(header: Header, cells: Sequence[str]) -> bool:
+    return len(cells) == 1 < len(header.columns) and cells[0].startswith("#")
+
+
+def _read_cells(header: Header, cells: Sequence[str]) -> dict[str, Any] | str:
+    """One row by column."""
+    count = len(header.columns)
+    if any(cell.strip() for cell in cells[count:]):
+        return f"has {len(cells)} cells, and the header {count}"
+    return {
+        name: _read_cell(name, cell)
+        for name, cell in zip(header.columns, cells, strict=False)
+    } | dict.fromkeys(header.columns[len(cells) :])
+
+
+def _read_cell(name: str, cell: str) -> object:
+    """A cell's text, its list, or None where nothing is in it."""
+    text = cell.strip()
+    if not text or text in _MISSING:
+        return None
+    if name in _LISTS and text[0] == "[" and text[-1] == "]":
+        value = read_list(text)
+        if value is not None and not (name == "answer" and is_box(value)):
+            return value
+    return cell
+
+
+def read_list(text: str) -> list[Any] | None:
+    """A list as JSON, Python or numpy writes it; None for another text."""
+    try:
+        value = json.loads(text, parse_int=Number, parse_float=Number)
+    except ValueError:
+        # numpy has no commas, and Python would make one text of two.
+        separated = re.sub(r"""(['"])\s+(?=['"])""", r"\1, ", text)
+        try:
+            value = ast.literal_eval(separated)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            return None
+    except RecursionError:
+        return None
+    if not isinstance(value, list):
+        return None
+    return [Number(item) if type(item) in (int, float) else item for item in value]
