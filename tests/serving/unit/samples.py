@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -531,3 +532,14 @@ def answer_by(receiver: Sender, request: Mapping[str, Any]) -> list[str] | str:
         f"plan {digest({**asdict(plan), 'state': plan.state.decode()})}"
         for identity, plan, length in items
     ]
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, **installed: str | None) -> None:
+    """Let these distributions be installed, and no others."""
+
+    def version(name: str) -> str:
+        if (release := installed.get(name.replace("-", "_"))) is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return release
+
+    monkeypatch.setattr(importlib.metadata, "version", version)

@@ -129,7 +129,7 @@ def test_an_image_that_comes_by_its_name_keeps_its_cells(folder: Any) -> None:
 def test_models_that_encode_whole_images_refuse_rules(
     name: str, tmp_path: Path
 ) -> None:
-    """At start: ``test_startup.py``."""
+    """At start: ``test_startup_rules.py``."""
     sender = Sender(build(name, tmp_path), budget=1, placeholder="")
     with pytest.raises(RequestError, match="no cell can be dropped: this model"):
         sender.send([OTHER], cells="flat")

@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
 from vllm_autoprune.serving.compat.worker import bound_encoder_steps
 from vllm_autoprune.serving.encoder_steps import EncoderSteps
+from vllm_autoprune.serving.models.pruned_model import _group_by_tokens
 from vllm_autoprune.serving.plan import FIELD, Choice, ItemPlan
 from vllm_autoprune.serving.state_codec import encode_state
 from vllm_autoprune.tpdsl.cost import DEFAULT_COST, item_cost, state_cost
@@ -160,3 +163,14 @@ def test_a_selection_is_priced_at_the_size_of_its_item() -> None:
     assert item_cost(exchanging, 1 << 14, 256) > item_cost(
         make_video_state("cdpruner"), 1 << 14, 256
     )
+
+
+@given(st.lists(st.integers(0, 150)), st.integers(1, 200))
+def test_groups_are_all_images_in_order_within_the_bound(
+    sizes: list[int], bound: int
+) -> None:
+    groups = [sizes[some] for some in _group_by_tokens(sizes, bound)]
+    assert [size for group in groups for size in group] == sizes
+    for group, following in zip(groups, [*groups[1:], [bound + 1]], strict=False):
+        assert group and (len(group) == 1 or sum(group) <= bound)
+        assert sum(group) + following[0] > bound, "these would have gone together"
