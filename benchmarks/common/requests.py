@@ -87,13 +87,26 @@ def build_body(
     stream: bool = True,
     fields: Mapping[str, object] | None = None,
 ) -> bytes:
-    """A greedy chat request for at most ``tokens`` tokens; a stream ends with the usage.
+    """A greedy request of one turn for at most ``tokens`` tokens; a stream ends with the usage.
 
     ``fields`` are added to the body.
     """
+    turns = [{"role": "user", "content": content}]
+    return build_chat(model, turns, tokens=tokens, stream=stream, fields=fields)
+
+
+def build_chat(
+    model: str,
+    messages: Sequence[Mapping[str, object]],
+    *,
+    tokens: int,
+    stream: bool = True,
+    fields: Mapping[str, object] | None = None,
+) -> bytes:
+    """A greedy request of several turns, as :func:`build_body`."""
     body: dict[str, object] = {
         "model": model,
-        "messages": [{"role": "user", "content": content}],
+        "messages": messages,
         "temperature": 0,
         "max_tokens": tokens,
     }

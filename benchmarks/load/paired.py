@@ -199,6 +199,8 @@ class _Session:
         workload = Workload.of(options, options.served_name)
         seed = load.users or 10_000 + round(1000 * (load.rate or 0))
         changes: dict[str, object] = {"seed": workload.seed + seed}
+        if options.data is not None:
+            changes = {"part": len(self.folders)}
         if options.model.startswith(f"{SHAPE}:"):
             changes["vocabulary"] = "numbered"
         folder = options.out / "workloads" / load.label

@@ -146,6 +146,11 @@ class RequestOptions(FrozenModel):
         {480: 1, 640: 2, 1024: 1}, "longer side of an image, pixels, VALUE=WEIGHT,..."
     )
     images: _Mix = _option({1: 1}, "images a request, VALUE=WEIGHT,...")
+    data: Path | None = _option(
+        None,
+        "questions of your own, as vllm-autoprune eval --data reads them, in place of drawn ones; "
+        "with --cache unique one a picture",
+    )
     dialect: Literal["vllm", "openai"] = _option(
         "vllm", "openai: without vLLM's own fields"
     )
@@ -157,6 +162,8 @@ class Workload(RequestOptions):
 
     model: str
     """Name of the served model."""
+    part: int = 0
+    """Of the own data, so that loads share no picture."""
     vocabulary: Literal["english", "numbered"] = "english"
     """numbered: the words w1, w2, ..., one token each for a model without weights."""
 

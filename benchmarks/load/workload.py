@@ -7,7 +7,7 @@ measured, then those of the warm-up. All servers that are compared are sent the 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
@@ -18,11 +18,12 @@ from pydantic import ValidationError
 
 from benchmarks import BenchmarkError
 from benchmarks.common.requests import (
-    build_body,
+    build_chat,
     build_content,
     draw_picture,
     encode_picture,
 )
+from benchmarks.load.own_data import choose_questions
 from benchmarks.load.settings import Workload
 
 _T = TypeVar("_T")
@@ -91,23 +92,18 @@ class Prepared(NamedTuple):
 
 
 def prepare(workload: Workload, folder: Path) -> Prepared:
-    """Draw and encode all requests into a folder."""
+    """Draw, or choose of one's own, and encode all requests into a folder."""
     # Without skip_special_tokens, special tokens have no text, and their deltas would not count.
     fields = {"ignore_eos": True, "skip_special_tokens": False}
-
-    @lru_cache(maxsize=64)
-    def encode(picture: _Picture) -> str:
-        image = draw_picture(picture.seed, picture.width, picture.height)
-        return encode_picture(image, picture.format)
-
+    encode = _encode_drawn if workload.data is None else _encode_own
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / _WORKLOAD).unlink(missing_ok=True)
         with (folder / _BODIES).open("wb") as file:
-            for pictures, question in _draw_requests(workload):
-                body = build_body(
+            for messages in encode(workload):
+                body = build_chat(
                     workload.model,
-                    build_content(question, map(encode, pictures)),
+                    messages,
                     tokens=workload.output_tokens,
                     fields=fields if workload.dialect == "vllm" else {},
                 )
@@ -119,26 +115,54 @@ def prepare(workload: Workload, folder: Path) -> Prepared:
     return Prepared.read(folder)
 
 
+def _encode_drawn(workload: Workload) -> Iterator[Sequence[Mapping[str, object]]]:
+    """Messages of drawn requests."""
+
+    @lru_cache(maxsize=64)
+    def encode(picture: _Picture) -> str:
+        image = draw_picture(picture.seed, picture.width, picture.height)
+        return encode_picture(image, picture.format)
+
+    for pictures, question in _draw_requests(workload):
+        content = build_content(question, map(encode, pictures))
+        yield [{"role": "user", "content": content}]
+
+
+def _encode_own(workload: Workload) -> Iterator[Sequence[Mapping[str, object]]]:
+    """Messages of one's own questions, those of the warm-up last."""
+    assert workload.data is not None
+    pool = workload.requests if workload.cache == "unique" else workload.pool
+    questions = choose_questions(
+        workload.data, pool + workload.warm_up, workload.part, workload.cache
+    )
+    for identity in _choose_identities(workload):
+        yield questions[identity].messages()
+    for question in questions[pool:]:
+        yield question.messages()
+
+
 def _draw_requests(workload: Workload) -> list[_Request]:
     """Draw the measured requests, then those of the warm-up, which share no image with them."""
-    if workload.cache == "unique":
-        identities = list(range(workload.requests))
-    else:
-        # Which request of the pool each one repeats, by Zipf's law.
-        weights = np.arange(1, workload.pool + 1, dtype=np.float64) ** -workload.zipf
-        ranks = _generator(workload, 4, 0).choice(
-            workload.pool, size=workload.requests, p=weights / weights.sum()
-        )
-        identities = [int(rank) for rank in ranks]
     drawn = [
         # A repeated image is asked about by the place of the request.
         _draw_request(
             workload, identity, index if workload.cache == "same-image" else identity
         )
-        for index, identity in enumerate(identities)
+        for index, identity in enumerate(_choose_identities(workload))
     ]
     warm_up = range(workload.requests, workload.requests + workload.warm_up)
     return drawn + [_draw_request(workload, number, number) for number in warm_up]
+
+
+def _choose_identities(workload: Workload) -> list[int]:
+    """Which request of the pool each measured one repeats, by Zipf's law; else its own number."""
+    if workload.cache == "unique":
+        return list(range(workload.requests))
+    weights = np.arange(1, workload.pool + 1, dtype=np.float64) ** -workload.zipf
+    ranks = _generator(workload, 4, 0).choice(
+        workload.pool, size=workload.requests, p=weights / weights.sum()
+    )
+    return [int(rank) for rank in ranks]
 
 
 def _draw_request(workload: Workload, identity: int, question_number: int) -> _Request:

@@ -50,13 +50,13 @@ def _is_responses(value: object) -> bool:
 @data_set("messages", others="images image videos video system")
 def read_messages(record: Record) -> AskedQuestion | str:
     """Chat messages of OpenAI's, Anthropic's or Qwen's form, or with media beside them."""
-    return _read_turns(record, record.fields["messages"], "role", "content")
+    return read_turns(record, record.fields["messages"], "role", "content")
 
 
 @data_set("conversations", others="images image videos video system")
 def read_conversation(record: Record) -> AskedQuestion | str:
     """A conversation of ShareGPT's or LLaVA's form."""
-    return _read_turns(record, record.fields["conversations"], "from", "value")
+    return read_turns(record, record.fields["conversations"], "from", "value")
 
 
 @data_set("input", without="question instruction query image")
@@ -68,7 +68,7 @@ def read_responses(record: Record) -> AskedQuestion | str:
     system = record.fields.get("instructions")
     fields = {**record.fields, "system": system}
     messages = [item for item in items if item.get("type") != "reasoning"]
-    return _read_turns(record._replace(fields=fields), messages, "role", "content")
+    return read_turns(record._replace(fields=fields), messages, "role", "content")
 
 
 @data_set("query response images", others="system history")
@@ -98,10 +98,10 @@ def _read_pair(
         for pair in [*pairs, [text, fields[response]]]
         for role, content in zip(("user", "assistant"), pair, strict=False)
     ]
-    return _read_turns(record, messages, "role", "content")
+    return read_turns(record, messages, "role", "content")
 
 
-def _read_turns(
+def read_turns(
     record: Record, turns: object, role: str, content: str
 ) -> AskedQuestion | str:
     """The question of turns with media; the last turn is its answer if it is the assistant's."""
