@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.serving.engine import built
 from tests.serving.unit.samples import Sender
-from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.serving import compat, startup
 from vllm_autoprune.serving.api import engine_requests, request_checks
 from vllm_autoprune.serving.compat import worker
@@ -47,8 +47,8 @@ def logged(
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return build("qwen2_5_vl", tmp_path_factory.mktemp("qwen"))
+def folder() -> Any:
+    return built("qwen2_5_vl")
 
 
 @pytest.fixture

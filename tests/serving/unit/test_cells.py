@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -14,6 +13,7 @@ from PIL import Image
 from transformers import BatchFeature
 from vllm.config import MultiModalConfig
 
+from tests.serving.engine import built
 from tests.serving.unit.samples import (
     OTHER,
     PLAN,
@@ -24,7 +24,6 @@ from tests.serving.unit.samples import (
     served,
 )
 from vllm_autoprune import RequestError
-from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.serving.api.cells import (
     _UNCOMPARED,
     EncodedImages,
@@ -126,11 +125,9 @@ def test_an_image_that_comes_by_its_name_keeps_its_cells(folder: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["internvl", "glm_ocr"])
-def test_models_that_encode_whole_images_refuse_rules(
-    name: str, tmp_path: Path
-) -> None:
+def test_models_that_encode_whole_images_refuse_rules(name: str) -> None:
     """At start: ``test_startup_rules.py``."""
-    sender = Sender(build(name, tmp_path), budget=1, placeholder="")
+    sender = Sender(built(name), budget=1, placeholder="")
     with pytest.raises(RequestError, match="no cell can be dropped: this model"):
         sender.send([OTHER], cells="flat")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +13,9 @@ from vllm.model_executor.models.gemma4_mm import Gemma4ForConditionalGeneration 
 from vllm.multimodal.processing import ProcessorInputs
 from vllm.multimodal.processing.context import TimingContext
 
+from tests.serving.engine import built
 from tests.serving.unit.samples import Sender, picture, served
-from vllm_autoprune.selftest.backbones import TINY_MODELS, build
+from vllm_autoprune.selftest.backbones import TINY_MODELS
 from vllm_autoprune.serving.models.gemma4 import _Gemma4Vision
 from vllm_autoprune.serving.plan import FIELD, REQUEST_FIELD, ItemPlan
 
@@ -126,12 +126,12 @@ N = {70: 56, 140: 132, 280: 255, 1120: 1085}
 """Tokens of a picture of 330 x 300 pixels by ``max_soft_tokens``."""
 
 
-def test_a_request_may_encode_more_tokens_and_keep_as_many(tmp_path: Path) -> None:
+def test_a_request_may_encode_more_tokens_and_keep_as_many() -> None:
     """N follows ``max_soft_tokens`` of the request, K is exact, and no two of them share a cache.
 
     The kept tokens are one run of embeddings, which is what vLLM makes a range of attention of.
     """
-    sender = Sender(build("gemma4", tmp_path), 40, placeholder="")
+    sender = Sender(built("gemma4"), 40, placeholder="")
     seen = set()
     for soft_tokens, expected in N.items():
         for kwargs in (

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -25,10 +24,10 @@ from vllm.model_executor.models.qwen3_omni_moe_thinker import (
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.multimodal.processing.processor import PromptUpdateDetails
 
+from tests.serving.engine import built
 from tests.serving.unit.samples import Sender, served
 from tests.tables import parametrize_from_file
 from vllm_autoprune.errors import RequestError
-from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.selftest.checks import _count_between
 from vllm_autoprune.serving.api.placeholders import Placeholders
 from vllm_autoprune.serving.models.grid import GridVision
@@ -313,8 +312,8 @@ def test_joined_tiles_are_the_model_s_rows_and_regions_share_like_tiles(
 
 
 @pytest.mark.parametrize("kind", ["Idefics3", "SmolVLM"])
-def test_a_square_has_most_tokens(kind: str, tmp_path: Path) -> None:
-    folder = build(kind.lower(), tmp_path)
+def test_a_square_has_most_tokens(kind: str) -> None:
+    folder = built(kind.lower())
     sender = Sender(folder, 7, placeholder="<image>")
     assert sender._processor._placeholders.count_largest(sender.info).tokens == 9 * 5
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.multimodal.processing import ProcessorInputs
 from vllm.multimodal.processing.context import TimingContext
 
+from tests.serving.engine import built
 from tests.serving.unit.samples import (
     LARGE,
     OTHER,
@@ -21,7 +21,7 @@ from tests.serving.unit.samples import (
     video_state,
 )
 from vllm_autoprune import RequestError
-from vllm_autoprune.selftest.backbones import TINY_MODELS, build
+from vllm_autoprune.selftest.backbones import TINY_MODELS
 from vllm_autoprune.selftest.questions import video
 from vllm_autoprune.serving.models import BACKBONES
 
@@ -96,9 +96,9 @@ def assert_same_end(
 @pytest.mark.parametrize("backbone", MROPE)
 @pytest.mark.parametrize("budget", [1, 8, "100%"])
 def test_images_take_the_positions_of_whole_ones(
-    backbone: str, budget: int | str, tmp_path: Path
+    backbone: str, budget: int | str
 ) -> None:
-    sender = Sender(build(backbone, tmp_path), budget=8, placeholder="").with_cache()
+    sender = Sender(built(backbone), budget=8, placeholder="").with_cache()
     assert_same_end(
         sender, backbone, {"image": [THIN, LARGE, TALL, LARGE]}, budget=budget
     )
@@ -109,19 +109,17 @@ def test_images_take_the_positions_of_whole_ones(
     ("state", "budget"), [(PRUNED_VIDEOS, 9), (PRUNED_VIDEOS, "100%"), ({}, 0)]
 )
 def test_videos_take_the_positions_of_whole_ones(
-    backbone: str, state: dict[str, Any], budget: int | str, tmp_path: Path
+    backbone: str, state: dict[str, Any], budget: int | str
 ) -> None:
     """Pruned, kept whole, and left whole by a state that prunes none; beside an image."""
-    sender = Sender(
-        build(backbone, tmp_path), budget=8, placeholder="", **state
-    ).with_cache()
+    sender = Sender(built(backbone), budget=8, placeholder="", **state).with_cache()
     entry = {"video_budget": budget} if state else {}
     assert_same_end(sender, backbone, {"image": [THIN], "video": [video(12)]}, **entry)
 
 
-def test_parts_of_an_image_share_its_positions(tmp_path: Path) -> None:
+def test_parts_of_an_image_share_its_positions() -> None:
     """A core, its delta and what a later turn recalls, of an image of 8 x 8 tokens."""
-    sender = Sender(build("qwen2_5_vl", tmp_path), budget=32, core={"share": 0.5})
+    sender = Sender(built("qwen2_5_vl"), budget=32, core={"share": 0.5})
     turns = [{"images": 1, "text": "what"}]
     sent = sender.with_blocks(4).send([LARGE], recall=4, recall_turns=turns)
     assert [plan.part for plan in sent.plans] == ["core", "delta", "recall"]
@@ -136,11 +134,9 @@ LINE_ROWS = {
 
 
 @pytest.mark.parametrize("backbone", LINE_ROWS)
-def test_a_pruned_prompt_ends_where_the_whole_one_does(
-    backbone: str, tmp_path: Path
-) -> None:
+def test_a_pruned_prompt_ends_where_the_whole_one_does(backbone: str) -> None:
     """On one axis, whatever text stands in and around an image; packed it is as long as it is."""
-    sender = Sender(build(backbone, tmp_path), budget=8, placeholder="").with_cache()
+    sender = Sender(built(backbone), budget=8, placeholder="").with_cache()
     sender._config.max_model_len = 1 << 14
     request: Items = {"image": [THIN, LARGE, TALL, LARGE]}
     length = len(process(sender, request, enabled=False)["prompt_token_ids"])
@@ -161,13 +157,9 @@ def test_a_pruned_prompt_ends_where_the_whole_one_does(
 @pytest.mark.parametrize(
     "backbone", [name for name, row in LINE_ROWS.items() if row.videos]
 )
-def test_a_pruned_video_ends_where_the_whole_one_does(
-    backbone: str, tmp_path: Path
-) -> None:
+def test_a_pruned_video_ends_where_the_whole_one_does(backbone: str) -> None:
     state: dict[str, Any] = {**PRUNED_VIDEOS, "positions": "true"}
-    sender = Sender(
-        build(backbone, tmp_path), budget=8, placeholder="", **state
-    ).with_cache()
+    sender = Sender(built(backbone), budget=8, placeholder="", **state).with_cache()
     request: Items = {"image": [LARGE], "video": [video(12)]}
     length = len(process(sender, request, enabled=False)["prompt_token_ids"])
     for _ in range(2):
@@ -183,10 +175,10 @@ PICTURES = [LARGE, OTHER, LARGE, OTHER]
 
 
 @pytest.fixture
-def cramped(tmp_path: Path) -> tuple[Sender, Processed]:
+def cramped() -> tuple[Sender, Processed]:
     """A server with room for some of the pictures at their places; what it sent without a bound."""
     state: dict[str, Any] = {"core": {"share": 0.5}, "positions": "true"}
-    sender = Sender(build("llava_next", tmp_path), budget=32, placeholder="", **state)
+    sender = Sender(built("llava_next"), budget=32, placeholder="", **state)
     (size,) = sender.send([LARGE], enabled=False).lengths
     with_room = sender.with_blocks(8).send(PICTURES)
     assert {plan.positions for plan in with_room.plans} == {"true"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +18,7 @@ from vllm.multimodal.parse import ImageSize
 from vllm.multimodal.processing import ProcessorInputs
 from vllm.multimodal.processing.context import TimingContext
 
+from tests.serving.engine import built
 from tests.serving.unit.samples import (
     LARGE,
     OTHER,
@@ -29,7 +29,7 @@ from tests.serving.unit.samples import (
 )
 from tests.tables import parametrize_from_file
 from vllm_autoprune import RequestError
-from vllm_autoprune.selftest.backbones import TINY_MODELS, build
+from vllm_autoprune.selftest.backbones import TINY_MODELS
 from vllm_autoprune.serving.api import media
 from vllm_autoprune.serving.identities import identify_item
 from vllm_autoprune.serving.models.qwen import _GlmVision, _Qwen2Vision
@@ -180,18 +180,17 @@ OPTIONS: list[tuple[str, dict[str, object]]] = [
 )  # of GLM's image processor
 @pytest.mark.parametrize(("name", "options"), OPTIONS)
 def test_what_is_made_of_an_image_does_not_depend_on_those_beside_it(
-    name: str, options: dict[str, object], tmp_path: Path
+    name: str, options: dict[str, object]
 ) -> None:
     """Processors pad a call to its largest image; with and without caches of processed images."""
     small = picture(100, 48)
     large = picture(330, 300, 1)
-    folder = build(name, tmp_path)
+    folder = built(name)
 
-    def send(gigabytes: int, *calls: Sequence[Any]) -> dict[int, set[str]]:
-        """By image, everything that one processor sends of it in these calls."""
-        sender = Sender(folder, 5, placeholder="", options=options)
-        sender._config.get_multimodal_config().mm_processor_cache_gb = gigabytes
-        sender = sender.with_cache() if gigabytes else sender
+    def send(sender: Sender, *calls: Sequence[Any]) -> dict[int, set[str]]:
+        """By image, everything that is sent of it in these calls to one cache, or to none."""
+        if sender._config.get_multimodal_config().mm_processor_cache_gb:
+            sender = sender.with_cache()
         processed: dict[int, set[str]] = {}
         for images in calls:
             for image, data in zip(images, sender.send(images).data, strict=True):
@@ -201,12 +200,14 @@ def test_what_is_made_of_an_image_does_not_depend_on_those_beside_it(
 
     orders = ([small, large], [large, small], [small, large, small])
     for gigabytes in (0, 4):
-        alone = send(gigabytes, [small]) | send(gigabytes, [large])
+        sender = Sender(folder, 5, placeholder="", options=options)
+        sender._config.get_multimodal_config().mm_processor_cache_gb = gigabytes
+        alone = send(sender, [small]) | send(sender, [large])
         for calls in (
             *((order,) for order in orders),
             ([small, large], [small], [large]),
         ):
-            assert send(gigabytes, *calls) == alone
+            assert send(sender, *calls) == alone
 
 
 def test_another_question_or_k_sends_a_plan_alone(sender: Sender) -> None:
@@ -254,10 +255,8 @@ def test_another_size_of_an_image_is_another_item() -> None:
     assert len({*identities}) == len(sizes)
 
 
-def test_recall_is_refused_where_an_image_is_one_item_unless_pruning_is_off(
-    tmp_path: Path,
-) -> None:
-    sender = Sender(build("internvl", tmp_path), budget=8, placeholder="")
+def test_recall_is_refused_where_an_image_is_one_item_unless_pruning_is_off() -> None:
+    sender = Sender(built("internvl"), budget=8, placeholder="")
     with pytest.raises(RequestError, match="later turns cannot recall tokens"):
         sender.send([SMALL], recall=8)
     (plan,) = sender.send([SMALL], recall=8, enabled=False).plans

@@ -15,10 +15,10 @@ import pytest
 import torch
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
+from tests.serving.engine import built
 from tests.serving.unit.samples import Sender, picture, places, served, vllm_config
 from tests.serving.unit.samples import video_state as state
 from vllm_autoprune import RequestError, load_state
-from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.selftest.questions import video
 from vllm_autoprune.serving.api.budgets import RequestBudgets
 from vllm_autoprune.serving.api.placeholders import TokenCount
@@ -57,8 +57,8 @@ VIDEOS = Capabilities(prunes_videos=True)
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build("qwen2_5_vl", tmp_path_factory.mktemp("tiny"))
+def tiny() -> Path:
+    return built("qwen2_5_vl")
 
 
 @pytest.fixture(params=[True, False], ids=["cache", "no cache"])
@@ -133,9 +133,9 @@ def test_the_range_of_requests_is_of_each_temporal_group(tiny: Path) -> None:
             count(2, 5, video_budget=budget)
 
 
-def test_a_row_behind_the_last_frame_counts_as_a_token(tmp_path: Path) -> None:
+def test_a_row_behind_the_last_frame_counts_as_a_token() -> None:
     """LLaVA-OneVision's newline, which is kept where all tokens are, and only if K has room."""
-    folder = build("llava_onevision", tmp_path)
+    folder = built("llava_onevision")
     frames = 8
     tokens = 4 * 8
 
@@ -204,14 +204,12 @@ def test_a_name_is_no_identity_and_finds_its_video_again(tiny: Path) -> None:
     assert alone(sender, VIDEO, "y") == (*named[:2], None)
 
 
-def test_a_random_draw_depends_on_the_pixels_of_a_video_alone(
-    tiny: Path, tmp_path: Path
-) -> None:
+def test_a_random_draw_depends_on_the_pixels_of_a_video_alone(tiny: Path) -> None:
     """Not on its name or salt, nor on the server or the model."""
     servers = [
         Sender(tiny, budget=8, **state("vcast")).with_cache(),
         Sender(tiny, budget=4, **state("evs")),
-        Sender(build("qwen2_vl", tmp_path), budget=8, **state("vcast")),
+        Sender(built("qwen2_vl"), budget=8, **state("vcast")),
     ]
     settings: list[dict[str, Any]] = [
         {},
@@ -254,8 +252,8 @@ def test_a_video_has_its_plan_under_every_cache_of_processed_items(
         sender.cache.close()
 
 
-def test_what_cannot_be_is_refused(tiny: Path, tmp_path: Path) -> None:
-    other_model = Sender(build("glm_ocr", tmp_path), budget=8, **state("vcast"))
+def test_what_cannot_be_is_refused(tiny: Path) -> None:
+    other_model = Sender(built("glm_ocr"), budget=8, **state("vcast"))
     images_only = Sender(tiny, budget=8)
     videos = Sender(tiny, budget=8, **state("vcast"))
     for sender, budget, problem in (
@@ -359,10 +357,10 @@ def test_tokens_of_a_video_are_placed_once_however_often_they_are() -> None:
 @pytest.mark.filterwarnings("ignore:__array__ implementation")  # Glm4vProcessor
 @pytest.mark.parametrize("backbone", ["qwen3_vl", "glm4v"])
 def test_frames_and_their_times_stand_where_they_do_in_the_whole_video(
-    backbone: str, tmp_path: Path
+    backbone: str,
 ) -> None:
     """The worker embeds the text of a pruned video, all of whose tokens are placeholders."""
-    sender = Sender(build(backbone, tmp_path), budget=8, **state("vcast"))
+    sender = Sender(built(backbone), budget=8, **state("vcast"))
     stock_video, few = (
         sender.send([VIDEO], modality="video", video_budget=k) for k in ("100%", 9)
     )

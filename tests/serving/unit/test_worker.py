@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +16,11 @@ from vllm.multimodal.encoder_budget import MultiModalBudget
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
 
+from tests.serving.engine import built
 from tests.serving.unit.samples import Sender
 from tests.stand_in_device import DEVICE, forbid_waiting
 from vllm_autoprune import PruningPolicy, VisualTokens, load_state
 from vllm_autoprune.ops import similarity
-from vllm_autoprune.selftest.backbones import build
 from vllm_autoprune.serving.compat import worker as worker_patches
 from vllm_autoprune.serving.compat.worker import profile_images
 from vllm_autoprune.serving.models import pruned_model
@@ -315,10 +314,10 @@ def test_a_rank_that_publishes_no_times_keeps_none(
 @pytest.mark.parametrize("patched", [RunnerV1, RunnerV2], ids=["V1", "V2"])
 @pytest.mark.parametrize("skips", [False, True])
 def test_largest_images_are_profiled_beside_a_larger_video(
-    patched: Any, skips: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    patched: Any, skips: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Qwen2.5-VL, whose videos are left whole by this state."""
-    sender = Sender(build("qwen2_5_vl", tmp_path), budget=8)
+    sender = Sender(built("qwen2_5_vl"), budget=8)
     scheduler = SimpleNamespace(
         max_num_encoder_input_tokens=2048,
         encoder_cache_size=2048,
