@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -89,7 +90,50 @@ class _NoWaitingCopies(TorchDispatchMode):
             kinds = {part.is_meta for part in tensors if part.dim()}
             if len(kinds) > 1:
                 raise WaitsForDevice(f"{func} mixes tensors of host and device")
+        return _run_once(func, args, named)
+
+
+@cache
+def _returns_new_tensors(func: Any) -> bool:
+    """Whether an operator writes to no argument, and returns none and no view of one."""
+    schema = func._schema
+    return all(part.alias_info is None for part in (*schema.arguments, *schema.returns))
+
+
+def _describe(part: Any) -> object:
+    """What a meta kernel reads of its arguments, as a key."""
+    if isinstance(part, Tensor):
+        return part.shape, part.stride(), part.dtype, part.is_meta
+    if isinstance(part, list | tuple):
+        return tuple(map(_describe, part))
+    if isinstance(part, dict):
+        return tuple((name, _describe(value)) for name, value in part.items())
+    return type(part), part
+
+
+_RESULTS: dict[object, Any] = {}
+"""Results of operators by their arguments: torch's meta kernels take 0.2 ms each in Python."""
+
+
+def _run_once(func: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    """The result of an operator, whose kernel runs once; one that raises does so every time."""
+    if not _returns_new_tensors(func):
         return func(*args, **named)
+    key = (func, _describe(args), _describe(named))
+    if key not in _RESULTS:
+        result = func(*args, **named)
+        parts = result if isinstance(result, list | tuple) else [result]
+        if not all(isinstance(part, Tensor) and part.is_meta for part in parts):
+            return result
+        _RESULTS[key] = result
+    result = _RESULTS[key]
+    return _renew(result) if isinstance(result, Tensor) else (*map(_renew, result),)
+
+
+def _renew(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=DEVICE
+    )
 
 
 @contextmanager

@@ -215,14 +215,20 @@ def test_k_sound_rows_and_the_same_bits_again_and_alone(name: str, grid: Grid) -
         assert same(refined, refine(policy, take(tokens, [image])), image, 0)
 
 
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
 @pytest.mark.parametrize("name", STATES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_the_smallest_and_the_largest_budgets(name: str, dtype: torch.dtype) -> None:
-    for grid, clusters, noise in (
-        (GRIDS[0], 6, 0.5),
-        (ODD_GRIDS[0], 3, 0.5),
-        (ODD_GRIDS[1], 1, 0),
+@pytest.mark.parametrize(
+    "shift", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2))]
+)
+def test_the_smallest_and_the_largest_budgets(name: str, shift: int) -> None:
+    """Each state on three grids in three types; in every type on every grid by all shifts."""
+    shift += [*STATES].index(name)
+    for number, (grid, clusters, noise) in enumerate(
+        ((GRIDS[0], 6, 0.5), (ODD_GRIDS[0], 3, 0.5), (ODD_GRIDS[1], 1, 0))
     ):
+        dtype = DTYPES[(number + shift) % len(DTYPES)]
         tokens = images(7, grid=grid, dtype=dtype, clusters=clusters, noise=noise)
         for budget in (1, 5, grid.tokens - 1):
             policy = policy_of(name, budget)
