@@ -145,6 +145,7 @@ def _start_up_and_fork() -> int:
     return child.exitcode
 
 
+@pytest.mark.slow
 def test_an_engine_core_that_is_forked_after_start_up_can_use_threads() -> None:
     """As `LLM()` does on CUDA: libgomp hangs in a child whose parent ran a parallel region."""
     done = subprocess.run(
