@@ -1,4 +1,4 @@
-"""Base policies: published token selectors behind one interface, by what they do to an image.
+"""Base policies: published token selectors behind one interface, in a module per kind of method.
 
 Importing this package registers all of them.
 """
@@ -6,6 +6,6 @@ Importing this package registers all of them.
 from vllm_autoprune.base_policies import greedy, groups, language, merging, video  # noqa: F401
 from vllm_autoprune.tpdsl.base_policy import BASE_POLICIES
 
-# The schema and every list name them in this order.
+# The JSON schema and every list of base policies have them in this order.
 for _name in sorted(BASE_POLICIES):
     BASE_POLICIES[_name] = BASE_POLICIES.pop(_name)

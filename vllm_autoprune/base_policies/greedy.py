@@ -1,6 +1,7 @@
 """Base policies that pick one token after another: by distance, relevance, or what is not covered.
 
-All go on from given tokens, so that a core and its delta keep what one selection would.
+All of them can continue from given tokens, so a core and its delta together are what one selection
+would keep.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def _greedy_policy(
     reads: Callable[[P], frozenset[Need]] | None = None,
     core: type[P] | None = None,
 ) -> Callable[[_Pick[P]], _Pick[P]]:
-    """Decorator: register a greedy policy by its picks ``(B, K)`` given tokens that are kept."""
+    """Decorator: register a greedy policy by a function that returns its picks ``(B, K)``."""
 
     def register(function: _Pick[P]) -> _Pick[P]:
         @base_policy(
@@ -87,7 +88,10 @@ def _greedy_policy(
 
 @dataclass(frozen=True, slots=True)
 class _Sets:
-    """The R sets of n tokens that a policy picks from: the tiles of each image, or the images."""
+    """The R sets of n tokens that a policy picks from: the tiles of each image, or whole images.
+
+    ``across`` selects whole images; ``start`` holds the given tokens.
+    """
 
     tokens: VisualTokens
     budget: int
@@ -96,13 +100,13 @@ class _Sets:
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Tokens that are picked of each set of an image, the largest number first."""
+        """Number of tokens to pick from each set of an image, the largest number first."""
         return split_over_tiles(
             self.budget, 1 if self.across else self.tokens.grid.tiles
         )
 
     def of(self, values: Tensor) -> Tensor:
-        """Values ``(B, N, ...)`` by set, ``(R, n, ...)``."""
+        """Values ``(B, N, ...)`` regrouped by set as ``(R, n, ...)``."""
         return values if self.across else self.tokens.by_tile(values)
 
     @property
@@ -116,7 +120,7 @@ class _Sets:
         return self.of(self.start.closed)
 
     def join(self, picks: Tensor) -> Tensor:
-        """Picks ``(R, shares[0])`` within the sets as picks ``(B, K)`` within images."""
+        """Picks ``(R, shares[0])`` within sets, as picks ``(B, K)`` within images."""
         if self.across:
             return picks
         return self.tokens.join_tiles(
@@ -124,7 +128,7 @@ class _Sets:
         )
 
     def pick_by_map(self, similarity: Tensor, quality: Tensor) -> Tensor:
-        """Greedy MAP from the given tokens: quality scales the kernel conditioned on them."""
+        """Greedy MAP on the similarity conditioned on the given tokens, weighted by quality."""
         eligible = conditioned = None
         if self.start.most:
             eligible = ~self.closed
@@ -134,7 +138,7 @@ class _Sets:
                 size = self.tokens.grid.per_tile
                 tiles = self.tokens.grid.tiles
                 tile = torch.arange(tiles, device=fixed.device)[None, :, None]
-                # A token of another tile stands at a place of its own and conditions nothing.
+                # A set is conditioned only on the given tokens of its own tile.
                 valid = (fixed // size)[:, None] == tile
                 fixed = (fixed % size)[:, None].expand_as(valid).flatten(0, 1)
                 valid = valid.flatten(0, 1)
@@ -147,12 +151,12 @@ class _Sets:
 
 
 def _distance_to_kept(distance: Tensor, mask: Tensor) -> Tensor:
-    """Distance ``(B, N)`` of each token to the nearest kept one, by a mask ``(B, N)``."""
+    """Distance ``(B, N)`` of each token to the nearest token of a mask ``(B, N)``."""
     return distance.masked_fill(~mask[:, :, None], torch.inf).amin(dim=1)
 
 
 def _covered_by(degrees: Tensor, mask: Tensor) -> Tensor:
-    """How well the candidates of a mask ``(B, N)`` cover each row, at least 0: ``(B, R)``."""
+    """How well the candidates in a mask ``(B, N)`` cover each row: ``(B, R)``, at least 0."""
     return degrees.masked_fill(~mask[:, :, None], 0.0).amax(dim=1).clamp_min(0)
 
 
@@ -178,12 +182,12 @@ def _divprune(
     if start.indices.shape[1]:
         nearest = _distance_to_kept(distance, sets.kept)
         return sets.join(farthest_points(distance, count, Chosen(nearest, sets.closed)))
-    # The smallest distance of a token is to itself, so the second smallest is to its nearest
-    # neighbour; like the published code, this does not mask the diagonal.
+    # The nearest token is the token itself, so the second smallest distance is that to the nearest
+    # neighbour. Like the published code, this does not mask the diagonal.
     second = distance.topk(min(2, distance.shape[1]), dim=1, largest=False).values[
         :, -1
     ]
-    # Relative: where every token has a duplicate, what is left is rounding, as published.
+    # Relative: where every token has a duplicate, second distances are only rounding, as published.
     seed = argmax_within(second, relative=True)[0][:, None]
     nearest = distance.gather(1, seed[:, :, None].expand(-1, -1, distance.shape[1]))[
         :, 0
@@ -309,7 +313,7 @@ def _cen_divprune(
     sets = _Sets(tokens, budget, start, params.tile_scope == "global")
     similarity, weight = params.compare(sets)
     distance = 1 - similarity
-    # At a weighted distance of at most the floor the other tokens come by weight.
+    # From the first weighted distance of at most the floor on, tokens are picked by weight.
     chosen = Chosen(_distance_to_kept(distance, sets.kept), sets.closed)
     return sets.join(
         weighted_farthest_points(distance, weight, sets.shares[0], chosen, floor=1e-6)
@@ -344,7 +348,7 @@ def _scope(
         sets.shares[0],
         covered=_covered_by(similarity, sets.kept),
         taken=sets.closed,
-        floor=1e-9,  # at a weighted gain of at most this the other tokens come by weight
+        floor=1e-9,  # from the first weighted gain of at most this on, tokens are picked by weight
     )
     return sets.join(picks)
 
@@ -392,7 +396,8 @@ def _mmtok(
 
     Source: MMTok (ICLR 2026, arXiv 2508.18264) and its published code.
     """
-    # How well each token covers each token of its tile (B * T, n, n), and each word; 0 for padding.
+    # How well each token covers each token of its tile (B * T, n, n), and each word, which is 0 for
+    # padding.
     sets = _Sets(tokens, budget, start)
     rows = sets.of(tokens.require_encoder())
     covers = (
@@ -418,7 +423,7 @@ def _mmtok(
         sets.shares[0],
         covered=_covered_by(degrees, sets.kept),
         taken=sets.closed,
-        floor=1e-12,  # at a gain of at most this the other tokens come by index
+        floor=1e-12,  # from the first gain of at most this on, tokens are picked by index
         scale=False,
     )
     return sets.join(picks)
@@ -488,10 +493,10 @@ def _idpruner(
     picks = [torch.empty(rows, 0, dtype=torch.int64, device=importance.device)]
     for _ in range(sets.shares[0]):
         score = balance * importance - (1 - balance) * closest
-        # Where nothing is kept yet, the most important token comes first.
+        # Where nothing is given or picked yet, the most important token comes first.
         score = torch.where(begins, importance, score)
         score = score.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
-        # NaN counts less than any number, but more than a token that is taken.
+        # NaN ranks below any number, but above a token that is taken.
         score = torch.where(
             free, score.clamp_min(torch.finfo(score.dtype).min), -torch.inf
         )

@@ -20,10 +20,10 @@ from vllm_autoprune.tpdsl.base_policy import (
 from vllm_autoprune.tpdsl.tokens import Need, TileGroup, VisualTokens
 
 _BAND_SCALE = 1090.0
-"""Published factor of a band's mean attention: 1000, and 0.09 of that for the variance."""
+"""Published factor of a band's mean attention: 1000, plus 0.09 times that for the variance."""
 
 _BAND_OFFSET = 1e-6
-"""Added to the sum of weights that is divided by, as published."""
+"""Added to the sum of weights before division, as published."""
 
 
 class _HoloVParams(PolicyParams):
@@ -37,7 +37,7 @@ class _HoloVParams(PolicyParams):
     )
 
     def count(self, tokens: int, budget: int) -> int:
-        """Bands of a tile of ``tokens`` tokens of which ``budget`` are kept."""
+        """Number of bands of a tile of ``tokens`` tokens, of which ``budget`` are kept."""
         wanted = 1024 * tokens // (576 * budget) if self.bands is None else self.bands
         return max(1, min(wanted, tokens))
 
@@ -65,11 +65,12 @@ def _holov(
 
 
 def _select_by_band(attention: Tensor, count: int, bands: int) -> Tensor:
-    """Picks ``(R, count)`` of attention ``(R, n)``: those of every band, by descending attention.
+    """Picks ``(R, count)`` of the most attended tokens of each band, by attention ``(R, n)``.
 
-    Bands are runs of n // P tokens, the first n mod P one token longer, with quotas by their mean
-    attention. What a band has no room for goes one by one to the band with room whose fair share is
-    farthest above what it has [ours]: the published code pads with zero rows there.
+    Each of P bands is a run of n // P tokens, the first n mod P bands having one token more. Quotas
+    are by the mean attention of a band. Tokens that a band has no room for go one by one to the
+    band with room that is farthest below its fair share [ours]: the published code pads with zero
+    rows there.
     """
     rows, size = attention.shape
     position = torch.arange(size, device=attention.device)
@@ -82,7 +83,7 @@ def _select_by_band(attention: Tensor, count: int, bands: int) -> Tensor:
     member = band[:, None] == turn
     sizes = member.sum(dim=0)
 
-    # Tokens (R, P) that each band gets.
+    # Quota (R, P) of tokens of each band.
     finite = attention.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).clamp_min(0)
     total = torch.stack([row @ member.to(row.dtype) for row in finite])
     weight = _BAND_SCALE * total / sizes.clamp_min(1)
@@ -103,7 +104,7 @@ def _select_by_band(attention: Tensor, count: int, bands: int) -> Tensor:
         best = lacking.argmax(dim=1, keepdim=True)
         take = take.scatter_add(1, best, (missing > 0).to(take.dtype))
 
-    # The most attended of each.
+    # The most attended tokens of each band.
     best = rank_descending(attention)
     order = best.gather(1, band[best].argsort(dim=1, stable=True))
     owner = band[order]
@@ -163,7 +164,7 @@ def _prunesid(
 
     def run(group: TileGroup) -> TileRows:
         extra = group.cls_rows(tokens)
-        # With a single row, keep a patch: [CLS] alone would leave no token.
+        # With a single row, keep a patch: the row of [CLS] alone would leave no token.
         extra = extra if group.share > 1 else extra[:, :0]
         picks = _pick_by_group(params, tokens, group, group.share - extra.shape[1])
         return TileRows(picks, extra[:, :0], extra)
@@ -181,10 +182,10 @@ def _prunesid(
 def _pick_by_group(
     params: _PruneSIDParams, tokens: VisualTokens, tiles: TileGroup, count: int
 ) -> Tensor:
-    """Picks ``(R, count)`` of the tiles: the best token of every group by score, the second, ...
+    """Picks ``(R, count)`` in turn: the best token of every group by score, then the second, ...
 
-    With one row of [CLS], ``count`` is one less than the tiles' share, which the rules count by.
-    Earlier picks mean higher confidence, as consumers of a reference selection expect.
+    With a row of [CLS], ``count`` is one less than the tiles' share, by which the published rules
+    count. Earlier picks mean higher confidence, as consumers of a reference selection expect.
     """
     qwen = params.mode == "qwen"
     budget = tiles.share
@@ -193,9 +194,9 @@ def _pick_by_group(
     wanted = (
         max(budget // 4, 4 if qwen else 1) if params.groups is None else params.groups
     )
-    # Absolute top left singular vectors (R, n, q) of sigmoid(rows), each row less its mean. Exact,
-    # in float64: groups are decided by small differences. Rows that are not finite count as 0,
-    # because a decomposition of them raises.
+    # Absolute top left singular vectors (R, n, q) of sigmoid(rows), each row less its mean. They
+    # are exact and in float64, because groups are decided by small differences. Rows that are not
+    # finite count as 0, because decomposing them would raise.
     squashed = torch.sigmoid(rows.double().nan_to_num())
     centred = squashed - squashed.mean(dim=2, keepdim=True)
     _, vectors = torch.linalg.eigh(matmul_each(centred, centred.transpose(1, 2)))
@@ -206,7 +207,7 @@ def _pick_by_group(
     else:
         score = tiles.of(tokens.require_cls_attention().float(), tokens)
     similarity = cosines(rows, rows.norm(dim=-1, keepdim=True))
-    # Similarity, as a multiple of the mean of all pairs, from which on a token repeats another.
+    # Similarity from which on a token repeats another, as a multiple of the mean over all pairs.
     total = torch.stack(
         [matrix.sum() - matrix.diagonal().sum() for matrix in similarity]
     )
@@ -214,7 +215,7 @@ def _pick_by_group(
     mean = total[:, None] / max(1, size * (size - 1))
     if threshold is None:
         threshold = max(18 * budget / size, 1.0) if qwen else budget / 32
-    if qwen:  # the published mean is a sum over pairs and the diagonal, by n squared
+    if qwen:  # the published mean sums pairs and the diagonal, and divides by n squared
         diagonals = torch.stack([matrix.diagonal().sum() for matrix in similarity])[
             :, None
         ]
@@ -242,11 +243,11 @@ def _pick_by_group(
 def _find_distinct(
     similarity: Tensor, order: Tensor, group: Tensor, bound: Tensor
 ) -> Tensor:
-    """Tokens ``(R, n)`` bool that are at most ``bound`` similar to every better one of their group.
+    """Non-maximum suppression within groups: the tokens ``(R, n)`` bool that remain.
 
-    Non-maximum suppression: similarity ``(R, n, n)``, order ``(R, n)`` token indices from best to
-    worst, group ``(R, n)``, bound ``(R, 1)``. One step a token, because a token that is dropped
-    drops no other.
+    They are at most ``bound`` similar to every better token of their group that remains. Inputs:
+    similarity ``(R, n, n)``, order ``(R, n)`` token indices from best to worst, group ``(R, n)``,
+    bound ``(R, 1)``. It takes one step per token, because a suppressed token suppresses no other.
     """
     size = order.shape[1]
     rows = similarity.gather(1, order[:, :, None].expand(-1, -1, size))
@@ -261,20 +262,20 @@ def _find_distinct(
 
 
 def _count_members(group: Tensor, groups: int, counted: Tensor | None = None) -> Tensor:
-    """Tokens of each group ``(R, q)``; only those of a mask ``(R, n)`` where one is given."""
+    """Number of tokens in each group ``(R, q)``, or of those in the mask ``counted`` ``(R, n)``."""
     ones = torch.ones_like(group) if counted is None else counted.to(group.dtype)
     return torch.zeros_like(group[:, :1]).expand(-1, groups).scatter_add(1, group, ones)
 
 
 def _group_quotas(members: Tensor, distinct: Tensor, budget: int, total: int) -> Tensor:
-    """Tokens ``(R, q)`` that each group gives, ``total`` together, by its distinct members.
+    """Number of tokens ``(R, q)`` to pick from each group, ``total`` in all.
 
-    members and distinct ``(R, q)`` are the sizes of the groups. ``budget`` is that of the method's
-    own rules, which may count a row of [CLS] beside the ``total`` tokens.
+    members and distinct ``(R, q)`` count all and the distinct members of each group. ``budget`` is
+    that of the method's rules, which may count a row of [CLS] besides the ``total`` tokens.
     """
     minimum = members.clamp_max(1)
     maximum = torch.minimum(members, distinct).clamp_max(5 * math.ceil(budget / 64))
-    # Every bound is raised by the same number until they sum to the budget, if they can.
+    # Every bound is raised by the same number until the bounds sum to the budget, if they can.
     steps = torch.arange(budget + 1, device=maximum.device)[:, None]
     raised = torch.minimum(maximum[:, None] + steps, members[:, None])
     short = (raised.sum(dim=2) < budget).sum(dim=1).clamp_max(budget)
@@ -287,7 +288,7 @@ def _group_quotas(members: Tensor, distinct: Tensor, budget: int, total: int) ->
     take = torch.minimum(
         ends.diff(dim=1, prepend=torch.zeros_like(ends[:, :1])) + minimum, maximum
     )
-    # What a group has no room for goes to the groups with most distinct members.
+    # Tokens that a group has no room for go to the groups with most distinct members.
     largest = rank_descending(distinct)
     room = (maximum - take).gather(1, largest)
     missing = total - take.sum(dim=1, keepdim=True)

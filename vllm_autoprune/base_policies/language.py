@@ -1,7 +1,7 @@
 """Base policies that were published as pruning inside the language model.
 
-They read its first layers to select before prefill [ours], so that removed tokens never enter the
-KV cache.
+They read the first layers of the language model and select before prefill [ours], so that removed
+tokens never enter the KV cache.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _FastVParams(PolicyParams):
     )
 
     def layers_read(self, layers: int) -> int:
-        """Those before the layer whose attention ranks, which needs no more of that layer."""
+        """Number of layers before the one whose attention ranks, which itself need not run."""
         return self.layer - 1
 
 
@@ -66,7 +66,7 @@ class _PyramidDropParams(PolicyParams):
     )
 
     def layers_read(self, layers: int) -> int:
-        """Those before the layer whose attention ranks; the default depends on their number."""
+        """Number of layers before the one whose attention ranks, by default ``layers // 4``."""
         return layers // 4 if self.layer is None else self.layer
 
 
@@ -82,7 +82,7 @@ def _pyramiddrop(
     tokens.
     """
     language = tokens.require_language()
-    # Attention of a layer needs the layers before it, counted from 0.
+    # Attention of a layer needs only the layers before it, counted from 0.
     layer = params.layers_read(language.layers)
     score = language.last_token_attention(layer, tokens.count)
     return ReferenceSelection(rank_descending(score)[:, :budget])
@@ -110,7 +110,7 @@ class _DartParams(PolicyParams):
     )
 
     def layers_read(self, layers: int) -> int:
-        """Those up to the layer whose states are compared; embeddings need none."""
+        """Number of layers up to the one whose states are compared; 0 for input embeddings."""
         return self.layer if self.space == "layer" else 0
 
 
@@ -125,7 +125,7 @@ def _dart(params: _DartParams, tokens: VisualTokens, budget: int) -> ReferenceSe
     """
     language = tokens.require_language()
     count = tokens.count
-    # L1 norms (B, L), over all heads together, rank pivots; states (B, L, D) are compared.
+    # L1 norms (B, L), over all heads together, rank the pivots; states (B, L, D) are compared.
     if params.space == "embeddings":
         states = language.embeddings().float()
         length = states.abs().sum(dim=2)
@@ -133,18 +133,19 @@ def _dart(params: _DartParams, tokens: VisualTokens, budget: int) -> ReferenceSe
         length = language.keys(params.layer - 1).float().abs().sum(dim=(1, 3))
         states = language.normed(params.layer - 1)
 
-    # Visual pivots (B, 4) and words (B, 4), fewer if there are fewer tokens. If only some
-    # instructions of the batch are that short, their strongest token is repeated [ours].
+    # Visual pivots (B, 4) and word pivots (B, 4), or fewer if there are fewer tokens. If only some
+    # instructions of the batch have fewer words, their strongest word is repeated [ours].
     visual = rank_descending(language.visual(length, count))[:, :_PIVOTS][:, :budget]
     strength = language.textual(length, count).masked_fill(~language.text, -torch.inf)
     words = rank_descending(strength)[:, :_PIVOTS]
     words = torch.where(language.text.gather(1, words), words, words[:, :1])
     turns = torch.cat([visual, words + count], dim=1) + language.start
-    # Iteration order of a CPython set without hash collisions; else the lower comes first.
+    # Iteration order of a CPython set without hash collisions; on a collision the lower index is
+    # first.
     by_slot = (turns % _SLOTS) * states.shape[1] + turns
     turns = turns.gather(1, by_slot.argsort(dim=1, stable=True))
 
-    # For each pivot its share of the remaining tokens, least similar first.
+    # Each pivot takes its share of the remaining tokens, least similar first.
     quota, remainder = divmod(budget - visual.shape[1], turns.shape[1])
     image = states.narrow(1, language.start, count)
     dissimilarity = -cosines_with(gather_rows(states, turns), image)
@@ -176,7 +177,7 @@ class _SparseVLMParams(PolicyParams):
     )
 
     def layers_read(self, layers: int) -> int:
-        """Those before the layer whose attention ranks; recycling reads that layer's output too."""
+        """Number of layers before the one whose attention ranks, plus that one if it recycles."""
         return self.layer + self.recycle
 
 
@@ -194,13 +195,13 @@ def _sparsevlm(
     order = rank_descending(_rater_attention(language, params.layer, tokens.count))
     extra = 0
     if params.recycle:
-        # A cluster for every ten recycled tokens.
+        # One cluster for every ten recycled tokens.
         extra = min(_recycled_count(tokens.count - budget) // 10 + 1, budget // 2)
     picks = order[:, : budget - extra]
     if extra == 0:
         return ReferenceSelection(picks)
-    # As published, clusters are computed from the layer's states; their means are of the rows that
-    # enter the language model, because the mean becomes one of those rows.
+    # As published, clusters are computed from the layer's states. Their means are of the rows that
+    # enter the language model, because each mean becomes such a row.
     sources = order[:, picks.shape[1] :][
         :, : _recycled_count(tokens.count - picks.shape[1])
     ]
@@ -211,11 +212,12 @@ def _sparsevlm(
 
 
 def _rater_attention(language: LanguagePrefix, layer: int, count: int) -> Tensor:
-    """Attention of the raters, averaged over heads and then raters, ``(B, N)`` float32.
+    """Attention of the raters, averaged over heads and then over raters, ``(B, N)`` float32.
 
-    Raters are text tokens with above-average similarity to the visual tokens: the softmax over text
-    tokens of dot products of input embeddings, averaged over visual tokens. If none is above the
-    mean, as with a single token, all are raters [ours].
+    Raters are text tokens whose similarity to the visual tokens is above the mean. The similarity
+    is the softmax over text tokens of dot products of input embeddings, averaged over visual
+    tokens. If no token is above the mean, as with a single token, all text tokens are raters
+    [ours].
     """
     entering = language.embeddings().float()
     text = language.text
@@ -234,13 +236,13 @@ def _rater_attention(language: LanguagePrefix, layer: int, count: int) -> Tensor
 
 
 def _cluster_means(members: Tensor, rows: Tensor) -> Tensor:
-    """Mean row of each cluster ``(B, C, D)`` float32; ``members`` is a one-hot membership."""
+    """Mean row of each cluster ``(B, C, D)`` float32; ``members`` is the one-hot membership."""
     total = matmul_each(members.transpose(1, 2), rows.float())
     return total / (members.sum(dim=1) + 1e-6)[:, :, None]
 
 
 def _recycled_count(pruned: int) -> int:
-    """Number of recycled tokens among ``pruned`` ones."""
+    """Number of tokens to recycle among ``pruned`` ones."""
     return min(pruned, int(0.3 * pruned) + 1)
 
 

@@ -1,6 +1,6 @@
 """Base policies that merge other tokens into the kept ones, most of them before the projector.
 
-R = B * T tiles of n tokens, Dv the tower's width, D that of the projected features.
+In shapes, R = B * T tiles of n tokens, Dv is the tower's width, and D that of projected features.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from vllm_autoprune.tpdsl.tokens import (
 class TileRows:
     """Rows of R tiles, before the projector.
 
-    picks ``(R, P)`` within the tile; merged ``(R, m, Dv)`` replace the rows of the last m picks;
-    extra ``(R, E, Dv)`` are rows that no single token stands for.
+    picks ``(R, P)`` are indices within the tile; merged ``(R, m, Dv)`` replace the rows of the last
+    m picks; extra ``(R, E, Dv)`` are rows that correspond to no single token.
     """
 
     picks: Tensor
@@ -53,7 +53,7 @@ def merge_by_tile(
 ) -> ReferenceSelection:
     """Run a method on every tile with its share of the budget, then project the merged rows.
 
-    ``run`` gets tiles of equal share and returns P + E = share rows for each tile.
+    ``run`` gets the tiles of one share and returns P + E = share rows for each of them.
     """
     groups = TileGroup.split(tokens, budget)
     picks = []
@@ -96,7 +96,7 @@ class _VisionZipParams(PolicyParams):
     )
 
     def split(self, budget: int) -> tuple[int, int]:
-        """Number of dominant (at least one) and contextual rows of a tile with this budget."""
+        """Numbers of dominant (at least one) and contextual rows of a tile with this budget."""
         wanted = (
             max(1, 10 * budget // 64) if self.contextual is None else self.contextual
         )
@@ -118,7 +118,7 @@ def _visionzip(
 
     def run(group: TileGroup) -> TileRows:
         dominant, contextual = params.split(group.share)
-        # With a single dominant row, keep a patch: [CLS] alone would leave no token.
+        # With a single dominant row, keep a patch: the row of [CLS] alone would leave no token.
         by_cls = not params.patch_only and dominant > 1
         dominant -= by_cls
         patches = group.of(tower.patches, tokens)
@@ -164,8 +164,8 @@ def _trim(params: _TrimParams, tokens: VisualTokens, budget: int) -> ReferenceSe
     2025), and its published code, which takes minus the dot product where the paper says cosine.
     """
     instruction = tokens.require_instruction()
-    # Signed dot products (B, N) with the text, neither side normalised, as published; several text
-    # segments are represented by their mean [ours]: the published code truncates the text.
+    # Signed dot products (B, N) with the text; neither side is normalised, as published. Several
+    # text segments are represented by their mean [ours]: the published code truncates the text.
     used = instruction.segments[:, :, None]
     total = torch.where(used, instruction.text.float(), 0.0).sum(dim=1, keepdim=True)
     text = total / used.sum(dim=1, keepdim=True).clamp_min(1)
@@ -173,7 +173,7 @@ def _trim(params: _TrimParams, tokens: VisualTokens, budget: int) -> ReferenceSe
     score = instruction.sign * dots
 
     def run(group: TileGroup) -> TileRows:
-        # With a single row, keep a patch rather than the mean of all.
+        # With a single row, keep a patch instead of the mean of all.
         count = max(1, group.share - 1)
         picks = rank_descending(group.of(score, tokens))[:, :count]
         patches = group.of(tokens.require_tower().patches, tokens)
@@ -186,7 +186,7 @@ def _trim(params: _TrimParams, tokens: VisualTokens, budget: int) -> ReferenceSe
 
 
 _NEIGHBOURS = 32
-"""Number of most similar tokens that are merged into a kept one."""
+"""Number of most similar tokens that are merged into each kept one."""
 
 
 class _PruMergePlusParams(PolicyParams):
@@ -216,7 +216,7 @@ def _prumerge_plus(
 
     def run(group: TileGroup) -> TileRows:
         attention = group.of(following.attention, tokens)
-        # With a single row, keep a token: there has to be one to merge into.
+        # With a single row, keep a token, because there has to be one to merge into.
         alone = params.drop_extra or group.share == 1
         count = group.share if alone else group.share - 1
         picks = (
@@ -234,7 +234,7 @@ def _prumerge_plus(
 
 
 def _spread(attention: Tensor, count: int) -> Tensor:
-    """Picks ``(R, count)``: outliers by attention ``(R, n)``, then evenly spaced others [ours].
+    """Picks ``(R, count)``: outliers of attention ``(R, n)``, then evenly spaced tokens [ours].
 
     Shapes do not depend on the number of outliers, so this does not synchronise with the device.
     """
@@ -260,7 +260,8 @@ def _merge_neighbours(
 ) -> tuple[Tensor, Tensor]:
     """Merged rows ``(R, P, Dv)`` of the picks and sum ``(R, 1, Dv)`` of dropped rows, float32.
 
-    Row i is x_i + sum of a_j x_j over the unmerged neighbours j of i, kept or not.
+    Row i is x_i + sum of a_j x_j over the neighbours j of i, kept or not; x are the rows before
+    merging.
     """
     size = attention.shape[1]
     similarity = cosines_with(gather_rows(keys, picks), keys)
@@ -276,7 +277,7 @@ def _merge_neighbours(
 
 
 _SCAN_FLOOR = 1e-6
-"""Distance at or below which the other tokens come by priority."""
+"""Distance at or below which the remaining tokens are picked by priority."""
 
 
 class _FSRParams(PolicyParams):
@@ -314,7 +315,7 @@ class _FSRCoreParams(_FSRParams):
 def _continue_fsr(
     params: _FSRParams, tokens: VisualTokens, budget: int, start: Given
 ) -> Tensor:
-    """Tokens of highest priority: the scan has no part in a continuation [ours]."""
+    """Tokens of highest priority. The scan is not part of a continuation [ours]."""
     order = tokens.by_tile(
         _fsr_priority(params, tokens).masked_fill(start.closed, -torch.inf)
     )
@@ -368,15 +369,16 @@ def _fsr_priority(params: _FSRParams, tokens: VisualTokens) -> Tensor:
 def _focus_and_scan(
     params: _FSRParams, tokens: VisualTokens, group: TileGroup
 ) -> tuple[Tensor, Tensor]:
-    """Picks ``(R, K)`` of the tiles, the focus and then the scan, and their rows ``(R, K, D)``.
+    """Picks ``(R, K)`` of the tiles, the focus before the scan, and their rows ``(R, K, D)``.
 
-    Each other token goes with its most similar pick of the scan; the most similar of these pairs
-    are merged, by priority.
+    Each other token is paired with its most similar pick of the scan. The most similar of these
+    pairs are merged, weighted by priority.
     """
     phi = group.of(_fsr_priority(params, tokens), tokens)
     count = group.share
     similarity = group.of(tokens.by_image(tokens.precise_tile_cosine), tokens)
-    # The least number of tokens whose priority reaches the share rho of all; none of nothing.
+    # Smallest number of tokens whose priority sums to the share rho of the total; 0 if the total is
+    # 0.
     reached = (
         phi.sort(dim=1, descending=True, stable=True).values.double().cumsum(dim=1)
     )

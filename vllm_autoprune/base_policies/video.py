@@ -1,6 +1,7 @@
-"""Base policies for videos, which compare a frame with those beside it. A tile is a first frame.
+"""Base policies for videos, which compare a frame with the frames beside it.
 
-All rank tokens by a score; a state's ``frames`` say how many each frame keeps.
+All of them rank tokens by a score; the ``frames`` of a state decide how many each frame keeps. For
+an image, each tile counts as the first frame of a video.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ def _scored_policy(
     reads: Callable[[P], frozenset[Need]] | None = None,
     core: type[P] | None = None,
 ) -> Callable[[_Score[P]], _Score[P]]:
-    """Decorator: register a policy by its score ``(B, N)``; of an image the best of each tile."""
+    """Decorator: register a policy by a function of its score ``(B, N)``.
+
+    Of an image it keeps the tokens of largest score in each tile.
+    """
 
     def register(function: _Score[P]) -> _Score[P]:
         @base_policy(

@@ -1,4 +1,4 @@
-"""Greedy MAP inference for a determinantal point process, in the fastest form that a device has."""
+"""Greedy MAP inference for a determinantal point process, by a device's fastest implementation."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ def greedy_map(
 ) -> Tensor:
     """Greedy MAP on L = diag(q) S diag(q): ``count`` picks in pick order.
 
-    similarity ``(B, N, N)``, quality ``(B, N)``, both float32; anchors ``(B, A)`` are forced first
-    picks that condition the others; eligible ``(B, N)`` bool limits the others. With
-    ``conditioned``, picks continue from the tokens that it was conditioned on, none of which is
-    picked again, at the cost of ``count`` steps alone. Returns ``(B, count)`` int64, unique in each
-    row; ties go to the lower index (:func:`~vllm_autoprune.ops.rowwise.argmax_within`), and for
-    the first pick a diagonal of S that is 1 but for its rounding is 1. From the first step at which
-    no gain exceeds ``greedy.EXHAUSTED`` (the rank of L is below ``count``) or a gain is NaN, the
-    remaining picks are by descending quality. ``count`` must not exceed the number of eligible
-    tokens.
+    similarity ``(B, N, N)`` is S and quality ``(B, N)`` is q, both float32. anchors ``(B, A)`` are
+    forced first picks, on which the other picks are conditioned; eligible ``(B, N)`` bool limits
+    those others. With ``conditioned``, picks continue from the tokens that it was conditioned on:
+    none of them is picked again, and they cost no steps. Returns ``(B, count)`` int64, unique in
+    each row.
 
-    Picks are identical alone and in a batch. On a CUDA device it is a single Triton kernel, if
+    Ties go to the lower index (:func:`~vllm_autoprune.ops.rowwise.argmax_within`). For the first
+    pick a diagonal entry of S that is a rounded 1 counts as 1. From the first step at which no gain
+    exceeds ``greedy.EXHAUSTED`` (the rank of L is below ``count``) or a gain is NaN, the remaining
+    picks are by descending quality. ``count`` must not exceed the number of eligible tokens.
+
+    Picks are identical alone and in a batch. On a CUDA device this is a single Triton kernel, if
     Triton works there.
     """
     if conditioned is not None:
@@ -42,7 +43,7 @@ def greedy_map(
 
 
 def compile_for(tokens: int, device: torch.device) -> None:
-    """Compile what :func:`greedy_map` runs for up to N tokens, before an image waits for it."""
+    """Compile what :func:`greedy_map` runs for up to N tokens, so that no image waits for it."""
     for power in range((tokens - 1).bit_length() + 1):
         _fastest_implementation(device, 1 << power)
 

@@ -4,8 +4,8 @@ One program per image (or tile) keeps the residuals of all tokens in registers a
 factors in global memory, where they stay cached: 147 kB at N = 576 and K = 64. The published loop
 launches about ten kernels per step, so that launch latency dominates.
 
-It is compiled once for each block size, a power of two, and for nothing else that differs between
-images: compiling takes 0.5 to 3 s.
+The kernel is compiled once for each block size, which is a power of two, and for nothing else that
+differs between images, because compiling takes 0.5 to 3 s.
 
 Tested against the torch implementation on CPU tensors with ``TRITON_INTERPRET=1``.
 """
@@ -37,14 +37,13 @@ _TILE = 16384
 """Factors that a program reads at once: 32 or 64 registers per thread."""
 
 _SMALLEST_BLOCK = 128
-"""Tokens of the smallest block: one for each thread of the four warps that a program has at least.
-"""
+"""Tokens of the smallest block: one per thread of four warps, the least that a program has."""
 
 _ALIGNED = tl.constexpr(ALIGNED)
 
 
-# Triton would compile an integer anew where it is 1 or divisible by 16, and a tensor where it is
-# aligned, as a row of a batch may not be.
+# By default Triton compiles another variant for an integer that is 1 or divisible by 16, and for
+# a tensor whose address is aligned. Both differ between images, so neither is specialised on.
 @triton.jit(  # type: ignore[untyped-decorator]  # Triton has no types
     do_not_specialize=("tokens", "count", "forced", "fixed"),
     do_not_specialize_on_alignment=(
@@ -75,13 +74,29 @@ def _greedy_map(  # noqa: PLR0913  # a kernel takes flat arguments: pointers, nu
     block: tl.constexpr,
     rows: tl.constexpr,
 ) -> None:
-    # Pointers: similarity (B, N, N); quality, eligible and residuals (B, N); anchors (B, forced);
-    # factors (B, fixed + count, width); picks (B, count). All others are numbers.
+    """Write the greedy MAP picks of image ``program_id(0)`` to its row of ``picks``.
+
+    Pointers: similarity ``(B, N, N)``; quality, eligible and residuals ``(B, N)``; anchors
+    ``(B, forced)``; factors ``(B, fixed + count, width)``, with N rounded up to ``width``; picks
+    ``(B, count)``. Numbers, the constants of :mod:`vllm_autoprune.ops.greedy` among them:
+
+    tokens: N.
+    count: picks of an image, the forced ones included.
+    forced: leading picks that are read from ``anchors``, not chosen.
+    fixed: leading rows of ``factors`` that conditioning has already filled.
+    exhausted: gain at or below which the rank of the kernel counts as exhausted.
+    divisor: lower bound of a pivot.
+    huge: quality that stands for an infinite or NaN one.
+    unit: difference from 1 within which a diagonal entry counts as a rounded 1.
+    tie: relative width of a tie between gains.
+    block: power of two of at least N; tokens that a program holds in registers.
+    rows: earlier rows of ``factors`` that are read at once.
+    """
     image = tl.program_id(0).to(tl.int64)
     token = tl.arange(0, block)  # indices of all tokens
     inside = token < tokens
-    # Rows of factors are padded, so that the compiler knows them to be aligned and reads four
-    # numbers at once. Padding has no weight.
+    # Rows of factors are padded, so that the compiler knows that they are aligned and reads four
+    # numbers at once. Padding is stored as zeros and never picked.
     width = tl.cdiv(tokens, _ALIGNED) * _ALIGNED
     stored = token < width
     similarity += image * tokens * tokens
@@ -93,50 +108,54 @@ def _greedy_map(  # noqa: PLR0913  # a kernel takes flat arguments: pointers, nu
     residual = tl.load(residuals + image * tokens + token, mask=inside, other=0.0)
     free = tl.load(eligible + image * tokens + token, mask=inside, other=0) != 0
     weight = q * q
-    # What orders tokens once gains tell nothing any more; NaN (q != q) comes first.
-    spare = tl.where(q == q, tl.minimum(tl.maximum(q, -huge), huge), huge)
-    sound = True
+    # Order of the picks that gains do not decide. NaN (q != q) comes first.
+    by_weight = tl.where(q == q, tl.minimum(tl.maximum(q, -huge), huge), huge)
+    gains_decide = True
 
     for step in range(count):
-        # Only the first pick of all reads the diagonal itself, where a rounded 1 counts as 1.
+        # The residual is the diagonal itself only at the very first pick, without conditioning.
         rounded_one = (fixed + step == 0) & (tl.abs(residual - 1.0) <= unit)
         gain = weight * tl.where(free, tl.where(rounded_one, 1.0, residual), -1.0)
-        # NaN has to win the maximum, as in torch: it becomes infinity, and infinity LARGEST, so
-        # that an infinite gain means NaN.
+        # A NaN gain has to win the maximum, as in torch, but tl.max ignores NaN. So NaN becomes
+        # infinity, and an infinite gain becomes LARGEST: from here on infinity means NaN.
         gain = tl.where(gain == gain, tl.minimum(gain, LARGEST), float("inf"))
         best = tl.max(gain, axis=0)
-        # The lowest index wins among gains that are within a rounding of the best.
+        # The lowest index wins among gains that are within a rounding of the best. If the best is
+        # negative, best * (1 - tie) exceeds it, and the minimum falls back on the best itself.
         near = gain >= tl.minimum(best, best * (1.0 - tie))
         pick = tl.min(tl.where(near, token, block), axis=0)
         if step < forced:
             pick = tl.load(anchors + step).to(tl.int32)
         else:
-            # Once the rank is exhausted, or a gain is NaN, all further picks go by `spare`.
-            sound = sound & (best > exhausted) & (best < float("inf"))
-            if not sound:
-                pick = tl.argmax(tl.where(free, spare, -float("inf")), axis=0)
+            # From the first exhausted or NaN gain on, all picks are by descending weight.
+            gains_decide = gains_decide & (best > exhausted) & (best < float("inf"))
+            if not gains_decide:
+                pick = tl.argmax(tl.where(free, by_weight, -float("inf")), axis=0)
         tl.store(picks + step, pick.to(tl.int64))
         free = free & (token != pick)
 
-        update = tl.load(similarity + pick * tokens + token, mask=inside, other=0.0)
+        # Incremental Cholesky factorisation (Chen et al. 2018, algorithm 1). With pick p at row k:
+        # F_k = (S_p - sum_{i < k} F_i[p] F_i) / sqrt(residual_p), and residual -= F_k^2.
+        row = tl.load(similarity + pick * tokens + token, mask=inside, other=0.0)
         for start in range(0, fixed + step, rows):
-            t = start + tl.arange(0, rows)
+            earlier = start + tl.arange(0, rows)
+            filled = earlier < fixed + step
             pick_factors = tl.load(
-                factors + t * width + pick, mask=t < fixed + step, other=0.0
+                factors + earlier * width + pick, mask=filled, other=0.0
             )
-            written = tl.load(
-                factors + t[:, None] * width + token[None, :],
-                mask=(t < fixed + step)[:, None] & stored[None, :],
+            earlier_rows = tl.load(
+                factors + earlier[:, None] * width + token[None, :],
+                mask=filled[:, None] & stored[None, :],
                 other=0.0,
             )
-            update -= tl.sum(pick_factors[:, None] * written, axis=0)
-        # residual[pick]: registers cannot be indexed.
+            row -= tl.sum(pick_factors[:, None] * earlier_rows, axis=0)
+        # This is residual[pick], written as a sum because registers cannot be indexed.
         pivot = tl.sum(tl.where(token == pick, residual, 0.0), axis=0)
         pivot = tl.maximum(pivot, divisor, propagate_nan=tl.PropagateNan.ALL)
-        update = update / tl.sqrt(pivot)
-        residual -= update * update
-        tl.store(factors + (fixed + step) * width + token, update, mask=stored)
-        # The next step reads values stored by other threads.
+        row = row / tl.sqrt(pivot)
+        residual -= row * row
+        tl.store(factors + (fixed + step) * width + token, row, mask=stored)
+        # The next step reads factors that other threads have stored.
         tl.debug_barrier()
 
 
@@ -152,7 +171,7 @@ def greedy_map_triton(
 ) -> Tensor:
     """Triton implementation of :func:`vllm_autoprune.ops.dpp.greedy_map`.
 
-    ``smallest_block`` is the power of two that a block has at least, 128 or more.
+    ``smallest_block`` is the lower bound of the block size: a power of two of at least 128.
     """
     batch, tokens = quality.shape
     picks = torch.empty(batch, count, dtype=torch.int64, device=quality.device)
@@ -194,7 +213,7 @@ def greedy_map_triton(
 
 
 def _launch_options(tokens: int) -> tuple[int, int, int]:
-    """Block size, factor rows read at once and warps of a program, for N tokens."""
+    """Block size, factor rows that are read at once, and warps of a program, for N tokens."""
     block = max(_SMALLEST_BLOCK, int(triton.next_power_of_2(tokens)))
     return block, max(1, min(16, _TILE // block)), min(16, max(4, block // 128))
 
@@ -202,7 +221,7 @@ def _launch_options(tokens: int) -> tuple[int, int, int]:
 def works(tokens: int = 1) -> bool:
     """Whether the kernel compiles and runs on this machine's GPU for N tokens.
 
-    Tested, and a failure logged, once for each block size.
+    Each block size is tested once, and its failure is logged once.
     """
     block, _, _ = _launch_options(tokens)
     return _block_works(block)
@@ -210,14 +229,17 @@ def works(tokens: int = 1) -> bool:
 
 @functools.cache
 def _block_works(block: int) -> bool:
-    """Triton needs a C compiler and a compatible driver, which a serving image may lack."""
-    # float32, whatever the default: models are loaded under one of 16 bits.
+    """Whether a kernel of this block size compiles, runs and agrees with torch on a GPU.
+
+    Triton needs a C compiler and a compatible driver, which a serving image may lack.
+    """
+    # float32 explicitly: vLLM sets a 16-bit default dtype while it loads a model.
     similarity = torch.eye(3, dtype=torch.float32, device="cuda")[None]
     quality = torch.ones(1, 3, dtype=torch.float32, device="cuda")
     try:
         picks = greedy_map_triton(similarity, quality, 2, smallest_block=block)
         agrees = picks.equal(greedy_map_torch(similarity, quality, 2))
-    # Whatever Triton, its C compiler or the driver raises: the torch implementation works.
+    # Whatever Triton, its C compiler or the driver raises, the torch implementation still works.
     except Exception as error:  # noqa: BLE001
         logger.warning(
             "Of up to %d tokens, selection runs in torch, not in Triton: %s",

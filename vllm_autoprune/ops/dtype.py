@@ -1,4 +1,4 @@
-"""The dtype in which this machine multiplies fast, and alike in batches of any size."""
+"""The dtype in which this machine multiplies fast and rounds alike in batches of any size."""
 
 from __future__ import annotations
 
@@ -18,23 +18,26 @@ SERVE_FLOAT32 = (
 )
 
 _EMULATED = ("AVX512_CORE", "AVX512_CORE_VNNI")
-"""Limits in ``ONEDNN_MAX_CPU_ISA`` with which oneDNN claims bfloat16 and emulates it."""
+"""Values of ``ONEDNN_MAX_CPU_ISA`` under which oneDNN reports bfloat16 support but emulates it."""
 
 
 def choose_dtype(*, exact: bool = False) -> Dtype:
-    """bfloat16 on a GPU or a CPU with instructions for it (AVX-512 BF16, AMX, Arm's BF16).
+    """bfloat16 on a GPU or a CPU with instructions for it (AVX-512 BF16, AMX, Arm), else float32.
 
-    Other CPUs multiply bfloat16 several times slower than float32, and round a row of a product
-    otherwise in another batch, so that near ties among an image's tokens are decided otherwise.
+    Other CPUs multiply bfloat16 several times slower than float32. They also round a row of a
+    product differently in another batch, so that near ties between tokens of an image are decided
+    differently.
 
-    Read from what torch and oneDNN report, not timed: a busy machine and each of its processes
-    decide alike. ``ONEDNN_MAX_CPU_ISA`` counts, which the servers started from here inherit.
+    The answer comes from what torch and oneDNN report, not from a timing, so that a busy machine
+    and each of its processes decide alike. It respects ``ONEDNN_MAX_CPU_ISA``, which servers
+    started from here inherit.
 
-    ``exact``: float32 on every CPU, for answers of small models that are to be the same on all.
+    ``exact`` asks for float32 on every CPU: for answers of small models that must be the same on
+    all of them.
     """
     import torch  # here, because it takes seconds and clients of servers need no more of it
 
-    # Not is_available(), after which an engine could not fork its workers.
+    # Not is_available(): after that call an engine could not fork its workers.
     if torch.cuda.device_count():
         return "bfloat16"
     if exact:
@@ -45,6 +48,7 @@ def choose_dtype(*, exact: bool = False) -> Dtype:
     )
     if supported and platform.machine() in ("x86_64", "AMD64"):
         cpu = torch.cpu.get_capabilities()
-        # oneDNN reports support from AVX-512 on, without instructions for bfloat16 too.
+        # oneDNN reports bfloat16 support from AVX-512 on, even where the CPU has no instructions
+        # for it.
         supported = bool(cpu.get("avx512_bf16") or cpu.get("amx_bf16"))
     return "bfloat16" if supported else "float32"

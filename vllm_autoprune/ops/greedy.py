@@ -1,6 +1,6 @@
 """Greedy selection, batched and without host syncs: farthest points, coverage, and DPPs.
 
-Greedy MAP of a determinantal point process is that of Chen et al. 2018 (by incremental Cholesky
+Greedy MAP of a determinantal point process follows Chen et al. 2018 (incremental Cholesky
 factorisation), as CDPruner uses it. The rules beyond the rank of the kernel are [ours]: the
 published loop returns fewer than K tokens there. The kernel L = diag(q) S diag(q) is never formed:
 its Cholesky factor is diag(q) times that of S, so only S is factorised, and the gain of token j is
@@ -18,7 +18,7 @@ from torch import Tensor
 from vllm_autoprune.ops.rowwise import ALIGNED, argmax_within, row_offsets
 
 HUGE = 2.0**100
-"""Value of an infinite or NaN weight, when tokens are ordered by weight alone."""
+"""Number that replaces an infinite or NaN weight when tokens are ordered by weight alone."""
 
 
 def _fill_by_weight(
@@ -26,9 +26,9 @@ def _fill_by_weight(
 ) -> Tensor:
     """Replace the picks whose gain is at most ``floor`` or NaN by tokens of descending weight.
 
-    picks and gains ``(B, count)``, weight ``(B, N)``, eligible ``(B, N)`` bool. Picks that are kept
-    come first, in their order; equal weights go to the lower index. ``count`` must not exceed the
-    number of eligible tokens.
+    picks and gains ``(B, count)``, weight ``(B, N)``, eligible ``(B, N)`` bool. Returns ``(B,
+    count)``: first the picks that are not replaced, in their order, then the replacements; equal
+    weights go to the lower index. ``count`` must not exceed the number of eligible tokens.
     """
     count = picks.shape[1]
     tokens = weight.shape[1]
@@ -36,7 +36,7 @@ def _fill_by_weight(
     if eligible is not None:
         key = key.masked_fill(~eligible, -torch.inf)
     priority = 2 * HUGE * torch.arange(count, 0, -1, dtype=key.dtype, device=key.device)
-    # An extra column takes the priorities of invalid picks and is cut off.
+    # The extra column receives the priorities of the picks to replace, and is cut off again.
     key = functional.pad(key, (0, 1))
     key.scatter_(1, picks.where(gains > floor, tokens), priority.expand_as(picks))
     return key[:, :tokens].argsort(dim=1, descending=True, stable=True)[:, :count]
@@ -44,27 +44,27 @@ def _fill_by_weight(
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Tokens that are chosen before the first pick of :func:`farthest_points`."""
+    """Tokens that are already chosen before the first pick of :func:`farthest_points`."""
 
     nearest: Tensor
-    """``(B, N)``: distance of each token to the chosen ones; infinite where none is chosen."""
+    """``(B, N)``: distance of each token to the nearest chosen one; infinite if there is none."""
     taken: Tensor
-    """``(B, N)`` bool: tokens that are not picked, the chosen ones among them."""
+    """``(B, N)`` bool: tokens that must not be picked, which include the chosen ones."""
 
 
 def farthest_points(distance: Tensor, count: int, chosen: Chosen) -> Tensor:
-    """Pick ``count`` tokens, each the farthest from all tokens chosen before, in pick order.
+    """Farthest-point sampling: each pick is the token farthest from all tokens chosen before it.
 
-    distance ``(B, N, N)``. Returns ``(B, count)`` int64. Picked tokens are masked, so an index
-    never repeats, even with duplicates or NaN; ties go to the lower index (:func:`argmax_within`).
-    ``count`` must not exceed the number of tokens not taken.
+    distance ``(B, N, N)``. Returns ``(B, count)`` int64 in pick order. Picked tokens are masked, so
+    an index never repeats, even with duplicates or NaN; ties go to the lower index
+    (:func:`argmax_within`). ``count`` must not exceed the number of tokens that are not taken.
     """
     batch, tokens = chosen.nearest.shape
     offset = row_offsets(batch, tokens, distance.device)
     rows = distance.reshape(batch * tokens, tokens)
     finite = chosen.nearest.nan_to_num(nan=torch.inf, posinf=torch.inf)
     nearest = finite.masked_fill(chosen.taken, -torch.inf)
-    # A token at minus infinity stays there: fmin returns the smaller number and ignores NaN.
+    # fmin returns the smaller number and ignores NaN, so a masked token stays at minus infinity.
     flat = nearest.view(-1)
     picks = []
     for _ in range(count):
@@ -88,12 +88,12 @@ def weighted_farthest_points(
     leading: Tensor | None = None,
     fill: Tensor | None = None,
 ) -> Tensor:
-    """Pick ``count`` tokens by weight times distance to the tokens chosen before, in pick order.
+    """Farthest-point sampling by weight times distance to the tokens chosen before, in pick order.
 
-    distance ``(B, N, N)``; weight ``(B, N)``, at least 0. Where nothing is chosen yet the first
-    pick is the token farthest from its nearest neighbour, whatever its weight. leading ``(B,
-    count)`` are forced picks, -1 where a pick is free: they come first in their rows. From the
-    first score of at most ``floor`` on, tokens come by descending fill ``(B, N)``, by default the
+    distance ``(B, N, N)``; weight ``(B, N)``, at least 0. In an image without chosen tokens the
+    first pick is the token farthest from its nearest neighbour, whatever its weight. leading ``(B,
+    count)`` holds forced picks, which come first in their rows, and -1 for every free pick. From
+    the first score of at most ``floor`` on, picks are by descending fill ``(B, N)``, by default the
     weight.
     """
     nearest = chosen.nearest
@@ -140,20 +140,21 @@ def greedy_coverage(
     floor: float,
     scale: bool = True,
 ) -> Tensor:
-    """Pick ``count`` candidates, each adding most to what is covered, in pick order.
+    """Greedy maximum coverage: each pick is the candidate that adds most to what is covered.
 
-    degrees ``(B, N, R)``: how well each candidate covers each row; covered ``(B, R)``: how well
-    earlier picks do; taken ``(B, N)`` bool excludes candidates. With ``scale``, gains are
-    multiplied by weight ``(B, N)``. From the first gain of at most ``floor`` on, candidates come by
-    descending weight. Returns ``(B, count)`` int64, unique; ties go to the lower index
-    (:func:`argmax_within`). ``count`` must not exceed the number of candidates not taken.
+    degrees ``(B, N, R)`` say how well each candidate covers each row, and covered ``(B, R)`` how
+    well earlier picks cover it; taken ``(B, N)`` bool excludes candidates. With ``scale``, gains
+    are multiplied by weight ``(B, N)``. From the first gain of at most ``floor`` on, picks are by
+    descending weight. Returns ``(B, count)`` int64 in pick order, unique; ties go to the lower
+    index (:func:`argmax_within`). ``count`` must not exceed the number of candidates that are not
+    taken.
     """
     batch = degrees.shape[0]
     if count == 0:
         return torch.empty(batch, 0, dtype=torch.int64, device=degrees.device)
     picks = []
     gains = []
-    # One image at a time, whose picks and gains (count,) follow each other.
+    # One image at a time: its picks and gains (count,) are appended one after another.
     for by_row, scales, reached, closed in zip(
         degrees, weight, covered, taken, strict=True
     ):
@@ -180,28 +181,28 @@ EXHAUSTED = 1e-10
 """Gain at or below which the rank of the kernel counts as exhausted."""
 
 DIVISOR = 1e-12
-"""Lower bound of a divisor: the residual of an anchor may be zero."""
+"""Lower bound of a pivot that is divided by: the residual of an anchor may be zero."""
 
 _DEPENDENT = 1e-5
-"""Residual at or below which a given token is a combination of those before it: what is left of its
-row is rounding."""
+"""Residual at or below which a fixed token is a linear combination of the tokens before it, so that
+its row is only rounding."""
 
 UNIT = 2**-6
-"""Difference from 1 within which a diagonal entry counts as a rounded 1: it is up to 9e-3 where
-rows are divided by their norm in bfloat16."""
+"""Difference from 1 within which a diagonal entry counts as a rounded 1. It is up to 9e-3 where
+rows were divided by their norm in bfloat16."""
 
 GIVEN = -0.5
-"""Residual at or below which a token is one of those that were conditioned on; others are only
-negative by rounding."""
+"""Residual at or below which a token is one that was conditioned on, marked by -1. The residuals of
+other tokens are negative only by rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conditioned:
-    """Similarity S of B images, conditioned on A given tokens each: S less its projection on them.
+    """Similarity S of B images, conditioned on A fixed tokens each: S minus its projection on them.
 
     Quality only scales rows and columns of L = diag(q) S diag(q), so this holds for every question
     about an image. factors ``(B, A, N)`` are rows of the Cholesky factor; residual ``(B, N)`` is
-    the conditioned diagonal, -1 for the given tokens.
+    the conditioned diagonal, and -1 for the fixed tokens.
     """
 
     factors: Tensor
@@ -211,9 +212,10 @@ class Conditioned:
     def on(
         cls, similarity: Tensor, fixed: Tensor, valid: Tensor | None = None
     ) -> Conditioned:
-        """Condition similarity ``(B, N, N)`` float32 on the tokens at fixed ``(B, A)``, each once.
+        """Condition similarity ``(B, N, N)`` float32 on the distinct tokens of fixed ``(B, A)``.
 
-        valid ``(B, A)`` bool leaves some of them out, where images have different numbers of them.
+        valid ``(B, A)`` bool is false for entries of ``fixed`` to ignore, where images have
+        different numbers of fixed tokens.
         """
         batch, tokens, _ = similarity.shape
         count = fixed.shape[1]
@@ -248,17 +250,17 @@ def _round_up(count: int) -> int:
 def _conditioned_rows(
     similarity: Tensor, factors: Tensor, written: int, index: Tensor
 ) -> Tensor:
-    """Rows ``(B, N)`` of one token of each image, less their projection on the written factors.
+    """Rows ``(B, N)`` of one token per image, minus their projection on the filled factors.
 
-    similarity ``(B, N, N)``; factors ``(B, N, F)``, zero from ``written`` on; index ``(B,)`` counts
-    the tokens of all images.
+    similarity ``(B, N, N)``; factors ``(B, N, F)``, of which the columns from ``written`` on are
+    zero; index ``(B,)`` is the token's row among the rows of all images.
     """
     rows = similarity.flatten(0, 1).index_select(0, index)
     if written == 0:
         return rows
     factors = factors.narrow(2, 0, _round_up(written))
     of_token = factors.flatten(0, 1).index_select(0, index).unbind()
-    # One image at a time: a sum over a batch may be rounded in another way.
+    # One image at a time: in a batched product a sum may be rounded differently.
     for row, image, factor in zip(
         rows.unbind(), factors.unbind(), of_token, strict=True
     ):
@@ -267,7 +269,7 @@ def _conditioned_rows(
 
 
 def _snap_to_one(residual: Tensor) -> Tensor:
-    """Residual ``(B, N)`` that the first pick reads: 1 where S_jj is a rounded 1."""
+    """The residual ``(B, N)`` that the first pick reads: 1 where it is within ``UNIT`` of 1."""
     return torch.where((residual - 1).abs() <= UNIT, 1.0, residual)
 
 
@@ -281,7 +283,10 @@ def greedy_map_torch(
 ) -> Tensor:
     """Plain torch implementation of ``dpp.greedy_map``, the reference for the Triton kernel.
 
-    The time of a step is dominated by the number of calls, so views are created outside the loop.
+    ``residual`` holds the residual of each token, or -1 if the token can no longer be picked: its
+    gain is then negative, and stays so because residuals only decrease. Column j of ``factors``
+    belongs to the j-th token that the kernel is conditioned on. The number of calls dominates the
+    time of a step, so views are created outside the loop.
     """
     batch, tokens = quality.shape
     forced = 0 if anchors is None else anchors.shape[1]
@@ -289,25 +294,29 @@ def greedy_map_torch(
     offset = row_offsets(batch, tokens, quality.device)
     rows = similarity.reshape(batch * tokens, tokens)
     weight = quality * quality
+    # Products read whole multiples of ALIGNED columns, so that they are rounded the same way
+    # everywhere; the columns that are not filled yet are zero.
     factors = quality.new_zeros(batch, tokens, _round_up(fixed + count))
     if conditioned is None:
         residual = similarity.diagonal(dim1=1, dim2=2).contiguous()
     else:
         residual = conditioned.residual.clone()
         factors[:, :, :fixed] = conditioned.factors.transpose(1, 2)
-    flat = residual.view(-1)
+    residual_of_all = residual.view(-1)  # of the tokens of all images, by `offset`
     columns = factors.unbind(dim=2)
-    written = factors.narrow(2, 0, _round_up(fixed))
-    by_token = written.flatten(0, 1)
-    by_image = written.unbind()
+    aligned_columns = factors.narrow(2, 0, _round_up(fixed))
+    factors_by_token = aligned_columns.flatten(0, 1)
+    factors_by_image = aligned_columns.unbind()
     picks = []
     gains = []
 
     for step in range(count):
         if anchors is not None and step < forced:
             pick = anchors[:, step]
+            # Any gain above EXHAUSTED, so that _fill_by_weight does not replace a forced pick.
             gain = torch.ones_like(quality[:, :1])
         else:
+            # Only now: an anchor may be ineligible, and its residual is needed as a pivot.
             if step == forced and eligible is not None:
                 residual.masked_fill_(~eligible, -1.0)
             exact = _snap_to_one(residual) if fixed + step == 0 else residual
@@ -318,38 +327,39 @@ def greedy_map_torch(
             break
         index = pick if batch == 1 else offset + pick
         update = rows.index_select(0, index)
-        column = fixed + step
-        if column % ALIGNED == 0:  # columns not yet written are zero
-            written = factors.narrow(2, 0, column + ALIGNED)
-            by_token = written.flatten(0, 1)
-            by_image = written.unbind()
-        if column:
-            of_pick = by_token.index_select(0, index).unbind()
-            for row, image, factor in zip(
-                update.unbind(), by_image, of_pick, strict=True
+        filled_columns = fixed + step
+        if filled_columns % ALIGNED == 0:
+            aligned_columns = factors.narrow(2, 0, filled_columns + ALIGNED)
+            factors_by_token = aligned_columns.flatten(0, 1)
+            factors_by_image = aligned_columns.unbind()
+        if filled_columns:
+            pick_factors = factors_by_token.index_select(0, index).unbind()
+            for row, image_factors, factor in zip(
+                update.unbind(), factors_by_image, pick_factors, strict=True
             ):
-                torch.addmv(row, image, factor, alpha=-1, out=row)
-        pivot = flat.index_select(0, index)
+                torch.addmv(row, image_factors, factor, alpha=-1, out=row)
+        pivot = residual_of_all.index_select(0, index)
+        # Only a forced pick can have a pivot of zero and still count. After a free pick with one,
+        # NaN spreads to all later gains, and _fill_by_weight replaces it and all later picks.
         if step < forced:
             pivot.clamp_min_(DIVISOR)
         update *= pivot.rsqrt_().unsqueeze(1)
-        columns[column].copy_(update)
+        columns[filled_columns].copy_(update)
         residual.addcmul_(update, update, value=-1)
-        # Stays negative, so the token is not picked again.
-        flat.index_fill_(0, index, -1.0)
-    # Gains never increase and NaN persists, so the picks that count come first.
+        residual_of_all.index_fill_(0, index, -1.0)
+    # The picks with a gain above EXHAUSTED are a prefix: gains never increase, and NaN persists.
     order = torch.stack(picks, dim=1)
     return _fill_by_weight(order, torch.cat(gains, dim=1), quality, eligible, EXHAUSTED)
 
 
 @dataclass(frozen=True, slots=True)
 class Cap:
-    """A limit on the picks of each cell."""
+    """A limit on the number of picks in each cell."""
 
     cells: Tensor
     """``(B, N)`` int64 in 0..N-1: the cell of each token."""
     picks: int
-    """Picks of a cell at most."""
+    """Maximum number of picks in a cell."""
 
 
 def capped_greedy_map(
@@ -364,11 +374,11 @@ def capped_greedy_map(
 ) -> Tensor:
     """Greedy MAP as in ``dpp.greedy_map``, with a cap on the picks of each cell.
 
-    similarity ``(B, N, N)``, quality ``(B, N)``; anchors ``(B, A)`` are forced first picks, which
-    count towards their cells and may exceed the cap, as do the tokens of ``conditioned``; eligible
-    ``(B, N)`` bool. Returns ``(B, count)`` int64, unique, the same alone and in a batch. If all
-    eligible tokens are in full cells the cap is ignored; once gains are exhausted, the remaining
-    picks are by quality.
+    similarity ``(B, N, N)``, quality ``(B, N)``; anchors ``(B, A)`` are forced first picks;
+    eligible ``(B, N)`` bool. Anchors and the tokens of ``conditioned`` count towards their cells,
+    and may exceed the cap. Returns ``(B, count)`` int64, unique, the same alone and in a batch.
+    While all eligible tokens are in full cells, the cap is ignored. Once gains are exhausted, the
+    remaining picks are by quality.
     """
     batch, forced = anchors.shape
     tokens = quality.shape[1]
@@ -384,11 +394,11 @@ def capped_greedy_map(
         factors[:, :, :fixed] = conditioned.factors.transpose(1, 2)
     weight = quality * quality
     lowest = torch.finfo(quality.dtype).min
-    spare = quality.nan_to_num(nan=0.0).clamp_min(lowest)
+    by_quality = quality.nan_to_num(nan=0.0).clamp_min(lowest)
     open_ = eligible & ~occupied
     occupancy = torch.zeros_like(cells)
     occupancy.scatter_add_(1, cells, occupied.to(cells.dtype))
-    sound = torch.ones(batch, dtype=torch.bool, device=quality.device)
+    gains_decide = torch.ones(batch, dtype=torch.bool, device=quality.device)
     offset = row_offsets(batch, tokens, quality.device)
     picks = []
     for step in range(count):
@@ -400,9 +410,9 @@ def capped_greedy_map(
             exact = _snap_to_one(residual) if fixed + step == 0 else residual
             gains = (weight * exact).masked_fill(~room, -torch.inf)
             best, gain = argmax_within(gains, relative=True)
-            sound = sound & (gain[:, 0] > EXHAUSTED) & (gain[:, 0] < torch.inf)
-            spared = spare.masked_fill(~room, -torch.inf).argmax(dim=1)
-            pick = torch.where(sound, best, spared)
+            gains_decide &= (gain[:, 0] > EXHAUSTED) & (gain[:, 0] < torch.inf)
+            heaviest = by_quality.masked_fill(~room, -torch.inf).argmax(dim=1)
+            pick = torch.where(gains_decide, best, heaviest)
         picks.append(pick)
         open_.scatter_(1, pick[:, None], False)
         cell = cells.gather(1, pick[:, None])

@@ -15,8 +15,8 @@ FLAT = 1e-12
 """Range below which a score counts as constant."""
 
 TIE = 2**-21
-"""Difference within which values count as equal, 5e-7. A cosine in float32 is up to 5e-7 from its
-exact value, mostly 1e-7; the best two tokens of a step are at least 1.1e-6 apart in all golden
+"""Difference within which values count as equal: 5e-7. A cosine in float32 is up to 5e-7 from its
+exact value, and mostly 1e-7. The best two tokens of a step are at least 1.1e-6 apart in all golden
 cases, or bit-identical."""
 
 
@@ -39,9 +39,10 @@ def rank_descending(score: Tensor) -> Tensor:
 def argmax_within(values: Tensor, *, relative: bool = False) -> tuple[Tensor, Tensor]:
     """Lowest index ``(B,)`` within ``TIE`` of the maximum of each row ``(B, N)``, and that bound.
 
-    Values that are equal in exact arithmetic are rounded in another way on another device, or in
-    another batch. ``relative`` to the maximum, where that is positive. The bound ``(B, 1)`` of a
-    row with NaN is NaN, and its index 0.
+    The tolerance is there because values that are equal in exact arithmetic are rounded differently
+    on another device or in another batch. With ``relative``, ``TIE`` is a fraction of the maximum,
+    if that is positive. Returns the bound, the maximum less the tolerance, as ``(B, 1)``. A row
+    with NaN has the bound NaN and the index 0.
     """
     bound = values.amax(dim=1, keepdim=True)
     bound = bound.mul_(1 - TIE) if relative else bound.sub_(TIE)
@@ -49,7 +50,7 @@ def argmax_within(values: Tensor, *, relative: bool = False) -> tuple[Tensor, Te
 
 
 def mask_from_indices(indices: Tensor, count: int) -> Tensor:
-    """Indices ``(B, K)`` as a membership mask ``(B, count)``."""
+    """Membership mask ``(B, count)`` of the indices ``(B, K)``."""
     mask = torch.zeros(indices.shape[0], count, dtype=torch.bool, device=indices.device)
     return mask.scatter_(1, indices, True)
 
@@ -77,7 +78,7 @@ def positions_in_order(order: Tensor, allowed: Tensor) -> Tensor:
 
 
 def row_offsets(batch: int, tokens: int, device: torch.device) -> Tensor:
-    """Where the N rows of each of B images begin among the rows of all images, ``(B,)``."""
+    """Offset ``(B,)`` of each image's first row where the N rows of all images are concatenated."""
     return torch.arange(0, batch * tokens, max(tokens, 1), device=device)
 
 
@@ -111,7 +112,7 @@ def _quantile(ordered: Tensor, share: float) -> Tensor:
     part = position - below
     a = ordered[:, below]
     b = ordered[:, min(below + 1, ordered.shape[1] - 1)]
-    # Interpolate from the nearer end, where the result is exact.
+    # Interpolate from the nearer end, so that the result is exact at both ends.
     return a + (b - a) * part if part < 0.5 else b - (b - a) * (1 - part)
 
 

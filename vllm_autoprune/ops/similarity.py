@@ -2,7 +2,7 @@
 
 A batched matrix product may use a different blocking for one matrix than for eight, and with it a
 different rounding. Here each matrix of the batch is multiplied separately, which for large matrices
-takes no extra time; means over an image are taken alike.
+takes no extra time. Means over an image are computed separately too.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from vllm_autoprune.ops.greedy import Chosen, farthest_points
 from vllm_autoprune.ops.rowwise import FLAT
 
 _STRIPS = 4
-"""Number of strips of the lower triangle: 10 of 16 blocks are then computed."""
+"""Number of strips of the lower triangle, so that only 10 of 16 blocks are computed."""
 
 _THIN = 128
-"""Number of rows below which the product of a strip is slow."""
+"""Number of rows below which the product of a strip is too slow to pay."""
 
 _ROWS = 576
-"""Rows that are normalised at once, if images are smaller than that."""
+"""Rows that are normalised at once, over several images if these are smaller."""
 
 _CACHED = 2**18
 """Float32 numbers that fit in the cache: 1 MiB."""
 
 _NONZERO_NORM = 1e-12
-"""Lower bound of a norm that is divided by, for rows that were cast to float32."""
+"""Lower bound of a norm before division, for rows that were cast to float32."""
 
 _NONZERO = 1e-30
-"""Lower bound of a norm that is divided by."""
+"""Lower bound of a norm before division."""
 
 
 _ROUNDING = 1e-6
@@ -41,7 +41,7 @@ _ROUNDING = 1e-6
 
 
 SETTLED = 1e-12
-"""Squared length below which a centroid has no direction, because its members cancel out."""
+"""Squared length at or below which a centroid has no direction, because its members cancel out."""
 
 
 def matmul_each(rows: Tensor, columns: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ def matmul_each(rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def strip_size(rows: Tensor) -> int:
-    """Rows ``(..., n, C)`` to make float32 at a time: on a CPU as many as stay in its cache."""
+    """Number of rows ``(..., n, C)`` to cast to float32 at once: on a CPU what its cache holds."""
     count, width = rows.shape[-2:]
     return count if rows.device.type != "cpu" else max(1, _CACHED // width)
 
@@ -129,7 +129,7 @@ def cosines(features: Tensor, norm: Tensor) -> Tensor:
             if strips <= 1:
                 torch.mm(unit, unit.T, out=gram)
                 continue
-            # The lower triangle by strips of rows; the upper one is copied.
+            # The lower triangle is computed by strips of rows and copied to the upper one.
             step = -(-tokens // strips)
             for low in range(0, tokens, step):
                 high = min(low + step, tokens)
@@ -154,10 +154,10 @@ def _groups(batch: int, tokens: int, rows: int) -> Iterator[slice]:
 def distance_to_neighbours(similarity: Tensor, height: int, width: int) -> Tensor:
     """Distance of each unit vector from the mean of its four neighbours, ``(B, n, n) -> (B, n)``.
 
-    similarity ``(B, n, n)`` between the ``n = height * width`` tokens of one grid in raster order,
+    similarity ``(B, n, n)`` is between the ``n = height * width`` tokens of a grid in raster order,
     whose opposite borders are neighbours. On a grid that is not square the mean is that of the 8
-    most similar tokens, the token itself among them. From products alone: |u - m|^2 = u.u - 2 u.m
-    + m.m.
+    most similar tokens, which include the token itself. Only products are needed:
+    |u - m|^2 = u.u - 2 u.m + m.m.
     """
     batch, count, _ = similarity.shape
     if height == width:
@@ -173,7 +173,7 @@ def distance_to_neighbours(similarity: Tensor, height: int, width: int) -> Tenso
         similarity.reshape(batch, -1).gather(1, flat).view(batch, count, size * size)
     )
     squared = similarity.diagonal(dim1=1, dim2=2) - 2 * to_mean + within.mean(dim=-1)
-    # Of equal tokens only rounding is left, whose root would be a thousand times larger.
+    # For equal tokens only rounding remains, and its root would be a thousand times larger.
     return squared.where(squared > _ROUNDING, 0.0).sqrt()
 
 
@@ -205,7 +205,7 @@ WeightMap = Literal["none", "minmax", "sigmoid"]
 """How a score becomes a weight."""
 
 _EPSILON = 1e-6
-"""Added to a variance, a range or a deviation that is divided by."""
+"""Added to a variance, a range or a deviation before division."""
 
 
 def scale_to_unit_variance(rows: Tensor) -> Tensor:
@@ -215,21 +215,22 @@ def scale_to_unit_variance(rows: Tensor) -> Tensor:
 
 
 def subtract_mean(rows: Tensor) -> Tensor:
-    """Rows ``(B, n, D)`` less the mean row of their image."""
+    """Rows ``(B, n, D)`` minus the mean row of their image."""
     return rows - torch.stack([image.mean(dim=0) for image in rows])[:, None]
 
 
 def mean_dissimilarity(rows: Tensor) -> Tensor:
     """Minus the mean cosine of each token with the others ``(B, n)``, of rows ``(B, n, D)``.
 
-    Summed in float64: in concentrated spaces the means differ little, and where all tokens are
+    The sum is in float64: in concentrated spaces the means differ little, and where all tokens are
     alike they must not differ at all.
     """
     directions = rows / rows.norm(dim=-1, keepdim=True).clamp_min(_NONZERO_NORM)
     means = []
     for image in directions:
         unit = image.double()
-        # The cosines with all tokens are one product with the sum of unit vectors, the own is 1.
+        # The cosines of a token with all tokens sum to its product with the sum of all unit
+        # vectors. Its cosine with itself, 1 or 0, is not counted.
         diagonal = image.square().sum(dim=-1).round()
         means.append(diagonal - unit @ unit.sum(dim=0))
     return torch.stack(means) / max(1, rows.shape[1] - 1)
@@ -258,8 +259,8 @@ def spherical_kmeans(
     """Spherical k-means on cosines ``(B, N, N)``: labels, and cosines ``(B, N, C)`` to centroids.
 
     Features are not needed: a centroid is the sum of its members' directions, so its cosines are
-    sums of theirs. Seeds are the token farthest from the image's mean and then farthest points; a
-    cluster that loses all its members keeps its centroid.
+    sums of their cosines. The seeds are the token farthest from the image's mean and then farthest
+    points. A cluster that loses all its members keeps its centroid.
     """
     batch, tokens, _ = cosine.shape
     count = min(clusters, tokens)

@@ -1,4 +1,4 @@
-"""What changes between the frames of a video, and exact shares of a budget.
+"""Differences between the frames of a video, and exact division of a budget over frames.
 
 A video is ``(T, n, D)`` float32: T frames of n tokens in time order. Functions take one video at a
 time, so that it has the same bits alone and in a batch.
@@ -15,10 +15,11 @@ from torch import Tensor
 from vllm_autoprune.ops.rowwise import rank_descending
 
 _NEGLIGIBLE = 1e-100
-"""Lower bound of a weight, so that frames without any share what others have no room for."""
+"""Lower bound of a weight, so that frames of weight 0 get tokens once all other frames are full."""
 
 _ROUNDS = 64
-"""Rounds after which what is left of a budget goes by remainder; 2 T always suffice."""
+"""Maximum rounds of quotas, after which the rest of the budget goes by remainder; 2 T always
+suffice."""
 
 
 def _directions(rows: Tensor) -> Tensor:
@@ -26,7 +27,10 @@ def _directions(rows: Tensor) -> Tensor:
 
 
 def cosine_to_previous(video: Tensor, initial: float) -> Tensor:
-    """Cosine ``(T, n)`` with the token at its place in the frame before; at first ``initial``."""
+    """Cosine ``(T, n)`` of each token with the token at its position in the previous frame.
+
+    The first frame gets ``initial``.
+    """
     unit = _directions(video)
     cosine = (unit[1:] * unit[:-1]).sum(dim=-1)
     return torch.cat([torch.full_like(unit[:1, :, 0], initial), cosine])
@@ -35,9 +39,11 @@ def cosine_to_previous(video: Tensor, initial: float) -> Tensor:
 def echo_of_previous(
     video: Tensor, tau: float, initial: float, width: int = 0
 ) -> Tensor:
-    """Mean cosine ``(T, n)`` with all tokens of the frame before, by softmax(cosine / tau).
+    """Mean cosine ``(T, n)`` with the tokens of the previous frame.
 
-    With the width of its grid, those of the 3 x 3 places around. At first ``initial``.
+    The mean is weighted by softmax(cosine / tau).
+    If ``width``, the width of the grid, is not 0, only the 3 x 3 positions around each token count.
+    The first frame gets ``initial``.
     """
     unit = _directions(video)
     echoes = [torch.full_like(video[0, :, 0], initial)]
@@ -59,12 +65,13 @@ def distance_from_mean(video: Tensor) -> Tensor:
 
 
 def surprise_of_motion(video: Tensor, height: int, width: int, decay: float) -> Tensor:
-    """Error of a linear prediction over its running mean ``(T, n)``; 1 / (1 - decay) at first.
+    """Error of a linear prediction, divided by the running mean of such errors, ``(T, n)``.
 
-    A token is predicted as the one before plus its last change, less the plane over rows and
-    columns that fits the changes of all tokens best. Source: SURGE (ICLR 2026), by a port of it.
+    A token's prediction is its value in the previous frame plus its last change there, minus the
+    plane over rows and columns that best fits the changes of all tokens. Source: SURGE (ICLR 2026),
+    by a port of it.
     """
-    # Coordinates around 0, so that the three planes are orthogonal.
+    # Coordinates centred at 0, so that the three planes are orthogonal.
     y, x = (
         torch.arange(side, device=video.device) - (side - 1) / 2
         for side in (height, width)
@@ -84,9 +91,10 @@ def surprise_of_motion(video: Tensor, height: int, width: int, decay: float) -> 
 
 
 def typicality(video: Tensor) -> tuple[Tensor, Tensor]:
-    """How near each token is to the mean of the video, and to that of its frame, ``(T, n)`` each.
+    """How near each token is to the mean of the video, and to that of its frame, both ``(T, n)``.
 
-    Sums of Gaussians of five widths, of directions in the half of the channels that vary least.
+    Nearness is a sum of Gaussians of five widths. It compares directions in the half of the
+    channels that vary least.
     """
     variance = video.flatten(0, 1).var(dim=0, correction=0)
     steady = variance.argsort(stable=True)[: max(1, video.shape[2] // 2)]
@@ -103,9 +111,10 @@ def typicality(video: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def curvature(video: Tensor) -> Tensor:
-    """One minus the cosine of the steps to and from each frame's mean direction, ``(T,)`` float64.
+    """One minus the cosine between the steps into and out of each frame's mean, ``(T,)`` float64.
 
-    1 at both ends, and where nothing moves.
+    The means are normalised to unit length. The value is 1 for the first and last frame, and where
+    nothing moves.
     """
     mean = _directions(video.mean(dim=1).double())
     step = _directions(mean.diff(dim=0))
@@ -115,10 +124,11 @@ def curvature(video: Tensor) -> Tensor:
 
 
 def split_exactly(weights: Tensor, total: int, low: int, high: int) -> Tensor:
-    """Shares ``(B, T)`` int64 of a total by weights ``(B, T)``, each from ``low`` to ``high``.
+    """Shares ``(B, T)`` int64 of ``total`` by weights ``(B, T)``, each from ``low`` to ``high``.
 
-    Floors of the quotas of what is left are given until all are 0, then one each by the largest
-    remainder, ties to the earlier. Needs T low <= total <= T high.
+    Each round divides the rest in proportion to the weights of frames that are not full, and gives
+    the floors of these quotas. Once all floors are 0, the frames with the largest remainders get
+    one token each; ties go to the earlier frame. Needs T low <= total <= T high.
     """
     weights = weights.double().nan_to_num(nan=0.0, posinf=0.0).clamp_min(_NEGLIGIBLE)
     shares = torch.full_like(weights, low, dtype=torch.int64)
@@ -127,14 +137,16 @@ def split_exactly(weights: Tensor, total: int, low: int, high: int) -> Tensor:
         missing = total - shares.sum(dim=1, keepdim=True)
         free = weights.where(shares < high, 0.0)
         quota = free / free.sum(dim=1, keepdim=True).clamp_min(_NEGLIGIBLE) * missing
-        floor = (quota + 1e-9).floor()  # a third of 3 is 1
+        floor = (
+            quota + 1e-9
+        ).floor()  # tolerance: a computed third of 3 must not round down to 0
         fraction = (quota - floor).round(decimals=9)
         shares = shares + torch.minimum(floor.to(torch.int64), high - shares)
     order = rank_descending(fraction.masked_fill(shares >= high, -1.0))
-    for step in (1, high):  # one token each, then as many as there is room for
+    for step in (1, high):  # first one token each, then as many as there is room for
         room = (high - shares).clamp_max(step).gather(1, order)
         missing = total - shares.sum(dim=1, keepdim=True)
-        reached = room.cumsum(dim=1) - room  # by the frames before, in this order
+        reached = room.cumsum(dim=1) - room  # given to the frames before, in this order
         added = torch.minimum((missing - reached).clamp_min(0), room)
         shares = shares.scatter_add(1, order, added)
     return shares

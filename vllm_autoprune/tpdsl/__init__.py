@@ -1,4 +1,4 @@
 """TPDSL, the typed domain-specific language of pruning states, and its executor.
 
-Everything in this package needs torch and pydantic only and never imports vLLM.
+This package needs only torch and pydantic, and never imports vLLM.
 """

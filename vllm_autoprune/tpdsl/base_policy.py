@@ -1,7 +1,8 @@
 """Registry of base policies (pi_P), the interface that each implements, and what policies select.
 
-The policies themselves are in :mod:`vllm_autoprune.base_policies`. K = P + E rows per image: P kept
-tokens, and E rows of the base policy that no single token stands for (0 for most policies).
+The policies themselves are in :mod:`vllm_autoprune.base_policies`. A policy returns K = P + E rows
+per image: the rows of P kept tokens, and E extra rows that correspond to no single token (E is 0
+for most policies).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class PolicyParams(StatePart):
     """Parameters of a base policy."""
 
     def layers_read(self, layers: int) -> int:
-        """Layers of a language model of ``layers`` that run over all N tokens before selection."""
+        """Number of layers, of a language model with ``layers``, that run over all N tokens."""
         return 0
 
 
@@ -47,13 +48,14 @@ class ReferenceSelection:
     picks: Tensor
     """``(B, P)`` int64 in pick order, unique in each row."""
     merged: Tensor | None = None
-    """``(B, P, D)`` in place of the rows of the picks, if the policy merges others into them."""
+    """``(B, P, D)``, which replaces the rows of the picks if the policy merges other tokens into
+    them."""
     extra: Tensor | None = None
-    """``(B, E, D)`` that no single token stands for, such as the mean of the others: they come last
-    and are never exchanged."""
+    """``(B, E, D)``: rows that correspond to no single token, such as the mean of all others. They
+    come last and are never exchanged."""
 
     def rows(self, tokens: VisualTokens) -> Tensor:
-        """Rows ``(B, N, D)`` of all tokens; those of the picks include what is merged into them."""
+        """Rows ``(B, N, D)`` of all tokens; the rows of picks include what was merged into them."""
         if self.merged is None:
             return tokens.features
         where = self.picks[:, :, None].expand_as(self.merged)
@@ -62,21 +64,21 @@ class ReferenceSelection:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """Tokens that are kept already."""
+    """Tokens that are kept already, from which a selection continues."""
 
     indices: Tensor
-    """``(B, A)``, unique in each row."""
+    """``(B, A)``: indices of the given tokens, unique in each row."""
     closed: Tensor
-    """``(B, N)`` bool: tokens that may not be picked, at least the given ones."""
+    """``(B, N)`` bool: tokens that may not be picked, which include the given ones."""
     covered: Tensor
-    """``(B, N)`` bool: the given tokens and those that their rows stand for, which are not merged
-    again."""
+    """``(B, N)`` bool: the given tokens and those that were merged into their rows, which are not
+    merged again."""
     most: int
     """Largest number of closed tokens of any image."""
 
     @classmethod
     def none(cls, tokens: VisualTokens) -> Given:
-        """No given tokens: a selection from the beginning."""
+        """No given tokens: a selection starts from nothing."""
         device = tokens.features.device
         indices = torch.empty(tokens.batch, 0, dtype=torch.int64, device=device)
         closed = torch.zeros(
@@ -86,15 +88,16 @@ class Given:
 
     @classmethod
     def after(cls, tokens: VisualTokens, indices: Tensor) -> Given:
-        """The tokens at ``(B, A)`` as given tokens of a later choice.
+        """The tokens at ``(B, A)`` as given tokens of a later selection.
 
-        What is not kept was merged into them, so nothing is merged into the tokens of that choice.
+        All tokens count as covered: those that were not kept are merged into these already, so
+        nothing is merged into the tokens of the later selection.
         """
         closed = mask_from_indices(indices, tokens.count)
         return cls(indices, closed, torch.ones_like(closed), indices.shape[1])
 
     def next_tile(self, tokens: VisualTokens) -> int:
-        """The tile after that of the last given token, where they are spread over all tiles."""
+        """Index of the tile after that of the last given token, if all tiles have given tokens."""
         return self.indices.shape[1] % tokens.grid.tiles
 
 
@@ -104,31 +107,33 @@ class BasePolicy:
 
     name: str
     call: type[BasePolicyCall]
-    """How a state calls it."""
+    """Model of a call of this policy in a state."""
     needs: frozenset[Need]
-    """Every input that it reads with some parameters."""
+    """Every input that the policy reads with some parameters."""
     doc: str
     """First line of its documentation."""
     cost: float
-    """Milliseconds of a selection, given its inputs (:mod:`~vllm_autoprune.tpdsl.cost`)."""
+    """Milliseconds of a selection, without computing its inputs
+    (:mod:`~vllm_autoprune.tpdsl.cost`)."""
     function: Callable[..., ReferenceSelection]
-    """(params, tokens, K) to exactly K rows."""
+    """(params, tokens, K) -> exactly K rows."""
     continuation: Callable[..., Tensor] | None = None
-    """(params, tokens, K, given tokens) to the picks ``(B, K)`` of a greedy method."""
+    """(params, tokens, K, given tokens) -> picks ``(B, K)``, for a greedy method."""
     reads: Callable[..., frozenset[Need]] | None = None
-    """params to the inputs that a call reads, where parameters decide that."""
+    """params -> the inputs that a call reads, if its parameters decide that."""
     core: type[BasePolicyCall] | None = None
-    """How a state's core calls its form that reads no question; None where there is none."""
+    """Model of a call, in a state's core, of the form that reads no question; None if there is no
+    such form."""
     score: Callable[..., Tensor] | None = None
-    """(params, tokens) to ``(B, N)``, of a policy for videos: it keeps the largest."""
+    """(params, tokens) -> score ``(B, N)``, for a video policy, which keeps the largest scores."""
 
     @property
     def default_params(self) -> PolicyParams:
-        """The parameters of a call that gives none."""
+        """The parameters of a call that gives no parameters."""
         return self.call.model_validate({"name": self.name}).params
 
     def question_free_params(self, params: PolicyParams) -> PolicyParams:
-        """The parameters of the form that reads no question, the others as given."""
+        """``params`` converted to the form that reads no question."""
         assert self.core is not None
         model = type(self.core.model_validate({"name": self.name}).params)
         fields = type(params).model_fields
@@ -154,13 +159,13 @@ class BasePolicy:
     ) -> Tensor:
         """Picks ``(B, K)`` among the tokens that are not closed, in pick order.
 
-        Greedy policies continue from the given tokens. Of the others these are their first picks
-        that are not closed; what they merge into them is left out.
+        Greedy policies continue from the given tokens. For other policies the result is their first
+        picks that are not closed, without what they merge into them.
         """
         if self.continuation is not None:
             picks: Tensor = self.continuation(params, tokens, budget, start)
         else:
-            # At least that many picks, or one less if that is all tokens.
+            # With this many picks, at least ``budget`` are not closed; a policy needs K < N.
             wanted = budget + start.most
             maximum = tokens.count - 1
             selected = self.function(params, tokens, min(wanted, maximum))
@@ -168,14 +173,14 @@ class BasePolicy:
                 wanted += selected.extra.shape[1]
                 selected = self.function(params, tokens, min(wanted, maximum))
             picks = selected.picks
-        # The first that are not closed; then other tokens, closed ones last.
+        # The first picks that are not closed, then other tokens, and closed tokens last.
         places = positions_in_order(picks, ~start.closed) + start.closed.to(torch.int64)
         return places.argsort(dim=1, stable=True)[:, :budget]
 
     def select_picks(
         self, params: PolicyParams, tokens: VisualTokens, budget: int
     ) -> Tensor:
-        """K picks ``(B, K)`` of single tokens: what the policy merges is left out; needs K < N."""
+        """K picks ``(B, K)`` of single tokens, without what is merged into them; needs K < N."""
         alone = replace(self, continuation=None)
         return alone.select_given(params, tokens, budget, Given.none(tokens))
 
@@ -200,12 +205,12 @@ def base_policy(
     core: type[P] | None = None,
     score: Callable[[P, VisualTokens], Tensor] | None = None,
 ) -> Callable[[_Select[P]], _Select[P]]:
-    """Decorator: register a function as the base policy of its name, less the underscore.
+    """Decorator: register a function as the base policy of its name without the underscore.
 
-    It maps (params, tokens, K) to exactly K rows per image, for K < N. ``continuation`` gives the
-    picks ``(B, K)`` of a greedy method that continues from given tokens. ``reads`` says what a call
-    reads, where parameters decide that, and ``core`` are the parameters of the form that reads no
-    question, where ``needs`` has one.
+    The function maps (params, tokens, K) to exactly K rows per image, for K < N. ``continuation``
+    returns the picks ``(B, K)`` of a greedy method that continues from given tokens. ``reads``
+    returns the inputs that a call reads, if its parameters decide that. ``core`` are the parameters
+    of the form that reads no question, for a policy whose ``needs`` include the question.
     """
 
     def register(function: _Select[P]) -> _Select[P]:
@@ -272,9 +277,9 @@ QuestionFreePolicy = Annotated[BasePolicyCall, _OneBasePolicy(core=True)]
 
 
 FALLBACKS = ("none", "reference", "uniform", "zeros")
-"""Meaning of a fallback code: 0, the state was applied; 1, the base policy's selection is kept,
-because the scores were not finite; 2, evenly spaced tokens are kept, because the inputs of the base
-policy were not finite either; 3, a server could not encode the image, and its rows are zeros."""
+"""Fallback codes by index. 0: the state was applied. 1: the base policy's selection is kept,
+because the scores were not finite. 2: evenly spaced tokens are kept, because the inputs of the base
+policy were not finite either. 3: a server could not encode the image, and its rows are zeros."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,15 +287,15 @@ class TokenSelection:
     """Kept tokens of B images."""
 
     indices: Tensor
-    """``(B, P)``, ascending."""
+    """``(B, P)``: indices of the kept tokens, ascending."""
     reference: ReferenceSelection
     """The base policy's selection."""
     fallback: Tensor
     """``(B,)`` uint8, see :data:`FALLBACKS`."""
     quality: Tensor | None = None
-    """``(B, N)``: g; None if the policy reads no scores."""
+    """``(B, N)``: token quality g; None if the policy reads no scores."""
     mergeable: Tensor | None = None
-    """``(B, N)`` bool: tokens that reassembly may merge into kept ones; None: all others."""
+    """``(B, N)`` bool: tokens that reassembly may merge into kept ones; None: all other tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,9 +303,9 @@ class RefinedTokens:
     """Refined visual tokens T_v* of B images."""
 
     features: Tensor
-    """``(B, K, D)``, the E extra rows last."""
+    """``(B, K, D)``: rows for the language model, with the E extra rows last."""
     indices: Tensor
-    """``(B, P)``: the token of each other row."""
+    """``(B, P)``: index of the token of each row that is not extra."""
     reference: Tensor
     """``(B, P)``: the base policy's picks, in pick order."""
     exchanged: Tensor
@@ -308,7 +313,7 @@ class RefinedTokens:
     fallback: Tensor
     """``(B,)`` uint8, see :data:`FALLBACKS`."""
     quality: Tensor | None
-    """``(B, N)``: g; None if the policy reads no scores."""
+    """``(B, N)``: token quality g; None if the policy reads no scores."""
 
     @classmethod
     def keep_all(cls, tokens: VisualTokens) -> RefinedTokens:
@@ -332,7 +337,7 @@ class RefinedTokens:
         )
 
     def in_order(self, order: Tensor, count: int) -> RefinedTokens:
-        """The rows of kept tokens in the order of indices ``(B, P)``, tokens below count."""
+        """Kept rows in the order of indices ``(B, P)``, restricted to tokens below ``count``."""
         mask = mask_from_indices(self.indices, count)
         position = positions_in_order(order, mask).gather(1, self.indices)
         moved = position.argsort(dim=1, stable=True)
@@ -341,10 +346,10 @@ class RefinedTokens:
         return replace(self, features=features, indices=self.indices.gather(1, moved))
 
     def places(self, count: int) -> Tensor:
-        """Place ``(B, K)`` of each row among ``count`` = N tokens.
+        """Position ``(B, K)`` of each row among ``count`` = N tokens.
 
-        Rows that no single token stands for are of the tokens that are not kept: one is at their
-        median, E are at the medians of E parts of them.
+        An extra row has the position of tokens that are not kept: a single one is at their median,
+        and E extra rows are at the medians of E equal parts of them.
         """
         if self.extra == 0:
             return self.indices
@@ -358,5 +363,5 @@ class RefinedTokens:
 
     @property
     def extra(self) -> int:
-        """E, the number of rows that no single token stands for."""
+        """E, the number of rows that correspond to no single token."""
         return self.features.shape[1] - self.reference.shape[1]

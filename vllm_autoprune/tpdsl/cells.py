@@ -1,8 +1,8 @@
 """Cells of a picture that hold nothing new, found in its pixels before a vision tower encodes them.
 
-A cell is the square of patches that becomes one token. It is predicted from its neighbours as by
-PixelPrune (arXiv:2604.00886, without code of theirs): with A to the left, B above and C above to
-the left, by B where A is like C and B is not, else by A.
+A cell is the square of patches that becomes one token. It is predicted from its neighbours as in
+PixelPrune (arXiv:2604.00886, which published no code). With A to the left, B above and C above to
+the left, the prediction is B if A is like C and B is not, and A otherwise.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from vllm_autoprune.errors import StateError
 from vllm_autoprune.tpdsl.registry import StatePart
 
 VERSION = 1
-"""Of what the rules drop: part of every cache identity."""
+"""Version of the rules that drop cells: part of every cache identity."""
 
 _SAMPLE = 256
-"""Distance of the pixels that are looked at first: few cells of a photograph are alike in them."""
+"""Stride of the pixels that are compared first: few cells of a photograph agree in all of them."""
 
 Anchors = NDArray[numpy.int32]
-"""``(N,)``: by cell of a grid in raster order, the kept one standing for it, itself or before."""
+"""``(N,)``: for each cell of a grid in raster order, the index of the kept cell that stands for it:
+the cell itself or an earlier one."""
 
 
 class Cells(StatePart):
@@ -54,9 +55,9 @@ class Cells(StatePart):
 
     @classmethod
     def parse(cls, value: object, where: str) -> Cells | None:
-        """From ``flat``, ``predicted``, one with its tolerance as in ``flat:2``, or an object.
+        """Parse ``flat``, ``predicted``, either with a tolerance as in ``flat:2``, or an object.
 
-        ``none`` is None. Raises :class:`StateError`.
+        ``none`` gives None. Raises :class:`StateError`.
         """
         if isinstance(value, Cells):
             return value
@@ -79,8 +80,9 @@ class Cells(StatePart):
     def find_anchors(self, cells: NDArray[numpy.uint8]) -> Anchors | None:
         """Anchors of the cells ``(H, W, patches, channels, pixels)`` of a picture.
 
-        None where it is to be encoded whole. The first cell is always kept. A cell within the
-        tolerance is compared with its anchor, so that a slow gradient is not followed for long.
+        Returns None if the picture should be encoded whole. The first cell is always kept. A cell
+        within the tolerance is compared with its anchor instead of its neighbour, so that a chain
+        of small changes along a gradient does not drop cells far from their anchor.
         """
         height, width = cells.shape[:2]
         count = height * width
@@ -101,7 +103,10 @@ class Cells(StatePart):
     def _find_droppable(
         self, cells: NDArray[numpy.uint8], contents: NDArray[numpy.intp]
     ) -> NDArray[numpy.bool]:
-        """Which cells have one colour; without a tolerance, of those that are not unique."""
+        """Which cells have one colour; without a tolerance, false for contents that occur once.
+
+        Without a tolerance only cells whose content is not unique can repeat.
+        """
         _, examples, counts = numpy.unique(
             contents, return_index=True, return_counts=True
         )
@@ -118,7 +123,7 @@ class Cells(StatePart):
         droppable: NDArray[numpy.bool],
         size: tuple[int, int],
     ) -> Anchors:
-        """Anchors where every droppable cell goes that is like the one that predicts it."""
+        """Anchors if every droppable cell that is like its prediction is dropped."""
         height, width = size
         rows = cells.reshape(len(cells), -1)
 
@@ -136,8 +141,8 @@ class Cells(StatePart):
         diagonal = numpy.add.outer(numpy.arange(height), numpy.arange(width)).ravel()
         steps = [diagonal > 0]
         if self.tolerance:
-            # What is alike by its bytes is so to its anchor too; else a diagonal follows from the
-            # last one.
+            # Cells with equal bytes are like their anchor too, so all cells can be decided at once.
+            # Otherwise a diagonal depends on the diagonal before it.
             steps = [diagonal == step for step in range(1, height + width - 1)]
         for ready in steps:
             index = numpy.flatnonzero(ready & droppable).astype(numpy.int32)
@@ -158,7 +163,7 @@ class Cells(StatePart):
     def _find_flat(
         self, cells: NDArray[numpy.uint8], some: NDArray[numpy.intp]
     ) -> NDArray[numpy.bool]:
-        """Which of some of the cells ``(N, patches, channels, pixels)`` have one colour."""
+        """Which of the cells ``some``, of ``(N, patches, channels, pixels)``, have one colour."""
         flat = numpy.ones(len(some), dtype=bool)
         for step in (_SAMPLE, 1):
             pixels = cells[..., ::step][some[flat]]
@@ -168,10 +173,10 @@ class Cells(StatePart):
 
 
 def _number_contents(cells: NDArray[numpy.uint8]) -> NDArray[numpy.intp]:
-    """A number ``(N,)`` of each cell's content, the same for equal cells, counted from 0.
+    """A number ``(N,)`` for the content of each cell, the same for equal cells, counted from 0.
 
-    Hashing all bytes takes longest: those of a cell whose sample no other cell has are not hashed,
-    nor those that are equal to the first cell of its sample.
+    Hashing all bytes takes longest. So a cell is not hashed if no other cell has the same sample,
+    or if it is equal to the first cell with its sample.
     """
     samples = [
         sample.tobytes() for sample in numpy.ascontiguousarray(cells[..., ::_SAMPLE])

@@ -1,11 +1,12 @@
 """Cost of a state: an upper estimate of the CPU time of one selection, atom by atom.
 
-It bounds the states that requests bring, so it must be the same on every server and cost nothing
-itself: atoms and base policies declare their milliseconds at their dearest parameters, for an image
-of 576 tokens of width 4096 (1024 in the tower) of which 192 are kept. They were counted in torch
-calls (a microsecond each), numbers read or written (0.4 ns) and multiply-adds (0.0175 ns), rates of
-one core that were fitted to measurements of 57 states (``docs/data/state-cost.csv``). Counting when
-a state arrives, on the meta device, would take ten times as long as the selection.
+The cost bounds the states that requests bring, so it must be the same on every server and cost
+nothing itself. Atoms and base policies declare their milliseconds at their most expensive
+parameters, for an image of 576 tokens of width 4096 (1024 in the tower) of which 192 are kept. The
+milliseconds were counted in torch calls (a microsecond each), numbers read or written (0.4 ns) and
+multiply-adds (0.0175 ns). These are rates of one core, fitted to measurements of 57 states
+(``docs/data/state-cost.csv``). Counting when a state arrives, on the meta device, would take ten
+times as long as the selection.
 
 The computation of a state's inputs is not included: it is at most one pass over the unpruned image,
 which a request without pruning costs as well.
@@ -26,20 +27,21 @@ from vllm_autoprune.tpdsl.state import PruningState
 FLAG = "--autoprune-request-cost"
 
 DEFAULT_COST = 200.0
-"""Milliseconds that a state of a request may cost; those that ship cost 2 to 85."""
+"""Milliseconds that a state of a request may cost; the shipped states cost 2 to 85."""
 
 _COSINES = 18.5
 _ROWS = 1.0
 _MERGING = 12.8
 _COVER = 8.7
 """Milliseconds of the cosines between all tokens, of copying the kept rows, of a reassembly that
-merges, and of what a core covers."""
+merges, and of marking the tokens that a core covers."""
 
 
 def _atom_costs(state: PruningState) -> Iterator[tuple[str, float]]:
-    """Each atom of a state with its milliseconds of one core; one that is listed twice comes twice.
+    """Each atom of a state with its milliseconds on one core; repeated atoms are repeated.
 
-    K is that of the declared costs, whatever the state's own: requests may ask for another.
+    K is that of the declared costs, whatever the state's budget, because requests may ask for
+    another K.
     """
     core = state.core
     base = state.base_policy.name
@@ -61,7 +63,7 @@ def _atom_costs(state: PruningState) -> Iterator[tuple[str, float]]:
 
 
 def _scoring_calls(state: PruningState) -> list[AtomCall]:
-    """The atoms that run where a state exchanges tokens, or puts them in the order of quality."""
+    """The atoms that run only if a state exchanges tokens or orders rows by quality."""
     exchanges = state.constraints.selector.bounds(MAX_BUDGET)[0] > 0
     if not exchanges and not state.orders_by_quality:
         return []
@@ -75,7 +77,7 @@ def _scoring_calls(state: PruningState) -> list[AtomCall]:
 
 
 def _call_cost(call: Any, base: str) -> float:
-    """Milliseconds of an atom and of those that it runs."""
+    """Milliseconds of an atom and of the atoms and base policies that it runs."""
     milliseconds = ATOMS[call.atom].cost
     if call.atom == "external_policy":
         milliseconds += BASE_POLICIES[call.policy].cost
@@ -92,16 +94,16 @@ def state_cost(state: PruningState) -> float:
 
 
 _TOKENS = 576
-"""Tokens of an image that costs are declared for."""
+"""Tokens of the image for which costs are declared."""
 
 
 def item_cost(state: PruningState, tokens: int, frames: int = 0) -> float:
     """Milliseconds of one selection from an image of N tokens, or from a video of T frames.
 
-    A base policy without a score has to pick nearly all tokens of each frame, in an order: greedy
-    ones take the cube of their number. 4.5 is the largest factor measured (scope, one frame of
-    4,096 tokens, 42 s); most of them are far below. A state that exchanges tokens of a video
-    compares every two of them.
+    A base policy without a score has to put nearly all tokens of each frame in an order, for which
+    greedy policies take the cube of their number. 4.5 is the largest factor that was measured
+    (scope, one frame of 4,096 tokens, 42 s); most are far below. A state that exchanges tokens of a
+    video compares all pairs of its tokens.
     """
     size = tokens / _TOKENS
     factor = max(1.0, size)
@@ -114,13 +116,13 @@ def item_cost(state: PruningState, tokens: int, frames: int = 0) -> float:
 
 
 def item_bound(bound: float, tokens: int) -> float:
-    """Milliseconds that a selection from N tokens may take, where ``bound`` is that of 576."""
+    """Milliseconds that a selection from N tokens may take; ``bound`` is that of 576 tokens."""
     return bound * max(1.0, tokens / _TOKENS)
 
 
 @lru_cache(maxsize=256)
 def require_affordable(state: PruningState, bound: float) -> None:
-    """Raise :class:`StateError` for a state whose selection is predicted to cost more."""
+    """Raise :class:`StateError` if a selection by the state costs more than ``bound``."""
     costs: dict[str, list[float]] = {}
     for atom, milliseconds in _atom_costs(state):
         costs.setdefault(atom, []).append(milliseconds)

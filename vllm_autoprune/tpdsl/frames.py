@@ -1,7 +1,7 @@
-"""Frames: how tokens kept of a video are spread over its frames.
+"""Frames: how the kept tokens of a video are distributed over its frames.
 
-A base policy ranks the tokens of a frame or of the video, by score or by the order of its picks.
-How many of each frame are kept is decided here, and counts the tokens of a core.
+A base policy ranks the tokens of a frame or of the whole video, by score or by the order of its
+picks. This module decides how many tokens each frame keeps; tokens of a core count too.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class Frames(StatePart):
         return ", ".join([str(self.tokens.rule()), *parts])
 
     def shares(self, tokens: VisualTokens, total: int) -> Tensor:
-        """Tokens ``(B, T)`` int64 that each frame keeps at first.
+        """Initial number of tokens ``(B, T)`` int64 that each frame keeps.
 
-        They are fewer than ``total`` with a global budget, and may be more with one by uniqueness:
-        score then decides.
+        Their sum is less than ``total`` with a global budget, and may exceed it with a uniqueness
+        budget; the score then decides which tokens are kept.
         """
         count = tokens.grid.tiles
         size = tokens.grid.per_tile
@@ -110,9 +110,9 @@ def pick_from_frames(
     budget: int,
     start: Given,
 ) -> Tensor:
-    """Picks ``(B, K)`` of videos in pick order, beside the given tokens; closed ones come last.
+    """Picks ``(B, K)`` of videos in pick order, besides the given tokens; closed tokens come last.
 
-    Within the share of its frame a token comes before all that are not.
+    Tokens within the share of their frame come before all tokens beyond it.
     """
     score = _score(policy, params, tokens, start).masked_fill(start.closed, -torch.inf)
     count = tokens.grid.tiles
@@ -125,7 +125,7 @@ def pick_from_frames(
     shares = frames.shares(tokens, budget + start.indices.shape[1]) - preselected
     later = (rank >= shares[:, :, None]).to(torch.int64)
     if frames.first == "quota":
-        # More of the first frame only where the others have no more.
+        # The first frame gets more tokens only if the other frames have no more to give.
         later = torch.cat([2 * later[:, :1], later[:, 1:]], dim=1)
     later = later.view(tokens.batch, -1).masked_fill(start.closed, 3)
     order = rank_descending(score)
@@ -136,12 +136,13 @@ def pick_from_frames(
 def _score(
     policy: BasePolicy, params: PolicyParams, tokens: VisualTokens, start: Given
 ) -> Tensor:
-    """Score ``(B, N)`` float32 by which a base policy ranks tokens, those before it given."""
+    """Score ``(B, N)`` float32 by which a base policy ranks tokens, after the given ones."""
     if policy.score is not None:
         score: Tensor = policy.score(params, tokens)
         return score.float().nan_to_num(nan=-torch.inf)
-    # The order of nearly all picks, in turn from every frame; what is merged into them is left out.
-    # A frame with less open tokens than asked for repeats some, of which the first pick counts.
+    # Without a score, tokens rank by the order of nearly all picks, taken in turn from every frame;
+    # what is merged into them is left out. A frame with fewer open tokens than requested repeats
+    # some, whose first pick counts.
     maximum = tokens.count - 1
     if policy.continuation is not None:
         picks: Tensor = policy.continuation(params, tokens, maximum, start)

@@ -29,7 +29,7 @@ from vllm_autoprune.tpdsl.registry import ATOMS
 from vllm_autoprune.tpdsl.state import SCHEMA, PruningState
 
 MAX_BYTES = 1 << 20
-"""Largest text that is read; a state has a few kilobytes."""
+"""Largest text, in bytes, that is read; a state has a few kilobytes."""
 
 MAX_DEPTH = 32
 """Deepest nesting; a state itself has five levels, and provenance may have more."""
@@ -38,7 +38,7 @@ MAX_VALUES = 10_000
 """Largest number of values in one document, counting lists and objects."""
 
 MAX_PROBLEMS = 64
-"""Problems that are listed for one state; further ones are counted."""
+"""Number of problems that are listed for one state; further problems are only counted."""
 
 RULES = (
     "file",
@@ -53,11 +53,11 @@ RULES = (
     "limit_below_budget",
     "r_min_above_budget",
 )
-"""Kinds of problems that a JSON Schema cannot express; ``docs/states.md`` says what each asks."""
+"""Kinds of problems that a JSON Schema cannot express; ``docs/states.md`` explains each of them."""
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
-# A wheel holds the shipped states inside the package, a checkout beside it.
+# A wheel has the shipped states inside the package, and a checkout has them beside it.
 _POLICY_FOLDERS = (_PACKAGE / "policies", _PACKAGE.parent / "policies")
 
 
@@ -88,7 +88,7 @@ def load_state(source: str | Path | Mapping[str, object]) -> PruningState:
         raise StateError(subject, error.problems) from None
 
 
-# Text, from the outside to the inside: file, limits, values. Each problem is reported alone.
+# Text is checked in stages: file, limits, values. A problem of one stage is reported alone.
 
 
 _LARGER = f"larger than {MAX_BYTES} bytes"
@@ -100,7 +100,7 @@ _WIDE_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)
 
 
 def _write_text(source: Mapping[str, object]) -> str:
-    """Text of a mapping, which is then checked as any other text."""
+    """JSON text of a mapping, which is then checked like any other text."""
     try:
         return json.dumps(dict(source), ensure_ascii=False)
     except RecursionError:
@@ -112,14 +112,14 @@ def _write_text(source: Mapping[str, object]) -> str:
 
 
 def _read_text(source: str | Path) -> str:
-    """Text of a path, else of the shipped state of that name.
+    """Text of the file at a path, or else of the shipped state with that name.
 
-    The bound applies while reading, so it also holds for files that grow or report a wrong size.
-    Pipes and devices, which could block, are never opened.
+    The size bound applies while reading, so it also holds for files that grow or report a wrong
+    size. Pipes and devices, which could block, are never opened.
     """
     try:
         path = _find_file(source)
-        # The path may be replaced meanwhile, so the file is checked once it is open.
+        # The path may be replaced in the meantime, so the checks apply to the open file.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             _require_regular(os.fstat(handle).st_mode)
@@ -145,7 +145,7 @@ def _read_text(source: str | Path) -> str:
 
 
 def _find_file(source: str | Path) -> Path:
-    """The file of a path, else of the shipped state of that name; raises :class:`OSError` too."""
+    """The file at a path, or else of the shipped state with that name; may raise OSError."""
     if not str(source).strip():
         what = "is empty, as where a variable is not set"
         raise StateError.of(
@@ -175,10 +175,10 @@ def _require_regular(mode: int) -> None:
 
 
 def _require_limits(text: str) -> None:
-    """Limits that are checked before the text is parsed.
+    """Refuse text beyond the limits that are checked before parsing.
 
-    Depth and number of values among them: the parser's own recursion limit depends on the process
-    and may end it.
+    Depth and number of values are among them, because the parser's own recursion limit depends on
+    the process and reaching it may end the process.
     """
     if len(text) > MAX_BYTES or len(text.encode("utf-8", "surrogatepass")) > MAX_BYTES:
         raise StateError.of("", _LARGER, _SHORTEN, kind="size")
@@ -187,7 +187,7 @@ def _require_limits(text: str) -> None:
         raise StateError.of("", what, "save it as UTF-8 without one", kind="encoding")
     if not text.strip():
         raise StateError.of("", "is empty", "write one JSON object", kind="syntax")
-    # Exact up to the first syntax error, where a parser would stop as well.
+    # Exact up to the first syntax error, at which a parser would stop too.
     outside = "".join(text.replace("\\\\", "").replace('\\"', "").split('"')[::2])
     steps = (1 if char in "[{" else -1 for char in outside if char in "[]{}")
     depth = max(accumulate(steps), default=0)
@@ -202,7 +202,7 @@ def _require_limits(text: str) -> None:
 
 
 def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """The object of its pairs, of which no two may have one key."""
+    """The object of its key-value pairs; raises if two pairs have the same key."""
     value = dict(pairs)
     if len(value) < len(pairs):
         ((name, _),) = Counter(key for key, _ in pairs).most_common(1)
@@ -212,7 +212,7 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _refuse_constant(text: str) -> NoReturn:
-    """NaN and the infinities, which Python reads."""
+    """Refuse NaN and the infinities, which Python's parser accepts."""
     what = f"{text} is not a JSON number"
     raise StateError.of("", what, "write a finite number", kind="syntax")
 
@@ -224,12 +224,12 @@ def _parse_number(text: str) -> float:
     if abs(value) > sys.float_info.max:
         what = f"{escape_unprintable(text, 20)} is larger than any 64-bit float"
         raise StateError.of("", what, "write a smaller number", kind="number")
-    # Larger ones stay floats: no field of a state takes an integer of that size.
+    # Larger numbers stay floats: no field of a state takes an integer of that size.
     return int(value) if float(value).is_integer() and abs(value) < 2**63 else value
 
 
 def parse_json(text: str) -> JsonValue:
-    """Parse JSON text; raises :class:`StateError` for the first thing that is not strict JSON.
+    """Parse JSON text; raises :class:`StateError` at the first thing that is not strict JSON.
 
     Numbers without a fractional part become integers (``2.0`` is 2, as in JSON Schema).
     """
@@ -247,7 +247,7 @@ def parse_json(text: str) -> JsonValue:
         what = f"not JSON: {error.msg} at line {error.lineno} col {error.colno}"
         raise StateError.of("", what, _ONE_OBJECT, kind="syntax") from None
     except UnicodeEncodeError as error:
-        # In the text or escaped in it; UTF-8 cannot encode it.
+        # A surrogate, in the text or escaped in it, which UTF-8 cannot encode.
         near = _format_value(error.object[max(0, error.start - 20) : error.end])
         what = f"half of a surrogate pair at the end of {near}"
         fix = "write the whole character"
@@ -279,7 +279,7 @@ def _format_value(value: object, limit: int = 60) -> str:
     return text
 
 
-# Values: the grammar by pydantic, then the rules on two fields.
+# Values are checked by pydantic models, after rules on two fields.
 
 
 def _validate(data: JsonValue) -> PruningState:
@@ -288,7 +288,7 @@ def _validate(data: JsonValue) -> PruningState:
         raise StateError.of("", what, _ONE_OBJECT, kind="value")
     version = data.get("schema")
     if version != SCHEMA:
-        # Fields of another version may have another meaning, so they are not checked.
+        # The fields of another schema version may have other meanings, so they are not checked.
         status = "missing"
         if version is not None:
             status = f"{_format_value(version)} is not known"
@@ -311,12 +311,12 @@ def _validate(data: JsonValue) -> PruningState:
 
 
 def _list_problems(error: ValidationError, data: JsonValue) -> list[Problem]:
-    """The problems that pydantic found, up to ``MAX_PROBLEMS`` and the number of further ones."""
+    """The problems that pydantic found: up to ``MAX_PROBLEMS``, and the number of the others."""
     details = error.errors(include_url=False, include_input=False)
     outer = {
         detail["loc"][:size] for detail in details for size in range(len(detail["loc"]))
     }
-    # A list whose items are all invalid is also reported as too short, in consequence.
+    # If all items of a list are invalid, pydantic also reports the list as too short.
     details = [
         detail
         for detail in details
@@ -365,7 +365,7 @@ def _problem(detail: ErrorDetails, data: JsonValue) -> Problem:
         if isinstance(value, dict):
             where = child_pointer(where, field)
             value = value[field]
-        # Otherwise the value is a bare name that stands for an atom.
+        # Otherwise the value is a bare name, which stands for an atom.
         allowed = [
             tag.strip().strip("'") for tag in str(context["expected_tags"]).split(",")
         ]
@@ -413,7 +413,7 @@ def _locate(
     parent = None
     for step in location:
         if isinstance(value, dict):
-            # The top level is not a union, so there a missing field may have the name of a tag.
+            # The top level is not a union, so a missing field there may have the name of a tag.
             if (
                 where
                 and step not in value
@@ -430,7 +430,7 @@ def _locate(
 
 
 def suggest_name(name: str, allowed: Sequence[str]) -> str:
-    """Fix for an unknown name: the most similar allowed one, or the list of allowed names."""
+    """Suggested fix for an unknown name: the most similar allowed name, or all allowed names."""
     near = _near(name, allowed)
     listed = ", ".join(allowed[:24]) + (", ..." if len(allowed) > 24 else "")
     return (

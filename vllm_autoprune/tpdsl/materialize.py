@@ -24,11 +24,11 @@ from vllm_autoprune.tpdsl.tokens import Need, RankAt, Shares
 class PruningPolicy:
     """pi_alpha^(K): a state with every budget-dependent field resolved (equation 6).
 
-    ``by_size`` gives K where it depends on the size of an image: ``budget`` is then the largest K
-    of any image, and :meth:`at` gives the policy for one size. The first ``core`` tokens of K are
-    chosen without the question, the others given them; ``cover`` is the part of all tokens that may
-    be merged into the kept ones, the most similar ones. ``video``: K is of videos, by the rules of
-    the state's frames.
+    ``budget`` is K. If K depends on the size of an image, ``by_size`` is the rule for it,
+    ``budget`` the largest K of any image, and :meth:`at` returns the policy for one size. The first
+    ``core`` tokens of K are chosen without the question, and the others given the core. ``cover``
+    is the fraction of all tokens, those most similar to the kept ones, that may be merged into
+    them. With ``video``, K is that of a video, by the rules of the state's frames.
     """
 
     state: PruningState
@@ -42,13 +42,13 @@ class PruningPolicy:
 
     @property
     def delta(self) -> PruningPolicy:
-        """The policy that keeps the other tokens of K, given the core, of which all stay."""
+        """The policy that keeps the rest of K, given the core, which no exchange removes."""
         r_min = max(0, self.r_min - self.core)
         return replace(self, budget=self.budget - self.core, r_min=r_min, core=0)
 
     @property
     def is_core(self) -> bool:
-        """Whether this policy keeps the core of another one."""
+        """Whether this policy keeps only the core of another policy."""
         return self.cover < 1
 
     @property
@@ -84,7 +84,7 @@ class PruningPolicy:
         return any(call.atom == "fallback_to_selection" for call in self.state.safety)
 
     def tokens_kept(self, tokens: int, tiles: int = 1) -> int:
-        """Tokens kept of an image of N tokens in T tiles, or a video of T frames, min(K, N)."""
+        """Number of kept tokens, min(K, N), of an image in T tiles or of a video of T frames."""
         return min(self.at(tokens, tiles).budget, tokens)
 
     def at(self, tokens: int, tiles: int = 1) -> PruningPolicy:
@@ -100,8 +100,9 @@ class PruningPolicy:
 
 
 PolicyPart = Literal["whole", "core", "recall"]
-"""What the K tokens of a policy are: all that an image keeps; its core alone, chosen by a policy
-that reads no question and exchanges nothing; or more of them, given all that it keeps already."""
+"""Which tokens of an image a policy keeps. ``whole``: all K tokens. ``core``: only the core, chosen
+by a policy that reads no question and exchanges nothing. ``recall``: K more tokens, given all that
+are kept already."""
 
 
 def materialize(
@@ -113,16 +114,16 @@ def materialize(
     video: bool = False,
     exchange: bool = True,
 ) -> PruningPolicy:
-    """Policy of a state at its own budget or at another one, K or a rule for it.
+    """Resolve a state into an executable policy, at its own budget or at ``budget``, K or a rule.
 
     Only budget-dependent fields are resolved: K, r_min = K - q_e if the state's r_min is null, and
-    the number of core tokens, if the state has a core. ``core`` is another number of them, which a
-    server sets so that the core fills whole KV blocks.
+    the number of core tokens if the state has a core. ``core`` overrides that number; a server sets
+    it so that the core fills whole KV blocks.
 
-    With ``video`` K is that of videos, by the state's ``frames``: a number is kept exactly, of a
-    rule at least what the first frame takes where that stays whole. Without ``exchange`` the base
-    policy's tokens are kept as they are. Raises :class:`BudgetError` if the state does not allow
-    the budget, has no core, or leaves videos whole.
+    With ``video``, K is the budget of a video, by the state's ``frames``. A number is kept exactly;
+    under a rule K is at least the size of the first frame, if that frame stays whole. Without
+    ``exchange`` the base policy's tokens are kept unchanged. Raises :class:`BudgetError` if the
+    state does not allow the budget, has no core, or leaves videos whole.
     """
     frames = state.frames if video else None
     if video and frames is None:
@@ -145,9 +146,7 @@ def materialize(
     by_size = None
     if isinstance(budget, BudgetCall):
         if frames is not None and frames.first == "whole":
-            maximum = (
-                MAX_BUDGET  # the first frame alone may have more than the rule keeps
-            )
+            maximum = MAX_BUDGET  # the whole first frame may have more tokens than the rule allows
         by_size = budget if minimum != maximum else None
     core = _count_core(state, core, maximum)
     quota, r_min = selector.bounds(maximum)
@@ -156,11 +155,11 @@ def materialize(
 
 
 _leave_out_exchange = lru_cache(maxsize=512)(PruningState.without_exchange)
-"""The digest of a copy is computed once, and not for each of the policies made of it."""
+"""Cached so that the digest of a copy is computed once, not for every policy made from it."""
 
 
 def _find_range(state: PruningState, budget: int | BudgetCall) -> tuple[int, int]:
-    """Smallest and largest K of any image; raises where these are no numbers of tokens."""
+    """Smallest and largest K of any image; raises unless they are valid numbers of tokens."""
     if isinstance(budget, BudgetCall):
         minimum, maximum = budget.range()
     else:
@@ -175,7 +174,7 @@ def _find_range(state: PruningState, budget: int | BudgetCall) -> tuple[int, int
 
 
 def _count_core(state: PruningState, core: int | None, budget: int) -> int:
-    """Tokens of the core at K = ``budget``: as many as are given, or the state's own share."""
+    """Number of core tokens at K = ``budget``: ``core``, or by the state's own share if None."""
     if state.core is None:
         if core:
             raise _no_core(state)
@@ -188,12 +187,14 @@ def _count_core(state: PruningState, core: int | None, budget: int) -> int:
     return core
 
 
-def _keep_core(state: PruningState, core: int) -> PruningPolicy:
-    """The policy that keeps K_c tokens of the core alone."""
+def _keep_core(state: PruningState, core_tokens: int) -> PruningPolicy:
+    """The policy that selects only the core, of ``core_tokens`` = K_c tokens."""
     if state.core is None:
         raise _no_core(state)
-    alone = _core_state(state.core, state.rank_at, state.shares, state.frames)
-    return PruningPolicy(alone, core, 0, core, cover=state.core.cover)
+    core_state = _core_state(state.core, state.rank_at, state.shares, state.frames)
+    return PruningPolicy(
+        core_state, core_tokens, quota=0, r_min=core_tokens, cover=state.core.cover
+    )
 
 
 def _no_core(state: PruningState) -> BudgetError:
@@ -218,7 +219,7 @@ _CORE_ALONE: dict[str, JsonValue] = {
     },
     "safety": ["preserve_budget", "no_shape_change", "deterministic"],
 }
-"""A state that does nothing beside its base policy and its reassembly."""
+"""A state that does nothing apart from its base policy and its reassembly."""
 
 
 @lru_cache(maxsize=128)

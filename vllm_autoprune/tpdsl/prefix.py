@@ -1,10 +1,11 @@
 """LanguagePrefix: hidden states of the language model's first layers over [image, instruction].
 
-Base policies that were published as pruning *inside* the language model read these to select
+Base policies that were published as pruning *inside* the language model read these states to select
 tokens before prefill, so that removed tokens never enter the KV cache.
 
-Shapes: L = S + N + Lt positions: S tokens before the image, N visual tokens and Lt text tokens
-after it, padded on the right; H query heads, Hk key heads, d their width. Layers count from 0.
+Shapes: a sequence has L = S + N + Lt positions: S tokens before the image, N visual tokens and Lt
+text tokens after it, padded on the right. There are H query heads and Hk key heads of width d.
+Layers count from 0.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ MOST_LAYERS = 128
 """Largest layer that a parameter may name; the served model may have fewer layers."""
 
 PrefixOutput = Literal["embeddings", "states", "normed", "keys", "attention"]
-"""What a base policy reads of a layer; the embeddings are of none."""
+"""What a base policy reads: embeddings belong to no layer, all others to one layer."""
 
 
 class LanguagePrefix(ABC):
     """Hidden states of B sequences [prefix, image, instruction]; layers are computed on demand.
 
-    layers is their number in the whole language model; start is S, the position of the first visual
-    token; text ``(B, Lt)`` bool is false for padding, with at least one true in every row. Reading
-    a layer that the model does not have raises :class:`SelectionError`.
+    layers is the number of layers of the whole language model. start is S, the position of the
+    first visual token. text ``(B, Lt)`` bool is false for padding and true at least once in every
+    row. Reading a layer that the model does not have raises :class:`SelectionError`.
     """
 
     layers: int
@@ -41,7 +42,7 @@ class LanguagePrefix(ABC):
 
     @abstractmethod
     def read(self, output: PrefixOutput, layer: int) -> Tensor:
-        """One of the outputs below; all but the embeddings are of an existing layer."""
+        """Compute one of the outputs below; all but the embeddings need an existing layer."""
 
     def embeddings(self) -> Tensor:
         """``(B, L, D)``: input of layer 0."""
@@ -64,7 +65,7 @@ class LanguagePrefix(ABC):
         return self.read("attention", self._existing(layer))
 
     def last_token_attention(self, layer: int, count: int) -> Tensor:
-        """Attention of the last text token to the N, averaged over heads, ``(B, N)`` float32."""
+        """Attention ``(B, N)`` float32 of the last text token, averaged over heads."""
         rows = self.attention(layer).float()
         positions = torch.arange(self.text.shape[1], device=rows.device)
         last = torch.where(self.text, positions, 0).amax(
@@ -78,7 +79,7 @@ class LanguagePrefix(ABC):
         return values.narrow(dim, self.start, count)
 
     def textual(self, values: Tensor, count: int, dim: int = -1) -> Tensor:
-        """Slice the Lt text positions after the N of the image of ``(..., L, ...)``."""
+        """Slice the Lt text positions, which follow the image, of ``(..., L, ...)``."""
         return values.narrow(dim, self.start + count, self.text.shape[1])
 
     def _existing(self, layer: int) -> int:
@@ -94,7 +95,7 @@ class LanguagePrefix(ABC):
 
 @dataclass(frozen=True)
 class RecordedPrefix(LanguagePrefix):
-    """Recorded tensors by the name of their method, returned for every layer.
+    """Recorded tensors by the name of the method that returns them, the same for every layer.
 
     Reading a tensor that was not recorded raises :class:`SelectionError`.
     """
@@ -134,8 +135,8 @@ def attention_rows(queries: Tensor, keys: Tensor) -> Tensor:
 class DecoderLayer:
     """One pre-norm decoder layer: attention and feed-forward blocks, each with a residual.
 
-    All work row by row, ``(L, ...) -> (L, ...)``; heads turns normalised rows ``(L, D)`` into
-    queries ``(H, L, d)``, and keys and values ``(Hk, L, d)``, with RoPE.
+    All callables work row by row, ``(L, ...) -> (L, ...)``. ``heads`` maps normalised rows ``(L,
+    D)`` to queries ``(H, L, d)``, keys and values ``(Hk, L, d)``, with RoPE applied.
     """
 
     input_norm: Callable[[Tensor], Tensor]
@@ -146,11 +147,11 @@ class DecoderLayer:
 
 
 class DecoderPrefix(LanguagePrefix):
-    """One sequence that runs layer by layer, on demand; each layer is computed once.
+    """A single sequence that runs layer by layer, on demand; each layer is computed once.
 
-    sequence ``(L, D)`` is the input of layer 0, its last ``words`` rows are the text; ``norm`` is
-    the model's final norm. An image alone has the bits that it has beside others, and memory is
-    that of one sequence.
+    sequence ``(L, D)`` is the input of layer 0, and its last ``words`` rows are the text; ``norm``
+    is the model's final norm. Running images one at a time gives an image the same bits alone and
+    beside others, and needs memory for one sequence only.
     """
 
     def __init__(
@@ -170,7 +171,7 @@ class DecoderPrefix(LanguagePrefix):
         self._heads: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def read(self, output: PrefixOutput, layer: int) -> Tensor:
-        """The output of the one sequence, ``(1, ...)``."""
+        """One output ``(1, ...)`` of the sequence."""
         if output == "embeddings":
             return self._inputs[0][None]
         if output in ("states", "normed"):

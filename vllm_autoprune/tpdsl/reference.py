@@ -1,4 +1,4 @@
-"""Reference of the language from its registry, as the site and an LLM proposer read it."""
+"""Reference of the language, generated from its registry, for the site and for an LLM proposer."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class _Parameter:
 
 
 def _list_parameters(model: type[BaseModel]) -> list[_Parameter]:
-    """Parameters of a call, or fields of the core, with their ranges and defaults."""
+    """Parameters of an atom's call, or fields of the core, with their ranges and defaults."""
     schema = cast(dict[str, dict[str, dict[str, JsonValue]]], model.model_json_schema())
     rows = []
     for name, field in model.model_fields.items():
@@ -83,7 +83,8 @@ def _list_parameters(model: type[BaseModel]) -> list[_Parameter]:
         if not field.is_required():
             value = field.get_default(call_default_factory=True)
             default = _JSON.dump_json(value, exclude_defaults=True).decode()
-        # A policy is any of a union, whose schemas would say no more than its name.
+        # A core's policy is a union of all base policies, whose schemas say no more than their
+        # names.
         policy = name == "policy" and model is Core
         values = (
             ", ".join(CORE_POLICIES) if policy else _values(schema["properties"][name])
@@ -117,7 +118,7 @@ _RANK_PLACES: dict[RankAt, str] = {
     "merger_in": "by the mean of the patches that the merger makes a token of; only on backbones "
     "with a patch merger (Qwen-VL, InternVL)",
 }
-"""Values of a state's ``rank_at``, and what they mean."""
+"""Values of a state's ``rank_at``, and their meaning."""
 
 
 def render_language(
@@ -125,8 +126,8 @@ def render_language(
 ) -> str:
     """Base policies, fields of a state, their atoms and parameters, in Markdown.
 
-    ``components``, such as ``("scoring",)``, limits it to the fields of a state below them. It has
-    no atom that is ``left_out``.
+    ``components``, such as ``("scoring",)``, limits the text to fields of a state below them. The
+    atoms ``left_out`` do not appear.
     """
     lines = []
     if not components:

@@ -1,13 +1,13 @@
 """Algorithm 1: TPDSL-guided residual refinement, for a batch of images at once.
 
 base selection -> scores -> pool -> residual exchange | reassembly
----------------------- choose ----------------------- | assemble -
+ ---------------------- choose ---------------------- | assemble -
 
 A state that ranks before the patch merger chooses by the tokens there; rows are always assembled
-from those after it.
+from the tokens after it.
 
-A policy with a core does this twice: for the core, which reads no question, and then, given the
-core, for the other tokens, the delta.
+A policy with a core runs this twice: for the core, which reads no question, and then for the other
+tokens, the delta, given the core.
 """
 
 from __future__ import annotations
@@ -67,10 +67,11 @@ def refine(policy: PruningPolicy, tokens: VisualTokens) -> RefinedTokens:
 
 
 def give_core(policy: PruningPolicy, tokens: VisualTokens, core: Tensor) -> Given:
-    """The core at ``(B, A)`` as given tokens of the other part of the policy.
+    """The core at indices ``(B, A)`` as given tokens for the delta of the policy.
 
-    What the core stands for is closed, unless that leaves too few tokens. The core must not depend
-    on K, so its rows then hold a part of tokens that the delta keeps.
+    Tokens that are merged into the core are closed to the delta, unless that leaves it too few. In
+    that case a core row keeps a share of tokens that the delta keeps too, because the core must not
+    depend on K.
     """
     assert policy.state.core is not None
     tokens = policy.state.ranked(tokens)
@@ -79,7 +80,7 @@ def give_core(policy: PruningPolicy, tokens: VisualTokens, core: Tensor) -> Give
     count = int(policy.state.core.cover * per_tile)
     covered = _most_similar(tokens, core, count)
     delta = policy.budget - policy.core
-    # A tile covers `count` tokens, or its core tokens if those are more.
+    # The core covers `count` tokens in each tile, or all core tokens in it if there are more.
     closed = count * (tiles - 1) + max(count, policy.core)
     if count + -(-delta // tiles) > per_tile or closed + delta > tokens.count:
         return Given(core, mask_from_indices(core, tokens.count), covered, policy.core)
@@ -90,7 +91,7 @@ def give_core(policy: PruningPolicy, tokens: VisualTokens, core: Tensor) -> Give
 def select_tokens(
     policy: PruningPolicy, tokens: VisualTokens, start: Given | None = None
 ) -> TokenSelection:
-    """Select the tokens to keep of every image, without gradients, beside the given ones.
+    """Select the tokens to keep of every image, besides the given ones, without gradients.
 
     Needs K < N, and at least K tokens that ``start`` does not close.
     """
@@ -110,7 +111,7 @@ def select_tokens(
         view = run(VisualTokens, state.source.tokens, tokens)
         picked = picks
         budget = policy.budget
-        if start is not None:  # given tokens are picks
+        if start is not None:  # given tokens count as picks
             picked = torch.cat([start.indices, picks], dim=1)
             budget += start.indices.shape[1]
         inputs = PriorInputs(state.shared(tokens), state.base_policy, budget, picked)
@@ -150,7 +151,7 @@ def select_tokens(
 def _select_base(
     policy: PruningPolicy, tokens: VisualTokens, start: Given | None, readable: Tensor
 ) -> ReferenceSelection:
-    """The base policy's selection; evenly spaced tokens of images that it cannot read."""
+    """The base policy's selection, or evenly spaced tokens where its inputs are not finite."""
     reference = _reference(policy, tokens, start)
     spread = _spread(reference.picks.shape[1], tokens, start)
     picks = torch.where(readable[:, None], reference.picks, spread)
@@ -162,7 +163,7 @@ def _select_base(
 
 
 def _score(state: PruningState, view: VisualTokens, inputs: PriorInputs) -> Tensor:
-    """Token quality g ``(B, N)``: signals of the view, fused, times priors; 1 without signals."""
+    """Token quality g ``(B, N)``: the fused signals of the view, 1 if none, times priors."""
     calls = [call for call in state.scoring.signals if call.weight > 0]
     quality = view.features.new_ones(view.batch, view.count, dtype=torch.float32)
     if calls:
@@ -177,7 +178,7 @@ def _score(state: PruningState, view: VisualTokens, inputs: PriorInputs) -> Tens
 
 def _inputs_finite(policy: PruningPolicy, tokens: VisualTokens) -> Tensor:
     """Whether all inputs that the base policy reads are finite, ``(B,)`` bool."""
-    # A norm is finite only if all components are, and the norms are computed anyway.
+    # A norm is finite only if all components are, and the norms are computed in any case.
     readable = tokens.norm.isfinite().flatten(1).all(dim=1)
     inputs: list[Tensor] = [] if tokens.merged is None else [tokens.merged]
     needs = policy.base.needs_of(policy.state.base_policy.params)
@@ -208,7 +209,7 @@ def _inputs_finite(policy: PruningPolicy, tokens: VisualTokens) -> Tensor:
 def _reference(
     policy: PruningPolicy, tokens: VisualTokens, start: Given | None
 ) -> ReferenceSelection:
-    """The base policy's selection. Core and delta are single tokens: their policies merge none."""
+    """The base policy's selection, which for a core or delta merges no tokens."""
     params = policy.state.base_policy.params
     frames = policy.state.frames
     if frames is not None and tokens.grid.video:
@@ -228,9 +229,9 @@ def _reference(
 
 
 def _most_similar(tokens: VisualTokens, indices: Tensor, count: int) -> Tensor:
-    """Mask ``(B, N)`` of the tokens at indices ``(B, A)`` and those most similar to them.
+    """Mask ``(B, N)`` of the tokens at indices ``(B, A)`` and of those most similar to them.
 
-    They are ``count`` tokens of each tile, and at least those at the indices.
+    The mask has ``count`` tokens in each tile, or all tokens at the indices if these are more.
     """
     member = mask_from_indices(indices, tokens.count)
     if count == 0:
@@ -248,9 +249,10 @@ def _most_similar(tokens: VisualTokens, indices: Tensor, count: int) -> Tensor:
 def assemble_rows(
     policy: PruningPolicy, tokens: VisualTokens, chosen: TokenSelection
 ) -> RefinedTokens:
-    """Compute the finite rows of the kept tokens; unmerged for images with a fallback.
+    """Compute the finite rows of the kept tokens, without merging for images with a fallback.
 
-    The value that caused a fallback may belong to a discarded token, so no token may be merged.
+    The value that caused a fallback may belong to a discarded token, so then no token may be
+    merged.
     """
     call = policy.state.reassembly
     rows, indices = RECIPES[call.atom](call, tokens, chosen)
@@ -263,7 +265,7 @@ def assemble_rows(
 def keep_reference(
     policy: PruningPolicy, tokens: VisualTokens, start: Given | None = None
 ) -> RefinedTokens:
-    """Keep the base policy's selection: pi_P(T_v, X_q; K), beside the given tokens."""
+    """Keep the base policy's selection, pi_P(T_v, X_q; K), besides the given tokens."""
     policy = policy.at(tokens.count, tokens.grid.tiles)
     if policy.budget >= tokens.count:
         return RefinedTokens.keep_all(tokens)
@@ -285,7 +287,7 @@ def select_evenly(
 
 
 def _spread(budget: int, tokens: VisualTokens, start: Given | None) -> Tensor:
-    """K evenly spaced tokens ``(B, K)`` of those that are not given."""
+    """K evenly spaced tokens ``(B, K)`` among those that are not given."""
     device = tokens.features.device
     if start is None:
         return _evenly_spaced(tokens.batch, tokens.count, budget, device)
@@ -302,7 +304,7 @@ def _evenly_spaced(batch: int, tokens: int, count: int, device: torch.device) ->
 
 
 def keep_indices(tokens: VisualTokens, picks: Tensor) -> RefinedTokens:
-    """Keep the tokens at indices ``(B, K)``, given in any order, with unmerged finite rows."""
+    """Keep the tokens at indices ``(B, K)``, in any order, with unmerged finite rows."""
     return keep_unmerged(tokens, _fall_back(ReferenceSelection(picks), tokens, 0))
 
 
@@ -345,10 +347,10 @@ def _refined(
 def pool_tokens(budget: int, tokens: VisualTokens) -> RefinedTokens:
     """Replace the tokens of each image by the means of K cells ``(B, K, D)``, in raster order.
 
-    The cells of a tile cover it without overlap, and a token on a border counts in each cell by
-    the part of its area inside, so every token has the same weight in all cells together. The
-    index of a row is the token at the centre of its cell, for positions and what else cannot be
-    averaged.
+    The cells of a tile cover it without overlap. A token on a border counts in each cell in
+    proportion to its area inside, so every token has the same total weight over all cells. The
+    index of a row is the token at the centre of its cell, which gives positions and other values
+    that cannot be averaged.
     """
     if budget >= tokens.count:
         return RefinedTokens.keep_all(tokens)
@@ -363,11 +365,11 @@ def pool_tokens(budget: int, tokens: VisualTokens) -> RefinedTokens:
 
 @lru_cache(maxsize=64)
 def _cells(budget: int, grid: Grid) -> tuple[Tensor, Tensor]:
-    """Weights ``(K, N)`` of all tokens in each cell, and the token at its centre ``(K,)``."""
+    """Weights ``(K, N)`` of all tokens in each cell, and the token ``(K,)`` at its centre."""
     weights = []
     centres = []
     for tile, share in enumerate(split_over_tiles(budget, grid.tiles)):
-        # Horizontal bands of cells, which are about as high as wide.
+        # Horizontal bands of cells, so that cells are about as high as wide.
         bands = min(
             round((share * grid.height / grid.width) ** 0.5), grid.height, share
         )
@@ -387,7 +389,10 @@ def _cells(budget: int, grid: Grid) -> tuple[Tensor, Tensor]:
 
 
 def _overlaps(parts: int, length: int) -> Tensor:
-    """Share of each of ``length`` units in each of equal ``parts``, ``(parts, length)``; sums 1."""
+    """Share of each of ``length`` units in each of ``parts`` equal parts, ``(parts, length)``.
+
+    The shares of a part sum to 1.
+    """
     edges = torch.arange(parts + 1, dtype=torch.float64) * length / max(parts, 1)
     units = torch.arange(length, dtype=torch.float64)
     upper = torch.minimum(edges[1:, None], units + 1)

@@ -55,7 +55,7 @@ ROLES: dict[Group, _Role] = {
 
 
 class StatePart(BaseModel):
-    """A part of a state: frozen, without unknown fields, and nothing in it is converted."""
+    """A part of a state: frozen, without unknown fields and without type conversion."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, strict=True
@@ -83,9 +83,9 @@ class AtomCall(StatePart):
 
 
 def added(default: Any, **field: Any) -> Any:
-    """Field of a parameter that was added to an atom after states with that atom were published.
+    """Field for a parameter that was added to an atom after states with that atom were published.
 
-    It is left out of the JSON at its default, so that the digests of those states do not change.
+    A default value is left out of the JSON, so that the digests of those states do not change.
     """
     return Field(default, exclude_if=lambda value: value == default, **field)
 
@@ -95,7 +95,7 @@ def _load_call(name: str, text: str) -> AtomCall:
 
 
 Reads = Callable[..., frozenset[Need]]
-"""call -> inputs that this call reads, for atoms whose parameters decide which."""
+"""call -> the inputs that this call reads, for atoms whose parameters decide that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,21 +105,22 @@ class Atom:
     name: str
     group: Group
     call: type[AtomCall]
-    """How a state calls it."""
+    """Model of a call of this atom in a state."""
     needs: frozenset[Need]
-    """Every input that some call of it reads."""
+    """Every input that some call of this atom reads."""
     origin: Origin
     doc: str
     """First line of its documentation."""
     function: Callable[..., object]
-    """What it computes, from its call and the inputs of its group."""
+    """Computes the atom's result from a call and the inputs of its group."""
     reads: Reads | None = None
-    """What a call reads, where its parameters decide that."""
+    """call -> the inputs that the call reads, if its parameters decide that."""
     cost: float = 0.0
-    """Milliseconds of a call with the dearest parameters (:mod:`~vllm_autoprune.tpdsl.cost`); 0
-    where they are not counted."""
+    """Milliseconds of a call with the most expensive parameters
+    (:mod:`~vllm_autoprune.tpdsl.cost`); 0 if they are not counted."""
     videos: bool = False
-    """Whether it says nothing of an image, so that a search of images leaves it out."""
+    """Whether the atom is meaningless for a single image, so that a search on images leaves it out.
+    """
 
     def needs_of(self, call: AtomCall) -> frozenset[Need]:
         """Optional inputs that this call reads; empty if its parameters disable it."""
@@ -155,7 +156,7 @@ T = TypeVar("T")
 
 
 def run(kind: type[T], call: AtomCall, *inputs: object) -> T:
-    """Run the atom of a call, which returns this kind of result."""
+    """Run the atom of a call and check that its result is of type ``kind``."""
     result = ATOMS.of(call).function(call, *inputs)
     assert isinstance(result, kind)
     return result
@@ -170,10 +171,10 @@ class atom:
 
     group: Group
     call: type[AtomCall] | tuple[type[AtomCall], ...] = AtomCall
-    """Several models: that of the atom has the parameters of all of them."""
+    """One model, or several whose parameters the atom's model combines."""
     _: KW_ONLY
     name: str = ""
-    """By default that of the function, less the underscore."""
+    """By default the name of the function without the underscore."""
     doc: str = ""
     """By default the first line of the function's docstring."""
     cost: float = 0.0

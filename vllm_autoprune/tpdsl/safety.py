@@ -79,7 +79,7 @@ def _make_probe(
     instruction = Instruction(patches, normal(batch, 1, _RELEVANCE_WIDTH), used, sign=1)
     attention = normal(batch, grid.tokens).softmax(dim=1)
     projector = normal(_TOWER_WIDTH, width) / _TOWER_WIDTH**0.5
-    # Constant within a cluster, so all tokens of the second probe get equal attention.
+    # Constant within a cluster, so that all tokens of the second probe get equal attention.
     following = clustered(1)[:, :, 0].softmax(dim=1)
     rows = clustered(_TOWER_WIDTH)
     tower = TowerStates(
@@ -89,7 +89,8 @@ def _make_probe(
         cls=normal(batch, grid.tiles, _TOWER_WIDTH),
         next_layer=NextLayer(following, clustered(_TOWER_WIDTH)),
     )
-    # One token before the image and six text tokens, the last two padding in every other image.
+    # One token before the image and six text tokens, of which the last two are padding in every
+    # second image.
     text = torch.arange(_TEXT) < _TEXT - 2 * (torch.arange(batch)[:, None] % 2)
     entering = torch.cat(
         [normal(batch, 1, width), features, normal(batch, _TEXT, width)], dim=1
@@ -98,7 +99,7 @@ def _make_probe(
     language = RecordedPrefix(
         start=1,
         text=text.to(device),
-        # More layers than any state may name; the recorded tensors serve for all of them.
+        # More layers than any state may name; the same recorded tensors serve for all of them.
         layers=1024,
         recorded={
             **dict.fromkeys(("embeddings", "states", "normed"), entering),
@@ -134,8 +135,9 @@ def safety_check(
 ) -> SafetyRecord:
     """d_alpha^(K) = SafetyCheck(pi, K): the five verdicts over all probes (equation 7).
 
-    Never raises: a policy that raises fails every verdict, with the exception as detail. Without
-    ``probes``, a K above :data:`MAX_PROBED_BUDGET` is checked at that K, which the record mentions.
+    Never raises: a policy that raises an exception fails every verdict, with the exception as
+    detail. Without ``probes``, a K above :data:`MAX_PROBED_BUDGET` is replaced by that K, which the
+    record mentions.
     """
     full_budget = policy.budget
     if not probes and full_budget > MAX_PROBED_BUDGET:
@@ -166,9 +168,9 @@ def safety_check(
 def find_unsafe(
     policy: PruningPolicy, tokens: VisualTokens, chosen: TokenSelection
 ) -> Tensor:
-    """Images ``(B,)`` bool whose tokens repeat, or are too few of the base policy's.
+    """Images ``(B,)`` bool with repeated tokens or with too few tokens of the base policy.
 
-    The exchange may replace q_e of them, and has to leave r_min. Never waits for the device.
+    The exchange may replace at most q_e of them and must keep r_min. Never waits for the device.
     """
     policy = policy.at(tokens.count, tokens.grid.tiles)
     exchanges = min(policy.quota, max(0, policy.budget - policy.r_min))

@@ -44,7 +44,7 @@ _Calls = TypeVar("_Calls", bound=tuple[AtomCall, ...])
 
 
 def _each_once(calls: _Calls) -> _Calls:
-    """Refuse two calls of the same safety check, whose parameters could contradict each other."""
+    """Refuse two calls of a safety check, because their parameters could contradict each other."""
     names = [call.atom for call in calls]
     for name in names:
         if names.count(name) > 1:
@@ -137,13 +137,13 @@ class Core(StatePart):
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of what selects the core and makes its rows; its size is left out."""
+        """SHA-256 of the fields that select the core and make its rows, without its size."""
         body = self.model_dump(mode="json", exclude={"share"})
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
     def tokens(self, budget: int) -> int:
-        """Core tokens K_c at K, at most K."""
-        # Products such as 0.07 * 100 are a rounding above or below the whole number.
+        """Number of core tokens K_c at K = ``budget``, at most K."""
+        # Products such as 0.07 * 100 are a rounding error above or below the whole number.
         return int(self.share * budget + 1e-9)
 
 
@@ -274,7 +274,7 @@ class PruningState(StatePart):
 
     @cached_property
     def core_digest(self) -> str:
-        """SHA-256 of what selects the core and makes its rows; empty without a core."""
+        """SHA-256 of all fields that select the core and make its rows; empty without a core."""
         if self.core is None:
             return ""
         if (self.rank_at, self.shares, self.frames) == ("merger_out", "equal", None):
@@ -287,11 +287,11 @@ class PruningState(StatePart):
         return hashlib.sha256(f"{context} {self.core.digest}".encode()).hexdigest()
 
     def ranked(self, tokens: VisualTokens) -> VisualTokens:
-        """The tokens as this state scores and compares them."""
+        """The tokens by which this state scores and compares them, before or after the merger."""
         return tokens.before_merger if self.rank_at == "merger_in" else tokens
 
     def shared(self, tokens: VisualTokens) -> VisualTokens:
-        """The tokens as the base policy selects from them: in tiles of equal shares, or in one."""
+        """The tokens as the base policy selects them: in tiles of equal shares, or in one tile."""
         return tokens.as_one_tile if self.shares == "free" else tokens
 
     def model_copy(
@@ -305,7 +305,7 @@ class PruningState(StatePart):
 
     @property
     def orders_by_quality(self) -> bool:
-        """Whether rows are ordered by token quality g, which then has to be computed."""
+        """Whether rows are ordered by token quality g, which must then be computed."""
         return RECIPES[self.reassembly.atom].order.name == "score"
 
     def needs(self, *, exchange: bool) -> frozenset[Need]:
@@ -339,7 +339,7 @@ class PruningState(StatePart):
     def budget_problems(
         self, minimum: int, maximum: int, *, video: bool = False
     ) -> list[Problem]:
-        """Rules of the state that a K within these bounds breaks, of an image or of a video."""
+        """Rules of the state that some K in these bounds breaks, for an image or a video."""
         pointer = "/budget"
         rule = self.budget
         if video and self.frames is not None:
@@ -362,7 +362,7 @@ class PruningState(StatePart):
         return problems
 
     def without_exchange(self) -> PruningState:
-        """The same state without exchange, merging and reordering: its base policy alone."""
+        """The same state without exchange, merging and reordering: only its base policy acts."""
         selector = default_call(SelectorCall, "reference_strict_preservation_selector")
         constraints = self.constraints.model_copy(update={"selector": selector})
         reassembly = default_call(AtomCall, "mean_residual")

@@ -32,7 +32,7 @@ class Instruction:
     segments: Tensor
     """``(B, M)`` bool: false for padding."""
     sign: int
-    """Sign of the cosine that means relevance: -1 for OpenAI's CLIP as LLaVA uses it, +1 for a
+    """Sign with which the cosine means relevance: -1 for OpenAI's CLIP as LLaVA uses it, +1 for a
     language model's embedding space."""
 
     @cached_property
@@ -48,8 +48,8 @@ class Instruction:
     ) -> Tensor:
         """Cosine of each token with the instruction, reduced over segments, times ``sign``.
 
-        By default that of the space. Returns ``(B, N)`` float32; zeros for an image whose
-        instruction has no segment.
+        ``sign`` is by default that of the space. Returns ``(B, N)`` float32; zeros for an image
+        whose instruction has no segment.
         """
         cosines = (self.sign if sign is None else sign) * self.cosines
         used = self.segments[:, None, :]
@@ -76,7 +76,7 @@ class NextLayer:
 
     attention: Tensor
     """``(B, N)``: the [CLS] row of softmax(q k^T / sqrt(Dv)) over [CLS] and the patches of a tile,
-    without the entry of [CLS]; for towers without [CLS] the mean over all queries."""
+    without the entry of [CLS] itself; for towers without [CLS], the mean over all queries."""
     keys: Tensor
     """``(B, N, Dv)``: the keys of all heads, concatenated."""
 
@@ -94,25 +94,26 @@ class TowerStates:
     cls: Tensor | None = None
     """``(B, T, Dv)``: the output at [CLS]; None if the tower has none."""
     next_layer: NextLayer | None = None
-    """Of the layer after it; None where no policy reads that."""
+    """Attention of the layer after it; None if no policy reads that."""
 
     def projected(self, rows: Tensor) -> Tensor:
         """Project rows ``(R, m, Dv)`` to ``(R, m, D)``.
 
-        One of the R at a time, so that results are bit-identical alone and in a batch.
+        Tiles are projected one at a time, so that results are bit-identical alone and in a batch.
         """
         return torch.stack([self.project(part) for part in rows])
 
 
 @dataclass(frozen=True)
 class MergerInput:
-    """What only a backbone with a patch merger has of the tokens that enter it."""
+    """Inputs of the patch merger, which only some backbones have."""
 
     norms: Tensor
-    """``(B, N, 2)`` float32: sum of absolute values and Euclidean norm of each token, the mean over
-    its patches."""
+    """``(B, N, 2)`` float32: L1 norm and Euclidean norm of each token, as means over its patches.
+    """
     known_cosine: Callable[[], Tensor] | None = None
-    """Gives the cosines ``(B, N, N)`` between the encoder's tokens, where something keeps them."""
+    """Returns the cosines ``(B, N, N)`` between the encoder's tokens from a cache, if there is one.
+    """
 
 
 Need = Literal[
@@ -131,7 +132,7 @@ Need = Literal[
 """
 
 RankAt = Literal["merger_out", "merger_in"]
-"""Whether tokens are ranked by what they are after the patch merger, or by what enters it."""
+"""Whether tokens are ranked by the output of the patch merger or by its input."""
 
 
 Positions = Literal["true", "spread", "packed"]
@@ -141,10 +142,10 @@ POSITIONS: Mapping[Positions, str] = {
     "spread": "evenly over the span of the whole image",
     "packed": "one after the other, as if the image had been small",
 }
-"""Where kept tokens stand for the language model."""
+"""Positions of the kept tokens in the language model."""
 
 Shares = Literal["equal", "free"]
-"""Whether the base policy keeps K / T of each of an image's T tiles, or K of all of them."""
+"""Whether the base policy keeps K / T tokens of each of an image's T tiles, or K tokens of all."""
 
 TileScope = Literal["per_tile", "global"]
 """Whether tokens are compared within their tile or across all tiles of the image."""
@@ -157,12 +158,12 @@ class Grid:
     height: int
     """Rows of a tile."""
     width: int
-    """Places of a row."""
+    """Places per row."""
     tiles: int = 1
-    """T."""
+    """T, the number of tiles."""
     anchors: bytes = b""
-    """Of one tile, where only some cells are tokens: what
-    :meth:`vllm_autoprune.tpdsl.cells.Cells.find_anchors` finds, as bytes. Empty where all are."""
+    """Result of :meth:`vllm_autoprune.tpdsl.cells.Cells.find_anchors` for one tile, as bytes, if
+    only some cells are tokens; empty if all are."""
     video: bool = False
     """Whether the tiles are the frames of a video in time order."""
 
@@ -181,7 +182,10 @@ class Grid:
         return self.per_tile * self.tiles
 
     def at_tokens(self, values: Tensor) -> Tensor:
-        """Values ``(..., height * width)`` of all places as those of the tokens ``(..., n)``."""
+        """Select the values ``(..., n)`` of the tokens from those of all places.
+
+        Shape ``(..., height * width) -> (..., n)``.
+        """
         if not self.anchors:
             return values
         return values.index_select(
@@ -189,7 +193,7 @@ class Grid:
         )
 
     def at_places(self, values: Tensor, dim: int = -1) -> Tensor:
-        """The inverse for one dimension: a place without a token has the values of its anchor."""
+        """Inverse of :meth:`at_tokens` in one dimension: empty places get their anchor's values."""
         if not self.anchors:
             return values
         return values.index_select(
@@ -197,9 +201,9 @@ class Grid:
         )
 
     def centre_distance(self, device: torch.device) -> Tensor:
-        """Distance ``(N,)`` of each token from the centre of its tile, with corners (+-1, +-1).
+        """Distance ``(N,)`` of each token from its tile's centre; corners are at (+-1, +-1).
 
-        As released: the first and the last row or column lie on the border.
+        As in the released code, the first and the last row and column lie on the border.
         """
         y, x = (
             torch.linspace(-1, 1, side, device=device)
@@ -231,10 +235,11 @@ class VisualTokens:
     cls_attention: Tensor | None = None
     """``(B, N)``: the [CLS] row of the vision tower's attention, averaged over heads."""
     instruction: Instruction | None = None
-    """What relevance to the question is measured with."""
+    """What the relevance to the question is measured with."""
     known_cosine: Callable[[], Tensor] | None = None
-    """Gives :attr:`cosine` where something keeps it: it depends on the image alone, and takes half
-    the time of a selection. Called by what reads cosines alone, which take 4 N^2 bytes."""
+    """Returns :attr:`cosine` from a cache, if there is one: it depends on the image alone, and
+    takes half the time of a selection. Only code that reads cosines calls it; they take 4 N^2
+    bytes."""
     tower: TowerStates | None = None
     """States of the vision tower, which some base policies read."""
     language: LanguagePrefix | None = None
@@ -242,14 +247,14 @@ class VisualTokens:
     tile_scope: TileScope = "per_tile"
     """Scope in which the redundancy signal compares tokens."""
     encoder: Tensor | None = None
-    """``(B, N, Dv)``: the tokens before the projector, or before the merger the mean of the patches
+    """``(B, N, Dv)``: the tokens before the projector. Before a merger, the mean of the patches
     that make a token."""
     words: Words | None = None
     """The instruction's words, which some base policies read."""
     merger_input: MergerInput | None = None
-    """What else enters the merger, where the backbone has one."""
+    """Further inputs of the merger, if the backbone has one."""
     merged: Tensor | None = None
-    """``(B, N, D)`` after the merger, where ``features`` are the tokens before it
+    """``(B, N, D)`` after the merger, if ``features`` are the tokens before it
     (:attr:`before_merger`)."""
 
     def __post_init__(self) -> None:
@@ -273,15 +278,15 @@ class VisualTokens:
 
     @property
     def output(self) -> Tensor:
-        """``(B, N, D)``: the tokens as the language model reads them, whatever ranks them."""
+        """``(B, N, D)``: the tokens as the language model reads them, however they are ranked."""
         return self.features if self.merged is None else self.merged
 
     @cached_property
     def before_merger(self) -> VisualTokens:
-        """The same tokens with the encoder's as ``features``: what a state ranks before the merger.
+        """The same tokens with those of the encoder as ``features``, for a state that ranks those.
 
-        Relevance to the instruction and its words stays that of the tokens after the merger: the
-        encoder's space is not aligned with text.
+        Relevance to the instruction and its words stays that of the tokens after the merger,
+        because the encoder's space is not aligned with text.
         """
         known_cosine = self.require_merger_input().known_cosine
         return replace(
@@ -293,7 +298,7 @@ class VisualTokens:
 
     @cached_property
     def as_one_tile(self) -> VisualTokens:
-        """The same tokens as one grid, tile below tile, of which a policy keeps any K."""
+        """The same tokens as one grid, tile below tile, so that a policy keeps K of all of them."""
         if self.grid.tiles == 1:
             return self
         tower = self.tower
@@ -317,7 +322,7 @@ class VisualTokens:
 
     @cached_property
     def precise_tile_cosine(self) -> Tensor:
-        """:attr:`tile_cosine` of features cast to float32 before they are divided by their norm."""
+        """:attr:`tile_cosine` from features cast to float32 before division by their norm."""
         if self.features.dtype == torch.float32:
             return self.tile_cosine
         return plain_cosines(self.by_tile(self.features).float())
@@ -340,9 +345,9 @@ class VisualTokens:
         return values.reshape(self.batch, self.count, *values.shape[2:])
 
     def map_videos(self, measure: Callable[[Tensor], Tensor]) -> Tensor:
-        """Values ``(B, N)`` by a function of one video, ``(T, n, D)`` float32 to ``(T, n)``.
+        """Values ``(B, N)`` by a function that maps one video ``(T, n, D)`` float32 to ``(T, n)``.
 
-        A tile of an image that is no video is a video of one frame.
+        If the tokens are no video, each tile counts as a video of one frame.
         """
         frames = self.grid.tiles if self.grid.video else 1
         videos = self.features.reshape(
@@ -357,10 +362,10 @@ class VisualTokens:
     ) -> Tensor:
         """Picks ``(B * T, max share)`` within tiles as picks ``(B, K)`` within images.
 
-        For nested selections, whose first k picks do not depend on how many follow: a tile with a
-        smaller share drops its last pick. Picks of the tiles are interleaved by rank, so that
-        earlier picks still mean higher confidence. The larger shares are those from ``first_tile``
-        on.
+        This is for nested selections, whose first k picks do not depend on how many follow: a tile
+        with a smaller share drops its last pick. Picks of the tiles are interleaved by rank, so
+        that earlier picks still mean higher confidence. The larger shares go to the tiles from
+        ``first_tile`` on.
         """
         tiles = self.grid.tiles
         size = self.grid.per_tile
@@ -426,7 +431,7 @@ def _present(value: T | None, what: str, field: str) -> T:
 
 
 def split_over_tiles(budget: int, tiles: int) -> tuple[int, ...]:
-    """Shares of K per tile: ``K // T`` each, and one more for the first ``K % T`` tiles."""
+    """Share of K per tile: ``K // T``, and one more for the first ``K % T`` tiles."""
     share, remainder = divmod(budget, tiles)
     return tuple(share + (tile < remainder) for tile in range(tiles))
 
@@ -436,8 +441,8 @@ def split_over_parts(
 ) -> tuple[int, ...]:
     """Split K over parts of ``sizes`` tokens: K / T for each of their ``tiles``.
 
-    What does not divide goes to the first parts, and surplus to the next part with room. If K is at
-    least the number of tokens, every part keeps all of its tokens.
+    The remainder goes to the first parts. Tokens that a part has no room for go to the next part
+    with room. If K is at least the number of tokens, every part keeps all of its tokens.
     """
     shares = split_over_tiles(budget, sum(tiles))
     budgets = [0] * len(sizes)
@@ -458,18 +463,18 @@ class TileGroup:
     """Adjacent tiles with an equal share of the budget."""
 
     start: int
-    """The first of them."""
+    """Index of the first tile."""
     tiles: int
-    """Their number."""
+    """Number of tiles."""
     share: int
-    """Tokens that are kept of each."""
+    """Tokens that are kept in each tile."""
 
     @classmethod
     def split(cls, tokens: VisualTokens, budget: int) -> tuple[TileGroup, ...]:
         """Group tiles by their share of the budget, larger share first, omitting a share of 0.
 
-        For selections that are not nested: the picks at k are not the first k picks at k + 1, so
-        each share (there are at most two) has to be computed separately.
+        This is for selections that are not nested: the picks at k are not the first k picks at k +
+        1, so each of the at most two shares has to be computed separately.
         """
         shares = split_over_tiles(budget, tokens.grid.tiles)
         groups = []
@@ -485,7 +490,7 @@ class TileGroup:
     def join(
         parts: Sequence[Tensor], groups: Sequence[TileGroup], tokens: VisualTokens
     ) -> Tensor:
-        """Join parts ``(B * tiles, p, ...)``, one per group, as ``(B, sum, ...)`` by rank.
+        """Join one ``(B * tiles, p, ...)`` per group as ``(B, sum, ...)``, interleaved by rank.
 
         The first group has as many rows per tile as the second, or one more.
         """

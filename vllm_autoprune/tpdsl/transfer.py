@@ -1,10 +1,10 @@
-"""States adapted: to another budget or backbone, or to questions that share an image.
+"""Adapt states to another budget or backbone, or to questions that share an image.
 
 Every change is recorded, with its JSON pointer and reason. In a transfer the searched structure
 stays the same: base policy, signals and weights, pool and quota. Only fields that depend on the
 budget or the backbone change (the paper's cross-budget and cross-backbone transfer), together with
-the name and the provenance. Items of a list are matched by their ``atom`` (or by their own value,
-if that is a string).
+the name and the provenance. Items of a list are matched by their ``atom``, or by their own value if
+that is a string.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ Kind = Literal["changed", "added", "removed", "reordered"]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One difference. ``where`` points into the first document, or into the second if added.
+    """One difference at ``where`` in the first document, or in the second for an added field.
 
-    ``before`` is None for an added field, ``after`` for a removed one; ``why`` is the reason, if
-    one is known.
+    ``before`` is None for an added field, and ``after`` for a removed one; ``why`` is the reason,
+    if one is known.
     """
 
     where: str
@@ -90,7 +90,7 @@ def list_changes(
 
 
 def _index_by_name(items: Sequence[JsonValue]) -> dict[tuple[str, int], int]:
-    """(name, occurrence of that name) -> index of the item."""
+    """(name, occurrence of that name) -> index of the item in ``items``."""
     seen: Counter[str] = Counter()
     indices: dict[tuple[str, int], int] = {}
     for index, item in enumerate(items):
@@ -195,7 +195,7 @@ def instruction_free(
 def _explain(
     original: PruningState, adapted: PruningState, why: Mapping[str, str]
 ) -> tuple[Change, ...]:
-    """Every difference, with the reason of the first pointer that it begins with."""
+    """Every difference, with the reason for the first pointer in ``why`` that is its prefix."""
     changes = []
     for change in list_changes(original.document(), adapted.document()):
         reasons = (
@@ -213,14 +213,14 @@ _SPACES = {
 
 @dataclass(frozen=True, slots=True)
 class _Transfer:
-    """A state on its way: the document of the new one, and why its pointers differ."""
+    """A state under transfer: the new document, and a reason for each changed pointer."""
 
     state: PruningState
     document: dict[str, Any]
     why: dict[str, str]
 
     def fit_budget(self, budget: BudgetCall) -> None:
-        """Write the budget, and r_min where the selector insists on K - q_e."""
+        """Write the budget, and r_min if the selector insists on K - q_e."""
         limit = self.state.budget.limit
         selector = self.state.constraints.selector
         minimum, maximum = budget.range()
@@ -239,12 +239,12 @@ class _Transfer:
         if selector.insists_on is not None:
             _, r_min = selector.model_copy(update={"r_min": None}).bounds(maximum)
             self.why["/constraints/selector/r_min"] = f"r_min = K - q_e = {r_min}"
-            # The grammar allows at most 640; null, which means K - q_e, has no bound.
+            # The grammar allows at most 640. Null means K - q_e, which has no such bound.
             written = r_min if fixed and r_min <= 640 else None
             self.document["constraints"]["selector"]["r_min"] = written
 
     def fit_backbone(self, backbone: BackboneShape) -> None:
-        """Take out what the backbone does not have, and take the sign of its relevance."""
+        """Remove what the backbone does not have, and adopt the sign of its relevance."""
         state = self.state
         tower = state.source.tokens.atom == "vision_tokens@vision_tower"
         if tower and not backbone.tower_rows:
@@ -297,7 +297,7 @@ def transfer(
 ) -> tuple[PruningState, tuple[Change, ...]]:
     """Transfer a state to a budget (default: unchanged) and a backbone (default: any).
 
-    Returns it with every change. Raises :class:`BudgetError` if the state does not allow K.
+    Returns the state with every change. Raises :class:`BudgetError` if the state does not allow K.
     """
     new = _Transfer(state, state.document(), {})
     call = state.budget if budget is None else BudgetCall.parse(budget)
@@ -320,8 +320,8 @@ def transfer(
 
 
 def _add_suffix(name: str, suffix: str) -> str:
-    """A name of up to 128 characters: autoprune-k32 becomes autoprune-llava-next-7b-k160."""
-    # No path: k1-8, k1-8-64-640.
+    """Name of at most 128 characters: autoprune-k32 becomes autoprune-llava-next-7b-k160."""
+    # Replace the characters of a path or a share: 1/8 and 1/8:64-640 give k1-8 and k1-8-64-640.
     suffix = re.sub("[/:]", "-", suffix.replace(" ", ""))
     stem = re.sub(r"(?<=.)-k\d[\d-]*$", "", name)
     return stem[: 128 - len(suffix)] + suffix
@@ -333,7 +333,7 @@ def check_transfer(
     """Safety check of a transferred policy, on images with the inputs of the backbone."""
     if backbone is None or backbone.has_cls or policy.budget > MAX_PROBED_BUDGET:
         return safety_check(policy)
-    # From a tower without [CLS], where attention is a mean over queries.
+    # For a tower without [CLS], whose attention is a mean over queries.
     probes = [
         replace(probe, tower=replace(probe.require_tower(), cls=None))
         for probe in synthetic_probes(policy.budget)

@@ -1,14 +1,14 @@
 """Candidate pools and partitions (C): tokens that may be exchanged in, and parts of the image.
 
-The builders that a state lists are applied in sequence: the first sees every token outside the
-reference selection, each later one the pool of the one before it. Quality followed by diversity
-means "the best tokens, and of those the ones least similar to the reference selection". To unite
-pools instead, use ``multi_source_pool_builder``, which takes tokens from its sources in turn.
+The builders that a state lists are applied in sequence. The first one sees every token outside the
+reference selection, and each later one the pool of its predecessor. Quality followed by diversity
+means "of the best tokens, those least similar to the reference selection". To unite pools instead,
+use ``multi_source_pool_builder``, which takes tokens from its sources in turn.
 
-Every builder returns ``(B, N)`` int64: the position of each token in the builder's own order, N for
-a token outside its pool. The largest possible size of a pool is known in advance, so builders that
-compare candidates with each other need no work of size N x N. A partition, which a state names as
-``constraints.partition``, labels every token ``(B, N)`` int64 in 0..N-1.
+Every builder returns ``(B, N)`` int64: the position of each token in the builder's own order, or N
+for a token outside its pool. The largest possible size of a pool is known in advance, so builders
+that compare candidates with each other need no work of size N x N. A partition, which a state names
+as ``constraints.partition``, labels every token: ``(B, N)`` int64 in 0..N-1.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 
 
 class PartitionCall(AtomCall):
-    """An atom that labels tokens."""
+    """An atom that labels tokens by part of the image."""
 
 
 class _GridPartition(PartitionCall):
@@ -79,7 +79,7 @@ def _spatial_grid_partition(call: _GridPartition, tokens: VisualTokens) -> Tenso
 
 @dataclass(frozen=True, slots=True)
 class _Candidates:
-    """Tokens that a builder may take: a mask ``(B, N)``, and an upper bound on their number."""
+    """Tokens that a builder may take: a mask ``(B, N)`` and an upper bound of their number."""
 
     mask: Tensor
     most: int
@@ -109,7 +109,7 @@ class _SizedPool(_SourceCall):
     )
 
     def most(self, grid: Grid, picked: int) -> int:
-        """The pool size, at most the number of tokens outside the reference selection."""
+        """The pool size, capped at the number of tokens outside the reference selection."""
         return _size(self.pool_ratio, grid, picked)
 
 
@@ -120,7 +120,7 @@ class _CoveragePool(_SourceCall):
 
 
 def _size(ratio: float | None, grid: Grid, picked: int) -> int:
-    """Size of a pool: ``ratio`` x K, at most the number of tokens outside the selection."""
+    """Size of a pool: ``ratio`` x K, capped at the number of tokens outside the selection."""
     outside = grid.tokens - picked
     return outside if ratio is None else min(outside, max(1, math.ceil(ratio * picked)))
 
@@ -155,7 +155,7 @@ def _spatial_coverage_pool_builder(
     scores = g.masked_fill(covered | ~allowed.mask, -torch.inf)
     inside = cells[:, None] == torch.arange(count, device=g.device)
     value, best = scores[:, :, None].masked_fill(~inside, -torch.inf).max(dim=1)
-    # For a cell without a candidate, mark position N, which is cut off.
+    # A cell without a candidate marks position N, which is cut off below.
     best = best.where(value > -torch.inf, tokens.count)
     chosen = mask_from_indices(best, tokens.count + 1)[:, : tokens.count]
     return positions_in_order(
@@ -172,7 +172,7 @@ def _diversity_pool_builder(
     allowed: _Candidates,
 ) -> Tensor:
     """Tokens farthest, in cosine distance, from the reference selection and from each other."""
-    # The candidates, padded to the upper bound with other tokens, which are masked as taken.
+    # The candidates, padded with other tokens to the upper bound; padding is masked as taken.
     candidates = indices_from_mask(allowed.mask, allowed.most)
     taken = ~allowed.mask.gather(1, candidates)
     among, to_reference = _cosines_of(tokens, candidates, reference)
@@ -185,13 +185,14 @@ def _diversity_pool_builder(
 def _cosines_of(
     tokens: VisualTokens, some: Tensor, others: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Cosines ``(B, R, R)`` among tokens at ``(B, R)``, ``(B, R, C)`` to those at ``(B, C)``.
+    """Cosines ``(B, R, R)`` among the tokens ``some``, and ``(B, R, C)`` from them to ``others``.
 
-    If tokens are compared within their tile only, the cosine of tokens of two tiles counts as 0.
+    ``some`` ``(B, R)`` and ``others`` ``(B, C)`` are indices. If tokens are compared only within
+    their tile, the cosine between tokens of two tiles counts as 0.
     """
     grid = tokens.grid
     if grid.tiles > 1 and tokens.tile_scope == "per_tile":
-        # Per-tile cosines are already cached by the base selection or the signals.
+        # The base selection or the signals have already cached the per-tile cosines.
         rows = gather_rows(tokens.by_image(tokens.tile_cosine), some)
         return _within_tiles(rows, some, some, grid), _within_tiles(
             rows, some, others, grid
@@ -236,7 +237,7 @@ class JoinedPool(PoolCall):
     )
 
     def most(self, grid: Grid, picked: int) -> int:
-        """The pool size, at most the number of tokens outside the reference selection."""
+        """The pool size, capped at the number of tokens outside the reference selection."""
         return _size(self.pool_ratio, grid, picked)
 
 

@@ -8,11 +8,11 @@ eight of them have a name in the paper.
   ``(B, P)``, from the cosines ``(B, N, P)`` to them. Shares of a token sum to 1, or are all 0 if it
   has no anchor; shares of kept tokens are ignored.
 - Aggregation: weights >= 0 of all tokens for each anchor ``(B, N, P)``, or ``(B, N, 1)`` if they
-  are the same for every anchor, and of the anchors themselves ``(B, P)``.
+  are the same for every anchor, and weights ``(B, P)`` of the anchors themselves.
 - Output: rows ``(B, P, D)``, from the members of each group and their weights.
 - Ordering: a permutation ``(B, P)`` of the ascending indices, or None for no change. Position ids
-  are assigned to rows in order, so any order but raster changes the position that the model sees
-  for a token; whether that helps is left to the search.
+  are assigned to rows in order, so any order but raster changes the position at which the model
+  sees a token; whether that helps is left to the search.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class _GatedCall(AtomCall):
 
 
 _ROUNDING = 1e-5
-"""Gain in cosine below which two members count as equally central, as in any group of two."""
+"""Gain in cosine below which two members count as equally central. In a group of two they always
+do."""
 
 
 class _BlendCall(AtomCall):
@@ -110,7 +111,7 @@ class _ExchangeCall(AtomCall):
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """One level of one of the four axes."""
+    """A level of one of the four axes (assignment, aggregation, output, ordering)."""
 
     name: str
     description: str
@@ -158,7 +159,7 @@ PRINTED = {
     "nearest.similarity_weighted.residual.raster": "similarity_weighted_residual_merge",
     "local.mean.residual.raster": "spatial_local_residual_merge",
 }
-"""The four levels of an atom -> its name in the paper."""
+"""The four levels of an atom -> the atom's name in the paper."""
 
 
 Rows = tuple[Tensor, Tensor]
@@ -167,7 +168,7 @@ Rows = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Recipe:
-    """One of the 81 atoms: a level of each axis."""
+    """One of the 81 atoms: one level of each axis."""
 
     assign: _Level
     aggregate: _Level
@@ -181,7 +182,7 @@ class _Recipe:
         return ".".join(level.name for level in levels)
 
     def declare(self) -> str:
-        """Register the atom, with the parameters of its levels; its name."""
+        """Register the atom with the parameters of its levels, and return its name."""
         name = PRINTED.get(self.cell, f"reassemble/{self.cell}")
         levels = (self.assign, self.aggregate, self.form, self.order)
         calls = tuple(level.call for level in levels if level.call)
@@ -201,7 +202,7 @@ class _Recipe:
         return name
 
     def __call__(self, call: Any, tokens: VisualTokens, chosen: TokenSelection) -> Rows:
-        """Rows of the kept tokens, and the token of each row."""
+        """Rows of the kept tokens, and the index of each row's token."""
         indices = chosen.indices
         rows = gather_rows(chosen.reference.rows(tokens), indices)
         if isinstance(call, _NearestCall) and call.nearest and not call.idle:
@@ -229,7 +230,7 @@ class _Recipe:
     def weigh(
         self, call: Any, tokens: VisualTokens, indices: Tensor, mergeable: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Weights ``(B, N, P)`` of tokens in groups, of the kept tokens, and each largest share."""
+        """Weights ``(B, N, P)`` of tokens in groups, of anchors, and the largest of each token."""
         kept = mask_from_indices(indices, tokens.count)[:, :, None]
         similarity = tokens.cosine.gather(
             2, indices[:, None, :].expand(-1, tokens.count, -1)
@@ -284,9 +285,9 @@ class _Recipe:
             call, tokens, indices, chosen.mergeable
         )
         if self.form.name == "exchange":
-            # Row of the member nearest to the group's mean direction, if nearer than the anchor by
-            # the margin. Weights only define that direction: choosing the member of largest weight
-            # would never replace an anchor, because no weight exceeds the anchor's own.
+            # The member nearest to the group's mean direction replaces the anchor if it is nearer
+            # by the margin. Weights only define that direction: choosing the member of largest
+            # weight would never replace an anchor, because no weight exceeds the anchor's own.
             of_anchors = indices[:, None, :]
             member = largest & (weights > 0)
             weights = weights.scatter(1, of_anchors, anchor_weights[:, None, :])
@@ -301,7 +302,7 @@ class _Recipe:
             rows = tokens.features.gather(1, central[:, :, None].expand(-1, -1, width))
             return torch.where(replaced[:, :, None], rows.to(anchors.dtype), anchors)
 
-        # One image at a time: bit-identical in any batch, with a single float32 copy.
+        # One image at a time: bit-identical in any batch, and only one image is copied to float32.
         pairs = zip(weights, tokens.features, strict=True)
         rows = torch.stack([weight.T @ features.float() for weight, features in pairs])
         total = weights.sum(dim=1)[:, :, None]
@@ -330,11 +331,12 @@ def _nearest_residual(
     anchors: Tensor,
     mergeable: Tensor | None,
 ) -> Tensor:
-    """x_a + strength * (weighted mean of the group - x_a), as released.
+    """x_a + strength * (weighted mean of the group - x_a), as in the released code.
 
-    The group of an anchor is itself and the tokens of its tile that are most similar to it; weights
-    are exp(0.05 (1 - distance from the centre) - 0.03 likeness to another token of the tile), of
-    which the distance is divided by the largest and the likeness is min-max normalised.
+    The group of an anchor is the anchor and the tokens of its tile that are most similar to it. The
+    weight of a token is exp(0.05 (1 - d) - 0.03 s): d is its distance from the centre divided by
+    the largest distance, and s its min-max normalised similarity to the most similar other token of
+    the tile.
     """
     count = tokens.count
     kept = indices.shape[1]
@@ -376,7 +378,7 @@ def _mean_groups(owner: Tensor, weight: Tensor, rows: Tensor, count: int) -> Ten
         return member @ (weight[:, None] * rows.float()) / (member @ weight[:, None])
     total = weight.new_zeros(count).index_add_(0, owner, weight)
     sums = weight.new_zeros(count, rows.shape[1])
-    # Strips that stay in the cache, one after another: five times as fast, and the same bits.
+    # Strips that fit in the cache are five times as fast, and have the same bits.
     step = strip_size(rows)
     for low in range(0, len(rows), step):
         strip = slice(low, low + step)
@@ -391,6 +393,6 @@ RECIPES = {
         for levels in product(ASSIGNMENTS, AGGREGATIONS, OUTPUTS, ORDERINGS)
     )
 }
-"""Atom name -> its four levels."""
+"""Atom name -> its level on each of the four axes."""
 
 Reassembly = Annotated[AtomCall, OneOf("reassembly")]

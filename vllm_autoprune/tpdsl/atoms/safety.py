@@ -1,4 +1,4 @@
-"""Safety checks: atoms that a state lists, and the record of the verdicts on it."""
+"""Safety checks: the atoms that a state lists, and the record of the verdicts on a state."""
 
 from __future__ import annotations
 
@@ -69,5 +69,5 @@ for _name, _call, _doc in (
         "If the state fails its safety check, serve the base policy's selection instead.",
     ),
 ):
-    # They are read and not run: safety_check makes all verdicts, whatever a state lists.
+    # These atoms are read, never run: safety_check gives all verdicts, whatever a state lists.
     atom("safety_checks", _call, name=_name, doc=_doc)(lambda call: call)

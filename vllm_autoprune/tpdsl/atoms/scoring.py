@@ -1,7 +1,6 @@
-"""Scoring (S): the fusion of quality signals, and how redundant two tokens are.
+"""Scoring (S): the fusion of quality signals into one, and the similarity kernel between tokens.
 
-A fusion takes signals normalised to 0..1, with a weight each, and makes one token quality g of
-them.
+A fusion combines signals, each normalised to 0..1 and with a weight, into one token quality g.
 
 A kernel L = diag(q) S diag(q) is kept as its factors S and q: greedy selection reads only K rows of
 L, which it computes one at a time, so L is never materialised.
@@ -55,7 +54,7 @@ def _weighted_sum_fusion(
     call: AtomCall, signals: Sequence[Tensor], weights: Sequence[float], picks: Tensor
 ) -> Tensor:
     """Weighted sum of the signals."""
-    # Added one by one: a reduction over a stacked axis rounds differently in a batch and alone.
+    # Added one by one: a reduction over a stacked axis rounds differently alone and in a batch.
     total = torch.zeros_like(signals[0])
     for signal, weight in zip(signals, weights, strict=True):
         total = total + weight * signal

@@ -31,7 +31,7 @@ from vllm_autoprune.tpdsl.tokens import Grid, VisualTokens
 
 
 class SelectorCall(AtomCall):
-    """A selector; without bounds of its own it may exchange all K tokens."""
+    """A selector. Unless it defines bounds, it may exchange all K tokens."""
 
     def bounds(self, budget: int) -> tuple[int, int]:
         """(q_e, r_min) at K = ``budget``."""
@@ -68,7 +68,7 @@ class _BoundedSelector(SelectorCall):
     )
 
     def bounds(self, budget: int) -> tuple[int, int]:
-        """q_e is cut to K - r_min."""
+        """(q_e, r_min) at K = ``budget``, with q_e cut to K - r_min."""
         r_min = (
             max(0, budget - self.q_e) if self.r_min is None else min(self.r_min, budget)
         )
@@ -76,7 +76,7 @@ class _BoundedSelector(SelectorCall):
 
     @property
     def insists_on(self) -> int | None:
-        """r_min of the state."""
+        """The r_min that the state sets, or None."""
         return self.r_min
 
 
@@ -143,10 +143,10 @@ class _MarginalSelector(_BoundedSelector):
 class SelectorInputs:
     """Inputs of a selector, for B images.
 
-    tokens in the state's token view; picks ``(B, P)`` in pick order; pool ``(B, N)`` bool, disjoint
-    from the picks; g ``(B, N)`` token quality; quota is q_e at this K. Kernel and labels are
-    computed when a selector first reads them. Given tokens are kept beside the picks, and neither
-    they nor other closed tokens may enter.
+    tokens are seen in the state's token view. picks ``(B, P)`` are in pick order, and pool ``(B,
+    N)`` bool is disjoint from them. g ``(B, N)`` is token quality, and quota is q_e at this K.
+    Kernel and labels are computed when a selector first reads them. With ``start``, its given
+    tokens are kept besides the picks, and no closed token may enter.
     """
 
     tokens: VisualTokens
@@ -165,7 +165,7 @@ class SelectorInputs:
 
     @cached_property
     def labels(self) -> Tensor:
-        """Labels ``(B, N)`` of the state's partition."""
+        """Partition label ``(B, N)`` of each token, by the state's partition."""
         return run(Tensor, self.partition_call, self.tokens)
 
     @cached_property
@@ -176,7 +176,8 @@ class SelectorInputs:
     @cached_property
     def outgoing(self) -> Tensor:
         """The q reference tokens of lowest quality ``(B, q)``, in ascending order of quality."""
-        # Finite, so that a reference token without finite quality still ranks below all others.
+        # Made finite, so that a reference token with NaN quality still ranks below all other
+        # tokens.
         quality = self.g.nan_to_num(nan=torch.finfo(self.g.dtype).max)
         lowest = rank_descending(quality.masked_fill(~self.reference, torch.inf)).flip(
             1
@@ -185,17 +186,17 @@ class SelectorInputs:
 
     @cached_property
     def staying(self) -> Tensor:
-        """Mask ``(B, N)`` of the tokens that no exchange removes."""
+        """Mask ``(B, N)`` of the reference and given tokens that no exchange removes."""
         picks = self.reference.scatter(1, self.outgoing, False)
         if self.start is None:
             return picks
         return picks | mask_from_indices(self.start.indices, picks.shape[1])
 
     def select_anchored(self, kernel: Kernel, cap: int | None = None) -> Tensor:
-        """Kept tokens ``(B, N)`` by greedy MAP over pool and reference.
+        """Mask ``(B, N)`` of the tokens that greedy MAP keeps of pool and reference selection.
 
-        It is conditioned on the first P - q picks as anchors and on given tokens; ``cap`` limits
-        the tokens of each part of the partition.
+        It is conditioned on the first P - q picks as anchors and on the given tokens; ``cap``
+        limits the number of tokens in each part of the partition.
         """
         count = self.picks.shape[1]
         conditioned = None
@@ -228,8 +229,8 @@ def _exchange_pairs(
     selection = revision.reference
     outgoing = revision.outgoing
     incoming = rank_descending(g.masked_fill(~pool, -torch.inf))[:, : revision.quota]
-    # Both sides are sorted, so pair i is the best one after the pairs before it, and once a pair is
-    # refused all later ones are. NaN compares false: no exchange.
+    # Both sides are sorted, so pair i is the best one left after the pairs before it, and once a
+    # pair is refused all later pairs are. NaN compares false: no exchange.
     gain = g.gather(1, incoming)
     loss = g.gather(1, outgoing)
     exchanged = (gain > loss) & accepts(gain, loss) & pool.gather(1, incoming)
@@ -250,11 +251,11 @@ def _reference_residual_exchange_selector(
 
 
 def _fill_quota(lam: float, power: float, revision: SelectorInputs) -> Tensor:
-    """Replace the q reference tokens of lowest quality, whatever takes their place.
+    """Replace the q reference tokens of lowest quality, even by candidates of lower quality.
 
-    Candidates enter one by one, by ``quality^power - lam * largest kernel to a kept token``, of
-    those in its tile where the state compares tokens by tile. A reference token stays where the
-    pool is exhausted.
+    Candidates enter one by one, by ``quality^power - lam * largest kernel to a kept token``. Where
+    the state compares tokens by tile, only kept tokens of the candidate's tile count. Once the pool
+    is exhausted, the remaining reference tokens stay.
     """
     tokens = revision.tokens
     pool = revision.pool
@@ -263,7 +264,7 @@ def _fill_quota(lam: float, power: float, revision: SelectorInputs) -> Tensor:
     scoped = tokens
     if (
         tokens.grid.tiles > 1 and tokens.tile_scope == "per_tile"
-    ):  # each tile as an image
+    ):  # treat each tile as an image
         grid = Grid(tokens.grid.height, tokens.grid.width)
         features = tokens.by_tile(tokens.features)
         scoped = VisualTokens(features, grid, known_cosine=lambda: tokens.tile_cosine)
@@ -278,7 +279,7 @@ def _fill_quota(lam: float, power: float, revision: SelectorInputs) -> Tensor:
     rows = kernel.reshape(batch, count, scoped.count)
     tile = torch.arange(count, device=pool.device) // scoped.count
     for step in range(revision.outgoing.shape[1]):
-        # Where no token is kept yet, the largest kernel is minus infinity.
+        # Where no token is kept yet, ``nearest`` is minus infinity.
         score = quality - lam * nearest.clamp_min(-1)
         entering = argmax_within(score.masked_fill(~pool, -torch.inf))[0][:, None]
         entering = torch.where(
@@ -324,14 +325,15 @@ def _quality_topk_selector(call: SelectorCall, revision: SelectorInputs) -> Tens
 
 _Admits = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(similarity, g, leaving) -> score ``(B, N)`` of each token as a candidate, and the threshold
-``(B, 1)`` that it has to exceed; similarity ``(B, N)`` is the largest cosine to a kept token."""
+``(B, 1)`` that the score has to exceed. similarity ``(B, N)`` is the largest cosine to a kept
+token."""
 
 
 def _exchange_in_sequence(revision: SelectorInputs, admits: _Admits) -> Tensor:
-    """Make exchanges one after the other, comparing candidates with the tokens kept by then.
+    """Make exchanges one after another, comparing candidates with the tokens kept by then.
 
-    Exchange i removes reference token i of ``outgoing`` or ends the loop, so the reference tokens
-    that remain at step i are known before the loop; only the tokens that entered are not.
+    Exchange i removes reference token i of ``outgoing`` or ends the loop. So the reference tokens
+    that remain at step i are known before the loop, and only the tokens that have entered are not.
     """
     cosine = revision.tokens.cosine
     selection = revision.reference

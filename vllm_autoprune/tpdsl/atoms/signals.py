@@ -1,8 +1,9 @@
-"""Quality signals (S): one score for each token.
+"""Quality signals (S): each gives one score per token.
 
-A signal takes its call, B images and the reference selection ``(B, P)`` in pick order, and returns
-``(B, N)`` float32, larger is better. Signals are min-max normalised before fusion, so only their
-order and relative gaps within an image matter. Each has a weight in the fusion.
+A signal is a function of its call, B images and the reference selection ``(B, P)`` in pick order.
+It returns ``(B, N)`` float32, where larger is better. Signals are min-max normalised before fusion,
+so only their order and relative gaps within an image matter. Each signal has a weight in the
+fusion.
 """
 
 from __future__ import annotations
@@ -210,7 +211,7 @@ def _instruction_guided_visual_relevance(
             pooled = words.embeddings.float().where(used, 0.0).sum(dim=1, keepdim=True)
             return cosines_with(tokens.features, pooled)[:, :, 0]
     if call.measure != "instruction":
-        # A float32 copy of a whole image takes longer than the means.
+        # Summed in strips, because a float32 copy of a whole image takes longer than the means.
         strips = tokens.features.split(strip_size(tokens.features), dim=1)
         return -torch.cat([strip.float().mean(dim=-1) for strip in strips], dim=1)
     sign = {"auto": None, "+": 1, "-": -1}[call.sign]
@@ -272,8 +273,8 @@ def _redundancy_density_penalty(
         return tokens.by_image(
             -(cosine.sum(dim=-1) - cosine.diagonal(dim1=1, dim2=2)) / count
         )
-    # Of the m + 1 largest entries one is surplus: the diagonal if it is among them, that is if it
-    # is at least the smallest of them, and otherwise that smallest one.
+    # One of the m + 1 largest entries is surplus. It is the diagonal entry if that is at least the
+    # smallest of them, and otherwise that smallest one.
     values = cosine.topk(m + 1, dim=-1).values
     surplus = torch.maximum(cosine.diagonal(dim1=1, dim2=2), values[..., -1])
     return tokens.by_image(-((values.sum(dim=-1) - surplus) / m))
@@ -337,7 +338,7 @@ def _channel_entropy_informativeness(
 
 
 def pick_confidence(picks: Tensor, count: int) -> Tensor:
-    """``1 - rank / P`` for picks ``(B, P)`` in pick order, 0 for other tokens, ``(B, count)``."""
+    """``1 - rank / P`` for picks ``(B, P)`` in pick order, 0 for other tokens: ``(B, count)``."""
     batch, picked = picks.shape
     falling = 1 - torch.arange(picked, device=picks.device, dtype=torch.float32) / max(
         1, picked

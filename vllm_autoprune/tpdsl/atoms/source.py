@@ -190,7 +190,7 @@ def _reference_mask_prior(call: _ReferencePrior, inputs: PriorInputs) -> Tensor:
 def _prior_of(
     policy: str, params: PolicyParams, inputs: PriorInputs, weight: float
 ) -> Tensor:
-    """1 for what a base policy keeps at K, else 1 - weight, ``(B, N)``."""
+    """Prior ``(B, N)``: 1 for the tokens that a base policy keeps at K, else 1 - weight."""
     picks = BASE_POLICIES[policy].select(params, inputs.tokens, inputs.budget).picks
     return torch.where(mask_from_indices(picks, inputs.tokens.count), 1.0, 1 - weight)
 
@@ -226,7 +226,7 @@ _SAID = re.compile(
 _SAID_OF_VIDEO = re.compile(r"tokens_per_frame:(\d{1,5})", re.ASCII)
 
 _EXACT = 10**6
-"""Largest denominator of a share: two such fractions are never the same float."""
+"""Largest denominator of a share: two such fractions never have the same float."""
 
 
 class BudgetCall(AtomCall):
@@ -248,7 +248,7 @@ class BudgetCall(AtomCall):
         return _fixed_budget(self, 0, 1), _fixed_budget(self, 0, 1)
 
     def rule(self) -> int | str:
-        """K, or how it follows from an image, as a flag takes it where it is a share."""
+        """K, or the rule by which it follows from an image, as a budget flag takes it."""
         minimum, maximum = self.range()
         return maximum if minimum == maximum else f"{minimum} to {maximum}"
 
@@ -256,10 +256,10 @@ class BudgetCall(AtomCall):
     def parse(
         cls, said: object, where: str = "budget", *, video: bool = False
     ) -> BudgetCall:
-        """Read K as people say it: 64, or a share of N as 1/8 or 12.5%, or 1/8:64-640.
+        """Parse a budget as people write it: 64, or a share of N such as 1/8, 12.5% or 1/8:64-640.
 
-        Either is a ratio_budget. Of a video also tokens_per_frame:16, a per_frame_budget. Raises
-        :class:`BudgetError`, located at ``where``.
+        A share becomes a ratio_budget. With ``video``, tokens_per_frame:16 is accepted too and
+        becomes a per_frame_budget. Raises :class:`BudgetError`, located at ``where``.
         """
         if isinstance(said, BudgetCall):
             return said
@@ -299,16 +299,16 @@ class _RatioBudget(BudgetCall):
     ceiling: int = Field(640, ge=1, le=65536, description="largest K")
 
     def range(self) -> tuple[int, int]:
-        """Floor and ceiling; a floor above the ceiling is cut to it."""
+        """Floor and ceiling; a floor above the ceiling is lowered to it."""
         return min(self.floor, self.ceiling), self.ceiling
 
     @property
     def share(self) -> Fraction:
-        """The ratio, exact: 0.3 of 10 tokens is 3, and 1/3, which is no float, of 144 is 48."""
+        """The exact ratio: 0.3 of 10 tokens is 3, and 1/3, no float, of 144 tokens is 48."""
         return Fraction(self.ratio).limit_denominator(_EXACT)
 
     def rule(self) -> int | str:
-        """Share of N, and its bounds."""
+        """Share of N with its bounds, as a budget flag takes it."""
         if self.floor >= self.ceiling:
             return self.ceiling
         top, bottom = self.share.as_integer_ratio()
@@ -335,7 +335,7 @@ class _FrameBudget(_TileBudget):
     ceiling: int = Field(65536, ge=1, le=65536, description="largest K of a video")
 
     def rule(self) -> int | str:
-        """Tokens of a frame, and of how many frames at most."""
+        """Tokens per frame and the largest number of frames, as a budget flag takes them."""
         return (
             f"tokens_per_frame:{self.k}"
             if self.ceiling == MAX_BUDGET
